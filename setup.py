@@ -1,0 +1,195 @@
+"""Builds the native part of kvstrata; everything declarative stands in pyproject.toml.
+
+- Every `ext/core/src/**/*.cpp` is compiled once, in parallel, into one static library.
+- Every `ext/cython/NAME.pyx` becomes the module `kvstrata.native.NAME`, linked with that library.
+- Every `ext/cuda/*.cu` goes into `kvstrata/native/libkvstrata_cuda.so` where nvcc is found.
+
+Sources are found by pattern: a new file needs no edit here. Object files are kept under `build/native/` and are
+remade when their source, a header they include, or the command line changes.
+
+Environment: `CXX`, `CPPFLAGS`, `CXXFLAGS`, `LDFLAGS` as usual; `KVSTRATA_WERROR=1` turns warnings into errors;
+`KVSTRATA_CUDA` is `auto` (default), `require` (no nvcc is an error) or `off`; `CUDA_HOME` names the toolkit.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import fcntl
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError
+
+ROOT = Path(__file__).resolve().parent
+CORE_SOURCES = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/core/src/**/*.cpp"))
+CORE_HEADERS = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/core/**/*.h"))
+CYTHON_SOURCES = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/cython/*.pyx"))
+CYTHON_HEADERS = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/cython/*.p[xy][di]"))
+CUDA_SOURCES = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/cuda/*.cu"))
+CUDA_HEADERS = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/cuda/*.h"))
+CORE_INCLUDE = "ext/core/include"
+CUDA_LIBRARY = "libkvstrata_cuda.so"
+CUDA_ARCHITECTURES = (80, 90, 100)
+
+WARNINGS = ["-Wall", "-Wextra"] + (["-Werror"] if os.environ.get("KVSTRATA_WERROR") == "1" else [])
+# Python's own flags carry -DNDEBUG, which would remove every assert. The baseline of the platform's ABI is kept:
+# functions that need more choose at run time and carry a target attribute of their own.
+CXX_FLAGS = ["-std=c++20", "-O3", "-g1", "-fPIC", "-UNDEBUG", "-fvisibility=hidden", "-pthread"]
+
+
+class BuildFailed(BaseError):
+    """A native build step failed; the message holds the command and its output."""
+
+
+def environment_flags(*names: str) -> list[str]:
+    return [flag for name in names for flag in shlex.split(os.environ.get(name, ""))]
+
+
+def run_tool(command: list[str]) -> None:
+    """Runs one compiler command; raises BuildFailed with its output when it fails."""
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        raise BuildFailed(f"{shlex.join(command)}\n{done.stdout}exit status {done.returncode}")
+    if done.stdout:
+        print(done.stdout, end="", file=sys.stderr)
+
+
+def newest_mtime_ns(paths: list[Path]) -> int:
+    """The newest modification time, or a time in the far future when one of the files is missing."""
+    try:
+        return max(path.stat().st_mtime_ns for path in paths)
+    except FileNotFoundError:
+        return 1 << 63
+
+
+def object_is_current(target: Path, command: list[str]) -> bool:
+    """Whether `target` was made by this very command from sources and headers that did not change since."""
+    depfile, stamp = target.with_suffix(".d"), target.with_suffix(".cmd")
+    try:
+        made_ns = target.stat().st_mtime_ns
+        if stamp.read_text() != shlex.join(command):
+            return False
+        listed = depfile.read_text().replace("\\\n", " ").split(":", 1)[1]
+    except (FileNotFoundError, IndexError):
+        return False
+    names = [name.replace("\0", " ") for name in listed.replace("\\ ", "\0").split()]
+    return newest_mtime_ns([ROOT / name for name in names]) <= made_ns
+
+
+@contextlib.contextmanager
+def exclusive_build() -> Iterator[None]:
+    """Only one build works in a tree at a time; a second one waits."""
+    (ROOT / "build").mkdir(exist_ok=True)
+    with open(ROOT / "build" / ".native.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def compile_core(jobs: int) -> Path:
+    """Brings the static library of `ext/core/src` up to date and returns its path."""
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    flags = [*CXX_FLAGS, *WARNINGS, f"-I{CORE_INCLUDE}", *environment_flags("CPPFLAGS", "CXXFLAGS")]
+    digest = hashlib.sha256(shlex.join([*compiler, *flags]).encode()).hexdigest()[:12]
+    folder = ROOT / "build" / "native" / f"core-{sysconfig.get_platform()}-{digest}"
+    library = folder / "libkvstrata_core.a"
+
+    def compile_one(source: Path) -> tuple[Path, bool]:
+        target = folder / source.relative_to("ext/core/src").with_suffix(".o")
+        relative = target.relative_to(ROOT)
+        command = [*compiler, *flags, "-MMD", "-MF", str(relative.with_suffix(".d")), "-c", str(source)]
+        command += ["-o", str(relative)]
+        if object_is_current(target, command):
+            return target, False
+        target.parent.mkdir(parents=True, exist_ok=True)
+        print(f"compiling {source}", flush=True)
+        run_tool(command)
+        target.with_suffix(".cmd").write_text(shlex.join(command))
+        return target, True
+
+    with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
+        results = list(pool.map(compile_one, CORE_SOURCES))
+    objects = [str(target.relative_to(ROOT)) for target, _ in results]
+    members = folder / "members.txt"
+    unchanged = members.exists() and members.read_text() == "\n".join(objects)
+    if library.exists() and unchanged and not any(made for _, made in results):
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    library.unlink(missing_ok=True)
+    run_tool([os.environ.get("AR", "ar"), "rcsD", str(library.relative_to(ROOT)), *objects])
+    members.write_text("\n".join(objects))
+    return library
+
+
+class BuildNative(build_ext):
+    """Compiles the core library first, then the Cython modules, then the CUDA library where nvcc is there."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if self.parallel is None:
+            self.parallel = len(os.sched_getaffinity(0))
+        if self.editable_mode:
+            # An editable install would build in a fresh temporary folder each time; keep what is current.
+            version = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+            self.build_temp = str(ROOT / "build" / f"temp.{version}")
+            self.build_lib = str(ROOT / "build" / f"lib.{version}")
+
+    def run(self) -> None:
+        with exclusive_build():
+            super().run()
+
+    def build_extensions(self) -> None:
+        library = compile_core(int(self.parallel or 1)) if CORE_SOURCES else None
+        self._translate_cython()
+        for extension in self.extensions:
+            if library is not None:
+                extension.extra_objects = [str(library)]
+                extension.depends.append(str(library))
+        super().build_extensions()
+
+    def _translate_cython(self) -> None:
+        """Replaces each .pyx source by C++ generated under build/cython."""
+        pending = [extension for extension in self.extensions if extension.sources[0].endswith(".pyx")]
+        if not pending:
+            return
+        from Cython.Build import cythonize
+
+        translated = cythonize(
+            [Extension(e.name, list(e.sources), language="c++") for e in pending],
+            build_dir="build/cython",
+            include_path=["ext/cython"],
+            compiler_directives={"language_level": 3},
+            force=bool(self.force),
+            quiet=True,
+        )
+        for extension, result in zip(pending, translated, strict=True):
+            extension.sources = list(result.sources)
+
+
+def extensions() -> list[Extension]:
+    return [
+        Extension(
+            f"kvstrata.native.{source.stem}",
+            [str(source)],
+            include_dirs=[CORE_INCLUDE, "ext/cython"],
+            language="c++",
+            # Generated code casts functions and leaves parameters unused.
+            extra_compile_args=[*CXX_FLAGS, "-Wno-unused-function", "-Wno-cast-function-type"],
+            extra_link_args=["-pthread"],
+            depends=[str(path) for path in (*CORE_HEADERS, *CYTHON_HEADERS)],
+        )
+        for source in CYTHON_SOURCES
+    ]
+
+
+os.chdir(ROOT)
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildNative})

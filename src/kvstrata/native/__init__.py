@@ -1,0 +1,1 @@
+"""The compiled modules; there is no fallback in Python."""
