@@ -1,0 +1,30 @@
+"""Time, injected: code that decides takes a Clock, tests pass their own."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Monotonic seconds for deadlines, wall-clock milliseconds for records."""
+
+    def monotonic_s(self) -> float:
+        """Seconds that never go back; only differences mean anything."""
+        ...
+
+    def unix_ms(self) -> int:
+        """Milliseconds since 1970, may jump."""
+        ...
+
+
+class SystemClock:
+    """The machine's clocks."""
+
+    def monotonic_s(self) -> float:
+        """CLOCK_MONOTONIC."""
+        return time.monotonic()
+
+    def unix_ms(self) -> int:
+        """CLOCK_REALTIME in milliseconds."""
+        return time.time_ns() // 1_000_000

@@ -1,0 +1,1 @@
+"""The RPC contract between engine processes and the server (see docs/protocol.md)."""

@@ -1,0 +1,1 @@
+"""L2: the storage contract and its adapters."""

@@ -1,0 +1,146 @@
+"""The storage contract: what every L2 medium implements.
+
+Invariants
+1. All calls are batches; outcomes are per item and in order; one bad item never fails its batch.
+2. Each item carries a hold on its extent.  The lowest layer that touches the bytes drops the hold when the
+   medium has really finished with them; a deadline or a cancelled await ends the wait, never the hold.
+3. A key that is not there is an outcome (ABSENT), not an exception.  Exceptions mean that the adapter broke
+   its contract; the caller counts them as FAILED for every item of the batch.
+4. STORED means durable where `capabilities.persistent` is true.
+5. Bytes of a LOADED item were checked against the record's checksums; CORRUPT means that the adapter has also
+   removed or quarantined the bad copy, so that the next put can heal it.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+if TYPE_CHECKING:
+    from kvstrata.clock import Clock
+    from kvstrata.native.pool import Hold
+
+
+class Presence(enum.IntEnum):
+    """Answer of `exists` for one key."""
+
+    ABSENT = 0
+    PRESENT = 1
+    UNKNOWN = 2
+    """The medium did not answer in time or at all; treat as a miss that says nothing about the future."""
+
+
+class PutStatus(enum.IntEnum):
+    STORED = 0
+    EXISTS = 1
+    THROTTLED = 2
+    FAILED = 3
+
+
+class LoadStatus(enum.IntEnum):
+    LOADED = 0
+    ABSENT = 1
+    CORRUPT = 2
+    FAILED = 3
+
+
+class PutOutcome(NamedTuple):
+    """`reason` is a short word for THROTTLED and FAILED (full, deadline, io, …), empty otherwise."""
+
+    status: PutStatus
+    reason: str = ""
+
+
+class LoadOutcome(NamedTuple):
+    status: LoadStatus
+    reason: str = ""
+
+
+class PutItem(NamedTuple):
+    """One record to put. `hold.view()` is the whole record (header and payload), read-only for the adapter."""
+
+    key: bytes
+    hold: Hold
+
+
+class LoadItem(NamedTuple):
+    """One record to load into a reserved extent of exactly `hold.length` bytes."""
+
+    key: bytes
+    hold: Hold
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What the controllers may expect of an adapter."""
+
+    persistent: bool
+    """Keeps its records across a restart of this process."""
+    shared: bool
+    """Other instances put and delete there too, so presence may be stale."""
+    max_batch: int = 64
+    wants_registered_memory: bool = False
+    alignment_bytes: int = 1
+    can_delete: bool = True
+    can_list: bool = False
+    has_ttl: bool = False
+    quiesce: str = "drain"
+    """What ends an operation in flight: `cancel`, `drain` (wait), or `never` (only killing its process)."""
+
+
+class AdapterContext(NamedTuple):
+    """What the server lends an adapter for its life."""
+
+    instance_id: str
+    clock: Clock
+    region_address: int
+    region_bytes: int
+    """The pool's mapping, to register with devices; valid until `close` returned."""
+    record_evicted: Callable[[bytes], None]
+    """Tells the server that the adapter's own cap dropped a key (thread-safe)."""
+
+
+class Usage(NamedTuple):
+    """`capacity_bytes` 0 means unlimited."""
+
+    used_bytes: int
+    capacity_bytes: int
+    records: int
+
+
+class StorageAdapter(ABC):
+    """One L2 medium.  Called on the server's event loop; must not block it."""
+
+    name: str
+    capabilities: Capabilities
+
+    @abstractmethod
+    async def open(self, context: AdapterContext) -> None:
+        """Make the medium ready. Raises StorageError with what to change when it cannot be."""
+
+    @abstractmethod
+    async def exists(self, keys: Sequence[bytes]) -> list[Presence]:
+        """Which keys can be loaded, in order. Never touches payloads."""
+
+    @abstractmethod
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        """Store records. Drops each item's hold when the medium has finished with its bytes."""
+
+    @abstractmethod
+    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+        """Read records into their extents and verify them. Drops each item's hold likewise."""
+
+    @abstractmethod
+    async def delete(self, keys: Sequence[bytes]) -> int:
+        """Remove records; returns how many were there. A running load of one still ends well or as ABSENT."""
+
+    @abstractmethod
+    async def usage(self) -> Usage:
+        """Bytes and records held now."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Finish what is in flight as `capabilities.quiesce` says and free everything. Idempotent."""
