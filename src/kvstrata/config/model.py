@@ -1,0 +1,153 @@
+"""Every setting, once: its name, type, bounds, default and meaning.
+
+The configuration reference in docs/configuration.md is generated from these structs, and the loader
+(`kvstrata.config.load`) takes names, bounds and defaults from them.  Sizes that people type are in GB (2**30).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+GB = 1 << 30
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Common options of all settings structs."""
+
+
+class L1Settings(_Section, frozen=True, kw_only=True):
+    """The shared-memory pool."""
+
+    size_gb: Annotated[
+        float | None,
+        Meta(gt=0, description="Bytes of KV in shared memory, in GB; empty: 4, or less where less fits."),
+    ] = None
+    eviction_policy: Annotated[
+        Literal["LRU", "ARC", "S3FIFO", "noop"],
+        Meta(description="Which chunks leave first under pressure; `noop` never evicts and refuses instead."),
+    ] = "LRU"
+    eviction_trigger_watermark: Annotated[
+        float, Meta(gt=0, le=1, description="Share of the pool above which eviction starts ahead of need.")
+    ] = 0.8
+    eviction_ratio: Annotated[
+        float, Meta(ge=0, lt=1, description="Share of the pool that one such eviction frees.")
+    ] = 0.2
+    entries: Annotated[
+        int | None,
+        Meta(ge=1024, le=1 << 26, description="Chunks the index can name; empty: derived from the size."),
+    ] = None
+    segment_dir: Annotated[
+        str, Meta(description="Directory of the pool's files on tmpfs; empty: made under /dev/shm.")
+    ] = ""
+    prefault_threads: Annotated[
+        int, Meta(ge=0, le=64, description="Threads that fault the pool in at start; 0 leaves it to first use.")
+    ] = 2
+
+
+class L2Settings(_Section, frozen=True, kw_only=True):
+    """What holds for all L2 adapters."""
+
+    prefetch_max_in_flight: Annotated[
+        int, Meta(ge=1, le=1024, description="Lookups that may load from L2 at the same time.")
+    ] = 8
+    backlog_share: Annotated[
+        float, Meta(gt=0, le=0.5, description="Share of L1 that chunks waiting for a put may pin.")
+    ] = 0.25
+    deadline_ms: Annotated[
+        int, Meta(ge=1, le=60_000, description="Time one adapter operation may take unless the adapter says.")
+    ] = 5_000
+    drain_s: Annotated[
+        float, Meta(ge=0, le=600, description="Time that puts in flight get when the server stops.")
+    ] = 10.0
+
+
+class HttpSettings(_Section, frozen=True, kw_only=True):
+    """The admin HTTP server."""
+
+    host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65_535, description="Port; 0 takes a free one.")] = 8080
+    enabled: Annotated[bool, Meta(description="Serve it at all.")] = True
+    token_file: Annotated[
+        str, Meta(description="File with the bearer token that every request off loopback must carry.")
+    ] = ""
+
+
+class SecuritySettings(_Section, frozen=True, kw_only=True):
+    """What guards the RPC port off loopback."""
+
+    curve_secret_file: Annotated[
+        str, Meta(description="File with the server's CURVE secret key (Z85, 40 characters).")
+    ] = ""
+    insecure: Annotated[
+        bool, Meta(description="Allow listening off loopback without a key or token.")
+    ] = False
+
+
+class ServerSettings(_Section, frozen=True, kw_only=True):
+    """Settings of `lmcache-server`."""
+
+    instance_id: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9._-]{0,64}$",
+            description="Name of this instance in logs, metrics and files; empty: host name and port.",
+        ),
+    ] = ""
+    host: Annotated[str, Meta(min_length=1, description="Address of the RPC port.")] = "localhost"
+    port: Annotated[int, Meta(ge=0, le=65_535, description="RPC port; 0 takes a free one.")] = 5555
+    socket_dir: Annotated[
+        str,
+        Meta(description="Directory of the local sockets; empty: kvstrata-UID/PORT in XDG_RUNTIME_DIR or /tmp."),
+    ] = ""
+    chunk_size: Annotated[
+        int, Meta(ge=1, le=65_536, description="Tokens in a chunk, told to engines that do not say their own.")
+    ] = 256
+    l1: L1Settings = L1Settings()
+    l2: L2Settings = L2Settings()
+    l2_adapters: Annotated[
+        list[dict[str, Any]] | None,
+        Meta(description="L2 adapters in order of nearness; empty list: none; not set: the embedded one."),
+    ] = None
+    http: HttpSettings = HttpSettings()
+    security: SecuritySettings = SecuritySettings()
+    quotas_gb: Annotated[
+        dict[str, float], Meta(description="L1 bytes a tenant may hold, in GB, by tenant name.")
+    ] = {}
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Least severe level that is logged.")
+    ] = "info"
+
+
+class ClientSettings(_Section, frozen=True, kw_only=True):
+    """Settings of a process that attaches to a server (the vLLM connector and other clients)."""
+
+    host: Annotated[str, Meta(min_length=1, description="Host of the server; must be this one.")] = "localhost"
+    port: Annotated[int, Meta(ge=1, le=65_535, description="RPC port of the server.")] = 5555
+    socket_dir: Annotated[
+        str, Meta(description="Directory of the server's sockets; empty: derived from the port.")
+    ] = ""
+    chunk_size: Annotated[int, Meta(ge=1, le=65_536, description="Tokens in a chunk.")] = 256
+    lookup_timeout_ms: Annotated[
+        int, Meta(ge=1, le=60_000, description="Longest time a request waits for its lookup; then it is a miss.")
+    ] = 3_000
+    min_retrieve_tokens: Annotated[
+        int, Meta(ge=0, description="Hits shorter than this are computed instead of loaded.")
+    ] = 0
+    save_decode_cache: Annotated[bool, Meta(description="Store chunks made of generated tokens too.")] = False
+    enable_kv_events: Annotated[bool, Meta(description="Hand stored and removed chunks to vLLM as events.")] = (
+        False
+    )
+    copy_threads: Annotated[
+        int, Meta(ge=1, le=64, description="Native threads that copy between the engine's blocks and the pool.")
+    ] = 2
+    load_mode: Annotated[
+        Literal["auto", "sync", "async"],
+        Meta(description="Load hits before the forward pass, beside it, or whichever suits their size."),
+    ] = "auto"
+    tenant: Annotated[str, Meta(description="Tenant that this engine's requests belong to.")] = ""
+    max_store_backlog_gb: Annotated[
+        float, Meta(gt=0, description="Bytes waiting to be copied into the pool; stores above it are skipped.")
+    ] = 1.0
