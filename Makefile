@@ -1,0 +1,88 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# The environment is kept in .venv; what is downloaded once for all clones is kept in $KVSTRATA_CACHE or
+# ~/.cache/kvstrata; nothing else on the machine is changed.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV_PYTHON := .venv/bin/python
+JOBS ?= $(shell nproc)
+PYTEST ?= $(VENV_PYTHON) -m pytest
+# make test ARGS="-k name" hands ARGS to pytest.
+ARGS ?=
+LINTED := src tests benchmarks setup.py
+CLANG_FORMATTED = $(shell git ls-files --cached --others --exclude-standard 'ext/*.h' 'ext/*.cpp' 'ext/*.cu')
+
+# CUDA code must compile in CI wherever a compiler for it is there.
+ifeq ($(CI),true)
+ifneq ($(shell command -v nvcc),)
+export KVSTRATA_CUDA ?= require
+endif
+export KVSTRATA_WERROR ?= 1
+endif
+
+.PHONY: help setup demo test test-fast test-native test-vllm-env lint format sanitize bench cuda wheel clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
+
+# PYTHON=... names another interpreter. A name on PATH may be a shim that only prints an error: run it to be sure.
+setup:  ## make or update .venv and the compiled modules
+	@python="$(PYTHON)"; \
+	if [ -z "$$python" ]; then \
+	    for name in python3.11 python3.12 python3.13 python3; do \
+	        if "$$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
+	        then python="$$name"; break; fi; \
+	    done; \
+	fi; \
+	if [ -z "$$python" ]; then \
+	    echo "no Python 3.11, 3.12 or 3.13 was found; on Debian or Ubuntu:" \
+	         "sudo apt-get update && sudo apt-get install -y python3 python3-dev python3-venv g++"; exit 2; \
+	fi; \
+	"$$python" tests/harness/setup_env.py
+
+demo: setup  ## show what it does, with real vLLM where that is small to get (VLLM=1: in any case)
+	@$(if $(VLLM),KVSTRATA_VLLM=$(VLLM)) $(VENV_PYTHON) -m tests.harness.demo $(ARGS)
+
+test: setup test-native test-vllm-env  ## run every test, real vLLM included where it is there or small to get
+	@$(PYTEST) $(ARGS)
+
+test-fast: setup test-native  ## the tests that need no process, vLLM or GPU (under 2 minutes)
+	@$(PYTEST) -m "not integration and not vllm and not gpu" $(ARGS)
+
+test-native:  ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@$(MAKE) -C ext/core -j$(JOBS) check SANITIZER=address
+
+# Without the environment its tests are skipped with the reason; with CI=true they are required.
+test-vllm-env: setup
+	@$(VENV_PYTHON) tests/harness/vllm_env.py --ensure >/dev/null || [ "$(CI)" != true ]
+
+lint: setup  ## ruff, mypy and clang-format; changes nothing
+	@$(VENV_PYTHON) -m ruff check $(wildcard $(LINTED))
+	@$(VENV_PYTHON) -m ruff format --check $(wildcard $(LINTED))
+	@$(VENV_PYTHON) -m mypy src
+	@files=($(CLANG_FORMATTED)); [ $${#files[@]} = 0 ] || \
+	    .venv/bin/clang-format --dry-run -Werror "$${files[@]}"
+
+format: setup  ## format Python and C++ and apply what ruff can mend
+	@$(VENV_PYTHON) -m ruff format $(wildcard $(LINTED))
+	@$(VENV_PYTHON) -m ruff check --fix $(wildcard $(LINTED))
+	@files=($(CLANG_FORMATTED)); [ $${#files[@]} = 0 ] || .venv/bin/clang-format -i "$${files[@]}"
+
+sanitize: test-native  ## the C++ tests under ASan + UBSan, then under ThreadSanitizer
+	@$(MAKE) -C ext/core -j$(JOBS) check SANITIZER=thread
+
+bench: setup  ## measure everything (BENCH=name: one); asks first; figures go to build/bench.json
+	@$(VENV_PYTHON) -m benchmarks.run $(BENCH) $(ARGS)
+
+cuda: setup  ## compile the CUDA kernels; an error where nvcc is missing
+	@KVSTRATA_CUDA=require $(VENV_PYTHON) setup.py --quiet build_ext --inplace
+
+wheel: setup  ## build sdist and wheel into dist/
+	@rm -rf dist && $(VENV_PYTHON) -m build --outdir dist .
+
+clean:  ## remove what was built here; the cache folder stays
+	@rm -rf .venv build dist src/*.egg-info
+	@find src -name '*.so' -delete
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
