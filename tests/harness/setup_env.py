@@ -142,6 +142,16 @@ def native_modules_present() -> bool:
     return all((ROOT / "src" / "kvstrata" / "native" / f"{name}{suffix}").exists() for name in names)
 
 
+def venv_is_usable() -> bool:
+    """Whether .venv is a whole environment of this very Python, made at this very place."""
+    probe = "import pip, sys; print(sys.version, sys.base_prefix, sys.prefix)"
+    try:
+        done = subprocess.run([VENV_PYTHON, "-c", probe], capture_output=True, text=True, check=False)
+    except OSError:
+        return False
+    return done.stdout.strip() == f"{sys.version} {sys.base_prefix} {VENV}"
+
+
 def wanted_state() -> dict[str, str]:
     """What each step was, or is to be, made from."""
     python = f"{sys.implementation.cache_tag} {sys.version} {sys.base_prefix}"
@@ -210,10 +220,11 @@ def bring_up_to_date(steps: Steps, wanted: dict[str, str], done: dict[str, str])
         STAMP.write_text(json.dumps(done))
 
     if done.get("environment") != wanted["environment"]:
-        with steps.step("create .venv"):
-            done.clear()
-            shutil.rmtree(VENV, ignore_errors=True)
-            steps.run([sys.executable, "-m", "venv", VENV])
+        done.clear()
+        if not venv_is_usable():
+            with steps.step("create .venv"):
+                shutil.rmtree(VENV, ignore_errors=True)
+                steps.run([sys.executable, "-m", "venv", VENV])
         finished("environment")
     if done.get("packages") != wanted["packages"]:
         with steps.step("install packages"):

@@ -65,6 +65,11 @@ def root_folder() -> Path:
     return provision.cache_root() / f"{versions}-cp{sys.version_info.major}{sys.version_info.minor}"
 
 
+def lock_path() -> Path:
+    folder = root_folder()
+    return folder.with_name(folder.name + ".lock")
+
+
 def find() -> Path | None:
     """The environment's Python where it is complete, else None. Never builds."""
     folder = root_folder()
@@ -153,7 +158,7 @@ def ensure() -> Path:
             f"({size.reason}); to do it once: KVSTRATA_VLLM=1 {sys.executable} tests/harness/vllm_env.py --ensure"
         )
     with provision.exclusive(
-        root_folder().with_suffix(".lock"), "waiting for another process that prepares the vLLM environment"
+        lock_path(), "waiting for another process that prepares the vLLM environment"
     ):
         python = find()
         return python if python is not None else _build(size)
