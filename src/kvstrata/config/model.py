@@ -1,7 +1,7 @@
 """Every setting, once: its name, type, bounds, default and meaning.
 
 The configuration reference in docs/configuration.md is generated from these structs, and the loader
-(`kvstrata.config.load`) takes names, bounds and defaults from them.  Sizes that people type are in GB (2**30).
+(`kvstrata.config.load`) takes names, bounds and defaults from them.  Sizes in GB are multiples of 2**30.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class L1Settings(_Section, frozen=True, kw_only=True):
     """The shared-memory pool."""
 
     size_gb: Annotated[
-        float | None,
-        Meta(gt=0, description="Bytes of KV in shared memory, in GB; empty: 4, or less where less fits."),
+        Annotated[float, Meta(gt=0, le=1 << 20)] | None,
+        Meta(description="Bytes of KV in shared memory, in GB; empty: 4, or less where less fits."),
     ] = None
     eviction_policy: Annotated[
         Literal["LRU", "ARC", "S3FIFO", "noop"],
@@ -36,14 +36,15 @@ class L1Settings(_Section, frozen=True, kw_only=True):
         float, Meta(ge=0, lt=1, description="Share of the pool that one such eviction frees.")
     ] = 0.2
     entries: Annotated[
-        int | None,
-        Meta(ge=1024, le=1 << 26, description="Chunks the index can name; empty: derived from the size."),
+        Annotated[int, Meta(ge=1024, le=1 << 26)] | None,
+        Meta(description="Chunks the index can name; empty: derived from the size."),
     ] = None
     segment_dir: Annotated[
         str, Meta(description="Directory of the pool's files on tmpfs; empty: made under /dev/shm.")
     ] = ""
     prefault_threads: Annotated[
-        int, Meta(ge=0, le=64, description="Threads that fault the pool in at start; 0 leaves it to first use.")
+        int,
+        Meta(ge=0, le=64, description="Threads that fault the pool in at start; 0 leaves it to first use."),
     ] = 2
 
 
@@ -81,9 +82,9 @@ class SecuritySettings(_Section, frozen=True, kw_only=True):
     curve_secret_file: Annotated[
         str, Meta(description="File with the server's CURVE secret key (Z85, 40 characters).")
     ] = ""
-    insecure: Annotated[
-        bool, Meta(description="Allow listening off loopback without a key or token.")
-    ] = False
+    insecure: Annotated[bool, Meta(description="Allow listening off loopback without a key or token.")] = (
+        False
+    )
 
 
 class ServerSettings(_Section, frozen=True, kw_only=True):
@@ -100,10 +101,13 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65_535, description="RPC port; 0 takes a free one.")] = 5555
     socket_dir: Annotated[
         str,
-        Meta(description="Directory of the local sockets; empty: kvstrata-UID/PORT in XDG_RUNTIME_DIR or /tmp."),
+        Meta(
+            description="Directory of the local sockets; empty: kvstrata-UID/PORT in XDG_RUNTIME_DIR or /tmp."
+        ),
     ] = ""
     chunk_size: Annotated[
-        int, Meta(ge=1, le=65_536, description="Tokens in a chunk, told to engines that do not say their own.")
+        int,
+        Meta(ge=1, le=65_536, description="Tokens in a chunk, told to engines that do not say their own."),
     ] = 256
     l1: L1Settings = L1Settings()
     l2: L2Settings = L2Settings()
@@ -114,7 +118,8 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
     http: HttpSettings = HttpSettings()
     security: SecuritySettings = SecuritySettings()
     quotas_gb: Annotated[
-        dict[str, float], Meta(description="L1 bytes a tenant may hold, in GB, by tenant name.")
+        dict[str, Annotated[float, Meta(gt=0, le=1 << 20)]],
+        Meta(description="L1 bytes a tenant may hold, in GB, by tenant name."),
     ] = {}
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe level that is logged.")
@@ -124,24 +129,28 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
 class ClientSettings(_Section, frozen=True, kw_only=True):
     """Settings of a process that attaches to a server (the vLLM connector and other clients)."""
 
-    host: Annotated[str, Meta(min_length=1, description="Host of the server; must be this one.")] = "localhost"
+    host: Annotated[str, Meta(min_length=1, description="Host of the server; must be this one.")] = (
+        "localhost"
+    )
     port: Annotated[int, Meta(ge=1, le=65_535, description="RPC port of the server.")] = 5555
     socket_dir: Annotated[
         str, Meta(description="Directory of the server's sockets; empty: derived from the port.")
     ] = ""
     chunk_size: Annotated[int, Meta(ge=1, le=65_536, description="Tokens in a chunk.")] = 256
     lookup_timeout_ms: Annotated[
-        int, Meta(ge=1, le=60_000, description="Longest time a request waits for its lookup; then it is a miss.")
+        int,
+        Meta(ge=1, le=60_000, description="Longest time a request waits for its lookup; then it is a miss."),
     ] = 3_000
     min_retrieve_tokens: Annotated[
         int, Meta(ge=0, description="Hits shorter than this are computed instead of loaded.")
     ] = 0
     save_decode_cache: Annotated[bool, Meta(description="Store chunks made of generated tokens too.")] = False
-    enable_kv_events: Annotated[bool, Meta(description="Hand stored and removed chunks to vLLM as events.")] = (
-        False
-    )
+    enable_kv_events: Annotated[
+        bool, Meta(description="Hand stored and removed chunks to vLLM as events.")
+    ] = False
     copy_threads: Annotated[
-        int, Meta(ge=1, le=64, description="Native threads that copy between the engine's blocks and the pool.")
+        int,
+        Meta(ge=1, le=64, description="Native threads that copy between the engine's blocks and the pool."),
     ] = 2
     load_mode: Annotated[
         Literal["auto", "sync", "async"],
@@ -149,5 +158,6 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
     ] = "auto"
     tenant: Annotated[str, Meta(description="Tenant that this engine's requests belong to.")] = ""
     max_store_backlog_gb: Annotated[
-        float, Meta(gt=0, description="Bytes waiting to be copied into the pool; stores above it are skipped.")
+        float,
+        Meta(gt=0, description="Bytes waiting to be copied into the pool; stores above it are skipped."),
     ] = 1.0

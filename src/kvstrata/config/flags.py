@@ -1,0 +1,146 @@
+"""Command-line flags of `lmcache-server`: ours, and those of LMCache with their fate (`peer_names`)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kvstrata.config.load import put
+from kvstrata.config.peer_names import FLAG_PREFIXES, SERVER_FLAGS, Fate, find, nearest
+from kvstrata.errors import ConfigError
+
+
+class Flags(NamedTuple):
+    """What the command line said: `settings` nested as in the file, `notes` for the log."""
+
+    config_file: str
+    settings: dict[str, Any]
+    notes: list[str]
+    check: bool
+    ready_fd: int
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ConfigError(f"command line: {message}")
+
+
+def server_parser() -> argparse.ArgumentParser:
+    """The parser of our own and the kept flags. Absent flags are absent from the namespace."""
+    parser = _Parser(
+        prog="lmcache-server",
+        description="KV-cache server for LLM inference. With no flag at all it runs on embedded defaults.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="YAML file with any of the settings in docs/configuration.md")
+    add("--instance-id", dest="instance_id", help="name of this instance (default: host name and port)")
+    add("--host", dest="host", help="address of the RPC port (localhost)")
+    add("--port", dest="port", type=int, help="RPC port (5555)")
+    add("--socket-dir", dest="socket_dir", metavar="DIR", help="directory of the local sockets")
+    add("--chunk-size", dest="chunk_size", type=int, metavar="TOKENS", help="tokens in a chunk (256)")
+    add(
+        "--l1-size-gb",
+        dest="l1.size_gb",
+        type=float,
+        metavar="GB",
+        help="shared memory for KV (4, or what fits)",
+    )
+    add("--eviction-policy", dest="l1.eviction_policy", metavar="NAME", help="LRU, ARC, S3FIFO or noop (LRU)")
+    add("--eviction-trigger-watermark", dest="l1.eviction_trigger_watermark", type=float, metavar="SHARE",
+        help="occupancy above which eviction starts ahead of need (0.8)")  # fmt: skip
+    add("--eviction-ratio", dest="l1.eviction_ratio", type=float, metavar="SHARE",
+        help="share of the pool that one such eviction frees (0.2)")  # fmt: skip
+    add("--l2-adapter", dest="l2_adapters", action="append", metavar="JSON",
+        help='an L2 adapter, nearest first, repeatable: \'{"type": "fs", "base_path": "/data/kv"}\'; '
+        "`none` for no L2 at all")  # fmt: skip
+    add("--l2-prefetch-max-in-flight", dest="l2.prefetch_max_in_flight", type=int, metavar="COUNT",
+        help="lookups that may load from L2 at the same time (8)")  # fmt: skip
+    add("--http-host", dest="http.host", help="address of the admin HTTP port (127.0.0.1)")
+    add("--http-port", dest="http.port", type=int, help="admin HTTP port (8080)")
+    add("--no-http", dest="http.enabled", action="store_false", help="no admin HTTP port")
+    add(
+        "--curve-secret-file",
+        dest="security.curve_secret_file",
+        metavar="FILE",
+        help="CURVE key for the RPC port",
+    )
+    add("--insecure", dest="security.insecure", action="store_true", help="listen off loopback without keys")
+    add("--log-level", dest="log_level", help="debug, info, warning or error (info)")
+    add("--check", action="store_true", help="check the settings, print them and exit")
+    add("--ready-fd", type=int, metavar="FD", help="write one line to this descriptor when ready")
+    return parser
+
+
+def parse_server_flags(arguments: Sequence[str]) -> Flags:
+    """Flags as nested settings. Raises ConfigError for unknown, refused and malformed ones."""
+    parser = server_parser()
+    known = {option for action in parser._actions for option in action.option_strings}
+    ours, notes = _sort_out(arguments, known)
+    parsed = vars(parser.parse_args(ours))
+    settings: dict[str, Any] = {}
+    for name, value in parsed.items():
+        if name == "l2_adapters":
+            settings[name] = adapters_from_json(value)
+        elif name not in ("config", "check", "ready_fd"):
+            put(settings, name, value)
+    return Flags(
+        parsed.get("config", ""), settings, notes, parsed.get("check", False), parsed.get("ready_fd", -1)
+    )
+
+
+def adapters_from_json(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """The adapters of repeated --l2-adapter flags; the single word `none` is an empty list."""
+    if list(texts) == ["none"]:
+        return []
+    adapters = []
+    for index, text in enumerate(texts):
+        where = f"l2_adapters[{index}]"
+        try:
+            adapter = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"--l2-adapter: {where}: not JSON: {error}: {text!r:.200}", field=where
+            ) from None
+        if not isinstance(adapter, dict):
+            raise ConfigError(
+                f'--l2-adapter: {where}: must be a JSON object with a "type", found {text!r:.200}',
+                field=where,
+            )
+        adapters.append(adapter)
+    return adapters
+
+
+def _sort_out(arguments: Sequence[str], known: set[str]) -> tuple[list[str], list[str]]:
+    """Take the peer's flags out of the command line: notes for noted ones, errors for the others."""
+    ours: list[str] = []
+    notes: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        name, equals, _ = argument.partition("=")
+        if not name.startswith("--") or name in known:
+            ours.append(argument)
+            if name in known and not equals and rest and name not in _SWITCHES:
+                ours.append(rest.pop(0))
+            continue
+        entry = find(name, SERVER_FLAGS, FLAG_PREFIXES)
+        if entry is None:
+            raise ConfigError(
+                f"command line: {name}: unknown flag{nearest(name, [*known, *SERVER_FLAGS])}", field=name
+            )
+        if entry.fate is Fate.REFUSED:
+            raise ConfigError(f"command line: {name}: {entry.say}", field=name)
+        if entry.fate is Fate.REPLACED:
+            new = f" (set {entry.target})" if entry.target else ""
+            raise ConfigError(f"command line: {name}: {entry.say}{new}", field=name)
+        notes.append(f"{name} has no effect: {entry.say}")
+        if not equals and rest and not rest[0].startswith("--"):
+            rest.pop(0)
+    return ours, notes
+
+
+_SWITCHES = {"--check", "--insecure", "--no-http", "--help", "-h"}

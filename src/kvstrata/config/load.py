@@ -1,0 +1,173 @@
+"""Where settings come from: defaults, then a YAML file, then the environment, then flags; later wins.
+
+Errors name the source, the dotted key and the value.  Unknown keys are errors with the nearest name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import yaml
+
+from kvstrata.config.peer_names import nearest
+from kvstrata.errors import ConfigError
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+ENV_PREFIX = "KVSTRATA_"
+OTHER_ENV = {
+    "KVSTRATA_CONFIG_FILE": "path of the YAML file",
+    "KVSTRATA_TAKEOVER": "let our connector answer to its bare name although lmcache is installed",
+    "KVSTRATA_CACHE": "folder where tests and the demo keep what they fetch",
+    "KVSTRATA_VLLM": "let the demo fetch vLLM whatever its size",
+    "KVSTRATA_CUDA": "`require` makes a missing CUDA compiler an error of the build",
+    "KVSTRATA_FAILPOINTS": "named faults for tests; needs the testing extra",
+}
+"""Variables with our prefix that are no settings."""
+
+
+def leaves(struct: type[msgspec.Struct], path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, field type) of every setting below a struct."""
+    for field in msgspec.structs.fields(struct):
+        inner = bare_type(field.type)
+        name = f"{path}{field.name}"
+        if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+            yield from leaves(inner, f"{name}.")
+        else:
+            yield name, field.type
+
+
+def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises ConfigError that names the file and the line."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}", field="config") from None
+    try:
+        loaded = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}", field="config") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
+        raise ConfigError(f"{path}: must be a mapping of setting names, found {loaded!r:.80}", field="config")
+    return loaded
+
+
+def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Nested settings out of KVSTRATA_<SECTION>_<KEY> variables; lists and mappings are written as YAML."""
+    by_name = {ENV_PREFIX + key.upper().replace(".", "_"): (key, kind) for key, kind in leaves(struct)}
+    nested: dict[str, Any] = {}
+    for name, text in environment.items():
+        if not name.startswith(ENV_PREFIX) or name in OTHER_ENV:
+            continue
+        if name not in by_name:
+            raise ConfigError(
+                f"environment: {name}: unknown variable{nearest(name, [*by_name, *OTHER_ENV])}", field=name
+            )
+        key, kind = by_name[name]
+        value: Any = text
+        if bare_type(kind) is not str:
+            try:
+                value = yaml.safe_load(text)
+            except yaml.YAMLError:
+                raise ConfigError(f"environment: {name}: cannot be read: {text!r}", field=name) from None
+        put(nested, key, value)
+    return nested
+
+
+def put(nested: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set a dotted key in a nested mapping."""
+    *parents, last = dotted.split(".")
+    for parent in parents:
+        nested = nested.setdefault(parent, {})
+    nested[last] = value
+
+
+def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`, mapping by mapping; lists are replaced whole."""
+    merged = dict(base)
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), dict):
+            merged[key] = merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def check_keys(struct: type[msgspec.Struct], values: Mapping[str, Any], source: str, path: str = "") -> None:
+    """Raise ConfigError for the first key that `struct` does not have, with the nearest one."""
+    fields = {field.name: bare_type(field.type) for field in msgspec.structs.fields(struct)}
+    for key, value in values.items():
+        if key not in fields:
+            raise ConfigError(f"{source}: {path}{key}: unknown key{nearest(key, fields)}", field=path + key)
+        inner = fields[key]
+        if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+            if not isinstance(value, Mapping):
+                raise ConfigError(
+                    f"{source}: {path}{key}: must be a mapping, found {value!r:.80}", field=path + key
+                )
+            check_keys(inner, value, source, f"{path}{key}.")
+
+
+def convert(struct: type[S], values: Mapping[str, Any], source: str) -> S:
+    """Settings out of nested values. Raises ConfigError naming source, key, value and what is expected."""
+    check_keys(struct, values, source)
+    try:
+        return msgspec.convert(values, struct)
+    except msgspec.ValidationError as error:
+        says, _, where = str(error).partition(" - at `$")
+        dotted = where.rstrip("`").lstrip(".")
+        found = _look_up(values, dotted)
+        raise ConfigError(
+            f"{source}: {dotted or '(top)'}: {says[:1].lower()}{says[1:]}, found {found!r:.80}", field=dotted
+        ) from None
+
+
+def load(
+    struct: type[S],
+    *,
+    file: str | os.PathLike[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> S:
+    """Settings from file, environment and flags (nested mappings), each checked under its own name."""
+    layers: list[tuple[str, dict[str, Any]]] = []
+    if file:
+        layers.append((str(file), read_yaml(file)))
+    if environment is not None:
+        layers.append(("environment", from_environment(struct, environment)))
+    layers.append(("flags", dict(flags or {})))
+    values: dict[str, Any] = {}
+    for source, layer in layers:
+        convert(struct, layer, source)  # so that an error names the layer that is wrong
+        values = merge(values, layer)
+    return convert(struct, values, "settings")
+
+
+def bare_type(kind: Any) -> Any:
+    """A field's type without Annotated and without `| None`."""
+    if typing.get_origin(kind) is typing.Annotated:
+        return bare_type(typing.get_args(kind)[0])
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        others = [arg for arg in typing.get_args(kind) if arg is not type(None)]
+        return bare_type(others[0]) if len(others) == 1 else kind
+    return kind
+
+
+def _look_up(values: Any, dotted: str) -> Any:
+    for part in re.findall(r"[^.\[\]]+", dotted):
+        if isinstance(values, Mapping):
+            values = values.get(part)
+        elif isinstance(values, list) and part.isdigit() and int(part) < len(values):
+            values = values[int(part)]
+        else:
+            break
+    return values

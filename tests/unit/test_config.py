@@ -1,0 +1,185 @@
+"""Settings: where they come from, what is refused, and the names users already know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.config import load as loading
+from kvstrata.config import reference
+from kvstrata.config.flags import parse_server_flags, server_parser
+from kvstrata.config.model import ClientSettings, ServerSettings
+from kvstrata.config.peer_names import (
+    CLIENT_KEY_PREFIXES,
+    CLIENT_KEYS,
+    CONNECTOR_EXTRA,
+    SERVER_FLAGS,
+    Fate,
+    translate,
+)
+from kvstrata.errors import ConfigError
+
+
+def test_no_flag_at_all_gives_the_defaults():
+    flags = parse_server_flags([])
+    assert loading.load(ServerSettings, flags=flags.settings) == ServerSettings()
+
+
+def test_later_sources_win_key_by_key(tmp_path):
+    file = tmp_path / "k v.yaml"
+    file.write_text("port: 1111\nl1: {size_gb: 1.5, eviction_policy: ARC}\n")
+    settings = loading.load(
+        ServerSettings,
+        file=file,
+        environment={"KVSTRATA_L1_SIZE_GB": "2.5", "KVSTRATA_HTTP_PORT": "0", "HOME": "/x"},
+        flags=parse_server_flags(["--http-port", "77"]).settings,
+    )
+    assert (settings.port, settings.l1.size_gb, settings.l1.eviction_policy, settings.http.port) == (
+        1111,
+        2.5,
+        "ARC",
+        77,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("l1: {sizegb: 3}", "l1.sizegb: unknown key (did you mean 'size_gb'?)"),
+        ("l1: {size_gb: -3}", "l1.size_gb: expected `float` > 0.0, found -3"),
+        ("l1: 4", "l1: must be a mapping, found 4"),
+        ("prot: 5", "prot: unknown key (did you mean 'port'?)"),
+        ("port: many", "port: expected `int`, got `str`, found 'many'"),
+        ("l1: {eviction_policy: MRU}", "l1.eviction_policy: invalid enum value 'MRU', found 'MRU'"),
+        ("[1, 2]", "must be a mapping of setting names"),
+        ("a: [", "not YAML"),
+    ],
+)
+def test_an_error_names_file_key_and_value(tmp_path, text, says):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        loading.load(ServerSettings, file=file)
+    assert str(file) in str(caught.value) and says in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere"):
+        loading.load(ServerSettings, file=tmp_path / "nowhere.yaml")
+
+
+def test_an_unknown_variable_is_an_error_with_the_nearest_name():
+    with pytest.raises(ConfigError, match="KVSTRATA_L1_SIZE_GB"):
+        loading.load(ServerSettings, environment={"KVSTRATA_L1_SIZEGB": "3"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--portt", "5"], r"--portt: unknown flag \(did you mean '--port'"),
+        (["--port", "x"], "invalid int value: 'x'"),
+        (["--l2-adapter", "{"], r"l2_adapters\[0\]: not JSON"),
+        (["--l2-adapter", "[]"], r"l2_adapters\[0\]: must be a JSON object"),
+        (["extra"], "unrecognized arguments: extra"),
+        (["--blend-ratio", "1"], "blending is not supported"),
+        (["--l2-store-policy", "skip_l1"], "policy"),
+        (["--prometheus-port", "9090"], "http.port"),
+    ],
+)
+def test_a_wrong_flag_says_what_to_change(arguments, says):
+    with pytest.raises(ConfigError, match=says):
+        parse_server_flags(arguments)
+
+
+@pytest.mark.parametrize("flag", sorted(SERVER_FLAGS))
+def test_every_known_flag_has_its_fate(flag):
+    fate = SERVER_FLAGS[flag].fate
+    value = {"--l2-adapter": '{"type": "fs"}', "--host": "h", "--http-host": "h"}.get(flag, "1")
+    if fate is Fate.KEPT:
+        assert parse_server_flags([flag, value]).settings
+        assert parse_server_flags([f"{flag}={value}"]).settings
+    elif fate is Fate.NOTED:
+        flags = parse_server_flags([flag, value, "--port", "7"])
+        assert flags.notes and flag in flags.notes[0] and flags.settings == {"port": 7}
+        assert parse_server_flags([flag, "--port", "7"]).settings == {"port": 7}
+    else:
+        with pytest.raises(ConfigError) as caught:
+            parse_server_flags([flag, value])
+        assert flag in str(caught.value)
+
+
+def test_kept_names_point_to_settings_that_exist():
+    server = dict(loading.leaves(ServerSettings))
+    client = dict(loading.leaves(ClientSettings))
+    for name, entry in SERVER_FLAGS.items():
+        assert not entry.target or entry.target in server, name
+    for table in (CLIENT_KEYS, CONNECTOR_EXTRA):
+        for name, entry in table.items():
+            assert not entry.target or entry.target in client, name
+
+
+def test_every_flag_of_ours_sets_something():
+    settings = {key for key, _ in loading.leaves(ServerSettings)}
+    other = {"config", "check", "ready_fd", "help"}
+    for action in server_parser()._actions:
+        assert action.dest in settings | other, action.option_strings
+
+
+def test_names_of_a_peers_file_are_kept_noted_or_refused():
+    own = {field for field, _ in loading.leaves(ClientSettings)}
+    settings, notes = translate(
+        {"chunk_size": 128, "local_cpu": True, "load_mode": "sync", "enable_pd": False, "pd_role": None},
+        source="file",
+        table=CLIENT_KEYS,
+        prefixes=CLIENT_KEY_PREFIXES,
+        own=own,
+    )
+    assert settings == {"chunk_size": 128, "load_mode": "sync"}
+    assert len(notes) == 3
+    for bad, says in [({"enable_pd": True}, "disaggregation"), ({"chunk_sise": 1}, "chunk_size")]:
+        with pytest.raises(ConfigError, match=says):
+            translate(bad, source="file", table=CLIENT_KEYS, prefixes=CLIENT_KEY_PREFIXES, own=own)
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@given(ANY)
+def test_any_value_anywhere_is_settings_or_a_named_error(value):
+    for key, _ in loading.leaves(ServerSettings):
+        nested: dict = {}
+        loading.put(nested, key, value)
+        try:
+            loading.convert(ServerSettings, nested, "file")
+        except ConfigError as error:
+            assert error.field
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("server-*.yaml")), ids=lambda file: file.name)
+def test_server_examples_load(file):
+    assert loading.load(ServerSettings, file=file).port
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "configs").glob("connector*.yaml")), ids=lambda file: file.name
+)
+def test_connector_examples_load(file):
+    own = {field for field, _ in loading.leaves(ClientSettings)}
+    settings, _ = translate(
+        loading.read_yaml(file), source=str(file), table=CLIENT_KEYS, prefixes=CLIENT_KEY_PREFIXES, own=own
+    )
+    loading.convert(ClientSettings, settings, str(file))
+
+
+def test_the_configuration_page_is_current():
+    assert (ROOT / "docs" / "configuration.md").read_text() == reference.reference(), "run `make docs`"
