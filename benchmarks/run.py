@@ -1,0 +1,105 @@
+"""`make bench [BENCH=name]`: runs the benchmarks and merges their figures by name into build/bench.json.
+
+Each module of this folder that has `run() -> list[dict]` is one benchmark; a figure is a dict with at least
+`name`, `value`, `unit`, `ratio`, `target`, `ok`.  `--report` prints the table of docs/performance.md from what
+build/bench.json holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import pkgutil
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "build" / "bench.json"
+NOT_BENCHMARKS = {"run", "common"}
+SCRATCH_GB = 20
+MINUTES = 30
+
+
+def modules() -> list[str]:
+    """Names of the benchmark modules, those with a `run` function."""
+    names = [module.name for module in pkgutil.iter_modules([str(ROOT / "benchmarks")])]
+    return sorted(
+        name
+        for name in names
+        if name not in NOT_BENCHMARKS and "\ndef run(" in (ROOT / "benchmarks" / f"{name}.py").read_text()
+    )
+
+
+def merge(figures: list[dict[str, Any]]) -> None:
+    """Put figures into the result file under their names; other names stay."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    merged = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for figure in figures:
+        merged[figure["name"]] = {key: value for key, value in figure.items() if key != "name"}
+    part = RESULTS.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n")
+    part.replace(RESULTS)
+
+
+def show(value: Any) -> str:
+    """A number with three significant digits, anything else as it is."""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def report() -> str:
+    """The figures as a Markdown table."""
+    merged = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    lines = ["| name | value | unit | ratio | target | met |", "|---|---|---|---|---|---|"]
+    for name, figure in sorted(merged.items()):
+        cells = [show(figure.get(key)) for key in ("value", "unit", "ratio", "target")]
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {'yes' if figure.get('ok') else 'no'} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Command line; the exit status says whether each benchmark ran, not whether targets were met."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(modules())}; all if none")
+    parser.add_argument("-y", "--yes", action="store_true", help="do not ask first")
+    parser.add_argument("--report", action="store_true", help="print what build/bench.json holds as a table")
+    arguments = parser.parse_args()
+    if arguments.report:
+        print(report())
+        return 0
+    unknown = sorted(set(arguments.names) - set(modules()))
+    if unknown:
+        parser.error(f"no benchmark {unknown[0]!r}; there are: {', '.join(modules())}")
+    if not arguments.names and not arguments.yes:
+        free_gb = shutil.disk_usage(ROOT).free >> 30
+        print(f"All benchmarks take up to {MINUTES} minutes and {SCRATCH_GB} GB of {free_gb} GB free here.")
+        if not sys.stdin.isatty() or input("Run them? [y/N] ").strip().lower() != "y":
+            print("Not run. `make bench BENCH=name` runs one, `make bench ARGS=-y` all without asking.")
+            return 1
+    failed = []
+    for name in arguments.names or modules():
+        started = time.monotonic()
+        print(f"== {name}", flush=True)
+        try:
+            figures = importlib.import_module(f"benchmarks.{name}").run()
+        except (OSError, RuntimeError, ValueError, AssertionError) as error:
+            print(f"   failed: {error}")
+            failed.append(name)
+            continue
+        merge(figures)
+        for figure in figures:
+            mark = "met" if figure.get("ok") else "NOT MET"
+            print(
+                f"   {figure['name']}: {show(figure['value'])} {figure['unit']}, ratio {show(figure.get('ratio'))},"
+                f" target {figure.get('target')}: {mark}"
+            )
+        print(f"   {time.monotonic() - started:.0f} s", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
