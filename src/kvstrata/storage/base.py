@@ -26,12 +26,24 @@ if TYPE_CHECKING:
 
 
 class Presence(enum.IntEnum):
-    """Answer of `exists` for one key."""
+    """Whether a key can be loaded."""
 
     ABSENT = 0
     PRESENT = 1
     UNKNOWN = 2
     """The medium did not answer in time or at all; treat as a miss that says nothing about the future."""
+
+
+class Found(NamedTuple):
+    """Answer of `exists` for one key.
+
+    `record_bytes` is the length of the whole record where PRESENT (the extent to reserve for a load), else 0.
+    `reason` is a short word for UNKNOWN (deadline, breaker_open, throttled, io, …), empty otherwise.
+    """
+
+    presence: Presence
+    record_bytes: int = 0
+    reason: str = ""
 
 
 class PutStatus(enum.IntEnum):
@@ -122,8 +134,8 @@ class StorageAdapter(ABC):
         """Make the medium ready. Raises StorageError with what to change when it cannot be."""
 
     @abstractmethod
-    async def exists(self, keys: Sequence[bytes]) -> list[Presence]:
-        """Which keys can be loaded, in order. Never touches payloads."""
+    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+        """Which keys can be loaded and how long their records are, in order. Never touches payloads."""
 
     @abstractmethod
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
