@@ -49,6 +49,13 @@ class UnknownSession(KvstrataError):
     retryable = True
 
 
+class UnknownIdentity(KvstrataError):
+    """The identity id is not (or no longer) known for this session; identify again, then send again."""
+
+    code = "unknown_identity"
+    retryable = True
+
+
 class NotPermitted(KvstrataError):
     """The peer may not do this (other uid, tenant not its own, operation needs an attached session)."""
 
@@ -73,6 +80,12 @@ class DeadlineExceeded(KvstrataError):
 
     code = "deadline"
     retryable = True
+
+
+class Cancelled(KvstrataError):
+    """The session cancelled this request itself; whatever it did was undone."""
+
+    code = "cancelled"
 
 
 class Unavailable(KvstrataError):
@@ -107,10 +120,12 @@ WIRE_ERRORS: dict[str, type[KvstrataError]] = {
         BadRequest,
         WrongVersion,
         UnknownSession,
+        UnknownIdentity,
         NotPermitted,
         LayoutRefused,
         Refused,
         DeadlineExceeded,
+        Cancelled,
         Unavailable,
         SegmentError,
         StorageError,

@@ -9,9 +9,10 @@ remaining milliseconds.  Keys travel as concatenated 32-byte strings.
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity, Role, Slice
 
@@ -21,15 +22,34 @@ MAX_MESSAGE_BYTES = 8 << 20
 MAX_CHUNKS = 65_536
 """Chunks in one request (16 M tokens of 256)."""
 MAX_DEADLINE_MS = 60_000
+MAX_LIVE = 16_384
+"""Lookups named in one ping, leases in one release."""
+MAX_RETRIEVE_BYTES = 4 << 20
+MAX_SLICES = 4096
+"""Distinct slices of one engine."""
 SESSION_BYTES = 16
 NO_SESSION = bytes(SESSION_BYTES)
+MAX_SEQ = (1 << 63) - 1
+
+Seq = Annotated[int, Meta(ge=0, le=MAX_SEQ)]
+SessionName = Annotated[bytes, Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
+Keys = Annotated[bytes, Meta(max_length=MAX_CHUNKS * KEY_BYTES)]
+"""Concatenated 32-byte keys."""
+Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Probe = Annotated[bytes, Meta(max_length=8)]
+DeadlineMs = Annotated[int, Meta(ge=0, le=MAX_DEADLINE_MS)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Index = Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
+RequestId = Annotated[str, Meta(max_length=256)]
+LeaseId = tuple[SessionName, Seq]
+"""(session that looked up, its lookup's seq)"""
 
 
 class Request(msgspec.Struct, array_like=True, frozen=True):
     """Common head of all requests."""
 
-    session: bytes
-    seq: int
+    session: SessionName
+    seq: Seq
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
@@ -43,7 +63,7 @@ class Hello(Request, frozen=True, tag="hello"):
     """Opens a conversation; allowed without a session (then `session` is 16 zero bytes)."""
 
     protocol: int
-    client: str = ""
+    client: Annotated[str, Meta(max_length=256)] = ""
 
 
 class HelloReply(Reply, frozen=True, tag="hello"):
@@ -74,13 +94,18 @@ class IdentifyReply(Reply, frozen=True, tag="identify"):
 
 
 class Ping(Request, frozen=True, tag="ping"):
-    """Liveness. `live` names the lookups this session still wants; unnamed ones are released."""
+    """Liveness. `live` names the lookups this session still wants, among those older than this ping.
 
-    live: list[int] | None = None
+    A lookup that is not named and whose own share was not released is undone for the whole group: a looker
+    that handed a lease to workers names it until its own release was answered.
+    """
+
+    live: Annotated[list[Seq], Meta(max_length=MAX_LIVE)] | None = None
 
 
 class Pong(Reply, frozen=True, tag="ping"):
-    pass
+    revoked: list[tuple[bytes, int]] = []
+    """Leases (session that looked up, seq) whose looker is gone: release the own share once no copy runs."""
 
 
 class Rule(enum.StrEnum):
@@ -93,17 +118,17 @@ class Group(msgspec.Struct, array_like=True, frozen=True):
     """Keys of one KV-cache group: chain keys c_i, concatenated."""
 
     rule: Rule
-    keys: bytes
+    keys: Keys
 
 
 class Lookup(Request, frozen=True, tag="lookup"):
     """How many leading chunks are there; leases them for the caller's engine group."""
 
-    deadline_ms: int
-    identity_id: int
-    request_id: str
-    groups: list[Group]
-    probe: bytes = b""
+    deadline_ms: DeadlineMs
+    identity_id: Count
+    request_id: RequestId
+    groups: Annotated[list[Group], Meta(min_length=1, max_length=1)]
+    probe: Probe = b""
 
 
 class LookupReply(Reply, frozen=True, tag="lookup"):
@@ -119,21 +144,20 @@ class LookupReply(Reply, frozen=True, tag="lookup"):
 class Release(Request, frozen=True, tag="release"):
     """Ends the caller's share of leases; with `group` every member's share (never handed to workers)."""
 
-    leases: list[tuple[bytes, int]]
-    """(session that looked up, its lookup's seq)"""
+    leases: Annotated[list[LeaseId], Meta(max_length=MAX_LIVE)]
     group: bool = False
 
 
 class Reserve(Request, frozen=True, tag="reserve"):
     """Asks for extents to write chunks of the caller's own slice."""
 
-    deadline_ms: int
-    identity_id: int
-    parent: bytes
+    deadline_ms: DeadlineMs
+    identity_id: Count
+    parent: Annotated[bytes, Meta(max_length=KEY_BYTES)]
     """Chain key of the chunk before the first, empty at the start of a prompt."""
-    keys: bytes
-    record_bytes: int
-    probe: bytes = b""
+    keys: Keys
+    record_bytes: Count
+    probe: Probe = b""
 
 
 class ReserveOutcome(enum.IntEnum):
@@ -168,8 +192,8 @@ class CommitOutcome(enum.IntEnum):
 class Commit(Request, frozen=True, tag="commit"):
     """Makes written chunks visible. `reservation` is the seq of the reserve; `indices` into its keys."""
 
-    reservation: int
-    indices: list[int]
+    reservation: Seq
+    indices: Annotated[list[Index], Meta(max_length=MAX_CHUNKS)]
 
 
 class CommitReply(Reply, frozen=True, tag="commit"):
@@ -179,24 +203,24 @@ class CommitReply(Reply, frozen=True, tag="commit"):
 class Abort(Request, frozen=True, tag="abort"):
     """Gives reserved extents back; the caller promises that nobody writes them any more."""
 
-    reservation: int
-    indices: list[int] | None = None
+    reservation: Seq
+    indices: Annotated[list[Index], Meta(max_length=MAX_CHUNKS)] | None = None
 
 
 class Cancel(Request, frozen=True, tag="cancel"):
     """Whatever `target` did or will do is undone; valid before, after and without the request."""
 
-    target: int
+    target: Seq
 
 
 class Retrieve(Request, frozen=True, tag="retrieve"):
     """Bytes of one record by RPC, for clients that cannot map the pool."""
 
-    identity_id: int
-    key: bytes
-    slice_digest: bytes
-    offset_bytes: int
-    length_bytes: int
+    identity_id: Count
+    key: Key
+    slice_digest: Key
+    offset_bytes: Count
+    length_bytes: Annotated[int, Meta(ge=0, le=MAX_RETRIEVE_BYTES)]
 
 
 class RetrieveReply(Reply, frozen=True, tag="retrieve"):
@@ -208,10 +232,12 @@ class RetrieveReply(Reply, frozen=True, tag="retrieve"):
 class Prefetch(Request, frozen=True, tag="prefetch"):
     """Prewarm: load chunks from L2 to L1 with no request behind it."""
 
-    identity_id: int
-    keys: bytes
-    budget_bytes: int
-    ttl_ms: int
+    identity_id: Count
+    keys: Keys
+    budget_bytes: Count
+    """Bytes it may load; 0 means as much as fits."""
+    ttl_ms: Annotated[int, Meta(ge=0, le=3_600_000)]
+    """It stops after this long."""
 
 
 class PrefetchReply(Reply, frozen=True, tag="prefetch"):
@@ -219,20 +245,28 @@ class PrefetchReply(Reply, frozen=True, tag="prefetch"):
 
 
 class Status(Request, frozen=True, tag="status"):
-    """`job` = 0: the instance; otherwise the outcome of a prewarm job."""
+    """`job` 0: the instance; otherwise the outcome of a prewarm job."""
 
-    job: int = 0
+    job: Count = 0
+
+
+class Tier(enum.StrEnum):
+    """What a clear empties."""
+
+    L1 = "l1"
+    L2 = "l2"
+    ALL = "all"
 
 
 class Clear(Request, frozen=True, tag="clear"):
     """Drops what nobody uses. `tier`: l1, l2 or all; `tenant` None = every tenant the peer may use."""
 
-    tier: str
-    tenant: str | None = None
+    tier: Tier
+    tenant: Annotated[str, Meta(max_length=256)] | None = None
 
 
 class Explain(Request, frozen=True, tag="explain"):
-    request_id: str
+    request_id: RequestId
 
 
 class Quiesced(Request, frozen=True, tag="quiesced"):
@@ -240,13 +274,17 @@ class Quiesced(Request, frozen=True, tag="quiesced"):
 
 
 class Corrupt(Request, frozen=True, tag="corrupt"):
-    """The caller's verified copy failed on these chain keys of its slice; the server checks and drops them."""
+    """The caller's verified copy failed on these chain keys of its slice; the server checks them."""
 
-    keys: bytes
+    keys: Keys
 
 
 class Ok(Reply, frozen=True, tag="ok"):
-    """Outcome of release, abort, cancel, quiesced, corrupt, clear: how many things changed."""
+    """Outcome of release, abort, cancel, quiesced, corrupt, clear: how many things changed.
+
+    release: leases whose share ended; abort: extents given back; cancel: 1 if something was undone or
+    stopped; corrupt: chunks dropped; clear: chunks dropped.
+    """
 
     count: int = 0
 
@@ -278,17 +316,21 @@ class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
     """First message on the attach socket, with the caller's own pidfd."""
 
     protocol: int
-    session: bytes
-    group: bytes
+    session: SessionName
+    """Chosen by the caller, random; the same one when it attaches again."""
+    group: SessionName
+    """Names the engine; all its processes attach with the same 16 bytes."""
     role: Role
     layout: LayoutIdentity
-    engine_slices: int
+    engine_slices: Annotated[int, Meta(ge=1, le=MAX_SLICES)]
     """How many distinct slices the whole engine has."""
     slice: Slice | None = None
     """The slice this process reads and writes; None for a scheduler."""
     facts: dict[str, Any] | None = None
     """Derived layout facts behind `slice.layout`, compared field by field with earlier ones."""
     old_epoch: int = 0
+    token: Annotated[str, Meta(max_length=256)] = ""
+    """Proves which tenants this process may use, where the server was given a tenants file."""
 
 
 class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -302,6 +344,26 @@ class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
     pool_id: bytes = b""
     extents_bytes: int = 0
     instance_id: str = ""
+
+
+def encode(reply: msgspec.Struct) -> bytes:
+    """One frame."""
+    return _ENCODER.encode(reply)
+
+
+def decode_request(frame: bytes) -> AnyRequest:
+    """The request in a frame. Raises msgspec.MsgspecError for anything else."""
+    return _REQUESTS.decode(frame)
+
+
+def decode_reply(frame: bytes) -> AnyReply:
+    """The reply in a frame. Raises msgspec.MsgspecError for anything else."""
+    return _REPLIES.decode(frame)
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_REQUESTS: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
+_REPLIES: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
 
 
 def key_count(keys: bytes) -> int:

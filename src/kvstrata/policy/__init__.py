@@ -1,0 +1,1 @@
+"""Decisions without I/O: no await, no clock, no socket."""
