@@ -1,0 +1,1 @@
+"""Connectors: what plugs kvstrata into a serving engine."""

@@ -1,0 +1,313 @@
+"""Where the bytes of a chunk lie in an engine's paged KV cache: from shapes, strides and its configuration.
+
+Nothing here assumes a layout.  vLLM registers one tensor per layer whose axes differ by attention backend:
+
+    CPU                (blocks, kv_heads, block_tokens, 2 × head)      one contiguous run per block
+    FlashAttention     (2, blocks, block_tokens, kv_heads, head)       K and V apart: one run each
+    FlashInfer         (blocks, 2, block_tokens, kv_heads, head)
+    MLA                (blocks, block_tokens, latent)
+
+and the physical order of those axes may differ again.  The block axis is found by its size, the other axes
+by their strides.  A record holds one section per layer; a section holds the blocks of the chunk in order, each
+block its axes in physical order (outermost first), so equal facts mean equal bytes, and a reader with other
+facts has another slice digest.
+
+No torch here: a tensor is anything with `shape`, `stride()`, `element_size()`, `data_ptr()` and `dtype`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from kvstrata.errors import ConfigError
+from kvstrata.types import Slice, facts_digest
+
+MAX_DIMS = 3
+"""Strided loops that one copy run may sit in (the copy plan's limit)."""
+FORMAT = "paged-blocks/1"
+"""Names the arrangement of blocks in a section; part of the facts."""
+
+
+class TensorLike(Protocol):
+    """The part of a torch tensor that is read here."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> Any: ...
+    def stride(self) -> Sequence[int]: ...
+    def element_size(self) -> int: ...
+    def data_ptr(self) -> int: ...
+
+
+class Heads(NamedTuple):
+    """Which KV heads and layers one worker holds, and how many distinct slices the whole engine has."""
+
+    layers: tuple[int, int]
+    kv_heads: tuple[int, int]
+    engine_slices: int
+
+
+class LayerRuns(NamedTuple):
+    """One layer: `base` address of block 0, bytes between blocks, loops (count, stride in bytes) outermost
+    first around one contiguous run, and the axes of a block in physical order as (axis, size)."""
+
+    base: int
+    block_stride_bytes: int
+    dims: tuple[tuple[int, int], ...]
+    run_bytes: int
+    axes: tuple[tuple[int, int], ...]
+
+
+class KvView(NamedTuple):
+    """Everything about one worker's KV cache that copies, identity and attach need.
+
+    The addresses point into the engine's tensors and are valid as long as the engine keeps them.
+    """
+
+    layer_names: tuple[str, ...]
+    section_bases: list[int]
+    block_strides: list[int]
+    dims: list[tuple[int, int]]
+    run_bytes: int
+    num_blocks: int
+    block_tokens: int
+    chunk_blocks: int
+    payload_bytes: int
+    """Bytes of one chunk in this worker's slice."""
+    facts: dict[str, int | str | list[Any]]
+    slice: Slice
+
+
+def check_chunk_size(chunk_tokens: int, block_tokens: int) -> int:
+    """Blocks per chunk. Raises ConfigError naming both sizes when a chunk is no whole number of blocks."""
+    blocks, rest = divmod(chunk_tokens, block_tokens)
+    if rest or not blocks:
+        better = max(block_tokens, -(-chunk_tokens // block_tokens) * block_tokens)
+        raise ConfigError(
+            f"chunk_size: {chunk_tokens} tokens is not a multiple of vLLM's block_size of {block_tokens} "
+            f"tokens; set chunk_size to {better} or give vLLM a --block-size that divides {chunk_tokens}",
+            field="chunk_size",
+        )
+    return blocks
+
+
+def heads_of(
+    *,
+    total_kv_heads: int,
+    mla: bool,
+    layers: tuple[int, int],
+    tp_rank: int,
+    tp_size: int,
+    pp_size: int,
+) -> Heads:
+    """The slice that one rank holds. Ranks that hold replicas of the same heads get the same slice.
+
+    `layers` is the half-open range of this pipeline stage.  An MLA latent is the same on every
+    tensor-parallel rank.
+    """
+    if mla:
+        return Heads(layers, (0, 1), pp_size)
+    if tp_size <= total_kv_heads:
+        if total_kv_heads % tp_size:
+            raise ConfigError(
+                f"tensor_parallel_size: {tp_size} does not divide {total_kv_heads} KV heads",
+                field="tensor_parallel_size",
+            )
+        per_rank = total_kv_heads // tp_size
+        return Heads(layers, (tp_rank * per_rank, (tp_rank + 1) * per_rank), tp_size * pp_size)
+    replicas = tp_size // total_kv_heads
+    head = tp_rank // replicas
+    return Heads(layers, (head, head + 1), total_kv_heads * pp_size)
+
+
+def find_block_axis(name: str, tensor: TensorLike, num_blocks: int, block_tokens: int) -> tuple[int, int]:
+    """(axis, pieces): the axis that counts blocks, and how many equal pieces make a block of the block table.
+
+    Exact size wins.  Some backends split a block of the block table into smaller kernel blocks; then the axis
+    has a multiple of `num_blocks`.  Raises ConfigError naming the shape when no axis or more than one fits.
+    """
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    exact = [axis for axis, size in enumerate(shape) if size == num_blocks]
+    if exact:
+        candidates = [(axis, 1) for axis in exact]
+    else:
+        candidates = [
+            (axis, size // num_blocks)
+            for axis, size in enumerate(shape)
+            if size > num_blocks and size % num_blocks == 0 and block_tokens % (size // num_blocks) == 0
+        ]
+    if len(candidates) > 1:
+        # Several axes have that size by chance: blocks are outermost, or just inside the pair of K and V.
+        candidates = [found for found in candidates if _elements_outside(found[0], shape, strides) <= 2]
+    if len(candidates) != 1:
+        found = "more than one axis" if candidates else "no axis"
+        raise ConfigError(
+            f"KV cache of layer {name!r}: shape {list(shape)} with strides {list(strides)} has {found} of "
+            f"num_blocks {num_blocks}; "
+            + (
+                "change the number of blocks a little, e.g. by --num-gpu-blocks-override"
+                if candidates
+                else "this attention backend is not supported"
+            ),
+            field="kv_cache",
+        )
+    return candidates[0]
+
+
+def _elements_outside(axis: int, shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Product of the sizes of all axes with a larger stride."""
+    product = 1
+    for other, size in enumerate(shape):
+        if other != axis and size > 1 and strides[other] > strides[axis]:
+            product *= size
+    return product
+
+
+def layer_runs(name: str, tensor: TensorLike, num_blocks: int, block_tokens: int) -> LayerRuns:
+    """How to walk the bytes of one block of one layer. Raises ConfigError naming layer and shape."""
+    axis, pieces = find_block_axis(name, tensor, num_blocks, block_tokens)
+    element = tensor.element_size()
+    strides = [stride * element for stride in tensor.stride()]
+    loops = [
+        (index, size, strides[index]) for index, size in enumerate(tensor.shape) if index != axis and size > 1
+    ]
+    if pieces > 1:
+        loops.append((axis, pieces, strides[axis]))
+    loops.sort(key=lambda loop: (-loop[2], loop[0]))
+    run = element
+    dims: list[tuple[int, int]] = []
+    covered = element
+    for _, size, stride in reversed(loops):
+        if stride < covered:
+            raise ConfigError(
+                f"KV cache of layer {name!r}: shape {list(tensor.shape)} with strides "
+                f"{list(tensor.stride())} overlaps itself",
+                field="kv_cache",
+            )
+        if not dims and stride == run:
+            run *= size
+        elif dims and stride == dims[0][0] * dims[0][1]:
+            dims[0] = (dims[0][0] * size, dims[0][1])
+        else:
+            dims.insert(0, (size, stride))
+        covered = stride * (size - 1) + covered
+    if len(dims) > MAX_DIMS:
+        raise ConfigError(
+            f"KV cache of layer {name!r}: a block of shape {list(tensor.shape)} with strides "
+            f"{list(tensor.stride())} is scattered over {len(dims)} nested loops, at most {MAX_DIMS} are "
+            "supported",
+            field="kv_cache",
+        )
+    return LayerRuns(
+        base=tensor.data_ptr(),
+        block_stride_bytes=strides[axis] * pieces,
+        dims=tuple(dims),
+        run_bytes=run,
+        axes=tuple((index, size) for index, size, _ in loops),
+    )
+
+
+def natural_order(name: str) -> tuple[Any, ...]:
+    """Sort key of layer names that puts layer 10 after layer 9."""
+    return tuple((1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", name))
+
+
+def build_view(
+    tensors: Mapping[str, TensorLike],
+    *,
+    num_blocks: int,
+    block_tokens: int,
+    chunk_tokens: int,
+    heads: Heads,
+    dtype: str,
+) -> KvView:
+    """The view of all registered layers of one KV cache group.
+
+    Layers that share one tensor with another layer are taken once.  All layers must have blocks of the same
+    make-up; a model where they differ is refused with the names of two layers that do.
+    """
+    if not tensors:
+        raise ConfigError("KV cache: vLLM registered no layer", field="kv_cache")
+    chunk_blocks = check_chunk_size(chunk_tokens, block_tokens)
+    runs: dict[str, LayerRuns] = {}
+    seen: set[LayerRuns] = set()
+    for name in sorted(tensors, key=natural_order):
+        layer = layer_runs(name, tensors[name], num_blocks, block_tokens)
+        if layer in seen:
+            continue
+        seen.add(layer)
+        runs[name] = layer
+    first_name, first = next(iter(runs.items()))
+    for name, layer in runs.items():
+        if (layer.dims, layer.run_bytes, layer.axes) != (first.dims, first.run_bytes, first.axes):
+            raise ConfigError(
+                f"KV cache: the blocks of layer {name!r} (shape {list(tensors[name].shape)}, strides "
+                f"{list(tensors[name].stride())}) differ from those of layer {first_name!r} (shape "
+                f"{list(tensors[first_name].shape)}, strides {list(tensors[first_name].stride())}); models "
+                "whose layers differ are not supported yet",
+                field="kv_cache",
+            )
+    block_bytes = first.run_bytes
+    for count, _ in first.dims:
+        block_bytes *= count
+    section_bytes = block_bytes * chunk_blocks
+    facts: dict[str, int | str | list[Any]] = {
+        "format": FORMAT,
+        "dtype": dtype,
+        "element_bytes": tensors[first_name].element_size(),
+        "chunk_tokens": chunk_tokens,
+        "block_tokens": block_tokens,
+        "axes": [list(axis) for axis in first.axes],
+        "sections": len(runs),
+        "section_bytes": section_bytes,
+        "payload_bytes": section_bytes * len(runs),
+    }
+    return KvView(
+        layer_names=tuple(runs),
+        section_bases=[layer.base for layer in runs.values()],
+        block_strides=[layer.block_stride_bytes for layer in runs.values()],
+        dims=list(first.dims),
+        run_bytes=first.run_bytes,
+        num_blocks=num_blocks,
+        block_tokens=block_tokens,
+        chunk_blocks=chunk_blocks,
+        payload_bytes=section_bytes * len(runs),
+        facts=facts,
+        slice=Slice(layers=heads.layers, kv_heads=heads.kv_heads, layout=facts_digest(facts)),
+    )
+
+
+FULL_ATTENTION_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
+"""vLLM's cache kinds that keep every block of a request until it ends."""
+
+
+def check_groups(groups: Sequence[Any]) -> int:
+    """Tokens in a block of the one KV cache group. Raises ConfigError when the model needs more than that.
+
+    `groups` are vLLM's `KVCacheConfig.kv_cache_groups`.
+    """
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
+        raise ConfigError(
+            f"kv_cache_groups: this model has {len(groups)} KV cache groups ({kinds}); only models with one "
+            "group of full-attention layers are supported so far, so run it without this connector",
+            field="kv_cache_groups",
+        )
+    spec = groups[0].kv_cache_spec
+    kind = type(spec).__name__
+    if kind not in FULL_ATTENTION_SPECS:
+        raise ConfigError(
+            f"kv_cache_groups[0]: {kind} is not supported so far (supported: "
+            f"{', '.join(FULL_ATTENTION_SPECS)}), so run this model without this connector",
+            field="kv_cache_groups",
+        )
+    per_state = getattr(spec, "tokens_per_state", 1)
+    if per_state != 1:
+        raise ConfigError(
+            f"kv_cache_groups[0]: {per_state} tokens per stored state is not supported so far, only 1",
+            field="kv_cache_groups",
+        )
+    return int(spec.block_size)
