@@ -59,7 +59,7 @@ test-vllm-env: setup
 	@$(VENV_PYTHON) tests/harness/vllm_env.py --ensure >/dev/null || [ "$(CI)" != true ]
 
 lint: setup  ## ruff, mypy and clang-format; changes nothing
-	@$(VENV_PYTHON) -m ruff check $(wildcard $(LINTED))
+	@$(VENV_PYTHON) -m ruff check --output-format concise $(wildcard $(LINTED))
 	@$(VENV_PYTHON) -m ruff format --check $(wildcard $(LINTED))
 	@$(VENV_PYTHON) -m mypy src
 	@files=($(CLANG_FORMATTED)); [ $${#files[@]} = 0 ] || \

@@ -4,11 +4,12 @@
 - Every `ext/cython/NAME.pyx` becomes the module `kvstrata.native.NAME`, linked with that library.
 - Every `ext/cuda/*.cu` goes into `kvstrata/native/libkvstrata_cuda.so` where nvcc is found.
 
-Sources are found by pattern: a new file needs no edit here. Object files are kept under `build/native/` and are
-remade when their source, a header they include, or the command line changes.
+Sources are found by pattern: a new file needs no edit here. Object files are kept under `build/native/` and
+are remade when their source, a header they include, or the command line changes.
 
-Environment: `CXX`, `CPPFLAGS`, `CXXFLAGS`, `LDFLAGS` as usual; `KVSTRATA_WERROR=1` turns warnings into errors;
-`KVSTRATA_CUDA` is `auto` (default), `require` (no nvcc is an error) or `off`; `CUDA_HOME` names the toolkit.
+Environment: `CXX`, `CPPFLAGS`, `CXXFLAGS`, `LDFLAGS` as usual; `KVSTRATA_WERROR=1` turns warnings into
+errors; `KVSTRATA_CUDA` is `auto` (default), `require` (no nvcc is an error) or `off`; `CUDA_HOME` names the
+toolkit.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ CUDA_LIBRARY = "libkvstrata_cuda.so"
 CUDA_ARCHITECTURES = (80, 90, 100)
 
 WARNINGS = ["-Wall", "-Wextra"] + (["-Werror"] if os.environ.get("KVSTRATA_WERROR") == "1" else [])
-# Python's own flags carry -DNDEBUG, which would remove every assert. The baseline of the platform's ABI is kept:
-# functions that need more choose at run time and carry a target attribute of their own.
+# Python's own flags carry -DNDEBUG, which would remove every assert. The baseline of the platform's ABI is
+# kept: functions that need more choose at run time and carry a target attribute of their own.
 CXX_FLAGS = ["-std=c++20", "-O3", "-g1", "-fPIC", "-UNDEBUG", "-fvisibility=hidden", "-pthread"]
 
 
@@ -130,6 +131,84 @@ def compile_core(jobs: int) -> Path:
     return library
 
 
+def find_nvcc() -> Path | None:
+    """nvcc of $CUDA_HOME, else the one on PATH, else the one of the usual folder."""
+    home = os.environ.get("CUDA_HOME")
+    candidates = [Path(home) / "bin" / "nvcc"] if home else []
+    on_path = shutil.which("nvcc")
+    candidates += [Path(on_path)] if on_path else []
+    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    return next((path for path in candidates if os.access(path, os.X_OK)), None)
+
+
+def compile_cuda() -> Path | None:
+    """Brings the CUDA library up to date under build/ and returns its path.
+
+    Without nvcc, or where it fails, returns None after one line that says so; with KVSTRATA_CUDA=require that
+    is an error instead. The code for each GPU generation that this nvcc knows goes in, and portable code for
+    later ones; the CUDA runtime is linked statically, so the library needs nothing but the driver.
+    """
+    wish = os.environ.get("KVSTRATA_CUDA", "auto")
+    if wish not in ("auto", "require", "off"):
+        raise BuildFailed(f"KVSTRATA_CUDA={wish}: use auto, require or off")
+    if wish == "off" or not CUDA_SOURCES:
+        return None
+    nvcc = find_nvcc()
+    if nvcc is None:
+        if wish == "require":
+            raise BuildFailed(
+                "KVSTRATA_CUDA=require: no nvcc in $CUDA_HOME/bin, on PATH or in /usr/local/cuda/bin"
+            )
+        print(
+            "cuda: no nvcc found, the GPU kernels are left out (the server and CPU engines do not need them)"
+        )
+        return None
+    try:
+        known = subprocess.run(
+            [nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True
+        ).stdout.split()
+        generations = [number for number in CUDA_ARCHITECTURES if f"sm_{number}" in known]
+        if not generations:
+            raise BuildFailed(f"{nvcc} knows none of the GPU generations {CUDA_ARCHITECTURES}")
+        code = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in generations]
+        code.append(f"-gencode=arch=compute_{generations[-1]},code=compute_{generations[-1]}")
+        host_flags = "-fPIC,-fvisibility=hidden,-Wall,-Wextra" + (",-Werror" if "-Werror" in WARNINGS else "")
+        command = [
+            str(nvcc),
+            "-std=c++20",
+            "-O3",
+            "-shared",
+            "-cudart=static",
+            *code,
+            "-Xcompiler",
+            host_flags,
+        ]
+        command += ["-Xlinker", "--exclude-libs,ALL", *(str(source) for source in CUDA_SOURCES)]
+        inputs = [*CUDA_SOURCES, *CUDA_HEADERS]
+        folder = ROOT / "build" / "native" / "cuda"
+        target, stamp = folder / CUDA_LIBRARY, folder / "command.txt"
+        unchanged = stamp.exists() and stamp.read_text() == shlex.join(command)
+        if (
+            unchanged
+            and target.exists()
+            and newest_mtime_ns([ROOT / p for p in inputs]) <= target.stat().st_mtime_ns
+        ):
+            return target
+        folder.mkdir(parents=True, exist_ok=True)
+        print(
+            f"compiling {CUDA_LIBRARY} for {', '.join(f'sm_{number}' for number in generations)}", flush=True
+        )
+        run_tool([*command, "-o", str(target.relative_to(ROOT))])
+        stamp.write_text(shlex.join(command))
+        return target
+    except (BuildFailed, OSError, subprocess.CalledProcessError) as error:
+        if wish == "require":
+            raise
+        (ROOT / "build" / "native" / "cuda-error.log").write_text(str(error))
+        print(f"cuda: {nvcc} failed (see build/native/cuda-error.log), the GPU kernels are left out")
+        return None
+
+
 class BuildNative(build_ext):
     """Compiles the core library first, then the Cython modules, then the CUDA library where nvcc is there."""
 
@@ -146,6 +225,7 @@ class BuildNative(build_ext):
     def run(self) -> None:
         with exclusive_build():
             super().run()
+            self._place_cuda(compile_cuda())
 
     def build_extensions(self) -> None:
         library = compile_core(int(self.parallel or 1)) if CORE_SOURCES else None
@@ -155,6 +235,25 @@ class BuildNative(build_ext):
                 extension.extra_objects = [str(library)]
                 extension.depends.append(str(library))
         super().build_extensions()
+
+    def _place_cuda(self, library: Path | None) -> None:
+        """Puts the library beside the compiled modules, or removes one that this build does not include."""
+        folders = [Path(self.build_lib) / "kvstrata" / "native"]
+        if self.inplace or self.editable_mode:
+            folders.append(ROOT / "src" / "kvstrata" / "native")
+        for folder in folders:
+            target = folder / CUDA_LIBRARY
+            if library is None:
+                target.unlink(missing_ok=True)
+            elif newest_mtime_ns([library]) > (target.stat().st_mtime_ns if target.exists() else 0):
+                folder.mkdir(parents=True, exist_ok=True)
+                partial = target.with_suffix(".partial")
+                shutil.copy2(library, partial)
+                partial.rename(target)
+
+    def get_outputs(self) -> list[str]:
+        library = Path(self.build_lib) / "kvstrata" / "native" / CUDA_LIBRARY
+        return [*super().get_outputs(), *([str(library)] if library.exists() else [])]
 
     def _translate_cython(self) -> None:
         """Replaces each .pyx source by C++ generated under build/cython."""

@@ -1,7 +1,7 @@
 """What every step that prepares an environment shares: progress lines, a log, retries, folders and locks.
 
-Only the standard library is used: this runs before anything is installed. Nothing outside the clone and the cache
-folder is changed.
+Only the standard library is used: this runs before anything is installed. Nothing outside the clone and the
+cache folder is changed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ TAIL_LINES = 25
 
 
 class StepFailed(Exception):
-    """A command of a step failed for good; the message names the command, the log, and the end of its output."""
+    """A command of a step failed for good; the message has the command, its last lines, and the log."""
 
 
 def cache_root() -> Path:
-    """The folder for what is downloaded or built once for all clones: `$KVSTRATA_CACHE`, else the XDG cache folder."""
+    """Where what all clones share is kept: `$KVSTRATA_CACHE`, else a folder in the XDG cache folder."""
     named = os.environ.get("KVSTRATA_CACHE")
     if named:
         return Path(named).expanduser().absolute()
@@ -59,7 +59,7 @@ def download_environment(base: Mapping[str, str] | None = None) -> dict[str, str
 
 @contextlib.contextmanager
 def exclusive(lock_path: Path, waiting: str) -> Iterator[None]:
-    """Holds an exclusive lock on `lock_path`; prints `waiting` once when somebody else has it. The file stays."""
+    """Holds an exclusive lock on `lock_path`; prints `waiting` when somebody else has it. The file stays."""
     lock_path.parent.mkdir(parents=True, exist_ok=True)
     with open(lock_path, "a") as lock:
         try:
@@ -111,7 +111,7 @@ class Steps:
         cwd: Path = ROOT,
         timeout_s: float = 3600.0,
     ) -> str:
-        """Runs a command, logs and returns its standard output and error, and tries again where `attempts` allows.
+        """Runs a command, logs and returns its output, and tries again where `attempts` allows.
 
         Raises StepFailed when the last attempt fails. Waits 2, 4, ... seconds between attempts.
         """

@@ -1,9 +1,9 @@
-"""`make setup`: brings `.venv` up to date with the sources. Run it with the Python that the environment shall have.
+"""`make setup`: brings `.venv` up to date with the sources. Run it with the Python that .venv shall have.
 
-Before any download it checks the compiler, Python's headers, the venv module, disk and memory, and prints one line
-that installs all that is missing (exit status 2). Then one line a step, the whole output in `build/setup.log`, and a
-failed step ends it with exit status 1. What is already current is recognised by the content of the files it was made
-from and not done again, so a second run takes well under a second.
+Before any download it checks the compiler, Python's headers, the venv module, disk and memory, and prints one
+line that installs all that is missing (exit status 2). Then one line a step, the whole output in
+`build/setup.log`, and a failed step ends it with exit status 1. What is already current is recognised by the
+content of the files it was made from and not done again, so a second run takes well under a second.
 
 Only the standard library is used, and Python 3.11 or newer.
 """
@@ -36,6 +36,7 @@ MINIMUM_MEMORY_BYTES = 2 * 1024**3
 VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
 STAMP = VENV / ".kvstrata-setup.json"
+BUILD_VARIABLES = ("CXX", "CPPFLAGS", "CXXFLAGS", "LDFLAGS", "KVSTRATA_CUDA", "KVSTRATA_WERROR", "CUDA_HOME")
 BUILD_TOOLS = ("pip>=24", "setuptools>=77", "wheel", "cython>=3.1", "build")
 
 # What the compiler must do: C++20 with its library, threads, and the sanitizers that the C++ tests run under.
@@ -51,7 +52,7 @@ int main(int argc, char**) {
 
 
 def missing_packages() -> list[str]:
-    """Names, for this system's package tool, of all that must be installed first; empty where nothing is missing."""
+    """What must be installed first, as this system's package tool names it; empty when all is there."""
     minor = f"python{sys.version_info.major}.{sys.version_info.minor}"
     apt, dnf = [], []
     if not compiler_works():
@@ -77,7 +78,7 @@ def compiler_works() -> bool:
         source = Path(folder) / "probe.cpp"
         source.write_text(COMPILER_PROBE)
         for flags in ([], ["-fsanitize=address,undefined"], ["-fsanitize=thread"]):
-            command = [*compiler, "-std=c++20", *flags, "-pthread", str(source), "-o", str(source.with_suffix(""))]
+            command = [*compiler, "-std=c++20", *flags, "-pthread", str(source), "-o", f"{folder}/probe"]
             if subprocess.run(command, capture_output=True, check=False).returncode != 0:
                 return False
     return True
@@ -106,16 +107,18 @@ def check_machine() -> list[str]:
     """What stands in the way of a setup, one complete sentence each, the line to run first."""
     problems = []
     if sys.version_info[:2] not in {(3, minor) for minor in SUPPORTED_MINORS}:
-        problems.append(f"Python {sys.version.split()[0]} is not supported: use 3.11, 3.12 or 3.13 (make PYTHON=...)")
+        problems.append(
+            f"Python {sys.version.split()[0]} is not supported: make PYTHON=python3.11 (or 3.12, 3.13)"
+        )
     packages = missing_packages()
     if packages:
         problems.append(install_line(packages))
     free = provision.free_disk_bytes(ROOT)
     if free < MINIMUM_DISK_BYTES:
-        problems.append(f"{ROOT} has {free / 2**30:.1f} GiB free and needs {MINIMUM_DISK_BYTES / 2**30:.0f} GiB")
+        problems.append(f"free some disk: {ROOT} has {free / 2**30:.1f} GiB and a setup needs 2 GiB")
     memory = provision.available_memory_bytes()
     if memory < MINIMUM_MEMORY_BYTES:
-        problems.append(f"{memory / 2**30:.1f} GiB of memory are available; the compiler and the tests need 2 GiB")
+        problems.append(f"free some memory: {memory / 2**30:.1f} GiB are available and a setup needs 2 GiB")
     return problems
 
 
@@ -155,14 +158,14 @@ def venv_is_usable() -> bool:
 def wanted_state() -> dict[str, str]:
     """What each step was, or is to be, made from."""
     python = f"{sys.implementation.cache_tag} {sys.version} {sys.base_prefix}"
-    build_variables = " ".join(
-        os.environ.get(name, "") for name in ("CXX", "CPPFLAGS", "CXXFLAGS", "LDFLAGS", "KVSTRATA_CUDA", "CUDA_HOME")
-    )
+    requirements = [*BUILD_TOOLS, *declared_requirements()]
+    variables = [f"{name}={os.environ.get(name, '')}" for name in BUILD_VARIABLES]
+    metadata = [ROOT / "pyproject.toml", ROOT / "src" / "kvstrata" / "__init__.py"]
     return {
         "environment": f"{python} {VENV}",
-        "packages": hashlib.sha256(" ".join([python, *BUILD_TOOLS, *declared_requirements()]).encode()).hexdigest(),
-        "native": digest_of(native_sources(), python, build_variables, str(nvcc_found())),
-        "install": digest_of([ROOT / "pyproject.toml", ROOT / "src" / "kvstrata" / "__init__.py"], python, str(ROOT)),
+        "packages": digest_of([], python, *requirements),
+        "native": digest_of(native_sources(), python, *variables, str(nvcc_found())),
+        "install": digest_of(metadata, python, str(ROOT)),
     }
 
 
@@ -228,8 +231,8 @@ def bring_up_to_date(steps: Steps, wanted: dict[str, str], done: dict[str, str])
         finished("environment")
     if done.get("packages") != wanted["packages"]:
         with steps.step("install packages"):
-            steps.run([*pip_install, *BUILD_TOOLS], attempts=DOWNLOAD_ATTEMPTS, environment=environment)
-            steps.run([*pip_install, *declared_requirements()], attempts=DOWNLOAD_ATTEMPTS, environment=environment)
+            for requirements in (BUILD_TOOLS, declared_requirements()):
+                steps.run([*pip_install, *requirements], attempts=DOWNLOAD_ATTEMPTS, environment=environment)
         finished("packages")
     if done.get("native") != wanted["native"]:
         with steps.step("compile the native modules"):

