@@ -334,7 +334,8 @@ class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer on the attach socket; `code` empty means accepted and three descriptors come along."""
+    """Answer on the attach socket; `code` empty means accepted. Then the descriptors index (read-only) and
+    extents come along, and sessions.lock unless the request's `held_locks` names it."""
 
     code: str = ""
     message: str = ""
