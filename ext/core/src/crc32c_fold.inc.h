@@ -6,16 +6,16 @@
 //   FOLD_NAMESPACE    namespace that receives rows()
 //   FOLD_TARGET       the target attribute
 //   FOLD_WIDTH        bytes of a vector: 16, 32 or 64
-//   V                 the vector type, and load(p), store(p, v), stream(p, v), set_crc(c) (c in the
-//                     lowest 32 bits, rest 0), fold_constants(hi, lo) (in every 128-bit lane),
-//                     fold(acc, constants, data), as always-inline functions of that namespace
+// and, in that namespace, the vector type V with always-inline functions load(p), store(p, v),
+// stream(p, v), set_crc(c) (c in the lowest 32 bits, rest 0), exclusive_or(a, b),
+// fold_constants(hi, lo) (in every 128-bit lane) and fold(acc, constants, data).
 //
 // How it works. A CRC is the remainder of the message, read as a polynomial over GF(2). Moving a
-// 128-bit lane D bits forward in the message multiplies it by x^D; the product of each half with the
-// remainder of x^(D +- 32) is congruent to that and again 128 bits wide, so it can be XORed onto the
-// lane D bits further on. Four vectors are carried side by side to hide the multiplier's latency; at
-// the end they are folded onto one, whose bytes stand for the whole message so far and go through
-// the crc32 instruction. The initial value is XORed onto the first four bytes.
+// 128-bit lane D bits forward in the message multiplies it by x^D; the product of each half with
+// the remainder of x^(D +- 32) is congruent to that and again 128 bits wide, so it can be XORed
+// onto the lane D bits further on. Four vectors are carried side by side to hide the multiplier's
+// latency; at the end they are folded onto one, whose bytes stand for the whole message so far and
+// go through the crc32 instruction. The initial value is XORed onto the first four bytes.
 
 namespace FOLD_NAMESPACE {
 
@@ -32,63 +32,88 @@ FOLD_TARGET inline void put(char* dst, V v) noexcept {
   }
 }
 
-// Raw CRC state (not inverted) over `rows` rows. REQUIRES: run_bytes is a positive multiple of
-// FOLD_WIDTH; of kStep when rows > 1; run_bytes >= kStep; every dst row is aligned to FOLD_WIDTH if
-// kStreamStores.
-template <bool kCopy, bool kStreamStores>
-FOLD_TARGET std::uint32_t fold_rows(const CopyRows& rect, std::uint32_t state) noexcept {
+// The accumulators of one message.
+struct Lanes {
+  V a0, a1, a2, a3;
+};
+
+// Bytes [from, to) of one run, in steps; prefetches `ahead` bytes further on.
+template <bool kCopy, bool kStreamStores, bool kLongRuns>
+FOLD_TARGET KVSTRATA_INLINE void fold_steps(char* dst, const char* src, std::size_t from,
+                                            std::size_t to, std::uintptr_t ahead, V far,
+                                            Lanes& lanes) noexcept {
+  for (std::size_t at = from; at < to; at += kStep) {
+    prefetch_step<kLongRuns, kStep>(reinterpret_cast<std::uintptr_t>(src + at) + ahead);
+    const V d0 = load(src + at);
+    const V d1 = load(src + at + FOLD_WIDTH);
+    const V d2 = load(src + at + 2 * FOLD_WIDTH);
+    const V d3 = load(src + at + 3 * FOLD_WIDTH);
+    put<kCopy, kStreamStores>(dst + at, d0);
+    put<kCopy, kStreamStores>(dst + at + FOLD_WIDTH, d1);
+    put<kCopy, kStreamStores>(dst + at + 2 * FOLD_WIDTH, d2);
+    put<kCopy, kStreamStores>(dst + at + 3 * FOLD_WIDTH, d3);
+    lanes.a0 = fold(lanes.a0, far, d0);
+    lanes.a1 = fold(lanes.a1, far, d1);
+    lanes.a2 = fold(lanes.a2, far, d2);
+    lanes.a3 = fold(lanes.a3, far, d3);
+  }
+}
+
+// REQUIRES: run_bytes >= kStep, a multiple of FOLD_WIDTH, and of kStep when there are several runs;
+// every dst is aligned to FOLD_WIDTH if kStreamStores.
+template <bool kCopy, bool kStreamStores, bool kLongRuns>
+FOLD_TARGET std::uint32_t fold_runs(const RunList& list, std::uint32_t state) noexcept {
   const V far = fold_constants(fold_constant(kStep * 8 - 32), fold_constant(kStep * 8 + 32));
-  const V near = fold_constants(fold_constant(FOLD_WIDTH * 8 - 32), fold_constant(FOLD_WIDTH * 8 + 32));
-  const char* src = static_cast<const char*>(rect.src);
-  char* dst = static_cast<char*>(rect.dst);
-  const std::uintptr_t ahead = prefetch_distance(rect);
+  const V near =
+      fold_constants(fold_constant(FOLD_WIDTH * 8 - 32), fold_constant(FOLD_WIDTH * 8 + 32));
+  const char* src = static_cast<const char*>(list.runs[0].src);
+  char* dst = static_cast<char*>(list.runs[0].dst);
 
-  V a0 = load(src);
-  V a1 = load(src + FOLD_WIDTH);
-  V a2 = load(src + 2 * FOLD_WIDTH);
-  V a3 = load(src + 3 * FOLD_WIDTH);
-  put<kCopy, kStreamStores>(dst, a0);
-  put<kCopy, kStreamStores>(dst + FOLD_WIDTH, a1);
-  put<kCopy, kStreamStores>(dst + 2 * FOLD_WIDTH, a2);
-  put<kCopy, kStreamStores>(dst + 3 * FOLD_WIDTH, a3);
-  a0 = exclusive_or(a0, set_crc(state));
+  Lanes lanes{load(src), load(src + FOLD_WIDTH), load(src + 2 * FOLD_WIDTH),
+              load(src + 3 * FOLD_WIDTH)};
+  put<kCopy, kStreamStores>(dst, lanes.a0);
+  put<kCopy, kStreamStores>(dst + FOLD_WIDTH, lanes.a1);
+  put<kCopy, kStreamStores>(dst + 2 * FOLD_WIDTH, lanes.a2);
+  put<kCopy, kStreamStores>(dst + 3 * FOLD_WIDTH, lanes.a3);
+  lanes.a0 = exclusive_or(lanes.a0, set_crc(state));
 
-  const std::size_t whole = rect.run_bytes / kStep * kStep;
+  const std::size_t whole = list.run_bytes / kStep * kStep;
+  // The first part of a run prefetches within the run, the rest the beginning of a later one.
+  constexpr std::size_t kAhead = kPrefetchBytes<kLongRuns>;
+  const std::size_t inner = whole > kAhead ? (whole - kAhead) / kStep * kStep : 0;
+  const std::size_t runs_ahead = (kAhead + whole - 1) / whole;
   std::size_t at = kStep;
-  for (std::size_t row = 0;;) {
-    for (; at < whole; at += kStep) {
-      prefetch_step<kStep>(reinterpret_cast<std::uintptr_t>(src + at) + ahead);
-      const V d0 = load(src + at);
-      const V d1 = load(src + at + FOLD_WIDTH);
-      const V d2 = load(src + at + 2 * FOLD_WIDTH);
-      const V d3 = load(src + at + 3 * FOLD_WIDTH);
-      put<kCopy, kStreamStores>(dst + at, d0);
-      put<kCopy, kStreamStores>(dst + at + FOLD_WIDTH, d1);
-      put<kCopy, kStreamStores>(dst + at + 2 * FOLD_WIDTH, d2);
-      put<kCopy, kStreamStores>(dst + at + 3 * FOLD_WIDTH, d3);
-      a0 = fold(a0, far, d0);
-      a1 = fold(a1, far, d1);
-      a2 = fold(a2, far, d2);
-      a3 = fold(a3, far, d3);
+  for (std::size_t i = 0;;) {
+    if (at < inner) {
+      fold_steps<kCopy, kStreamStores, kLongRuns>(dst, src, at, inner, whole - inner, far, lanes);
+      at = inner;
     }
-    if (++row == rect.rows) {
+    const char* later = i + runs_ahead < list.count
+                            ? static_cast<const char*>(list.runs[i + runs_ahead].src)
+                            : src + inner;  // nothing comes: touch what is there anyway
+    fold_steps<kCopy, kStreamStores, kLongRuns>(
+        dst, src, at, whole,
+        reinterpret_cast<std::uintptr_t>(later) - reinterpret_cast<std::uintptr_t>(src) - inner,
+        far, lanes);
+    at = whole;
+    if (++i == list.count) {
       break;
     }
-    src += rect.src_stride_bytes;
-    dst += rect.dst_stride_bytes;
+    src = static_cast<const char*>(list.runs[i].src);
+    dst = static_cast<char*>(list.runs[i].dst);
     at = 0;
   }
 
-  a1 = fold(a0, near, a1);
-  a2 = fold(a1, near, a2);
-  a3 = fold(a2, near, a3);
-  for (; at < rect.run_bytes; at += FOLD_WIDTH) {  // only ever with a single row
+  V last = fold(lanes.a0, near, lanes.a1);
+  last = fold(last, near, lanes.a2);
+  last = fold(last, near, lanes.a3);
+  for (; at < list.run_bytes; at += FOLD_WIDTH) {  // only with a single run
     const V d = load(src + at);
     put<kCopy, kStreamStores>(dst + at, d);
-    a3 = fold(a3, near, d);
+    last = fold(last, near, d);
   }
   alignas(64) char rest[FOLD_WIDTH];
-  store(rest, a3);
+  store(rest, last);
   return crc_words(rest, FOLD_WIDTH, 0);
 }
 
@@ -107,25 +132,29 @@ FOLD_TARGET std::uint32_t fold_run(char* dst, const char* src, std::size_t n,
     n -= head;
   }
   const std::size_t body = n & ~static_cast<std::size_t>(FOLD_WIDTH - 1);
-  state = fold_rows<kCopy, kStreamStores>(CopyRows{dst, src, 0, 0, body, 1}, state);
+  const CopyRun run{dst, src};
+  const RunList list{&run, 1, body};
+  state = body >= kLongRunBytes ? fold_runs<kCopy, kStreamStores, true>(list, state)
+                                : fold_runs<kCopy, kStreamStores, false>(list, state);
   return small_run<kCopy>(kCopy ? dst + body : nullptr, src + body, n - body, state);
 }
 
 template <bool kStreamStores>
-FOLD_TARGET std::uint32_t fold_rect(const CopyRows& rect, std::uint32_t state) noexcept {
-  const bool aligned = !kStreamStores ||
-                       ((reinterpret_cast<std::uintptr_t>(rect.dst) |
-                         static_cast<std::uintptr_t>(rect.dst_stride_bytes)) &
-                        (FOLD_WIDTH - 1)) == 0;
-  if (rect.rows > 1 && rect.run_bytes % kStep == 0 && aligned) {
-    return fold_rows<true, kStreamStores>(rect, state);
+FOLD_TARGET std::uint32_t copy(const RunList& list, std::uint32_t state) noexcept {
+  std::uintptr_t bits = 0;
+  if constexpr (kStreamStores) {
+    for (std::size_t i = 0; i < list.count; ++i) {
+      bits |= reinterpret_cast<std::uintptr_t>(list.runs[i].dst);
+    }
   }
-  const char* src = static_cast<const char*>(rect.src);
-  char* dst = static_cast<char*>(rect.dst);
-  for (std::size_t row = 0; row < rect.rows; ++row) {
-    state = fold_run<true, kStreamStores>(dst, src, rect.run_bytes, state);
-    src += rect.src_stride_bytes;
-    dst += rect.dst_stride_bytes;
+  if (list.run_bytes % kStep == 0 && bits % FOLD_WIDTH == 0) {
+    return list.run_bytes >= kLongRunBytes ? fold_runs<true, kStreamStores, true>(list, state)
+                                           : fold_runs<true, kStreamStores, false>(list, state);
+  }
+  for (std::size_t i = 0; i < list.count; ++i) {
+    state = fold_run<true, kStreamStores>(static_cast<char*>(list.runs[i].dst),
+                                          static_cast<const char*>(list.runs[i].src),
+                                          list.run_bytes, state);
   }
   return state;
 }
@@ -133,11 +162,11 @@ FOLD_TARGET std::uint32_t fold_rect(const CopyRows& rect, std::uint32_t state) n
 FOLD_TARGET std::uint32_t checksum(const char* src, std::size_t n, std::uint32_t state) noexcept {
   return fold_run<false, false>(nullptr, src, n, state);
 }
-FOLD_TARGET std::uint32_t copy_stream(const CopyRows& rect, std::uint32_t state) noexcept {
-  return fold_rect<true>(rect, state);
+FOLD_TARGET std::uint32_t copy_stream(const RunList& list, std::uint32_t state) noexcept {
+  return copy<true>(list, state);
 }
-FOLD_TARGET std::uint32_t copy_cached(const CopyRows& rect, std::uint32_t state) noexcept {
-  return fold_rect<false>(rect, state);
+FOLD_TARGET std::uint32_t copy_cached(const RunList& list, std::uint32_t state) noexcept {
+  return copy<false>(list, state);
 }
 constexpr Kernel kKernel = {checksum, copy_stream, copy_cached};
 

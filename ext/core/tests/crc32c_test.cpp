@@ -152,58 +152,51 @@ TEST(combine_takes_lengths_beyond_32_bits) {
   CHECK(once != half);
 }
 
-TEST(rows_equal_one_contiguous_string) {
+TEST(a_list_of_runs_equals_one_contiguous_string) {
   std::mt19937_64 random(6);
   const auto bytes = noise(1 << 18, 7);
   std::vector<unsigned char> packed;
+  std::vector<CopyRun> runs;
   alignas(64) static unsigned char out[1 << 18];
-  for (int round = 0; round < 200; ++round) {
+  for (int round = 0; round < 300; ++round) {
     // Runs that are whole multiples of the kernels' step, and runs that are not.
-    const std::size_t run = random() % 2 == 0 ? 256 * (1 + random() % 6) : 1 + random() % 3000;
-    const std::size_t rows = 1 + random() % 30;
-    const std::size_t src_stride = run + random() % 2 * 64 * (random() % 8);
-    const std::size_t dst_stride = run + random() % 2 * 64 * (random() % 8);
-    const std::size_t at = random() % 2 * (random() % 64);
+    const std::size_t run = random() % 2 == 0 ? 256 * (1 + random() % 30) : 1 + random() % 3000;
+    const std::size_t count = 1 + random() % 30;
+    const std::size_t dst_stride = run + random() % 2 * 64 * (random() % 8) + random() % 2;
     const std::size_t to = random() % 2 * (random() % 64);
-    if (at + src_stride * rows > bytes.size() || to + dst_stride * rows + 1 > sizeof out) {
+    if (to + dst_stride * count + 1 > sizeof out) {
       continue;
     }
     packed.clear();
-    for (std::size_t r = 0; r < rows; ++r) {
-      const auto* p = bytes.data() + at + r * src_stride;
+    runs.clear();
+    for (std::size_t i = 0; i < count; ++i) {  // sources in any order, also repeated
+      const auto* p = bytes.data() + random() % (bytes.size() - run);
       packed.insert(packed.end(), p, p + run);
+      runs.push_back(CopyRun{out + to + i * dst_stride, p});
     }
     const std::uint32_t expected = bitwise(packed.data(), packed.size());
     for_every_path([&] {
       for (const StoreHint hint : {StoreHint::kStream, StoreHint::kCached}) {
-        std::memset(out, kGuard, sizeof out);
-        const CopyRows rect{out + to,
-                            bytes.data() + at,
-                            static_cast<std::ptrdiff_t>(dst_stride),
-                            static_cast<std::ptrdiff_t>(src_stride),
-                            run,
-                            rows};
-        CHECK_EQ(copy_crc32c_rows(rect, 0, hint), expected);
+        std::memset(out, kGuard, to + dst_stride * count + 1);
+        CHECK_EQ(copy_crc32c_runs(runs.data(), count, run, 0, hint), expected);
         copy_fence();
         std::size_t wrong = 0;
-        for (std::size_t r = 0; r < rows; ++r) {
-          wrong += std::memcmp(out + to + r * dst_stride, packed.data() + r * run, run) != 0;
-          if (dst_stride > run) {
-            wrong += out[to + r * dst_stride + run] != kGuard;
+        for (std::size_t i = 0; i < count; ++i) {
+          wrong += std::memcmp(runs[i].dst, packed.data() + i * run, run) != 0;
+          if (dst_stride > run || i + 1 == count) {
+            wrong += static_cast<unsigned char*>(runs[i].dst)[run] != kGuard;
           }
         }
-        wrong += out[to + (rows - 1) * dst_stride + run] != kGuard;
         CHECK_EQ(wrong, 0u);
       }
     });
   }
 }
 
-TEST(a_rectangle_without_bytes_changes_nothing) {
+TEST(a_list_without_bytes_changes_nothing) {
   for_every_path([] {
-    CHECK_EQ(copy_crc32c_rows(CopyRows{nullptr, nullptr, 0, 0, 0, 5}, 77, StoreHint::kStream), 77u);
-    CHECK_EQ(copy_crc32c_rows(CopyRows{nullptr, nullptr, 0, 0, 5, 0}, 77, StoreHint::kCached), 77u);
+    const CopyRun nowhere{nullptr, nullptr};
+    CHECK_EQ(copy_crc32c_runs(&nowhere, 1, 0, 77, StoreHint::kStream), 77u);
+    CHECK_EQ(copy_crc32c_runs(nullptr, 0, 5, 77, StoreHint::kCached), 77u);
   });
 }
-
-KVSTRATA_TEST_MAIN()

@@ -1,7 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// What the CPU that runs us can do. Builds target the baseline of the architecture; the kernels that
-// want more are compiled with per-function targets and chosen here, at run time.
+// What the CPU that runs us can do. Builds target the baseline of the architecture; the kernels
+// that want more are compiled with per-function targets and chosen here, at run time.
 #pragma once
 
 namespace kvstrata {
@@ -13,7 +13,7 @@ struct CpuFeatures {
   bool ssse3 = false;
   bool sha_ni = false;
   bool avx2 = false;
-  bool avx512 = false;      // F, BW, DQ and VL together
+  bool avx512 = false;  // F, BW, DQ and VL together
   bool vpclmulqdq = false;
   // aarch64
   bool arm_crc32 = false;

@@ -4,8 +4,8 @@
 // CRC of RFC 3720), alone and folded into a copy so that the checksum rides on memory traffic that
 // is paid anyway.
 //
-// Values compose: crc32c(b, m, crc32c(a, n)) is the CRC of a followed by b, and the CRC of nothing is
-// 0. Any pointer alignment and any length work. `dst` and `src` must not overlap.
+// Values compose: crc32c(b, m, crc32c(a, n)) is the CRC of a followed by b, and the CRC of nothing
+// is 0. Any pointer alignment and any length work. `dst` and `src` must not overlap.
 //
 // Thread safety: everything here may be called from any thread; crc32c_set_path is for tests and
 // `doctor` and affects calls that begin after it.
@@ -25,12 +25,12 @@ enum class StoreHint : std::uint8_t { kStream = 0, kCached = 1 };
 
 // Implementations, slowest first within one architecture.
 enum class Crc32cPath : std::uint8_t {
-  kTable = 0,      // eight bytes at a time by table; every CPU
-  kArmCrc = 1,     // ARMv8 CRC32 instructions, three interleaved streams
-  kSse42 = 2,      // x86 crc32 instruction, three interleaved streams
-  kPclmul = 3,     // 128-bit carry-less multiply, four accumulators
-  kVpclmul256 = 4, // the same with 256-bit vectors (AVX2 CPUs without AVX-512)
-  kVpclmul512 = 5, // the same with 512-bit vectors
+  kTable = 0,       // eight bytes at a time by table; every CPU
+  kArmCrc = 1,      // ARMv8 CRC32 instructions, three interleaved streams
+  kSse42 = 2,       // x86 crc32 instruction, three interleaved streams
+  kPclmul = 3,      // 128-bit carry-less multiply, four accumulators
+  kVpclmul256 = 4,  // the same with 256-bit vectors (AVX2 CPUs without AVX-512)
+  kVpclmul512 = 5,  // the same with 512-bit vectors
 };
 inline constexpr int kCrc32cPathCount = 6;
 
@@ -57,19 +57,17 @@ std::uint32_t copy_crc32c(void* dst, const void* src, std::size_t n, std::uint32
 std::uint32_t crc32c_combine(std::uint32_t crc_a, std::uint32_t crc_b,
                              std::uint64_t length_b) noexcept;
 
-// A rectangle of bytes: `rows` runs of `run_bytes` each, row r at base + r * stride.
-struct CopyRows {
+// One of several runs of equal length that are copied in order.
+struct CopyRun {
   void* dst;
   const void* src;
-  std::ptrdiff_t dst_stride_bytes;
-  std::ptrdiff_t src_stride_bytes;
-  std::size_t run_bytes;
-  std::size_t rows;
 };
 
-// Copies a rectangle row by row; the CRC runs over the rows in order as if they were contiguous.
+// Copies `count` runs of `run_bytes` each; the CRC goes over the runs in order as if they were
+// contiguous. Reads ahead across the border of two runs, so a list is faster than single calls.
 // Streaming stores are NOT ordered on return: call copy_fence() before the bytes are published.
-std::uint32_t copy_crc32c_rows(const CopyRows& rect, std::uint32_t crc, StoreHint hint) noexcept;
+std::uint32_t copy_crc32c_runs(const CopyRun* runs, std::size_t count, std::size_t run_bytes,
+                               std::uint32_t crc, StoreHint hint) noexcept;
 
 // Orders streaming stores of this thread before its later stores.
 void copy_fence() noexcept;

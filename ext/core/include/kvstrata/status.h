@@ -18,23 +18,23 @@ namespace kvstrata {
 // to exception classes by number) and are never reused.
 enum class StatusCode : std::uint16_t {
   kOk = 0,
-  kBadArgument = 1,   // the caller passed something impossible: fix the call
-  kOutOfRange = 2,    // an index or length leaves the object it refers to: fix the call
-  kNotFound = 3,      // there is no such thing now
-  kExists = 4,        // there is already such a thing
-  kNoSpace = 5,       // memory or file space is used up
-  kQueueFull = 6,     // a bounded queue is full: try again after completions were read
-  kBusy = 7,          // somebody else holds it
-  kClosed = 8,        // the object was closed
-  kCancelled = 9,     // cancelled before it began
-  kTimedOut = 10,     // the wait ended; the thing waited for goes on
-  kCorrupt = 11,      // bytes are not what their checksum says
-  kStale = 12,        // bytes are sound but belong to something else (key, generation, epoch)
-  kIncompatible = 13, // other format version, layout or identity
-  kRefused = 14,      // a rule (quota, limit, ownership) forbids it
-  kUnsupported = 15,  // this CPU or operating system cannot do it
-  kOsError = 16,      // a system call failed; `detail[0]` is errno
-  kInternal = 17,     // a broken invariant of our own
+  kBadArgument = 1,    // the caller passed something impossible: fix the call
+  kOutOfRange = 2,     // an index or length leaves the object it refers to: fix the call
+  kNotFound = 3,       // there is no such thing now
+  kExists = 4,         // there is already such a thing
+  kNoSpace = 5,        // memory or file space is used up
+  kQueueFull = 6,      // a bounded queue is full: try again after completions were read
+  kBusy = 7,           // somebody else holds it
+  kClosed = 8,         // the object was closed
+  kCancelled = 9,      // cancelled before it began
+  kTimedOut = 10,      // the wait ended; the thing waited for goes on
+  kCorrupt = 11,       // bytes are not what their checksum says
+  kStale = 12,         // bytes are sound but belong to something else (key, generation, epoch)
+  kIncompatible = 13,  // other format version, layout or identity
+  kRefused = 14,       // a rule (quota, limit, ownership) forbids it
+  kUnsupported = 15,   // this CPU or operating system cannot do it
+  kOsError = 16,       // a system call failed; `detail[0]` is errno
+  kInternal = 17,      // a broken invariant of our own
 };
 
 class [[nodiscard]] Status {
@@ -63,24 +63,42 @@ class [[nodiscard]] Status {
 // Stable lower-case name of a code, for logs and tests.
 constexpr const char* status_code_name(StatusCode code) noexcept {
   switch (code) {
-    case StatusCode::kOk: return "ok";
-    case StatusCode::kBadArgument: return "bad_argument";
-    case StatusCode::kOutOfRange: return "out_of_range";
-    case StatusCode::kNotFound: return "not_found";
-    case StatusCode::kExists: return "exists";
-    case StatusCode::kNoSpace: return "no_space";
-    case StatusCode::kQueueFull: return "queue_full";
-    case StatusCode::kBusy: return "busy";
-    case StatusCode::kClosed: return "closed";
-    case StatusCode::kCancelled: return "cancelled";
-    case StatusCode::kTimedOut: return "timed_out";
-    case StatusCode::kCorrupt: return "corrupt";
-    case StatusCode::kStale: return "stale";
-    case StatusCode::kIncompatible: return "incompatible";
-    case StatusCode::kRefused: return "refused";
-    case StatusCode::kUnsupported: return "unsupported";
-    case StatusCode::kOsError: return "os_error";
-    case StatusCode::kInternal: return "internal";
+    case StatusCode::kOk:
+      return "ok";
+    case StatusCode::kBadArgument:
+      return "bad_argument";
+    case StatusCode::kOutOfRange:
+      return "out_of_range";
+    case StatusCode::kNotFound:
+      return "not_found";
+    case StatusCode::kExists:
+      return "exists";
+    case StatusCode::kNoSpace:
+      return "no_space";
+    case StatusCode::kQueueFull:
+      return "queue_full";
+    case StatusCode::kBusy:
+      return "busy";
+    case StatusCode::kClosed:
+      return "closed";
+    case StatusCode::kCancelled:
+      return "cancelled";
+    case StatusCode::kTimedOut:
+      return "timed_out";
+    case StatusCode::kCorrupt:
+      return "corrupt";
+    case StatusCode::kStale:
+      return "stale";
+    case StatusCode::kIncompatible:
+      return "incompatible";
+    case StatusCode::kRefused:
+      return "refused";
+    case StatusCode::kUnsupported:
+      return "unsupported";
+    case StatusCode::kOsError:
+      return "os_error";
+    case StatusCode::kInternal:
+      return "internal";
   }
   return "unknown";
 }
@@ -88,10 +106,10 @@ constexpr const char* status_code_name(StatusCode code) noexcept {
 }  // namespace kvstrata
 
 // Returns early from a function that returns Status when `expr` failed.
-#define KVSTRATA_RETURN_IF_ERROR(expr)                          \
-  do {                                                          \
-    ::kvstrata::Status kvstrata_status_ = (expr);               \
-    if (!kvstrata_status_.ok()) [[unlikely]] {                  \
-      return kvstrata_status_;                                  \
-    }                                                           \
+#define KVSTRATA_RETURN_IF_ERROR(expr)            \
+  do {                                            \
+    ::kvstrata::Status kvstrata_status_ = (expr); \
+    if (!kvstrata_status_.ok()) [[unlikely]] {    \
+      return kvstrata_status_;                    \
+    }                                             \
   } while (false)
