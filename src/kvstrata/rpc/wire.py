@@ -27,6 +27,8 @@ MAX_LIVE = 16_384
 MAX_RETRIEVE_BYTES = 4 << 20
 MAX_SLICES = 4096
 """Distinct slices of one engine."""
+MAX_HELD_LOCKS = 1024
+"""Lock files of one process: one per segment it was ever attached to."""
 SESSION_BYTES = 16
 NO_SESSION = bytes(SESSION_BYTES)
 MAX_SEQ = (1 << 63) - 1
@@ -331,6 +333,9 @@ class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
     old_epoch: int = 0
     token: Annotated[str, Meta(max_length=256)] = ""
     """Proves which tenants this process may use, where the server was given a tenants file."""
+    held_locks: Annotated[list[tuple[int, int]], Meta(max_length=MAX_HELD_LOCKS)] = []
+    """(device, inode) of every sessions.lock this process already has open. It must never get a second
+    descriptor of one: closing that would drop its locks."""
 
 
 class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -345,6 +350,8 @@ class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
     pool_id: bytes = b""
     extents_bytes: int = 0
     instance_id: str = ""
+    lock_file: tuple[int, int] = (0, 0)
+    """(device, inode) of sessions.lock; the client locks byte `row` of it for life."""
 
 
 def encode(reply: msgspec.Struct) -> bytes:
