@@ -559,9 +559,11 @@ void copy_fence() noexcept {
 #endif
 }
 
-std::uint32_t crc32c_combine(std::uint32_t crc_a, std::uint32_t crc_b,
-                             std::uint64_t length_b) noexcept {
-  return multiply(power_of_x(length_b, 3), crc_a) ^ crc_b;
+Crc32cCombiner::Crc32cCombiner(std::uint64_t length) noexcept
+    : length_(length), factor_(power_of_x(length, 3)) {}
+
+std::uint32_t Crc32cCombiner::combine(std::uint32_t crc_a, std::uint32_t crc_b) const noexcept {
+  return multiply(factor_, crc_a) ^ crc_b;
 }
 
 }  // namespace kvstrata

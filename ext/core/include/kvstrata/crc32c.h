@@ -52,10 +52,23 @@ std::uint32_t crc32c(const void* data, std::size_t n, std::uint32_t crc = 0) noe
 std::uint32_t copy_crc32c(void* dst, const void* src, std::size_t n, std::uint32_t crc = 0,
                           StoreHint hint = StoreHint::kStream) noexcept;
 
-// The CRC of the concatenation of two byte strings, from their CRCs and the length of the second.
-// O(log length_b).
-std::uint32_t crc32c_combine(std::uint32_t crc_a, std::uint32_t crc_b,
-                             std::uint64_t length_b) noexcept;
+// Concatenation by CRCs alone: combine(crc of a, crc of b) is the CRC of a followed by b, where b
+// is `length` bytes long. Making one costs O(log length); worth keeping for equal lengths.
+class Crc32cCombiner {
+ public:
+  explicit Crc32cCombiner(std::uint64_t length) noexcept;
+  [[nodiscard]] std::uint32_t combine(std::uint32_t crc_a, std::uint32_t crc_b) const noexcept;
+  [[nodiscard]] std::uint64_t length() const noexcept { return length_; }
+
+ private:
+  std::uint64_t length_;
+  std::uint32_t factor_;
+};
+
+inline std::uint32_t crc32c_combine(std::uint32_t crc_a, std::uint32_t crc_b,
+                                    std::uint64_t length_b) noexcept {
+  return Crc32cCombiner(length_b).combine(crc_a, crc_b);
+}
 
 // One of several runs of equal length that are copied in order.
 struct CopyRun {
