@@ -35,6 +35,7 @@ MINIMUM_DISK_BYTES = 2 * 1024**3
 MINIMUM_MEMORY_BYTES = 2 * 1024**3
 VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
+METADATA = ROOT / "build" / "metadata"
 STAMP = VENV / ".kvstrata-setup.json"
 BUILD_VARIABLES = ("CXX", "CPPFLAGS", "CXXFLAGS", "LDFLAGS", "KVSTRATA_CUDA", "KVSTRATA_WERROR", "CUDA_HOME")
 BUILD_TOOLS = ("pip>=24", "setuptools>=77", "wheel", "cython>=3.1", "build")
@@ -195,6 +196,8 @@ def main() -> int:
         wanted, done = wanted_state(), read_stamp()
         if not native_modules_present():
             done.pop("native", None)
+        if not METADATA.exists():
+            done.pop("install", None)
         if done != wanted:
             problems = check_machine()
             if problems:
@@ -248,6 +251,9 @@ def bring_up_to_date(steps: Steps, wanted: dict[str, str], done: dict[str, str])
                 attempts=DOWNLOAD_ATTEMPTS,
                 environment=environment,
             )
+            # The package's metadata alone, for a Python that takes the package from src (see vllm_env.py).
+            METADATA.mkdir(parents=True, exist_ok=True)
+            steps.run([VENV_PYTHON, "setup.py", "egg_info", "--egg-base", METADATA], environment=environment)
         finished("install")
 
 

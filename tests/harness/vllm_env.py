@@ -1,9 +1,9 @@
 """The environment with real vLLM on the CPU, kept in the cache folder and shared by all clones.
 
 It holds vLLM and what it needs, but not kvstrata: a run puts the clone's `src` on PYTHONPATH
-(`environment()`), where the compiled modules and the entry points of the editable install are found. The
-modules are built for one minor version of Python, so this environment has the version of the Python that asks
-for it.
+(`environment()`), where the compiled modules are found, and the folder with the package's metadata, for its
+entry points. The modules are built for one minor version of Python, so this environment has the version of
+the Python that asks for it.
 
 Command line (`python tests/harness/vllm_env.py ...`):
   --print    the path of its Python; exit status 3 and the reason when it is not there
@@ -91,7 +91,7 @@ def environment(state_folder: Path) -> dict[str, str]:
     foreign = ("VLLM_", "LMCACHE_", "KVSTRATA_")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     variables.update(
-        PYTHONPATH=str(ROOT / "src"),
+        PYTHONPATH=f"{ROOT / 'src'}:{ROOT / 'build' / 'metadata'}",
         PYTHONNOUSERSITE="1",
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
