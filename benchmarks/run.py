@@ -1,8 +1,8 @@
 """`make bench [BENCH=name]`: runs the benchmarks and merges their figures by name into build/bench.json.
 
 Each module of this folder that has `run() -> list[dict]` is one benchmark; a figure is a dict with at least
-`name`, `value`, `unit`, `ratio`, `target`, `ok`.  `--report` prints the table of docs/performance.md from what
-build/bench.json holds.
+`name`, `value`, `unit`, `ratio`, `target`, `ok`.  `--report` prints the table of docs/performance.md from
+what build/bench.json holds.
 """
 
 from __future__ import annotations
@@ -93,10 +93,8 @@ def main() -> int:
         merge(figures)
         for figure in figures:
             mark = "met" if figure.get("ok") else "NOT MET"
-            print(
-                f"   {figure['name']}: {show(figure['value'])} {figure['unit']}, ratio {show(figure.get('ratio'))},"
-                f" target {figure.get('target')}: {mark}"
-            )
+            value = f"{show(figure['value'])} {figure['unit']}, ratio {show(figure.get('ratio'))}"
+            print(f"   {figure['name']}: {value}, target {figure.get('target')}: {mark}")
         print(f"   {time.monotonic() - started:.0f} s", flush=True)
     return 1 if failed else 0
 

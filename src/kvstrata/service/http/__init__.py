@@ -1,0 +1,1 @@
+"""The admin HTTP port: health, metrics, status, explain, prewarm, clear."""

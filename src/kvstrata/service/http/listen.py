@@ -1,0 +1,108 @@
+"""Runs the admin API on the server's own loop.
+
+FastAPI takes longer to import than the rest of the server takes to start, so it is imported on a thread once
+the server is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstrata.config.model import HttpSettings, SecuritySettings
+from kvstrata.errors import ConfigError
+from kvstrata.rpc.ports import port_holder
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from kvstrata.service.http.app import AdminEngine
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is this machine only. Names other than localhost count as not."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def read_token(settings: HttpSettings, security: SecuritySettings) -> str:
+    """The bearer token, empty where none is needed. Raises ConfigError off loopback without one."""
+    if settings.token_file:
+        try:
+            token = Path(settings.token_file).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"http.token_file: cannot be read: {error}", field="http.token_file") from None
+        if len(token) < 16:
+            raise ConfigError(
+                f"http.token_file: {settings.token_file}: holds {len(token)} characters, needs at least 16",
+                field="http.token_file",
+            )
+        return token
+    if not is_loopback(settings.host) and not security.insecure:
+        raise ConfigError(
+            f"http.host: {settings.host!r} is not loopback: set http.token_file, or --insecure to go without",
+            field="http.host",
+        )
+    return ""
+
+
+def listen(settings: HttpSettings) -> socket.socket:
+    """A listening socket. Raises ConfigError that says who holds the port."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        holder = port_holder(settings.port)
+        by = f", held by {holder}" if holder else ""
+        raise ConfigError(
+            f"http.port: cannot listen on {settings.host}:{settings.port}: {error.strerror}{by};"
+            " choose another --http-port, or 0 for a free one",
+            field="http.port",
+        ) from None
+    listener.listen(128)
+    listener.setblocking(False)
+    return listener
+
+
+async def serve(engine: AdminEngine, listener: socket.socket, token: str) -> None:
+    """Serve until cancelled; the listener is closed at the end."""
+    server = await asyncio.get_running_loop().run_in_executor(None, _make_server, engine, token)
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        listener.close()
+
+
+def _make_server(engine: AdminEngine, token: str) -> uvicorn.Server:
+    import uvicorn
+
+    from kvstrata.service.http.app import make_app
+
+    class _Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """Signals are the server process's own business."""
+            yield
+
+    config = uvicorn.Config(
+        make_app(engine, token=token),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=15,
+        limit_concurrency=64,
+        h11_max_incomplete_event_size=64 << 10,
+    )
+    return _Server(config)

@@ -1,0 +1,137 @@
+"""The admin API over an engine of plain values: routes, tokens, and errors that name the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from kvstrata.config.model import HttpSettings, SecuritySettings
+from kvstrata.errors import ConfigError, Unavailable
+from kvstrata.service.http.app import make_app
+from kvstrata.service.http.listen import listen, read_token
+
+
+class PlainEngine:
+    """Answers with what it was asked."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        Counter("things", "of a kind", registry=self.registry).inc()
+        self.ready = (True, "")
+        self.asked: list[Any] = []
+
+    def readiness(self) -> tuple[bool, str]:
+        return self.ready
+
+    def status(self) -> dict[str, Any]:
+        return {"epoch": 1}
+
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        return {"request_id": request_id} if request_id.startswith("known") else None
+
+    async def prewarm(self, **asked: Any) -> int:
+        self.asked.append(asked)
+        if asked["model"] == "nobody":
+            raise Unavailable("model: nobody attached with 'nobody'", field="model")
+        return 7
+
+    def job(self, number: int) -> dict[str, Any] | None:
+        return {"job": 7} if number == 7 else None
+
+    async def clear(self, tier: str, tenant: str | None) -> dict[str, int]:
+        return {"l1": 3}
+
+
+@pytest.fixture
+def engine() -> PlainEngine:
+    return PlainEngine()
+
+
+def client(engine: PlainEngine, token: str = "") -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(make_app(engine, token=token))
+    return httpx.AsyncClient(transport=transport, base_url="http://test")
+
+
+async def test_every_route_answers(engine):
+    async with client(engine) as http:
+        assert (await http.get("/healthz")).json() == {"ok": True}
+        assert (await http.get("/readyz")).status_code == 200
+        assert "things_total 1.0" in (await http.get("/metrics")).text
+        assert (await http.get("/v1/status")).json() == {"epoch": 1}
+        assert (await http.get("/v1/explain/known/1")).json() == {"request_id": "known/1"}
+        assert (await http.post("/v1/prefetch", json={"tokens": [1, 2]})).json() == {"job": 7}
+        assert (await http.get("/v1/prefetch/7")).json() == {"job": 7}
+        assert (await http.post("/v1/clear", json={"tier": "l1"})).json() == {"l1": 3}
+        assert (await http.get("/openapi.json")).status_code == 200
+
+
+async def test_not_ready_is_503_and_says_why(engine):
+    engine.ready = (False, "adopting the pool")
+    async with client(engine) as http:
+        answer = await http.get("/readyz")
+    assert answer.status_code == 503 and answer.json() == {"ready": False, "why": "adopting the pool"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("/v1/prefetch", {"tokens": [-1]}, 400, "tokens.0"),
+        ("/v1/prefetch", {"tokens": "x"}, 400, "tokens"),
+        ("/v1/prefetch", {}, 400, "tokens"),
+        ("/v1/prefetch", {"tokens": [], "budget": 1}, 400, "budget"),
+        ("/v1/prefetch", {"tokens": [1], "model": "nobody"}, 503, "model"),
+        ("/v1/clear", {"tier": "l3"}, 400, "tier"),
+    ],
+)
+async def test_a_wrong_body_names_the_field(engine, path, body, status, says):
+    async with client(engine) as http:
+        answer = await http.post(path, json=body)
+    assert answer.status_code == status
+    assert says in answer.json()["message"] and answer.json()["code"]
+
+
+async def test_a_body_that_is_no_json_is_an_error(engine):
+    async with client(engine) as http:
+        answer = await http.post("/v1/clear", content=b"{", headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["code"] == "bad_request"
+
+
+async def test_unknown_things_are_404(engine):
+    async with client(engine) as http:
+        for path in ("/v1/explain/other", "/v1/prefetch/9", "/v2"):
+            answer = await http.get(path)
+            assert answer.status_code == 404 and answer.json()["code"] == "not_found", path
+
+
+async def test_a_token_is_asked_of_everything_but_the_probes(engine):
+    async with client(engine, token="s" * 20) as http:
+        assert (await http.get("/healthz")).status_code == 200
+        assert (await http.get("/readyz")).status_code == 200
+        for path in ("/metrics", "/v1/status", "/v1/explain/known"):
+            assert (await http.get(path)).status_code == 401, path
+            right = {"authorization": f"Bearer {'s' * 20}"}
+            assert (await http.get(path, headers=right)).status_code == 200, path
+
+
+def test_off_loopback_needs_a_token(tmp_path):
+    for host in ("127.0.0.1", "::1", "localhost"):
+        assert read_token(HttpSettings(host=host), SecuritySettings()) == ""
+    with pytest.raises(ConfigError, match="token_file"):
+        read_token(HttpSettings(host="0.0.0.0"), SecuritySettings())
+    assert read_token(HttpSettings(host="0.0.0.0"), SecuritySettings(insecure=True)) == ""
+    short = tmp_path / "token"
+    short.write_text("abc\n")
+    with pytest.raises(ConfigError, match="at least 16"):
+        read_token(HttpSettings(token_file=str(short)), SecuritySettings())
+    short.write_text("t" * 32 + "\n")
+    assert read_token(HttpSettings(token_file=str(short)), SecuritySettings()) == "t" * 32
+
+
+def test_a_taken_port_says_who_holds_it():
+    with listen(HttpSettings(port=0)) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"{port}.*held by pid \d+"):
+            listen(HttpSettings(port=port))
