@@ -11,11 +11,13 @@ States of one (session, seq), and what each event makes of them::
     -----------  ----------------  ------------------  ---------------------  ------------------  ---------
     ABSENT       RUNNING, RUN      -                   CANCELLED              -                   -
     RUNNING      JOINED            DONE, send          CANCELLING, send       as cancel (lookup)  -
-    CANCELLING   replay cancelled  CANCELLED, undo     no change              no change           -
+    CANCELLING   replay the error  CANCELLED, undo     no change              no change           -
     DONE         replay the reply  -                   CANCELLED, undo if     as cancel (lookup   FORGOTTEN
                                                        it has an effect       with own share)
-    CANCELLED    replay cancelled  -                   no change              no change           FORGOTTEN
+    CANCELLED    replay the error  -                   no change              no change           FORGOTTEN
     FORGOTTEN    refused: too old  -                   undo a kept effect     as DONE             -
+
+A deadline that passes makes CANCELLING out of RUNNING too, with the error `deadline` in place of `cancelled`.
 
 Invariants:
 
@@ -129,7 +131,7 @@ class Limits(NamedTuple):
     max_reply_bytes: int = 2 << 20
     kept_anyway: int = 8
     """The newest outcomes are kept whatever their bytes."""
-    max_running: int = 256
+    max_running: int = 1024
     max_effects: int = 8192
 
 
@@ -237,6 +239,19 @@ class Sessions:
         waiters, call.waiters = call.waiters, []
         self._forget(session)
         return waiters, None
+
+    def expire(self, call: Call, reply: bytes) -> list[Address]:
+        """The deadline passed while `call` runs: `reply` is its outcome, its work is undone when it ends.
+
+        Returns who gets the reply; nobody if the call is not running any more.
+        """
+        if call.state is not State.RUNNING:
+            return []
+        call.state = State.CANCELLING
+        call.reply = reply
+        call.session.reply_bytes += len(reply)
+        waiters, call.waiters = call.waiters, []
+        return waiters
 
     def cancel(self, name: bytes, target: int) -> Undoing:
         """The owner wants `target` not to have happened. Raises UnknownSession."""

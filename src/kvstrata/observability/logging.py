@@ -1,0 +1,92 @@
+"""One line per event on stderr: time, level, component, event and its fields as name=value.
+
+Repeated events are thinned: the first of a kind in `WINDOW_S` is written, later ones are counted and the next
+line written says how many were left out.  Values never hold secrets: callers log names, sizes and reasons.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+
+WINDOW_S = 10.0
+MAX_KINDS = 1024
+MAX_VALUE_CHARS = 300
+
+_ROOT = "kvstrata"
+
+
+def set_up(level: str) -> None:
+    """Send the package's log to stderr, from `level` (debug, info, warning, error) upwards."""
+    handler = logging.StreamHandler(sys.stderr)
+    formatter = logging.Formatter(
+        "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S"
+    )
+    formatter.converter = time.gmtime
+    handler.setFormatter(formatter)
+    root = logging.getLogger(_ROOT)
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    root.propagate = False
+
+
+class EventLog:
+    """The log of one component."""
+
+    def __init__(self, component: str, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logging.getLogger(f"{_ROOT}.{component}")
+        self._clock_s = clock_s
+        self._kinds: dict[str, tuple[float, int]] = {}
+
+    def debug(self, event: str, **fields: object) -> None:
+        """Detail for finding faults."""
+        self._write(logging.DEBUG, event, fields)
+
+    def info(self, event: str, **fields: object) -> None:
+        """Something an operator wants to see once."""
+        self._write(logging.INFO, event, fields)
+
+    def warning(self, event: str, **fields: object) -> None:
+        """Something went wrong and the server goes on."""
+        self._write(logging.WARNING, event, fields)
+
+    def error(self, event: str, **fields: object) -> None:
+        """Something ends or a promise is in danger."""
+        self._write(logging.ERROR, event, fields)
+
+    def repeated(self, level: int, kind: str, event: str, **fields: object) -> None:
+        """As the others, but at most one line per `kind` and window."""
+        now_s = self._clock_s()
+        last_s, left_out = self._kinds.get(kind, (-WINDOW_S, 0))
+        if now_s - last_s < WINDOW_S:
+            self._kinds[kind] = (last_s, left_out + 1)
+            return
+        if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
+            self._kinds.pop(next(iter(self._kinds)))
+        self._kinds[kind] = (now_s, 0)
+        if left_out:
+            fields["left_out"] = left_out
+        self._write(level, event, fields)
+
+    def _write(self, level: int, event: str, fields: dict[str, object]) -> None:
+        if self._logger.isEnabledFor(level):
+            words = [event, *(f"{name}={_shown(value)}" for name, value in fields.items())]
+            self._logger.log(level, "%s", " ".join(words))
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bytes):
+        return value[:8].hex()
+    text = str(value)
+    if len(text) > MAX_VALUE_CHARS:
+        text = text[:MAX_VALUE_CHARS] + "…"
+    if not text or any(
+        character.isspace() or character in '"=' or not character.isprintable() for character in text
+    ):
+        return '"' + text.translate(_ESCAPES) + '"'
+    return text
+
+
+_ESCAPES = {ord('"'): '\\"', ord("\\"): "\\\\", **{code: f"\\x{code:02x}" for code in (*range(32), 127)}}

@@ -1,0 +1,296 @@
+"""The RPC port: ZMQ ROUTER sockets on one asyncio loop. It carries frames and knows nothing of their meaning.
+
+Two sockets: `local` (ipc, 0600) for processes of this host and `remote` (tcp).  A message is one frame; the
+handler gets (address, frame) and answers through `send`, now or later.  Rules:
+
+1. Nothing here blocks: reads and sends are NOBLOCK; a reply to a peer that does not read is dropped when its
+   queue is full (the peer asks again and gets the same outcome).
+2. One wake handles at most `MESSAGES_PER_WAKE` messages and `SECONDS_PER_WAKE`, then lets the loop do other
+   work; the socket itself serves its peers in turn.
+3. A message with another number of frames gets the handler's error reply; a message above the size limit
+   costs its sender the connection (libzmq closes it) and nobody else anything.
+
+Off loopback the tcp socket needs CURVE (RFC 26): the server's secret key and the public keys of the clients
+that may connect, or an explicit permission to go without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+from zmq.utils import z85
+
+from kvstrata.errors import ConfigError, Unavailable
+from kvstrata.rpc.ports import port_holder
+from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
+
+MESSAGES_PER_WAKE = 32
+SECONDS_PER_WAKE = 0.002
+SEND_QUEUE = 512
+"""Replies waiting for one peer."""
+RECEIVE_QUEUE = 64
+"""Requests of one peer read ahead; with the size limit this bounds what one peer can make us hold."""
+MAX_PEERS = 1024
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+Z85_CHARS = 40
+
+
+class Address(NamedTuple):
+    """Where a reply goes: which socket, and the peer's routing id on it. Says nothing about who asked."""
+
+    local: bool
+    routing_id: bytes
+
+
+class CurveKeys(NamedTuple):
+    """The server's secret key and the clients that may connect, all in Z85."""
+
+    secret: bytes
+    clients: frozenset[bytes]
+
+
+Handler = Callable[[Address, bytes], bytes | None]
+"""Gets one frame; returns the reply, or None when it comes later through `send` or not at all."""
+FrameErrorHandler = Callable[[Address, int], bytes]
+"""Gets the number of frames of a message that has not exactly one; returns the error reply."""
+
+
+class ZmqServer:
+    """Both sockets. Everything runs on `loop`'s thread."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, handler: Handler, frame_error: FrameErrorHandler
+    ) -> None:
+        self._loop = loop
+        self._handler = handler
+        self._frame_error = frame_error
+        self._context = zmq.Context(io_threads=1)
+        self._context.set(zmq.MAX_SOCKETS, MAX_PEERS + 16)
+        self._sockets: dict[bool, zmq.Socket[bytes]] = {}
+        self._zap: zmq.Socket[bytes] | None = None
+        self._clients: frozenset[bytes] = frozenset()
+        self._ipc_path: Path | None = None
+        self._again: set[bool] = set()
+        self._reading = False
+        self.received_count = 0
+        self.dropped_replies_count = 0
+
+    def bind_ipc(self, path: Path) -> None:
+        """Listen on a unix socket that only this user can open. A dead server's leftover file is replaced."""
+        server = self._router(local=True)
+        path.unlink(missing_ok=True)
+        old_umask = os.umask(0o177)
+        try:
+            server.bind(f"ipc://{path}")
+        except zmq.ZMQError as error:
+            raise Unavailable(
+                f"socket_dir: cannot listen on {path}: {error.strerror}", field="socket_dir"
+            ) from None
+        finally:
+            os.umask(old_umask)
+        path.chmod(0o600)
+        self._ipc_path = path
+
+    def bind_tcp(self, host: str, port: int, *, curve: CurveKeys | None, insecure: bool) -> int:
+        """Listen on host:port (0 takes a free one); returns the port.
+
+        Raises ConfigError when the host is no address of this machine, is not loopback and has no key, or
+        the port is taken (naming who holds it).
+        """
+        address, family = resolve(host)
+        if not ipaddress.ip_address(address).is_loopback and curve is None and not insecure:
+            raise ConfigError(
+                f"host: {host} is reachable from other machines; give security.curve_secret_file "
+                "(--curve-secret-file), listen on localhost, or allow it with --insecure",
+                field="host",
+            )
+        server = self._router(local=False)
+        if family == socket.AF_INET6:
+            server.setsockopt(zmq.IPV6, 1)
+        if curve is not None:
+            self._start_zap(curve)
+            server.setsockopt(zmq.CURVE_SERVER, 1)
+            server.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)
+            server.setsockopt_string(zmq.ZAP_DOMAIN, "kvstrata")
+        shown = f"[{address}]" if family == socket.AF_INET6 else address
+        try:
+            server.bind(f"tcp://{shown}:{port or '*'}")
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                raise ConfigError(
+                    f"port: {port} is taken by {port_holder(port) or 'another process'}; stop it or choose "
+                    "another --port",
+                    field="port",
+                ) from None
+            raise ConfigError(
+                f"host: cannot listen on {host}:{port}: {error.strerror}; give an address of this machine "
+                "and a port that this user may open",
+                field="host",
+            ) from None
+        return int(server.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._reading = True
+        for local, server in self._sockets.items():
+            self._loop.add_reader(server.fileno(), self._drain, local)
+            self._loop.call_soon(self._drain, local)
+
+    def send(self, address: Address, reply: bytes) -> None:
+        """Queue a reply; dropped when the peer is gone or does not read."""
+        server = self._sockets.get(address.local)
+        if server is None or server.closed:
+            return
+        self._send(server, [address.routing_id, reply])
+        # A send may take the signal that messages have arrived; the descriptor would then stay silent.
+        self._look_again(address.local)
+
+    def close(self) -> None:
+        """Stop reading, give queued replies a moment to leave, free everything."""
+        self._reading = False
+        for server in self._sockets.values():
+            self._loop.remove_reader(server.fileno())
+            server.close(linger=200)
+        if self._zap is not None:
+            self._loop.remove_reader(self._zap.fileno())
+            self._zap.close(linger=0)
+        self._sockets.clear()
+        self._context.term()
+        if self._ipc_path is not None:
+            self._ipc_path.unlink(missing_ok=True)
+
+    def _router(self, *, local: bool) -> zmq.Socket[bytes]:
+        server = self._context.socket(zmq.ROUTER)
+        server.setsockopt(zmq.LINGER, 0)
+        server.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+        server.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
+        server.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        # A client that comes back under the routing id of its dead connection takes the place over.
+        server.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if not local:
+            server.setsockopt(zmq.TCP_KEEPALIVE, 1)
+            server.setsockopt(zmq.HEARTBEAT_IVL, 10_000)
+            server.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
+        self._sockets[local] = server
+        return server
+
+    def _look_again(self, local: bool) -> None:
+        if not self._reading or local in self._again:
+            return
+        if int(self._sockets[local].getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._again.add(local)
+            self._loop.call_soon(self._drain, local)
+
+    def _drain(self, local: bool) -> None:
+        """Handle what has arrived, within the bounds of one wake."""
+        self._again.discard(local)
+        server = self._sockets.get(local)
+        if server is None or not self._reading:
+            return
+        handler = self._handler
+        started_s = time.monotonic()
+        for _ in range(MESSAGES_PER_WAKE):
+            try:
+                frames = server.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.received_count += 1
+            address = Address(local, frames[0])
+            if len(frames) == 2:
+                reply = handler(address, frames[1])
+                if reply is not None:
+                    self._send(server, [frames[0], reply])
+            else:
+                delimiter = [b""] if len(frames) > 2 and not frames[1] else []
+                self._send(server, [frames[0], *delimiter, self._frame_error(address, len(frames) - 1)])
+            if time.monotonic() - started_s > SECONDS_PER_WAKE:
+                break
+        self._look_again(local)
+
+    def _send(self, server: zmq.Socket[bytes], frames: list[bytes]) -> None:
+        try:
+            server.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.dropped_replies_count += 1
+
+    def _start_zap(self, curve: CurveKeys) -> None:
+        """Answer libzmq's question who may connect (RFC 27) from the list of client keys."""
+        self._clients = frozenset(z85.decode(key) for key in curve.clients)
+        self._zap = self._context.socket(zmq.ROUTER)
+        self._zap.bind(ZAP_ENDPOINT)
+        self._loop.add_reader(self._zap.fileno(), self._answer_zap)
+        self._loop.call_soon(self._answer_zap)
+
+    def _answer_zap(self) -> None:
+        while self._zap is not None and not self._zap.closed:
+            try:
+                frames = self._zap.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            # routing id, empty, version, request id, domain, address, identity, mechanism, credentials
+            allowed = len(frames) == 9 and frames[7] == b"CURVE" and frames[8] in self._clients
+            status = [b"200", b"OK"] if allowed else [b"400", b"unknown client key"]
+            self._zap.send_multipart(
+                [*frames[:2], b"1.0", frames[3] if len(frames) > 3 else b"", *status, b"", b""], zmq.NOBLOCK
+            )
+
+
+def resolve(host: str) -> tuple[str, socket.AddressFamily]:
+    """The numeric address of a host name, IPv4 first. Raises ConfigError."""
+    if host in ("*", ""):
+        return "0.0.0.0", socket.AF_INET
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"host: {host!r} is no address: {error}", field="host") from None
+    family, _, _, _, where = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return str(where[0]).partition("%")[0], family
+
+
+def read_curve_file(path: str) -> CurveKeys:
+    """Keys from a file with one line `secret KEY` and a line `client KEY` per client; `#` begins a comment.
+
+    Raises ConfigError, also when others can read the file.
+    """
+    field = "security.curve_secret_file"
+    try:
+        with open(path, encoding="ascii") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            text = file.read(1 << 20)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{field}: {path}: cannot be read: {error}", field=field) from None
+    if mode & 0o077:
+        raise ConfigError(f"{field}: {path} can be read by others (mode {mode:o}); chmod 600 it", field=field)
+    secret = b""
+    clients = set()
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 2 or words[0] not in ("secret", "client") or len(words[1]) != Z85_CHARS:
+            raise ConfigError(
+                f"{field}: {path}: line {number}: write `secret KEY` or `client KEY` with a Z85 key of "
+                f"{Z85_CHARS} characters",
+                field=field,
+            )
+        if words[0] == "secret":
+            secret = words[1].encode()
+        else:
+            clients.add(words[1].encode())
+    if not secret:
+        raise ConfigError(f"{field}: {path}: has no line `secret KEY`", field=field)
+    if not clients:
+        raise ConfigError(
+            f"{field}: {path}: has no line `client KEY`, so nobody could connect; add clients' public keys",
+            field=field,
+        )
+    return CurveKeys(secret, frozenset(clients))
