@@ -1,0 +1,174 @@
+"""What an attach request must fulfil: checks without sockets, each a named error.
+
+1. A session is one process: its request comes with a pidfd that stands for the very process that sent it.
+2. All processes of one group declare one layout and one number of slices.
+3. One part of the KV (layout identity, layers, kv heads, object group) has one set of layout facts among all
+   sessions that live; whoever comes with others is refused and told the first fact that differs.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from kvstrata.errors import BadRequest, LayoutRefused, NotPermitted, Refused, WrongVersion
+from kvstrata.memory import linux
+from kvstrata.rpc.wire import NO_SESSION, PROTOCOL_VERSION, AttachRequest
+from kvstrata.types import Role, canonical_json, facts_digest
+
+MAX_ATTACH_BYTES = 64 << 10
+"""Length of one message on the attach socket, either way."""
+
+
+class _Version(msgspec.Struct):
+    protocol: int
+
+
+_DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
+_VERSION = msgspec.msgpack.Decoder(_Version)
+_REQUEST = msgspec.msgpack.Decoder(AttachRequest)
+
+
+def parse_request(data: bytes) -> AttachRequest:
+    """The request in a message, checked by itself.
+
+    Raises BadRequest naming the field, or WrongVersion (before anything else is looked at).
+    """
+    try:
+        version = _VERSION.decode(data)
+        if version.protocol != PROTOCOL_VERSION:
+            raise WrongVersion(
+                f"protocol: the process speaks version {version.protocol}, this server {PROTOCOL_VERSION}; "
+                "use the same kvstrata release on both sides",
+                field="protocol",
+            )
+        request = _REQUEST.decode(data)
+    except _DECODE_ERRORS as error:
+        raise BadRequest(f"attach request: {error}", field="request") from error
+    if NO_SESSION in (request.session, request.group):
+        field = "session" if request.session == NO_SESSION else "group"
+        raise BadRequest(f"{field}: 16 zero bytes are no name; choose 16 random bytes", field=field)
+    _check_slice(request)
+    return request
+
+
+def _check_slice(request: AttachRequest) -> None:
+    part, facts = request.slice, request.facts
+    if (part is None) != (facts is None):
+        missing = "slice" if part is None else "facts"
+        raise BadRequest(f"{missing}: missing; slice and facts go together", field=missing)
+    if part is None and request.role is Role.WORKER:
+        raise BadRequest("slice: missing; a worker declares the slice it reads and writes", field="slice")
+    if part is not None and request.role is Role.SCHEDULER:
+        raise BadRequest("slice: a scheduler has none; attach as worker or client", field="slice")
+    if part is None:
+        return
+    for name, (first, end) in (("layers", part.layers), ("kv_heads", part.kv_heads)):
+        if not 0 <= first < end:
+            raise BadRequest(
+                f"slice.{name}: [{first}, {end}) is not a range; it is half-open and starts at 0",
+                field=f"slice.{name}",
+            )
+    try:
+        digest = facts_digest(facts or {})
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRequest(f"facts: not plain numbers, strings and lists: {error}", field="facts") from error
+    if part.layout != digest:
+        raise BadRequest(
+            f"slice.layout: {part.layout!r} is not the digest of the facts, which is {digest!r}",
+            field="slice.layout",
+        )
+
+
+def check_company(request: AttachRequest, others: Iterable[AttachRequest]) -> None:
+    """Checks a request against those of the other living sessions.
+
+    Raises BadRequest when its own group declared something else, LayoutRefused when the same part of the KV
+    has other facts.
+    """
+    for other in others:
+        if other.group == request.group:
+            _check_same(request, other, ("layout", "engine_slices"), "another process of the same group")
+        if request.slice is not None and other.slice is not None and _part(request) == _part(other):
+            _check_facts(request.facts or {}, other.facts or {})
+
+
+def check_resumed(request: AttachRequest, earlier: AttachRequest) -> None:
+    """Raises BadRequest when a session that attaches again declares something else than before."""
+    fields = ("group", "role", "layout", "engine_slices", "slice")
+    _check_same(request, earlier, fields, "this session before")
+
+
+def _check_same(request: AttachRequest, other: AttachRequest, fields: tuple[str, ...], who: str) -> None:
+    for field in fields:
+        mine, theirs = getattr(request, field), getattr(other, field)
+        if mine == theirs:
+            continue
+        if isinstance(mine, msgspec.Struct) and isinstance(theirs, msgspec.Struct):
+            inner = next(f for f in mine.__struct_fields__ if getattr(mine, f) != getattr(theirs, f))
+            field, mine, theirs = f"{field}.{inner}", getattr(mine, inner), getattr(theirs, inner)
+        raise BadRequest(f"{field}: {mine!r}, but {who} declared {theirs!r}", field=field)
+
+
+def _part(request: AttachRequest) -> tuple[object, ...]:
+    assert request.slice is not None
+    return request.layout, request.slice.layers, request.slice.kv_heads, request.slice.group
+
+
+def _check_facts(facts: dict[str, Any], earlier: dict[str, Any]) -> None:
+    absent = object()
+    for name in sorted(facts.keys() | earlier.keys()):
+        mine, theirs = facts.get(name, absent), earlier.get(name, absent)
+        if mine is absent or theirs is absent or canonical_json(mine) != canonical_json(theirs):
+            shown = ["absent" if value is absent else repr(value) for value in (mine, theirs)]
+            raise LayoutRefused(
+                f"facts.{name}: {shown[0]} here, {shown[1]} in a process attached with the same identity; "
+                "give engines with another KV layout another identity (model, revision or weights), or end the "
+                "others",
+                field=f"facts.{name}",
+            )
+
+
+def take_pidfd(received: linux.Received, sock: socket.socket, peer: linux.Peer) -> int:
+    """The pidfd that came with a request, taken out of `received.fds`, once it is sure to be the peer's own.
+
+    Raises BadRequest for none, several or another descriptor, NotPermitted for another process's pidfd,
+    Refused when this server has no descriptor numbers left.
+    """
+    if received.fds_lost and not received.fds:
+        raise Refused("the server has no free file descriptors; try again", field="pidfd")
+    if len(received.fds) != 1 or received.fds_lost:
+        count = f"more than {len(received.fds)}" if received.fds_lost else str(len(received.fds))
+        raise BadRequest(
+            f"pidfd: {count} descriptors came with the request; send exactly one, pidfd_open(getpid(), 0)",
+            field="pidfd",
+        )
+    [fd] = received.fds
+    subject = linux.pidfd_subject(fd)
+    if subject is None or subject.thread:
+        what = "no pidfd" if subject is None else "the pidfd of a thread"
+        raise BadRequest(f"pidfd: the descriptor is {what}; send pidfd_open(getpid(), 0)", field="pidfd")
+    if subject.pid < 0:
+        raise BadRequest("pidfd: its process has already ended", field="pidfd")
+    if subject.pid != peer.pid or (peer.pid == 0 and not _is_peers(fd, sock)):
+        raise NotPermitted(
+            f"pidfd: it stands for process {subject.pid}, the request came from {peer.pid}; a process "
+            "attaches itself",
+            field="pidfd",
+        )
+    received.fds.clear()
+    return fd
+
+
+def _is_peers(fd: int, sock: socket.socket) -> bool:
+    """Where process numbers are not visible (a sibling PID namespace), the kernel's own pidfd decides."""
+    own = linux.peer_pidfd(sock)
+    if own is None:
+        return True  # before Linux 6.5 nothing more can be known; the uid was checked
+    try:
+        return linux.same_process(fd, own) is not False
+    finally:
+        linux.close_all([own])
