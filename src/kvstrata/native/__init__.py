@@ -1,1 +1,16 @@
-"""The compiled modules; there is no fallback in Python."""
+"""The compiled modules, each with its `.pyi` beside it. There is no fallback in Python.
+
+Importing this package fails when none of them was built for the running Python, and says which command
+builds them.
+"""
+
+import sysconfig
+from pathlib import Path
+
+_suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
+
+if not any(Path(__file__).parent.glob(f"*{_suffix}")):
+    raise ImportError(
+        f"kvstrata was not compiled for this Python (no *{_suffix} in {Path(__file__).parent}): "
+        "run `make setup` in a clone, or `pip install .` with this Python"
+    )
