@@ -1,0 +1,23 @@
+"""Our connector for vLLM: `{"kv_connector": "LMCacheConnectorV1", "kv_connector_module_path": this module,
+…}`.
+
+vLLM is imported when the class is first asked for, so that settings, decisions and layouts can be used
+without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvstrata.connectors.vllm.connector import LMCacheConnectorV1
+
+__all__ = ["LMCacheConnectorV1"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LMCacheConnectorV1":
+        from kvstrata.connectors.vllm.connector import LMCacheConnectorV1
+
+        return LMCacheConnectorV1
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,9 +8,9 @@ Nothing here assumes a layout.  vLLM registers one tensor per layer whose axes d
     MLA                (blocks, block_tokens, latent)
 
 and the physical order of those axes may differ again.  The block axis is found by its size, the other axes
-by their strides.  A record holds one section per layer; a section holds the blocks of the chunk in order, each
-block its axes in physical order (outermost first), so equal facts mean equal bytes, and a reader with other
-facts has another slice digest.
+by their strides.  A record holds one section per layer; a section holds the blocks of the chunk in order,
+each block its axes in physical order (outermost first), so equal facts mean equal bytes, and a reader with
+other facts has another slice digest.
 
 No torch here: a tensor is anything with `shape`, `stride()`, `element_size()`, `data_ptr()` and `dtype`.
 """

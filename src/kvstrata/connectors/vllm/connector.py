@@ -1,0 +1,342 @@
+"""`LMCacheConnectorV1`: vLLM's KV connector interface, each call handed to the side that it belongs to.
+
+Nothing is decided here.  The scheduler's instance has a `SchedulerSide`, a worker's a `WorkerSide`; both
+have a client of their own that attaches in the background, so vLLM starts whether or not there is a server.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvstrata.client import CacheClient, LoadItem
+from kvstrata.connectors.vllm.identity import engine_group, layout_identity
+from kvstrata.connectors.vllm.kv_view import Heads, build_view, check_chunk_size, check_groups, heads_of
+from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport
+from kvstrata.connectors.vllm.scheduler import SchedulerSide
+from kvstrata.connectors.vllm.settings import load_settings
+from kvstrata.connectors.vllm.statistics import KvstrataPromMetrics, KvstrataStats
+from kvstrata.connectors.vllm.worker import HostMover, Mover, WorkerSide
+from kvstrata.errors import ConfigError
+from kvstrata.native.copying import CopyPlan
+from kvstrata.types import Role
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger("vllm.kvstrata")
+
+
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """Carries one `StepPlan` from the scheduler to the workers."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+
+
+class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Carries the workers' reports of one step to the scheduler."""
+
+    def __init__(self, reports: list[WorkerReport]) -> None:
+        self.reports = reports
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Both workers' reports."""
+        return WorkerMetadata(self.reports + other.reports)
+
+
+class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
+    """Keeps KV in a kvstrata server that shares memory with this engine.
+
+    Raises ConfigError at start for settings, models and layouts that are not supported, never for a server
+    that is not there.
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        _log_like_vllm()
+        transfer = vllm_config.kv_transfer_config
+        self._settings, notes = load_settings(transfer.kv_connector_extra_config, os.environ)
+        for note in notes:
+            logger.warning("%s", note)
+        self._block_tokens = check_groups(kv_cache_config.kv_cache_groups)
+        chunk_blocks = check_chunk_size(self._settings.chunk_size, self._block_tokens)
+        parallel = vllm_config.parallel_config
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+            if getattr(parallel, name, 1) != 1:
+                raise ConfigError(
+                    f"{name}: {getattr(parallel, name)} is not supported so far, only 1", field=name
+                )
+        self._layout = layout_identity(
+            vllm_config, kv_dtype=_kv_dtype(vllm_config), chunk_tokens=self._settings.chunk_size
+        )
+        self._group = engine_group(vllm_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.WORKER:
+            return
+        if transfer.kv_load_failure_policy != "recompute":
+            logger.warning(
+                "kv_load_failure_policy is %r: a request whose cached KV turns out bad will fail; set it to "
+                '"recompute" in --kv-transfer-config to have it computed instead',
+                transfer.kv_load_failure_policy,
+            )
+        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
+        client = CacheClient(
+            self._settings,
+            role=Role.SCHEDULER,
+            layout=self._layout,
+            group=self._group,
+            engine_slices=self._heads(tp_rank=0).engine_slices,
+        )
+        client.start()
+        events = vllm_config.kv_events_config
+        wants_events = self._settings.enable_kv_events or bool(events and events.enable_kv_cache_events)
+        self._scheduler = SchedulerSide(
+            client,
+            self._settings,
+            block_tokens=self._block_tokens,
+            chunk_blocks=chunk_blocks,
+            chunk_bytes=spec.page_size_bytes * layers * chunk_blocks,
+            world_size=parallel.world_size,
+            may_load=transfer.is_kv_consumer,
+            may_store=transfer.is_kv_producer,
+            events=self._event if wants_events else None,
+        )
+
+    # -- worker side -----------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Read the layout of the engine's blocks and attach. Raises ConfigError for a layout we cannot
+        walk.
+        """
+        from vllm.distributed.parallel_state import get_tp_group
+
+        view = build_view(
+            kv_caches,
+            num_blocks=self._kv_cache_config.num_blocks,
+            block_tokens=self._block_tokens,
+            chunk_tokens=self._settings.chunk_size,
+            heads=self._heads(tp_rank=get_tp_group().rank_in_group),
+            dtype=self._layout.kv_dtype,
+        )
+        client = CacheClient(
+            self._settings,
+            role=Role.WORKER,
+            layout=self._layout,
+            group=self._group,
+            engine_slices=self._heads(tp_rank=0).engine_slices,
+            slice=view.slice,
+            facts=view.facts,
+        )
+        tensors = {name: kv_caches[name] for name in view.layer_names}
+        device = next(iter(tensors.values())).device
+        if device.type == "cpu":
+            plan = CopyPlan(
+                view.section_bases, view.num_blocks, view.block_strides, view.dims, view.run_bytes
+            )
+            mover: Mover = HostMover(client, plan)
+        elif device.type == "cuda":
+            from kvstrata.connectors.vllm.staging import StagingMover
+
+            mover = StagingMover(client, view, tensors)
+        else:
+            raise ConfigError(f"device: {device.type} is not supported, only cpu and cuda", field="device")
+        client.start()
+        self._worker = WorkerSide(
+            client,
+            mover,
+            slice_digest=view.slice.digest(),
+            chunk_blocks=view.chunk_blocks,
+            make_item=LoadItem,
+        )
+        logger.info(
+            "KV of %d layers, %d blocks of %d tokens, %.2f MiB a chunk of %d tokens, slice %s",
+            len(view.layer_names),
+            view.num_blocks,
+            view.block_tokens,
+            view.payload_bytes / (1 << 20),
+            self._settings.chunk_size,
+            view.slice.digest().hex()[:12],
+        )
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """First call of each step."""
+        if self._worker is not None:
+            self._worker.before_step(kv_connector_metadata.plan)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin loads; synchronous ones have ended on return."""
+        if self._worker is not None:
+            self._worker.start_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: synchronous loads ended before the forward pass."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing per layer: whole chunks are copied after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        """Begin stores; they go on in the background."""
+        if self._worker is not None:
+            self._worker.start_stores()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose blocks may be freed, and requests whose asynchronous loads ended."""
+        if self._worker is None:
+            return None, None
+        sent, received = self._worker.finished()
+        return sent or None, received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks to compute instead of loading."""
+        return self._worker.take_bad_blocks() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What the scheduler must know about this step."""
+        report = self._worker.report() if self._worker is not None else None
+        return WorkerMetadata([report]) if report is not None else None
+
+    def shutdown(self) -> None:
+        """Finish what is on its way within two seconds, give everything back."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        if self._scheduler is not None:
+            self._scheduler.close()
+            self._scheduler = None
+
+    # -- scheduler side --------------------------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: a store that does not happen is a later miss."""
+        return False
+
+    def on_new_request(self, request: Any) -> None:
+        """Hash the prompt and look it up."""
+        assert self._scheduler is not None
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded, and whether that happens beside other work."""
+        assert self._scheduler is not None
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The engine took the hit, or did not."""
+        assert self._scheduler is not None
+        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """The step's plan for the workers."""
+        assert self._scheduler is not None
+        return StepMetadata(self._scheduler.plan_step(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers reported."""
+        assert self._scheduler is not None
+        meta = connector_output.kv_connector_worker_meta
+        self._scheduler.heard(
+            meta.reports if meta is not None else (),
+            connector_output.finished_recving or (),
+            connector_output.invalid_block_ids,
+        )
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the request's blocks must outlive it for a while."""
+        assert self._scheduler is not None
+        return self._scheduler.finished(request, block_ids), None
+
+    def take_events(self) -> Iterable[Any]:
+        """KV events about stored chunks."""
+        return self._scheduler.take_events() if self._scheduler is not None else ()
+
+    def reset_cache(self) -> bool:
+        """Called when weights changed: nothing stored before is found by this engine again."""
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return True
+
+    # -- both ------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KvstrataStats | None:
+        """Counts since the last call."""
+        side = self._scheduler or self._worker
+        counts = side.take_counts() if side is not None else {}
+        return KvstrataStats(data=dict(counts)) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvstrataStats:
+        """Statistics out of their serialised form."""
+        return KvstrataStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvstrataPromMetrics:
+        """Our counters on vLLM's /metrics."""
+        return KvstrataPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def _heads(self, tp_rank: int) -> Heads:
+        model, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
+        return heads_of(
+            total_kv_heads=model.get_total_num_kv_heads(),
+            mla=bool(model.use_mla),
+            layers=tuple(model.get_layers_start_end_indices(parallel)),
+            tp_rank=tp_rank,
+            tp_size=parallel.tensor_parallel_size,
+            pp_size=parallel.pipeline_parallel_size,
+        )
+
+    def _event(self, tokens: Sequence[int], parent: bytes, keys: Sequence[bytes], lora: Any) -> Any:
+        return BlockStored(
+            block_hashes=list(keys),
+            parent_block_hash=parent or None,
+            token_ids=list(tokens),
+            block_size=self._settings.chunk_size,
+            lora_id=lora.lora_int_id if lora is not None else None,
+            medium=MEDIUM_CPU,
+            lora_name=lora.lora_name if lora is not None else None,
+        )
+
+
+def _kv_dtype(vllm_config: VllmConfig) -> str:
+    """The KV cache's element type by name."""
+    named = str(vllm_config.cache_config.cache_dtype)
+    dtype = str(vllm_config.model_config.dtype) if named == "auto" else named
+    return dtype.removeprefix("torch.")
+
+
+def _log_like_vllm() -> None:
+    """Let our library's log lines go where vLLM's go."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvstrata")
+    if not ours.handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.level)
+        ours.propagate = False

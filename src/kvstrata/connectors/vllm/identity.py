@@ -1,0 +1,165 @@
+"""Who this engine is: model, weights, adapters and layout as identities, read from vLLM's configuration.
+
+What decides the meaning of KV bytes must be in the identity, also where a name alone would not tell: the
+files of a local model or adapter are sampled, the model's configuration is hashed.  vLLM's objects are read
+by attribute only; nothing here imports vLLM or torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from kvstrata.errors import ConfigError
+from kvstrata.types import LayoutIdentity, canonical_json
+
+SAMPLE_BYTES = 4096
+SAMPLES_PER_FILE = 256
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
+ADAPTERS_REMEMBERED = 1024
+_VOLATILE_CONFIG = ("transformers_version", "_name_or_path", "_attn_implementation_autoset", "_commit_hash")
+
+
+def fingerprint(folder: str | os.PathLike[str]) -> str:
+    """Hex digest for the weights below a folder (or of one file): names, sizes, and samples of content.
+
+    256 samples of 4 KiB, evenly spread, are read from each weight file, and all of every `*.json`.  Two
+    trainings of one architecture differ nearly everywhere, so samples tell them apart; what cannot be told
+    is a change of a few bytes made by hand.  Returns "" when there is nothing to read.
+    """
+    root = Path(folder)
+    files = [root] if root.is_file() else sorted(p for p in root.glob("*") if p.is_file())
+    digest = hashlib.sha256()
+    found = False
+    for path in files:
+        weight = path.suffix in WEIGHT_SUFFIXES
+        if not weight and path.suffix != ".json":
+            continue
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(canonical_json([path.name if root.is_dir() else "", size]))
+                if not weight or size <= SAMPLE_BYTES * SAMPLES_PER_FILE:
+                    digest.update(file.read())
+                else:
+                    for sample in range(SAMPLES_PER_FILE):
+                        file.seek((size - SAMPLE_BYTES) * sample // (SAMPLES_PER_FILE - 1))
+                        digest.update(file.read(SAMPLE_BYTES))
+        except OSError as error:
+            raise ConfigError(f"model: {path} cannot be read: {error}", field="model") from None
+        found = found or weight
+    return digest.hexdigest() if found else ""
+
+
+def layout_identity(vllm_config: Any, *, kv_dtype: str, chunk_tokens: int) -> LayoutIdentity:
+    """The layout identity of an engine; the same in its scheduler and all its workers, and after each start.
+
+    A local model is named by its folder's last part (its content is in `weights`), so moving it changes
+    nothing. KV scales that are computed at run time make the identity of this engine unique.
+    """
+    model = vllm_config.model_config
+    path = str(model.model)
+    local = os.path.isdir(path) or os.path.isfile(path)
+    config = getattr(model, "hf_config", None)
+    described = config.to_dict() if config is not None else {}
+    commit = str(getattr(config, "_commit_hash", None) or "")
+    weights: dict[str, Any] = {
+        "config": {key: value for key, value in _plain(described).items() if key not in _VOLATILE_CONFIG},
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization or ""),
+    }
+    if local:
+        weights["files"] = fingerprint(path)
+    load_format = str(getattr(getattr(vllm_config, "load_config", None), "load_format", "auto"))
+    if "dummy" in load_format:
+        # Made-up weights depend on the seed, and are shared with nobody who has real ones.
+        weights["dummy_seed"] = int(getattr(model, "seed", 0) or 0)
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is not None:
+        weights["draft"] = [str(getattr(speculative, "model", "")), str(getattr(speculative, "method", ""))]
+    scales = ""
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        scales = f"calculated by engine {engine_group(vllm_config).hex()}"
+    return LayoutIdentity(
+        model=os.path.basename(path.rstrip("/")) if local else path,
+        revision=commit or str(model.revision or ""),
+        weights=hashlib.sha256(canonical_json(weights)).hexdigest(),
+        tokenizer="" if local else str(getattr(model, "tokenizer", "") or ""),
+        kv_dtype=kv_dtype,
+        kv_scales=scales,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A configuration as JSON types; whatever else is in it by its text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value)
+
+
+def engine_group(vllm_config: Any) -> bytes:
+    """16 bytes that name this engine's group of processes: scheduler and workers of one start.
+
+    vLLM makes `instance_id` and `engine_id` in the parent process and hands them to all.  A user may have
+    fixed `engine_id`, so both are used.
+    """
+    parallel = vllm_config.parallel_config
+    name = [
+        str(vllm_config.kv_transfer_config.engine_id),
+        str(getattr(vllm_config, "instance_id", "")),
+        int(getattr(parallel, "data_parallel_rank", 0) or 0),
+    ]
+    return hashlib.sha256(canonical_json(name)).digest()[:16]
+
+
+class Adapters:
+    """Content ids of LoRA adapters, found in the background because reading files may take long.
+
+    Thread-safe.  Remembers the last 1,024 adapters.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvstrata-adapter")
+        self._known: OrderedDict[tuple[str, int, str], Future[str]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def name(self, lora: Any) -> str | None:
+        """The adapter's part of a request identity: "" for no adapter, None while its files are being read.
+
+        `lora` is vLLM's LoRARequest or None.  An adapter whose files cannot be read is named by its path.
+        """
+        if lora is None:
+            return ""
+        key = (str(lora.lora_name), int(lora.lora_int_id), str(lora.lora_path))
+        with self._lock:
+            future = self._known.get(key)
+            if future is None:
+                future = self._known[key] = self._pool.submit(_adapter_content, key[2])
+                while len(self._known) > ADAPTERS_REMEMBERED:
+                    self._known.popitem(last=False)
+            else:
+                self._known.move_to_end(key)
+        if not future.done():
+            return None
+        return canonical_json([key[0], future.result()]).decode()
+
+    def close(self) -> None:
+        """Stop reading; may be called more than once."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _adapter_content(path: str) -> str:
+    try:
+        return fingerprint(path) or f"path:{path}"
+    except ConfigError:
+        return f"path:{path}"

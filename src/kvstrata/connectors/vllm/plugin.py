@@ -1,0 +1,46 @@
+"""Entry point `vllm.general_plugins`: makes the bare name `LMCacheConnectorV1` mean our connector.
+
+Published command lines name the connector without a module path.  vLLM then takes it from its registry,
+whose own entry needs the `lmcache` package.  Where that is not installed (or with `KVSTRATA_TAKEOVER=1`)
+the entry is replaced by ours, and the log says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+
+NAME = "LMCacheConnectorV1"
+MODULE = "kvstrata.connectors.vllm"
+
+logger = logging.getLogger("vllm.kvstrata")
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes, before any connector is made; may be called again."""
+    takeover = os.environ.get("KVSTRATA_TAKEOVER", "")
+    if takeover not in ("", "0", "1"):
+        logger.warning("KVSTRATA_TAKEOVER is %r, use 0 or 1; taken as 0", takeover)
+    if takeover != "1" and importlib.util.find_spec("lmcache") is not None:
+        logger.info(
+            "%s stays the one of the installed lmcache package; set KVSTRATA_TAKEOVER=1, or "
+            '"kv_connector_module_path": "%s", to use kvstrata',
+            NAME,
+            MODULE,
+        )
+        return
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    registry = KVConnectorFactory._registry
+    if getattr(registry.get(NAME), "kvstrata", False):
+        return
+
+    def load() -> type:
+        from kvstrata.connectors.vllm.connector import LMCacheConnectorV1
+
+        return LMCacheConnectorV1
+
+    load.kvstrata = True  # type: ignore[attr-defined]
+    registry[NAME] = load
+    logger.info("%s is provided by kvstrata", NAME)

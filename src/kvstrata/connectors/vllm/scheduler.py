@@ -1,0 +1,643 @@
+"""The side of the connector that lives in vLLM's scheduler: which chunks to load, which to store.
+
+Every call returns within two milliseconds, whatever the server does (promise P4): hashing is done in
+pieces, a lookup is waited for 1.5 ms and asked about again at the next step, everything else is queued for
+the client's I/O thread.
+
+A request's lookup goes through these states; a preemption sends it back to NEW:
+
+    NEW ──hash, peek──▶ ASKED ──reply──▶ HIT (n chunks, leased)   ──blocks allocated──▶ TAKEN
+     │                    │                └──nothing to load, or request gone: lease released
+     └─peek 0 and no L2───┴──n = 0, timeout, no server──▶ MISS (peeked again now and then)
+
+Invariants
+1. A lease is in exactly one place: in `Tracked.hit`, or in a `Load` handed to the workers, or released.
+2. A chunk is stored only from blocks whose tokens are known and whose KV the planned step completes, and
+   never while a synchronous load it may rest on is unconfirmed (`_unconfirmed`), unless the only worker can
+   tell itself.
+3. Blocks of a finished request stay allocated until every worker said that no store reads them.
+
+Not here: bytes.  This side maps no engine memory and copies nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvstrata.config.model import ClientSettings
+from kvstrata.connectors.vllm.identity import Adapters
+from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, Store, WorkerReport
+from kvstrata.keys import ChunkHasher, MediaItem
+from kvstrata.types import EXTENT, KEY_BYTES, RequestIdentity
+
+if TYPE_CHECKING:
+    from kvstrata.client import CacheClient, Identity, LookupCall, LookupResult
+
+logger = logging.getLogger("vllm.kvstrata")
+
+WAIT_S = 0.0015
+"""Longest wait for a lookup in one call."""
+HASH_TOKENS_PER_CALL = 65_536
+"""Tokens hashed in one call: about one millisecond."""
+EARLY_LOOKUPS = 8
+"""Lookups sent before vLLM asks; more would pin leases for requests that wait in the queue."""
+REPEEK_S = 0.1
+"""How often a missed prefix is looked for again while vLLM keeps asking."""
+SYNC_LOAD_BYTES = 256 << 20
+"""In mode `auto`, hits up to this size are loaded before the forward pass: some 30 ms."""
+REMEMBERED_STORES = 4096
+MAX_OFFLOAD = "lmcache.max_offload_tokens"
+
+
+class LookupState(enum.Enum):
+    """See the module's diagram."""
+
+    NEW = enum.auto()
+    ASKED = enum.auto()
+    HIT = enum.auto()
+    TAKEN = enum.auto()
+    MISS = enum.auto()
+
+
+class Tracked:
+    """One request of vLLM's, from its arrival to its end."""
+
+    __slots__ = (
+        "asked_s",
+        "call",
+        "computed_tokens",
+        "deferred",
+        "hasher",
+        "hit",
+        "identity",
+        "loaded_chunks",
+        "loading",
+        "missed_s",
+        "next_store",
+        "no_load",
+        "request",
+        "state",
+        "stores",
+    )
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        self.identity: Identity | None = None
+        self.hasher: ChunkHasher | None = None
+        self.state = LookupState.NEW
+        self.call: LookupCall | None = None
+        self.hit: LookupResult | None = None
+        self.asked_s = -1.0
+        """When vLLM first asked in this round; -1 before."""
+        self.missed_s = 0.0
+        self.computed_tokens = 0
+        """Local hit that vLLM named in its last question."""
+        self.loading = False
+        """An asynchronous load is under way: vLLM itself keeps the blocks until it is reported."""
+        self.loaded_chunks: dict[int, int] = {}
+        """Block id → chunk of the last load, to find what failed."""
+        self.no_load = False
+        """A load of this request failed: the rest of it is computed."""
+        self.next_store = 0
+        """Chunks before this one are stored, being stored, or were loaded."""
+        self.stores: set[int] = set()
+        """Stores that may still read this request's blocks."""
+        self.deferred = False
+        """Chunks are complete but wait for a load to be confirmed."""
+
+
+class SchedulerSide:
+    """Decisions for all requests of one engine. Belongs to the scheduler's thread.
+
+    `client` is started by the caller and closed by `close`.  `chunk_bytes` is what one worker moves per
+    chunk, `world_size` how many workers report.  `may_load` and `may_store` follow vLLM's kv_role.
+    """
+
+    def __init__(
+        self,
+        client: CacheClient,
+        settings: ClientSettings,
+        *,
+        block_tokens: int,
+        chunk_blocks: int,
+        chunk_bytes: int,
+        world_size: int,
+        may_load: bool = True,
+        may_store: bool = True,
+        events: Callable[[Sequence[int], bytes, Sequence[bytes], Any], Any] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._settings = settings
+        self._block_tokens = block_tokens
+        self._chunk_blocks = chunk_blocks
+        self._chunk_tokens = block_tokens * chunk_blocks
+        self._chunk_bytes = chunk_bytes
+        self._world_size = world_size
+        self._may_load = may_load
+        self._may_store = may_store
+        self._make_event = events
+        self._now = now
+        self._adapters = Adapters()
+        self._tracked: dict[str, Tracked] = {}
+        self._identities: OrderedDict[RequestIdentity, Identity] = OrderedDict()
+        self._reset_mark = ""
+        self._step = itertools.count(1)
+        self._store_ids = itertools.count(1)
+        self._early = 0
+        self._loads: list[Load] = []
+        self._awaited: set[str] = set()
+        self._unconfirmed: set[int] = set()
+        """Steps with synchronous loads whose outcome is not known yet."""
+        self._failures_seen = 0
+        self._finished_stores: list[Store] = []
+        """Stores of requests that ended while their chunks were deferred."""
+        self._in_flight: OrderedDict[int, _StoreRecord] = OrderedDict()
+        self._events: deque[Any] = deque(maxlen=REMEMBERED_STORES)
+        self.counts = {
+            "lookups": 0,
+            "lookup_hit_tokens": 0,
+            "lookup_timeouts": 0,
+            "loads_sync": 0,
+            "loads_async": 0,
+        }
+        """Totals since the last `take_counts`."""
+
+    # -- vLLM's calls, in their order ------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """vLLM knows a request: hash what fits and, when the queue is short, look it up already."""
+        tracked = self._track(request)
+        if tracked is None or not self._may_load or _skips_reading(request):
+            return
+        if self._prepare(tracked) and self._early < EARLY_LOOKUPS:
+            self._ask(tracked)
+
+    def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond `computed_tokens` can be loaded, and whether asynchronously.
+
+        None: not known yet, ask again.  Asked any number of times for one request, it keeps one lookup and
+        one lease.
+        """
+        tracked = self._track(request)
+        if tracked is None or tracked.no_load or not self._may_load or _skips_reading(request):
+            return 0, False
+        now = self._now()
+        tracked.computed_tokens = computed_tokens
+        if tracked.state is LookupState.TAKEN:
+            # vLLM asks only while nothing is computed: the request was preempted.
+            self._forget_lookup(tracked)
+        if tracked.state is LookupState.MISS and now - tracked.missed_s >= REPEEK_S:
+            tracked.missed_s = now
+            if self._in_l1(tracked):
+                self._forget_lookup(tracked)
+        if tracked.asked_s < 0:
+            tracked.asked_s = now
+        if tracked.state is LookupState.NEW:
+            if self._usable(tracked, computed_tokens) <= 0:
+                return 0, False
+            if not self._client.connected:
+                self._missed(tracked)
+            elif self._prepare(tracked):
+                self._ask(tracked)
+        if tracked.state is LookupState.ASKED:
+            assert tracked.call is not None
+            if tracked.call.wait(WAIT_S):
+                self._answered(tracked)
+        if tracked.state in (LookupState.NEW, LookupState.ASKED):
+            if (now - tracked.asked_s) * 1000 < self._settings.lookup_timeout_ms:
+                return None, False
+            self.counts["lookup_timeouts"] += 1
+            self._missed(tracked)
+        if tracked.state is not LookupState.HIT:
+            return 0, False
+        assert tracked.hit is not None
+        hit_tokens = tracked.hit.n_chunks * self._chunk_tokens
+        # At least one token must be computed, or there is nothing to sample from.
+        tokens = min(hit_tokens, request.num_tokens - 1) - computed_tokens
+        if tokens <= 0 or tokens < self._settings.min_retrieve_tokens:
+            return 0, False
+        return tokens, self._asynchronous(tokens)
+
+    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
+        """vLLM allocated blocks: plan the load it agreed to, or give the lease back.
+
+        `block_ids` is the request's whole block table so far.
+        """
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.hit is None:
+            return
+        hit, tracked.hit = tracked.hit, None
+        tracked.state = LookupState.TAKEN
+        assert hit.lease is not None
+        # Whatever was found in L1 need not be stored again.
+        tracked.next_store = max(tracked.next_store, hit.n_chunks)
+        if external_tokens <= 0:
+            self._client.release([hit.lease], group=True)
+            return
+        start, end = tracked.computed_tokens, tracked.computed_tokens + external_tokens
+        first, last = start // self._chunk_tokens, -(-end // self._chunk_tokens)
+        blocks = []
+        for index in range(first * self._chunk_blocks, last * self._chunk_blocks):
+            inside = start < (index + 1) * self._block_tokens and index * self._block_tokens < end
+            blocks.append(block_ids[index] if inside else SKIP_BLOCK)
+        assert tracked.hasher is not None and tracked.identity is not None
+        row = hit.n_slices * EXTENT.size
+        asynchronous = self._asynchronous(external_tokens)
+        self._loads.append(
+            Load(
+                request_id=request.request_id,
+                lease=hit.lease,
+                chain=tracked.hasher.chain[first * KEY_BYTES : last * KEY_BYTES],
+                extents=hit.extents[first * row : last * row],
+                slices=tracked.identity.slices,
+                blocks=blocks,
+                asynchronous=asynchronous,
+            )
+        )
+        self.counts["loads_async" if asynchronous else "loads_sync"] += 1
+        self.counts["lookup_hit_tokens"] += external_tokens
+        tracked.loading = asynchronous
+        tracked.loaded_chunks = {
+            block: first + position // self._chunk_blocks
+            for position, block in enumerate(blocks)
+            if block != SKIP_BLOCK
+        }
+        # The workers hold shares of their own from here on.
+        self._client.release([hit.lease])
+
+    def plan_step(self, output: Any) -> StepPlan:
+        """The plan for the step that vLLM's SchedulerOutput describes."""
+        plan = StepPlan(step=next(self._step), failures_seen=self._failures_seen)
+        plan.loads, self._loads = self._loads, []
+        plan.preempted = set(output.preempted_req_ids or ())
+        for request_id in plan.preempted:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                tracked.stores.clear()
+                tracked.loaded_chunks = {}
+                self._forget_lookup(tracked)
+        if any(not load.asynchronous for load in plan.loads):
+            self._unconfirmed.add(plan.step)
+        if self._may_store:
+            if not self._must_wait():
+                plan.stores, self._finished_stores = self._finished_stores, []
+            self._plan_stores(output, plan)
+        # A worker that has no store of an awaited request reports it at once, so its stores go first.
+        later = {store.request_id for store in self._finished_stores}
+        plan.awaited, self._awaited = self._awaited - later, self._awaited & later
+        return plan
+
+    def heard(
+        self, reports: Iterable[WorkerReport], received: Iterable[str], invalid_blocks: Iterable[int]
+    ) -> None:
+        """What the workers said after a step: all their reports, ended asynchronous loads, blocks that
+        failed.
+        """
+        for request_id in received:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                tracked.loading = False
+        failed = set(invalid_blocks)
+        if failed:
+            for tracked in self._tracked.values():
+                chunks = [chunk for block, chunk in tracked.loaded_chunks.items() if block in failed]
+                if chunks:
+                    # They are recomputed, and stored again in place of what was bad.
+                    tracked.next_store = min(tracked.next_store, *chunks)
+                    tracked.loaded_chunks = {}
+                    tracked.no_load = True
+            # What ended in the failing step may rest on the bad blocks.
+            self._finished_stores.clear()
+        for report in reports:
+            self._unconfirmed.discard(report.step)
+            self._failures_seen = max(self._failures_seen, report.failures)
+            for store_id in report.gathered:
+                self._gathered(store_id)
+            for store_id in report.dropped:
+                self._dropped(store_id)
+            for store_id, mask in report.stored:
+                self._stored(store_id, mask)
+
+    def finished(self, request: Any, block_ids: Sequence[int]) -> bool:
+        """The request ended. Whether its blocks must be kept until the workers report it as sent."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return False
+        self._forget_lookup(tracked)
+        if tracked.loading:
+            # vLLM keeps the blocks by itself until the load is reported.
+            return False
+        if tracked.deferred and block_ids:
+            store = self._store_of(
+                tracked, block_ids, self._complete_chunks(tracked, request.num_computed_tokens)
+            )
+            if store is not None:
+                self._finished_stores.append(store)
+        if not tracked.stores:
+            return False
+        self._awaited.add(request.request_id)
+        return True
+
+    def take_events(self) -> list[Any]:
+        """Events about stored chunks since the last call."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def take_counts(self) -> dict[str, int]:
+        """Counts since the last call."""
+        counts = {name: count for name, count in self.counts.items() if count}
+        self.counts = dict.fromkeys(self.counts, 0)
+        return counts
+
+    def reset(self) -> None:
+        """The meaning of KV changed (new weights): from now on nothing older is found by this engine."""
+        self._reset_mark = f"reset-{time.time_ns()}"
+        self._identities.clear()
+        for tracked in self._tracked.values():
+            self._forget_lookup(tracked)
+            tracked.identity = tracked.hasher = None
+            tracked.next_store = 0
+
+    def close(self) -> None:
+        """Give back all leases that no worker has, and end the client within half a second."""
+        for tracked in self._tracked.values():
+            self._forget_lookup(tracked)
+        self._tracked.clear()
+        self._adapters.close()
+        self._client.close(0.5)
+
+    # -- lookups ---------------------------------------------------------------------------------------------
+
+    def _track(self, request: Any) -> Tracked | None:
+        """The request's record; None for requests whose tokens do not decide their KV."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            if request.prompt_embeds is not None or request.resumable:
+                return None
+            tracked = self._tracked[request.request_id] = Tracked(request)
+        return tracked
+
+    def _usable(self, tracked: Tracked, computed_tokens: int) -> int:
+        """Tokens that a lookup could bring at best."""
+        tokens = tracked.request.num_tokens
+        return int(min(tokens // self._chunk_tokens * self._chunk_tokens, tokens - 1)) - computed_tokens
+
+    def _prepare(self, tracked: Tracked) -> bool:
+        """Bring identity and keys up to date; whether all keys are there."""
+        request = tracked.request
+        if tracked.identity is None:
+            adapter = self._adapters.name(request.lora_request)
+            if adapter is None:
+                return False
+            salt = request.cache_salt or ""
+            wanted = RequestIdentity(
+                adapter=adapter,
+                tenant=self._settings.tenant,
+                salt=f"{salt}\n{self._reset_mark}" if self._reset_mark else salt,
+            )
+            tracked.identity = self._identity(wanted)
+            tracked.hasher = tracked.identity.hasher(_media(request))
+        assert tracked.hasher is not None
+        start = tracked.hasher.n_chunks * self._chunk_tokens
+        if request.num_tokens - start >= self._chunk_tokens:
+            end = start + max(HASH_TOKENS_PER_CALL, self._chunk_tokens)
+            tracked.hasher.feed(request.all_token_ids[start:end], start)
+        return bool(request.num_tokens // self._chunk_tokens <= tracked.hasher.n_chunks)
+
+    def _identity(self, wanted: RequestIdentity) -> Identity:
+        identity = self._identities.get(wanted)
+        if identity is None:
+            identity = self._identities[wanted] = self._client.identity(wanted)
+            while len(self._identities) > REMEMBERED_STORES:
+                self._identities.popitem(last=False)
+        else:
+            self._identities.move_to_end(wanted)
+        return identity
+
+    def _in_l1(self, tracked: Tracked) -> bool:
+        """Whether L1 has the first chunk; read from shared memory in microseconds."""
+        if not self._client.connected or tracked.identity is None or tracked.hasher is None:
+            return False
+        return bool(self._client.peek(tracked.identity, tracked.hasher) > 0)
+
+    def _ask(self, tracked: Tracked) -> None:
+        """Send the lookup if it can hit; NEW → ASKED or MISS."""
+        if tracked.state is not LookupState.NEW or not self._client.connected:
+            return
+        identity, hasher = tracked.identity, tracked.hasher
+        assert identity is not None and hasher is not None
+        if not hasher.n_chunks or not identity.slices:
+            self._missed(tracked)
+            return
+        if not self._client.has_l2 and not self._in_l1(tracked):
+            self._missed(tracked)
+            return
+        tracked.call = self._client.lookup(
+            identity,
+            hasher,
+            request_id=tracked.request.request_id,
+            deadline_ms=self._settings.lookup_timeout_ms,
+        )
+        tracked.state = LookupState.ASKED
+        self._early += 1
+        self.counts["lookups"] += 1
+
+    def _answered(self, tracked: Tracked) -> None:
+        """ASKED → HIT or MISS."""
+        assert tracked.call is not None
+        result = tracked.call.result
+        if result.lease is None:
+            self._missed(tracked)
+            return
+        self._early -= 1
+        tracked.call = None
+        tracked.hit = result
+        tracked.state = LookupState.HIT
+
+    def _missed(self, tracked: Tracked) -> None:
+        self._forget_lookup(tracked)
+        tracked.state = LookupState.MISS
+        tracked.missed_s = self._now()
+
+    def _forget_lookup(self, tracked: Tracked) -> None:
+        """Back to NEW; whatever the lookup got or will get is given back."""
+        if tracked.call is not None:
+            self._early -= 1
+            tracked.call.cancel()
+            tracked.call = None
+        if tracked.hit is not None:
+            assert tracked.hit.lease is not None
+            self._client.release([tracked.hit.lease], group=True)
+            tracked.hit = None
+        tracked.state = LookupState.NEW
+        tracked.asked_s = -1.0
+
+    def _asynchronous(self, tokens: int) -> bool:
+        if self._settings.load_mode != "auto":
+            return self._settings.load_mode == "async"
+        return -(-tokens // self._chunk_tokens) * self._chunk_bytes > SYNC_LOAD_BYTES
+
+    # -- stores ----------------------------------------------------------------------------------------------
+
+    def _must_wait(self) -> bool:
+        """Whether stores wait for loads: one worker of several cannot tell that another one's load failed."""
+        return self._world_size > 1 and bool(self._unconfirmed)
+
+    def _plan_stores(self, output: Any, plan: StepPlan) -> None:
+        scheduled = output.num_scheduled_tokens
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, tokens in scheduled.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None or request_id not in computed:
+                continue
+            chunks = self._complete_chunks(tracked, computed[request_id] + tokens)
+            if chunks <= tracked.next_store:
+                continue
+            if self._must_wait():
+                tracked.deferred = True
+                continue
+            tracked.deferred = False
+            tables = output.kv_connector_block_state.get_block_ids(request_id)
+            store = self._store_of(tracked, tables[0], chunks) if tables else None
+            if store is not None:
+                plan.stores.append(store)
+
+    def _complete_chunks(self, tracked: Tracked, computed_tokens: int) -> int:
+        """Chunks whose tokens are known and whose KV is computed once `computed_tokens` are."""
+        request = tracked.request
+        tokens = min(computed_tokens, request.num_tokens)
+        if not self._settings.save_decode_cache:
+            tokens = min(tokens, request.num_prompt_tokens)
+        limit = (request.kv_transfer_params or {}).get(MAX_OFFLOAD)
+        if isinstance(limit, int) and not isinstance(limit, bool):
+            tokens = min(tokens, max(0, limit))
+        return int(tokens) // self._chunk_tokens
+
+    def _store_of(self, tracked: Tracked, table: Sequence[int], chunks: int) -> Store | None:
+        """The store of all chunks up to `chunks` that were not stored yet; None when their keys are not
+        known.
+        """
+        self._prepare(tracked)
+        if tracked.hasher is None or tracked.identity is None:
+            return None
+        first, last = tracked.next_store, min(chunks, tracked.hasher.n_chunks)
+        blocks = list(table[first * self._chunk_blocks : last * self._chunk_blocks])
+        if last <= first or len(blocks) < (last - first) * self._chunk_blocks or 0 in blocks:
+            # Block 0 stands for "no block" in vLLM's tables.
+            return None
+        chain = tracked.hasher.chain
+        store = Store(
+            store_id=next(self._store_ids),
+            request_id=tracked.request.request_id,
+            identity=tracked.identity.request,
+            parent=chain[(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else b"",
+            chain=chain[first * KEY_BYTES : last * KEY_BYTES],
+            blocks=blocks,
+        )
+        tracked.next_store = last
+        tracked.stores.add(store.store_id)
+        record = _StoreRecord(store.request_id, first, self._world_size)
+        if self._make_event is not None:
+            record.keep_for_events(tracked.request, store, self._chunk_tokens)
+        self._in_flight[store.store_id] = record
+        while len(self._in_flight) > REMEMBERED_STORES:
+            self._in_flight.popitem(last=False)
+        return store
+
+    def _gathered(self, store_id: int) -> None:
+        record = self._in_flight.get(store_id)
+        if record is None:
+            return
+        record.not_gathered -= 1
+        if record.not_gathered == 0:
+            tracked = self._tracked.get(record.request_id)
+            if tracked is not None:
+                tracked.stores.discard(store_id)
+
+    def _dropped(self, store_id: int) -> None:
+        record = self._in_flight.pop(store_id, None)
+        tracked = self._tracked.get(record.request_id) if record is not None else None
+        if record is not None and tracked is not None:
+            tracked.stores.discard(store_id)
+            tracked.next_store = min(tracked.next_store, record.first_chunk)
+
+    def _stored(self, store_id: int, mask: int) -> None:
+        record = self._in_flight.get(store_id)
+        if record is None:
+            return
+        record.not_stored -= 1
+        record.mask &= mask
+        if record.not_stored == 0:
+            del self._in_flight[store_id]
+            if self._make_event is not None:
+                self._events.extend(record.events(self._make_event, self._chunk_tokens))
+
+
+class _StoreRecord:
+    """What the scheduler remembers of a store until all workers have told its outcome."""
+
+    __slots__ = (
+        "chain",
+        "first_chunk",
+        "lora",
+        "mask",
+        "not_gathered",
+        "not_stored",
+        "parent",
+        "request_id",
+        "tokens",
+    )
+
+    def __init__(self, request_id: str, first_chunk: int, world_size: int) -> None:
+        self.request_id = request_id
+        self.first_chunk = first_chunk
+        self.not_gathered = self.not_stored = world_size
+        self.mask = -1
+        self.tokens: list[int] = []
+        self.chain = self.parent = b""
+        self.lora: Any = None
+
+    def keep_for_events(self, request: Any, store: Store, chunk_tokens: int) -> None:
+        """Remember the tokens that the events will carry."""
+        chunks = len(store.chain) // KEY_BYTES
+        first = self.first_chunk * chunk_tokens
+        self.tokens = list(request.all_token_ids[first : first + chunks * chunk_tokens])
+        self.chain, self.parent, self.lora = store.chain, store.parent, request.lora_request
+
+    def events(
+        self, make: Callable[[Sequence[int], bytes, Sequence[bytes], Any], Any], chunk_tokens: int
+    ) -> list[Any]:
+        """One event per run of chunks that are in L1 in all slices."""
+        keys = [self.chain[at : at + KEY_BYTES] for at in range(0, len(self.chain), KEY_BYTES)]
+        made, start = [], 0
+        for end in range(len(keys) + 1):
+            if end == len(keys) or not self.mask >> end & 1:
+                if end > start:
+                    parent = keys[start - 1] if start else self.parent
+                    tokens = self.tokens[start * chunk_tokens : end * chunk_tokens]
+                    made.append(make(tokens, parent, keys[start:end], self.lora))
+                start = end + 1
+        return made
+
+
+def _skips_reading(request: Any) -> bool:
+    """Requests that need all their prompt's activations (prompt logprobs) read no cache."""
+    return bool(request.skip_reading_prefix_cache)
+
+
+def _media(request: Any) -> list[MediaItem]:
+    """Images and the like: what their place-holder tokens stand for."""
+    return [
+        MediaItem(feature.mm_position.offset, feature.mm_position.length, feature.identifier)
+        for feature in request.mm_features
+    ]

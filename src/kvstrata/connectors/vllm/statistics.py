@@ -1,0 +1,78 @@
+"""Statistics and metrics that vLLM collects from the connector and shows in its log and on its /metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+COUNTERS = {
+    "lookups": "Lookups sent to the cache server.",
+    "lookup_hit_tokens": "Prompt tokens that the cache gave.",
+    "lookup_timeouts": "Lookups that had no answer in time and counted as misses.",
+    "loads_sync": "Requests loaded before their forward pass.",
+    "loads_async": "Requests loaded beside the forward passes of others.",
+    "loaded_chunks": "Chunks copied into the engine's blocks.",
+    "loaded_bytes": "Bytes copied into the engine's blocks.",
+    "load_failed_chunks": "Chunks that failed to load and were computed.",
+    "store_stored_chunks": "Chunks stored.",
+    "store_present_chunks": "Chunks that were stored already.",
+    "stored_bytes": "Bytes copied out of the engine's blocks.",
+    "stores_preempted": "Stores given up because their request was preempted.",
+    "stores_dropped": "Stores given up because a load they may rest on failed.",
+}
+"""What is exported as counters; other counts appear in the log only."""
+
+
+class KvstrataStats(KVConnectorStats):  # type: ignore[misc]
+    """Counts of one interval; sums over workers and intervals."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data: dict[str, int | float] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add `other` to this one."""
+        for name, amount in other.data.items():
+            self.data[name] = self.data.get(name, 0) + amount
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What vLLM writes to its log."""
+        shown = {name: round(amount, 4) for name, amount in sorted(self.data.items())}
+        seconds = self.data.get("load_s", 0)
+        if seconds:
+            shown["load_gb_per_s"] = round(self.data.get("loaded_bytes", 0) / seconds / 1e9, 2)
+        return shown
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not self.data
+
+
+class KvstrataPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The counters on vLLM's own /metrics, as `vllm:kvstrata_NAME`."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: create_metric_per_engine(
+                self._counter_cls(name=f"vllm:kvstrata_{name}", documentation=meaning, labelnames=labelnames),
+                per_engine_labelvalues,
+            )
+            for name, meaning in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one interval's counts."""
+        for name, counter in self._counters.items():
+            amount = transfer_stats_data.get(name, 0)
+            if amount:
+                counter[engine_idx].inc(amount)

@@ -1,0 +1,304 @@
+"""The side of the connector that lives in a vLLM worker: copies between the engine's blocks and the pool.
+
+Order within a step: `before_step` (preempted blocks are let go), `start_loads`, the forward pass,
+`start_stores`, `report`.  Stores and asynchronous loads go on by themselves between steps, on the client's
+threads, so nothing is lost when vLLM stops stepping.
+
+Invariants
+1. A block is written only by a load whose step has not ended (synchronous), or that was not reported yet.
+2. A block is read by a store only until the step after its request was preempted, or until its request was
+   reported as sent.
+3. Nothing computed in a step whose synchronous load failed is stored, nor in steps planned before the
+   scheduler knew (they may rest on what failed).
+4. All waiting in one step is for copies already begun, one second in all at most; then they are cancelled.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, Store, WorkerReport
+from kvstrata.types import EXTENT, KEY_BYTES, LeaseName, RequestIdentity
+
+if TYPE_CHECKING:
+    from kvstrata.client import CacheClient, Identity, LoadItem, LoadJob, StoreJob
+
+logger = logging.getLogger("vllm.kvstrata")
+
+WAIT_S = 1.0
+"""Longest wait for copies in one step."""
+CLOSE_WAIT_S = 2.0
+"""Time that stores get at shutdown."""
+IDENTITIES_REMEMBERED = 1024
+
+
+class Mover(Protocol):
+    """Moves whole chunks between the engine's blocks and the pool, wherever the blocks live."""
+
+    def store(
+        self, identity: Identity, parent: bytes, chain: bytes, blocks: Sequence[Sequence[int]]
+    ) -> StoreJob:
+        """Begin to copy chunks into L1. Never blocks; the blocks are read until the job is `gathered`."""
+
+    def load(self, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:
+        """Begin to copy chunks into blocks, which are written until the job is `done`. Never blocks."""
+
+    def close(self) -> None:
+        """Free what the mover holds."""
+
+
+class HostMover:
+    """Blocks in host memory: the client's native threads copy them straight into and out of the pool."""
+
+    def __init__(self, client: CacheClient, plan: Any) -> None:
+        self._client = client
+        self._plan = plan
+
+    def store(
+        self, identity: Identity, parent: bytes, chain: bytes, blocks: Sequence[Sequence[int]]
+    ) -> StoreJob:
+        """See `Mover.store`."""
+        return self._client.store(identity, parent, chain, self._plan, blocks)
+
+    def load(self, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:
+        """See `Mover.load`."""
+        return self._client.load(lease, items, self._plan, sync=sync)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Stored(NamedTuple):
+    store: Store
+    job: StoreJob
+
+
+class _Loading(NamedTuple):
+    load: Load
+    items: list[LoadItem]
+    job: LoadJob
+    begun_s: float
+
+
+class WorkerSide:
+    """One worker. All methods are called by vLLM's worker thread; jobs end on other threads.
+
+    `client` is started by the caller and closed by `close`; `slice_digest` names the part this worker holds.
+    """
+
+    def __init__(
+        self,
+        client: CacheClient,
+        mover: Mover,
+        *,
+        slice_digest: bytes,
+        chunk_blocks: int,
+        make_item: Callable[[bytes, int, int, Sequence[int]], LoadItem],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._mover = mover
+        self._slice = slice_digest
+        self._chunk_blocks = chunk_blocks
+        self._make_item = make_item
+        self._now = now
+        self._identities: dict[RequestIdentity, Identity] = {}
+        self._stores: list[_Stored] = []
+        self._loads: list[_Loading] = []
+        self._awaited: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._failures = 0
+        self._report = WorkerReport(0)
+        self._step = StepPlan(0)
+        self.counts: dict[str, int | float] = {}
+
+    # -- one step --------------------------------------------------------------------------------------------
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Before anything of the step runs: let go of the blocks of preempted requests."""
+        self._step = plan
+        self._report = WorkerReport(plan.step)
+        if not plan.preempted:
+            return
+        lost = [entry for entry in self._stores if entry.store.request_id in plan.preempted]
+        for entry in lost:
+            entry.job.cancel()
+        deadline = self._now() + WAIT_S
+        for entry in lost:
+            if not entry.job.wait_gathered(max(0.0, deadline - self._now())):
+                # It cannot be committed any more, so a torn copy is never seen.
+                logger.warning("a copy of request %s outlasted its blocks", entry.store.request_id)
+            self._count("stores_preempted")
+
+    def start_loads(self) -> None:
+        """Begin the step's loads and finish the synchronous ones."""
+        self._loads.extend(self._begin_load(load) for load in self._step.loads if load.asynchronous)
+        synchronous = [load for load in self._step.loads if not load.asynchronous]
+        if not synchronous:
+            return
+        started = self._now()
+        waiting = []
+        failed = False
+        for load in synchronous:
+            if self._now() - started < WAIT_S:
+                waiting.append(self._begin_load(load))
+            else:
+                self._client.release([load.lease])
+                self._bad_blocks.update(block for block in load.blocks if block != SKIP_BLOCK)
+                self._count("load_failed_chunks", len(load.chain) // KEY_BYTES)
+                failed = True
+        for loading in waiting:
+            if not loading.job.wait(max(0.0, started + WAIT_S - self._now())):
+                loading.job.cancel()
+        for loading in waiting:
+            # What was begun must end before the blocks are computed on; these are copies of one chunk each.
+            while not loading.job.wait(WAIT_S):
+                logger.warning("a copy into blocks of request %s is slow", loading.load.request_id)
+            failed |= self._ended_load(loading)
+        self._failures += failed
+        self._count("load_wait_s", self._now() - started)
+
+    def start_stores(self) -> None:
+        """After the forward pass: begin the step's stores."""
+        for store in self._step.stores:
+            if self._step.failures_seen < self._failures:
+                self._report.dropped.append(store.store_id)
+                self._count("stores_dropped")
+                continue
+            blocks = [
+                store.blocks[at : at + self._chunk_blocks]
+                for at in range(0, len(store.blocks), self._chunk_blocks)
+            ]
+            job = self._mover.store(self._identity(store.identity), store.parent, store.chain, blocks)
+            self._stores.append(_Stored(store, job))
+        self._awaited |= self._step.awaited
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """(requests whose blocks may be freed, requests whose asynchronous load ended) since the last call."""
+        ended = [loading for loading in self._loads if loading.job.done.is_set()]
+        if ended:
+            self._loads = [loading for loading in self._loads if not loading.job.done.is_set()]
+        received = set()
+        for loading in ended:
+            self._ended_load(loading)
+            received.add(loading.load.request_id)
+        reading = self._settle_stores()
+        sent = self._awaited - reading
+        self._awaited -= sent
+        return sent, received
+
+    def take_bad_blocks(self) -> set[int]:
+        """Blocks that were to be loaded and must be computed instead, since the last call."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def report(self) -> WorkerReport | None:
+        """The step's report, or None when the scheduler need not know."""
+        self._report.failures = self._failures
+        confirms = any(not load.asynchronous for load in self._step.loads)
+        return self._report if confirms or self._report.says_something() else None
+
+    def take_counts(self) -> dict[str, int | float]:
+        """Counts since the last call."""
+        counts, self.counts = self.counts, {}
+        return counts
+
+    def close(self) -> None:
+        """Give stores a moment, stop all copies, and leave the server."""
+        deadline = self._now() + CLOSE_WAIT_S
+        for entry in self._stores:
+            if not entry.job.done.wait(max(0.0, deadline - self._now())):
+                entry.job.cancel()
+        for loading in self._loads:
+            loading.job.cancel()
+        for loading in self._loads:
+            loading.job.wait(WAIT_S)
+        self._mover.close()
+        self._client.close(0.5)
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _begin_load(self, load: Load) -> _Loading:
+        begun = self._now()
+        row = EXTENT.size * len(load.slices)
+        mine = load.slices.index(self._slice) if self._slice in load.slices else -1
+        items = []
+        for index in range(len(load.chain) // KEY_BYTES):
+            # A scheduler that does not know this slice names no extent for it; the load then fails as a
+            # whole.
+            offset, length, _, _, _ = (
+                EXTENT.unpack_from(load.extents, index * row + mine * EXTENT.size) if mine >= 0 else (0,) * 5
+            )
+            items.append(
+                self._make_item(
+                    load.chain[index * KEY_BYTES : (index + 1) * KEY_BYTES],
+                    offset,
+                    length,
+                    load.blocks[index * self._chunk_blocks : (index + 1) * self._chunk_blocks],
+                )
+            )
+        return _Loading(load, items, self._mover.load(load.lease, items, sync=not load.asynchronous), begun)
+
+    def _ended_load(self, loading: _Loading) -> bool:
+        """Account for a load that is done; whether part of it failed."""
+        job = loading.job
+        for index in job.failed:
+            self._bad_blocks.update(block for block in loading.items[index].block_ids if block != SKIP_BLOCK)
+        self._count("loaded_chunks", len(loading.items) - len(job.failed))
+        self._count("loaded_bytes", job.bytes)
+        self._count("load_s", self._now() - loading.begun_s)
+        if job.failed:
+            self._count("load_failed_chunks", len(job.failed))
+            logger.warning(
+                "%d of %d chunks of request %s could not be loaded; their tokens are computed",
+                len(job.failed),
+                len(loading.items),
+                loading.load.request_id,
+            )
+        return bool(job.failed)
+
+    def _settle_stores(self) -> set[str]:
+        """Report what happened to stores; the requests that are still being read."""
+        reading = set()
+        left = []
+        for entry in self._stores:
+            store, job = entry
+            if not job.gathered.is_set():
+                reading.add(store.request_id)
+            elif job.done.is_set():
+                self._report.gathered.append(store.store_id)
+                self._settle(store, job)
+                continue
+            left.append(entry)
+        self._stores = left
+        return reading
+
+    def _settle(self, store: Store, job: StoreJob) -> None:
+        outcomes = [str(outcome) for outcome in job.outcomes]
+        if "cancelled" in outcomes:
+            self._report.dropped.append(store.store_id)
+        else:
+            mask = sum(1 << at for at, outcome in enumerate(outcomes) if outcome in IN_L1)
+            self._report.stored.append((store.store_id, mask))
+        for outcome in outcomes:
+            self._count("store_" + outcome + "_chunks")
+        self._count("stored_bytes", job.bytes)
+
+    def _identity(self, request: RequestIdentity) -> Identity:
+        identity = self._identities.get(request)
+        if identity is None:
+            while len(self._identities) >= IDENTITIES_REMEMBERED:
+                del self._identities[next(iter(self._identities))]
+            identity = self._identities[request] = self._client.identity(request)
+        return identity
+
+    def _count(self, name: str, amount: int | float = 1) -> None:
+        if amount:
+            self.counts[name] = self.counts.get(name, 0) + amount
+
+
+IN_L1 = ("stored", "present", "in_flight")
+"""Outcomes of a store after which the chunk is in L1, or soon will be by somebody else's doing."""
