@@ -1,0 +1,279 @@
+"""What the client hands to its caller: identities, and handles of lookups, stores and loads.
+
+Handles are made by `CacheClient`, finished once by the client's I/O thread (or at once by the calling thread when
+there is nothing to wait for), and may be read from any thread.  Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvstrata.keys import ChunkHasher, MediaItem
+from kvstrata.rpc.wire import ReserveOutcome
+from kvstrata.types import LayoutIdentity, LeaseName, MissReason, RequestIdentity, identity_root
+
+if TYPE_CHECKING:
+    from kvstrata.client.client import CacheClient
+
+
+class Declared(NamedTuple):
+    """What the server of one epoch answered to `identify`."""
+
+    epoch: int
+    identity_id: int
+
+
+class Identity:
+    """One request identity. Keys can be computed at once; the server's id follows in the background."""
+
+    __slots__ = ("_client", "_layout", "declared", "error", "refused_epoch", "request", "root")
+
+    def __init__(self, client: CacheClient, layout: LayoutIdentity, request: RequestIdentity) -> None:
+        self._client = client
+        self._layout = layout
+        self.request = request
+        self.root = identity_root(layout, request)
+        """32 bytes, the start of the hash chain."""
+        self.declared: Declared | None = None
+        """Written by the I/O thread only; None until first answered. Counts while its epoch is the present one."""
+        self.error = ""
+        """Why the server refused this identity, if it did; its lookups are misses and its stores refused."""
+        self.refused_epoch = 0
+
+    @property
+    def ready(self) -> bool:
+        """The server of the present epoch knows it, and all slices of the engine are known."""
+        declared = self.declared
+        return declared is not None and declared.epoch == self._client.epoch and bool(self.slices)
+
+    @property
+    def slices(self) -> tuple[bytes, ...]:
+        """Digests in the order of extents in lookup results; empty until all workers have attached."""
+        return self._client.slices
+
+    def hasher(self, media: Iterable[MediaItem] = ()) -> ChunkHasher:
+        """A hasher for one request of this identity."""
+        return ChunkHasher(self.root, self._layout.chunk_tokens, media)
+
+
+class LookupResult(NamedTuple):
+    """Outcome of a lookup: the leading chunks that are in L1 and leased."""
+
+    n_chunks: int
+    lease: LeaseName | None
+    """To be released by every process of the group; None when `n_chunks` is 0."""
+    extents: bytes
+    """n_chunks × n_slices packed `types.EXTENT`, chunk-major, slices in the order of `Identity.slices`."""
+    n_slices: int
+    reason: str
+    """types.MissReason of the first chunk that is not served; empty when all are."""
+
+
+def miss(reason: MissReason) -> LookupResult:
+    """The result of a lookup that found nothing or was not made."""
+    return LookupResult(0, None, b"", 0, reason)
+
+
+class LookupCall:
+    """A lookup under way."""
+
+    __slots__ = ("_cancel", "_finished", "_lock", "_result", "epoch", "seq")
+
+    def __init__(self, cancel: Callable[[LookupCall], None]) -> None:
+        self._lock = threading.Lock()
+        self._finished = threading.Event()
+        self._result: LookupResult | None = None
+        self._cancel = cancel
+        self.seq = 0
+        """Its number, set when it is sent; owned by the I/O thread, as is `epoch`."""
+        self.epoch = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` is there."""
+        return self._result is not None
+
+    @property
+    def result(self) -> LookupResult:
+        """The outcome. Raises RuntimeError while there is none."""
+        if self._result is None:
+            raise RuntimeError("the lookup is not done; wait() for it first")
+        return self._result
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` for the result; whether it is there."""
+        return self._finished.wait(timeout_s)
+
+    def cancel(self) -> None:
+        """Undo it, whatever state it is in; `result` is then a miss. Idempotent, never blocks.
+
+        Not for a lease that was handed to other processes: they end by `CacheClient.release`.
+        """
+        with self._lock:
+            self._result = miss(MissReason.FORGOTTEN)
+        self._finished.set()
+        self._cancel(self)
+
+    def finish(self, result: LookupResult) -> bool:
+        """Set the outcome, unless there is one. For the client only."""
+        with self._lock:
+            if self._result is not None:
+                return False
+            self._result = result
+        self._finished.set()
+        return True
+
+
+class StoreOutcome(enum.StrEnum):
+    """What became of one chunk of a store."""
+
+    STORED = "stored"
+    PRESENT = "present"
+    """It was in L1 already."""
+    IN_FLIGHT = "in_flight"
+    """Somebody else is writing it now."""
+    CHAIN_EXCEEDS_POOL = "chain_exceeds_pool"
+    POOL_PINNED = "pool_pinned"
+    SESSION_LIMIT = "session_limit"
+    QUOTA = "quota"
+    TOO_LARGE = "too_large"
+    ENTRIES_FULL = "entries_full"
+    BACKLOG = "backlog"
+    """Too many bytes were waiting to be gathered; nothing was read."""
+    UNAVAILABLE = "unavailable"
+    """No server, or it did not answer."""
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    """The copy or the commit did not succeed; see the log."""
+
+
+OUTCOME_OF_RESERVE = {
+    ReserveOutcome.PRESENT: StoreOutcome.PRESENT,
+    ReserveOutcome.IN_FLIGHT: StoreOutcome.IN_FLIGHT,
+    ReserveOutcome.CHAIN_EXCEEDS_POOL: StoreOutcome.CHAIN_EXCEEDS_POOL,
+    ReserveOutcome.POOL_PINNED: StoreOutcome.POOL_PINNED,
+    ReserveOutcome.SESSION_LIMIT: StoreOutcome.SESSION_LIMIT,
+    ReserveOutcome.QUOTA: StoreOutcome.QUOTA,
+    ReserveOutcome.TOO_LARGE: StoreOutcome.TOO_LARGE,
+    ReserveOutcome.ENTRIES_FULL: StoreOutcome.ENTRIES_FULL,
+}
+"""What a reserve that gave no extent means for its chunk."""
+
+
+class StoreJob:
+    """Chunks on their way from the engine's blocks into L1.
+
+    `gathered`: no block of the job is read any more, the engine may reuse them all.
+    `done`: all outcomes are known; never before `gathered`.
+    """
+
+    __slots__ = (
+        "_cancel",
+        "_chunks_to_gather",
+        "_chunks_to_settle",
+        "_on_done",
+        "bytes",
+        "cancelled",
+        "done",
+        "gathered",
+        "outcomes",
+    )
+
+    def __init__(
+        self,
+        n_chunks: int,
+        cancel: Callable[[StoreJob], None],
+        on_done: Callable[[StoreJob], Any] | None = None,
+    ) -> None:
+        self.outcomes: list[StoreOutcome] = [StoreOutcome.UNAVAILABLE] * n_chunks
+        """One per chunk, final once `done`."""
+        self.bytes = 0
+        """Payload bytes copied so far."""
+        self.gathered = threading.Event()
+        self.done = threading.Event()
+        self.cancelled = False
+        self._chunks_to_gather = n_chunks
+        self._chunks_to_settle = n_chunks
+        self._cancel = cancel
+        self._on_done = on_done
+
+    def wait_gathered(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` until no block is read any more; whether that is so."""
+        return self.gathered.wait(timeout_s)
+
+    def cancel(self) -> None:
+        """Gather nothing more, and commit nothing that was not gathered by now. Never blocks.
+
+        A copy in progress goes on for some milliseconds: blocks may be reused after `gathered`, not before.
+        """
+        self.cancelled = True
+        self._cancel(self)
+
+    def ended_gather(self, n_chunks: int) -> None:
+        """`n_chunks` more will not be read any more. For the client's I/O thread only."""
+        self._chunks_to_gather -= n_chunks
+        assert self._chunks_to_gather >= 0, "a chunk ended its gather twice"
+        if self._chunks_to_gather == 0:
+            self.gathered.set()
+
+    def settle(self, chunks: Sequence[int], outcome: StoreOutcome) -> None:
+        """These chunks have their final outcome. For the client only; calls `on_done` after the last one."""
+        for chunk in chunks:
+            self.outcomes[chunk] = outcome
+        self._chunks_to_settle -= len(chunks)
+        assert self._chunks_to_settle >= 0, "a chunk was settled twice"
+        if self._chunks_to_settle == 0 and not self.done.is_set():
+            self.done.set()
+            if self._on_done is not None:
+                self._on_done(self)
+
+    def refuse(self, outcome: StoreOutcome) -> None:
+        """Finish a job that never began."""
+        self.ended_gather(len(self.outcomes))
+        self.settle(range(len(self.outcomes)), outcome)
+
+
+class LoadItem(NamedTuple):
+    """One chunk to copy out of the pool into the engine's blocks."""
+
+    key: bytes
+    """Chain key of the chunk (32 bytes)."""
+    offset_bytes: int
+    length_bytes: int
+    block_ids: Sequence[int]
+    """Blocks of the chunk in order; a negative id is verified but not written."""
+
+
+class LoadJob:
+    """Chunks on their way from L1 into the engine's blocks. Once `done`, none of its blocks is written any more."""
+
+    __slots__ = ("_cancel", "bytes", "cancelled", "copy_job", "done", "failed")
+
+    def __init__(self, cancel: Callable[[LoadJob], None]) -> None:
+        self.failed: set[int] = set()
+        """Indices of items whose blocks must be computed instead; final once `done`."""
+        self.bytes = 0
+        """Payload bytes copied."""
+        self.done = threading.Event()
+        self.cancelled = False
+        self.copy_job = 0
+        """Number of the native copy; 0 for a synchronous one."""
+        self._cancel = cancel
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` for the end of all copies; whether it came."""
+        return self.done.wait(timeout_s)
+
+    def cancel(self) -> None:
+        """Copy nothing more: items not begun fail. Wait for `done` before reusing blocks. Never blocks."""
+        self.cancelled = True
+        self._cancel(self)
+
+    def finish(self, failed: Iterable[int], copied_bytes: int) -> None:
+        """All copies have ended. For the client only."""
+        self.failed.update(failed)
+        self.bytes += copied_bytes
+        self.done.set()

@@ -1,0 +1,221 @@
+"""Which bytes of the pool this process may touch now, and the native threads that touch them.
+
+Invariants
+1. A copy begins only in an epoch that is open here, and an epoch is open from its attach until `quiesce` closed it:
+   what the server leased or reserved to this process stays ours until then, also while the server is dead, and also
+   after the next server adopted the pool (design: leases end with their process or its word, not with a clock).
+2. `quiesce` closes epochs only when no copy of them runs, and no copy of them begins afterwards.
+3. A mapping lives as long as an open epoch or a running copy refers to it, so a server with a new pool takes no memory
+   away from under a copy.
+4. A lease serves one load of this process; a revoked or released one serves none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+from kvstrata.errors import SegmentError
+from kvstrata.native.copying import CopyEngine, CopyPlan, RecordSpec
+from kvstrata.native.pool import ExtentsMap, IndexReader
+from kvstrata.types import LeaseName
+
+log = logging.getLogger(__name__)
+
+REMEMBERED_LEASES = 8192
+REFUSED = -1
+"""Code of an item that the engine did not take."""
+
+Kind = Literal["gather", "scatter"]
+
+GatherItem = tuple[Sequence[int], int, int, RecordSpec]
+"""(block ids, extent address, extent length, what to write into the record's header)"""
+ScatterItem = tuple[Sequence[int], int, int, bytes]
+"""(block ids, extent address, extent length, expected storage key)"""
+
+
+class Mapping:
+    """One pool as this process sees it. Unmapped when nobody refers to it any more."""
+
+    __slots__ = ("extents", "index", "pool_id")
+
+    def __init__(self, pool_id: bytes, index_fd: int, extents_fd: int, extents_bytes: int) -> None:
+        """The descriptors stay the caller's. Raises SegmentError or OSError."""
+        self.pool_id = pool_id
+        self.index = IndexReader(index_fd)
+        if self.index.pool_id != pool_id:
+            raise SegmentError(
+                f"the index belongs to pool {self.index.pool_id.hex()}, the server said {pool_id.hex()}",
+                field="pool_id",
+            )
+        self.extents = ExtentsMap(extents_fd, extents_bytes)
+
+    def address(self, offset_bytes: int, length_bytes: int) -> int:
+        """Where an extent lies here. Raises ValueError for one that is not inside the pool."""
+        if offset_bytes < 0 or length_bytes <= 0 or offset_bytes + length_bytes > self.extents.length:
+            raise ValueError(
+                f"extent [{offset_bytes}, {offset_bytes + length_bytes}) is not inside the pool of "
+                f"{self.extents.length} bytes"
+            )
+        return self.extents.address + offset_bytes
+
+
+class CopyLedger:
+    """Who may touch what. Any thread; each method is one short critical section."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[int, Mapping] = {}
+        self._running: Counter[int] = Counter()
+        self._lease_running: set[LeaseName] = set()
+        self._spent: OrderedDict[LeaseName, None] = OrderedDict()
+
+    def attached(self, epoch: int, pool_id: bytes, mapping: Callable[[], Mapping]) -> Mapping:
+        """Open an epoch, with the mapping of that pool if there is one, else with `mapping()`."""
+        with self._lock:
+            known = next((m for m in self._open.values() if m.pool_id == pool_id), None)
+        opened = known or mapping()
+        with self._lock:
+            self._open[epoch] = opened
+        return opened
+
+    def begin_gather(self, epoch: int) -> Mapping | None:
+        """Account for a copy into reserved extents of `epoch`; None when it may not begin. Then `end`."""
+        with self._lock:
+            mapping = self._open.get(epoch)
+            if mapping is not None:
+                self._running[epoch] += 1
+            return mapping
+
+    def end_gather(self, epoch: int) -> None:
+        """A copy of `begin_gather` has ended."""
+        with self._lock:
+            self._running[epoch] -= 1
+
+    def begin_load(self, lease: LeaseName) -> Mapping | None:
+        """Account for copies out of leased extents; None when they may not begin. Then `end_load`."""
+        with self._lock:
+            mapping = self._open.get(lease.epoch)
+            if mapping is None or lease in self._spent:
+                return None
+            self._spend(lease)
+            self._running[lease.epoch] += 1
+            self._lease_running.add(lease)
+            return mapping
+
+    def end_load(self, lease: LeaseName) -> None:
+        """The copies of `begin_load` have ended."""
+        with self._lock:
+            self._running[lease.epoch] -= 1
+            self._lease_running.discard(lease)
+
+    def spend(self, leases: Iterable[LeaseName]) -> list[LeaseName]:
+        """No load begins under these any more; those under which none runs now, whose share can be released."""
+        with self._lock:
+            idle = []
+            for lease in leases:
+                self._spend(lease)
+                if lease not in self._lease_running:
+                    idle.append(lease)
+            return idle
+
+    def quiesce(self, epoch: int) -> bool:
+        """Close all epochs but this one if no copy of them runs; whether they are closed now."""
+        with self._lock:
+            older = [e for e in self._open if e != epoch]
+            if any(self._running[e] for e in older):
+                return False
+            for e in older:
+                del self._open[e]
+                del self._running[e]
+            return True
+
+    @property
+    def n_running(self) -> int:
+        """Copies accounted for."""
+        with self._lock:
+            return self._running.total()
+
+    def _spend(self, lease: LeaseName) -> None:
+        self._spent[lease] = None
+        if len(self._spent) > REMEMBERED_LEASES:
+            self._spent.popitem(last=False)
+
+
+class Copier:
+    """The native copy engine: jobs are begun from any thread, their ends are told in the I/O thread.
+
+    A job that the engine's queue has no room for waits here and begins when another one ends.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._engine = CopyEngine(threads=threads)
+        self._lock = threading.Lock()
+        self._ids = itertools.count(1)
+        self._ended: dict[int, Callable[[list[int]], None]] = {}
+        self._waiting: dict[int, tuple[Kind, CopyPlan, Sequence[GatherItem] | Sequence[ScatterItem]]] = {}
+        self.event_fd = self._engine.event_fd
+        """Readable when `collect` has something to do."""
+
+    @property
+    def n_jobs(self) -> int:
+        """Jobs that have not ended, or whose end was not told yet."""
+        return len(self._ended)
+
+    def begin(
+        self,
+        kind: Kind,
+        plan: CopyPlan,
+        items: Sequence[GatherItem] | Sequence[ScatterItem],
+        ended: Callable[[list[int]], None],
+    ) -> int:
+        """Copy in the background; `ended(codes)` is called in the I/O thread, 0 for each item that was copied.
+
+        Returns the job's number.  Raises ValueError when the engine refuses the items; nothing is copied then.
+        """
+        job = next(self._ids)
+        self._ended[job] = ended
+        try:
+            with self._lock:
+                if self._waiting or not self._engine.submit(job, kind, plan, items):
+                    self._waiting[job] = (kind, plan, items)
+        except ValueError:
+            del self._ended[job]
+            raise
+        return job
+
+    def cancel(self, job: int) -> None:
+        """Items not begun are not copied and end with a code other than 0. The job's end is told as ever."""
+        with self._lock:
+            if job not in self._waiting:
+                self._engine.cancel(job)
+
+    def collect(self) -> None:
+        """Tell the ends of jobs, then begin waiting ones. I/O thread only."""
+        for job, codes in self._engine.completions():
+            self._ended.pop(job)(codes)
+        while self._waiting:
+            with self._lock:
+                job, (kind, plan, items) = next(iter(self._waiting.items()))
+                try:
+                    if not self._engine.submit(job, kind, plan, items):
+                        return
+                    codes = None
+                except ValueError as error:
+                    log.error("the copy engine refused a job: %s", error)
+                    codes = [REFUSED] * len(items)
+                del self._waiting[job]
+            if codes is not None:
+                self._ended.pop(job)(codes)
+
+    def run_scatter(self, plan: CopyPlan, items: Sequence[ScatterItem]) -> list[int]:
+        """Copy now, in this thread and the engine's; one code per item. Raises ValueError as `begin`."""
+        return self._engine.run("scatter", plan, items)
+
+    def close(self) -> None:
+        """Ends the engine's threads after the items they are at; jobs still running are not told."""
+        self._engine.close()

@@ -1,0 +1,134 @@
+"""Request identities: made at once, declared to each server in the background.  Also learns the engine's slices."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import OrderedDict
+from functools import partial
+
+from kvstrata.client.calls import Declared, Identity
+from kvstrata.client.link import Link
+from kvstrata.client.requests import Kind, Pending
+from kvstrata.errors import KvstrataError, Refused, Unavailable, WrongVersion
+from kvstrata.rpc import wire
+from kvstrata.types import RequestIdentity
+
+log = logging.getLogger(__name__)
+
+KEPT_IDENTITIES = 1024
+"""Below what a server keeps per session (4,096)."""
+REPLAYED_IDENTITIES = 64
+"""Declared anew at once after a restart, the latest used first; others with their next request."""
+SLICES_RETRY_FIRST_S = 0.05
+SLICES_RETRY_LAST_S = 0.5
+
+
+class IdentityTable:
+    """All identities of one process."""
+
+    def __init__(self, link: Link, slices: tuple[bytes, ...]) -> None:
+        self._link = link
+        self._lock = threading.Lock()
+        self._known: OrderedDict[RequestIdentity, Identity] = OrderedDict()
+        self._asked: set[Identity] = set()
+        self.slices = slices
+        """Digests of all slices of the engine, sorted; empty until all its workers have attached."""
+        self._slices_retry_s = SLICES_RETRY_FIRST_S
+        self._slices_due_s = math.inf
+
+    def get(self, request: RequestIdentity) -> Identity | None:
+        """The identity of this request if known. Any thread."""
+        with self._lock:
+            identity = self._known.get(request)
+            if identity is not None:
+                self._known.move_to_end(request)
+            return identity
+
+    def put(self, identity: Identity) -> Identity:
+        """Keep a new one, or the equal one that another thread put first. Any thread."""
+        with self._lock:
+            kept = self._known.setdefault(identity.request, identity)
+            if len(self._known) > KEPT_IDENTITIES:
+                self._known.popitem(last=False)
+            return kept
+
+    # In the I/O thread.
+
+    def declared(self, identity: Identity) -> Declared | None:
+        """What the present server knows it by; None: it is being told, and unsent requests are woken then.
+
+        Raises Refused when this server has refused it.
+        """
+        known = identity.declared
+        if known is not None and known.epoch == self._link.epoch:
+            return known
+        if identity.error and identity.refused_epoch == self._link.epoch:
+            raise Refused(identity.error)
+        self.declare(identity)
+        return None
+
+    def declare(self, identity: Identity) -> None:
+        """Tell the server, unless that is under way."""
+        if identity in self._asked or not self._link.connected:
+            return
+        self._asked.add(identity)
+        session = self._link.session
+        self._link.ask(
+            Pending(
+                Kind.SETUP,
+                lambda seq, _: wire.Identify(session, seq, identity.request),
+                partial(self._answered, identity),
+                partial(self._failed, identity),
+            )
+        )
+
+    def replay(self) -> None:
+        """A new server: tell it the identities used last."""
+        with self._lock:
+            latest = list(self._known.values())[-REPLAYED_IDENTITIES:]
+        for identity in reversed(latest):
+            self.declare(identity)
+
+    def due_s(self) -> float:
+        """When `tick` has something to do."""
+        return self._slices_due_s
+
+    def tick(self, now_s: float) -> None:
+        """While slices are missing, ask again from time to time: workers attach one after another."""
+        if now_s < self._slices_due_s:
+            return
+        self._slices_due_s = math.inf
+        with self._lock:
+            latest = next(reversed(self._known.values()), None)
+        if latest is not None and not self.slices:
+            self.declare(latest)
+
+    def _answered(self, identity: Identity, reply: wire.AnyReply) -> None:
+        self._asked.discard(identity)
+        if not isinstance(reply, wire.IdentifyReply) or reply.root != identity.root:
+            self._failed(
+                identity, WrongVersion("the server derives another root: versions of both sides differ")
+            )
+            return
+        identity.error = ""
+        identity.declared = Declared(reply.epoch, reply.identity_id)
+        if reply.complete and not self.slices:
+            self.slices = tuple(reply.slices)
+            self._slices_retry_s = SLICES_RETRY_FIRST_S
+        elif not self.slices:
+            self._slices_due_s = time.monotonic() + self._slices_retry_s
+            self._slices_retry_s = min(2 * self._slices_retry_s, SLICES_RETRY_LAST_S)
+        self._link.table.wake_unsent()
+
+    def _failed(self, identity: Identity, error: KvstrataError) -> None:
+        self._asked.discard(identity)
+        if isinstance(error, Unavailable):
+            return  # the connection is lost; told anew to the next one
+        if identity.error != error.message:
+            log.error("the server refused identity %r (%s): %s", identity.request, error.code, error.message)
+        identity.error = error.message
+        identity.refused_epoch = self._link.epoch
+        self._link.table.wake_unsent()

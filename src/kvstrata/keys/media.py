@@ -1,0 +1,51 @@
+"""Media (images, audio, …) in a prompt: their place-holder tokens say nothing, so their content ids enter the keys."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kvstrata.types import canonical_json
+
+
+class MediaItem(NamedTuple):
+    """One piece of media: the run of place-holder tokens it stands for, and what it is.
+
+    `content_id` must differ whenever the content differs (a content hash); an empty run is ignored.
+    """
+
+    offset_tokens: int
+    length_tokens: int
+    content_id: str
+
+
+def check_media(items: Iterable[MediaItem]) -> list[MediaItem]:
+    """The items that cover tokens, in prompt order. Raises ValueError naming the item that makes no sense."""
+    checked = []
+    for item in items:
+        offset, length, content_id = item
+        if offset < 0 or length < 0:
+            raise ValueError(
+                f"media item {content_id!r}: offset_tokens {offset} and length_tokens {length} must not be negative"
+            )
+        if not content_id:
+            raise ValueError(f"media item at token {offset}: content_id is empty; give a hash of its content")
+        if length:
+            checked.append(MediaItem(offset, length, content_id))
+    return sorted(checked)
+
+
+def media_extra(items: Iterable[MediaItem], first_token: int, chunk_tokens: int) -> bytes:
+    """The 32 bytes that the chunk from `first_token` on adds to its hash, b"" when no item reaches into it.
+
+    An item that began in an earlier chunk has a negative offset here, so that the second half of one picture
+    is not taken for the first half of the same picture.
+    """
+    end = first_token + chunk_tokens
+    inside = [
+        [item.offset_tokens - first_token, item.content_id]
+        for item in items
+        if item.offset_tokens < end and item.offset_tokens + item.length_tokens > first_token
+    ]
+    return hashlib.sha256(canonical_json(inside)).digest() if inside else b""

@@ -1,0 +1,107 @@
+"""The client's end of a ZMQ connection: one DEALER socket and the wait over it and plain descriptors.
+
+Not thread-safe: everything here belongs to one I/O thread.  Other threads wake it through an eventfd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import zmq
+
+from kvstrata.errors import Unavailable
+from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
+
+SEND_QUEUE_MESSAGES = 4096
+RECONNECT_MS = 20
+RECONNECT_MAX_MS = 200
+
+
+class Dealer:
+    """One connection to `endpoint` that libzmq re-opens by itself; frames still queued are kept meanwhile."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        """Raises Unavailable when libzmq refuses the endpoint; an absent server is no error."""
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
+        self._socket.setsockopt(zmq.RCVHWM, SEND_QUEUE_MESSAGES)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise Unavailable(f"cannot connect to {endpoint}: {error}", field="socket_dir") from error
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """For Waiter only."""
+        return self._socket
+
+    def try_send(self, frame: bytes) -> bool:
+        """Queue one frame; False when the queue is full (the server reads nothing). Never blocks."""
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self, limit: int) -> list[bytes]:
+        """Up to `limit` frames that are here, oldest first. Messages of more than one frame are dropped."""
+        frames: list[bytes] = []
+        while len(frames) < limit:
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if len(parts) == 1:
+                frames.append(parts[0])
+        return frames
+
+    def close(self) -> None:
+        """Drop the connection and what is queued. Idempotent."""
+        self._socket.close()
+
+
+class Waiter:
+    """Waits for any of: frames on the present Dealer, readable descriptors, a time."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._poller = zmq.Poller()
+        self._dealer: Dealer | None = None
+
+    def connect(self, endpoint: str) -> Dealer:
+        """Open a Dealer and watch it; at most one at a time. Raises Unavailable."""
+        assert self._dealer is None, "disconnect first"
+        self._dealer = Dealer(self._context, endpoint)
+        self._poller.register(self._dealer.socket, zmq.POLLIN)
+        return self._dealer
+
+    def disconnect(self) -> None:
+        """Close the present Dealer, if any."""
+        if self._dealer is not None:
+            self._poller.unregister(self._dealer.socket)
+            self._dealer.close()
+            self._dealer = None
+
+    def watch(self, fd: int) -> None:
+        """Report `fd` when readable."""
+        self._poller.register(fd, zmq.POLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        """No longer. Call before the descriptor is closed."""
+        self._poller.unregister(fd)
+
+    def wait(self, timeout_s: float) -> tuple[bool, Iterable[int]]:
+        """(frames are here, readable descriptors); both empty after `timeout_s`."""
+        ready = self._poller.poll(max(0, round(timeout_s * 1000 + 0.5)))
+        descriptors = [item for item, _ in ready if isinstance(item, int)]
+        return len(descriptors) < len(ready), descriptors
+
+    def close(self) -> None:
+        """Everything, without waiting for anything unsent."""
+        self.disconnect()
+        self._context.destroy(linger=0)

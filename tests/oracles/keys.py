@@ -1,0 +1,38 @@
+"""Key derivation in plain Python: the twin of `kvstrata.native.hashing`."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """Tokens as unsigned 32-bit little-endian numbers."""
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+def chain_keys(
+    start: bytes,
+    tokens: Sequence[int],
+    chunk_tokens: int,
+    extras: dict[int, bytes] | None = None,
+    first: int = 0,
+) -> bytes:
+    """Keys of the full chunks of tokens[first:], chained from `start`; extras by number of the chunk among these."""
+    keys = []
+    previous = start
+    for number, begin in enumerate(range(first, len(tokens) - chunk_tokens + 1, chunk_tokens)):
+        chunk = token_bytes(tokens[begin : begin + chunk_tokens])
+        previous = hashlib.sha256(previous + chunk + (extras or {}).get(number, b"")).digest()
+        keys.append(previous)
+    return b"".join(keys)
+
+
+def storage_keys(chain: bytes, slices: bytes) -> bytes:
+    """SHA-256(chain key ‖ slice digest), chunk-major."""
+    return b"".join(
+        hashlib.sha256(chain[i : i + 32] + slices[j : j + 32]).digest()
+        for i in range(0, len(chain), 32)
+        for j in range(0, len(slices), 32)
+    )
