@@ -43,6 +43,8 @@ class Store:
     """Chain key of the chunk before, empty at the start of a prompt."""
     chain: bytes
     blocks: list[int]
+    probe: bytes
+    """Of the request's first chunk; explains later misses."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -543,6 +543,7 @@ class SchedulerSide:
             parent=chain[(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else b"",
             chain=chain[first * KEY_BYTES : last * KEY_BYTES],
             blocks=blocks,
+            probe=tracked.hasher.probe,
         )
         tracked.next_store = last
         tracked.stores.add(store.store_id)

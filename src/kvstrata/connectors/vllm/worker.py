@@ -38,10 +38,8 @@ IDENTITIES_REMEMBERED = 1024
 class Mover(Protocol):
     """Moves whole chunks between the engine's blocks and the pool, wherever the blocks live."""
 
-    def store(
-        self, identity: Identity, parent: bytes, chain: bytes, blocks: Sequence[Sequence[int]]
-    ) -> StoreJob:
-        """Begin to copy chunks into L1. Never blocks; the blocks are read until the job is `gathered`."""
+    def store(self, identity: Identity, store: Store, blocks: Sequence[Sequence[int]]) -> StoreJob:
+        """Begin to copy a store's chunks into L1. Never blocks; blocks are read until the job is `gathered`."""
 
     def load(self, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:
         """Begin to copy chunks into blocks, which are written until the job is `done`. Never blocks."""
@@ -57,11 +55,9 @@ class HostMover:
         self._client = client
         self._plan = plan
 
-    def store(
-        self, identity: Identity, parent: bytes, chain: bytes, blocks: Sequence[Sequence[int]]
-    ) -> StoreJob:
+    def store(self, identity: Identity, store: Store, blocks: Sequence[Sequence[int]]) -> StoreJob:
         """See `Mover.store`."""
-        return self._client.store(identity, parent, chain, self._plan, blocks)
+        return self._client.store(identity, store.parent, store.chain, self._plan, blocks, probe=store.probe)
 
     def load(self, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:
         """See `Mover.load`."""
@@ -172,12 +168,12 @@ class WorkerSide:
                 store.blocks[at : at + self._chunk_blocks]
                 for at in range(0, len(store.blocks), self._chunk_blocks)
             ]
-            job = self._mover.store(self._identity(store.identity), store.parent, store.chain, blocks)
+            job = self._mover.store(self._identity(store.identity), store, blocks)
             self._stores.append(_Stored(store, job))
         self._awaited |= self._step.awaited
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """(requests whose blocks may be freed, requests whose asynchronous load ended) since the last call."""
+        """(requests whose blocks may be freed, requests whose asynchronous load ended), each told once."""
         ended = [loading for loading in self._loads if loading.job.done.is_set()]
         if ended:
             self._loads = [loading for loading in self._loads if not loading.job.done.is_set()]

@@ -1,0 +1,779 @@
+"""The scheduler side: what it promises vLLM, what it stores, and that no lease is ever lost or given back twice."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvstrata.client.calls import LookupResult
+from kvstrata.config.model import ClientSettings
+from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, WorkerReport
+from kvstrata.connectors.vllm.scheduler import EARLY_LOOKUPS, SchedulerSide
+from kvstrata.keys import ChunkHasher
+from kvstrata.types import EXTENT, LayoutIdentity, LeaseName, identity_root
+
+BLOCK, CHUNK = 4, 8
+LAYOUT = LayoutIdentity(model="m", kv_dtype="bfloat16", chunk_tokens=CHUNK)
+SLICES = (b"\1" * 32, b"\2" * 32)
+
+
+class FakeCall:
+    def __init__(self, client, n_asked):
+        self.client, self.n_asked, self.cancelled, self._result = client, n_asked, False, None
+
+    @property
+    def done(self):
+        return self._result is not None
+
+    @property
+    def result(self):
+        return self._result
+
+    def wait(self, timeout_s):
+        assert timeout_s <= 0.002, "longer than a call on the scheduler's thread may take"
+        return self.done
+
+    def cancel(self):
+        assert not self.cancelled
+        self.cancelled = True
+        if self._result is not None and self._result.lease is not None:
+            self.client.leases.remove(self._result.lease)
+
+    def answer(self, n):
+        n = min(n, self.n_asked)
+        if not n:
+            self._result = LookupResult(0, None, b"", 0, "never_stored")
+            return
+        lease = LeaseName(b"s" * 16, next(self.client.seqs), 1)
+        self.client.leases.append(lease)
+        extents = b"".join(EXTENT.pack(i, 1, i, 1, 0) for i in range(n * len(SLICES)))
+        self._result = LookupResult(n, lease, extents, len(SLICES), "")
+
+
+class FakeClient:
+    """Keeps account of leases: granted and not yet given back by the scheduler."""
+
+    def __init__(self, hits=0, answers=True):
+        self.connected, self.has_l2, self.chunk_tokens = True, False, CHUNK
+        self.hits, self.answers = hits, answers
+        self.calls, self.leases, self.handed_on, self.seqs = [], [], [], itertools.count(1)
+        self.closed = False
+
+    def identity(self, request):
+        root = identity_root(LAYOUT, request)
+        return SimpleNamespace(
+            request=request, root=root, slices=SLICES, hasher=lambda media=(): ChunkHasher(root, CHUNK, media)
+        )
+
+    def peek(self, identity, hasher):
+        return min(self.hits, hasher.n_chunks)
+
+    def lookup(self, identity, hasher, *, request_id, deadline_ms):
+        call = FakeCall(self, hasher.n_chunks)
+        self.calls.append(call)
+        if self.answers:
+            call.answer(self.hits)
+        return call
+
+    def release(self, leases, *, group=False):
+        for lease in leases:
+            self.leases.remove(lease)
+            if not group:
+                self.handed_on.append(lease)
+
+    def close(self, timeout_s):
+        self.closed = True
+
+
+_ids = itertools.count(1)
+
+
+class FakeRequest(SimpleNamespace):
+    @property
+    def num_tokens(self):
+        return len(self.all_token_ids)
+
+
+def make_request(n_tokens, **changes):
+    fields = {
+        "request_id": f"r{next(_ids)}",
+        "all_token_ids": list(range(n_tokens)),
+        "num_prompt_tokens": n_tokens,
+        "num_computed_tokens": n_tokens,
+        "prompt_embeds": None,
+        "resumable": False,
+        "skip_reading_prefix_cache": False,
+        "lora_request": None,
+        "cache_salt": None,
+        "mm_features": [],
+        "kv_transfer_params": None,
+    }
+    return FakeRequest(**(fields | changes))
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def make_side(client=None, clock=None, world_size=1, **changes):
+    options = {"chunk_size": CHUNK} | changes.pop("settings", {})
+    return SchedulerSide(
+        client or FakeClient(),
+        ClientSettings(**options),
+        block_tokens=BLOCK,
+        chunk_blocks=CHUNK // BLOCK,
+        chunk_bytes=100,
+        world_size=world_size,
+        now=clock or Clock(),
+        **changes,
+    )
+
+
+def step(side, scheduled=(), preempted=(), tables=None):
+    """One scheduling step: `scheduled` is (request, computed before, tokens scheduled)."""
+    scheduled = list(scheduled)
+    tables = tables or {}
+    output = SimpleNamespace(
+        num_scheduled_tokens={r.request_id: n for r, _, n in scheduled},
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[r.request_id for r, _, _ in scheduled], num_computed_tokens=[c for _, c, _ in scheduled]
+        ),
+        preempted_req_ids=set(preempted),
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids=lambda request_id: (tables.get(request_id) or list(range(1, 100)),)
+        ),
+    )
+    return side.plan_step(output)
+
+
+def hit(side, request, computed=0):
+    tokens, asynchronous = side.matched_tokens(request, computed)
+    return tokens, asynchronous
+
+
+# -- what is promised
+
+
+def test_nothing_stored_is_answered_at_once_and_without_a_message():
+    client = FakeClient()
+    side = make_side(client)
+    request = make_request(100)
+    side.on_new_request(request)
+    assert hit(side, request) == (0, False)
+    assert client.calls == []
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "chunks", "computed", "promised"),
+    [
+        (100, 12, 0, 96),
+        (100, 3, 0, 24),
+        (96, 12, 0, 95),  # the whole prompt: one token is left to compute
+        (100, 3, 20, 4),
+        (100, 3, 24, 0),
+        (100, 3, 40, 0),
+        (7, 0, 0, 0),
+        (8, 1, 0, 7),
+    ],
+)
+def test_promise_is_what_the_cache_adds_and_never_the_whole_prompt(n_tokens, chunks, computed, promised):
+    side = make_side(FakeClient(hits=chunks))
+    request = make_request(n_tokens)
+    side.on_new_request(request)
+    assert hit(side, request, computed) == (promised, False)
+
+
+def test_unanswered_lookup_is_asked_again_until_its_time_is_over():
+    clock, client = Clock(), FakeClient(hits=5, answers=False)
+    side = make_side(client, clock, settings={"lookup_timeout_ms": 500})
+    request = make_request(100)
+    side.on_new_request(request)
+    for _ in range(3):
+        assert hit(side, request) == (None, False)
+        clock.now_s += 0.1
+    clock.now_s += 0.3
+    assert hit(side, request) == (0, False)
+    assert len(client.calls) == 1 and client.calls[0].cancelled
+    assert side.take_counts()["lookup_timeouts"] == 1
+
+
+def test_an_answer_that_comes_later_is_used_when_asked_again():
+    client = FakeClient(hits=5, answers=False)
+    side = make_side(client)
+    request = make_request(100)
+    side.on_new_request(request)
+    assert hit(side, request) == (None, False)
+    client.calls[0].answer(5)
+    assert hit(side, request) == (40, False)
+
+
+def test_many_questions_for_one_request_send_one_lookup_and_hold_one_lease():
+    client = FakeClient(hits=5)
+    side = make_side(client)
+    request = make_request(100)
+    side.on_new_request(request)
+    for _ in range(50):
+        assert hit(side, request) == (40, False)
+    assert len(client.calls) == 1 and len(client.leases) == 1
+
+
+def test_without_a_server_everything_is_a_miss_until_it_is_back():
+    clock, client = Clock(), FakeClient(hits=5)
+    client.connected = False
+    side = make_side(client, clock)
+    request = make_request(100)
+    side.on_new_request(request)
+    assert hit(side, request) == (0, False)
+    client.connected = True
+    clock.now_s += 0.2
+    assert hit(side, request) == (40, False)
+
+
+def test_a_missed_prefix_is_found_when_somebody_else_stored_it_meanwhile():
+    clock, client = Clock(), FakeClient(hits=0)
+    side = make_side(client, clock)
+    request = make_request(100)
+    side.on_new_request(request)
+    assert hit(side, request) == (0, False)
+    client.hits = 4
+    assert hit(side, request) == (0, False)
+    clock.now_s += 0.2
+    assert hit(side, request) == (32, False)
+
+
+def test_with_l2_the_server_is_asked_although_l1_has_nothing():
+    client = FakeClient(hits=0)
+    client.has_l2 = True
+    side = make_side(client)
+    request = make_request(100)
+    side.on_new_request(request)
+    assert len(client.calls) == 1
+    assert hit(side, request) == (0, False)
+
+
+def test_short_hits_are_computed_when_the_settings_say_so():
+    client = FakeClient(hits=5)
+    side = make_side(client, settings={"min_retrieve_tokens": 41})
+    request = make_request(100)
+    side.on_new_request(request)
+    assert hit(side, request) == (0, False)
+    side.allocated(request, list(range(1, 30)), 0)
+    assert client.leases == []
+
+
+@pytest.mark.parametrize("changes", [{"prompt_embeds": object()}, {"resumable": True}])
+def test_requests_whose_tokens_do_not_decide_their_kv_are_left_alone(changes):
+    client = FakeClient(hits=5)
+    side = make_side(client)
+    request = make_request(100, **changes)
+    side.on_new_request(request)
+    assert hit(side, request) == (0, False)
+    assert step(side, [(request, 0, 100)]).stores == []
+
+
+def test_requests_that_want_all_activations_read_nothing_and_store_all():
+    client = FakeClient(hits=5)
+    side = make_side(client)
+    request = make_request(100, skip_reading_prefix_cache=True)
+    side.on_new_request(request)
+    assert hit(side, request) == (0, False) and client.calls == []
+    assert len(step(side, [(request, 0, 100)]).stores) == 1
+
+
+def test_queue_of_new_requests_pins_few_leases():
+    client = FakeClient(hits=5, answers=False)
+    side = make_side(client)
+    for _ in range(50):
+        side.on_new_request(make_request(100))
+    assert len(client.calls) == EARLY_LOOKUPS
+
+
+def test_a_long_prompt_is_hashed_in_pieces():
+    client = FakeClient(hits=5)
+    side = make_side(client)
+    request = make_request(200_000)
+    side.on_new_request(request)
+    asked = 0
+    while hit(side, request) == (None, False):
+        asked += 1
+    assert 1 <= asked <= 3
+    assert hit(side, request) == (40, False)
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("auto", False), ("sync", False), ("async", True)])
+def test_load_mode_decides_between_waiting_and_not(mode, expected):
+    side = make_side(FakeClient(hits=5), settings={"load_mode": mode})
+    request = make_request(100)
+    side.on_new_request(request)
+    assert hit(side, request) == (40, expected)
+
+
+# -- loads
+
+
+def load_of(side, request, computed, tokens, table):
+    side.allocated(request, table, tokens)
+    return step(side).loads
+
+
+def test_load_names_the_blocks_that_are_missing_and_skips_the_rest():
+    client = FakeClient(hits=4)
+    side = make_side(client)
+    request = make_request(31)
+    side.on_new_request(request)
+    tokens, _ = hit(side, request, computed=12)
+    assert tokens == 12  # three whole chunks are known, of which the first one and a half are computed
+    (load,) = load_of(side, request, 12, tokens, list(range(101, 109)))
+    assert load.blocks == [SKIP_BLOCK, 104, 105, 106]
+    assert len(load.chain) == 2 * 32
+    assert [e[0] for e in EXTENT.iter_unpack(load.extents)] == [2, 3, 4, 5]
+
+
+def test_whole_prompt_hit_loads_every_block():
+    side = make_side(FakeClient(hits=4))
+    request = make_request(32)
+    side.on_new_request(request)
+    tokens, _ = hit(side, request)
+    assert tokens == 31
+    (load,) = load_of(side, request, 0, tokens, list(range(1, 9)))
+    assert load.blocks == list(range(1, 9))
+
+
+def test_lease_goes_to_the_workers_with_the_load_and_to_nobody_else():
+    client = FakeClient(hits=4)
+    side = make_side(client)
+    request = make_request(40)
+    side.on_new_request(request)
+    tokens, _ = hit(side, request)
+    (load,) = load_of(side, request, 0, tokens, list(range(1, 20)))
+    assert client.leases == [] and client.handed_on == [load.lease]
+    assert side.finished(request, []) is False
+    assert client.handed_on == [load.lease]
+
+
+@pytest.mark.parametrize("how", ["nothing taken", "aborted", "preempted", "closed"])
+def test_a_hit_that_is_not_loaded_gives_its_lease_back_once(how):
+    client = FakeClient(hits=4)
+    side = make_side(client)
+    request = make_request(40)
+    side.on_new_request(request)
+    assert hit(side, request)[0] == 32
+    if how == "nothing taken":
+        side.allocated(request, list(range(1, 20)), 0)
+    elif how == "aborted":
+        side.finished(request, [])
+    elif how == "preempted":
+        step(side, preempted=[request.request_id])
+    else:
+        side.close()
+    assert client.leases == [] and client.handed_on == []
+
+
+def test_after_a_preemption_the_request_is_looked_up_anew():
+    client = FakeClient(hits=4)
+    side = make_side(client)
+    request = make_request(40)
+    side.on_new_request(request)
+    tokens, _ = hit(side, request)
+    load_of(side, request, 0, tokens, list(range(1, 20)))
+    step(side, preempted=[request.request_id])
+    request.all_token_ids.extend(range(10))
+    for _ in range(30):
+        assert hit(side, request) == (32, False)
+    assert len(client.calls) == 2 and len(client.leases) == 1
+    side.finished(request, [])
+    assert client.leases == []
+
+
+def test_abort_during_an_asynchronous_load_leaves_the_blocks_to_vllm():
+    client = FakeClient(hits=4)
+    side = make_side(client, settings={"load_mode": "async"})
+    request = make_request(40)
+    side.on_new_request(request)
+    tokens, asynchronous = hit(side, request)
+    assert asynchronous
+    load_of(side, request, 0, tokens, list(range(1, 20)))
+    assert side.finished(request, list(range(1, 9))) is False
+    side.heard([], [request.request_id], [])
+
+
+def test_a_request_whose_load_failed_is_computed_and_stored_again():
+    client = FakeClient(hits=4)
+    side = make_side(client)
+    request = make_request(40)
+    side.on_new_request(request)
+    tokens, _ = hit(side, request)
+    (load,) = load_of(side, request, 0, tokens, list(range(1, 20)))
+    side.heard([WorkerReport(1, failures=1)], [], {load.blocks[3]})
+    assert hit(side, request) == (0, False)
+    (store,) = step(side, [(request, 12, 28)]).stores
+    assert store.blocks == list(range(3, 11)), "from the chunk with the bad block on"
+
+
+# -- stores
+
+
+def test_each_chunk_is_stored_once_in_the_step_that_completes_it():
+    side = make_side()
+    request = make_request(43)
+    side.on_new_request(request)
+    hit(side, request)
+    table = {request.request_id: list(range(201, 212))}
+    computed, seen = 0, []
+    for tokens in (10, 3, 3, 20, 7):
+        plan = step(side, [(request, computed, tokens)], tables=table)
+        computed += tokens
+        seen += [block for store in plan.stores for block in store.blocks]
+        assert len(seen) == computed // CHUNK * (CHUNK // BLOCK)
+    assert seen == list(range(201, 211))
+
+
+def test_parent_of_a_store_is_the_chunk_before_it():
+    side = make_side()
+    request = make_request(40)
+    side.on_new_request(request)
+    (first,) = step(side, [(request, 0, 16)]).stores
+    (second,) = step(side, [(request, 16, 24)]).stores
+    assert first.parent == b"" and second.parent == first.chain[-32:]
+
+
+def test_generated_chunks_are_stored_only_when_asked_for():
+    for save, expected in ((False, 2), (True, 4)):
+        side = make_side(settings={"save_decode_cache": save})
+        request = make_request(20)
+        side.on_new_request(request)
+        step(side, [(request, 0, 20)])
+        chunks = 2
+        for computed in range(20, 32):
+            request.all_token_ids.append(computed)
+            chunks += sum(len(s.chain) // 32 for s in step(side, [(request, computed, 1)]).stores)
+        assert chunks == expected
+
+
+def test_tokens_not_known_yet_are_not_stored():
+    """Speculated or not yet sampled tokens are computed before they are known."""
+    side = make_side(settings={"save_decode_cache": True})
+    request = make_request(15)
+    side.on_new_request(request)
+    assert len(step(side, [(request, 0, 15)]).stores[0].chain) == 32
+    assert step(side, [(request, 15, 4)]).stores == []
+    request.all_token_ids.extend([7, 8])
+    assert len(step(side, [(request, 17, 1)]).stores) == 1
+
+
+def test_what_was_loaded_is_not_stored_again():
+    side = make_side(FakeClient(hits=3))
+    request = make_request(40)
+    side.on_new_request(request)
+    tokens, _ = hit(side, request)
+    side.allocated(request, list(range(1, 20)), tokens)
+    (store,) = step(side, [(request, 24, 16)]).stores
+    assert store.blocks == list(range(7, 11))
+
+
+@pytest.mark.parametrize(("limit", "chunks"), [(0, 0), (7, 0), (17, 2), (1000, 5), (-4, 0)])
+def test_offload_limit_of_a_request_is_respected(limit, chunks):
+    side = make_side()
+    request = make_request(40, kv_transfer_params={"lmcache.max_offload_tokens": limit})
+    side.on_new_request(request)
+    stores = step(side, [(request, 0, 40)]).stores
+    assert sum(len(store.chain) // 32 for store in stores) == chunks
+
+
+def test_blocks_that_the_engine_dropped_are_not_stored():
+    side = make_side()
+    request = make_request(16)
+    side.on_new_request(request)
+    assert step(side, [(request, 0, 16)], tables={request.request_id: [0, 5, 6, 7]}).stores == []
+
+
+def test_roles_limit_what_is_done():
+    client = FakeClient(hits=3)
+    producer = make_side(client, may_load=False)
+    request = make_request(40)
+    producer.on_new_request(request)
+    assert hit(producer, request) == (0, False) and client.calls == []
+    assert len(step(producer, [(request, 0, 40)]).stores) == 1
+    consumer = make_side(FakeClient(), may_store=False)
+    consumer.on_new_request(request)
+    assert step(consumer, [(request, 0, 40)]).stores == []
+
+
+def test_blocks_of_a_finished_request_are_kept_while_a_store_reads_them():
+    side = make_side()
+    request = make_request(40)
+    side.on_new_request(request)
+    (store,) = step(side, [(request, 0, 40)]).stores
+    assert side.finished(request, list(range(1, 11))) is True
+    assert step(side).awaited == {request.request_id}
+    assert step(side).awaited == set()
+    other = make_request(40)
+    side.on_new_request(other)
+    (store,) = step(side, [(other, 0, 40)]).stores
+    side.heard([WorkerReport(4, gathered=[store.store_id], stored=[(store.store_id, 31)])], [], [])
+    assert side.finished(other, list(range(1, 11))) is False
+
+
+def test_every_worker_must_have_gathered():
+    side = make_side(world_size=2)
+    request = make_request(40)
+    side.on_new_request(request)
+    (store,) = step(side, [(request, 0, 40)]).stores
+    side.heard([WorkerReport(1, gathered=[store.store_id])], [], [])
+    assert side.finished(request, list(range(1, 11))) is True
+
+
+def test_dropped_stores_are_made_again():
+    side = make_side()
+    request = make_request(40)
+    side.on_new_request(request)
+    (store,) = step(side, [(request, 0, 24)]).stores
+    side.heard([WorkerReport(1, dropped=[store.store_id])], [], [])
+    (again,) = step(side, [(request, 24, 16)]).stores
+    assert again.blocks[:6] == store.blocks
+
+
+def test_with_several_workers_nothing_is_stored_on_top_of_an_unconfirmed_load():
+    side = make_side(FakeClient(hits=3), world_size=2)
+    request = make_request(43)
+    side.on_new_request(request)
+    tokens, _ = hit(side, request)
+    side.allocated(request, list(range(1, 20)), tokens)
+    plan = step(side, [(request, 24, 19)])
+    assert plan.stores == []
+    assert side.finished(request, list(range(1, 12))) is True
+    later = step(side)
+    assert later.stores == [] and later.awaited == set()
+    side.heard([WorkerReport(plan.step), WorkerReport(plan.step)], [], [])
+    last = step(side)
+    assert [s.blocks for s in last.stores] == [[7, 8, 9, 10]]
+    assert last.awaited == {request.request_id}
+
+
+def test_with_several_workers_a_failed_load_takes_what_rests_on_it_along():
+    side = make_side(FakeClient(hits=3), world_size=2)
+    request = make_request(43)
+    side.on_new_request(request)
+    tokens, _ = hit(side, request)
+    side.allocated(request, list(range(1, 20)), tokens)
+    plan = step(side, [(request, 24, 19)])
+    side.finished(request, list(range(1, 12)))
+    side.heard([WorkerReport(plan.step), WorkerReport(plan.step, failures=1)], [], [3])
+    last = step(side)
+    assert last.stores == [] and last.awaited == {request.request_id}
+
+
+def test_plans_say_which_failures_they_know_of():
+    side = make_side()
+    assert step(side).failures_seen == 0
+    side.heard([WorkerReport(1, failures=2)], [], [])
+    assert step(side).failures_seen == 2
+
+
+# -- events, reset, identity
+
+
+def test_events_tell_the_tokens_of_chunks_that_every_worker_stored():
+    made = []
+    side = make_side(world_size=2, events=lambda *event: made.append(event) or event)
+    request = make_request(40)
+    side.on_new_request(request)
+    (store,) = step(side, [(request, 0, 40)]).stores
+    side.heard([WorkerReport(1, stored=[(store.store_id, 0b11011)])], [], [])
+    assert side.take_events() == []
+    side.heard([WorkerReport(1, stored=[(store.store_id, 0b01111)])], [], [])
+    keys = [store.chain[i : i + 32] for i in range(0, 160, 32)]
+    assert side.take_events() == [
+        (list(range(16)), b"", keys[:2], None),
+        (list(range(24, 32)), keys[2], keys[3:4], None),
+    ]
+    assert side.take_events() == []
+
+
+def test_new_weights_make_everything_older_unfindable():
+    side = make_side()
+    before, after = make_request(40), make_request(40)
+    side.on_new_request(before)
+    (old,) = step(side, [(before, 0, 40)]).stores
+    side.reset()
+    side.on_new_request(after)
+    (new,) = step(side, [(after, 0, 40)]).stores
+    assert old.chain != new.chain
+
+
+def test_salt_and_media_change_the_keys():
+    side = make_side()
+    position = SimpleNamespace(offset=9, length=3)
+    chains = []
+    for changes in (
+        {},
+        {"cache_salt": "a"},
+        {"cache_salt": "b"},
+        {"mm_features": [SimpleNamespace(mm_position=position, identifier="cat")]},
+        {"mm_features": [SimpleNamespace(mm_position=position, identifier="dog")]},
+    ):
+        request = make_request(40, **changes)
+        side.on_new_request(request)
+        chains.append(step(side, [(request, 0, 40)]).stores[0].chain)
+    assert len({chain[32:] for chain in chains}) == len(chains)
+    assert chains[0][:32] == chains[3][:32] == chains[4][:32], "the chunk before the picture is shared"
+
+
+def test_adapter_is_waited_for_by_asking_again(tmp_path):
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"x" * 100)
+    side = make_side(FakeClient(hits=3))
+    lora = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(tmp_path))
+    request = make_request(40, lora_request=lora)
+    side.on_new_request(request)
+    answers = []
+    while not answers or answers[-1] == (None, False):
+        answers.append(hit(side, request))
+    assert answers[-1] == (24, False)
+    side.close()
+
+
+# -- any order of events
+
+
+class Scheduling(RuleBasedStateMachine):
+    """vLLM's calls in any order it may make them: leases are never lost, blocks never let go too early."""
+
+    @initialize(
+        hits=st.integers(0, 6), world_size=st.sampled_from([1, 2]), mode=st.sampled_from(["sync", "async"])
+    )
+    def begin(self, hits, world_size, mode):
+        self.clock = Clock()
+        self.client = FakeClient(hits=hits, answers=False)
+        self.side = make_side(self.client, self.clock, world_size=world_size, settings={"load_mode": mode})
+        self.world_size = world_size
+        self.waiting, self.running, self.loading = [], {}, []
+        self.asked_for_blocks = set()
+        self.reading = {}
+        self.unreported = []
+
+    @rule(tokens=st.integers(1, 60))
+    def arrive(self, tokens):
+        request = make_request(tokens)
+        self.side.on_new_request(request)
+        self.waiting.append(request)
+
+    @rule(n=st.integers(0, 6))
+    def answer(self, n):
+        for call in self.client.calls:
+            if not call.done and not call.cancelled:
+                call.answer(n)
+                return
+
+    @precondition(lambda self: self.waiting)
+    @rule(computed=st.integers(0, 3), fits=st.booleans())
+    def schedule(self, computed, fits):
+        request = self.waiting[0]
+        computed = min(computed * BLOCK, (request.num_tokens - 1) // BLOCK * BLOCK)
+        tokens, asynchronous = self.side.matched_tokens(request, computed)
+        if tokens is None:
+            return
+        assert 0 <= tokens <= request.num_tokens - 1 - computed
+        if not fits:
+            return
+        self.waiting.pop(0)
+        self.side.allocated(request, list(range(1, 40)), tokens)
+        if asynchronous and tokens:
+            self.plan([])
+            self.loading.append(request)
+        else:
+            count = request.num_tokens - computed - tokens
+            self.plan([(request, computed + tokens, count)])
+            self.running[request.request_id] = request
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), how=st.sampled_from(["finish", "preempt", "go on"]))
+    def continue_or_end(self, data, how):
+        request = self.running[data.draw(st.sampled_from(sorted(self.running)))]
+        if how == "go on":
+            request.all_token_ids.append(1)
+            self.plan([(request, request.num_tokens - 1, 1)])
+            return
+        del self.running[request.request_id]
+        if how == "preempt":
+            for store, owner in list(self.reading.items()):
+                if owner == request.request_id:
+                    del self.reading[store]
+            self.plan([], preempted=[request.request_id])
+            self.waiting.insert(0, request)
+        else:
+            self.end(request)
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def abort_waiting(self):
+        self.end(self.waiting.pop())
+
+    @precondition(lambda self: self.loading)
+    @rule(failed=st.booleans(), aborted=st.booleans())
+    def load_ends(self, failed, aborted):
+        request = self.loading.pop(0)
+        if aborted:
+            assert self.side.finished(request, list(range(1, 40))) is False
+        self.side.heard([], [request.request_id], range(1, 40) if failed and not aborted else ())
+        if not aborted:
+            self.waiting.insert(0, request)
+
+    @rule()
+    def workers_report(self):
+        for plan in self.unreported:
+            stores = [store.store_id for store in plan.stores]
+            report = WorkerReport(plan.step, gathered=stores, stored=[(s, 1) for s in stores])
+            self.side.heard([report] * self.world_size, [], [])
+            for store in stores:
+                self.reading.pop(store, None)
+        self.unreported.clear()
+
+    @rule(seconds=st.sampled_from([0.01, 0.2, 4.0]))
+    def time_passes(self, seconds):
+        self.clock.now_s += seconds
+
+    def plan(self, scheduled, preempted=()):
+        plan = step(self.side, scheduled, preempted)
+        for store in plan.stores:
+            self.reading[store.store_id] = store.request_id
+        self.unreported.append(plan)
+        assert not (plan.awaited & {s.request_id for s in self.side._finished_stores})
+
+    def end(self, request):
+        kept = self.side.finished(request, list(range(1, 40)))
+        if request.request_id in self.reading.values():
+            assert kept, "blocks that a store reads were let go"
+
+    @invariant()
+    def leases_have_an_owner(self):
+        if not hasattr(self, "side"):
+            return
+        held = [t.hit.lease for t in self.side._tracked.values() if t.hit is not None]
+        pending = [
+            call.result.lease
+            for call in self.client.calls
+            if call.done and not call.cancelled and call.result.lease is not None
+        ]
+        asked = [t.call for t in self.side._tracked.values() if t.call is not None]
+        answered = [c.result.lease for c in asked if c.done and c.result.lease is not None]
+        assert sorted(self.client.leases) == sorted(held + answered)
+        assert set(self.client.leases) <= set(pending)
+
+    def teardown(self):
+        if hasattr(self, "side"):
+            self.side.close()
+            assert self.client.leases == []
+
+
+TestScheduling = Scheduling.TestCase
+TestScheduling.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
