@@ -357,16 +357,6 @@ Status verify_record(const void* record, std::uint64_t length,
   constexpr std::size_t kUsual = 256;  // sections of all but the largest models; kept on the stack
   std::array<Section, kUsual> few;
   KVSTRATA_RETURN_IF_ERROR(read_record_header(record, length, &header, few.data(), few.size()));
-  if (expected_key != nullptr && header.spec.key != *expected_key) {
-    return Status(StatusCode::kStale, "key: the record belongs to another chunk", 0, 0, -1);
-  }
-  if (!header.plain()) {
-    return Status(StatusCode::kIncompatible, "outer.codec: decode the payload first",
-                  header.codecs[0], 0, -1);
-  }
-  if (header.crc_pending()) {
-    return Status(StatusCode::kBusy, "inner.flags: the CRCs are not computed yet", 0, 0, -1);
-  }
   const Section* sections = few.data();
   std::unique_ptr<Section[]> many;
   if (header.section_count > kUsual) {
@@ -381,6 +371,16 @@ Status verify_record(const void* record, std::uint64_t length,
       return corrupt("inner.section_count: changed while it was read");
     }
     sections = many.get();
+  }
+  if (expected_key != nullptr && header.spec.key != *expected_key) {
+    return Status(StatusCode::kStale, "key: the record belongs to another chunk", 0, 0, -1);
+  }
+  if (!header.plain()) {
+    return Status(StatusCode::kIncompatible, "outer.codec: decode the payload first",
+                  header.codecs[0], 0, -1);
+  }
+  if (header.crc_pending()) {
+    return Status(StatusCode::kBusy, "inner.flags: the CRCs are not computed yet", 0, 0, -1);
   }
   const auto* payload = static_cast<const unsigned char*>(record) + header.header_bytes;
   for (std::uint32_t i = 0; i < header.section_count; ++i) {

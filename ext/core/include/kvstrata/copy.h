@@ -1,0 +1,109 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// Gather and scatter: between the engine's paged blocks and the record of one chunk, checksum
+// included.
+//
+// A plan describes the engine's memory once. It has sections (typically one a layer); each is a
+// base address and a distance between blocks. Inside a block all sections have the same shape: up
+// to three outer dimensions (count, stride), outermost first, around a contiguous run of bytes.
+// What a section stores is, for each block in the order given, its runs in the order of the
+// dimensions, packed: so the stored bytes do not depend on the engine's strides.
+//
+// The engine's memory and the extent are the caller's; both must stay mapped during a call. Plans
+// are immutable and may be shared by threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "kvstrata/crc32c.h"
+#include "kvstrata/record.h"
+#include "kvstrata/status.h"
+
+namespace kvstrata {
+
+struct CopySection {
+  std::uint64_t base;          // address of block 0
+  std::uint64_t block_stride;  // bytes from one block to the next
+};
+
+struct CopyDim {
+  std::uint64_t count;
+  std::uint64_t stride;  // bytes
+};
+
+class CopyPlan {
+ public:
+  static constexpr std::size_t kMaxDims = 3;
+
+  // kBadArgument names the argument: no section, more than kMaxSections, a base of 0, num_blocks or
+  // run_bytes of 0, more than kMaxDims dimensions, a count of 0, a block beyond the address space.
+  static Status create(std::vector<CopySection> sections, std::uint64_t num_blocks,
+                       std::span<const CopyDim> dims, std::uint64_t run_bytes,
+                       std::shared_ptr<const CopyPlan>* out) noexcept;
+
+  [[nodiscard]] std::size_t section_count() const noexcept { return sections_.size(); }
+  [[nodiscard]] std::uint64_t num_blocks() const noexcept { return num_blocks_; }
+  // Bytes that one block contributes to one section.
+  [[nodiscard]] std::uint64_t block_bytes() const noexcept { return block_bytes_; }
+
+  // kBadArgument when n_blocks is 0 or a section would not fit its 32-bit length.
+  Status section_bytes(std::uint64_t n_blocks, std::uint32_t* out) const noexcept;
+  Status payload_bytes(std::uint64_t n_blocks, std::uint64_t* out) const noexcept;
+  Status record_bytes(std::uint64_t n_blocks, std::uint64_t* out) const noexcept;
+  // kOutOfRange: detail is (block id, num_blocks, its index).
+  Status check_blocks(std::span<const std::uint32_t> blocks) const noexcept;
+
+  // Copies sections [begin, end) of the blocks into their place in the payload, and writes the CRC
+  // of section s to crcs[s - begin]. Ends with the stores ordered. REQUIRES: check_blocks(blocks)
+  // and section_bytes(blocks.size()) are ok; the payload is large enough; begin <= end <=
+  // section_count().
+  void gather(std::span<const std::uint32_t> blocks, void* payload, std::size_t begin,
+              std::size_t end, std::uint32_t* crcs) const noexcept;
+  // The other direction; crcs receives what was read, for the caller to compare.
+  void scatter(std::span<const std::uint32_t> blocks, const void* payload, std::size_t begin,
+               std::size_t end, std::uint32_t* crcs) const noexcept;
+
+ private:
+  CopyPlan() = default;
+
+  template <bool kGather>
+  void copy(std::span<const std::uint32_t> blocks, std::uint64_t payload, std::size_t begin,
+            std::size_t end, std::uint32_t* crcs) const noexcept;
+
+  std::vector<CopySection> sections_;
+  std::uint64_t num_blocks_ = 0;
+  CopyDim dims_[kMaxDims] = {{1, 0}, {1, 0}, {1, 0}};  // outermost first, what can be merged merged
+  std::uint64_t run_bytes_ = 0;
+  std::uint64_t runs_per_block_ = 1;
+  std::uint64_t block_bytes_ = 0;
+};
+
+// Gathers the blocks into a whole record: payload, CRCs and sealed header. While it runs the extent
+// holds no valid record. kBadArgument / kOutOfRange: nothing was written.
+Status gather_record(const CopyPlan& plan, std::span<const std::uint32_t> blocks, void* record,
+                     std::uint64_t length, const RecordSpec& spec) noexcept;
+
+// Checks the header against `expected_key` and the plan, then scatters the payload into the blocks
+// and checks each section's CRC.
+//   kBadArgument / kOutOfRange of the arguments, and
+//   kStale         sound headers, other key: no block was touched
+//   kIncompatible  other format version, encoded, or another shape than the plan's: likewise
+//   kBusy          CRCs pending: likewise
+//   kCorrupt       detail(2) = -1: the headers, no block was touched; otherwise the first bad
+//   section:
+//                  the contents of the blocks are undefined and must not be used
+Status scatter_record(const CopyPlan& plan, std::span<const std::uint32_t> blocks,
+                      const void* record, std::uint64_t length,
+                      const Digest& expected_key) noexcept;
+
+// The part of scatter_record that comes before the copy. On success the CRCs of sections
+// [begin, end) stand in expected_crcs. REQUIRES: as for CopyPlan::scatter.
+Status check_record_for_scatter(const CopyPlan& plan, std::uint64_t n_blocks, const void* record,
+                                std::uint64_t length, const Digest& expected_key, std::size_t begin,
+                                std::size_t end, std::uint32_t* expected_crcs) noexcept;
+
+}  // namespace kvstrata

@@ -1,0 +1,115 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// Copy threads: jobs of gathers or scatters that run outside the caller's thread and its GIL.
+//
+// A job is a list of items (one record each) of one kind and one plan. It is cut into units of
+// about kUnitBytes (whole sections), so that several threads share one large record; whoever ends
+// the last unit of an item finishes it (for a gather: writes the header).
+//
+//   queued -> running (first unit taken) -> done -> read (by completions())
+//        \-> cancelled: done at once, every item kCancelled
+//
+// Invariants. (1) A job that was accepted ends in exactly one completion. (2) queued + running +
+// unread jobs never exceed the queue's capacity, so submit can refuse but never waits. (3) The
+// engine owns copies of all descriptors; the engine's blocks and the extents are the caller's and
+// must stay mapped until the job is done or cancelled. (4) When a job is done, all its stores are
+// visible to whoever learned of it through this class. (5) Nothing here is called back.
+//
+// All methods are thread-safe except the destructor. In a forked child the object is dead: its
+// destructor returns at once, nothing else may be called.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "kvstrata/copy.h"
+
+namespace kvstrata {
+
+enum class CopyKind : std::uint8_t { kGather = 0, kScatter = 1 };
+
+// What became of one item. The numbers are part of the binding.
+enum class CopyOutcome : std::uint8_t {
+  kOk = 0,
+  kStale = 1,       // the record is another chunk's; no block was touched
+  kCorrupt = 2,     // the headers or a section are not what their CRC says
+  kMismatch = 3,    // a sound record that this plan cannot take: other shape, version or encoding
+  kUnverified = 4,  // its CRCs are pending, so it cannot be checked
+  kCancelled = 5,   // nothing was copied
+  kFailed = 6,      // out of memory
+};
+
+struct CopyItem {
+  std::vector<std::uint32_t> blocks;
+  void* record = nullptr;
+  std::uint64_t length = 0;  // of the extent
+  RecordSpec spec;           // gather: what to write; scatter: only the key, expected
+};
+
+struct CopyResult {
+  CopyOutcome outcome = CopyOutcome::kOk;
+  std::int32_t section = -1;  // first bad section where a section was bad
+};
+
+struct CopyCompletion {
+  std::uint64_t job_id;
+  std::vector<CopyResult> results;
+};
+
+class CopyEngine {
+ public:
+  static constexpr std::uint64_t kUnitBytes = 2 << 20;
+  static constexpr int kMaxThreads = 64;
+  static constexpr std::size_t kMaxQueue = 65'536;
+  static constexpr std::size_t kMaxItems = 65'536;
+
+  // Starts the threads. With 0 threads only run() works, on the caller's thread.
+  static Status create(int threads, std::size_t queue, std::unique_ptr<CopyEngine>* out) noexcept;
+  ~CopyEngine();
+  CopyEngine(const CopyEngine&) = delete;
+  CopyEngine& operator=(const CopyEngine&) = delete;
+
+  // Readable while there are unread completions. Lives as long as the object.
+  [[nodiscard]] int event_fd() const noexcept;
+
+  // Never waits, touches neither blocks nor extents. kQueueFull: try again after completions();
+  // kExists: that id is not read yet; kClosed; kBadArgument / kOutOfRange with detail(2) = index of
+  // the item. Refused means that nothing happens.
+  Status submit(std::uint64_t job_id, CopyKind kind, std::shared_ptr<const CopyPlan> plan,
+                std::vector<CopyItem> items) noexcept;
+
+  // Takes all unread completions, in the order in which the jobs ended.
+  Status completions(std::vector<CopyCompletion>* out) noexcept;
+
+  // Does the job now: the calling thread and idle copy threads share the units, before everything
+  // that is queued. Errors as submit, but never kQueueFull.
+  Status run(CopyKind kind, std::shared_ptr<const CopyPlan> plan, std::vector<CopyItem> items,
+             std::vector<CopyResult>* results) noexcept;
+
+  // Waits until the job is done. True also for a job whose completion was already read (and for an
+  // id that never was: ids are not remembered). False: the time is over, the job goes on.
+  bool wait(std::uint64_t job_id, std::chrono::nanoseconds timeout) noexcept;
+
+  // True: the job had not begun and never will; its completion says kCancelled. False: it has begun
+  // or is done; wait for it.
+  bool cancel(std::uint64_t job_id) noexcept;
+
+  // Waits until everything submitted is done.
+  void drain() noexcept;
+
+  // Refuses new jobs, cancels those that have not begun, waits for the others, joins the threads.
+  // Completions can still be read. Idempotent.
+  void close() noexcept;
+
+ private:
+  class Impl;
+
+  explicit CopyEngine(std::unique_ptr<Impl> impl) noexcept;
+
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kvstrata

@@ -1,0 +1,302 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "kvstrata/copy.h"
+
+#include <algorithm>
+#include <array>
+#include <new>
+
+namespace kvstrata {
+namespace {
+
+// Copies at most this large leave their destination in the cache. Above it streaming stores win for
+// both directions, even when the destination is read right afterwards (benchmarks/copy_kernels.py).
+constexpr std::uint64_t kCachedCopyBytes = 16 * 1024;
+
+// Runs handed to the kernel at once; its lookahead begins anew with each batch.
+constexpr std::size_t kRunBatch = 128;
+
+bool add(std::uint64_t a, std::uint64_t b, std::uint64_t* out) noexcept {
+  return !__builtin_add_overflow(a, b, out);
+}
+
+bool multiply(std::uint64_t a, std::uint64_t b, std::uint64_t* out) noexcept {
+  return !__builtin_mul_overflow(a, b, out);
+}
+
+Status bad(const char* message, std::uint64_t value, std::uint64_t limit = 0,
+           std::uint64_t index = 0) noexcept {
+  return Status(StatusCode::kBadArgument, message, static_cast<std::int64_t>(value),
+                static_cast<std::int64_t>(limit), static_cast<std::int64_t>(index));
+}
+
+// User-space addresses end below this on every platform we run on.
+constexpr std::uint64_t kAddressLimit = std::uint64_t{1} << 62;
+
+}  // namespace
+
+Status CopyPlan::create(std::vector<CopySection> sections, std::uint64_t num_blocks,
+                        std::span<const CopyDim> dims, std::uint64_t run_bytes,
+                        std::shared_ptr<const CopyPlan>* out) noexcept {
+  if (sections.empty() || sections.size() > kMaxSections) {
+    return bad("section_bases: must have between 1 and 65536 entries", sections.size(),
+               kMaxSections);
+  }
+  if (num_blocks == 0 || num_blocks > UINT32_MAX) {
+    return bad("num_blocks: must be between 1 and 2^32 - 1", num_blocks, UINT32_MAX);
+  }
+  if (run_bytes == 0) {
+    return bad("run_bytes: must be positive", run_bytes);
+  }
+  if (dims.size() > kMaxDims) {
+    return bad("dims: at most 3 outer dimensions", dims.size(), kMaxDims);
+  }
+  // The last byte of a block, counted from its base.
+  std::uint64_t span_bytes = run_bytes;
+  std::uint64_t runs = 1;
+  for (std::size_t i = 0; i < dims.size(); ++i) {
+    std::uint64_t reach = 0;
+    if (dims[i].count == 0) {
+      return bad("dims: a count must be positive", 0, 1, i);
+    }
+    if (!multiply(dims[i].count - 1, dims[i].stride, &reach) ||
+        !add(span_bytes, reach, &span_bytes) || !multiply(runs, dims[i].count, &runs)) {
+      return bad("dims: the block leaves the address space", dims[i].stride, kAddressLimit, i);
+    }
+  }
+  std::uint64_t block_bytes = 0;
+  if (!multiply(runs, run_bytes, &block_bytes) || block_bytes > UINT32_MAX) {
+    return bad("run_bytes: a block holds at most 4 GiB - 1 per section", run_bytes, UINT32_MAX);
+  }
+  for (std::size_t i = 0; i < sections.size(); ++i) {
+    std::uint64_t end = 0;
+    if (sections[i].base == 0) {
+      return bad("section_bases: an address may not be 0", 0, 0, i);
+    }
+    if (!multiply(num_blocks - 1, sections[i].block_stride, &end) || !add(end, span_bytes, &end) ||
+        !add(end, sections[i].base, &end) || end > kAddressLimit) {
+      return bad("block_stride: the last block leaves the address space", sections[i].block_stride,
+                 kAddressLimit, i);
+    }
+  }
+
+  auto* plan = new (std::nothrow) CopyPlan;
+  if (plan == nullptr) {
+    return Status(StatusCode::kNoSpace, "no memory for the plan");
+  }
+  plan->sections_ = std::move(sections);
+  plan->num_blocks_ = num_blocks;
+  plan->block_bytes_ = block_bytes;
+  // Innermost first: what is contiguous becomes part of the run, what has one element vanishes, and
+  // two dimensions that are one in memory become one.
+  std::array<CopyDim, kMaxDims> kept;
+  std::size_t n = 0;
+  for (std::size_t i = dims.size(); i-- > 0;) {
+    const CopyDim& d = dims[i];
+    if (d.count == 1) {
+      continue;
+    }
+    if (n == 0 && d.stride == run_bytes) {
+      run_bytes *= d.count;
+    } else if (n > 0 && d.stride == kept[n - 1].count * kept[n - 1].stride) {
+      kept[n - 1].count *= d.count;
+    } else {
+      kept[n++] = d;
+    }
+  }
+  for (std::size_t i = 0; i < n; ++i) {
+    plan->dims_[kMaxDims - 1 - i] = kept[i];
+  }
+  plan->run_bytes_ = run_bytes;
+  plan->runs_per_block_ = block_bytes / run_bytes;
+  try {
+    out->reset(plan);  // frees the plan itself if it cannot
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::kNoSpace, "no memory for the plan");
+  }
+  return Status();
+}
+
+Status CopyPlan::section_bytes(std::uint64_t n_blocks, std::uint32_t* out) const noexcept {
+  std::uint64_t bytes = 0;
+  if (n_blocks == 0) {
+    return bad("block_ids: must not be empty", 0, 1);
+  }
+  if (!multiply(n_blocks, block_bytes_, &bytes) || bytes > UINT32_MAX) {
+    return bad("block_ids: a section holds at most 4 GiB - 1; use smaller chunks", n_blocks,
+               UINT32_MAX / block_bytes_);
+  }
+  *out = static_cast<std::uint32_t>(bytes);
+  return Status();
+}
+
+Status CopyPlan::payload_bytes(std::uint64_t n_blocks, std::uint64_t* out) const noexcept {
+  std::uint32_t section = 0;
+  KVSTRATA_RETURN_IF_ERROR(section_bytes(n_blocks, &section));
+  *out = std::uint64_t{section} * sections_.size();
+  return Status();
+}
+
+Status CopyPlan::record_bytes(std::uint64_t n_blocks, std::uint64_t* out) const noexcept {
+  std::uint64_t payload = 0;
+  KVSTRATA_RETURN_IF_ERROR(payload_bytes(n_blocks, &payload));
+  return kvstrata::record_bytes(sections_.size(), payload, out);
+}
+
+Status CopyPlan::check_blocks(std::span<const std::uint32_t> blocks) const noexcept {
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    if (blocks[i] >= num_blocks_) {
+      return Status(StatusCode::kOutOfRange, "block_ids: not a block of the plan", blocks[i],
+                    static_cast<std::int64_t>(num_blocks_), static_cast<std::int64_t>(i));
+    }
+  }
+  return Status();
+}
+
+template <bool kGather>
+void CopyPlan::copy(std::span<const std::uint32_t> blocks, std::uint64_t payload, std::size_t begin,
+                    std::size_t end, std::uint32_t* crcs) const noexcept {
+  const std::uint64_t section_bytes = blocks.size() * block_bytes_;
+  const StoreHint hint =
+      section_bytes * (end - begin) <= kCachedCopyBytes ? StoreHint::kCached : StoreHint::kStream;
+  std::array<CopyRun, kRunBatch> runs;
+  std::uint64_t packed = payload + begin * section_bytes;
+  for (std::size_t s = begin; s < end; ++s) {
+    std::uint32_t crc = 0;
+    std::size_t filled = 0;
+    const auto push = [&](std::uint64_t engine) {
+      auto* const here = reinterpret_cast<void*>(engine);
+      auto* const there = reinterpret_cast<void*>(packed);
+      runs[filled++] = kGather ? CopyRun{there, here} : CopyRun{here, there};
+      packed += run_bytes_;
+      if (filled == kRunBatch) {
+        crc = copy_crc32c_runs(runs.data(), filled, run_bytes_, crc, hint);
+        filled = 0;
+      }
+    };
+    for (const std::uint32_t block : blocks) {
+      const std::uint64_t base = sections_[s].base + block * sections_[s].block_stride;
+      if (runs_per_block_ == 1) {
+        push(base);
+        continue;
+      }
+      for (std::uint64_t i = 0; i < dims_[0].count; ++i) {
+        for (std::uint64_t j = 0; j < dims_[1].count; ++j) {
+          const std::uint64_t row = base + i * dims_[0].stride + j * dims_[1].stride;
+          for (std::uint64_t k = 0; k < dims_[2].count; ++k) {
+            push(row + k * dims_[2].stride);
+          }
+        }
+      }
+    }
+    crcs[s - begin] = copy_crc32c_runs(runs.data(), filled, run_bytes_, crc, hint);
+  }
+  copy_fence();
+}
+
+void CopyPlan::gather(std::span<const std::uint32_t> blocks, void* payload, std::size_t begin,
+                      std::size_t end, std::uint32_t* crcs) const noexcept {
+  copy<true>(blocks, reinterpret_cast<std::uint64_t>(payload), begin, end, crcs);
+}
+
+void CopyPlan::scatter(std::span<const std::uint32_t> blocks, const void* payload,
+                       std::size_t begin, std::size_t end, std::uint32_t* crcs) const noexcept {
+  copy<false>(blocks, reinterpret_cast<std::uint64_t>(payload), begin, end, crcs);
+}
+
+Status gather_record(const CopyPlan& plan, std::span<const std::uint32_t> blocks, void* record,
+                     std::uint64_t length, const RecordSpec& spec) noexcept {
+  std::uint64_t needed = 0;
+  std::uint32_t section_bytes = 0;
+  KVSTRATA_RETURN_IF_ERROR(plan.section_bytes(blocks.size(), &section_bytes));
+  KVSTRATA_RETURN_IF_ERROR(plan.record_bytes(blocks.size(), &needed));
+  KVSTRATA_RETURN_IF_ERROR(plan.check_blocks(blocks));
+  if (length < needed) {
+    return bad("extent_len: too small for the record", length, needed);
+  }
+  const std::size_t count = plan.section_count();
+  const std::unique_ptr<std::uint32_t[]> crcs(new (std::nothrow) std::uint32_t[count]);
+  const std::unique_ptr<Section[]> sections(new (std::nothrow) Section[count]);
+  if (crcs == nullptr || sections == nullptr) {
+    return Status(StatusCode::kNoSpace, "no memory for the section table");
+  }
+  invalidate_record(record);
+  const std::uint64_t header_bytes = record_header_bytes(static_cast<std::uint32_t>(count));
+  plan.gather(blocks, static_cast<unsigned char*>(record) + header_bytes, 0, count, crcs.get());
+  for (std::size_t i = 0; i < count; ++i) {
+    sections[i] = Section{0, section_bytes, crcs[i]};
+  }
+  return write_record_header(record, length, spec, sections.get(), count);
+}
+
+Status check_record_for_scatter(const CopyPlan& plan, std::uint64_t n_blocks, const void* record,
+                                std::uint64_t length, const Digest& expected_key, std::size_t begin,
+                                std::size_t end, std::uint32_t* expected_crcs) noexcept {
+  std::uint32_t section_bytes = 0;
+  KVSTRATA_RETURN_IF_ERROR(plan.section_bytes(n_blocks, &section_bytes));
+  constexpr std::size_t kUsual = 256;
+  std::array<Section, kUsual> few;
+  std::unique_ptr<Section[]> many;
+  Section* sections = few.data();
+  if (end > kUsual) {
+    many.reset(new (std::nothrow) Section[end]);
+    if (many == nullptr) {
+      return Status(StatusCode::kNoSpace, "no memory for the section table");
+    }
+    sections = many.get();
+  }
+  RecordHeader header;
+  KVSTRATA_RETURN_IF_ERROR(read_record_header(record, length, &header, sections, end));
+  if (header.spec.key != expected_key) {
+    return Status(StatusCode::kStale, "key: the record belongs to another chunk", 0, 0, -1);
+  }
+  if (!header.plain()) {
+    return Status(StatusCode::kIncompatible, "outer.codec: decode the payload first",
+                  header.codecs[0], 0, -1);
+  }
+  if (header.crc_pending()) {
+    return Status(StatusCode::kBusy, "inner.flags: the CRCs are not computed yet", 0, 0, -1);
+  }
+  if (header.section_count != plan.section_count()) {
+    return Status(StatusCode::kIncompatible, "section_count: differs from the plan's",
+                  header.section_count, static_cast<std::int64_t>(plan.section_count()), -1);
+  }
+  // With this the payload lies within `length` also for the sections outside [begin, end).
+  if (header.payload_bytes != std::uint64_t{section_bytes} * plan.section_count()) {
+    return Status(StatusCode::kIncompatible, "payload_bytes: differs from the plan's",
+                  static_cast<std::int64_t>(header.payload_bytes), section_bytes, -1);
+  }
+  for (std::size_t i = begin; i < end; ++i) {
+    if (sections[i].length != section_bytes) {
+      return Status(StatusCode::kIncompatible, "sections: one has another length than the plan's",
+                    sections[i].length, section_bytes, static_cast<std::int64_t>(i));
+    }
+    expected_crcs[i - begin] = sections[i].crc;
+  }
+  return Status();
+}
+
+Status scatter_record(const CopyPlan& plan, std::span<const std::uint32_t> blocks,
+                      const void* record, std::uint64_t length,
+                      const Digest& expected_key) noexcept {
+  KVSTRATA_RETURN_IF_ERROR(plan.check_blocks(blocks));
+  const std::size_t count = plan.section_count();
+  const std::unique_ptr<std::uint32_t[]> crcs(new (std::nothrow) std::uint32_t[2 * count]);
+  if (crcs == nullptr) {
+    return Status(StatusCode::kNoSpace, "no memory for the section table");
+  }
+  std::uint32_t* const expected = crcs.get() + count;
+  KVSTRATA_RETURN_IF_ERROR(check_record_for_scatter(plan, blocks.size(), record, length,
+                                                    expected_key, 0, count, expected));
+  const std::uint64_t header_bytes = record_header_bytes(static_cast<std::uint32_t>(count));
+  plan.scatter(blocks, static_cast<const unsigned char*>(record) + header_bytes, 0, count,
+               crcs.get());
+  for (std::size_t i = 0; i < count; ++i) {
+    if (crcs[i] != expected[i]) {
+      return Status(StatusCode::kCorrupt, "sections: the CRC of one differs", crcs[i], expected[i],
+                    static_cast<std::int64_t>(i));
+    }
+  }
+  return Status();
+}
+
+}  // namespace kvstrata

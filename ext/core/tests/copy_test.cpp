@@ -1,0 +1,251 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "kvstrata/copy.h"
+
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "check.h"
+
+using namespace kvstrata;
+
+namespace {
+
+using Bytes = std::vector<unsigned char>;
+using PlanPtr = std::shared_ptr<const CopyPlan>;
+
+Bytes noise(std::size_t n, unsigned seed) {
+  std::mt19937_64 random(seed);
+  Bytes bytes(n);
+  for (auto& b : bytes) {
+    b = static_cast<unsigned char>(random());
+  }
+  return bytes;
+}
+
+std::uint64_t address(const void* p) {
+  return reinterpret_cast<std::uint64_t>(p);
+}
+
+RecordSpec spec(unsigned char fill = 1) {
+  RecordSpec s;
+  s.key.fill(fill);
+  s.chunk_tokens = 256;
+  s.created_unix_ms = 1;
+  return s;
+}
+
+// An engine's memory: sections one after the other, and the plan over it.
+struct Engine {
+  Bytes memory;
+  PlanPtr plan;
+  std::vector<std::size_t> bases;
+  std::size_t block_stride;
+  std::vector<CopyDim> dims;
+  std::size_t run;
+
+  Engine(std::size_t sections, std::size_t blocks, std::vector<CopyDim> shape,
+         std::size_t run_bytes, std::size_t stride, unsigned seed)
+      : block_stride(stride), dims(std::move(shape)), run(run_bytes) {
+    std::size_t span = run_bytes;
+    for (const CopyDim& d : dims) {
+      span += (d.count - 1) * d.stride;
+    }
+    const std::size_t section = stride * (blocks - 1) + span + seed % 7;
+    memory = noise(section * sections, seed);
+    std::vector<CopySection> list;
+    for (std::size_t i = 0; i < sections; ++i) {
+      bases.push_back(section * i);
+      list.push_back(CopySection{address(memory.data()) + section * i, stride});
+    }
+    CHECK_OK(CopyPlan::create(list, blocks, dims, run_bytes, &plan));
+  }
+
+  // The definition of the stored bytes.
+  template <typename Visit>
+  void each_run(const std::vector<std::uint32_t>& ids, Visit visit) const {
+    for (const std::size_t base : bases) {
+      for (const std::uint32_t id : ids) {
+        const std::size_t at = base + id * block_stride;
+        each(at, 0, visit);
+      }
+    }
+  }
+  template <typename Visit>
+  void each(std::size_t at, std::size_t dim, Visit& visit) const {
+    if (dim == dims.size()) {
+      visit(at);
+      return;
+    }
+    for (std::size_t i = 0; i < dims[dim].count; ++i) {
+      each(at + i * dims[dim].stride, dim + 1, visit);
+    }
+  }
+  Bytes packed(const std::vector<std::uint32_t>& ids) const {
+    Bytes out;
+    each_run(ids, [&](std::size_t at) {
+      out.insert(out.end(), memory.begin() + static_cast<std::ptrdiff_t>(at),
+                 memory.begin() + static_cast<std::ptrdiff_t>(at + run));
+    });
+    return out;
+  }
+};
+
+Bytes gathered(const Engine& engine, const std::vector<std::uint32_t>& ids) {
+  std::uint64_t total = 0;
+  CHECK_OK(engine.plan->record_bytes(ids.size(), &total));
+  Bytes record(total);
+  CHECK_OK(gather_record(*engine.plan, ids, record.data(), record.size(), spec()));
+  return record;
+}
+
+struct Shape {
+  std::vector<CopyDim> dims;
+  std::size_t run;
+  std::size_t stride;
+};
+
+std::vector<Shape> shapes() {
+  return {
+      {{}, 4096, 4096},                                 // one contiguous run, blocks adjacent
+      {{}, 1000, 1500},                                 // odd run, gaps
+      {{{2, 65'536}}, 2048, 2048},                      // K and V apart
+      {{{2, 65'536}, {8, 512}}, 256, 4096},             // heads with gaps
+      {{{2, 40'000}, {3, 3000}, {5, 300}}, 100, 9001},  // nothing merges, nothing is aligned
+      {{{4, 1024}, {4, 256}}, 256, 4096},               // merges into one run
+      {{{1, 7}, {4, 512}, {1, 9}}, 512, 2048},          // dimensions of one element
+      {{{3, 0}}, 64, 64},                               // a repeated run
+      {{{300, 24}}, 8, 7200},                           // more runs than a batch
+  };
+}
+
+}  // namespace
+
+TEST(gather_stores_the_blocks_in_order_packed_and_sealed) {
+  unsigned seed = 1;
+  for (const Shape& shape : shapes()) {
+    for (const std::size_t sections : {1u, 3u}) {
+      const Engine engine(sections, 9, shape.dims, shape.run, shape.stride, ++seed);
+      for (const std::vector<std::uint32_t>& ids :
+           {std::vector<std::uint32_t>{0}, {8, 0, 3}, {5, 5}}) {
+        const Bytes record = gathered(engine, ids);
+        const Bytes expected = engine.packed(ids);
+        const std::size_t header = record_header_bytes(static_cast<std::uint32_t>(sections));
+        CHECK_EQ(record.size(), header + expected.size());
+        CHECK(std::memcmp(record.data() + header, expected.data(), expected.size()) == 0);
+        const Digest key = spec().key;
+        CHECK_OK(verify_record(record.data(), record.size(), &key));
+      }
+    }
+  }
+}
+
+TEST(scatter_restores_exactly_the_blocks_and_nothing_else) {
+  unsigned seed = 100;
+  for (const Shape& shape : shapes()) {
+    Engine engine(2, 9, shape.dims, shape.run, shape.stride, ++seed);
+    const std::vector<std::uint32_t> ids = {7, 2, 4};
+    const Bytes record = gathered(engine, ids);
+    const Bytes before = engine.memory;
+    Bytes wiped = before;
+    engine.each_run(ids, [&](std::size_t at) { std::memset(wiped.data() + at, 0, shape.run); });
+    engine.memory.assign(wiped.begin(), wiped.end());  // same storage: the plan holds its address
+    CHECK_OK(scatter_record(*engine.plan, ids, record.data(), record.size(), spec().key));
+    CHECK(engine.memory == before);
+  }
+}
+
+TEST(blocks_can_move_to_other_places) {
+  Engine engine(4, 6, {}, 2048, 2048, 5);
+  const std::vector<std::uint32_t> from = {0, 1};
+  const std::vector<std::uint32_t> to = {5, 3};
+  const Bytes record = gathered(engine, from);
+  const Bytes expected = engine.packed(from);
+  CHECK_OK(scatter_record(*engine.plan, to, record.data(), record.size(), spec().key));
+  CHECK(engine.packed(to) == expected);
+}
+
+TEST(a_corrupted_section_is_named) {
+  Engine engine(5, 4, {}, 512, 512, 6);
+  Bytes record = gathered(engine, {1, 2});
+  record[4096 + 3 * 1024 + 17] ^= 0x40;
+  const Status status = scatter_record(*engine.plan, std::vector<std::uint32_t>{1, 2},
+                                       record.data(), record.size(), spec().key);
+  CHECK(status.code() == StatusCode::kCorrupt);
+  CHECK_EQ(status.detail(2), 3);
+}
+
+TEST(a_refused_scatter_touches_no_block) {
+  Engine engine(2, 4, {}, 512, 512, 7);
+  const std::vector<std::uint32_t> ids = {1, 2};
+  const Bytes good = gathered(engine, ids);
+  engine.memory.assign(engine.memory.size(), 0x55);
+  const Bytes before = engine.memory;
+  const auto code = [&](const Bytes& record, const std::vector<std::uint32_t>& blocks, Digest key) {
+    return scatter_record(*engine.plan, blocks, record.data(), record.size(), key).code();
+  };
+  CHECK(code(good, ids, spec(2).key) == StatusCode::kStale);
+  CHECK(code(good, {1}, spec().key) == StatusCode::kIncompatible);  // shorter than the record
+  CHECK(code(good, {1, 2, 3}, spec().key) == StatusCode::kIncompatible);
+  CHECK(code(good, {1, 4}, spec().key) == StatusCode::kOutOfRange);  // no such block
+  CHECK(code(good, {}, spec().key) == StatusCode::kBadArgument);
+  Bytes bad = good;
+  bad[300] ^= 1;
+  CHECK(code(bad, ids, spec().key) == StatusCode::kCorrupt);
+  CHECK(code(Bytes(good.begin(), good.end() - 1), ids, spec().key) == StatusCode::kOutOfRange);
+  const Engine other(3, 4, {}, 512, 512, 8);
+  CHECK(code(gathered(other, ids), ids, spec().key) == StatusCode::kIncompatible);
+  CHECK(engine.memory == before);
+}
+
+TEST(a_refused_gather_writes_nothing) {
+  const Engine engine(2, 4, {}, 512, 512, 9);
+  Bytes record(4096 + 2 * 1024, 0x11);
+  const Bytes before = record;
+  const auto code = [&](const std::vector<std::uint32_t>& blocks, std::size_t length) {
+    return gather_record(*engine.plan, blocks, record.data(), length, spec()).code();
+  };
+  CHECK(code({0, 4}, record.size()) == StatusCode::kOutOfRange);
+  CHECK(code({0, 1}, record.size() - 1) == StatusCode::kBadArgument);
+  CHECK(code({}, record.size()) == StatusCode::kBadArgument);
+  CHECK(record == before);
+}
+
+TEST(impossible_plans_name_what_is_wrong) {
+  const auto refused = [](std::vector<CopySection> sections, std::uint64_t blocks,
+                          std::vector<CopyDim> dims, std::uint64_t run, const char* field) {
+    PlanPtr plan;
+    const Status status = CopyPlan::create(std::move(sections), blocks, dims, run, &plan);
+    CHECK(status.code() == StatusCode::kBadArgument);
+    CHECK(std::strncmp(status.message(), field, std::strlen(field)) == 0);
+    CHECK(plan == nullptr);
+  };
+  const std::uint64_t max = ~std::uint64_t{0};
+  const CopySection ok{4096, 64};
+  refused({}, 1, {}, 64, "section_bases");
+  refused(std::vector<CopySection>(65'537, ok), 1, {}, 64, "section_bases");
+  refused({{0, 64}}, 1, {}, 64, "section_bases");
+  refused({ok}, 0, {}, 64, "num_blocks");
+  refused({ok}, std::uint64_t{1} << 32, {}, 64, "num_blocks");
+  refused({ok}, 1, {}, 0, "run_bytes");
+  refused({ok}, 1, {}, std::uint64_t{1} << 32, "run_bytes");
+  refused({ok}, 1, {{1, 1}, {1, 1}, {1, 1}, {1, 1}}, 64, "dims");
+  refused({ok}, 1, {{0, 64}}, 64, "dims");
+  refused({ok}, 1, {{3, max}}, 64, "dims");
+  refused({ok}, 1, {{max, 1}, {max, 1}}, 64, "dims");
+  refused({{max - 100, 64}}, 1, {}, 64, "block_stride");
+  refused({{4096, max}}, 3, {}, 64, "block_stride");
+  refused({{4096, std::uint64_t{1} << 40}}, 0xffffffff, {}, 64, "block_stride");
+}
+
+TEST(a_section_beyond_32_bits_is_refused) {
+  PlanPtr plan;
+  const std::vector<CopySection> sections = {{4096, std::uint64_t{1} << 30}};
+  CHECK_OK(CopyPlan::create(sections, 8, {}, std::uint64_t{1} << 30, &plan));
+  std::uint32_t bytes = 0;
+  CHECK_OK(plan->section_bytes(3, &bytes));
+  CHECK_EQ(bytes, 3u << 30);
+  CHECK(plan->section_bytes(4, &bytes).code() == StatusCode::kBadArgument);
+  std::uint64_t total = 0;
+  CHECK(plan->payload_bytes(~std::uint64_t{0}, &total).code() == StatusCode::kBadArgument);
+}
