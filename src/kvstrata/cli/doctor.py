@@ -86,7 +86,7 @@ def check_directories() -> Finding:
     from kvstrata.memory import paths
 
     try:
-        found = paths.socket_directory("", ServerSettings().port)
+        found = paths.socket_dir("", ServerSettings().port)
     except KvstrataError as error:
         return Finding("socket directory", "fail", str(error), "set --socket-dir")
     return Finding("socket directory", "ok", str(found))
