@@ -649,11 +649,14 @@ class Scheduling(RuleBasedStateMachine):
     """vLLM's calls in any order it may make them: leases are never lost, blocks never let go too early."""
 
     @initialize(
-        hits=st.integers(0, 6), world_size=st.sampled_from([1, 2]), mode=st.sampled_from(["sync", "async"])
+        hits=st.sampled_from([0, 2, 6]),
+        answers=st.booleans(),
+        world_size=st.sampled_from([1, 2]),
+        mode=st.sampled_from(["sync", "async"]),
     )
-    def begin(self, hits, world_size, mode):
+    def begin(self, hits, answers, world_size, mode):
         self.clock = Clock()
-        self.client = FakeClient(hits=hits, answers=False)
+        self.client = FakeClient(hits=hits, answers=answers)
         self.side = make_side(self.client, self.clock, world_size=world_size, settings={"load_mode": mode})
         self.world_size = world_size
         self.waiting, self.running, self.loading = [], {}, []
@@ -674,8 +677,14 @@ class Scheduling(RuleBasedStateMachine):
                 call.answer(n)
                 return
 
+    @rule(tokens=st.integers(9, 60))
+    def arrive_and_run(self, tokens):
+        self.arrive(tokens)
+        self.waiting.insert(0, self.waiting.pop())
+        self.schedule(0, True)
+
     @precondition(lambda self: self.waiting)
-    @rule(computed=st.integers(0, 3), fits=st.booleans())
+    @rule(computed=st.integers(0, 6), fits=st.booleans())
     def schedule(self, computed, fits):
         request = self.waiting[0]
         computed = min(computed * BLOCK, (request.num_tokens - 1) // BLOCK * BLOCK)
@@ -776,4 +785,4 @@ class Scheduling(RuleBasedStateMachine):
 
 
 TestScheduling = Scheduling.TestCase
-TestScheduling.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestScheduling.settings = hypothesis_settings(max_examples=100, stateful_step_count=50, deadline=None)
