@@ -85,6 +85,13 @@ class SecuritySettings(_Section, frozen=True, kw_only=True):
     insecure: Annotated[bool, Meta(description="Allow listening off loopback without a key or token.")] = (
         False
     )
+    tenants_file: Annotated[
+        str,
+        Meta(
+            description="File with a line `TOKEN TENANT [TENANT ...]` each: processes that attach with the token "
+            "may use these tenants, others only the unnamed one. Empty: any local process may use any tenant."
+        ),
+    ] = ""
 
 
 class ServerSettings(_Section, frozen=True, kw_only=True):

@@ -31,6 +31,8 @@ SECONDS_BUCKETS = (
     2.5,
     10.0,
 )
+MAX_OUTCOME_WORDS = 32
+"""Outcomes of an adapter's operation that get a label of their own (plugins choose their words)."""
 
 
 class Histogram:
@@ -57,6 +59,17 @@ class Histogram:
         return result
 
 
+class L2Operation:
+    """One kind of operation on one adapter."""
+
+    __slots__ = ("moved_bytes", "outcomes", "time")
+
+    def __init__(self) -> None:
+        self.time = Histogram()
+        self.moved_bytes = 0
+        self.outcomes: dict[str, int] = {}
+
+
 class ServerCounters:
     """What the request path counts."""
 
@@ -73,6 +86,20 @@ class ServerCounters:
         self.put_skipped: dict[str, int] = {}
         self.retrieved_bytes = 0
         self.lookup = Histogram()
+        self.l2: dict[tuple[str, str], L2Operation] = {}
+
+    def l2_operation(
+        self, adapter: str, operation: str, seconds: float, moved_bytes: int, outcomes: Mapping[str, int]
+    ) -> None:
+        """One batch on an adapter ended; `outcomes`: items by outcome's word."""
+        counted = self.l2.get((adapter, operation))
+        if counted is None:
+            counted = self.l2[(adapter, operation)] = L2Operation()
+        counted.time.add(seconds)
+        counted.moved_bytes += moved_bytes
+        for word, count in outcomes.items():
+            known = word if word in counted.outcomes or len(counted.outcomes) < MAX_OUTCOME_WORDS else "other"
+            counted.outcomes[known] = counted.outcomes.get(known, 0) + count
 
     def as_dict(self) -> dict[str, Any]:
         """For the status document."""
@@ -139,6 +166,21 @@ def families(instance_id: str, counters: ServerCounters, numbers: Mapping[str, A
     histogram = HistogramMetricFamily("kvstrata_lookup_seconds", "Time from a lookup's arrival to its reply.")
     histogram.add_metric([], buckets=counters.lookup.buckets(), sum_value=counters.lookup.sum_s)
     yield histogram
+    seconds = HistogramMetricFamily(
+        "kvstrata_l2_seconds", "Time of one batch on an adapter.", labels=["adapter", "operation"]
+    )
+    moved = CounterMetricFamily(
+        "kvstrata_l2_bytes", "Record bytes moved by an adapter.", labels=["adapter", "operation"]
+    )
+    items = CounterMetricFamily(
+        "kvstrata_l2_items", "Chunks by outcome.", labels=["adapter", "operation", "outcome"]
+    )
+    for (adapter, operation), counted in sorted(counters.l2.items()):
+        seconds.add_metric([adapter, operation], buckets=counted.time.buckets(), sum_value=counted.time.sum_s)
+        moved.add_metric([adapter, operation], counted.moved_bytes)
+        for word, count in sorted(counted.outcomes.items()):
+            items.add_metric([adapter, operation, word], count)
+    yield from (seconds, moved, items)
     for name, number in numbers_in(numbers, "kvstrata"):
         yield GaugeMetricFamily(name, "From the status document.", value=number)
 

@@ -6,10 +6,9 @@ engine has, and only then can a chunk count as a hit (all of its slices must be 
 
 Invariants:
 
-1. All members of a group declared the same LayoutIdentity and the same number of slices.
-2. Processes that declare the same layout identity and the same part of the model (layers, heads, group)
-   declare the same layout facts, in whatever group they are: otherwise the later one is refused.
-3. An identity id is given once per epoch and names one (layout, request) for ever; ids that are dropped are
+1. All members of a group declared the same LayoutIdentity and the same number of slices (the attach handshake
+   refuses others, memory/attach_checks.py).
+2. An identity id is given once per epoch and names one (layout, request) for ever; ids that are dropped are
    not given again.
 
 It does not know outcomes (rpc/session.py), sockets or the pool.
@@ -20,26 +19,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-import msgspec
-
-from kvstrata.errors import (
-    BadRequest,
-    LayoutRefused,
-    NotPermitted,
-    UnknownIdentity,
-    WrongVersion,
-)
-from kvstrata.types import (
-    FORMAT_VERSION,
-    LayoutIdentity,
-    RequestIdentity,
-    Role,
-    Slice,
-    facts_digest,
-    identity_root,
-)
+from kvstrata.errors import BadRequest, NotPermitted, UnknownIdentity
+from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice, identity_root
 
 MAX_IDENTITIES = 4096
 """Identities one session may have declared; the one declared or used longest ago is dropped."""
@@ -52,27 +35,6 @@ def tenant_number(tenant: str) -> int:
     if not tenant:
         return 0
     return int.from_bytes(hashlib.sha256(tenant.encode()).digest()[:4], "little") or 1
-
-
-class Declaration(Protocol):
-    """What a process says of itself when it attaches (`rpc.wire.AttachRequest` has these fields)."""
-
-    @property
-    def session(self) -> bytes: ...
-    @property
-    def group(self) -> bytes: ...
-    @property
-    def role(self) -> Role: ...
-    @property
-    def layout(self) -> LayoutIdentity: ...
-    @property
-    def engine_slices(self) -> int: ...
-    @property
-    def slice(self) -> Slice | None: ...
-    @property
-    def facts(self) -> dict[str, Any] | None: ...
-    @property
-    def token(self) -> str: ...
 
 
 class Identity(NamedTuple):
@@ -135,7 +97,6 @@ class Member:
     __slots__ = (
         "detached",
         "digest",
-        "facts",
         "group",
         "identities",
         "pid",
@@ -146,15 +107,16 @@ class Member:
         "tenants",
     )
 
-    def __init__(self, declared: Declaration, group: Group, row: int, pid: int) -> None:
-        self.session = declared.session
+    def __init__(
+        self, session: bytes, group: Group, role: Role, part: Slice | None, row: int, pid: int
+    ) -> None:
+        self.session = session
         self.group = group
-        self.role = declared.role
+        self.role = role
         self.row = row
         self.pid = pid
-        self.slice = declared.slice
-        self.digest = declared.slice.digest() if declared.slice is not None else b""
-        self.facts = declared.facts
+        self.slice = part
+        self.digest = part.digest() if part is not None else b""
         self.tenants: frozenset[str] | None = None
         """Tenants that it may name; None: any."""
         self.detached = False
@@ -184,8 +146,7 @@ class TenantTokens:
 class Registry:
     """All groups, members and identities of one instance. Single-threaded."""
 
-    def __init__(self, epoch: int, tokens: TenantTokens | None = None) -> None:
-        self._tokens = tokens or TenantTokens()
+    def __init__(self, epoch: int) -> None:
         self._groups: dict[bytes, Group] = {}
         self._members: dict[bytes, Member] = {}
         self._by_root: dict[bytes, Identity] = {}
@@ -206,53 +167,38 @@ class Registry:
         """The attached process of a session."""
         return self._members.get(session)
 
-    def check(self, request: Declaration) -> None:
-        """Whether the process may attach. Changes nothing; raises what the peer is to be told."""
-        if request.layout.format_version != FORMAT_VERSION:
-            raise WrongVersion(
-                f"layout.format_version: peer uses {request.layout.format_version}, "
-                f"this server {FORMAT_VERSION}; upgrade the older side",
-                field="layout.format_version",
-            )
-        if request.layout.chunk_tokens < 1:
-            raise BadRequest(
-                f"layout.chunk_tokens: must be at least 1, found {request.layout.chunk_tokens}",
-                field="layout.chunk_tokens",
-            )
-        self._tokens.allowed(request.token)
-        if request.role is Role.SCHEDULER:
-            if request.slice is not None:
-                raise BadRequest("slice: a scheduler holds none; leave it out", field="slice")
-        else:
-            self._check_slice(request)
-        group = self._groups.get(request.group)
-        if group is not None and any(other != request.session for other in group.members):
-            self._check_group(group, request)
-        member = self._members.get(request.session)
-        if member is not None and member.group.name != request.group:
-            raise BadRequest(
-                "group: this session is attached in another group; use a new session", field="group"
-            )
+    def attach(
+        self,
+        session: bytes,
+        *,
+        group: bytes,
+        role: Role,
+        layout: LayoutIdentity,
+        engine_slices: int,
+        part: Slice | None,
+        tenants: frozenset[str] | None,
+        row: int,
+        pid: int,
+    ) -> Member:
+        """The process is attached, its declaration was checked. The same session again: the same member.
 
-    def attach(self, request: Declaration, row: int, pid: int) -> Member:
-        """The process is attached (checked before). The same session again replaces its earlier self."""
-        identities: dict[int, Identity] = {}
-        old = self._members.get(request.session)
-        if old is not None:
-            if old.group.layout == request.layout:
-                identities = old.identities
-            else:
-                self._drop_identities(old)
-            self._leave(old)
-        group = self._groups.get(request.group)
-        if group is None:
-            group = self._groups[request.group] = Group(request.group, request.layout, request.engine_slices)
-        member = Member(request, group, row, pid)
-        member.tenants = self._tokens.allowed(request.token)
-        member.identities = identities
-        self._members[request.session] = member
-        group.members[request.session] = member
-        group.changed()
+        `part`: the slice it holds, None for a scheduler. `tenants`: those it may name, None for any.
+        """
+        member = self._members.get(session)
+        if member is not None:
+            member.detached = False
+            member.tenants = tenants
+            member.row = row
+            member.group.changed()
+            return member
+        engine = self._groups.get(group)
+        if engine is None:
+            engine = self._groups[group] = Group(group, layout, engine_slices)
+        member = Member(session, engine, role, part, row, pid)
+        member.tenants = tenants
+        self._members[session] = member
+        engine.members[session] = member
+        engine.changed()
         return member
 
     def detached(self, session: bytes) -> None:
@@ -311,38 +257,6 @@ class Registry:
         """A declared identity by its root."""
         return self._by_root.get(root)
 
-    def _check_slice(self, request: Declaration) -> None:
-        part = request.slice
-        if part is None:
-            raise BadRequest(f"slice: a {request.role} must declare the slice it holds", field="slice")
-        for name in ("layers", "kv_heads"):
-            first, end = getattr(part, name)
-            if not 0 <= first < end:
-                raise BadRequest(
-                    f"slice.{name}: [{first}, {end}) is no range; give first and end, half-open",
-                    field=f"slice.{name}",
-                )
-        if request.facts is not None and facts_digest(request.facts) != part.layout:
-            raise BadRequest("slice.layout: is not the digest of the facts sent along", field="slice.layout")
-        for member in self._members.values():
-            if member.session != request.session and member.group.layout == request.layout:
-                _check_same_facts(member, part, request.facts)
-
-    def _check_group(self, group: Group, request: Declaration) -> None:
-        if group.engine_slices != request.engine_slices:
-            raise LayoutRefused(
-                f"engine_slices: this engine's other processes declared {group.engine_slices}, "
-                f"found {request.engine_slices}; give all of them the same",
-                field="engine_slices",
-            )
-        field = first_difference(group.layout, request.layout)
-        if field:
-            raise LayoutRefused(
-                f"layout.{field}: this engine's other processes declared {getattr(group.layout, field)!r}, "
-                f"found {getattr(request.layout, field)!r}; give all of them the same",
-                field=f"layout.{field}",
-            )
-
     def _leave(self, member: Member) -> None:
         member.group.members.pop(member.session, None)
         member.group.changed()
@@ -361,38 +275,3 @@ class Registry:
         else:
             del self._users[identity.root]
             del self._by_root[identity.root]
-
-
-def _check_same_facts(member: Member, part: Slice, facts: dict[str, Any] | None) -> None:
-    known = member.slice
-    if known is None or known.layout == part.layout:
-        return
-    if (known.layers, known.kv_heads, known.group) != (part.layers, part.kv_heads, part.group):
-        return
-    field = "slice.layout"
-    before: Any = known.layout
-    now: Any = part.layout
-    if member.facts is not None and facts is not None:
-        name = first_fact_difference(member.facts, facts)
-        field, before, now = f"facts.{name}", member.facts.get(name), facts.get(name)
-    raise LayoutRefused(
-        f"{field}: an attached process with the same identity declared {before!r:.100}, found {now!r:.100}; "
-        "run both with the same settings, or give them different identities (layout.weights, .revision)",
-        field=field,
-    )
-
-
-def first_difference(known: msgspec.Struct, found: msgspec.Struct) -> str:
-    """Name of the first field in which two identities differ, empty if none."""
-    for name in known.__struct_fields__:
-        if getattr(known, name) != getattr(found, name):
-            return name
-    return ""
-
-
-def first_fact_difference(known: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Name of the first layout fact, in sorted order, that differs or is missing on one side."""
-    for name in sorted({*known, *found}):
-        if known.get(name) != found.get(name):
-            return name
-    return ""

@@ -357,9 +357,8 @@ class Sessions:
         reply_bytes = session.reply_bytes
         victims = []
         for seq, call in session.calls.items():
-            if finished <= limits.kept_anyway or (
-                finished <= limits.max_outcomes and reply_bytes <= limits.max_reply_bytes
-            ):
+            few_bytes = reply_bytes <= limits.max_reply_bytes or finished <= limits.kept_anyway
+            if finished <= limits.max_outcomes and few_bytes:
                 break
             if seq not in session.running:
                 victims.append(seq)

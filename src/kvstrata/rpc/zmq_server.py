@@ -58,8 +58,8 @@ class CurveKeys(NamedTuple):
     clients: frozenset[bytes]
 
 
-Handler = Callable[[Address, bytes], bytes | None]
-"""Gets one frame; returns the reply, or None when it comes later through `send` or not at all."""
+Handler = Callable[[Address, bytes], None]
+"""Gets one frame; answers through `ZmqServer.send`, now or later."""
 FrameErrorHandler = Callable[[Address, int], bytes]
 """Gets the number of frames of a message that has not exactly one; returns the error reply."""
 
@@ -67,12 +67,10 @@ FrameErrorHandler = Callable[[Address, int], bytes]
 class ZmqServer:
     """Both sockets. Everything runs on `loop`'s thread."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, handler: Handler, frame_error: FrameErrorHandler
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._handler = handler
-        self._frame_error = frame_error
+        self._handler: Handler | None = None
+        self._frame_error: FrameErrorHandler | None = None
         self._context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, MAX_PEERS + 16)
         self._sockets: dict[bool, zmq.Socket[bytes]] = {}
@@ -81,6 +79,10 @@ class ZmqServer:
         self._ipc_path: Path | None = None
         self._again: set[bool] = set()
         self._reading = False
+        self._draining = False
+        self._draining_local = False
+        self._sent_to: set[bool] = set()
+        """Sockets other than the one being read to which a handler sent."""
         self.received_count = 0
         self.dropped_replies_count = 0
 
@@ -138,8 +140,10 @@ class ZmqServer:
             ) from None
         return int(server.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
 
-    def start(self) -> None:
+    def start(self, handler: Handler, frame_error: FrameErrorHandler) -> None:
         """Begin to read."""
+        self._handler = handler
+        self._frame_error = frame_error
         self._reading = True
         for local, server in self._sockets.items():
             self._loop.add_reader(server.fileno(), self._drain, local)
@@ -151,8 +155,16 @@ class ZmqServer:
         if server is None or server.closed:
             return
         self._send(server, [address.routing_id, reply])
-        # A send may take the signal that messages have arrived; the descriptor would then stay silent.
-        self._look_again(address.local)
+        if self._draining:
+            if address.local is not self._draining_local:
+                self._sent_to.add(address.local)
+        else:
+            # A send may take the signal that messages have arrived; the descriptor would then stay silent.
+            self._look_again(address.local)
+
+    def stats(self) -> dict[str, int]:
+        """Counts for status and metrics."""
+        return {"received": self.received_count, "dropped_replies": self.dropped_replies_count}
 
     def close(self) -> None:
         """Stop reading, give queued replies a moment to leave, free everything."""
@@ -196,25 +208,37 @@ class ZmqServer:
         server = self._sockets.get(local)
         if server is None or not self._reading:
             return
-        handler = self._handler
+        self._draining, self._draining_local = True, local
+        try:
+            empty = self._handle_some(server, local)
+        finally:
+            self._draining = False
+        if not empty:
+            self._look_again(local)
+        sent_to, self._sent_to = self._sent_to, set()
+        for other in sent_to:
+            self._look_again(other)
+
+    def _handle_some(self, server: zmq.Socket[bytes], local: bool) -> bool:
+        """True when nothing was left to read."""
+        handler, frame_error = self._handler, self._frame_error
+        assert handler is not None and frame_error is not None, "reading before start"
         started_s = time.monotonic()
         for _ in range(MESSAGES_PER_WAKE):
             try:
                 frames = server.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return True
             self.received_count += 1
             address = Address(local, frames[0])
             if len(frames) == 2:
-                reply = handler(address, frames[1])
-                if reply is not None:
-                    self._send(server, [frames[0], reply])
+                handler(address, frames[1])
             else:
                 delimiter = [b""] if len(frames) > 2 and not frames[1] else []
-                self._send(server, [frames[0], *delimiter, self._frame_error(address, len(frames) - 1)])
+                self._send(server, [frames[0], *delimiter, frame_error(address, len(frames) - 1)])
             if time.monotonic() - started_s > SECONDS_PER_WAKE:
                 break
-        self._look_again(local)
+        return False
 
     def _send(self, server: zmq.Socket[bytes], frames: list[bytes]) -> None:
         try:

@@ -1,0 +1,51 @@
+"""The commands: `kvstrata` with its subcommands, and their well-known names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from kvstrata import __version__
+
+USAGE = """\
+usage: kvstrata COMMAND [arguments]
+
+  server   run a cache server (also: lmcache-server)
+  ctl      ask a running server: status, explain, prefetch, clear
+  doctor   check this machine: shared memory, limits, CPU, extension, ports
+
+kvstrata COMMAND --help tells more; kvstrata --version prints the version."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = words[0] if words else "--help"
+    if command in ("-h", "--help"):
+        print(USAGE)
+        return 0 if words else 2
+    if command == "--version":
+        print(f"kvstrata {__version__}")
+        return 0
+    run = _command(command)
+    if run is None:
+        print(f"kvstrata: unknown command {command!r}; see kvstrata --help", file=sys.stderr)
+        return 2
+    return run(words[1:])
+
+
+def _command(name: str) -> Callable[[Sequence[str]], int] | None:
+    """The subcommand's entry; imported only when it is run."""
+    if name == "server":
+        from kvstrata.cli.server import main as server
+
+        return server
+    if name == "ctl":
+        from kvstrata.cli.ctl import main as ctl
+
+        return ctl
+    if name == "doctor":
+        from kvstrata.cli.doctor import main as doctor
+
+        return doctor
+    return None

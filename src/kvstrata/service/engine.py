@@ -1,0 +1,480 @@
+"""The instance's state and what may be asked of it: sessions, leases, reservations, explain, admin.
+
+The engine decides nothing about messages (service/handlers.py) or lookups (service/lookup.py); it owns what
+they share.  Everything here runs on the event loop and is quick; pool calls that are not go to `lane`.
+
+Invariants:
+
+1. A process's requests are valid from `on_attached` until `on_gone` begins.
+2. When `on_gone` returns, nothing runs for that process: no request, and no reservation or lease named by it
+   that only it held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvstrata import __version__
+from kvstrata.errors import BadRequest, LayoutRefused, Refused, Unavailable
+from kvstrata.native.hashing import chain_keys, storage_keys
+from kvstrata.observability.explain import Explainer
+from kvstrata.observability.logging import EventLog
+from kvstrata.observability.metrics import ServerCollector, ServerCounters
+from kvstrata.policy.sessions import Group, Registry, TenantTokens, tenant_number
+from kvstrata.rpc.session import Call, Effect, Session, Sessions, Undoing
+from kvstrata.rpc.wire import Error, Tier, encode
+from kvstrata.service.effects import InFlight, Lease, Leases, Reservation
+from kvstrata.types import FORMAT_VERSION, KEY_BYTES, MissReason, RequestIdentity, identity_root
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from kvstrata.clock import Clock
+    from kvstrata.config.model import ServerSettings
+    from kvstrata.errors import KvstrataError
+    from kvstrata.memory.attach import SessionRow
+    from kvstrata.memory.linux import Peer
+    from kvstrata.native.pool import Pool
+    from kvstrata.rpc.wire import AttachRequest
+    from kvstrata.service.prefetch import PrefetchController
+    from kvstrata.service.store import StoreController
+    from kvstrata.service.supervisor import PoolLane, Supervisor
+    from kvstrata.storage.wrap.metrics import OpReport
+
+GB = 1 << 30
+MAX_JOBS = 256
+MAX_RUNNING_JOBS = 8
+MAX_SESSION_SHARE = 8
+"""A session may have 1/8 of L1 reserved or quarantined."""
+
+
+class Job:
+    """One prewarm and its outcome so far."""
+
+    __slots__ = ("chunks", "l1_chunks", "l2_chunks", "number", "reason", "state")
+
+    def __init__(self, number: int, chunks: int) -> None:
+        self.number = number
+        self.state = "running"
+        self.chunks = chunks
+        self.l1_chunks = 0
+        self.l2_chunks = 0
+        self.reason = ""
+
+    def document(self) -> dict[str, Any]:
+        """As told to whoever asks."""
+        return {name: getattr(self, "number" if name == "job" else name) for name in _JOB_FIELDS}
+
+
+_JOB_FIELDS = ("job", "state", "chunks", "l1_chunks", "l2_chunks", "reason")
+
+
+class Engine:
+    """One instance. `send` delivers a reply to an address (set by the handlers)."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        settings: ServerSettings,
+        *,
+        instance_id: str,
+        socket_dir: Path,
+        port: int,
+        supervisor: Supervisor,
+        lane: PoolLane,
+        clock: Clock,
+        tokens: TenantTokens | None = None,
+        store: StoreController | None = None,
+        prefetch: PrefetchController | None = None,
+    ) -> None:
+        self.pool = pool
+        self.settings = settings
+        self.instance_id = instance_id
+        self.socket_dir = socket_dir
+        self.port = port
+        self.supervisor = supervisor
+        self.lane = lane
+        self.clock = clock
+        self.store = store
+        self.prefetch = prefetch
+        self.epoch: int = pool.epoch
+        self.peers = Registry(self.epoch)
+        self.sessions = Sessions(self.error_frame)
+        self.leases = Leases()
+        self.in_flight = InFlight()
+        self.explainer = Explainer()
+        self.counters = ServerCounters()
+        self.send: Callable[[Any, bytes], None] = lambda address, reply: None
+        self.tells_touches = False
+        """Whether the store controller wants to know which chunks lookups used."""
+        self.work: dict[Call, asyncio.Task[None]] = {}
+        """Tasks of requests that take time (kept by the handlers)."""
+        self.extra_status: dict[str, Callable[[], dict[str, Any]]] = {}
+        self._tokens = tokens or TenantTokens()
+        self._log = EventLog("engine")
+        self._started_s = clock.monotonic_s()
+        self._not_ready = "starting"
+        self._jobs: dict[int, Job] = {}
+        self._next_job = 1
+        self._metrics: CollectorRegistry | None = None
+        for tenant, gigabytes in settings.quotas_gb.items():
+            pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
+
+    # --- attach hooks --------------------------------------------------------------------------------
+
+    def admit(self, request: AttachRequest) -> None:
+        """Raises what a process that may not attach is told."""
+        if self._not_ready == "stopping":
+            raise Unavailable("this server is stopping; attach to its successor")
+        if request.layout.format_version != FORMAT_VERSION:
+            raise LayoutRefused(
+                f"layout.format_version: peer uses {request.layout.format_version}, this server "
+                f"{FORMAT_VERSION}; upgrade the older side",
+                field="layout.format_version",
+            )
+        if request.layout.chunk_tokens < 1:
+            raise BadRequest(
+                f"layout.chunk_tokens: must be at least 1, found {request.layout.chunk_tokens}",
+                field="layout.chunk_tokens",
+            )
+
+    def tenants_of(self, peer: Peer, request: AttachRequest) -> frozenset[str] | None:
+        """Tenants that a process with this token may use, None for any. Raises NotPermitted."""
+        return self._tokens.allowed(request.token)
+
+    def on_attached(self, session: SessionRow) -> None:
+        """Requests of this session are valid from now on."""
+        request = session.request
+        assert request is not None
+        self.peers.attach(
+            session.session,
+            group=session.group,
+            role=request.role,
+            layout=request.layout,
+            engine_slices=request.engine_slices,
+            part=request.slice,
+            tenants=session.tenants,
+            row=session.row,
+            pid=session.pid,
+        )
+        self.sessions.open(session.session)
+        self._log.info(
+            "attached", session=session.session, group=session.group, role=request.role, pid=session.pid,
+            row=session.row, model=request.layout.model, resumed=session.resumed,
+        )  # fmt: skip
+
+    def on_detached(self, session: SessionRow) -> None:
+        """Its connection closed while it lives; everything it owns stays."""
+        self.peers.detached(session.session)
+        self._log.info("detached", session=session.session, pid=session.pid)
+
+    async def on_gone(self, session: SessionRow) -> None:
+        """Its process has ended: nothing of it runs any more when this returns."""
+        self.peers.gone(session.session)
+        left = self.sessions.close(session.session)
+        for call in left.stopped:
+            if call.stop is not None:
+                call.stop()
+        for effect in left.effects:
+            if isinstance(effect, Reservation):
+                self.in_flight.remove(effect.open_keys.values())
+                effect.open_keys.clear()
+        for lease in self.leases.row_gone(session.row):
+            self._settle(lease)
+        for effect in left.effects:
+            if isinstance(effect, Lease) and effect.rows:
+                self.leases.orphan(effect)
+        await asyncio.gather(
+            *(self.work[call] for call in left.stopped if call in self.work), return_exceptions=True
+        )
+        self._log.info("gone", session=session.session, pid=session.pid, row=session.row)
+
+    # --- effects --------------------------------------------------------------------------------
+
+    def keep(self, effect: Effect) -> None:
+        """The outcome that names this effect is on its way to its owner."""
+        if isinstance(effect, Lease):
+            self.leases.add(effect)
+        elif isinstance(effect, Reservation):
+            self.in_flight.add(effect.open_keys.values())
+
+    def undo(self, effect: Effect, *, kept: bool = True) -> None:
+        """Give back what a request did. `kept`: `keep` was called for it."""
+        if isinstance(effect, Lease):
+            self.pool.release(effect.ticket, -1)
+            self.leases.drop(effect)
+        elif isinstance(effect, Reservation):
+            self.pool.abort(effect.ticket, None)
+            if kept:
+                self.in_flight.remove(effect.open_keys.values())
+            effect.open_keys.clear()
+
+    def carry_out(self, undoing: Undoing) -> int:
+        """What a cancel or a ping decided; returns how many requests it touched."""
+        for effect in undoing.effects:
+            self.undo(effect)
+        for call in undoing.stopped:
+            if call.stop is not None:
+                call.stop()
+        for address, reply in undoing.replies:
+            self.send(address, reply)
+        return len(undoing.effects) + len(undoing.stopped)
+
+    def release_share(self, lease: Lease, row: int, own: bool) -> bool:
+        """End one row's share; False if it had none. `own`: the row is that of the process that looked up."""
+        if row not in lease.rows:
+            return False
+        self.pool.release(lease.ticket, row)
+        if own:
+            lease.wanted_by_ping = False
+        if self.leases.drop_share(lease, row):
+            self._settle(lease)
+        return True
+
+    def release_all(self, lease: Lease) -> None:
+        """End every share."""
+        self.pool.release(lease.ticket, -1)
+        self.leases.drop(lease)
+        self._settle(lease)
+
+    def _settle(self, lease: Lease) -> None:
+        self.sessions.settle(*lease.name)
+
+    def committed(self, keys: list[bytes]) -> None:
+        """These storage keys became visible."""
+        self.in_flight.remove(keys)
+        self.explainer.keys.stored(keys)
+        self.counters.committed_chunks += len(keys)
+        if self.store is not None and keys:
+            self.store.committed(keys)
+
+    def put_skipped(self, key: bytes, reason: str) -> None:
+        """The store controller did not put this chunk to L2."""
+        counters = self.counters.put_skipped
+        counters[reason] = counters.get(reason, 0) + 1
+        self.explainer.keys.note(key, MissReason.PUT_SKIPPED, reason, self.clock.unix_ms())
+
+    def dropped_from_l2(self, adapter: str, key: bytes) -> None:
+        """An adapter's own cap dropped this chunk."""
+        if self.store is not None:
+            self.store.dropped(adapter, [key])
+        self.explainer.keys.note(key, MissReason.EVICTED, f"the cap of {adapter}", self.clock.unix_ms())
+
+    def l2_report(self, report: OpReport) -> None:
+        """One operation of an adapter ended."""
+        self.counters.l2_operation(
+            report.adapter, report.operation, report.seconds, report.moved_bytes, report.outcomes
+        )
+
+    # --- periodic --------------------------------------------------------------------------------
+
+    def drain_events(self) -> None:
+        """Tell explain what the pool did since the last call."""
+        memory, now_ms = self.explainer.keys, self.clock.unix_ms()
+        evicted: list[bytes] = []
+        for kind, key, _ in self.pool.events():
+            if kind == EVENT_EVICTED:
+                evicted.append(key)
+                known = memory.get(key)
+                if known is not None and known.reason is MissReason.PUT_SKIPPED:
+                    continue  # it would be in L2 had it been put
+                memory.note(key, MissReason.EVICTED, self.settings.l1.eviction_policy, now_ms)
+            elif kind == EVENT_CLEARED:
+                memory.note(key, MissReason.EVICTED, "clear", now_ms)
+            elif kind == EVENT_CORRUPT:
+                memory.note(key, MissReason.CORRUPT, "checksum differs", now_ms)
+                self._log.repeated(30, "corrupt", "chunk_corrupt", key=key)
+            elif kind == EVENT_INSERTED:
+                memory.stored([key])
+        if evicted and self.store is not None:
+            self.store.evicted(evicted)
+
+    # --- admin --------------------------------------------------------------------------------
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """Where the metrics are."""
+        if self._metrics is None:
+            from prometheus_client import CollectorRegistry
+
+            self._metrics = CollectorRegistry(auto_describe=False)
+            self._metrics.register(ServerCollector(self.instance_id, self.counters, self._numbers))
+        return self._metrics
+
+    def set_ready(self, why_not: str = "") -> None:
+        """Ready with an empty string, otherwise why not."""
+        self._not_ready = why_not
+
+    def readiness(self) -> tuple[bool, str]:
+        """Whether requests are served, and if not, why."""
+        return not self._not_ready, self._not_ready
+
+    def status(self) -> dict[str, Any]:
+        """The instance at a glance."""
+        members = self.peers.members
+        return {
+            "instance": {
+                "instance_id": self.instance_id,
+                "version": __version__,
+                "epoch": self.epoch,
+                "pid": os.getpid(),
+                "host": self.settings.host,
+                "port": self.port,
+                "socket_dir": str(self.socket_dir),
+                "ready": not self._not_ready,
+                "uptime_s": round(self.clock.monotonic_s() - self._started_s, 3),
+                "unix_s": time.time(),
+            },
+            **self._numbers(),
+            "counters": self.counters.as_dict(),
+            "peers": [
+                {
+                    "session": member.session.hex(),
+                    "group": member.group.name.hex(),
+                    "role": str(member.role),
+                    "pid": member.pid,
+                    "row": member.row,
+                    "detached": member.detached,
+                    "model": member.group.layout.model,
+                    "complete": member.group.complete,
+                }
+                for member in members
+            ],
+            "jobs": [job.document() for job in self._jobs.values()],
+        }
+
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        """What a recent request hit and why its first missing chunk missed; None if it is not remembered."""
+        document = self.explainer.explain(request_id, None)
+        return document if document["known"] else None
+
+    async def prewarm(
+        self, *, model: str, request: RequestIdentity, tokens: list[int], budget_bytes: int, ttl_ms: int
+    ) -> int:
+        """Start loading the chunks of a prompt from L2; returns the job's number.
+
+        `model`: of an attached engine, empty for the only one. Raises BadRequest or Refused.
+        """
+        group = self._group_of(model)
+        root = identity_root(group.layout, request)
+        chain = await asyncio.shield(self.lane.run(chain_keys, root, tokens, group.layout.chunk_tokens))
+        return self.start_prewarm(group, root, tenant_number(request.tenant), chain, budget_bytes, ttl_ms)
+
+    def start_prewarm(
+        self, group: Group, root: bytes, tenant: int, chain: bytes, budget_bytes: int, ttl_ms: int
+    ) -> int:
+        """The same for chain keys. Raises Refused."""
+        if not group.complete:
+            raise Refused("engine_slices: not all slices of this engine are attached; try later")
+        running = sum(job.state == "running" for job in self._jobs.values())
+        if running >= MAX_RUNNING_JOBS:
+            raise Refused(f"{running} prewarm jobs are running; try again when some have ended")
+        job = Job(self._next_job, len(chain) // KEY_BYTES)
+        self._next_job += 1
+        self._jobs[job.number] = job
+        if len(self._jobs) > MAX_JOBS:
+            ended = (number for number, other in self._jobs.items() if other.state != "running")
+            del self._jobs[next(ended)]
+        self.supervisor.spawn(
+            self._prewarm(
+                job, group.packed_slices, len(group.slices), root, tenant, chain, budget_bytes, ttl_ms
+            ),
+            f"prewarm-{job.number}",
+        )
+        return job.number
+
+    def job(self, number: int) -> dict[str, Any] | None:
+        """Outcome of a prewarm so far; None when it is not remembered."""
+        job = self._jobs.get(number)
+        return None if job is None else job.document()
+
+    async def clear(self, tier: str, tenant: str | None) -> dict[str, int]:
+        """Drop what nobody uses, of one tenant or of all; returns how many chunks left each tier."""
+        dropped = {}
+        number = -1 if tenant is None else tenant_number(tenant)
+        if tier in (Tier.L1, Tier.ALL):
+            dropped["l1"] = await asyncio.shield(self.lane.run(self.pool.clear, number))
+        if tier in (Tier.L2, Tier.ALL):
+            if tenant is not None:
+                raise BadRequest(
+                    "tenant: L2 can only be cleared as a whole; leave the tenant out", field="tenant"
+                )
+            dropped["l2"] = 0 if self.store is None else await self.store.clear()
+        self._log.info("cleared", tier=tier, tenant="*" if tenant is None else tenant, **dropped)
+        return dropped
+
+    def error_frame(self, seq: int, error: KvstrataError) -> bytes:
+        """The reply that carries an error."""
+        counters = self.counters.errors
+        counters[error.code] = counters.get(error.code, 0) + 1
+        return encode(
+            Error(seq, self.epoch, error.code, error.message[:2000], error.field[:200], error.retryable)
+        )
+
+    def session(self, name: bytes) -> Session | None:
+        """The outcomes of an attached process."""
+        return self.sessions.get(name)
+
+    async def _prewarm(
+        self, job: Job, slices: bytes, n_slices: int, root: bytes, tenant: int, chain: bytes,
+        budget_bytes: int, ttl_ms: int,
+    ) -> None:  # fmt: skip
+        deadline_s = self.clock.monotonic_s() + ttl_ms / 1000
+        try:
+            keys = await asyncio.shield(self.lane.run(storage_keys, chain, slices))
+            job.l1_chunks = self.pool.peek(keys, n_slices)
+            start = job.l1_chunks * n_slices * KEY_BYTES
+            if self.prefetch is not None and start < len(keys):
+                fetched = await self.prefetch.fetch(
+                    keys[start:],
+                    n_slices,
+                    identity=root,
+                    tenant=tenant,
+                    parent=keys[start - n_slices * KEY_BYTES : start] if start else b"",
+                    deadline_s=deadline_s,
+                    budget_bytes=budget_bytes or None,
+                )
+                job.l2_chunks, job.reason = fetched.l2_chunks, fetched.reason
+            elif start < len(keys):
+                job.reason = str(MissReason.UNKNOWN_KEY)
+        except Refused as error:
+            job.reason = error.code
+        finally:
+            job.state = "done"
+
+    def _group_of(self, model: str) -> Group:
+        groups = self.peers.groups
+        found = [group for group in groups if model in ("", group.layout.model)]
+        if len({group.layout for group in found}) != 1:
+            names = ", ".join(sorted({group.layout.model for group in groups})) or "none"
+            raise BadRequest(
+                f"model: {model!r} must name the one attached engine to load for; attached: {names}",
+                field="model",
+            )
+        return next((group for group in found if group.complete), found[0])
+
+    def _numbers(self) -> dict[str, Any]:
+        return {
+            "pool": self.pool.stats(),
+            "sessions": {
+                "attached": sum(not member.detached for member in self.peers.members),
+                "detached": sum(member.detached for member in self.peers.members),
+                "groups": len(self.peers.groups),
+                "leases": len(self.leases),
+                "extents_being_written": len(self.in_flight),
+                "tasks": len(self.supervisor),
+                "absent_keys_remembered": len(self.explainer.keys),
+            },
+            **({"l2_store": self.store.stats()} if self.store is not None else {}),
+            **({"l2_prefetch": self.prefetch.stats()} if self.prefetch is not None else {}),
+            **{name: section() for name, section in self.extra_status.items()},
+        }
+
+
+EVENT_EVICTED, EVENT_CLEARED, EVENT_CORRUPT, EVENT_INSERTED, EVENT_QUARANTINED = range(1, 6)
+"""Kinds of `Pool.events`."""

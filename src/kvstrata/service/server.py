@@ -1,0 +1,421 @@
+"""The server process: what it starts, in which order, and how it ends.
+
+    settings ─▶ ports bound ─▶ segment and pool ─▶ adapters open ─▶ attach socket ─▶ RPC ─▶ ready ─▶ stop
+
+Rules:
+
+1. Whatever is wrong with settings, ports or files stops the start with one line that says what to change.
+2. Nothing listens before it can be answered: the ports are bound early (so that "taken" is known early) and
+   read late.
+3. SIGTERM and SIGINT stop in order: not ready, no new processes, puts get `l2.drain_s`, sockets close, the pool
+   stays in shared memory for the next server. A second signal ends at once.
+4. A background task that crashes ends the process with its reason and exit status 70; the pool is left as it
+   is, exactly as after SIGKILL, and the next server adopts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import getpass
+import json
+import os
+import platform
+import re
+import resource
+import signal
+import socket
+import stat
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import uvloop
+
+from kvstrata import __version__, failpoints
+from kvstrata.clock import SystemClock
+from kvstrata.config.model import ServerSettings
+from kvstrata.errors import ConfigError, StorageError
+from kvstrata.memory.attach import AttachServer
+from kvstrata.memory.memory_limit import memory_limit
+from kvstrata.memory.paths import ATTACH_SOCKET, RPC_SOCKET, segment_dir, socket_dir
+from kvstrata.memory.segment import Segment, SegmentSettings, check_size
+from kvstrata.observability.logging import EventLog, set_up
+from kvstrata.policy.sessions import TenantTokens
+from kvstrata.policy.store import StorePolicy
+from kvstrata.rpc.zmq_server import ZmqServer, read_curve_file
+from kvstrata.service.engine import MAX_SESSION_SHARE, Engine
+from kvstrata.service.handlers import Handlers
+from kvstrata.service.http.listen import listen as http_listen
+from kvstrata.service.http.listen import read_token
+from kvstrata.service.http.listen import serve as http_serve
+from kvstrata.service.prefetch import PrefetchController, PrefetchLimits
+from kvstrata.service.store import StoreController, StoreLimits
+from kvstrata.service.supervisor import PoolLane, Supervisor
+from kvstrata.storage.base import AdapterContext
+from kvstrata.storage.registry import AdapterConfig, ConfiguredAdapter, build_adapter, configure_adapter
+
+GB = 1 << 30
+DEFAULT_L1_BYTES = 4 * GB
+DEFAULT_L2_GB = 20
+L1_ALIGNMENT = 1 << 20
+TICK_S = 0.1
+"""Between two heartbeats in the index; readers take a heartbeat older than 1 s for a dead server."""
+VERIFY_BYTES = 64 << 20
+"""Adopted bytes that the background check takes at a time."""
+IN_FLIGHT_SHARE = 8
+"""One adapter may have L1 / 8 under way to L1."""
+EXIT_CONFIG = 2
+EXIT_CRASHED = 70
+_RELATIVE_AGE = re.compile(r"[^A-Za-z0-9._-]")
+
+
+class Plan(NamedTuple):
+    """Settings, checked and made definite; nothing was opened or written."""
+
+    settings: ServerSettings
+    extents_bytes: int
+    adapters: list[AdapterConfig]
+    embedded_l2: bool
+    """The one adapter is the default one: the server runs without it where it cannot be opened."""
+    tokens: TenantTokens
+    http_token: str
+
+
+def plan(settings: ServerSettings, environment: Mapping[str, str]) -> Plan:
+    """Check all that can be checked without opening anything. Raises ConfigError."""
+    size_gb = settings.l1.size_gb
+    extents_bytes = default_l1_bytes() if size_gb is None else round(size_gb * GB) & ~(L1_ALIGNMENT - 1)
+    check_size(_segment_settings(settings, extents_bytes, Path("/"), Path("/")))
+    entries = settings.l2_adapters
+    embedded = entries is None
+    if entries is None:
+        entries = [embedded_adapter(settings.port, environment)]
+    adapters = [configure_adapter(entry, index) for index, entry in enumerate(entries)]
+    socket_dir(settings.socket_dir, settings.port, environment)
+    if not settings.l1.segment_dir:
+        segment_dir(settings.port, settings.instance_id)
+    tokens = read_tenants_file(settings.security.tenants_file)
+    http_token = read_token(settings.http, settings.security) if settings.http.enabled else ""
+    if settings.security.curve_secret_file:
+        read_curve_file(settings.security.curve_secret_file)
+    return Plan(settings, extents_bytes, adapters, embedded, tokens, http_token)
+
+
+def default_l1_bytes() -> int:
+    """4 GB, or half of what the machine or the control group gives where that is less."""
+    return min(DEFAULT_L1_BYTES, memory_limit().limit_bytes // 2 & ~(L1_ALIGNMENT - 1))
+
+
+def embedded_adapter(port: int, environment: Mapping[str, str]) -> dict[str, Any]:
+    """The L2 of a server that was told nothing: a capped directory in the user's cache. Raises ConfigError."""
+    cache = environment.get("XDG_CACHE_HOME", "")
+    if not cache.startswith("/"):
+        home = environment.get("HOME", "")
+        if not home.startswith("/"):
+            home = os.path.expanduser(f"~{_user_name()}")
+        if not home.startswith("/"):
+            raise ConfigError(
+                "l2_adapters: neither XDG_CACHE_HOME nor HOME says where the embedded L2 may lie; set one of "
+                "them, give --l2-adapter with a base_path, or --l2-adapter none",
+                field="l2_adapters",
+            )
+        cache = home + "/.cache"
+    return {"type": "fs", "base_path": f"{cache}/kvstrata/{port}", "capacity_gb": DEFAULT_L2_GB}
+
+
+def read_tenants_file(path: str) -> TenantTokens:
+    """Tokens from a file with a line `TOKEN TENANT [TENANT ...]` each; `#` begins a comment. Raises ConfigError."""
+    if not path:
+        return TenantTokens()
+    field = "security.tenants_file"
+    try:
+        with open(path, encoding="utf-8") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            text = file.read(1 << 20)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{field}: {path}: cannot be read: {error}", field=field) from None
+    if mode & 0o077:
+        raise ConfigError(f"{field}: {path} can be read by others (mode {mode:o}); chmod 600 it", field=field)
+    tokens: dict[str, frozenset[str]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) < 2 or len(words[0]) < 16:
+            raise ConfigError(
+                f"{field}: {path}: line {number}: write a token of at least 16 characters and its tenants",
+                field=field,
+            )
+        tokens[words[0]] = tokens.get(words[0], frozenset()) | frozenset(words[1:])
+    if not tokens:
+        raise ConfigError(f"{field}: {path}: has no token; leave the setting out to do without", field=field)
+    return TenantTokens(tokens)
+
+
+def run(settings: ServerSettings, *, notes: list[str], ready_fd: int = -1) -> int:
+    """Run a server until it is told to stop; returns the exit status. Raises KvstrataError before it is ready."""
+    set_up(settings.log_level)
+    failpoints.arm(os.environ)
+    _raise_file_limit()
+    checked = plan(settings, os.environ)
+    log = EventLog("server")
+    for note in notes:
+        log.warning("setting_has_no_effect", note=note)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(Server(checked, ready_fd).run())
+
+
+class Server:
+    """One server process."""
+
+    def __init__(self, checked: Plan, ready_fd: int = -1) -> None:
+        self._plan = checked
+        self._settings = checked.settings
+        self._ready_fd = ready_fd
+        self._started_s = time.monotonic()
+        self._clock = SystemClock()
+        self._log = EventLog("server")
+        self._closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
+
+    async def run(self) -> int:
+        """Start, serve, stop. Raises KvstrataError when the start fails; what was opened is closed then."""
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        self._supervisor = Supervisor(loop)
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number, stop)
+        try:
+            await self._start()
+            stopping = loop.create_task(stop.wait(), name="stop-signal")
+            await asyncio.wait({stopping, self._supervisor.failure}, return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if self._supervisor.failure.done():
+                self._log.error("server_failed", reason=self._supervisor.failure.result())
+                os._exit(EXIT_CRASHED)
+            await self._drain()
+        finally:
+            await self._close()
+        self._log.info("stopped")
+        return 0
+
+    # --- start -------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        settings, loop = self._settings, self._loop
+        zmq_server = ZmqServer(loop)
+        self._closers.append(_soon(zmq_server.close))
+        curve_file = settings.security.curve_secret_file
+        port = zmq_server.bind_tcp(
+            settings.host,
+            settings.port,
+            curve=read_curve_file(curve_file) if curve_file else None,
+            insecure=settings.security.insecure,
+        )
+        http_port = 0
+        http_socket: socket.socket | None = None
+        if settings.http.enabled:
+            http_socket = http_listen(settings.http)
+            self._closers.append(_soon(http_socket.close))
+            http_port = http_socket.getsockname()[1]
+        directory = socket_dir(settings.socket_dir, port)
+        shm = (
+            Path(settings.l1.segment_dir)
+            if settings.l1.segment_dir
+            else segment_dir(port, settings.instance_id)
+        )
+        segment = Segment.open(_segment_settings(settings, self._plan.extents_bytes, directory, shm))
+        self._closers.append(_soon(segment.close))
+        instance_id = settings.instance_id or _RELATIVE_AGE.sub("-", f"{platform.node()}-{port}")[:64]
+        pool = segment.pool
+        lane = PoolLane(loop)
+        self._closers.append(_soon(lane.close))
+        self._engine = engine = Engine(
+            pool,
+            settings,
+            instance_id=instance_id,
+            socket_dir=directory,
+            port=port,
+            supervisor=self._supervisor,
+            lane=lane,
+            clock=self._clock,
+            tokens=self._plan.tokens,
+        )
+        await self._open_adapters(instance_id, port)
+        handlers = Handlers(engine, loop)
+        engine.send = zmq_server.send
+        attach = AttachServer(
+            directory / ATTACH_SOCKET, pool, segment.descriptors, engine, instance_id=instance_id
+        )
+        engine.extra_status["attach"] = attach.stats
+        engine.extra_status["rpc"] = zmq_server.stats
+        self._closers.append(attach.stop)
+        zmq_server.bind_ipc(directory / RPC_SOCKET)
+        await attach.start()
+        zmq_server.start(handlers.on_frame, handlers.on_frame_count)
+        pool.heartbeat()
+        self._supervisor.spawn(self._beat(), "heartbeat")
+        self._supervisor.spawn(self._keep_house(lane), "housekeeping")
+        if settings.l1.prefault_threads:
+            pool.prefault_start(settings.l1.prefault_threads)
+        if http_socket is not None:
+            self._supervisor.spawn(http_serve(engine, http_socket, self._plan.http_token), "http")
+        engine.set_ready()
+        gc.collect()
+        gc.freeze()
+        self._announce(instance_id, port, http_port, directory, segment)
+
+    async def _open_adapters(self, instance_id: str, port: int) -> None:
+        """Open L2. Raises StorageError, except for the embedded one, without which the server can do."""
+        engine, pool, settings = self._engine, self._engine.pool, self._settings
+        opened: list[ConfiguredAdapter] = []
+        for config in self._plan.adapters:
+            configured = build_adapter(
+                config,
+                clock=self._clock,
+                l1_bytes=pool.extents_bytes,
+                report=engine.l2_report,
+                deadline_ms=settings.l2.deadline_ms,
+            )
+            context = AdapterContext(
+                instance_id,
+                self._clock,
+                pool.extents_address,
+                pool.extents_bytes,
+                functools.partial(self._loop.call_soon_threadsafe, engine.dropped_from_l2, config.name),
+            )
+            try:
+                await configured.adapter.open(context)
+            except StorageError as error:
+                if not self._plan.embedded_l2:
+                    raise
+                self._log.warning("embedded_l2_off", reason=error.message)
+                continue
+            self._closers.append(configured.adapter.close)
+            opened.append(configured)
+        pool.set_has_l2(bool(opened))
+        if not opened:
+            return
+        backlog_bytes = int(pool.extents_bytes * settings.l2.backlog_share)
+        store = StoreController(pool, opened, StoreLimits(backlog_bytes=backlog_bytes), engine.put_skipped)
+        limits = PrefetchLimits(
+            in_flight_bytes=pool.extents_bytes // IN_FLIGHT_SHARE,
+            max_in_flight=settings.l2.prefetch_max_in_flight,
+        )
+        engine.store, engine.prefetch = store, PrefetchController(pool, opened, limits, self._clock)
+        engine.tells_touches = any(configured.policy is StorePolicy.SECOND_TOUCH for configured in opened)
+        store.start()
+
+    def _announce(
+        self, instance_id: str, port: int, http_port: int, directory: Path, segment: Segment
+    ) -> None:
+        pool = segment.pool
+        ready = {
+            "pid": os.getpid(),
+            "instance_id": instance_id,
+            "epoch": pool.epoch,
+            "host": self._settings.host,
+            "port": port,
+            "http_port": http_port,
+            "socket_dir": str(directory),
+            "l1_bytes": pool.extents_bytes,
+            "adopted": segment.adopted,
+            "ready_s": round(time.monotonic() - self._started_s, 3),
+        }
+        self._log.info("ready", version=__version__, **ready)
+        if self._ready_fd >= 0:
+            try:
+                os.write(self._ready_fd, json.dumps(ready).encode() + b"\n")
+                os.close(self._ready_fd)
+            except OSError as error:
+                raise ConfigError(
+                    f"--ready-fd: cannot write to descriptor {self._ready_fd}: {error.strerror}",
+                    field="ready_fd",
+                ) from None
+
+    # --- periodic ----------------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        """The heartbeat that readers of the index look at, and the pool's news for explain."""
+        engine = self._engine
+        while True:
+            engine.pool.heartbeat()
+            engine.drain_events()
+            await asyncio.sleep(TICK_S)
+
+    async def _keep_house(self, lane: PoolLane) -> None:
+        """Check adopted chunks a piece at a time, and evict ahead of need."""
+        pool = self._engine.pool
+        unverified = 1
+        while True:
+            if unverified:
+                unverified = await asyncio.shield(lane.run(pool.verify_next, VERIFY_BYTES))
+            await asyncio.shield(lane.run(pool.evict_to_watermark))
+            await asyncio.sleep(0.0 if unverified else TICK_S)
+
+    # --- stop --------------------------------------------------------------------------------------------
+
+    def _signalled(self, number: signal.Signals, stop: asyncio.Event) -> None:
+        if stop.is_set():
+            self._log.warning("stopped_at_once", signal=signal.Signals(number).name)
+            os._exit(128 + number)
+        self._log.info("stopping", signal=signal.Signals(number).name)
+        stop.set()
+
+    async def _drain(self) -> None:
+        """Take no new processes, and give L2 its time."""
+        engine, drain_s = self._engine, self._settings.l2.drain_s
+        engine.set_ready("stopping")
+        if engine.store is not None:
+            await engine.store.stop(drain_s)
+        if engine.prefetch is not None:
+            await engine.prefetch.stop(drain_s)
+
+    async def _close(self) -> None:
+        """Close what was opened, last first."""
+        await self._supervisor.stop()
+        while self._closers:
+            await self._closers.pop()()
+
+
+def _segment_settings(
+    settings: ServerSettings, extents_bytes: int, directory: Path, shm: Path
+) -> SegmentSettings:
+    l1 = settings.l1
+    watermark = (l1.eviction_trigger_watermark, l1.eviction_ratio) if l1.eviction_ratio else None
+    return SegmentSettings(
+        socket_dir=directory,
+        directory=shm,
+        extents_bytes=extents_bytes,
+        entry_capacity=l1.entries,
+        policy=l1.eviction_policy,
+        watermark=watermark,
+        max_session_share=MAX_SESSION_SHARE,
+    )
+
+
+def _soon(close: Callable[[], object]) -> Callable[[], Coroutine[Any, Any, None]]:
+    """A plain function as a closer."""
+
+    async def closer() -> None:
+        close()
+
+    return closer
+
+
+def _user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):
+        return ""
+
+
+def _raise_file_limit() -> None:
+    """Sockets, pidfds and files of many peers need more descriptors than the usual soft limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,86 @@
+"""Owner of all tasks of the server, and the thread lane for pool calls that take longer than the loop may.
+
+A task that ends with an exception is our own mistake: the supervisor keeps the first one in `failure`, and
+the process ends with it.  Request tasks answer their errors themselves (service/handlers.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from kvstrata.errors import Refused
+from kvstrata.observability.logging import EventLog
+
+T = TypeVar("T")
+
+
+class Supervisor:
+    """Starts tasks, notices the first that crashes, and cancels and awaits the rest at the end."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._log = EventLog("supervisor")
+        self.failure: asyncio.Future[str] = loop.create_future()
+        """Result: which task crashed and how."""
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Run a coroutine as an owned task."""
+        task = self._loop.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def stop(self) -> None:
+        """Cancel what runs and wait until it has ended."""
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            self._log.error("task_crashed", task=task.get_name(), error=repr(error))
+            if not self.failure.done():
+                self.failure.set_result(f"task {task.get_name()} crashed: {error!r}")
+                self._loop.call_exception_handler(
+                    {"message": f"task {task.get_name()} crashed", "exception": error, "task": task}
+                )
+
+
+class PoolLane:
+    """A few threads and a bounded queue for long pool calls (all of them drop the GIL)."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, threads: int = 2, queue: int = 128) -> None:
+        self._loop = loop
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kv-pool")
+        self._free = threads + queue
+
+    def run(self, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        """Run `work` on a thread. Await it shielded: cancelling does not stop the thread.
+
+        Raises Refused when too much waits already.
+        """
+        if self._free <= 0:
+            raise Refused("the server is busy with long operations on the pool; try again")
+        self._free -= 1
+        future = self._loop.run_in_executor(self._threads, work, *arguments)
+        future.add_done_callback(self._done)
+        return future
+
+    def close(self) -> None:
+        """Wait for what runs; drop what waits."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _done(self, future: asyncio.Future[Any]) -> None:
+        self._free += 1
