@@ -77,6 +77,8 @@ class KvView(NamedTuple):
     chunk_blocks: int
     payload_bytes: int
     """Bytes of one chunk in this worker's slice."""
+    axes: tuple[tuple[int, int], ...]
+    """Axes of a block in physical order, as (axis, size)."""
     facts: dict[str, int | str | list[Any]]
     slice: Slice
 
@@ -275,6 +277,7 @@ def build_view(
         block_tokens=block_tokens,
         chunk_blocks=chunk_blocks,
         payload_bytes=section_bytes * len(runs),
+        axes=first.axes,
         facts=facts,
         slice=Slice(layers=heads.layers, kv_heads=heads.kv_heads, layout=facts_digest(facts)),
     )
