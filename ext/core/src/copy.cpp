@@ -210,6 +210,7 @@ Status gather_record(const CopyPlan& plan, std::span<const std::uint32_t> blocks
   KVSTRATA_RETURN_IF_ERROR(plan.section_bytes(blocks.size(), &section_bytes));
   KVSTRATA_RETURN_IF_ERROR(plan.record_bytes(blocks.size(), &needed));
   KVSTRATA_RETURN_IF_ERROR(plan.check_blocks(blocks));
+  KVSTRATA_RETURN_IF_ERROR(check_record_address(record));
   if (length < needed) {
     return bad("extent_len: too small for the record", length, needed);
   }
@@ -279,6 +280,7 @@ Status scatter_record(const CopyPlan& plan, std::span<const std::uint32_t> block
                       const void* record, std::uint64_t length,
                       const Digest& expected_key) noexcept {
   KVSTRATA_RETURN_IF_ERROR(plan.check_blocks(blocks));
+  KVSTRATA_RETURN_IF_ERROR(check_record_address(record));
   const std::size_t count = plan.section_count();
   const std::unique_ptr<std::uint32_t[]> crcs(new (std::nothrow) std::uint32_t[2 * count]);
   if (crcs == nullptr) {

@@ -103,8 +103,9 @@ Status make_job(CopyKind kind, std::shared_ptr<const CopyPlan> plan, std::vector
     if (!status.ok()) {
       return Status(status.code(), status.message(), status.detail(0), status.detail(1), index);
     }
-    if (item.record == nullptr) {
-      return Status(StatusCode::kBadArgument, "extent_address: may not be 0", 0, 0, index);
+    status = check_record_address(item.record);
+    if (!status.ok()) {
+      return Status(status.code(), status.message(), status.detail(0), status.detail(1), index);
     }
     if (item.length < needed) {
       return Status(StatusCode::kBadArgument, "extent_len: too small for the record",

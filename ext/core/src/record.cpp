@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <chrono>
 #include <cstring>
 #include <memory>
@@ -226,14 +227,24 @@ Status record_bytes(std::uint64_t section_count, std::uint64_t payload_bytes,
   return Status();
 }
 
+Status check_record_address(const void* record) noexcept {
+  const auto address = reinterpret_cast<std::uintptr_t>(record);
+  if (address == 0 || address % alignof(std::uint64_t) != 0) {
+    return Status(StatusCode::kBadArgument, "address: must be a multiple of 8 and not 0",
+                  static_cast<std::int64_t>(address), alignof(std::uint64_t));
+  }
+  return Status();
+}
+
 void invalidate_record(void* record) noexcept {
-  const Magic nothing{};
-  std::memcpy(record, nothing.data(), nothing.size());
-  std::atomic_thread_fence(std::memory_order_release);
+  // Several copy threads of one record may do this at the same time.
+  std::atomic_ref<std::uint64_t>(*static_cast<std::uint64_t*>(record))
+      .store(0, std::memory_order_relaxed);
 }
 
 Status write_record_header(void* record, std::uint64_t length, const RecordSpec& spec,
                            Section* sections, std::uint64_t section_count) noexcept {
+  KVSTRATA_RETURN_IF_ERROR(check_record_address(record));
   if (section_count == 0 || section_count > kMaxSections) {
     return Status(StatusCode::kBadArgument, "section_count: must be between 1 and the limit",
                   static_cast<std::int64_t>(section_count), kMaxSections);
@@ -285,13 +296,14 @@ Status write_record_header(void* record, std::uint64_t length, const RecordSpec&
               sizeof h - sizeof(Magic));
   std::memcpy(bytes + kTableOffset, sections, section_count * sizeof(Section));
   std::memset(bytes + table_end, 0, header_bytes - table_end);
-  std::atomic_thread_fence(std::memory_order_release);
-  std::memcpy(bytes, kOuterMagic.data(), sizeof(Magic));
+  std::atomic_ref<std::uint64_t>(*static_cast<std::uint64_t*>(record))
+      .store(std::bit_cast<std::uint64_t>(kOuterMagic), std::memory_order_release);
   return Status();
 }
 
 Status seal_record(void* record, std::uint64_t length, const RecordSpec& spec,
                    const std::uint32_t* section_lengths, std::uint64_t section_count) noexcept {
+  KVSTRATA_RETURN_IF_ERROR(check_record_address(record));
   std::uint64_t payload_bytes = 0;
   for (std::uint64_t i = 0; i < std::min<std::uint64_t>(section_count, kMaxSections); ++i) {
     payload_bytes += section_lengths[i];

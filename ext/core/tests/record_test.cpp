@@ -1,6 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 #include "kvstrata/record.h"
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -66,7 +67,7 @@ void reseal_headers(Bytes& bytes) {
 StatusCode read_code(const Bytes& bytes) {
   // An own allocation of exactly this size, so that the address sanitizer sees a read beyond it.
   std::unique_ptr<unsigned char[]> copy(new unsigned char[bytes.size()]);
-  std::memcpy(copy.get(), bytes.data(), bytes.size());
+  std::copy(bytes.begin(), bytes.end(), copy.get());
   RecordHeader header;
   return read_record_header(copy.get(), bytes.size(), &header).code();
 }
@@ -286,6 +287,8 @@ TEST(refused_seal_changes_nothing) {
         StatusCode::kBadArgument);
   const std::uint32_t lengths[] = {50, 0};
   CHECK(seal_record(bytes.data(), bytes.size(), spec(), lengths, 2).code() ==
+        StatusCode::kBadArgument);
+  CHECK(seal_record(bytes.data() + 4, bytes.size() - 4, spec(), &length, 1).code() ==
         StatusCode::kBadArgument);
   CHECK(bytes == before);
 }

@@ -77,11 +77,15 @@ Status record_bytes(std::uint64_t section_count, std::uint64_t payload_bytes,
 // Writes both headers, the table and the zeros behind it; the payload (sections packed, in order)
 // is already there. `offset` of the sections is set by this function, length and crc are taken. The
 // magic is written last, so an interrupted call leaves nothing that passes for a record.
-// kBadArgument: section_count, an empty section, or `length` too small.
+// kBadArgument: the address, section_count, an empty section, or `length` too small.
 Status write_record_header(void* record, std::uint64_t length, const RecordSpec& spec,
                            Section* sections, std::uint64_t section_count) noexcept;
 
-// Destroys the magic: call it before bytes of an extent are overwritten. REQUIRES: 8 bytes.
+// kBadArgument unless a record may be written there: not null, a multiple of 8.
+Status check_record_address(const void* record) noexcept;
+
+// Destroys the magic: call it before bytes of an extent are overwritten. Several threads may do it
+// at once. REQUIRES: check_record_address(record); 8 bytes.
 void invalidate_record(void* record) noexcept;
 
 // Computes the section CRCs of a payload that is in place and writes the header. `section_lengths`
