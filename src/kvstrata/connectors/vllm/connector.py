@@ -25,8 +25,9 @@ from kvstrata.client import CacheClient, LoadItem
 from kvstrata.connectors.vllm.identity import engine_group, layout_identity
 from kvstrata.connectors.vllm.kv_view import Heads, build_view, check_chunk_size, check_groups, heads_of
 from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport
-from kvstrata.connectors.vllm.scheduler import SchedulerSide
+from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
 from kvstrata.connectors.vllm.settings import load_settings
+from kvstrata.connectors.vllm.staging import MAX_STAGED_BYTES, StagingMover
 from kvstrata.connectors.vllm.statistics import KvstrataPromMetrics, KvstrataStats
 from kvstrata.connectors.vllm.worker import HostMover, Mover, WorkerSide
 from kvstrata.errors import ConfigError
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger("vllm.kvstrata")
+
+DEVICE_SYNC_LOAD_BYTES = 32 << 20
+"""As `SYNC_LOAD_BYTES`, for engines whose blocks are in device memory."""
 
 
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
@@ -108,6 +112,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             engine_slices=self._heads(tp_rank=0).engine_slices,
         )
         client.start()
+        on_host = vllm_config.device_config.device_type == "cpu"
         events = vllm_config.kv_events_config
         wants_events = self._settings.enable_kv_events or bool(events and events.enable_kv_cache_events)
         self._scheduler = SchedulerSide(
@@ -119,6 +124,9 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             world_size=parallel.world_size,
             may_load=transfer.is_kv_consumer,
             may_store=transfer.is_kv_producer,
+            # A device idles while a load is waited for, and loads pass through a buffer of bounded size.
+            sync_load_bytes=SYNC_LOAD_BYTES if on_host else DEVICE_SYNC_LOAD_BYTES,
+            max_load_bytes=None if on_host else MAX_STAGED_BYTES,
             events=self._event if wants_events else None,
         )
 
@@ -155,8 +163,6 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             )
             mover: Mover = HostMover(client, plan)
         elif device.type == "cuda":
-            from kvstrata.connectors.vllm.staging import StagingMover
-
             mover = StagingMover(client, view, tensors)
         else:
             raise ConfigError(f"device: {device.type} is not supported, only cpu and cuda", field="device")

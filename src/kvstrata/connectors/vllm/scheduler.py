@@ -50,7 +50,7 @@ EARLY_LOOKUPS = 8
 REPEEK_S = 0.1
 """How often a missed prefix is looked for again while vLLM keeps asking."""
 SYNC_LOAD_BYTES = 256 << 20
-"""In mode `auto`, hits up to this size are loaded before the forward pass: some 30 ms."""
+"""In mode `auto`, hits up to this size are loaded before the forward pass: some 30 ms of a host's memory."""
 REMEMBERED_STORES = 4096
 MAX_OFFLOAD = "lmcache.max_offload_tokens"
 
@@ -116,7 +116,8 @@ class SchedulerSide:
     """Decisions for all requests of one engine. Belongs to the scheduler's thread.
 
     `client` is started by the caller and closed by `close`.  `chunk_bytes` is what one worker moves per
-    chunk, `world_size` how many workers report.  `may_load` and `may_store` follow vLLM's kv_role.
+    chunk, `world_size` how many workers report.  `may_load` and `may_store` follow vLLM's kv_role.  A worker is never
+    asked to load more than `max_load_bytes` for one request.
     """
 
     def __init__(
@@ -130,6 +131,8 @@ class SchedulerSide:
         world_size: int,
         may_load: bool = True,
         may_store: bool = True,
+        sync_load_bytes: int = SYNC_LOAD_BYTES,
+        max_load_bytes: int | None = None,
         events: Callable[[Sequence[int], bytes, Sequence[bytes], Any], Any] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -142,6 +145,12 @@ class SchedulerSide:
         self._world_size = world_size
         self._may_load = may_load
         self._may_store = may_store
+        self._sync_load_bytes = sync_load_bytes
+        self._max_load_tokens = (
+            max(1, max_load_bytes // chunk_bytes - 1) * self._chunk_tokens
+            if max_load_bytes is not None
+            else None
+        )
         self._make_event = events
         self._now = now
         self._adapters = Adapters()
@@ -221,6 +230,8 @@ class SchedulerSide:
         hit_tokens = tracked.hit.n_chunks * self._chunk_tokens
         # At least one token must be computed, or there is nothing to sample from.
         tokens = min(hit_tokens, request.num_tokens - 1) - computed_tokens
+        if self._max_load_tokens is not None:
+            tokens = min(tokens, self._max_load_tokens)
         if tokens <= 0 or tokens < self._settings.min_retrieve_tokens:
             return 0, False
         return tokens, self._asynchronous(tokens)
@@ -483,7 +494,7 @@ class SchedulerSide:
     def _asynchronous(self, tokens: int) -> bool:
         if self._settings.load_mode != "auto":
             return self._settings.load_mode == "async"
-        return -(-tokens // self._chunk_tokens) * self._chunk_bytes > SYNC_LOAD_BYTES
+        return -(-tokens // self._chunk_tokens) * self._chunk_bytes > self._sync_load_bytes
 
     # -- stores ----------------------------------------------------------------------------------------------
 
