@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from kvstrata.errors import StorageError
+
 if TYPE_CHECKING:
     from kvstrata.clock import Clock
     from kvstrata.native.pool import Hold
@@ -73,7 +75,7 @@ class LoadOutcome(NamedTuple):
 
 
 class PutItem(NamedTuple):
-    """One record to put. `hold.view()` is the whole record (header and payload), read-only for the adapter."""
+    """One record to put. `hold.view()` is the whole record, header and payload; the adapter only reads it."""
 
     key: bytes
     hold: Hold
@@ -148,6 +150,10 @@ class StorageAdapter(ABC):
     @abstractmethod
     async def delete(self, keys: Sequence[bytes]) -> int:
         """Remove records; returns how many were there. A running load of one still ends well or as ABSENT."""
+
+    async def clear(self) -> int:
+        """Remove every record that may be removed; returns how many. Raises StorageError if it cannot."""
+        raise StorageError(f"{self.name}: this kind of storage cannot be cleared from here", field=self.name)
 
     @abstractmethod
     async def usage(self) -> Usage:

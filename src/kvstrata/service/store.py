@@ -1,0 +1,334 @@
+"""Store controller: from chunks that became visible in L1 to puts on the adapters.
+
+Invariants
+1. A chunk that waits for a put is pinned by a hold; the bytes so pinned never exceed `backlog_bytes`, and
+   what would exceed it is skipped and evictable.
+2. Every key ends, per adapter, as stored, there already, or skipped with a reason that is counted and told to
+   `skipped`.
+3. A put is given to the adapter once with its hold; from then on the hold is the medium's.  A retry takes a
+   new one, and a chunk that was evicted between is skipped.
+4. `committed` and `touched` never block and never wait; beyond `KEYS_PER_TURN` keys they go on in later turns
+   of the loop.
+
+Whether a chunk is put at all is decided in policy/store.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from kvstrata.policy.store import Backlog, EvictAhead, PutPlanner, RetryRule, Skip, StorePolicy
+from kvstrata.storage.base import PutItem, PutOutcome, PutStatus
+
+if TYPE_CHECKING:
+    from kvstrata.native.pool import Hold, Pool
+    from kvstrata.storage.registry import ConfiguredAdapter
+
+log = logging.getLogger(__name__)
+
+KEYS_PER_TURN = 64
+"""Holds taken in one turn of the loop (about a microsecond each)."""
+
+
+class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of one instance's puts."""
+
+    backlog_bytes: int
+    """L1 bytes that may be pinned for puts."""
+    batch_bytes: int = 64 << 20
+    batches_in_flight: int = 2
+    """Batches one adapter gets at a time."""
+    max_waiting_keys: int = 65_536
+    """Keys committed but not looked at yet."""
+    retry: RetryRule = RetryRule()
+    evict_ahead: EvictAhead = EvictAhead()
+
+
+class _Pending(NamedTuple):
+    key: bytes
+    hold: Hold
+    length_bytes: int
+    attempts: int
+
+
+class _Puts:
+    """What one adapter still has to get."""
+
+    def __init__(self, configured: ConfiguredAdapter) -> None:
+        self.name = configured.name
+        self.adapter = configured.adapter
+        self.planner = PutPlanner(configured.policy)
+        self.queue: collections.deque[_Pending] = collections.deque()
+        self.queued: set[bytes] = set()
+        """Keys in `queue`, in flight or waiting for a retry."""
+        self.retrying: dict[bytes, tuple[asyncio.TimerHandle, _Pending]] = {}
+        self.in_flight = 0
+        self.work_there = asyncio.Event()
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.stored_bytes = 0
+
+    def busy(self) -> bool:
+        return bool(self.queue or self.retrying or self.in_flight)
+
+
+class StoreController:
+    """See the module. All methods belong to the event loop.
+
+    `skipped(key, reason)` hears of every chunk that an adapter will not get, with the reason's short word.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        adapters: Sequence[ConfiguredAdapter],
+        limits: StoreLimits,
+        skipped: Callable[[bytes, str], None],
+    ) -> None:
+        self.limits = limits
+        self._pool = pool
+        self._puts = [_Puts(configured) for configured in adapters]
+        self._skipped = skipped
+        self._backlog = Backlog(limits.backlog_bytes)
+        self._waiting: collections.deque[tuple[bytes, bool]] = collections.deque()
+        self._turn_scheduled = False
+        self._workers: list[asyncio.Task[None]] = []
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._stopping = False
+        self._on_evict = any(puts.planner.policy is StorePolicy.ON_EVICT for puts in self._puts)
+
+    # -- from the engine -----------------------------------------------------------------------------------
+
+    def committed(self, keys: Sequence[bytes]) -> None:
+        """Chunks that a worker stored and that are visible now."""
+        self._take(keys, touched=False)
+
+    def touched(self, keys: Sequence[bytes]) -> None:
+        """Chunks in L1 that a lookup used again."""
+        if any(puts.planner.policy is StorePolicy.SECOND_TOUCH for puts in self._puts):
+            self._take(keys, touched=True)
+
+    def evicted(self, keys: Sequence[bytes]) -> None:
+        """Chunks that left L1: those that `on_evict` meant to put first are counted as skipped."""
+        for puts in self._puts:
+            for key in keys:
+                if puts.planner.left(key) and key not in puts.queued:
+                    self._skip(puts, key, Skip.EVICTED)
+
+    def dropped(self, name: str, keys: Sequence[bytes]) -> None:
+        """Chunks that the adapter `name` does not have any more (its cap, a delete, a corrupt copy)."""
+        for puts in self._puts:
+            if puts.name == name:
+                puts.planner.gone(keys)
+
+    def start(self) -> None:
+        """Begin to put. Called once, on the running loop."""
+        for puts in self._puts:
+            for number in range(self.limits.batches_in_flight):
+                self._workers.append(asyncio.create_task(self._work(puts), name=f"put-{puts.name}-{number}"))
+
+    async def idle(self) -> None:
+        """Returns when nothing waits, is in flight or is to be tried again."""
+        while not self._is_quiet():
+            self._quiet.clear()
+            await self._quiet.wait()
+
+    async def stop(self, drain_s: float) -> None:
+        """Take nothing more; give what is under way `drain_s` seconds, then skip the rest. Idempotent."""
+        self._stopping = True
+        if self._workers:
+            try:
+                await asyncio.wait_for(self.idle(), drain_s)
+            except TimeoutError:
+                pass  # what is left is skipped and counted below
+        while self._waiting:
+            key, _ = self._waiting.popleft()
+            for puts in self._puts:
+                self._skip(puts, key, Skip.STOPPING)
+        self._drop_queued(Skip.STOPPING)
+        for worker in self._workers:
+            worker.cancel()
+        for ended in await asyncio.gather(*self._workers, return_exceptions=True):
+            if isinstance(ended, Exception):
+                log.error("a put worker crashed", exc_info=ended)
+        self._workers.clear()
+
+    async def clear(self) -> int:
+        """Drop what waits and remove the records of every adapter; returns how many records went.
+
+        Raises StorageError when an adapter cannot be cleared; those before it are cleared then.
+        """
+        self._drop_queued(Skip.CLEARED)
+        removed = 0
+        for puts in self._puts:
+            removed += await puts.adapter.clear()
+            puts.planner.forget()
+        return removed
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers for status and metrics; bytes where the name says so."""
+        return {
+            "backlog_bytes": self._backlog.pinned_bytes,
+            "backlog_limit_bytes": self._backlog.limit_bytes,
+            "adapters": {
+                puts.name: {
+                    "policy": str(puts.planner.policy),
+                    "queued": len(puts.queue),
+                    "retrying": len(puts.retrying),
+                    "in_flight": puts.in_flight,
+                    "stored_bytes": puts.stored_bytes,
+                    "outcomes": dict(puts.counts),
+                }
+                for puts in self._puts
+            },
+        }
+
+    # -- deciding ------------------------------------------------------------------------------------------
+
+    def _take(self, keys: Sequence[bytes], touched: bool) -> None:
+        room = self.limits.max_waiting_keys - len(self._waiting)
+        for key in keys[room:]:
+            for puts in self._puts:
+                self._skip(puts, key, Skip.QUEUE_FULL)
+        self._waiting.extend((key, touched) for key in keys[:room])
+        if not self._turn_scheduled:
+            self._turn()
+
+    def _turn(self) -> None:
+        """Look at some of the waiting keys, and again in the next turn of the loop if more are left."""
+        self._turn_scheduled = False
+        for _ in range(min(KEYS_PER_TURN, len(self._waiting))):
+            key, touched = self._waiting.popleft()
+            for puts in self._puts:
+                if self._stopping:
+                    self._skip(puts, key, Skip.STOPPING)
+                elif puts.planner.touched(key) if touched else puts.planner.committed(key):
+                    self._offer(puts, key)
+        if self._on_evict and not self._stopping:
+            self._clean_ahead()
+        if self._waiting:
+            self._turn_scheduled = True
+            asyncio.get_running_loop().call_soon(self._turn)
+        else:
+            self._note_progress()
+
+    def _clean_ahead(self) -> None:
+        """Offer the next victims of the pool to the adapters that get chunks only then."""
+        pool = self._pool
+        need_bytes = self.limits.evict_ahead.need_bytes(pool.used_bytes, pool.extents_bytes)
+        if need_bytes:
+            for key in pool.victims_preview(need_bytes):
+                for puts in self._puts:
+                    if puts.planner.leaving(key):
+                        self._offer(puts, key)
+
+    def _offer(self, puts: _Puts, key: bytes, attempts: int = 0) -> None:
+        """Pin a chunk and queue it, or skip it."""
+        if key in puts.queued:
+            return
+        hold = self._pool.hold(key)
+        if hold is None:
+            self._skip(puts, key, Skip.EVICTED)
+        elif not self._backlog.admit(key, hold.length):
+            hold.drop()
+            self._skip(puts, key, Skip.BACKLOG)
+        else:
+            puts.queued.add(key)
+            puts.queue.append(_Pending(key, hold, hold.length, attempts))
+            puts.work_there.set()
+
+    def _skip(self, puts: _Puts, key: bytes, reason: str) -> None:
+        puts.counts[f"skipped:{reason}"] += 1
+        self._skipped(key, str(reason))
+
+    def _drop_queued(self, reason: Skip) -> None:
+        for puts in self._puts:
+            for timer, _ in puts.retrying.values():
+                timer.cancel()
+            for pending in (*puts.queue, *(again for _, again in puts.retrying.values())):
+                pending.hold.drop()
+                self._end(puts, pending)
+                self._skip(puts, pending.key, reason)
+            puts.queue.clear()
+            puts.retrying.clear()
+        self._note_progress()
+
+    # -- putting -------------------------------------------------------------------------------------------
+
+    async def _work(self, puts: _Puts) -> None:
+        while True:
+            while not puts.queue:
+                puts.work_there.clear()
+                await puts.work_there.wait()
+            batch = self._next_batch(puts)
+            puts.in_flight += len(batch)
+            outcomes = [PutOutcome(PutStatus.FAILED, Skip.STOPPING)] * len(batch)
+            try:
+                outcomes = await puts.adapter.put([PutItem(p.key, p.hold) for p in batch])
+            except Exception:  # the plugin boundary: an adapter that raises broke its contract
+                log.exception("%s: put raised", puts.name)
+                outcomes = [PutOutcome(PutStatus.FAILED, "adapter_error")] * len(batch)
+            finally:  # also when cancelled: the holds are the medium's, the counts are ours
+                puts.in_flight -= len(batch)
+                for pending, (status, reason) in zip(batch, outcomes, strict=True):
+                    self._ended(puts, pending, status, reason)
+                self._note_progress()
+
+    def _next_batch(self, puts: _Puts) -> list[_Pending]:
+        batch = [puts.queue.popleft()]
+        batch_bytes = batch[0].length_bytes
+        while puts.queue and len(batch) < puts.adapter.capabilities.max_batch:
+            batch_bytes += puts.queue[0].length_bytes
+            if batch_bytes > self.limits.batch_bytes:
+                break
+            batch.append(puts.queue.popleft())
+        return batch
+
+    def _ended(self, puts: _Puts, pending: _Pending, status: PutStatus, reason: str) -> None:
+        """Count how one put ended, or prepare its retry."""
+        self._end(puts, pending)
+        if status in (PutStatus.STORED, PutStatus.EXISTS):
+            puts.counts[status.name.lower()] += 1
+            puts.stored_bytes += pending.length_bytes if status is PutStatus.STORED else 0
+            puts.planner.stored(pending.key)
+            return
+        attempts = pending.attempts + 1
+        delay_s = self.limits.retry.delay_s(attempts) if status is PutStatus.THROTTLED else None
+        if delay_s is None or self._stopping:
+            self._skip(puts, pending.key, reason or status.name.lower())
+            return
+        puts.counts["throttled"] += 1
+        hold = self._pool.hold(pending.key)
+        if hold is None:
+            self._skip(puts, pending.key, Skip.EVICTED)
+        elif not self._backlog.admit(pending.key, pending.length_bytes):
+            hold.drop()
+            self._skip(puts, pending.key, Skip.BACKLOG)
+        else:
+            puts.queued.add(pending.key)
+            again = _Pending(pending.key, hold, pending.length_bytes, attempts)
+            timer = asyncio.get_running_loop().call_later(delay_s, self._retry, puts, pending.key)
+            puts.retrying[pending.key] = (timer, again)
+
+    def _retry(self, puts: _Puts, key: bytes) -> None:
+        _, pending = puts.retrying.pop(key)
+        puts.queue.append(pending)
+        puts.work_there.set()
+
+    def _end(self, puts: _Puts, pending: _Pending) -> None:
+        """A pending put is over: its pin is no longer counted."""
+        self._backlog.release(pending.key)
+        puts.queued.discard(pending.key)
+
+    def _is_quiet(self) -> bool:
+        return not self._waiting and not any(puts.busy() for puts in self._puts)
+
+    def _note_progress(self) -> None:
+        if self._is_quiet():
+            self._quiet.set()

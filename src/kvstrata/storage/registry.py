@@ -1,0 +1,349 @@
+"""From the JSON of `--l2-adapter` (or an entry of `l2_adapters` in the configuration file) to an adapter.
+
+Fields common to all types are read here (`type`, `policy`, `deadline_ms`, `max_stuck_mb`); the rest belongs
+to the type.  A type comes from the table below or from an installed package with an entry point in the group
+`kvstrata.l2_adapters`: a callable `(fields: dict, path: str) -> StorageAdapter` that raises ConfigError for
+wrong fields.  Whatever is wrong stops the start with the field's path, its value and what to write instead.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from kvstrata.clock import Clock
+from kvstrata.config.peer_names import nearest
+from kvstrata.errors import ConfigError
+from kvstrata.policy.store import StorePolicy
+from kvstrata.storage.base import StorageAdapter
+from kvstrata.storage.lanes import Lane
+from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
+from kvstrata.storage.wrap.metrics import MeteredAdapter, OpReport
+
+log = logging.getLogger(__name__)
+
+GB = 1 << 30
+MB = 1 << 20
+PLUGIN_GROUP = "kvstrata.l2_adapters"
+STUCK_SHARE = 16
+"""Default of `max_stuck_mb`: L1 / 16."""
+
+ELSEWHERE = (
+    "mooncake_store", "resp", "valkey", "s3", "object_store", "disk", "peer", "raw_block", "dax", "hf3fs",
+    "aerospike", "bigtable", "hfbucket", "sagemaker_hyperpod", "nixl_store", "nixl_store_dynamic",
+    "nixl_native", "native_plugin",
+)  # fmt: skip
+"""Types that exist in the field and that an installed plugin may provide here."""
+
+_COMMON = ("type", "policy", "deadline_ms", "max_stuck_mb", "shared", "eviction", "serde", "codec")
+
+
+class AdapterConfig(NamedTuple):
+    """One checked entry of `l2_adapters`; nothing is opened yet."""
+
+    name: str
+    """`<type>-<index>`: what logs, metrics and status say."""
+    path: str
+    """`l2_adapters[<index>]`: what error messages say."""
+    policy: StorePolicy
+    deadline_ms: int | None
+    """None: the server's `l2.deadline_ms`."""
+    max_stuck_bytes: int | None
+    """None: L1 / 16."""
+    make: Callable[[], StorageAdapter]
+
+
+class ConfiguredAdapter(NamedTuple):
+    """An adapter as the controllers use it: measured, with deadline and breaker, not yet open."""
+
+    name: str
+    adapter: StorageAdapter
+    policy: StorePolicy
+    guard: DeadlineAdapter
+    """The wrapper inside `adapter` that has the breaker and counts stuck bytes, for status pages."""
+
+
+def make_adapter(entry: str | Mapping[str, Any], index: int) -> StorageAdapter:
+    """The bare adapter of one entry, not open. Raises ConfigError."""
+    return configure_adapter(entry, index).make()
+
+
+def build_adapter(
+    config: AdapterConfig,
+    *,
+    clock: Clock,
+    l1_bytes: int,
+    report: Callable[[OpReport], None],
+    deadline_ms: int = 5_000,
+) -> ConfiguredAdapter:
+    """The adapter of a checked entry inside its wrappers. Raises ConfigError where a plugin does."""
+    limits = DeadlineLimits(
+        deadline_ms=config.deadline_ms or deadline_ms,
+        max_stuck_bytes=config.max_stuck_bytes or l1_bytes // STUCK_SHARE,
+    )
+    adapter = config.make()
+    adapter.name = config.name
+    guard = DeadlineAdapter(adapter, limits, clock)
+    return ConfiguredAdapter(config.name, MeteredAdapter(guard, report, clock), config.policy, guard)
+
+
+def configure_adapter(entry: str | Mapping[str, Any], index: int) -> AdapterConfig:
+    """Check one entry. Raises ConfigError naming the field below `l2_adapters[index]`."""
+    path = f"l2_adapters[{index}]"
+    if isinstance(entry, str):
+        try:
+            entry = json.loads(entry)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}: not JSON: {error}: {entry!r:.200}", field=path) from None
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f'{path}: must be an object with a "type", found {entry!r:.200}', field=path)
+    fields = Fields(entry, path)
+    kind = fields.text("type")
+    factory = _factory(kind, f"{path}.type")
+    name = f"{kind}-{index}"
+    policy = fields.choice("policy", list(StorePolicy), StorePolicy.THROUGH)
+    deadline_ms = fields.number("deadline_ms", None, least=1, most=600_000, whole=True)
+    stuck_mb = fields.number("max_stuck_mb", None, least=1, most=1 << 20)
+    if fields.flag("shared", False):
+        fields.refuse("shared", "one server per directory for now; give each server a base_path of its own")
+    if fields.get("eviction") is not None:
+        fields.noted("eviction", "the adapter's cap evicts the least recently used")
+    for codec in ("serde", "codec"):
+        if fields.get(codec) is not None:
+            fields.refuse(codec, "this version has no codecs, records are stored as they are; remove it")
+    return AdapterConfig(
+        name,
+        path,
+        StorePolicy(policy),
+        None if deadline_ms is None else int(deadline_ms),
+        None if stuck_mb is None else int(stuck_mb * MB),
+        factory(fields, name),
+    )
+
+
+class Fields:
+    """Reads the fields of one entry, each checked under its path. `finish` refuses what nobody read."""
+
+    def __init__(self, values: Mapping[str, Any], path: str) -> None:
+        self.path = path
+        self._values = dict(values)
+        self._known: set[str] = set(_COMMON)
+
+    def get(self, name: str) -> Any:
+        """The value as it is, None when absent."""
+        self._known.add(name)
+        return self._values.get(name)
+
+    def rest(self) -> dict[str, Any]:
+        """All fields that are not common to every type."""
+        return {name: value for name, value in self._values.items() if name not in _COMMON}
+
+    def wrong(self, name: str, must: str) -> ConfigError:
+        """The error for a field's value."""
+        where = f"{self.path}.{name}"
+        return ConfigError(f"{where}: {must}, found {self._values.get(name)!r:.80}", field=where)
+
+    def refuse(self, name: str, advice: str) -> None:
+        """Raise ConfigError for a field that cannot be honoured."""
+        where = f"{self.path}.{name}"
+        raise ConfigError(f"{where}: {self._values.get(name)!r:.80} is not supported: {advice}", field=where)
+
+    def noted(self, name: str, why: str) -> None:
+        """Accept a field that changes nothing here, and say so once."""
+        if self.get(name) is not None:
+            log.info("%s.%s: noted, has no effect here: %s", self.path, name, why)
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A non-empty string; required when there is no default."""
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str) or not value:
+            raise self.wrong(name, "must be a non-empty string")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """true or false."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(name, "must be true or false")
+        return value
+
+    def number(
+        self, name: str, default: float | None, *, least: float, most: float, whole: bool = False
+    ) -> float | None:
+        """A number within bounds."""
+        value = self.get(name)
+        if value is None:
+            return default
+        kinds = (int,) if whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+            raise self.wrong(name, f"must be a {'whole ' * whole}number from {least:g} to {most:g}")
+        return value
+
+    def choice(self, name: str, choices: list[Any], default: str) -> str:
+        """One of some words."""
+        value = self.get(name)
+        if value is None:
+            return default
+        words = [str(choice) for choice in choices]
+        if value not in words:
+            hint = nearest(value, words) if isinstance(value, str) else ""
+            raise self.wrong(name, f"must be one of {', '.join(words)}{hint}")
+        return str(value)
+
+    def workers(self, name: str) -> dict[Lane, int]:
+        """Threads per lane."""
+        value = self.get(name)
+        if value is None:
+            return {}
+        words = [str(lane) for lane in Lane]
+        if not isinstance(value, Mapping):
+            raise self.wrong(name, f"must be an object with some of {', '.join(words)}")
+        inner = Fields(value, f"{self.path}.{name}")
+        inner._known = set(words)
+        threads = {lane: inner.number(str(lane), None, least=1, most=256, whole=True) for lane in Lane}
+        inner.finish()
+        return {lane: int(count) for lane, count in threads.items() if count is not None}
+
+    def finish(self) -> None:
+        """Raise ConfigError for the first field that no check asked for."""
+        for name in self._values:
+            if name not in self._known:
+                where = f"{self.path}.{name}"
+                raise ConfigError(f"{where}: unknown field{nearest(name, self._known)}", field=where)
+
+
+Factory = Callable[[Fields, str], Callable[[], StorageAdapter]]
+
+
+def _factory(kind: str, where: str) -> Factory:
+    if kind in _BUILT_IN:
+        return _BUILT_IN[kind]
+    for point in importlib.metadata.entry_points(group=PLUGIN_GROUP):
+        if point.name == kind:
+            return _from_entry_point(point)
+    if kind in ELSEWHERE:
+        raise ConfigError(
+            f"{where}: {kind!r} is not part of this version; a plugin can provide it: install a package with"
+            f" an entry point {kind!r} in the group {PLUGIN_GROUP!r}, or use type 'plugin'",
+            field=where,
+        )
+    hint = nearest(kind, [*_BUILT_IN, *ELSEWHERE])
+    raise ConfigError(f"{where}: unknown adapter {kind!r}{hint}", field=where)
+
+
+def _fs(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
+    from kvstrata.storage.fs import FsAdapter, FsSettings
+
+    base_path = fields.text("base_path")
+    if not os.path.isabs(base_path):
+        raise fields.wrong("base_path", "must be an absolute path")
+    tmp = fields.text("relative_tmp_dir", "tmp")
+    parts = tmp.split(os.sep)
+    if os.path.isabs(tmp) or any(part in ("", ".", "..") for part in parts):
+        raise fields.wrong("relative_tmp_dir", "must be a plain path below base_path")
+    if re.fullmatch("[0-9a-f]{2}", parts[0]):
+        raise fields.wrong("relative_tmp_dir", "must not be two hex digits, records lie in such directories")
+    fields.noted("read_ahead_size", "a record is read in one piece")
+    sizes = [
+        fields.number(field, None, least=0, most=1 << 30) for field in ("capacity_gb", "max_capacity_gb")
+    ]
+    if sizes[0] is not None and sizes[1] is not None and sizes[0] != sizes[1]:
+        raise fields.wrong("max_capacity_gb", "is another name of capacity_gb, give one of them")
+    free_gb = fields.number("min_free_gb", None, least=0, most=1 << 30)
+    settings = FsSettings(
+        base_path=base_path,
+        relative_tmp_dir=tmp,
+        use_odirect=fields.flag("use_odirect", False),
+        capacity_bytes=int((sizes[0] or sizes[1] or 0) * GB),
+        min_free_bytes=None if free_gb is None else int(free_gb * GB),
+        num_workers=int(fields.number("num_workers", 4, least=1, most=256, whole=True) or 4),
+        per_op_workers=fields.workers("per_op_workers"),
+    )
+    fields.finish()
+    return lambda: FsAdapter(settings, name=name)
+
+
+def _plugin(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
+    module, attribute = fields.text("module_path"), fields.text("class_name")
+    parameters = fields.get("adapter_params") or {}
+    if not isinstance(parameters, Mapping):
+        raise fields.wrong("adapter_params", "must be an object, the keyword arguments of the class")
+    fields.finish()
+
+    def make() -> StorageAdapter:
+        try:
+            made = getattr(importlib.import_module(module), attribute)(**parameters)
+        except Exception as error:  # the plugin boundary
+            raise ConfigError(
+                f"{fields.path}: {module}.{attribute} cannot be made: {type(error).__name__}: {error}",
+                field=fields.path,
+            ) from error
+        return _checked(made, fields.path, f"{module}.{attribute}")
+
+    return make
+
+
+def _from_entry_point(point: importlib.metadata.EntryPoint) -> Factory:
+    def factory(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
+        def make() -> StorageAdapter:
+            try:
+                made = point.load()(fields.rest(), fields.path)
+            except ConfigError:
+                raise
+            except Exception as error:  # the plugin boundary
+                raise ConfigError(
+                    f"{fields.path}: plugin {point.value} cannot be made: {type(error).__name__}: {error}",
+                    field=fields.path,
+                ) from error
+            return _checked(made, fields.path, point.value)
+
+        return make
+
+    return factory
+
+
+def _checked(made: object, path: str, source: str) -> StorageAdapter:
+    if not isinstance(made, StorageAdapter):
+        raise ConfigError(f"{path}: {source} made {type(made).__name__}, no StorageAdapter", field=path)
+    return made
+
+
+def _fault_inject(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
+    if importlib.util.find_spec("hypothesis") is None:
+        fields.refuse("type", "faults are for tests; pip install 'kvstrata[test]'")
+    from kvstrata.storage.wrap.faults import FaultyAdapter
+    from kvstrata.testing.faults import Fault, FaultPlan
+
+    inner = fields.get("inner")
+    if not isinstance(inner, Mapping):
+        raise fields.wrong("inner", "must be the object of the adapter that goes wrong")
+    kind = Fields(inner, f"{fields.path}.inner").text("type")
+    make_inner = _factory(kind, f"{fields.path}.inner.type")(Fields(inner, f"{fields.path}.inner"), name)
+    rate = fields.number("rate", 0.0, least=0, most=1) or 0.0
+    seed = int(fields.number("seed", 0, least=0, most=1 << 62, whole=True) or 0)
+    words = fields.get("faults")
+    if words is None:
+        words = list(Fault)
+    if not isinstance(words, list) or not set(words) <= set(Fault):
+        raise fields.wrong("faults", f"must be a list with some of {', '.join(Fault)}")
+    fields.finish()
+    return lambda: FaultyAdapter(make_inner(), FaultPlan(seed, rate, [Fault(word) for word in words]))
+
+
+_BUILT_IN: dict[str, Factory] = {
+    "fs": _fs,
+    "fs_native": _fs,
+    "plugin": _plugin,
+    "fault_inject": _fault_inject,
+}

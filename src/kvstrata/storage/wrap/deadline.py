@@ -1,0 +1,288 @@
+"""Ends waits at a deadline, and stops asking an adapter that does not answer.
+
+A deadline ends the *wait*: every item of the batch is answered FAILED('deadline') (exists: UNKNOWN), while
+the inner operation goes on and its items keep their holds until the medium has finished with them.  The bytes
+of such operations are counted as stuck until they end; while they reach `max_stuck_bytes` nothing more is put
+or loaded.
+
+One breaker per operation:
+
+    CLOSED ── `failures` operations failed one after the other ──> OPEN ── `open_s` later ──> PROBING
+    PROBING ── the one operation that was let through ended well ──> CLOSED
+    PROBING ── it failed ──> OPEN, for twice as long, at most `max_open_s`
+
+An operation failed when it hit the deadline, raised, or got no usable answer for any of its items (FAILED or
+UNKNOWN, but not for want of room in a queue).  A miss, a corrupt record or a full disk is an answer.
+While the breaker of loads is open, `exists` answers UNKNOWN too: what cannot be loaded is no hit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvstrata.clock import Clock
+from kvstrata.storage.base import (
+    AdapterContext,
+    Found,
+    LoadItem,
+    LoadOutcome,
+    LoadStatus,
+    Presence,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    StorageAdapter,
+    Usage,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DEADLINE = "deadline"
+BREAKER_OPEN = "breaker_open"
+RAISED = "adapter_error"
+_OUR_QUEUES = ("throttled", "queue_full")
+"""Reasons that say nothing about the medium."""
+
+
+class DeadlineLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Times and bounds of one adapter."""
+
+    deadline_ms: int = 5_000
+    """Time for one operation, and again for every `bytes_per_deadline` of its payload."""
+    bytes_per_deadline: int = 64 << 20
+    max_stuck_bytes: int
+    failures: int = 5
+    open_s: float = 1.0
+    max_open_s: float = 30.0
+    close_s: float = 10.0
+    """Longest wait for the inner adapter's close and for operations past their deadline."""
+
+
+class BreakerState(enum.Enum):
+    CLOSED = "closed"
+    OPEN = "open"
+    PROBING = "probing"
+
+
+class Breaker:
+    """See the module. Sans I/O: the caller brings the time."""
+
+    def __init__(self, failures: int, open_s: float, max_open_s: float) -> None:
+        self._limit = failures
+        self._first_open_s = self._open_s = open_s
+        self._max_open_s = max_open_s
+        self._failed_in_a_row = 0
+        self._until_s = 0.0
+        self.state = BreakerState.CLOSED
+
+    def would_admit(self, now_s: float) -> bool:
+        """Whether `admit` would say yes, without taking the probe."""
+        return self.state is BreakerState.CLOSED or (
+            self.state is BreakerState.OPEN and now_s >= self._until_s
+        )
+
+    def admit(self, now_s: float) -> bool:
+        """Whether an operation may go through now. Each admitted one ends in `ended`."""
+        if not self.would_admit(now_s):
+            return False
+        if self.state is BreakerState.OPEN:
+            self.state = BreakerState.PROBING
+        return True
+
+    def ended(self, well: bool | None, now_s: float) -> None:
+        """How an admitted operation ended; None: it says nothing (the caller went away)."""
+        if well:
+            self.state = BreakerState.CLOSED
+            self._failed_in_a_row = 0
+            self._open_s = self._first_open_s
+        elif self.state is BreakerState.PROBING:
+            self.state = BreakerState.OPEN
+            if well is not None:
+                self._open_s = min(2 * self._open_s, self._max_open_s)
+                self._until_s = now_s + self._open_s
+        elif well is not None and self.state is BreakerState.CLOSED:
+            self._failed_in_a_row += 1
+            if self._failed_in_a_row >= self._limit:
+                self.state = BreakerState.OPEN
+                self._until_s = now_s + self._open_s
+
+
+class DeadlineAdapter(StorageAdapter):
+    """Wraps one adapter. Never raises from exists, put, load and delete: what raises inside is an outcome."""
+
+    def __init__(self, inner: StorageAdapter, limits: DeadlineLimits, clock: Clock) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.capabilities = inner.capabilities
+        self.limits = limits
+        self.stuck_bytes = 0
+        """Bytes of operations that nobody waits for any more and that have not ended."""
+        self._clock = clock
+        self._running: set[asyncio.Task[Any]] = set()
+        self._breakers = {
+            operation: Breaker(limits.failures, limits.open_s, limits.max_open_s)
+            for operation in ("exists", "put", "load", "delete")
+        }
+
+    def breaker_states(self) -> dict[str, str]:
+        """State of each operation's breaker, for status pages."""
+        return {operation: breaker.state.value for operation, breaker in self._breakers.items()}
+
+    async def open(self, context: AdapterContext) -> None:
+        """As the inner adapter: opening has no deadline of ours, it happens before the server is ready."""
+        await self.inner.open(context)
+
+    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+        """As the inner adapter; UNKNOWN at the deadline and while a breaker is open."""
+        now_s = self._clock.monotonic_s()
+        if not self._breakers["load"].would_admit(now_s) or not self._breakers["exists"].admit(now_s):
+            return [Found(Presence.UNKNOWN, 0, BREAKER_OPEN)] * len(keys)
+        well: bool | None = None
+        try:
+            found = await self._bounded(self.inner.exists(keys), 0)
+            _check_count(self.name, found, keys)
+            well = _answered([f.reason if f.presence is Presence.UNKNOWN else None for f in found])
+        except _Failed as failed:
+            well = False
+            found = [Found(Presence.UNKNOWN, 0, failed.reason)] * len(keys)
+        finally:
+            self._breakers["exists"].ended(well, self._clock.monotonic_s())
+        return found
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        """As the inner adapter; FAILED at the deadline and while the breaker is open."""
+        if not self._admit("put"):
+            for item in items:
+                item.hold.drop()
+            return [PutOutcome(PutStatus.FAILED, BREAKER_OPEN)] * len(items)
+        well: bool | None = None
+        try:
+            outcomes = await self._bounded(self.inner.put(items), sum(item.hold.length for item in items))
+            _check_count(self.name, outcomes, items)
+            well = _answered([o.reason if o.status is PutStatus.FAILED else None for o in outcomes])
+        except _Failed as failed:
+            well = False
+            outcomes = [PutOutcome(PutStatus.FAILED, failed.reason)] * len(items)
+        finally:
+            self._breakers["put"].ended(well, self._clock.monotonic_s())
+        return outcomes
+
+    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+        """As the inner adapter; FAILED at the deadline and while the breaker is open."""
+        if not self._admit("load"):
+            for item in items:
+                item.hold.drop()
+            return [LoadOutcome(LoadStatus.FAILED, BREAKER_OPEN)] * len(items)
+        well: bool | None = None
+        try:
+            outcomes = await self._bounded(self.inner.load(items), sum(item.hold.length for item in items))
+            _check_count(self.name, outcomes, items)
+            well = _answered([o.reason if o.status is LoadStatus.FAILED else None for o in outcomes])
+        except _Failed as failed:
+            well = False
+            outcomes = [LoadOutcome(LoadStatus.FAILED, failed.reason)] * len(items)
+        finally:
+            self._breakers["load"].ended(well, self._clock.monotonic_s())
+        return outcomes
+
+    async def delete(self, keys: Sequence[bytes]) -> int:
+        """As the inner adapter; 0 at the deadline and while the breaker is open."""
+        if not self._breakers["delete"].admit(self._clock.monotonic_s()):
+            return 0
+        well: bool | None = None
+        try:
+            count = await self._bounded(self.inner.delete(keys), 0)
+            well = True
+        except _Failed:
+            well, count = False, 0
+        finally:
+            self._breakers["delete"].ended(well, self._clock.monotonic_s())
+        return count
+
+    async def clear(self) -> int:
+        """As the inner adapter; an admin's request, which waits as long as it takes."""
+        return await self.inner.clear()
+
+    async def usage(self) -> Usage:
+        """As the inner adapter; all zero when it does not say in time."""
+        try:
+            return await self._bounded(self.inner.usage(), 0)
+        except _Failed:
+            return Usage(0, 0, 0)
+
+    async def close(self) -> None:
+        """Close the inner adapter, waiting at most `close_s`; what still runs then is logged and left."""
+        closing = asyncio.create_task(self.inner.close(), name=f"{self.name}-close")
+        self._running.add(closing)
+        done, pending = await asyncio.wait(set(self._running), timeout=self.limits.close_s)
+        for task in done:
+            if not task.cancelled() and task.exception() is not None:
+                log.error("%s: close: %r", self.name, task.exception())
+        self._running.clear()
+        if pending:
+            log.error(
+                "%s: still busy %.0f s after close with %d stuck bytes; they stay pinned",
+                self.name, self.limits.close_s, self.stuck_bytes,
+            )  # fmt: skip
+
+    def _admit(self, operation: str) -> bool:
+        if self.stuck_bytes >= self.limits.max_stuck_bytes:
+            return False
+        return self._breakers[operation].admit(self._clock.monotonic_s())
+
+    async def _bounded(self, work: Coroutine[Any, Any, T], payload_bytes: int) -> T:
+        """The result of `work` if it comes in time. Raises _Failed otherwise; then, and when the caller is
+        cancelled, the work goes on and its bytes count as stuck until it ends."""
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        timeout_s = self.limits.deadline_ms / 1000 * (1 + payload_bytes / self.limits.bytes_per_deadline)
+        try:
+            await asyncio.wait({task}, timeout=timeout_s)
+        finally:
+            if not task.done():
+                self._count_stuck(task, payload_bytes)
+        if not task.done():
+            raise _Failed(DEADLINE)
+        error = task.exception()
+        if error is not None:
+            log.error("%s: broke the storage contract", self.name, exc_info=error)
+            raise _Failed(RAISED)
+        return task.result()
+
+    def _count_stuck(self, task: asyncio.Task[Any], payload_bytes: int) -> None:
+        self.stuck_bytes += payload_bytes
+
+        def unstick(ended: asyncio.Task[Any]) -> None:
+            self.stuck_bytes -= payload_bytes
+            if not ended.cancelled() and ended.exception() is not None:
+                log.error("%s: failed after its deadline: %r", self.name, ended.exception())
+
+        task.add_done_callback(unstick)
+
+
+class _Failed(Exception):
+    """An operation that did not end well within its deadline."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def _check_count(name: str, outcomes: Sequence[object], asked: Sequence[object]) -> None:
+    if len(outcomes) != len(asked):
+        log.error("%s: broke the storage contract: %d outcomes for %d items", name, len(outcomes), len(asked))
+        raise _Failed(RAISED)
+
+
+def _answered(bad_reasons: list[str | None]) -> bool:
+    """Whether a batch got at least one answer from the medium; None stands for an item with an answer."""
+    return not bad_reasons or any(reason is None or reason in _OUR_QUEUES for reason in bad_reasons)

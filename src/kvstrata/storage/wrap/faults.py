@@ -1,0 +1,163 @@
+"""Makes an adapter go wrong by a seeded plan. Needs the `test` extra; never part of a production set-up."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import mmap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from kvstrata.storage.base import (
+    AdapterContext,
+    Found,
+    LoadItem,
+    LoadOutcome,
+    LoadStatus,
+    Presence,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    StorageAdapter,
+    Usage,
+)
+from kvstrata.testing.faults import Fault, FaultPlan
+
+if TYPE_CHECKING:
+    from kvstrata.native.pool import Hold
+
+
+class InjectedError(Exception):
+    """What Fault.RAISE raises."""
+
+
+class AlteredHold:
+    """A copy of a hold's bytes that a put may store instead. Has the attributes of a native hold."""
+
+    def __init__(self, original: Hold) -> None:
+        self.key = original.key
+        self.length = original.length
+        self.offset = original.offset
+        self.generation = original.generation
+        self._pages = mmap.mmap(-1, -(-original.length // mmap.PAGESIZE) * mmap.PAGESIZE)
+        with original.view() as view:
+            self._pages[: self.length] = bytes(view)
+        original.drop()
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
+
+    def view(self) -> memoryview:
+        """The altered record, writable."""
+        return memoryview(self._pages)[: self.length]
+
+    def drop(self) -> None:
+        """The bytes are private: they go with the object."""
+
+
+class FaultyAdapter(StorageAdapter):
+    """See the module. Holds of operations that hang stay until `release` or `close`."""
+
+    def __init__(self, inner: StorageAdapter, plan: FaultPlan) -> None:
+        self.inner = inner
+        self.plan = plan
+        self.name = inner.name
+        self.capabilities = inner.capabilities
+        self._released = asyncio.Event()
+        self._hanging = 0
+
+    @property
+    def hanging(self) -> int:
+        """Operations that hang now."""
+        return self._hanging
+
+    def release(self) -> None:
+        """Let everything that hangs go on; later hangs hang again."""
+        self._released.set()
+        self._released = asyncio.Event()
+
+    async def open(self, context: AdapterContext) -> None:
+        """As the inner adapter."""
+        await self.inner.open(context)
+
+    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+        """As the inner adapter, or not."""
+        fault = await self._begin()
+        if fault in (Fault.ERROR, Fault.LOST_ACK, Fault.THROTTLED):
+            return [Found(Presence.UNKNOWN, 0, "injected")] * len(keys)
+        return await self.inner.exists(keys)
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        """As the inner adapter, or not."""
+        fault = await self._begin()
+        if fault in (Fault.ERROR, Fault.THROTTLED):
+            for item in items:
+                item.hold.drop()
+            status = PutStatus.THROTTLED if fault is Fault.THROTTLED else PutStatus.FAILED
+            return [PutOutcome(status, "injected")] * len(items)
+        if fault in (Fault.TORN, Fault.FLIPPED) and items:
+            altered = list(items)
+            i = self.plan.below(len(items))
+            altered[i] = PutItem(items[i].key, self._alter(items[i].hold, fault))
+            items = altered
+        outcomes = await self.inner.put(items)
+        if fault is Fault.LOST_ACK:
+            return [PutOutcome(PutStatus.FAILED, "injected")] * len(items)
+        return outcomes
+
+    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+        """As the inner adapter, or not."""
+        fault = await self._begin()
+        if fault in (Fault.ERROR, Fault.THROTTLED):
+            for item in items:
+                item.hold.drop()
+            return [LoadOutcome(LoadStatus.FAILED, "injected")] * len(items)
+        outcomes = await self.inner.load(items)
+        if fault is Fault.LOST_ACK:
+            return [LoadOutcome(LoadStatus.FAILED, "injected")] * len(items)
+        return outcomes
+
+    async def delete(self, keys: Sequence[bytes]) -> int:
+        """As the inner adapter, or not."""
+        fault = await self._begin()
+        if fault in (Fault.ERROR, Fault.THROTTLED):
+            return 0
+        count = await self.inner.delete(keys)
+        return 0 if fault is Fault.LOST_ACK else count
+
+    async def clear(self) -> int:
+        """As the inner adapter."""
+        return await self.inner.clear()
+
+    async def usage(self) -> Usage:
+        """As the inner adapter."""
+        return await self.inner.usage()
+
+    async def close(self) -> None:
+        """Releases what hangs, then as the inner adapter."""
+        self.release()
+        await self.inner.close()
+
+    async def _begin(self) -> Fault | None:
+        fault = self.plan.draw()
+        if fault is Fault.RAISE:
+            raise InjectedError(repr(self.plan))
+        if fault is Fault.SLOW:
+            await asyncio.sleep(self.plan.slow_s)
+        elif fault is Fault.HANG:
+            self._hanging += 1
+            try:
+                await self._released.wait()
+            finally:
+                self._hanging -= 1
+        return fault
+
+    def _alter(self, hold: Hold, fault: Fault) -> Hold:
+        altered = AlteredHold(hold)
+        with altered.view() as view:
+            header_bytes = int.from_bytes(view[12:16], "little")
+            at = header_bytes + self.plan.below(max(1, len(view) - header_bytes))
+            rest = bytes(len(view) - at)
+            if fault is Fault.TORN and view[at:] != rest:
+                view[at:] = rest
+            else:
+                view[at] ^= 1 << self.plan.below(8)
+        return cast("Hold", altered)

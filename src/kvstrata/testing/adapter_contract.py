@@ -1,0 +1,531 @@
+"""The storage contract as tests. Every adapter runs them; so can the author of one that lives elsewhere:
+
+    class TestMine(AdapterContract):
+        def make_medium(self, folder): return MyMedium(folder)
+        def make_adapter(self, medium, capacity_bytes=0): return MyAdapter(medium.address, capacity_bytes)
+
+`Medium` reaches the storage without going through the adapter, because an adapter that is asked about itself
+can be consistently wrong.  The holds given to the adapter are watched (strategies.WatchedHold): they are
+poisoned when they are dropped, so reading or writing too late is seen.
+
+Needs pytest and pytest-asyncio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvstrata.clock import SystemClock
+from kvstrata.errors import StorageError
+from kvstrata.storage.base import (
+    AdapterContext,
+    LoadOutcome,
+    LoadStatus,
+    Presence,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    StorageAdapter,
+)
+from kvstrata.testing.strategies import (
+    key_of,
+    load_item,
+    loaded_payload,
+    payload_of,
+    put_item,
+    record_length,
+    watched,
+)
+
+SIZE = 10_000
+"""Payload bytes of most records here; no multiple of a block."""
+SIZES = (1, 4096, 4097, 10_000, 300_001)
+
+STORED = PutOutcome(PutStatus.STORED)
+EXISTS = PutOutcome(PutStatus.EXISTS)
+LOADED = LoadOutcome(LoadStatus.LOADED)
+ABSENT = LoadOutcome(LoadStatus.ABSENT)
+
+
+class Medium(ABC):
+    """What an adapter stores in, seen from beside it. Damage is done to the stored bytes themselves."""
+
+    @abstractmethod
+    def keys(self) -> set[bytes]:
+        """Keys of all records that are there."""
+
+    @abstractmethod
+    def read(self, key: bytes) -> bytes:
+        """The stored bytes of a record."""
+
+    @abstractmethod
+    def write(self, key: bytes, stored: bytes) -> None:
+        """Replace the stored bytes of a record."""
+
+    @abstractmethod
+    def remove(self, key: bytes) -> None:
+        """Remove a record behind the adapter's back."""
+
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """Bytes that everything stored takes, leftovers included."""
+
+    def flip(self, key: bytes, at: int) -> None:
+        """Turn one bit of a stored byte."""
+        stored = bytearray(self.read(key))
+        stored[at] ^= 0x10
+        self.write(key, bytes(stored))
+
+    def truncate(self, key: bytes, length: int) -> None:
+        """Keep only the first bytes."""
+        self.write(key, self.read(key)[:length])
+
+    def extend(self, key: bytes, count: int) -> None:
+        """Add zeros at the end."""
+        self.write(key, self.read(key) + bytes(count))
+
+    def swap(self, one: bytes, other: bytes) -> None:
+        """Exchange two records."""
+        first, second = self.read(one), self.read(other)
+        self.write(one, second)
+        self.write(other, first)
+
+
+@pytest.mark.asyncio
+class AdapterContract(ABC):
+    """See the module. Set `has_cap` and `waits_in_threads` to what is true of the adapter."""
+
+    has_cap = True
+    """`make_adapter` honours `capacity_bytes`."""
+    waits_in_threads = True
+    """The adapter asks a hold for its bytes in a thread, so that tests may block it there."""
+
+    @abstractmethod
+    def make_medium(self, folder: Path) -> Medium:
+        """A fresh, empty medium; `folder` is a temporary directory for whatever it needs."""
+
+    @abstractmethod
+    def make_adapter(self, medium: Medium, capacity_bytes: int = 0) -> StorageAdapter:
+        """An adapter on that medium, not open; 0 means no cap."""
+
+    @contextlib.asynccontextmanager
+    async def opened(
+        self, medium: Medium, capacity_bytes: int = 0, evicted: list[bytes] | None = None
+    ) -> AsyncIterator[StorageAdapter]:
+        """An open adapter, closed at the end."""
+        dropped = evicted if evicted is not None else []
+        adapter = self.make_adapter(medium, capacity_bytes)
+        await adapter.open(AdapterContext("contract", SystemClock(), 0, 0, dropped.append))
+        try:
+            yield adapter
+        finally:
+            await adapter.close()
+
+    @pytest.fixture
+    def medium(self, tmp_path: Path) -> Medium:
+        """The medium of one test."""
+        return self.make_medium(tmp_path)
+
+    async def put(self, adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[PutOutcome]:
+        """Put records by number and check their holds."""
+        items = [put_item(key_of(n), size) for n in numbers]
+        outcomes = await adapter.put(items)
+        for item in items:
+            watched(item).check()
+        return outcomes
+
+    async def load(self, adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[LoadOutcome]:
+        """Load records by number; check holds, and the bytes of what was loaded."""
+        items = [load_item(key_of(n), size) for n in numbers]
+        outcomes = await adapter.load(items)
+        for item, outcome in zip(items, outcomes, strict=True):
+            watched(item).check()
+            if outcome.status is LoadStatus.LOADED:
+                assert loaded_payload(item, size) == payload_of(item.key, size)
+        return outcomes
+
+    # -- batches -------------------------------------------------------------------------------------------
+
+    async def test_what_was_put_is_loaded_with_the_same_bytes(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            for number, size in enumerate(SIZES):
+                assert await self.put(adapter, number, size=size) == [STORED]
+            for number, size in enumerate(SIZES):
+                assert await self.load(adapter, number, size=size) == [LOADED]
+        assert medium.keys() == {key_of(number) for number in range(len(SIZES))}
+
+    async def test_outcomes_come_in_the_order_of_the_items(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            await self.put(adapter, 1, 3)
+            assert await self.put(adapter, 0, 1, 2, 3) == [STORED, EXISTS, STORED, EXISTS]
+            assert await self.load(adapter, 7, 3, 8, 0) == [ABSENT, LOADED, ABSENT, LOADED]
+
+    async def test_an_empty_batch_is_answered_with_nothing(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            assert await adapter.put([]) == []
+            assert await adapter.load([]) == []
+            assert await adapter.exists([]) == []
+            assert await adapter.delete([]) == 0
+
+    async def test_a_full_batch_is_taken(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            numbers = range(adapter.capabilities.max_batch)
+            assert await self.put(adapter, *numbers, size=100) == [STORED] * len(numbers)
+            assert await self.load(adapter, *numbers, size=100) == [LOADED] * len(numbers)
+
+    async def test_a_key_twice_in_a_batch_is_stored_once_and_loaded_twice(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            assert sorted(await self.put(adapter, 5, 5)) == sorted([STORED, EXISTS])
+            assert await self.load(adapter, 5, 5) == [LOADED, LOADED]
+        assert medium.keys() == {key_of(5)}
+
+    async def test_puts_of_one_key_at_the_same_time_store_it_once(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            outcomes = await asyncio.gather(*(self.put(adapter, 1, 2) for _ in range(4)))
+            for i in range(2):
+                assert sorted(outcome[i] for outcome in outcomes) == sorted([STORED, *[EXISTS] * 3])
+            assert await self.load(adapter, 1, 2) == [LOADED, LOADED]
+
+    async def test_one_bad_item_does_not_fail_its_batch(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            await self.put(adapter, 1, 2, 3)
+            medium.flip(key_of(2), -1)
+            outcomes = await self.load(adapter, 1, 2, 3)
+            assert [o.status for o in outcomes] == [LoadStatus.LOADED, LoadStatus.CORRUPT, LoadStatus.LOADED]
+
+    # -- presence ------------------------------------------------------------------------------------------
+
+    async def test_exists_tells_presence_and_length(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            await self.put(adapter, 1)
+            await self.put(adapter, 2, size=77)
+            found = await adapter.exists([key_of(2), key_of(9), key_of(1)])
+            assert [f.presence for f in found] == [Presence.PRESENT, Presence.ABSENT, Presence.PRESENT]
+            assert [f.record_bytes for f in found] == [record_length(77), 0, record_length(SIZE)]
+
+    async def test_an_absent_key_is_an_outcome(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            assert await self.load(adapter, 1) == [ABSENT]
+            assert await adapter.delete([key_of(1)]) == 0
+
+    async def test_a_record_removed_behind_the_adapter_is_absent_and_can_be_put_again(
+        self, medium: Medium
+    ) -> None:
+        async with self.opened(medium) as adapter:
+            await self.put(adapter, 1)
+            medium.remove(key_of(1))
+            assert await self.load(adapter, 1) == [ABSENT]
+            assert await self.put(adapter, 1) == [STORED]
+            assert await self.load(adapter, 1) == [LOADED]
+
+    # -- corruption ----------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize(
+        "damage",
+        ["magic", "header_crc", "key", "section_table", "payload", "last_byte", "cut", "short", "longer"],
+    )
+    @pytest.mark.parametrize("restart", [False, True])
+    async def test_a_damaged_record_is_corrupt_and_healed_by_the_next_put(
+        self, medium: Medium, damage: str, restart: bool
+    ) -> None:
+        async with self.opened(medium) as adapter:
+            await self.put(adapter, 1, 2)
+            if not restart:
+                self.damage(medium, damage)
+                await self.expect_healing(adapter)
+        if restart and adapter.capabilities.persistent:
+            self.damage(medium, damage)
+            async with self.opened(medium) as adapter:
+                await self.expect_healing(adapter)
+
+    def damage(self, medium: Medium, damage: str) -> None:
+        """Spoil record 1."""
+        key, length = key_of(1), record_length(SIZE)
+        if damage == "cut":
+            medium.truncate(key, length - 1)
+        elif damage == "short":
+            medium.truncate(key, 300)
+        elif damage == "longer":
+            medium.extend(key, 4096)
+        else:
+            header = length - SIZE
+            places = {"magic": 0, "header_crc": 252, "key": 16, "section_table": 520, "payload": header + 10}
+            medium.flip(key, places.get(damage, length - 1))
+
+    async def expect_healing(self, adapter: StorageAdapter) -> None:
+        """Record 1 is not served, a put stores it again, record 2 is untouched."""
+        [outcome] = await self.load(adapter, 1)
+        assert outcome.status in (LoadStatus.CORRUPT, LoadStatus.ABSENT)
+        [found] = await adapter.exists([key_of(1)])
+        assert found.presence is Presence.ABSENT
+        assert await self.put(adapter, 1) == [STORED]
+        assert await self.load(adapter, 1, 2) == [LOADED, LOADED]
+
+    async def test_swapped_records_are_corrupt(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            await self.put(adapter, 1, 2)
+            medium.swap(key_of(1), key_of(2))
+            outcomes = await self.load(adapter, 1, 2)
+            assert [o.status for o in outcomes] == [LoadStatus.CORRUPT] * 2
+            assert await self.put(adapter, 1, 2) == [STORED] * 2
+            assert await self.load(adapter, 1, 2) == [LOADED] * 2
+
+    # -- holds ---------------------------------------------------------------------------------------------
+
+    async def test_holds_of_every_outcome_are_dropped_once(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            assert await self.put(adapter, 1, 1, 2) != []  # `put` and `load` check the holds
+            medium.flip(key_of(2), -1)
+            assert await self.load(adapter, 1, 2, 3) != []
+        items = [put_item(key_of(4), SIZE), put_item(key_of(5), SIZE)]
+        loads = [load_item(key_of(1), SIZE)]
+        assert [o.status for o in await adapter.put(items)] == [PutStatus.FAILED] * 2
+        assert [o.status for o in await adapter.load(loads)] == [LoadStatus.FAILED]
+        for item in (*items, *loads):
+            watched(item).check()
+
+    async def test_a_cancelled_put_keeps_its_holds_until_the_medium_is_done(self, medium: Medium) -> None:
+        gate = threading.Event() if self.waits_in_threads else None
+        async with self.opened(medium) as adapter:
+            items = [put_item(key_of(n), SIZE, gate=gate) for n in range(3)]
+            wait = asyncio.create_task(adapter.put(items))
+            if gate is not None:
+                await watched(items[0]).until_asked()
+            else:
+                await asyncio.sleep(0)
+            wait.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await wait
+            if gate is not None:
+                assert not any(watched(item).dropped.is_set() for item in items)
+                gate.set()
+            for item in items:
+                await watched(item).until_dropped()
+                watched(item).check()
+            outcomes = await self.put(adapter, 0, 1, 2)
+            assert {o.status for o in outcomes} <= {PutStatus.STORED, PutStatus.EXISTS}
+            assert await self.load(adapter, 0, 1, 2) == [LOADED] * 3
+
+    async def test_a_cancelled_load_keeps_its_hold_until_the_medium_is_done(self, medium: Medium) -> None:
+        gate = threading.Event() if self.waits_in_threads else None
+        async with self.opened(medium) as adapter:
+            await self.put(adapter, 1)
+            item = load_item(key_of(1), SIZE, gate=gate)
+            wait = asyncio.create_task(adapter.load([item]))
+            if gate is not None:
+                await watched(item).until_asked()
+            else:
+                await asyncio.sleep(0)
+            wait.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await wait
+            if gate is not None:
+                assert not watched(item).dropped.is_set()
+                gate.set()
+            await watched(item).until_dropped()
+            watched(item).check()
+            assert await self.load(adapter, 1) == [LOADED]
+
+    async def test_close_ends_what_is_in_flight_and_drops_its_holds(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            await self.put(adapter, 1)
+            puts = [put_item(key_of(n), SIZE) for n in range(2, 6)]
+            loads = [load_item(key_of(1), SIZE) for _ in range(4)]
+            waits = [asyncio.create_task(adapter.put(puts)), asyncio.create_task(adapter.load(loads))]
+            await asyncio.sleep(0)
+            await adapter.close()
+            await asyncio.gather(*waits)
+            for item in (*puts, *loads):
+                watched(item).check()
+
+    async def test_puts_that_block_delay_no_lookup(self, medium: Medium) -> None:
+        if not self.waits_in_threads:
+            pytest.skip("this adapter cannot be blocked in a thread")
+        gate = threading.Event()
+        async with self.opened(medium) as adapter:
+            await self.put(adapter, 1)
+            items = [put_item(key_of(n), SIZE, gate=gate) for n in range(10, 30)]
+            wait = asyncio.create_task(adapter.put(items))
+            await asyncio.wait(
+                [asyncio.create_task(watched(item).until_asked()) for item in items],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            found = await adapter.exists([key_of(1), key_of(2)])
+            assert [f.presence for f in found] == [Presence.PRESENT, Presence.ABSENT]
+            gate.set()
+            assert await wait == [STORED] * len(items)
+
+    # -- leaving -------------------------------------------------------------------------------------------
+
+    async def test_delete_removes_and_counts_what_was_there(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            if not adapter.capabilities.can_delete:
+                pytest.skip("this adapter says that it cannot delete")
+            await self.put(adapter, 1, 2, 3)
+            assert await adapter.delete([key_of(1), key_of(9), key_of(3), key_of(1)]) == 2
+            assert medium.keys() == {key_of(2)}
+            assert await self.load(adapter, 1, 2, 3) == [ABSENT, LOADED, ABSENT]
+            assert await self.put(adapter, 1) == [STORED]
+
+    async def test_a_load_during_a_delete_ends_well_or_as_absent(self, medium: Medium) -> None:
+        gate = threading.Event() if self.waits_in_threads else None
+        async with self.opened(medium) as adapter:
+            if not adapter.capabilities.can_delete:
+                pytest.skip("this adapter says that it cannot delete")
+            await self.put(adapter, 1)
+            item = load_item(key_of(1), SIZE, gate=gate)
+            wait = asyncio.create_task(adapter.load([item]))
+            if gate is not None:
+                await watched(item).until_asked()
+            removal = asyncio.create_task(adapter.delete([key_of(1)]))
+            await asyncio.sleep(0)
+            if gate is not None:
+                gate.set()
+            [outcome] = await wait
+            assert await removal == 1
+            assert outcome in (LOADED, ABSENT)
+            if outcome == LOADED:
+                assert loaded_payload(item, SIZE) == payload_of(item.key, SIZE)
+            watched(item).check()
+            assert medium.keys() == set()
+            assert await self.put(adapter, 1) == [STORED]
+
+    async def test_clear_removes_all_or_says_that_it_cannot(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            await self.put(adapter, 1, 2, 3)
+            try:
+                removed = await adapter.clear()
+            except StorageError:
+                assert medium.keys() == {key_of(n) for n in (1, 2, 3)}
+                return
+            assert removed == 3
+            assert medium.keys() == set()
+            assert await self.load(adapter, 1) == [ABSENT]
+            assert await self.put(adapter, 1) == [STORED]
+
+    # -- the cap -------------------------------------------------------------------------------------------
+
+    async def test_the_cap_holds_and_the_newest_stay(self, medium: Medium) -> None:
+        if not self.has_cap:
+            pytest.skip("this adapter has no cap of its own")
+        cap_bytes = 6 * (record_length(SIZE) + 4096)
+        evicted: list[bytes] = []
+        async with self.opened(medium, cap_bytes, evicted) as adapter:
+            for number in range(20):
+                assert await self.put(adapter, number) == [STORED]
+                assert medium.used_bytes() <= cap_bytes
+            kept = medium.keys()
+            assert key_of(19) in kept
+            assert len(kept) >= 4
+            assert kept == {key_of(n) for n in range(20 - len(kept), 20)}
+            assert set(evicted) == {key_of(n) for n in range(20)} - kept
+            assert len(evicted) == len(set(evicted))
+
+    async def test_a_load_keeps_a_record_from_being_the_next_to_leave(self, medium: Medium) -> None:
+        if not self.has_cap:
+            pytest.skip("this adapter has no cap of its own")
+        async with self.opened(medium, 4 * (record_length(SIZE) + 4096)) as adapter:
+            await self.put(adapter, 0)
+            for number in range(1, 12):
+                await self.put(adapter, number)
+                assert await self.load(adapter, 0) == [LOADED]
+
+    async def test_a_batch_larger_than_the_cap_never_exceeds_it(self, medium: Medium) -> None:
+        if not self.has_cap:
+            pytest.skip("this adapter has no cap of its own")
+        cap_bytes = 8 * (record_length(SIZE) + 4096)
+        async with self.opened(medium, cap_bytes) as adapter:
+            outcomes = await self.put(adapter, *range(30))
+            assert medium.used_bytes() <= cap_bytes
+            assert outcomes[-1] == STORED
+            kept = medium.keys()
+            assert key_of(29) in kept
+
+    async def test_a_record_larger_than_the_cap_is_refused_and_evicts_nothing(self, medium: Medium) -> None:
+        if not self.has_cap:
+            pytest.skip("this adapter has no cap of its own")
+        async with self.opened(medium, 3 * (record_length(SIZE) + 4096)) as adapter:
+            await self.put(adapter, 1)
+            [outcome] = await self.put(adapter, 2, size=10 * SIZE)
+            assert outcome.status in (PutStatus.THROTTLED, PutStatus.FAILED)
+            assert outcome.reason
+            assert await self.load(adapter, 1) == [LOADED]
+
+    async def test_the_cap_counts_what_earlier_servers_left(self, medium: Medium) -> None:
+        if not self.has_cap:
+            pytest.skip("this adapter has no cap of its own")
+        one = record_length(SIZE) + 4096
+        async with self.opened(medium, 8 * one) as adapter:
+            if not adapter.capabilities.persistent:
+                pytest.skip("this adapter keeps nothing across restarts")
+            await self.put(adapter, *range(6))
+        async with self.opened(medium, 4 * one) as adapter:
+            assert await self.put(adapter, 50) == [STORED]
+            assert medium.used_bytes() <= 4 * one
+            kept = medium.keys()
+            assert key_of(50) in kept
+
+    # -- life ----------------------------------------------------------------------------------------------
+
+    async def test_records_survive_a_reopening_where_persistence_is_claimed(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            await self.put(adapter, 1, 2)
+            before = await adapter.usage()
+        async with self.opened(medium) as adapter:
+            if not adapter.capabilities.persistent:
+                assert await self.load(adapter, 1, 2) == [ABSENT, ABSENT]
+                return
+            assert await adapter.usage() == before
+            assert await self.load(adapter, 1, 2) == [LOADED, LOADED]
+            assert await self.put(adapter, 1) == [EXISTS]
+
+    async def test_usage_counts_records_and_bytes(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            assert (await adapter.usage()).records == 0
+            await self.put(adapter, 1, 2)
+            usage = await adapter.usage()
+            assert usage.records == 2
+            assert usage.used_bytes >= 2 * record_length(SIZE)
+            if adapter.capabilities.can_delete:
+                await adapter.delete([key_of(1), key_of(2)])
+                assert (await adapter.usage()).used_bytes == 0
+
+    async def test_close_may_be_called_again_and_again(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            await self.put(adapter, 1)
+            await adapter.close()
+            await adapter.close()
+
+    async def test_after_close_everything_is_answered_and_nothing_is_done(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            await self.put(adapter, 1)
+        [outcome] = await self.put(adapter, 2)
+        assert outcome.status is PutStatus.FAILED
+        [loaded] = await self.load(adapter, 1)
+        assert loaded.status is LoadStatus.FAILED
+        [found] = await adapter.exists([key_of(1)])
+        assert found.presence is Presence.UNKNOWN
+        assert await adapter.delete([key_of(1)]) == 0
+        assert medium.keys() <= {key_of(1)}
+
+    async def test_an_adapter_closed_before_it_was_opened_is_closed(self, medium: Medium) -> None:
+        adapter = self.make_adapter(medium)
+        await adapter.close()
+
+    async def test_items_of_no_legal_form_are_failed_one_by_one(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            short_key = PutItem(b"short", put_item(key_of(1), SIZE).hold)
+            good = put_item(key_of(2), SIZE)
+            bad, stored = await adapter.put([short_key, good])
+            assert bad.status is PutStatus.FAILED
+            assert stored == STORED
+            watched(short_key).check()
+            watched(good).check()
+            assert medium.keys() == {key_of(2)}

@@ -1,0 +1,154 @@
+"""Records, holds that watch what happens to their bytes, and hypothesis strategies for both."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import hashlib
+import mmap
+import threading
+from typing import TYPE_CHECKING, cast
+
+from hypothesis import strategies as st
+
+from kvstrata.native import copying
+from kvstrata.storage.base import LoadItem, PutItem
+
+if TYPE_CHECKING:
+    from kvstrata.native.pool import Hold
+
+IDENTITY = hashlib.sha256(b"identity of the contract suite").digest()
+POISON = 0xDB
+WAIT_S = 60.0
+"""Longest wait for something that must happen; only a failing test waits so long."""
+
+
+def key_of(number: int) -> bytes:
+    """A storage key for a test: numbers give different ones."""
+    return hashlib.sha256(b"key %d" % number).digest()
+
+
+def payload_of(key: bytes, length: int) -> bytes:
+    """The payload that tests store under a key: any other key has other bytes."""
+    return hashlib.shake_128(key).digest(length)
+
+
+def section_lengths(payload_bytes: int) -> list[int]:
+    """A payload of so many bytes in up to three sections of different lengths."""
+    first = payload_bytes // 2
+    second = (payload_bytes - first) // 3
+    return [length for length in (first, second, payload_bytes - first - second) if length]
+
+
+def record_length(payload_bytes: int) -> int:
+    """Bytes of a whole record with such a payload."""
+    return copying.record_bytes(len(section_lengths(payload_bytes)), payload_bytes)
+
+
+class WatchedHold:
+    """A hold on private memory that looks like a native one and notices misuse.
+
+    `drop` counts its calls and marks the moment when the medium says it has finished: the bytes of a put are
+    then poisoned, so that reading them later stores garbage, and those of a load are remembered, so that
+    `check` finds later writes.  With a `gate`, whoever asks for the bytes waits until it is set.
+    """
+
+    def __init__(
+        self, key: bytes, length: int, *, for_put: bool, gate: threading.Event | None = None
+    ) -> None:
+        self.key = key
+        self.length = length
+        self.offset = 0
+        self.generation = 1
+        self.gate = gate
+        self.asked = threading.Event()
+        """Set once somebody asked for the bytes."""
+        self.dropped = threading.Event()
+        self.drops = 0
+        self._for_put = for_put
+        self._pages = mmap.mmap(-1, -(-length // mmap.PAGESIZE) * mmap.PAGESIZE)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
+        self._lock = threading.Lock()
+        self._at_drop = b""
+
+    @property
+    def address(self) -> int:
+        """Where the bytes lie."""
+        return self._address
+
+    def view(self) -> memoryview:
+        """The bytes, writable."""
+        assert not self.dropped.is_set(), "the bytes were asked for after the hold was dropped"
+        self.asked.set()
+        if self.gate is not None:
+            assert self.gate.wait(WAIT_S), "the test never opened the gate"
+        return memoryview(self._pages)[: self.length]
+
+    def drop(self) -> None:
+        """The medium has finished with the bytes."""
+        with self._lock:
+            self.drops += 1
+            if self.drops == 1:
+                if self._for_put:
+                    self._pages[:] = bytes([POISON]) * len(self._pages)
+                self._at_drop = self._pages[:]
+        self.dropped.set()
+
+    def bytes(self) -> bytes:
+        """A copy of the bytes as they are now."""
+        return self._pages[: self.length]
+
+    def check(self) -> None:
+        """The hold was dropped exactly once, and nobody wrote the bytes afterwards."""
+        assert self.drops == 1, f"the hold was dropped {self.drops} times"
+        assert self._pages[:] == self._at_drop, "the bytes were written after the hold was dropped"
+
+    async def until_dropped(self) -> None:
+        """Wait for the drop."""
+        assert await asyncio.to_thread(self.dropped.wait, WAIT_S), "the hold was never dropped"
+
+    async def until_asked(self) -> None:
+        """Wait until somebody asked for the bytes."""
+        assert await asyncio.to_thread(self.asked.wait, WAIT_S), "nobody ever asked for the bytes"
+
+
+def record_hold(
+    key: bytes, payload: bytes, *, gate: threading.Event | None = None, identity: bytes = IDENTITY
+) -> WatchedHold:
+    """A hold on a sealed record of this payload."""
+    lengths = section_lengths(len(payload))
+    hold = WatchedHold(key, record_length(len(payload)), for_put=True, gate=gate)
+    header_bytes = hold.length - len(payload)
+    hold._pages[header_bytes : hold.length] = payload
+    spec = copying.RecordSpec(key, identity, bytes(32), bytes(32), 256)
+    copying.seal_record(hold.address, hold.length, spec, lengths)
+    return hold
+
+
+def put_item(key: bytes, payload_bytes: int, *, gate: threading.Event | None = None) -> PutItem:
+    """An item that puts this key's payload."""
+    return PutItem(key, cast("Hold", record_hold(key, payload_of(key, payload_bytes), gate=gate)))
+
+
+def load_item(key: bytes, payload_bytes: int, *, gate: threading.Event | None = None) -> LoadItem:
+    """An item that loads this key's payload."""
+    hold = WatchedHold(key, record_length(payload_bytes), for_put=False, gate=gate)
+    return LoadItem(key, cast("Hold", hold))
+
+
+def watched(item: PutItem | LoadItem) -> WatchedHold:
+    """The hold of an item made here."""
+    assert isinstance(item.hold, WatchedHold)
+    return item.hold
+
+
+def loaded_payload(item: LoadItem, payload_bytes: int) -> bytes:
+    """The payload that a load left in the item's extent."""
+    return watched(item).bytes()[-payload_bytes:]
+
+
+payload_sizes = st.one_of(st.integers(1, 20_000), st.sampled_from([4095, 4096, 4097, 65_536, 70_001]))
+"""Payload lengths around the borders that media care about."""
+
+keys = st.integers(0, 11).map(key_of)
+"""Few enough keys that tests hit the same one often."""
