@@ -250,7 +250,7 @@ class LoadItem(NamedTuple):
 class LoadJob:
     """Chunks on their way from L1 into the engine's blocks. Once `done`, none of its blocks is written any more."""
 
-    __slots__ = ("_cancel", "bytes", "cancelled", "copy_job", "done", "failed")
+    __slots__ = ("_cancel", "bytes", "cancelled", "copy_jobs", "done", "failed")
 
     def __init__(self, cancel: Callable[[LoadJob], None]) -> None:
         self.failed: set[int] = set()
@@ -259,8 +259,8 @@ class LoadJob:
         """Payload bytes copied."""
         self.done = threading.Event()
         self.cancelled = False
-        self.copy_job = 0
-        """Number of the native copy; 0 for a synchronous one."""
+        self.copy_jobs: list[int] = []
+        """Numbers of the native copies; none for a synchronous load."""
         self._cancel = cancel
 
     def wait(self, timeout_s: float) -> bool:

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,7 +62,8 @@ log = logging.getLogger(__name__)
 
 SYNC_LOAD_S = 1.0
 """A synchronous load begins no further group of chunks after this long."""
-SYNC_GROUP_BYTES = 128 << 20
+GROUP_BYTES = 128 << 20
+"""A load is copied in groups of this size; between two of them it can be stopped."""
 LOOKUP_MARGIN_MS = 10
 """The server is given a little less than the caller's deadline, so that its answer still counts."""
 KEPT_CHAINS = 64
@@ -323,26 +324,14 @@ class CacheClient:
             job.finish(range(len(items)), 0)
             self.release([lease])
             return job
-        digest = self.slice_digest
-        own_keys = storage_keys(b"".join(item.key for item in items), digest)
-        copied: list[int] = []
-        scatter: list[ScatterItem] = []
-        for i, item in enumerate(items):
-            try:
-                address = mapping.address(item.offset_bytes, item.length_bytes)
-            except ValueError as error:
-                log.error("a leased chunk cannot be loaded: %s", error)
-                continue
-            copied.append(i)
-            scatter.append(
-                (item.block_ids, address, item.length_bytes, own_keys[i * KEY_BYTES : (i + 1) * KEY_BYTES])
-            )
-        ended = partial(self._loaded, job, lease, items, copied, plan)
+        work = _LoadWork(job, lease, items, plan)
         try:
+            work.prepare(mapping, storage_keys(b"".join(item.key for item in items), self.slice_digest))
             if sync:
-                ended(self._scatter_now(job, plan, scatter))
+                work.codes.extend(self._scatter_now(job, plan, work.scatter))
+                self._loaded(work)
             else:
-                job.copy_job = self._copier.begin("scatter", plan, scatter, ended)
+                self._scatter_later(work)
         except ValueError:
             self._ledger.end_load(lease)
             self._link.post(lambda: self._releases.add([lease], group=False))
@@ -539,40 +528,56 @@ class CacheClient:
 
     def _cancel_load(self, job: LoadJob) -> None:
         """From any thread."""
-        if not self._forked and job.copy_job:
-            self._copier.cancel(job.copy_job)
+        if not self._forked:
+            for copy_job in job.copy_jobs:
+                self._copier.cancel(copy_job)
 
     def _scatter_now(self, job: LoadJob, plan: CopyPlan, items: Sequence[ScatterItem]) -> list[int]:
         """Group after group, until all are copied or the time is over."""
         codes: list[int] = []
         ends_s = time.monotonic() + SYNC_LOAD_S
-        while len(codes) < len(items):
+        for group in _groups(items):
             if codes and (time.monotonic() > ends_s or job.cancelled):
                 return codes + [NOT_BEGUN] * (len(items) - len(codes))
-            first = end = len(codes)
-            size = 0
-            while end < len(items) and (size == 0 or size + items[end][2] <= SYNC_GROUP_BYTES):
-                size += items[end][2]
-                end += 1
-            codes += self._copier.run_scatter(plan, items[first:end])
+            codes += self._copier.run_scatter(plan, group)
         return codes
 
-    def _loaded(
-        self,
-        job: LoadJob,
-        lease: LeaseName,
-        items: Sequence[LoadItem],
-        copied: Sequence[int],
-        plan: CopyPlan,
-        codes: list[int],
-    ) -> None:
+    def _scatter_later(self, work: _LoadWork) -> None:
+        """One native job for each group, so that a cancel finds some that have not begun."""
+        if not work.scatter:
+            self._loaded(work)
+            return
+        groups = list(_groups(work.scatter))
+        work.groups_left = len(groups)
+        work.codes = [NOT_BEGUN] * len(work.scatter)
+        position = 0
+        for group in groups:
+            ended = partial(self._group_loaded, work, position)
+            position += len(group)
+            try:
+                work.job.copy_jobs.append(self._copier.begin("scatter", work.plan, group, ended))
+            except ValueError as error:
+                if group is groups[0]:
+                    raise
+                log.error("chunks of a load cannot be copied: %s", error)
+                self._link.post(partial(ended, [NOT_BEGUN] * len(group)))
+
+    def _group_loaded(self, work: _LoadWork, position: int, codes: list[int]) -> None:
+        """In the I/O thread."""
+        work.codes[position : position + len(codes)] = codes
+        work.groups_left -= 1
+        if work.groups_left == 0:
+            self._loaded(work)
+
+    def _loaded(self, work: _LoadWork) -> None:
         """All copies have ended. In the calling thread of a synchronous load, else in the I/O thread."""
+        items, lease = work.items, work.lease
         self._ledger.end_load(lease)
-        whole = {i for i, code in zip(copied, codes, strict=True) if code == 0}
-        bad = [items[i].key for i, code in zip(copied, codes, strict=True) if code in BAD_CODES]
-        size = sum(plan.payload_bytes(len(items[i].block_ids)) for i in whole)
+        whole = {i for i, code in zip(work.copied, work.codes, strict=True) if code == 0}
+        bad = [items[i].key for i, code in zip(work.copied, work.codes, strict=True) if code in BAD_CODES]
+        size = sum(work.plan.payload_bytes(len(items[i].block_ids)) for i in whole)
         self._loaded_bytes += size
-        job.finish((i for i in range(len(items)) if i not in whole), size)
+        work.job.finish((i for i in range(len(items)) if i not in whole), size)
 
         def tell() -> None:
             if bad:
@@ -602,7 +607,37 @@ class CacheClient:
         _kept_in_child.append(self)
 
 
+class _LoadWork:
+    """A load on its way."""
+
+    __slots__ = ("codes", "copied", "groups_left", "items", "job", "lease", "plan", "scatter")
+
+    def __init__(self, job: LoadJob, lease: LeaseName, items: Sequence[LoadItem], plan: CopyPlan) -> None:
+        self.job = job
+        self.lease = lease
+        self.items = items
+        self.plan = plan
+        self.copied: list[int] = []
+        """Indices of the items that are copied, in the order of `scatter` and `codes`."""
+        self.scatter: list[ScatterItem] = []
+        self.codes: list[int] = []
+        self.groups_left = 0
+
+    def prepare(self, mapping: Mapping, own_keys: bytes) -> None:
+        """Fill in what is to be copied. Items that are not inside the pool are left out."""
+        for i, item in enumerate(self.items):
+            try:
+                address = mapping.address(item.offset_bytes, item.length_bytes)
+            except ValueError as error:
+                log.error("a leased chunk cannot be loaded: %s", error)
+                continue
+            self.copied.append(i)
+            expected = own_keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
+            self.scatter.append((item.block_ids, address, item.length_bytes, expected))
+
+
 BAD_CODES = (1, 2)
+"""The record is another chunk's, or damaged."""
 NOT_BEGUN = -2
 
 _clients: weakref.WeakSet[CacheClient] = weakref.WeakSet()
@@ -615,6 +650,19 @@ def _sensible(reply: wire.LookupReply, n_asked: int) -> bool:
     if not 0 <= n <= n_asked:
         return False
     return n == 0 or (len(reply.extents) > 0 and len(reply.extents) % (n * EXTENT.size) == 0)
+
+
+def _groups(items: Sequence[ScatterItem]) -> Iterator[Sequence[ScatterItem]]:
+    """Runs of items of at most `GROUP_BYTES` together, or one."""
+    first = 0
+    while first < len(items):
+        end = first + 1
+        size = items[first][2]
+        while end < len(items) and size + items[end][2] <= GROUP_BYTES:
+            size += items[end][2]
+            end += 1
+        yield items[first:end]
+        first = end
 
 
 def _call_back(on_done: Callable[[StoreJob], Any], job: StoreJob) -> None:
