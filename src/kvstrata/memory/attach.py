@@ -38,6 +38,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from kvstrata import failpoints
 from kvstrata.errors import BadRequest, DeadlineExceeded, InternalError, KvstrataError, NotPermitted, Refused
 from kvstrata.memory import linux
 from kvstrata.memory.attach_checks import (
@@ -47,6 +48,7 @@ from kvstrata.memory.attach_checks import (
     parse_request,
     take_pidfd,
 )
+from kvstrata.memory.segment import Descriptors
 from kvstrata.rpc.wire import AttachReply, AttachRequest
 
 _log = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ LOCKED, BYE, OK = b"locked", b"bye", b"ok"
 
 _MAX_FDS = 8
 """Descriptors taken from one message in order to close them; the kernel drops what is above."""
+_BACKLOG = 128
 _ACCEPTS_PER_TURN = 16
 _ACCEPT_PAUSE_S = 0.2
 
@@ -71,14 +74,6 @@ class RowTable(Protocol):
     def claim_row(self, session: bytes, group: bytes, pid: int) -> int: ...
     def rows(self) -> list[dict[str, Any]]: ...
     def row_gone(self, row: int) -> None: ...
-
-
-class Descriptors(NamedTuple):
-    """What an attached process gets. Borrowed; they must outlive the server."""
-
-    index_readonly: int
-    extents: int
-    sessions_lock: int
 
 
 class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,7 +216,7 @@ class AttachServer:
         try:
             os.fchmod(listener.fileno(), 0o600)  # before bind, so that the path never has another mode
             listener.bind(os.fspath(self._path))
-            listener.listen(self._limits.pending)
+            listener.listen(_BACKLOG)
             listener.setblocking(False)
         except OSError:
             listener.close()
@@ -394,6 +389,7 @@ class AttachServer:
 
     def _request(self, link: _Link, received: linux.Received) -> None:
         request = parse_request(received.data)
+        failpoints.hit("attach.received")
         pidfd = take_pidfd(received, link.sock, link.peer)
         try:
             self._hooks.admit(request)
@@ -430,6 +426,7 @@ class AttachServer:
             linux.send(link.sock, msgspec.msgpack.encode(reply), fds)
         except OSError as error:
             raise Refused(f"the reply could not be sent: {error.strerror}") from error
+        failpoints.hit("attach.accepted")
 
     def _claim(
         self, peer: linux.Peer, request: AttachRequest, tenants: frozenset[str] | None, pidfd: int
@@ -509,6 +506,8 @@ class AttachServer:
             linux.send(link.sock, OK)
         except OSError:
             self._drop(link)  # the process will attach again, or its pidfd tells that it died
+            return
+        failpoints.hit("attach.locked")
 
     # --- ends --------------------------------------------------------------------------------------------
 

@@ -126,7 +126,7 @@ def _check_facts(facts: dict[str, Any], earlier: dict[str, Any]) -> None:
             shown = ["absent" if value is absent else repr(value) for value in (mine, theirs)]
             raise LayoutRefused(
                 f"facts.{name}: {shown[0]} here, {shown[1]} in a process attached with the same identity; "
-                "give engines with another KV layout another identity (model, revision or weights), or end the "
+                "give engines with another KV layout another identity (model, revision, weights), or end the "
                 "others",
                 field=f"facts.{name}",
             )

@@ -200,8 +200,8 @@ def _attach(
     pool_fds: list[int] = []
     undo_lock: tuple[FileId, int] | None = None
     try:
+        linux.connect(sock, os.fspath(path), remaining_s())
         _limit(sock, remaining_s)
-        sock.connect(os.fspath(path))
         if (uid := linux.peer_of(sock).uid) != os.geteuid():
             raise NotPermitted(f"{str(path)!r} is served by uid {uid}, not by us (uid {os.geteuid()})")
         pidfd = linux.open_pidfd(os.getpid())

@@ -6,9 +6,10 @@ process group, leaves it.  It holds at most one set of descriptors and maps noth
 
     get            → "held" + descriptors, or "empty"
     put + fds      → "ok"; replaces what was held
+    pid            → its process number, for `doctor` and for who waits for its end
     exit           → "ok", then the process ends
 
-1. A peer costs only itself: sockets never block, silent ones are dropped after 5 s, at most 8 are served at
+1. A peer costs only itself: sockets never block, silent ones are dropped after 2 s, at most 8 are served at
    a time.
 2. The holder ends when told, when a holder is not needed any more (its socket's path is gone or is
    another's), and on SIGTERM; the memory then lives as long as attached processes map it.
@@ -34,8 +35,8 @@ HELD_COUNT = 3
 
 MAX_MESSAGE_BYTES = 64
 MAX_PEERS = 8
-_PEER_TIMEOUT_S = 5.0
-_CHECK_INTERVAL_S = 2.0
+_PEER_TIMEOUT_S = 2.0
+_CHECK_INTERVAL_S = 1.0
 
 
 class Holder:
@@ -110,6 +111,8 @@ class Holder:
         linux.close_all(received.fds)
         if received.data == b"get":
             return (b"held", self._held) if self._held else (b"empty", [])
+        if received.data == b"pid":
+            return str(os.getpid()).encode(), []
         if received.data == b"exit":
             self._told_to_end = True
             return b"ok", []

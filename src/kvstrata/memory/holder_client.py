@@ -85,6 +85,15 @@ def keep(path: Path, fds: list[int]) -> None:
     _expect_ok(path, b"put", fds)
 
 
+def process_id(path: Path) -> int:
+    """The pid of the holder that answers on `path`."""
+    received = _ask(path, b"pid", [])
+    linux.close_all(received.fds)
+    if not received.data.isdigit():
+        raise HolderUnreachable(f"{path}: unexpected answer {received.data!r} to 'pid'")
+    return int(received.data)
+
+
 def dismiss(path: Path) -> None:
     """Tells the holder to let go and end."""
     _expect_ok(path, b"exit", [])
@@ -99,9 +108,9 @@ def _expect_ok(path: Path, request: bytes, fds: list[int]) -> None:
 
 def _ask(path: Path, request: bytes, fds: list[int]) -> linux.Received:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(_REPLY_TIMEOUT_S)
         try:
-            sock.connect(os.fspath(path))
+            linux.connect(sock, os.fspath(path), _REPLY_TIMEOUT_S)
+            sock.settimeout(_REPLY_TIMEOUT_S)
             if linux.peer_of(sock).uid != os.geteuid():
                 raise PermissionError(errno.EPERM, "holder socket is served by another uid", os.fspath(path))
             linux.send(sock, request, fds)

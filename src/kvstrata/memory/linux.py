@@ -31,6 +31,7 @@ SO_PEERPIDFD = 77
 PIDFD_THREAD = os.O_EXCL
 
 _FLOCK = struct.Struct("@hhqqi0q")  # l_type, l_whence, l_start, l_len, l_pid
+_TIMEVAL = struct.Struct("@ll")
 _UCRED = struct.Struct("@iII")
 _SYSCALL_PIDFD_OPEN = 434
 _SYSCALL_MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
@@ -201,6 +202,20 @@ def peer_pidfd(sock: socket.socket) -> int | None:
 
 
 # --- messages with descriptors ----------------------------------------------------------------------------
+
+
+def connect(sock: socket.socket, path: str, timeout_s: float) -> None:
+    """Connects a unix socket, waiting while the other side's queue of connections is full; raises TimeoutError.
+
+    A socket with a Python timeout would not wait: for the kernel it is non-blocking, and a full queue an error.
+    """
+    sock.settimeout(None)
+    whole, rest = divmod(max(timeout_s, 0.001), 1.0)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(whole), int(rest * 1e6)))
+    try:
+        sock.connect(path)
+    except BlockingIOError as error:
+        raise TimeoutError(errno.ETIMEDOUT, "the server takes no connections now") from error
 
 
 class Received(NamedTuple):

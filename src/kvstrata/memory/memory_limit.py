@@ -1,0 +1,72 @@
+"""How much memory this machine and our control group give us."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+_UNLIMITED = 1 << 60
+"""A cgroup without a limit reports a number near 2^63."""
+
+
+class MemoryLimit(NamedTuple):
+    """The smallest bound found, and where it comes from (for messages)."""
+
+    limit_bytes: int
+    source: str
+
+
+def memory_limit(root: Path = Path("/")) -> MemoryLimit:
+    """The least of physical memory and the memory limits of our cgroup and those above it (v1, v2)."""
+    limits = [MemoryLimit(_meminfo_bytes(root, "MemTotal"), "this machine's memory")]
+    limits += _cgroup_limits(root)
+    return min(limits)
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Memory that can be had now without swapping, as the kernel estimates it (not looking at cgroups)."""
+    return _meminfo_bytes(root, "MemAvailable")
+
+
+def _meminfo_bytes(root: Path, field: str) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise ValueError(f"/proc/meminfo has no {field}")
+
+
+def _cgroup_limits(root: Path) -> list[MemoryLimit]:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            places = [("sys/fs/cgroup", "memory.max"), ("sys/fs/cgroup/unified", "memory.max")]
+        elif "memory" in controllers.split(","):
+            places = [("sys/fs/cgroup/memory", "memory.limit_in_bytes")]
+        else:
+            continue
+        for mount, name in places:
+            found += _limits_up_from(root / mount, path, name)
+    return found
+
+
+def _limits_up_from(mount: Path, path: str, name: str) -> list[MemoryLimit]:
+    """Limits of the group and its ancestors; only the mount's own where the path is of another namespace."""
+    group = mount if ".." in path.split("/") else mount / path.strip("/")
+    found = []
+    for directory in [group, *group.parents]:
+        if not directory.is_relative_to(mount):
+            break
+        try:
+            text = (directory / name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < _UNLIMITED:
+            shown = "/" + str(directory.relative_to(mount)).strip(".")
+            found.append(MemoryLimit(int(text), f"the memory limit of cgroup {shown}"))
+    return found

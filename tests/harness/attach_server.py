@@ -1,0 +1,206 @@
+"""A segment and an attach server in a child process, without the rest of the server.
+
+In a test:
+
+    with AttachServerChild(place, log=tmp_path / "server.log") as server:
+        row = ...                       # a process attached
+        server.ask("reserve", row=row, keys=[...])
+        server.event("gone")
+
+Events: attached, detached, gone (each with the row), told by the hooks.  Operations: see `Handlers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import uvloop
+
+from kvstrata import failpoints
+from kvstrata.errors import NotPermitted, Refused
+from kvstrata.memory import linux
+from kvstrata.memory.attach import AttachLimits, AttachServer, SessionRow
+from kvstrata.memory.paths import ATTACH_SOCKET
+from kvstrata.memory.segment import Segment, SegmentSettings
+from kvstrata.rpc.wire import AttachRequest
+from kvstrata.types import unpack_extents
+from tests.harness.child import Child, answer, tell
+
+
+class Place(NamedTuple):
+    """Where an instance of a test lives."""
+
+    socket_dir: Path
+    segment_dir: Path
+
+
+class AttachServerChild(Child):
+    """The child as the test sees it; it listens when this returns."""
+
+    def __init__(self, place: Place, *, log: Path, under: tuple[str, ...] = (), **options: Any) -> None:
+        settings = json.dumps(
+            {"socket_dir": str(place.socket_dir), "segment": str(place.segment_dir), **options}
+        )
+        super().__init__("tests.harness.attach_server", settings, under=under, log=log)
+        try:
+            self.start = self.event("listening")
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+
+
+class Handlers:
+    """What the test may ask. Bytes travel as base64."""
+
+    def __init__(self, segment: Segment, attach: AttachServer) -> None:
+        self._segment = segment
+        self._pool = segment.pool
+        self._attach = attach
+        self._tickets: dict[int, int] = {}
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {"row": row["row"], "session": encode(row["session"]), "old": row["old"]}
+            for row in self._pool.rows()
+        ]
+
+    def stats(self) -> dict[str, Any]:
+        return {**self._attach.stats(), "pool": self._pool.stats()}
+
+    def validate(self) -> None:
+        self._pool.validate()
+
+    def open_files(self) -> list[str]:
+        """What this process has open, without sockets of connections."""
+        return sorted(
+            os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry.path)
+        )
+
+    def reserve(self, row: int, keys: str, record_bytes: int) -> dict[str, Any]:
+        ticket, outcomes, extents = self._pool.reserve(decode(keys), b"", record_bytes, row, bytes(32), 0)
+        return {"ticket": ticket, "outcomes": list(outcomes), "extents": list(unpack_extents(extents))}
+
+    def commit(self, ticket: int, indices: list[int]) -> list[int]:
+        return list(self._pool.commit(ticket, indices))
+
+    def lease(self, keys: str, rows: list[int]) -> dict[str, Any]:
+        ticket, n_chunks, extents, unverified = self._pool.lease(decode(keys), 1, rows)
+        return {
+            "ticket": ticket,
+            "n": n_chunks,
+            "extents": list(unpack_extents(extents)),
+            "unverified": unverified,
+        }
+
+    def release(self, ticket: int, row: int) -> bool:
+        return bool(self._pool.release(ticket, row))
+
+    def verify(self, keys: str) -> list[int]:
+        return list(self._pool.verify(decode(keys)))
+
+    def quiesced(self, row: int) -> None:
+        self._pool.row_quiesced(row)
+
+    def heartbeat(self) -> None:
+        self._pool.heartbeat()
+
+
+class Hooks:
+    """Tells the test what happens; `refuse` holds models that are not admitted."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._refused_model = options.get("refused_model", "")
+        self._tenants = options.get("tenants", {})
+
+    def admit(self, request: AttachRequest) -> None:
+        if request.layout.model == self._refused_model:
+            raise Refused("not this model", field="layout.model")
+
+    def tenants_of(self, peer: linux.Peer, request: AttachRequest) -> frozenset[str] | None:
+        if not self._tenants:
+            return None
+        if request.token not in self._tenants:
+            raise NotPermitted("token: unknown", field="token")
+        return frozenset(self._tenants[request.token])
+
+    def on_attached(self, session: SessionRow) -> None:
+        tenants = None if session.tenants is None else sorted(session.tenants)
+        tell("attached", row=session.row, pid=session.pid, resumed=session.resumed, tenants=tenants)
+
+    def on_detached(self, session: SessionRow) -> None:
+        tell("detached", row=session.row)
+
+    async def on_gone(self, session: SessionRow) -> None:
+        tell("gone", row=session.row, known=session.request is not None)
+
+
+def encode(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def decode(text: str) -> bytes:
+    return base64.b64decode(text)
+
+
+async def main(options: dict[str, Any]) -> None:
+    """Serves until stdin ends, then stops and closes in order."""
+    failpoints.arm(os.environ)
+    tell("started", pid=os.getpid())
+    segment = Segment.open(
+        SegmentSettings(
+            socket_dir=Path(options["socket_dir"]),
+            directory=Path(options["segment"]),
+            extents_bytes=options.get("extents_bytes", 16 << 20),
+            policy=options.get("policy", "LRU"),
+            entry_capacity=options.get("entry_capacity"),
+        )
+    )
+    attach = AttachServer(
+        Path(options["socket_dir"]) / ATTACH_SOCKET,
+        segment.pool,
+        segment.descriptors,
+        Hooks(options),
+        instance_id="test",
+        limits=AttachLimits(**options.get("limits", {"old_row_interval_s": 0.05})),
+    )
+    await attach.start()
+    ended = asyncio.Event()
+    handlers = Handlers(segment, attach)
+    table = {name: getattr(handlers, name) for name in dir(handlers) if not name.startswith("_")}
+    buffer = bytearray()
+
+    def readable() -> None:
+        part = os.read(0, 1 << 20)
+        if not part:
+            asyncio.get_running_loop().remove_reader(0)
+            ended.set()
+        buffer.extend(part)
+        while b"\n" in buffer:
+            line, _, rest = bytes(buffer).partition(b"\n")
+            buffer[:] = rest
+            answer(line, table)
+
+    asyncio.get_running_loop().add_reader(0, readable)
+    tell(
+        "listening",
+        adopted=segment.adopted,
+        backing=segment.backing,
+        reason=segment.reason,
+        epoch=segment.pool.epoch,
+    )
+    await ended.wait()
+    await attach.stop()
+    if options.get("destroy"):
+        segment.destroy()
+    else:
+        segment.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(json.loads(sys.argv[1])))

@@ -1,0 +1,189 @@
+"""A process that attaches, as an engine's would: asked by a test what to do next.
+
+Bytes travel as base64.  One process may have several sessions, by name.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from kvstrata.memory import linux
+from kvstrata.memory.attach_client import Attachment, attach, process_locks
+from kvstrata.native.pool import ExtentsMap, IndexReader
+from kvstrata.rpc.wire import PROTOCOL_VERSION, AttachRequest
+from kvstrata.types import LayoutIdentity, Role, Slice, facts_digest
+from tests.harness.attach_server import decode, encode
+from tests.harness.child import serve
+
+FACTS: dict[str, Any] = {"payload_bytes": 4096, "section_bytes": [2048, 2048]}
+
+
+def make_request(
+    *,
+    session: bytes,
+    group: bytes = b"g" * 16,
+    role: str = "worker",
+    model: str = "m",
+    facts: dict[str, Any] | None = None,
+    layers: tuple[int, int] = (0, 2),
+    engine_slices: int = 1,
+    protocol: int = PROTOCOL_VERSION,
+    token: str = "",
+) -> AttachRequest:
+    """A request that a server accepts, but for what the test changes."""
+    facts = facts or FACTS
+    is_scheduler = role == "scheduler"
+    part = Slice(layers=layers, kv_heads=(0, 1), layout=facts_digest(facts))
+    return AttachRequest(
+        protocol=protocol,
+        session=session,
+        group=group,
+        role=Role(role),
+        layout=LayoutIdentity(model=model, kv_dtype="bf16", chunk_tokens=256),
+        engine_slices=engine_slices,
+        slice=None if is_scheduler else part,
+        facts=None if is_scheduler else facts,
+        token=token,
+    )
+
+
+class Worker:
+    """The handlers."""
+
+    def __init__(self) -> None:
+        self._attachments: dict[str, Attachment] = {}
+        self._maps: dict[str, ExtentsMap] = {}
+        self._readers: dict[str, IndexReader] = {}
+
+    def attach(
+        self, socket_dir: str, session: str, timeout_s: float = 30.0, **request: Any
+    ) -> dict[str, Any]:
+        if "layers" in request:
+            request["layers"] = tuple(request["layers"])
+        if "group" in request:
+            request["group"] = decode(request["group"])
+        attachment = attach(
+            Path(socket_dir), make_request(session=decode(session), **request), process_locks(), timeout_s
+        )
+        self._attachments[session] = attachment
+        return {"row": attachment.row, "epoch": attachment.epoch, "pool_id": encode(attachment.pool_id)}
+
+    def map(self, session: str) -> None:
+        """Maps index and extents as the client does, and closes the descriptors."""
+        attachment = self._attachments[session]
+        self._maps[session] = ExtentsMap(attachment.extents_fd, attachment.extents_bytes)
+        self._readers[session] = IndexReader(attachment.index_fd)
+        attachment.close_pool_fds()
+
+    def write(self, session: str, offset: int, data: str) -> None:
+        body = decode(data)
+        self._maps[session].view(offset, len(body))[:] = body
+
+    def read(self, session: str, offset: int, length: int) -> str:
+        return encode(bytes(self._maps[session].view(offset, length)))
+
+    def peek(self, session: str, keys: str) -> int:
+        return self._readers[session].peek(decode(keys), 1)
+
+    def try_write_index(self, session: str) -> str:
+        """Tries what a read-only descriptor must forbid; the error's name."""
+        import mmap
+
+        fd = self._attachments[session].index_fd
+        try:
+            mmap.mmap(fd, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as error:
+            return os.strerror(error.errno or 0)
+        return ""
+
+    def wait_server_closed(self, session: str) -> bool:
+        attachment = self._attachments[session]
+        import select
+
+        select.select([attachment], [], [], 60)
+        return attachment.server_closed()
+
+    def server_closed(self, session: str) -> bool:
+        return self._attachments[session].server_closed()
+
+    def close(self, session: str) -> None:
+        self._attachments.pop(session).close()
+
+    def unmap(self, session: str) -> None:
+        self._maps.pop(session).close()
+        del self._readers[session]
+
+    def goodbye(self, session: str) -> bool:
+        return self._attachments.pop(session).goodbye(30.0)
+
+    def fork(self) -> dict[str, Any]:
+        """A child by fork that lives on; tells what it still has of the pool."""
+        reader, writer = os.pipe()
+        if (pid := os.fork()) == 0:
+            maps = Path("/proc/self/maps").read_text()
+            links = [
+                os.readlink(entry.path)
+                for entry in os.scandir("/proc/self/fd")
+                if os.path.lexists(entry.path)
+            ]
+            mine = [name for name in links if "kvstrata" in name or "sessions.lock" in name]
+            os.write(writer, f"{int('extents' in maps or 'index' in maps)} {len(mine)}".encode())
+            os.close(writer)
+            while True:
+                signal.pause()
+        os.close(writer)
+        mapped, fds = os.read(reader, 100).split()
+        os.close(reader)
+        return {"pid": pid, "mapped": bool(int(mapped)), "fds": int(fds)}
+
+    def locks(self) -> list[list[int]]:
+        return [list(file) for file in process_locks().held()]
+
+    def open_lock_files(self) -> int:
+        """Descriptors of lock files in this process."""
+        held = {tuple(file) for file in process_locks().held()}
+        count = 0
+        for entry in os.scandir("/proc/self/fd"):
+            try:
+                count += linux.file_id(int(entry.name)) in held
+            except OSError:
+                continue
+        return count
+
+    def raw(self, socket_dir: str, messages: list[str], fds: list[str]) -> list[str]:
+        """Sends messages as they are, the first with descriptors of the named kinds; the replies.
+
+        Kinds: self (our pidfd), parent (the parent's), thread, null (no pidfd), pid:NUMBER.
+        """
+        makers = {
+            "self": lambda: os.pidfd_open(os.getpid()),
+            "parent": lambda: os.pidfd_open(os.getppid()),
+            "thread": lambda: os.pidfd_open(os.getpid(), linux.PIDFD_THREAD),
+            "null": lambda: os.open(os.devnull, os.O_RDONLY),
+        }
+        sent = [os.pidfd_open(int(kind[4:])) if kind.startswith("pid:") else makers[kind]() for kind in fds]
+        replies = []
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(60)
+            sock.connect(f"{socket_dir}/attach.sock")
+            for message in messages:
+                linux.send(sock, decode(message), sent)
+                linux.close_all(sent)
+                sent = []
+                received = linux.receive(sock, 1 << 16, 8)
+                linux.close_all(received.fds)
+                replies.append(encode(received.data))
+        return replies
+
+    def sleep_forever(self) -> None:
+        time.sleep(3600)
+
+
+if __name__ == "__main__":
+    worker = Worker()
+    serve({name: getattr(worker, name) for name in dir(worker) if not name.startswith("_")})

@@ -1,0 +1,313 @@
+"""The holder process: it keeps descriptors over the death of who gave them, and ends when nobody can ask
+it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import socket
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstrata.memory import holder_client, linux
+from kvstrata.memory.holder import MAX_PEERS
+from tests.harness import namespaces
+from tests.harness.attach_server import AttachServerChild, Place
+from tests.harness.child import HANG_S, Child, ChildEnded
+from tests.integration.test_attach import attach, b64, name, new_worker, reserve, rows_of
+
+pytestmark = pytest.mark.integration
+
+WORDS = ["index", "extents", "sessions.lock"]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    """Path of a holder's socket; whatever holder listens there at the end is ended."""
+    path = tmp_path / "with space" / "holder.sock"
+    path.parent.mkdir()
+    yield path
+    try:
+        with ending(path):
+            holder_client.dismiss(path)
+    except holder_client.HolderUnreachable:
+        pass
+
+
+class ending:
+    """Waits at its end until the holder that answered at its start has ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._pidfd = os.pidfd_open(holder_client.process_id(path))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                assert select.select([self._pidfd], [], [], HANG_S)[0], "the holder did not end"
+        finally:
+            os.close(self._pidfd)
+
+
+def held_words(path: Path) -> list[str]:
+    fds = holder_client.fetch(path)
+    try:
+        return [os.pread(fd, 100, 0).decode() for fd in fds]
+    finally:
+        linux.close_all(fds)
+
+
+def open_files(pid: int) -> list[str]:
+    """What a process has open, without sockets: a connection may close a moment after its answer."""
+    links = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(link))
+    return sorted(link for link in links if not link.startswith("socket:"))
+
+
+def test_what_was_given_survives_sigkill_of_the_giver_and_its_process_group(
+    path: Path, tmp_path: Path
+) -> None:
+    with Child("tests.harness.holder_starter", log=tmp_path / "log") as starter:
+        starter.ask("keep", path=str(path), words=WORDS, start=True)
+        os.killpg(starter.pid, signal.SIGKILL)
+        starter.wait()
+    assert held_words(path) == WORDS
+    assert held_words(path) == WORDS  # asking takes nothing away
+
+
+def test_socket_is_private_from_its_first_moment(path: Path) -> None:
+    holder_client.start(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_new_descriptors_replace_the_old(path: Path, tmp_path: Path) -> None:
+    with Child("tests.harness.holder_starter", log=tmp_path / "log") as starter:
+        starter.ask("keep", path=str(path), words=["a", "b", "c"], start=True)
+        starter.ask("keep", path=str(path), words=WORDS, start=False)
+    assert held_words(path) == WORDS
+
+
+def test_new_holder_is_empty(path: Path) -> None:
+    holder_client.start(path)
+    assert holder_client.fetch(path) == []
+
+
+def test_holder_ends_when_told(path: Path) -> None:
+    holder_client.start(path)
+    with ending(path):
+        holder_client.dismiss(path)
+    with pytest.raises(holder_client.HolderUnreachable):
+        holder_client.fetch(path)
+
+
+def test_holder_ends_when_its_directory_vanishes(path: Path) -> None:
+    holder_client.start(path)
+    with ending(path):
+        path.unlink()
+        path.parent.rmdir()
+
+
+def test_holder_ends_when_another_takes_its_place(path: Path) -> None:
+    holder_client.start(path)
+    with ending(path):
+        holder_client.start(path)
+    assert holder_client.fetch(path) == []
+
+
+def test_holder_is_no_child_of_the_starter_and_in_no_session_of_its(path: Path) -> None:
+    holder_client.start(path)
+    pid = holder_client.process_id(path)
+    assert os.getsid(pid) != os.getsid(0)
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    assert str(pid) not in children
+
+
+def test_holder_imports_next_to_nothing(path: Path) -> None:
+    holder_client.start(path)
+    pid = holder_client.process_id(path)
+    libraries = Path(f"/proc/{pid}/maps").read_text()
+    for heavy in ("ctypes", "_asyncio", "msgspec", "zmq", "native"):
+        assert heavy not in libraries
+
+
+def test_absent_and_stopped_holders_are_unreachable(path: Path) -> None:
+    with pytest.raises(holder_client.HolderUnreachable):
+        holder_client.fetch(path)
+    holder_client.start(path)
+    pid = holder_client.process_id(path)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(holder_client.HolderUnreachable):
+            holder_client.fetch(path)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert holder_client.fetch(path) == []
+
+
+@pytest.mark.parametrize(
+    ("message", "fd_count"),
+    [(b"", 3), (b"put", 0), (b"put", 2), (b"put", 4), (b"get", 3), (b"nonsense", 1), (b"x" * 5000, 0)],
+)
+def test_bad_messages_cost_the_holder_nothing(
+    path: Path, tmp_path: Path, message: bytes, fd_count: int
+) -> None:
+    with Child("tests.harness.holder_starter", log=tmp_path / "log") as starter:
+        starter.ask("keep", path=str(path), words=WORDS, start=True)
+    pid = holder_client.process_id(path)
+    before = open_files(pid)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, open(os.devnull) as null:
+        sock.settimeout(HANG_S)
+        sock.connect(os.fspath(path))
+        linux.send(sock, message, [null.fileno()] * fd_count)
+        received = linux.receive(sock, 100, 8)
+        linux.close_all(received.fds)
+        assert received.data != b"ok"
+    assert held_words(path) == WORDS
+    assert open_files(pid) == before
+
+
+def test_silent_peers_do_not_keep_others_out(path: Path) -> None:
+    holder_client.start(path)
+    silent = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(MAX_PEERS)]
+    try:
+        for sock in silent:
+            sock.connect(os.fspath(path))
+        while True:  # they are dropped after some seconds
+            try:
+                assert holder_client.fetch(path) == []
+                break
+            except holder_client.HolderUnreachable:
+                continue
+    finally:
+        for sock in silent:
+            sock.close()
+
+
+def test_holder_that_cannot_start_is_an_error_with_the_reason(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(OSError, match="did not start"):
+        holder_client.start(path)
+
+
+# --- a whole segment kept by a holder --------------------------------------------------------------------
+
+
+SMALL_SHM = ("unshare", "-Urm", *namespaces.hidden_shm("1m"))
+"""Under this a server finds a /dev/shm of 1 MiB."""
+
+needs_namespaces = pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not() or "-")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    root = Path(tempfile.mkdtemp(prefix="kv-"))
+    place = Place(root / "sockets", Path("/dev/shm") / root.name)
+    yield place
+    socket_path = place.socket_dir / "holder.sock"
+    try:
+        with ending(socket_path):
+            shutil.rmtree(root)  # which is what ends a holder that nobody needs
+    except holder_client.HolderUnreachable:
+        shutil.rmtree(root)
+
+
+@needs_namespaces
+def test_warm_restart_where_shm_is_too_small(place: Place, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with new_worker(log) as worker:
+        with AttachServerChild(place, log=log, under=SMALL_SHM) as first:
+            assert (first.start["backing"], first.start["adopted"]) == ("memfd", False)
+            assert "bytes free" in first.start["reason"]
+            row = attach(worker, place, name("one"))
+            worker.ask("map", session=name("one"))
+            [extent] = reserve(first, row, 1)["extents"]
+            first.kill()
+        holder = holder_client.process_id(place.socket_dir / "holder.sock")
+        with AttachServerChild(place, log=log, under=SMALL_SHM) as second:
+            assert (second.start["backing"], second.start["adopted"]) == ("memfd", True)
+            assert second.start["epoch"] > first.start["epoch"]
+            assert rows_of(second) == {row: True}
+            assert attach(worker, place, name("one")) == row
+            worker.ask("write", session=name("one"), offset=extent[0], data=b64(b"through both servers"))
+            with new_worker(log) as other:
+                attach(other, place, name("two"))
+                other.ask("map", session=name("two"))
+                assert other.ask("read", session=name("two"), offset=extent[0], length=20) == b64(
+                    b"through both servers"
+                )
+            second.kill()
+        assert holder_client.process_id(place.socket_dir / "holder.sock") == holder
+
+
+@needs_namespaces
+def test_second_server_on_a_held_segment_is_refused(place: Place, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with AttachServerChild(place, log=log, under=SMALL_SHM) as server:
+        with pytest.raises(ChildEnded, match=r"SegmentError: .* in use by server process"):
+            AttachServerChild(place, log=log, under=SMALL_SHM)
+        server.ask("validate")
+
+
+@needs_namespaces
+def test_dead_holder_is_replaced_by_a_new_one_with_a_new_segment(place: Place, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with AttachServerChild(place, log=log, under=SMALL_SHM) as first:
+        with ending(place.socket_dir / "holder.sock"):
+            os.kill(holder_client.process_id(place.socket_dir / "holder.sock"), signal.SIGKILL)
+        first.kill()
+    with AttachServerChild(place, log=log, under=SMALL_SHM) as second:
+        assert (second.start["backing"], second.start["adopted"]) == ("memfd", False)
+        assert "no holder answers" in second.start["reason"]
+
+
+@needs_namespaces
+def test_held_segment_of_another_size_is_replaced(place: Place, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with AttachServerChild(place, log=log, under=SMALL_SHM) as first:
+        first.kill()
+    with AttachServerChild(place, log=log, under=SMALL_SHM, extents_bytes=8 << 20) as second:
+        assert (second.start["backing"], second.start["adopted"]) == ("memfd", False)
+        assert "8388608" in second.start["reason"]
+        second.kill()
+    with AttachServerChild(place, log=log, under=SMALL_SHM, extents_bytes=8 << 20) as third:
+        assert third.start["adopted"]
+
+
+@needs_namespaces
+def test_held_segment_is_adopted_even_where_files_would_fit_now(place: Place, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with AttachServerChild(place, log=log, under=SMALL_SHM) as first:
+        first.kill()
+    with AttachServerChild(place, log=log, destroy=True) as second:
+        assert (second.start["backing"], second.start["adopted"]) == ("memfd", True)
+        with ending(place.socket_dir / "holder.sock"):
+            second.finish()  # destroys the segment
+    assert not place.segment_dir.exists()
+    with pytest.raises(holder_client.HolderUnreachable):
+        holder_client.fetch(place.socket_dir / "holder.sock")
+
+
+@needs_namespaces
+def test_nobody_can_resize_a_held_segment(place: Place, tmp_path: Path) -> None:
+    with AttachServerChild(place, log=tmp_path / "log", under=SMALL_SHM):
+        fds = holder_client.fetch(place.socket_dir / "holder.sock")
+        for fd in fds[:2]:
+            for size in (0, os.fstat(fd).st_size - 4096, os.fstat(fd).st_size + 4096):
+                with pytest.raises(PermissionError):
+                    os.ftruncate(fd, size)
+        linux.close_all(fds)

@@ -1,0 +1,237 @@
+"""A segment is adopted or made anew, never changed under those who map it; one server has it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstrata.errors import ConfigError, SegmentError
+from kvstrata.memory import linux, segment
+from kvstrata.memory.memory_limit import MemoryLimit
+from kvstrata.memory.segment import Segment, SegmentSettings
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def settings() -> Iterator[SegmentSettings]:
+    root = Path(tempfile.mkdtemp(prefix="kv-", dir="/dev/shm"))
+    yield SegmentSettings(socket_dir=root / "sockets", directory=root / "segment", extents_bytes=4 * MIB)
+    shutil.rmtree(root)
+
+
+def reopen(settings: SegmentSettings, **change: object) -> Segment:
+    return Segment.open(
+        SegmentSettings(**{**{f: getattr(settings, f) for f in settings.__struct_fields__}, **change})
+    )
+
+
+def open_fds() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def test_a_new_segment_has_files_for_us_alone_and_the_wanted_size(settings: SegmentSettings) -> None:
+    found = Segment.open(settings)
+    assert (found.backing, found.adopted) == ("files", False)
+    assert {path.name for path in settings.directory.iterdir()} == {
+        "index",
+        "extents",
+        "sessions.lock",
+        "server.pid",
+    }
+    for path in settings.directory.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(settings.directory.stat().st_mode) == 0o700
+    assert (settings.directory / "extents").stat().st_size == 4 * MIB == found.pool.extents_bytes
+    found.close()
+
+
+def test_the_next_server_adopts_it_with_a_new_epoch(settings: SegmentSettings) -> None:
+    first = Segment.open(settings)
+    epoch, pool_id, files = first.pool.epoch, first.pool.pool_id, inodes(settings)
+    first.close()
+    second = Segment.open(settings)
+    assert second.adopted
+    assert second.pool.epoch > epoch
+    assert second.pool.pool_id == pool_id
+    assert inodes(settings) == files
+    second.close()
+
+
+def inodes(settings: SegmentSettings) -> dict[str, int]:
+    return {name: (settings.directory / name).stat().st_ino for name in ("index", "extents", "sessions.lock")}
+
+
+def damage_magic(directory: Path) -> None:
+    with open(directory / "index", "r+b") as index:
+        index.write(b"XXXXXXXX")
+
+
+def damage_version(directory: Path) -> None:
+    with open(directory / "index", "r+b") as index:
+        index.seek(8)
+        index.write(b"\xff\xff")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damage_magic,
+        damage_version,
+        lambda directory: os.truncate(directory / "index", 4096),
+        lambda directory: os.truncate(directory / "index", 0),
+        lambda directory: os.truncate(directory / "extents", MIB),
+        lambda directory: (directory / "extents").unlink(),
+        lambda directory: (directory / "sessions.lock").unlink(),
+        lambda directory: (directory / "index").unlink(),
+    ],
+    ids=["magic", "version", "cut", "empty", "short-extents", "no-extents", "no-lock", "no-index"],
+)
+def test_a_segment_that_does_not_fit_is_replaced_as_a_whole_and_the_reason_told(
+    settings: SegmentSettings, damage: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    Segment.open(settings).close()
+    keep_inodes = [
+        os.open(path, os.O_RDONLY) for path in settings.directory.iterdir()
+    ]  # no number comes again
+    before = inodes(settings)
+    assert callable(damage)
+    damage(settings.directory)
+    fds = open_fds()
+    with caplog.at_level("INFO"):
+        found = Segment.open(settings)
+    assert not found.adopted
+    assert not set(inodes(settings).values()) & set(before.values())
+    assert found.reason in caplog.text
+    found.pool.validate()
+    found.close()
+    assert open_fds() == fds
+    linux.close_all(keep_inodes)
+
+
+def test_another_size_makes_a_new_segment_and_leaves_the_old_bytes_to_who_maps_them(
+    settings: SegmentSettings,
+) -> None:
+    Segment.open(settings).close()
+    with open(settings.directory / "extents", "r+b") as old:
+        old.write(b"old bytes")
+        old.flush()
+        found = reopen(settings, extents_bytes=8 * MIB)
+        assert not found.adopted
+        assert "4194304" in found.reason and "8388608" in found.reason
+        assert found.pool.extents_bytes == 8 * MIB
+        assert os.fstat(old.fileno()).st_size == 4 * MIB
+        assert os.pread(old.fileno(), 9, 0) == b"old bytes"
+        found.close()
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_second_server_is_refused_naming_the_first(settings: SegmentSettings, moved: bool) -> None:
+    first = Segment.open(settings)
+    fds = open_fds()
+    socket_dir = settings.socket_dir.with_name("other") if moved else settings.socket_dir
+    with pytest.raises(SegmentError, match=rf"in use by server process {os.getpid()};"):
+        reopen(settings, socket_dir=socket_dir)
+    assert open_fds() == fds
+    first.pool.validate()
+    first.close()
+    reopen(settings, socket_dir=socket_dir).close()
+
+
+def test_a_segment_being_made_is_never_seen_unlocked(settings: SegmentSettings) -> None:
+    settings.directory.mkdir(0o700)
+    index = segment._make_locked_index(settings.directory / "index")
+    assert index is not None
+    with pytest.raises(SegmentError, match=r"in use by server process \(unknown\)"):
+        Segment.open(settings)
+    assert segment._make_locked_index(settings.directory / "index") is None
+    os.close(index)
+    Segment.open(settings).close()  # the other server died before it made a pool
+
+
+def test_destroy_leaves_nothing(settings: SegmentSettings) -> None:
+    fds = open_fds()
+    found = Segment.open(settings)
+    found.destroy()
+    found.close()
+    assert not settings.directory.exists()
+    assert open_fds() == fds
+
+
+def test_index_descriptor_for_others_is_read_only(settings: SegmentSettings) -> None:
+    found = Segment.open(settings)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(found.descriptors.index_readonly, b"x")
+    found.close()
+
+
+@pytest.mark.parametrize("size", [0, -4096, 4096, MIB + 1])
+def test_a_size_no_pool_has_is_refused(settings: SegmentSettings, size: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^l1_size_gb: L1 of {size} bytes") as caught:
+        reopen(settings, extents_bytes=size)
+    assert caught.value.field == "l1_size_gb"
+    assert not settings.directory.exists()
+
+
+def test_more_than_the_machine_has_is_refused_with_the_numbers(settings: SegmentSettings) -> None:
+    with pytest.raises(
+        ConfigError, match=r"1073741824.00 GB needs \d+ bytes .* is \d+ bytes; set --l1-size-gb"
+    ):
+        reopen(settings, extents_bytes=1 << 60)
+
+
+def test_more_than_the_cgroup_allows_is_refused_naming_it(
+    settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        segment, "memory_limit", lambda: MemoryLimit(4 * MIB, "the memory limit of cgroup /x")
+    )
+    with pytest.raises(ConfigError, match=r"the memory limit of cgroup /x is 4194304 bytes"):
+        Segment.open(settings)
+
+
+def test_more_than_is_free_now_is_only_a_warning(
+    settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(segment, "available_bytes", lambda: MIB)
+    Segment.open(settings).close()
+    assert "only 1048576 are available now" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("extents_bytes", "entries"), [(MIB, 16 << 10), (4 << 30, 64 << 10), (1 << 40, 4 << 20)]
+)
+def test_entry_capacity_follows_from_the_size_within_bounds(
+    settings: SegmentSettings, extents_bytes: int, entries: int
+) -> None:
+    changed = SegmentSettings(
+        socket_dir=settings.socket_dir, directory=settings.directory, extents_bytes=extents_bytes
+    )
+    assert changed.entries() == entries
+
+
+def test_estimate_of_the_index_is_not_too_small(settings: SegmentSettings) -> None:
+    for capacity in (1, 1000, 65_536, 100_000):
+        found = reopen(settings, entry_capacity=capacity, extents_bytes=2 * MIB)
+        index_bytes = (settings.directory / "index").stat().st_size
+        wanted = SegmentSettings(
+            socket_dir=settings.socket_dir,
+            directory=settings.directory,
+            extents_bytes=2 * MIB,
+            entry_capacity=capacity,
+        )
+        assert index_bytes <= wanted.needed_bytes() - 2 * MIB <= 2 * index_bytes
+        found.destroy()
+
+
+def test_directory_of_others_is_refused(settings: SegmentSettings) -> None:
+    settings.directory.mkdir()
+    settings.directory.chmod(0o777)
+    with pytest.raises(ConfigError, match="segment: directory"):
+        Segment.open(settings)
