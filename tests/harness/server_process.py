@@ -1,0 +1,169 @@
+"""A real `lmcache-server` as a child process, with all its state in one folder, that can be killed and come back.
+
+The segment lies in a folder of its own under /dev/shm, named after the state folder, so that two runs never meet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+READY_S = 30.0
+L2_GB = 4
+
+
+class ServerFailed(Exception):
+    """The server did not become ready; the message holds the end of its log."""
+
+
+class ServerProcess:
+    """`start`, `kill`, `freeze`, `thaw`, `stop`, any number of times; `close` leaves nothing behind.
+
+    `folder` receives the log and the L2 directory; the caller owns and removes it.  The socket directory is made
+    under /tmp (a unix socket's path may have 100 bytes).  `l2` is `none`, `fs`, or `embedded`: what a server
+    that was told nothing has.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        l1_mb: int,
+        l2: str = "none",
+        chunk_tokens: int = 256,
+        flags: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"kv-{os.getpid()}-{secrets.token_hex(4)}"
+        self.socket_dir = Path("/tmp") / name
+        self.segment_dir = Path("/dev/shm") / name
+        self.log = folder / "server.log"
+        self.port = 0
+        self.ready: dict[str, Any] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._environment = dict(os.environ if environment is None else environment)
+        self._environment["KVSTRATA_L1_SEGMENT_DIR"] = str(self.segment_dir)
+        self._environment["XDG_CACHE_HOME"] = str(folder / "cache")
+        self._flags = [
+            *("--l1-size-gb", str(l1_mb / 1024)),
+            *("--chunk-size", str(chunk_tokens)),
+            *("--socket-dir", str(self.socket_dir)),
+            *("--http-port", "0"),
+            *flags,
+        ]
+        if l2 == "none":
+            self._flags += ["--l2-adapter", "none"]
+        elif l2 == "fs":
+            adapter = {"type": "fs", "base_path": str(folder / "l2"), "capacity_gb": L2_GB}
+            self._flags += ["--l2-adapter", json.dumps(adapter)]
+        elif l2 != "embedded":
+            raise ValueError(f"l2 is {l2!r}, must be none, fs or embedded")
+
+    def start(self) -> dict[str, Any]:
+        """Start it and wait until it is ready; what it said about itself. Raises ServerFailed."""
+        assert self._process is None or self._process.poll() is not None
+        reader, writer = os.pipe()
+        command = [sys.executable, "-m", "kvstrata.cli.server", "--port", str(self.port)]
+        with open(self.log, "ab") as log:
+            self._process = subprocess.Popen(
+                [*command, *self._flags, "--ready-fd", str(writer)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(writer,),
+                env=self._environment,
+                start_new_session=True,
+            )
+        os.close(writer)
+        try:
+            line = b""
+            deadline_s = time.monotonic() + READY_S
+            while not line.endswith(b"\n"):
+                if not select.select([reader], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+                    raise ServerFailed(f"not ready within {READY_S:.0f} s\n{self.log_tail()}")
+                part = os.read(reader, 65_536)
+                if not part:
+                    raise ServerFailed(f"exit status {self._process.wait()}\n{self.log_tail()}")
+                line += part
+        finally:
+            os.close(reader)
+        self.ready = json.loads(line)
+        self.port = self.ready["port"]
+        return self.ready
+
+    @property
+    def pid(self) -> int:
+        """Of the process started last."""
+        assert self._process is not None
+        return self._process.pid
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        os.kill(self.pid, number)
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        self.signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        self.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for its end."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> int:
+        """SIGTERM, and wait for its end; the exit status."""
+        assert self._process is not None
+        self._process.terminate()
+        return self._process.wait()
+
+    def wipe_segment(self) -> None:
+        """Remove the pool from shared memory; only while the server is down."""
+        shutil.rmtree(self.segment_dir, ignore_errors=True)
+
+    def get(self, path: str) -> Any:
+        """A JSON document from the admin port."""
+        address = f"http://127.0.0.1:{self.ready['http_port']}{path}"
+        with urllib.request.urlopen(address, timeout=10) as reply:
+            return json.loads(reply.read())
+
+    def connector_config(self, **more: Any) -> dict[str, Any]:
+        """`kv_connector_extra_config` for an engine that uses this server."""
+        return {"lmcache.mp.port": max(1, self.port), "kvstrata.socket_dir": str(self.socket_dir), **more}
+
+    def log_tail(self) -> str:
+        """The end of its log."""
+        return self.log.read_text(errors="replace")[-4000:] if self.log.exists() else ""
+
+    def close(self) -> None:
+        """Kill it and remove its sockets and its segment. Idempotent."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self.wipe_segment()
+        shutil.rmtree(self.socket_dir, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,380 @@
+"""Real vLLM in a child process, asked by JSON lines: one start (5-30 s) serves many checks.
+
+This file is both sides.  `VllmProcess` is the parent's; run as a script by the Python of the vLLM environment it is the
+child: it makes an `LLM` from the options in its first argument and answers until stdin ends.
+
+Operations: `generate`, `submit` and `step` and `abort` (for what must happen at a certain step), `calls` (how long
+the connector's methods took, in process only), `client` (its counters), `reset_prefix_cache`, `metrics`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+if __package__ in (None, ""):
+    # As a script; the parent's PYTHONPATH names src, and nothing of this folder may hide a module.
+    sys.path = [entry for entry in sys.path if entry != str(Path(__file__).parent)]
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 240.0
+ANSWER_S = 240.0
+MODULE = "kvstrata.connectors.vllm"
+
+
+class VllmFailed(Exception):
+    """The child answered with an error or is gone; the message holds the end of its log."""
+
+
+class VllmProcess:
+    """One `LLM`. `extra` is the connector's extra config, None for no connector; `options` go to `LLM`.
+
+    `bare_name` leaves the module path out.  `processes` keeps the engine in a process of its own, as in production.
+    `state` is a folder for the log and for what vLLM writes.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        state: Path,
+        *,
+        extra: dict[str, Any] | None,
+        bare_name: bool = False,
+        processes: bool = False,
+        policy: str = "recompute",
+        role: str = "kv_both",
+        options: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        from tests.harness import vllm_env
+
+        state.mkdir(parents=True, exist_ok=True)
+        self.log = state / "vllm.log"
+        llm: dict[str, Any] = {
+            "model": str(model),
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "bfloat16",
+            "seed": 0,
+            **(options or {}),
+        }
+        if extra is not None:
+            llm["kv_transfer_config"] = {
+                "kv_connector": "LMCacheConnectorV1",
+                "kv_role": role,
+                "kv_load_failure_policy": policy,
+                "kv_connector_extra_config": extra,
+                **({} if bare_name else {"kv_connector_module_path": MODULE}),
+            }
+        variables = vllm_env.environment(state)
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if processes else "0"
+        variables.update(environment or {})
+        self._buffer = b""
+        self.started_s = time.monotonic()
+        python = vllm_env.find()
+        assert python is not None, "the vLLM environment is gone"
+        with open(self.log, "ab") as log:
+            self._process = subprocess.Popen(
+                [str(python), __file__, json.dumps(llm)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=variables,
+                cwd=state,
+                start_new_session=True,
+            )
+        try:
+            self.info: dict[str, Any] = self._answer(START_S)
+        except BaseException:
+            self.close()
+            raise
+        self.start_s = time.monotonic() - self.started_s
+
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        return self._process.pid
+
+    def ask(self, op: str, **arguments: Any) -> Any:
+        """The result of an operation. Raises VllmFailed."""
+        self.send(op, **arguments)
+        return self._answer(ANSWER_S)
+
+    def send(self, op: str, **arguments: Any) -> None:
+        """Ask without waiting; `result` gets the answer."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise VllmFailed(self.log_tail()) from None
+
+    def result(self) -> Any:
+        """The answer to the oldest `send`."""
+        return self._answer(ANSWER_S)
+
+    def generate(self, prompt: list[int], **arguments: Any) -> dict[str, Any]:
+        """One request: {"tokens", "cached_tokens", "ttft_s", "wall_s", "finish"}."""
+        found: dict[str, Any] = self.ask("generate", prompts=[prompt], **arguments)[0]
+        return found
+
+    def log_text(self) -> str:
+        """All that vLLM and the connector logged."""
+        return self.log.read_text(errors="replace")
+
+    def log_tail(self) -> str:
+        """The end of the log."""
+        return self.log_text()[-6000:]
+
+    def quit(self) -> None:
+        """End in order: the connector is shut down."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Kill it and everything it started. Idempotent."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except BrokenPipeError:
+                    pass
+
+    def _answer(self, timeout_s: float) -> Any:
+        assert self._process.stdout is not None
+        deadline_s = time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            if not select.select([self._process.stdout], [], [], left_s)[0]:
+                raise VllmFailed(f"no answer for {timeout_s:.0f} s\n{self.log_tail()}")
+            part = os.read(self._process.stdout.fileno(), 1 << 20)
+            if not part:
+                raise VllmFailed(f"exit status {self._process.wait()}\n{self.log_tail()}")
+            self._buffer += part
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise VllmFailed(f"{reply['error']}\n{self.log_tail()}")
+        return reply["reply"]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+# -- the child --------------------------------------------------------------------------------------------------
+
+
+class Calls:
+    """How long each method of the connector took, by wrapping the class before it is instantiated."""
+
+    METHODS = (
+        "on_new_request",
+        "get_num_new_matched_tokens",
+        "update_state_after_alloc",
+        "build_connector_meta",
+        "update_connector_output",
+        "request_finished",
+        "take_events",
+        "handle_preemptions",
+        "start_load_kv",
+        "wait_for_save",
+        "get_finished",
+        "build_connector_worker_meta",
+    )
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+        self.cpu_s = 0.0
+
+    def wrap(self, connector: type) -> None:
+        """Time every call of these methods, wall clock and CPU of the calling thread."""
+        for name in self.METHODS:
+            setattr(connector, name, self._timed(name, getattr(connector, name)))
+
+    def _timed(self, name: str, method: Any) -> Any:
+        seconds = self.seconds.setdefault(name, [])
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            cpu = time.thread_time()
+            begun = time.perf_counter()
+            try:
+                return method(*arguments, **named)
+            finally:
+                seconds.append(time.perf_counter() - begun)
+                self.cpu_s += time.thread_time() - cpu
+
+        return timed
+
+    def take(self) -> dict[str, Any]:
+        """Per method: calls, slowest, sum; and the CPU seconds of all. Then starts anew."""
+        taken = {
+            name: {"calls": len(seconds), "max_s": max(seconds), "sum_s": sum(seconds)}
+            for name, seconds in self.seconds.items()
+            if seconds
+        }
+        for seconds in self.seconds.values():
+            seconds.clear()
+        cpu_s, self.cpu_s = self.cpu_s, 0.0
+        return {"methods": taken, "cpu_s": cpu_s}
+
+
+class Engine:
+    """The child's `LLM` and its operations."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.plugins import load_general_plugins
+
+        self.calls = Calls()
+        load_general_plugins()
+        if "kv_transfer_config" in options and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
+            from kvstrata.connectors.vllm import LMCacheConnectorV1
+
+            self.calls.wrap(LMCacheConnectorV1)
+        self.llm = LLM(**options)
+        self.core = self.llm.llm_engine
+        self.count = 0
+        self.live: dict[str, dict[str, Any]] = {}
+
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int = 16,
+        salt: str | None = None,
+        lora: list[Any] | None = None,
+        transfer: dict[str, Any] | None = None,
+        logprobs: int | None = None,
+    ) -> str:
+        """Hand a request to the engine; its id."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        self.count += 1
+        name = f"request-{self.count}"
+        inputs: dict[str, Any] = {"prompt_token_ids": prompt}
+        if salt is not None:
+            inputs["cache_salt"] = salt
+        parameters = SamplingParams(
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            max_tokens=max_tokens,
+            prompt_logprobs=logprobs,
+            extra_args={"kv_transfer_params": transfer} if transfer else None,
+        )
+        self.live[name] = {"begun": time.perf_counter(), "ttft_s": None}
+        self.core.add_request(name, inputs, parameters, lora_request=LoRARequest(*lora) if lora else None)
+        return name
+
+    def step(self, n: int = 1) -> list[dict[str, Any]]:
+        """Step the engine at most n times; what finished."""
+        finished = []
+        while n > 0 and self.core.has_unfinished_requests():
+            n -= 1
+            for output in self.core.step():
+                # Ids get a suffix inside the engine.
+                record = self.live.get(output.request_id)
+                if record is None:
+                    continue
+                now = time.perf_counter()
+                tokens = list(output.outputs[0].token_ids) if output.outputs else []
+                if tokens and record["ttft_s"] is None:
+                    record["ttft_s"] = now - record["begun"]
+                if output.finished:
+                    del self.live[output.request_id]
+                    finished.append(
+                        {
+                            "request": output.request_id,
+                            "tokens": tokens,
+                            "cached_tokens": output.num_cached_tokens,
+                            "ttft_s": record["ttft_s"],
+                            "wall_s": now - record["begun"],
+                            "finish": output.outputs[0].finish_reason if output.outputs else None,
+                        }
+                    )
+        return finished
+
+    def generate(self, prompts: list[list[int]], **arguments: Any) -> list[dict[str, Any]]:
+        """All prompts at once, in their order."""
+        names = [self.submit(prompt, **arguments) for prompt in prompts]
+        finished: dict[str, dict[str, Any]] = {}
+        while len(finished) < len(names):
+            finished.update({done["request"]: done for done in self.step()})
+        return [finished[name] for name in names]
+
+    def abort(self, request: str) -> None:
+        """Take a request back."""
+        self.live.pop(request, None)
+        self.core.abort_request([request])
+
+    def idle_steps(self, n: int) -> None:
+        """Let connector work be reported that vLLM would only see with its next request."""
+        for _ in range(n):
+            self.core.step()
+
+    def reset_prefix_cache(self, connector: bool = False) -> bool:
+        """Forget vLLM's own prefix cache."""
+        return bool(self.core.reset_prefix_cache(False, connector))
+
+    def take_calls(self) -> dict[str, Any]:
+        """See Calls.take."""
+        return self.calls.take()
+
+    def client(self) -> dict[str, Any]:
+        """Counters of the scheduler's and the worker's client; in process only."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group()._worker
+        scheduler = self.core.engine_core.engine_core.scheduler.connector._scheduler
+        return {"worker": worker._client.stats(), "scheduler": scheduler._client.stats()}
+
+
+def main() -> None:
+    """The child."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # vLLM logs to stdout
+
+    def say(value: dict[str, Any]) -> None:
+        os.write(answers, json.dumps(value).encode() + b"\n")
+
+    begun = time.perf_counter()
+    engine = Engine(json.loads(sys.argv[1]))
+    say({"reply": {"pid": os.getpid(), "load_s": time.perf_counter() - begun}})
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        op = request.pop("op")
+        try:
+            say({"reply": getattr(engine, op)(**request)})
+        except Exception as error:
+            # The parent decides what an error means; this process goes on.
+            say({"error": f"{type(error).__name__}: {error}"})
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    del engine.llm, engine.core
+    kv_transfer_state.ensure_kv_transfer_shutdown()
+
+
+if __name__ == "__main__":
+    main()
