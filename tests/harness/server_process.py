@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import select
 import shutil
@@ -21,6 +22,17 @@ from typing import Any, Self
 
 READY_S = 30.0
 L2_GB = 4
+NAME = "kvstrata-run-"
+ROOTS = (Path("/tmp"), Path("/dev/shm"))
+
+
+def sweep() -> None:
+    """Remove what processes that are gone left under /tmp and /dev/shm."""
+    for root in ROOTS:
+        for left in root.glob(f"{NAME}*"):
+            owner = re.fullmatch(rf"{NAME}(\d+)-[0-9a-f]+", left.name)
+            if owner and left.stat().st_uid == os.getuid() and not Path(f"/proc/{owner[1]}").exists():
+                shutil.rmtree(left, ignore_errors=True)
 
 
 class ServerFailed(Exception):
@@ -47,9 +59,9 @@ class ServerProcess:
     ) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"kv-{os.getpid()}-{secrets.token_hex(4)}"
-        self.socket_dir = Path("/tmp") / name
-        self.segment_dir = Path("/dev/shm") / name
+        name = f"{NAME}{os.getpid()}-{secrets.token_hex(4)}"
+        self.socket_dir = ROOTS[0] / name
+        self.segment_dir = ROOTS[1] / name
         self.log = folder / "server.log"
         self.port = 0
         self.ready: dict[str, Any] = {}

@@ -1,0 +1,390 @@
+"""`make demo`: the main job on real input, in two acts, and a table of what came out.
+
+Act 1 needs only the clone's `.venv`: a server on embedded defaults, several client processes that store and retrieve KV
+of a Llama-8B shape, SIGKILL, restart; every retrieved byte is compared.
+Act 2 is real vLLM on the CPU with a small random-weight Llama, the engine in a process of its own.
+
+All state lies in a fresh folder under `build/`, the sockets under /tmp and the pool under /dev/shm, all named after
+this process; they are removed at the end, also after Ctrl-C, and at the next start after worse.  Exit status: 0 when
+every row that ran is right, 1 when bytes or tokens differ or a hit is missing, 2 when something did not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.harness import vllm_env, vllm_model
+from tests.harness.child import Child, ChildEnded, ChildError
+from tests.harness.server_process import ServerFailed, ServerProcess, sweep
+from tests.harness.vllm_run import VllmFailed, VllmProcess
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULT = ROOT / "build" / "demo.json"
+MB = 1 << 20
+MAX_SHM_MB = 480
+"""Below the 512 MB that the demo may take, with room for the index."""
+CLIENTS, CHUNKS_EACH = 3, 2
+L1_MB_ACT_1 = 32 * (CLIENTS * CHUNKS_EACH + 2)
+L1_MB_ACT_2 = 256
+MODEL, PROMPT_TOKENS, CHUNK_TOKENS, NEW_TOKENS = "160m", 6_000, 256, 16
+HIT_TOKENS = PROMPT_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
+WAIT_S = 60.0
+RECOVERY_S = 10.0
+
+Row = dict[str, Any]
+
+
+class Wrong(Exception):
+    """A result that must not be: the demo goes on to the next act and ends with status 1."""
+
+
+class Table:
+    """Rows as they come, on the screen and for the file."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def add(self, case: str, act: int, *, run: bool = True, ok: bool = True, **values: Any) -> None:
+        """One row; printed at once."""
+        row: Row = {
+            "case": case, "act": act, "run": run, "ok": ok,
+            "ttft_s": None, "cached_tokens": None, "tokens_equal": None, "bytes_equal": None, "gb_per_s": None,
+            **values,
+        }  # fmt: skip
+        self.rows.append(row)
+
+    def print(self, act: int, columns: list[tuple[str, str, Callable[[Any], str]]]) -> None:
+        """The rows of one act."""
+        lines = [["case", *(title for _, title, _ in columns)]]
+        for row in self.rows:
+            if row["act"] == act:
+                cells = [show(row[key]) if row[key] is not None else "-" for key, _, show in columns]
+                lines.append([row["case"], *(cells if row["run"] else ["not run"] + [""] * (len(cells) - 1))])
+        widths = [max(len(line[at]) for line in lines) for at in range(len(lines[0]))]
+        print()
+        for number, line in enumerate(lines):
+            print(
+                "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            )
+            if number == 0:
+                print("  " + "  ".join("-" * width for width in widths))
+        print(flush=True)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every row that ran is right."""
+        return all(row["ok"] for row in self.rows)
+
+
+def yes_no(value: bool) -> str:
+    return "yes" if value else "NO"
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def fitting_l1_mb(wanted_mb: int, least_mb: int) -> int:
+    """Pool size that fits memory. Raises Wrong when even the least does not."""
+    available = re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())
+    available_mb = int(available[1]) // 1024 if available else wanted_mb * 3
+    size_mb = min(wanted_mb, MAX_SHM_MB, available_mb // 3)
+    if size_mb < least_mb:
+        raise Wrong(f"{available_mb} MB of memory are free; the demo needs {3 * least_mb}")
+    return size_mb
+
+
+# -- act 1 ---------------------------------------------------------------------------------------------------------
+
+
+def act_1(folder: Path, table: Table) -> None:
+    """Server and clients without an engine."""
+    l1_mb = fitting_l1_mb(L1_MB_ACT_1, L1_MB_ACT_1)
+    say(
+        f"Act 1: lmcache-server with {l1_mb} MB of shared memory, {CLIENTS} client processes, "
+        f"KV of a Llama-8B shape (32 MiB a chunk of 256 tokens)"
+    )
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(ServerProcess(folder / "act1", l1_mb=l1_mb, l2="embedded"))
+        ready = server.start()
+        say(f"  server ready in {ready['ready_s']} s, pid {ready['pid']}")
+        clients = [
+            stack.enter_context(
+                Child(
+                    "tests.harness.load_client", str(server.socket_dir), str(CHUNKS_EACH), str(number),
+                    log=folder / f"client-{number}.log",
+                )
+            )
+            for number in range(1, CLIENTS + 1)
+        ]  # fmt: skip
+        for client in clients:
+            wait_for(lambda client=client: client.ask("connected"), "a client did not attach")
+        stores = together(clients, lambda client, at: client.ask("store", seed=at, chunks=CHUNKS_EACH))
+        row_of_copies(table, f"store, {CLIENTS} processes", stores, equal=None)
+        problem = [s["outcomes"] for s in stores if set(s["outcomes"]) != {"stored"}]
+        if problem:
+            raise Wrong(f"a store was refused: {problem}")
+
+        def of_neighbour(client: Child, at: int) -> Any:
+            return client.ask("retrieve", seed=(at + 1) % CLIENTS, chunks=CHUNKS_EACH)
+
+        row_of_copies(table, "retrieve what another process stored", together(clients, of_neighbour))
+        server.kill()
+        say("  server killed (SIGKILL)")
+        ready = server.start()
+        say(f"  server back in {ready['ready_s']} s, pool {'adopted' if ready['adopted'] else 'NEW'}")
+        for client in clients:
+            wait_for(lambda client=client: client.ask("connected"), "a client did not attach again")
+        row_of_copies(table, "retrieve after SIGKILL and restart", together(clients, of_neighbour))
+
+
+def together(clients: list[Child], ask: Callable[[Child, int], Any]) -> list[Any]:
+    """The same of all clients at once."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(len(clients)) as pool:
+        return list(pool.map(ask, clients, range(len(clients))))
+
+
+def row_of_copies(table: Table, case: str, results: list[Any], equal: bool | None = True) -> None:
+    """One row of act 1 out of all clients' results."""
+    chunks = sum(r.get("chunks", CHUNKS_EACH) for r in results)
+    complete = chunks == CLIENTS * CHUNKS_EACH
+    if equal is not None:
+        equal = complete and all(r["equal"] for r in results)
+    seconds = max(r["seconds"] for r in results)
+    copied = sum(r["bytes"] for r in results)
+    table.add(
+        case,
+        1,
+        ok=complete and equal is not False,
+        cached_tokens=chunks * CHUNK_TOKENS,
+        bytes_equal=equal,
+        gb_per_s=round(copied / seconds / 1e9, 2) if seconds else None,
+    )
+
+
+def wait_for(condition: Callable[[], Any], failure: str, timeout_s: float = WAIT_S) -> None:
+    """Until `condition` holds. Raises Wrong."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise Wrong(f"{failure} within {timeout_s:.0f} s")
+        time.sleep(0.02)
+
+
+# -- act 2 ---------------------------------------------------------------------------------------------------------
+
+CASES_2 = (
+    "cold",
+    "vLLM's own prefix cache (the floor)",
+    "hit in a fresh vLLM process",
+    "hit after SIGKILL of the server and restart",
+    "hit from L2 after /dev/shm was wiped",
+    "server stopped (SIGSTOP), computed",
+    "hit after the server goes on (SIGCONT)",
+)
+
+
+def act_2(folder: Path, table: Table) -> None:
+    """Real vLLM."""
+    l1_mb = fitting_l1_mb(L1_MB_ACT_2, 160)
+    say(
+        f"Act 2: real vLLM on the CPU, {PROMPT_TOKENS} tokens of prompt, a random-weight Llama of {MODEL} parameters"
+    )
+    draw = random.Random(7)
+    prompt, warm_up = ([draw.randrange(3, 32_000) for _ in range(n)] for n in (PROMPT_TOKENS, 300))
+    model = vllm_model.ensure_model(MODEL)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(ServerProcess(folder / "act2", l1_mb=l1_mb, l2="embedded"))
+        server.start()
+        config = server.connector_config()
+        expected: list[int] = []
+
+        def row(case: int, result: dict[str, Any], least: int, most: int = PROMPT_TOKENS) -> None:
+            equal = not expected or result["tokens"] == expected
+            cached = result["cached_tokens"] or 0
+            table.add(
+                CASES_2[case],
+                2,
+                ok=equal and least <= cached <= most,
+                ttft_s=round(result["ttft_s"], 3),
+                cached_tokens=cached,
+                tokens_equal=equal,
+            )
+            say(
+                f"  {CASES_2[case]}: first token after {result['ttft_s']:.3f} s, {cached} tokens from a cache"
+            )
+
+        def begin(name: str) -> VllmProcess:
+            vllm = stack.enter_context(VllmProcess(model, folder / name, extra=config, processes=True))
+            say(f"  vLLM started in {vllm.start_s:.0f} s")
+            vllm.generate(warm_up, max_tokens=4)
+            return vllm
+
+        first = begin("vllm-1")
+        cold = first.generate(prompt, max_tokens=NEW_TOKENS)
+        expected = cold["tokens"]
+        row(0, cold, 0, 0)
+        row(1, first.generate(prompt, max_tokens=NEW_TOKENS), HIT_TOKENS)
+        wait_for(lambda: stored_chunks(server) >= HIT_TOKENS // CHUNK_TOKENS, "the prompt was not stored")
+        first.quit()
+        second = begin("vllm-2")
+        row(2, second.generate(prompt, max_tokens=NEW_TOKENS), HIT_TOKENS)
+        server.kill()
+        server.start()
+        row(3, until_hit(second, prompt), HIT_TOKENS)
+        server.stop()  # in order: what waits for L2 is written
+        server.wipe_segment()
+        server.start()
+        row(4, until_hit(second, prompt), HIT_TOKENS)
+        server.freeze()
+        second.ask("reset_prefix_cache")
+        row(5, second.generate(prompt, max_tokens=NEW_TOKENS), 0, 0)
+        server.thaw()
+        row(6, until_hit(second, prompt), HIT_TOKENS)
+
+
+def until_hit(vllm: VllmProcess, prompt: list[int]) -> dict[str, Any]:
+    """The prompt with vLLM's own cache emptied, again until the cache is back or should long have been."""
+    deadline_s = time.monotonic() + RECOVERY_S
+    while True:
+        vllm.ask("reset_prefix_cache")
+        result = vllm.generate(prompt, max_tokens=NEW_TOKENS)
+        if result["cached_tokens"] or time.monotonic() > deadline_s:
+            return result
+
+
+def stored_chunks(server: ServerProcess) -> int:
+    """Chunks that are READY in L1."""
+    return int(server.get("/v1/status")["pool"]["entries"]["ready"])
+
+
+def vllm_wanted(answer: str) -> str:
+    """Why act 2 is not run; empty when it is. Prepares the environment where that is small or asked for."""
+    if answer == "0":
+        return "VLLM=0"
+    if answer == "1":
+        os.environ["KVSTRATA_VLLM"] = "1"
+    try:
+        if vllm_env.find() is None:
+            size = vllm_env.download_size().download_bytes
+            if size > vllm_env.SMALL_BYTES and answer != "1":
+                return f"real vLLM would be a download of {size / 1e9:.1f} GB; to run it: make demo VLLM=1"
+            say(f"Act 2 needs real vLLM: a download of {size / 1e9:.1f} GB, once")
+            vllm_env.ensure()
+    except vllm_env.Unavailable as reason:
+        return str(reason)
+    return ""
+
+
+# -- all -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def fresh_folder() -> Iterator[Path]:
+    """A folder under build/ that is gone afterwards; what killed demos left is removed first."""
+    build = ROOT / "build"
+    build.mkdir(exist_ok=True)
+    sweep()
+    for left in build.glob("demo-*"):
+        owner = re.fullmatch(r"demo-(\d+)-.*", left.name)
+        if owner and not Path(f"/proc/{owner[1]}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"demo-{os.getpid()}-", dir=build))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_result(table: Table) -> None:
+    """build/demo.json, in one piece: two demos at once both leave a whole file."""
+    fd, name = tempfile.mkstemp(dir=RESULT.parent, prefix=".demo-")
+    with os.fdopen(fd, "w") as file:
+        json.dump({"rows": table.rows, "ok": table.ok}, file, indent=2)
+    os.chmod(name, 0o644)
+    os.replace(name, RESULT)
+
+
+def stop_on_signal(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="the main job on real input; see the top of this file")
+    parser.add_argument("--vllm", default=os.environ.get("VLLM", os.environ.get("KVSTRATA_VLLM", "")), choices=("", "0", "1"))
+    parser.add_argument("--act", type=int, choices=(1, 2), help="only this act")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, stop_on_signal)
+    table = Table()
+    status = 0
+    begun_s = time.monotonic()
+    with fresh_folder() as folder:
+        try:
+            if arguments.act != 2:
+                act_1(folder, table)
+                table.print(
+                    1,
+                    [
+                        ("cached_tokens", "tokens", str),
+                        ("gb_per_s", "GB/s", str),
+                        ("bytes_equal", "bytes equal", yes_no),
+                    ],
+                )
+                say(f"  Act 1 took {time.monotonic() - begun_s:.0f} s")
+            if arguments.act != 1:
+                reason = vllm_wanted(arguments.vllm)
+                if reason:
+                    say(f"Act 2 is not run: {reason}")
+                    for case in CASES_2:
+                        table.add(case, 2, run=False)
+                else:
+                    act_2(folder, table)
+                table.print(
+                    2,
+                    [
+                        ("ttft_s", "first token, s", lambda s: f"{s:.3f}"),
+                        ("cached_tokens", "cached tokens", str),
+                        ("tokens_equal", "tokens equal", yes_no),
+                    ],
+                )
+        except KeyboardInterrupt:
+            say("interrupted; everything is removed")
+            return 130
+        except Wrong as wrong:
+            say(f"WRONG: {wrong}")
+            status = 1
+        except (ServerFailed, VllmFailed, ChildEnded, ChildError, vllm_env.Unavailable) as error:
+            say(f"FAILED: {error}")
+            status = 2
+    if not table.ok:
+        for row in table.rows:
+            if not row["ok"]:
+                say(f"WRONG: {row['case']}: {json.dumps(row)}")
+        status = status or 1
+    if status:
+        table.rows.append({"case": "the demo itself", "run": True, "ok": False})
+    write_result(table)
+    say(f"{'all right' if not status else 'NOT all right'}; {RESULT.relative_to(ROOT)} has the rows")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
