@@ -1,0 +1,142 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// Space of the extents file: at most kMaxSlabs slabs of equal size (the last one may be shorter),
+// grouped into runs of one or more neighbours. A run holds extents of one size (its class); a run
+// that holds none belongs to nobody and its slabs can join a run of any class.
+//
+// - The geometry is chosen by the first extent that is stored in an empty pool: a slab is the
+// smallest
+//   multiple of that extent that is at least 1/32 of the pool. When the pool is empty again and an
+//   extent of another class comes, it is chosen anew.
+// - Extents are rounded up to 4 KiB. A class takes runs of as many slabs as keep its waste small.
+// - The table of runs is kept in the index (one word a slab), so that a restart knows it. A run's
+// words are
+//   written before its first entry is, and cleared after its last entry is free.
+//
+// Not thread-safe: the pool calls it under its lock.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "kvstrata/index.h"
+#include "kvstrata/status.h"
+
+namespace kvstrata {
+
+inline constexpr std::uint32_t kNoClass = 0xFF;
+inline constexpr std::uint32_t kNoRun = 0xFF;
+inline constexpr std::uint32_t kMaxClasses = kMaxSlabs;
+
+struct SlabPlace {
+  std::uint64_t offset = 0;
+  std::uint32_t run = kNoRun;
+  std::uint32_t slot = 0;
+};
+
+class SlabMap {
+ public:
+  // A run is named by its first slab.
+  struct Run {
+    std::uint32_t slabs = 0;  // 0: no run begins here
+    std::uint32_t cls = kNoClass;
+    std::uint32_t capacity = 0;  // extents
+    std::uint32_t used = 0;
+    std::uint32_t blocked = 0;         // entries in it that cannot be evicted, their children apart
+    std::uint64_t newest = 0;          // stamp of the last use of anything in it
+    std::uint64_t retry_at = 0;        // do not look into it before this many operations were done
+    std::uint32_t fresh = 0;           // slots at or above this one were never used
+    std::vector<std::uint32_t> slots;  // entry + 1
+    std::vector<std::uint32_t> freed;
+  };
+  struct Class {
+    std::uint64_t extent_bytes = 0;  // 0: unused class id
+    std::uint32_t run_slabs = 0;
+    std::uint32_t used = 0;      // extents in use
+    std::uint32_t capacity = 0;  // extents in its runs
+  };
+  // Neighbouring runs and loose slabs that a class could take once the entries in them are gone.
+  struct Window {
+    std::uint32_t first = 0;  // slab
+    std::uint32_t slabs = 0;
+    std::uint32_t used = 0;    // entries to evict
+    std::uint64_t newest = 0;  // of the runs in it
+  };
+
+  // The words must outlive the map and be zero for a fresh pool.
+  void attach(std::uint64_t extents_bytes, std::uint64_t* slab_bytes_word,
+              std::span<std::uint64_t> table) noexcept;
+  // Reads geometry and runs back from the words; whatever does not fit is cleared. False when the
+  // slab size itself is impossible (then nothing is allocated and the geometry is unset).
+  bool restore() noexcept;
+
+  static std::uint64_t round_up(std::uint64_t bytes) noexcept {
+    return (bytes + kExtentAlignment - 1) & ~(kExtentAlignment - 1);
+  }
+
+  // Class for extents of `extent_bytes` (a multiple of kExtentAlignment), made when there is none;
+  // chooses the geometry when nothing is stored. kNoClass when such an extent can never fit.
+  // `recycled` is set when the id belonged to another size before.
+  std::uint32_t class_for(std::uint64_t extent_bytes, bool* recycled);
+  std::uint32_t find_class(std::uint64_t extent_bytes) const noexcept;
+
+  // A slot in a run of the class, or in a run made from empty slabs. False when there is none.
+  [[nodiscard]] bool allocate(std::uint32_t cls, std::uint32_t entry, SlabPlace* place);
+  void free(std::uint32_t run, std::uint32_t slot) noexcept;
+  // Marks the slot at `offset` as used, for a restart. False when no run has such a slot, or when
+  // it is taken (then `holder` is the entry that has it).
+  [[nodiscard]] bool occupy(std::uint64_t offset, std::uint64_t extent_bytes, std::uint32_t entry,
+                            SlabPlace* place, std::uint32_t* holder) noexcept;
+  // Lists the free slots once every entry was placed by occupy().
+  void finish_restore();
+
+  // The window that the class could take whose newest stamp is oldest, leaving out windows with
+  // blocked entries, with runs of the class itself, with runs to be retried after `now` (which
+  // counts operations), and those that begin in a slab of the bit mask `except`. False when there
+  // is none.
+  [[nodiscard]] bool oldest_window(std::uint32_t cls, std::uint64_t now, std::uint64_t except,
+                                   Window* window) const noexcept;
+
+  Run& run(std::uint32_t first_slab) noexcept { return runs_[first_slab]; }
+  const Run& run(std::uint32_t first_slab) const noexcept { return runs_[first_slab]; }
+  const Class& size_class(std::uint32_t cls) const noexcept { return classes_[cls]; }
+  std::uint64_t extents_bytes() const noexcept { return extents_bytes_; }
+  std::uint64_t slab_bytes() const noexcept { return slab_bytes_; }
+  std::uint32_t slab_count() const noexcept { return slab_count_; }
+  std::uint64_t used_extents() const noexcept { return used_extents_; }
+  std::uint64_t offset_of(std::uint32_t run, std::uint32_t slot) const noexcept {
+    return run * slab_bytes_ + slot * classes_[runs_[run].cls].extent_bytes;
+  }
+  // Run that covers a slab, or kNoRun.
+  std::uint32_t run_of(std::uint32_t slab) const noexcept { return run_of_[slab]; }
+
+  // The largest extent that could be stored now without evicting anything.
+  std::uint64_t largest_allocatable() const noexcept;
+  // Bytes that no class could use: remainders of runs and of the file.
+  std::uint64_t unusable_bytes() const noexcept;
+
+  // OK, or kInternal naming the broken invariant.
+  [[nodiscard]] Status validate() const noexcept;
+
+ private:
+  void set_geometry(std::uint64_t extent_bytes);
+  void make_run(std::uint32_t first, std::uint32_t slabs, std::uint32_t cls);
+  void dissolve_run(std::uint32_t first) noexcept;
+  std::uint64_t bytes_between(std::uint32_t first, std::uint32_t slabs) const noexcept;
+  std::uint32_t slabs_for(std::uint64_t extent_bytes) const noexcept;
+  // Whether the slab is in no run or in an empty one.
+  bool is_loose(std::uint32_t slab) const noexcept;
+
+  std::uint64_t extents_bytes_ = 0;
+  std::uint64_t slab_bytes_ = 0;
+  std::uint32_t slab_count_ = 0;
+  std::uint64_t used_extents_ = 0;
+  std::uint64_t* slab_bytes_word_ = nullptr;
+  std::span<std::uint64_t> table_;
+  std::uint32_t run_of_[kMaxSlabs] = {};
+  Run runs_[kMaxSlabs];
+  Class classes_[kMaxClasses];
+};
+
+}  // namespace kvstrata

@@ -1,0 +1,73 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "kvstrata/prefault.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace kvstrata {
+
+namespace {
+
+constexpr std::uint64_t kStepBytes = 64ULL << 20;
+constexpr std::uint64_t kPage = 4096;
+
+}  // namespace
+
+Status Prefault::start(std::uint8_t* address, std::uint64_t bytes, std::uint32_t threads) noexcept {
+  if (!threads_.empty()) return Status(StatusCode::kExists, "prefault: already started");
+  if (threads == 0 || threads > 64) {
+    return Status(StatusCode::kBadArgument, "threads: must be between 1 and 64", threads, 64);
+  }
+  address_ = address;
+  bytes_ = bytes;
+  try {
+    for (std::uint32_t i = 0; i < threads; ++i)
+      threads_.emplace_back([this] { work(); });
+  } catch (const std::system_error& failure) {
+    if (threads_.empty())
+      return Status(StatusCode::kOsError, "cannot start a thread", failure.code().value());
+  }
+  return Status();
+}
+
+void Prefault::stop() noexcept {
+  stop_.store(true, std::memory_order_relaxed);
+  for (std::thread& thread : threads_) {
+    if (thread.joinable()) thread.join();
+  }
+  // The threads stay listed: a stopped prefault is not started again.
+}
+
+void Prefault::work() noexcept {
+  while (!stop_.load(std::memory_order_relaxed)) {
+    const std::uint64_t begin = next_.fetch_add(kStepBytes, std::memory_order_relaxed);
+    if (begin >= bytes_) return;
+    const std::uint64_t length = std::min(kStepBytes, bytes_ - begin);
+    std::uint8_t* step = address_ + begin;
+    int failed = madvise(step, length, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
+    if (failed == EINVAL) {
+      // Kernels before 5.14. Adding zero atomically takes the page without changing what others
+      // write.
+      for (std::uint64_t at = 0; at < length && !stop_.load(std::memory_order_relaxed);
+           at += kPage) {
+        std::atomic_ref<std::uint8_t>(step[at]).fetch_add(0, std::memory_order_relaxed);
+      }
+      failed = 0;
+    }
+    if (failed != 0 && failed != EINTR) {
+      error_.store(failed, std::memory_order_relaxed);
+      stop_.store(true, std::memory_order_relaxed);
+      return;
+    }
+    done_bytes_.fetch_add(length, std::memory_order_relaxed);
+  }
+}
+
+}  // namespace kvstrata
