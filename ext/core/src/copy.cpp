@@ -142,9 +142,9 @@ Status CopyPlan::record_bytes(std::uint64_t n_blocks, std::uint64_t* out) const 
   return kvstrata::record_bytes(sections_.size(), payload, out);
 }
 
-Status CopyPlan::check_blocks(std::span<const std::uint32_t> blocks) const noexcept {
+Status CopyPlan::check_blocks(std::span<const std::uint32_t> blocks, bool may_skip) const noexcept {
   for (std::size_t i = 0; i < blocks.size(); ++i) {
-    if (blocks[i] >= num_blocks_) {
+    if (blocks[i] >= num_blocks_ && !(may_skip && blocks[i] == kSkipBlock)) {
       return Status(StatusCode::kOutOfRange, "block_ids: not a block of the plan", blocks[i],
                     static_cast<std::int64_t>(num_blocks_), static_cast<std::int64_t>(i));
     }
@@ -174,6 +174,13 @@ void CopyPlan::copy(std::span<const std::uint32_t> blocks, std::uint64_t payload
       }
     };
     for (const std::uint32_t block : blocks) {
+      if (!kGather && block == kSkipBlock) {
+        crc = copy_crc32c_runs(runs.data(), filled, run_bytes_, crc, hint);
+        filled = 0;
+        crc = crc32c(reinterpret_cast<const void*>(packed), block_bytes_, crc);
+        packed += block_bytes_;
+        continue;
+      }
       const std::uint64_t base = sections_[s].base + block * sections_[s].block_stride;
       if (runs_per_block_ == 1) {
         push(base);
@@ -209,7 +216,7 @@ Status gather_record(const CopyPlan& plan, std::span<const std::uint32_t> blocks
   std::uint32_t section_bytes = 0;
   KVSTRATA_RETURN_IF_ERROR(plan.section_bytes(blocks.size(), &section_bytes));
   KVSTRATA_RETURN_IF_ERROR(plan.record_bytes(blocks.size(), &needed));
-  KVSTRATA_RETURN_IF_ERROR(plan.check_blocks(blocks));
+  KVSTRATA_RETURN_IF_ERROR(plan.check_blocks(blocks, false));
   KVSTRATA_RETURN_IF_ERROR(check_record_address(record));
   if (length < needed) {
     return bad("extent_len: too small for the record", length, needed);
@@ -279,7 +286,7 @@ Status check_record_for_scatter(const CopyPlan& plan, std::uint64_t n_blocks, co
 Status scatter_record(const CopyPlan& plan, std::span<const std::uint32_t> blocks,
                       const void* record, std::uint64_t length,
                       const Digest& expected_key) noexcept {
-  KVSTRATA_RETURN_IF_ERROR(plan.check_blocks(blocks));
+  KVSTRATA_RETURN_IF_ERROR(plan.check_blocks(blocks, true));
   KVSTRATA_RETURN_IF_ERROR(check_record_address(record));
   const std::size_t count = plan.section_count();
   const std::unique_ptr<std::uint32_t[]> crcs(new (std::nothrow) std::uint32_t[2 * count]);

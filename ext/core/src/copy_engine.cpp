@@ -41,11 +41,11 @@ struct Job {
   std::size_t units_per_item = 1;
   // Guarded by the engine's mutex.
   std::size_t next_unit = 0;
-  std::size_t units_left = 0;
+  std::size_t end_unit = 0;    // smaller than all units once the job was cancelled
+  std::size_t units_left = 0;  // not executed yet, of [0, end_unit)
   bool done = false;
 
-  [[nodiscard]] std::size_t unit_count() const noexcept { return items.size() * units_per_item; }
-  [[nodiscard]] bool begun() const noexcept { return next_unit > 0; }
+  [[nodiscard]] bool all_taken() const noexcept { return next_unit == end_unit; }
 };
 
 struct Unit {
@@ -99,7 +99,7 @@ Status make_job(CopyKind kind, std::shared_ptr<const CopyPlan> plan, std::vector
     if (!status.ok()) {
       return Status(status.code(), status.message(), status.detail(0), status.detail(1), index);
     }
-    status = plan->check_blocks(item.blocks);
+    status = plan->check_blocks(item.blocks, kind == CopyKind::kScatter);
     if (!status.ok()) {
       return Status(status.code(), status.message(), status.detail(0), status.detail(1), index);
     }
@@ -131,7 +131,8 @@ Status make_job(CopyKind kind, std::shared_ptr<const CopyPlan> plan, std::vector
     }
     job->plan = std::move(plan);
     job->items = std::move(items);
-    job->units_left = job->unit_count();
+    job->end_unit = job->items.size() * job->units_per_item;
+    job->units_left = job->end_unit;
     *out = std::move(job);
   } catch (const std::bad_alloc&) {
     return Status(StatusCode::kNoSpace, "items: no memory for the job", 0, 0, -1);
@@ -223,7 +224,8 @@ class CopyEngine::Impl {
 
   Impl() = default;
   void work() noexcept;
-  // REQUIRES: mutex_ is held.
+  // REQUIRES, for both: mutex_ is held.
+  bool cancel_rest(const std::shared_ptr<Job>& job) noexcept;
   void finish(const std::shared_ptr<Job>& job) noexcept;
   void signal() noexcept;
 
@@ -320,7 +322,7 @@ void CopyEngine::Impl::work() noexcept {
     }
     const std::shared_ptr<Job> job = queue_.front();
     const Unit unit = take_unit(*job);
-    if (job->next_unit == job->unit_count()) {
+    if (job->all_taken()) {
       queue_.pop_front();
     }
     lock.unlock();
@@ -396,7 +398,7 @@ Status CopyEngine::Impl::run(CopyKind kind, std::shared_ptr<const CopyPlan> plan
   if (closing_) {
     return Status(StatusCode::kClosed, "the copy engine is closed");
   }
-  const bool shared = !threads_.empty() && job->unit_count() > 1;
+  const bool shared = !threads_.empty() && job->end_unit > 1;
   if (shared) {
     try {
       queue_.push_front(job);
@@ -406,9 +408,9 @@ Status CopyEngine::Impl::run(CopyKind kind, std::shared_ptr<const CopyPlan> plan
     work_.notify_all();
   }
   ++active_;
-  while (job->next_unit < job->unit_count()) {
+  while (!job->all_taken()) {
     const Unit unit = take_unit(*job);
-    if (shared && job->next_unit == job->unit_count()) {
+    if (shared && job->all_taken()) {
       queue_.erase(std::find(queue_.begin(), queue_.end(), job));
     }
     lock.unlock();
@@ -441,21 +443,30 @@ bool CopyEngine::Impl::wait(std::uint64_t job_id, std::chrono::nanoseconds timeo
   return done_.wait_until(lock, deadline, [&] { return job->done; });
 }
 
-bool CopyEngine::Impl::cancel(std::uint64_t job_id) noexcept {
-  Lock lock(mutex_);
-  const auto found = unread_.find(job_id);
-  if (found == unread_.end() || found->second->begun()) {
+bool CopyEngine::Impl::cancel_rest(const std::shared_ptr<Job>& job) noexcept {
+  const std::size_t begun = (job->next_unit + job->units_per_item - 1) / job->units_per_item;
+  const std::size_t items = job->end_unit / job->units_per_item;
+  if (begun == items) {
     return false;
   }
-  const std::shared_ptr<Job> job = found->second;
-  const auto place = std::find(queue_.begin(), queue_.end(), job);
-  if (place == queue_.end()) {
-    return false;  // cancelled before
+  std::fill(job->results.begin() + static_cast<std::ptrdiff_t>(begun),
+            job->results.begin() + static_cast<std::ptrdiff_t>(items),
+            CopyResult{CopyOutcome::kCancelled, -1});
+  job->units_left -= (items - begun) * job->units_per_item;
+  job->end_unit = begun * job->units_per_item;
+  if (job->all_taken()) {
+    queue_.erase(std::find(queue_.begin(), queue_.end(), job));
   }
-  queue_.erase(place);
-  std::fill(job->results.begin(), job->results.end(), CopyResult{CopyOutcome::kCancelled, -1});
-  finish(job);
+  if (job->units_left == 0) {
+    finish(job);
+  }
   return true;
+}
+
+bool CopyEngine::Impl::cancel(std::uint64_t job_id) noexcept {
+  const Lock lock(mutex_);
+  const auto found = unread_.find(job_id);
+  return found != unread_.end() && cancel_rest(found->second);
 }
 
 void CopyEngine::Impl::drain() noexcept {
@@ -468,15 +479,8 @@ void CopyEngine::Impl::close() noexcept {
   {
     Lock lock(mutex_);
     closing_ = true;
-    for (auto i = queue_.begin(); i != queue_.end();) {
-      const std::shared_ptr<Job> job = *i;
-      if (job->begun() || !job->reported) {  // run() finishes its own
-        ++i;
-        continue;
-      }
-      i = queue_.erase(i);
-      std::fill(job->results.begin(), job->results.end(), CopyResult{CopyOutcome::kCancelled, -1});
-      finish(job);
+    for (const auto& [id, job] : unread_) {
+      static_cast<void>(cancel_rest(job));
     }
     work_.notify_all();
     done_.wait(lock, [this] { return active_ == 0; });

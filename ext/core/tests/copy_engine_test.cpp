@@ -229,31 +229,61 @@ TEST(a_refused_submit_names_the_item_and_does_nothing) {
   CHECK(world.extents == Bytes(world.extents.size()));
 }
 
-TEST(every_job_is_either_done_or_cancelled_never_both) {
-  // One thread, one long job in front: the jobs behind it race with their cancellation.
-  World world(200, 2, 1, 65'536);
+TEST(every_item_is_either_copied_or_cancelled_never_both) {
+  // One thread, one long job in front: the jobs behind it race with their cancellation, and then
+  // the long one itself is cancelled somewhere in the middle.
+  World world(300, 2, 1, 65'536);
   const auto engine = start(1, 200);
-  CHECK_OK(engine->submit(0, CopyKind::kGather, world.plan, world.items(0, 100)));
-  for (std::size_t c = 100; c < 200; ++c) {
+  CHECK_OK(engine->submit(0, CopyKind::kGather, world.plan, world.items(0, 200)));
+  for (std::size_t c = 200; c < 300; ++c) {
     CHECK_OK(engine->submit(c, CopyKind::kGather, world.plan, world.items(c, c + 1)));
   }
-  std::vector<bool> cancelled(200);
-  for (std::size_t c = 199; c >= 100; --c) {
+  std::vector<bool> cancelled(300);
+  for (std::size_t c = 299; c >= 200; --c) {
     cancelled[c] = engine->cancel(c);
     CHECK(!engine->cancel(c));  // once only
   }
+  const bool cut = engine->cancel(0);
+  CHECK(!engine->cancel(0));
   engine->drain();
   std::vector<CopyCompletion> done;
   CHECK_OK(engine->completions(&done));
   CHECK_EQ(done.size(), 101u);
+  const auto copied = [&](std::size_t chunk) {
+    const Digest key = key_of(chunk);
+    return verify_record(world.item(chunk).record, world.extent_bytes, &key).ok();
+  };
   for (const CopyCompletion& c : done) {
-    const bool was = cancelled[c.job_id];
-    CHECK(all(c.results, was ? CopyOutcome::kCancelled : CopyOutcome::kOk));
-    if (c.job_id >= 100) {
-      const Digest key = key_of(c.job_id);
-      const Status status = verify_record(world.item(c.job_id).record, world.extent_bytes, &key);
-      CHECK_EQ(status.ok(), !was);  // a cancelled job wrote nothing
+    if (c.job_id >= 200) {
+      const bool was = cancelled[c.job_id];
+      CHECK(all(c.results, was ? CopyOutcome::kCancelled : CopyOutcome::kOk));
+      CHECK_EQ(copied(c.job_id), !was);
+      continue;
     }
+    CHECK_EQ(c.results.size(), 200u);
+    CHECK_EQ(c.results.back().outcome == CopyOutcome::kCancelled, cut);
+    for (std::size_t i = 0; i < 200; ++i) {
+      const bool ok = c.results[i].outcome == CopyOutcome::kOk;
+      CHECK(ok || c.results[i].outcome == CopyOutcome::kCancelled);
+      CHECK_EQ(copied(i), ok);  // a cancelled item wrote nothing
+      CHECK(i == 0 || ok <= (c.results[i - 1].outcome == CopyOutcome::kOk));
+    }
+  }
+}
+
+TEST(an_item_that_has_begun_is_copied_whole_in_spite_of_a_cancel) {
+  World world(40, 6, 1, 1'500'000);  // six units an item
+  const auto engine = start(2, 8);
+  CHECK_OK(engine->submit(1, CopyKind::kGather, world.plan, world.items(0, 40)));
+  static_cast<void>(engine->wait(1, std::chrono::microseconds(300)));  // let some begin
+  static_cast<void>(engine->cancel(1));
+  CHECK(engine->wait(1, kLong));
+  std::vector<CopyCompletion> done;
+  CHECK_OK(engine->completions(&done));
+  for (std::size_t i = 0; i < 40; ++i) {
+    const Digest key = key_of(i);
+    const bool ok = verify_record(world.item(i).record, world.extent_bytes, &key).ok();
+    CHECK_EQ(ok, done[0].results[i].outcome == CopyOutcome::kOk);
   }
 }
 
@@ -377,6 +407,7 @@ TEST(a_forked_child_can_destroy_the_engine_and_exit) {
   const pid_t child = fork();
   if (child == 0) {
     alarm(20);
+    engine->close();
     engine.reset();
     _exit(0);
   }

@@ -165,6 +165,40 @@ TEST(blocks_can_move_to_other_places) {
   CHECK(engine.packed(to) == expected);
 }
 
+TEST(a_skipped_block_is_verified_but_written_nowhere) {
+  unsigned seed = 200;
+  for (const Shape& shape : shapes()) {
+    Engine engine(2, 9, shape.dims, shape.run, shape.stride, ++seed);
+    const std::vector<std::uint32_t> ids = {7, 2, 4};
+    const Bytes record = gathered(engine, ids);
+    const Bytes before = engine.memory;
+    engine.each_run({2}, [&](std::size_t at) { std::memset(&engine.memory[at], 0, shape.run); });
+    for (const std::vector<std::uint32_t>& some :
+         {std::vector<std::uint32_t>{kSkipBlock, 2, kSkipBlock},
+          {kSkipBlock, 2, 4},
+          {7, 2, kSkipBlock}}) {
+      CHECK_OK(scatter_record(*engine.plan, some, record.data(), record.size(), spec().key));
+      CHECK(engine.memory == before);
+    }
+    Bytes bad = record;
+    bad.back() ^= 1;  // in the last block of the last section
+    const std::vector<std::uint32_t> skipped = {kSkipBlock, kSkipBlock, kSkipBlock};
+    CHECK_OK(scatter_record(*engine.plan, skipped, record.data(), record.size(), spec().key));
+    const Status status = scatter_record(*engine.plan, skipped, bad.data(), bad.size(), spec().key);
+    CHECK(status.code() == StatusCode::kCorrupt);
+    CHECK_EQ(status.detail(2), 1);
+    CHECK(engine.memory == before);
+  }
+}
+
+TEST(a_gather_may_not_skip_blocks) {
+  const Engine engine(1, 4, {}, 512, 512, 10);
+  Bytes record(8192);
+  const std::vector<std::uint32_t> ids = {0, kSkipBlock};
+  CHECK(gather_record(*engine.plan, ids, record.data(), record.size(), spec()).code() ==
+        StatusCode::kOutOfRange);
+}
+
 TEST(a_corrupted_section_is_named) {
   Engine engine(5, 4, {}, 512, 512, 6);
   Bytes record = gathered(engine, {1, 2});

@@ -35,6 +35,10 @@ struct CopyDim {
   std::uint64_t stride;  // bytes
 };
 
+// In the block list of a scatter: this block's bytes are verified but written nowhere, because the
+// engine has them already.
+inline constexpr std::uint32_t kSkipBlock = UINT32_MAX;
+
 class CopyPlan {
  public:
   static constexpr std::size_t kMaxDims = 3;
@@ -54,8 +58,8 @@ class CopyPlan {
   Status section_bytes(std::uint64_t n_blocks, std::uint32_t* out) const noexcept;
   Status payload_bytes(std::uint64_t n_blocks, std::uint64_t* out) const noexcept;
   Status record_bytes(std::uint64_t n_blocks, std::uint64_t* out) const noexcept;
-  // kOutOfRange: detail is (block id, num_blocks, its index).
-  Status check_blocks(std::span<const std::uint32_t> blocks) const noexcept;
+  // kOutOfRange: detail is (block id, num_blocks, its index). Only a scatter may skip blocks.
+  Status check_blocks(std::span<const std::uint32_t> blocks, bool may_skip) const noexcept;
 
   // Copies sections [begin, end) of the blocks into their place in the payload, and writes the CRC
   // of section s to crcs[s - begin]. Ends with the stores ordered. REQUIRES: check_blocks(blocks)

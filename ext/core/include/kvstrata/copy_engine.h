@@ -7,7 +7,8 @@
 // the last unit of an item finishes it (for a gather: writes the header).
 //
 //   queued -> running (first unit taken) -> done -> read (by completions())
-//        \-> cancelled: done at once, every item kCancelled
+//
+// Cancelling takes away the items of which no unit was taken; the job is done when the others are.
 //
 // Invariants. (1) A job that was accepted ends in exactly one completion. (2) queued + running +
 // unread jobs never exceed the queue's capacity, so submit can refuse but never waits. (3) The
@@ -15,8 +16,8 @@
 // must stay mapped until the job is done or cancelled. (4) When a job is done, all its stores are
 // visible to whoever learned of it through this class. (5) Nothing here is called back.
 //
-// All methods are thread-safe except the destructor. In a forked child the object is dead: its
-// destructor returns at once, nothing else may be called.
+// All methods are thread-safe except the destructor. In a forked child the object is dead: close()
+// and the destructor return at once, nothing else may be called.
 #pragma once
 
 #include <chrono>
@@ -93,15 +94,16 @@ class CopyEngine {
   // id that never was: ids are not remembered). False: the time is over, the job goes on.
   bool wait(std::uint64_t job_id, std::chrono::nanoseconds timeout) noexcept;
 
-  // True: the job had not begun and never will; its completion says kCancelled. False: it has begun
-  // or is done; wait for it.
+  // Items that have not begun never will and end as kCancelled; those that have begun are copied to
+  // their end. The job completes as ever, at once if nothing had begun. Returns whether any item
+  // was cancelled.
   bool cancel(std::uint64_t job_id) noexcept;
 
   // Waits until everything submitted is done.
   void drain() noexcept;
 
-  // Refuses new jobs, cancels those that have not begun, waits for the others, joins the threads.
-  // Completions can still be read. Idempotent.
+  // Refuses new jobs, cancels what has not begun, waits for the rest, joins the threads.
+  // Completions can still be read. Idempotent. Does nothing in a forked child.
   void close() noexcept;
 
  private:
