@@ -1,0 +1,145 @@
+"""`lookup_rpc_128k`: a lookup of 128k tokens (512 chunk keys, all in L1) through the real client and server.
+
+The index holds a million chunks (as small as records can be, 8 KiB), and each call asks for another prompt, so that
+nothing is in a processor cache from the call before.  Sketch: 512 SHA-256 of 64 bytes, 512 index probes that miss every
+cache (about 100 ns each), 16 KB to the server and 12 KB back; the ratio is to a bare pyzmq echo of the same frame.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+
+from benchmarks.common import chains, cpu_seconds, engine_client, figure, median_spread, percentile, scratch, wait_until
+from benchmarks.echo import echo_server
+from benchmarks.raw_session import RawSession
+from kvstrata.memory.memory_limit import available_bytes
+from kvstrata.types import LayoutIdentity, RequestIdentity
+from tests.harness.blocks import PagedBlocks
+from tests.harness.server_process import ServerProcess
+
+TARGET_US = 400
+CHUNKS = 512
+PROMPTS = 1954
+"""× 512 chunks = 1,000,448 entries."""
+EXTENT_BYTES = 8192
+L1_MB = 7900
+ROUNDS = 7
+CALLS = 130
+"""Each round asks for prompts of its own."""
+PAUSE_S = 0.002
+"""Between two calls, as between the requests of an engine; the release of the call before falls into it."""
+
+
+def fill(client: Any, identity: Any, prompts: Sequence[bytes], blocks: PagedBlocks) -> float:
+    """Store them all, two at a time; seconds. Raises RuntimeError when a chunk was not stored."""
+    started = time.perf_counter()
+    jobs: list[Any] = []
+    rows = [[0]] * CHUNKS
+    for chain in prompts:
+        jobs.append(client.store(identity, b"", chain, blocks.plan, rows))
+        if len(jobs) == 4:
+            settle(jobs.pop(0))
+    for job in jobs:
+        settle(job)
+    return time.perf_counter() - started
+
+
+def settle(job: Any) -> None:
+    """Wait for a store that must have stored everything."""
+    if not job.done.wait(60) or set(job.outcomes) != {"stored"}:
+        raise RuntimeError(f"the index could not be filled: {sorted(set(job.outcomes))}")
+
+
+def lookup_seconds(client: Any, identity: Any, prompts: Sequence[bytes], pause_s: float) -> list[float]:
+    """From the call to its result in the calling thread, for each prompt; leases are released afterwards."""
+    seconds = []
+    for chain in prompts:
+        started = time.perf_counter()
+        call = client.lookup(identity, chain, request_id="bench", deadline_ms=5000)
+        call.wait(5)
+        seconds.append(time.perf_counter() - started)
+        if call.result.n_chunks != CHUNKS:
+            raise RuntimeError(f"{call.result.n_chunks} of {CHUNKS} chunks found: {call.result.reason}")
+        client.release([call.result.lease])
+        if pause_s:
+            time.sleep(pause_s)
+    return seconds
+
+
+def echo_seconds(socket: zmq.Socket[bytes], frame: bytes, calls: int, pause_s: float) -> list[float]:
+    """Round trips of one frame."""
+    seconds = []
+    for _ in range(calls):
+        started = time.perf_counter()
+        socket.send(frame)
+        socket.recv()
+        seconds.append(time.perf_counter() - started)
+        time.sleep(pause_s)
+    return seconds
+
+
+def run() -> list[dict[str, Any]]:
+    """The figure."""
+    if available_bytes() < (L1_MB + 2000) << 20:
+        raise RuntimeError(f"needs {(L1_MB + 2000) / 1024:.0f} GB of free memory for an index of a million chunks")
+    blocks = PagedBlocks(layers=1, num_blocks=1, block_bytes=64)
+    environment = {**os.environ, "KVSTRATA_L1_PREFAULT_THREADS": "0", "KVSTRATA_L1_ENTRIES": "1100000"}
+    flags = ("--eviction-trigger-watermark", "1.0")
+    with (
+        scratch("lookup") as folder,
+        ServerProcess(folder, l1_mb=L1_MB, flags=flags, environment=environment) as server,
+    ):
+        server.start()
+        client = engine_client(server.socket_dir, server.port, blocks.slice())
+        identity = client.identity(RequestIdentity())
+        wait_until(lambda: identity.ready, "the identity is declared")
+        prompts = chains(identity.root, PROMPTS, CHUNKS)
+        fill_s = fill(client, identity, prompts, blocks)
+        entries = sum(server.get("/v1/status")["pool"]["entries"].values())
+        with echo_server(server.socket_dir / "echo.sock"):
+            layout = LayoutIdentity(model="bench", kv_dtype="bf16", chunk_tokens=256)
+            session = RawSession(server.socket_dir, layout, blocks.slice())
+            frame = session.lookup(prompts[0])
+            echo = zmq.Context.instance().socket(zmq.DEALER)
+            echo.setsockopt(zmq.LINGER, 0)
+            echo.connect(f"ipc://{server.socket_dir / 'echo.sock'}")
+            paced: list[list[float]] = []
+            packed: list[list[float]] = []
+            bare: list[list[float]] = []
+            asked = iter(prompts)
+            lookup_seconds(client, identity, [next(asked) for _ in range(50)], PAUSE_S)
+            cpu_s = 0.0
+            for _ in range(ROUNDS):
+                bare.append(echo_seconds(echo, frame, CALLS, PAUSE_S))
+                before = cpu_seconds(server.pid)
+                paced.append(lookup_seconds(client, identity, [next(asked) for _ in range(CALLS)], PAUSE_S))
+                cpu_s += cpu_seconds(server.pid) - before
+                packed.append(lookup_seconds(client, identity, [next(asked) for _ in range(CALLS)], 0.0))
+            echo.close()
+            session.close()
+        client.close()
+    blocks.close()
+    value, spread = median_spread([percentile(seconds, 0.5) * 1e6 for seconds in paced])
+    floor = median_spread([percentile(seconds, 0.5) * 1e6 for seconds in bare])[0]
+    return [
+        figure(
+            "lookup_rpc_128k",
+            value=value,
+            unit="µs",
+            ratio=value / floor,
+            target=f"p50 ≤ {TARGET_US} µs",
+            ok=value <= TARGET_US,
+            spread=spread,
+            ratio_to=f"p50 of a bare pyzmq echo of the request's {len(frame)} bytes, {floor:.0f} µs",
+            p99_us=median_spread([percentile(seconds, 0.99) * 1e6 for seconds in paced])[0],
+            back_to_back_p50_us=median_spread([percentile(seconds, 0.5) * 1e6 for seconds in packed])[0],
+            server_cpu_us=cpu_s / (ROUNDS * CALLS) * 1e6,
+            entries=entries,
+            fill_s=fill_s,
+        )
+    ]

@@ -1,0 +1,149 @@
+"""`ping` and `ping_loaded`: how long a ping takes, against a bare pyzmq echo with the same loop and socket types.
+
+Sketch: two context switches and four system calls of libzmq on either side; the echo does just that.  Server and echo
+are processes of their own, asked in turn by the same DEALER code.  Under load, 8 client processes send each of them the
+same frames at the same rate: lookups of a 128k-token prompt that is all in L1, each followed by its release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from benchmarks.common import ROOT, chains, engine_client, figure, median_spread, percentile, scratch
+from benchmarks.echo import echo_server
+from benchmarks.raw_session import RawSession
+from kvstrata.types import LayoutIdentity, RequestIdentity
+from tests.harness.blocks import PagedBlocks
+from tests.harness.server_process import ServerProcess
+
+TARGET = 1.5
+REPEATS = 9
+PINGS = 2_000
+WARM_UP = 500
+LOAD_CLIENTS = 8
+LOAD_RATE = 25
+"""Lookups a second of each client."""
+LOAD_CHUNKS = 512
+
+
+def ping_seconds(socket: zmq.Socket[bytes], frame: Callable[[], bytes], count: int) -> list[float]:
+    """Round trips, one after another; each frame is made before its clock starts."""
+    seconds = []
+    for _ in range(count):
+        data = frame()
+        started = time.perf_counter()
+        socket.send(data)
+        socket.recv()
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+@contextlib.contextmanager
+def load_clients(
+    server: ServerProcess, echo: Path, layout: LayoutIdentity, chain: Path, slice_: Any
+) -> Iterator[Any]:
+    """Eight of `benchmarks.load`; gives a function that points them all at `server`, `echo` or nothing (`rest`)."""
+    command = [
+        *(sys.executable, "-m", "benchmarks.load", "--rate", str(LOAD_RATE), "--chain", str(chain)),
+        *("--socket-dir", str(server.socket_dir), "--echo", str(echo)),
+        *("--layout", msgspec.json.encode(layout).decode(), "--slice", msgspec.json.encode(slice_).decode()),
+    ]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, bufsize=0)
+        for _ in range(LOAD_CLIENTS)
+    ]
+
+    def say(word: str) -> int:
+        """Point them; how many lookups they have made since the last time."""
+        total = 0
+        for process in processes:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(word.encode() + b"\n")
+        for process in processes:
+            assert process.stdout is not None
+            total += int(process.stdout.readline() or 0)
+        return total
+
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            if process.stdout.readline() != b"ready\n":
+                raise RuntimeError(f"a load client ended with status {process.wait()}")
+        yield say
+    finally:
+        for process in processes:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.close()
+            process.wait()
+            process.stdout.close()
+
+
+def compare(
+    name: str, session: RawSession, echo: zmq.Socket[bytes], point: Callable[[str], int]
+) -> dict[str, Any]:
+    """Server and echo in turn; `point` switches the load."""
+    ours: list[list[float]] = []
+    bare: list[list[float]] = []
+    lookups = {"server": 0, "echo": 0}
+    for repeat in range(REPEATS):
+        # In turn, and which comes first in turn as well: neither profits from the machine's moods.
+        for who in ("server", "echo") if repeat % 2 else ("echo", "server"):
+            socket, taken = (session.socket, ours) if who == "server" else (echo, bare)
+            point(who)
+            ping_seconds(socket, session.ping, WARM_UP)
+            taken.append(ping_seconds(socket, session.ping, PINGS))
+            lookups[who] += point("rest")
+    value, spread = median_spread([percentile(seconds, 0.5) * 1e6 for seconds in ours])
+    floor, floor_spread = median_spread([percentile(seconds, 0.5) * 1e6 for seconds in bare])
+    return figure(
+        name,
+        value=value,
+        unit="µs",
+        ratio=value / floor,
+        target=f"≤ {TARGET} × bare pyzmq echo",
+        ok=value <= TARGET * floor,
+        spread=spread,
+        ratio_to=f"p50 of the echo, {floor:.0f} µs ({floor_spread[0]:.0f}-{floor_spread[1]:.0f})",
+        p99_us=median_spread([percentile(seconds, 0.99) * 1e6 for seconds in ours])[0],
+        echo_p99_us=median_spread([percentile(seconds, 0.99) * 1e6 for seconds in bare])[0],
+        load_lookups=lookups,
+    )
+
+
+def run() -> list[dict[str, Any]]:
+    """Both figures."""
+    layout = LayoutIdentity(model="bench", kv_dtype="bf16", chunk_tokens=256)
+    blocks = PagedBlocks(layers=1, num_blocks=1, block_bytes=64)
+    figures = []
+    with scratch("ping") as folder, ServerProcess(folder, l1_mb=64, flags=("--no-http",)) as server:
+        server.start()
+        client = engine_client(server.socket_dir, server.port, blocks.slice())
+        identity = client.identity(RequestIdentity())
+        chain = chains(identity.root, 1, LOAD_CHUNKS)[0]
+        job = client.store(identity, b"", chain, blocks.plan, [[0]] * LOAD_CHUNKS)
+        if not job.done.wait(30) or set(job.outcomes) != {"stored"}:
+            raise RuntimeError(f"the prompt could not be stored: {set(job.outcomes)}")
+        (folder / "chain").write_bytes(chain)
+        path = server.socket_dir / "echo.sock"
+        with echo_server(path):
+            echo = zmq.Context.instance().socket(zmq.DEALER)
+            echo.setsockopt(zmq.LINGER, 0)
+            echo.connect(f"ipc://{path}")
+            session = RawSession(server.socket_dir, layout, blocks.slice())
+            figures.append(compare("ping", session, echo, lambda _: 0))
+            with load_clients(server, path, layout, folder / "chain", blocks.slice()) as point:
+                figures.append(compare("ping_loaded", session, echo, point))
+            session.close()
+            echo.close()
+        client.close()
+    blocks.close()
+    return figures

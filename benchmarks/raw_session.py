@@ -1,0 +1,73 @@
+"""An attached session with a bare DEALER socket, without the client library: for figures of the server alone."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import zmq
+
+from kvstrata.memory.attach_client import attach, process_locks
+from kvstrata.rpc import wire
+from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice
+
+ATTACH_S = 10.0
+REPLY_MS = 10_000
+
+
+class RawSession:
+    """Attached, greeted, with one identity declared. One thread; raises RuntimeError for any error reply."""
+
+    def __init__(self, socket_dir: Path, layout: LayoutIdentity, slice_: Slice) -> None:
+        self.session = secrets.token_bytes(wire.SESSION_BYTES)
+        self.last_seq = 0
+        request = wire.AttachRequest(
+            protocol=wire.PROTOCOL_VERSION,
+            session=self.session,
+            group=secrets.token_bytes(wire.SESSION_BYTES),
+            role=Role.CLIENT,
+            layout=layout,
+            engine_slices=1,
+            slice=slice_,
+        )
+        self._attachment = attach(socket_dir, request, process_locks(), ATTACH_S)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVTIMEO, REPLY_MS)
+        self.socket.connect(f"ipc://{socket_dir / 'rpc.sock'}")
+        identified = self.ask(wire.Identify(self.session, self.seq(), RequestIdentity()))
+        assert isinstance(identified, wire.IdentifyReply) and identified.complete, identified
+        self.identity_id = identified.identity_id
+
+    def seq(self) -> int:
+        """The next number."""
+        self.last_seq += 1
+        return self.last_seq
+
+    def ping(self) -> bytes:
+        """A ping's frame."""
+        return wire.encode(wire.Ping(self.session, self.seq()))
+
+    def lookup(self, keys: bytes) -> bytes:
+        """A lookup's frame; its number is `last_seq`."""
+        groups = [wire.Group(wire.Rule.PREFIX, keys)]
+        return wire.encode(wire.Lookup(self.session, self.seq(), 1000, self.identity_id, "bench", groups))
+
+    def release(self, lookup_seq: int) -> bytes:
+        """The frame that ends a lookup's lease."""
+        return wire.encode(wire.Release(self.session, self.seq(), [(self.session, lookup_seq)]))
+
+    def ask(self, request: wire.AnyRequest) -> wire.AnyReply:
+        """Send and wait for the reply."""
+        self.socket.send(wire.encode(request))
+        reply = wire.decode_reply(self.socket.recv())
+        if isinstance(reply, wire.Error):
+            raise RuntimeError(f"{reply.code}: {reply.message}")
+        return reply
+
+    def close(self) -> None:
+        """Leave the server."""
+        self.socket.close()
+        self._context.term()
+        self._attachment.goodbye(ATTACH_S)

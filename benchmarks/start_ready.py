@@ -1,0 +1,184 @@
+"""`start_ready` and `idle_rss`: how soon a server with 4 GB of L1 serves, and what it keeps in memory when idle.
+
+Sketch of the start: an interpreter that imports uvloop, pyzmq, msgspec and prometheus-client, to which `start_ready` is
+compared; a sparse file does not take time.  The pool is faulted in afterwards: 4 GB at what two threads can touch,
+compared with two bare threads of `posix_fallocate` on tmpfs.  Idle memory is private and file-backed memory of the
+server process; the pool's pages count as shared memory and are shown apart.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import chains, engine_client, figure, median_spread, scratch, wait_until
+from kvstrata.types import RequestIdentity
+from tests.harness.blocks import PagedBlocks
+from tests.harness.server_process import ServerProcess
+
+READY_TARGET_S = 1.0
+RSS_TARGET_MB = 100
+L1_MB = 4096
+REPEATS = 7
+IDLE_S = 60
+BURST_PROMPTS = 400
+BURST_CHUNKS = 256
+BURST_CLIENTS = 4
+IMPORTS = "import uvloop, zmq, msgspec, prometheus_client"
+
+
+def bare_start_s(code: str) -> float:
+    """Wall seconds of an interpreter that runs `code`."""
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    return time.perf_counter() - started
+
+
+def bare_fault_s() -> float:
+    """Wall seconds of two threads that fault 4 GB of tmpfs in, without anything else."""
+    size = L1_MB << 20
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        os.truncate(file.fileno(), size)
+        halves = [
+            threading.Thread(target=os.posix_fallocate, args=(file.fileno(), at, size // 2)) for at in (0, size // 2)
+        ]
+        started = time.perf_counter()
+        for half in halves:
+            half.start()
+        for half in halves:
+            half.join()
+        return time.perf_counter() - started
+
+
+def start_ready() -> list[dict[str, Any]]:
+    """Ready to serve, and pool faulted in; each from the fork of the process."""
+    ready: list[float] = []
+    faulted: list[float] = []
+    floor: list[float] = []
+    bare_faulted: list[float] = []
+    for repeat in range(REPEATS + 1):
+        imports_s = bare_start_s(IMPORTS)
+        bare_fault = bare_fault_s()
+        with scratch("start") as folder, ServerProcess(folder, l1_mb=L1_MB) as server:
+            started = time.perf_counter()
+            server.start()
+            ready_s = time.perf_counter() - started
+            while server.get("/v1/status")["pool"]["prefaulted_bytes"] < L1_MB << 20:
+                if time.perf_counter() - started > 120:
+                    raise RuntimeError("the pool was not faulted in within 120 s")
+                time.sleep(0.02)
+            if repeat:  # the first one reads files for the first time
+                faulted.append(time.perf_counter() - started)
+                ready.append(ready_s)
+                floor.append(imports_s)
+                bare_faulted.append(bare_fault)
+    value, spread = median_spread(ready)
+    faulted_s, faulted_spread = median_spread(faulted)
+    print(f"   {L1_MB} MB of L1: ready to serve after {value:.2f} s, faulted in after {faulted_s:.2f} s", flush=True)
+    return [
+        figure(
+            "start_ready",
+            value=value,
+            unit="s",
+            ratio=value / median_spread(floor)[0],
+            target=f"≤ {READY_TARGET_S} s",
+            ok=value <= READY_TARGET_S,
+            spread=spread,
+            ratio_to=f"an interpreter that imports the libraries, {median_spread(floor)[0]:.2f} s",
+            faulted_s=faulted_s,
+            faulted_spread=faulted_spread,
+            fallocate_s=median_spread(bare_faulted)[0],
+        )
+    ]
+
+
+def memory_mb(pid: int) -> dict[str, float]:
+    """RssAnon, RssFile and RssShmem of a process, in MB."""
+    found = {}
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in ("RssAnon", "RssFile", "RssShmem"):
+            found[name] = int(value.split()[0]) * 1024 / 1e6
+    return found
+
+
+def bare_rss_mb() -> float:
+    """The same of an interpreter that has imported the libraries."""
+    code = f"{IMPORTS}, sys; print(1, flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()
+        rss = memory_mb(process.pid)
+        process.stdin.close()
+    return rss["RssAnon"] + rss["RssFile"]
+
+
+def burst(server: ServerProcess, blocks: PagedBlocks) -> int:
+    """Clients that store and look up prompts, then leave; how many lookups hit."""
+    hits = 0
+    clients = [
+        engine_client(server.socket_dir, server.port, blocks.slice(), model=f"burst-{i}") for i in range(BURST_CLIENTS)
+    ]
+    for client in clients:
+        identity = client.identity(RequestIdentity())
+        wait_until(lambda identity=identity: identity.ready, "the identity is declared")
+        for chain in chains(identity.root, BURST_PROMPTS, BURST_CHUNKS):
+            job = client.store(identity, b"", chain, blocks.plan, [[0]] * BURST_CHUNKS)
+            if not job.done.wait(60):
+                raise RuntimeError("a store of the burst did not end")
+            call = client.lookup(identity, chain, request_id="burst", deadline_ms=5000)
+            call.wait(5)
+            if call.result.lease is not None:
+                hits += 1
+                client.release([call.result.lease])
+    for client in clients:
+        client.close()
+    return hits
+
+
+def idle_rss() -> list[dict[str, Any]]:
+    """One minute after a burst of stores and lookups."""
+    floor = bare_rss_mb()
+    blocks = PagedBlocks(layers=1, num_blocks=1, block_bytes=4096)
+    with scratch("idle") as folder, ServerProcess(folder, l1_mb=L1_MB) as server:
+        server.start()
+        before = memory_mb(server.pid)
+        hits = burst(server, blocks)
+        after = memory_mb(server.pid)
+        time.sleep(IDLE_S)
+        readings = []
+        for _ in range(5):
+            readings.append(memory_mb(server.pid))
+            time.sleep(1)
+    blocks.close()
+    value, spread = median_spread([reading["RssAnon"] + reading["RssFile"] for reading in readings])
+    return [
+        figure(
+            "idle_rss",
+            value=value,
+            unit="MB",
+            ratio=value / floor,
+            target=f"≤ {RSS_TARGET_MB} MB without the pool",
+            ok=value <= RSS_TARGET_MB,
+            spread=spread,
+            ratio_to=f"an interpreter that has imported the libraries, {floor:.0f} MB",
+            anonymous_mb=readings[-1]["RssAnon"],
+            file_mb=readings[-1]["RssFile"],
+            pool_mb=readings[-1]["RssShmem"],
+            ready_mb=before["RssAnon"] + before["RssFile"],
+            after_burst_mb=after["RssAnon"] + after["RssFile"],
+            burst_stored_chunks=BURST_CLIENTS * BURST_PROMPTS * BURST_CHUNKS,
+            burst_hits=hits,
+        )
+    ]
+
+
+def run() -> list[dict[str, Any]]:
+    """Both figures."""
+    return start_ready() + idle_rss()
