@@ -29,3 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KvstrataError as error:
         print(f"lmcache-server: {error.message}", file=sys.stderr)
         return EXIT_CONFIG
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,6 +13,8 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import collections
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 GB = 1 << 30
 MAX_JOBS = 256
 MAX_RUNNING_JOBS = 8
+EVENTS_PER_TURN = 512
 MAX_SESSION_SHARE = 8
 """A session may have 1/8 of L1 reserved or quarantined."""
 
@@ -119,6 +122,7 @@ class Engine:
         self._log = EventLog("engine")
         self._started_s = clock.monotonic_s()
         self._not_ready = "starting"
+        self._events: collections.deque[tuple[int, bytes, int]] = collections.deque()
         self._jobs: dict[int, Job] = {}
         self._next_job = 1
         self._metrics: CollectorRegistry | None = None
@@ -274,25 +278,33 @@ class Engine:
     # --- periodic --------------------------------------------------------------------------------
 
     def drain_events(self) -> None:
-        """Tell explain what the pool did since the last call."""
+        """Tell explain and the store controller what the pool did since the last call, a part per turn."""
+        idle = not self._events
+        self._events.extend(self.pool.events())
+        if idle and self._events:
+            self._take_events()
+
+    def _take_events(self) -> None:
         memory, now_ms = self.explainer.keys, self.clock.unix_ms()
         evicted: list[bytes] = []
-        for kind, key, _ in self.pool.events():
+        for _ in range(min(len(self._events), EVENTS_PER_TURN)):
+            kind, key, _ = self._events.popleft()
             if kind == EVENT_EVICTED:
                 evicted.append(key)
                 known = memory.get(key)
-                if known is not None and known.reason is MissReason.PUT_SKIPPED:
-                    continue  # it would be in L2 had it been put
-                memory.note(key, MissReason.EVICTED, self.settings.l1.eviction_policy, now_ms)
+                if known is None or known.reason is not MissReason.PUT_SKIPPED:  # else: it would be in L2
+                    memory.note(key, MissReason.EVICTED, self.settings.l1.eviction_policy, now_ms)
             elif kind == EVENT_CLEARED:
                 memory.note(key, MissReason.EVICTED, "clear", now_ms)
             elif kind == EVENT_CORRUPT:
                 memory.note(key, MissReason.CORRUPT, "checksum differs", now_ms)
-                self._log.repeated(30, "corrupt", "chunk_corrupt", key=key)
+                self._log.repeated(logging.WARNING, "corrupt", "chunk_corrupt", key=key)
             elif kind == EVENT_INSERTED:
                 memory.stored([key])
         if evicted and self.store is not None:
             self.store.evicted(evicted)
+        if self._events:
+            asyncio.get_running_loop().call_soon(self._take_events)
 
     # --- admin --------------------------------------------------------------------------------
 

@@ -191,7 +191,8 @@ class Server:
         try:
             await self._start()
             stopping = loop.create_task(stop.wait(), name="stop-signal")
-            await asyncio.wait({stopping, self._supervisor.failure}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {stopping, self._supervisor.failure}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
             if self._supervisor.failure.done():
                 self._log.error("server_failed", reason=self._supervisor.failure.result())
@@ -285,7 +286,7 @@ class Server:
                 self._clock,
                 pool.extents_address,
                 pool.extents_bytes,
-                functools.partial(self._loop.call_soon_threadsafe, engine.dropped_from_l2, config.name),
+                functools.partial(self._dropped, config.name),
             )
             try:
                 await configured.adapter.open(context)
@@ -308,6 +309,10 @@ class Server:
         engine.store, engine.prefetch = store, PrefetchController(pool, opened, limits, self._clock)
         engine.tells_touches = any(configured.policy is StorePolicy.SECOND_TOUCH for configured in opened)
         store.start()
+
+    def _dropped(self, adapter: str, key: bytes) -> None:
+        """An adapter's cap dropped a key (any thread)."""
+        self._loop.call_soon_threadsafe(self._engine.dropped_from_l2, adapter, key)
 
     def _announce(
         self, instance_id: str, port: int, http_port: int, directory: Path, segment: Segment

@@ -221,7 +221,7 @@ class StoreController:
     def _clean_ahead(self) -> None:
         """Offer the next victims of the pool to the adapters that get chunks only then."""
         pool = self._pool
-        need_bytes = self.limits.evict_ahead.need_bytes(pool.used_bytes, pool.extents_bytes)
+        need_bytes = self.limits.evict_ahead.need_bytes(pool.stats()["used_bytes"], pool.extents_bytes)
         if need_bytes:
             for key in pool.victims_preview(need_bytes):
                 for puts in self._puts:
