@@ -329,7 +329,8 @@ def stop_on_signal(number: int, frame: Any) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="the main job on real input; see the top of this file")
-    parser.add_argument("--vllm", default=os.environ.get("VLLM", os.environ.get("KVSTRATA_VLLM", "")), choices=("", "0", "1"))
+    wish = os.environ.get("VLLM", os.environ.get("KVSTRATA_VLLM", ""))
+    parser.add_argument("--vllm", default=wish, choices=("", "0", "1"))
     parser.add_argument("--act", type=int, choices=(1, 2), help="only this act")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, stop_on_signal)
