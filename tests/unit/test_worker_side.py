@@ -1,0 +1,268 @@
+"""The worker side: whose blocks may be touched when, and what is told to the scheduler."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstrata.client.calls import LoadItem, StoreOutcome
+from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, Store
+from kvstrata.connectors.vllm.worker import WorkerSide
+from kvstrata.types import EXTENT, LeaseName, RequestIdentity
+
+MINE, OTHER = b"\2" * 32, b"\1" * 32
+
+
+class Flag:
+    """An Event whose waits are recorded; `on_wait` may set it, as a copy that ends meanwhile would."""
+
+    def __init__(self, clock):
+        self.clock, self.set_now, self.takes_s, self.waited_s = clock, False, None, 0.0
+
+    def is_set(self):
+        return self.set_now
+
+    def set(self):
+        self.set_now = True
+
+    def wait(self, timeout_s):
+        if not self.set_now:
+            needed = timeout_s if self.takes_s is None else min(timeout_s, self.takes_s)
+            self.clock.now_s += needed
+            self.waited_s += needed
+            if self.takes_s is not None:
+                self.takes_s -= needed
+                self.set_now = self.takes_s <= 0
+        return self.set_now
+
+
+class FakeStoreJob:
+    def __init__(self, clock, n):
+        self.gathered, self.done, self.cancelled, self.bytes = Flag(clock), Flag(clock), False, 10 * n
+        self.outcomes = [StoreOutcome.STORED] * n
+
+    def wait_gathered(self, timeout_s):
+        return self.gathered.wait(timeout_s)
+
+    def cancel(self):
+        self.cancelled = True
+
+    def end(self, outcome=None):
+        if outcome is not None:
+            self.outcomes = [outcome] * len(self.outcomes)
+        self.gathered.set()
+        self.done.set()
+
+
+class FakeLoadJob:
+    def __init__(self, clock):
+        self.done, self.failed, self.cancelled, self.bytes = Flag(clock), set(), False, 100
+
+    def wait(self, timeout_s):
+        return self.done.wait(timeout_s)
+
+    def cancel(self):
+        self.cancelled = True
+        self.done.takes_s = 0.01
+
+
+class Fake:
+    """Client, mover and clock in one."""
+
+    def __init__(self):
+        self.now_s = 0.0
+        self.stores, self.loads, self.released, self.closed = [], [], [], False
+        self.next_failed, self.next_takes_s = set(), 0.0
+
+    def __call__(self):
+        return self.now_s
+
+    def identity(self, request):
+        return request
+
+    def store(self, identity, store, blocks):
+        job = FakeStoreJob(self, len(blocks))
+        self.stores.append((store, [list(ids) for ids in blocks], job))
+        return job
+
+    def load(self, lease, items, *, sync):
+        job = FakeLoadJob(self)
+        job.failed, job.done.takes_s = set(self.next_failed), self.next_takes_s
+        if sync and not self.next_takes_s:
+            job.done.set()
+        self.loads.append((lease, items, job))
+        return job
+
+    def release(self, leases, *, group=False):
+        self.released.extend(leases)
+
+    def close(self, timeout_s=0.0):
+        self.closed = True
+
+
+@pytest.fixture
+def fake():
+    return Fake()
+
+
+@pytest.fixture
+def side(fake):
+    return WorkerSide(fake, fake, slice_digest=MINE, chunk_blocks=2, make_item=LoadItem, now=fake)
+
+
+def store_of(store_id, request="r", chunks=2):
+    blocks = list(range(1, 1 + 2 * chunks))
+    return Store(store_id, request, RequestIdentity(), b"", b"k" * 32 * chunks, blocks, b"")
+
+
+def load_of(request="r", asynchronous=False, blocks=(SKIP_BLOCK, 4, 5, 6), seq=1):
+    chunks = len(blocks) // 2
+    extents = b"".join(EXTENT.pack(100 * i + s, 7, 0, 0, 0) for i in range(chunks) for s in range(2))
+    lease = LeaseName(b"s" * 16, seq, 1)
+    return Load(request, lease, b"k" * 32 * chunks, extents, (OTHER, MINE), list(blocks), asynchronous)
+
+
+def step(side, plan):
+    """What vLLM calls in one step; (report, sent, received, bad blocks)."""
+    side.before_step(plan)
+    side.start_loads()
+    side.start_stores()
+    sent, received = side.finished()
+    bad = side.take_bad_blocks()
+    return side.report(), sent, received, bad
+
+
+def test_a_worker_takes_the_extents_of_its_own_slice(fake, side):
+    step(side, StepPlan(1, loads=[load_of()]))
+    (_, items, _) = fake.loads[0]
+    assert [item.offset_bytes for item in items] == [1, 101]
+    assert [list(item.block_ids) for item in items] == [[SKIP_BLOCK, 4], [5, 6]]
+
+
+def test_a_load_without_extents_for_this_slice_cannot_touch_anything_valid(fake, side):
+    load = load_of()
+    load.slices = (OTHER, b"\3" * 32)
+    step(side, StepPlan(1, loads=[load]))
+    (_, items, _) = fake.loads[0]
+    assert {(item.offset_bytes, item.length_bytes) for item in items} == {(0, 0)}
+
+
+def test_failed_chunks_name_the_blocks_that_must_be_computed(fake, side):
+    fake.next_failed = {0}
+    report, _, _, bad = step(side, StepPlan(1, loads=[load_of()]))
+    assert bad == {4} and report.failures == 1
+    assert step(side, StepPlan(2))[3] == set()
+
+
+def test_failed_asynchronous_load_is_reported_as_received_with_its_blocks(fake, side):
+    fake.next_failed, fake.next_takes_s = {1}, 5.0
+    _, _, received, _ = step(side, StepPlan(1, loads=[load_of(asynchronous=True)]))
+    assert received == set()
+    fake.loads[0][2].done.set()
+    report, _, received, bad = step(side, StepPlan(2))
+    assert received == {"r"} and bad == {5, 6}
+    assert report is None, "nothing computed rests on it, so no store is in doubt"
+    assert step(side, StepPlan(3))[2] == set()
+
+
+def test_waiting_for_copies_is_bounded_and_ends_with_the_copies_begun(fake, side):
+    fake.next_takes_s = 50.0
+    loads = [load_of("a", seq=1), load_of("b", seq=2)]
+    _, _, _, _ = step(side, StepPlan(1, loads=loads))
+    assert [job.cancelled for _, _, job in fake.loads] == [True, True]
+    assert fake.now_s < 1.1
+
+
+def test_loads_that_would_begin_too_late_fail_and_give_their_lease_back(fake, side):
+    original = fake.load
+
+    def slow(lease, items, *, sync):
+        fake.now_s += 2.0
+        return original(lease, items, sync=sync)
+
+    fake.load = slow
+    _, _, _, bad = step(side, StepPlan(1, loads=[load_of("a", seq=1), load_of("b", blocks=(7, 8), seq=2)]))
+    assert len(fake.loads) == 1 and [lease.seq for lease in fake.released] == [2]
+    assert bad == {7, 8}
+
+
+def test_nothing_computed_on_a_failed_load_is_stored(fake, side):
+    fake.next_failed = {0}
+    report, _, _, _ = step(side, StepPlan(1, loads=[load_of()], stores=[store_of(1), store_of(2, "other")]))
+    assert report.dropped == [1, 2] and fake.stores == []
+    # Planned before the scheduler knew of it.
+    report, _, _, _ = step(side, StepPlan(2, stores=[store_of(3)], failures_seen=0))
+    assert report.dropped == [3] and fake.stores == []
+    report, _, _, _ = step(side, StepPlan(3, stores=[store_of(4)], failures_seen=1))
+    assert report is None and len(fake.stores) == 1
+
+
+def test_stores_are_told_when_they_are_done(fake, side):
+    report, _, _, _ = step(side, StepPlan(1, stores=[store_of(1, chunks=3)]))
+    assert report is None
+    assert fake.stores[0][1] == [[1, 2], [3, 4], [5, 6]]
+    job = fake.stores[0][2]
+    job.outcomes[1] = StoreOutcome.POOL_PINNED
+    job.outcomes[2] = StoreOutcome.PRESENT
+    job.end()
+    report, _, _, _ = step(side, StepPlan(2))
+    assert report.gathered == [1] and report.stored == [(1, 0b101)] and report.dropped == []
+
+
+def test_blocks_of_a_finished_request_are_let_go_when_no_store_reads_them(fake, side):
+    step(side, StepPlan(1, stores=[store_of(1)]))
+    _, sent, _, _ = step(side, StepPlan(2, awaited={"r", "done-before"}))
+    assert sent == {"done-before"}
+    fake.stores[0][2].gathered.set()
+    _, sent, _, _ = step(side, StepPlan(3))
+    assert sent == {"r"}
+    assert step(side, StepPlan(4))[1] == set()
+
+
+def test_a_store_begun_in_the_step_that_awaits_it_is_waited_for(fake, side):
+    _, sent, _, _ = step(side, StepPlan(1, stores=[store_of(1)], awaited={"r"}))
+    assert sent == set()
+    fake.stores[0][2].end()
+    assert step(side, StepPlan(2))[1] == {"r"}
+
+
+def test_preempted_blocks_are_overwritten_only_after_the_copies_that_began(fake, side):
+    step(side, StepPlan(1, stores=[store_of(1), store_of(2, "other")]))
+    (_, _, lost), (_, _, kept) = fake.stores
+    lost.gathered.takes_s = 0.2
+    side.before_step(StepPlan(2, preempted={"r"}))
+    assert lost.cancelled and not kept.cancelled
+    assert lost.gathered.is_set() and fake.now_s == pytest.approx(0.2)
+    lost.end(StoreOutcome.CANCELLED)
+    side.start_loads()
+    side.start_stores()
+    side.finished()
+    assert side.report().dropped == [1]
+
+
+def test_preemption_waits_one_second_in_all(fake, side):
+    step(side, StepPlan(1, stores=[store_of(n) for n in range(1, 6)]))
+    side.before_step(StepPlan(2, preempted={"r"}))
+    assert fake.now_s == pytest.approx(1.0)
+    assert all(job.cancelled for _, _, job in fake.stores)
+
+
+def test_steps_with_synchronous_loads_are_always_confirmed(fake, side):
+    report, _, _, _ = step(side, StepPlan(7, loads=[load_of()]))
+    assert report.step == 7 and report.failures == 0
+
+
+def test_closing_gives_stores_a_moment_and_loads_none(fake, side):
+    step(side, StepPlan(1, stores=[store_of(1)], loads=[load_of("x", asynchronous=True)]))
+    fake.loads[0][2].done.takes_s = None
+    fake.loads[0][2].done.set_now = False
+    side.close()
+    assert fake.stores[0][2].cancelled and fake.loads[0][2].cancelled and fake.closed
+    assert fake.now_s < 4.0
+
+
+def test_counts_are_sums_since_the_last_time(fake, side):
+    fake.next_failed = {1}
+    step(side, StepPlan(1, loads=[load_of()]))
+    counts = side.take_counts()
+    assert (counts["loaded_chunks"], counts["load_failed_chunks"], counts["loaded_bytes"]) == (1, 1, 100)
+    assert side.take_counts() == {}
