@@ -281,9 +281,9 @@ def resolve(host: str) -> tuple[str, socket.AddressFamily]:
 
 
 def read_curve_file(path: str) -> CurveKeys:
-    """Keys from a file with one line `secret KEY` and a line `client KEY` per client; `#` begins a comment.
+    """Keys from a file with one line `secret KEY` and a line `client KEY` per client.
 
-    Raises ConfigError, also when others can read the file.
+    Lines that begin with `#` are comments.  Raises ConfigError, also when others can read the file.
     """
     field = "security.curve_secret_file"
     try:
@@ -297,8 +297,8 @@ def read_curve_file(path: str) -> CurveKeys:
     secret = b""
     clients = set()
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words:
+        words = line.split()
+        if not words or words[0].startswith("#"):  # within a line, # is a character of Z85
             continue
         if len(words) != 2 or words[0] not in ("secret", "client") or len(words[1]) != Z85_CHARS:
             raise ConfigError(

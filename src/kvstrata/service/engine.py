@@ -122,6 +122,7 @@ class Engine:
         self._log = EventLog("engine")
         self._started_s = clock.monotonic_s()
         self._not_ready = "starting"
+        self._events_lost = 0
         self._events: collections.deque[tuple[int, bytes, int]] = collections.deque()
         self._jobs: dict[int, Job] = {}
         self._next_job = 1
@@ -251,7 +252,6 @@ class Engine:
 
     def committed(self, keys: list[bytes]) -> None:
         """These storage keys became visible."""
-        self.in_flight.remove(keys)
         self.explainer.keys.stored(keys)
         self.counters.committed_chunks += len(keys)
         if self.store is not None and keys:
@@ -279,6 +279,9 @@ class Engine:
 
     def drain_events(self) -> None:
         """Tell explain and the store controller what the pool did since the last call, a part per turn."""
+        if self.pool.events_lost != self._events_lost:
+            self._events_lost = self.pool.events_lost
+            self.explainer.keys.lost_events()
         idle = not self._events
         self._events.extend(self.pool.events())
         if idle and self._events:

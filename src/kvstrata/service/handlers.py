@@ -445,8 +445,10 @@ class Handlers:
         done: list[bytes] = []
         for (index, position), code in zip(wanted.items(), codes, strict=True):
             outcomes[position] = code
+            key = reservation.open_keys.pop(index)  # whatever the outcome, the item's reservation has ended
+            engine.in_flight.remove([key])
             if code == CommitOutcome.COMMITTED:
-                done.append(reservation.open_keys.pop(index))
+                done.append(key)
             elif code == CommitOutcome.BAD_RECORD:
                 engine.counters.bad_records += 1
         engine.committed(done)
