@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 import platform
 import secrets
@@ -74,7 +75,9 @@ def commit() -> str:
 
     try:
         head = git("rev-parse", "--short", "HEAD")
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", "src", "ext", "benchmarks", "setup.py")
+        changed = git(
+            "status", "--porcelain", "--untracked-files=no", "--", "src", "ext", "benchmarks", "setup.py"
+        )
     except FileNotFoundError:
         return ""
     return head + ("+" if changed else "")
@@ -149,12 +152,9 @@ def engine_client(socket_dir: Path, port: int, slice_: Any, **more: Any) -> Any:
     return client
 
 
-def chains(root: bytes, n_prompts: int, n_chunks: int) -> list[bytes]:
-    """Chain keys of `n_prompts` unrelated prompts of `n_chunks` chunks, cheaply: no tokens are hashed.
+def chain_of(root: bytes, prompt: int, n_chunks: int) -> bytes:
+    """Chain keys of a prompt of `n_chunks` chunks, cheaply: no tokens are hashed; other numbers, other keys.
 
     Any 32 bytes are a chain key to the server; nobody could derive these from a prompt.
     """
-    import hashlib
-
-    length = n_chunks * 32
-    return [hashlib.shake_256(root + prompt.to_bytes(8, "little")).digest(length) for prompt in range(n_prompts)]
+    return hashlib.shake_256(root + prompt.to_bytes(8, "little")).digest(n_chunks * 32)

@@ -47,7 +47,9 @@ async def serve(path: str) -> None:
 @contextlib.contextmanager
 def echo_server(path: Path) -> Iterator[int]:
     """Run the echo as a process of its own, listening on the unix socket `path`; gives its pid."""
-    process = subprocess.Popen([sys.executable, "-m", "benchmarks.echo", str(path)], stdin=subprocess.PIPE, cwd=ROOT)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.echo", str(path)], stdin=subprocess.PIPE, cwd=ROOT
+    )
     assert process.stdin is not None
     try:
         wait_until(path.exists, "the echo listens")

@@ -14,7 +14,16 @@ from typing import Any
 
 import zmq
 
-from benchmarks.common import chains, cpu_seconds, engine_client, figure, median_spread, percentile, scratch, wait_until
+from benchmarks.common import (
+    chain_of,
+    cpu_seconds,
+    engine_client,
+    figure,
+    median_spread,
+    percentile,
+    scratch,
+    wait_until,
+)
 from benchmarks.echo import echo_server
 from benchmarks.raw_session import RawSession
 from kvstrata.memory.memory_limit import available_bytes
@@ -86,7 +95,9 @@ def echo_seconds(socket: zmq.Socket[bytes], frame: bytes, calls: int, pause_s: f
 def run() -> list[dict[str, Any]]:
     """The figure."""
     if available_bytes() < (L1_MB + 2000) << 20:
-        raise RuntimeError(f"needs {(L1_MB + 2000) / 1024:.0f} GB of free memory for an index of a million chunks")
+        raise RuntimeError(
+            f"needs {(L1_MB + 2000) / 1024:.0f} GB of free memory for an index of a million chunks"
+        )
     blocks = PagedBlocks(layers=1, num_blocks=1, block_bytes=64)
     environment = {**os.environ, "KVSTRATA_L1_PREFAULT_THREADS": "0", "KVSTRATA_L1_ENTRIES": "1100000"}
     flags = ("--eviction-trigger-watermark", "1.0")
@@ -98,7 +109,7 @@ def run() -> list[dict[str, Any]]:
         client = engine_client(server.socket_dir, server.port, blocks.slice())
         identity = client.identity(RequestIdentity())
         wait_until(lambda: identity.ready, "the identity is declared")
-        prompts = chains(identity.root, PROMPTS, CHUNKS)
+        prompts = [chain_of(identity.root, number, CHUNKS) for number in range(PROMPTS)]
         fill_s = fill(client, identity, prompts, blocks)
         entries = sum(server.get("/v1/status")["pool"]["entries"].values())
         with echo_server(server.socket_dir / "echo.sock"):

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from benchmarks.common import ROOT, chains, engine_client, figure, median_spread, percentile, scratch
+from benchmarks.common import ROOT, chain_of, engine_client, figure, median_spread, percentile, scratch
 from benchmarks.echo import echo_server
 from benchmarks.raw_session import RawSession
 from kvstrata.types import LayoutIdentity, RequestIdentity
@@ -128,7 +128,7 @@ def run() -> list[dict[str, Any]]:
         server.start()
         client = engine_client(server.socket_dir, server.port, blocks.slice())
         identity = client.identity(RequestIdentity())
-        chain = chains(identity.root, 1, LOAD_CHUNKS)[0]
+        chain = chain_of(identity.root, 0, LOAD_CHUNKS)
         job = client.store(identity, b"", chain, blocks.plan, [[0]] * LOAD_CHUNKS)
         if not job.done.wait(30) or set(job.outcomes) != {"stored"}:
             raise RuntimeError(f"the prompt could not be stored: {set(job.outcomes)}")

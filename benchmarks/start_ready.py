@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import chains, engine_client, figure, median_spread, scratch, wait_until
+from benchmarks.common import chain_of, engine_client, figure, median_spread, scratch, wait_until
 from kvstrata.types import RequestIdentity
 from tests.harness.blocks import PagedBlocks
 from tests.harness.server_process import ServerProcess
@@ -46,7 +46,8 @@ def bare_fault_s() -> float:
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         os.truncate(file.fileno(), size)
         halves = [
-            threading.Thread(target=os.posix_fallocate, args=(file.fileno(), at, size // 2)) for at in (0, size // 2)
+            threading.Thread(target=os.posix_fallocate, args=(file.fileno(), at, size // 2))
+            for at in (0, size // 2)
         ]
         started = time.perf_counter()
         for half in halves:
@@ -80,7 +81,10 @@ def start_ready() -> list[dict[str, Any]]:
                 bare_faulted.append(bare_fault)
     value, spread = median_spread(ready)
     faulted_s, faulted_spread = median_spread(faulted)
-    print(f"   {L1_MB} MB of L1: ready to serve after {value:.2f} s, faulted in after {faulted_s:.2f} s", flush=True)
+    print(
+        f"   {L1_MB} MB of L1: ready to serve after {value:.2f} s, faulted in after {faulted_s:.2f} s",
+        flush=True,
+    )
     return [
         figure(
             "start_ready",
@@ -111,7 +115,9 @@ def memory_mb(pid: int) -> dict[str, float]:
 def bare_rss_mb() -> float:
     """The same of an interpreter that has imported the libraries."""
     code = f"{IMPORTS}, sys; print(1, flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdin is not None and process.stdout is not None
         process.stdout.readline()
         rss = memory_mb(process.pid)
@@ -123,12 +129,14 @@ def burst(server: ServerProcess, blocks: PagedBlocks) -> int:
     """Clients that store and look up prompts, then leave; how many lookups hit."""
     hits = 0
     clients = [
-        engine_client(server.socket_dir, server.port, blocks.slice(), model=f"burst-{i}") for i in range(BURST_CLIENTS)
+        engine_client(server.socket_dir, server.port, blocks.slice(), model=f"burst-{i}")
+        for i in range(BURST_CLIENTS)
     ]
     for client in clients:
         identity = client.identity(RequestIdentity())
         wait_until(lambda identity=identity: identity.ready, "the identity is declared")
-        for chain in chains(identity.root, BURST_PROMPTS, BURST_CHUNKS):
+        for number in range(BURST_PROMPTS):
+            chain = chain_of(identity.root, number, BURST_CHUNKS)
             job = client.store(identity, b"", chain, blocks.plan, [[0]] * BURST_CHUNKS)
             if not job.done.wait(60):
                 raise RuntimeError("a store of the burst did not end")

@@ -1,0 +1,292 @@
+"""`evict_pressure`: storing three times what L1 holds, back to back, against storing into an empty, faulted pool.
+
+Sketch: gather and checksum of the same bytes; making room for a 48 MB prompt is taking a dozen entries (or fifty) off a
+list.  64 independent prompts and more, once all of one chunk size and once alternating between two, each without L2,
+with `fs`, and with an `fs` that takes 50 MB/s.  The rate into an empty pool is measured before each run on a server of
+the same L1 without L2.  Besides the rate, nothing may be refused and the newest prompts must be in L1, whole and right.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ROOT, chain_of, engine_client, figure, median_spread, scratch, wait_until
+from kvstrata.client import LoadItem
+from kvstrata.types import RequestIdentity, unpack_extents
+from tests.harness.blocks import PagedBlocks
+from tests.harness.server_process import ServerProcess
+
+TARGET = 0.9
+L1_MB = 1536
+TIMES_L1 = 3
+EMPTY_SHARE = 0.75
+"""Of L1, stored into the empty pool: below the watermark."""
+NEWEST_SHARE = 0.6
+"""Of L1: what the default watermark leaves in any case. That much of the newest must be there."""
+REPEATS = 5
+LAYERS = 32
+PROMPT_BLOCKS = 192
+"""Blocks of 256 KiB (32 layers of 8 KiB): 48 MiB a prompt."""
+BLOCK_BYTES = 8192
+SIZES = {"one": (16,), "two": (16, 4)}
+"""Blocks in a chunk, and so its size: 4 MiB, and in turn 4 MiB and 1 MiB."""
+THROTTLED_MB_PER_S = 50
+
+
+class Engine:
+    """One client per chunk size, with two prompts' blocks that they use in turn."""
+
+    def __init__(self, server: ServerProcess, chunk_blocks: Sequence[int]) -> None:
+        self.blocks = PagedBlocks(layers=LAYERS, num_blocks=3 * PROMPT_BLOCKS, block_bytes=BLOCK_BYTES)
+        self.blocks.touch()
+        self.chunk_blocks = chunk_blocks
+        self.clients = [
+            engine_client(
+                server.socket_dir,
+                server.port,
+                self.blocks.slice(),
+                model=f"evict-{size}",
+                chunk_tokens=16 * size,
+            )
+            for size in chunk_blocks
+        ]
+        self.identities = [client.identity(RequestIdentity()) for client in self.clients]
+        wait_until(lambda: all(identity.ready for identity in self.identities), "identities are declared")
+        self.stored: list[tuple[int, bytes]] = []
+        """(which client, chain) of each prompt, oldest first."""
+        self.prompts = 0
+
+    def rows(self, kind: int, place: int) -> list[list[int]]:
+        """The blocks of each chunk of the prompt in place 0, 1 (to store) or 2 (to load into)."""
+        size = self.chunk_blocks[kind]
+        first = place * PROMPT_BLOCKS
+        return [list(range(first + at, first + at + size)) for at in range(0, PROMPT_BLOCKS, size)]
+
+    def stamp(self, place: int, number: int) -> None:
+        """Mark every block of the first and the last layer of a place as the prompt's."""
+        for layer in (0, LAYERS - 1):
+            for block in range(place * PROMPT_BLOCKS, (place + 1) * PROMPT_BLOCKS):
+                address = self.blocks.bases[layer] + block * BLOCK_BYTES
+                ctypes.c_uint64.from_address(address).value = number * PROMPT_BLOCKS + block % PROMPT_BLOCKS
+
+    def is_stamped(self, place: int, number: int) -> bool:
+        """Whether the place holds what `stamp` wrote."""
+        return all(
+            ctypes.c_uint64.from_address(self.blocks.bases[layer] + block * BLOCK_BYTES).value
+            == number * PROMPT_BLOCKS + block % PROMPT_BLOCKS
+            for layer in (0, LAYERS - 1)
+            for block in range(place * PROMPT_BLOCKS, (place + 1) * PROMPT_BLOCKS)
+        )
+
+    def store(self, n_prompts: int) -> tuple[float, dict[str, int]]:
+        """Store that many new prompts back to back: bytes a second, and chunks by outcome."""
+        jobs: list[Any] = []
+        started = time.perf_counter()
+        for number in range(self.prompts, self.prompts + n_prompts):
+            kind, place = number % len(self.clients), number % 2
+            n_chunks = PROMPT_BLOCKS // self.chunk_blocks[kind]
+            chain = chain_of(self.identities[kind].root, number, n_chunks)
+            if len(jobs) >= 2 and not jobs[-2].wait_gathered(60):
+                raise RuntimeError("a store was not gathered within 60 s")
+            self.stamp(place, number)
+            jobs.append(
+                self.clients[kind].store(
+                    self.identities[kind], b"", chain, self.blocks.plan, self.rows(kind, place)
+                )
+            )
+            self.stored.append((kind, chain))
+        for job in jobs:
+            if not job.done.wait(60):
+                raise RuntimeError("a store did not end within 60 s")
+        seconds = time.perf_counter() - started
+        self.prompts += n_prompts
+        outcomes: dict[str, int] = {}
+        for job in jobs:
+            for outcome in job.outcomes:
+                outcomes[str(outcome)] = outcomes.get(str(outcome), 0) + 1
+        return sum(job.bytes for job in jobs) / seconds, outcomes
+
+    def newest_in_l1(self) -> int:
+        """How many of the newest prompts, without a gap, are whole in L1."""
+        for age, (kind, chain) in enumerate(reversed(self.stored)):
+            if self.clients[kind].peek(self.identities[kind], chain) * 32 < len(chain):
+                return age
+        return len(self.stored)
+
+    def check(self, age: int) -> None:
+        """Retrieve the prompt of that age (0: the newest) and look at its stamps. Raises RuntimeError."""
+        kind, chain = self.stored[-1 - age]
+        client = self.clients[kind]
+        number = self.prompts - 1 - age
+        self.stamp(2, 0)
+        call = client.lookup(self.identities[kind], chain, request_id="check", deadline_ms=5000)
+        call.wait(5)
+        rows = self.rows(kind, 2)
+        if call.result.n_chunks != len(rows):
+            raise RuntimeError(
+                f"prompt of age {age}: {call.result.n_chunks} of {len(rows)}: {call.result.reason}"
+            )
+        items = [
+            LoadItem(chain[32 * i : 32 * i + 32], extent.offset_bytes, extent.length_bytes, rows[i])
+            for i, extent in enumerate(unpack_extents(call.result.extents))
+        ]
+        job = client.load(call.result.lease, items, self.blocks.plan, sync=True)
+        if job.failed or not self.is_stamped(2, number):
+            raise RuntimeError(f"prompt of age {age} came back wrong ({len(job.failed)} chunks failed)")
+
+    def close(self) -> None:
+        """Leave."""
+        for client in self.clients:
+            client.close()
+        self.blocks.close()
+
+
+def empty(server: ServerProcess, engine: Engine) -> None:
+    """Clear L1 and L2, and wait until no put pins anything."""
+    wait_until(lambda: put_stats(server).get("backlog_bytes", 0) == 0, "puts end")
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.ready['http_port']}/v1/clear",
+        data=json.dumps({"tier": "all"}).encode(),
+        headers={"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        reply.read()
+    wait_until(lambda: server.get("/v1/status")["pool"]["used_bytes"] == 0, "L1 is empty")
+    engine.stored.clear()
+
+
+def put_stats(server: ServerProcess) -> dict[str, Any]:
+    """The store controller's numbers; empty without L2."""
+    found: dict[str, Any] = server.get("/v1/status").get("l2_store", {})
+    return found
+
+
+def put_outcomes(server: ServerProcess) -> dict[str, int]:
+    """Puts by outcome since the start, all adapters."""
+    total: dict[str, int] = {}
+    for adapter in put_stats(server).get("adapters", {}).values():
+        for outcome, count in adapter["outcomes"].items():
+            total[outcome] = total.get(outcome, 0) + count
+    return total
+
+
+def case(
+    name: str, plain: ServerProcess, plain_engine: Engine, server: ServerProcess, engine: Engine
+) -> dict[str, Any]:
+    """One chunk mix on one server, against the plain one."""
+    prompt_bytes = PROMPT_BLOCKS * LAYERS * BLOCK_BYTES
+    n_empty = int(EMPTY_SHARE * (L1_MB << 20) / prompt_bytes)
+    n_all = max(64, -(-TIMES_L1 * (L1_MB << 20) // prompt_bytes))
+    rates, floors, newest = [], [], []
+    refused: dict[str, int] = {}
+    before = put_outcomes(server)
+    for repeat in range(REPEATS + 1):
+        empty(plain, plain_engine)
+        floor, _ = plain_engine.store(n_empty)
+        if server is plain:
+            empty(server, engine)
+        else:
+            empty(plain, plain_engine)
+            empty(server, engine)
+        rate, outcomes = engine.store(n_all)
+        newest.append(engine.newest_in_l1())
+        for age in range(3):
+            engine.check(age)
+        for outcome, count in outcomes.items():
+            if outcome != "stored":
+                refused[outcome] = refused.get(outcome, 0) + count
+        if repeat:  # the first one warms caches and page tables up
+            rates.append(rate)
+            floors.append(floor)
+    puts = {outcome: count - before.get(outcome, 0) for outcome, count in put_outcomes(server).items()}
+    value, spread = median_spread([rate / 1e9 for rate in rates])
+    ratio, ratio_spread = median_spread([rate / floor for rate, floor in zip(rates, floors, strict=True)])
+    wanted = int(NEWEST_SHARE * (L1_MB << 20) / prompt_bytes)
+    skipped = {
+        outcome: count for outcome, count in puts.items() if outcome not in ("stored", "exists", "throttled")
+    }
+    if puts:
+        print(f"   {name}: puts {puts.get('stored', 0)} stored, skipped {skipped or 'none'}", flush=True)
+    return figure(
+        f"evict_pressure_{name}",
+        value=value,
+        unit="GB/s",
+        ratio=ratio,
+        target=f"≥ {TARGET} × the rate into an empty, faulted pool; nothing refused; the newest all there",
+        ok=ratio >= TARGET and not refused and min(newest) >= wanted,
+        spread=spread,
+        ratio_to=f"rate into an empty, faulted pool without L2, {median_spread(floors)[0] / 1e9:.2f} GB/s",
+        ratio_spread=ratio_spread,
+        prompts=n_all,
+        refused_chunks=refused,
+        newest_prompts_in_l1=min(newest),
+        newest_prompts_wanted=wanted,
+        l1_holds_prompts=round((L1_MB << 20) / prompt_bytes, 1),
+        puts=puts,
+    )
+
+
+def adapters(folder: Path) -> dict[str, str]:
+    """`--l2-adapter` of each kind of L2, by its name in the figures."""
+    return {
+        "fs": json.dumps({"type": "fs", "base_path": str(folder / "fs"), "capacity_gb": 4}),
+        "slow": json.dumps(
+            {
+                "type": "plugin",
+                "module_path": "benchmarks.throttled_fs",
+                "class_name": "ThrottledFs",
+                "adapter_params": {
+                    "base_path": str(folder / "slow"),
+                    "mb_per_s": THROTTLED_MB_PER_S,
+                    "capacity_gb": 4,
+                },
+            }
+        ),
+    }
+
+
+def run() -> list[dict[str, Any]]:
+    """Six cases, and the worst of them as `evict_pressure`."""
+    figures = []
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    with scratch("evict") as folder, ServerProcess(folder / "plain", l1_mb=L1_MB) as plain:
+        start_faulted(plain)
+        for sizes, chunk_blocks in SIZES.items():
+            plain_engine = Engine(plain, chunk_blocks)
+            figures.append(case(f"{sizes}_none", plain, plain_engine, plain, plain_engine))
+            for l2, adapter in adapters(folder).items():
+                with ServerProcess(
+                    folder / l2,
+                    l1_mb=L1_MB,
+                    l2="embedded",  # replaced by the flag
+                    flags=("--l2-adapter", adapter),
+                    environment=environment,
+                ) as server:
+                    start_faulted(server)
+                    engine = Engine(server, chunk_blocks)
+                    figures.append(case(f"{sizes}_{l2}", plain, plain_engine, server, engine))
+                    engine.close()
+            plain_engine.close()
+    worst = min(figures, key=lambda entry: (entry["ok"], entry["ratio"]))
+    summary = {
+        **worst,
+        "name": "evict_pressure",
+        "case": worst["name"],
+        "ok": all(entry["ok"] for entry in figures),
+    }
+    return [summary, *figures]
+
+
+def start_faulted(server: ServerProcess) -> None:
+    """Start it and wait until its pool is faulted in."""
+    server.start()
+    wait_until(
+        lambda: server.get("/v1/status")["pool"]["prefaulted_bytes"] >= L1_MB << 20, "the pool is faulted in"
+    )
