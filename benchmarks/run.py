@@ -15,6 +15,7 @@ import pkgutil
 import shutil
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,10 @@ def main() -> int:
         print(f"== {name}", flush=True)
         try:
             figures = importlib.import_module(f"benchmarks.{name}").run()
-        except (OSError, RuntimeError, ValueError, AssertionError) as error:
-            print(f"   failed: {error}")
+        except Exception as error:
+            # Supervisor of the benchmarks: one that fails must not cost the figures of the others.
+            print(f"   failed: {type(error).__name__}: {error}")
+            traceback.print_exc()
             failed.append(name)
             continue
         merge(figures)

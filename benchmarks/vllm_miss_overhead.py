@@ -1,0 +1,103 @@
+"""`vllm_miss_overhead`: what the connector costs a prompt that nothing of is cached, and that is stored meanwhile.
+
+Real vLLM on the CPU, 160 M parameters, prompts of 6,000 tokens, each new.  Two processes stay warm side by side, one
+with the connector and a server, one without; both compute the same prompt, in turn and with the first one alternating.
+The figure is the paired ratio of wall clock times with its 95 % interval; beside it, the CPU time that the connector's
+methods take in vLLM's step thread.  Sketch: 94 MB gathered beside the computation (10 ms of one core), 23 hashes.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from typing import Any
+
+from benchmarks.common import figure, scratch
+from benchmarks.vllm_hit_ttft import CHUNK_TOKENS, MODEL, prompt, ready
+from tests.harness import vllm_model
+from tests.harness.server_process import ServerProcess
+from tests.harness.vllm_run import VllmProcess
+
+TARGET = 1.03
+CPU_TARGET = 0.01
+PAIRS = 20
+STUDENT_T = 2.093
+"""97.5 % quantile for PAIRS - 1 degrees of freedom."""
+WARM_UPS = 2
+NEW_TOKENS = 8
+SETTLE_S = 0.2
+"""Between two prompts: the stores of one must not run into the time of the other."""
+
+
+def run() -> list[dict[str, Any]]:
+    """The figure and the share of CPU time, unless vLLM is not there."""
+    if not ready():
+        return []
+    model = vllm_model.ensure_model(MODEL)
+    times: dict[str, list[float]] = {"with": [], "without": []}
+    cpu_shares: list[float] = []
+    with (
+        scratch("miss") as folder,
+        ServerProcess(folder / "server", l1_mb=1024, chunk_tokens=CHUNK_TOKENS) as server,
+    ):
+        server.start()
+        with (
+            VllmProcess(model, folder / "with", extra=server.connector_config()) as with_connector,
+            VllmProcess(model, folder / "without", extra=None) as without,
+        ):
+            sides = {"with": with_connector, "without": without}
+            for number in range(-WARM_UPS, PAIRS):
+                tokens: dict[str, list[int]] = {}
+                for name in ("with", "without") if number % 2 else ("without", "with"):
+                    if name == "with":
+                        with_connector.ask("take_calls")
+                    done = sides[name].generate(prompt(5000 + number), max_tokens=NEW_TOKENS)
+                    tokens[name] = done["tokens"]
+                    if done["cached_tokens"]:
+                        raise RuntimeError(f"{done['cached_tokens']} tokens of a new prompt were cached")
+                    if number >= 0:
+                        times[name].append(done["wall_s"])
+                        if name == "with":
+                            cpu_shares.append(with_connector.ask("take_calls")["cpu_s"] / done["wall_s"])
+                    time.sleep(SETTLE_S)
+                if tokens["with"] != tokens["without"]:
+                    raise RuntimeError("the connector changed the tokens")
+            stats = with_connector.ask("client")
+            with_connector.quit()
+            without.quit()
+    stored = stats["worker"].get("store_stored_chunks", 0)
+    wanted = (PAIRS + WARM_UPS) * (len(prompt(0)) // CHUNK_TOKENS)
+    if stored != wanted:
+        raise RuntimeError(
+            f"{stored} of {wanted} chunks were stored, so this is no cold prompt with its store"
+        )
+    logs = [math.log(a / b) for a, b in zip(times["with"], times["without"], strict=True)]
+    mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(PAIRS)
+    interval = [math.exp(mean - STUDENT_T * error), math.exp(mean + STUDENT_T * error)]
+    ratio, share = math.exp(mean), statistics.median(cpu_shares)
+    return [
+        figure(
+            "vllm_miss_overhead",
+            value=ratio,
+            unit="×",
+            ratio=ratio,
+            target=f"lower end of the 95 % interval ≤ {TARGET}",
+            ok=interval[0] <= TARGET,
+            spread=interval,
+            ratio_to=f"vLLM without a connector, median {statistics.median(times['without']):.2f} s",
+            median_ratio=math.exp(statistics.median(logs)),
+            pairs=PAIRS,
+            with_s=statistics.median(times["with"]),
+        ),
+        figure(
+            "vllm_miss_cpu",
+            value=share * 100,
+            unit="% of the request",
+            ratio=share,
+            target=f"≤ {CPU_TARGET:.0%}",
+            ok=share <= CPU_TARGET,
+            spread=[min(cpu_shares) * 100, max(cpu_shares) * 100],
+            ratio_to="the request's wall clock time",
+        ),
+    ]
