@@ -1,0 +1,193 @@
+"""`copy_store`, `copy_retrieve`: the whole client path against libc's memcpy of the same sizes, in turn, in one run.
+
+Chunks have the shape of Llama 8B: 32 layers, 8 kv heads × 128, bf16, 256 tokens = 32 MiB, in blocks of 16 tokens; 16
+of them at a time.  Store: reserve, gather with checksum into the pool, commit.  Retrieve: lookup, verified scatter out
+of the pool, release.  memcpy copies as many bytes, 32 MiB a call, between buffers as large.  All buffers are faulted in
+and each is larger than the processor's cache.
+
+Sketch: every byte is read once and written once, as by memcpy; the checksum runs in the shadow of the copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import chains, engine_client, figure, median_spread, scratch, wait_until
+from kvstrata.client import CacheClient, Identity, LoadItem
+from kvstrata.types import RequestIdentity, unpack_extents
+from tests.harness.blocks import PagedBlocks
+from tests.harness.server_process import ServerProcess
+
+LAYERS = 32
+BLOCK_BYTES = 16 * 8 * 2 * 128 * 2
+"""16 tokens of one layer: 8 kv heads, K and V, 128 wide, 2 bytes each."""
+BLOCKS_PER_CHUNK = 16
+CHUNKS = 16
+CHUNK_BYTES = LAYERS * BLOCK_BYTES * BLOCKS_PER_CHUNK
+BATCH_BYTES = CHUNKS * CHUNK_BYTES
+L1_MB = 2560
+REPEATS = 7
+TARGET = 0.95
+TARGET_TWO = 1.6
+
+
+class Memcpy:
+    """libc's, between two buffers of one batch."""
+
+    def __init__(self) -> None:
+        self._maps = [mmap.mmap(-1, BATCH_BYTES) for _ in range(2)]
+        self._anchors = [(ctypes.c_char * 1).from_buffer(part) for part in self._maps]
+        self._from, self._to = (ctypes.addressof(anchor) for anchor in self._anchors)
+        for address in (self._from, self._to):
+            ctypes.memset(address, 1, BATCH_BYTES)
+        self._memcpy = ctypes.CDLL(None).memcpy
+        self._memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+    def seconds(self, n_chunks: int) -> float:
+        """Time to copy so many chunks."""
+        started = time.perf_counter()
+        for i in range(n_chunks):
+            self._memcpy(self._to + i * CHUNK_BYTES, self._from + i * CHUNK_BYTES, CHUNK_BYTES)
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """Unmap."""
+        self._anchors.clear()
+        for part in self._maps:
+            part.close()
+
+
+class Path8B:
+    """One engine's client and blocks."""
+
+    def __init__(self, client: CacheClient, blocks: PagedBlocks, seed: int) -> None:
+        self.client = client
+        self.blocks = blocks
+        self.identity: Identity = client.identity(RequestIdentity(salt=str(seed)))
+        wait_until(lambda: self.identity.ready, "the identity is known")
+        self._chains = iter(chains(self.identity.root, 256, CHUNKS))
+        self._stored = b""
+
+    def _blocks(self, n_chunks: int) -> list[list[int]]:
+        return [list(range(i * BLOCKS_PER_CHUNK, (i + 1) * BLOCKS_PER_CHUNK)) for i in range(n_chunks)]
+
+    def store(self, n_chunks: int) -> float:
+        """Time to store a new prompt of so many chunks."""
+        self._stored = next(self._chains)[: n_chunks * 32]
+        blocks = self._blocks(n_chunks)
+        started = time.perf_counter()
+        job = self.client.store(self.identity, b"", self._stored, self.blocks.plan, blocks)
+        if not job.done.wait(60) or set(job.outcomes) != {"stored"}:
+            raise RuntimeError(f"not stored: {set(job.outcomes)}")
+        return time.perf_counter() - started
+
+    def retrieve(self, n_chunks: int) -> float:
+        """Time to look up and load what was stored last."""
+        chain, blocks = self._stored, self._blocks(n_chunks)
+        started = time.perf_counter()
+        call = self.client.lookup(self.identity, chain, request_id="bench", deadline_ms=10_000)
+        if not call.wait(60) or call.result.n_chunks != n_chunks:
+            raise RuntimeError(f"a lookup found {call.done and call.result.n_chunks} of {n_chunks} chunks")
+        extents = unpack_extents(call.result.extents)
+        items = [
+            LoadItem(chain[i * 32 : i * 32 + 32], extents[i].offset_bytes, extents[i].length_bytes, blocks[i])
+            for i in range(n_chunks)
+        ]
+        job = self.client.load(call.result.lease, items, self.blocks.plan)
+        if not job.wait(60) or job.failed:
+            raise RuntimeError(f"chunks {sorted(job.failed)} were not loaded")
+        return time.perf_counter() - started
+
+
+def measure(path: Path8B, memcpy: Memcpy, n_chunks: int) -> dict[str, list[float]]:
+    """Seconds of each, in turn."""
+    taken: dict[str, list[float]] = {"memcpy": [], "store": [], "retrieve": []}
+    for repeat in range(REPEATS + 1):
+        for name, call in (
+            ("memcpy", memcpy.seconds),
+            ("store", path.store),
+            ("retrieve", path.retrieve),
+        ):
+            seconds = call(n_chunks)
+            if repeat:
+                taken[name].append(seconds)
+    return taken
+
+
+def run() -> list[dict[str, Any]]:
+    """See the module."""
+    memcpy = Memcpy()
+    blocks = PagedBlocks(layers=LAYERS, num_blocks=CHUNKS * BLOCKS_PER_CHUNK, block_bytes=BLOCK_BYTES)
+    blocks.touch()
+    with scratch("copy") as folder, ServerProcess(Path(folder), l1_mb=L1_MB) as server:
+        server.start()
+        wait_until(lambda: _faulted(server), "the pool is faulted in")
+        taken = {}
+        for threads, n_chunks in ((1, CHUNKS), (2, CHUNKS), (1, 1)):
+            client = engine_client(server.socket_dir, server.port, blocks.slice(), copy_threads=threads)
+            try:
+                taken[threads, n_chunks] = measure(
+                    Path8B(client, blocks, 10 * threads + n_chunks), memcpy, n_chunks
+                )
+            finally:
+                client.close()
+    memcpy.close()
+    blocks.close()
+    figures = []
+    for what in ("store", "retrieve"):
+        one, two = taken[1, CHUNKS], taken[2, CHUNKS]
+        rates = [BATCH_BYTES / s / 1e9 for s in one[what]]
+        ratio, ratio_spread = median_spread([m / s for m, s in zip(one["memcpy"], one[what], strict=True)])
+        value, spread = median_spread(rates)
+        floor = median_spread([BATCH_BYTES / s / 1e9 for s in one["memcpy"]])[0]
+        figures.append(
+            figure(
+                f"copy_{what}",
+                value=value,
+                unit="GB/s",
+                ratio=ratio,
+                target=f"≥ {TARGET} × memcpy, one thread",
+                ok=ratio >= TARGET,
+                spread=spread,
+                ratio_to=f"memcpy beside it, {floor:.1f} GB/s",
+                ratio_spread=ratio_spread,
+            )
+        )
+        two_value, two_spread = median_spread([BATCH_BYTES / s / 1e9 for s in two[what]])
+        figures.append(
+            figure(
+                f"copy_{what}_two_threads",
+                value=two_value,
+                unit="GB/s",
+                ratio=two_value / value,
+                target=f"≥ {TARGET_TWO} × one thread, or the memory's limit",
+                ok=two_value / value >= TARGET_TWO,
+                spread=two_spread,
+                ratio_to=f"one thread, {value:.1f} GB/s",
+            )
+        )
+        alone = taken[1, 1]
+        alone_value, alone_spread = median_spread([1e3 * s for s in alone[what]])
+        alone_ratio = median_spread([m / s for m, s in zip(alone["memcpy"], alone[what], strict=True)])[0]
+        figures.append(
+            figure(
+                f"copy_{what}_one_chunk",
+                value=alone_value,
+                unit="ms",
+                ratio=alone_ratio,
+                target="reported",
+                ok=True,
+                spread=alone_spread,
+                ratio_to="memcpy of 32 MiB beside it",
+            )
+        )
+    return figures
+
+
+def _faulted(server: ServerProcess) -> bool:
+    pool = server.get("/v1/status")["pool"]
+    return bool(pool["prefaulted_bytes"] >= pool["extents_bytes"])

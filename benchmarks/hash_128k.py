@@ -1,0 +1,71 @@
+"""`hash_128k`: chain and storage keys of 128k tokens out of vLLM's `list[int]`, conversion included, one slice.
+
+Sketch: 512 chunks × (32 + 1,024) bytes of SHA-256 for the chain, 512 × 64 for the slice, at the processor's SHA rate.
+The bare library: the same bytes through `hashlib`, the tokens converted by `array`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from array import array
+from typing import Any
+
+from benchmarks.common import figure, median_spread
+from kvstrata.keys import ChunkHasher
+
+TOKENS = 131_072
+CHUNK_TOKENS = 256
+TARGET_MS = 2.0
+PROMPTS = 8
+REPEATS = 9
+VOCABULARY = 128_256
+
+
+def bare(root: bytes, tokens: list[int], digest: bytes) -> bytes:
+    """The same keys by hashlib."""
+    packed = array("I", tokens).tobytes()
+    step = 4 * CHUNK_TOKENS
+    key, storage = root, []
+    for begin in range(0, len(packed), step):
+        key = hashlib.sha256(key + packed[begin : begin + step]).digest()
+        storage.append(hashlib.sha256(key + digest).digest())
+    return b"".join(storage)
+
+
+def run() -> list[dict[str, Any]]:
+    """See the module."""
+    source = random.Random(1)
+    prompts = [[source.randrange(VOCABULARY) for _ in range(TOKENS)] for _ in range(PROMPTS)]
+    root, digest = hashlib.sha256(b"root").digest(), hashlib.sha256(b"slice").digest()
+    ours: list[float] = []
+    bares: list[float] = []
+    for repeat in range(REPEATS):
+        for tokens in prompts:
+            started = time.perf_counter()
+            hasher = ChunkHasher(root, CHUNK_TOKENS)
+            hasher.feed(tokens)
+            keys = hasher.storage_keys((digest,))
+            middle = time.perf_counter()
+            expected = bare(root, tokens, digest)
+            ended = time.perf_counter()
+            if keys != expected:
+                raise RuntimeError("native keys differ from hashlib's")
+            if repeat:  # the first round warms up
+                ours.append((middle - started) * 1e3)
+                bares.append((ended - middle) * 1e3)
+    value, spread = median_spread(ours)
+    floor, _ = median_spread(bares)
+    return [
+        figure(
+            "hash_128k",
+            value=value,
+            unit="ms",
+            ratio=value / floor,
+            target=f"≤ {TARGET_MS} ms",
+            ok=value <= TARGET_MS,
+            spread=spread,
+            ratio_to=f"hashlib and array, {floor:.2f} ms",
+        )
+    ]

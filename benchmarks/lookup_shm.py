@@ -1,0 +1,137 @@
+"""`lookup_shm_128k`: how many of 512 chunks are in L1, read from shared memory without a message.
+
+An index of 1 M READY entries; another chain each call, in random order, so that nothing is in a cache; called as the
+connector calls it, `CacheClient.peek` with the request's hasher.  The hasher derived the storage keys when it hashed
+the tokens (that time is in `hash_128k`); `with_derivation_us` is a call that derives them first.
+
+Sketch: each key touches a bucket and a hot entry, two cache misses, 16 keys prefetched at a time.  The bare library: a
+Python dict of the same keys.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from benchmarks.common import figure, median_spread, percentile
+from kvstrata.client import CacheClient, Identity
+from kvstrata.config.model import ClientSettings
+from kvstrata.keys import ChunkHasher
+from kvstrata.native.pool import IndexReader, Pool
+from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice
+
+CHUNKS = 512
+PROMPTS = 2048
+RECORD_BYTES = 8192
+TARGET_US = 30.0
+REPEATS = 5
+
+
+@contextmanager
+def filled_index() -> Iterator[tuple[CacheClient, Identity, list[ChunkHasher], int, bytes]]:
+    """A pool of 1 M entries whose extents are never touched, and the prompts in it."""
+    index_fd, extents_fd = os.memfd_create("index"), os.memfd_create("extents")
+    part = Slice(layers=(0, 1), kv_heads=(0, 1), layout="bench")
+    layout = LayoutIdentity(model="bench", kv_dtype="bf16", chunk_tokens=1)
+    client = CacheClient(
+        ClientSettings(), role=Role.CLIENT, layout=layout, group=bytes(16), engine_slices=1, slice=part
+    )
+    identity = client.identity(RequestIdentity())
+    entries = PROMPTS * CHUNKS
+    pool = Pool.create(
+        index_fd, extents_fd, extents_bytes=2 * entries * RECORD_BYTES, entry_capacity=entries + entries // 8
+    )
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(0.2):
+            pool.heartbeat()
+
+    beating = threading.Thread(target=beat)
+    try:
+        row = pool.claim_row(bytes(16), bytes(16), os.getpid())
+        hashers = []
+        for number in range(PROMPTS):
+            hasher = identity.hasher()
+            hasher.feed(list(range(number * CHUNKS, (number + 1) * CHUNKS)))  # a chunk is one token here
+            keys = hasher.storage_keys((part.digest(),))
+            ticket, outcomes, _ = pool.reserve(keys, b"", RECORD_BYTES, row, identity.root, 0)
+            if any(outcomes) or any(pool.commit(ticket, list(range(CHUNKS)), check=False)):
+                raise RuntimeError(f"the pool did not take prompt {number}: {set(outcomes)}")
+            hashers.append(hasher)
+        pool.heartbeat()
+        beating.start()
+        yield client, identity, hashers, index_fd, part.digest()
+    finally:
+        stop.set()
+        if beating.is_alive():
+            beating.join()
+        client.close()
+        pool.close()
+        os.close(index_fd)
+        os.close(extents_fd)
+
+
+def run() -> list[dict[str, Any]]:
+    """See the module."""
+    with filled_index() as (client, identity, hashers, index_fd, digest):
+        client._index = reader = IndexReader(index_fd)  # as an attach would; there is no server here
+        order = random.Random(1)
+        table = {}
+        for hasher in hashers:
+            keys = hasher.storage_keys((digest,))
+            table.update((keys[i : i + 32], None) for i in range(0, len(keys), 32))
+        cases: dict[str, tuple[int, Callable[[ChunkHasher], int]]] = {
+            "ours": (1000, lambda hasher: client.peek(identity, hasher)),
+            "native": (1000, lambda hasher: reader.peek(hasher.storage_keys((digest,)), 1)),
+            "derived": (500, lambda hasher: client.peek(identity, hasher.chain)),
+            "bare": (200, lambda hasher: _in_dict(table, hasher.storage_keys((digest,)))),
+        }
+        taken: dict[str, list[list[float]]] = {name: [] for name in cases}
+        for _ in range(REPEATS):
+            for name, (count, call) in cases.items():
+                order.shuffle(hashers)
+                taken[name].append([_timed_us(call, hasher) for hasher in hashers[:count]])
+
+        def p50(name: str) -> tuple[float, list[float]]:
+            return median_spread([percentile(part, 0.5) for part in taken[name]])
+
+        value, spread = p50("ours")
+        floor, _ = p50("bare")
+        return [
+            figure(
+                "lookup_shm_128k",
+                value=value,
+                unit="µs",
+                ratio=value / floor,
+                target=f"p50 ≤ {TARGET_US:.0f} µs",
+                ok=value <= TARGET_US,
+                spread=spread,
+                ratio_to=f"512 look-ups in a Python dict of as many keys, {floor:.0f} µs",
+                p99_us=median_spread([percentile(part, 0.99) for part in taken["ours"]])[0],
+                native_us=p50("native")[0],
+                with_derivation_us=p50("derived")[0],
+                entries=PROMPTS * CHUNKS,
+            )
+        ]
+
+
+def _timed_us(call: Callable[[ChunkHasher], int], hasher: ChunkHasher) -> float:
+    started = time.perf_counter()
+    found = call(hasher)
+    seconds = time.perf_counter() - started
+    if found != CHUNKS:
+        raise RuntimeError(f"{found} of {CHUNKS} chunks were found")
+    return seconds * 1e6
+
+
+def _in_dict(table: dict[bytes, None], keys: bytes) -> int:
+    for i in range(0, len(keys), 32):
+        if keys[i : i + 32] not in table:
+            return i // 32
+    return CHUNKS

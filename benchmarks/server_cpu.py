@@ -1,0 +1,82 @@
+"""`server_cpu_per_128k_hit`: CPU time of the server process for one lookup and release of 512 chunks in L1.
+
+Another prompt each time.  What the server uses when idle, over as long a time, is taken off.
+Sketch: derive 512 storage keys (64 bytes of SHA-256 each), find, lease and release 512 entries, two messages.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import chains, cpu_seconds, engine_client, figure, median_spread, scratch, wait_until
+from kvstrata.types import RequestIdentity
+from tests.harness.blocks import PagedBlocks
+from tests.harness.server_process import ServerProcess
+
+CHUNKS = 512
+PROMPTS = 16
+TARGET_MS = 1.0
+REPEATS = 7
+CYCLES = 200
+IDLE_S = 1.0
+
+
+def run() -> list[dict[str, Any]]:
+    """See the module."""
+    with scratch("server-cpu") as folder, ServerProcess(Path(folder), l1_mb=512) as server:
+        server.start()
+        blocks = PagedBlocks(layers=1, num_blocks=CHUNKS, block_bytes=4096)
+        client = engine_client(server.socket_dir, server.port, blocks.slice())
+        try:
+            identity = client.identity(RequestIdentity())
+            wait_until(lambda: identity.ready, "the identity is known")
+            prompts = chains(identity.root, PROMPTS, CHUNKS)
+            for chain in prompts:
+                job = client.store(identity, b"", chain, blocks.plan, [[i] for i in range(CHUNKS)])
+                if not job.done.wait(60) or set(job.outcomes) != {"stored"}:
+                    raise RuntimeError(f"not stored: {set(job.outcomes)}")
+
+            def hit(cycle: int) -> None:
+                call = client.lookup(
+                    identity, prompts[cycle % PROMPTS], request_id=str(cycle), deadline_ms=10_000
+                )
+                if not call.wait(10) or call.result.n_chunks != CHUNKS:
+                    raise RuntimeError(f"a lookup found {call.done and call.result.n_chunks} chunks")
+                client.release([call.result.lease])
+
+            def settled() -> None:
+                wait_until(lambda: client.stats()["requests_under_way"] == 0, "all leases are released")
+
+            for cycle in range(CYCLES):
+                hit(cycle)
+            settled()
+            before = cpu_seconds(server.pid)
+            time.sleep(IDLE_S)  # the measurement itself: what it costs to be idle
+            idle_share = (cpu_seconds(server.pid) - before) / IDLE_S
+            values = []
+            for _ in range(REPEATS):
+                started_s, before = time.monotonic(), cpu_seconds(server.pid)
+                for cycle in range(CYCLES):
+                    hit(cycle)
+                settled()
+                used = cpu_seconds(server.pid) - before - idle_share * (time.monotonic() - started_s)
+                values.append(1000 * used / CYCLES)
+        finally:
+            client.close()
+            blocks.close()
+    value, spread = median_spread(values)
+    return [
+        figure(
+            "server_cpu_per_128k_hit",
+            value=value,
+            unit="ms",
+            ratio=value / TARGET_MS,
+            target=f"≤ {TARGET_MS:.0f} ms",
+            ok=value <= TARGET_MS,
+            spread=spread,
+            ratio_to="the target",
+            idle_cpu_share=idle_share,
+        )
+    ]

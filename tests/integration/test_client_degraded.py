@@ -1,0 +1,368 @@
+"""A server that is absent, stopped, killed or forgetful: nothing waits, nothing wrong is served, and it comes back."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstrata import failpoints
+from kvstrata.client import StoreOutcome
+from tests.harness.cache_engine import CHUNK_TOKENS, PATIENCE_S, CacheEngine, eventually, prompt
+from tests.harness.fault_proxy import FaultProxy
+from tests.harness.server_process import ServerProcess
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(tmp_path / "server", l1_mb=64, chunk_tokens=CHUNK_TOKENS) as server:
+        yield server
+
+
+def use_until_it_works(engine: CacheEngine, seed: int, chunks: int = 4) -> None:
+    """Store, look up and load until all of it is a hit; whatever is loaded meanwhile is right."""
+    tokens = prompt(chunks, seed)
+
+    def works() -> bool:
+        engine.stored(tokens)
+        return engine.hit(tokens) == chunks
+
+    eventually("the cache is in use again", works)
+
+
+def nothing_leased(server: ServerProcess) -> bool:
+    return server.get("/v1/status")["pool"]["leased_bytes"] == 0
+
+
+def test_without_a_server_everything_is_answered_at_once(server):
+    with CacheEngine(server.socket_dir) as engine:
+        assert not engine.client.connected
+        call = engine.lookup(prompt(2))
+        assert call.done
+        assert call.result.reason == "breaker_open"
+        job = engine.store(prompt(2))
+        assert job.gathered.is_set()
+        assert job.outcomes == [StoreOutcome.UNAVAILABLE] * 2
+        assert engine.client.peek(engine.identity(), engine.hasher(prompt(2))) == 0
+        assert "no server" in eventually("a reason for the log", lambda: engine.client.error)
+        server.start()
+        engine.connect()
+        use_until_it_works(engine, seed=1)
+
+
+def test_a_stopped_server_ends_what_waits_for_it_and_is_used_again_when_it_goes_on(server):
+    server.start()
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        engine.stored(prompt(4))
+        server.freeze()
+        lookup, store = engine.lookup(prompt(4), deadline_ms=60_000), engine.store(prompt(4, seed=1))
+        assert not lookup.wait(0.0)
+        assert lookup.wait(PATIENCE_S), "it ends long before its deadline"
+        assert lookup.result.reason == "breaker_open"
+        assert store.done.wait(PATIENCE_S)
+        assert not engine.client.connected
+        assert engine.lookup(prompt(4)).done, "and the next one at once"
+        server.thaw()
+        eventually("connected again", lambda: engine.client.connected)
+        assert engine.hit(prompt(4)) == 4
+        eventually("the lookup nobody waited for left no lease", lambda: nothing_leased(server))
+
+
+def test_stopped_again_and_again(server):
+    server.start()
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        for seed in range(5):
+            server.freeze()
+            calls = [engine.lookup(prompt(4, seed)) for _ in range(20)]
+            assert all(call.wait(PATIENCE_S) for call in calls)
+            server.thaw()
+            use_until_it_works(engine, seed)
+        eventually("no lease is left", lambda: nothing_leased(server))
+
+
+def test_what_was_stored_is_a_hit_after_the_server_was_killed(server):
+    server.start()
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        epoch = engine.client.epoch
+        engine.stored(prompt(8))
+        server.kill()
+        eventually("the loss is seen", lambda: not engine.client.connected)
+        assert engine.lookup(prompt(8)).done
+        server.start()
+        engine.connect()
+        assert engine.client.epoch != epoch
+        assert engine.hit(prompt(8)) == 8
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_lease_of_a_dead_server_still_loads_right_bytes(server, sync):
+    server.start()
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        tokens = prompt(8)
+        engine.stored(tokens)
+        result = engine.looked_up(tokens)
+        server.kill()
+        eventually("the loss is seen", lambda: not engine.client.connected)
+        assert engine.check_load(tokens, result, sync=sync) == set()
+        server.start()
+        engine.connect()
+        assert engine.hit(tokens) == 8
+        eventually("old and new leases are ended", lambda: nothing_leased(server))
+
+
+def test_a_lease_of_before_the_restart_loads_nothing_once_the_client_said_quiesced(server):
+    server.start()
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        tokens = prompt(8)
+        engine.stored(tokens)
+        result = engine.looked_up(tokens)
+        server.kill()
+        server.start()
+        engine.connect()
+        eventually("quiesced was answered", lambda: engine.client.stats()["requests_under_way"] == 0)
+        assert engine.check_load(tokens, result, sync=True) == set(range(8))
+        eventually("the old lease is ended", lambda: nothing_leased(server))
+        assert engine.hit(tokens) == 8
+
+
+def test_a_new_pool_after_the_segment_was_wiped(server):
+    server.start()
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        engine.stored(prompt(4))
+        result = engine.looked_up(prompt(4))
+        server.kill()
+        server.wipe_segment()
+        assert engine.check_load(prompt(4), result, sync=True) == set(), "the old pool is still mapped"
+        server.start()
+        engine.connect()
+        assert engine.client.peek(engine.identity(), engine.hasher(prompt(4))) == 0
+        assert engine.hit(prompt(4)) == 0
+        use_until_it_works(engine, seed=0)
+        eventually("the old pool is unmapped", lambda: old_mappings() == [])
+
+
+def old_mappings() -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "extents (deleted)" in line]
+
+
+def test_killed_in_the_middle_of_stores_the_blocks_are_free_and_the_bytes_right(server):
+    server.start()
+    with CacheEngine(server.socket_dir, block_bytes=64 << 10) as engine:
+        engine.connect()
+        rng = random.Random(3)
+        for seed in range(6):
+            jobs = [engine.store(prompt(12, seed * 10 + part), compute=False) for part in range(3)]
+            if rng.random() < 0.5:
+                eventually("some way into it", lambda jobs=jobs: jobs[0].bytes or jobs[0].done.is_set())
+            server.kill()
+            for job in jobs:
+                assert job.wait_gathered(PATIENCE_S)
+                assert job.done.wait(PATIENCE_S)
+            server.start()
+            engine.connect()
+        use_until_it_works(engine, seed=999)
+        status = server.get("/v1/status")["pool"]
+        assert status["reserved_bytes"] == 0
+        eventually(
+            "no quarantine is left", lambda: server.get("/v1/status")["pool"]["quarantined_bytes"] == 0
+        )
+
+
+def client_points() -> list[str]:
+    steps = (
+        "hello",
+        "identify",
+        "ping",
+        "lookup",
+        "release",
+        "reserve",
+        "commit",
+        "cancel",
+        "quiesced",
+        "corrupt",
+    )
+    used = [point for point in failpoints.POINTS if point.split(".")[0] in steps]
+    return [*used, *(point for point in failpoints.POINTS if point.startswith("attach."))]
+
+
+def work(engine: CacheEngine) -> None:
+    """One of each step, with whatever outcome; asserts that nothing wrong is loaded and that each call ends."""
+    tokens = prompt(4, seed=5)
+    store = engine.store(tokens)
+    assert store.done.wait(PATIENCE_S)
+    call = engine.lookup(tokens)
+    assert call.wait(PATIENCE_S)
+    call.cancel()
+    for damage in (False, True):
+        result = engine.looked_up(tokens)
+        if result.n_chunks:
+            items = engine.items(tokens, result)
+            if damage:  # another chunk's key: reported as corrupt, found sound by the server
+                items[0] = items[0]._replace(key=bytes(32))
+                job = engine.client.load(result.lease, items, engine.blocks.plan)
+                assert job.wait(PATIENCE_S)
+                assert 0 in job.failed
+            else:
+                engine.check_load(tokens, result, sync=True)
+
+
+@pytest.mark.parametrize("action", ["kill", "stop"])
+@pytest.mark.parametrize("point", client_points())
+def test_dead_or_stopped_at_any_step_the_engine_goes_on_and_the_cache_comes_back(server, point, action):
+    if point.startswith("quiesced"):
+        server.start()  # only a client that saw an earlier epoch says it
+    else:
+        arm(server, f"{point}={action}")
+    with CacheEngine(server.socket_dir) as engine:
+        if point.startswith("quiesced"):
+            engine.connect()
+            server.kill()
+            arm(server, f"{point}={action}")
+
+        def reached() -> bool:
+            if engine.client.connected:
+                work(engine)
+            return halted(server)
+
+        eventually(f"the server halts at {point}", reached)
+        work(engine)
+        if action == "kill":
+            arm(server, "")
+        else:
+            server.thaw()
+        engine.connect()
+        use_until_it_works(engine, seed=6)
+        eventually("no lease is left", lambda: nothing_leased(server))
+        eventually(
+            "nothing reserved is left", lambda: server.get("/v1/status")["pool"]["reserved_bytes"] == 0
+        )
+
+
+def arm(server: ServerProcess, points: str) -> None:
+    server._environment[failpoints.VARIABLE] = points
+    server.start()
+
+
+def halted(server: ServerProcess) -> bool:
+    try:
+        state = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    return state in "TZ"
+
+
+class Faults:
+    """Loses, repeats and delays messages, reproducibly."""
+
+    def __init__(self, seed: int, rate: float) -> None:
+        self.random = random.Random(seed)
+        self.rate = rate
+
+    def __call__(self, direction: str, op: str, message: list) -> list[float]:
+        if self.random.random() >= self.rate:
+            return [0.0]
+        return self.random.choice([[], [0.0, 0.0], [0.03], [0.0, 0.05], [0.3]])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_lost_late_and_repeated_messages_lose_nothing_and_do_nothing_twice(server, tmp_path, seed):
+    server.start()
+    with (
+        FaultProxy(server.socket_dir, Path(f"{server.socket_dir}-p"), Faults(seed, 0.2)) as proxy,
+        CacheEngine(proxy.socket_dir) as engine,
+    ):
+        engine.connect()
+        rng = random.Random(seed)
+        for number in range(25):
+            tokens = prompt(rng.randrange(1, 5), seed=rng.randrange(6))
+            if rng.random() < 0.5:
+                job = engine.store(tokens)
+                assert job.wait_gathered(PATIENCE_S)
+                assert job.done.wait(PATIENCE_S)
+            else:
+                call = engine.lookup(tokens, deadline_ms=rng.choice([50, 5000]))
+                if rng.random() < 0.3:
+                    call.cancel()
+                assert call.wait(PATIENCE_S), number
+                if call.result.n_chunks:
+                    engine.check_load(tokens, call.result, sync=rng.random() < 0.5)
+        proxy.decide = lambda *_: [0.0]
+        engine.connect()
+        use_until_it_works(engine, seed=100 + seed)
+        eventually("no lease is left", lambda: nothing_leased(server))
+        eventually(
+            "nothing reserved is left", lambda: server.get("/v1/status")["pool"]["reserved_bytes"] == 0
+        )
+
+
+@pytest.mark.parametrize("op", ["release", "commit", "cancel", "identify", "hello"])
+def test_an_answer_that_is_lost_is_asked_for_again(server, op):
+    server.start()
+    lost = iter([True, True])
+
+    def lose_two(direction: str, name: str, message: list) -> list[float]:
+        kept = direction == "request" or name not in (op, "ok")
+        return [0.0] if kept or not next(lost, False) else []
+
+    with (
+        FaultProxy(server.socket_dir, Path(f"{server.socket_dir}-p"), lose_two),
+        CacheEngine(Path(f"{server.socket_dir}-p")) as engine,
+    ):
+        engine.connect()
+        assert engine.stored(prompt(4)) == ["stored"] * 4
+        engine.lookup(prompt(4)).cancel()
+        assert engine.hit(prompt(4)) == 4
+        eventually("no lease is left", lambda: nothing_leased(server))
+        assert next(lost, None) is None or op in ("identify", "hello", "commit")
+
+
+def test_a_lookup_whose_answer_never_comes_ends_at_its_deadline_and_leaves_no_lease(server):
+    server.start()
+
+    def lose_lookups(direction: str, name: str, message: list) -> list[float]:
+        return [] if direction == "reply" and name == "lookup" else [0.0]
+
+    with (
+        FaultProxy(server.socket_dir, Path(f"{server.socket_dir}-p"), lose_lookups),
+        CacheEngine(Path(f"{server.socket_dir}-p")) as engine,
+    ):
+        engine.connect()
+        engine.stored(prompt(4))
+        call = engine.lookup(prompt(4), deadline_ms=300)
+        assert call.wait(PATIENCE_S)
+        assert call.result.reason == "deadline"
+        assert engine.client.connected, "pings are answered, so the server is in use"
+        eventually("no lease is left", lambda: nothing_leased(server))
+
+
+def test_a_client_stopped_for_long_goes_on_when_it_continues(server, tmp_path):
+    """Its pings stop too, but what it owns stays: a clock never takes bytes away."""
+    from tests.harness.child import Child
+
+    server.start()
+    with Child("tests.harness.cache_engine", log=tmp_path / "child.log") as child:
+        child.ask("start", socket_dir=str(server.socket_dir))
+        child.ask("connect")
+        assert child.ask("store", n_chunks=4) == ["stored"] * 4
+        result = child.ask("lookup", n_chunks=4)
+        child.signal(signal.SIGSTOP)
+        with CacheEngine(
+            server.socket_dir, group=b"another engine..", model="other", block_bytes=64 << 10
+        ) as engine:
+            engine.connect()
+            for seed in range(4):  # three times the pool
+                engine.stored(prompt(192, seed))
+        child.signal(signal.SIGCONT)
+        assert child.ask("load", result=result, n_chunks=4) == []
+        assert child.ask("hit", n_chunks=4) == 4

@@ -1,0 +1,102 @@
+"""Leases on their way back."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstrata.client.releases import LEASES_PER_MESSAGE, ReleaseQueue
+from kvstrata.errors import Unavailable
+from kvstrata.rpc import wire
+from kvstrata.types import LeaseName
+
+SESSION = bytes(16)
+
+
+class Link:
+    def __init__(self) -> None:
+        self.session = SESSION
+        self.epoch = 7
+        self.asked: list = []
+
+    def ask(self, pending):
+        self.asked.append((pending, pending.message(len(self.asked) + 1, 0)))
+
+
+@pytest.fixture
+def link() -> Link:
+    return Link()
+
+
+@pytest.fixture
+def released() -> list[LeaseName]:
+    return []
+
+
+@pytest.fixture
+def queue(link, released) -> ReleaseQueue:
+    return ReleaseQueue(link, released.extend)
+
+
+def lease(seq: int, epoch: int = 7) -> LeaseName:
+    return LeaseName(b"s" * 16, seq, epoch)
+
+
+def answer(link: Link) -> None:
+    pending, message = link.asked.pop(0)
+    pending.replied(wire.Ok(message.seq, link.epoch, len(message.leases)))
+
+
+def test_many_go_in_one_message_while_another_is_under_way(queue, link, released):
+    queue.add([lease(1)], group=False)
+    for seq in range(2, 10):
+        queue.add([lease(seq)], group=False)
+    assert [message.leases for _, message in link.asked] == [[(b"s" * 16, 1)]]
+    answer(link)
+    assert [seq for _, seq in link.asked[0][1].leases] == list(range(2, 10))
+    answer(link)
+    assert link.asked == []
+    assert released == [lease(seq) for seq in range(1, 10)]
+
+
+def test_a_message_is_bounded(queue, link):
+    queue.add([lease(seq) for seq in range(LEASES_PER_MESSAGE + 5)], group=False)
+    assert len(link.asked[0][1].leases) == LEASES_PER_MESSAGE
+    answer(link)
+    assert len(link.asked[0][1].leases) == 5
+
+
+def test_shares_and_groups_go_apart(queue, link):
+    queue.add([lease(1)], group=False)
+    queue.add([lease(2)], group=True)
+    assert [(m.group, m.leases[0][1]) for _, m in link.asked] == [(False, 1), (True, 2)]
+
+
+def test_a_lease_is_named_once(queue, link):
+    queue.add([lease(1)], group=False)
+    queue.add([lease(2), lease(2)], group=False)
+    queue.add([lease(2)], group=False)
+    answer(link)
+    assert link.asked[0][1].leases == [(b"s" * 16, 2)]
+
+
+def test_leases_of_a_server_that_is_gone_are_not_sent_to_the_next(queue, link):
+    queue.add([lease(1)], group=False)
+    queue.add([lease(2)], group=False)
+    queue.restarted(7, 8)
+    link.epoch = 8
+    pending, _ = link.asked.pop()
+    pending.failed(Unavailable("restarted"))
+    assert link.asked == []
+    queue.add([lease(3)], group=False)
+    assert link.asked == []
+    queue.add([lease(4, epoch=8)], group=False)
+    assert link.asked[0][1].leases == [(b"s" * 16, 4)]
+
+
+def test_leases_of_a_server_not_met_yet_wait_for_it(queue, link):
+    queue.add([lease(1, epoch=8)], group=False)
+    assert link.asked == []
+    queue.restarted(7, 8)
+    link.epoch = 8
+    queue.pump()
+    assert link.asked[0][1].leases == [(b"s" * 16, 1)]
