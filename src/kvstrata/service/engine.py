@@ -346,6 +346,7 @@ class Engine:
                 "unix_s": time.time(),
             },
             **self._numbers(),
+            "tenants": self._tenants(),
             "counters": self.counters.as_dict(),
             "peers": [
                 {
@@ -473,9 +474,19 @@ class Engine:
             )
         return next((group for group in found if group.complete), found[0])
 
+    def _tenants(self) -> list[dict[str, Any]]:
+        """L1 bytes by tenant; names where a quota or an attached process tells them."""
+        names = {tenant_number(name): name for name in self.settings.quotas_gb}
+        for member in self.peers.members:
+            names.update((i.tenant, i.request.tenant) for i in member.identities.values())
+        return [
+            {"tenant": names.get(number, f"#{number:08x}"), **numbers}
+            for number, numbers in self.pool.stats()["tenants"].items()
+        ]
+
     def _numbers(self) -> dict[str, Any]:
         return {
-            "pool": self.pool.stats(),
+            "pool": {name: value for name, value in self.pool.stats().items() if name != "tenants"},
             "sessions": {
                 "attached": sum(not member.detached for member in self.peers.members),
                 "detached": sum(member.detached for member in self.peers.members),
