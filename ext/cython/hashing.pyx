@@ -4,13 +4,35 @@
 
 from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.list cimport PyList_GET_SIZE
 from libc.stdint cimport uint32_t, uint64_t
 from libcpp.vector cimport vector
 
 
+cdef extern from *:
+    """
+    // A token id, or -1 for anything that is none. Small ints take the short way; never sets an error.
+    static inline long long kvstrata_as_token(PyObject* number) {
+      if (!PyLong_Check(number)) return -1;
+    #if PY_VERSION_HEX >= 0x030C0000
+      if (PyUnstable_Long_IsCompact((PyLongObject*)number)) {
+        return PyUnstable_Long_CompactValue((PyLongObject*)number);
+      }
+    #else
+      if (Py_SIZE(number) == 1) return ((PyLongObject*)number)->ob_digit[0];
+    #endif
+      int overflow = 0;
+      long long value = PyLong_AsLongLongAndOverflow(number, &overflow);
+      return overflow || value > 0xFFFFFFFFLL ? -1 : value;
+    }
+    """
+    ctypedef struct PyObject:
+        pass
+    long long as_token "kvstrata_as_token"(PyObject*) noexcept nogil
+
+
 cdef extern from "Python.h":
-    long long PyLong_AsLongLong(object) except? -1
+    PyObject* PyList_GET_ITEM(object, Py_ssize_t) noexcept
 
 
 cdef extern from *:
@@ -90,11 +112,8 @@ cdef bytes _chain_of_list(bytes start, list tokens, Py_ssize_t chunk_tokens, ext
     numbers.resize(used)
     into = numbers.data()
     for i in range(used):
-        try:
-            value = PyLong_AsLongLong(<object>PyList_GET_ITEM(tokens, first + i))
-        except (OverflowError, TypeError):
-            value = -1
-        if value < 0 or value > 0xFFFFFFFF:
+        value = as_token(PyList_GET_ITEM(tokens, first + i))
+        if value < 0:
             raise ValueError(f"tokens[{first + i}]: not a token id (0 … 2**32 - 1): {tokens[first + i]!r:.40}")
         into[i] = <uint32_t>value
     return _chain(start, into, chunks, chunk_tokens, extras)
