@@ -74,7 +74,7 @@ class ChunkHasher:
 
         `tokens[0]` is token number `start` of the request, so both the whole list (start 0) and a tail that
         begins at or before the first token not hashed yet will do.  Raises ValueError when tokens are
-        missing in between, OverflowError or ValueError for a token outside 0..2**32-1; nothing changes then.
+        missing in between and for a token outside 0..2**32-1; nothing changes then.
         """
         size = self._chunk_tokens
         done_chunks = len(self._chain) // KEY_BYTES
@@ -92,7 +92,8 @@ class ChunkHasher:
                 if extra:
                     extras[position] = extra
         previous = self._chain[-KEY_BYTES:] or self._root
-        new = chain_keys(previous, tokens, size, extras, done_tokens - start)
+        numbers = tokens if isinstance(tokens, list) else list(tokens)
+        new = chain_keys(previous, numbers, size, extras, done_tokens - start)
         if not self._chain:
             self.probe = _probe(tokens[:size])
         self._chain += new
