@@ -1,0 +1,90 @@
+"""Real vLLM and a real server: what the tests of this folder share. One vLLM process serves many tests."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.server_process import ServerProcess
+from tests.harness.vllm_run import VllmProcess
+
+CHUNK = 256
+BLOCK = 128
+PATIENCE_S = 30.0
+
+
+def make_prompt(seed: int, tokens: int) -> list[int]:
+    """Tokens that nobody else uses."""
+    draw = random.Random(seed)
+    return [draw.randrange(3, 32_000) for _ in range(tokens)]
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    """The first true value of `condition`; fails the test when none comes."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline_s, f"{what} did not happen within {PATIENCE_S:.0f} s"
+        time.sleep(0.02)
+
+
+def chunks_in_l1(server: ServerProcess) -> int:
+    """Chunks that can be hit."""
+    return int(server.get("/v1/status")["l1"]["ready_entries"])
+
+
+class Rig:
+    """A server and an in-process vLLM that uses it."""
+
+    def __init__(self, server: ServerProcess, vllm: VllmProcess) -> None:
+        self.server, self.vllm = server, vllm
+        self.seeds = iter(range(1000, 10_000_000))
+
+    def fresh_prompt(self, tokens: int) -> list[int]:
+        return make_prompt(next(self.seeds), tokens)
+
+    def stored(self, prompt: list[int], **arguments: Any) -> dict[str, Any]:
+        """Generate from a prompt that is new, and wait until its chunks are in L1; the result."""
+        before = chunks_in_l1(self.server)
+        result = self.vllm.generate(prompt, **arguments)
+        until(lambda: chunks_in_l1(self.server) >= before + len(prompt) // CHUNK, "storing the prompt")
+        self.vllm.ask("idle_steps", n=2)
+        return result
+
+    def again(self, prompt: list[int], **arguments: Any) -> dict[str, Any]:
+        """Generate with vLLM's own prefix cache emptied."""
+        assert self.vllm.ask("reset_prefix_cache")
+        return self.vllm.generate(prompt, **arguments)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, vllm_python: Path) -> Iterator[ServerProcess]:
+    """A running server without L2."""
+    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=192) as process:
+        process.start()
+        yield process
+
+
+@pytest.fixture(scope="module")
+def small_model(vllm_model_folder: Callable[[str], Path]) -> Path:
+    """Four layers, 2 KiB of KV a token: 512 KiB a chunk."""
+    return vllm_model_folder("19m")
+
+
+@pytest.fixture(scope="module")
+def rig(server: ServerProcess, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """An engine that prefills in pieces of 512 tokens."""
+    with VllmProcess(
+        small_model,
+        tmp_path_factory.mktemp("vllm"),
+        extra=server.connector_config(),
+        options={"max_num_batched_tokens": 512, "max_model_len": 8192},
+    ) as vllm:
+        yield Rig(server, vllm)

@@ -1,0 +1,117 @@
+"""The main job with real vLLM: a prompt is computed once, and every later token is the one it would be without us."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.conftest import BLOCK, CHUNK, chunks_in_l1, until
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hit"),
+    [
+        (1_000, 768),  # three chunks and a rest
+        (1_024, 1_023),  # all of it: one token is computed
+        (300, 256),
+        (256, 255),
+        (255, 0),
+        (3_000, 2_816),  # prefilled in pieces
+    ],
+)
+def test_prompt_is_stored_and_hit_with_the_same_tokens(rig, tokens, hit):
+    prompt = rig.fresh_prompt(tokens)
+    cold = rig.stored(prompt)
+    assert cold["cached_tokens"] == 0
+    warm = rig.again(prompt)
+    assert (warm["cached_tokens"], warm["tokens"]) == (hit, cold["tokens"])
+
+
+def test_hit_continues_what_vllm_itself_still_has(rig):
+    prompt = rig.fresh_prompt(1_500)
+    cold = rig.stored(prompt)
+    assert rig.vllm.ask("reset_prefix_cache")
+    # Half of the first chunk comes from vLLM, the rest of it and the others from us.
+    rig.vllm.generate(prompt[: BLOCK + 40], max_tokens=1)
+    warm = rig.vllm.generate(prompt)
+    assert (warm["cached_tokens"], warm["tokens"]) == (1_280, cold["tokens"])
+
+
+def test_longer_prompt_hits_the_part_they_share_and_stores_the_rest(rig):
+    prompt = rig.fresh_prompt(2_000)
+    rig.stored(prompt[:1_100])
+    before = chunks_in_l1(rig.server)
+    first = rig.again(prompt)
+    assert first["cached_tokens"] == 1_024
+    until(lambda: chunks_in_l1(rig.server) == before + 3, "storing the new chunks")
+    second = rig.again(prompt)
+    assert (second["cached_tokens"], second["tokens"]) == (1_792, first["tokens"])
+
+
+def test_several_requests_at_once(rig):
+    prompts = [rig.fresh_prompt(n) for n in (700, 1_300, 256, 2_048, 900)]
+    before = chunks_in_l1(rig.server)
+    cold = rig.vllm.ask("generate", prompts=prompts)
+    until(lambda: chunks_in_l1(rig.server) == before + sum(len(p) // CHUNK for p in prompts), "storing all")
+    assert rig.vllm.ask("reset_prefix_cache")
+    warm = rig.vllm.ask("generate", prompts=prompts)
+    assert [r["tokens"] for r in warm] == [r["tokens"] for r in cold]
+    assert [r["cached_tokens"] for r in warm] == [512, 1_280, 255, 2_047, 768]
+
+
+def test_salts_share_nothing(rig):
+    prompt = rig.fresh_prompt(600)
+    cold = rig.stored(prompt, salt="blue")
+    assert rig.again(prompt, salt="red")["cached_tokens"] == 0
+    assert rig.again(prompt)["cached_tokens"] == 0
+    warm = rig.again(prompt, salt="blue")
+    assert (warm["cached_tokens"], warm["tokens"]) == (512, cold["tokens"])
+
+
+def test_request_may_limit_what_is_stored(rig):
+    prompt = rig.fresh_prompt(1_200)
+    before = chunks_in_l1(rig.server)
+    rig.vllm.generate(prompt, transfer={"lmcache.max_offload_tokens": 600})
+    until(lambda: chunks_in_l1(rig.server) == before + 2, "storing two chunks")
+    assert rig.again(prompt)["cached_tokens"] == 512
+
+
+def test_prompt_logprobs_read_no_cache(rig):
+    prompt = rig.fresh_prompt(600)
+    cold = rig.stored(prompt)
+    full = rig.again(prompt, logprobs=1)
+    assert (full["cached_tokens"], full["tokens"]) == (0, cold["tokens"])
+
+
+def test_abort_in_prefill_while_waiting_and_after_a_hit_leaks_nothing(rig):
+    prompt = rig.fresh_prompt(3_000)
+    request = rig.vllm.ask("submit", prompt=prompt)
+    rig.vllm.ask("step", n=2)
+    rig.vllm.ask("abort", request=request)
+    known = rig.fresh_prompt(2_000)
+    cold = rig.stored(known)
+    assert rig.vllm.ask("reset_prefix_cache")
+    waiting = rig.vllm.ask("submit", prompt=known)
+    rig.vllm.ask("abort", request=waiting)
+    running = rig.vllm.ask("submit", prompt=known)
+    rig.vllm.ask("step", n=1)
+    rig.vllm.ask("abort", request=running)
+    warm = rig.again(known)
+    assert (warm["cached_tokens"], warm["tokens"]) == (1_792, cold["tokens"])
+    rig.vllm.ask("idle_steps", n=2)
+    until(lambda: leased_bytes(rig.server) == 0, "giving all leases back")
+
+
+def leased_bytes(server):
+    return server.get("/v1/status")["l1"]["leased_bytes"]
+
+
+def test_statistics_reach_vllm(rig):
+    prompt = rig.fresh_prompt(600)
+    rig.stored(prompt)
+    rig.again(prompt)
+    counts = rig.vllm.ask("client")
+    assert counts["worker"]["store_stored_chunks"] >= 2
+    assert counts["worker"]["loaded_bytes"] >= 2 * 512 * 1024
+    assert counts["scheduler"]["lookup_hit_chunks"] >= 2
