@@ -75,11 +75,11 @@ class Descriptors(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """One segment's descriptors as the server uses them. `index` carries the lock."""
+    """One segment's descriptors as the server uses them. `index_fd` carries the lock."""
 
-    index: int
-    extents: int
-    sessions_lock: int
+    index_fd: int
+    extents_fd: int
+    sessions_lock_fd: int
 
     def close(self) -> None:
         linux.close_all(list(self))
@@ -96,7 +96,9 @@ class Segment:
         self.reason = found.reason
         """Why the segment was made anew, or that it was adopted; one line for the log and `doctor`."""
         self.descriptors = Descriptors(
-            linux.open_again(found.parts.index, os.O_RDONLY), found.parts.extents, found.parts.sessions_lock
+            linux.open_again(found.parts.index_fd, os.O_RDONLY),
+            found.parts.extents_fd,
+            found.parts.sessions_lock_fd,
         )
         self._settings = settings
         self._parts = found.parts
@@ -285,8 +287,8 @@ def _adopt(parts: _Parts, settings: SegmentSettings) -> Pool | str:
     """The pool in existing descriptors, or why it does not fit."""
     try:
         pool = Pool.adopt(
-            parts.index,
-            parts.extents,
+            parts.index_fd,
+            parts.extents_fd,
             policy=settings.policy,
             watermark=settings.watermark,
             max_session_share=settings.max_session_share,
@@ -303,8 +305,8 @@ def _adopt(parts: _Parts, settings: SegmentSettings) -> Pool | str:
 def _create(parts: _Parts, settings: SegmentSettings) -> Pool:
     try:
         return Pool.create(
-            parts.index,
-            parts.extents,
+            parts.index_fd,
+            parts.extents_fd,
             extents_bytes=settings.extents_bytes,
             entry_capacity=settings.entries(),
             policy=settings.policy,
@@ -345,7 +347,7 @@ def _adopt_or_make_files(settings: SegmentSettings) -> _Found | str:
             return f"{str(directory.parent)!r} has {free} bytes free, {settings.needed_bytes()} are needed"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         parts = _Parts(index, os.open(directory / EXTENTS, flags, 0o600), -1)
-        parts = parts._replace(sessions_lock=os.open(directory / SESSIONS_LOCK, flags, 0o600))
+        parts = parts._replace(sessions_lock_fd=os.open(directory / SESSIONS_LOCK, flags, 0o600))
         pool = _create(parts, settings)
     except BaseException:
         linux.close_all([fd for fd in parts or [index] if fd >= 0])
@@ -393,7 +395,7 @@ def _adopt_held(settings: SegmentSettings) -> _Found | str:
     # A description of our own: the holder's would keep the lock when we die.
     parts = _Parts(linux.open_again(fds[0], os.O_RDWR), fds[1], fds[2])
     os.close(fds[0])
-    if not linux.lock_whole_file(parts.index):
+    if not linux.lock_whole_file(parts.index_fd):
         parts.close()
         raise SegmentError(
             f"the segment kept by the holder of {str(path)!r} is in use by another server", field="segment"
@@ -415,7 +417,7 @@ def _make_held(settings: SegmentSettings, reason: str) -> _Found:
             fds.append(linux.create_memfd(f"kvstrata-{name}"))
         parts = _Parts(linux.open_again(fds[0], os.O_RDWR), fds[1], fds[2])
         try:
-            if not linux.lock_whole_file(parts.index):
+            if not linux.lock_whole_file(parts.index_fd):
                 raise SegmentError("a memfd that nobody else can see is locked")
             pool = _create(parts, settings)
             for fd in fds:
@@ -428,7 +430,7 @@ def _make_held(settings: SegmentSettings, reason: str) -> _Found:
         except BaseException:
             if pool is not None:
                 pool.close()
-            os.close(parts.index)
+            os.close(parts.index_fd)
             raise
     except (OSError, holder_client.HolderUnreachable) as error:
         linux.close_all(fds)
