@@ -123,8 +123,8 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT
         time.sleep(0.001)
 
 
-def engine_client(socket_dir: Path, port: int, slice_: Any, **more: Any) -> Any:
-    """A started and attached `CacheClient` that is both sides of an engine with one slice.
+def engine_client(socket_dir: Path, port: int, blocks: Any, **more: Any) -> Any:
+    """A started and attached `CacheClient` that is both sides of an engine with one slice, that of these PagedBlocks.
 
     `more` goes to its settings; `model`, `chunk_tokens` (256) to its layout identity.
     """
@@ -141,7 +141,8 @@ def engine_client(socket_dir: Path, port: int, slice_: Any, **more: Any) -> Any:
         layout=layout,
         group=secrets.token_bytes(16),
         engine_slices=1,
-        slice=slice_,
+        slice=blocks.slice(),
+        facts=blocks.facts,
     )
     client.start()
     try:
@@ -158,3 +159,8 @@ def chain_of(root: bytes, prompt: int, n_chunks: int) -> bytes:
     Any 32 bytes are a chain key to the server; nobody could derive these from a prompt.
     """
     return hashlib.shake_256(root + prompt.to_bytes(8, "little")).digest(n_chunks * 32)
+
+
+def chains(root: bytes, n_prompts: int, n_chunks: int) -> list[bytes]:
+    """`chain_of` prompts 0, 1, …"""
+    return [chain_of(root, prompt, n_chunks) for prompt in range(n_prompts)]

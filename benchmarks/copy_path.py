@@ -128,7 +128,7 @@ def run() -> list[dict[str, Any]]:
         wait_until(lambda: _faulted(server), "the pool is faulted in")
         taken = {}
         for threads, n_chunks in ((1, CHUNKS), (2, CHUNKS), (1, 1)):
-            client = engine_client(server.socket_dir, server.port, blocks.slice(), copy_threads=threads)
+            client = engine_client(server.socket_dir, server.port, blocks, copy_threads=threads)
             try:
                 taken[threads, n_chunks] = measure(
                     Path8B(client, blocks, 10 * threads + n_chunks), memcpy, n_chunks

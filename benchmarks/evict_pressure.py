@@ -51,7 +51,7 @@ class Engine:
             engine_client(
                 server.socket_dir,
                 server.port,
-                self.blocks.slice(),
+                self.blocks,
                 model=f"evict-{size}",
                 chunk_tokens=16 * size,
             )

@@ -106,7 +106,7 @@ def run() -> list[dict[str, Any]]:
         ServerProcess(folder, l1_mb=L1_MB, flags=flags, environment=environment) as server,
     ):
         server.start()
-        client = engine_client(server.socket_dir, server.port, blocks.slice())
+        client = engine_client(server.socket_dir, server.port, blocks)
         identity = client.identity(RequestIdentity())
         wait_until(lambda: identity.ready, "the identity is declared")
         prompts = [chain_of(identity.root, number, CHUNKS) for number in range(PROMPTS)]
@@ -114,7 +114,7 @@ def run() -> list[dict[str, Any]]:
         entries = sum(server.get("/v1/status")["pool"]["entries"].values())
         with echo_server(server.socket_dir / "echo.sock"):
             layout = LayoutIdentity(model="bench", kv_dtype="bf16", chunk_tokens=256)
-            session = RawSession(server.socket_dir, layout, blocks.slice())
+            session = RawSession(server.socket_dir, layout, blocks.slice(), blocks.facts)
             frame = session.lookup(prompts[0])
             echo = zmq.Context.instance().socket(zmq.DEALER)
             echo.setsockopt(zmq.LINGER, 0)

@@ -8,6 +8,7 @@ same frames at the same rate: lookups of a 128k-token prompt that is all in L1, 
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 import time
@@ -49,13 +50,19 @@ def ping_seconds(socket: zmq.Socket[bytes], frame: Callable[[], bytes], count: i
 
 @contextlib.contextmanager
 def load_clients(
-    server: ServerProcess, echo: Path, layout: LayoutIdentity, chain: Path, slice_: Any
+    server: ServerProcess, echo: Path, layout: LayoutIdentity, chain: Path, blocks: PagedBlocks
 ) -> Iterator[Any]:
     """Eight of `benchmarks.load`; gives a function that points them all at `server`, `echo` or nothing (`rest`)."""
     command = [
         *(sys.executable, "-m", "benchmarks.load", "--rate", str(LOAD_RATE), "--chain", str(chain)),
         *("--socket-dir", str(server.socket_dir), "--echo", str(echo)),
-        *("--layout", msgspec.json.encode(layout).decode(), "--slice", msgspec.json.encode(slice_).decode()),
+        *(
+            "--layout",
+            msgspec.json.encode(layout).decode(),
+            "--slice",
+            msgspec.json.encode(blocks.slice()).decode(),
+        ),
+        *("--facts", json.dumps(blocks.facts)),
     ]
     processes = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, bufsize=0)
@@ -126,7 +133,7 @@ def run() -> list[dict[str, Any]]:
     figures = []
     with scratch("ping") as folder, ServerProcess(folder, l1_mb=64, flags=("--no-http",)) as server:
         server.start()
-        client = engine_client(server.socket_dir, server.port, blocks.slice())
+        client = engine_client(server.socket_dir, server.port, blocks)
         identity = client.identity(RequestIdentity())
         chain = chain_of(identity.root, 0, LOAD_CHUNKS)
         job = client.store(identity, b"", chain, blocks.plan, [[0]] * LOAD_CHUNKS)
@@ -138,9 +145,9 @@ def run() -> list[dict[str, Any]]:
             echo = zmq.Context.instance().socket(zmq.DEALER)
             echo.setsockopt(zmq.LINGER, 0)
             echo.connect(f"ipc://{path}")
-            session = RawSession(server.socket_dir, layout, blocks.slice())
+            session = RawSession(server.socket_dir, layout, blocks.slice(), blocks.facts)
             figures.append(compare("ping", session, echo, lambda _: 0))
-            with load_clients(server, path, layout, folder / "chain", blocks.slice()) as point:
+            with load_clients(server, path, layout, folder / "chain", blocks) as point:
                 figures.append(compare("ping_loaded", session, echo, point))
             session.close()
             echo.close()

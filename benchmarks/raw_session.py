@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -18,7 +19,9 @@ REPLY_MS = 10_000
 class RawSession:
     """Attached, greeted, with one identity declared. One thread; raises RuntimeError for any error reply."""
 
-    def __init__(self, socket_dir: Path, layout: LayoutIdentity, slice_: Slice) -> None:
+    def __init__(
+        self, socket_dir: Path, layout: LayoutIdentity, slice_: Slice, facts: dict[str, Any]
+    ) -> None:
         self.session = secrets.token_bytes(wire.SESSION_BYTES)
         self.last_seq = 0
         request = wire.AttachRequest(
@@ -29,6 +32,7 @@ class RawSession:
             layout=layout,
             engine_slices=1,
             slice=slice_,
+            facts=facts,
         )
         self._attachment = attach(socket_dir, request, process_locks(), ATTACH_S)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

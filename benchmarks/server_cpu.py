@@ -28,7 +28,7 @@ def run() -> list[dict[str, Any]]:
     with scratch("server-cpu") as folder, ServerProcess(Path(folder), l1_mb=512) as server:
         server.start()
         blocks = PagedBlocks(layers=1, num_blocks=CHUNKS, block_bytes=4096)
-        client = engine_client(server.socket_dir, server.port, blocks.slice())
+        client = engine_client(server.socket_dir, server.port, blocks)
         try:
             identity = client.identity(RequestIdentity())
             wait_until(lambda: identity.ready, "the identity is known")

@@ -129,7 +129,7 @@ def burst(server: ServerProcess, blocks: PagedBlocks) -> int:
     """Clients that store and look up prompts, then leave; how many lookups hit."""
     hits = 0
     clients = [
-        engine_client(server.socket_dir, server.port, blocks.slice(), model=f"burst-{i}")
+        engine_client(server.socket_dir, server.port, blocks, model=f"burst-{i}")
         for i in range(BURST_CLIENTS)
     ]
     for client in clients:

@@ -26,8 +26,13 @@ class PagedBlocks:
 
     def slice(self, first_layer: int = 0, kv_heads: tuple[int, int] = (0, 1)) -> Slice:
         """The slice that these blocks hold."""
-        facts = facts_digest({"layers": self.layers, "block_bytes": self.block_bytes})
-        return Slice(layers=(first_layer, first_layer + self.layers), kv_heads=kv_heads, layout=facts)
+        layout = facts_digest(self.facts)
+        return Slice(layers=(first_layer, first_layer + self.layers), kv_heads=kv_heads, layout=layout)
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """The layout facts behind `slice().layout`."""
+        return {"layers": self.layers, "block_bytes": self.block_bytes}
 
     def fill(self, block_ids: Sequence[int], seed: object) -> None:
         """Write bytes that follow from the seed into these blocks."""
