@@ -156,6 +156,15 @@ class RpcClient:
         self.attachment = None
         self.close()
 
+    def replace(self) -> None:
+        """After `goodbye`: another process takes the place of the one that is gone."""
+        self.session = secrets.token_bytes(16)
+        self.seq = self.epoch = 0
+        self._context = zmq.Context()
+        self._socket = None
+        self.attach()
+        self.connect()
+
     def __enter__(self) -> Self:
         self.attach()
         self.connect()

@@ -35,8 +35,8 @@ from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
 
 MESSAGES_PER_WAKE = 32
 SECONDS_PER_WAKE = 0.002
-SEND_QUEUE = 512
-"""Replies waiting for one peer."""
+SEND_QUEUE = 2_048
+"""Replies waiting for one peer: more than it can have asked for at a time (rpc/session.py)."""
 RECEIVE_QUEUE = 64
 """Requests of one peer read ahead; with the size limit this bounds what one peer can make us hold."""
 MAX_PEERS = 1024
