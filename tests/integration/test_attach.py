@@ -168,6 +168,9 @@ def encoded(**change: Any) -> bytes:
 
 
 GOOD = encoded()
+NESTED = b"\x91" * 20_000 + b"\xc0"
+NESTED_FACTS = b"\x82\xa8protocol" + msgspec.msgpack.encode(PROTOCOL_VERSION) + b"\xa5facts" + NESTED
+NESTED_UNKNOWN = b"\x82\xa7unknown" + NESTED + b"\xa8protocol" + msgspec.msgpack.encode(PROTOCOL_VERSION)
 PART = make_request(session=b"x" * 16).slice
 assert PART is not None
 
@@ -177,6 +180,8 @@ assert PART is not None
     [
         (b"\xc1", ["self"], "bad_request", "request"),
         (b"\x91" * 5000, ["self"], "bad_request", "request"),
+        (NESTED_FACTS, ["self"], "bad_request", "request"),
+        (NESTED_UNKNOWN, ["self"], "bad_request", "request"),
         (GOOD[:-7], ["self"], "bad_request", "request"),
         (GOOD + b"x", ["self"], "bad_request", "request"),
         (b"x" * 66_000, ["self"], "bad_request", "message"),

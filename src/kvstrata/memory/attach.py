@@ -49,6 +49,7 @@ from kvstrata.memory.attach_checks import (
     take_pidfd,
 )
 from kvstrata.memory.segment import Descriptors
+from kvstrata.native.pool import PoolError, Row
 from kvstrata.rpc.wire import AttachReply, AttachRequest
 
 _log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class RowTable(Protocol):
     @property
     def extents_bytes(self) -> int: ...
     def claim_row(self, session: bytes, group: bytes, pid: int) -> int: ...
-    def rows(self) -> list[dict[str, Any]]: ...
+    def rows(self) -> list[Row]: ...
     def row_gone(self, row: int) -> None: ...
 
 
@@ -383,7 +384,7 @@ class AttachServer:
             self._forget(session)
         else:
             self._forget(session)
-            self._retire(session.seen, announced=False)
+            self._pool.row_gone(session.seen.row)  # at once: it owns nothing
 
     # --- the handshake -----------------------------------------------------------------------------------
 
@@ -435,7 +436,10 @@ class AttachServer:
         known = next((row for row in self._pool.rows() if row["session"] == request.session), None)
         if known is not None:
             self._check_old_row(known, peer, request)
-        row = self._pool.claim_row(request.session, request.group, peer.pid)
+        try:
+            row = self._pool.claim_row(request.session, request.group, peer.pid)
+        except PoolError as error:
+            raise Refused(f"no row for this session: {error}; end other engines", field="session") from error
         seen = SessionRow(
             row=row,
             session=request.session,
@@ -450,7 +454,7 @@ class AttachServer:
         self._loop.add_reader(pidfd, self._died, session)
         return session
 
-    def _check_old_row(self, known: dict[str, Any], peer: linux.Peer, request: AttachRequest) -> None:
+    def _check_old_row(self, known: Row, peer: linux.Peer, request: AttachRequest) -> None:
         row = known["row"]
         if row in self._retiring:
             raise Refused("session: its earlier process is being cleaned up; try again", field="session")
@@ -522,8 +526,10 @@ class AttachServer:
         self._forget(session)
         if link is not None:
             self._drop(link)
-        if session.announced or not session.from_old_row:
-            self._retire(session.seen, announced=session.announced)
+        if session.announced:
+            self._retire(session.seen)
+        elif not session.from_old_row:
+            self._pool.row_gone(session.seen.row)
 
     def _bye(self, link: _Link) -> None:
         session = link.session
@@ -535,7 +541,7 @@ class AttachServer:
         link.state = _State.LEAVING
         link.session = None
         self._forget(session)
-        self._retire(session.seen, announced=True, link=link)
+        self._retire(session.seen, link)
 
     def _forget(self, session: _Session) -> None:
         self._unwatch(session)
@@ -545,17 +551,16 @@ class AttachServer:
         self._loop.remove_reader(session.pidfd)
         os.close(session.pidfd)
 
-    def _retire(self, seen: SessionRow, *, announced: bool, link: _Link | None = None) -> asyncio.Task[None]:
+    def _retire(self, seen: SessionRow, link: _Link | None = None) -> asyncio.Task[None]:
         """Starts the end of a row nobody owns any more; `link` gets an "ok" when it is over."""
         self._retiring.add(seen.row)
-        task = asyncio.create_task(self._end_row(seen, announced, link), name=f"attach-end-row-{seen.row}")
+        task = asyncio.create_task(self._end_row(seen, link), name=f"attach-end-row-{seen.row}")
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
-    async def _end_row(self, seen: SessionRow, announced: bool, link: _Link | None) -> None:
-        if announced:
-            await self._hooks.on_gone(seen)
+    async def _end_row(self, seen: SessionRow, link: _Link | None) -> None:
+        await self._hooks.on_gone(seen)
         await self._loop.run_in_executor(self._lane, self._pool.row_gone, seen.row)
         self._retiring.discard(seen.row)
         if link is not None and link in self._links:
@@ -578,7 +583,7 @@ class AttachServer:
         for row, seen in list(self._old_rows.items()):
             if row not in claimed and linux.byte_locker(self._fds.sessions_lock, row) is None:
                 del self._old_rows[row]
-                ending.append(self._retire(seen, announced=True))
+                ending.append(self._retire(seen))
         await asyncio.gather(*ending, return_exceptions=True)
         return len(self._old_rows)
 

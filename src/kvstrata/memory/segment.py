@@ -134,11 +134,16 @@ class Segment:
         return segment
 
     def close(self) -> None:
-        """Lets go of the segment; its bytes stay for the next server.  Idempotent."""
+        """Lets go of the segment; its bytes stay for the next server.  Idempotent.
+
+        The locks end with the pool's mapping of the index, so only when nobody else refers to the pool and the
+        last hold is dropped: until then bytes may still be written, and no other server may adopt them.
+        """
         if self._closed:
             return
         self._closed = True
         self.pool.close()
+        del self.pool
         os.close(self.descriptors.index_readonly)
         self._parts.close()
         os.close(self._instance_lock)
@@ -286,20 +291,19 @@ def _find(settings: SegmentSettings) -> _Found:
 def _adopt(parts: _Parts, settings: SegmentSettings) -> Pool | str:
     """The pool in existing descriptors, or why it does not fit."""
     try:
-        pool = Pool.adopt(
+        return Pool.adopt(
             parts.index_fd,
             parts.extents_fd,
             policy=settings.policy,
             watermark=settings.watermark,
             max_session_share=settings.max_session_share,
+            extents_bytes=settings.extents_bytes,
+            entry_capacity=settings.entry_capacity or 0,
         )
     except PoolFormatError as error:
-        return str(error)
-    if pool.extents_bytes != settings.extents_bytes:
-        found = pool.extents_bytes
-        pool.close()
-        return f"its L1 has {found} bytes, {settings.extents_bytes} are wanted"
-    return pool
+        return f"its {error.field} is {error.found:#x}, it should be {error.expected:#x}"
+    except ValueError as error:
+        raise ConfigError(f"pool: {error}", field="pool") from error
 
 
 def _create(parts: _Parts, settings: SegmentSettings) -> Pool:
@@ -313,6 +317,8 @@ def _create(parts: _Parts, settings: SegmentSettings) -> Pool:
             watermark=settings.watermark,
             max_session_share=settings.max_session_share,
         )
+    except ValueError as error:
+        raise ConfigError(f"pool: {error}", field="pool") from error
     except (PoolError, OSError) as error:
         raise SegmentError(f"the pool cannot be made: {error}", field="segment") from error
 
