@@ -34,7 +34,7 @@ import os
 import socket
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -49,8 +49,11 @@ from kvstrata.memory.attach_checks import (
     take_pidfd,
 )
 from kvstrata.memory.segment import Descriptors
-from kvstrata.native.pool import PoolError, Row
+from kvstrata.native.pool import Pool, PoolError
 from kvstrata.rpc.wire import AttachReply, AttachRequest
+
+if TYPE_CHECKING:
+    from kvstrata.native.pool import Row
 
 _log = logging.getLogger(__name__)
 
@@ -61,20 +64,6 @@ _MAX_FDS = 8
 _BACKLOG = 128
 _ACCEPTS_PER_TURN = 16
 _ACCEPT_PAUSE_S = 0.2
-
-
-class RowTable(Protocol):
-    """What the handshake needs of `native.pool.Pool`."""
-
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def pool_id(self) -> bytes: ...
-    @property
-    def extents_bytes(self) -> int: ...
-    def claim_row(self, session: bytes, group: bytes, pid: int) -> int: ...
-    def rows(self) -> list[Row]: ...
-    def row_gone(self, row: int) -> None: ...
 
 
 class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,7 +161,7 @@ class AttachServer:
     def __init__(
         self,
         path: Path,
-        pool: RowTable,
+        pool: Pool,
         descriptors: Descriptors,
         hooks: AttachHooks,
         *,
