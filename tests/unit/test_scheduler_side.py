@@ -239,6 +239,18 @@ def test_without_a_server_everything_is_a_miss_until_it_is_back():
     assert hit(side, request) == (40, False)
 
 
+def test_first_requests_wait_a_moment_for_a_server_that_is_there():
+    for seen, expected in ((True, (None, False)), (False, (0, False))):
+        clock, client = Clock(), FakeClient(hits=5)
+        client.connected = False
+        side = make_side(client, clock, server_seen=lambda seen=seen: seen)
+        request = make_request(100)
+        side.on_new_request(request)
+        assert hit(side, request) == expected
+        clock.now_s += 0.6
+        assert hit(side, request) == (0, False)
+
+
 def test_a_missed_prefix_is_found_when_somebody_else_stored_it_meanwhile():
     clock, client = Clock(), FakeClient(hits=0)
     side = make_side(client, clock)

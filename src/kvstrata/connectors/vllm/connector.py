@@ -31,6 +31,7 @@ from kvstrata.connectors.vllm.staging import MAX_STAGED_BYTES, StagingMover
 from kvstrata.connectors.vllm.statistics import KvstrataPromMetrics, KvstrataStats
 from kvstrata.connectors.vllm.worker import HostMover, Mover, WorkerSide
 from kvstrata.errors import ConfigError
+from kvstrata.memory.paths import ATTACH_SOCKET, socket_dir
 from kvstrata.native.copying import CopyPlan
 from kvstrata.types import Role
 
@@ -128,6 +129,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             sync_load_bytes=SYNC_LOAD_BYTES if on_host else DEVICE_SYNC_LOAD_BYTES,
             max_load_bytes=None if on_host else MAX_STAGED_BYTES,
             events=self._event if wants_events else None,
+            server_seen=(socket_dir(self._settings.socket_dir, self._settings.port) / ATTACH_SOCKET).exists,
         )
 
     # -- worker side -----------------------------------------------------------------------------------------

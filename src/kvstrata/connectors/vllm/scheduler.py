@@ -49,6 +49,8 @@ EARLY_LOOKUPS = 8
 """Lookups sent before vLLM asks; more would pin leases for requests that wait in the queue."""
 REPEEK_S = 0.1
 """How often a missed prefix is looked for again while vLLM keeps asking."""
+SETTLE_S = 0.5
+"""After the engine's start, requests wait this long for the first attachment to a server that seems to be there."""
 SYNC_LOAD_BYTES = 256 << 20
 """In mode `auto`, hits up to this size are loaded before the forward pass: some 30 ms of a host's memory."""
 REMEMBERED_STORES = 4096
@@ -117,7 +119,7 @@ class SchedulerSide:
 
     `client` is started by the caller and closed by `close`.  `chunk_bytes` is what one worker moves per
     chunk, `world_size` how many workers report.  `may_load` and `may_store` follow vLLM's kv_role.  A worker is never
-    asked to load more than `max_load_bytes` for one request.
+    asked to load more than `max_load_bytes` for one request.  `server_seen` tells whether a server left traces.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class SchedulerSide:
         sync_load_bytes: int = SYNC_LOAD_BYTES,
         max_load_bytes: int | None = None,
         events: Callable[[Sequence[int], bytes, Sequence[bytes], Any], Any] | None = None,
+        server_seen: Callable[[], bool] = lambda: False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
@@ -153,6 +156,8 @@ class SchedulerSide:
         )
         self._make_event = events
         self._now = now
+        self._server_seen = server_seen
+        self._begun_s = now()
         self._adapters = Adapters()
         self._tracked: dict[str, Tracked] = {}
         self._identities: OrderedDict[RequestIdentity, Identity] = OrderedDict()
@@ -211,10 +216,10 @@ class SchedulerSide:
         if tracked.state is LookupState.NEW:
             if self._usable(tracked, computed_tokens) <= 0:
                 return 0, False
-            if not self._client.connected:
-                self._missed(tracked)
-            elif self._prepare(tracked):
+            if self._prepare(tracked):
                 self._ask(tracked)
+            if tracked.state is LookupState.NEW and not self._client.connected and not self._settling():
+                self._missed(tracked)
         if tracked.state is LookupState.ASKED:
             assert tracked.call is not None
             if tracked.call.wait(WAIT_S):
@@ -433,6 +438,10 @@ class SchedulerSide:
             self._identities.move_to_end(wanted)
         return identity
 
+    def _settling(self) -> bool:
+        """Whether this engine has just started and may be attached in a moment."""
+        return self._now() - self._begun_s < SETTLE_S and self._server_seen()
+
     def _in_l1(self, tracked: Tracked) -> bool:
         """Whether L1 has the first chunk; read from shared memory in microseconds."""
         if not self._client.connected or tracked.identity is None or tracked.hasher is None:
@@ -445,8 +454,10 @@ class SchedulerSide:
             return
         identity, hasher = tracked.identity, tracked.hasher
         assert identity is not None and hasher is not None
-        if not hasher.n_chunks or not identity.slices:
+        if not hasher.n_chunks or not (identity.slices or self._settling()):
             self._missed(tracked)
+            return
+        if not identity.slices:
             return
         if not self._client.has_l2 and not self._in_l1(tracked):
             self._missed(tracked)
