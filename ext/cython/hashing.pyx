@@ -1,181 +1,218 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-# cython: language_level=3, boundscheck=False, wraparound=False
-"""Chunk keys in batches (ext/core/include/kvstrata/sha256.h); see hashing.pyi for the contract."""
+# cython: language_level=3, freethreading_compatible=False
+"""Chunk keys in batches: see hashing.pyi for the contract."""
 
-from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBuffer_Release, PyObject_GetBuffer
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from cpython.list cimport PyList_GET_SIZE
-from libc.stdint cimport uint32_t, uint64_t
+from cpython.buffer cimport (
+    PyBUF_FORMAT,
+    PyBUF_ND,
+    PyBuffer_Release,
+    PyObject_CheckBuffer,
+    PyObject_GetBuffer,
+)
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from libc.stddef cimport size_t
+from libc.stdint cimport uint32_t, uintptr_t
+from libc.string cimport memcpy
 from libcpp.vector cimport vector
 
+from core_copying cimport Digest
+from core_hashing cimport (
+    ChunkExtra,
+    DigestSpan,
+    ExtraSpan,
+    Sha256Path,
+    TokenSpan,
+    c_chain_keys,
+    c_storage_keys,
+    kSha256PathCount,
+)
+from core_hashing cimport sha256_path as core_sha256_path
+from core_hashing cimport sha256_path_name, sha256_path_supported, sha256_reset_path, sha256_set_path
 
 cdef extern from *:
     """
-    // A token id, or -1 for anything that is none. Small ints take the short way; never sets an error.
-    static inline long long kvstrata_as_token(PyObject* number) {
-      if (!PyLong_Check(number)) return -1;
+    // A token out of a list, without a new reference and without a call; -1 for what is not an int of
+    // one or two internal digits as it stands.
+    static inline long long kvstrata_token(PyObject* list, Py_ssize_t i) {
+      PyObject* item = PyList_GET_ITEM(list, i);
+      if (!PyLong_CheckExact(item)) {
+        return -1;
+      }
     #if PY_VERSION_HEX >= 0x030C0000
-      if (PyUnstable_Long_IsCompact((PyLongObject*)number)) {
-        return PyUnstable_Long_CompactValue((PyLongObject*)number);
+      if (PyUnstable_Long_IsCompact((PyLongObject*)item)) {
+        return (long long)PyUnstable_Long_CompactValue((PyLongObject*)item);
       }
     #else
-      if (Py_SIZE(number) == 1) return ((PyLongObject*)number)->ob_digit[0];
+      const Py_ssize_t size = Py_SIZE(item);
+      const digit* digits = ((PyLongObject*)item)->ob_digit;
+      if (size == 1) {
+        return (long long)digits[0];
+      }
+      if (size == 0) {
+        return 0;
+      }
     #endif
       int overflow = 0;
-      long long value = PyLong_AsLongLongAndOverflow(number, &overflow);
-      return overflow || value > 0xFFFFFFFFLL ? -1 : value;
+      const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
+      return overflow != 0 || value > UINT32_MAX ? -1 : value;
     }
     """
-    ctypedef struct PyObject:
-        pass
-    long long as_token "kvstrata_as_token"(PyObject*) noexcept nogil
+    long long kvstrata_token(object tokens, Py_ssize_t i)
+
+# From this many chunks on (40 us) the hashing is long enough to let other threads run meanwhile. Below it,
+# giving up the GIL could cost the caller more: getting it back takes up to a switch interval.
+cdef size_t SHORT_CHUNKS = 64
 
 
-cdef extern from "Python.h":
-    PyObject* PyList_GET_ITEM(object, Py_ssize_t) noexcept
+cdef int set_digest(Digest& digest, object value, str name) except -1:
+    if not isinstance(value, bytes):
+        raise TypeError(f"{name}: must be bytes, not {type(value).__name__}")
+    if PyBytes_GET_SIZE(value) != 32:
+        raise ValueError(f"{name}: must be 32 bytes, not {PyBytes_GET_SIZE(value)}")
+    memcpy(digest.data(), PyBytes_AS_STRING(value), 32)
+    return 0
 
 
-cdef extern from *:
-    """
-    #include <cstring>
-    #include <span>
-    #include "kvstrata/sha256.h"
-    namespace kvstrata_hashing {
-    using kvstrata::ChunkExtra;
-    using kvstrata::Digest;
-    inline void chain(const Digest& start, const std::uint32_t* tokens, std::size_t count, std::size_t chunk_tokens,
-                      const std::vector<ChunkExtra>& extras, void* out) noexcept {
-      kvstrata::chain_keys(start, std::span<const std::uint32_t>(tokens, count), chunk_tokens,
-                           std::span<const ChunkExtra>(extras), static_cast<Digest*>(out));
-    }
-    inline void storage(const void* chain, std::size_t n, const void* slices, std::size_t m, void* out) noexcept {
-      kvstrata::storage_keys(std::span<const Digest>(static_cast<const Digest*>(chain), n),
-                             std::span<const Digest>(static_cast<const Digest*>(slices), m),
-                             static_cast<Digest*>(out));
-    }
-    static_assert(sizeof(Digest) == 32 && alignof(Digest) == 1);
-    inline void add_extra(std::vector<ChunkExtra>& extras, std::uint64_t chunk, const char* bytes) {
-      ChunkExtra extra;
-      extra.chunk = chunk;
-      std::memcpy(&extra.bytes, bytes, 32);
-      extras.push_back(extra);
-    }
-    inline Digest digest(const char* bytes) noexcept {
-      Digest made;
-      std::memcpy(&made, bytes, 32);
-      return made;
-    }
-    }
-    """
-    cdef cppclass Digest "kvstrata::Digest":
-        pass
-    cdef cppclass ChunkExtra "kvstrata::ChunkExtra":
-        pass
-    void chain "kvstrata_hashing::chain"(const Digest&, const uint32_t*, size_t, size_t, const vector[ChunkExtra]&,
-                                         void*) noexcept nogil
-    void storage "kvstrata_hashing::storage"(const void*, size_t, const void*, size_t, void*) noexcept nogil
-    void add_extra "kvstrata_hashing::add_extra"(vector[ChunkExtra]&, uint64_t, const char*) except +
-    Digest digest "kvstrata_hashing::digest"(const char*) noexcept
-
-
-cdef extern from "kvstrata/sha256.h" namespace "kvstrata" nogil:
-    cdef enum class Sha256Path(unsigned char):
-        pass
-    Sha256Path c_sha256_path "kvstrata::sha256_path"() noexcept
-    const char* c_sha256_path_name "kvstrata::sha256_path_name"(Sha256Path) noexcept
-
-
-
-def chain_keys(bytes start, tokens, Py_ssize_t chunk_tokens, extras=None, Py_ssize_t first=0):
-    """See hashing.pyi."""
-    if len(start) != 32:
-        raise ValueError(f"start: a chain key has 32 bytes, found {len(start)}")
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens: must be at least 1, found {chunk_tokens}")
-    if first < 0:
-        raise ValueError(f"first: must not be negative, found {first}")
-    if isinstance(tokens, list):
-        return _chain_of_list(start, <list>tokens, chunk_tokens, extras, first)
-    return _chain_of_buffer(start, tokens, chunk_tokens, extras, first)
-
-
-cdef bytes _chain_of_list(bytes start, list tokens, Py_ssize_t chunk_tokens, extras, Py_ssize_t first):
-    cdef Py_ssize_t count = PyList_GET_SIZE(tokens) - first
-    cdef Py_ssize_t chunks = count // chunk_tokens if count > 0 else 0
-    cdef Py_ssize_t used = chunks * chunk_tokens
-    cdef vector[uint32_t] numbers
-    cdef Py_ssize_t i
-    cdef long long value
-    cdef uint32_t* into
-    if not chunks:
-        return b""
-    numbers.resize(used)
-    into = numbers.data()
-    for i in range(used):
-        value = as_token(PyList_GET_ITEM(tokens, first + i))
-        if value < 0:
-            raise ValueError(f"tokens[{first + i}]: not a token id (0 … 2**32 - 1): {tokens[first + i]!r:.40}")
-        into[i] = <uint32_t>value
-    return _chain(start, into, chunks, chunk_tokens, extras)
-
-
-cdef bytes _chain_of_buffer(bytes start, tokens, Py_ssize_t chunk_tokens, extras, Py_ssize_t first):
-    cdef Py_buffer view
-    cdef Py_ssize_t count, chunks
-    PyObject_GetBuffer(tokens, &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
+cdef object odd_token(object token, Py_ssize_t index):
+    """The value of a token that is not a plain small int; ValueError or TypeError when it is no token."""
     try:
-        kind = (<bytes>view.format).decode() if view.format != NULL else "B"
-        if view.itemsize == 1 and view.len % 4 == 0:
-            count = view.len // 4
-        elif view.itemsize == 4 and kind.lstrip("=<@") in ("I", "L"):
-            count = view.len // 4
+        value = token.__index__()
+    except AttributeError:
+        raise TypeError(f"tokens[{index}]: must be an int, not {type(token).__name__}") from None
+    if not 0 <= value < 1 << 32:
+        raise ValueError(f"tokens[{index}]: must be between 0 and 2**32 - 1, not {value}")
+    return value
+
+
+cdef int tokens_of_list(object tokens, Py_ssize_t first, size_t n, uint32_t* out) except -1:
+    cdef size_t i
+    cdef long long value
+    for i in range(n):
+        value = kvstrata_token(tokens, first + <Py_ssize_t>i)
+        if value < 0:
+            # Converting may run code that shortens the list.
+            value = odd_token(tokens[first + i], first + i)
+            if <size_t>len(tokens) < <size_t>first + n:
+                raise ValueError("tokens: the list became shorter while it was read")
+        out[i] = <uint32_t>value
+    return 0
+
+
+cdef int read_extras(object extras, size_t chunks, vector[ChunkExtra]& out) except -1:
+    cdef ChunkExtra extra
+    for chunk in sorted(extras):
+        if not 0 <= chunk < chunks:
+            raise ValueError(f"extras: there is no full chunk {chunk}, only {chunks} of them")
+        extra.chunk = chunk
+        set_digest(extra.bytes, extras[chunk], f"extras[{chunk}]")
+        out.push_back(extra)
+    return 0
+
+
+cdef bytes chain(Digest& start, const uint32_t* tokens, size_t n, size_t chunk_tokens, object extras):
+    cdef size_t chunks = n // chunk_tokens
+    cdef vector[ChunkExtra] list_of
+    if extras:
+        read_extras(extras, chunks, list_of)
+    cdef bytes keys = PyBytes_FromStringAndSize(NULL, <Py_ssize_t>(chunks * 32))
+    cdef Digest* out = <Digest*>PyBytes_AS_STRING(keys)
+    if chunks < SHORT_CHUNKS:
+        c_chain_keys(start, TokenSpan(tokens, n), chunk_tokens, ExtraSpan(list_of.data(), list_of.size()), out)
+    else:
+        with nogil:
+            c_chain_keys(
+                start, TokenSpan(tokens, n), chunk_tokens, ExtraSpan(list_of.data(), list_of.size()), out
+            )
+    return keys
+
+
+def chain_keys(start, tokens, chunk_tokens, extras=None, first=0):
+    cdef Digest previous
+    cdef Py_ssize_t size = chunk_tokens
+    cdef Py_ssize_t begin = first
+    cdef Py_ssize_t total
+    cdef size_t n
+    cdef Py_buffer view
+    cdef vector[uint32_t] converted
+    set_digest(previous, start, "start")
+    if size < 1:
+        raise ValueError(f"chunk_tokens: must be at least 1, not {chunk_tokens}")
+    if begin < 0:
+        raise ValueError(f"first: must be at least 0, not {first}")
+
+    if not PyObject_CheckBuffer(tokens):
+        if not isinstance(tokens, list):
+            tokens = list(tokens)
+        total = len(tokens)
+        n = <size_t>(max(total - begin, 0) // size * size)
+        converted.resize(n)
+        tokens_of_list(tokens, begin, n, converted.data())
+        return chain(previous, converted.data(), n, size, extras)
+
+    PyObject_GetBuffer(tokens, &view, PyBUF_FORMAT | PyBUF_ND)
+    try:
+        fmt = (<bytes>view.format).decode() if view.format != NULL else "B"
+        if view.itemsize == 4 and fmt.lstrip("@=<") in ("I", "L"):
+            total = view.len // 4
+        elif view.itemsize == 1 and view.len % 4 == 0:
+            total = view.len // 4
         else:
-            raise ValueError(f"tokens: must hold u32 (or bytes of them), found {view.len} bytes of format {kind!r}")
-        count -= first
-        chunks = count // chunk_tokens if count > 0 else 0
-        if not chunks:
-            return b""
-        return _chain(start, (<const uint32_t*>view.buf) + first, chunks, chunk_tokens, extras)
+            raise ValueError(
+                f"tokens: a buffer must hold 32-bit unsigned numbers (format 'I') or bytes of such, not "
+                f"format {fmt!r} with {view.len} bytes"
+            )
+        n = <size_t>(max(total - begin, 0) // size * size)
+        if <uintptr_t>view.buf % sizeof(uint32_t) == 0:
+            return chain(previous, <const uint32_t*>view.buf + (begin if n else 0), n, size, extras)
+        converted.resize(n)
+        if n:
+            memcpy(converted.data(), <const char*>view.buf + begin * 4, n * 4)
+        return chain(previous, converted.data(), n, size, extras)
     finally:
         PyBuffer_Release(&view)
 
 
-cdef bytes _chain(bytes start, const uint32_t* tokens, Py_ssize_t chunks, Py_ssize_t chunk_tokens, extras):
-    cdef vector[ChunkExtra] behind
-    cdef bytes out = PyBytes_FromStringAndSize(NULL, chunks * 32)
-    cdef void* into = PyBytes_AS_STRING(out)
-    cdef Digest begin = digest(start)
-    for chunk in sorted(extras or ()):
-        extra = extras[chunk]
-        if not isinstance(extra, bytes) or len(extra) != 32:
-            raise ValueError(f"extras[{chunk}]: must be 32 bytes, found {extra!r:.80}")
-        if not 0 <= chunk < chunks:
-            raise ValueError(f"extras[{chunk}]: no such full chunk here, there are {chunks}")
-        add_extra(behind, chunk, <bytes>extra)
-    with nogil:
-        chain(begin, tokens, chunks * chunk_tokens, chunk_tokens, behind, into)
-    return out
-
-
-def storage_keys(bytes chain_, bytes slice_digests):
-    """See hashing.pyi."""
-    cdef Py_ssize_t n = len(chain_) // 32
-    cdef Py_ssize_t m = len(slice_digests) // 32
-    cdef bytes out
-    cdef const char* keys = PyBytes_AS_STRING(chain_)
-    cdef const char* slices = PyBytes_AS_STRING(slice_digests)
-    cdef void* into
-    for name, given in (("chain", chain_), ("slice_digests", slice_digests)):
-        if len(given) % 32:
-            raise ValueError(f"{name}: length must be a multiple of 32, found {len(given)}")
-    out = PyBytes_FromStringAndSize(NULL, n * m * 32)
-    into = PyBytes_AS_STRING(out)
-    if n * m:
+def storage_keys(chain, slice_digests):
+    cdef const unsigned char[::1] first = chain
+    cdef const unsigned char[::1] second = slice_digests
+    if first.shape[0] % 32 != 0:
+        raise ValueError(f"chain: must be whole keys of 32 bytes, not {first.shape[0]} bytes")
+    if second.shape[0] % 32 != 0 or second.shape[0] == 0:
+        raise ValueError(f"slice_digests: must be one or more digests of 32 bytes, not {second.shape[0]} bytes")
+    cdef size_t n = <size_t>first.shape[0] // 32
+    cdef size_t m = <size_t>second.shape[0] // 32
+    cdef bytes keys = PyBytes_FromStringAndSize(NULL, <Py_ssize_t>(n * m * 32))
+    cdef Digest* out = <Digest*>PyBytes_AS_STRING(keys)
+    if n == 0:
+        return keys
+    cdef const Digest* c = <const Digest*>&first[0]
+    cdef const Digest* s = <const Digest*>&second[0]
+    if n * m < 4 * SHORT_CHUNKS:
+        c_storage_keys(DigestSpan(c, n), DigestSpan(s, m), out)
+    else:
         with nogil:
-            storage(keys, n, slices, m, into)
-    return out
+            c_storage_keys(DigestSpan(c, n), DigestSpan(s, m), out)
+    return keys
 
 
 def sha256_path():
-    """See hashing.pyi."""
-    return c_sha256_path_name(c_sha256_path()).decode()
+    return sha256_path_name(core_sha256_path()).decode()
+
+
+def sha256_paths():
+    return [
+        sha256_path_name(<Sha256Path>i).decode()
+        for i in range(kSha256PathCount)
+        if sha256_path_supported(<Sha256Path>i)
+    ]
+
+
+def set_sha256_path(name):
+    if name is None:
+        sha256_reset_path()
+        return
+    for i in range(kSha256PathCount):
+        if sha256_path_name(<Sha256Path>i).decode() == name and sha256_path_supported(<Sha256Path>i):
+            if sha256_set_path(<Sha256Path>i).ok():
+                return
+    raise ValueError(f"name: this CPU has no SHA-256 path {name!r}, only {', '.join(sha256_paths())}")

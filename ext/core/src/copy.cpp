@@ -253,7 +253,12 @@ Status check_record_for_scatter(const CopyPlan& plan, std::uint64_t n_blocks, co
     sections = many.get();
   }
   RecordHeader header;
-  KVSTRATA_RETURN_IF_ERROR(read_record_header(record, length, &header, sections, end));
+  const Status read = read_record_header(record, length, &header, sections, end);
+  if (read.code() == StatusCode::kOutOfRange) {  // the extent is long enough for the plan's record
+    return Status(StatusCode::kCorrupt, "header: promises more than the extent holds",
+                  read.detail(0), read.detail(1), -1);
+  }
+  KVSTRATA_RETURN_IF_ERROR(read);
   if (header.spec.key != expected_key) {
     return Status(StatusCode::kStale, "key: the record belongs to another chunk", 0, 0, -1);
   }
@@ -286,8 +291,13 @@ Status check_record_for_scatter(const CopyPlan& plan, std::uint64_t n_blocks, co
 Status scatter_record(const CopyPlan& plan, std::span<const std::uint32_t> blocks,
                       const void* record, std::uint64_t length,
                       const Digest& expected_key) noexcept {
+  std::uint64_t needed = 0;
+  KVSTRATA_RETURN_IF_ERROR(plan.record_bytes(blocks.size(), &needed));
   KVSTRATA_RETURN_IF_ERROR(plan.check_blocks(blocks, true));
   KVSTRATA_RETURN_IF_ERROR(check_record_address(record));
+  if (length < needed) {
+    return bad("extent_len: too small for the record", length, needed);
+  }
   const std::size_t count = plan.section_count();
   const std::unique_ptr<std::uint32_t[]> crcs(new (std::nothrow) std::uint32_t[2 * count]);
   if (crcs == nullptr) {

@@ -19,6 +19,25 @@
 #include <unordered_map>
 
 namespace kvstrata {
+
+CopyOutcome copy_outcome(const Status& status) noexcept {
+  switch (status.code()) {
+    case StatusCode::kOk:
+      return CopyOutcome::kOk;
+    case StatusCode::kStale:
+      return CopyOutcome::kStale;
+    case StatusCode::kIncompatible:
+      return CopyOutcome::kMismatch;
+    case StatusCode::kBusy:
+      return CopyOutcome::kUnverified;
+    case StatusCode::kNoSpace:
+      return CopyOutcome::kFailed;
+    // kOutOfRange: the extent ends before the record does.
+    default:
+      return CopyOutcome::kCorrupt;
+  }
+}
+
 namespace {
 
 // What the threads know of one item while it runs.
@@ -53,24 +72,6 @@ struct Unit {
   std::size_t begin;  // sections
   std::size_t end;
 };
-
-CopyOutcome outcome_of(const Status& status) noexcept {
-  switch (status.code()) {
-    case StatusCode::kOk:
-      return CopyOutcome::kOk;
-    case StatusCode::kStale:
-      return CopyOutcome::kStale;
-    case StatusCode::kIncompatible:
-      return CopyOutcome::kMismatch;
-    case StatusCode::kBusy:
-      return CopyOutcome::kUnverified;
-    case StatusCode::kNoSpace:
-      return CopyOutcome::kFailed;
-    // kOutOfRange: the headers promise more than the extent holds.
-    default:
-      return CopyOutcome::kCorrupt;
-  }
-}
 
 std::uint64_t encode(CopyOutcome outcome, std::int64_t section) noexcept {
   return (static_cast<std::uint64_t>(section + 1) << 8) | static_cast<std::uint64_t>(outcome);
@@ -172,7 +173,7 @@ void execute(Job& job, const Unit& unit) noexcept {
         check_record_for_scatter(plan, item.blocks.size(), item.record, item.length, item.spec.key,
                                  unit.begin, unit.end, expected);
     if (!status.ok()) {
-      note(progress.bad, outcome_of(status), -1);
+      note(progress.bad, copy_outcome(status), -1);
     } else {
       plan.scatter(item.blocks, payload, unit.begin, unit.end, crcs.get());
       for (std::size_t i = 0; i < count; ++i) {
@@ -344,7 +345,7 @@ Status CopyEngine::Impl::submit(std::uint64_t job_id, CopyKind kind,
   try {
     const Lock lock(mutex_);
     if (closing_) {
-      return Status(StatusCode::kClosed, "the copy engine is closed");
+      return Status(StatusCode::kClosed, "the copy engine is closed", 0, 0, -1);
     }
     if (threads_.empty()) {
       return Status(StatusCode::kBadArgument, "threads: an engine without threads can only run()",
@@ -396,7 +397,7 @@ Status CopyEngine::Impl::run(CopyKind kind, std::shared_ptr<const CopyPlan> plan
   KVSTRATA_RETURN_IF_ERROR(make_job(kind, std::move(plan), std::move(items), &job));
   Lock lock(mutex_);
   if (closing_) {
-    return Status(StatusCode::kClosed, "the copy engine is closed");
+    return Status(StatusCode::kClosed, "the copy engine is closed", 0, 0, -1);
   }
   const bool shared = !threads_.empty() && job->end_unit > 1;
   if (shared) {

@@ -93,8 +93,8 @@ Status gather_record(const CopyPlan& plan, std::span<const std::uint32_t> blocks
 
 // Checks the header against `expected_key` and the plan, then scatters the payload into the blocks
 // and checks each section's CRC.
-//   kBadArgument / kOutOfRange of the arguments, and
-//   kStale         sound headers, other key: no block was touched
+//   kBadArgument / kOutOfRange  of the arguments: no block was touched
+//   kStale         sound headers, other key: likewise
 //   kIncompatible  other format version, encoded, or another shape than the plan's: likewise
 //   kBusy          CRCs pending: likewise
 //   kCorrupt       detail(2) = -1: the headers, no block was touched; otherwise the first bad
@@ -105,7 +105,8 @@ Status scatter_record(const CopyPlan& plan, std::span<const std::uint32_t> block
                       const Digest& expected_key) noexcept;
 
 // The part of scatter_record that comes before the copy. On success the CRCs of sections
-// [begin, end) stand in expected_crcs. REQUIRES: as for CopyPlan::scatter.
+// [begin, end) stand in expected_crcs. REQUIRES: as for CopyPlan::scatter; `length` fits the plan's
+// record.
 Status check_record_for_scatter(const CopyPlan& plan, std::uint64_t n_blocks, const void* record,
                                 std::uint64_t length, const Digest& expected_key, std::size_t begin,
                                 std::size_t end, std::uint32_t* expected_crcs) noexcept;

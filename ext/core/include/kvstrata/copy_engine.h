@@ -43,6 +43,9 @@ enum class CopyOutcome : std::uint8_t {
   kFailed = 6,      // out of memory
 };
 
+// What a Status of scatter_record or verify_record says about the record.
+CopyOutcome copy_outcome(const Status& status) noexcept;
+
 struct CopyItem {
   std::vector<std::uint32_t> blocks;
   void* record = nullptr;

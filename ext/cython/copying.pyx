@@ -1,0 +1,538 @@
+# Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+# cython: language_level=3, freethreading_compatible=False
+"""Copies between engine blocks and records, and the records themselves: see copying.pyi for the contract."""
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.long cimport PyLong_AsLongLong
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.string cimport memcpy
+from libcpp.memory cimport shared_ptr, unique_ptr
+from libcpp.utility cimport move
+from libcpp.vector cimport vector
+
+from core_copying cimport (
+    BlockSpan,
+    CCopyEngine,
+    CCopyOutcome,
+    CCopyPlan,
+    CopyCompletion,
+    CopyDim,
+    CopyItem,
+    CopyKind,
+    CopyResult,
+    CopySection,
+    CRecordHeader,
+    CRecordSpec,
+    Crc32cPath,
+    Digest,
+    DimSpan,
+    Section,
+    StoreHint,
+    c_gather_record,
+    c_record_bytes,
+    c_scatter_record,
+    c_seal_record,
+    c_verify_record,
+    copy_crc32c,
+    copy_outcome,
+    kCrc32cPathCount,
+    kMaxSections,
+    kSkipBlock,
+    nanoseconds,
+    read_record_header,
+)
+from core_copying cimport crc32c as core_crc32c
+from core_copying cimport crc32c_path as core_crc32c_path
+from core_copying cimport crc32c_path_name, crc32c_path_supported, crc32c_reset_path
+from core_copying cimport crc32c_set_path
+from core_status cimport Status, StatusCode
+
+import enum
+from collections import namedtuple
+
+from kvstrata.errors import KvstrataError
+
+# Below this many bytes giving up the GIL costs more than the work.
+cdef size_t SHORT_BYTES = 16384
+cdef double LONGEST_WAIT_S = 31_536_000.0
+
+
+class CopyOutcome(enum.IntEnum):
+    OK = 0
+    STALE = 1
+    CORRUPT = 2
+    MISMATCH = 3
+    UNVERIFIED = 4
+    CANCELLED = 5
+    FAILED = 6
+
+
+class RecordError(KvstrataError):
+    code = "bad_record"
+
+
+RecordHeader = namedtuple(
+    "RecordHeader",
+    "key identity slice_digest parent_key chunk_tokens created_unix_ms header_bytes payload_bytes "
+    "stored_bytes stored_crc plain crc_pending sections",
+    module=__name__,
+)
+
+
+cdef str message_of(const Status& status):
+    cdef str text = status.message().decode()
+    cdef list parts = []
+    if status.detail(0) or status.detail(1):
+        parts.append(f"got {status.detail(0)}")
+    if status.detail(1):
+        parts.append(f"limit {status.detail(1)}")
+    if status.detail(2) > 0:
+        parts.append(f"at index {status.detail(2)}")
+    return f"{text} ({', '.join(parts)})" if parts else text
+
+
+cdef int check(const Status& status) except -1:
+    """Raises for a status that is not ok."""
+    if status.ok():
+        return 0
+    if status.code() == StatusCode.kNoSpace:
+        raise MemoryError(message_of(status))
+    if status.code() == StatusCode.kOsError:
+        raise OSError(status.detail(0), status.message().decode())
+    raise ValueError(message_of(status))
+
+
+cdef uint64_t whole(object value, str name) except? 0xffffffffffffffff:
+    """`value` as an unsigned 64-bit number below 2^63; ValueError naming the argument."""
+    cdef object number
+    cdef long long result
+    try:
+        number = value.__index__()
+    except AttributeError:
+        raise TypeError(f"{name}: must be an int, not {type(value).__name__}") from None
+    try:
+        result = PyLong_AsLongLong(number)
+    except OverflowError:
+        result = -1
+    if result < 0:
+        raise ValueError(f"{name}: must be between 0 and 2**63 - 1, not {value!r}")
+    return <uint64_t>result
+
+
+cdef uint32_t whole32(object value, str name) except? 0xffffffff:
+    cdef uint64_t result = whole(value, name)
+    if result > <uint64_t>0xffffffff:
+        raise ValueError(f"{name}: must be below 2**32, not {value!r}")
+    return <uint32_t>result
+
+
+cdef int set_digest(Digest& digest, object value, str name) except -1:
+    if not isinstance(value, bytes):
+        raise TypeError(f"{name}: must be bytes, not {type(value).__name__}")
+    if PyBytes_GET_SIZE(value) != 32:
+        raise ValueError(f"{name}: must be 32 bytes, not {PyBytes_GET_SIZE(value)}")
+    memcpy(digest.data(), PyBytes_AS_STRING(value), 32)
+    return 0
+
+
+cdef bytes digest_bytes(Digest& digest):
+    return PyBytes_FromStringAndSize(<char*>digest.data(), 32)
+
+
+cdef int set_blocks(vector[uint32_t]& blocks, object ids, bint may_skip) except -1:
+    cdef int64_t block
+    cdef Py_ssize_t index = 0
+    blocks.reserve(len(ids))
+    for block_id in ids:
+        try:
+            block = block_id
+        except OverflowError:
+            block = 0xffffffff
+        if block < 0 and may_skip:
+            blocks.push_back(kSkipBlock)
+        elif 0 <= block < <int64_t>0xffffffff:
+            blocks.push_back(<uint32_t>block)
+        else:
+            raise ValueError(f"block_ids: not a block of the plan (got {block_id}, at index {index})")
+        index += 1
+    return 0
+
+
+def record_bytes(section_count, payload_bytes):
+    cdef uint64_t result = 0
+    check(c_record_bytes(whole(section_count, "section_count"), whole(payload_bytes, "payload_bytes"), &result))
+    return result
+
+
+cdef class CopyPlan:
+    cdef shared_ptr[const CCopyPlan] plan
+
+    def __cinit__(self, section_bases, num_blocks, block_stride, dims, run_bytes):
+        cdef vector[CopySection] sections
+        cdef vector[CopyDim] outer
+        cdef CopySection section
+        cdef CopyDim dim
+        if len(section_bases) != len(block_stride):
+            raise ValueError(
+                f"block_stride: must have one entry per section, {len(section_bases)}, not {len(block_stride)}"
+            )
+        for base, stride in zip(section_bases, block_stride):
+            section.base = whole(base, "section_bases")
+            section.block_stride = whole(stride, "block_stride")
+            sections.push_back(section)
+        for count, stride in dims:
+            dim.count = whole(count, "dims")
+            dim.stride = whole(stride, "dims")
+            outer.push_back(dim)
+        check(
+            CCopyPlan.create(
+                move(sections),
+                whole(num_blocks, "num_blocks"),
+                DimSpan(outer.data(), outer.size()),
+                whole(run_bytes, "run_bytes"),
+                &self.plan,
+            )
+        )
+
+    @property
+    def section_count(self):
+        return self.plan.get().section_count()
+
+    @property
+    def num_blocks(self):
+        return self.plan.get().num_blocks()
+
+    @property
+    def block_bytes(self):
+        return self.plan.get().block_bytes()
+
+    def section_bytes(self, n_blocks):
+        cdef uint32_t result = 0
+        check(self.plan.get().section_bytes(whole(n_blocks, "n_blocks"), &result))
+        return result
+
+    def payload_bytes(self, n_blocks):
+        cdef uint64_t result = 0
+        check(self.plan.get().payload_bytes(whole(n_blocks, "n_blocks"), &result))
+        return result
+
+    def record_bytes(self, n_blocks):
+        cdef uint64_t result = 0
+        check(self.plan.get().record_bytes(whole(n_blocks, "n_blocks"), &result))
+        return result
+
+
+cdef class RecordSpec:
+    cdef CRecordSpec spec
+
+    def __cinit__(self, key, identity, slice_digest, parent_key, chunk_tokens, created_unix_ms=0):
+        set_digest(self.spec.key, key, "key")
+        set_digest(self.spec.identity, identity, "identity")
+        set_digest(self.spec.slice_digest, slice_digest, "slice_digest")
+        set_digest(self.spec.parent_key, parent_key or bytes(32), "parent_key")
+        self.spec.chunk_tokens = whole32(chunk_tokens, "chunk_tokens")
+        self.spec.created_unix_ms = whole(created_unix_ms, "created_unix_ms")
+
+    @property
+    def key(self):
+        return digest_bytes(self.spec.key)
+
+
+def gather_record(CopyPlan plan not None, block_ids, extent_address, extent_len, RecordSpec spec not None):
+    cdef vector[uint32_t] blocks
+    cdef void* record = <void*><size_t>whole(extent_address, "extent_address")
+    cdef uint64_t length = whole(extent_len, "extent_len")
+    cdef Status status
+    set_blocks(blocks, block_ids, False)
+    with nogil:
+        status = c_gather_record(
+            plan.plan.get()[0], BlockSpan(blocks.data(), blocks.size()), record, length, spec.spec
+        )
+    check(status)
+
+
+def scatter_record(CopyPlan plan not None, block_ids, extent_address, extent_len, expected_key):
+    cdef vector[uint32_t] blocks
+    cdef const void* record = <const void*><size_t>whole(extent_address, "extent_address")
+    cdef uint64_t length = whole(extent_len, "extent_len")
+    cdef Digest key
+    cdef Status status
+    set_digest(key, expected_key, "expected_key")
+    set_blocks(blocks, block_ids, True)
+    with nogil:
+        status = c_scatter_record(
+            plan.plan.get()[0], BlockSpan(blocks.data(), blocks.size()), record, length, key
+        )
+    if status.code() == StatusCode.kBadArgument or status.code() == StatusCode.kOutOfRange:
+        check(status)
+    return <int>copy_outcome(status)
+
+
+cdef int verify(object address, object length, object expected_key, Status* status) except -1:
+    cdef const void* record = <const void*><size_t>whole(address, "address")
+    cdef uint64_t n = whole(length, "length")
+    cdef Digest key
+    cdef const Digest* expected = NULL
+    if record == NULL:
+        raise ValueError("address: may not be 0")
+    if expected_key is not None:
+        set_digest(key, expected_key, "expected_key")
+        expected = &key
+    with nogil:
+        status[0] = c_verify_record(record, n, expected)
+    return 0
+
+
+def verify_record(address, length, expected_key):
+    cdef Status status
+    verify(address, length, expected_key, &status)
+    return <int>copy_outcome(status)
+
+
+def explain_record(address, length, expected_key):
+    cdef Status status
+    verify(address, length, expected_key, &status)
+    return None if status.ok() else message_of(status)
+
+
+def record_header(address, length):
+    cdef const void* record = <const void*><size_t>whole(address, "address")
+    cdef uint64_t n = whole(length, "length")
+    cdef CRecordHeader header
+    cdef vector[Section] sections
+    cdef Status status
+    if record == NULL:
+        raise ValueError("address: may not be 0")
+    sections.resize(kMaxSections)
+    with nogil:
+        status = read_record_header(record, n, &header, sections.data(), sections.size())
+    if not status.ok():
+        message = message_of(status)
+        raise RecordError(message, field=message.partition(":")[0])
+    return RecordHeader(
+        digest_bytes(header.spec.key),
+        digest_bytes(header.spec.identity),
+        digest_bytes(header.spec.slice_digest),
+        digest_bytes(header.spec.parent_key),
+        header.spec.chunk_tokens,
+        header.spec.created_unix_ms,
+        header.header_bytes,
+        header.payload_bytes,
+        header.stored_bytes,
+        header.stored_crc,
+        header.plain(),
+        header.crc_pending(),
+        tuple([(sections[i].offset, sections[i].length, sections[i].crc) for i in range(header.section_count)]),
+    )
+
+
+def seal_record(address, length, RecordSpec spec not None, section_lengths):
+    cdef void* record = <void*><size_t>whole(address, "address")
+    cdef uint64_t n = whole(length, "length")
+    cdef vector[uint32_t] lengths
+    cdef Status status
+    for section_length in section_lengths:
+        lengths.push_back(whole32(section_length, "section_lengths"))
+    with nogil:
+        status = c_seal_record(record, n, spec.spec, lengths.data(), lengths.size())
+    check(status)
+
+
+cdef CopyKind kind_of(object kind) except *:
+    if kind == "gather":
+        return CopyKind.kGather
+    if kind == "scatter":
+        return CopyKind.kScatter
+    raise ValueError(f"kind: must be 'gather' or 'scatter', not {kind!r}")
+
+
+cdef int set_items(vector[CopyItem]& out, CopyKind kind, object items) except -1:
+    cdef Py_ssize_t index = 0
+    cdef CopyItem* item
+    out.reserve(len(items))
+    for block_ids, extent_address, extent_len, what in items:
+        try:
+            out.emplace_back()
+            item = &out.back()
+            set_blocks(item.blocks, block_ids, kind == CopyKind.kScatter)
+            item.record = <void*><size_t>whole(extent_address, "extent_address")
+            item.length = whole(extent_len, "extent_len")
+            if kind == CopyKind.kScatter:
+                set_digest(item.spec.key, what, "key")
+            elif isinstance(what, RecordSpec):
+                item.spec = (<RecordSpec>what).spec
+            else:
+                raise TypeError(f"spec: must be a RecordSpec, not {type(what).__name__}")
+        except ValueError as error:
+            raise ValueError(f"items[{index}].{error}") from None
+        index += 1
+    return 0
+
+
+cdef list codes_of(const vector[CopyResult]& results):
+    cdef list codes = []
+    for i in range(results.size()):
+        codes.append(<int>results[i].outcome)
+    return codes
+
+
+cdef class CopyEngine:
+    cdef unique_ptr[CCopyEngine] engine
+    cdef readonly int event_fd
+    cdef readonly int threads
+
+    def __cinit__(self, threads=2, queue=256):
+        self.threads = <int>min(whole(threads, "threads"), <uint64_t>1000)  # create() refuses that many
+        check(CCopyEngine.create(self.threads, whole(queue, "queue"), &self.engine))
+        self.event_fd = self.engine.get().event_fd()
+
+    def __dealloc__(self):
+        with nogil:  # joins the threads
+            self.engine.reset()
+
+    cdef int check_job(self, const Status& status) except -1:
+        """Like check, but detail(2) is the index of an item."""
+        if status.ok():
+            return 0
+        if status.code() == StatusCode.kNoSpace:
+            raise MemoryError(status.message().decode())
+        where = f"items[{status.detail(2)}]." if status.detail(2) >= 0 else ""
+        text = status.message().decode()
+        values = f" (got {status.detail(0)}, limit {status.detail(1)})" if status.detail(1) else ""
+        raise ValueError(f"{where}{text}{values}")
+
+    def submit(self, job_id, kind, CopyPlan plan not None, items):
+        cdef uint64_t number = whole(job_id, "job_id")
+        cdef CopyKind which = kind_of(kind)
+        cdef vector[CopyItem] list_of
+        cdef Status status
+        set_items(list_of, which, items)
+        with nogil:
+            status = self.engine.get().submit(number, which, plan.plan, move(list_of))
+        if status.code() == StatusCode.kQueueFull:
+            return False
+        self.check_job(status)
+        return True
+
+    def completions(self):
+        cdef vector[CopyCompletion] done
+        cdef Status status
+        with nogil:
+            status = self.engine.get().completions(&done)
+        check(status)
+        return [(done[i].job_id, codes_of(done[i].results)) for i in range(done.size())]
+
+    def run(self, kind, CopyPlan plan not None, items):
+        cdef CopyKind which = kind_of(kind)
+        cdef vector[CopyItem] list_of
+        cdef vector[CopyResult] results
+        cdef Status status
+        set_items(list_of, which, items)
+        with nogil:
+            status = self.engine.get().run(which, plan.plan, move(list_of), &results)
+        self.check_job(status)
+        return codes_of(results)
+
+    def wait(self, job_id, timeout_s):
+        cdef uint64_t number = whole(job_id, "job_id")
+        cdef double seconds = min(max(<double>timeout_s, 0.0), LONGEST_WAIT_S)
+        cdef bint done
+        with nogil:
+            done = self.engine.get().wait(number, nanoseconds(<int64_t>(seconds * 1e9)))
+        return done
+
+    def cancel(self, job_id):
+        cdef uint64_t number = whole(job_id, "job_id")
+        cdef bint cancelled
+        with nogil:
+            cancelled = self.engine.get().cancel(number)
+        return cancelled
+
+    def drain(self):
+        with nogil:
+            self.engine.get().drain()
+
+    def close(self):
+        with nogil:
+            self.engine.get().close()
+
+
+def crc32c(buffer, crc=0):
+    cdef uint32_t state = whole32(crc, "crc")
+    cdef Py_buffer view
+    PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE)
+    try:
+        if <size_t>view.len <= SHORT_BYTES:
+            return core_crc32c(view.buf, <size_t>view.len, state)
+        with nogil:
+            state = core_crc32c(view.buf, <size_t>view.len, state)
+        return state
+    finally:
+        PyBuffer_Release(&view)
+
+
+def crc32c_at(address, length, crc=0):
+    cdef const void* where = <const void*><size_t>whole(address, "address")
+    cdef size_t n = whole(length, "length")
+    cdef uint32_t state = whole32(crc, "crc")
+    if where == NULL and n != 0:
+        raise ValueError("address: may not be 0")
+    with nogil:
+        state = core_crc32c(where, n, state)
+    return state
+
+
+def copy_at(destination, source, length, crc=0, *, cached=False):
+    cdef void* dst = <void*><size_t>whole(destination, "destination")
+    cdef const void* src = <const void*><size_t>whole(source, "source")
+    cdef size_t n = whole(length, "length")
+    cdef uint32_t state = whole32(crc, "crc")
+    cdef StoreHint hint = StoreHint.kCached if cached else StoreHint.kStream
+    if (dst == NULL or src == NULL) and n != 0:
+        raise ValueError("destination, source: may not be 0")
+    with nogil:
+        state = copy_crc32c(dst, src, n, state, hint)
+    return state
+
+
+def libc_copy_at(destination, source, length):
+    cdef void* dst = <void*><size_t>whole(destination, "destination")
+    cdef const void* src = <const void*><size_t>whole(source, "source")
+    cdef size_t n = whole(length, "length")
+    if (dst == NULL or src == NULL) and n != 0:
+        raise ValueError("destination, source: may not be 0")
+    with nogil:
+        memcpy(dst, src, n)
+
+
+def buffer_address(buffer, *, writable=False):
+    cdef Py_buffer view
+    PyObject_GetBuffer(buffer, &view, PyBUF_WRITABLE if writable else PyBUF_SIMPLE)
+    cdef size_t address = <size_t>view.buf
+    PyBuffer_Release(&view)
+    return address
+
+
+def crc32c_path():
+    return crc32c_path_name(core_crc32c_path()).decode()
+
+
+def crc32c_paths():
+    return [
+        crc32c_path_name(<Crc32cPath>i).decode()
+        for i in range(kCrc32cPathCount)
+        if crc32c_path_supported(<Crc32cPath>i)
+    ]
+
+
+def set_crc32c_path(name):
+    if name is None:
+        crc32c_reset_path()
+        return
+    for i in range(kCrc32cPathCount):
+        if crc32c_path_name(<Crc32cPath>i).decode() == name and crc32c_path_supported(<Crc32cPath>i):
+            check(crc32c_set_path(<Crc32cPath>i))
+            return
+    raise ValueError(f"name: this CPU has no CRC32C path {name!r}, only {', '.join(crc32c_paths())}")

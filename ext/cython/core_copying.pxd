@@ -1,0 +1,135 @@
+# Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+"""ext/core/include/kvstrata/{crc32c,record,copy,copy_engine}.h, as far as copying.pyx uses them."""
+
+from libc.stddef cimport size_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libcpp cimport bool as cbool
+from libcpp.memory cimport shared_ptr, unique_ptr
+from libcpp.vector cimport vector
+
+from core_status cimport Status
+
+
+cdef extern from "kvstrata/crc32c.h" namespace "kvstrata" nogil:
+    enum class Crc32cPath(unsigned char):
+        pass
+    enum class StoreHint(unsigned char):
+        kStream
+        kCached
+    const int kCrc32cPathCount
+    const char* crc32c_path_name(Crc32cPath path)
+    cbool crc32c_path_supported(Crc32cPath path)
+    Crc32cPath crc32c_path()
+    Status crc32c_set_path(Crc32cPath path)
+    void crc32c_reset_path()
+    uint32_t crc32c(const void* data, size_t n, uint32_t crc)
+    uint32_t copy_crc32c(void* dst, const void* src, size_t n, uint32_t crc, StoreHint hint)
+
+
+cdef extern from "kvstrata/record.h" namespace "kvstrata" nogil:
+    cdef cppclass Digest:
+        unsigned char* data()
+    const uint32_t kMaxSections
+    cdef cppclass CRecordSpec "kvstrata::RecordSpec":
+        Digest key
+        Digest identity
+        Digest slice_digest
+        Digest parent_key
+        uint32_t chunk_tokens
+        uint64_t created_unix_ms
+    struct Section:
+        uint64_t offset
+        uint32_t length
+        uint32_t crc
+    cdef cppclass CRecordHeader "kvstrata::RecordHeader":
+        CRecordSpec spec
+        uint64_t header_bytes
+        uint64_t payload_bytes
+        uint64_t stored_bytes
+        uint32_t stored_crc
+        uint32_t section_count
+        uint64_t record_bytes()
+        cbool crc_pending()
+        cbool plain()
+    Status c_record_bytes "kvstrata::record_bytes"(
+        uint64_t section_count, uint64_t payload_bytes, uint64_t* out)
+    Status c_seal_record "kvstrata::seal_record"(
+        void* record, uint64_t length, const CRecordSpec& spec, const uint32_t* section_lengths,
+        uint64_t section_count)
+    Status read_record_header(
+        const void* record, uint64_t length, CRecordHeader* header, Section* sections, size_t capacity)
+    Status c_verify_record "kvstrata::verify_record"(
+        const void* record, uint64_t length, const Digest* expected_key)
+
+
+cdef extern from "kvstrata/copy.h" namespace "kvstrata" nogil:
+    struct CopySection:
+        uint64_t base
+        uint64_t block_stride
+    struct CopyDim:
+        uint64_t count
+        uint64_t stride
+    cdef cppclass DimSpan "std::span<const kvstrata::CopyDim>":
+        DimSpan(const CopyDim* data, size_t n)
+    cdef cppclass BlockSpan "std::span<const std::uint32_t>":
+        BlockSpan(const uint32_t* data, size_t n)
+    const uint32_t kSkipBlock
+    cdef cppclass CCopyPlan "kvstrata::CopyPlan":
+        @staticmethod
+        Status create(vector[CopySection] sections, uint64_t num_blocks, DimSpan dims, uint64_t run_bytes,
+                      shared_ptr[const CCopyPlan]* out)
+        size_t section_count()
+        uint64_t num_blocks()
+        uint64_t block_bytes()
+        Status section_bytes(uint64_t n_blocks, uint32_t* out)
+        Status payload_bytes(uint64_t n_blocks, uint64_t* out)
+        Status record_bytes(uint64_t n_blocks, uint64_t* out)
+    Status c_gather_record "kvstrata::gather_record"(
+        const CCopyPlan& plan, BlockSpan blocks, void* record, uint64_t length, const CRecordSpec& spec)
+    Status c_scatter_record "kvstrata::scatter_record"(
+        const CCopyPlan& plan, BlockSpan blocks, const void* record, uint64_t length,
+        const Digest& expected_key)
+
+
+cdef extern from "<chrono>" namespace "std::chrono" nogil:
+    cdef cppclass nanoseconds:
+        nanoseconds(int64_t count)
+
+
+cdef extern from "kvstrata/copy_engine.h" namespace "kvstrata" nogil:
+    enum class CopyKind(unsigned char):
+        kGather
+        kScatter
+    enum class CCopyOutcome "kvstrata::CopyOutcome"(unsigned char):
+        kOk
+        kStale
+        kCorrupt
+        kMismatch
+        kUnverified
+        kCancelled
+        kFailed
+    cdef cppclass CopyItem:
+        vector[uint32_t] blocks
+        void* record
+        uint64_t length
+        CRecordSpec spec
+    struct CopyResult:
+        CCopyOutcome outcome
+        int32_t section
+    cdef cppclass CopyCompletion:
+        uint64_t job_id
+        vector[CopyResult] results
+    cdef cppclass CCopyEngine "kvstrata::CopyEngine":
+        @staticmethod
+        Status create(int threads, size_t queue, unique_ptr[CCopyEngine]* out)
+        int event_fd()
+        Status submit(uint64_t job_id, CopyKind kind, shared_ptr[const CCopyPlan] plan,
+                      vector[CopyItem] items)
+        Status completions(vector[CopyCompletion]* out)
+        Status run(CopyKind kind, shared_ptr[const CCopyPlan] plan, vector[CopyItem] items,
+                   vector[CopyResult]* results)
+        cbool wait(uint64_t job_id, nanoseconds timeout)
+        cbool cancel(uint64_t job_id)
+        void drain()
+        void close()
+    CCopyOutcome copy_outcome(const Status& status)
