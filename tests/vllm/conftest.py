@@ -37,7 +37,7 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 
 def chunks_in_l1(server: ServerProcess) -> int:
     """Chunks that can be hit."""
-    return int(server.get("/v1/status")["l1"]["ready_entries"])
+    return int(server.get("/v1/status")["pool"]["entries"]["ready"])
 
 
 class Rig:

@@ -104,7 +104,7 @@ def test_abort_in_prefill_while_waiting_and_after_a_hit_leaks_nothing(rig):
 
 
 def leased_bytes(server):
-    return server.get("/v1/status")["l1"]["leased_bytes"]
+    return server.get("/v1/status")["pool"]["leased_bytes"]
 
 
 def test_statistics_reach_vllm(rig):
