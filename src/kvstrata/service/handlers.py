@@ -16,6 +16,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import re
 import typing
@@ -211,7 +212,8 @@ class Handlers:
         deadline_ms = getattr(request, "deadline_ms", MAX_DEADLINE_MS)
         task = engine.supervisor.spawn(self._run(call, result, deadline_ms / 1000), op)
         engine.work[call] = task
-        call.stop = task.cancel
+        # Not at once: a task that is cancelled before its first step never enters its own `try`.
+        call.stop = functools.partial(self._loop.call_soon, task.cancel)
         return None
 
     def _who(self, address: ZmqAddress, request: AnyRequest, op: str) -> Member | None:
