@@ -149,6 +149,7 @@ class CacheClient:
         self._closing = True
         self._index = None
         if not self._link.alive:
+            self._ledger.close()
             self._copier.close()
             return
         ends_s = time.monotonic() + timeout_s
@@ -161,6 +162,7 @@ class CacheClient:
                 "the cache client did not end within %.1f s; its threads end with the process", timeout_s
             )
             return
+        self._ledger.close()
         self._copier.close()
 
     @property

@@ -134,6 +134,11 @@ class CopyLedger:
                 del self._running[e]
             return True
 
+    def close(self) -> None:
+        """No epoch is open any more, and what no copy uses is unmapped."""
+        with self._lock:
+            self._open.clear()
+
     @property
     def n_running(self) -> int:
         """Copies accounted for."""
