@@ -1,0 +1,55 @@
+"""Gather and scatter of paged blocks in plain Python: the twin of `kvstrata.native.copying`.
+
+Memory is one bytearray, so addresses are offsets in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Plan:
+    """As `CopyPlan`, with offsets for addresses."""
+
+    section_bases: tuple[int, ...]
+    num_blocks: int
+    block_stride: tuple[int, ...]
+    dims: tuple[tuple[int, int], ...]
+    run_bytes: int
+
+    def runs(self, section: int, block: int) -> Iterator[int]:
+        """Where the runs of one block begin, in the order in which they are stored."""
+        yield from self._runs(self.section_bases[section] + block * self.block_stride[section], self.dims)
+
+    def _runs(self, at: int, dims: tuple[tuple[int, int], ...]) -> Iterator[int]:
+        if not dims:
+            yield at
+            return
+        (count, stride), inner = dims[0], dims[1:]
+        for i in range(count):
+            yield from self._runs(at + i * stride, inner)
+
+
+def gather(plan: Plan, memory: bytes | bytearray, block_ids: Sequence[int]) -> list[bytes]:
+    """What each section stores."""
+    return [
+        b"".join(
+            bytes(memory[at : at + plan.run_bytes]) for block in block_ids for at in plan.runs(section, block)
+        )
+        for section in range(len(plan.section_bases))
+    ]
+
+
+def scatter(plan: Plan, memory: bytearray, block_ids: Sequence[int], sections: Sequence[bytes]) -> None:
+    """Write the sections into the blocks; a negative block id skips that block."""
+    per_block = len(sections[0]) // len(block_ids)
+    for section, stored in enumerate(sections):
+        for position, block in enumerate(block_ids):
+            if block < 0:
+                continue
+            at_stored = position * per_block
+            for at in plan.runs(section, block):
+                memory[at : at + plan.run_bytes] = stored[at_stored : at_stored + plan.run_bytes]
+                at_stored += plan.run_bytes
