@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import chains, cpu_seconds, engine_client, figure, median_spread, scratch, wait_until
+from kvstrata.client import CacheClient, Identity
 from kvstrata.types import RequestIdentity
 from tests.harness.blocks import PagedBlocks
 from tests.harness.server_process import ServerProcess
@@ -27,6 +28,7 @@ def run() -> list[dict[str, Any]]:
     """See the module."""
     with scratch("server-cpu") as folder, ServerProcess(Path(folder), l1_mb=512) as server:
         server.start()
+        wait_until(lambda: server.get("/v1/status")["pool"]["prefaulted_bytes"] >= 512 << 20, "the pool is faulted in")
         blocks = PagedBlocks(layers=1, num_blocks=CHUNKS, block_bytes=4096)
         client = engine_client(server.socket_dir, server.port, blocks)
         try:
@@ -34,9 +36,7 @@ def run() -> list[dict[str, Any]]:
             wait_until(lambda: identity.ready, "the identity is known")
             prompts = chains(identity.root, PROMPTS, CHUNKS)
             for chain in prompts:
-                job = client.store(identity, b"", chain, blocks.plan, [[i] for i in range(CHUNKS)])
-                if not job.done.wait(60) or set(job.outcomes) != {"stored"}:
-                    raise RuntimeError(f"not stored: {set(job.outcomes)}")
+                wait_until(lambda chain=chain: _stored(client, identity, chain, blocks), "a prompt is stored")
 
             def hit(cycle: int) -> None:
                 call = client.lookup(
@@ -80,3 +80,9 @@ def run() -> list[dict[str, Any]]:
             idle_cpu_share=idle_share,
         )
     ]
+
+
+def _stored(client: CacheClient, identity: Identity, chain: bytes, blocks: PagedBlocks) -> bool:
+    """Store a prompt; on a machine that does much else this may take more than one try."""
+    job = client.store(identity, b"", chain, blocks.plan, [[i] for i in range(CHUNKS)])
+    return job.done.wait(60) and set(job.outcomes) <= {"stored", "present"}

@@ -274,7 +274,8 @@ class CacheClient:
 
         `chain` are their chain keys, `parent_chain` the key before the first (b"" at the start of a prompt),
         `blocks[i]` the blocks of chunk i in order, as many for each.  The blocks' bytes must be written and stay
-        unchanged until `gathered`.  `on_done` runs in the I/O thread: it must be quick and never block.
+        unchanged until `gathered`.  `on_done` runs in the I/O thread (in the calling one if the store is refused at
+        once): it must be quick and never block.
         Raises ValueError when the arguments do not fit together.
         """
         n = len(blocks)
@@ -606,6 +607,7 @@ class CacheClient:
         self._forked = self._closing = True
         self._index = None
         self._link.abandon()
+        self._identities.abandon()
         _kept_in_child.append(self)
 
 

@@ -204,18 +204,18 @@ class Copier:
         for job, codes in self._engine.completions():
             self._ended.pop(job)(codes)
         while self._waiting:
+            refused: list[int] = []
             with self._lock:
                 job, (kind, plan, items) = next(iter(self._waiting.items()))
                 try:
                     if not self._engine.submit(job, kind, plan, items):
                         return
-                    codes = None
                 except ValueError as error:
                     log.error("the copy engine refused a job: %s", error)
-                    codes = [REFUSED] * len(items)
+                    refused = [REFUSED] * len(items)
                 del self._waiting[job]
-            if codes is not None:
-                self._ended.pop(job)(codes)
+            if refused:
+                self._ended.pop(job)(refused)
 
     def run_scatter(self, plan: CopyPlan, items: Sequence[ScatterItem]) -> list[int]:
         """Copy now, in this thread and the engine's; one code per item. Raises ValueError as `begin`."""

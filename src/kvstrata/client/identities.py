@@ -55,6 +55,10 @@ class IdentityTable:
                 self._known.popitem(last=False)
             return kept
 
+    def abandon(self) -> None:
+        """In a forked child: a thread that does not exist here may have held the lock."""
+        self._lock = threading.Lock()
+
     # In the I/O thread.
 
     def declared(self, identity: Identity) -> Declared | None:

@@ -149,18 +149,17 @@ class Link:
         self.post(end)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the threads; whether they ended."""
+        """Wait for the threads; whether the I/O thread ended. (The other one may still wait for a server's answer.)"""
         ends_s = time.monotonic() + timeout_s
         for thread in (self._thread, self._attacher):
             if thread is not None:
                 thread.join(max(0.0, ends_s - time.monotonic()))
-                if thread.is_alive():
-                    return False
-        return True
+        return self._thread is None or not self._thread.is_alive()
 
     def abandon(self) -> None:
         """In a forked child: no thread of ours runs here, and this process is nobody to the server."""
         self._dead = True
+        self._inbox.clear()
         self.connected = False
         os.close(self._wake_fd)
 
@@ -256,7 +255,8 @@ class Link:
                     self.table.not_sent(pending, now_s)
         if self.breaker.ping_due_s(self.table.awaited) <= now_s:
             live = self._owner.live_lookups()
-            dealer.try_send(wire.encode(wire.Ping(self.session, self.table.next_seq(), live)))
+            named = live if len(live) <= wire.MAX_LIVE else None
+            dealer.try_send(wire.encode(wire.Ping(self.session, self.table.next_seq(), named)))
             self.breaker.pinged(now_s)
 
     def _receive(self, dealer: Dealer) -> None:
