@@ -345,6 +345,22 @@ def test_silent_connections_keep_nobody_out(place: Place, log: Path, worker: Chi
         until(lambda: server.ask("stats")["pending"] == 0)
 
 
+def test_a_server_without_free_descriptors_serves_again_when_it_has_some(
+    place: Place, log: Path, worker: Child
+) -> None:
+    under = ("prlimit", "--nofile=48:48")
+    with AttachServerChild(place, log=log, under=under, limits={"pending": 1000}) as server:
+        attach(worker, place, name("one"))
+        with contextlib.ExitStack() as stack:
+            for _ in range(60):  # what is not accepted waits in the queue
+                silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                linux.connect(silent, os.fspath(place.socket_dir / "attach.sock"), HANG_S)
+            until(lambda: len(os.listdir(f"/proc/{server.pid}/fd")) == 48)
+            assert rows_of(server).keys() == {1}
+        attach(worker, place, name("two"), timeout_s=HANG_S)
+        assert not worker.ask("server_closed", session=name("one"))
+
+
 def test_an_unfinished_handshake_ends_after_its_time(place: Place, log: Path, worker: Child) -> None:
     with AttachServerChild(place, log=log, limits={"handshake_s": 0.1}) as server:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:

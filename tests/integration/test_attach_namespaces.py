@@ -93,7 +93,7 @@ def test_server_and_worker_in_sibling_containers(place: Place, log: Path, contai
             with pytest.raises(ChildError, match="not_permitted"):
                 attach(thief, place, name("one"))
             attach(thief, place, name("two"))
-        first.event("gone")
+        until(lambda: rows_of(first).keys() == {row})
         first.kill()
     with AttachServerChild(place, log=log, under=namespaces.CONTAINER) as second:
         assert rows_of(second) == {row: True}

@@ -320,6 +320,8 @@ class AttachServer:
                 self._message(link, received)
         except KvstrataError as error:
             self._refuse(link, error)
+        except OSError as error:  # no descriptors, no memory: that may be over in a moment
+            self._refuse(link, Refused(f"the server cannot serve an attach now: {error.strerror}"))
         except Exception:
             _log.exception("attach: our own mistake while serving process %d", link.peer.pid)
             self._refuse(link, InternalError("internal error; the server's log has details"))
@@ -348,7 +350,9 @@ class AttachServer:
         now = self._loop.time()
         if now >= self._quiet_until:  # a peer that tries all the time must not fill the log
             self._quiet_until = now + 1.0
-            _log.warning("attach: refused process %d: %s (%s)", link.peer.pid, error.message, error.code)
+            _log.warning(
+                "attach: refused process %d: %s (%s)", link.peer.pid, error.message[:500], error.code
+            )
         reply = AttachReply(code=error.code, message=error.message[:4096], field=error.field[:256])
         with contextlib.suppress(OSError):
             linux.send(link.sock, msgspec.msgpack.encode(reply))
