@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -336,6 +337,13 @@ class RpcClient:
         if written:
             assert set(self.commit(seq, written)) == {wire.CommitOutcome.COMMITTED}
         return reply.outcomes
+
+
+def until(client: RpcClient, happened: Callable[[dict[str, Any]], bool]) -> None:
+    """Ask for the status until it holds; what a request set going may end a little after its reply."""
+    end_s = time.monotonic() + HANG_S
+    while not happened(status := client.status()):
+        assert time.monotonic() < end_s, status
 
 
 def payload(fill: bytes) -> bytes:

@@ -303,7 +303,9 @@ class Engine:
                 memory.note(key, MissReason.CORRUPT, "checksum differs", now_ms)
                 self._log.repeated(logging.WARNING, "corrupt", "chunk_corrupt", key=key)
             elif kind == EVENT_INSERTED:
-                memory.stored([key])
+                known = memory.get(key)  # a put may have been skipped since the commit that this tells of
+                if known is not None and known.reason is not MissReason.PUT_SKIPPED:
+                    memory.stored([key])
         if evicted and self.store is not None:
             self.store.evicted(evicted)
         if self._events:
