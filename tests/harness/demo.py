@@ -44,7 +44,7 @@ L1_MB_ACT_2 = 256
 MODEL, PROMPT_TOKENS, CHUNK_TOKENS, NEW_TOKENS = "160m", 6_000, 256, 16
 HIT_TOKENS = PROMPT_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
 WAIT_S = 60.0
-RECOVERY_S = 10.0
+RECOVERY_S = 20.0
 
 Row = dict[str, Any]
 
@@ -208,15 +208,15 @@ CASES_2 = (
 )
 
 
-def act_2(folder: Path, table: Table) -> None:
+def act_2(folder: Path, table: Table, size: str) -> None:
     """Real vLLM."""
     l1_mb = fitting_l1_mb(L1_MB_ACT_2, 160)
     say(
-        f"Act 2: real vLLM on the CPU, {PROMPT_TOKENS} tokens of prompt, a random-weight Llama of {MODEL} parameters"
+        f"Act 2: real vLLM on the CPU, {PROMPT_TOKENS} tokens of prompt, a random-weight Llama of {size} parameters"
     )
     draw = random.Random(7)
     prompt, warm_up = ([draw.randrange(3, 32_000) for _ in range(n)] for n in (PROMPT_TOKENS, 300))
-    model = vllm_model.ensure_model(MODEL)
+    model = vllm_model.ensure_model(size)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(ServerProcess(folder / "act2", l1_mb=l1_mb, l2="embedded"))
         server.start()
@@ -255,25 +255,30 @@ def act_2(folder: Path, table: Table) -> None:
         row(2, second.generate(prompt, max_tokens=NEW_TOKENS), HIT_TOKENS)
         server.kill()
         server.start()
-        row(3, until_hit(second, prompt), HIT_TOKENS)
+        row(3, after_recovery(server, second, prompt), HIT_TOKENS)
         server.stop()  # in order: what waits for L2 is written
         server.wipe_segment()
         server.start()
-        row(4, until_hit(second, prompt), HIT_TOKENS)
+        row(4, after_recovery(server, second, prompt), HIT_TOKENS)
         server.freeze()
         second.ask("reset_prefix_cache")
         row(5, second.generate(prompt, max_tokens=NEW_TOKENS), 0, 0)
         server.thaw()
-        row(6, until_hit(second, prompt), HIT_TOKENS)
+        row(6, after_recovery(server, second, prompt), HIT_TOKENS)
 
 
-def until_hit(vllm: VllmProcess, prompt: list[int]) -> dict[str, Any]:
-    """The prompt with vLLM's own cache emptied, again until the cache is back or should long have been."""
-    deadline_s = time.monotonic() + RECOVERY_S
+def after_recovery(server: ServerProcess, vllm: VllmProcess, prompt: list[int]) -> dict[str, Any]:
+    """The prompt with vLLM's own cache emptied, once both sides of the connector are attached and answer again."""
+
+    def attached() -> bool:
+        return int(server.get("/v1/status")["sessions"]["attached"]) >= 2
+
+    wait_for(attached, "vLLM did not attach again", RECOVERY_S)
+    begun_s = time.monotonic()
     while True:
         vllm.ask("reset_prefix_cache")
         result = vllm.generate(prompt, max_tokens=NEW_TOKENS)
-        if result["cached_tokens"] or time.monotonic() > deadline_s:
+        if result["cached_tokens"] or time.monotonic() - begun_s > RECOVERY_S:
             return result
 
 
@@ -338,6 +343,7 @@ def main() -> int:
     wish = os.environ.get("VLLM", os.environ.get("KVSTRATA_VLLM", ""))
     parser.add_argument("--vllm", default=wish, choices=("", "0", "1"))
     parser.add_argument("--act", type=int, choices=(1, 2), help="only this act")
+    parser.add_argument("--model", default=MODEL, choices=tuple(vllm_model.SIZES), help="of act 2")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, stop_on_signal)
     table = Table()
@@ -363,7 +369,7 @@ def main() -> int:
                     for case in CASES_2:
                         table.add(case, 2, run=False)
                 else:
-                    act_2(folder, table)
+                    act_2(folder, table, arguments.model)
                 table.print(
                     2,
                     [

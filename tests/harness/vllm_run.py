@@ -57,6 +57,7 @@ class VllmProcess:
         from tests.harness import vllm_env
 
         state.mkdir(parents=True, exist_ok=True)
+        self.model = model
         self.log = state / "vllm.log"
         llm: dict[str, Any] = {
             "model": str(model),

@@ -1,0 +1,202 @@
+"""P2 and P4 with real vLLM: bad bytes are computed instead, and the engine does not notice when the server is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.records import Extents
+from tests.harness.server_process import ServerProcess
+from tests.harness.vllm_run import VllmProcess
+from tests.vllm.conftest import Rig, chunks_in_l1, make_prompt, until
+
+pytestmark = pytest.mark.vllm
+
+STUCK_S = 0.1
+"""What waits for a stopped server waits for 0.3 s (the breaker) or longer, never for less; what does not, takes some
+hundred microseconds unless the machine is busy. So this tells the two apart without measuring the machine."""
+SCHEDULER_CALLS = (
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished",
+    "take_events",
+)
+WORKER_CALLS = ("handle_preemptions", "start_load_kv", "wait_for_save", "get_finished")
+
+
+@pytest.fixture(scope="module")
+def rig(
+    vllm_python: Path, vllm_model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Rig]:
+    """vLLM was started before there was a server."""
+    folder = tmp_path_factory.mktemp("degraded")
+    with (
+        ServerProcess(folder / "server", l1_mb=128) as server,
+        VllmProcess(
+            vllm_model_folder("19m"),
+            folder / "vllm",
+            extra=server.connector_config(),
+            options={"max_num_batched_tokens": 1024, "max_model_len": 8192},
+        ) as vllm,
+    ):
+        yield Rig(server, vllm)
+
+
+def attached(rig):
+    return rig.vllm.ask("client")["worker"]["connected"] and rig.vllm.ask("client")["scheduler"]["connected"]
+
+
+def check_calls(rig):
+    """No call on the engine's threads waited for the server."""
+    methods = rig.vllm.ask("take_calls")["methods"]
+    for name in SCHEDULER_CALLS:
+        if name in methods:
+            assert methods[name]["max_s"] < STUCK_S, (name, methods[name])
+    waited = sum(methods[name]["max_s"] for name in WORKER_CALLS if name in methods)
+    assert waited < 1.0, methods
+
+
+def test_server_absent_at_start_then_caching_begins_by_itself(rig):
+    prompt = rig.fresh_prompt(1_000)
+    cold = rig.vllm.generate(prompt)
+    assert cold["cached_tokens"] == 0
+    check_calls(rig)
+    rig.server.start()
+    until(lambda: attached(rig), "attaching to a server that came later")
+    again = rig.again(prompt)
+    assert (again["cached_tokens"], again["tokens"]) == (0, cold["tokens"])
+    until(lambda: chunks_in_l1(rig.server) == 3, "storing")
+    warm = rig.again(prompt)
+    assert (warm["cached_tokens"], warm["tokens"]) == (768, cold["tokens"])
+
+
+@pytest.mark.parametrize("when", ["before the request", "in prefill", "in decode"])
+def test_stopped_server_costs_nothing_but_the_cache(rig, when):
+    known, new = rig.fresh_prompt(1_000), rig.fresh_prompt(3_000)
+    cold = rig.stored(known)
+    expected = rig.vllm.generate(new, salt="reference", max_tokens=32)["tokens"]
+    assert rig.vllm.ask("reset_prefix_cache")
+    rig.vllm.ask("take_calls")
+    if when == "before the request":
+        rig.server.freeze()
+    request = rig.vllm.ask("submit", prompt=new, max_tokens=32)
+    if when != "before the request":
+        rig.vllm.ask("step", n=2 if when == "in prefill" else 8)
+        rig.server.freeze()
+    done = []
+    while not done:
+        done = rig.vllm.ask("step", n=4)
+    assert [d["request"] for d in done] == [request] and done[0]["tokens"] == expected
+    frozen = rig.again(known)
+    assert frozen["tokens"] == cold["tokens"]
+    check_calls(rig)
+    rig.server.thaw()
+    until(lambda: attached(rig), "noticing that the server goes on")
+    warm = until(lambda: hit_of(rig, known), "hitting again")
+    assert (warm["cached_tokens"], warm["tokens"]) == (768, cold["tokens"])
+
+
+def hit_of(rig, prompt):
+    """The result if it was a hit. Right after its return a server's heartbeat may still be old."""
+    result = rig.again(prompt)
+    return result if result["cached_tokens"] else None
+
+
+@pytest.mark.parametrize("tokens_before", [2, 8])
+def test_killed_server_costs_nothing_and_its_pool_is_there_again(rig, tokens_before):
+    known, new = rig.fresh_prompt(1_000), rig.fresh_prompt(3_000)
+    cold = rig.stored(known)
+    expected = rig.vllm.generate(new, salt="reference", max_tokens=32)["tokens"]
+    assert rig.vllm.ask("reset_prefix_cache")
+    rig.vllm.ask("take_calls")
+    rig.vllm.ask("submit", prompt=new, max_tokens=32)
+    rig.vllm.ask("step", n=tokens_before)
+    rig.server.kill()
+    done = []
+    while not done:
+        done = rig.vllm.ask("step", n=4)
+    assert done[0]["tokens"] == expected
+    assert rig.again(known)["tokens"] == cold["tokens"]
+    check_calls(rig)
+    assert rig.server.start()["adopted"]
+    until(lambda: attached(rig), "attaching again")
+    warm = until(lambda: hit_of(rig, known), "hitting what was stored before")
+    assert (warm["cached_tokens"], warm["tokens"]) == (768, cold["tokens"])
+
+
+def test_server_that_lost_its_pool_is_filled_again(rig):
+    known = rig.fresh_prompt(1_000)
+    cold = rig.stored(known)
+    rig.server.kill()
+    rig.server.wipe_segment()
+    assert not rig.server.start()["adopted"]
+    until(lambda: attached(rig), "attaching again")
+    again = rig.again(known)
+    assert (again["cached_tokens"], again["tokens"]) == (0, cold["tokens"])
+    until(lambda: chunks_in_l1(rig.server) == 3, "storing again")
+    warm = rig.again(known)
+    assert (warm["cached_tokens"], warm["tokens"]) == (768, cold["tokens"])
+
+
+def records_of_new_chunks(rig, prompt):
+    """(extents, offsets and headers of what storing this prompt added)."""
+    extents = Extents(rig.server.segment_dir)
+    before = {header.key for header in extents.records().values()}
+    result = rig.stored(prompt)
+    added = [(at, h) for at, h in extents.records().items() if h.key not in before]
+    return extents, added, result
+
+
+def test_flipped_bit_is_computed_instead_and_healed(rig):
+    prompt = rig.fresh_prompt(1_400)
+    extents, added, cold = records_of_new_chunks(rig, prompt)
+    third = chain([header for _, header in added])[2]
+    extents.flip_a_byte(next(at for at, header in added if header.key == third.key), third)
+    bad = rig.again(prompt)
+    assert bad["tokens"] == cold["tokens"]
+    rig.vllm.ask("idle_steps", n=2)
+    assert rig.vllm.ask("client")["worker"]["corrupt_chunks"] >= 1
+    healed = until(lambda: full_hit(rig, prompt, 1_280), "storing the chunk again")
+    assert healed["tokens"] == cold["tokens"]
+    extents.close()
+
+
+def chain(headers):
+    """Headers in the order of their chunks."""
+    by_parent = {header.parent_key: header for header in headers}
+    ordered = [by_parent[bytes(32)]]
+    while ordered[-1].key in by_parent:
+        ordered.append(by_parent[ordered[-1].key])
+    assert len(ordered) == len(headers)
+    return ordered
+
+
+def full_hit(rig, prompt, tokens):
+    result = rig.again(prompt)
+    return result if result["cached_tokens"] == tokens else None
+
+
+def test_what_is_stored_is_what_is_used(rig):
+    """The counter-test: other KV with fitting checksums changes the output, so hits really are loaded."""
+    prompt = rig.fresh_prompt(1_000)
+    extents, added, cold = records_of_new_chunks(rig, prompt)
+    for seed, (at, header) in enumerate(added):
+        extents.replace_payload(at, header, seed)
+    warm = rig.again(prompt)
+    assert warm["cached_tokens"] == 768
+    assert warm["tokens"] != cold["tokens"]
+    extents.close()
+
+
+def test_same_prompt_without_any_cache_gives_the_same_tokens(rig, tmp_path):
+    """The reference that all others rest on: vLLM without a connector."""
+    prompt = make_prompt(77, 1_500)
+    ours = rig.stored(prompt)
+    warm = rig.again(prompt)
+    with VllmProcess(rig.vllm.model, tmp_path / "plain", extra=None) as plain:
+        assert plain.generate(prompt)["tokens"] == ours["tokens"] == warm["tokens"]
