@@ -70,8 +70,8 @@ def changed_requests(draw: st.DrawFn) -> bytes:
     data = msgspec.msgpack.encode(request)
     if draw(st.booleans()):  # one more field, nested deeper than any parser's stack
         nested = draw(st.sampled_from([b"\x91", b"\x81\xa1k"])) * draw(st.integers(1, 30_000))
-        field = msgspec.msgpack.encode(draw(st.sampled_from(["facts", "layout", "x"])))
-        data = b"\xdf" + (len(request) + 1).to_bytes(4, "big") + data[1:] + field + nested + b"\xc0"
+        name_bytes = msgspec.msgpack.encode(draw(st.sampled_from(["facts", "layout", "x"])))
+        data = b"\xdf" + (len(request) + 1).to_bytes(4, "big") + data[1:] + name_bytes + nested + b"\xc0"
     return data
 
 

@@ -251,6 +251,9 @@ def test_warm_restart_where_shm_is_too_small(place: Place, tmp_path: Path) -> No
                     b"through both servers"
                 )
             second.kill()
+        with AttachServerChild(place, log=log, under=SMALL_SHM) as third:  # the dead one's lock is gone too
+            assert third.start["adopted"]
+            assert row in rows_of(third)
         assert holder_client.process_id(place.socket_dir / "holder.sock") == holder
 
 
@@ -261,6 +264,24 @@ def test_second_server_on_a_held_segment_is_refused(place: Place, tmp_path: Path
         with pytest.raises(ChildEnded, match=r"SegmentError: .* in use by server process"):
             AttachServerChild(place, log=log, under=SMALL_SHM)
         server.ask("validate")
+
+
+@needs_namespaces
+@pytest.mark.parametrize("adopted", [False, True])
+def test_what_the_holder_hands_out_does_not_carry_the_servers_lock(
+    place: Place, tmp_path: Path, adopted: bool
+) -> None:
+    log = tmp_path / "log"
+    if adopted:
+        with AttachServerChild(place, log=log, under=SMALL_SHM) as first:
+            first.kill()
+    with AttachServerChild(place, log=log, under=SMALL_SHM) as server:
+        assert server.start["adopted"] == adopted
+        fds = holder_client.fetch(place.socket_dir / "holder.sock")
+        assert not linux.lock_whole_file(fds[0])
+        server.kill()
+        assert linux.lock_whole_file(fds[0])
+        linux.close_all(fds)
 
 
 @needs_namespaces

@@ -155,6 +155,25 @@ def test_a_segment_being_made_is_never_seen_unlocked(settings: SegmentSettings) 
     Segment.open(settings).close()  # the other server died before it made a pool
 
 
+def test_an_index_replaced_between_open_and_lock_is_not_taken_for_the_one_at_its_path(
+    settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Segment.open(settings).close()
+    index = settings.directory / "index"
+    lock = linux.lock_whole_file
+
+    def replace_then_lock(fd: int) -> bool:
+        if index.exists() and index.stat().st_ino == os.fstat(fd).st_ino:
+            monkeypatch.undo()
+            index.rename(settings.directory / "away")
+        return lock(fd)
+
+    monkeypatch.setattr(linux, "lock_whole_file", replace_then_lock)
+    found = Segment.open(settings)
+    assert index.stat().st_ino == os.fstat(found.descriptors.index_readonly).st_ino
+    found.close()
+
+
 def test_destroy_leaves_nothing(settings: SegmentSettings) -> None:
     fds = open_fds()
     found = Segment.open(settings)
