@@ -15,7 +15,9 @@ namespace kvstrata {
 
 namespace {
 
-constexpr std::uint64_t kStepBytes = 64ULL << 20;
+// Populating holds the lock of the address space: in larger steps, every mmap of another thread
+// (Python makes them with the GIL held) would wait for tens of milliseconds.
+constexpr std::uint64_t kStepBytes = 2ULL << 20;
 constexpr std::uint64_t kPage = 4096;
 
 }  // namespace
