@@ -6,13 +6,15 @@ import asyncio
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
 from kvstrata.clock import SystemClock
 from kvstrata.errors import StorageError
+from kvstrata.storage import fs
 from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus, StorageAdapter
 from kvstrata.storage.fs import FsAdapter, FsSettings
 from kvstrata.storage.lanes import Lane
@@ -53,7 +55,7 @@ class Folder(Medium):
 
 class TestFs(AdapterContract):
     use_odirect = False
-    per_op_workers: dict[Lane, int] = {}
+    per_op_workers: Mapping[Lane, int] = MappingProxyType({})
 
     def make_medium(self, folder: Path) -> Folder:
         return Folder(folder / "a base with spaces")
@@ -66,7 +68,7 @@ class TestFs(AdapterContract):
                 capacity_bytes=capacity_bytes,
                 min_free_bytes=0,
                 use_odirect=self.use_odirect,
-                per_op_workers=self.per_op_workers,
+                per_op_workers=dict(self.per_op_workers),
             )
         )
 
@@ -80,7 +82,7 @@ class TestFsDirect(TestFs):
 class TestFsOwnLanes(TestFs):
     """Every lane with a thread of its own."""
 
-    per_op_workers = dict.fromkeys(Lane, 1)
+    per_op_workers = MappingProxyType(dict.fromkeys(Lane, 1))
 
 
 class TestFsGuarded(TestFs):
@@ -91,9 +93,6 @@ class TestFsGuarded(TestFs):
         limits = DeadlineLimits(max_stuck_bytes=1 << 30, deadline_ms=600_000)
         guarded = DeadlineAdapter(super().make_adapter(medium, capacity_bytes), limits, clock)
         return MeteredAdapter(guarded, lambda report: None, clock)
-
-
-Open = Callable[..., "asyncio.Future[FsAdapter]"]
 
 
 @pytest.fixture
@@ -310,10 +309,11 @@ async def test_a_record_being_loaded_is_not_evicted(open_fs) -> None:
     assert await wait == [LOADED]
 
 
-async def test_a_full_lane_throttles_and_drops_the_hold(open_fs) -> None:
+async def test_a_full_lane_throttles_and_drops_the_hold(open_fs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fs, "QUEUE_LIMIT", 8)
     adapter = await open_fs(num_workers=2)
     gate = threading.Event()
-    items = [put_item(key_of(n), 100, gate=gate) for n in range(1100)]
+    items = [put_item(key_of(n), 100, gate=gate) for n in range(40)]
     wait = asyncio.create_task(adapter.put(items))
     await watched(items[0]).until_asked()
     gate.set()

@@ -23,14 +23,21 @@ import asyncio
 import collections
 import functools
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from kvstrata.policy.prefetch import Hole, Plan, Run, Source, make_plan, miss_reason, next_batch, reserve_runs
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
-from kvstrata.storage.base import Found, LoadItem, LoadOutcome, LoadStatus, Presence
+from kvstrata.storage.base import (
+    Found,
+    LoadItem,
+    LoadOutcome,
+    LoadStatus,
+    Presence,
+    log_broken_contract,
+)
 from kvstrata.types import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -57,7 +64,19 @@ class PrefetchLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Fetches that load from one adapter at a time."""
     batch_bytes: int = 64 << 20
     patience_share: float = 0.25
-    """Share of the time left that one adapter gets for `exists` when others come after it."""
+    """Share of the time left that one adapter gets for `exists` when others come after it, at most …"""
+    patience_s: float = 0.5
+    """… so many seconds."""
+
+    @classmethod
+    def of(cls, l1_bytes: int, n_adapters: int, max_in_flight: int = 8) -> PrefetchLimits:
+        """Limits for a pool of so many bytes: all adapters together stay within one session's share (1/8)."""
+        in_flight_bytes = l1_bytes // (8 * max(2, n_adapters))
+        return cls(
+            in_flight_bytes=in_flight_bytes,
+            max_in_flight=max_in_flight,
+            batch_bytes=min(64 << 20, in_flight_bytes // 2),
+        )
 
 
 class FetchOutcome(NamedTuple):
@@ -88,19 +107,20 @@ class _Gate:
 
     async def enter(self, fetch: _Fetch, need_bytes: int) -> bool:
         """Wait for a place. False: the fetch's time was over first, or too many wait."""
+        if not fetch.expired:
+            self._give_up(lambda waiter: waiter.expired)
         if not self._waiters and self._try(fetch, need_bytes):
             return True
-        if fetch.expired or len(self._waiters) >= MAX_WAITING:
+        if len(self._waiters) >= MAX_WAITING or (fetch.expired and self._waiters):
             return False
         place: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiters.append((fetch, need_bytes, place))
         return await place
 
     def expire(self, fetch: _Fetch) -> None:
-        """The fetch has nobody waiting any more: it leaves its slot and the queue."""
-        for waiter, _, place in self._waiters:
-            if waiter is fetch and not place.done():
-                place.set_result(False)
+        """Nobody waits for the fetch any more: it leaves its slot, and the queue if others wait there."""
+        if fetch.abandoned or any(not waiter.expired for waiter, _, _ in self._waiters):
+            self._give_up(lambda waiter: waiter is fetch)
         self.leave(fetch)
 
     def leave(self, fetch: _Fetch) -> None:
@@ -122,6 +142,12 @@ class _Gate:
             self._inside.add(fetch)
         self.loading_bytes += need_bytes
         return True
+
+    def _give_up(self, which: Callable[[_Fetch], bool]) -> None:
+        for waiter, _, place in self._waiters:
+            if which(waiter) and not place.done():
+                place.set_result(False)
+        self._waiters = collections.deque(entry for entry in self._waiters if not entry[2].done())
 
     def _admit(self) -> None:
         while self._waiters:
@@ -161,6 +187,8 @@ class _Fetch:
         self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._states: dict[int, str | None] = {}
         """Per hole (by key number): None under way or not begun, "" there, else why not."""
+        self._loaded: set[int] = set()
+        """Chunks with a slice that came from an adapter."""
         self._ready = 0
         """Leading holes that are there."""
 
@@ -170,9 +198,11 @@ class _Fetch:
         self._states = dict.fromkeys((hole.number for hole in plan.holes), None)
         self._advance()
 
-    def there(self, hole: Hole) -> None:
-        """The hole is filled."""
+    def there(self, hole: Hole, *, loaded: bool) -> None:
+        """The hole is filled, by a load or because the chunk was in L1 already."""
         self._states[hole.number] = ""
+        if loaded:
+            self._loaded.add(hole.number // self.n_slices)
         self._advance()
 
     def failed(self, hole: Hole, reason: str) -> None:
@@ -199,8 +229,7 @@ class _Fetch:
             n_chunks = hole.number // self.n_slices
             detail = self._states[hole.number] or "deadline"
             reason = miss_reason(detail)
-        loaded = {hole.number // self.n_slices for hole in holes[: self._ready]}
-        return FetchOutcome(n_chunks, sum(chunk < n_chunks for chunk in loaded), reason, detail)
+        return FetchOutcome(n_chunks, sum(chunk < n_chunks for chunk in self._loaded), reason, detail)
 
     def _advance(self) -> None:
         holes = self.plan.holes
@@ -385,13 +414,13 @@ class PrefetchController:
         """`exists` of one adapter, waiting no longer than its patience."""
         left_s = max(0.0, deadline_s - self._clock.monotonic_s())
         last = number == len(self._adapters) - 1
-        patience_s = left_s if last else left_s * self.limits.patience_share
+        patience_s = left_s if last else min(left_s * self.limits.patience_share, self.limits.patience_s)
         try:
             return await asyncio.wait_for(self._adapters[number].exists(keys), patience_s)
         except TimeoutError:
             return [Found(Presence.UNKNOWN, 0, "deadline")] * len(keys)
-        except Exception:  # the plugin boundary: an adapter that raises broke its contract
-            log.exception("%s: exists raised", self._names[number])
+        except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
+            log_broken_contract(self._names[number], "exists", error)
             return [Found(Presence.UNKNOWN, 0, "adapter_error")] * len(keys)
 
     async def _elsewhere(self, fetch: _Fetch, lost: list[tuple[Hole, str]]) -> None:
@@ -443,7 +472,7 @@ class PrefetchController:
         if reason := load.result():
             self._not_filled(fetch, [(hole, reason)])
         else:
-            fetch.there(hole)
+            fetch.there(hole, loaded=True)
 
     # -- one batch -----------------------------------------------------------------------------------------
 
@@ -497,7 +526,7 @@ class PrefetchController:
                 if chunk >= refused_at:
                     fetch.failed(hole, "refused")
             elif outcome == ReserveOutcome.PRESENT:
-                fetch.there(hole)
+                fetch.there(hole, loaded=False)
             else:
                 word = ReserveOutcome(outcome).name.lower()
                 self._counts[f"reserve:{word}"] += 1
@@ -523,8 +552,8 @@ class PrefetchController:
         lengths = {item.key: item.hold.length for item in items}
         try:
             outcomes = await adapter.load(items)
-        except Exception:  # the plugin boundary: an adapter that raises broke its contract
-            log.exception("%s: load raised", self._names[number])
+        except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
+            log_broken_contract(self._names[number], "load", error)
             outcomes = [LoadOutcome(LoadStatus.FAILED, "adapter_error")] * len(items)
         finally:  # also when cancelled: the holds are the medium's, the reservations are ours
             self._gates[number].ended(batch_bytes)
@@ -564,7 +593,7 @@ class PrefetchController:
             if reason:
                 failed.append((hole, reason))
             else:
-                fetch.there(hole)
+                fetch.there(hole, loaded=True)
         self._not_filled(fetch, failed)
         if foreign:
             log.error("%s: %d records do not name the identity asked for", self._names[number], len(foreign))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from kvstrata.policy.store import Backlog, EvictAhead, PutPlanner, RetryRule, Skip, StorePolicy
-from kvstrata.storage.base import PutItem, PutOutcome, PutStatus
+from kvstrata.storage.base import PutItem, PutOutcome, PutStatus, log_broken_contract
 
 if TYPE_CHECKING:
     from kvstrata.native.pool import Hold, Pool
@@ -48,6 +48,12 @@ class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Keys committed but not looked at yet."""
     retry: RetryRule = RetryRule()
     evict_ahead: EvictAhead = EvictAhead()
+
+    @classmethod
+    def of(cls, l1_bytes: int, backlog_share: float = 0.25) -> StoreLimits:
+        """Limits for a pool of so many bytes."""
+        backlog_bytes = int(l1_bytes * backlog_share)
+        return cls(backlog_bytes=backlog_bytes, batch_bytes=min(64 << 20, backlog_bytes // 4))
 
 
 class _Pending(NamedTuple):
@@ -266,19 +272,22 @@ class StoreController:
             while not puts.queue:
                 puts.work_there.clear()
                 await puts.work_there.wait()
-            batch = self._next_batch(puts)
-            puts.in_flight += len(batch)
-            outcomes = [PutOutcome(PutStatus.FAILED, Skip.STOPPING)] * len(batch)
-            try:
-                outcomes = await puts.adapter.put([PutItem(p.key, p.hold) for p in batch])
-            except Exception:  # the plugin boundary: an adapter that raises broke its contract
-                log.exception("%s: put raised", puts.name)
-                outcomes = [PutOutcome(PutStatus.FAILED, "adapter_error")] * len(batch)
-            finally:  # also when cancelled: the holds are the medium's, the counts are ours
-                puts.in_flight -= len(batch)
-                for pending, (status, reason) in zip(batch, outcomes, strict=True):
-                    self._ended(puts, pending, status, reason)
-                self._note_progress()
+            await self._put_batch(puts, self._next_batch(puts))
+
+    async def _put_batch(self, puts: _Puts, batch: list[_Pending]) -> None:
+        """Put one batch and account for it. Nothing here refers to its holds afterwards."""
+        puts.in_flight += len(batch)
+        outcomes = [PutOutcome(PutStatus.FAILED, Skip.STOPPING)] * len(batch)
+        try:
+            outcomes = await puts.adapter.put([PutItem(p.key, p.hold) for p in batch])
+        except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
+            log_broken_contract(puts.name, "put", error)
+            outcomes = [PutOutcome(PutStatus.FAILED, "adapter_error")] * len(batch)
+        finally:  # also when cancelled: the holds are the medium's, the counts are ours
+            puts.in_flight -= len(batch)
+            for pending, (status, reason) in zip(batch, outcomes, strict=True):
+                self._ended(puts, pending, status, reason)
+            self._note_progress()
 
     def _next_batch(self, puts: _Puts) -> list[_Pending]:
         batch = [puts.queue.popleft()]

@@ -5,7 +5,8 @@ Invariants
 2. Each item carries a hold on its extent.  The lowest layer that touches the bytes drops the hold when the
    medium has really finished with them; a deadline or a cancelled await ends the wait, never the hold.
 3. A key that is not there is an outcome (ABSENT), not an exception.  Exceptions mean that the adapter broke
-   its contract; the caller counts them as FAILED for every item of the batch.
+   its contract; the caller counts them as FAILED for every item of the batch.  Holds that were not dropped then
+   end with the last reference to them.
 4. STORED means durable where `capabilities.persistent` is true.
 5. Bytes of a LOADED item were checked against the record's checksums; CORRUPT means that the adapter has also
    removed or quarantined the bad copy, so that the next put can heal it.
@@ -14,6 +15,8 @@ Invariants
 from __future__ import annotations
 
 import enum
+import logging
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,6 +24,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from kvstrata.errors import StorageError
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from kvstrata.clock import Clock
@@ -123,6 +128,16 @@ class Usage(NamedTuple):
     used_bytes: int
     capacity_bytes: int
     records: int
+
+
+def log_broken_contract(name: str, operation: str, error: BaseException) -> None:
+    """Log that an adapter raised, and let go of what its frames refer to.
+
+    Holds of items that it did not drop then end with the last reference that the medium itself has.
+    """
+    text = "".join(traceback.format_exception(error))
+    log.error("%s: %s raised, which the storage contract forbids\n%s", name, operation, text)
+    traceback.clear_frames(error.__traceback__)
 
 
 class StorageAdapter(ABC):

@@ -39,6 +39,7 @@ import msgspec
 
 from kvstrata.errors import StorageError
 from kvstrata.native import copying
+from kvstrata.native.copying import CopyOutcome
 from kvstrata.storage.base import (
     AdapterContext,
     Capabilities,
@@ -66,6 +67,8 @@ MIN_RECORD_BYTES = BLOCK_BYTES + 1
 LOCK_NAME = ".kvstrata.lock"
 GROUPS_IN_CAP = 4
 """A put batch is cut into groups of at most cap / 4; one larger than the cap then evicts its own oldest."""
+QUEUE_LIMIT = 1024
+"""Records that may wait in one lane."""
 RECENCY_NS = 3600 * 10**9
 """A load is written to the file's access time when the last one written is older than this."""
 
@@ -74,7 +77,7 @@ _PART = re.compile(r"[0-9a-f]{64}\.[0-9]+\.part")
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 MAGIC = b"KVSTRATA"
-_MAGIC_AND_LENGTH = struct.Struct("<8s4xI")
+_MAGIC_LENGTH_KEY = struct.Struct("<8s4xI32s")
 _STORED_BYTES = struct.Struct("<Q")
 _STORED_BYTES_AT = 88
 _HEADER_BYTES = 512
@@ -169,6 +172,7 @@ class FsAdapter(StorageAdapter):
             self.name,
             num_workers=self.settings.num_workers,
             per_op_workers=self.settings.per_op_workers,
+            queue_limit=QUEUE_LIMIT,
         )
         try:
             await self._in_lane(Lane.DELETE, lambda: self._own_directory(context.instance_id))
@@ -608,16 +612,17 @@ class FsAdapter(StorageAdapter):
             try:
                 status = os.fstat(fd)
                 if status.st_size != hold.length:
-                    return self._wrong_length(path, fd, status.st_size, hold.length)
+                    return self._wrong_length(item, path, fd, status.st_size)
                 with hold.view() as view:
                     whole = _read_record_into(fd, view, direct)
                 if refresh:
                     os.utime(fd, ns=(self._now_ns(), status.st_mtime_ns))
             finally:
                 os.close(fd)
-            if whole and copying.verify_record(hold.address, hold.length, item.key) == 0:
+            if whole and copying.verify_record(hold.address, hold.length, item.key) == CopyOutcome.OK:
                 return LoadOutcome(LoadStatus.LOADED)
-            log.warning("%s: %s is corrupt and is removed", self.name, path)
+            why = copying.explain_record(hold.address, hold.length, item.key) if whole else "it was cut"
+            log.warning("%s: %s is corrupt and is removed: %s", self.name, path, why)
             return LoadOutcome(LoadStatus.CORRUPT, "checksum")
         except FileNotFoundError:
             return LoadOutcome(LoadStatus.ABSENT)
@@ -627,14 +632,15 @@ class FsAdapter(StorageAdapter):
         finally:
             hold.drop()
 
-    def _wrong_length(self, path: str, fd: int, size_bytes: int, asked_bytes: int) -> LoadOutcome:
+    def _wrong_length(self, item: LoadItem, path: str, fd: int, size_bytes: int) -> LoadOutcome:
         """A whole record of another length than asked for is the caller's mistake, else it is corrupt."""
         with mmap.mmap(-1, BLOCK_BYTES) as page, memoryview(page) as block:
             found = os.preadv(fd, [block], 0)
             if found >= _HEADER_BYTES:
-                magic, header_bytes = _MAGIC_AND_LENGTH.unpack_from(block, 0)
+                magic, header_bytes, key = _MAGIC_LENGTH_KEY.unpack_from(block, 0)
                 (stored_bytes,) = _STORED_BYTES.unpack_from(block, _STORED_BYTES_AT)
-                if magic == MAGIC and header_bytes + stored_bytes == size_bytes:
+                if magic == MAGIC and key == item.key and header_bytes + stored_bytes == size_bytes:
+                    asked_bytes = item.hold.length
                     log.error("%s: %s has %d bytes, asked for %d", self.name, path, size_bytes, asked_bytes)
                     return LoadOutcome(LoadStatus.FAILED, "length")
         log.warning("%s: %s is cut or torn (%d bytes) and is removed", self.name, path, size_bytes)
@@ -705,8 +711,9 @@ class FsAdapter(StorageAdapter):
                     self._used_bytes -= _charge(file.size_bytes)
             done.set_result(None)
         if evicted and self._context is not None:
-            for key in files.keys() - failed:
-                self._context.record_evicted(key)
+            for key in files:
+                if key not in failed:
+                    self._context.record_evicted(key)
         return len(files) - len(failed)
 
     def _unlink_all(self, keys: list[bytes], durable: bool) -> set[bytes]:

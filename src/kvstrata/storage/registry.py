@@ -245,9 +245,10 @@ def _factory(kind: str, where: str) -> Factory:
 def _fs(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
     from kvstrata.storage.fs import FsAdapter, FsSettings
 
-    base_path = fields.text("base_path")
-    if not os.path.isabs(base_path):
-        raise fields.wrong("base_path", "must be an absolute path")
+    base_path = os.path.expanduser(fields.text("base_path"))
+    if base_path.startswith("~"):
+        raise fields.wrong("base_path", "must be an absolute path, the home directory is not known here")
+    base_path = os.path.abspath(base_path)
     tmp = fields.text("relative_tmp_dir", "tmp")
     parts = tmp.split(os.sep)
     if os.path.isabs(tmp) or any(part in ("", ".", "..") for part in parts):

@@ -29,7 +29,6 @@ from kvstrata.storage.base import (
     LoadOutcome,
     LoadStatus,
     Presence,
-    PutItem,
     PutOutcome,
     PutStatus,
     StorageAdapter,
@@ -277,6 +276,17 @@ class AdapterContract(ABC):
             assert await self.put(adapter, 1, 2) == [STORED] * 2
             assert await self.load(adapter, 1, 2) == [LOADED] * 2
 
+    async def test_swapped_records_of_different_length_are_corrupt_and_healed(self, medium: Medium) -> None:
+        async with self.opened(medium) as adapter:
+            await self.put(adapter, 1)
+            await self.put(adapter, 2, size=77)
+            medium.swap(key_of(1), key_of(2))
+            for number, size in ((1, SIZE), (2, 77)):
+                [outcome] = await self.load(adapter, number, size=size)
+                assert outcome.status is LoadStatus.CORRUPT
+                assert await self.put(adapter, number, size=size) == [STORED]
+                assert await self.load(adapter, number, size=size) == [LOADED]
+
     # -- holds ---------------------------------------------------------------------------------------------
 
     async def test_holds_of_every_outcome_are_dropped_once(self, medium: Medium) -> None:
@@ -288,8 +298,8 @@ class AdapterContract(ABC):
         loads = [load_item(key_of(1), SIZE)]
         assert [o.status for o in await adapter.put(items)] == [PutStatus.FAILED] * 2
         assert [o.status for o in await adapter.load(loads)] == [LoadStatus.FAILED]
-        for item in (*items, *loads):
-            watched(item).check()
+        for hold in (*map(watched, items), *map(watched, loads)):
+            hold.check()
 
     async def test_a_cancelled_put_keeps_its_holds_until_the_medium_is_done(self, medium: Medium) -> None:
         gate = threading.Event() if self.waits_in_threads else None
@@ -342,8 +352,8 @@ class AdapterContract(ABC):
             await asyncio.sleep(0)
             await adapter.close()
             await asyncio.gather(*waits)
-            for item in (*puts, *loads):
-                watched(item).check()
+            for hold in (*map(watched, puts), *map(watched, loads)):
+                hold.check()
 
     async def test_puts_that_block_delay_no_lookup(self, medium: Medium) -> None:
         if not self.waits_in_threads:
@@ -521,7 +531,7 @@ class AdapterContract(ABC):
 
     async def test_items_of_no_legal_form_are_failed_one_by_one(self, medium: Medium) -> None:
         async with self.opened(medium) as adapter:
-            short_key = PutItem(b"short", put_item(key_of(1), SIZE).hold)
+            short_key = put_item(key_of(1), SIZE)._replace(key=b"short")
             good = put_item(key_of(2), SIZE)
             bad, stored = await adapter.put([short_key, good])
             assert bad.status is PutStatus.FAILED

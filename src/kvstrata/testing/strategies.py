@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from hypothesis import strategies as st
 
-from kvstrata.native import copying
+from kvstrata.native.copying import RecordSpec, record_bytes, seal_record
 from kvstrata.storage.base import LoadItem, PutItem
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def section_lengths(payload_bytes: int) -> list[int]:
 
 def record_length(payload_bytes: int) -> int:
     """Bytes of a whole record with such a payload."""
-    return copying.record_bytes(len(section_lengths(payload_bytes)), payload_bytes)
+    return record_bytes(len(section_lengths(payload_bytes)), payload_bytes)
 
 
 class WatchedHold:
@@ -120,8 +120,8 @@ def record_hold(
     hold = WatchedHold(key, record_length(len(payload)), for_put=True, gate=gate)
     header_bytes = hold.length - len(payload)
     hold._pages[header_bytes : hold.length] = payload
-    spec = copying.RecordSpec(key, identity, bytes(32), bytes(32), 256)
-    copying.seal_record(hold.address, hold.length, spec, lengths)
+    spec = RecordSpec(key, identity, bytes(32), bytes(32), 256)
+    seal_record(hold.address, hold.length, spec, lengths)
     return hold
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -39,6 +39,7 @@ from kvstrata.storage.base import (
     PutStatus,
     StorageAdapter,
     Usage,
+    log_broken_contract,
 )
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class DeadlineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Time for one operation, and again for every `bytes_per_deadline` of its payload."""
     bytes_per_deadline: int = 64 << 20
     max_stuck_bytes: int
-    failures: int = 5
+    failures: int = 3
     open_s: float = 1.0
     max_open_s: float = 30.0
     close_s: float = 10.0
@@ -97,18 +98,17 @@ class Breaker:
             self.state = BreakerState.PROBING
         return True
 
-    def ended(self, well: bool | None, now_s: float) -> None:
-        """How an admitted operation ended; None: it says nothing (the caller went away)."""
+    def ended(self, well: bool, now_s: float) -> None:
+        """How an admitted operation ended."""
         if well:
             self.state = BreakerState.CLOSED
             self._failed_in_a_row = 0
             self._open_s = self._first_open_s
         elif self.state is BreakerState.PROBING:
             self.state = BreakerState.OPEN
-            if well is not None:
-                self._open_s = min(2 * self._open_s, self._max_open_s)
-                self._until_s = now_s + self._open_s
-        elif well is not None and self.state is BreakerState.CLOSED:
+            self._open_s = min(2 * self._open_s, self._max_open_s)
+            self._until_s = now_s + self._open_s
+        elif self.state is BreakerState.CLOSED:
             self._failed_in_a_row += 1
             if self._failed_in_a_row >= self._limit:
                 self.state = BreakerState.OPEN
@@ -142,70 +142,47 @@ class DeadlineAdapter(StorageAdapter):
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
         """As the inner adapter; UNKNOWN at the deadline and while a breaker is open."""
-        now_s = self._clock.monotonic_s()
-        if not self._breakers["load"].would_admit(now_s) or not self._breakers["exists"].admit(now_s):
+        if not self._breakers["load"].would_admit(self._clock.monotonic_s()) or not self._admit("exists"):
             return [Found(Presence.UNKNOWN, 0, BREAKER_OPEN)] * len(keys)
-        well: bool | None = None
         try:
-            found = await self._bounded(self.inner.exists(keys), 0)
-            _check_count(self.name, found, keys)
-            well = _answered([f.reason if f.presence is Presence.UNKNOWN else None for f in found])
+            return await self._bounded("exists", self.inner.exists(keys), keys, 0, _found_says_why_not)
         except _Failed as failed:
-            well = False
-            found = [Found(Presence.UNKNOWN, 0, failed.reason)] * len(keys)
-        finally:
-            self._breakers["exists"].ended(well, self._clock.monotonic_s())
-        return found
+            return [Found(Presence.UNKNOWN, 0, failed.reason)] * len(keys)
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """As the inner adapter; FAILED at the deadline and while the breaker is open."""
-        if not self._admit("put"):
+        payload_bytes = sum(item.hold.length for item in items)
+        if self._is_stuck() or not self._admit("put"):
             for item in items:
                 item.hold.drop()
             return [PutOutcome(PutStatus.FAILED, BREAKER_OPEN)] * len(items)
-        well: bool | None = None
         try:
-            outcomes = await self._bounded(self.inner.put(items), sum(item.hold.length for item in items))
-            _check_count(self.name, outcomes, items)
-            well = _answered([o.reason if o.status is PutStatus.FAILED else None for o in outcomes])
+            return await self._bounded("put", self.inner.put(items), items, payload_bytes, _put_says_why_not)
         except _Failed as failed:
-            well = False
-            outcomes = [PutOutcome(PutStatus.FAILED, failed.reason)] * len(items)
-        finally:
-            self._breakers["put"].ended(well, self._clock.monotonic_s())
-        return outcomes
+            return [PutOutcome(PutStatus.FAILED, failed.reason)] * len(items)
 
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
         """As the inner adapter; FAILED at the deadline and while the breaker is open."""
-        if not self._admit("load"):
+        payload_bytes = sum(item.hold.length for item in items)
+        if self._is_stuck() or not self._admit("load"):
             for item in items:
                 item.hold.drop()
             return [LoadOutcome(LoadStatus.FAILED, BREAKER_OPEN)] * len(items)
-        well: bool | None = None
         try:
-            outcomes = await self._bounded(self.inner.load(items), sum(item.hold.length for item in items))
-            _check_count(self.name, outcomes, items)
-            well = _answered([o.reason if o.status is LoadStatus.FAILED else None for o in outcomes])
+            return await self._bounded(
+                "load", self.inner.load(items), items, payload_bytes, _load_says_why_not
+            )
         except _Failed as failed:
-            well = False
-            outcomes = [LoadOutcome(LoadStatus.FAILED, failed.reason)] * len(items)
-        finally:
-            self._breakers["load"].ended(well, self._clock.monotonic_s())
-        return outcomes
+            return [LoadOutcome(LoadStatus.FAILED, failed.reason)] * len(items)
 
     async def delete(self, keys: Sequence[bytes]) -> int:
         """As the inner adapter; 0 at the deadline and while the breaker is open."""
-        if not self._breakers["delete"].admit(self._clock.monotonic_s()):
+        if not self._admit("delete"):
             return 0
-        well: bool | None = None
         try:
-            count = await self._bounded(self.inner.delete(keys), 0)
-            well = True
+            return await self._in_time("delete", self.inner.delete(keys), 0, lambda count: True)
         except _Failed:
-            well, count = False, 0
-        finally:
-            self._breakers["delete"].ended(well, self._clock.monotonic_s())
-        return count
+            return 0
 
     async def clear(self) -> int:
         """As the inner adapter; an admin's request, which waits as long as it takes."""
@@ -214,7 +191,7 @@ class DeadlineAdapter(StorageAdapter):
     async def usage(self) -> Usage:
         """As the inner adapter; all zero when it does not say in time."""
         try:
-            return await self._bounded(self.inner.usage(), 0)
+            return await self._in_time("", self.inner.usage(), 0, lambda usage: True)
         except _Failed:
             return Usage(0, 0, 0)
 
@@ -234,19 +211,71 @@ class DeadlineAdapter(StorageAdapter):
             )  # fmt: skip
 
     def _admit(self, operation: str) -> bool:
-        if self.stuck_bytes >= self.limits.max_stuck_bytes:
-            return False
         return self._breakers[operation].admit(self._clock.monotonic_s())
 
-    async def _bounded(self, work: Coroutine[Any, Any, T], payload_bytes: int) -> T:
-        """The result of `work` if it comes in time. Raises _Failed otherwise; then, and when the caller is
-        cancelled, the work goes on and its bytes count as stuck until it ends."""
+    def _is_stuck(self) -> bool:
+        return self.stuck_bytes >= self.limits.max_stuck_bytes
+
+    async def _bounded(
+        self,
+        operation: str,
+        work: Coroutine[Any, Any, list[T]],
+        asked: Sequence[object],
+        payload_bytes: int,
+        why_not: Callable[[T], str | None],
+    ) -> list[T]:
+        """`_in_time` for a batch: one outcome for each item that was asked for.
+
+        `why_not` gives the reason of an outcome that is no answer of the medium, None for an answer.
+        """
+
+        def went_well(outcomes: list[T]) -> bool:
+            reasons = [why_not(outcome) for outcome in outcomes]
+            answered = not asked or any(reason is None or reason in _OUR_QUEUES for reason in reasons)
+            return len(outcomes) == len(asked) and answered
+
+        outcomes = await self._in_time(operation, work, payload_bytes, went_well)
+        if len(outcomes) != len(asked):
+            log.error(
+                "%s: %s answered %d items with %d outcomes", self.name, operation, len(asked), len(outcomes)
+            )
+            raise _Failed(RAISED)
+        return outcomes
+
+    async def _in_time(
+        self,
+        operation: str,
+        work: Coroutine[Any, Any, T],
+        payload_bytes: int,
+        went_well: Callable[[T], bool],
+    ) -> T:
+        """The result of `work` if it comes in time. Raises _Failed otherwise.
+
+        Then, and when the caller is cancelled, the work goes on; its bytes count as stuck until it ends.  The
+        breaker hears how it ended, or that its deadline passed, whoever waits.
+        """
+        loop = asyncio.get_running_loop()
         task = asyncio.create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        late = loop.create_future()
         timeout_s = self.limits.deadline_ms / 1000 * (1 + payload_bytes / self.limits.bytes_per_deadline)
+        breaker = self._breakers.get(operation)
+
+        def judge(well: bool) -> None:
+            if not late.done():
+                late.set_result(None)
+                if breaker is not None:
+                    breaker.ended(well, self._clock.monotonic_s())
+
+        def ended(task: asyncio.Task[T]) -> None:
+            self._running.discard(task)
+            timer.cancel()
+            judge(not task.cancelled() and task.exception() is None and went_well(task.result()))
+
+        timer = loop.call_later(timeout_s, judge, False)
+        self._running.add(task)
+        task.add_done_callback(ended)
         try:
-            await asyncio.wait({task}, timeout=timeout_s)
+            await asyncio.wait({task, late}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not task.done():
                 self._count_stuck(task, payload_bytes)
@@ -254,7 +283,7 @@ class DeadlineAdapter(StorageAdapter):
             raise _Failed(DEADLINE)
         error = task.exception()
         if error is not None:
-            log.error("%s: broke the storage contract", self.name, exc_info=error)
+            log_broken_contract(self.name, operation, error)
             raise _Failed(RAISED)
         return task.result()
 
@@ -263,8 +292,9 @@ class DeadlineAdapter(StorageAdapter):
 
         def unstick(ended: asyncio.Task[Any]) -> None:
             self.stuck_bytes -= payload_bytes
-            if not ended.cancelled() and ended.exception() is not None:
-                log.error("%s: failed after its deadline: %r", self.name, ended.exception())
+            error = None if ended.cancelled() else ended.exception()
+            if error is not None:
+                log_broken_contract(self.name, "an operation past its deadline", error)
 
         task.add_done_callback(unstick)
 
@@ -277,12 +307,13 @@ class _Failed(Exception):
         self.reason = reason
 
 
-def _check_count(name: str, outcomes: Sequence[object], asked: Sequence[object]) -> None:
-    if len(outcomes) != len(asked):
-        log.error("%s: broke the storage contract: %d outcomes for %d items", name, len(outcomes), len(asked))
-        raise _Failed(RAISED)
+def _found_says_why_not(found: Found) -> str | None:
+    return found.reason if found.presence is Presence.UNKNOWN else None
 
 
-def _answered(bad_reasons: list[str | None]) -> bool:
-    """Whether a batch got at least one answer from the medium; None stands for an item with an answer."""
-    return not bad_reasons or any(reason is None or reason in _OUR_QUEUES for reason in bad_reasons)
+def _put_says_why_not(outcome: PutOutcome) -> str | None:
+    return outcome.reason if outcome.status is PutStatus.FAILED else None
+
+
+def _load_says_why_not(outcome: LoadOutcome) -> str | None:
+    return outcome.reason if outcome.status is LoadStatus.FAILED else None
