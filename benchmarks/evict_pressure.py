@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, chain_of, engine_client, figure, median_spread, scratch, wait_until
+from benchmarks.raw_session import start_faulted, status
 from kvstrata.client import LoadItem
 from kvstrata.types import RequestIdentity, unpack_extents
 from tests.harness.blocks import PagedBlocks
@@ -158,13 +159,13 @@ def empty(server: ServerProcess, engine: Engine) -> None:
     )
     with urllib.request.urlopen(request, timeout=60) as reply:
         reply.read()
-    wait_until(lambda: server.get("/v1/status")["pool"]["used_bytes"] == 0, "L1 is empty")
+    wait_until(lambda: status(server)["pool"]["used_bytes"] == 0, "L1 is empty")
     engine.stored.clear()
 
 
 def put_stats(server: ServerProcess) -> dict[str, Any]:
     """The store controller's numbers; empty without L2."""
-    found: dict[str, Any] = server.get("/v1/status").get("l2_store", {})
+    found: dict[str, Any] = status(server).get("l2_store", {})
     return found
 
 
@@ -282,11 +283,3 @@ def run() -> list[dict[str, Any]]:
         "ok": all(entry["ok"] for entry in figures),
     }
     return [summary, *figures]
-
-
-def start_faulted(server: ServerProcess) -> None:
-    """Start it and wait until its pool is faulted in."""
-    server.start()
-    wait_until(
-        lambda: server.get("/v1/status")["pool"]["prefaulted_bytes"] >= L1_MB << 20, "the pool is faulted in"
-    )

@@ -25,7 +25,7 @@ from benchmarks.common import (
     wait_until,
 )
 from benchmarks.echo import echo_server
-from benchmarks.raw_session import RawSession
+from benchmarks.raw_session import RawSession, status
 from kvstrata.memory.memory_limit import available_bytes
 from kvstrata.types import LayoutIdentity, RequestIdentity
 from tests.harness.blocks import PagedBlocks
@@ -111,7 +111,7 @@ def run() -> list[dict[str, Any]]:
         wait_until(lambda: identity.ready, "the identity is declared")
         prompts = [chain_of(identity.root, number, CHUNKS) for number in range(PROMPTS)]
         fill_s = fill(client, identity, prompts, blocks)
-        entries = sum(server.get("/v1/status")["pool"]["entries"].values())
+        entries = sum(status(server)["pool"]["entries"].values())
         with echo_server(server.socket_dir / "echo.sock"):
             layout = LayoutIdentity(model="bench", kv_dtype="bf16", chunk_tokens=256)
             session = RawSession(server.socket_dir, layout, blocks.slice(), blocks.facts)

@@ -8,10 +8,12 @@ from typing import Any
 
 import zmq
 
+from benchmarks.common import wait_until
 from kvstrata.memory.attach_client import attach, process_locks
 from kvstrata.rpc import wire
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice
 
+STATUS_MS = 60_000
 ATTACH_S = 10.0
 REPLY_MS = 10_000
 
@@ -75,3 +77,49 @@ class RawSession:
         self.socket.close()
         self._context.term()
         self._attachment.goodbye(ATTACH_S)
+
+
+class StatusReader:
+    """Asks a server on this machine for its status, without attaching and without HTTP."""
+
+    def __init__(self, socket_dir: Path) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVTIMEO, STATUS_MS)
+        self._socket.connect(f"ipc://{socket_dir / 'rpc.sock'}")
+
+    def __call__(self) -> dict[str, Any]:
+        """The status document."""
+        self._socket.send(wire.encode(wire.Status(wire.NO_SESSION, 1)))
+        reply = wire.decode_reply(self._socket.recv())
+        if not isinstance(reply, wire.Document):
+            raise RuntimeError(f"no status: {reply}")
+        return reply.body
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._socket.close()
+        self._context.term()
+
+
+def status(server: Any) -> dict[str, Any]:
+    """The status of a `ServerProcess`, once."""
+    reader = StatusReader(server.socket_dir)
+    try:
+        return reader()
+    finally:
+        reader.close()
+
+
+def start_faulted(server: Any) -> None:
+    """Start a `ServerProcess` and wait until its pool is faulted in."""
+    server.start()
+    reader = StatusReader(server.socket_dir)
+    wait_until(lambda: is_faulted(reader()), "the pool is faulted in", 120)
+    reader.close()
+
+
+def is_faulted(found: dict[str, Any]) -> bool:
+    """Whether a status says that the whole pool is faulted in."""
+    return bool(found["pool"]["prefaulted_bytes"] >= found["pool"]["extents_bytes"])

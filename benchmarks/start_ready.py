@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import chain_of, engine_client, figure, median_spread, scratch, wait_until
+from benchmarks.raw_session import StatusReader, is_faulted
 from kvstrata.types import RequestIdentity
 from tests.harness.blocks import PagedBlocks
 from tests.harness.server_process import ServerProcess
@@ -57,12 +58,28 @@ def bare_fault_s() -> float:
         return time.perf_counter() - started
 
 
+def ping_until_faulted(server: ServerProcess) -> list[float]:
+    """Round trips of status requests, one after another, until all of the pool is faulted in."""
+    reader = StatusReader(server.socket_dir)
+    seconds = []
+    while sum(seconds) < 120:
+        asked = time.perf_counter()
+        found = reader()
+        seconds.append(time.perf_counter() - asked)
+        if is_faulted(found):
+            reader.close()
+            return seconds
+        time.sleep(0.005)
+    raise RuntimeError("the pool was not faulted in within 120 s")
+
+
 def start_ready() -> list[dict[str, Any]]:
     """Ready to serve, and pool faulted in; each from the fork of the process."""
     ready: list[float] = []
     faulted: list[float] = []
     floor: list[float] = []
     bare_faulted: list[float] = []
+    slowest: list[float] = []
     for repeat in range(REPEATS + 1):
         imports_s = bare_start_s(IMPORTS)
         bare_fault = bare_fault_s()
@@ -70,13 +87,11 @@ def start_ready() -> list[dict[str, Any]]:
             started = time.perf_counter()
             server.start()
             ready_s = time.perf_counter() - started
-            while server.get("/v1/status")["pool"]["prefaulted_bytes"] < L1_MB << 20:
-                if time.perf_counter() - started > 120:
-                    raise RuntimeError("the pool was not faulted in within 120 s")
-                time.sleep(0.02)
+            pings = ping_until_faulted(server)
             if repeat:  # the first one reads files for the first time
                 faulted.append(time.perf_counter() - started)
                 ready.append(ready_s)
+                slowest.append(max(pings))
                 floor.append(imports_s)
                 bare_faulted.append(bare_fault)
     value, spread = median_spread(ready)
@@ -98,6 +113,7 @@ def start_ready() -> list[dict[str, Any]]:
             faulted_s=faulted_s,
             faulted_spread=faulted_spread,
             fallocate_s=median_spread(bare_faulted)[0],
+            slowest_status_while_faulting_s=median_spread(slowest)[0],
         )
     ]
 
@@ -147,6 +163,7 @@ def burst(server: ServerProcess, blocks: PagedBlocks) -> int:
                 client.release([call.result.lease])
     for client in clients:
         client.close()
+    server.get("/v1/status")  # loads the HTTP server, as any health check does
     return hits
 
 
