@@ -241,19 +241,20 @@ Status check_record_for_scatter(const CopyPlan& plan, std::uint64_t n_blocks, co
                                 std::size_t end, std::uint32_t* expected_crcs) noexcept {
   std::uint32_t section_bytes = 0;
   KVSTRATA_RETURN_IF_ERROR(plan.section_bytes(n_blocks, &section_bytes));
-  constexpr std::size_t kUsual = 256;
+  constexpr std::size_t kUsual = 256;  // sections of all but the largest models
+  const std::size_t count = plan.section_count();
   std::array<Section, kUsual> few;
   std::unique_ptr<Section[]> many;
   Section* sections = few.data();
-  if (end > kUsual) {
-    many.reset(new (std::nothrow) Section[end]);
+  if (count > kUsual) {
+    many.reset(new (std::nothrow) Section[count]);
     if (many == nullptr) {
       return Status(StatusCode::kNoSpace, "no memory for the section table");
     }
     sections = many.get();
   }
   RecordHeader header;
-  const Status read = read_record_header(record, length, &header, sections, end);
+  const Status read = read_record_header(record, length, &header, sections, count);
   if (read.code() == StatusCode::kOutOfRange) {  // the extent is long enough for the plan's record
     return Status(StatusCode::kCorrupt, "header: promises more than the extent holds",
                   read.detail(0), read.detail(1), -1);
@@ -269,20 +270,17 @@ Status check_record_for_scatter(const CopyPlan& plan, std::uint64_t n_blocks, co
   if (header.crc_pending()) {
     return Status(StatusCode::kBusy, "inner.flags: the CRCs are not computed yet", 0, 0, -1);
   }
-  if (header.section_count != plan.section_count()) {
+  if (header.section_count != count) {
     return Status(StatusCode::kIncompatible, "section_count: differs from the plan's",
-                  header.section_count, static_cast<std::int64_t>(plan.section_count()), -1);
+                  header.section_count, static_cast<std::int64_t>(count), -1);
   }
-  // With this the payload lies within `length` also for the sections outside [begin, end).
-  if (header.payload_bytes != std::uint64_t{section_bytes} * plan.section_count()) {
-    return Status(StatusCode::kIncompatible, "payload_bytes: differs from the plan's",
-                  static_cast<std::int64_t>(header.payload_bytes), section_bytes, -1);
-  }
-  for (std::size_t i = begin; i < end; ++i) {
+  for (std::size_t i = 0; i < count; ++i) {
     if (sections[i].length != section_bytes) {
       return Status(StatusCode::kIncompatible, "sections: one has another length than the plan's",
                     sections[i].length, section_bytes, static_cast<std::int64_t>(i));
     }
+  }
+  for (std::size_t i = begin; i < end; ++i) {
     expected_crcs[i - begin] = sections[i].crc;
   }
   return Status();

@@ -201,6 +201,19 @@ TEST(bad_records_fail_their_item_only) {
   }
 }
 
+TEST(a_record_whose_sections_have_other_lengths_touches_no_block) {
+  World world(1, 3, 1, 3'000'000);  // one unit a section
+  const auto engine = start(2, 8);
+  const std::uint32_t lengths[] = {3'000'000, 2'999'999, 3'000'001};  // same sum, same count
+  const CopyItem item = world.item(0);
+  CHECK_OK(seal_record(item.record, item.length, item.spec, lengths, 3));
+  const Bytes before = world.memory;
+  std::vector<CopyResult> results;
+  CHECK_OK(engine->run(CopyKind::kScatter, world.plan, {item}, &results));
+  CHECK(results[0].outcome == CopyOutcome::kMismatch);
+  CHECK(world.memory == before);
+}
+
 TEST(a_refused_submit_names_the_item_and_does_nothing) {
   World world(3, 1, 1, 4096);
   const auto engine = start(1, 8);

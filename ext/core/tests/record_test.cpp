@@ -169,6 +169,14 @@ TEST(a_bad_section_is_named) {
   }());
 }
 
+TEST(a_stored_checksum_that_does_not_follow_from_the_sections_is_corrupt) {
+  Bytes bytes = sealed({64, 200, 8});
+  bytes[96] ^= 1;
+  reseal_headers(bytes);
+  CHECK(read_code(bytes) == StatusCode::kOk);
+  CHECK(verify_record(bytes.data(), bytes.size(), nullptr).code() == StatusCode::kCorrupt);
+}
+
 TEST(every_truncation_is_refused_without_reading_on) {
   const Bytes good = sealed(std::vector<std::uint32_t>(300, 3));
   for (std::size_t n = 0; n < good.size(); n += n < 600 ? 1 : 97) {
@@ -198,6 +206,12 @@ TEST(impossible_headers_with_right_checksums_are_refused) {
       {"inner flags", [](Bytes& b) { put<std::uint16_t>(b, 266, 2); }, StatusCode::kIncompatible},
       {"payload offset", [](Bytes& b) { put<std::uint64_t>(b, 272, 512); }, StatusCode::kCorrupt},
       {"payload bytes", [](Bytes& b) { put<std::uint64_t>(b, 280, 271); }, StatusCode::kCorrupt},
+      {"both sizes",
+       [](Bytes& b) {
+         put<std::uint64_t>(b, 88, 271);
+         put<std::uint64_t>(b, 280, 271);
+       },
+       StatusCode::kCorrupt},
       {"reserved 420", [](Bytes& b) { b[420] = 1; }, StatusCode::kCorrupt},
       {"reserved 507", [](Bytes& b) { b[507] = 1; }, StatusCode::kCorrupt},
       {"section offset", [](Bytes& b) { put<std::uint64_t>(b, 528, 63); }, StatusCode::kCorrupt},
