@@ -14,6 +14,7 @@ that it does not know is `forgotten`, not `unknown_key`.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -40,7 +41,9 @@ class KeyMemory:
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._max_keys = max_keys
-        self._notes: dict[bytes, KeyNote] = {}
+        # Ordered, because a plain dict looks for its first item behind all that were deleted before it.
+        self._notes: OrderedDict[bytes, KeyNote] = OrderedDict()
+        self._last = KeyNote(MissReason.UNKNOWN_KEY, "", 0)
         self.overflowed = False
 
     def __len__(self) -> int:
@@ -49,10 +52,13 @@ class KeyMemory:
     def note(self, key: bytes, reason: MissReason, detail: str, unix_ms: int) -> None:
         """Something happened to this key; replaces what was known."""
         tag = key[:_TAG_BYTES]
-        self._notes.pop(tag, None)
-        self._notes[tag] = KeyNote(reason, detail[:MAX_DETAIL_CHARS], unix_ms)
+        known = KeyNote(reason, detail[:MAX_DETAIL_CHARS], unix_ms)
+        if known != self._last:
+            self._last = known  # chunks evicted together share one note
+        self._notes[tag] = self._last
+        self._notes.move_to_end(tag)
         if len(self._notes) > self._max_keys:
-            del self._notes[next(iter(self._notes))]
+            self._notes.popitem(last=False)
             self.overflowed = True
 
     def missed(self, key: bytes, unix_ms: int) -> None:
@@ -81,7 +87,9 @@ class IdentityMemory:
 
     def __init__(self, max_probes: int = MAX_PROBES) -> None:
         self._max_probes = max_probes
-        self._probes: dict[tuple[str, bytes], dict[bytes, tuple[LayoutIdentity, RequestIdentity]]] = {}
+        self._probes: OrderedDict[tuple[str, bytes], dict[bytes, tuple[LayoutIdentity, RequestIdentity]]] = (
+            OrderedDict()
+        )
 
     def stored(self, probe: bytes, root: bytes, layout: LayoutIdentity, request: RequestIdentity) -> None:
         """A prompt with this probe was stored under this identity."""
@@ -93,7 +101,7 @@ class IdentityMemory:
         if len(known) > MAX_IDENTITIES_PER_PROBE:
             del known[next(iter(known))]
         if len(self._probes) > self._max_probes:
-            del self._probes[next(iter(self._probes))]
+            self._probes.popitem(last=False)
 
     def difference(
         self, probe: bytes, root: bytes, layout: LayoutIdentity, request: RequestIdentity
