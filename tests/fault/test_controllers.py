@@ -597,8 +597,8 @@ async def test_at_the_deadline_it_answers_with_what_is_there_and_the_rest_arrive
     one = await tier(plan=plan)
     keys = chain("a", 6)
     await in_l2(l1, one, keys)
-    loads = Loads(l1, one, in_flight_bytes=RECORD, batch_bytes=2 * RECORD)
-    plan.schedule(None, None, Fault.HANG)  # what is there; the first batch; the second hangs
+    loads = Loads(l1, one, in_flight_bytes=RECORD)  # one record at a time
+    plan.schedule(None, None, None, Fault.HANG)  # what is there; two records; the third hangs
     outcome = await loads.fetch(keys, within_s=0.5)
     assert outcome == FetchOutcome(2, 2, MissReason.DEADLINE, "deadline")
     one.faults.release()
@@ -789,6 +789,18 @@ async def test_a_prompt_larger_than_the_pool_does_not_evict_its_own_beginning(l1
     assert l1.pool.peek(b"".join(keys), 1) == outcome.n_chunks
 
 
+async def test_the_servers_own_share_of_the_pool_ends_no_prefix(l1: L1, tier: OpenTier) -> None:
+    """One row may reserve an eighth of the pool; loads of a longer prompt take turns."""
+    one, other = await tier(), await tier()
+    keys, more = chain("a", 20), chain("b", 20)
+    await in_l2(l1, one, keys)
+    await in_l2(l1, other, more)
+    loads = Loads(l1, one, other, in_flight_bytes=L1_BYTES, batch_bytes=6 * RECORD)
+    outcomes = await asyncio.gather(loads.fetch(keys), loads.fetch(more))
+    assert outcomes == [FetchOutcome(20, 20, "")] * 2
+    assert loads.controller.stats()["counts"]["reserve:session_limit"] > 0
+
+
 async def test_a_chunk_that_a_worker_is_storing_ends_the_prefix(l1: L1, tier: OpenTier) -> None:
     one = await tier()
     keys = chain("a", 4)
@@ -826,7 +838,7 @@ async def test_a_cancelled_fetch_begins_no_more_loads(l1: L1, tier: OpenTier) ->
     one = await tier(plan=plan)
     keys = chain("a", 10)
     await in_l2(l1, one, keys)
-    loads = Loads(l1, one, in_flight_bytes=RECORD, batch_bytes=2 * RECORD)
+    loads = Loads(l1, one, in_flight_bytes=RECORD)  # one record at a time
     plan.schedule(None, Fault.HANG)
     wait = asyncio.create_task(loads.fetch(keys))
     await until(lambda: one.faults.hanging == 1)
@@ -836,7 +848,8 @@ async def test_a_cancelled_fetch_begins_no_more_loads(l1: L1, tier: OpenTier) ->
     one.faults.release()
     await loads.controller.idle()
     assert one.faults.asked == {"exists": 1, "load": 1}
-    assert l1.has(*keys[:2])
+    assert l1.has(keys[0])
+    assert l1.read(keys[1]) is None
 
 
 async def test_stop_is_bounded_and_its_bytes_stay_until_the_medium_has_finished(

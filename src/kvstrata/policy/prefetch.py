@@ -76,9 +76,9 @@ def make_plan(
 ) -> Plan:
     """Walk the prefix to the first chunk that nobody has.
 
-    `l1_chunks` is L1's leading chunks per slice; `in_l1` is asked only for keys beyond them that no adapter
-    has. `sources` and `unknown` are by key number; `unknown` says why an adapter could not answer. With a
-    budget the prefix ends before the chunk whose loads would exceed it.
+    `l1_chunks` is L1's leading chunks per slice; `in_l1` is asked only for keys beyond them.  `sources` and
+    `unknown` are by key number; `unknown` says why an adapter could not answer.  With a budget the prefix ends
+    before the chunk whose loads would exceed it.
     """
     n_chunks = len(keys) // n_slices
     holes: list[Hole] = []
@@ -88,11 +88,13 @@ def make_plan(
         for i in range(chunk * n_slices, (chunk + 1) * n_slices):
             if chunk < l1_chunks[i - chunk * n_slices]:
                 continue
+            if in_l1(keys[i]):
+                continue
             source = sources.get(i)
             if source is not None:
                 chunk_holes.append(Hole(i, keys[i], source))
                 planned_bytes += source.record_bytes
-            elif not in_l1(keys[i]):
+            else:
                 why = unknown.get(i, "")
                 return Plan(chunk, holes, miss_reason(why) if why else MissReason.NEVER_STORED, why)
         if budget_bytes is not None and planned_bytes > budget_bytes:

@@ -6,7 +6,8 @@ deadline; what is being loaded then goes on and becomes visible without a lease.
 
 Invariants
 1. Nothing waits while it holds a reservation that is not being loaded: room in L1 is asked for only after the
-   adapter's gate was passed, and a refusal ends the prefix.
+   adapter's gate was passed, and a refusal ends the prefix.  Only where the server's own loads use up what one
+   row may reserve, the fetch waits for one of them to end.
 2. A key is loaded once at a time; other fetches that need it wait for that load.
 3. Every reserved item ends in a commit or an abort.  Its hold goes to the adapter; after an abort the extent
    stays quarantined until the adapter has dropped it.
@@ -42,7 +43,7 @@ from kvstrata.types import KEY_BYTES
 
 if TYPE_CHECKING:
     from kvstrata.clock import Clock
-    from kvstrata.native.pool import Hold, Pool
+    from kvstrata.native.pool import Pool
     from kvstrata.storage.registry import ConfiguredAdapter
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class FetchOutcome(NamedTuple):
     n_chunks: int
     """Leading chunks of those asked for that are in L1 now."""
     l2_chunks: int
-    """How many of them were loaded for this fetch, or for another one that it waited for."""
+    """How many of them were not there, or not in all slices, when the fetch began."""
     reason: str
     """types.MissReason of the first chunk that is not there, empty if all are."""
     detail: str = ""
@@ -184,11 +185,11 @@ class _Fetch:
         """Nobody waits for the answer any more."""
         self.abandoned = False
         """Nobody wants the chunks any more either."""
+        self.crowded = False
+        """The last batch did not get all its extents because other loads have them."""
         self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._states: dict[int, str | None] = {}
         """Per hole (by key number): None under way or not begun, "" there, else why not."""
-        self._loaded: set[int] = set()
-        """Chunks with a slice that came from an adapter."""
         self._ready = 0
         """Leading holes that are there."""
 
@@ -198,11 +199,9 @@ class _Fetch:
         self._states = dict.fromkeys((hole.number for hole in plan.holes), None)
         self._advance()
 
-    def there(self, hole: Hole, *, loaded: bool) -> None:
-        """The hole is filled, by a load or because the chunk was in L1 already."""
+    def there(self, hole: Hole) -> None:
+        """The hole is filled, by a load or because somebody else brought the chunk meanwhile."""
         self._states[hole.number] = ""
-        if loaded:
-            self._loaded.add(hole.number // self.n_slices)
         self._advance()
 
     def failed(self, hole: Hole, reason: str) -> None:
@@ -210,8 +209,12 @@ class _Fetch:
         self._states[hole.number] = reason
         self._advance()
 
+    def is_open(self, hole: Hole) -> bool:
+        """Whether nothing became of the hole yet."""
+        return self._states[hole.number] is None
+
     def again(self, holes: list[Hole]) -> None:
-        """These holes have another source now."""
+        """These holes are to be loaded, at another time or from another source."""
         self.pending = collections.deque(sorted((*holes, *self.pending), key=lambda hole: hole.number))
 
     def dead_end(self) -> bool:
@@ -229,7 +232,8 @@ class _Fetch:
             n_chunks = hole.number // self.n_slices
             detail = self._states[hole.number] or "deadline"
             reason = miss_reason(detail)
-        return FetchOutcome(n_chunks, sum(chunk < n_chunks for chunk in self._loaded), reason, detail)
+        filled = {hole.number // self.n_slices for hole in holes[: self._ready]}
+        return FetchOutcome(n_chunks, sum(chunk < n_chunks for chunk in filled), reason, detail)
 
     def _advance(self) -> None:
         holes = self.plan.holes
@@ -249,6 +253,13 @@ class _Reserved(NamedTuple):
     holes: list[Hole]
 
 
+class _Refusal(NamedTuple):
+    """From this chunk on nothing of a batch can be reserved, and the pool's word for why."""
+
+    chunk: int
+    word: str
+
+
 class PrefetchController:
     """See the module. All methods belong to the event loop."""
 
@@ -261,6 +272,7 @@ class PrefetchController:
         self._names = [configured.name for configured in adapters]
         self._gates = [_Gate(limits.max_in_flight, limits.in_flight_bytes) for _ in adapters]
         self._clock = clock
+        self._batch_bytes = min(limits.batch_bytes, limits.in_flight_bytes // 2)
         self._loads: dict[bytes, asyncio.Future[str]] = {}
         """Key → how its load under way will end: "" loaded, else why not."""
         self._fetches: dict[_Fetch, asyncio.Task[None]] = {}
@@ -367,11 +379,14 @@ class PrefetchController:
                 if fetch.running:
                     await asyncio.wait(fetch.running, return_when=asyncio.FIRST_COMPLETED)
                 continue
+            if fetch.crowded and self._loads:
+                await asyncio.wait(self._loads.values(), return_when=asyncio.FIRST_COMPLETED)
+            fetch.crowded = False
             number = fetch.pending[0].source.adapter
             max_items = self._adapters[number].capabilities.max_batch
             batch = [
                 fetch.pending.popleft()
-                for _ in range(next_batch(fetch.pending, max_items, self.limits.batch_bytes))
+                for _ in range(next_batch(fetch.pending, max_items, self._batch_bytes))
             ]
             batch = [hole for hole in batch if not self._join(fetch, hole)]
             if not batch:
@@ -472,7 +487,7 @@ class PrefetchController:
         if reason := load.result():
             self._not_filled(fetch, [(hole, reason)])
         else:
-            fetch.there(hole, loaded=True)
+            fetch.there(hole)
 
     # -- one batch -----------------------------------------------------------------------------------------
 
@@ -480,13 +495,23 @@ class PrefetchController:
         """Reserve what fits now and begin to load it."""
         items: list[LoadItem] = []
         parts: list[_Reserved] = []
-        useful_before = len(fetch.keys) // fetch.n_slices
+        beyond = _Refusal(len(fetch.keys), "")
         for run in reserve_runs(batch, fetch.keys, fetch.n_slices, fetch.parents):
-            part, holds, refused_at = self._reserve(fetch, run, useful_before)
-            useful_before = min(useful_before, refused_at)
-            if part is not None:
+            part, beyond = self._reserve(fetch, run, beyond)
+            for i, hole in zip(part.indices, part.holes, strict=True):
+                hold = self._pool.hold(hole.key, part.ticket, i)
+                assert hold is not None, "an item just reserved has a hold"
+                items.append(LoadItem(hole.key, hold))
+            if part.indices:
                 parts.append(part)
-                items += [LoadItem(hole.key, hold) for hole, hold in zip(part.holes, holds, strict=True)]
+        begun = {item.key for item in items}
+        left = [hole for hole in batch if hole.key not in begun and fetch.is_open(hole)]
+        if left and beyond.word == "session_limit" and (items or self._loads):
+            fetch.again(left)  # our own loads use our share up: wait until one of them ends
+            fetch.crowded = True
+        else:
+            for hole in left:
+                fetch.failed(hole, "in_flight" if beyond.word == "in_flight" else "refused")
         if not items:
             self._gates[number].ended(batch_bytes)
             return
@@ -496,18 +521,15 @@ class PrefetchController:
         work = self._load(fetch, number, items, parts, batch_bytes)
         self._spawn(fetch, work, f"load-{self._names[number]}")
 
-    def _reserve(
-        self, fetch: _Fetch, run: Run, useful_before: int
-    ) -> tuple[_Reserved | None, list[Hold], int]:
-        """Reserve one run. Returns what is to be loaded with its holds, and the first chunk that was refused.
+    def _reserve(self, fetch: _Fetch, run: Run, beyond: _Refusal) -> tuple[_Reserved, _Refusal]:
+        """Reserve one run, but nothing from the chunk on that an earlier run of the batch was refused.
 
-        Chunks from `useful_before` on are beyond a refused one and are not reserved.
+        Returns what is to be loaded, and the first refusal of the batch so far.
         """
-        holes = [hole for hole in run.holes if hole.number // fetch.n_slices < useful_before]
-        for hole in run.holes[len(holes) :]:
-            fetch.failed(hole, "refused")
+        n_slices = fetch.n_slices
+        holes = [hole for hole in run.holes if hole.number // n_slices < beyond.chunk]
         if not holes:
-            return None, [], useful_before
+            return _Reserved(0, [], []), beyond
         ticket, outcomes, _ = self._pool.reserve(
             b"".join(hole.key for hole in holes),
             run.parent,
@@ -516,32 +538,20 @@ class PrefetchController:
             fetch.identity,
             fetch.tenant,
         )
-        refused_at = useful_before
         indices: list[int] = []
-        back: list[int] = []
+        useless: list[int] = []
         for i, (hole, outcome) in enumerate(zip(holes, outcomes, strict=True)):
-            chunk = hole.number // fetch.n_slices
+            chunk = hole.number // n_slices
             if outcome == ReserveOutcome.RESERVED:
-                (indices if chunk < refused_at else back).append(i)
-                if chunk >= refused_at:
-                    fetch.failed(hole, "refused")
+                (indices if chunk < beyond.chunk else useless).append(i)
             elif outcome == ReserveOutcome.PRESENT:
-                fetch.there(hole, loaded=False)
-            else:
-                word = ReserveOutcome(outcome).name.lower()
-                self._counts[f"reserve:{word}"] += 1
-                fetch.failed(hole, "in_flight" if outcome == ReserveOutcome.IN_FLIGHT else "refused")
-                refused_at = min(refused_at, chunk)
-        if back:
-            self._pool.abort(ticket, back)
-        if not indices:
-            return None, [], refused_at
-        holds: list[Hold] = []
-        for i in indices:
-            hold = self._pool.hold(holes[i].key, ticket, i)
-            assert hold is not None, "an item just reserved has a hold"
-            holds.append(hold)
-        return _Reserved(ticket, indices, [holes[i] for i in indices]), holds, refused_at
+                fetch.there(hole)
+            elif chunk < beyond.chunk:
+                beyond = _Refusal(chunk, ReserveOutcome(outcome).name.lower())
+                self._counts[f"reserve:{beyond.word}"] += 1
+        if useless:
+            self._pool.abort(ticket, useless)
+        return _Reserved(ticket, indices, [holes[i] for i in indices]), beyond
 
     async def _load(
         self, fetch: _Fetch, number: int, items: list[LoadItem], parts: list[_Reserved], batch_bytes: int
@@ -593,7 +603,7 @@ class PrefetchController:
             if reason:
                 failed.append((hole, reason))
             else:
-                fetch.there(hole, loaded=True)
+                fetch.there(hole)
         self._not_filled(fetch, failed)
         if foreign:
             log.error("%s: %d records do not name the identity asked for", self._names[number], len(foreign))
