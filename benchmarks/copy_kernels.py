@@ -1,0 +1,191 @@
+"""`kernel_*`: the native copies alone, without server or client, against libc's memcpy in turn in one run.
+
+One thread, 32 MiB chunks (32 sections of 1 MiB), 16 of them at a time, buffers faulted in and larger than the cache:
+gather with checksum into a record, verified scatter out of it, with blocks of 512 KiB (vLLM's CPU layout) and of
+64 KiB (blocks of 16 tokens) in shuffled order.  Then each checksum implementation that this processor can run, two
+threads against one, and what leaves the destination of a small copy cheaper to read: streaming or cached stores.
+
+Sketch: a byte is read once and written once; memcpy through the cache reads the destination's lines too, so streaming
+stores can beat it by up to 1.5.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from benchmarks.common import figure, median_spread
+from kvstrata.native import copying
+from kvstrata.native.copying import CopyEngine, CopyPlan, RecordSpec
+
+SECTIONS = 32
+SECTION_BYTES = 1 << 20
+CHUNK_BYTES = SECTIONS * SECTION_BYTES
+CHUNKS = 16
+BATCH_BYTES = CHUNKS * CHUNK_BYTES
+REPEATS = 7
+TARGET = 0.95
+READ_BACK_BYTES = (16 << 10, 64 << 10, 1 << 20, 16 << 20)
+
+
+class Buffers:
+    """An engine's memory, extents for all chunks, and a pair of buffers for memcpy; all faulted in."""
+
+    def __init__(self) -> None:
+        self.extent_bytes = copying.record_bytes(SECTIONS, CHUNK_BYTES)
+        sizes = {"engine": BATCH_BYTES, "extents": CHUNKS * self.extent_bytes, "to": BATCH_BYTES}
+        self._maps = {name: mmap.mmap(-1, size) for name, size in sizes.items()}
+        noise = os.urandom(1 << 20)
+        for buffer in self._maps.values():
+            for at in range(0, len(buffer), len(noise)):
+                buffer[at : at + len(noise)] = noise[: len(buffer) - at]
+        self.engine, self.extents, self.to = (
+            copying.buffer_address(buffer, writable=True) for buffer in self._maps.values()
+        )
+
+    def close(self) -> None:
+        """Unmap."""
+        for buffer in self._maps.values():
+            buffer.close()
+
+    def memcpy(self) -> None:
+        """The yardstick: as many bytes, a chunk a call."""
+        for at in range(0, BATCH_BYTES, CHUNK_BYTES):
+            copying.libc_copy_at(self.to + at, self.engine + at, CHUNK_BYTES)
+
+
+class Work:
+    """Gather and scatter of all chunks with blocks of one size, in shuffled order."""
+
+    def __init__(self, buffers: Buffers, block_bytes: int) -> None:
+        per_layer = BATCH_BYTES // SECTIONS
+        blocks = per_layer // block_bytes
+        bases = [buffers.engine + layer * per_layer for layer in range(SECTIONS)]
+        self.plan = CopyPlan(bases, blocks, [block_bytes] * SECTIONS, [], block_bytes)
+        order = list(range(blocks))
+        random.Random(1).shuffle(order)
+        each = blocks // CHUNKS
+        self.gathers, self.scatters = [], []
+        for chunk in range(CHUNKS):
+            ids = order[chunk * each : (chunk + 1) * each]
+            key = chunk.to_bytes(32, "little")
+            address = buffers.extents + chunk * buffers.extent_bytes
+            spec = RecordSpec(key, bytes(32), bytes(32), b"", 256)
+            self.gathers.append((ids, address, buffers.extent_bytes, spec))
+            self.scatters.append((ids, address, buffers.extent_bytes, key))
+
+    def gather(self, engine: CopyEngine) -> None:
+        """Store all chunks."""
+        if any(engine.run("gather", self.plan, self.gathers)):
+            raise RuntimeError("a gather failed")
+
+    def scatter(self, engine: CopyEngine) -> None:
+        """Retrieve all chunks."""
+        if any(engine.run("scatter", self.plan, self.scatters)):
+            raise RuntimeError("a scatter failed")
+
+
+def in_turn(calls: dict[str, Callable[[], None]], repeats: int = REPEATS) -> dict[str, list[float]]:
+    """Rates in GB/s of each call over a batch, one after the other, so that a noisy moment meets all."""
+    rates: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(repeats + 1):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if repeat:
+                rates[name].append(BATCH_BYTES / (time.perf_counter() - started) / 1e9)
+    return rates
+
+
+def against(rates: dict[str, list[float]], name: str, floor: str) -> tuple[float, list[float]]:
+    """Median ratio of two calls measured in turn, and its spread."""
+    return median_spread([a / b for a, b in zip(rates[name], rates[floor], strict=True)])
+
+
+def shown(label: str, rates: list[float], ratio: float | None = None) -> None:
+    value, (least, greatest) = median_spread(rates)
+    beside = f"  {ratio:5.2f} × memcpy" if ratio is not None else ""
+    print(f"   {label:<34}{value:7.2f} GB/s  [{least:.2f}..{greatest:.2f}]{beside}", flush=True)
+
+
+def by_implementation(buffers: Buffers, work: Work, alone: CopyEngine) -> None:
+    """A gather by each checksum implementation, the fast ones and the fallbacks."""
+    for path in copying.crc32c_paths():
+        copying.set_crc32c_path(path)
+        try:
+            rates = in_turn({"memcpy": buffers.memcpy, path: partial(work.gather, alone)}, repeats=3)
+        finally:
+            copying.set_crc32c_path(None)
+        shown(f"gather by {path}", rates[path], against(rates, path, "memcpy")[0])
+
+
+def read_back(buffers: Buffers) -> None:
+    """Time to copy so many bytes out of a record and then read them, source not in the cache."""
+    for size in READ_BACK_BYTES:
+        times: dict[str, list[float]] = {"streaming": [], "cached": []}
+        for repeat in range(9):
+            for name, cached in (("streaming", False), ("cached", True)):
+                offset = (repeat * 17 % 8) * (BATCH_BYTES // 8)
+                copying.crc32c_at(buffers.extents, 64 << 20)  # drives everything else out of the cache
+                started = time.perf_counter()
+                copying.copy_at(buffers.to + offset, buffers.engine + offset, size, cached=cached)
+                copying.crc32c_at(buffers.to + offset, size)
+                times[name].append((time.perf_counter() - started) * 1e6)
+        streaming, cached_us = (median_spread(times[name])[0] for name in ("streaming", "cached"))
+        print(
+            f"   copy and read {size >> 10:>6} KiB: streaming {streaming:.0f} us, cached {cached_us:.0f} us",
+            flush=True,
+        )
+
+
+def run() -> list[dict[str, Any]]:
+    """See the module."""
+    buffers = Buffers()
+    alone, two = CopyEngine(threads=0), CopyEngine(threads=1)  # the caller is the other thread
+    figures = []
+    try:
+        for block_bytes in (512 << 10, 64 << 10):
+            work = Work(buffers, block_bytes)
+            rates = in_turn(
+                {
+                    "memcpy": buffers.memcpy,
+                    "gather": partial(work.gather, alone),
+                    "scatter": partial(work.scatter, alone),
+                    "gather_two": partial(work.gather, two),
+                    "scatter_two": partial(work.scatter, two),
+                }
+            )
+            size = f"{block_bytes >> 10}k"
+            shown(f"memcpy ({size} follows)", rates["memcpy"])
+            for what in ("gather", "scatter"):
+                ratio, ratio_spread = against(rates, what, "memcpy")
+                both = against(rates, f"{what}_two", what)[0]
+                value, spread = median_spread(rates[what])
+                shown(f"{what}, blocks of {size}", rates[what], ratio)
+                shown(f"{what}, blocks of {size}, two threads", rates[f"{what}_two"])
+                figures.append(
+                    figure(
+                        f"kernel_{what}_{size}",
+                        value=value,
+                        unit="GB/s",
+                        ratio=ratio,
+                        target=f"≥ {TARGET} × memcpy, one thread",
+                        ok=ratio >= TARGET,
+                        spread=spread,
+                        ratio_to=f"memcpy in turn, {median_spread(rates['memcpy'])[0]:.1f} GB/s",
+                        ratio_spread=ratio_spread,
+                        two_threads_over_one=both,
+                    )
+                )
+        by_implementation(buffers, Work(buffers, 512 << 10), alone)
+        read_back(buffers)
+    finally:
+        alone.close()
+        two.close()
+        buffers.close()
+    return figures
