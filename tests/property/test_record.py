@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import mmap
 import random
 import struct
@@ -146,6 +147,23 @@ def test_arbitrary_bytes_are_no_record(data: bytes) -> None:
         copying.record_header(placed.address, placed.length)
     assert raised.value.field
     assert copying.verify_record(placed.address, placed.length, None) == CopyOutcome.CORRUPT
+
+
+def test_version_1_is_frozen() -> None:
+    """These bytes lie on disks. A change of them is a new version, and this test stays."""
+    sections = [bytes(range(256)), b"kv" * 500, b"\0"]
+    digests = [bytes([i]) * 32 for i in range(4)]
+    record = oracle.Record(*digests, chunk_tokens=256, created_unix_ms=1_700_000_000_000, sections=sections)
+    expected = "8945d8a9df91865bf3907c86c8e8b5a0aebceb72688673ec132059f41e3dc4ce"
+    data = oracle.build(record)
+    assert hashlib.sha256(data).hexdigest() == expected
+    placed = Placed(data)
+    assert copying.verify_record(placed.address, placed.length, digests[0]) == CopyOutcome.OK
+    extent = mmap.mmap(-1, len(data))
+    extent[4096:] = data[4096:]
+    address = copying.buffer_address(extent, writable=True)
+    copying.seal_record(address, len(extent), spec_of(record), [len(s) for s in sections])
+    assert hashlib.sha256(extent[:]).hexdigest() == expected
 
 
 def test_another_version_is_a_mismatch_and_says_so() -> None:
