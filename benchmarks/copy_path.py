@@ -130,6 +130,10 @@ def run() -> list[dict[str, Any]]:
         for threads, n_chunks in ((1, CHUNKS), (2, CHUNKS), (1, 1)):
             client = engine_client(server.socket_dir, server.port, blocks, copy_threads=threads)
             try:
+                wait_until(
+                    lambda client=client: client.stats()["mapped_ahead_bytes"] >= L1_MB << 20,
+                    "the client has mapped the pool's pages",
+                )
                 taken[threads, n_chunks] = measure(
                     Path8B(client, blocks, 10 * threads + n_chunks), memcpy, n_chunks
                 )

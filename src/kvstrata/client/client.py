@@ -4,8 +4,9 @@ No method blocks on the server: it changes shared state, hands a closure to the 
 wrong with the server, a lookup is a miss, a store is refused and a load fails its items, each within its time; when
 the server is back, so is the cache, with no call needed.
 
-Threads: callers (any) · one I/O thread (`kvstrata.client.link`) · native copy threads · a short-lived thread while not
-attached.  In a forked child the client is dead: it refuses everything and touches nothing of the parent.
+Threads: callers (any) · one I/O thread (`kvstrata.client.link`) · native copy threads · short-lived ones that attach
+and that map the pool's pages.  In a forked child the client is dead: it refuses everything and touches nothing of the
+parent.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from kvstrata.client.link import Link
 from kvstrata.client.releases import ReleaseQueue
 from kvstrata.client.requests import Kind, Pending
 from kvstrata.client.stores import StoreQueue, StoreRequest
+from kvstrata.client.warmup import PageWarmer
 from kvstrata.config.model import GB, ClientSettings
 from kvstrata.errors import DeadlineExceeded, KvstrataError, Unavailable, UnknownIdentity
 from kvstrata.keys import ChunkHasher
@@ -118,6 +120,8 @@ class CacheClient:
         self._lookups = self._hits = self._loaded_bytes = self._corrupt = 0
         self._ledger = CopyLedger()
         self._copier = Copier(settings.copy_threads)
+        self._warmer = PageWarmer()
+        self._warmed_pool = b""
         self._link = Link(socket_dir(settings.socket_dir, settings.port), self.session, self)
         only = (self.slice_digest,) if slice is not None and engine_slices == 1 else ()
         self._identities = IdentityTable(self._link, only)
@@ -153,6 +157,7 @@ class CacheClient:
             self._copier.close()
             return
         ends_s = time.monotonic() + timeout_s
+        self._warmer.close(0.1 * timeout_s)
         self._link.post(lambda: self._link.table.fail_all(Unavailable("the client closes"), Kind.ASK))
         self._drained.wait(0.8 * timeout_s)
         quiet = self._ledger.n_running == 0
@@ -353,6 +358,7 @@ class CacheClient:
             "loaded_bytes": self._loaded_bytes,
             "corrupt_chunks": self._corrupt,
             "copies_running": self._ledger.n_running,
+            "mapped_ahead_bytes": self._warmer.mapped_bytes,
             "requests_under_way": len(self._link.table),
             "store_backlog_bytes": self._stores.waiting_bytes,
             "error": self.error,
@@ -387,8 +393,12 @@ class CacheClient:
             self._must_quiesce = old_epoch != 0
             self._live.clear()
             self._releases.restarted(old_epoch, seen.epoch)
-        if not self._closing:
-            self._index = mapping.index
+        if self._closing:
+            return
+        self._index = mapping.index
+        if self._slice is not None and self._warmed_pool != seen.pool_id:
+            self._warmed_pool = seen.pool_id
+            self._warmer.warm(mapping)
 
     def link_ready(self, hello: wire.HelloReply) -> None:
         """See LinkOwner."""

@@ -41,7 +41,7 @@ ScatterItem = tuple[Sequence[int], int, int, bytes]
 class Mapping:
     """One pool as this process sees it. Unmapped when nobody refers to it any more."""
 
-    __slots__ = ("extents", "index", "pool_id")
+    __slots__ = ("__weakref__", "extents", "index", "pool_id")
 
     def __init__(self, pool_id: bytes, index_fd: int, extents_fd: int, extents_bytes: int) -> None:
         """The descriptors stay the caller's. Raises SegmentError or OSError."""

@@ -1,0 +1,82 @@
+"""Pages of the pool are mapped ahead of the copies, and only those that exist."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from kvstrata.client.warmup import STEP_BYTES, PageWarmer
+from kvstrata.native.paging import map_present_pages
+from kvstrata.native.pool import ExtentsMap
+from tests.harness.cache_engine import eventually
+
+BYTES = 2 * STEP_BYTES + (8 << 20)
+
+
+class Mapped:
+    """What a warmer needs of a Mapping."""
+
+    def __init__(self, fd: int) -> None:
+        self.extents = ExtentsMap(fd, BYTES)
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    fd = os.memfd_create("extents")
+    os.ftruncate(fd, BYTES)
+    yield fd
+    os.close(fd)
+
+
+def in_page_tables(address: int) -> int:
+    """Bytes of the mapping at `address` that this process's page tables hold."""
+    found = False
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            found = found or line.startswith(f"{address:x}-")
+            if found and line.startswith("Rss:"):
+                return int(line.split()[1]) << 10
+    raise AssertionError("no such mapping")
+
+
+def test_all_pages_that_exist_are_mapped(file):
+    os.write(file, bytes(BYTES))
+    mapping, warmer = Mapped(file), PageWarmer()
+    assert in_page_tables(mapping.extents.address) == 0
+    warmer.warm(mapping)
+    eventually("all is mapped", lambda: warmer.mapped_bytes == BYTES)
+    assert in_page_tables(mapping.extents.address) == BYTES
+    warmer.close(10)
+
+
+def test_what_comes_to_exist_later_is_mapped_later_and_nothing_is_allocated(file):
+    os.pwrite(file, bytes(STEP_BYTES), 0)
+    mapping, warmer = Mapped(file), PageWarmer()
+    warmer.warm(mapping)
+    eventually("the first part is mapped", lambda: warmer.mapped_bytes == STEP_BYTES)
+    assert os.fstat(file).st_blocks * 512 == STEP_BYTES
+    os.pwrite(file, bytes(BYTES - STEP_BYTES), STEP_BYTES)
+    eventually("the rest is mapped", lambda: warmer.mapped_bytes == BYTES)
+    warmer.close(10)
+
+
+def test_it_keeps_no_mapping_alive(file):
+    mapping, warmer = Mapped(file), PageWarmer()
+    gone = weakref.ref(mapping)
+    warmer.warm(mapping)  # nothing exists, so it goes on looking
+    del mapping
+    gc.collect()
+    eventually("the mapping is gone", lambda: gone() is None)
+    warmer.close(10)
+
+
+def test_impossible_ranges_are_refused(file):
+    mapping = Mapped(file)
+    with pytest.raises(ValueError, match="must begin a page"):
+        map_present_pages(mapping.extents.address + 1, 4096)
+    with pytest.raises(OSError):
+        map_present_pages(0, 4096)
