@@ -8,7 +8,8 @@
 can be consistently wrong.  The holds given to the adapter are watched (strategies.WatchedHold): they are
 poisoned when they are dropped, so reading or writing too late is seen.
 
-Needs pytest and pytest-asyncio.
+Needs pytest and pytest-asyncio (the `test` extra).  For failures that tell what was compared, call
+`pytest.register_assert_rewrite("kvstrata.testing.adapter_contract")` in a conftest.py before this is imported.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class AdapterContract(ABC):
                 assert await self.put(adapter, number, size=size) == [STORED]
             for number, size in enumerate(SIZES):
                 assert await self.load(adapter, number, size=size) == [LOADED]
-        assert medium.keys() == {key_of(number) for number in range(len(SIZES))}
+            assert medium.keys() == {key_of(number) for number in range(len(SIZES))}
 
     async def test_outcomes_come_in_the_order_of_the_items(self, medium: Medium) -> None:
         async with self.opened(medium) as adapter:
@@ -183,7 +184,7 @@ class AdapterContract(ABC):
         async with self.opened(medium) as adapter:
             assert sorted(await self.put(adapter, 5, 5)) == sorted([STORED, EXISTS])
             assert await self.load(adapter, 5, 5) == [LOADED, LOADED]
-        assert medium.keys() == {key_of(5)}
+            assert medium.keys() == {key_of(5)}
 
     async def test_puts_of_one_key_at_the_same_time_store_it_once(self, medium: Medium) -> None:
         async with self.opened(medium) as adapter:
