@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -160,6 +161,17 @@ async def test_unfinished_files_of_a_dead_server_are_removed_and_foreign_ones_le
     assert not part.exists()
     assert not stump.exists()
     assert all(path.exists() for path in (*foreign, misplaced))
+
+
+async def test_directories_removed_behind_a_running_server_are_made_again(open_fs, tmp_path: Path) -> None:
+    adapter = await open_fs()
+    await adapter.put([put_item(key_of(1), SIZE)])
+    for path in (tmp_path / "kv").iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+    assert (await adapter.load([load_item(key_of(1), SIZE)]))[0].status is LoadStatus.ABSENT
+    assert await adapter.put([put_item(key_of(1), SIZE), put_item(key_of(2), SIZE)]) == [STORED] * 2
+    assert await adapter.load([load_item(key_of(1), SIZE)]) == [LOADED]
 
 
 async def test_a_link_in_place_of_a_record_is_not_followed(open_fs, tmp_path: Path) -> None:

@@ -199,8 +199,7 @@ class FsAdapter(StorageAdapter):
 
     def _own_directory(self, instance_id: str) -> None:
         try:
-            os.makedirs(self._base, mode=0o700, exist_ok=True)
-            os.makedirs(self._tmp, mode=0o700, exist_ok=True)
+            _make_folders(self._tmp)
             lock_path = os.path.join(self._base, LOCK_NAME)
             lock_fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -467,12 +466,16 @@ class FsAdapter(StorageAdapter):
         path = f"{self._tmp}/{item.key.hex()}.{next(self._part_numbers)}.part"
         result: str | PutOutcome = PutOutcome(PutStatus.FAILED, "internal")
         try:
-            space = os.statvfs(self._tmp)
+            space = os.statvfs(self._base)
             if space.f_bavail * space.f_frsize < item.hold.length + self._min_free_bytes:
                 result = _NO_ROOM
             else:
                 with item.hold.view() as view:
-                    self._write_file(path, view, item.hold.address)
+                    try:
+                        self._write_file(path, view, item.hold.address)
+                    except FileNotFoundError:  # somebody removed the directory: make it again
+                        _make_folders(self._tmp)
+                        self._write_file(path, view, item.hold.address)
                 result = path
         except OSError as error:
             _unlink_if_there(path)
@@ -525,7 +528,12 @@ class FsAdapter(StorageAdapter):
             folder = os.path.dirname(path)
             try:
                 self._make_folder(folder)
-                os.rename(part, path)
+                try:
+                    os.rename(part, path)
+                except FileNotFoundError:  # somebody removed the directory: make it again
+                    self._known_folders.clear()
+                    self._make_folder(folder)
+                    os.rename(part, path)
                 folders.setdefault(folder, []).append(i)
             except OSError as error:
                 _unlink_if_there(part)
@@ -741,6 +749,19 @@ def _unlink_if_there(path: str) -> None:
         os.unlink(path)
     except FileNotFoundError:
         pass
+
+
+def _make_folders(path: str) -> None:
+    """Make a directory and those above it that are missing, private and durable."""
+    parent = os.path.dirname(path)
+    if not os.path.isdir(path):
+        _make_folders(parent)
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            if not os.path.isdir(path):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
+        _sync_folder(parent)
 
 
 def _sync_folder(path: str) -> None:
