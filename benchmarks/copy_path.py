@@ -13,6 +13,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +49,24 @@ class Memcpy:
         self._memcpy = ctypes.CDLL(None).memcpy
         self._memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
-    def seconds(self, n_chunks: int) -> float:
-        """Time to copy so many chunks."""
+        self._pool = ThreadPoolExecutor(2)
+
+    def seconds(self, n_chunks: int, threads: int) -> float:
+        """Time to copy so many chunks, in this thread or in two."""
         started = time.perf_counter()
-        for i in range(n_chunks):
-            self._memcpy(self._to + i * CHUNK_BYTES, self._from + i * CHUNK_BYTES, CHUNK_BYTES)
+        if threads == 1:
+            self._copy(range(n_chunks))
+        else:
+            list(self._pool.map(self._copy, (range(0, n_chunks, 2), range(1, n_chunks, 2))))
         return time.perf_counter() - started
+
+    def _copy(self, chunks: range) -> None:
+        for i in chunks:
+            self._memcpy(self._to + i * CHUNK_BYTES, self._from + i * CHUNK_BYTES, CHUNK_BYTES)
 
     def close(self) -> None:
         """Unmap."""
+        self._pool.shutdown()
         self._anchors.clear()
         for part in self._maps:
             part.close()
@@ -91,7 +102,7 @@ class Path8B:
         started = time.perf_counter()
         call = self.client.lookup(self.identity, chain, request_id="bench", deadline_ms=10_000)
         if not call.wait(60) or call.result.n_chunks != n_chunks:
-            raise RuntimeError(f"a lookup found {call.done and call.result.n_chunks} of {n_chunks} chunks")
+            raise RuntimeError(f"a lookup found {call.done and call.result} of {n_chunks} chunks")
         extents = unpack_extents(call.result.extents)
         items = [
             LoadItem(chain[i * 32 : i * 32 + 32], extents[i].offset_bytes, extents[i].length_bytes, blocks[i])
@@ -103,12 +114,12 @@ class Path8B:
         return time.perf_counter() - started
 
 
-def measure(path: Path8B, memcpy: Memcpy, n_chunks: int) -> dict[str, list[float]]:
+def measure(path: Path8B, memcpy: Memcpy, n_chunks: int, threads: int) -> dict[str, list[float]]:
     """Seconds of each, in turn."""
     taken: dict[str, list[float]] = {"memcpy": [], "store": [], "retrieve": []}
     for repeat in range(REPEATS + 1):
         for name, call in (
-            ("memcpy", memcpy.seconds),
+            ("memcpy", partial(memcpy.seconds, threads=threads)),
             ("store", path.store),
             ("retrieve", path.retrieve),
         ):
@@ -135,7 +146,7 @@ def run() -> list[dict[str, Any]]:
                     "the client has mapped the pool's pages",
                 )
                 taken[threads, n_chunks] = measure(
-                    Path8B(client, blocks, 10 * threads + n_chunks), memcpy, n_chunks
+                    Path8B(client, blocks, 10 * threads + n_chunks), memcpy, n_chunks, threads
                 )
             finally:
                 client.close()
@@ -162,16 +173,20 @@ def run() -> list[dict[str, Any]]:
             )
         )
         two_value, two_spread = median_spread([BATCH_BYTES / s / 1e9 for s in two[what]])
+        limit = median_spread([BATCH_BYTES / s / 1e9 for s in two["memcpy"]])[0]
+        of_limit = median_spread([m / s for m, s in zip(two["memcpy"], two[what], strict=True)])[0]
         figures.append(
             figure(
                 f"copy_{what}_two_threads",
                 value=two_value,
                 unit="GB/s",
                 ratio=two_value / value,
-                target=f"≥ {TARGET_TWO} × one thread, or the memory's limit",
-                ok=two_value / value >= TARGET_TWO,
+                target=f"≥ {TARGET_TWO} × one thread, or {TARGET} × memcpy on two threads (the memory's limit)",
+                ok=two_value / value >= TARGET_TWO or of_limit >= TARGET,
                 spread=two_spread,
                 ratio_to=f"one thread, {value:.1f} GB/s",
+                ratio_to_limit=of_limit,
+                limit=f"memcpy on two threads beside it, {limit:.1f} GB/s",
             )
         )
         alone = taken[1, 1]
