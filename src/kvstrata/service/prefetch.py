@@ -64,20 +64,11 @@ class PrefetchLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_in_flight: int = 8
     """Fetches that load from one adapter at a time."""
     batch_bytes: int = 64 << 20
+    """At most; never more than half of `in_flight_bytes`."""
     patience_share: float = 0.25
     """Share of the time left that one adapter gets for `exists` when others come after it, at most …"""
     patience_s: float = 0.5
     """… so many seconds."""
-
-    @classmethod
-    def of(cls, l1_bytes: int, n_adapters: int, max_in_flight: int = 8) -> PrefetchLimits:
-        """Limits for a pool of so many bytes: all adapters together stay within one session's share (1/8)."""
-        in_flight_bytes = l1_bytes // (8 * max(2, n_adapters))
-        return cls(
-            in_flight_bytes=in_flight_bytes,
-            max_in_flight=max_in_flight,
-            batch_bytes=min(64 << 20, in_flight_bytes // 2),
-        )
 
 
 class FetchOutcome(NamedTuple):

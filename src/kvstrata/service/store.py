@@ -42,18 +42,13 @@ class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     backlog_bytes: int
     """L1 bytes that may be pinned for puts."""
     batch_bytes: int = 64 << 20
+    """At most; never more than a quarter of `backlog_bytes`."""
     batches_in_flight: int = 2
     """Batches one adapter gets at a time."""
     max_waiting_keys: int = 65_536
     """Keys committed but not looked at yet."""
     retry: RetryRule = RetryRule()
     evict_ahead: EvictAhead = EvictAhead()
-
-    @classmethod
-    def of(cls, l1_bytes: int, backlog_share: float = 0.25) -> StoreLimits:
-        """Limits for a pool of so many bytes."""
-        backlog_bytes = int(l1_bytes * backlog_share)
-        return cls(backlog_bytes=backlog_bytes, batch_bytes=min(64 << 20, backlog_bytes // 4))
 
 
 class _Pending(NamedTuple):
@@ -101,6 +96,7 @@ class StoreController:
         self._puts = [_Puts(configured) for configured in adapters]
         self._skipped = skipped
         self._backlog = Backlog(limits.backlog_bytes)
+        self._batch_bytes = min(limits.batch_bytes, limits.backlog_bytes // 4)
         self._waiting: collections.deque[tuple[bytes, bool]] = collections.deque()
         self._turn_scheduled = False
         self._workers: list[asyncio.Task[None]] = []
@@ -294,7 +290,7 @@ class StoreController:
         batch_bytes = batch[0].length_bytes
         while puts.queue and len(batch) < puts.adapter.capabilities.max_batch:
             batch_bytes += puts.queue[0].length_bytes
-            if batch_bytes > self.limits.batch_bytes:
+            if batch_bytes > self._batch_bytes:
                 break
             batch.append(puts.queue.popleft())
         return batch
