@@ -70,6 +70,28 @@ TEST(published_examples) {
   });
 }
 
+TEST(messages_that_end_around_the_place_of_the_length) {
+  struct Example {
+    std::size_t n;
+    const char* digest;
+  };
+  const Example examples[] = {
+      // of n times 'a'
+      {54, "a3f01b6939256127582ac8ae9fb47a382a244680806a3f613a118851c1ca1d47"},
+      {55, "9f4390f8d30c2dd92ec9f095b65e2b9ae9b0a925a5258e241c9f1e910f734318"},
+      {56, "b35439a4ac6f0948b6d6f9e3c6af0f5f590ce20f1bde7090ef7970686ec6738a"},
+      {63, "7d3e74a05d7db15bce4ad9ec0658ea98e3f06eeecf16b4c6fff2da457ddc2f34"},
+      {64, "ffe054fe7ae0cb6dc65c3af9b61d5209f439851db43d0ba5997337df154668eb"},
+      {119, "31eba51c313a5c08226adf18d4a359cfdfd8d2e816b13f4af952f7ea6584dcfb"},
+      {120, "2f3d335432c70b580af0e8e1b3674a7c020d683aa5f73aaaedfdc55af904c21c"},
+  };
+  for_every_path([&] {
+    for (const Example& e : examples) {
+      CHECK_EQ(hash(std::string(e.n, 'a')), e.digest);
+    }
+  });
+}
+
 TEST(all_paths_agree_on_every_length) {
   std::mt19937_64 random(1);
   std::vector<unsigned char> bytes(700);
