@@ -133,6 +133,36 @@ async def test_a_second_server_is_refused_and_told_who_has_the_directory(open_fs
     await open_fs()
 
 
+async def test_a_temporary_directory_on_another_file_system_is_refused(
+    open_fs, tmp_path: Path, monkeypatch
+) -> None:
+    real = os.stat
+
+    def elsewhere(path: str, *arguments: object, **keywords: object) -> os.stat_result:
+        status = list(real(path, *arguments, **keywords))
+        status[2] += str(path).endswith("/tmp")
+        return os.stat_result(status)
+
+    monkeypatch.setattr(os, "stat", elsewhere)
+    with pytest.raises(StorageError, match=r"relative_tmp_dir: 'tmp' is on another file system"):
+        await open_fs()
+    monkeypatch.undo()
+    await open_fs()
+
+
+async def test_a_directory_can_be_opened_on_a_full_disk(open_fs, tmp_path: Path, monkeypatch) -> None:
+    adapter = await open_fs()
+    await adapter.put([put_item(key_of(1), SIZE)])
+    await adapter.close()
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    adapter = await open_fs()
+    assert await adapter.load([load_item(key_of(1), SIZE)]) == [LOADED]
+
+
 async def test_unfinished_files_of_a_dead_server_are_removed_and_foreign_ones_left(
     open_fs, tmp_path: Path
 ) -> None:

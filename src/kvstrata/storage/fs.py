@@ -110,8 +110,9 @@ class _File:
 
 
 class _Scan(NamedTuple):
-    files: list[tuple[int, bytes, int]]
-    """(recency_ns, key, size), oldest first."""
+    files: collections.OrderedDict[bytes, _File]
+    """Oldest first."""
+    used_bytes: int
     foreign: int
     removed: int
     """Temporary files and stumps that were removed."""
@@ -198,36 +199,44 @@ class FsAdapter(StorageAdapter):
             self._lock_fd = -1
 
     def _own_directory(self, instance_id: str) -> None:
+        lock_fd = -1
         try:
             _make_folders(self._tmp)
             lock_path = os.path.join(self._base, LOCK_NAME)
             lock_fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StorageError(
-                f"{self.name}: base_path: {self._base!r} cannot be used: {error.strerror}"
-                f" ({error.filename}); give a directory that this user may write",
-                field="base_path",
-            ) from None
-        try:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.read(lock_fd, 200).decode(errors="replace").strip() or "unknown"
+            if os.stat(self._tmp).st_dev != os.stat(self._base).st_dev:
+                raise StorageError(
+                    f"{self.name}: relative_tmp_dir: {self.settings.relative_tmp_dir!r} is on another file"
+                    " system than base_path, so files cannot be published by a rename; choose one on the same",
+                    field="relative_tmp_dir",
+                )
+            space = os.statvfs(self._base)
+        except BlockingIOError:
+            holder = os.pread(lock_fd, 200, 0).decode(errors="replace").strip() or "unknown"
             os.close(lock_fd)
             raise StorageError(
                 f"{self.name}: base_path: {self._base!r} belongs to another running server ({holder});"
                 " give each server a directory of its own",
                 field="base_path",
             ) from None
-        self._lock_fd = lock_fd
-        os.ftruncate(lock_fd, 0)
-        os.pwrite(lock_fd, f"pid {os.getpid()}, instance {instance_id}\n".encode(), 0)
-        if os.stat(self._tmp).st_dev != os.stat(self._base).st_dev:
+        except OSError as error:
+            if lock_fd >= 0:
+                os.close(lock_fd)
             raise StorageError(
-                f"{self.name}: relative_tmp_dir: {self.settings.relative_tmp_dir!r} is on another file system"
-                " than base_path, so files could not be published by a rename; choose one on the same",
-                field="relative_tmp_dir",
-            )
-        space = os.statvfs(self._base)
+                f"{self.name}: base_path: {self._base!r} cannot be used: {error.strerror}"
+                f" ({error.filename or LOCK_NAME}); give a directory that this user may write and lock",
+                field="base_path",
+            ) from None
+        except StorageError:
+            os.close(lock_fd)
+            raise
+        self._lock_fd = lock_fd
+        try:
+            os.ftruncate(lock_fd, 0)
+            os.pwrite(lock_fd, f"pid {os.getpid()}, instance {instance_id}\n".encode(), 0)
+        except OSError:
+            pass  # a full disk: the text is only for whoever wonders about the lock
         total_bytes = space.f_blocks * space.f_frsize
         if self.settings.min_free_bytes is not None:
             self._min_free_bytes = self.settings.min_free_bytes
@@ -236,9 +245,7 @@ class FsAdapter(StorageAdapter):
 
     async def _read_names(self) -> None:
         scan = await self._in_lane(Lane.DELETE, self._scan)
-        for recency_ns, key, size_bytes in scan.files:
-            self._files[key] = _File(size_bytes, recency_ns)
-            self._used_bytes += _charge(size_bytes)
+        self._files, self._used_bytes = scan.files, scan.used_bytes
         log.info(
             "%s: %s holds %d records, %d bytes; removed %d unfinished files, ignored %d foreign ones",
             self.name, self._base, len(scan.files), self._used_bytes, scan.removed, scan.foreign,
@@ -280,8 +287,10 @@ class FsAdapter(StorageAdapter):
                         continue
                     recency_ns = max(status.st_atime_ns, status.st_mtime_ns)
                     files.append((recency_ns, bytes.fromhex(entry.name[:64]), status.st_size))
-        files.sort()
-        return _Scan(files, foreign, removed)
+        index: collections.OrderedDict[bytes, _File] = collections.OrderedDict()
+        for recency_ns, key, size_bytes in sorted(files):
+            index[key] = _File(size_bytes, recency_ns)
+        return _Scan(index, sum(_charge(size_bytes) for _, _, size_bytes in files), foreign, removed)
 
     # -- the contract --------------------------------------------------------------------------------------
 
