@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from kvstrata import failpoints
 from kvstrata.policy.prefetch import Hole, Plan, Run, Source, make_plan, miss_reason, next_batch, reserve_runs
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.storage.base import (
@@ -551,8 +552,10 @@ class PrefetchController:
         adapter = self._adapters[number]
         outcomes = [LoadOutcome(LoadStatus.FAILED, "stopping")] * len(items)
         lengths = {item.key: item.hold.length for item in items}
+        failpoints.hit("load.reserved")
         try:
             outcomes = await adapter.load(items)
+            failpoints.hit("load.read")
         except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
             log_broken_contract(self._names[number], "load", error)
             outcomes = [LoadOutcome(LoadStatus.FAILED, "adapter_error")] * len(items)
@@ -574,6 +577,7 @@ class PrefetchController:
         loaded = [i for i, o in zip(part.indices, outcomes, strict=True) if o.status is LoadStatus.LOADED]
         lost = [i for i, o in zip(part.indices, outcomes, strict=True) if o.status is not LoadStatus.LOADED]
         committed = dict(zip(loaded, self._pool.commit(part.ticket, loaded), strict=True)) if loaded else {}
+        failpoints.hit("load.committed")
         if lost:
             self._pool.abort(part.ticket, lost)
         foreign: list[bytes] = []

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from kvstrata import failpoints
 from kvstrata.policy.store import Backlog, EvictAhead, PutPlanner, RetryRule, Skip, StorePolicy
 from kvstrata.storage.base import PutItem, PutOutcome, PutStatus, log_broken_contract
 
@@ -274,8 +275,10 @@ class StoreController:
         """Put one batch and account for it. Nothing here refers to its holds afterwards."""
         puts.in_flight += len(batch)
         outcomes = [PutOutcome(PutStatus.FAILED, Skip.STOPPING)] * len(batch)
+        failpoints.hit("put.started")
         try:
             outcomes = await puts.adapter.put([PutItem(p.key, p.hold) for p in batch])
+            failpoints.hit("put.stored")
         except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
             log_broken_contract(puts.name, "put", error)
             outcomes = [PutOutcome(PutStatus.FAILED, "adapter_error")] * len(batch)

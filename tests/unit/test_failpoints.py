@@ -1,0 +1,56 @@
+"""The table of failpoints is complete and safe: each protocol step has its row, unarmed points do nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+
+from kvstrata import failpoints
+from kvstrata.errors import ConfigError
+from kvstrata.rpc import wire
+
+SOURCE = Path(failpoints.__file__).parent
+
+
+def test_every_operation_has_its_three_points():
+    tags = {request.__struct_config__.tag for request in typing.get_args(wire.AnyRequest)}
+    assert tags == set(failpoints.OPERATIONS)
+    for tag in tags:
+        assert {f"{tag}.received", f"{tag}.done", f"{tag}.replied"} <= set(failpoints.POINTS)
+
+
+def test_every_point_in_the_table_is_reached_by_the_code():
+    code = "\n".join(file.read_text() for file in SOURCE.rglob("*.py") if file.name != "failpoints.py")
+    named = set(re.findall(r"failpoints\.hit\(\s*\"([a-z]+\.[a-z]+)\"", code))
+    phases = set(re.findall(r"failpoints\.hit\(\s*[a-z_.]+,\s*\"([a-z]+)\"", code))
+    assert named == {name for name in failpoints.POINTS if name.split(".")[0] not in failpoints.OPERATIONS}
+    assert phases == {"received", "done", "replied"}
+
+
+@pytest.mark.parametrize("text", ["nope.done=kill", "lookup.done=hang", "lookup.done", "lookup.done=kill@x"])
+def test_a_wrong_variable_stops_the_start(text):
+    with pytest.raises(ConfigError, match="KVSTRATA_FAILPOINTS"):
+        failpoints.arm({failpoints.VARIABLE: text})
+
+
+def test_an_armed_point_kills_at_the_named_time_and_others_do_nothing():
+    script = (
+        "from kvstrata import failpoints\n"
+        "failpoints.arm({failpoints.VARIABLE: 'lookup.done=kill@2'})\n"
+        "for word in ('received', 'done', 'replied', 'done', 'replied'):\n"
+        "    failpoints.hit('lookup', word); print(word, flush=True)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ran.returncode == -9
+    assert ran.stdout.split() == ["received", "done", "replied"]
+
+
+def test_unarmed_points_do_nothing():
+    failpoints.arm({})
+    failpoints.hit("lookup.done")
+    failpoints.hit("no such point")
