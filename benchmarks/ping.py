@@ -28,7 +28,7 @@ from tests.harness.server_process import ServerProcess
 
 TARGET = 1.5
 REPEATS = 9
-PINGS = 2_000
+PINGS = 5_000
 WARM_UP = 500
 LOAD_CLIENTS = 8
 LOAD_RATE = 25

@@ -55,9 +55,16 @@ def show(value: Any) -> str:
 def report() -> str:
     """The figures as a Markdown table."""
     merged = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    lines = ["| name | value | unit | ratio | target | met |", "|---|---|---|---|---|---|"]
+    lines = ["| name | value | spread | ratio | to | target | met |", "|---|---|---|---|---|---|---|"]
     for name, figure in sorted(merged.items()):
-        cells = [show(figure.get(key)) for key in ("value", "unit", "ratio", "target")]
+        spread = "-".join(show(float(end)) for end in figure.get("spread") or ())
+        cells = [
+            f"{show(figure['value'])} {figure['unit']}",
+            spread,
+            show(figure.get("ratio")),
+            figure.get("ratio_to", ""),
+            figure.get("target", ""),
+        ]
         lines.append(f"| `{name}` | {' | '.join(cells)} | {'yes' if figure.get('ok') else 'no'} |")
     return "\n".join(lines)
 
