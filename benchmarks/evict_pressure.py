@@ -2,8 +2,9 @@
 
 Sketch: gather and checksum of the same bytes; making room for a 48 MB prompt is taking a dozen entries (or fifty) off a
 list.  64 independent prompts and more, once all of one chunk size and once alternating between two, each without L2,
-with `fs`, and with an `fs` that takes 50 MB/s.  The rate into an empty pool is measured before and after each run, on a
-server with as much L1 and no L2.  Besides the rate, nothing may be refused and the newest prompts must be in L1, whole and right.
+with `fs`, and with an `fs` that takes 50 MB/s.  The rate into an empty pool is measured before and after each run, on
+a server with as much L1 and no L2.  Besides the rate, nothing may be refused and the newest prompts must be in L1,
+whole and right.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 The index holds a million chunks (as small as records can be, 8 KiB), and each call asks for another prompt, so that
 nothing is in a processor cache from the call before.  The figure is of calls one after another, each after the release
-of the one before was handed over; `paced_p50_us` has a pause between them.  Sketch: 512 SHA-256 of 64 bytes, 512 index probes that miss every
-cache (about 100 ns each), 16 KB to the server and 12 KB back; the ratio is to a bare pyzmq echo of the same frame.
+of the one before was handed over; `paced_p50_us` has a pause between them.  Sketch: 512 SHA-256 of 64 bytes, 512 index
+probes that miss every cache (about 100 ns each), 16 KB to the server and 12 KB back; the ratio is to a bare pyzmq echo
+of the same frame.
 """
 
 from __future__ import annotations
