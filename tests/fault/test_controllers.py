@@ -653,6 +653,17 @@ async def test_a_bad_record_ends_the_prefix_and_is_healed_by_the_next_store(
     assert l1.has(*keys)
 
 
+async def test_nothing_is_loaded_beyond_a_chunk_that_could_not_be(l1: L1, tier: OpenTier) -> None:
+    one = await tier()
+    keys = chain("a", 8)
+    await in_l2(l1, one, keys)
+    one.path(keys[2]).write_bytes(bytes(RECORD))
+    loads = Loads(l1, one, in_flight_bytes=RECORD)  # one record at a time
+    assert (await loads.fetch(keys)).n_chunks == 2
+    await loads.controller.idle()
+    assert set(one.faults.loaded) == set(keys[:3])
+
+
 async def test_a_record_of_another_identity_is_no_hit_and_is_removed(l1: L1, tier: OpenTier) -> None:
     one = await tier()
     keys = chain("a", 3)

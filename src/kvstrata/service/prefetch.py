@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -209,10 +210,15 @@ class _Fetch:
         """These holes are to be loaded, at another time or from another source."""
         self.pending = collections.deque(sorted((*holes, *self.pending), key=lambda hole: hole.number))
 
-    def dead_end(self) -> bool:
-        """Whether a hole before the pending ones is known not to be filled: more loads would be in vain."""
-        first = self.pending[0].number
-        return any(state for number, state in self._states.items() if number < first)
+    def take(self, batch: list[Hole]) -> None:
+        """These holes are no longer pending."""
+        taken = {hole.number for hole in batch}
+        self.pending = collections.deque(hole for hole in self.pending if hole.number not in taken)
+
+    def in_vain(self) -> bool:
+        """Whether more loads are useless: the prefix ends before the pending holes, or nobody wants them."""
+        first = self.pending[0].number if self.pending else len(self.keys)
+        return self.abandoned or any(state for number, state in self._states.items() if number <= first)
 
     def outcome(self) -> FetchOutcome:
         """How far the prefix is ready now, and why not further."""
@@ -366,7 +372,7 @@ class PrefetchController:
     async def _run(self, fetch: _Fetch, budget_bytes: int | None) -> None:
         fetch.planned(await self._plan(fetch, budget_bytes))
         while fetch.pending or fetch.running:
-            if not fetch.pending or fetch.dead_end() or fetch.abandoned or self._stopping:
+            if not fetch.pending or fetch.in_vain() or self._stopping:
                 fetch.pending.clear()
                 if fetch.running:
                     await asyncio.wait(fetch.running, return_when=asyncio.FIRST_COMPLETED)
@@ -374,22 +380,23 @@ class PrefetchController:
             if fetch.crowded and self._loads:
                 await asyncio.wait(self._loads.values(), return_when=asyncio.FIRST_COMPLETED)
             fetch.crowded = False
-            number = fetch.pending[0].source.adapter
-            max_items = self._adapters[number].capabilities.max_batch
-            batch = [
-                fetch.pending.popleft()
-                for _ in range(next_batch(fetch.pending, max_items, self._batch_bytes))
-            ]
-            batch = [hole for hole in batch if not self._join(fetch, hole)]
-            if not batch:
+            first = fetch.pending[0]
+            if self._join(fetch, first):
+                fetch.take([first])
                 continue
+            number = first.source.adapter
+            max_items = self._adapters[number].capabilities.max_batch
+            count = next_batch(fetch.pending, max_items, self._batch_bytes)
+            batch = list(itertools.islice(fetch.pending, count))
             batch_bytes = sum(hole.source.record_bytes for hole in batch)
             if not await self._gates[number].enter(fetch, batch_bytes):
-                for hole in batch:
-                    fetch.failed(hole, "deadline")
-                continue
-            batch = [hole for hole in batch if not self._join(fetch, hole)]
-            self._start(fetch, number, batch, batch_bytes)
+                fetch.failed(first, "deadline")
+            elif fetch.in_vain() or self._stopping:  # that came out while the fetch waited
+                self._gates[number].ended(batch_bytes)
+            else:
+                fetch.take(batch)
+                batch = [hole for hole in batch if not self._join(fetch, hole)]
+                self._start(fetch, number, batch, batch_bytes)
 
     async def _plan(self, fetch: _Fetch, budget_bytes: int | None) -> Plan:
         """Ask L1, then the adapters in their order, each for what no one before it has."""
