@@ -617,6 +617,8 @@ def _whole_keys(keys: bytes, field: str) -> int:
 _OPS: dict[type[Request], str] = {
     kind: str(kind.__struct_config__.tag) for kind in typing.get_args(AnyRequest)
 }
+OPERATIONS = frozenset(_OPS.values())
+"""Names of all operations."""
 _MIN_RECORD_BYTES = 4096
 """A record's header alone."""
 

@@ -37,6 +37,11 @@ class Supervisor:
         task.add_done_callback(self._ended)
         return task
 
+    async def idle(self) -> None:
+        """Returns when no task runs."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
     async def stop(self) -> None:
         """Cancel what runs and wait until it has ended."""
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
