@@ -31,7 +31,7 @@ def test_prompt_is_stored_and_hit_with_the_same_tokens(rig, tokens, hit):
 def test_hit_continues_what_vllm_itself_still_has(rig):
     prompt = rig.fresh_prompt(1_500)
     cold = rig.stored(prompt)
-    assert rig.vllm.ask("reset_prefix_cache")
+    until(rig.forget, "letting all blocks go")
     # Half of the first chunk comes from vLLM, the rest of it and the others from us.
     rig.vllm.generate(prompt[: BLOCK + 40], max_tokens=1)
     warm = rig.vllm.generate(prompt)
@@ -54,7 +54,7 @@ def test_several_requests_at_once(rig):
     before = chunks_in_l1(rig.server)
     cold = rig.vllm.ask("generate", prompts=prompts)
     until(lambda: chunks_in_l1(rig.server) == before + sum(len(p) // CHUNK for p in prompts), "storing all")
-    assert rig.vllm.ask("reset_prefix_cache")
+    until(rig.forget, "letting all blocks go")
     warm = rig.vllm.ask("generate", prompts=prompts)
     assert [r["tokens"] for r in warm] == [r["tokens"] for r in cold]
     assert [r["cached_tokens"] for r in warm] == [512, 1_280, 255, 2_047, 768]
@@ -91,7 +91,7 @@ def test_abort_in_prefill_while_waiting_and_after_a_hit_leaks_nothing(rig):
     rig.vllm.ask("abort", request=request)
     known = rig.fresh_prompt(2_000)
     cold = rig.stored(known)
-    assert rig.vllm.ask("reset_prefix_cache")
+    until(rig.forget, "letting all blocks go")
     waiting = rig.vllm.ask("submit", prompt=known)
     rig.vllm.ask("abort", request=waiting)
     running = rig.vllm.ask("submit", prompt=known)

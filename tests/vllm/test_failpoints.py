@@ -1,0 +1,109 @@
+"""P4 and P9 at every step of the protocol: the server dies or freezes there while real vLLM generates.
+
+At each point of the table that an engine's requests reach, the tokens stay right, no call on the engine's threads
+waits for the server, and caching is back once a server is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstrata import failpoints
+from tests.harness.server_process import ServerProcess
+from tests.harness.vllm_run import VllmProcess
+from tests.vllm.conftest import Rig, until
+from tests.vllm.test_degraded import attached, check_calls, hit_of
+
+pytestmark = pytest.mark.vllm
+
+NOT_FOR_ENGINES = {
+    "hello",
+    "retrieve",
+    "prefetch",
+    "status",
+    "clear",
+    "explain",
+    "abort",
+    "cancel",
+    "corrupt",
+}
+"""Steps that a healthy engine's requests need not take; tests/integration/test_client_degraded.py takes those that
+its client has."""
+
+
+def cases() -> list[tuple[str, str]]:
+    """Killed at each point; stopped, which differs less from phase to phase, once in each step."""
+    points = [point for point in failpoints.POINTS if point.split(".")[0] not in NOT_FOR_ENGINES]
+    return [(p, "kill") for p in points] + [
+        (p, "stop") for p in points if not p.endswith((".received", ".replied"))
+    ]
+
+
+@pytest.fixture(scope="module")
+def rig(
+    vllm_python: Path, vllm_model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Rig]:
+    """With an L2, so that loads and puts are steps too."""
+    folder = tmp_path_factory.mktemp("failpoints")
+    with ServerProcess(folder / "server", l1_mb=96, l2="fs") as server:
+        server.start()
+        with VllmProcess(
+            vllm_model_folder("19m"),
+            folder / "vllm",
+            extra=server.connector_config(),
+            options={"max_num_batched_tokens": 1024, "max_model_len": 4096},
+        ) as vllm:
+            yield Rig(server, vllm)
+
+
+@pytest.fixture(scope="module")
+def known(rig: Rig) -> tuple[list[int], list[int]]:
+    """A prompt that is in L2, and what follows it."""
+    prompt = rig.fresh_prompt(600)
+    tokens = rig.stored(prompt)["tokens"]
+    until(lambda: rig.server.get("/v1/status")["store"]["pinned_bytes"] == 0, "putting the prompt to L2")
+    return prompt, tokens
+
+
+def restart(server: ServerProcess, armed: str) -> None:
+    server.kill()
+    server.wipe_segment()
+    server._environment[failpoints.VARIABLE] = armed
+    server.start()
+
+
+def halted(server: ServerProcess) -> bool:
+    try:
+        state = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    return state in "TZ"
+
+
+@pytest.mark.parametrize(("point", "action"), cases())
+def test_the_engine_does_not_notice(
+    rig: Rig, known: tuple[list[int], list[int]], point: str, action: str
+) -> None:
+    prompt, expected = known
+    new = rig.fresh_prompt(600)
+    rig.vllm.ask("take_calls")
+    restart(rig.server, f"{point}={action}")
+    said = []
+
+    def reached() -> bool:
+        assert rig.again(prompt)["tokens"] == expected
+        said.append(rig.again(new)["tokens"])
+        return halted(rig.server)
+
+    until(reached, f"reaching {point}")
+    assert rig.again(prompt)["tokens"] == expected
+    said.append(rig.again(new)["tokens"])
+    check_calls(rig)
+    restart(rig.server, "")
+    until(lambda: attached(rig), "attaching again")
+    assert until(lambda: hit_of(rig, prompt), "hitting again")["tokens"] == expected
+    said.append(rig.again(new)["tokens"])
+    assert all(tokens == said[0] for tokens in said)

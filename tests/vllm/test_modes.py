@@ -1,0 +1,150 @@
+"""Asynchronous loads, preemption, generated chunks, other LoRA adapters: other options of engine and connector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.records import Extents
+from tests.harness.server_process import ServerProcess
+from tests.harness.vllm_run import VllmProcess
+from tests.vllm.conftest import Rig, until
+
+pytestmark = pytest.mark.vllm
+
+BLOCKS = 40
+"""5,120 tokens of KV cache: two long requests do not fit together."""
+
+
+@pytest.fixture(scope="module")
+def rig(
+    server: ServerProcess,
+    vllm_python: Path,
+    vllm_model_folder: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Rig]:
+    """Asynchronous loads, little memory, generated chunks stored, KV events and LoRA on."""
+    with VllmProcess(
+        vllm_model_folder("19m"),
+        tmp_path_factory.mktemp("modes"),
+        extra=server.connector_config(
+            **{
+                "kvstrata.load_mode": "async",
+                "lmcache.mp.save_decode_cache": True,
+                "kvstrata.enable_kv_events": True,
+            }
+        ),
+        options={
+            "max_num_batched_tokens": 1024,
+            "max_model_len": 4096,
+            "num_gpu_blocks_override": BLOCKS,
+            "enable_lora": True,
+            "max_lora_rank": 8,
+        },
+    ) as vllm:
+        yield Rig(server, vllm)
+
+
+def leased_bytes(server):
+    return server.get("/v1/status")["pool"]["leased_bytes"]
+
+
+def test_asynchronous_hit_gives_the_same_tokens(rig):
+    for tokens, hit in ((1_000, 768), (1_024, 1_023), (2_600, 2_560)):
+        prompt = rig.fresh_prompt(tokens)
+        cold = rig.stored(prompt)
+        warm = rig.again(prompt)
+        assert (warm["cached_tokens"], warm["tokens"]) == (hit, cold["tokens"])
+
+
+def test_asynchronous_load_that_fails_is_computed(rig):
+    prompt = rig.fresh_prompt(1_400)
+    extents = Extents(rig.server.segment_dir)
+    before = {header.key for header in extents.records().values()}
+    cold = rig.stored(prompt)
+    for at, header in extents.records().items():
+        if header.key not in before:
+            extents.flip_a_byte(at, header)
+    extents.close()
+    bad = rig.again(prompt)
+    assert bad["tokens"] == cold["tokens"]
+    healed = until(lambda: full_hit(rig, prompt, 1_280), "storing the chunks again")
+    assert healed["tokens"] == cold["tokens"]
+
+
+def full_hit(rig, prompt, tokens):
+    result = rig.again(prompt)
+    print("cached", result["cached_tokens"], "of", tokens)
+    return result if result["cached_tokens"] == tokens else None
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_abort_around_an_asynchronous_load_leaks_nothing(rig, steps):
+    prompt = rig.fresh_prompt(2_600)
+    cold = rig.stored(prompt)
+    until(rig.forget, "letting all blocks go")
+    request = rig.vllm.ask("submit", prompt=prompt)
+    rig.vllm.ask("step", n=steps)
+    rig.vllm.ask("abort", request=request)
+    warm = rig.again(prompt)
+    assert (warm["cached_tokens"], warm["tokens"]) == (2_560, cold["tokens"])
+    rig.vllm.ask("idle_steps", n=2)
+    until(lambda: leased_bytes(rig.server) == 0, "giving all leases back")
+    assert rig.vllm.ask("free_blocks") == BLOCKS - 1, "all blocks are free again, but the null block"
+
+
+def test_generated_chunks_are_stored_and_hit_by_the_next_turn(rig):
+    prompt = rig.fresh_prompt(500)
+    first = rig.vllm.generate(prompt, max_tokens=280)
+    conversation = prompt + first["tokens"][:-1]
+    again = until(lambda: full_hit(rig, [*conversation, 5, 6, 7], 768), "storing the generated chunks")
+    assert again["tokens"]
+
+
+def test_preempted_requests_give_the_same_tokens(rig):
+    # Nine blocks each, and ten before they end: all four start, and not all can end at once.
+    prompts = [rig.fresh_prompt(n) for n in (1_150, 1_149, 1_151, 1_148)]
+    alone = [rig.vllm.generate(p, max_tokens=110, salt="reference")["tokens"] for p in prompts]
+    until(rig.forget, "letting all blocks go")
+    together = rig.vllm.ask("generate", prompts=prompts, max_tokens=110)
+    assert rig.vllm.ask("preemptions") > 0, "the cache was not small enough to test anything"
+    assert [r["tokens"] for r in together] == alone
+    until(rig.forget, "letting all blocks go")
+    warm = rig.vllm.ask("generate", prompts=prompts, max_tokens=110)
+    assert [r["tokens"] for r in warm] == alone
+    rig.vllm.ask("idle_steps", n=2)
+    until(lambda: leased_bytes(rig.server) == 0, "giving all leases back")
+
+
+def test_events_name_stored_chunks_with_their_tokens(rig):
+    rig.vllm.ask("events")
+    prompt = rig.fresh_prompt(800)
+    rig.stored(prompt)
+    stored = [e for e in rig.vllm.ask("events") if e["medium"] == "CPU"]
+    tokens = [token for event in stored for token in event["token_ids"]]
+    assert tokens == prompt[:768]
+    assert {event["block_size"] for event in stored} == {256}
+
+
+def test_adapters_share_nothing_with_each_other_or_the_base_model(rig, tmp_path, vllm_python):
+    prompt = rig.fresh_prompt(600)
+    base = rig.stored(prompt)
+    adapters = {}
+    for number, seed in enumerate((1, 2, 1), start=1):
+        folder = tmp_path / f"adapter-{number}"
+        rig.vllm.ask("make_adapter", folder=str(folder), seed=seed)
+        adapters[number] = folder
+    one = [f"one-{tmp_path.name}", 1, str(adapters[1])]
+    two = [f"two-{tmp_path.name}", 2, str(adapters[2])]
+    first = rig.stored(prompt, lora=one)
+    assert first["cached_tokens"] == 0 and first["tokens"] != base["tokens"]
+    second = rig.stored(prompt, lora=two)
+    assert second["cached_tokens"] == 0 and second["tokens"] not in (base["tokens"], first["tokens"])
+    for lora, expected in ((None, base), (one, first), (two, second)):
+        warm = rig.again(prompt, lora=lora)
+        assert (warm["cached_tokens"], warm["tokens"]) == (512, expected["tokens"])
+    # The same content under the same name, loaded from elsewhere as another number: the same KV.
+    copied = rig.again(prompt, lora=[one[0], 3, str(adapters[3])])
+    assert (copied["cached_tokens"], copied["tokens"]) == (512, first["tokens"])

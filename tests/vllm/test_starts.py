@@ -1,0 +1,173 @@
+"""The ways in which vLLM is started with us: bare name, file of settings, API server, tensor parallel; and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.harness import vllm_env
+from tests.harness.server_process import ServerProcess
+from tests.harness.vllm_run import MODULE, VllmFailed, VllmProcess
+from tests.vllm.conftest import chunks_in_l1, make_prompt, until
+
+pytestmark = pytest.mark.vllm
+
+API_START_S = 240.0
+
+
+def settings_file(folder: Path, server: ServerProcess) -> Path:
+    """What `LMCACHE_CONFIG_FILE` names."""
+    path = folder / "kv strata.yaml"
+    path.write_text(f"port: {server.port}\nsocket_dir: {server.socket_dir}\nchunk_size: 256\n")
+    return path
+
+
+def test_bare_name_with_processes_apart_and_a_settings_file(server, small_model, tmp_path):
+    """The published command line: no module path. The engine has its own process, as in production."""
+    environment = {"LMCACHE_CONFIG_FILE": str(settings_file(tmp_path, server))}
+    prompt = make_prompt(501, 1_500)
+    before = chunks_in_l1(server)
+    tokens = []
+    for run in ("first", "second"):
+        with VllmProcess(
+            small_model,
+            tmp_path / run,
+            extra={},
+            bare_name=True,
+            processes=True,
+            environment=environment,
+        ) as vllm:
+            result = vllm.generate(prompt)
+            tokens.append(result["tokens"])
+            if run == "first":
+                assert result["cached_tokens"] == 0
+                until(lambda: chunks_in_l1(server) == before + 5, "storing")
+            else:
+                assert result["cached_tokens"] == 1_280, vllm.log_tail()
+            assert "LMCacheConnectorV1 is provided by kvstrata" in vllm.log_text()
+            vllm.quit()
+    assert tokens[0] == tokens[1]
+
+
+def test_api_server_serves_hits(server, small_model, tmp_path, vllm_python):
+    """vLLM's own prefix cache is off, so every hit is ours."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    transfer = {
+        "kv_connector": "LMCacheConnectorV1",
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": server.connector_config(),
+    }
+    log = tmp_path / "api.log"
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            [
+                str(vllm_python), "-m", "vllm.entrypoints.openai.api_server",
+                "--model", str(small_model), "--skip-tokenizer-init", "--enforce-eager",
+                "--no-enable-prefix-caching", "--dtype", "bfloat16",
+                "--host", "127.0.0.1", "--port", str(port), "--kv-transfer-config", json.dumps(transfer),
+            ],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=tmp_path,
+            env=vllm_env.environment(tmp_path), start_new_session=True,
+        )  # fmt: skip
+    try:
+        wait_for_api(process, port, log)
+        prompt = make_prompt(502, 1_100)
+        before = chunks_in_l1(server)
+        cold = complete(port, small_model, prompt, "a")
+        until(lambda: chunks_in_l1(server) == before + 4, "storing")
+        assert complete(port, small_model, prompt, "a") == cold
+        metrics = fetch(port, "/metrics")
+        loaded = [
+            line for line in metrics.splitlines() if line.startswith("vllm:kvstrata_loaded_chunks_total")
+        ]
+        assert loaded and float(loaded[0].split()[-1]) == 4, metrics
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for_api(process, port, log):
+    deadline_s = time.monotonic() + API_START_S
+    while True:
+        assert process.poll() is None, log.read_text()[-4000:]
+        try:
+            fetch(port, "/health")
+            return
+        except (urllib.error.URLError, ConnectionError):
+            assert time.monotonic() < deadline_s, log.read_text()[-4000:]
+            time.sleep(0.5)
+
+
+def fetch(port, path):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as reply:
+        return reply.read().decode()
+
+
+def complete(port, model, prompt, salt):
+    """Token ids of a completion; without a tokenizer they come back as ids."""
+    body = {
+        "model": str(model),
+        "prompt": prompt,
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "cache_salt": salt,
+        "return_token_ids": True,
+        "detokenize": False,
+    }
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=240) as reply:
+        return json.loads(reply.read())["choices"][0]["token_ids"]
+
+
+def test_tensor_parallel_workers_store_and_load_their_own_heads(server, small_model, tmp_path):
+    """Two workers, two slices: a prompt hits only where both have stored."""
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    prompt = make_prompt(503, 1_500)
+    with VllmProcess(
+        small_model,
+        tmp_path / "two",
+        extra=server.connector_config(),
+        processes=True,
+        options=options,
+    ) as vllm:
+        before = chunks_in_l1(server)
+        cold = vllm.generate(prompt)
+        until(lambda: chunks_in_l1(server) == before + 2 * 5, "storing both slices")
+        assert vllm.ask("reset_prefix_cache")
+        warm = vllm.generate(prompt)
+        assert (warm["cached_tokens"], warm["tokens"]) == (1_280, cold["tokens"])
+        vllm.quit()
+
+
+@pytest.mark.parametrize(
+    ("extra", "options", "says"),
+    [
+        (
+            {"kvstrata.chunk_size": 200},
+            {},
+            r"chunk_size: 200 tokens is not a multiple of vLLM's block_size of 128",
+        ),
+        ({"lmcache.mp.prot": 1}, {}, r"lmcache.mp.prot: unknown key \(did you mean 'lmcache.mp.port'\?\)"),
+    ],
+)
+def test_wrong_settings_stop_the_start_with_advice(small_model, tmp_path, extra, options, says):
+    with pytest.raises(VllmFailed, match=says):
+        VllmProcess(small_model, tmp_path / "refused", extra=extra, options=options)
