@@ -278,7 +278,7 @@ def test_atheris_finds_nothing_in_a_short_run(tmp_path: Path) -> None:
             sys.executable,
             "-m",
             "tests.fuzz.atheris_rpc",
-            "-runs=3000",
+            "-runs=20000",
             "-seed=1",
             "-max_len=400",
             str(tmp_path),

@@ -532,6 +532,7 @@ def test_a_chunk_counts_when_all_slices_of_the_engine_have_it(
         worker = by_digest[identity.slices[number % 2]]
         assert worker.read(extent) == payload(list(keys_of(chain))[number // 2])
     assert scheduler.release([(scheduler.session, reply.seq)], group=True) == 1
+    assert scheduler.cancel(reply.seq) == 0, "nothing of it is left to undo"
 
 
 def test_a_lease_lasts_until_every_member_has_ended_its_share(
@@ -549,6 +550,7 @@ def test_a_lease_lasts_until_every_member_has_ended_its_share(
     assert first.release([name]) == 0
     assert second.release([name]) == 1
     assert_status(scheduler, leases=0, reservations=0)
+    assert scheduler.cancel(reply.seq) == 0, "nothing of it is left to undo"
 
 
 def stored_by_all(engine: tuple[RpcClient, RpcClient, RpcClient]) -> tuple[wire.IdentifyReply, bytes]:
