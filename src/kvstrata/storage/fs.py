@@ -529,31 +529,38 @@ class FsAdapter(StorageAdapter):
         return os.open(path, flags, 0o600), False
 
     def _publish(self, parts: list[tuple[bytes, str]]) -> list[PutOutcome]:
-        """In a thread: rename synced files to their names, then sync each directory once."""
+        """In a thread: rename synced files to their names, then sync each directory that changed once."""
         outcomes = [PutOutcome(PutStatus.STORED)] * len(parts)
-        folders: dict[str, list[int]] = {}
+        changed: dict[str, list[int]] = {}
+        made: set[str] = set()
         for i, (key, part) in enumerate(parts):
             path = self._path(key)
             folder = os.path.dirname(path)
             try:
-                self._make_folder(folder)
+                new = self._make_folder(folder)
                 try:
                     os.rename(part, path)
                 except FileNotFoundError:  # somebody removed the directory: make it again
-                    self._known_folders.clear()
-                    self._make_folder(folder)
+                    with self._folders_lock:
+                        self._known_folders.clear()
+                    new = self._make_folder(folder)
                     os.rename(part, path)
-                folders.setdefault(folder, []).append(i)
+                made.update(new)
+                for directory in (folder, *map(os.path.dirname, new)):
+                    changed.setdefault(directory, []).append(i)
             except OSError as error:
                 _unlink_if_there(part)
                 outcomes[i] = self._not_published(path, error)
-        for folder, members in folders.items():
+        for directory, members in changed.items():
             try:
-                _sync_folder(folder)
+                _sync_folder(directory)
             except OSError as error:
+                made.clear()
                 for i in members:
                     _unlink_if_there(self._path(parts[i][0]))
-                    outcomes[i] = self._not_published(folder, error)
+                    outcomes[i] = self._not_published(directory, error)
+        with self._folders_lock:
+            self._known_folders.update(made)
         return outcomes
 
     def _not_published(self, path: str, error: OSError) -> PutOutcome:
@@ -562,18 +569,22 @@ class FsAdapter(StorageAdapter):
         log.warning("%s: cannot publish %s: %s", self.name, path, error)
         return PutOutcome(PutStatus.FAILED, "io")
 
-    def _make_folder(self, folder: str) -> None:
-        """Make a record's directory and its parent, durably. Directories are never removed."""
-        with self._folders_lock:
-            parent = os.path.dirname(folder)
-            for path in (parent, folder):
-                if path not in self._known_folders:
-                    try:
-                        os.mkdir(path, 0o700)
-                    except FileExistsError:
-                        pass  # an earlier server made it, perhaps without living to sync it
-                    _sync_folder(os.path.dirname(path))
-                    self._known_folders.add(path)
+    def _make_folder(self, folder: str) -> list[str]:
+        """Make a record's directory and its parent; returns those whose own entries are to be synced.
+
+        A directory that is there but not known was perhaps made by a server that did not live to sync it.
+        """
+        new: list[str] = []
+        for path in (os.path.dirname(folder), folder):
+            with self._folders_lock:
+                known = path in self._known_folders
+            if not known:
+                try:
+                    os.mkdir(path, 0o700)
+                except FileExistsError:
+                    pass
+                new.append(path)
+        return new
 
     # -- load ----------------------------------------------------------------------------------------------
 
