@@ -82,11 +82,15 @@ def _shown(value: object) -> str:
     text = str(value)
     if len(text) > MAX_VALUE_CHARS:
         text = text[:MAX_VALUE_CHARS] + "…"
-    if not text or any(
-        character.isspace() or character in '"=' or not character.isprintable() for character in text
-    ):
-        return '"' + text.translate(_ESCAPES) + '"'
-    return text
+    if text and text.isprintable() and not _QUOTED.intersection(text):
+        return text
+    return '"' + "".join(_escaped(character) for character in text) + '"'
 
 
-_ESCAPES = {ord('"'): '\\"', ord("\\"): "\\\\", **{code: f"\\x{code:02x}" for code in (*range(32), 127)}}
+def _escaped(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
+_QUOTED = frozenset(' "=')
