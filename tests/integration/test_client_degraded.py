@@ -180,11 +180,8 @@ def test_killed_in_the_middle_of_stores_the_blocks_are_free_and_the_bytes_right(
             server.start()
             engine.connect()
         use_until_it_works(engine, seed=999)
-        status = server.get("/v1/status")["pool"]
-        assert status["reserved_bytes"] == 0
-        eventually(
-            "no quarantine is left", lambda: server.get("/v1/status")["pool"]["quarantined_bytes"] == 0
-        )
+        eventually("nothing reserved is left", lambda: pool_has_no(server, "reserved"))
+        eventually("no quarantine is left", lambda: pool_has_no(server, "quarantined"))
 
 
 def client_points() -> list[str]:
@@ -260,9 +257,7 @@ def test_dead_or_stopped_at_any_step_the_engine_goes_on_and_the_cache_comes_back
         engine.connect()
         use_until_it_works(engine, seed=6)
         eventually("no lease is left", lambda: nothing_leased(server))
-        eventually(
-            "nothing reserved is left", lambda: server.get("/v1/status")["pool"]["reserved_bytes"] == 0
-        )
+        eventually("nothing reserved is left", lambda: pool_has_no(server, "reserved"))
 
 
 def arm(server: ServerProcess, points: str) -> None:
@@ -317,9 +312,7 @@ def test_lost_late_and_repeated_messages_lose_nothing_and_do_nothing_twice(serve
         engine.connect()
         use_until_it_works(engine, seed=100 + seed)
         eventually("no lease is left", lambda: nothing_leased(server))
-        eventually(
-            "nothing reserved is left", lambda: server.get("/v1/status")["pool"]["reserved_bytes"] == 0
-        )
+        eventually("nothing reserved is left", lambda: pool_has_no(server, "reserved"))
 
 
 @pytest.mark.parametrize("op", ["release", "commit", "cancel", "identify", "hello"])
