@@ -173,6 +173,23 @@ def test_another_chunks_bytes_are_never_taken(engine, sync):
 
 
 @pytest.mark.parametrize("sync", [True, False])
+def test_a_block_named_by_a_negative_number_is_not_written(engine, sync):
+    tokens = prompt(2)
+    engine.stored(tokens)
+    result = engine.looked_up(tokens)
+    items = engine.items(tokens, result, first_block=100)
+    first, second = items[0].block_ids
+    before = engine.blocks.read([first])
+    items[0] = items[0]._replace(block_ids=[-1, second])
+    job = engine.client.load(result.lease, items, engine.blocks.plan, sync=sync)
+    assert job.wait(PATIENCE_S)
+    assert job.failed == set()
+    assert engine.blocks.read([first]) == before
+    engine.compute(engine.hasher(tokens), [0], first_block=200)
+    assert engine.blocks.read([second]) == engine.blocks.read([engine.blocks_of(0, 200)[1]])
+
+
+@pytest.mark.parametrize("sync", [True, False])
 def test_a_damaged_chunk_is_a_miss_and_is_dropped(server, engine, sync):
     tokens = prompt(5)
     engine.stored(tokens)
