@@ -6,7 +6,6 @@
 #include <time.h>
 
 #include <algorithm>
-#include <bit>
 #include <cerrno>
 #include <limits>
 #include <utility>
@@ -31,17 +30,12 @@ std::uint32_t static_header_crc(const IndexHeader& header) noexcept {
   return crc32c(&copy, kStaticHeaderBytes);
 }
 
-// A bucket names its first entry, carries the upper half of that entry's hash and says whether the
-// chain goes on, so that a lookup of another key need not touch the entry when the chain ends
-// there.
-constexpr std::uint64_t kChainGoesOn = 1ULL << 31;
-constexpr std::uint64_t kHashBits = 0xFFFFFFFF00000000ULL;
+constexpr std::uint64_t kProbeBit = 1ULL << 31;
+constexpr std::uint64_t kEntryBits = kProbeBit - 1;
+constexpr std::uint64_t kTagBits = 0xFFFFFFFF00000000ULL;
 
-constexpr std::uint32_t bucket_entry(std::uint64_t bucket) {
-  return static_cast<std::uint32_t>(bucket & (kChainGoesOn - 1)) - 1;
-}
-constexpr bool cannot_hold(std::uint64_t bucket, std::uint64_t hash) {
-  return ((bucket ^ hash) & kHashBits) != 0 && (bucket & kChainGoesOn) == 0;
+constexpr std::uint32_t slot_entry(std::uint64_t slot) {
+  return static_cast<std::uint32_t>(slot & kEntryBits) - 1;
 }
 
 inline void prefetch(const void* address) {
@@ -60,9 +54,13 @@ std::uint64_t monotonic_ns() noexcept {
 IndexLayout IndexLayout::of(std::uint64_t entry_capacity) noexcept {
   IndexLayout layout;
   layout.entry_capacity = entry_capacity;
-  layout.bucket_count = std::bit_ceil(std::max<std::uint64_t>(entry_capacity, 64));
+  // Half of the slots are used when every entry is: then one line in fifty overflows, and none by
+  // more than a few lines.
+  layout.bucket_lines =
+      std::max<std::uint64_t>((2 * entry_capacity + kLineSlots - 1) / kLineSlots, kMaxProbeLines);
   layout.buckets_offset = sizeof(IndexHeader) + sizeof(RowRecord) * kRowCount;
-  layout.hot_offset = round_to_page(layout.buckets_offset + 8 * layout.bucket_count);
+  layout.hot_offset =
+      round_to_page(layout.buckets_offset + sizeof(BucketLine) * layout.bucket_lines);
   layout.cold_offset = round_to_page(layout.hot_offset + sizeof(HotEntry) * entry_capacity);
   layout.file_bytes = round_to_page(layout.cold_offset + sizeof(ColdEntry) * entry_capacity);
   return layout;
@@ -72,10 +70,10 @@ IndexView::IndexView(void* base, const IndexLayout& layout) noexcept {
   auto* bytes = static_cast<std::uint8_t*>(base);
   header_ = reinterpret_cast<IndexHeader*>(bytes);
   rows_ = reinterpret_cast<RowRecord*>(bytes + sizeof(IndexHeader));
-  buckets_ = reinterpret_cast<std::uint64_t*>(bytes + layout.buckets_offset);
+  lines_ = reinterpret_cast<BucketLine*>(bytes + layout.buckets_offset);
   hot_ = reinterpret_cast<HotEntry*>(bytes + layout.hot_offset);
   cold_ = reinterpret_cast<ColdEntry*>(bytes + layout.cold_offset);
-  bucket_mask_ = layout.bucket_count - 1;
+  bucket_lines_ = layout.bucket_lines;
   capacity_ = static_cast<std::uint32_t>(layout.entry_capacity);
 }
 
@@ -99,8 +97,8 @@ Status IndexView::check(const void* base, std::uint64_t mapped_bytes, IndexLayou
     return differs("entry_capacity", header.entry_capacity, kMaxEntryCapacity);
   }
   *layout = IndexLayout::of(header.entry_capacity);
-  if (header.bucket_count != layout->bucket_count) {
-    return differs("bucket_count", header.bucket_count, layout->bucket_count);
+  if (header.bucket_lines != layout->bucket_lines) {
+    return differs("bucket_lines", header.bucket_lines, layout->bucket_lines);
   }
   if (mapped_bytes != layout->file_bytes)
     return differs("index_file_bytes", mapped_bytes, layout->file_bytes);
@@ -111,44 +109,75 @@ void IndexView::seal_static_header() noexcept {
   header_->static_crc = static_header_crc(*header_);
 }
 
-// One chain, as a reader in another process sees it: bounded, bounds-checked, each entry a seqlock.
-bool IndexView::is_ready(const Key& key, std::uint64_t bucket) const noexcept {
-  if (cannot_hold(bucket, key.word[0])) return false;
-  std::uint32_t entry = bucket_entry(bucket);
-  for (std::uint32_t step = 0; step < kMaxChainSteps; ++step) {
-    if (entry >= capacity_) return false;
-    const HotEntry& hot = hot_[entry];
-    std::uint64_t links = 0;
-    bool matches = false;
-    bool stable = false;
-    std::uint64_t before = load_word(hot.word[0]);
-    for (int attempt = 0; attempt < kSeqlockRetries; ++attempt) {
-      matches = true;
-      for (int i = 0; i < 4; ++i)
-        matches &= load_word(hot.word[1 + i]) == key.word[i];
-      links = load_word(hot.word[7]);
-      const std::uint64_t after = load_word(hot.word[0]);
-      if (before == after && (before & 1) == 0) {
-        stable = true;
-        break;
-      }
-      before = after;
+std::uint32_t IndexView::probe_length(std::uint64_t line) const noexcept {
+  std::uint32_t length = 0;
+  for (std::uint32_t bit = 0; bit < 3; ++bit) {
+    const std::uint64_t slot = load_word(lines_[line].slot[bit], std::memory_order_relaxed);
+    length |= static_cast<std::uint32_t>((slot & kProbeBit) >> 31) << bit;
+  }
+  return length;
+}
+
+void IndexView::set_probe_length(std::uint64_t line, std::uint32_t length) noexcept {
+  // Bits are set before others are cleared, so that what is read meanwhile is rather too long.
+  for (const bool clearing : {false, true}) {
+    for (std::uint32_t bit = 0; bit < 3; ++bit) {
+      std::uint64_t& slot = lines_[line].slot[bit];
+      const std::uint64_t word = load_word(slot, std::memory_order_relaxed);
+      const bool wanted = (length >> bit & 1) != 0;
+      if (wanted == clearing || wanted == ((word & kProbeBit) != 0)) continue;
+      store_word(slot, word ^ kProbeBit);
     }
-    if (!stable) return false;
-    if (matches)
-      return static_cast<std::uint8_t>(before >> 32) ==
-             static_cast<std::uint8_t>(EntryState::kReady);
-    entry = static_cast<std::uint32_t>(links >> 32) - 1;
+  }
+}
+
+std::uint32_t IndexView::candidate(std::uint64_t line, std::uint64_t hash) const noexcept {
+  for (const std::uint64_t& word : lines_[line].slot) {
+    const std::uint64_t slot = load_word(word);
+    if (((slot ^ hash) & kTagBits) == 0 && slot_entry(slot) < capacity_) return slot_entry(slot);
+  }
+  return kNoEntry;
+}
+
+// One entry as a reader in another process sees it. REQUIRES: entry < capacity.
+IndexView::Match IndexView::match(std::uint32_t entry, const Key& key) const noexcept {
+  const HotEntry& hot = hot_[entry];
+  std::uint64_t before = load_word(hot.word[0]);
+  for (int attempt = 0; attempt < kSeqlockRetries; ++attempt) {
+    bool equal = true;
+    for (int i = 0; i < 4; ++i)
+      equal &= load_word(hot.word[1 + i]) == key.word[i];
+    const std::uint64_t after = load_word(hot.word[0]);
+    if (before == after && (before & 1) == 0) {
+      if (!equal) return Match::kNo;
+      const auto state = static_cast<EntryState>(before >> 32 & 0xFF);
+      return state == EntryState::kReady ? Match::kReady : Match::kNotReady;
+    }
+    before = after;
+  }
+  return Match::kNotReady;
+}
+
+bool IndexView::is_ready(const Key& key) const noexcept {
+  const std::uint64_t home = home_of(key.word[0]);
+  const std::uint32_t length = probe_length(home);
+  for (std::uint32_t step = 0; step <= length; ++step) {
+    for (const std::uint64_t& word : lines_[(home + step) % bucket_lines_].slot) {
+      const std::uint64_t slot = load_word(word);
+      if (((slot ^ key.word[0]) & kTagBits) != 0 || slot_entry(slot) >= capacity_) continue;
+      const Match found = match(slot_entry(slot), key);
+      if (found != Match::kNo) return found == Match::kReady;
+    }
   }
   return false;
 }
 
 std::size_t IndexView::peek(const std::uint8_t* keys, std::size_t n_keys,
                             std::size_t n_slices) const noexcept {
-  // Three groups are under way at a time: the buckets of one are fetched while the entries of the
-  // one before are, and those of the one before that are compared.
+  // Three groups are under way at a time: the bucket lines of one are fetched while the entries of
+  // the one before are, and those of the one before that are compared.
   Key key[3][kGroupKeys];
-  std::uint64_t bucket[3][kGroupKeys];
+  std::uint32_t entry[3][kGroupKeys];
   const std::size_t groups = (n_keys + kGroupKeys - 1) / kGroupKeys;
   for (std::size_t stage = 0; stage < groups + 2; ++stage) {
     if (stage < groups) {
@@ -156,16 +185,16 @@ std::size_t IndexView::peek(const std::uint8_t* keys, std::size_t n_keys,
       const std::size_t count = std::min(kGroupKeys, n_keys - first);
       for (std::size_t i = 0; i < count; ++i) {
         key[stage % 3][i] = Key::load(keys + (first + i) * kKeyBytes);
-        prefetch(&bucket_of(key[stage % 3][i].word[0]));
+        prefetch(&lines_[home_of(key[stage % 3][i].word[0])]);
       }
     }
     if (stage >= 1 && stage - 1 < groups) {
       const std::size_t group = stage - 1;
       const std::size_t count = std::min(kGroupKeys, n_keys - group * kGroupKeys);
       for (std::size_t i = 0; i < count; ++i) {
-        const std::uint64_t word = load_word(bucket_of(key[group % 3][i].word[0]));
-        bucket[group % 3][i] = word;
-        if (bucket_entry(word) < capacity_) prefetch(&hot_[bucket_entry(word)]);
+        const std::uint64_t hash = key[group % 3][i].word[0];
+        entry[group % 3][i] = candidate(home_of(hash), hash);
+        if (entry[group % 3][i] != kNoEntry) prefetch(&hot_[entry[group % 3][i]]);
       }
     }
     if (stage >= 2) {
@@ -173,32 +202,35 @@ std::size_t IndexView::peek(const std::uint8_t* keys, std::size_t n_keys,
       const std::size_t first = group * kGroupKeys;
       const std::size_t count = std::min(kGroupKeys, n_keys - first);
       for (std::size_t i = 0; i < count; ++i) {
-        if (!is_ready(key[group % 3][i], bucket[group % 3][i])) return (first + i) / n_slices;
+        const std::uint32_t likely = entry[group % 3][i];
+        const Match found = likely == kNoEntry ? Match::kNo : match(likely, key[group % 3][i]);
+        if (found == Match::kReady) continue;
+        if (found == Match::kNotReady || !is_ready(key[group % 3][i])) {
+          return (first + i) / n_slices;
+        }
       }
     }
   }
   return n_keys / n_slices;
 }
 
-std::uint32_t IndexView::walk(const Key& key, std::uint64_t bucket) const noexcept {
-  if (cannot_hold(bucket, key.word[0])) return kNoEntry;
-  std::uint32_t entry = bucket_entry(bucket);
-  for (std::uint32_t step = 0; step < kMaxChainSteps && entry < capacity_; ++step) {
-    if (this->key(entry) == key) return entry;
-    entry = next(entry);
+std::uint32_t IndexView::find(const Key& key) const noexcept {
+  const std::uint64_t home = home_of(key.word[0]);
+  const std::uint32_t length = probe_length(home);
+  for (std::uint32_t step = 0; step <= length; ++step) {
+    for (const std::uint64_t& word : lines_[(home + step) % bucket_lines_].slot) {
+      const std::uint64_t slot = load_word(word, std::memory_order_relaxed);
+      if (((slot ^ key.word[0]) & kTagBits) != 0 || slot_entry(slot) >= capacity_) continue;
+      if (this->key(slot_entry(slot)) == key) return slot_entry(slot);
+    }
   }
   return kNoEntry;
-}
-
-std::uint32_t IndexView::find(const Key& key) const noexcept {
-  return walk(key, load_word(bucket_of(key.word[0])));
 }
 
 void IndexView::find_batch(const std::uint8_t* keys, std::size_t n_keys, std::uint32_t* entries,
                            const void* beside, std::size_t beside_stride) const noexcept {
   const auto* beside_bytes = static_cast<const std::uint8_t*>(beside);
   Key key[3][kGroupKeys];
-  std::uint64_t bucket[3][kGroupKeys];
   const std::size_t groups = (n_keys + kGroupKeys - 1) / kGroupKeys;
   for (std::size_t stage = 0; stage < groups + 2; ++stage) {
     if (stage < groups) {
@@ -206,72 +238,65 @@ void IndexView::find_batch(const std::uint8_t* keys, std::size_t n_keys, std::ui
       const std::size_t count = std::min(kGroupKeys, n_keys - first);
       for (std::size_t i = 0; i < count; ++i) {
         key[stage % 3][i] = Key::load(keys + (first + i) * kKeyBytes);
-        prefetch(&bucket_of(key[stage % 3][i].word[0]));
+        prefetch(&lines_[home_of(key[stage % 3][i].word[0])]);
       }
     }
     if (stage >= 1 && stage - 1 < groups) {
-      const std::size_t group = stage - 1;
-      const std::size_t count = std::min(kGroupKeys, n_keys - group * kGroupKeys);
+      const std::size_t first = (stage - 1) * kGroupKeys;
+      const std::size_t count = std::min(kGroupKeys, n_keys - first);
       for (std::size_t i = 0; i < count; ++i) {
-        const std::uint64_t word = load_word(bucket_of(key[group % 3][i].word[0]));
-        bucket[group % 3][i] = word;
-        const std::uint32_t entry = bucket_entry(word);
-        if (entry < capacity_) {
-          prefetch(&hot_[entry]);
-          prefetch(&cold_[entry]);
-          prefetch(beside_bytes + beside_stride * entry);
-        }
+        const std::uint64_t hash = key[(stage - 1) % 3][i].word[0];
+        const std::uint32_t entry = candidate(home_of(hash), hash);
+        entries[first + i] = entry;
+        if (entry == kNoEntry) continue;
+        prefetch(&hot_[entry]);
+        prefetch(&cold_[entry]);
+        prefetch(beside_bytes + beside_stride * entry);
       }
     }
     if (stage >= 2) {
-      const std::size_t group = stage - 2;
-      const std::size_t first = group * kGroupKeys;
+      const std::size_t first = (stage - 2) * kGroupKeys;
       const std::size_t count = std::min(kGroupKeys, n_keys - first);
       for (std::size_t i = 0; i < count; ++i) {
-        entries[first + i] = walk(key[group % 3][i], bucket[group % 3][i]);
+        const Key& wanted = key[(stage - 2) % 3][i];
+        const std::uint32_t likely = entries[first + i];
+        if (likely == kNoEntry || this->key(likely) != wanted) entries[first + i] = find(wanted);
       }
     }
   }
 }
 
-std::uint64_t IndexView::pack_bucket(std::uint64_t hash, std::uint32_t entry) const noexcept {
-  if (entry >= capacity_) return 0;
-  return (hash & kHashBits) | (next(entry) < capacity_ ? kChainGoesOn : 0) | (entry + 1);
-}
-
-std::uint32_t IndexView::first_of(std::uint64_t bucket) const noexcept {
-  return bucket_entry(load_word(buckets_[bucket]));
-}
-
 bool IndexView::link(std::uint32_t entry, const Key& key) noexcept {
-  std::uint64_t& bucket = bucket_of(key.word[0]);
-  const std::uint32_t head = bucket_entry(load_word(bucket));
-  std::uint32_t steps = 1;
-  for (std::uint32_t at = head; at < capacity_; at = next(at)) {
-    if (++steps > kMaxChainSteps) return false;
+  const std::uint64_t home = home_of(key.word[0]);
+  for (std::uint32_t step = 0; step < kMaxProbeLines; ++step) {
+    for (std::uint64_t& word : lines_[(home + step) % bucket_lines_].slot) {
+      if ((load_word(word, std::memory_order_relaxed) & kEntryBits) != 0) continue;
+      if (step > probe_length(home)) set_probe_length(home, step);
+      const std::uint64_t probe_bit = load_word(word, std::memory_order_relaxed) & kProbeBit;
+      store_word(word, (key.word[0] & kTagBits) | probe_bit | (entry + 1));
+      return true;
+    }
   }
-  set_next(entry, head < capacity_ ? head : kNoEntry);
-  store_word(bucket, pack_bucket(key.word[0], entry));
-  return true;
+  return false;
 }
 
 void IndexView::unlink(std::uint32_t entry, const Key& key) noexcept {
-  std::uint64_t& bucket = bucket_of(key.word[0]);
-  const std::uint32_t head = bucket_entry(load_word(bucket));
-  const std::uint32_t after = next(entry);
-  if (head == entry) {
-    store_word(bucket, pack_bucket(after < capacity_ ? this->key(after).word[0] : 0, after));
-    return;
-  }
-  std::uint32_t at = head;
-  for (std::uint32_t step = 0; step < kMaxChainSteps && at < capacity_; ++step) {
-    if (next(at) == entry) {
-      set_next(at, after);
-      if (at == head) store_word(bucket, pack_bucket(this->key(head).word[0], head));
-      return;
+  const std::uint64_t home = home_of(key.word[0]);
+  const std::uint32_t length = probe_length(home);
+  std::uint32_t longest = 0;
+  for (std::uint32_t step = 0; step <= length; ++step) {
+    for (std::uint64_t& word : lines_[(home + step) % bucket_lines_].slot) {
+      const std::uint64_t slot = load_word(word, std::memory_order_relaxed);
+      if (slot_entry(slot) == entry) {
+        store_word(word, slot & kProbeBit);
+        if (step == 0) return;
+      } else if (step > 0 && slot_entry(slot) < capacity_ &&
+                 home_of(this->key(slot_entry(slot)).word[0]) == home) {
+        longest = step;
+      }
     }
-    at = next(at);
   }
+  if (longest != length) set_probe_length(home, longest);
 }
 
 void IndexView::write_entry(std::uint32_t entry, const Key& key, std::uint64_t offset,
@@ -288,9 +313,10 @@ void IndexView::write_entry(std::uint32_t entry, const Key& key, std::uint64_t o
 }
 
 void IndexView::clear_buckets() noexcept {
-  for (std::uint64_t i = 0; i <= bucket_mask_; ++i) {
-    if (load_word(buckets_[i], std::memory_order_relaxed) != 0)
-      store_word<std::uint64_t>(buckets_[i], 0);
+  for (std::uint64_t line = 0; line < bucket_lines_; ++line) {
+    for (std::uint64_t& slot : lines_[line].slot) {
+      if (load_word(slot, std::memory_order_relaxed) != 0) store_word<std::uint64_t>(slot, 0);
+    }
   }
 }
 

@@ -5,6 +5,7 @@
 // from it; a miss that is found in a memory shifts the balance between the lists. The cache size of
 // the paper is here the number of entries that the class has at the moment.
 #include <algorithm>
+#include <unordered_set>
 
 #include "kvstrata/policy.h"
 
@@ -14,6 +15,8 @@ namespace {
 
 constexpr std::uint8_t kRecent = 1;
 constexpr std::uint8_t kFrequent = 2;
+// Admitted keys that were refused after all stay listed until so many are.
+constexpr std::size_t kMostReturning = 65'536;
 
 class ArcPolicy final : public EvictionPolicy {
  public:
@@ -26,11 +29,14 @@ class ArcPolicy final : public EvictionPolicy {
     state.missed_frequent = false;
     const auto recent = static_cast<double>(state.evicted_recent.size());
     const auto frequent = static_cast<double>(state.evicted_frequent.size());
-    if (state.evicted_recent.contains(fingerprint)) {
+    if (state.returning.size() > kMostReturning) state.returning.clear();
+    if (state.evicted_recent.erase(fingerprint)) {
+      state.returning.insert(fingerprint);
       const double step = std::max(1.0, frequent / recent);
       state.recent_target =
           std::min(state.recent_target + step, static_cast<double>(state.residents()));
-    } else if (state.evicted_frequent.contains(fingerprint)) {
+    } else if (state.evicted_frequent.erase(fingerprint)) {
+      state.returning.insert(fingerprint);
       const double step = std::max(1.0, recent / frequent);
       state.recent_target = std::max(state.recent_target - step, 0.0);
       state.missed_frequent = true;
@@ -40,8 +46,7 @@ class ArcPolicy final : public EvictionPolicy {
   void insert(std::uint32_t entry, std::uint64_t fingerprint, std::uint32_t cls) override {
     ClassState& state = classes_[cls];
     EntryLocal& local = entries_[entry];
-    const bool known =
-        state.evicted_recent.erase(fingerprint) | state.evicted_frequent.erase(fingerprint);
+    const bool known = state.returning.erase(fingerprint) != 0;
     local.list = known ? kFrequent : kRecent;
     local.parked = 0;
     push_hot(state.list(local.list), entry);
@@ -53,7 +58,7 @@ class ArcPolicy final : public EvictionPolicy {
     ClassState& state = classes_[local.cls];
     if (local.parked) {
       local.parked = 0;
-      state.parked -= 1;
+      state.parked_in(local.list) -= 1;
     } else {
       unlink(state.list(local.list), entry);
     }
@@ -67,16 +72,15 @@ class ArcPolicy final : public EvictionPolicy {
     ClassState& state = classes_[local.cls];
     const std::size_t residents = state.residents();
     if (local.parked) {
-      state.parked -= 1;
+      state.parked_in(local.list) -= 1;
     } else {
       unlink(state.list(local.list), entry);
     }
     if (evicted) {
       (local.list == kRecent ? state.evicted_recent : state.evicted_frequent).add(fingerprint);
-      const std::size_t recent = std::min<std::size_t>(state.recent.size, residents);
+      const std::size_t recent = std::min(state.recents(), residents);
       state.evicted_recent.trim(residents - recent);
-      state.evicted_frequent.trim(residents - std::min(residents, state.evicted_recent.size()) +
-                                  recent);
+      state.evicted_frequent.trim(residents - state.evicted_recent.size());
     }
     local.list = 0;
     local.parked = 0;
@@ -87,7 +91,7 @@ class ArcPolicy final : public EvictionPolicy {
     if (!local.parked) return;
     ClassState& state = classes_[local.cls];
     local.parked = 0;
-    state.parked -= 1;
+    state.parked_in(local.list) -= 1;
     if (used) {
       push_hot(state.list(local.list), entry);
     } else {
@@ -98,7 +102,7 @@ class ArcPolicy final : public EvictionPolicy {
   std::uint32_t victim(std::uint32_t cls) noexcept override {
     ClassState& state = classes_[cls];
     while (true) {
-      const auto recent = static_cast<double>(state.recent.size);
+      const auto recent = static_cast<double>(state.recents());
       const bool from_recent =
           state.recent.size > 0 && (state.frequent.size == 0 || recent > state.recent_target ||
                                     (state.missed_frequent && recent >= state.recent_target));
@@ -107,7 +111,7 @@ class ArcPolicy final : public EvictionPolicy {
       if (entry == kNoEntry || entries_[entry].is_victim()) return entry;
       unlink(list, entry);
       entries_[entry].parked = 1;
-      state.parked += 1;
+      state.parked_in(entries_[entry].list) += 1;
     }
   }
 
@@ -122,7 +126,8 @@ class ArcPolicy final : public EvictionPolicy {
     state.recent = state.frequent = EntryList{};
     state.evicted_recent.clear();
     state.evicted_frequent.clear();
-    state.parked = 0;
+    state.returning.clear();
+    state.parked_recent = state.parked_frequent = 0;
     state.recent_target = 0;
   }
 
@@ -130,7 +135,9 @@ class ArcPolicy final : public EvictionPolicy {
     const ClassState& state = classes_[cls];
     const std::int64_t recent = check_list(state.recent, kRecent);
     const std::int64_t frequent = check_list(state.frequent, kFrequent);
-    return recent < 0 || frequent < 0 ? -1 : recent + frequent + state.parked;
+    return recent < 0 || frequent < 0
+               ? -1
+               : recent + frequent + state.parked_recent + state.parked_frequent;
   }
 
  private:
@@ -139,12 +146,19 @@ class ArcPolicy final : public EvictionPolicy {
     EntryList frequent;
     GhostList evicted_recent;
     GhostList evicted_frequent;
-    std::uint32_t parked = 0;
+    std::unordered_set<std::uint64_t> returning;  // admitted, was in a memory, not inserted yet
+    std::uint32_t parked_recent = 0;
+    std::uint32_t parked_frequent = 0;
     double recent_target = 0;
     bool missed_frequent = false;
 
     EntryList& list(std::uint8_t mark) noexcept { return mark == kRecent ? recent : frequent; }
-    std::size_t residents() const noexcept { return recent.size + frequent.size + parked; }
+    std::uint32_t& parked_in(std::uint8_t mark) noexcept {
+      return mark == kRecent ? parked_recent : parked_frequent;
+    }
+    // Set aside counts like listed: what is used by somebody takes its list's share.
+    std::size_t recents() const noexcept { return recent.size + parked_recent; }
+    std::size_t residents() const noexcept { return recents() + frequent.size + parked_frequent; }
   };
   ClassState classes_[kMaxClasses];
 };

@@ -14,7 +14,11 @@ namespace {
 constexpr std::uint8_t kSmall = 1;
 constexpr std::uint8_t kMain = 2;
 constexpr std::uint8_t kMostFrequency = 3;
-constexpr std::uint32_t kSmallShare = 10;  // the small queue holds 1 in so many
+// The small queue holds 1 in so many. The paper's tenth suits keys that come back at once, or
+// never; a conversation comes back after minutes. Token hit ratios on the Mooncake trace with a
+// cache of 2, 5, 10 and 20 % of the blocks (benchmarks/policies.py): a tenth .105 .171 .236 .311,
+// half .096 .191 .278 .334.
+constexpr std::uint32_t kSmallShare = 2;
 
 class S3FifoPolicy final : public EvictionPolicy {
  public:

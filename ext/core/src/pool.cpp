@@ -121,7 +121,7 @@ Status Pool::create(int index_fd, int extents_fd, const PoolOptions& options,
     }
     header.extents_bytes = options.extents_bytes;
     header.entry_capacity = layout.entry_capacity;
-    header.bucket_count = layout.bucket_count;
+    header.bucket_lines = layout.bucket_lines;
     store_word<std::uint64_t>(pool->index_.row(0).claimed, 1);
     KVSTRATA_RETURN_IF_ERROR(pool->start(layout, extents_fd, options));
     pool->epoch_ = realtime_ns();
@@ -1062,7 +1062,7 @@ ReserveOutcome Pool::reserve_one(const ReserveRequest& request, const Key& key, 
   row_bytes_[request.row] += bytes;
   tenant_charge(entry, 1);
   if (!index_.link(entry, key)) {
-    // The bucket's chain is full, which takes keys made for it. drop() expects a linked entry.
+    // All lines in reach are full, which takes keys made for it. drop() expects a linked entry.
     tenant_charge(entry, -1);
     release_owner(entry);
     used_bytes_ -= bytes;

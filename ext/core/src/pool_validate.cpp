@@ -209,26 +209,35 @@ Status Pool::validate() noexcept {
   }
   if (reached != linked) return broken("parents form a circle", reached, linked);
 
-  std::uint64_t chained = 0;
-  for (std::uint64_t bucket = 0; bucket < index_.bucket_count(); ++bucket) {
-    std::uint32_t steps = 0;
-    std::uint32_t entry = index_.first_of(bucket);
-    for (; entry < touched; entry = index_.next(entry)) {
+  std::uint64_t filled = 0;
+  std::vector<std::uint32_t> longest(index_.bucket_lines(), 0);
+  for (std::uint64_t line = 0; line < index_.bucket_lines(); ++line) {
+    for (const std::uint64_t& slot : index_.line(line).slot) {
+      const std::uint64_t word = load_word(slot);
+      const std::uint64_t number = word & 0x7FFFFFFF;
+      if (number == 0) continue;
+      const auto entry = static_cast<std::uint32_t>(number - 1);
+      if (entry >= touched) return broken("a bucket line names no entry", line, entry);
       const EntryState state = index_.state(entry);
       if (state == EntryState::kFree || state == EntryState::kQuarantined) {
-        return broken("a bucket holds an entry that is not in the index", entry, bucket);
+        return broken("a bucket line holds an entry that is not in the index", line, entry);
       }
-      if ((index_.key(entry).word[0] & (index_.bucket_count() - 1)) != bucket) {
-        return broken("an entry is in the wrong bucket", entry, bucket);
-      }
-      if (++steps > kMaxChainSteps) return broken("a bucket's chain is too long", bucket);
+      const std::uint64_t hash = index_.key(entry).word[0];
+      if (word >> 32 != hash >> 32) return broken("a bucket slot has a wrong tag", line, entry);
+      const std::uint64_t home = index_.home_of(hash);
+      const auto distance =
+          static_cast<std::uint32_t>((line + index_.bucket_lines() - home) % index_.bucket_lines());
+      if (distance >= kMaxProbeLines) return broken("an entry is in a wrong line", line, entry);
+      longest[home] = std::max(longest[home], distance);
+      filled += 1;
     }
-    if (entry != kNoEntry)
-      return broken("a bucket's chain leaves the entries in use", entry, bucket);
-    chained += steps;
   }
-  if (chained != linked)
-    return broken("the buckets hold another number of entries", chained, linked);
+  for (std::uint64_t line = 0; line < index_.bucket_lines(); ++line) {
+    if (index_.probe_length(line) != longest[line]) {
+      return broken("a bucket line's probe length is wrong", line, longest[line]);
+    }
+  }
+  if (filled != linked) return broken("the buckets hold another number of entries", filled, linked);
 
   for (int state = 1; state < kEntryStateCount; ++state) {
     if (counters_.entries[state] != state_entries[state])

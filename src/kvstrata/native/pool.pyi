@@ -101,7 +101,7 @@ class Pool:
     ) -> Pool:
         """Makes a pool in two empty files and sizes them.
 
-        `extents_bytes`: a multiple of 4096.  `entry_capacity`: extents at most (136 bytes of index each).
+        `extents_bytes`: a multiple of 4096.  `entry_capacity`: extents at most (144 bytes of index each).
         `policy`: LRU, ARC, S3FIFO or noop (never evicts).  `watermark`: (share of the pool at which
         `evict_to_watermark` acts, share of the used bytes that it evicts then).  One row may hold reserved or
         quarantined at most 1/`max_session_share` of the pool, but always one extent.

@@ -7,8 +7,7 @@
 //
 //   0       IndexHeader (4096 bytes)
 //   4096    RowRecord[128]        attached processes
-//   12288   u64 buckets[bucket_count]   first entry id + 1 (bits 0..30) | chain goes on (31) | hash
-//   (32..63)
+//   12288   BucketLine[bucket_lines]    64 bytes each: where to look for a key
 //   ...     HotEntry[entry_capacity]    64 bytes each, page aligned: what readers need
 //   ...     ColdEntry[entry_capacity]   64 bytes each, page aligned: what only a restart needs
 //
@@ -19,6 +18,10 @@
 // What a SIGKILL leaves behind is a prefix of the writer's stores. The writer orders them so that
 // every prefix is safe: fields before the state that makes them count, the state before the fields
 // it guarded.
+//
+// A key is looked for in the bucket line that its hash names and, where that line was full, in at
+// most kMaxProbeLines - 1 lines after it; how many, the line says itself. Entries never move. A
+// reader that races with the writer can miss a key, and never finds a wrong one.
 //
 // Readers trust nothing in the file: every index is checked against the capacity that was validated
 // when the file was mapped, and every walk has a bound.
@@ -39,7 +42,8 @@ inline constexpr std::uint32_t kIndexFormatVersion = 1;
 inline constexpr std::size_t kKeyBytes = 32;
 inline constexpr std::uint32_t kRowCount = 128;
 inline constexpr std::uint32_t kMaxSlabs = 64;
-inline constexpr std::uint32_t kMaxChainSteps = 64;
+inline constexpr std::uint32_t kLineSlots = 8;
+inline constexpr std::uint32_t kMaxProbeLines = 8;
 inline constexpr int kSeqlockRetries = 4;
 inline constexpr std::uint64_t kExtentAlignment = 4096;
 inline constexpr std::uint32_t kMinEntryCapacity = 1;
@@ -81,7 +85,7 @@ struct IndexHeader {
   std::uint8_t pool_id[16];
   std::uint64_t extents_bytes;
   std::uint64_t entry_capacity;
-  std::uint64_t bucket_count;
+  std::uint64_t bucket_lines;
   std::uint64_t reserved_static;
   // Changed by the server while it runs.
   std::uint64_t epoch;
@@ -107,9 +111,16 @@ struct RowRecord {
 };
 static_assert(sizeof(RowRecord) == 64);
 
+// A slot: entry id + 1 (bits 0..30, 0: empty) | one bit of the probe length (31) | upper half of
+// the key's first word (32..63). Bits 31 of slots 0, 1 and 2 are the number of lines after this one
+// that may hold keys whose home is this line.
+struct alignas(64) BucketLine {
+  std::uint64_t slot[kLineSlots];
+};
+static_assert(sizeof(BucketLine) == 64);
+
 // word[0]: sequence (bits 0..31, odd while changing) | state (32..39) | zero
-// word[1..4]: key   word[5]: offset   word[6]: length | generation << 32   word[7]: parent | next
-// << 32
+// word[1..4]: key   word[5]: offset   word[6]: length | generation << 32   word[7]: parent
 struct alignas(64) HotEntry {
   std::uint64_t word[8];
 };
@@ -138,7 +149,7 @@ inline void store_word(T& word, T value,
 // Sizes and offsets that follow from the entry capacity.
 struct IndexLayout {
   std::uint64_t entry_capacity = 0;
-  std::uint64_t bucket_count = 0;
+  std::uint64_t bucket_lines = 0;
   std::uint64_t buckets_offset = 0;
   std::uint64_t hot_offset = 0;
   std::uint64_t cold_offset = 0;
@@ -167,14 +178,17 @@ class IndexView {
 
   IndexHeader& header() const noexcept { return *header_; }
   RowRecord& row(std::uint32_t row) const noexcept { return rows_[row]; }
-  std::uint64_t& bucket_of(std::uint64_t hash) const noexcept {
-    return buckets_[hash & bucket_mask_];
-  }
   HotEntry& hot(std::uint32_t entry) const noexcept { return hot_[entry]; }
   ColdEntry& cold(std::uint32_t entry) const noexcept { return cold_[entry]; }
   std::uint32_t capacity() const noexcept { return capacity_; }
-  std::uint64_t bucket_count() const noexcept { return bucket_mask_ + 1; }
-  std::uint32_t first_of(std::uint64_t bucket) const noexcept;
+  std::uint64_t bucket_lines() const noexcept { return bucket_lines_; }
+  BucketLine& line(std::uint64_t line) const noexcept { return lines_[line]; }
+  // The line where a key with this first word is looked for first.
+  std::uint64_t home_of(std::uint64_t hash) const noexcept {
+    return (static_cast<std::uint64_t>(static_cast<std::uint32_t>(hash)) * bucket_lines_) >> 32;
+  }
+  // Lines after `line` that may hold keys whose home it is; less than kMaxProbeLines.
+  std::uint32_t probe_length(std::uint64_t line) const noexcept;
 
   // Leading chunks whose `n_slices` keys are all READY. `keys` holds n_chunks * n_slices keys of 32
   // bytes, chunk-major. Any thread, any process; never blocks. REQUIRES: n_slices > 0.
@@ -191,7 +205,7 @@ class IndexView {
   // Writer only, once, after the static fields of a new header were filled in.
   void seal_static_header() noexcept;
 
-  // Writer only. False when the chain of the key's bucket is full; then nothing changed.
+  // Writer only. False when all lines in reach are full; then nothing changed.
   bool link(std::uint32_t entry, const Key& key) noexcept;
   void unlink(std::uint32_t entry, const Key& key) noexcept;
   void clear_buckets() noexcept;
@@ -253,33 +267,24 @@ class IndexView {
            1;
   }
   void set_parent(std::uint32_t entry, std::uint32_t parent) noexcept {
-    std::uint64_t& word = hot_[entry].word[7];
-    const std::uint64_t next = load_word(word, std::memory_order_relaxed) & ~0xFFFFFFFFULL;
-    store_word(word, next | static_cast<std::uint32_t>(parent + 1));
-  }
-  std::uint32_t next(std::uint32_t entry) const noexcept {
-    return static_cast<std::uint32_t>(load_word(hot_[entry].word[7], std::memory_order_relaxed) >>
-                                      32) -
-           1;
+    store_word<std::uint64_t>(hot_[entry].word[7], static_cast<std::uint32_t>(parent + 1));
   }
 
  private:
-  void set_next(std::uint32_t entry, std::uint32_t next) noexcept {
-    std::uint64_t& word = hot_[entry].word[7];
-    const std::uint64_t parent = load_word(word, std::memory_order_relaxed) & 0xFFFFFFFFULL;
-    store_word(word,
-               parent | (static_cast<std::uint64_t>(static_cast<std::uint32_t>(next + 1)) << 32));
-  }
-  bool is_ready(const Key& key, std::uint64_t bucket) const noexcept;
-  std::uint32_t walk(const Key& key, std::uint64_t bucket) const noexcept;
-  std::uint64_t pack_bucket(std::uint64_t hash, std::uint32_t entry) const noexcept;
+  enum class Match : std::uint8_t { kNo, kReady, kNotReady };
+  // What a reader makes of one entry.
+  Match match(std::uint32_t entry, const Key& key) const noexcept;
+  bool is_ready(const Key& key) const noexcept;
+  // First entry in the line whose slot could be the key's, or kNoEntry.
+  std::uint32_t candidate(std::uint64_t line, std::uint64_t hash) const noexcept;
+  void set_probe_length(std::uint64_t line, std::uint32_t length) noexcept;
 
   IndexHeader* header_ = nullptr;
   RowRecord* rows_ = nullptr;
-  std::uint64_t* buckets_ = nullptr;
+  BucketLine* lines_ = nullptr;
   HotEntry* hot_ = nullptr;
   ColdEntry* cold_ = nullptr;
-  std::uint64_t bucket_mask_ = 0;
+  std::uint64_t bucket_lines_ = 0;
   std::uint32_t capacity_ = 0;
 };
 
