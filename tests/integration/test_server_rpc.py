@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import subprocess
@@ -1001,3 +1002,37 @@ def test_an_attach_with_another_format_version_is_refused(server: ServerProcess)
     newer = layout("tiny", format_version=2)
     with pytest.raises(LayoutRefused, match="format_version"):
         RpcClient(server.socket_dir, identity=newer).attach()
+
+
+def test_a_background_task_that_crashes_ends_the_process_with_its_reason_and_keeps_the_pool(
+    start: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = start()
+    with RpcClient(server.socket_dir) as client:
+        chain = chain_of(client.identify().root, 3)
+        client.store(client.identify(), chain)
+    assert server.stop() == 0
+    script = (
+        "import sys\n"
+        "from kvstrata.service import server\n"
+        "async def crash(self):\n"
+        "    raise ZeroDivisionError('planted')\n"
+        "server.Server._beat = crash\n"
+        "from kvstrata.cli.server import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    flags = ["--no-http", "--port", "0", "--l1-size-gb", str(16 / 1024), "--l2-adapter", "none"]
+    ran = subprocess.run(
+        [sys.executable, "-c", script, *flags, "--socket-dir", str(server.socket_dir)],
+        env={**os.environ, "KVSTRATA_L1_SEGMENT_DIR": str(server.segment_dir)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 70
+    assert "server_failed" in ran.stderr and "planted" in ran.stderr
+    server.start()
+    assert server.ready["adopted"]
+    with RpcClient(server.socket_dir) as client:
+        assert client.lookup(client.identify().identity_id, chain).n_chunks == 3
