@@ -684,6 +684,19 @@ def test_large_pieces_are_copied_off_the_loop(start: Callable[..., ServerProcess
         assert client.ask(request, wire.RetrieveReply).found
 
 
+def test_long_stores_are_reserved_off_the_loop_and_committed(start: Callable[..., ServerProcess]) -> None:
+    server = start(l1_mb=256)
+    with RpcClient(server.socket_dir) as client:
+        identity, chain = fresh(client, 400)
+        assert set(client.store(identity, chain)) == {wire.ReserveOutcome.RESERVED}
+        reply = client.lookup(identity.identity_id, chain)
+        assert reply.n_chunks == 400
+        client.release([(client.session, reply.seq)])
+        seq, _ = client.reserve(identity.identity_id, chain_of(identity.root, 300, first_token=10**6))
+        assert client.cancel(seq) == 1
+        assert_status(client, leases=0, reservations=0)
+
+
 def test_a_corrupt_chunk_is_dropped_when_the_server_sees_it_too(client: RpcClient) -> None:
     identity, chain = fresh(client, 3)
     client.store(identity, chain)

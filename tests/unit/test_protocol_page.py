@@ -71,8 +71,10 @@ def test_roles_reasons_and_outcomes_are_listed() -> None:
 def test_limits_are_those_of_the_code() -> None:
     text = " ".join(PAGE.split())
     assert f"frame of {wire.MAX_MESSAGE_BYTES >> 20} MiB" in text
-    assert f"{wire.MAX_CHUNKS:,} chunks in a request" in text
-    assert f"{wire.MAX_LIVE:,} leases in a release" in text
+    assert f"{wire.MAX_CHUNKS:,} chunks in a lookup" in text
+    assert f"{wire.MAX_RESERVE_CHUNKS:,} chunks in a reserve" in text
+    assert f"{wire.MAX_RELEASES:,} leases in a release" in text
+    assert f"{wire.MAX_LIVE:,} lookups in a ping" in text
     assert f"deadlines of {wire.MAX_DEADLINE_MS // 1000} s" in text
     assert f"at most {wire.MAX_RETRIEVE_BYTES >> 20} MiB" in text
     limits = Limits()

@@ -22,8 +22,12 @@ MAX_MESSAGE_BYTES = 8 << 20
 MAX_CHUNKS = 65_536
 """Chunks in one request (16 M tokens of 256)."""
 MAX_DEADLINE_MS = 60_000
+MAX_RESERVE_CHUNKS = 4_096
+"""Chunks in one reserve, commit, abort or corrupt; longer prompts go in several."""
 MAX_LIVE = 16_384
-"""Lookups named in one ping, leases in one release."""
+"""Lookups named in one ping."""
+MAX_RELEASES = 1_024
+"""Leases in one release."""
 MAX_RETRIEVE_BYTES = 4 << 20
 MAX_SLICES = 4096
 """Distinct slices of one engine."""
@@ -37,11 +41,13 @@ Seq = Annotated[int, Meta(ge=0, le=MAX_SEQ)]
 SessionName = Annotated[bytes, Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
 Keys = Annotated[bytes, Meta(max_length=MAX_CHUNKS * KEY_BYTES)]
 """Concatenated 32-byte keys."""
+ReserveKeys = Annotated[bytes, Meta(max_length=MAX_RESERVE_CHUNKS * KEY_BYTES)]
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Probe = Annotated[bytes, Meta(max_length=8)]
 DeadlineMs = Annotated[int, Meta(ge=0, le=MAX_DEADLINE_MS)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Index = Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
+Index = Annotated[int, Meta(ge=0, lt=MAX_RESERVE_CHUNKS)]
+Indices = Annotated[list[Index], Meta(max_length=MAX_RESERVE_CHUNKS)]
 RequestId = Annotated[str, Meta(max_length=256)]
 LeaseId = tuple[SessionName, Seq]
 """(session that looked up, its lookup's seq)"""
@@ -146,7 +152,7 @@ class LookupReply(Reply, frozen=True, tag="lookup"):
 class Release(Request, frozen=True, tag="release"):
     """Ends the caller's share of leases; with `group` every member's share (never handed to workers)."""
 
-    leases: Annotated[list[LeaseId], Meta(max_length=MAX_LIVE)]
+    leases: Annotated[list[LeaseId], Meta(max_length=MAX_RELEASES)]
     group: bool = False
 
 
@@ -157,7 +163,7 @@ class Reserve(Request, frozen=True, tag="reserve"):
     identity_id: Count
     parent: Annotated[bytes, Meta(max_length=KEY_BYTES)]
     """Chain key of the chunk before the first, empty at the start of a prompt."""
-    keys: Keys
+    keys: ReserveKeys
     record_bytes: Count
     probe: Probe = b""
 
@@ -195,7 +201,7 @@ class Commit(Request, frozen=True, tag="commit"):
     """Makes written chunks visible. `reservation` is the seq of the reserve; `indices` into its keys."""
 
     reservation: Seq
-    indices: Annotated[list[Index], Meta(max_length=MAX_CHUNKS)]
+    indices: Indices
 
 
 class CommitReply(Reply, frozen=True, tag="commit"):
@@ -206,7 +212,7 @@ class Abort(Request, frozen=True, tag="abort"):
     """Gives reserved extents back; the caller promises that nobody writes them any more."""
 
     reservation: Seq
-    indices: Annotated[list[Index], Meta(max_length=MAX_CHUNKS)] | None = None
+    indices: Indices | None = None
 
 
 class Cancel(Request, frozen=True, tag="cancel"):
@@ -278,7 +284,7 @@ class Quiesced(Request, frozen=True, tag="quiesced"):
 class Corrupt(Request, frozen=True, tag="corrupt"):
     """The caller's verified copy failed on these chain keys of its slice; the server checks them."""
 
-    keys: Keys
+    keys: ReserveKeys
 
 
 class Ok(Reply, frozen=True, tag="ok"):
