@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -23,12 +26,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = load(ServerSettings, file=file or None, environment=os.environ, flags=flags.settings)
         if flags.check:
             plan(settings, os.environ)
-            print(msgspec.json.format(msgspec.json.encode(settings), indent=2).decode())
+            print(json.dumps(shown(msgspec.to_builtins(settings)), indent=2))
             return 0
         return run(settings, notes=flags.notes, ready_fd=flags.ready_fd)
     except KvstrataError as error:
         print(f"lmcache-server: {error.message}", file=sys.stderr)
         return EXIT_CONFIG
+
+
+_SECRET = re.compile(r"password|passwd|secret|token|credential|access_key|private_key", re.IGNORECASE)
+
+
+def shown(settings: Any, name: str = "") -> Any:
+    """Settings as they may be printed: values whose name tells of a secret are masked, paths of files are not."""
+    if isinstance(settings, Mapping):
+        return {key: shown(value, str(key)) for key, value in settings.items()}
+    if isinstance(settings, list):
+        return [shown(value, name) for value in settings]
+    if settings and _SECRET.search(name) and not name.endswith("_file"):
+        return "***"
+    return settings
 
 
 if __name__ == "__main__":
