@@ -277,6 +277,19 @@ async def test_chunks_beyond_the_backlog_are_skipped_counted_and_evictable(l1: L
     await puts.controller.stop(0)
 
 
+async def test_what_the_backlog_had_no_room_for_is_put_once_it_is_empty(l1: L1, tier: OpenTier) -> None:
+    one = await tier()
+    puts = Puts(l1, one)
+    keys = l1.store(chain("a", 40))
+    puts.controller.committed(keys)
+    await puts.controller.idle()
+    n_skipped = puts.counts()["skipped:backlog"]
+    assert n_skipped > 0
+    assert puts.counts()["taken_up"] == n_skipped and one.records == set(keys)
+    assert puts.backlog_bytes == 0
+    await puts.controller.stop(0)
+
+
 async def test_a_put_in_flight_keeps_its_pin_though_its_wait_has_ended(l1: L1, tier: OpenTier) -> None:
     plan = FaultPlan(0)
     one = await tier(plan=plan, deadline_ms=1)

@@ -102,6 +102,28 @@ def test_a_hole_in_l1_is_loaded_and_what_l2_does_not_have_ends_the_prefix(
         client.release([(client.session, reply.seq)])
 
 
+def test_what_a_killed_server_had_not_put_is_put_by_the_next(
+    start: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = start(faulty(tmp_path, "error"))
+    good = {"type": "fs", "base_path": str(tmp_path / "good"), "capacity_gb": 1}
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify()
+        chain = chain_of(identity.root, 5)
+        client.store(identity, chain)
+        server.kill()
+    server._flags[server._flags.index("--l2-adapter") + 1] = json.dumps(good)
+    assert server.start()["adopted"]
+    with RpcClient(server.socket_dir) as client:
+        until(client, lambda status: status["l2_store"]["adapters"]["fs-0"]["outcomes"].get("stored") == 5)
+        clear_l1(client)
+        identity = client.identify()
+        reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
+        assert (reply.n_chunks, reply.l2_chunks) == (5, 5)
+        check_bytes(client, reply, chain)
+        client.release([(client.session, reply.seq)])
+
+
 def test_a_clean_stop_puts_what_waits_and_l2_survives_the_loss_of_l1(
     start: Callable[..., ServerProcess],
 ) -> None:

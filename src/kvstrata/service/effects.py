@@ -12,10 +12,14 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 from kvstrata.rpc.session import Effect
 from kvstrata.types import KEY_BYTES
+
+MAX_ORPHANS_TOLD = 1_024
+"""Revoked leases named in one reply; the others follow when these have ended."""
 
 LeaseId = tuple[bytes, int]
 """(session that looked up, its lookup's seq)"""
@@ -92,8 +96,9 @@ class Leases:
             self._orphans.setdefault(row, set()).add(lease.name)
 
     def orphans(self, row: int) -> list[LeaseId]:
-        """Leases of this row that nobody will speak of any more."""
-        return sorted(self._orphans[row]) if self._orphans and self._orphans.get(row) else []
+        """Some leases of this row that nobody will speak of any more."""
+        names = self._orphans.get(row) if self._orphans else None
+        return sorted(itertools.islice(names, MAX_ORPHANS_TOLD)) if names else []
 
     def row_gone(self, row: int) -> list[Lease]:
         """The process of this row is dead; returns the leases that ended with it."""

@@ -549,7 +549,13 @@ class Handlers:
     def _status(self, request: Status, member: Member | None) -> Reply:
         engine = self._engine
         if request.job == 0:
-            return Document(request.seq, engine.epoch, engine.status())
+            status = engine.status()
+            if member is not None and member.tenants is not None:
+                group = member.group.name.hex()
+                status["peers"] = [peer for peer in status["peers"] if peer["group"] == group]
+                status["tenants"] = [row for row in status["tenants"] if row["tenant"] in member.tenants]
+                del status["jobs"]
+            return Document(request.seq, engine.epoch, status)
         document = engine.job(request.job)
         if document is None:
             raise BadRequest(f"job: {request.job} is not among the recent ones", field="job")

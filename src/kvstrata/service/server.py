@@ -65,6 +65,8 @@ TICK_S = 0.1
 """Between two heartbeats in the index; readers take a heartbeat older than 1 s for a dead server."""
 VERIFY_BYTES = 64 << 20
 """Adopted bytes that the background check takes at a time."""
+ADOPTED_KEYS = 2
+"""Adopted chunks that are offered to L2 at a time."""
 IN_FLIGHT_SHARE = 8
 """One adapter may have L1 / 8 under way to L1."""
 EXIT_CONFIG = 2
@@ -259,7 +261,7 @@ class Server:
         zmq_server.start(handlers.on_frame, handlers.on_frame_count)
         pool.heartbeat()
         self._supervisor.spawn(self._beat(), "heartbeat")
-        self._supervisor.spawn(self._keep_house(lane), "housekeeping")
+        self._supervisor.spawn(self._keep_house(lane, segment.adopted), "housekeeping")
         if settings.l1.prefault_threads:
             pool.prefault_start(settings.l1.prefault_threads)
         if http_socket is not None:
@@ -273,7 +275,10 @@ class Server:
         """Open L2. Raises StorageError, except for the embedded one, without which the server can do."""
         engine, pool, settings = self._engine, self._engine.pool, self._settings
         opened: list[ConfiguredAdapter] = []
-        for config in self._plan.adapters:
+        adapters = self._plan.adapters
+        if self._plan.embedded_l2:  # its directory is named by the port that was really taken
+            adapters = [configure_adapter(embedded_adapter(port, os.environ), 0)]
+        for config in adapters:
             configured = build_adapter(
                 config,
                 clock=self._clock,
@@ -351,13 +356,29 @@ class Server:
             engine.drain_events()
             await asyncio.sleep(TICK_S)
 
-    async def _keep_house(self, lane: PoolLane) -> None:
+    async def _put_adopted(self, store: StoreController, lane: PoolLane) -> None:
+        """Offer what a killed server had not put to L2 yet; what L2 has is answered from its index.
+
+        In small parts, so that they never fill the backlog; chunks that are leased meanwhile are left out.
+        """
+        pool = self._engine.pool
+        keys = await asyncio.shield(lane.run(pool.victims_preview, pool.extents_bytes))
+        for at in range(0, len(keys), ADOPTED_KEYS):
+            await store.idle()
+            store.committed(keys[at : at + ADOPTED_KEYS])
+        self._log.info("adopted_chunks_offered_to_l2", chunks=len(keys))
+
+    async def _keep_house(self, lane: PoolLane, adopted: bool) -> None:
         """Check adopted chunks a piece at a time, and evict ahead of need."""
         pool = self._engine.pool
         unverified = 1
         while True:
             if unverified:
                 unverified = await asyncio.shield(lane.run(pool.verify_next, VERIFY_BYTES))
+                if not unverified and adopted and self._engine.store is not None:
+                    self._supervisor.spawn(
+                        self._put_adopted(self._engine.store, lane), "puts of adopted chunks"
+                    )
             await asyncio.shield(lane.run(pool.evict_to_watermark))
             await asyncio.sleep(0.0 if unverified else TICK_S)
 

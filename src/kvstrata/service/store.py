@@ -59,6 +59,10 @@ class _Pending(NamedTuple):
     attempts: int
 
 
+UNPINNED_KEYS = 65_536
+"""Keys per adapter that are remembered for a put after the backlog has emptied."""
+
+
 class _Puts:
     """What one adapter still has to get."""
 
@@ -70,6 +74,8 @@ class _Puts:
         self.queued: set[bytes] = set()
         """Keys in `queue`, in flight or waiting for a retry."""
         self.retrying: dict[bytes, tuple[asyncio.TimerHandle, _Pending]] = {}
+        self.unpinned: collections.deque[bytes] = collections.deque(maxlen=UNPINNED_KEYS)
+        """Skipped because the backlog was full: put after all once it is empty, if they are in L1 still."""
         self.in_flight = 0
         self.work_there = asyncio.Event()
         self.counts: collections.Counter[str] = collections.Counter()
@@ -240,6 +246,7 @@ class StoreController:
             self._skip(puts, key, Skip.EVICTED)
         elif not self._backlog.admit(key, hold.length):
             hold.drop()
+            puts.unpinned.append(key)
             self._skip(puts, key, Skip.BACKLOG)
         else:
             puts.queued.add(key)
@@ -259,6 +266,7 @@ class StoreController:
                 self._end(puts, pending)
                 self._skip(puts, pending.key, reason)
             puts.queue.clear()
+            puts.unpinned.clear()
             puts.retrying.clear()
         self._note_progress()
 
@@ -337,6 +345,25 @@ class StoreController:
     def _is_quiet(self) -> bool:
         return not self._waiting and not any(puts.busy() for puts in self._puts)
 
+    def _take_up_unpinned(self) -> None:
+        """The backlog is empty: pin what fits of what it had no room for."""
+        for puts in self._puts:
+            while puts.unpinned:
+                key = puts.unpinned.popleft()
+                hold = self._pool.hold(key)
+                if hold is None:
+                    continue
+                if not self._backlog.admit(key, hold.length):
+                    hold.drop()
+                    puts.unpinned.appendleft(key)
+                    break
+                puts.counts["taken_up"] += 1
+                puts.queued.add(key)
+                puts.queue.append(_Pending(key, hold, hold.length, 0))
+                puts.work_there.set()
+
     def _note_progress(self) -> None:
+        if self._is_quiet() and not self._stopping:
+            self._take_up_unpinned()
         if self._is_quiet():
             self._quiet.set()
