@@ -836,7 +836,11 @@ def test_tenants_belong_to_tokens(start: Callable[..., ServerProcess], tmp_path:
     config = tmp_path / "tenants.yaml"
     config.write_text(f"security:\n  tenants_file: {tokens}\n")
     server = start(flags=("--config", str(config)))
-    with RpcClient(server.socket_dir, token="secret-of-a-0123456") as a:
+    with (
+        RpcClient(server.socket_dir, token="secret-of-b-0123456") as b,
+        RpcClient(server.socket_dir, token="secret-of-a-0123456") as a,
+    ):
+        b.store(b.identify(tenant="b"), chain_of(b.identify(tenant="b").root, 3))
         a.store(a.identify(tenant="a"), chain_of(a.identify(tenant="a").root, 2))
         with pytest.raises(RpcError) as caught:
             a.identify(tenant="b")
@@ -844,6 +848,8 @@ def test_tenants_belong_to_tokens(start: Callable[..., ServerProcess], tmp_path:
         with pytest.raises(RpcError) as caught:
             a.ask(wire.Clear(a.session, a.next_seq(), wire.Tier.L1, "b"), wire.Ok)
         assert caught.value.field == "tenant"
+        assert [row["tenant"] for row in a.status()["tenants"]] == ["a"], "b's bytes are not a's business"
+        assert [peer["session"] for peer in a.status()["peers"]] == [a.session.hex()]
         assert a.ask(wire.Clear(a.session, a.next_seq(), wire.Tier.L1), wire.Ok).count == 2
     with RpcClient(server.socket_dir) as nobody:
         nobody.identify()
