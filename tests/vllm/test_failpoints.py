@@ -64,7 +64,7 @@ def known(rig: Rig) -> tuple[list[int], list[int]]:
     """A prompt that is in L2, and what follows it."""
     prompt = rig.fresh_prompt(600)
     tokens = rig.stored(prompt)["tokens"]
-    until(lambda: rig.server.get("/v1/status")["store"]["pinned_bytes"] == 0, "putting the prompt to L2")
+    until(lambda: rig.server.get("/v1/status")["l2_store"]["backlog_bytes"] == 0, "putting the prompt to L2")
     return prompt, tokens
 
 
