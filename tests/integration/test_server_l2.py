@@ -9,6 +9,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,16 @@ import pytest
 
 from kvstrata.rpc import wire
 from kvstrata.types import KEY_BYTES, unpack_extents
-from tests.harness.rpc_client import RpcClient, RpcError, chain_of, keys_of, payload, until
+from tests.harness.rpc_client import (
+    CHUNK_TOKENS,
+    HANG_S,
+    RpcClient,
+    RpcError,
+    chain_of,
+    keys_of,
+    payload,
+    until,
+)
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
@@ -31,7 +43,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
     def starter(adapter: dict[str, Any] | None = None, l1_mb: int = 16, **arguments: Any) -> ServerProcess:
         folder = tmp_path / f"server{len(started)}"
         adapter = adapter or {"type": "fs", "base_path": str(folder / "l2"), "capacity_gb": 1}
-        flags = ("--no-http", "--l2-adapter", json.dumps(adapter), *arguments.pop("flags", ()))
+        http = () if arguments.pop("http", False) else ("--no-http",)
+        flags = (*http, "--l2-adapter", json.dumps(adapter), *arguments.pop("flags", ()))
         process = ServerProcess(folder, l1_mb=l1_mb, l2="embedded", flags=flags, **arguments)
         started.append(process)
         process.start()
@@ -372,3 +385,39 @@ def test_two_prompts_of_the_same_tokens_and_other_salts_share_nothing_in_l2(
         client.store(a, chain_of(a.root, 2))
         until_stored(client)
         assert client.lookup(b.identity_id, chain_of(b.root, 2), deadline_ms=5_000).n_chunks == 0
+
+
+def test_the_admin_port_prewarms_explains_clears_and_counts(start: Callable[..., ServerProcess]) -> None:
+    server = start(http=True)
+    url = f"http://127.0.0.1:{server.ready['http_port']}"
+
+    def ask(path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return json.loads(reply.read() or b"null")
+
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify(salt="prewarmed")
+        tokens = list(range(5 * CHUNK_TOKENS + 3))
+        chain = chain_of(identity.root, 5)
+        client.store(identity, chain)
+        until_stored(client)
+        assert ask("/v1/clear", {"tier": "l1"}) == {"l1": 5}
+        job = ask("/v1/prefetch", {"tokens": tokens, "salt": "prewarmed"})["job"]
+        end_s = time.monotonic() + HANG_S
+        while (document := ask(f"/v1/prefetch/{job}"))["state"] == "running":
+            assert time.monotonic() < end_s, document
+        assert (document["chunks"], document["l2_chunks"], document["reason"]) == (5, 5, "")
+        reply = client.lookup(identity.identity_id, chain, request_id="after prewarm")
+        assert (reply.l1_chunks, reply.l2_chunks) == (5, 0)
+        client.release([(client.session, reply.seq)])
+        assert ask("/v1/explain/after%20prewarm")["lookups"][0]["hits"]["l1"] == 5
+        assert ask("/v1/status")["instance"]["http_port"] == server.ready["http_port"]
+        assert ask("/readyz") == {"ready": True, "why": ""}
+        with urllib.request.urlopen(url + "/metrics", timeout=30) as metrics:
+            text = metrics.read().decode()
+        assert "kvstrata_committed_chunks_total 5.0" in text.splitlines()
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            ask("/v1/prefetch", {"tokens": tokens, "model": "no such model"})
+        assert caught.value.code == 400

@@ -100,6 +100,7 @@ class Engine:
         self.instance_id = instance_id
         self.socket_dir = socket_dir
         self.port = port
+        self.http_port = 0
         self.supervisor = supervisor
         self.lane = lane
         self.clock = clock
@@ -342,6 +343,7 @@ class Engine:
                 "pid": os.getpid(),
                 "host": self.settings.host,
                 "port": self.port,
+                "http_port": self.http_port,
                 "socket_dir": str(self.socket_dir),
                 "ready": not self._not_ready,
                 "uptime_s": round(self.clock.monotonic_s() - self._started_s, 3),

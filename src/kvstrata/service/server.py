@@ -247,6 +247,7 @@ class Server:
             clock=self._clock,
             tokens=self._plan.tokens,
         )
+        engine.http_port = http_port
         await self._open_adapters(instance_id, port)
         handlers = Handlers(engine, loop)
         engine.send = zmq_server.send
