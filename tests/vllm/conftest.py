@@ -53,10 +53,23 @@ class Rig:
         return make_prompt(next(self.seeds), tokens)
 
     def stored(self, prompt: list[int], **arguments: Any) -> dict[str, Any]:
-        """Generate from a prompt that is new, and wait until its chunks are in L1; the result."""
-        before = chunks_in_l1(self.server)
+        """Generate from a prompt that is new, and wait until its chunks are in L1; the result.
+
+        On a busy machine the server may be silent for long enough that a store is given up; then it is computed
+        and stored again.
+        """
+        wanted = chunks_in_l1(self.server) + len(prompt) // CHUNK
         result = self.vllm.generate(prompt, **arguments)
-        until(lambda: chunks_in_l1(self.server) >= before + len(prompt) // CHUNK, "storing the prompt")
+        given_up_s = time.monotonic() + PATIENCE_S / 6
+
+        def there() -> bool:
+            nonlocal given_up_s
+            if time.monotonic() > given_up_s:
+                self.again(prompt, **arguments)
+                given_up_s = time.monotonic() + PATIENCE_S / 6
+            return chunks_in_l1(self.server) >= wanted
+
+        until(there, "storing the prompt")
         self.vllm.ask("idle_steps", n=2)
         return result
 

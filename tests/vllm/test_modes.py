@@ -37,6 +37,8 @@ def rig(
             }
         ),
         options={
+            # Preempted and batched requests are computed in other shapes; bf16 would round some of them differently.
+            "dtype": "float32",
             "max_num_batched_tokens": 1024,
             "max_model_len": 4096,
             "num_gpu_blocks_override": BLOCKS,

@@ -50,7 +50,7 @@ def test_bare_name_with_processes_apart_and_a_settings_file(server, small_model,
             tokens.append(result["tokens"])
             if run == "first":
                 assert result["cached_tokens"] == 0
-                until(lambda: chunks_in_l1(server) == before + 5, "storing")
+                until(lambda: chunks_in_l1(server) >= before + 5, "storing")
             else:
                 assert result["cached_tokens"] == 1_280, vllm.log_tail()
             assert "LMCacheConnectorV1 is provided by kvstrata" in vllm.log_text()
@@ -147,13 +147,20 @@ def test_tensor_parallel_workers_store_and_load_their_own_heads(server, small_mo
         extra=server.connector_config(),
         processes=True,
         options=options,
+        environment={"OMP_NUM_THREADS": "1"},
     ) as vllm:
-        before = chunks_in_l1(server)
         cold = vllm.generate(prompt)
-        until(lambda: chunks_in_l1(server) == before + 2 * 5, "storing both slices")
-        assert vllm.ask("reset_prefix_cache")
-        warm = vllm.generate(prompt)
+        assert cold["cached_tokens"] == 0
+
+        def hit():
+            assert vllm.ask("reset_prefix_cache")
+            result = vllm.generate(prompt)
+            return result if result["cached_tokens"] else None
+
+        warm = until(hit, "hitting what both workers stored")
         assert (warm["cached_tokens"], warm["tokens"]) == (1_280, cold["tokens"])
+        roles = sorted(peer["role"] for peer in server.get("/v1/status")["peers"])
+        assert roles == ["scheduler", "worker", "worker"]
         vllm.quit()
 
 
