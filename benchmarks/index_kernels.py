@@ -105,7 +105,7 @@ def measure(entries: int) -> dict[str, list[float]]:
     def release(_: bytes) -> None:
         pool.release(tickets.pop(0), row)
 
-    table = {entry: True for entry in fixture.keys}
+    table = dict.fromkeys(fixture.keys, True)
 
     def in_dict(chain: bytes) -> None:
         if not all(chain[at : at + 32] in table for at in range(0, len(chain), 32)):
