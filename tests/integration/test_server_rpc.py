@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -1055,3 +1057,40 @@ def test_a_background_task_that_crashes_ends_the_process_with_its_reason_and_kee
     assert server.ready["adopted"]
     with RpcClient(server.socket_dir) as client:
         assert client.lookup(client.identify().identity_id, chain).n_chunks == 3
+
+
+def test_the_segment_of_a_port_taken_at_random_goes_with_its_server(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    flags = (
+        "--port",
+        "0",
+        "--no-http",
+        "--l1-size-gb",
+        "0.01",
+        "--l2-adapter",
+        "none",
+        "--log-level",
+        "error",
+    )
+    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as sockets:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "kvstrata.cli.server",
+                *flags,
+                "--socket-dir",
+                sockets,
+                "--ready-fd",
+                str(writer),
+            ],
+            pass_fds=(writer,),
+        )
+        os.close(writer)
+        with open(reader, "rb") as ready:
+            port = json.loads(ready.readline())["port"]
+        segment = Path(f"/dev/shm/kvstrata-{os.geteuid()}-{port}")
+        was_there = segment.exists()
+        process.terminate()
+        assert process.wait() == 0
+    assert was_there and not segment.exists()

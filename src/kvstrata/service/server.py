@@ -8,7 +8,8 @@ Rules:
 2. Nothing listens before it can be answered: the ports are bound early (so that "taken" is known early) and
    read late.
 3. SIGTERM and SIGINT stop in order: not ready, no new processes, puts get `l2.drain_s`, sockets close, the pool
-   stays in shared memory for the next server. A second signal ends at once.
+   stays in shared memory for the next server (unless the port, after which it is named, was taken at random).
+   A second signal ends at once.
 4. A background task that crashes ends the process with its reason and exit status 70; the pool is left as it
    is, exactly as after SIGKILL, and the next server adopts it.
 """
@@ -231,7 +232,9 @@ class Server:
             else segment_dir(port, settings.instance_id)
         )
         segment = Segment.open(_segment_settings(settings, self._plan.extents_bytes, directory, shm))
-        self._closers.append(_soon(segment.close))
+        # Nobody would find the segment of a port taken at random again.
+        nameless = settings.port == 0 and not settings.l1.segment_dir
+        self._closers.append(_soon(segment.destroy if nameless else segment.close))
         instance_id = settings.instance_id or _RELATIVE_AGE.sub("-", f"{platform.node()}-{port}")[:64]
         pool = segment.pool
         lane = PoolLane(loop)
