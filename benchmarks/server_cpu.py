@@ -28,7 +28,10 @@ def run() -> list[dict[str, Any]]:
     """See the module."""
     with scratch("server-cpu") as folder, ServerProcess(Path(folder), l1_mb=512) as server:
         server.start()
-        wait_until(lambda: server.get("/v1/status")["pool"]["prefaulted_bytes"] >= 512 << 20, "the pool is faulted in")
+        wait_until(
+            lambda: server.get("/v1/status")["pool"]["prefaulted_bytes"] >= 512 << 20,
+            "the pool is faulted in",
+        )
         blocks = PagedBlocks(layers=1, num_blocks=CHUNKS, block_bytes=4096)
         client = engine_client(server.socket_dir, server.port, blocks)
         try:
