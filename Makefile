@@ -22,7 +22,7 @@ endif
 export KVSTRATA_WERROR ?= 1
 endif
 
-.PHONY: help setup demo test test-fast test-native test-vllm-env lint format sanitize bench cuda wheel clean
+.PHONY: help setup demo test test-fast test-native test-vllm-env lint format sanitize docs bench cuda wheel clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -72,6 +72,10 @@ format: setup  ## format Python and C++ and apply what ruff can mend
 
 sanitize: test-native  ## the C++ tests under ASan + UBSan, then under ThreadSanitizer
 	@$(MAKE) -C ext/core -j$(JOBS) check SANITIZER=thread
+
+docs: setup  ## write the pages that are generated from the code
+	@$(VENV_PYTHON) -m kvstrata.config.reference > docs/configuration.md.new
+	@mv docs/configuration.md.new docs/configuration.md
 
 bench: setup  ## measure everything (BENCH=name: one); asks first; figures go to build/bench.json
 	@$(VENV_PYTHON) -m benchmarks.run $(BENCH) $(ARGS)
