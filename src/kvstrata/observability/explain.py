@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 from kvstrata.types import KEY_BYTES, LayoutIdentity, MissReason, RequestIdentity
 
-MAX_KEYS = 65_536
+MAX_KEYS = 32_768
+"""Some 230 bytes each: with all of them a server stays below 100 MB."""
 MAX_PROBES = 8_192
 MAX_IDENTITIES_PER_PROBE = 8
 MAX_REQUESTS = 1_024
