@@ -47,7 +47,10 @@ def install_size() -> list[dict[str, Any]]:
         copy_sources(folder / "sources")
         subprocess.run([sys.executable, "-m", "venv", venv], check=True)
         empty = size_bytes(venv)
-        subprocess.run([venv / "bin/pip", "install", "-q", str(folder / "sources")], check=True)
+        install = [venv / "bin/pip", "install", "-q", str(folder / "sources")]
+        done = subprocess.run(install, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"pip install failed:\n{done.stdout}{done.stderr}")
         full = size_bytes(venv)
         subprocess.run(
             [venv / "bin/lmcache-server", "--check"], check=True, stdout=subprocess.DEVNULL, cwd=folder
