@@ -1,0 +1,224 @@
+"""What eviction promises, whatever the policy: room is made, in time, from what nobody uses and is oldest."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import os
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.policies import POLICIES, measure, synthetic_trace
+from kvstrata.native.pool import Pool
+
+PAGE = 4096
+IDENTITY = bytes(32)
+EVICTED = 1
+
+
+def make_pool(pages: int, policy: str, entries: int = 0) -> Pool:
+    index = os.memfd_create("index", os.MFD_CLOEXEC)
+    extents = os.memfd_create("extents", os.MFD_CLOEXEC)
+    try:
+        return Pool.create(
+            index,
+            extents,
+            extents_bytes=pages * PAGE,
+            entry_capacity=entries or pages,
+            policy=policy,
+            max_session_share=1,
+        )
+    finally:
+        os.close(index)
+        os.close(extents)
+
+
+def key(*path: int) -> bytes:
+    return hashlib.sha256(repr(path).encode()).digest()
+
+
+def store(pool: Pool, keys: Sequence[bytes], pages: int, first: int = 0) -> None:
+    """Stores keys[first:] behind keys[:first]; the extents are never written to."""
+    parent = keys[first - 1] if first else b""
+    ticket, outcomes, _ = pool.reserve(b"".join(keys[first:]), parent, pages * PAGE, 0, IDENTITY)
+    assert set(outcomes) <= {0, 1}, f"refused: {list(outcomes)}"
+    if ticket:
+        indices = [i for i, outcome in enumerate(outcomes) if outcome == 0]
+        assert not any(pool.commit(ticket, indices, check=False))
+
+
+def use(pool: Pool, keys: Sequence[bytes]) -> int:
+    """Leases what is there of a prompt for a moment; returns how many chunks."""
+    ticket, hits, _, _ = pool.lease(b"".join(keys), 1, [0])
+    if ticket:
+        assert pool.release(ticket)
+    return hits
+
+
+@given(
+    pages=st.integers(60, 3000),
+    sizes=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4),
+    order=st.lists(st.integers(0, 3), min_size=4, max_size=40),
+    policy=st.sampled_from(POLICIES),
+)
+@settings(max_examples=60)
+def test_the_newest_data_survives_whatever_the_mix_of_sizes(
+    pages: int, sizes: list[float], order: list[int], policy: str
+) -> None:
+    """Four times the pool, back to back, in chunks of up to a 20th of it: nothing is refused, a quarter stays."""
+    pool = make_pool(pages, policy)
+    chunk_pages = [1 + int(size**3 * (pages / 20 - 1)) for size in sizes]
+    prompts: list[tuple[list[bytes], int]] = []
+    stored = 0
+    while stored < 4 * pages:
+        size = chunk_pages[order[len(prompts) % len(order)] % len(chunk_pages)]
+        count = max(1, min(6, pages // 20 // size))
+        keys = [key(len(prompts), chunk) for chunk in range(count)]
+        store(pool, keys, size)
+        assert pool.peek(b"".join(keys)) == count
+        prompts.append((keys, size * count))
+        stored += size * count
+    pool.validate()
+    kept = 0
+    for keys, size in reversed(prompts):
+        if pool.peek(b"".join(keys)) < len(keys):
+            break
+        kept += size
+    assert kept >= pages / 4
+    pool.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("sizes", [(8,), (8, 13)])
+def test_of_64_prompts_three_times_the_pool_the_newest_stay(policy: str, sizes: tuple[int, ...]) -> None:
+    pages = sum(8 * sizes[prompt % len(sizes)] for prompt in range(64)) // 3
+    pool = make_pool(pages, policy)
+    for prompt in range(64):
+        store(pool, [key(prompt, chunk) for chunk in range(8)], sizes[prompt % len(sizes)])
+    newest = 0
+    while pool.peek(b"".join(key(63 - newest, chunk) for chunk in range(8))) == 8:
+        newest += 1
+    assert newest >= (20 if len(sizes) == 1 else 18)
+    assert sum(pool.stats()["refused"].values()) == 0
+    pool.validate()
+    pool.close()
+
+
+paths = st.lists(st.integers(0, 2), min_size=1, max_size=8)
+
+
+@given(prompts=st.lists(paths, min_size=1, max_size=80), capacity=st.integers(16, 48))
+@settings(max_examples=100)
+def test_lru_serves_what_a_plain_lru_of_chunks_would(prompts: list[list[int]], capacity: int) -> None:
+    pool = make_pool(capacity, "LRU")
+    cache: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+    for path in prompts:
+        keys = [key(*path[: end + 1]) for end in range(len(path))]
+        expected = 0
+        while expected < len(keys) and keys[expected] in cache:
+            expected += 1
+        assert use(pool, keys) == expected
+        store(pool, keys, 1, expected)
+        for name in reversed(keys):
+            cache[name] = None
+            cache.move_to_end(name)
+        while len(cache) > capacity:
+            cache.popitem(last=False)
+        pool.validate()
+    pool.close()
+
+
+@given(
+    prompts=st.lists(paths, min_size=20, max_size=120),
+    policy=st.sampled_from(POLICIES),
+    shared=st.integers(1, 5),
+)
+@settings(max_examples=60)
+def test_a_prefix_that_every_request_uses_is_never_evicted(
+    prompts: list[list[int]], policy: str, shared: int
+) -> None:
+    pool = make_pool(30, policy)
+    system = [key(-1, chunk) for chunk in range(shared)]
+    store(pool, system, 1)
+    for number, path in enumerate(prompts):
+        keys = system + [key(number, *path[: end + 1]) for end in range(len(path))]
+        hits = use(pool, keys)
+        assert hits == shared
+        store(pool, keys, 1, hits)
+        assert pool.peek(b"".join(keys)) == len(keys)
+    pool.validate()
+    pool.close()
+
+
+@given(
+    prompts=st.lists(paths, min_size=5, max_size=60),
+    policy=st.sampled_from(POLICIES),
+    held=st.integers(0, 59),
+)
+@settings(max_examples=80)
+def test_evicted_chunks_had_no_descendants_and_were_not_held(
+    prompts: list[list[int]], policy: str, held: int
+) -> None:
+    pool = make_pool(24, policy)
+    present: set[bytes] = set()
+    parents: dict[bytes, bytes] = {}
+    pinned: set[bytes] = set()
+    hold = None
+    for number, path in enumerate(prompts):
+        keys = [key(*path[: end + 1]) for end in range(len(path))]
+        hits = use(pool, keys)
+        store(pool, keys, 1, hits)
+        for kind, name, _ in pool.events():
+            if kind == EVICTED:
+                present.discard(name)
+                assert name not in pinned
+                assert all(parents.get(child) != name for child in present)
+        present.update(keys)
+        parents.update(zip(keys[1:], keys, strict=False))
+        if number == held % len(prompts):
+            hold = pool.hold(keys[-1])
+            assert hold is not None
+            pinned = set(keys)
+    if hold is not None:
+        hold.drop()
+    pool.validate()
+    pool.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_the_preview_names_goes_first(policy: str) -> None:
+    pool = make_pool(40, policy)
+    for prompt in range(10):
+        store(pool, [key(prompt, chunk) for chunk in range(4)], 1)
+    preview = pool.victims_preview(8 * PAGE)
+    assert len(preview) == 8
+    pool.events()
+    for prompt in range(10, 12):
+        store(pool, [key(prompt, chunk) for chunk in range(4)], 1)
+    evicted = {name for kind, name, _ in pool.events() if kind == EVICTED}
+    assert evicted == set(preview)
+    pool.close()
+
+
+def test_noop_keeps_everything_and_says_pinned() -> None:
+    pool = make_pool(8, "noop", entries=20)
+    for prompt in range(8):
+        store(pool, [key(prompt)], 1)
+    ticket, outcomes, _ = pool.reserve(key(9), b"", PAGE, 0, IDENTITY)
+    assert (ticket, list(outcomes)) == (0, [4])
+    assert pool.victims_preview(PAGE) == []
+    assert pool.clear() == 8
+    store(pool, [key(9)], 1)
+    pool.close()
+
+
+def test_every_policy_comes_near_a_plain_lru_on_a_trace_of_conversations() -> None:
+    table = measure(synthetic_trace(1500), [0.1])
+    plain = table["plain LRU"][0.1]
+    assert plain > 0.1
+    assert table["LRU"][0.1] == pytest.approx(plain, rel=0.01)
+    for policy in POLICIES:
+        assert table[policy][0.1] >= 0.85 * plain
