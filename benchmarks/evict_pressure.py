@@ -153,7 +153,8 @@ class Engine:
 
 
 def empty(server: ServerProcess, engine: Engine) -> None:
-    """Clear L1 and L2, and wait until no put pins anything."""
+    """Clear L1 and L2 when all leases have come back and no put pins anything."""
+    wait_until(lambda: status(server)["sessions"]["leases"] == 0, "leases are released")
     wait_until(lambda: put_stats(server).get("backlog_bytes", 0) == 0, "puts end")
     request = urllib.request.Request(
         f"http://127.0.0.1:{server.ready['http_port']}/v1/clear",
