@@ -13,31 +13,13 @@ from libcpp.vector cimport vector
 
 import os
 
+from core_status cimport Status, StatusCode
+
 from kvstrata.errors import SegmentError
 
 
 cdef extern from "kvstrata/status.h" namespace "kvstrata" nogil:
-    cdef enum class StatusCode(unsigned short):
-        kOk
-        kBadArgument
-        kOsError
-        kNotFound
-        kIncompatible
-    cdef cppclass CStatus "kvstrata::Status":
-        CStatus() noexcept
-        cbool ok() noexcept
-        StatusCode code() noexcept
-        const char* message() noexcept
-        int64_t detail(int) noexcept
     const char* status_code_name(StatusCode) noexcept
-
-
-cdef extern from "<span>" namespace "std" nogil:
-    cdef cppclass span[T]:
-        span() noexcept
-        span(T*, size_t) noexcept
-        T* data() noexcept
-        size_t size() noexcept
 
 
 cdef extern from *:
@@ -64,7 +46,7 @@ cdef extern from "kvstrata/index.h" namespace "kvstrata" nogil:
 
     cdef cppclass Mapping:
         @staticmethod
-        CStatus map(int, uint64_t, cbool, cbool, Mapping*) noexcept
+        Status map(int, uint64_t, cbool, cbool, Mapping*) noexcept
         void* address() noexcept
         void reset() noexcept
 
@@ -73,7 +55,7 @@ cdef extern from "kvstrata/index.h" namespace "kvstrata" nogil:
 
     cdef cppclass CIndexReader "kvstrata::IndexReader":
         @staticmethod
-        CStatus open(int, CIndexReader*, FormatMismatch*) noexcept
+        Status open(int, CIndexReader*, FormatMismatch*) noexcept
         size_t peek(const uint8_t*, size_t, size_t) noexcept
         uint64_t epoch() noexcept
         uint64_t heartbeat_age_ns() noexcept
@@ -171,28 +153,28 @@ cdef extern from "kvstrata/pool.h" namespace "kvstrata" nogil:
 
     cdef cppclass CPool "kvstrata::Pool":
         @staticmethod
-        CStatus create(int, int, const PoolOptions&, shared_ptr[CPool]*) noexcept
+        Status create(int, int, const PoolOptions&, shared_ptr[CPool]*) noexcept
         @staticmethod
-        CStatus adopt(int, int, const PoolOptions&, shared_ptr[CPool]*, FormatMismatch*) noexcept
+        Status adopt(int, int, const PoolOptions&, shared_ptr[CPool]*, FormatMismatch*) noexcept
         uint64_t epoch() noexcept
         PoolId pool_id() noexcept
         uint64_t extents_bytes() noexcept
         uint8_t* extents_address() noexcept
-        CStatus claim_row(const uint8_t*, const uint8_t*, uint64_t, uint32_t*) noexcept
+        Status claim_row(const uint8_t*, const uint8_t*, uint64_t, uint32_t*) noexcept
         vector[RowInfo] rows() noexcept
-        CStatus row_gone(uint32_t) noexcept
-        CStatus row_quiesced(uint32_t) noexcept
+        Status row_gone(uint32_t) noexcept
+        Status row_quiesced(uint32_t) noexcept
         size_t peek(const uint8_t*, size_t, size_t) noexcept
-        CStatus lease(const uint8_t*, size_t, size_t, U32Span, LeaseResult*) noexcept
+        Status lease(const uint8_t*, size_t, size_t, U32Span, LeaseResult*) noexcept
         cbool release(uint64_t, int64_t) noexcept
-        CStatus verify(const uint8_t*, size_t, uint64_t*, uint64_t*) noexcept
-        CStatus verify_next(uint64_t, uint64_t*) noexcept
-        CStatus mark_bad(const CKey&, cbool*) noexcept
-        CStatus reserve(const ReserveRequest&, ReserveResult*) noexcept
-        CStatus commit(uint64_t, U32Span, cbool, uint8_t*) noexcept
+        Status verify(const uint8_t*, size_t, uint64_t*, uint64_t*) noexcept
+        Status verify_next(uint64_t, uint64_t*) noexcept
+        Status mark_bad(const CKey&, cbool*) noexcept
+        Status reserve(const ReserveRequest&, ReserveResult*) noexcept
+        Status commit(uint64_t, U32Span, cbool, uint8_t*) noexcept
         uint64_t abort(uint64_t, U32Span, cbool) noexcept
-        CStatus hold(const CKey&, CHold*) noexcept
-        CStatus hold_reserved(uint64_t, uint64_t, CHold*) noexcept
+        Status hold(const CKey&, CHold*) noexcept
+        Status hold_reserved(uint64_t, uint64_t, CHold*) noexcept
         uint64_t remove(const uint8_t*, size_t) noexcept
         uint64_t clear(int64_t) noexcept
         void set_quota(uint32_t, int64_t) noexcept
@@ -202,16 +184,17 @@ cdef extern from "kvstrata/pool.h" namespace "kvstrata" nogil:
         PoolStats stats() noexcept
         void heartbeat() noexcept
         void set_has_l2(cbool) noexcept
-        CStatus prefault_start(uint32_t) noexcept
+        Status prefault_start(uint32_t) noexcept
         Prefault& prefault() noexcept
         void close() noexcept
         cbool is_closed() noexcept
-        CStatus validate() noexcept
+        Status validate() noexcept
 
 
-DEF KEY_BYTES = 32
-DEF EXTENT_BYTES = 24
-DEF MAX_ROWS = 128
+cdef enum:
+    KEY_BYTES = 32
+    EXTENT_BYTES = 24
+    MAX_ROWS = 128
 
 STATES = ("free", "reserved", "ready", "unverified", "quarantined")
 OUTCOMES = (
@@ -241,7 +224,7 @@ class PoolFormatError(SegmentError):
         self.expected = expected
 
 
-cdef object _error(CStatus status):
+cdef object _error(Status status):
     cdef StatusCode code = status.code()
     message = status.message().decode()
     reason = status_code_name(code).decode()
@@ -259,7 +242,7 @@ cdef object _error(CStatus status):
     return PoolError(message, reason=reason)
 
 
-cdef object _format_error(CStatus status, FormatMismatch* mismatch):
+cdef object _format_error(Status status, FormatMismatch* mismatch):
     if status.code() == StatusCode.kIncompatible:
         return PoolFormatError(mismatch.field.decode(), mismatch.found, mismatch.expected)
     return _error(status)
@@ -414,7 +397,7 @@ cdef class Pool:
                max_session_share=8):
         cdef Pool self = Pool.__new__(Pool)
         cdef PoolOptions options = _options(extents_bytes, entry_capacity, policy, watermark, max_session_share)
-        cdef CStatus status
+        cdef Status status
         with nogil:
             status = CPool.create(index_fd, extents_fd, options, &self.pool)
         if not status.ok():
@@ -426,7 +409,7 @@ cdef class Pool:
               entry_capacity=0):
         cdef Pool self = Pool.__new__(Pool)
         cdef PoolOptions options = _options(extents_bytes, entry_capacity, policy, watermark, max_session_share)
-        cdef CStatus status
+        cdef Status status
         cdef FormatMismatch mismatch
         with nogil:
             status = CPool.adopt(index_fd, extents_fd, options, &self.pool, &mismatch)
@@ -456,7 +439,7 @@ cdef class Pool:
         cdef const uint8_t* session_bytes = <const uint8_t*>PyBytes_AS_STRING(_id16(session, "session"))
         cdef const uint8_t* group_bytes = <const uint8_t*>PyBytes_AS_STRING(_id16(group, "group"))
         cdef uint32_t row = 0
-        cdef CStatus status = self.pool.get().claim_row(session_bytes, group_bytes, pid, &row)
+        cdef Status status = self.pool.get().claim_row(session_bytes, group_bytes, pid, &row)
         if not status.ok():
             raise _error(status)
         return row
@@ -477,7 +460,7 @@ cdef class Pool:
 
     def row_gone(self, row):
         cdef uint32_t number = _row(row)
-        cdef CStatus status
+        cdef Status status
         with nogil:
             status = self.pool.get().row_gone(number)
         if not status.ok():
@@ -485,7 +468,7 @@ cdef class Pool:
 
     def row_quiesced(self, row):
         cdef uint32_t number = _row(row)
-        cdef CStatus status
+        cdef Status status
         with nogil:
             status = self.pool.get().row_quiesced(number)
         if not status.ok():
@@ -503,7 +486,7 @@ cdef class Pool:
         cdef _Keys batch = _Keys(keys)
         cdef vector[uint32_t] numbers
         cdef LeaseResult result
-        cdef CStatus status
+        cdef Status status
         for row in rows:
             numbers.push_back(_row(row))
         with nogil:
@@ -524,7 +507,7 @@ cdef class Pool:
         cdef _Keys batch = _Keys(keys)
         cdef uint64_t good = 0
         cdef uint64_t bad = 0
-        cdef CStatus status
+        cdef Status status
         with nogil:
             status = self.pool.get().verify(batch.data, batch.count, &good, &bad)
         if not status.ok():
@@ -533,7 +516,7 @@ cdef class Pool:
 
     def verify_next(self, uint64_t max_bytes):
         cdef uint64_t remaining = 0
-        cdef CStatus status
+        cdef Status status
         with nogil:
             status = self.pool.get().verify_next(max_bytes, &remaining)
         if not status.ok():
@@ -544,7 +527,7 @@ cdef class Pool:
         cdef bytes raw = _one_key(key, "key")
         cdef CKey native = CKey.load(PyBytes_AS_STRING(raw))
         cdef cbool dropped = False
-        cdef CStatus status
+        cdef Status status
         with nogil:
             status = self.pool.get().mark_bad(native, &dropped)
         if not status.ok():
@@ -559,7 +542,7 @@ cdef class Pool:
         cdef bytes identity_key = _one_key(identity, "identity")
         cdef ReserveRequest request
         cdef ReserveResult result
-        cdef CStatus status
+        cdef Status status
         if not 0 < record_bytes < 1 << 63:
             raise ValueError(f"record_bytes: must be positive, got {record_bytes}")
         request.keys = batch.data
@@ -580,7 +563,7 @@ cdef class Pool:
         cdef vector[uint32_t] numbers = _indices(indices)
         cdef vector[uint8_t] outcomes
         cdef cbool checked = bool(check)
-        cdef CStatus status
+        cdef Status status
         outcomes.resize(numbers.size())
         with nogil:
             status = self.pool.get().commit(
@@ -602,7 +585,7 @@ cdef class Pool:
 
     def hold(self, key=None, uint64_t reserved_ticket=0, int64_t index=-1):
         cdef CHold hold
-        cdef CStatus status
+        cdef Status status
         cdef bytes raw
         if reserved_ticket:
             if index < 0:
@@ -729,7 +712,7 @@ cdef class Pool:
         self.pool.get().set_has_l2(bool(has_l2))
 
     def prefault_start(self, uint32_t threads):
-        cdef CStatus status
+        cdef Status status
         with nogil:
             status = self.pool.get().prefault_start(threads)
         if not status.ok():
@@ -748,7 +731,7 @@ cdef class Pool:
             self.pool.get().close()
 
     def validate(self):
-        cdef CStatus status
+        cdef Status status
         with nogil:
             status = self.pool.get().validate()
         if not status.ok():
@@ -762,7 +745,7 @@ cdef class IndexReader:
 
     def __init__(self, int index_fd):
         cdef FormatMismatch mismatch
-        cdef CStatus status = CIndexReader.open(index_fd, &self.reader, &mismatch)
+        cdef Status status = CIndexReader.open(index_fd, &self.reader, &mismatch)
         if not status.ok():
             raise _format_error(status, &mismatch)
 
@@ -822,7 +805,7 @@ cdef class ExtentsMap:
         size = os.fstat(extents_fd).st_size
         if size < length:
             raise PoolFormatError("extents_file_bytes", size, length)
-        cdef CStatus status = Mapping.map(extents_fd, length, True, True, &self.mapping)
+        cdef Status status = Mapping.map(extents_fd, length, True, True, &self.mapping)
         if not status.ok():
             raise _error(status)
         self.length = length

@@ -10,7 +10,6 @@
 #include <cassert>
 #include <cerrno>
 #include <limits>
-#include <new>
 #include <utility>
 
 #include "kvstrata/record.h"
@@ -109,32 +108,28 @@ Status Pool::create(int index_fd, int extents_fd, const PoolOptions& options,
   if (ftruncate(extents_fd, static_cast<off_t>(options.extents_bytes)) != 0) {
     return Status(StatusCode::kOsError, "ftruncate of the extents file failed", errno);
   }
-  try {
-    const std::shared_ptr<Pool> pool(new Pool());
-    KVSTRATA_RETURN_IF_ERROR(
-        Mapping::map(index_fd, layout.file_bytes, true, true, &pool->index_mapping_));
-    pool->index_ = IndexView(pool->index_mapping_.address(), layout);
-    IndexHeader& header = pool->index_.header();
-    header.format_version = kIndexFormatVersion;
-    if (getrandom(header.pool_id, sizeof header.pool_id, 0) != sizeof header.pool_id) {
-      return Status(StatusCode::kOsError, "getrandom failed", errno);
-    }
-    header.extents_bytes = options.extents_bytes;
-    header.entry_capacity = layout.entry_capacity;
-    header.bucket_lines = layout.bucket_lines;
-    store_word<std::uint64_t>(pool->index_.row(0).claimed, 1);
-    KVSTRATA_RETURN_IF_ERROR(pool->start(layout, extents_fd, options));
-    pool->epoch_ = realtime_ns();
-    store_word(header.epoch, pool->epoch_);
-    store_word(pool->index_.row(0).epoch, pool->epoch_);
-    store_word(header.magic, kIndexMagic);
-    pool->index_.seal_static_header();
-    pool->heartbeat();
-    *out = pool;
-    return Status();
-  } catch (const std::bad_alloc&) {
-    return Status(StatusCode::kNoSpace, "no memory for the pool's tables");
+  const std::shared_ptr<Pool> pool(new Pool());
+  KVSTRATA_RETURN_IF_ERROR(
+      Mapping::map(index_fd, layout.file_bytes, true, true, &pool->index_mapping_));
+  pool->index_ = IndexView(pool->index_mapping_.address(), layout);
+  IndexHeader& header = pool->index_.header();
+  header.format_version = kIndexFormatVersion;
+  if (getrandom(header.pool_id, sizeof header.pool_id, 0) != sizeof header.pool_id) {
+    return Status(StatusCode::kOsError, "getrandom failed", errno);
   }
+  header.extents_bytes = options.extents_bytes;
+  header.entry_capacity = layout.entry_capacity;
+  header.bucket_lines = layout.bucket_lines;
+  store_word<std::uint64_t>(pool->index_.row(0).claimed, 1);
+  KVSTRATA_RETURN_IF_ERROR(pool->start(layout, extents_fd, options));
+  pool->epoch_ = realtime_ns();
+  store_word(header.epoch, pool->epoch_);
+  store_word(pool->index_.row(0).epoch, pool->epoch_);
+  store_word(header.magic, kIndexMagic);
+  pool->index_.seal_static_header();
+  pool->heartbeat();
+  *out = pool;
+  return Status();
 }
 
 // What create and adopt have in common: the mappings beside the index, the server's own tables.
@@ -156,7 +151,11 @@ Pool::~Pool() {
 }
 
 void Pool::close() noexcept {
-  closed_.store(true, std::memory_order_release);
+  {
+    // What runs now ends first: afterwards the files may be another server's.
+    const std::lock_guard lock(mutex_);
+    closed_.store(true, std::memory_order_release);
+  }
   prefault_.stop();
 }
 
@@ -223,7 +222,9 @@ void Pool::set_state(std::uint32_t entry, EntryState state) noexcept {
   if (from != EntryState::kFree) count_state(entry, from, -1);
   if (state != EntryState::kFree) count_state(entry, state, 1);
   index_.set_state(entry, state);
-  change_blockers(entry, false, [&](EntryLocal& local) {
+  // A commit is a use: what reached the cold end while it was being written is the newest of all.
+  const bool used = from == EntryState::kReserved && state == EntryState::kReady;
+  change_blockers(entry, used, [&](EntryLocal& local) {
     local.held_back =
         static_cast<std::uint8_t>(local.held_back + holds_back(state) - holds_back(from));
   });
@@ -1270,7 +1271,7 @@ std::uint64_t Pool::remove(const std::uint8_t* keys, std::size_t n_keys) noexcep
 }
 
 std::uint64_t Pool::clear(std::int64_t tenant) noexcept {
-  constexpr std::uint32_t kStep = 4096;
+  constexpr std::uint32_t kStep = 512;
   std::uint64_t removed = 0;
   for (std::uint64_t begin = 0;; begin += kStep) {
     const std::lock_guard lock(mutex_);
@@ -1291,7 +1292,7 @@ std::uint64_t Pool::clear(std::int64_t tenant) noexcept {
 }
 
 std::uint64_t Pool::evict_to_watermark() noexcept {
-  constexpr int kStep = 256;
+  constexpr int kStep = 64;
   std::uint64_t evicted_bytes = 0;
   std::uint64_t goal_bytes = 0;
   for (bool first = true;; first = false) {

@@ -15,7 +15,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <new>
 
 #include "kvstrata/pool.h"
 
@@ -78,6 +77,7 @@ Status Pool::adopt(int index_fd, int extents_fd, const PoolOptions& options,
   pool->adopt_rows();
   static_cast<void>(pool->slabs_.restore());
   pool->adopt_entries();
+  store_word<std::uint64_t>(header.flags, 0);
   store_word(header.epoch, pool->epoch_);
   pool->heartbeat();
   *out = pool;
@@ -114,7 +114,6 @@ void Pool::adopt_entry(std::uint32_t entry, const RowMask& live_rows, Adoption* 
     give_entry(entry);
   };
   if (state_byte == static_cast<std::uint8_t>(EntryState::kFree)) return set_free();
-  counters_.adopted_entries += 1;
   if (state_byte >= kEntryStateCount) {
     counters_.adoption_dropped += 1;
     return set_free();
@@ -183,8 +182,8 @@ void Pool::adopt_entries() {
     const bool keep = !adoption.distrusted.contains(entry) && index_.find(key) == kNoEntry;
     const bool stays_linked = keep && index_.link(entry, key);
     const EntryLocal& local = local_[entry];
-    if (!stays_linked) counters_.adoption_dropped += 1;
     if (!stays_linked && !touchers.any()) {
+      counters_.adoption_dropped += 1;
       index_.set_state(entry, EntryState::kFree);
       set_rows(entry, RowMask{});
       slabs_.free(local.run, local.slot);
@@ -213,6 +212,7 @@ void Pool::adopt_entries() {
     quarantine_.insert(entry);
     counters_.quarantined_entries += 1;
   }
+  counters_.adopted_entries = linked.size();
   slabs_.finish_restore();
   adopt_forest(linked);
 

@@ -53,7 +53,10 @@ void Prefault::work() noexcept {
     if (begin >= bytes_) return;
     const std::uint64_t length = std::min(kStepBytes, bytes_ - begin);
     std::uint8_t* step = address_ + begin;
-    int failed = madvise(step, length, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
+    int failed = 0;
+    do {
+      failed = madvise(step, length, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
+    } while (failed == EINTR || failed == EAGAIN);
     if (failed == EINVAL) {
       // Kernels before 5.14. Adding zero atomically takes the page without changing what others
       // write.
@@ -63,7 +66,7 @@ void Prefault::work() noexcept {
       }
       failed = 0;
     }
-    if (failed != 0 && failed != EINTR) {
+    if (failed != 0) {
       error_.store(failed, std::memory_order_relaxed);
       stop_.store(true, std::memory_order_relaxed);
       return;

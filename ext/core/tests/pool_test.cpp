@@ -641,6 +641,44 @@ TEST(an_orphan_finds_its_parent_again) {
   CHECK_OK(f.pool->validate());
 }
 
+TEST(what_was_being_written_for_long_is_new_when_it_is_committed) {
+  for (const char* policy : {"LRU", "ARC", "S3FIFO"}) {
+    Fixture f(16, policy);
+    const auto slow = chain(1, 1);
+    const auto reserved = f.reserve(slow, f.row(1));
+    for (std::uint64_t p = 10; p < 60; ++p)
+      f.store(chain(p, 2));
+    f.write(reserved.extents[0], slow[0]);
+    CHECK_EQ(f.commit_one(reserved.ticket, 0), CommitOutcome::kCommitted);
+    f.store(chain(100, 2));
+    CHECK_EQ(f.peek(slow), 1);
+    CHECK_OK(f.pool->validate());
+  }
+}
+
+TEST(keys_made_to_collide_are_refused_and_cost_nobody_else) {
+  Fixture f(256, "LRU", 2048);
+  std::vector<Key> keys;
+  for (std::uint64_t i = 0; i < kMaxProbeLines * kLineSlots + 2; ++i) {
+    keys.push_back(make_key(i));
+    keys.back().word[0] &= ~0xFFFFFFFFULL;
+  }
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    const auto reserved = f.reserve({keys[i]});
+    const bool fits = i < kMaxProbeLines * kLineSlots;
+    CHECK_EQ(first(reserved.outcomes),
+             fits ? ReserveOutcome::kReserved : ReserveOutcome::kEntriesFull);
+    if (!fits) continue;
+    f.write(reserved.extents[0], keys[i]);
+    CHECK_EQ(f.commit_one(reserved.ticket, 0), CommitOutcome::kCommitted);
+  }
+  CHECK_OK(f.pool->validate());
+  f.store(chain(9, 4));
+  CHECK_EQ(f.peek(chain(9, 4)), 4);
+  CHECK_EQ(f.pool->clear(-1), kMaxProbeLines * kLineSlots + 4);
+  CHECK_OK(f.pool->validate());
+}
+
 TEST(events_tell_what_happened_and_are_bounded) {
   Fixture f(16);
   for (std::uint64_t p = 0; p < 20; ++p)

@@ -121,7 +121,7 @@ class Pool:
         """Takes over the pool that another server left, in a new epoch.
 
         Committed entries become UNVERIFIED; what processes of earlier epochs may touch is kept from eviction and
-        reuse until `row_gone` or `row_quiesced`.  Sizes other than 0 must be those of the files.
+        reuse until `row_gone` or `row_quiesced`.  Quotas have to be set again.  Sizes other than 0 must be those of the files.
         PoolFormatError when the files are no pool of this format; damage inside costs the entries it concerns.
         """
     @property
@@ -204,7 +204,7 @@ class Pool:
     @property
     def prefaulted_bytes(self) -> int: ...
     def close(self) -> None:
-        """Ends prefaulting and all use. Does not wait for holds. Idempotent."""
+        """Ends prefaulting and all use; nothing writes to the index any more. Does not wait for holds. Idempotent."""
     def validate(self) -> None:
         """PoolError `internal` naming the broken invariant. Looks at everything: for tests."""
 
