@@ -46,6 +46,7 @@ MODEL, PROMPT_TOKENS, CHUNK_TOKENS, NEW_TOKENS = "160m", 6_000, 256, 16
 HIT_TOKENS = PROMPT_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
 WAIT_S = 60.0
 RECOVERY_S = 20.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Row = dict[str, Any]
 
@@ -347,6 +348,8 @@ def write_result(table: Table) -> None:
 
 
 def stop_on_signal(number: int, frame: Any) -> None:
+    for again in STOP_SIGNALS:
+        signal.signal(again, signal.SIG_IGN)  # the clean-up is not interrupted
     raise KeyboardInterrupt
 
 
@@ -357,7 +360,7 @@ def main() -> int:
     parser.add_argument("--act", type=int, choices=(1, 2), help="only this act")
     parser.add_argument("--model", default=MODEL, choices=tuple(vllm_model.SIZES), help="of act 2")
     arguments = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         signal.signal(number, stop_on_signal)
     table = Table()
     status = 0
