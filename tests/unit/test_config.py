@@ -76,6 +76,12 @@ def test_an_unknown_variable_is_an_error_with_the_nearest_name():
         loading.load(ServerSettings, environment={"KVSTRATA_L1_SIZEGB": "3"})
 
 
+def test_variables_of_the_build_and_of_engines_are_no_business_of_the_server():
+    environment = {"KVSTRATA_WERROR": "1", "KVSTRATA_CUDA": "require", "KVSTRATA_LOAD_MODE": "sync"}
+    assert loading.load(ServerSettings, environment=environment) == ServerSettings()
+    assert loading.load(ClientSettings, environment=environment).load_mode == "sync"
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

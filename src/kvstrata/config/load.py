@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
+from kvstrata.config.model import ClientSettings, ServerSettings
 from kvstrata.config.peer_names import nearest
 from kvstrata.errors import ConfigError
 
@@ -28,6 +29,7 @@ OTHER_ENV = {
     "KVSTRATA_CACHE": "folder where tests and the demo keep what they fetch",
     "KVSTRATA_VLLM": "let the demo fetch vLLM whatever its size",
     "KVSTRATA_CUDA": "`require` makes a missing CUDA compiler an error of the build",
+    "KVSTRATA_WERROR": "`1` makes warnings of the C++ compiler errors of the build",
     "KVSTRATA_FAILPOINTS": "named faults for tests; needs the testing extra",
 }
 """Variables with our prefix that are no settings."""
@@ -63,11 +65,14 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str]) -> dict[str, Any]:
     """Nested settings out of KVSTRATA_<SECTION>_<KEY> variables; lists and mappings are written as YAML."""
-    by_name = {ENV_PREFIX + key.upper().replace(".", "_"): (key, kind) for key, kind in leaves(struct)}
+    by_name = _variables(struct)
+    elsewhere = {**_variables(ServerSettings), **_variables(ClientSettings)}
     nested: dict[str, Any] = {}
     for name, text in environment.items():
         if not name.startswith(ENV_PREFIX) or name in OTHER_ENV:
             continue
+        if name not in by_name and name in elsewhere:
+            continue  # server and engines may share an environment
         if name not in by_name:
             raise ConfigError(
                 f"environment: {name}: unknown variable{nearest(name, [*by_name, *OTHER_ENV])}", field=name
@@ -81,6 +86,10 @@ def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str
                 raise ConfigError(f"environment: {name}: cannot be read: {text!r}", field=name) from None
         put(nested, key, value)
     return nested
+
+
+def _variables(struct: type[msgspec.Struct]) -> dict[str, tuple[str, Any]]:
+    return {ENV_PREFIX + key.upper().replace(".", "_"): (key, kind) for key, kind in leaves(struct)}
 
 
 def put(nested: dict[str, Any], dotted: str, value: Any) -> None:
