@@ -121,7 +121,8 @@ class Pool:
         """Takes over the pool that another server left, in a new epoch.
 
         Committed entries become UNVERIFIED; what processes of earlier epochs may touch is kept from eviction and
-        reuse until `row_gone` or `row_quiesced`.  Quotas have to be set again.  Sizes other than 0 must be those of the files.
+        reuse until `row_gone` or `row_quiesced`.  Quotas have to be set again.  Sizes other than 0 must be those
+        of the files.
         PoolFormatError when the files are no pool of this format; damage inside costs the entries it concerns.
         """
     @property
