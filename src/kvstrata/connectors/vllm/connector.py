@@ -125,8 +125,8 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             world_size=parallel.world_size,
             may_load=transfer.is_kv_consumer,
             may_store=transfer.is_kv_producer,
-            # A device idles while a load is waited for, and loads pass through a buffer of bounded size.
-            sync_load_bytes=SYNC_LOAD_BYTES if on_host else DEVICE_SYNC_LOAD_BYTES,
+            sync_load_bytes=self._sync_load_bytes(on_host),
+            # Loads into device memory pass through a buffer of bounded size.
             max_load_bytes=None if on_host else MAX_STAGED_BYTES,
             events=self._event if wants_events else None,
             server_seen=(socket_dir(self._settings.socket_dir, self._settings.port) / ATTACH_SOCKET).exists,
@@ -309,6 +309,15 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> KvstrataPromMetrics:
         """Our counters on vLLM's /metrics."""
         return KvstrataPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def _sync_load_bytes(self, on_host: bool) -> int:
+        """Up to where `auto` loads synchronously."""
+        if self._vllm_config.scheduler_config.async_scheduling:
+            # vLLM plans the next step before it knows how this one's synchronous loads ended, and would sample
+            # from what was computed on a failed one. An asynchronous load is over before anything rests on it.
+            return 0
+        # A device idles while a load is waited for.
+        return SYNC_LOAD_BYTES if on_host else DEVICE_SYNC_LOAD_BYTES
 
     def _heads(self, tp_rank: int) -> Heads:
         model, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
