@@ -10,7 +10,7 @@ import pytest
 from tests.harness.records import Extents
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import VllmProcess
-from tests.vllm.conftest import Rig, chunks_in_l1, make_prompt, until
+from tests.vllm.conftest import EXACT, Rig, chunks_in_l1, make_prompt, until
 
 pytestmark = pytest.mark.vllm
 
@@ -41,7 +41,7 @@ def rig(
             vllm_model_folder("19m"),
             folder / "vllm",
             extra=server.connector_config(),
-            options={"max_num_batched_tokens": 1024, "max_model_len": 8192},
+            options={"dtype": EXACT, "max_num_batched_tokens": 1024, "max_model_len": 8192},
         ) as vllm,
     ):
         yield Rig(server, vllm)
@@ -199,5 +199,5 @@ def test_same_prompt_without_any_cache_gives_the_same_tokens(rig, tmp_path):
     prompt = make_prompt(77, 1_500)
     ours = rig.stored(prompt)
     warm = rig.again(prompt)
-    with VllmProcess(rig.vllm.model, tmp_path / "plain", extra=None) as plain:
+    with VllmProcess(rig.vllm.model, tmp_path / "plain", extra=None, options={"dtype": EXACT}) as plain:
         assert plain.generate(prompt)["tokens"] == ours["tokens"] == warm["tokens"]

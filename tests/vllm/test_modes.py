@@ -10,7 +10,7 @@ import pytest
 from tests.harness.records import Extents
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import VllmProcess
-from tests.vllm.conftest import Rig, until
+from tests.vllm.conftest import EXACT, Rig, until
 
 pytestmark = pytest.mark.vllm
 
@@ -37,8 +37,7 @@ def rig(
             }
         ),
         options={
-            # Preempted and batched requests are computed in other shapes; bf16 would round some of them differently.
-            "dtype": "float32",
+            "dtype": EXACT,
             "max_num_batched_tokens": 1024,
             "max_model_len": 4096,
             "num_gpu_blocks_override": BLOCKS,
