@@ -135,6 +135,11 @@ class PoolModel:
             key = self.index[key].parent
         return result
 
+    def evictable(self, own: set[bytes]) -> list[bytes]:
+        """Leaves that nobody uses, apart from a chain."""
+        parents = {chunk.parent for chunk in self.index.values()}
+        return [c.key for c in self.index.values() if not c.in_use and c.key not in own | parents]
+
     def writable(self, row: int) -> list[Chunk]:
         """Extents that a process may still be writing to."""
         mine = [chunk for r in self.reservations.values() if r.row == row for chunk in r.items.values()]
@@ -255,7 +260,6 @@ class PoolModel:
         ticket, outcomes, extents = answer
         present_before = set(self.index)
         own = self.own_chain(keys, parent)
-        entries_before = len(self.index) + len(self.quarantine)
         self.evicted(evicted, own)
         extent_bytes = round_up(record_bytes)
         items: dict[int, Chunk] = {}
@@ -287,7 +291,7 @@ class PoolModel:
                 continue
             assert extents[i] == Extent(0, 0, 0, 0)
             if refusal is None:
-                self._check_refusal(outcome, row, tenant, extent_bytes, own, bool(items), entries_before)
+                self._check_refusal(outcome, row, tenant, extent_bytes, own, bool(items))
             assert refusal in (None, outcome)
             refusal = outcome
             previous = None
@@ -318,7 +322,6 @@ class PoolModel:
         extent_bytes: int,
         own: set[bytes],
         some_reserved: bool,
-        entries_before: int,
     ) -> None:
         held = self.row_bytes(row)
         over_limit = held > 0 and held + extent_bytes > self.row_limit
@@ -336,7 +339,8 @@ class PoolModel:
             case ReserveOutcome.CHAIN_EXCEEDS_POOL:
                 assert own or some_reserved
             case ReserveOutcome.ENTRIES_FULL:
-                assert entries_before == self.entry_capacity
+                assert len(self.index) + len(self.quarantine) == self.entry_capacity
+                assert not self.evictable(own)
             case _:
                 raise AssertionError(f"{outcome!r} for a key that is not there")
         if outcome != ReserveOutcome.TOO_LARGE:

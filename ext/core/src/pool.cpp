@@ -534,9 +534,12 @@ bool Pool::evict_window(const SlabMap::Window& window, std::uint64_t older_than)
       visit(child);
     }
   }
-  for (const std::uint32_t entry : family_)
+  const auto unmark = [&](std::uint32_t entry) {
     local_[entry].marks &= static_cast<std::uint8_t>(~kMarkVisited);
+  };
   if (blocked) {
+    for (const std::uint32_t entry : family_)
+      unmark(entry);
     for (std::uint32_t first = 0; first < kMaxSlabs; ++first) {
       if ((runs >> first & 1) == 0) continue;
       SlabMap::Run& run = slabs_.run(first);
@@ -547,9 +550,17 @@ bool Pool::evict_window(const SlabMap::Window& window, std::uint64_t older_than)
     }
     return false;
   }
-  // Children were met after their parents, so in reverse nobody is orphaned on the way.
-  for (std::size_t i = family_.size(); i-- > 0;)
-    drop(family_[i], Cause::kWindow);
+  // Leaves first, each followed by its ancestors as they become leaves. The family holds all
+  // descendants of its members, so this reaches everybody.
+  for (const std::uint32_t entry : family_) {
+    std::uint32_t at = entry;
+    while (at != kNoEntry && (local_[at].marks & kMarkVisited) != 0 && local_[at].children == 0) {
+      const std::uint32_t parent = index_.parent(at);
+      unmark(at);
+      drop(at, Cause::kWindow);
+      at = parent;
+    }
+  }
   return true;
 }
 
