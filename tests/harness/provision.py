@@ -70,6 +70,10 @@ def exclusive(lock_path: Path, waiting: str) -> Iterator[None]:
         yield
 
 
+pause = time.sleep
+"""Between two tries of a download; subprocess sleeps too, so tests replace only this one."""
+
+
 class Steps:
     """Prints one line a step with the seconds it took and writes the output of every command to one log."""
 
@@ -145,7 +149,7 @@ class Steps:
             self._write(f"{output}({status}, attempt {attempt} of {attempts})")
             tail = "\n".join([*output.splitlines()[-TAIL_LINES:], f"({status})"])
             if attempt < attempts:
-                time.sleep(2**attempt)
+                pause(2**attempt)
         raise StepFailed(f"{shlex.join(words)}\n{tail}\nThe whole output is in {self._log_path}")
 
 

@@ -23,7 +23,7 @@ def test_a_failing_download_is_tried_again_and_then_reported_with_its_output(
     steps: provision.Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(provision.time, "sleep", waits.append)
+    monkeypatch.setattr(provision, "pause", waits.append)
     counter = tmp_path / "attempts"
     fail = f"echo x >> '{counter}'; echo no route to host; exit 7"
     with pytest.raises(provision.StepFailed, match=r"no route to host\n.*exit status 7"):
@@ -35,7 +35,7 @@ def test_a_failing_download_is_tried_again_and_then_reported_with_its_output(
 def test_a_download_that_succeeds_late_is_a_success(
     steps: provision.Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(provision.time, "sleep", lambda _: None)
+    monkeypatch.setattr(provision, "pause", lambda _: None)
     flag = tmp_path / "flag"
     script = f"test -e '{flag}' && echo there || {{ touch '{flag}'; exit 1; }}"
     assert steps.run(["sh", "-c", script], attempts=2) == "there\n"
