@@ -385,7 +385,7 @@ class S3FifoMachine(PoolMachine):
     policy = "S3FIFO"
 
 
-STEPS = settings(max_examples=60, stateful_step_count=50)
+STEPS = settings(stateful_step_count=50)
 PoolMachine.TestCase.settings = STEPS
 ArcMachine.TestCase.settings = STEPS
 S3FifoMachine.TestCase.settings = STEPS
