@@ -258,6 +258,32 @@ class Engine:
         self.core = self.llm.llm_engine
         self.count = 0
         self.live: dict[str, dict[str, Any]] = {}
+        self.preempted = 0
+        self.published: list[dict[str, Any]] = []
+        if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
+            self._listen()
+
+    def _listen(self) -> None:
+        """Record what the scheduler publishes, and whom it preempts."""
+        from dataclasses import asdict, is_dataclass
+
+        import msgspec
+
+        scheduler = self.scheduler()
+
+        def publish(batch: Any) -> None:
+            for event in batch.events:
+                record = asdict(event) if is_dataclass(event) else msgspec.structs.asdict(event)
+                self.published.append({k: record.get(k) for k in ("medium", "token_ids", "block_size")})
+
+        scheduler.kv_event_publisher.publish = publish
+        original = scheduler._preempt_request
+
+        def preempt(*arguments: Any, **named: Any) -> None:
+            self.preempted += 1
+            original(*arguments, **named)
+
+        scheduler._preempt_request = preempt
 
     def submit(
         self,
@@ -338,6 +364,56 @@ class Engine:
     def reset_prefix_cache(self, connector: bool = False) -> bool:
         """Forget vLLM's own prefix cache."""
         return bool(self.core.reset_prefix_cache(False, connector))
+
+    def scheduler(self) -> Any:
+        """The engine's scheduler; in process only."""
+        return self.core.engine_core.engine_core.scheduler
+
+    def free_blocks(self) -> int:
+        """Blocks that no request holds."""
+        return int(self.scheduler().kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def preemptions(self) -> int:
+        """How often the connector was told of a preempted request since the last question."""
+        count, self.preempted = self.preempted, 0
+        return count
+
+    def events(self) -> list[dict[str, Any]]:
+        """KV events published since the last question."""
+        taken, self.published = self.published, []
+        return taken
+
+    def make_adapter(self, folder: str, seed: int) -> None:
+        """Write a LoRA adapter with random weights for all attention projections."""
+        import torch
+        from safetensors.torch import save_file
+
+        config = self.core.model_config.hf_config
+        head = config.hidden_size // config.num_attention_heads
+        out = {
+            "q_proj": config.hidden_size,
+            "k_proj": head * config.num_key_value_heads,
+            "v_proj": head * config.num_key_value_heads,
+        }
+        generator = torch.Generator().manual_seed(seed)
+        weights = {}
+        for layer in range(config.num_hidden_layers):
+            for name, width in out.items():
+                prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+                for part, shape in (("A", (8, config.hidden_size)), ("B", (width, 8))):
+                    random = torch.randn(shape, generator=generator) * 0.3
+                    weights[f"{prefix}.lora_{part}.weight"] = random.to(torch.bfloat16)
+        path = Path(folder)
+        path.mkdir()
+        save_file(weights, str(path / "adapter_model.safetensors"))
+        described = {
+            "peft_type": "LORA",
+            "r": 8,
+            "lora_alpha": 16,
+            "target_modules": list(out),
+            "bias": "none",
+        }
+        (path / "adapter_config.json").write_text(json.dumps(described))
 
     def take_calls(self) -> dict[str, Any]:
         """See Calls.take."""
