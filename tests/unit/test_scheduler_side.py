@@ -15,7 +15,7 @@ from kvstrata.config.model import ClientSettings
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, WorkerReport
 from kvstrata.connectors.vllm.scheduler import EARLY_LOOKUPS, SchedulerSide
 from kvstrata.keys import ChunkHasher
-from kvstrata.types import EXTENT, LayoutIdentity, LeaseName, identity_root
+from kvstrata.types import EXTENT, LayoutIdentity, LeaseName, RequestIdentity, identity_root
 
 BLOCK, CHUNK = 4, 8
 LAYOUT = LayoutIdentity(model="m", kv_dtype="bfloat16", chunk_tokens=CHUNK)
@@ -62,9 +62,10 @@ class FakeClient:
         self.connected, self.has_l2, self.chunk_tokens = True, False, CHUNK
         self.hits, self.answers = hits, answers
         self.calls, self.leases, self.handed_on, self.seqs = [], [], [], itertools.count(1)
-        self.closed = False
+        self.closed, self.identities = False, []
 
     def identity(self, request):
+        self.identities.append(request)
         root = identity_root(LAYOUT, request)
         return SimpleNamespace(
             request=request, root=root, slices=SLICES, hasher=lambda media=(): ChunkHasher(root, CHUNK, media)
@@ -162,6 +163,12 @@ def hit(side, request, computed=0):
 
 
 # -- what is promised
+
+
+def test_identity_of_plain_requests_is_declared_before_the_first_one():
+    client = FakeClient()
+    make_side(client, settings={"tenant": "blue"})
+    assert client.identities == [RequestIdentity(tenant="blue")]
 
 
 def test_nothing_stored_is_answered_at_once_and_without_a_message():

@@ -182,6 +182,8 @@ class SchedulerSide:
             "loads_async": 0,
         }
         """Totals since the last `take_counts`."""
+        # Declared now, so that the engine's slices are known before the first request asks.
+        self._identity(RequestIdentity(tenant=settings.tenant))
 
     # -- vLLM's calls, in their order ------------------------------------------------------------------------
 
