@@ -14,7 +14,7 @@ from tests.vllm.conftest import EXACT, Rig, chunks_in_l1, make_prompt, until
 
 pytestmark = pytest.mark.vllm
 
-STUCK_S = 0.1
+STUCK_S = 0.25
 """What waits for a stopped server waits for 0.3 s (the breaker) or longer, never for less; what does not, takes some
 hundred microseconds unless the machine is busy. So this tells the two apart without measuring the machine."""
 SCHEDULER_CALLS = (

@@ -83,6 +83,13 @@ def halted(server: ServerProcess) -> bool:
     return state in "TZ"
 
 
+def attached_again(server: ServerProcess) -> bool:
+    try:
+        return int(server.get("/v1/status")["sessions"]["attached"]) >= 2
+    except (OSError, ValueError):  # it halted meanwhile
+        return False
+
+
 @pytest.mark.parametrize(("point", "action"), cases())
 def test_the_engine_does_not_notice(
     rig: Rig, known: tuple[list[int], list[int]], point: str, action: str
@@ -91,6 +98,10 @@ def test_the_engine_does_not_notice(
     new = rig.fresh_prompt(600)
     rig.vllm.ask("take_calls")
     restart(rig.server, f"{point}={action}")
+    until(
+        lambda: halted(rig.server) or attached_again(rig.server),
+        "attaching, so that L2 is asked before L1 is filled",
+    )
     said = []
 
     def reached() -> bool:
