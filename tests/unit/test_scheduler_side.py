@@ -337,6 +337,17 @@ def test_load_mode_decides_between_waiting_and_not(mode, expected):
     assert hit(side, request) == (40, expected)
 
 
+@pytest.mark.parametrize(("computed", "promised"), [(0, 24), (4, 24), (76, 20)])
+def test_no_more_is_promised_than_a_worker_can_load_at_once(computed, promised):
+    side = make_side(FakeClient(hits=12), max_load_bytes=450)
+    request = make_request(100)
+    side.on_new_request(request)
+    tokens, _ = hit(side, request, computed)
+    assert tokens == promised
+    (load,) = load_of(side, request, computed, tokens, list(range(1, 30)))
+    assert len(load.chain) // 32 * 100 <= 450
+
+
 # -- loads
 
 
