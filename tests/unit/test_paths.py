@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvstrata.errors import ConfigError
 from kvstrata.memory import paths
-from kvstrata.memory.memory_limit import memory_limit
+from kvstrata.memory.memory_limit import huge_pages, memory_limit
 
 OURS = f"kvstrata-{os.geteuid()}"
 
@@ -187,3 +187,12 @@ def test_unlimited_v1_group_is_no_limit(tmp_path: Path) -> None:
 
 def test_limit_of_this_machine_can_be_read() -> None:
     assert memory_limit().limit_bytes > 1 << 20
+
+
+def test_reserve_of_huge_pages_counts_what_is_promised_to_others(tmp_path: Path) -> None:
+    assert huge_pages(tmp_path) == (0, 0)
+    folder = tmp_path / "sys/kernel/mm/hugepages/hugepages-2048kB"
+    folder.mkdir(parents=True)
+    for name, count in (("nr_hugepages", 10), ("free_hugepages", 7), ("resv_hugepages", 4)):
+        (folder / name).write_text(f"{count}\n")
+    assert huge_pages(tmp_path) == (10, 3)

@@ -13,7 +13,7 @@ import pytest
 
 from kvstrata.errors import ConfigError, SegmentError
 from kvstrata.memory import linux, segment
-from kvstrata.memory.memory_limit import MemoryLimit
+from kvstrata.memory.memory_limit import HugePages, MemoryLimit, huge_pages
 from kvstrata.memory.segment import Segment, SegmentSettings
 
 MIB = 1 << 20
@@ -254,3 +254,42 @@ def test_directory_of_others_is_refused(settings: SegmentSettings) -> None:
     settings.directory.chmod(0o777)
     with pytest.raises(ConfigError, match="segment: directory"):
         Segment.open(settings)
+
+
+def test_too_few_huge_pages_are_an_error_that_says_how_to_reserve_them(
+    settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment, "huge_pages", lambda: HugePages(total=5, free=1))
+    with pytest.raises(
+        SegmentError, match=r"needs 2 huge pages.*1 of 5 are free.*vm\.nr_hugepages=6"
+    ) as refused:
+        reopen(settings, huge_pages=True)
+    assert refused.value.field == "l1.use_hugepages"
+
+
+def test_l1_in_huge_pages_is_whole_pages(settings: SegmentSettings) -> None:
+    with pytest.raises(ConfigError, match="huge page"):
+        reopen(settings, huge_pages=True, extents_bytes=3 * MIB)
+
+
+def test_a_pool_in_huge_pages_is_adopted_and_given_up_when_they_are_switched_off(
+    settings: SegmentSettings,
+) -> None:
+    if huge_pages().free < 2:
+        pytest.skip("needs 2 free huge pages; reserve them: sysctl -w vm.nr_hugepages=2")
+    first = reopen(settings, huge_pages=True)
+    try:
+        assert (first.backing, first.adopted) == ("memfd", False)
+        assert linux.has_huge_pages(first.descriptors.extents)
+        assert not linux.has_huge_pages(first.descriptors.index_readonly)
+        first.pool.prefault_start(1)
+        first.close()
+        second = reopen(settings, huge_pages=True)
+        assert second.adopted
+        second.close()
+        third = reopen(settings)
+        assert (third.backing, third.adopted) == ("files", False)
+        third.destroy()
+    finally:
+        first.close()
+        segment._dismiss_holder(settings.socket_dir)

@@ -49,6 +49,7 @@ def server_parser() -> argparse.ArgumentParser:
         metavar="GB",
         help="shared memory for KV (4, or what fits)",
     )
+    add("--l1-use-hugepages", dest="l1.use_hugepages", action="store_true", help="L1 in pages of 2 MiB")
     add("--eviction-policy", dest="l1.eviction_policy", metavar="NAME", help="LRU, ARC, S3FIFO or noop (LRU)")
     add("--eviction-trigger-watermark", dest="l1.eviction_trigger_watermark", type=float, metavar="SHARE",
         help="occupancy above which eviction starts ahead of need (0.8)")  # fmt: skip
@@ -143,4 +144,4 @@ def _sort_out(arguments: Sequence[str], known: set[str]) -> tuple[list[str], lis
     return ours, notes
 
 
-_SWITCHES = {"--check", "--insecure", "--no-http", "--help", "-h"}
+_SWITCHES = {"--check", "--insecure", "--l1-use-hugepages", "--no-http", "--help", "-h"}

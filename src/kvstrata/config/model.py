@@ -42,6 +42,13 @@ class L1Settings(_Section, frozen=True, kw_only=True):
     segment_dir: Annotated[
         str, Meta(description="Directory of the pool's files on tmpfs; empty: made under /dev/shm.")
     ] = ""
+    use_hugepages: Annotated[
+        bool,
+        Meta(
+            description="Keep L1 in pages of 2 MiB out of the machine's reserve (`vm.nr_hugepages`); too few are an "
+            "error. The pool is then kept by a holder process instead of under `segment_dir`."
+        ),
+    ] = False
     prefault_threads: Annotated[
         int,
         Meta(ge=0, le=64, description="Threads that fault the pool in at start; 0 leaves it to first use."),

@@ -63,9 +63,7 @@ SERVER_FLAGS: dict[str, Name] = {
     "--eviction-ratio": _kept("l1.eviction_ratio"),
     "--l2-adapter": _kept("l2_adapters"),
     "--l2-prefetch-max-in-flight": _kept("l2.prefetch_max_in_flight"),
-    "--l1-use-hugepages": _refused(
-        "huge pages are not supported yet; remove it (the pool is faulted in at start)"
-    ),
+    "--l1-use-hugepages": _kept("l1.use_hugepages"),
     "--l2-store-policy": Name(
         Fate.REPLACED, "", 'use the adapter\'s own "policy" (through, on_evict, second_touch) in --l2-adapter'
     ),

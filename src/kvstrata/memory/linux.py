@@ -25,7 +25,9 @@ OFD_GETLK = 36
 OFD_SETLK = 37
 ADD_SEALS = 1033
 SEAL_SEAL, SEAL_SHRINK, SEAL_GROW = 1, 2, 4
-MEMFD_CLOEXEC, MEMFD_ALLOW_SEALING, MEMFD_NOEXEC_SEAL = 1, 2, 8
+MEMFD_CLOEXEC, MEMFD_ALLOW_SEALING, MEMFD_HUGETLB, MEMFD_NOEXEC_SEAL = 1, 2, 4, 8
+MEMFD_HUGE_2MB = 21 << 26
+HUGE_PAGE_BYTES = 2 << 20
 MSG_CMSG_CLOEXEC = 0x40000000
 SO_PEERPIDFD = 77
 PIDFD_THREAD = os.O_EXCL
@@ -112,15 +114,22 @@ def file_id(fd: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def create_memfd(name: str) -> int:
-    """An empty, sealable memfd."""
+def create_memfd(name: str, *, huge_pages: bool = False) -> int:
+    """An empty, sealable memfd, of pages of 2 MiB if asked."""
     flags = MEMFD_CLOEXEC | MEMFD_ALLOW_SEALING
+    if huge_pages:
+        flags |= MEMFD_HUGETLB | MEMFD_HUGE_2MB
     try:
         return _memfd_create(name, flags | MEMFD_NOEXEC_SEAL)
     except OSError as error:
         if error.errno != errno.EINVAL:  # before Linux 6.3
             raise
     return _memfd_create(name, flags)
+
+
+def has_huge_pages(fd: int) -> bool:
+    """Whether the file is of pages of 2 MiB (tmpfs names the base page here, whatever it uses)."""
+    return os.fstatvfs(fd).f_bsize == HUGE_PAGE_BYTES
 
 
 def _memfd_create(name: str, flags: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from kvstrata.memory.linux import HUGE_PAGE_BYTES
+
 _UNLIMITED = 1 << 60
 """A cgroup without a limit reports a number near 2^63."""
 
@@ -26,6 +28,25 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit:
 def available_bytes(root: Path = Path("/")) -> int:
     """Memory that can be had now without swapping, as the kernel estimates it (not looking at cgroups)."""
     return _meminfo_bytes(root, "MemAvailable")
+
+
+class HugePages(NamedTuple):
+    """Pages of `HUGE_PAGE_BYTES` that this machine keeps apart, and how many of them nobody has or reserved."""
+
+    total: int
+    free: int
+
+
+def huge_pages(root: Path = Path("/")) -> HugePages:
+    """The machine's reserve of 2 MiB pages; none where the kernel has no such pages."""
+    pool = root / f"sys/kernel/mm/hugepages/hugepages-{HUGE_PAGE_BYTES >> 10}kB"
+    try:
+        total, free, reserved = (
+            int((pool / name).read_text()) for name in ("nr_hugepages", "free_hugepages", "resv_hugepages")
+        )
+    except OSError:
+        return HugePages(0, 0)
+    return HugePages(total, free - reserved)
 
 
 def _meminfo_bytes(root: Path, field: str) -> int:

@@ -1,8 +1,8 @@
 """The shared-memory segment of one instance: found and adopted, or made.
 
 A segment is three descriptors: `index`, `extents`, `sessions.lock`.  They are files in the segment
-directory on /dev/shm, or, where that is too small or missing, memfds that a holder process keeps over a
-restart.
+directory on /dev/shm, or, where that is too small or missing or huge pages are asked for, memfds that a holder
+process keeps over a restart.
 
 Invariants
 1. One server per segment: an OFD lock on the index, taken before anything else is looked at, held for life
@@ -28,7 +28,8 @@ import msgspec
 
 from kvstrata.errors import ConfigError, SegmentError
 from kvstrata.memory import holder_client, linux
-from kvstrata.memory.memory_limit import available_bytes, memory_limit
+from kvstrata.memory.linux import HUGE_PAGE_BYTES
+from kvstrata.memory.memory_limit import available_bytes, huge_pages, memory_limit
 from kvstrata.memory.paths import HOLDER_SOCKET, PID_FILE, check_private_dir, make_private_dir
 from kvstrata.native.pool import Pool, PoolError, PoolFormatError
 
@@ -55,6 +56,8 @@ class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "LRU"
     watermark: tuple[float, float] | None = None
     max_session_share: int = 8
+    huge_pages: bool = False
+    """Extents in pages of 2 MiB, of which `extents_bytes` is then a multiple."""
 
     def entries(self) -> int:
         """Entry capacity of a new segment."""
@@ -176,6 +179,11 @@ def check_size(settings: SegmentSettings) -> None:
             f"{MIN_EXTENTS_BYTES} bytes",
             field="l1_size_gb",
         )
+    if settings.huge_pages and size % HUGE_PAGE_BYTES:
+        raise ConfigError(
+            f"l1_size_gb: L1 of {size} bytes is not a multiple of a huge page of {HUGE_PAGE_BYTES} bytes",
+            field="l1_size_gb",
+        )
     limit = memory_limit()
     needed = settings.needed_bytes()
     if needed > limit.limit_bytes:
@@ -184,7 +192,7 @@ def check_size(settings: SegmentSettings) -> None:
             f"{limit.limit_bytes} bytes; set --l1-size-gb to less than {limit.limit_bytes / _GB:.2f}",
             field="l1_size_gb",
         )
-    if needed > (free := available_bytes()):
+    if not settings.huge_pages and needed > (free := available_bytes()):
         _log.warning("segment: L1 needs %d bytes, but only %d are available now", needed, free)
 
 
@@ -276,6 +284,13 @@ def _find(settings: SegmentSettings) -> _Found:
     if isinstance(held, _Found):
         _remove_files(settings.directory)
         return held
+    if settings.huge_pages:
+        _remove_files(settings.directory)
+        if held:
+            _log.warning("segment: what the holder kept was given up: %s", held)
+            _dismiss_holder(settings.socket_dir)  # its huge pages are needed for the new one
+        _check_huge_pages(settings.extents_bytes)
+        return _make_held(settings, "huge pages were asked for")
     try:
         filed = _adopt_or_make_files(settings)
     except OSError as error:
@@ -286,6 +301,18 @@ def _find(settings: SegmentSettings) -> _Found:
             _dismiss_holder(settings.socket_dir)
         return filed
     return _make_held(settings, "; ".join(filter(None, [held, filed])))
+
+
+def _check_huge_pages(size_bytes: int) -> None:
+    """Raises SegmentError when the machine's reserve of huge pages does not hold L1."""
+    reserve, needed = huge_pages(), size_bytes // HUGE_PAGE_BYTES
+    if needed > reserve.free:
+        raise SegmentError(
+            f"l1.use_hugepages: L1 needs {needed} huge pages of 2 MiB, {reserve.free} of {reserve.total} are free; "
+            f"reserve them with `sysctl -w vm.nr_hugepages={reserve.total - reserve.free + needed}`, lower "
+            "--l1-size-gb or leave --l1-use-hugepages away",
+            field="l1.use_hugepages",
+        )
 
 
 def _adopt(parts: _Parts, settings: SegmentSettings) -> Pool | str:
@@ -406,7 +433,10 @@ def _adopt_held(settings: SegmentSettings) -> _Found | str:
         raise SegmentError(
             f"the segment kept by the holder of {str(path)!r} is in use by another server", field="segment"
         )
-    found = _adopt(parts, settings)
+    if linux.has_huge_pages(parts.extents_fd) != settings.huge_pages:
+        found: Pool | str = f"huge pages are {'on' if settings.huge_pages else 'off'} now"
+    else:
+        found = _adopt(parts, settings)
     if isinstance(found, str):
         parts.close()
         return found
@@ -420,7 +450,9 @@ def _make_held(settings: SegmentSettings, reason: str) -> _Found:
     pool: Pool | None = None
     try:
         for name in (INDEX, EXTENTS, SESSIONS_LOCK):
-            fds.append(linux.create_memfd(f"kvstrata-{name}"))
+            fds.append(
+                linux.create_memfd(f"kvstrata-{name}", huge_pages=settings.huge_pages and name == EXTENTS)
+            )
         parts = _Parts(linux.open_again(fds[0], os.O_RDWR), fds[1], fds[2])
         try:
             if not linux.lock_whole_file(parts.index_fd):

@@ -40,6 +40,7 @@ from kvstrata.clock import SystemClock
 from kvstrata.config.model import ServerSettings
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.memory.attach import AttachServer
+from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.memory_limit import memory_limit
 from kvstrata.memory.paths import ATTACH_SOCKET, RPC_SOCKET, segment_dir, socket_dir
 from kvstrata.memory.segment import Segment, SegmentSettings, check_size
@@ -90,7 +91,8 @@ class Plan(NamedTuple):
 def plan(settings: ServerSettings, environment: Mapping[str, str]) -> Plan:
     """Check all that can be checked without opening anything. Raises ConfigError."""
     size_gb = settings.l1.size_gb
-    extents_bytes = default_l1_bytes() if size_gb is None else round(size_gb * GB) & ~(L1_ALIGNMENT - 1)
+    alignment = HUGE_PAGE_BYTES if settings.l1.use_hugepages else L1_ALIGNMENT
+    extents_bytes = (default_l1_bytes() if size_gb is None else round(size_gb * GB)) & ~(alignment - 1)
     check_size(_segment_settings(settings, extents_bytes, Path("/"), Path("/")))
     entries = settings.l2_adapters
     embedded = entries is None
@@ -109,7 +111,7 @@ def plan(settings: ServerSettings, environment: Mapping[str, str]) -> Plan:
 
 def default_l1_bytes() -> int:
     """4 GB, or half of what the machine or the control group gives where that is less."""
-    return min(DEFAULT_L1_BYTES, memory_limit().limit_bytes // 2 & ~(L1_ALIGNMENT - 1))
+    return min(DEFAULT_L1_BYTES, memory_limit().limit_bytes // 2)
 
 
 def embedded_adapter(port: int, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -424,6 +426,7 @@ def _segment_settings(
         policy=l1.eviction_policy,
         watermark=watermark,
         max_session_share=MAX_SESSION_SHARE,
+        huge_pages=l1.use_hugepages,
     )
 
 
