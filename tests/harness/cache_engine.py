@@ -57,8 +57,10 @@ class CacheEngine:
         layers: int = 2,
         model: str = "test-model",
         role: Role = Role.CLIENT,
+        tenant: str = "",
         settings: dict[str, Any] | None = None,
     ) -> None:
+        self.tenant = tenant
         self.blocks = PagedBlocks(layers=layers, num_blocks=num_blocks, block_bytes=block_bytes)
         self.part = self.blocks.slice(first_layer=rank * layers)
         self.client = CacheClient(
@@ -89,7 +91,7 @@ class CacheEngine:
 
     def identity(self, salt: str = "") -> Identity:
         """The identity of requests with this salt."""
-        return self.client.identity(RequestIdentity(salt=salt))
+        return self.client.identity(RequestIdentity(tenant=self.tenant, salt=salt))
 
     def hasher(self, tokens: Sequence[int], salt: str = "") -> ChunkHasher:
         """Keys of a prompt."""

@@ -41,6 +41,7 @@ from kvstrata.client.requests import Kind, Pending
 from kvstrata.client.stores import StoreQueue, StoreRequest
 from kvstrata.client.warmup import PageWarmer
 from kvstrata.config.model import GB, ClientSettings
+from kvstrata.config.private_file import read_token_file
 from kvstrata.errors import DeadlineExceeded, KvstrataError, Unavailable, UnknownIdentity
 from kvstrata.keys import ChunkHasher
 from kvstrata.memory.attach_client import Attachment
@@ -98,6 +99,7 @@ class CacheClient:
             raise ValueError(f"engine_slices is {engine_slices}, must be 1 to {wire.MAX_SLICES}")
         if slice is None and role is not Role.SCHEDULER:
             raise ValueError(f"a {role.value} needs the slice that it reads and writes")
+        _token(settings)  # it is read at every attach, so that it can be changed; what is wrong now shows now
         self._settings = settings
         self._layout = layout
         self._role = role
@@ -379,6 +381,7 @@ class CacheClient:
             slice=self._slice,
             facts=self._facts,
             old_epoch=old_epoch,
+            token=_token(self._settings),
         )
 
     def link_attached(self, attachment: Attachment, old_epoch: int) -> None:
@@ -657,6 +660,11 @@ NOT_BEGUN = -2
 _clients: weakref.WeakSet[CacheClient] = weakref.WeakSet()
 _kept_in_child: list[CacheClient] = []
 """Native objects of the parent, whose threads and mappings do not exist here, are never destroyed."""
+
+
+def _token(settings: ClientSettings) -> str:
+    """What opens this engine's tenants, empty without one. Raises ConfigError."""
+    return read_token_file(settings.token_file, "token_file") if settings.token_file else ""
 
 
 def _sensible(reply: wire.LookupReply, n_asked: int) -> bool:

@@ -30,7 +30,7 @@ import msgspec
 from kvstrata import __version__
 from kvstrata.client.breaker import Breaker
 from kvstrata.client.requests import Kind, Pending, RequestTable
-from kvstrata.errors import KvstrataError, Unavailable, UnknownSession, WrongVersion
+from kvstrata.errors import ConfigError, KvstrataError, Unavailable, UnknownSession, WrongVersion
 from kvstrata.memory.attach_client import Attachment, attach, process_locks
 from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.rpc import wire
@@ -53,7 +53,7 @@ class LinkOwner(Protocol):
     """What the link calls, always in the I/O thread."""
 
     def attach_request(self, old_epoch: int) -> wire.AttachRequest:
-        """The request to attach with (called in the attaching thread)."""
+        """The request to attach with (called in the attaching thread). Raises ConfigError for a bad token file."""
 
     def link_attached(self, attachment: Attachment, old_epoch: int) -> None:
         """Before any message: map the pool. May raise KvstrataError or OSError, which ends this attachment.
@@ -310,8 +310,8 @@ class Link:
         """Body of the attaching thread."""
         retry_s = ATTACH_RETRY_FIRST_S
         while not self._stop_attaching.wait(wait_s):
-            request = self._owner.attach_request(self.epoch)
             try:
+                request = self._owner.attach_request(self.epoch)
                 attachment = attach(self._socket_dir, request, process_locks(), ATTACH_TIMEOUT_S)
             except Unavailable as error:
                 self.error = error.message
@@ -325,6 +325,8 @@ class Link:
 
     def _refused(self, error: KvstrataError) -> None:
         text = f"the cache server refused this process ({error.code}): {error.message}"
+        if isinstance(error, ConfigError):  # raised on this side
+            text = f"cannot attach to the cache server ({error.code}): {error.message}"
         if text != self.error:
             log.error("%s", text)
         self.error = text

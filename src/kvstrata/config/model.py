@@ -171,6 +171,13 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
         Meta(description="Load hits before the forward pass, beside it, or whichever suits their size."),
     ] = "auto"
     tenant: Annotated[str, Meta(description="Tenant that this engine's requests belong to.")] = ""
+    token_file: Annotated[
+        str,
+        Meta(
+            description="File with the token that opens `tenant` on a server with a tenants file, readable by "
+            "its owner alone; read again at every attach. Empty: no token."
+        ),
+    ] = ""
     max_store_backlog_gb: Annotated[
         float,
         Meta(gt=0, description="Bytes waiting to be copied into the pool; stores above it are skipped."),

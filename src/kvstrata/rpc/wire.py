@@ -343,6 +343,11 @@ class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
     """(device, inode) of every sessions.lock this process already has open. It must never get a second
     descriptor of one: closing that would drop its locks."""
 
+    def __repr__(self) -> str:
+        """Every field but the token, which is a secret."""
+        shown = {**msgspec.structs.asdict(self), "token": "***" if self.token else ""}
+        return f"AttachRequest({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
 
 class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
     """Answer on the attach socket; `code` empty means accepted. Then the descriptors index (read-only) and

@@ -20,7 +20,6 @@ import asyncio
 import ipaddress
 import os
 import socket
-import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import NamedTuple
 import zmq
 from zmq.utils import z85
 
+from kvstrata.config.private_file import read_private_file
 from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.rpc.ports import port_holder
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
@@ -286,14 +286,7 @@ def read_curve_file(path: str) -> CurveKeys:
     Lines that begin with `#` are comments.  Raises ConfigError, also when others can read the file.
     """
     field = "security.curve_secret_file"
-    try:
-        with open(path, encoding="ascii") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            text = file.read(1 << 20)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{field}: {path}: cannot be read: {error}", field=field) from None
-    if mode & 0o077:
-        raise ConfigError(f"{field}: {path} can be read by others (mode {mode:o}); chmod 600 it", field=field)
+    text = read_private_file(path, field)
     secret = b""
     clients = set()
     for number, line in enumerate(text.splitlines(), 1):

@@ -27,7 +27,6 @@ import re
 import resource
 import signal
 import socket
-import stat
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
@@ -38,6 +37,7 @@ import uvloop
 from kvstrata import __version__, failpoints
 from kvstrata.clock import SystemClock
 from kvstrata.config.model import ServerSettings
+from kvstrata.config.private_file import MAX_TOKEN_CHARS, MIN_TOKEN_CHARS, read_private_file
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.memory.attach import AttachServer
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
@@ -136,22 +136,16 @@ def read_tenants_file(path: str) -> TenantTokens:
     if not path:
         return TenantTokens()
     field = "security.tenants_file"
-    try:
-        with open(path, encoding="utf-8") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            text = file.read(1 << 20)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{field}: {path}: cannot be read: {error}", field=field) from None
-    if mode & 0o077:
-        raise ConfigError(f"{field}: {path} can be read by others (mode {mode:o}); chmod 600 it", field=field)
+    text = read_private_file(path, field)
     tokens: dict[str, frozenset[str]] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
-        if len(words) < 2 or len(words[0]) < 16:
+        if len(words) < 2 or not MIN_TOKEN_CHARS <= len(words[0]) <= MAX_TOKEN_CHARS:
             raise ConfigError(
-                f"{field}: {path}: line {number}: write a token of at least 16 characters and its tenants",
+                f"{field}: {path}: line {number}: write a token of {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS} "
+                "characters and its tenants",
                 field=field,
             )
         tokens[words[0]] = tokens.get(words[0], frozenset()) | frozenset(words[1:])
