@@ -74,8 +74,7 @@ sanitize: test-native  ## the C++ tests under ASan + UBSan, then under ThreadSan
 	@$(MAKE) -C ext/core -j$(JOBS) check SANITIZER=thread
 
 docs: setup  ## write the pages that are generated from the code
-	@$(VENV_PYTHON) -m kvstrata.config.reference > docs/configuration.md.new
-	@mv docs/configuration.md.new docs/configuration.md
+	@$(VENV_PYTHON) -m tests.harness.pages
 
 bench: setup  ## measure everything (BENCH=name: one); asks first; figures go to build/bench.json
 	@$(VENV_PYTHON) -m benchmarks.run $(BENCH) $(ARGS)

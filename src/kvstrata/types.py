@@ -30,10 +30,12 @@ class LayoutIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     model: str
     revision: str = ""
     weights: str = ""
+    """Digest of the weights or of what tells them apart, quantisation included."""
     tokenizer: str = ""
     kv_dtype: str
     kv_scales: str = ""
     fidelity: str = "lossless"
+    """`lossless`, or the name of the lossy codec."""
     chunk_tokens: int
     format_version: int = FORMAT_VERSION
 
@@ -45,6 +47,7 @@ class RequestIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """LoRA name and content id, empty for none."""
     tenant: str = ""
     salt: str = ""
+    """Requests with other salts share nothing."""
 
 
 class Slice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,7 +78,9 @@ class Role(enum.StrEnum):
     """What an attached process does in its engine group."""
 
     SCHEDULER = "scheduler"
+    """Looks up."""
     WORKER = "worker"
+    """Reads and writes one slice."""
     CLIENT = "client"
     """Both sides in one process (load generators, tests, other engines)."""
 
@@ -107,16 +112,27 @@ class LeaseName(NamedTuple):
 
 
 class MissReason(enum.StrEnum):
-    """Why a chunk was not served (closed list, promise P11)."""
+    """Why a chunk was not served. The list is closed."""
 
     NEVER_STORED = "never_stored"
+    """It was asked for before and has never been stored since."""
     EVICTED = "evicted"
+    """It was there; `explain` says when it left and by which policy or cap."""
     IN_FLIGHT = "in_flight"
+    """Some process is writing it now."""
     CORRUPT = "corrupt"
+    """Its checksum was wrong; it was dropped."""
     DEADLINE = "deadline"
+    """L2 did not deliver it in time."""
     REFUSED = "refused"
+    """There was no room for it in L1, or a limit was reached."""
     PUT_SKIPPED = "put_skipped"
+    """It left L1 and had not been put to L2; `explain` says why not."""
     BREAKER_OPEN = "breaker_open"
+    """The adapter (or, in a client, the server) that would know is not asked, because it did not answer."""
     IDENTITY_DIFFERS = "identity_differs"
+    """The same tokens are there under another identity of the tenant; `explain` names the field."""
     UNKNOWN_KEY = "unknown_key"
+    """Nobody has named this chunk here before."""
     FORGOTTEN = "forgotten"
+    """Older than the history that reasons are kept for."""

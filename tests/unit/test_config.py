@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.config import load as loading
-from kvstrata.config import reference
 from kvstrata.config.flags import parse_server_flags, server_parser
 from kvstrata.config.model import ClientSettings, ServerSettings
 from kvstrata.config.peer_names import (
@@ -185,7 +184,3 @@ def test_connector_examples_load(file):
         loading.read_yaml(file), source=str(file), table=CLIENT_KEYS, prefixes=CLIENT_KEY_PREFIXES, own=own
     )
     loading.convert(ClientSettings, settings, str(file))
-
-
-def test_the_configuration_page_is_current():
-    assert (ROOT / "docs" / "configuration.md").read_text() == reference.reference(), "run `make docs`"

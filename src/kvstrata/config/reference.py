@@ -1,8 +1,7 @@
-"""Writes docs/configuration.md out of the settings structs: `python -m kvstrata.config.reference`."""
+"""docs/configuration.md out of the settings structs."""
 
 from __future__ import annotations
 
-import sys
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -108,7 +107,3 @@ def _meaning(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Annotated:
         return next((meta.description for meta in typing.get_args(kind)[1:] if meta.description), "")
     return ""
-
-
-if __name__ == "__main__":
-    sys.stdout.write(reference())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -33,6 +33,107 @@ SECONDS_BUCKETS = (
 )
 MAX_OUTCOME_WORDS = 32
 """Outcomes of an adapter's operation that get a label of their own (plugins choose their words)."""
+
+
+class Family(NamedTuple):
+    """One metric family. `labels` in the order of their values."""
+
+    kind: str
+    """counter, gauge or histogram; a counter's samples end in `_total`."""
+    labels: tuple[str, ...]
+    meaning: str
+
+
+FAMILIES: dict[str, Family] = {
+    "kvstrata_instance": Family("gauge", ("instance_id",), "This instance; always 1."),
+    "kvstrata_requests": Family("counter", ("op",), "Requests by operation."),
+    "kvstrata_errors": Family("counter", ("code",), "Error replies by code."),
+    "kvstrata_first_misses": Family("counter", ("reason",), "Lookups by the reason of their first miss."),
+    "kvstrata_reserve_outcomes": Family("counter", ("outcome",), "Chunks of reserves by outcome."),
+    "kvstrata_put_skipped": Family("counter", ("reason",), "Chunks not put to L2, by reason."),
+    "kvstrata_lookup_chunks": Family("counter", (), "Chunks asked for."),
+    "kvstrata_l1_hit_chunks": Family("counter", (), "Chunks served that were in L1."),
+    "kvstrata_l2_hit_chunks": Family("counter", (), "Chunks served after a load from L2."),
+    "kvstrata_committed_chunks": Family("counter", (), "Chunks that became visible."),
+    "kvstrata_bad_records": Family("counter", (), "Commits refused because the record was wrong."),
+    "kvstrata_retrieved_bytes": Family("counter", (), "Bytes sent by retrieve."),
+    "kvstrata_lookup_seconds": Family("histogram", (), "Time from a lookup's arrival to its reply."),
+    "kvstrata_l2_seconds": Family("histogram", ("adapter", "operation"), "Time of one batch on an adapter."),
+    "kvstrata_l2_bytes": Family("counter", ("adapter", "operation"), "Record bytes moved by an adapter."),
+    "kvstrata_l2_items": Family(
+        "counter", ("adapter", "operation", "outcome"), "Chunks by outcome of an adapter's operation."
+    ),
+}
+"""By name."""
+
+STATUS_NUMBERS: dict[str, str] = {
+    "pool.extents_bytes": "Size of L1.",
+    "pool.used_bytes": "Bytes of L1 in extents that are taken, whatever their state.",
+    "pool.free_bytes": "Bytes of L1 that no extent takes.",
+    "pool.slab_bytes": "Size of one slab.",
+    "pool.unusable_bytes": "Bytes of slabs in use that are too few for one more extent.",
+    "pool.largest_allocatable_bytes": "The longest record that fits now without evicting.",
+    "pool.fragmentation": "0 when one record may take all free bytes, towards 1 the smaller the longest that fits.",
+    "pool.entry_capacity": "Entries the index has room for.",
+    "pool.entries.WORD": "Entries in this state: reserved, ready, unverified or quarantined.",
+    "pool.bytes.WORD": "Bytes of the entries in this state.",
+    "pool.reserved_bytes": "Bytes that some process may write and nobody can see yet.",
+    "pool.quarantined_bytes": "Bytes kept back because somebody may still write them.",
+    "pool.leased_bytes": "Bytes that leases keep in place.",
+    "pool.pinned_bytes": "Bytes that operations hold while they touch them: puts, loads, retrieves.",
+    "pool.blocked_bytes": "Bytes that cannot be evicted now: leased, held or not ready.",
+    "pool.leases": "Leases that have not ended.",
+    "pool.reservations": "Reservations that have not ended.",
+    "pool.holds": "References by operations that touch bytes.",
+    "pool.rows_claimed": "Rows of the session table in use.",
+    "pool.inserted_entries": "Chunks that became visible since the start, loads from L2 included.",
+    "pool.inserted_bytes": "Their bytes.",
+    "pool.evicted_entries": "Chunks evicted since the start.",
+    "pool.evicted_bytes": "Their bytes.",
+    "pool.evictions.WORD": "Evictions since the start by cause: policy, window (a whole slab), quota or watermark.",
+    "pool.cleared_entries": "Chunks dropped by clear since the start.",
+    "pool.corrupt_entries": "Chunks dropped since the start because their checksum was wrong.",
+    "pool.quarantined_entries": "Entries put into quarantine since the start.",
+    "pool.bad_records": "Commits refused by the pool since the start.",
+    "pool.refused.WORD": "Chunks that got no extent since the start, by reason.",
+    "pool.leases_trimmed": "Lookups answered shorter since the start because leases keep half of L1 already.",
+    "pool.adopted_entries": "Entries taken over from the server before.",
+    "pool.adoption_dropped": "Entries of the server before that could not be taken over.",
+    "pool.events_lost": "Events of the pool that came faster than they were read.",
+    "pool.prefaulted_bytes": "Bytes of L1 whose pages are there already.",
+    "pool.prefault_error": "The errno that ended that early, 0 for none.",
+    "sessions.attached": "Processes attached.",
+    "sessions.detached": "Processes that live but whose attach connection is closed.",
+    "sessions.groups": "Engines with a process attached.",
+    "sessions.leases": "Leases the sessions hold.",
+    "sessions.extents_being_written": "Extents reserved and not committed.",
+    "sessions.tasks": "Tasks running in the server.",
+    "sessions.absent_keys_remembered": "Keys whose reason of absence is remembered for explain.",
+    "l2_store.backlog_bytes": "Bytes of L1 pinned because they wait to be put.",
+    "l2_store.backlog_limit_bytes": "Most bytes that may wait; more are skipped.",
+    "l2_store.adapters.ADAPTER.queued": "Puts that wait for this adapter.",
+    "l2_store.adapters.ADAPTER.retrying": "Puts that this adapter throttled and that are tried again.",
+    "l2_store.adapters.ADAPTER.in_flight": "Puts under way.",
+    "l2_store.adapters.ADAPTER.stored_bytes": "Record bytes stored since the start.",
+    "l2_store.adapters.ADAPTER.outcomes.WORD": "Puts by what became of them: stored, exists, throttled, taken_up "
+    "(begun late), or `skipped:` and the reason.",
+    "l2_prefetch.fetches_running": "Lookups and prewarms that load now.",
+    "l2_prefetch.keys_loading": "Records being loaded.",
+    "l2_prefetch.loaded_bytes": "Record bytes loaded since the start.",
+    "l2_prefetch.counts.WORD": "Since the start: fetches, joined (waited for another's load), loaded, and what "
+    "failed as `reserve:` or `load:` and the reason.",
+    "l2_prefetch.adapters.ADAPTER.loading_bytes": "Bytes being loaded from this adapter.",
+    "l2_prefetch.adapters.ADAPTER.waiting": "Fetches that wait for their turn on this adapter.",
+    "attach.pending": "Handshakes under way.",
+    "attach.attached": "Sessions with an open attach connection.",
+    "attach.detached": "Sessions without one whose process lives.",
+    "attach.old_rows": "Rows of the server before whose process has neither ended nor come back.",
+    "attach.refused.WORD": "Attaches refused since the start, by error code.",
+    "rpc.received": "Frames received since the start.",
+    "rpc.dropped_replies": "Replies that found no receiver.",
+}
+"""Numbers of the status document that are served as gauges, and what they tell. ADAPTER stands for an adapter's
+name (`fs-0`), WORD for one of several words."""
 
 
 class Histogram:
@@ -136,60 +237,78 @@ class ServerCollector:
 
 
 def families(instance_id: str, counters: ServerCounters, numbers: Mapping[str, Any]) -> Iterator[Metric]:
-    """All metric families, in a fixed order."""
+    """All metric families, in the order of `FAMILIES`, then the gauges of the status document."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-    information = GaugeMetricFamily("kvstrata_instance", "This instance.", labels=["instance_id"])
-    information.add_metric([instance_id], 1.0)
-    yield information
-    labelled = (
-        ("kvstrata_requests", "Requests by operation.", "op", counters.requests),
-        ("kvstrata_errors", "Error replies by code.", "code", counters.errors),
-        ("kvstrata_first_misses", "Lookups by the reason of their first miss.", "reason", counters.misses),
-        ("kvstrata_reserve_outcomes", "Chunks of reserves by outcome.", "outcome", counters.reserve_outcomes),
-        ("kvstrata_put_skipped", "Chunks not put to L2, by reason.", "reason", counters.put_skipped),
-    )
-    for name, text, label, values in labelled:
-        counter = CounterMetricFamily(name, text, labels=[label])
-        for value, count in sorted(values.items()):
-            counter.add_metric([value], count)
-        yield counter
-    for name, text, count in (
-        ("kvstrata_lookup_chunks", "Chunks asked for.", counters.lookup_chunks),
-        ("kvstrata_l1_hit_chunks", "Chunks served that were in L1.", counters.l1_hit_chunks),
-        ("kvstrata_l2_hit_chunks", "Chunks served after a load from L2.", counters.l2_hit_chunks),
-        ("kvstrata_committed_chunks", "Chunks that became visible.", counters.committed_chunks),
-        ("kvstrata_bad_records", "Commits refused because the record was wrong.", counters.bad_records),
-        ("kvstrata_retrieved_bytes", "Bytes sent by retrieve.", counters.retrieved_bytes),
-    ):
-        yield CounterMetricFamily(name, text, value=count)
-    histogram = HistogramMetricFamily("kvstrata_lookup_seconds", "Time from a lookup's arrival to its reply.")
-    histogram.add_metric([], buckets=counters.lookup.buckets(), sum_value=counters.lookup.sum_s)
-    yield histogram
-    seconds = HistogramMetricFamily(
-        "kvstrata_l2_seconds", "Time of one batch on an adapter.", labels=["adapter", "operation"]
-    )
-    moved = CounterMetricFamily(
-        "kvstrata_l2_bytes", "Record bytes moved by an adapter.", labels=["adapter", "operation"]
-    )
-    items = CounterMetricFamily(
-        "kvstrata_l2_items", "Chunks by outcome.", labels=["adapter", "operation", "outcome"]
-    )
-    for (adapter, operation), counted in sorted(counters.l2.items()):
-        seconds.add_metric([adapter, operation], buckets=counted.time.buckets(), sum_value=counted.time.sum_s)
-        moved.add_metric([adapter, operation], counted.moved_bytes)
-        for word, count in sorted(counted.outcomes.items()):
-            items.add_metric([adapter, operation, word], count)
-    yield from (seconds, moved, items)
-    for name, number in numbers_in(numbers, "kvstrata"):
-        yield GaugeMetricFamily(name, "From the status document.", value=number)
+    for name, values in _counted(instance_id, counters).items():
+        family = FAMILIES[name]
+        if family.kind == "histogram":
+            histogram = HistogramMetricFamily(name, family.meaning, labels=family.labels)
+            for labels, time in values:
+                histogram.add_metric(labels, buckets=time.buckets(), sum_value=time.sum_s)
+            yield histogram
+            continue
+        kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+        metric = kind(name, family.meaning, labels=family.labels)
+        for labels, count in values:
+            metric.add_metric(labels, count)
+        yield metric
+    for path, number in numbers_in(numbers):
+        yield GaugeMetricFamily(gauge_name(path), meaning_of(path), value=number)
 
 
-def numbers_in(document: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
-    """(metric name, value) of every number in a nested document."""
+def _counted(instance_id: str, counters: ServerCounters) -> dict[str, list[tuple[list[str], Any]]]:
+    """(label values, number or Histogram) of each family in `FAMILIES`, in its order."""
+
+    def by_word(values: Mapping[str, int]) -> list[tuple[list[str], Any]]:
+        return [([word], count) for word, count in sorted(values.items())]
+
+    l2 = [(list(name), counted) for name, counted in sorted(counters.l2.items())]
+    return {
+        "kvstrata_instance": [([instance_id], 1.0)],
+        "kvstrata_requests": by_word(counters.requests),
+        "kvstrata_errors": by_word(counters.errors),
+        "kvstrata_first_misses": by_word(counters.misses),
+        "kvstrata_reserve_outcomes": by_word(counters.reserve_outcomes),
+        "kvstrata_put_skipped": by_word(counters.put_skipped),
+        "kvstrata_lookup_chunks": [([], counters.lookup_chunks)],
+        "kvstrata_l1_hit_chunks": [([], counters.l1_hit_chunks)],
+        "kvstrata_l2_hit_chunks": [([], counters.l2_hit_chunks)],
+        "kvstrata_committed_chunks": [([], counters.committed_chunks)],
+        "kvstrata_bad_records": [([], counters.bad_records)],
+        "kvstrata_retrieved_bytes": [([], counters.retrieved_bytes)],
+        "kvstrata_lookup_seconds": [([], counters.lookup)],
+        "kvstrata_l2_seconds": [(labels, counted.time) for labels, counted in l2],
+        "kvstrata_l2_bytes": [(labels, counted.moved_bytes) for labels, counted in l2],
+        "kvstrata_l2_items": [
+            ([*labels, word], count)
+            for labels, counted in l2
+            for word, count in sorted(counted.outcomes.items())
+        ],
+    }
+
+
+def numbers_in(document: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:
+    """(dotted path, value) of every number in a nested document; dots in a key become underscores."""
     for key, value in document.items():
-        name = prefix + "_" + "".join(character if character.isalnum() else "_" for character in str(key))
+        path = above + str(key).replace(".", "_")
         if isinstance(value, Mapping):
-            yield from numbers_in(value, name)
+            yield from numbers_in(value, path + ".")
         elif isinstance(value, bool | int | float):
-            yield name, float(value)
+            yield path, float(value)
+
+
+def gauge_name(path: str) -> str:
+    """The metric that carries the number at this path of the status document."""
+    return "kvstrata_" + "".join(character if character.isalnum() else "_" for character in path)
+
+
+def meaning_of(path: str) -> str:
+    """What the number at this path of the status document tells; a plain reference where nothing more is known."""
+    for pattern, meaning in STATUS_NUMBERS.items():
+        parts, known = path.split("."), pattern.split(".")
+        if len(parts) == len(known) and all(
+            k in ("ADAPTER", "WORD", p) for p, k in zip(parts, known, strict=True)
+        ):
+            return meaning
+    return "From the status document."

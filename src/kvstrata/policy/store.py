@@ -26,11 +26,15 @@ class Skip(enum.StrEnum):
     """Our own reasons for not putting a chunk; an adapter's reasons come as it says them."""
 
     BACKLOG = "backlog"
+    """Too many bytes were waiting to be put."""
     EVICTED = "evicted"
     """It left L1 before its put could begin."""
     QUEUE_FULL = "queue_full"
+    """More chunks were committed at a time than wait for a decision."""
     STOPPING = "stopping"
+    """The server stops."""
     CLEARED = "cleared"
+    """L2 was cleared while it waited."""
 
 
 class RetryRule(msgspec.Struct, frozen=True, kw_only=True):

@@ -71,17 +71,23 @@ class Hello(Request, frozen=True, tag="hello"):
     """Opens a conversation; allowed without a session (then `session` is 16 zero bytes)."""
 
     protocol: int
+    """The version the client speaks."""
     client: Annotated[str, Meta(max_length=256)] = ""
 
 
 class HelloReply(Reply, frozen=True, tag="hello"):
+    """What the server is; `wrong_version` names both versions."""
+
     protocol: int
     server: str
+    """Name and version."""
     instance_id: str
     chunk_tokens: int
     socket_dir: str
     max_message_bytes: int
+    """Longest frame it takes."""
     has_l2: bool
+    """Whether a miss in L1 may still be a hit."""
     max_reserved_bytes: int
     """Bytes one session may hold reserved at a time; larger stores go in several reserves."""
 
@@ -93,12 +99,16 @@ class Identify(Request, frozen=True, tag="identify"):
 
 
 class IdentifyReply(Reply, frozen=True, tag="identify"):
+    """The identity is known from here on."""
+
     identity_id: int
+    """Stands for the identity in later messages of this session, in this epoch."""
     root: bytes
+    """32 bytes; the client compares it with its own."""
     slices: list[bytes]
     """Digests of the group's slices known now, sorted; the order of extents in lookup replies."""
     complete: bool
-    """True once all `engine_slices` of the group are known; until then every lookup answers 0."""
+    """All `engine_slices` of the group are known; until then every lookup answers 0."""
 
 
 class Ping(Request, frozen=True, tag="ping"):
@@ -112,6 +122,8 @@ class Ping(Request, frozen=True, tag="ping"):
 
 
 class Pong(Reply, frozen=True, tag="ping"):
+    """The server is alive."""
+
     revoked: list[tuple[bytes, int]] = []
     """Leases (session that looked up, seq) whose looker is gone: release the own share once no copy runs."""
 
@@ -120,6 +132,7 @@ class Rule(enum.StrEnum):
     """How a group of keys counts as hit."""
 
     PREFIX = "prefix"
+    """As far as all leading chunks are there."""
 
 
 class Group(msgspec.Struct, array_like=True, frozen=True):
@@ -133,38 +146,52 @@ class Lookup(Request, frozen=True, tag="lookup"):
     """How many leading chunks are there; leases them for the caller's engine group."""
 
     deadline_ms: DeadlineMs
+    """Time left until it must be answered."""
     identity_id: Count
     request_id: RequestId
+    """What `explain` asks for later."""
     groups: Annotated[list[Group], Meta(min_length=1, max_length=1)]
+    """`rule` and the prompt's concatenated chain keys."""
     probe: Probe = b""
+    """Names the first chunk's tokens without any identity, to explain a miss."""
 
 
 class LookupReply(Reply, frozen=True, tag="lookup"):
+    """These chunks are leased."""
+
     n_chunks: int
+    """Leading chunks that are there in all slices."""
     extents: bytes
-    """n_chunks × slices packed `types.EXTENT`, chunk-major, slices in the order of IdentifyReply."""
+    """n_chunks × slices packed extents, chunk-major, slices in the order of the reply to `identify`."""
     l1_chunks: int
+    """Of them, those that L1 had."""
     l2_chunks: int
+    """Those that were loaded."""
     reason: str
-    """types.MissReason of the first chunk that is not served, empty if all are."""
+    """Reason of the first chunk that is not served, empty if all are."""
 
 
 class Release(Request, frozen=True, tag="release"):
     """Ends the caller's share of leases; with `group` every member's share (never handed to workers)."""
 
     leases: Annotated[list[LeaseId], Meta(max_length=MAX_RELEASES)]
+    """(session that looked up, seq of the lookup)"""
     group: bool = False
+    """All shares at once."""
 
 
 class Reserve(Request, frozen=True, tag="reserve"):
     """Asks for extents to write chunks of the caller's own slice."""
 
     deadline_ms: DeadlineMs
+    """As in a lookup."""
     identity_id: Count
     parent: Annotated[bytes, Meta(max_length=KEY_BYTES)]
     """Chain key of the chunk before the first, empty at the start of a prompt."""
     keys: ReserveKeys
+    """Concatenated chain keys of one chain, in order."""
     record_bytes: Count
+    """Length of each record."""
     probe: Probe = b""
 
 
@@ -172,29 +199,43 @@ class ReserveOutcome(enum.IntEnum):
     """Per chunk of a reserve. Everything above IN_FLIGHT is a refusal with its reason."""
 
     RESERVED = 0
+    """There is an extent to write."""
     PRESENT = 1
+    """It is in L1 already."""
     IN_FLIGHT = 2
+    """Somebody else writes it."""
     CHAIN_EXCEEDS_POOL = 3
+    """Only chunks of the same chain could make room."""
     POOL_PINNED = 4
+    """Everything that could make room is in use."""
     SESSION_LIMIT = 5
+    """This process has too much reserved."""
     QUOTA = 6
+    """Its tenant's share of L1 is used up."""
     TOO_LARGE = 7
+    """No extent of L1 is that long."""
     ENTRIES_FULL = 8
+    """The index has no entry left."""
 
 
 class ReserveReply(Reply, frozen=True, tag="reserve"):
+    """What may be written where."""
+
     outcomes: bytes
-    """One ReserveOutcome per chunk."""
+    """One byte per chunk, see the outcomes of reserve."""
     extents: bytes
-    """One packed EXTENT per chunk, zeros where not RESERVED."""
+    """One packed extent per chunk, zeros where there is none."""
 
 
 class CommitOutcome(enum.IntEnum):
     """Per chunk of a commit."""
 
     COMMITTED = 0
+    """It is visible."""
     NOT_RESERVED = 1
+    """This reservation does not, or no longer, have it."""
     BAD_RECORD = 2
+    """Its header is not that of what was reserved; the extent was given back."""
 
 
 class Commit(Request, frozen=True, tag="commit"):
@@ -205,7 +246,10 @@ class Commit(Request, frozen=True, tag="commit"):
 
 
 class CommitReply(Reply, frozen=True, tag="commit"):
+    """The reservation of these items has ended, whatever the outcome."""
+
     outcomes: bytes
+    """One byte per index, see the outcomes of commit."""
 
 
 class Abort(Request, frozen=True, tag="abort"):
@@ -213,12 +257,14 @@ class Abort(Request, frozen=True, tag="abort"):
 
     reservation: Seq
     indices: Indices | None = None
+    """nil: all that are left."""
 
 
 class Cancel(Request, frozen=True, tag="cancel"):
     """Whatever `target` did or will do is undone; valid before, after and without the request."""
 
     target: Seq
+    """The request's seq."""
 
 
 class Retrieve(Request, frozen=True, tag="retrieve"):
@@ -226,12 +272,15 @@ class Retrieve(Request, frozen=True, tag="retrieve"):
 
     identity_id: Count
     key: Key
+    """Chain key."""
     slice_digest: Key
     offset_bytes: Count
     length_bytes: Annotated[int, Meta(ge=0, le=MAX_RETRIEVE_BYTES)]
 
 
 class RetrieveReply(Reply, frozen=True, tag="retrieve"):
+    """A part of a record."""
+
     found: bool
     record_bytes: int
     body: bytes
@@ -242,6 +291,7 @@ class Prefetch(Request, frozen=True, tag="prefetch"):
 
     identity_id: Count
     keys: Keys
+    """Concatenated chain keys of one prompt, in order."""
     budget_bytes: Count
     """Bytes it may load; 0 means as much as fits."""
     ttl_ms: Annotated[int, Meta(ge=0, le=3_600_000)]
@@ -249,7 +299,10 @@ class Prefetch(Request, frozen=True, tag="prefetch"):
 
 
 class PrefetchReply(Reply, frozen=True, tag="prefetch"):
+    """It has begun."""
+
     job: int
+    """What `status` is asked for its outcome."""
 
 
 class Status(Request, frozen=True, tag="status"):
@@ -262,18 +315,23 @@ class Tier(enum.StrEnum):
     """What a clear empties."""
 
     L1 = "l1"
+    """Shared memory."""
     L2 = "l2"
+    """Everything behind it."""
     ALL = "all"
+    """Both."""
 
 
 class Clear(Request, frozen=True, tag="clear"):
-    """Drops what nobody uses. `tier`: l1, l2 or all; `tenant` None = every tenant the peer may use."""
+    """Drops what nobody uses. `tier`: l1, l2 or all; without `tenant`: every tenant the peer may use."""
 
     tier: Tier
     tenant: Annotated[str, Meta(max_length=256)] | None = None
 
 
 class Explain(Request, frozen=True, tag="explain"):
+    """How many chunks of a recent lookup hit where, and why the first missing one missed."""
+
     request_id: RequestId
 
 
@@ -282,9 +340,10 @@ class Quiesced(Request, frozen=True, tag="quiesced"):
 
 
 class Corrupt(Request, frozen=True, tag="corrupt"):
-    """The caller's verified copy failed on these chain keys of its slice; the server checks them."""
+    """The caller's verified copy failed on these chunks of its slice; the server checks them itself."""
 
     keys: ReserveKeys
+    """Concatenated chain keys."""
 
 
 class Ok(Reply, frozen=True, tag="ok"):
@@ -295,6 +354,7 @@ class Ok(Reply, frozen=True, tag="ok"):
     """
 
     count: int = 0
+    """As said above."""
 
 
 class Document(Reply, frozen=True, tag="document"):
@@ -304,10 +364,36 @@ class Document(Reply, frozen=True, tag="document"):
 
 
 class Error(Reply, frozen=True, tag="error"):
+    """The request failed."""
+
     code: str
     message: str
+    """What is wrong and what to change, for people."""
     field: str
+    """The field that was wrong, where one was."""
     retryable: bool
+    """Whether the same request may succeed later without the sender changing anything."""
+
+
+REPLIES: dict[type[Request], type[Reply]] = {
+    Hello: HelloReply,
+    Identify: IdentifyReply,
+    Ping: Pong,
+    Lookup: LookupReply,
+    Release: Ok,
+    Reserve: ReserveReply,
+    Commit: CommitReply,
+    Abort: Ok,
+    Cancel: Ok,
+    Retrieve: RetrieveReply,
+    Prefetch: PrefetchReply,
+    Status: Document,
+    Clear: Ok,
+    Explain: Document,
+    Quiesced: Ok,
+    Corrupt: Ok,
+}
+"""What answers each request, unless an Error does."""
 
 
 AnyRequest = (
@@ -329,14 +415,16 @@ class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
     group: SessionName
     """Names the engine; all its processes attach with the same 16 bytes."""
     role: Role
+    """What the process does in its engine."""
     layout: LayoutIdentity
     engine_slices: Annotated[int, Meta(ge=1, le=MAX_SLICES)]
     """How many distinct slices the whole engine has."""
     slice: Slice | None = None
-    """The slice this process reads and writes; None for a scheduler."""
+    """The slice this process reads and writes; nil for a scheduler."""
     facts: dict[str, Any] | None = None
-    """Derived layout facts behind `slice.layout`, compared field by field with earlier ones."""
+    """Derived layout facts behind `slice.layout`: the same identity with other facts is refused, naming the field."""
     old_epoch: int = 0
+    """Epoch of the attachment before, 0 for none."""
     token: Annotated[str, Meta(max_length=256)] = ""
     """Proves which tenants this process may use, where the server was given a tenants file."""
     held_locks: Annotated[list[tuple[int, int]], Meta(max_length=MAX_HELD_LOCKS)] = []
@@ -356,10 +444,15 @@ class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
     code: str = ""
     message: str = ""
     field: str = ""
+    """As in an error reply."""
     row: int = 0
+    """Of the session table."""
     epoch: int = 0
+    """Changes with every start of the server."""
     pool_id: bytes = b""
+    """Changes with every new pool: then the descriptors must be mapped anew."""
     extents_bytes: int = 0
+    """Length of the extents file."""
     instance_id: str = ""
     lock_file: tuple[int, int] = (0, 0)
     """(device, inode) of sessions.lock; the client locks byte `row` of it for life."""

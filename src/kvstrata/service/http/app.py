@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Protocol
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -31,7 +32,7 @@ from kvstrata.types import RequestIdentity
 
 MAX_PREFETCH_TOKENS = 4_194_304
 
-_STATUS = {
+HTTP_STATUS = {
     BadRequest: 400,
     NotPermitted: 403,
     UnknownSession: 404,
@@ -40,6 +41,7 @@ _STATUS = {
     Unavailable: 503,
     DeadlineExceeded: 504,
 }
+"""Status of an error's answer; 500 for those not listed."""
 
 
 class AdminEngine(Protocol):
@@ -68,6 +70,14 @@ class AdminEngine(Protocol):
 
     async def clear(self, tier: str, tenant: str | None) -> dict[str, int]:
         """Drop what nobody uses; returns how many chunks left each tier."""
+
+
+class ErrorBody(BaseModel):
+    """What went wrong."""
+
+    code: str = Field(description="A stable word, see docs/wire-codes.md; `not_found` for what is not there.")
+    message: str = Field(description="What is wrong and what to change, for people.")
+    field: str = Field(description="The field that was wrong, empty where none was.")
 
 
 class PrefetchBody(BaseModel):
@@ -99,13 +109,24 @@ def make_app(engine: AdminEngine, *, token: str = "") -> FastAPI:
         if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise HTTPException(401, "missing or wrong bearer token", {"WWW-Authenticate": "Bearer"})
 
-    app = FastAPI(title="kvstrata", version=__version__, docs_url="/docs", redoc_url=None)
-    guarded = [Depends(authorised)]
+    app = FastAPI(
+        title="kvstrata",
+        version=__version__,
+        docs_url="/docs",
+        redoc_url=None,
+        responses={
+            "4XX": {"model": ErrorBody, "description": "The request cannot be fulfilled."},
+            "5XX": {"model": ErrorBody, "description": "The server cannot fulfil it now, or failed."},
+        },
+    )
+    # The scheme is declared for the description only; `authorised` decides.
+    bearer = HTTPBearer(auto_error=False, description="Needed where the server has `http.token_file`.")
+    guarded = [Depends(bearer), Depends(authorised)]
 
     @app.exception_handler(KvstrataError)
     async def refused(_: Request, error: KvstrataError) -> JSONResponse:
         body = {"code": error.code, "message": error.message, "field": error.field}
-        return JSONResponse(body, _STATUS.get(type(error), 500))
+        return JSONResponse(body, HTTP_STATUS.get(type(error), 500))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
