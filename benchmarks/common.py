@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import os
-import platform
 import secrets
 import shutil
-import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from kvstrata.measure.figures import chain_of, machine, median_spread, percentile
+
+__all__ = [
+    "chain_of",
+    "chains",
+    "commit",
+    "cpu_seconds",
+    "engine_client",
+    "figure",
+    "machine",
+    "median_spread",
+    "percentile",
+    "scratch",
+    "wait_until",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 WAIT_S = 60.0
@@ -53,19 +65,6 @@ def figure(
 
 
 @functools.cache
-def machine() -> str:
-    """Processor, cores and memory of this machine, in words."""
-    model = "unknown processor"
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
-    cores = len(os.sched_getaffinity(0))
-    return f"{model}, {cores} cores, {gib:.0f} GiB, Linux {platform.release()}, Python {platform.python_version()}"
-
-
-@functools.cache
 def commit() -> str:
     """The commit that is measured, with `+` when tracked files differ from it; empty outside a clone."""
 
@@ -81,17 +80,6 @@ def commit() -> str:
     except FileNotFoundError:
         return ""
     return head + ("+" if changed else "")
-
-
-def median_spread(values: Sequence[float]) -> tuple[float, list[float]]:
-    """Median, and [least, greatest]."""
-    return statistics.median(values), [min(values), max(values)]
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` (0 to 1) of them lie."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 @contextlib.contextmanager
@@ -151,14 +139,6 @@ def engine_client(socket_dir: Path, port: int, blocks: Any, **more: Any) -> Any:
         client.close()
         raise RuntimeError(f"{error}: {client.error}") from None
     return client
-
-
-def chain_of(root: bytes, prompt: int, n_chunks: int) -> bytes:
-    """Chain keys of a prompt of `n_chunks` chunks, cheaply: no tokens are hashed; other numbers, other keys.
-
-    Any 32 bytes are a chain key to the server; nobody could derive these from a prompt.
-    """
-    return hashlib.shake_256(root + prompt.to_bytes(8, "little")).digest(n_chunks * 32)
 
 
 def chains(root: bytes, n_prompts: int, n_chunks: int) -> list[bytes]:

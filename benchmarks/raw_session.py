@@ -6,20 +6,19 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from benchmarks.common import wait_until
 from kvstrata.memory.attach_client import attach, process_locks
 from kvstrata.rpc import wire
+from kvstrata.rpc.zmq_plain import PlainConnection
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice
 
-STATUS_MS = 60_000
+STATUS_S = 60.0
 ATTACH_S = 10.0
-REPLY_MS = 10_000
+REPLY_S = 10.0
 
 
 class RawSession:
-    """Attached, greeted, with one identity declared. One thread; raises RuntimeError for any error reply."""
+    """Attached, greeted, with one identity declared. One thread; raises KvstrataError for any error reply."""
 
     def __init__(
         self, socket_dir: Path, layout: LayoutIdentity, slice_: Slice, facts: dict[str, Any]
@@ -37,11 +36,9 @@ class RawSession:
             facts=facts,
         )
         self._attachment = attach(socket_dir, request, process_locks(), ATTACH_S)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self._context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVTIMEO, REPLY_MS)
-        self.socket.connect(f"ipc://{socket_dir / 'rpc.sock'}")
+        self._connection = PlainConnection(socket_dir, REPLY_S)
+        self.socket = self._connection.socket
+        self.ask = self._connection.ask
         identified = self.ask(wire.Identify(self.session, self.seq(), RequestIdentity()))
         assert isinstance(identified, wire.IdentifyReply) and identified.complete, identified
         self.identity_id = identified.identity_id
@@ -64,18 +61,9 @@ class RawSession:
         """The frame that ends a lookup's lease."""
         return wire.encode(wire.Release(self.session, self.seq(), [(self.session, lookup_seq)]))
 
-    def ask(self, request: wire.AnyRequest) -> wire.AnyReply:
-        """Send and wait for the reply."""
-        self.socket.send(wire.encode(request))
-        reply = wire.decode_reply(self.socket.recv())
-        if isinstance(reply, wire.Error):
-            raise RuntimeError(f"{reply.code}: {reply.message}")
-        return reply
-
     def close(self) -> None:
         """Leave the server."""
-        self.socket.close()
-        self._context.term()
+        self._connection.close()
         self._attachment.goodbye(ATTACH_S)
 
 
@@ -83,24 +71,15 @@ class StatusReader:
     """Asks a server on this machine for its status, without attaching and without HTTP."""
 
     def __init__(self, socket_dir: Path) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RCVTIMEO, STATUS_MS)
-        self._socket.connect(f"ipc://{socket_dir / 'rpc.sock'}")
+        self._connection = PlainConnection(socket_dir, STATUS_S)
 
     def __call__(self) -> dict[str, Any]:
         """The status document."""
-        self._socket.send(wire.encode(wire.Status(wire.NO_SESSION, 1)))
-        reply = wire.decode_reply(self._socket.recv())
-        if not isinstance(reply, wire.Document):
-            raise RuntimeError(f"no status: {reply}")
-        return reply.body
+        return self._connection.status()
 
     def close(self) -> None:
         """Disconnect."""
-        self._socket.close()
-        self._context.term()
+        self._connection.close()
 
 
 def status(server: Any) -> dict[str, Any]:

@@ -1,66 +1,11 @@
-"""An engine's paged KV cache as tests and benchmarks need it: plain memory, a copy plan, and nothing of a model."""
+"""An engine's paged KV cache and layout as tests need them."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import random
-from collections.abc import Sequence
+from kvstrata.measure.blocks import PagedBlocks
+from kvstrata.types import LayoutIdentity
 
-from kvstrata.native.copying import CopyPlan
-from kvstrata.types import LayoutIdentity, Slice, facts_digest
-
-
-class PagedBlocks:
-    """`num_blocks` blocks of `block_bytes` in each of `layers` layers; a block of one layer is one contiguous run."""
-
-    def __init__(self, *, layers: int, num_blocks: int, block_bytes: int) -> None:
-        self.layers = layers
-        self.num_blocks = num_blocks
-        self.block_bytes = block_bytes
-        self._memory = mmap.mmap(-1, layers * num_blocks * block_bytes)
-        self._anchor = (ctypes.c_char * 1).from_buffer(self._memory)
-        base = ctypes.addressof(self._anchor)
-        self.bases = [base + layer * num_blocks * block_bytes for layer in range(layers)]
-        self.plan = CopyPlan(self.bases, num_blocks, [block_bytes] * layers, [], block_bytes)
-
-    def slice(self, first_layer: int = 0, kv_heads: tuple[int, int] = (0, 1)) -> Slice:
-        """The slice that these blocks hold."""
-        layout = facts_digest(self.facts)
-        return Slice(layers=(first_layer, first_layer + self.layers), kv_heads=kv_heads, layout=layout)
-
-    @property
-    def facts(self) -> dict[str, int]:
-        """The layout facts behind `slice().layout`."""
-        return {"layers": self.layers, "block_bytes": self.block_bytes}
-
-    def fill(self, block_ids: Sequence[int], seed: object) -> None:
-        """Write bytes that follow from the seed into these blocks."""
-        source = random.Random(repr(seed))
-        for layer in range(self.layers):
-            for block in block_ids:
-                begin = (layer * self.num_blocks + block) * self.block_bytes
-                self._memory[begin : begin + self.block_bytes] = source.randbytes(self.block_bytes)
-
-    def read(self, block_ids: Sequence[int]) -> bytes:
-        """All bytes of these blocks, layer by layer."""
-        parts = []
-        for layer in range(self.layers):
-            for block in block_ids:
-                begin = (layer * self.num_blocks + block) * self.block_bytes
-                parts.append(self._memory[begin : begin + self.block_bytes])
-        return b"".join(parts)
-
-    def touch(self) -> None:
-        """Fault all pages in."""
-        page = bytes(mmap.PAGESIZE)
-        for begin in range(0, len(self._memory), mmap.PAGESIZE):
-            self._memory[begin : begin + len(page)] = page
-
-    def close(self) -> None:
-        """Unmap; no copy may run."""
-        del self._anchor
-        self._memory.close()
+__all__ = ["PagedBlocks", "layout_identity"]
 
 
 def layout_identity(chunk_tokens: int = 16, model: str = "test-model") -> LayoutIdentity:

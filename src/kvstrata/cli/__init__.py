@@ -12,6 +12,7 @@ usage: kvstrata COMMAND [arguments]
 
   server   run a cache server (also: lmcache-server)
   ctl      ask a running server: status, explain, prefetch, clear
+  bench    measure a running server on this host
   doctor   check this machine: shared memory, limits, CPU, extension, ports
 
 kvstrata COMMAND --help tells more; kvstrata --version prints the version."""
@@ -44,6 +45,10 @@ def _command(name: str) -> Callable[[Sequence[str]], int] | None:
         from kvstrata.cli.ctl import main as ctl
 
         return ctl
+    if name == "bench":
+        from kvstrata.cli.bench import main as bench
+
+        return bench
     if name == "doctor":
         from kvstrata.cli.doctor import main as doctor
 
