@@ -318,6 +318,71 @@ async def test_nothing_is_stored_where_a_sync_or_rename_fails(
     assert await adapter.put([put_item(key_of(2), SIZE)]) == [STORED]
 
 
+async def test_a_file_system_that_became_read_only_fails_each_item_by_its_reason(
+    open_fs, monkeypatch, caplog
+) -> None:
+    """Neither the rename nor the removal of what was written works, in each of several groups of one batch."""
+    one = -(-record_length(SIZE) // 4096) * 4096
+    adapter = await open_fs(capacity_bytes=8 * one)
+
+    def read_only(*arguments: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "rename", read_only)
+    monkeypatch.setattr(os, "unlink", read_only)
+    items = [put_item(key_of(n), SIZE) for n in range(6)]
+    outcomes = await adapter.put(items)
+    assert [(o.status, o.reason) for o in outcomes] == [(PutStatus.FAILED, "io")] * 6
+    for item in items:
+        watched(item).check()
+    assert (await adapter.usage()).used_bytes == 0
+    assert "mistake" not in caplog.text
+    monkeypatch.undo()
+    assert await adapter.put([put_item(key_of(n), SIZE) for n in range(6)]) == [STORED] * 6
+
+
+async def test_a_mistake_in_one_group_of_a_batch_leaves_nobody_waiting(open_fs, monkeypatch) -> None:
+    one = -(-record_length(SIZE) // 4096) * 4096
+    adapter = await open_fs(capacity_bytes=8 * one)
+
+    def mistaken(parts: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(adapter, "_publish", mistaken)
+    items = [put_item(key_of(n), SIZE) for n in range(6)]
+    with pytest.raises(ZeroDivisionError):
+        await adapter.put(items)
+    for item in items:
+        watched(item).check()
+    monkeypatch.undo()
+    again = asyncio.wait_for(adapter.put([put_item(key_of(n), SIZE) for n in range(6)]), 60)
+    assert await again == [STORED] * 6
+
+
+async def test_a_clear_takes_what_is_there_when_it_runs(open_fs, tmp_path: Path) -> None:
+    adapter = await open_fs()
+    await adapter.put([put_item(key_of(n), SIZE) for n in range(4)])
+    # Both are begun in the same turn of the loop; the delete is the first to reach the index.
+    assert sorted(await asyncio.gather(adapter.delete([key_of(1)]), adapter.clear())) == [1, 3]
+    assert Folder(tmp_path / "kv").keys() == set()
+
+
+async def test_a_record_whose_access_time_cannot_be_set_is_loaded(
+    open_fs, tmp_path: Path, monkeypatch
+) -> None:
+    adapter = await open_fs()
+    await adapter.put([put_item(key_of(1), SIZE)])
+    await adapter.close()
+    os.utime(Folder(tmp_path / "kv").path(key_of(1)), (1_000_000_000, 1_000_000_000))
+    adapter = await open_fs()
+
+    def read_only(*arguments: object, **named: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", read_only)
+    assert await adapter.load([load_item(key_of(1), SIZE)]) == [LOADED]
+
+
 async def test_a_record_that_cannot_be_unlinked_stays_counted(open_fs, tmp_path: Path, monkeypatch) -> None:
     one = -(-record_length(SIZE) // 4096) * 4096
     adapter = await open_fs(capacity_bytes=2 * one)

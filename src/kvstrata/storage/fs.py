@@ -318,7 +318,7 @@ class FsAdapter(StorageAdapter):
         """Remove all records, durably. Those that are being put stay."""
         if await self._not_ready():
             return 0
-        return await self._own(self._remove(list(self._files), durable=True))
+        return await self._own(self._remove_all())
 
     async def usage(self) -> Usage:
         """Bytes as they count against the cap, those being written included."""
@@ -365,7 +365,7 @@ class FsAdapter(StorageAdapter):
     async def _put_batch(self, items: list[PutItem]) -> list[PutOutcome]:
         outcomes = [PutOutcome(PutStatus.EXISTS)] * len(items)
         leaders: list[tuple[int, asyncio.Future[PutOutcome]]] = []
-        writes: list[int] = []
+        writes: dict[int, asyncio.Future[PutOutcome]] = {}
         reason = await self._not_ready()
         for i, (key, hold) in enumerate(items):
             if reason or len(key) != KEY_BYTES or hold.length < MIN_RECORD_BYTES:
@@ -377,23 +377,28 @@ class FsAdapter(StorageAdapter):
             elif (file := self._files.get(key)) is not None and file.size_bytes == hold.length:
                 hold.drop()
             else:
-                self._putting[key] = asyncio.get_running_loop().create_future()
-                writes.append(i)
-        for group in self._groups(items, writes):
-            results = [PutOutcome(PutStatus.FAILED, "internal")] * len(group)
-            try:
-                results = await self._put_group([items[i] for i in group])
-            finally:
-                for i, outcome in zip(group, results, strict=True):
+                writes[i] = self._putting[key] = asyncio.get_running_loop().create_future()
+        groups = collections.deque(self._groups(items, writes))
+        try:
+            while groups:
+                group = groups.popleft()
+                for i, outcome in zip(group, await self._put_group([items[i] for i in group]), strict=True):
                     outcomes[i] = outcome
-                    self._putting.pop(items[i].key).set_result(outcome)
+                    del self._putting[items[i].key]
+                    writes.pop(i).set_result(outcome)
+        finally:  # a mistake of ours may have ended this early: nobody shall wait for what is left
+            for i in itertools.chain.from_iterable(groups):
+                items[i].hold.drop()
+            for i, unanswered in writes.items():
+                del self._putting[items[i].key]
+                unanswered.set_result(PutOutcome(PutStatus.FAILED, "internal"))
         for i, leader in leaders:
             first = await leader
             if first.status is not PutStatus.STORED:
                 outcomes[i] = first
         return outcomes
 
-    def _groups(self, items: list[PutItem], writes: list[int]) -> list[list[int]]:
+    def _groups(self, items: list[PutItem], writes: Iterable[int]) -> list[list[int]]:
         """Cut a batch so that one group takes a bounded share of the cap."""
         limit_bytes = self.settings.capacity_bytes // GROUPS_IN_CAP or 1 << 62
         groups: list[list[int]] = []
@@ -487,7 +492,7 @@ class FsAdapter(StorageAdapter):
                         self._write_file(path, view, item.hold.address)
                 result = path
         except OSError as error:
-            _unlink_if_there(path)
+            _discard(path)
             if error.errno in _NO_SPACE:
                 result = _NO_ROOM
             else:
@@ -549,7 +554,7 @@ class FsAdapter(StorageAdapter):
                 for directory in (folder, *map(os.path.dirname, new)):
                     changed.setdefault(directory, []).append(i)
             except OSError as error:
-                _unlink_if_there(part)
+                _discard(part)
                 outcomes[i] = self._not_published(path, error)
         for directory, members in changed.items():
             try:
@@ -557,7 +562,7 @@ class FsAdapter(StorageAdapter):
             except OSError as error:
                 made.clear()
                 for i in members:
-                    _unlink_if_there(self._path(parts[i][0]))
+                    _discard(self._path(parts[i][0]))
                     outcomes[i] = self._not_published(directory, error)
         with self._folders_lock:
             self._known_folders.update(made)
@@ -644,7 +649,7 @@ class FsAdapter(StorageAdapter):
                 with hold.view() as view:
                     whole = _read_record_into(fd, view, direct)
                 if refresh:
-                    os.utime(fd, ns=(self._now_ns(), status.st_mtime_ns))
+                    self._note_load(fd, path, status.st_mtime_ns)
             finally:
                 os.close(fd)
             if whole and copying.verify_record(hold.address, hold.length, item.key) == CopyOutcome.OK:
@@ -659,6 +664,13 @@ class FsAdapter(StorageAdapter):
             return LoadOutcome(LoadStatus.FAILED, "io")
         finally:
             hold.drop()
+
+    def _note_load(self, fd: int, path: str, mtime_ns: int) -> None:
+        """Remember for the next start that the record was used; where the medium cannot, the record is as good."""
+        try:
+            os.utime(fd, ns=(self._now_ns(), mtime_ns))
+        except OSError as error:
+            log.debug("%s: cannot set the access time of %s: %s", self.name, path, error)
 
     def _wrong_length(self, item: LoadItem, path: str, fd: int, size_bytes: int) -> LoadOutcome:
         """A whole record of another length than asked for is the caller's mistake, else it is corrupt."""
@@ -683,6 +695,10 @@ class FsAdapter(StorageAdapter):
             if (pending := self._putting.get(key)) is not None:
                 await asyncio.wait({pending})
         return await self._remove([key for key in dict.fromkeys(keys) if key in self._files], durable=True)
+
+    async def _remove_all(self) -> int:
+        # A task of its own: what is there is decided when it runs, not when it was made.
+        return await self._remove(list(self._files), durable=True)
 
     async def _make_room(self, need_bytes: int) -> bool:
         """Charge bytes against the cap, evicting for them; False leaves everything as it was."""
@@ -769,6 +785,14 @@ def _unlink_if_there(path: str) -> None:
         os.unlink(path)
     except FileNotFoundError:
         pass
+
+
+def _discard(path: str) -> None:
+    """Unlink what an operation that failed has left; where that fails too, the next start removes or counts it."""
+    try:
+        _unlink_if_there(path)
+    except OSError as error:
+        log.warning("cannot remove %s: %s", path, error)
 
 
 def _make_folders(path: str) -> None:
