@@ -8,17 +8,20 @@ import ctypes
 import hashlib
 import os
 import random
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
 from kvstrata.clock import SystemClock
 from kvstrata.native import copying
 from kvstrata.native.pool import Pool
+from kvstrata.policy.prefetch import Hole, Plan, Source
 from kvstrata.policy.store import EvictAhead, RetryRule, StorePolicy
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
-from kvstrata.service.prefetch import FetchOutcome, PrefetchController, PrefetchLimits
+from kvstrata.service.prefetch import FetchOutcome, PrefetchController, PrefetchLimits, _Fetch
 from kvstrata.service.store import StoreController, StoreLimits
 from kvstrata.storage.base import AdapterContext, Found, LoadItem, LoadOutcome, PutItem, PutOutcome
 from kvstrata.storage.fs import FsAdapter, FsSettings
@@ -290,6 +293,46 @@ async def test_what_the_backlog_had_no_room_for_is_put_once_it_is_empty(l1: L1, 
     await puts.controller.stop(0)
 
 
+async def test_a_chunk_that_was_skipped_twice_is_put_once(l1: L1, tier: OpenTier) -> None:
+    one = await tier()
+    puts = Puts(l1, one)
+    keys = l1.store(chain("a", 40))
+    puts.controller.committed([*keys, *keys[20:]])
+    await puts.controller.idle()
+    assert one.records == set(keys)
+    assert set(one.faults.stored.values()) == {1}
+    assert puts.backlog_bytes == 0
+    await puts.controller.stop(0)
+
+
+async def test_no_turn_of_the_loop_looks_at_all_that_was_skipped(l1: L1, tier: OpenTier) -> None:
+    """The pool may have lost tens of thousands of chunks since they were skipped."""
+    holds: collections.Counter[int] = collections.Counter()
+    turn = 0
+
+    class Counting:
+        def hold(self, key: bytes) -> object:
+            holds[turn] += 1
+            return l1.pool.hold(key)
+
+    def next_turn() -> None:
+        nonlocal turn
+        turn += 1
+        ticking[0] = asyncio.get_running_loop().call_soon(next_turn)
+
+    one = await tier()
+    puts = Puts(l1, one)
+    puts.controller._pool = Counting()
+    puts.controller._puts[0].unpinned.update(dict.fromkeys(chain("lost", 1000)))
+    ticking = [asyncio.get_running_loop().call_soon(next_turn)]
+    puts.controller.committed(l1.store(chain("a", 1)))
+    await puts.controller.idle()
+    ticking[0].cancel()
+    assert holds.total() == 1001
+    assert max(holds.values()) <= 64
+    await puts.controller.stop(0)
+
+
 async def test_a_put_in_flight_keeps_its_pin_though_its_wait_has_ended(l1: L1, tier: OpenTier) -> None:
     plan = FaultPlan(0)
     one = await tier(plan=plan, deadline_ms=1)
@@ -494,8 +537,13 @@ class Loads:
 
     def __init__(self, l1: L1, *tiers: Tier, **limits: object) -> None:
         values = {"in_flight_bytes": L1_BYTES // 16, "batch_bytes": 2 * RECORD, **limits}
+        self.lost: list[tuple[str, bytes]] = []
         self.controller = PrefetchController(
-            l1.pool, [one.configured for one in tiers], PrefetchLimits(**values), CLOCK
+            l1.pool,
+            [one.configured for one in tiers],
+            PrefetchLimits(**values),
+            CLOCK,
+            lambda name, keys: self.lost.extend((name, key) for key in keys),
         )
 
     async def fetch(
@@ -664,6 +712,67 @@ async def test_a_bad_record_ends_the_prefix_and_is_healed_by_the_next_store(
     l1.lose(keys)
     assert (await loads.fetch(keys)).n_chunks == 6
     assert l1.has(*keys)
+
+
+@pytest.mark.parametrize("damage", ["flip", "gone", "foreign"])
+async def test_a_record_that_turned_out_bad_is_put_again_by_every_policy(
+    l1: L1, tier: OpenTier, damage: str
+) -> None:
+    """A policy that puts a chunk once must learn that the adapter does not have it after all."""
+    one = await tier(StorePolicy.SECOND_TOUCH)
+    puts = Puts(l1, one, backlog_bytes=L1_BYTES)
+    [key] = keys = chain("a", 1)
+    l1.store(keys, identity=hashlib.sha256(b"other").digest() if damage == "foreign" else IDENTITY)
+    puts.controller.committed([key, key])
+    await puts.controller.idle()
+    assert one.records == {key}
+    l1.lose(keys)
+    path = one.path(key)
+    if damage == "flip":
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    elif damage == "gone":
+        path.unlink()
+    loads = Loads(l1, one)
+    assert (await loads.fetch(keys)).n_chunks == 0
+    await loads.controller.idle()
+    assert loads.lost == [("fs-0", key)]
+    assert one.records == set()
+    for name, lost in loads.lost:
+        puts.controller.dropped(name, [lost])
+    l1.store(keys)
+    puts.controller.committed([key, key])
+    await puts.controller.idle()
+    assert one.records == {key}
+    await puts.controller.stop(0)
+
+
+async def test_work_of_a_fetch_grows_with_its_holes_not_with_their_square() -> None:
+    """Thousands of holes are filled one by one where another fetch already loads them."""
+
+    def steps(n: int) -> int:
+        """Lines of Python that it takes to fill n holes in their order."""
+        fetch = _Fetch(chain("a", n), 1, [], IDENTITY, 1, 0.0)
+        fetch.planned(Plan(n, [Hole(i, key, Source(0, RECORD)) for i, key in enumerate(fetch.keys)], ""))
+        count = 0
+
+        def trace(frame: FrameType, event: str, argument: object) -> Callable[..., object]:
+            nonlocal count
+            count += event == "line"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            while fetch.pending and not fetch.in_vain():
+                first = fetch.pending[0]
+                fetch.take([first])
+                fetch.there(first)
+        finally:
+            sys.settrace(before)
+        assert fetch.outcome().n_chunks == n
+        return count
+
+    assert steps(400) < 3 * steps(200)
 
 
 async def test_nothing_is_loaded_beyond_a_chunk_that_could_not_be(l1: L1, tier: OpenTier) -> None:

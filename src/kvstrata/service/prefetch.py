@@ -185,6 +185,8 @@ class _Fetch:
         """Per hole (by key number): None under way or not begun, "" there, else why not."""
         self._ready = 0
         """Leading holes that are there."""
+        self._first_failed = len(keys)
+        """Number of the first key that will not be there; the number of keys while there is none."""
 
     def planned(self, plan: Plan) -> None:
         self.plan = plan
@@ -200,6 +202,7 @@ class _Fetch:
     def failed(self, hole: Hole, reason: str) -> None:
         """The hole is not filled: the prefix ends there."""
         self._states[hole.number] = reason
+        self._first_failed = min(self._first_failed, hole.number)
         self._advance()
 
     def is_open(self, hole: Hole) -> bool:
@@ -213,12 +216,15 @@ class _Fetch:
     def take(self, batch: list[Hole]) -> None:
         """These holes are no longer pending."""
         taken = {hole.number for hole in batch}
-        self.pending = collections.deque(hole for hole in self.pending if hole.number not in taken)
+        while self.pending and self.pending[0].number in taken:
+            taken.remove(self.pending.popleft().number)
+        if taken:  # earlier ones came back to be tried again
+            self.pending = collections.deque(hole for hole in self.pending if hole.number not in taken)
 
     def in_vain(self) -> bool:
         """Whether more loads are useless: the prefix ends before the pending holes, or nobody wants them."""
         first = self.pending[0].number if self.pending else len(self.keys)
-        return self.abandoned or any(state for number, state in self._states.items() if number <= first)
+        return self.abandoned or self._first_failed < min(first + 1, len(self.keys))
 
     def outcome(self) -> FetchOutcome:
         """How far the prefix is ready now, and why not further."""
@@ -262,9 +268,16 @@ class PrefetchController:
     """See the module. All methods belong to the event loop."""
 
     def __init__(
-        self, pool: Pool, adapters: Sequence[ConfiguredAdapter], limits: PrefetchLimits, clock: Clock
+        self,
+        pool: Pool,
+        adapters: Sequence[ConfiguredAdapter],
+        limits: PrefetchLimits,
+        clock: Clock,
+        lost: Callable[[str, Sequence[bytes]], None],
     ) -> None:
+        """`lost(adapter, keys)` hears of records that an adapter turned out not to have, or not whole."""
         self.limits = limits
+        self._lost = lost
         self._pool = pool
         self._adapters = [configured.adapter for configured in adapters]
         self._names = [configured.name for configured in adapters]
@@ -588,11 +601,14 @@ class PrefetchController:
         if lost:
             self._pool.abort(part.ticket, lost)
         foreign: list[bytes] = []
+        lost_keys: list[bytes] = []
         failed: list[tuple[Hole, str]] = []
         for i, hole, (status, why) in zip(part.indices, part.holes, outcomes, strict=True):
             if status is not LoadStatus.LOADED:
                 reason = status.name.lower() if status is not LoadStatus.FAILED else why or "failed"
                 self._counts[f"load:{reason}"] += 1
+                if status is not LoadStatus.FAILED:
+                    lost_keys.append(hole.key)
             elif committed[i] == CommitOutcome.COMMITTED:
                 reason = ""
                 self._counts["loaded"] += 1
@@ -601,11 +617,14 @@ class PrefetchController:
                 reason = "corrupt"
                 self._counts["load:foreign"] += 1
                 foreign.append(hole.key)
+                lost_keys.append(hole.key)
             self._loads.pop(hole.key).set_result(reason)
             if reason:
                 failed.append((hole, reason))
             else:
                 fetch.there(hole)
+        if lost_keys:
+            self._lost(self._names[number], lost_keys)
         self._not_filled(fetch, failed)
         if foreign:
             log.error("%s: %d records do not name the identity asked for", self._names[number], len(foreign))

@@ -311,7 +311,8 @@ class Server:
             in_flight_bytes=pool.extents_bytes // IN_FLIGHT_SHARE,
             max_in_flight=settings.l2.prefetch_max_in_flight,
         )
-        engine.store, engine.prefetch = store, PrefetchController(pool, opened, limits, self._clock)
+        engine.store = store
+        engine.prefetch = PrefetchController(pool, opened, limits, self._clock, store.dropped)
         engine.tells_touches = any(configured.policy is StorePolicy.SECOND_TOUCH for configured in opened)
         store.start()
 

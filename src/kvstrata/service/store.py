@@ -7,8 +7,8 @@ Invariants
    `skipped`.
 3. A put is given to the adapter once with its hold; from then on the hold is the medium's.  A retry takes a
    new one, and a chunk that was evicted between is skipped.
-4. `committed` and `touched` never block and never wait; beyond `KEYS_PER_TURN` keys they go on in later turns
-   of the loop.
+4. `committed` and `touched` never block and never wait.  No turn of the loop looks at more than `KEYS_PER_TURN`
+   keys; the rest waits for later turns.
 
 Whether a chunk is put at all is decided in policy/store.py.
 """
@@ -74,7 +74,7 @@ class _Puts:
         self.queued: set[bytes] = set()
         """Keys in `queue`, in flight or waiting for a retry."""
         self.retrying: dict[bytes, tuple[asyncio.TimerHandle, _Pending]] = {}
-        self.unpinned: collections.deque[bytes] = collections.deque(maxlen=UNPINNED_KEYS)
+        self.unpinned: collections.OrderedDict[bytes, None] = collections.OrderedDict()
         """Skipped because the backlog was full: put after all once it is empty, if they are in L1 still."""
         self.in_flight = 0
         self.work_there = asyncio.Event()
@@ -106,6 +106,8 @@ class StoreController:
         self._batch_bytes = min(limits.batch_bytes, limits.backlog_bytes // 4)
         self._waiting: collections.deque[tuple[bytes, bool]] = collections.deque()
         self._turn_scheduled = False
+        self._takes_up = False
+        """A turn is scheduled that goes on to take up what the backlog had no room for."""
         self._workers: list[asyncio.Task[None]] = []
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -246,9 +248,12 @@ class StoreController:
             self._skip(puts, key, Skip.EVICTED)
         elif not self._backlog.admit(key, hold.length):
             hold.drop()
-            puts.unpinned.append(key)
+            puts.unpinned[key] = None
+            if len(puts.unpinned) > UNPINNED_KEYS:
+                puts.unpinned.popitem(last=False)
             self._skip(puts, key, Skip.BACKLOG)
         else:
+            puts.unpinned.pop(key, None)
             puts.queued.add(key)
             puts.queue.append(_Pending(key, hold, hold.length, attempts))
             puts.work_there.set()
@@ -343,19 +348,20 @@ class StoreController:
         puts.queued.discard(pending.key)
 
     def _is_quiet(self) -> bool:
-        return not self._waiting and not any(puts.busy() for puts in self._puts)
+        return not self._waiting and not self._takes_up and not any(puts.busy() for puts in self._puts)
 
     def _take_up_unpinned(self) -> None:
         """The backlog is empty: pin what fits of what it had no room for."""
         for puts in self._puts:
-            while puts.unpinned:
-                key = puts.unpinned.popleft()
+            for _ in range(min(KEYS_PER_TURN, len(puts.unpinned))):
+                key, _ = puts.unpinned.popitem(last=False)
                 hold = self._pool.hold(key)
                 if hold is None:
                     continue
                 if not self._backlog.admit(key, hold.length):
                     hold.drop()
-                    puts.unpinned.appendleft(key)
+                    puts.unpinned[key] = None
+                    puts.unpinned.move_to_end(key, last=False)
                     break
                 puts.counts["taken_up"] += 1
                 puts.queued.add(key)
@@ -365,5 +371,12 @@ class StoreController:
     def _note_progress(self) -> None:
         if self._is_quiet() and not self._stopping:
             self._take_up_unpinned()
+            if self._is_quiet() and any(puts.unpinned for puts in self._puts):  # all of them have left L1
+                self._takes_up = True
+                asyncio.get_running_loop().call_soon(self._go_on)
         if self._is_quiet():
             self._quiet.set()
+
+    def _go_on(self) -> None:
+        self._takes_up = False
+        self._note_progress()
