@@ -124,6 +124,8 @@ def test_blocks_split_into_kernel_blocks_are_put_together():
 def test_an_axis_of_the_same_size_by_chance_is_told_apart_by_its_stride():
     assert find_block_axis("x", FakeTensor((128, 4, 128, 64)), 128, 128) == (0, 1)
     assert find_block_axis("x", FakeTensor((4, 4, 128, 64)), 4, 128) == (0, 1)
+    # Kernel blocks of half the size, and as many blocks as a head has elements.
+    assert find_block_axis("x", FakeTensor((128, 4, 8, 64)), 64, 16) == (0, 2)
 
 
 @pytest.mark.parametrize(

@@ -128,22 +128,21 @@ def heads_of(
 def find_block_axis(name: str, tensor: TensorLike, num_blocks: int, block_tokens: int) -> tuple[int, int]:
     """(axis, pieces): the axis that counts blocks, and how many equal pieces make a block of the block table.
 
-    Exact size wins.  Some backends split a block of the block table into smaller kernel blocks; then the axis
-    has a multiple of `num_blocks`.  Raises ConfigError naming the shape when no axis or more than one fits.
+    Some backends split a block of the block table into smaller kernel blocks; then the axis has a multiple of
+    `num_blocks`.  Where several axes fit by their size, it is the one that lies outermost or just inside the pair of
+    K and V, and of those the one of exactly that size.  Raises ConfigError naming the shape when that leaves none
+    or more than one.
     """
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-    exact = [axis for axis, size in enumerate(shape) if size == num_blocks]
-    if exact:
-        candidates = [(axis, 1) for axis in exact]
-    else:
-        candidates = [
-            (axis, size // num_blocks)
-            for axis, size in enumerate(shape)
-            if size > num_blocks and size % num_blocks == 0 and block_tokens % (size // num_blocks) == 0
-        ]
-    if len(candidates) > 1:
-        # Several axes have that size by chance: blocks are outermost, or just inside the pair of K and V.
-        candidates = [found for found in candidates if _elements_outside(found[0], shape, strides) <= 2]
+    fitting = [
+        (axis, size // num_blocks)
+        for axis, size in enumerate(shape)
+        if size >= num_blocks and size % num_blocks == 0 and block_tokens % (size // num_blocks) == 0
+    ]
+    outside = [found for found in fitting if _elements_outside(found[0], shape, strides) <= 2]
+    exact = [found for found in fitting if found[1] == 1]
+    # The size of a head or of anything else may be that of the blocks by chance.
+    candidates = [found for found in outside if found in exact] or outside or exact or fitting
     if len(candidates) != 1:
         found = "more than one axis" if candidates else "no axis"
         raise ConfigError(
