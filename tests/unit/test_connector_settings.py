@@ -233,3 +233,26 @@ def test_adapters_are_told_apart_by_content(tmp_path):
     assert len(names) == 2
     assert adapters.name(None) == ""
     adapters.close()
+
+
+def test_adapter_that_is_loaded_again_in_place_is_told_apart_from_what_it_was(tmp_path):
+    adapters = Adapters()
+    file = tmp_path / "adapter_model.safetensors"
+
+    def name(in_place):
+        lora = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(tmp_path), load_inplace=in_place)
+        while (found := adapters.name(lora)) is None:
+            pass
+        assert adapters.name(lora) == found, "one request goes by one content"
+        return found
+
+    file.write_bytes(b"x" * 100)
+    old = name(in_place=False)
+    file.write_bytes(b"y" * 100)
+    assert name(in_place=False) == old, "vLLM has the old weights still"
+    new = name(in_place=True)
+    assert new != old
+    assert name(in_place=False) == new
+    file.write_bytes(b"x" * 100)
+    assert name(in_place=True) == old
+    adapters.close()

@@ -125,12 +125,14 @@ def engine_group(vllm_config: Any) -> bytes:
 class Adapters:
     """Content ids of LoRA adapters, found in the background because reading files may take long.
 
-    Thread-safe.  Remembers the last 1,024 adapters.
+    Thread-safe.  Remembers the last 1,024 adapters.  A request that makes vLLM load an adapter again in place
+    (`load_inplace`) makes its files be read again, and later requests go by what they hold then.
     """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvstrata-adapter")
-        self._known: OrderedDict[tuple[str, int, str], Future[str]] = OrderedDict()
+        self._known: OrderedDict[tuple[str, int, str], tuple[Future[str], Any]] = OrderedDict()
+        """Beside each content id the LoRARequest that asked for it to be read in place, or None."""
         self._lock = threading.Lock()
 
     def name(self, lora: Any) -> str | None:
@@ -141,14 +143,15 @@ class Adapters:
         if lora is None:
             return ""
         key = (str(lora.lora_name), int(lora.lora_int_id), str(lora.lora_path))
+        again = lora if getattr(lora, "load_inplace", False) else None
         with self._lock:
-            future = self._known.get(key)
-            if future is None:
-                future = self._known[key] = self._pool.submit(_adapter_content, key[2])
-                while len(self._known) > ADAPTERS_REMEMBERED:
-                    self._known.popitem(last=False)
-            else:
-                self._known.move_to_end(key)
+            known = self._known.get(key)
+            if known is None or (again is not None and known[1] is not again):
+                known = self._known[key] = self._pool.submit(_adapter_content, key[2]), again
+            self._known.move_to_end(key)
+            while len(self._known) > ADAPTERS_REMEMBERED:
+                self._known.popitem(last=False)
+        future = known[0]
         if not future.done():
             return None
         return canonical_json([key[0], future.result()]).decode()
