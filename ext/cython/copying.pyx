@@ -3,7 +3,7 @@
 """Copies between engine blocks and records, and the records themselves: see copying.pyi for the contract."""
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.long cimport PyLong_AsLongLong
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -42,6 +42,7 @@ from core_copying cimport (
     kSkipBlock,
     nanoseconds,
     read_record_header,
+    set_digest,
 )
 from core_copying cimport crc32c as core_crc32c
 from core_copying cimport crc32c_path as core_crc32c_path
@@ -126,15 +127,6 @@ cdef uint32_t whole32(object value, str name) except? 0xffffffff:
     if result > <uint64_t>0xffffffff:
         raise ValueError(f"{name}: must be below 2**32, not {value!r}")
     return <uint32_t>result
-
-
-cdef int set_digest(Digest& digest, object value, str name) except -1:
-    if not isinstance(value, bytes):
-        raise TypeError(f"{name}: must be bytes, not {type(value).__name__}")
-    if PyBytes_GET_SIZE(value) != 32:
-        raise ValueError(f"{name}: must be 32 bytes, not {PyBytes_GET_SIZE(value)}")
-    memcpy(digest.data(), PyBytes_AS_STRING(value), 32)
-    return 0
 
 
 cdef bytes digest_bytes(Digest& digest):

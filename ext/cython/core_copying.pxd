@@ -1,8 +1,10 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 """ext/core/include/kvstrata/{crc32c,record,copy,copy_engine}.h, as far as copying.pyx uses them."""
 
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from libc.stddef cimport size_t
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memcpy
 from libcpp cimport bool as cbool
 from libcpp.memory cimport shared_ptr, unique_ptr
 from libcpp.vector cimport vector
@@ -133,3 +135,13 @@ cdef extern from "kvstrata/copy_engine.h" namespace "kvstrata" nogil:
         void drain()
         void close()
     CCopyOutcome copy_outcome(const Status& status)
+
+
+cdef inline int set_digest(Digest& digest, object value, str name) except -1:
+    """Copies 32 bytes; TypeError or ValueError naming the argument."""
+    if not isinstance(value, bytes):
+        raise TypeError(f"{name}: must be bytes, not {type(value).__name__}")
+    if PyBytes_GET_SIZE(value) != 32:
+        raise ValueError(f"{name}: must be 32 bytes, not {PyBytes_GET_SIZE(value)}")
+    memcpy(digest.data(), PyBytes_AS_STRING(value), 32)
+    return 0

@@ -9,13 +9,13 @@ from cpython.buffer cimport (
     PyObject_CheckBuffer,
     PyObject_GetBuffer,
 )
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.stddef cimport size_t
 from libc.stdint cimport uint32_t, uintptr_t
 from libc.string cimport memcpy
 from libcpp.vector cimport vector
 
-from core_copying cimport Digest
+from core_copying cimport Digest, set_digest
 from core_hashing cimport (
     ChunkExtra,
     DigestSpan,
@@ -62,15 +62,6 @@ cdef extern from *:
 # From this many chunks on (40 us) the hashing is long enough to let other threads run meanwhile. Below it,
 # giving up the GIL could cost the caller more: getting it back takes up to a switch interval.
 cdef size_t SHORT_CHUNKS = 64
-
-
-cdef int set_digest(Digest& digest, object value, str name) except -1:
-    if not isinstance(value, bytes):
-        raise TypeError(f"{name}: must be bytes, not {type(value).__name__}")
-    if PyBytes_GET_SIZE(value) != 32:
-        raise ValueError(f"{name}: must be 32 bytes, not {PyBytes_GET_SIZE(value)}")
-    memcpy(digest.data(), PyBytes_AS_STRING(value), 32)
-    return 0
 
 
 cdef object odd_token(object token, Py_ssize_t index):

@@ -260,16 +260,7 @@ Status check_record_for_scatter(const CopyPlan& plan, std::uint64_t n_blocks, co
                   read.detail(0), read.detail(1), -1);
   }
   KVSTRATA_RETURN_IF_ERROR(read);
-  if (header.spec.key != expected_key) {
-    return Status(StatusCode::kStale, "key: the record belongs to another chunk", 0, 0, -1);
-  }
-  if (!header.plain()) {
-    return Status(StatusCode::kIncompatible, "outer.codec: decode the payload first",
-                  header.codecs[0], 0, -1);
-  }
-  if (header.crc_pending()) {
-    return Status(StatusCode::kBusy, "inner.flags: the CRCs are not computed yet", 0, 0, -1);
-  }
+  KVSTRATA_RETURN_IF_ERROR(check_is_wanted(header, &expected_key));
   if (header.section_count != count) {
     return Status(StatusCode::kIncompatible, "section_count: differs from the plan's",
                   header.section_count, static_cast<std::int64_t>(count), -1);

@@ -2,10 +2,10 @@
 #include "kvstrata/crc32c.h"
 
 #include <array>
-#include <atomic>
 #include <bit>
 #include <cstring>
 
+#include "dispatch.h"
 #include "kvstrata/cpu.h"
 
 #if defined(__x86_64__)
@@ -446,46 +446,7 @@ const Kernel* kernel_of(Crc32cPath path) noexcept {
   }
 }
 
-struct Choice {
-  Crc32cPath path;
-  const Kernel* kernel;
-};
-
-const std::array<Choice, kCrc32cPathCount>& choices() noexcept {
-  static const std::array<Choice, kCrc32cPathCount> table = [] {
-    std::array<Choice, kCrc32cPathCount> t{};
-    for (int i = 0; i < kCrc32cPathCount; ++i) {
-      const auto path = static_cast<Crc32cPath>(i);
-      t[static_cast<std::size_t>(i)] = Choice{path, kernel_of(path)};
-    }
-    return t;
-  }();
-  return table;
-}
-
-const Choice* best_choice() noexcept {
-  const auto& all = choices();
-  for (std::size_t i = all.size(); i-- > 1;) {
-    if (all[i].kernel != nullptr) {
-      return &all[i];
-    }
-  }
-  return &all[0];
-}
-
-std::atomic<const Choice*> g_choice{nullptr};
-
-const Choice& choice() noexcept {
-  const Choice* c = g_choice.load(std::memory_order_acquire);
-  if (c == nullptr) [[unlikely]] {
-    c = best_choice();
-    const Choice* expected = nullptr;
-    if (!g_choice.compare_exchange_strong(expected, c, std::memory_order_acq_rel)) {
-      c = expected;
-    }
-  }
-  return *c;
-}
+using Paths = Dispatch<Crc32cPath, kCrc32cPathCount, kernel_of>;
 
 }  // namespace
 
@@ -508,29 +469,23 @@ const char* crc32c_path_name(Crc32cPath path) noexcept {
 }
 
 bool crc32c_path_supported(Crc32cPath path) noexcept {
-  const auto i = static_cast<std::size_t>(path);
-  return i < choices().size() && choices()[i].kernel != nullptr;
+  return Paths::supported(path);
 }
 
 Crc32cPath crc32c_path() noexcept {
-  return choice().path;
+  return Paths::path();
 }
 
 Status crc32c_set_path(Crc32cPath path) noexcept {
-  if (!crc32c_path_supported(path)) {
-    return Status(StatusCode::kUnsupported, "path: this CPU does not support that CRC32C path",
-                  static_cast<std::int64_t>(path));
-  }
-  g_choice.store(&choices()[static_cast<std::size_t>(path)], std::memory_order_release);
-  return Status();
+  return Paths::set(path, "path: this CPU does not support that CRC32C path");
 }
 
 void crc32c_reset_path() noexcept {
-  g_choice.store(best_choice(), std::memory_order_release);
+  Paths::reset();
 }
 
 std::uint32_t crc32c(const void* data, std::size_t n, std::uint32_t crc) noexcept {
-  return ~choice().kernel->checksum(static_cast<const char*>(data), n, ~crc);
+  return ~Paths::implementation()->checksum(static_cast<const char*>(data), n, ~crc);
 }
 
 std::uint32_t copy_crc32c_runs(const CopyRun* runs, std::size_t count, std::size_t run_bytes,
@@ -538,7 +493,7 @@ std::uint32_t copy_crc32c_runs(const CopyRun* runs, std::size_t count, std::size
   if (count == 0 || run_bytes == 0) {
     return crc;
   }
-  const Kernel* kernel = choice().kernel;
+  const Kernel* kernel = Paths::implementation();
   return ~(hint == StoreHint::kStream ? kernel->copy_stream : kernel->copy_cached)(
       RunList{runs, count, run_bytes}, ~crc);
 }

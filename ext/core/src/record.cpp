@@ -363,6 +363,20 @@ Status read_record_header(const void* record, std::uint64_t length, RecordHeader
   return Status();
 }
 
+Status check_is_wanted(const RecordHeader& header, const Digest* expected_key) noexcept {
+  if (expected_key != nullptr && header.spec.key != *expected_key) {
+    return Status(StatusCode::kStale, "key: the record belongs to another chunk", 0, 0, -1);
+  }
+  if (!header.plain()) {
+    return Status(StatusCode::kIncompatible, "outer.codec: decode the payload first",
+                  header.codecs[0], 0, -1);
+  }
+  if (header.crc_pending()) {
+    return Status(StatusCode::kBusy, "inner.flags: the CRCs are not computed yet", 0, 0, -1);
+  }
+  return Status();
+}
+
 Status verify_record(const void* record, std::uint64_t length,
                      const Digest* expected_key) noexcept {
   RecordHeader header;
@@ -384,16 +398,7 @@ Status verify_record(const void* record, std::uint64_t length,
     }
     sections = many.get();
   }
-  if (expected_key != nullptr && header.spec.key != *expected_key) {
-    return Status(StatusCode::kStale, "key: the record belongs to another chunk", 0, 0, -1);
-  }
-  if (!header.plain()) {
-    return Status(StatusCode::kIncompatible, "outer.codec: decode the payload first",
-                  header.codecs[0], 0, -1);
-  }
-  if (header.crc_pending()) {
-    return Status(StatusCode::kBusy, "inner.flags: the CRCs are not computed yet", 0, 0, -1);
-  }
+  KVSTRATA_RETURN_IF_ERROR(check_is_wanted(header, expected_key));
   const auto* payload = static_cast<const unsigned char*>(record) + header.header_bytes;
   for (std::uint32_t i = 0; i < header.section_count; ++i) {
     const std::uint32_t crc = crc32c(payload + sections[i].offset, sections[i].length);

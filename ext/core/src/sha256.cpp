@@ -3,10 +3,10 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <bit>
 #include <cstring>
 
+#include "dispatch.h"
 #include "kvstrata/cpu.h"
 
 #if defined(__x86_64__)
@@ -165,54 +165,25 @@ void compress_arm(State& state, const unsigned char* data, std::size_t blocks) n
 // ------------------------------------------------------------------------------------------
 // dispatch
 
-struct Choice {
-  Sha256Path path;
-  Compress compress;  // nullptr where this CPU or build does not have the path
-};
-
-const std::array<Choice, kSha256PathCount>& choices() noexcept {
-  static const std::array<Choice, kSha256PathCount> table = [] {
-    std::array<Choice, kSha256PathCount> t = {{{Sha256Path::kScalar, compress_scalar},
-                                               {Sha256Path::kArmSha2, nullptr},
-                                               {Sha256Path::kShaNi, nullptr}}};
-#if defined(__x86_64__)
-    if (cpu_features().sha_ni && cpu_features().sse42) {
-      t[static_cast<std::size_t>(Sha256Path::kShaNi)].compress = compress_sha_ni;
-    }
-#elif defined(__aarch64__)
-    if (cpu_features().arm_sha2) {
-      t[static_cast<std::size_t>(Sha256Path::kArmSha2)].compress = compress_arm;
-    }
+Compress compress_of(Sha256Path path) noexcept {
+  [[maybe_unused]] const CpuFeatures& cpu = cpu_features();
+  switch (path) {
+    case Sha256Path::kScalar:
+      return compress_scalar;
+#if defined(__aarch64__)
+    case Sha256Path::kArmSha2:
+      return cpu.arm_sha2 ? compress_arm : nullptr;
 #endif
-    return t;
-  }();
-  return table;
-}
-
-const Choice* best_choice() noexcept {
-  const auto& all = choices();
-  const Choice* best = &all[0];
-  for (const Choice& c : all) {
-    if (c.compress != nullptr) {
-      best = &c;
-    }
+#if defined(__x86_64__)
+    case Sha256Path::kShaNi:
+      return cpu.sha_ni && cpu.sse42 ? compress_sha_ni : nullptr;
+#endif
+    default:
+      return nullptr;
   }
-  return best;
 }
 
-std::atomic<const Choice*> g_choice{nullptr};
-
-const Choice& choice() noexcept {
-  const Choice* c = g_choice.load(std::memory_order_acquire);
-  if (c == nullptr) [[unlikely]] {
-    c = best_choice();
-    const Choice* expected = nullptr;
-    if (!g_choice.compare_exchange_strong(expected, c, std::memory_order_acq_rel)) {
-      c = expected;
-    }
-  }
-  return *c;
-}
+using Paths = Dispatch<Sha256Path, kSha256PathCount, compress_of>;
 
 // --------------------------------------------------------------------------------------- one
 // message
@@ -291,29 +262,23 @@ const char* sha256_path_name(Sha256Path path) noexcept {
 }
 
 bool sha256_path_supported(Sha256Path path) noexcept {
-  const auto i = static_cast<std::size_t>(path);
-  return i < choices().size() && choices()[i].compress != nullptr;
+  return Paths::supported(path);
 }
 
 Sha256Path sha256_path() noexcept {
-  return choice().path;
+  return Paths::path();
 }
 
 Status sha256_set_path(Sha256Path path) noexcept {
-  if (!sha256_path_supported(path)) {
-    return Status(StatusCode::kUnsupported, "path: this CPU does not support that SHA-256 path",
-                  static_cast<std::int64_t>(path));
-  }
-  g_choice.store(&choices()[static_cast<std::size_t>(path)], std::memory_order_release);
-  return Status();
+  return Paths::set(path, "path: this CPU does not support that SHA-256 path");
 }
 
 void sha256_reset_path() noexcept {
-  g_choice.store(best_choice(), std::memory_order_release);
+  Paths::reset();
 }
 
 Digest sha256(const void* data, std::size_t n) noexcept {
-  Hasher hasher(choice().compress);
+  Hasher hasher(Paths::implementation());
   hasher.update(data, n);
   return hasher.finish();
 }
@@ -321,7 +286,7 @@ Digest sha256(const void* data, std::size_t n) noexcept {
 void chain_keys(const Digest& start, std::span<const std::uint32_t> tokens,
                 std::size_t chunk_tokens, std::span<const ChunkExtra> extras,
                 Digest* out) noexcept {
-  const Compress compress = choice().compress;
+  const Compress compress = Paths::implementation();
   const std::size_t chunks = tokens.size() / chunk_tokens;
   const Digest* previous = &start;
   std::size_t next_extra = 0;
@@ -340,7 +305,7 @@ void chain_keys(const Digest& start, std::span<const std::uint32_t> tokens,
 
 void storage_keys(std::span<const Digest> chain, std::span<const Digest> slices,
                   Digest* out) noexcept {
-  const Compress compress = choice().compress;
+  const Compress compress = Paths::implementation();
   for (const Digest& c : chain) {
     for (const Digest& slice : slices) {
       Hasher hasher(compress);

@@ -10,22 +10,11 @@
 #include <vector>
 
 #include "check.h"
+#include "keys.h"
 
 using namespace kvstrata;
 
 namespace {
-
-Key make_key(std::uint64_t number) {
-  // Spread like a hash: splitmix64 per word.
-  Key key{};
-  for (std::uint64_t i = 0; i < 4; ++i) {
-    std::uint64_t z = (number * 4 + i + 1) * 0x9E3779B97F4A7C15ULL;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
-    key.word[i] = z ^ (z >> 31);
-  }
-  return key;
-}
 
 // An index in private memory.
 struct Memory {

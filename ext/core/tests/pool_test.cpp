@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "check.h"
+#include "keys.h"
 #include "kvstrata/record.h"
 
 using namespace kvstrata;
@@ -27,17 +28,6 @@ namespace {
 
 constexpr std::uint64_t kRecordBytes = 8192;
 constexpr std::uint32_t kPayloadBytes = 4096;
-
-Key make_key(std::uint64_t number) {
-  Key key{};
-  for (std::uint64_t i = 0; i < 4; ++i) {
-    std::uint64_t z = (number * 4 + i + 1) * 0x9E3779B97F4A7C15ULL;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
-    key.word[i] = z ^ (z >> 31);
-  }
-  return key;
-}
 
 const Key kIdentity = make_key(0xFFFF);
 

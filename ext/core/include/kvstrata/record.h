@@ -102,7 +102,11 @@ Status seal_record(void* record, std::uint64_t length, const RecordSpec& spec,
 Status read_record_header(const void* record, std::uint64_t length, RecordHeader* header,
                           Section* sections = nullptr, std::size_t capacity = 0) noexcept;
 
-// read_record_header, the key (unless nullptr) and the CRC of every section.
+// Whether a record with these sound headers is the one that was asked for (any key if nullptr),
+// with a payload whose sections can be checked: kStale, kIncompatible or kBusy as of verify_record.
+Status check_is_wanted(const RecordHeader& header, const Digest* expected_key) noexcept;
+
+// read_record_header, check_is_wanted and the CRC of every section.
 //   kStale         sound headers, other key
 //   kIncompatible  also: the payload is encoded, so its sections cannot be checked
 //   kBusy          the CRCs are pending
