@@ -11,7 +11,7 @@ JOBS ?= $(shell nproc)
 PYTEST ?= $(VENV_PYTHON) -m pytest
 # make test ARGS="-k name" hands ARGS to pytest.
 ARGS ?=
-LINTED := src tests benchmarks setup.py
+LINTED := src tests benchmarks examples setup.py
 CLANG_FORMATTED = $(shell git ls-files --cached --others --exclude-standard 'ext/*.h' 'ext/*.cpp' 'ext/*.cu')
 
 # CUDA code must compile in CI wherever a compiler for it is there.

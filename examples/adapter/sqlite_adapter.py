@@ -1,0 +1,317 @@
+"""An L2 adapter for kvstrata that keeps records in one SQLite database: small, complete, and kept honest by the suite.
+
+    lmcache-server --l2-adapter '{"type": "plugin", "module_path": "sqlite_adapter", "class_name": "SqliteAdapter",
+                                  "adapter_params": {"path": "/data/kv.sqlite", "capacity_gb": 20}}'
+
+with this file's folder on PYTHONPATH; or packaged with the entry point of `from_fields`, as `{"type": "sqlite", ...}`.
+
+Invariants
+1. The index (key → length, least recently used first) belongs to the event loop.  Threads do nothing but SQL.
+2. One put, delete or clear at a time changes the table (`_changing`); the index follows when the change is committed.
+3. A hold is dropped by the thread that touched its bytes, when it has finished, or at once if none will.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import sqlite3
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvstrata.errors import ConfigError, StorageError
+from kvstrata.native.copying import CopyOutcome, verify_record
+from kvstrata.storage.base import (
+    AdapterContext,
+    Capabilities,
+    Found,
+    LoadItem,
+    LoadOutcome,
+    LoadStatus,
+    Presence,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    StorageAdapter,
+    Usage,
+)
+from kvstrata.storage.lanes import Lane, Lanes
+
+T = TypeVar("T")
+
+KEY_BYTES = 32
+GB = 1 << 30
+CLOSED = "closed"
+
+
+def from_fields(fields: Mapping[str, Any], path: str) -> SqliteAdapter:
+    """For the entry point: an adapter out of the fields of an `l2_adapters` entry. Raises ConfigError by field."""
+    known = {"path": None, "capacity_gb": 0}
+    for name in fields:
+        if name not in known:
+            raise ConfigError(
+                f"{path}.{name}: unknown field; there are {', '.join(known)}", field=f"{path}.{name}"
+            )
+    file, capacity_gb = fields.get("path"), fields.get("capacity_gb", 0)
+    if not isinstance(file, str) or not file:
+        raise ConfigError(f"{path}.path: must name the database file, found {file!r}", field=f"{path}.path")
+    if isinstance(capacity_gb, bool) or not isinstance(capacity_gb, int | float) or capacity_gb < 0:
+        field = f"{path}.capacity_gb"
+        raise ConfigError(f"{field}: must be a number from 0, found {capacity_gb!r}", field=field)
+    return SqliteAdapter(file, capacity_gb)
+
+
+class SqliteAdapter(StorageAdapter):
+    """See the module. `capacity_gb` counts the records' bytes; 0 means no cap. SQLite's own pages come on top."""
+
+    def __init__(self, path: str, capacity_gb: float = 0) -> None:
+        self.name = "sqlite"  # the server puts its own name here: type and index
+        self.capabilities = Capabilities(persistent=True, shared=False, max_batch=16)
+        self._path = path
+        self._capacity_bytes = int(capacity_gb * GB)
+        self._index: collections.OrderedDict[bytes, int] = collections.OrderedDict()
+        self._used_bytes = 0
+        self._changing = asyncio.Lock()
+        self._running: set[asyncio.Task[Any]] = set()
+        self._lanes: Lanes | None = None
+        self._context: AdapterContext | None = None
+        self._connections: list[sqlite3.Connection] = []
+        self._connections_lock = threading.Lock()
+        self._closed = True
+
+    # Life.
+
+    async def open(self, context: AdapterContext) -> None:
+        """Read keys and lengths, but no record. Raises StorageError naming the file."""
+        self._context = context
+        self._lanes = Lanes(self.name)
+        try:
+            self._index = await self._in_lane(Lane.LOOKUP, self._read_index)
+        except (sqlite3.Error, OSError) as error:
+            await self._lanes.close()
+            raise StorageError(
+                f"{self.name}: path: {self._path!r} cannot be used: {error}; give a file that this user may "
+                "write, in a folder that exists",
+                field="path",
+            ) from None
+        self._used_bytes = sum(self._index.values())
+        self._closed = False
+        async with self._changing:
+            victims = self._victims(0)
+            if victims:  # the cap is smaller than it was
+                await self._in_lane(Lane.DELETE, lambda: self._delete_rows(victims))
+                self._forget(victims, evicted=True)
+
+    async def close(self) -> None:
+        """Wait for what is in flight: every hold is dropped by then."""
+        self._closed = True
+        while self._running:
+            await asyncio.wait(set(self._running))
+        if self._lanes is not None:
+            await self._lanes.close()
+        while self._connections:
+            self._connections.pop().close()
+
+    # The contract. Each batch is a task of the adapter: cancelling the call ends the wait, not the work.
+
+    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+        """From the index alone: no disk and no queue."""
+        if self._closed:
+            return [Found(Presence.UNKNOWN, 0, CLOSED)] * len(keys)
+        lengths = [self._index.get(key) for key in keys]
+        return [
+            Found(Presence.ABSENT) if length is None else Found(Presence.PRESENT, length)
+            for length in lengths
+        ]
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        """One transaction a record: STORED means that it is on the disk."""
+        return await self._own(self._put_batch(list(items)))
+
+    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+        """All at once, each in a thread."""
+        return await self._own(self._load_batch(list(items)))
+
+    async def delete(self, keys: Sequence[bytes]) -> int:
+        """In one transaction."""
+        return await self._own(self._delete_batch(list(keys)))
+
+    async def clear(self) -> int:
+        """Every record."""
+        return await self._own(self._delete_batch(None))
+
+    async def usage(self) -> Usage:
+        """As counted against the cap."""
+        return Usage(self._used_bytes, self._capacity_bytes, len(self._index))
+
+    async def _own(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await asyncio.shield(task)
+
+    # On the event loop.
+
+    async def _put_batch(self, items: list[PutItem]) -> list[PutOutcome]:
+        async with self._changing:
+            return [await self._put_one(item) for item in items]
+
+    async def _put_one(self, item: PutItem) -> PutOutcome:
+        key, length = item.key, item.hold.length
+        refusal = ""
+        if self._closed:
+            refusal = CLOSED
+        elif len(key) != KEY_BYTES:
+            refusal = "bad_item"
+        elif 0 < self._capacity_bytes < length:
+            refusal = "larger_than_cap"
+        if refusal or self._index.get(key) == length:
+            item.hold.drop()  # nobody will touch its bytes
+            return PutOutcome(PutStatus.FAILED, refusal) if refusal else PutOutcome(PutStatus.EXISTS)
+        victims = self._victims(length - self._index.get(key, 0))
+        failure = await self._in_lane(Lane.PUT, lambda: self._write_row(item, victims))
+        if failure is not None:
+            return failure
+        self._forget([key], evicted=False)  # a copy of another length, which this one replaces
+        self._forget(victims, evicted=True)
+        self._index[key] = length
+        self._used_bytes += length
+        return PutOutcome(PutStatus.STORED)
+
+    def _victims(self, more_bytes: int) -> list[bytes]:
+        """Keys to remove, least recently used first, so that `more_bytes` fit below the cap."""
+        too_many = self._used_bytes + more_bytes - self._capacity_bytes
+        victims: list[bytes] = []
+        if self._capacity_bytes == 0:
+            return victims
+        for key, length in self._index.items():
+            if too_many <= 0:
+                break
+            victims.append(key)
+            too_many -= length
+        return victims
+
+    def _forget(self, keys: Sequence[bytes], *, evicted: bool) -> int:
+        """Take keys out of the index; how many were in it. The server is told of those that the cap drove out."""
+        known = [key for key in dict.fromkeys(keys) if key in self._index]
+        for key in known:
+            self._used_bytes -= self._index.pop(key)
+            if evicted and self._context is not None:
+                self._context.record_evicted(key)
+        return len(known)
+
+    async def _load_batch(self, items: list[LoadItem]) -> list[LoadOutcome]:
+        return list(await asyncio.gather(*map(self._load_one, items)))
+
+    async def _load_one(self, item: LoadItem) -> LoadOutcome:
+        if self._closed:
+            item.hold.drop()
+            return LoadOutcome(LoadStatus.FAILED, CLOSED)
+        outcome, row = await self._in_lane(Lane.LOAD, lambda: self._read_row(item))
+        if outcome.status is LoadStatus.LOADED and item.key in self._index:
+            self._index.move_to_end(item.key)
+        elif outcome.status in (LoadStatus.ABSENT, LoadStatus.CORRUPT):
+            # Only without the bad copy can the next put heal it. A put may have been faster: that row stays.
+            async with self._changing:
+                if not await self._in_lane(Lane.DELETE, lambda: self._is_there_without(item.key, row)):
+                    self._forget([item.key], evicted=False)
+        return outcome
+
+    async def _delete_batch(self, keys: list[bytes] | None) -> int:
+        """None: all there are."""
+        async with self._changing:
+            if self._closed:
+                return 0
+            chosen = list(self._index) if keys is None else keys
+            if not await self._in_lane(Lane.DELETE, lambda: self._delete_rows(chosen)):
+                return 0
+            return self._forget(chosen, evicted=False)
+
+    async def _in_lane(self, lane: Lane, work: Callable[[], T]) -> T:
+        """Run blocking work in a thread; a burst of puts leaves one for lookups and loads."""
+        assert self._lanes is not None
+        done = self._lanes.submit(lane, work, beyond_limit=True)
+        assert done is not None
+        return await done
+
+    # In threads.
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        """A connection that no other thread uses meanwhile; what was done is committed unless it raises."""
+        with self._connections_lock:
+            connection = self._connections.pop() if self._connections else None
+        if connection is None:
+            connection = sqlite3.connect(self._path, check_same_thread=False, timeout=5.0)
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")
+        try:
+            with connection:
+                yield connection
+        finally:
+            with self._connections_lock:
+                self._connections.append(connection)
+
+    def _read_index(self) -> collections.OrderedDict[bytes, int]:
+        if not Path(self._path).parent.is_dir():
+            raise FileNotFoundError("its folder does not exist")
+        with self._connection() as sql:
+            sql.execute(
+                "CREATE TABLE IF NOT EXISTS records"
+                " (id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB UNIQUE NOT NULL, record BLOB NOT NULL)"
+            )
+            rows = sql.execute("SELECT key, length(record) FROM records ORDER BY id")
+            return collections.OrderedDict((key, length) for key, length in rows if len(key) == KEY_BYTES)
+
+    def _write_row(self, item: PutItem, victims: list[bytes]) -> PutOutcome | None:
+        """None when it is committed."""
+        try:
+            with self._connection() as sql:
+                sql.executemany("DELETE FROM records WHERE key = ?", [(key,) for key in victims])
+                sql.execute(
+                    "INSERT OR REPLACE INTO records (key, record) VALUES (?, ?)", (item.key, item.hold.view())
+                )
+        except sqlite3.Error as error:
+            full = getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL
+            return PutOutcome(PutStatus.THROTTLED, "full") if full else PutOutcome(PutStatus.FAILED, "io")
+        finally:
+            item.hold.drop()  # SQLite has copied or written the bytes
+        return None
+
+    def _read_row(self, item: LoadItem) -> tuple[LoadOutcome, int]:
+        """The outcome, and the row's id where there was one."""
+        try:
+            with self._connection() as sql:
+                found = sql.execute("SELECT id, record FROM records WHERE key = ?", (item.key,)).fetchone()
+            if found is None:
+                return LoadOutcome(LoadStatus.ABSENT), 0
+            row, record = found
+            if len(record) != item.hold.length:
+                return LoadOutcome(LoadStatus.CORRUPT), row
+            item.hold.view()[:] = record
+            sound = verify_record(item.hold.address, item.hold.length, item.key) == CopyOutcome.OK
+            return LoadOutcome(LoadStatus.LOADED if sound else LoadStatus.CORRUPT), row
+        except sqlite3.Error:
+            return LoadOutcome(LoadStatus.FAILED, "io"), 0
+        finally:
+            item.hold.drop()
+
+    def _is_there_without(self, key: bytes, row: int) -> bool:
+        """Delete that one row, and say whether the key has another."""
+        try:
+            with self._connection() as sql:
+                sql.execute("DELETE FROM records WHERE id = ?", (row,))
+                return sql.execute("SELECT 1 FROM records WHERE key = ?", (key,)).fetchone() is not None
+        except sqlite3.Error:
+            return True
+
+    def _delete_rows(self, keys: Sequence[bytes]) -> bool:
+        try:
+            with self._connection() as sql:
+                sql.executemany("DELETE FROM records WHERE key = ?", [(key,) for key in keys])
+        except sqlite3.Error:
+            return False
+        return True
