@@ -3,14 +3,17 @@
     store   blocks ──index_select, device stream──▶ slots in pinned memory ──native gather, CRC──▶ pool
     load    pool ──native verified scatter──▶ host buffer ──copy, device stream──▶ blocks
 
-Each direction has one thread and one stream, so neither the engine's thread nor its stream waits.  A store begins
-behind the forward pass that computed it (an event on the stream current at the call).  In a slot, a block is laid
+Each direction has one thread and one stream, so neither the engine's thread nor its stream waits.  Both begin behind
+what the engine's stream had to do at the call (an event there): a store behind the forward pass that computed it, the
+device part of a load behind whatever still reads, writes or zeroes the blocks it was given.  In a slot, a block is laid
 out in the physical order of its axes, exactly as the host path stores it: records are the same on both paths.
 
 Invariants
 1. Device blocks are read by a store until `gathered`: all its copies to the host have ended, or it never began.
 2. Device blocks are written by a load until `done`: its stream was synchronised.
-3. A slot is free again when the job that copies it into the pool is done.
+3. A slot is free again when the job that copies it into the pool is done, or was never begun.
+4. What was read after `StagedStore.cancel` may be foreign bytes, so it is never stored.
+5. Every job ends, also when the device or the host's memory fails it; the thread goes on with the next one.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ class StagedStore:
         return self.gathered.wait(timeout_s)
 
     def cancel(self) -> None:
-        """Read no further chunks. What was read in whole before is still stored."""
+        """Read no further chunks, store none that was not read by now. Never blocks."""
         self.cancelled = True
 
 
@@ -77,7 +80,7 @@ class StagedLoad:
         return self.done.wait(timeout_s)
 
     def cancel(self) -> None:
-        """Write no further blocks."""
+        """Write no further blocks. Never blocks."""
         self.cancelled = True
 
 
@@ -110,7 +113,7 @@ class StagingMover:
     def store(self, identity: Identity, store: Store, blocks: Sequence[Sequence[int]]) -> StoreJob:
         """See `worker.Mover`. Reads the blocks behind what is on the current stream now."""
         job = StagedStore(len(blocks))
-        computed = torch.cuda.current_stream(self._device).record_event() if self._pinned else None
+        computed = self._now_on_device()
         try:
             self._store_queue.put_nowait(lambda: self._run_store(job, identity, store, blocks, computed))
         except queue.Full:
@@ -120,10 +123,14 @@ class StagingMover:
         return job  # type: ignore[return-value]
 
     def load(self, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:
-        """See `worker.Mover`. `sync` makes no difference: the caller waits for the job."""
+        """See `worker.Mover`. Writes the blocks behind what is on the current stream now.
+
+        `sync` makes no difference: the caller waits for the job.
+        """
         job = StagedLoad()
+        free = self._now_on_device()
         try:
-            self._load_queue.put_nowait(lambda: self._run_load(job, lease, items))
+            self._load_queue.put_nowait(lambda: self._run_load(job, lease, items, free))
         except queue.Full:
             self._client.release([lease])
             job.failed.update(range(len(items)))
@@ -134,7 +141,10 @@ class StagingMover:
         """End both threads after the job each is at; what is queued is given up."""
         self._closing.set()
         for lane in self._queues:
-            lane.put(None)
+            try:
+                lane.put(None, timeout=CLOSE_S)
+            except queue.Full:
+                pass  # its thread hangs with a full queue: it ends with the process
         for thread in self._threads:
             thread.join(CLOSE_S)
 
@@ -148,40 +158,62 @@ class StagingMover:
         blocks: Sequence[Sequence[int]],
         computed: Any,
     ) -> None:
-        stream = torch.cuda.Stream(self._device) if self._pinned else None
-        if stream is not None:
-            stream.wait_event(computed)
         waiting: list[tuple[int, int, StoreJob]] = []
         at = 0
-        while at < len(blocks) and not job.cancelled and not self._closing.is_set():
-            slots = self._take_slots(len(blocks) - at)
-            if not slots:
-                continue
-            part = blocks[at : at + len(slots)]
-            copied = self._to_host(slots, part, stream)
-            if copied is not None:
-                copied.synchronize()
-            key = at * KEY_BYTES
-            inner = self._client.store(
-                identity,
-                store.chain[key - KEY_BYTES : key] if at else store.parent,
-                store.chain[key : key + len(part) * KEY_BYTES],
-                self._slots_plan,
-                [self._slot_blocks(slot) for slot in slots],
-                on_done=partial(self._give_back, slots),
-                probe=store.probe,
-            )
-            waiting.append((at, len(part), inner))
-            at += len(part)
-        job.outcomes[at:] = [StoreOutcome.CANCELLED] * (len(blocks) - at)
-        job.gathered.set()
-        for first, count, inner in waiting:
-            inner.done.wait()
-            job.outcomes[first : first + count] = inner.outcomes
-            job.bytes += inner.bytes
-        job.done.set()
+        rest = StoreOutcome.FAILED
+        try:
+            stream = self._stream_behind(computed)
+            while at < len(blocks) and not job.cancelled and not self._closing.is_set():
+                slots = self._take_slots(len(blocks) - at)
+                if not slots:
+                    continue
+                count = len(slots)
+                inner = self._store_part(job, identity, store, blocks[at : at + count], at, slots, stream)
+                if inner is None:
+                    break
+                waiting.append((at, count, inner))
+                at += count
+            rest = StoreOutcome.CANCELLED
+        finally:
+            job.outcomes[at:] = [rest] * (len(blocks) - at)
+            job.gathered.set()
+            for first, count, inner in waiting:
+                inner.done.wait()
+                job.outcomes[first : first + count] = inner.outcomes
+                job.bytes += inner.bytes
+            job.done.set()
 
-    def _give_back(self, slots: Sequence[int], _: StoreJob) -> None:
+    def _store_part(
+        self,
+        job: StagedStore,
+        identity: Identity,
+        store: Store,
+        blocks: Sequence[Sequence[int]],
+        at: int,
+        slots: Sequence[int],
+        stream: Any,
+    ) -> StoreJob | None:
+        """Copy chunks from number `at` on into slots and hand them to the client; None if cancelled meanwhile."""
+        inner = None
+        try:
+            self._to_host(slots, blocks, stream)
+            if not job.cancelled:
+                key = at * KEY_BYTES
+                inner = self._client.store(
+                    identity,
+                    store.chain[key - KEY_BYTES : key] if at else store.parent,
+                    store.chain[key : key + len(blocks) * KEY_BYTES],
+                    self._slots_plan,
+                    [self._slot_blocks(slot) for slot in slots],
+                    on_done=partial(self._give_back, slots),
+                    probe=store.probe,
+                )
+        finally:
+            if inner is None:
+                self._give_back(slots)
+        return inner
+
+    def _give_back(self, slots: Sequence[int], _: StoreJob | None = None) -> None:
         for slot in slots:
             self._free_slots.put(slot)
 
@@ -196,34 +228,43 @@ class StagingMover:
             pass
         return taken
 
-    def _to_host(self, slots: Sequence[int], blocks: Sequence[Sequence[int]], stream: Any) -> Any:
-        """Begin to copy whole chunks into slots; the event that tells the end, None when it has come."""
+    def _to_host(self, slots: Sequence[int], blocks: Sequence[Sequence[int]], stream: Any) -> None:
+        """Copy whole chunks into slots. On return, also by an exception, no block is read any more."""
         index = torch.tensor([block for chunk in blocks for block in chunk], device=self._device)
         into = torch.tensor([block for slot in slots for block in self._slot_blocks(slot)])
         consecutive = bool((into == torch.arange(int(into[0]), int(into[0]) + len(into))).all())
-        with _on(stream):
-            for layer, host in zip(self._layers, self._slots, strict=True):
-                picked = layer.index_select(0, index).reshape(len(into), -1).view(torch.uint8)
-                if consecutive:
-                    host[int(into[0]) : int(into[0]) + len(into)].copy_(picked, non_blocking=True)
-                else:
-                    for row, target in enumerate(into.tolist()):
-                        host[target].copy_(picked[row], non_blocking=True)
-            return stream.record_event() if stream is not None else None
+        try:
+            with _on(stream):
+                for layer, host in zip(self._layers, self._slots, strict=True):
+                    picked = layer.index_select(0, index).reshape(len(into), -1).view(torch.uint8)
+                    if consecutive:
+                        host[int(into[0]) : int(into[0]) + len(into)].copy_(picked, non_blocking=True)
+                    else:
+                        for row, target in enumerate(into.tolist()):
+                            host[target].copy_(picked[row], non_blocking=True)
+        finally:
+            # `index` belongs to another stream: its memory must not be given away before the kernels have read it.
+            if stream is not None:
+                stream.synchronize()
 
     # -- loads -----------------------------------------------------------------------------------------------
 
-    def _run_load(self, job: StagedLoad, lease: LeaseName, items: Sequence[LoadItem]) -> None:
-        n_blocks = len(items) * self._chunk_blocks
-        if (
-            job.cancelled
-            or self._closing.is_set()
-            or n_blocks * self._block_bytes * len(self._layers) > MAX_STAGED_BYTES
-        ):
-            self._client.release([lease])
-            job.failed.update(range(len(items)))
+    def _run_load(self, job: StagedLoad, lease: LeaseName, items: Sequence[LoadItem], free: Any) -> None:
+        failed = set(range(len(items)))
+        try:
+            n_bytes = len(items) * self._chunk_blocks * self._block_bytes * len(self._layers)
+            if not (job.cancelled or self._closing.is_set() or n_bytes > MAX_STAGED_BYTES):
+                failed = self._load(job, lease, items, free)
+        finally:
+            # After a load of the client's there is nothing left to release, and saying so is harmless.
+            if len(failed) == len(items):
+                self._client.release([lease])
+            job.failed.update(failed)
             job.done.set()
-            return
+
+    def _load(self, job: StagedLoad, lease: LeaseName, items: Sequence[LoadItem], free: Any) -> set[int]:
+        """Load and write the blocks; the numbers of the items that were not written whole."""
+        n_blocks = len(items) * self._chunk_blocks
         if self._load_blocks is None or self._load_blocks.shape[1] < n_blocks:
             self._load_plan, self._load_blocks = None, None  # the old buffer is freed first
             self._load_blocks = self._host_blocks(n_blocks)
@@ -234,35 +275,48 @@ class StagingMover:
         while not inner.wait(0.05):
             if job.cancelled:
                 inner.cancel()
-        job.failed.update(inner.failed)
         if job.cancelled:
-            job.failed.update(range(len(items)))
+            return set(range(len(items)))
         pairs = [
             (position * self._chunk_blocks + offset, block)
             for position, item in enumerate(items)
-            if position not in job.failed
+            if position not in inner.failed
             for offset, block in enumerate(item.block_ids)
             if block != SKIP_BLOCK
         ]
         if pairs:
-            self._to_device([host for host, _ in pairs], [block for _, block in pairs])
+            self._to_device([host for host, _ in pairs], [block for _, block in pairs], free)
             job.bytes = inner.bytes
-        job.done.set()
+        return set(inner.failed)
 
-    def _to_device(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy host rows into device blocks; they are there on return."""
+    def _to_device(self, rows: Sequence[int], blocks: Sequence[int], free: Any) -> None:
+        """Copy host rows into device blocks, once `free` has come. On return no block is written any more."""
         assert self._load_blocks is not None
-        stream = torch.cuda.Stream(self._device) if self._pinned else None
         index = torch.tensor(blocks, device=self._device)
         picked = torch.tensor(rows)
-        with _on(stream):
-            for layer, host in zip(self._layers, self._load_blocks, strict=True):
-                data = host.index_select(0, picked).view(layer.dtype).reshape(len(rows), *layer.shape[1:])
-                layer.index_copy_(0, index, data.to(self._device))
-        if stream is not None:
-            stream.synchronize()
+        stream = self._stream_behind(free)
+        try:
+            with _on(stream):
+                for layer, host in zip(self._layers, self._load_blocks, strict=True):
+                    data = host.index_select(0, picked).view(layer.dtype).reshape(len(rows), *layer.shape[1:])
+                    layer.index_copy_(0, index, data.to(self._device))
+        finally:
+            if stream is not None:
+                stream.synchronize()
 
     # -- both ------------------------------------------------------------------------------------------------
+
+    def _now_on_device(self) -> Any:
+        """An event that comes when the device has done what the engine has given it so far; None on the host."""
+        return torch.cuda.current_stream(self._device).record_event() if self._pinned else None
+
+    def _stream_behind(self, event: Any) -> Any:
+        """A stream whose work begins after the event; None on the host."""
+        if event is None:
+            return None
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_event(event)
+        return stream
 
     def _host_blocks(self, n_blocks: int) -> torch.Tensor:
         return torch.empty(
@@ -286,7 +340,11 @@ class StagingMover:
 
         def run() -> None:
             while (work := lane.get()) is not None:
-                work()
+                try:
+                    work()
+                except Exception:
+                    # Supervisor of this thread: the job has ended as failed, the engine computes instead.
+                    logger.exception("%s: a copy failed", name)
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         thread.start()
