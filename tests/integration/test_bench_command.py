@@ -177,7 +177,7 @@ def engine(server: ServerProcess) -> Iterator[Engine]:
 def test_bytes_that_differ_are_an_error(engine):
     engine.store(1)
     engine.retrieve()
-    engine._blocks.fill([2], "another")
+    engine._source.fill([2], "another")
     with pytest.raises(InternalError, match="came back with other bytes"):
         engine.retrieve()
 

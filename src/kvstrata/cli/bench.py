@@ -1,8 +1,8 @@
 """`kvstrata bench`: what a running server on this host gives one engine or several, beside a plain memcpy.
 
-Each client process attaches as an engine does, with blocks of its own and no model.  A round is: memcpy of the chunks
-between two halves of these blocks; store them under keys that nobody else has; look them up and load them into the
-other half, wiped before; compare every byte.  All clients do each step at the same time.  Between rounds the chunks
+Each client process attaches as an engine does, with blocks of its own, twice, and no model.  A round is: memcpy of the
+chunks from the one to the other; store them from the one under keys that nobody else has; look them up and load them
+into the other, wiped before; compare every byte.  All clients do each step at the same time.  Between rounds the chunks
 are cleared, so no more of L1 is used than one round needs, and that is bounded by what is free.
 """
 
@@ -117,15 +117,20 @@ class Engine:
         """Raises KvstrataError where the server cannot be used, naming why."""
         shape = self._shape = plan.shape
         self._chunks = plan.chunks
-        self._half = plan.chunks * shape.blocks
+        self._bytes = plan.chunks * shape.chunk_bytes
         try:
-            self._blocks = PagedBlocks(
-                layers=shape.layers, num_blocks=2 * self._half, block_bytes=shape.block_bytes
+            self._source, self._target = (
+                PagedBlocks(
+                    layers=shape.layers,
+                    num_blocks=plan.chunks * shape.blocks,
+                    block_bytes=shape.block_bytes,
+                )
+                for _ in range(2)
             )
         except (OSError, OverflowError) as error:
             raise Refused(f"--chunks: no memory for {plan.chunks} chunks in blocks ({error})") from None
-        self._blocks.fill(range(self._half), (plan.salt, number))
-        self._blocks.touch(self._half)
+        self._source.fill(range(self._source.num_blocks), (plan.salt, number))
+        self._target.touch()
         self._libc = ctypes.CDLL(None)
         self._libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
         self._libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -146,8 +151,8 @@ class Engine:
             ),
             group=secrets.token_bytes(wire.SESSION_BYTES),
             engine_slices=1,
-            slice=self._blocks.slice(kv_heads=(0, shape.kv_heads)),
-            facts=self._blocks.facts,
+            slice=self._source.slice(kv_heads=(0, shape.kv_heads)),
+            facts=self._source.facts,
         )
         self.client.start()
         self._identity = self.client.identity(
@@ -170,21 +175,22 @@ class Engine:
 
     def memcpy(self) -> Timed:
         """Copy as many bytes as a round moves, with as many threads as the cache's copies have."""
-        bytes_a_layer = self._half * self._shape.block_bytes
+        chunk_bytes = self._shape.chunk_bytes
+        source, target = self._source.bases[0], self._target.bases[0]
 
-        def copy(base: int) -> None:
-            self._libc.memcpy(base + bytes_a_layer, base, bytes_a_layer)
+        def copy(chunk: int) -> None:
+            self._libc.memcpy(target + chunk * chunk_bytes, source + chunk * chunk_bytes, chunk_bytes)
 
         begun_s = time.monotonic()
-        list(self._threads.map(copy, self._blocks.bases))
-        return Timed(begun_s, time.monotonic(), self._shape.layers * bytes_a_layer)
+        list(self._threads.map(copy, range(self._chunks)))
+        return Timed(begun_s, time.monotonic(), self._bytes)
 
     def store(self, prompt: int) -> Timed:
         """Store a prompt's chunks. Raises Refused when one of them was not stored."""
         self._chain = chain_of(self._identity.root, prompt, self._chunks)
         blocks = [self._blocks_of(chunk) for chunk in range(self._chunks)]
         begun_s = time.monotonic()
-        job = self.client.store(self._identity, b"", self._chain, self._blocks.plan, blocks)
+        job = self.client.store(self._identity, b"", self._chain, self._source.plan, blocks)
         if not job.done.wait(WAIT_S):
             raise Unavailable(f"a store did not end within {WAIT_S:.0f} s")
         ended_s = time.monotonic()
@@ -196,9 +202,7 @@ class Engine:
 
     def retrieve(self) -> Timed:
         """Look up what was stored last, load it, and compare every byte. Raises InternalError for a wrong one."""
-        bytes_a_layer = self._half * self._shape.block_bytes
-        for base in self._blocks.bases:
-            self._libc.memset(base + bytes_a_layer, 0xA5, bytes_a_layer)
+        self._libc.memset(self._target.bases[0], 0xA5, self._bytes)
         begun_s = time.monotonic()
         call = self.client.lookup(
             self._identity, self._chain, request_id="kvstrata bench", deadline_ms=30_000
@@ -218,11 +222,11 @@ class Engine:
                 self._chain[chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES],
                 extent.offset_bytes,
                 extent.length_bytes,
-                [self._half + block for block in self._blocks_of(chunk)],
+                self._blocks_of(chunk),
             )
             for chunk, extent in enumerate(unpack_extents(result.extents))
         ]
-        job = self.client.load(result.lease, items, self._blocks.plan, sync=False)
+        job = self.client.load(result.lease, items, self._target.plan, sync=False)
         if not job.wait(WAIT_S):
             raise Unavailable(f"a load did not end within {WAIT_S:.0f} s")
         ended_s = time.monotonic()
@@ -230,9 +234,8 @@ class Engine:
             raise InternalError(
                 f"chunks {sorted(job.failed)} of {self._chunks} failed to load; see the server's log"
             )
-        for layer, base in enumerate(self._blocks.bases):
-            if self._libc.memcmp(base, base + bytes_a_layer, bytes_a_layer):
-                raise InternalError(f"layer {layer} came back with other bytes than were stored")
+        if self._libc.memcmp(self._source.bases[0], self._target.bases[0], self._bytes):
+            raise InternalError("chunks came back with other bytes than were stored")
         return Timed(begun_s, ended_s, job.bytes)
 
     def lookups(self, count: int) -> list[float]:
@@ -256,7 +259,8 @@ class Engine:
         self.client.close()
         self._threads.shutdown()
         if self.client.stats()["copies_running"] == 0:
-            self._blocks.close()
+            self._source.close()
+            self._target.close()
 
     def _blocks_of(self, chunk: int) -> list[int]:
         return list(range(chunk * self._shape.blocks, (chunk + 1) * self._shape.blocks))
