@@ -104,8 +104,9 @@ def test_every_known_flag_has_its_fate(flag):
     fate = SERVER_FLAGS[flag].fate
     value = {"--l2-adapter": '{"type": "fs"}', "--host": "h", "--http-host": "h"}.get(flag, "1")
     if fate is Fate.KEPT:
-        assert parse_server_flags([flag] if flag == "--l1-use-hugepages" else [flag, value]).settings
-        assert parse_server_flags([f"{flag}={value}"]).settings
+        is_switch = flag == "--l1-use-hugepages"
+        for words in [[flag]] if is_switch else [[flag, value], [f"{flag}={value}"]]:
+            assert parse_server_flags(words).settings
     elif fate is Fate.NOTED:
         flags = parse_server_flags([flag, value, "--port", "7"])
         assert flags.notes and flag in flags.notes[0] and flags.settings == {"port": 7}
