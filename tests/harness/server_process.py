@@ -56,6 +56,7 @@ class ServerProcess:
         chunk_tokens: int = 256,
         flags: tuple[str, ...] = (),
         environment: dict[str, str] | None = None,
+        python: Path = Path(sys.executable),
     ) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,6 +65,7 @@ class ServerProcess:
         self.segment_dir = ROOTS[1] / name
         self.log = folder / "server.log"
         self.port = 0
+        self._python = python
         self.ready: dict[str, Any] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._environment = dict(os.environ if environment is None else environment)
@@ -88,7 +90,7 @@ class ServerProcess:
         """Start it and wait until it is ready; what it said about itself. Raises ServerFailed."""
         assert self._process is None or self._process.poll() is not None
         reader, writer = os.pipe()
-        command = [sys.executable, "-m", "kvstrata.cli.server", "--port", str(self.port)]
+        command = [str(self._python), "-m", "kvstrata.cli.server", "--port", str(self.port)]
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
                 [*command, *self._flags, "--ready-fd", str(writer)],
@@ -133,6 +135,14 @@ class ServerProcess:
     def thaw(self) -> None:
         """SIGCONT."""
         self.signal(signal.SIGCONT)
+
+    def halted(self) -> bool:
+        """Whether it does not run: it ended, or was stopped by a signal (of ours or its own)."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        return state in "TZ"
 
     def kill(self) -> None:
         """SIGKILL, and wait for its end."""

@@ -3,19 +3,24 @@
 This file is both sides.  `VllmProcess` is the parent's; run as a script by the Python of the vLLM environment it is the
 child: it makes an `LLM` from the options in its first argument and answers until stdin ends.
 
-Operations: `generate`, `submit` and `step` and `abort` (for what must happen at a certain step), `calls` (how long
-the connector's methods took, in process only), `client` (its counters), `reset_prefix_cache`, `metrics`.
+Operations: `generate`, `submit` and `step` and `abort` (for what must happen at a certain step), `take_calls`
+(what the connector's methods would have waited for, in process only), `client` (its counters), `reset_prefix_cache`,
+`metrics`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -188,7 +193,11 @@ class VllmProcess:
 
 
 class Calls:
-    """How long each method of the connector took, by wrapping the class before it is instantiated."""
+    """What each method of the connector was ready to wait for, by wrapping the class before it is instantiated.
+
+    Counted is the time that a call asked its waits and sleeps for, not the time it took: a busy machine makes every
+    call slow, but makes none of them wait for somebody.  (A wait without an end shows too: the engine stands still.)
+    """
 
     METHODS = (
         "on_new_request",
@@ -206,37 +215,64 @@ class Calls:
     )
 
     def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = {}
+        self.waits_s: dict[str, list[float]] = {}
         self.cpu_s = 0.0
+        self._thread = threading.local()
 
     def wrap(self, connector: type) -> None:
-        """Time every call of these methods, wall clock and CPU of the calling thread."""
+        """Watch every call of these methods, and take the CPU time of the calling thread."""
         for name in self.METHODS:
-            setattr(connector, name, self._timed(name, getattr(connector, name)))
+            setattr(connector, name, self._watched(name, getattr(connector, name)))
 
-    def _timed(self, name: str, method: Any) -> Any:
-        seconds = self.seconds.setdefault(name, [])
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Until the end of the block, waits of threads that are in a watched call are counted."""
+        wait, sleep = threading.Condition.wait, time.sleep
 
-        def timed(*arguments: Any, **named: Any) -> Any:
+        def counted_wait(condition: threading.Condition, timeout: float | None = None) -> bool:
+            self._count(math.inf if timeout is None else timeout)
+            return wait(condition, timeout)
+
+        def counted_sleep(seconds: float) -> None:
+            self._count(seconds)
+            sleep(seconds)
+
+        # Events, barriers and futures wait by a condition too.
+        threading.Condition.wait = counted_wait  # type: ignore[method-assign]
+        time.sleep = counted_sleep
+        try:
+            yield
+        finally:
+            threading.Condition.wait, time.sleep = wait, sleep  # type: ignore[method-assign]
+
+    def _count(self, seconds: float) -> None:
+        if (waits := getattr(self._thread, "waits", None)) is not None:
+            waits.append(seconds)
+
+    def _watched(self, name: str, method: Any) -> Any:
+        waits_s = self.waits_s.setdefault(name, [])
+
+        def watched(*arguments: Any, **named: Any) -> Any:
             cpu = time.thread_time()
-            begun = time.perf_counter()
+            self._thread.waits = []
             try:
                 return method(*arguments, **named)
             finally:
-                seconds.append(time.perf_counter() - begun)
+                waits_s.append(sum(self._thread.waits))
+                self._thread.waits = None
                 self.cpu_s += time.thread_time() - cpu
 
-        return timed
+        return watched
 
     def take(self) -> dict[str, Any]:
-        """Per method: calls, slowest, sum; and the CPU seconds of all. Then starts anew."""
+        """Per method: calls, and the longest that one of them would have waited; the CPU seconds of all. Then anew."""
         taken = {
-            name: {"calls": len(seconds), "max_s": max(seconds), "sum_s": sum(seconds)}
-            for name, seconds in self.seconds.items()
-            if seconds
+            name: {"calls": len(waits_s), "wait_s": max(waits_s)}
+            for name, waits_s in self.waits_s.items()
+            if waits_s
         }
-        for seconds in self.seconds.values():
-            seconds.clear()
+        for waits_s in self.waits_s.values():
+            waits_s.clear()
         cpu_s, self.cpu_s = self.cpu_s, 0.0
         return {"methods": taken, "cpu_s": cpu_s}
 
@@ -249,11 +285,13 @@ class Engine:
         from vllm.plugins import load_general_plugins
 
         self.calls = Calls()
+        self.lifetime = contextlib.ExitStack()
         load_general_plugins()
         if "kv_transfer_config" in options and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
             from kvstrata.connectors.vllm import LMCacheConnectorV1
 
             self.calls.wrap(LMCacheConnectorV1)
+            self.lifetime.enter_context(self.calls.watching())
         self.llm = LLM(**options)
         self.core = self.llm.llm_engine
         self.count = 0

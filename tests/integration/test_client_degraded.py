@@ -245,7 +245,7 @@ def test_dead_or_stopped_at_any_step_the_engine_goes_on_and_the_cache_comes_back
         def reached() -> bool:
             if engine.client.connected:
                 work(engine)
-            return halted(server)
+            return server.halted()
 
         eventually(f"the server halts at {point}", reached)
         work(engine)
@@ -263,14 +263,6 @@ def test_dead_or_stopped_at_any_step_the_engine_goes_on_and_the_cache_comes_back
 def arm(server: ServerProcess, points: str) -> None:
     server._environment[failpoints.VARIABLE] = points
     server.start()
-
-
-def halted(server: ServerProcess) -> bool:
-    try:
-        state = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return True
-    return state in "TZ"
 
 
 class Faults:

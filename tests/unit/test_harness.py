@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.harness import contain, fetch_debian, provision, setup_env, vllm_env, vllm_model
+from tests.harness import contain, fetch_debian, provision, setup_env, vllm_env, vllm_model, vllm_run
 
 CONTAIN = Path(contain.__file__)
 
@@ -188,3 +191,50 @@ def test_a_process_left_behind_in_a_session_of_its_own_is_killed_and_fails_the_r
     assert f"left behind and killed: {left}: sleep 1000" in done.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(left, 0)
+
+
+def test_calls_are_charged_with_what_they_would_wait_for_not_with_the_time_they_take() -> None:
+    calls = vllm_run.Calls()
+    asked, answered = threading.Event(), threading.Condition()
+
+    def answer() -> None:
+        asked.wait()
+        with answered:
+            answered.notify()
+
+    server = threading.Thread(target=answer)
+    server.start()
+
+    class Connector:
+        def get_num_new_matched_tokens(self) -> None:
+            with answered:
+                asked.set()
+                assert answered.wait(60.0)
+            asked.wait(60.0)  # has come: no wait
+
+        def start_load_kv(self) -> None:
+            sum(range(100_000))
+
+        def wait_for_save(self) -> None:
+            time.sleep(0.0)
+
+        def get_finished(self) -> None:
+            with pytest.raises(TimeoutError):
+                concurrent.futures.Future[None]().result(0.001)
+
+    for name in set(calls.METHODS) - vars(Connector).keys():
+        setattr(Connector, name, lambda self: None)
+    calls.wrap(Connector)
+    with calls.watching():
+        for name in ("get_num_new_matched_tokens", "start_load_kv", "wait_for_save", "get_finished"):
+            getattr(Connector(), name)()
+        threading.Event().wait(0.001)  # of nobody's call
+    server.join()
+    taken = calls.take()["methods"]
+    assert {name: found["wait_s"] for name, found in taken.items()} == {
+        "get_num_new_matched_tokens": pytest.approx(60.0),
+        "start_load_kv": 0,
+        "wait_for_save": 0.0,
+        "get_finished": pytest.approx(0.001),
+    }
+    assert calls.take()["methods"] == {}

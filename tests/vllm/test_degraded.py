@@ -14,9 +14,8 @@ from tests.vllm.conftest import EXACT, Rig, chunks_in_l1, make_prompt, until
 
 pytestmark = pytest.mark.vllm
 
-STUCK_S = 0.25
-"""What waits for a stopped server waits for 0.3 s (the breaker) or longer, never for less; what does not, takes some
-hundred microseconds unless the machine is busy. So this tells the two apart without measuring the machine."""
+SCHEDULER_WAIT_S = 0.002
+"""The longest that all waits of one call on the scheduler's thread may be ready to wait (promise P4)."""
 SCHEDULER_CALLS = (
     "on_new_request",
     "get_num_new_matched_tokens",
@@ -52,13 +51,18 @@ def attached(rig):
 
 
 def check_calls(rig):
-    """No call on the engine's threads waited for the server."""
+    """No call on the engine's threads would have waited for the server; a wait without an end never comes here.
+
+    Workers may wait for copies, but the synchronous ones of this engine end in the calling thread.
+    """
     methods = rig.vllm.ask("take_calls")["methods"]
+    assert {"get_num_new_matched_tokens", "start_load_kv"} <= methods.keys()
     for name in SCHEDULER_CALLS:
         if name in methods:
-            assert methods[name]["max_s"] < STUCK_S, (name, methods[name])
-    waited = sum(methods[name]["max_s"] for name in WORKER_CALLS if name in methods)
-    assert waited < 1.0, methods
+            assert methods[name]["wait_s"] <= SCHEDULER_WAIT_S, (name, methods)
+    for name in WORKER_CALLS:
+        if name in methods:
+            assert methods[name]["wait_s"] == 0, (name, methods)
 
 
 def test_server_absent_at_start_then_caching_begins_by_itself(rig):

@@ -75,14 +75,6 @@ def restart(server: ServerProcess, armed: str) -> None:
     server.start()
 
 
-def halted(server: ServerProcess) -> bool:
-    try:
-        state = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return True
-    return state in "TZ"
-
-
 def attached_again(server: ServerProcess) -> bool:
     try:
         return int(server.get("/v1/status")["sessions"]["attached"]) >= 2
@@ -99,7 +91,7 @@ def test_the_engine_does_not_notice(
     rig.vllm.ask("take_calls")
     restart(rig.server, f"{point}={action}")
     until(
-        lambda: halted(rig.server) or attached_again(rig.server),
+        lambda: rig.server.halted() or attached_again(rig.server),
         "attaching, so that L2 is asked before L1 is filled",
     )
     said = []
@@ -107,7 +99,7 @@ def test_the_engine_does_not_notice(
     def reached() -> bool:
         assert rig.again(prompt)["tokens"] == expected
         said.append(rig.again(new)["tokens"])
-        return halted(rig.server)
+        return rig.server.halted()
 
     until(reached, f"reaching {point}")
     assert rig.again(prompt)["tokens"] == expected

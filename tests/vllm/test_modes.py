@@ -99,9 +99,10 @@ def test_abort_around_an_asynchronous_load_leaks_nothing(rig, steps):
 def test_generated_chunks_are_stored_and_hit_by_the_next_turn(rig):
     prompt = rig.fresh_prompt(500)
     first = rig.vllm.generate(prompt, max_tokens=280)
-    conversation = prompt + first["tokens"][:-1]
-    again = until(lambda: full_hit(rig, [*conversation, 5, 6, 7], 768), "storing the generated chunks")
-    assert again["tokens"]
+    turn = [*prompt, *first["tokens"][:-1], 5, 6, 7]
+    expected = rig.again(turn, salt="reference")["tokens"]
+    again = until(lambda: full_hit(rig, turn, 768), "storing the generated chunks")
+    assert again["tokens"] == expected
 
 
 def test_preempted_requests_give_the_same_tokens(rig):
