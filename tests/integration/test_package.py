@@ -1,0 +1,166 @@
+"""What users install: an sdist that can be built, and a wheel that works with its declared dependencies alone.
+
+Nothing is downloaded: the build uses the tools of this environment, and the new environment gets the packages that
+pyproject.toml declares, with what these declare in turn, from this one. Neither torch nor anything of CUDA is among
+them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import urllib.request
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.harness.server_process import ServerProcess
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILT_HERE = shutil.ignore_patterns(
+    ".*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "*.o", "*.a", "fuzz-artifacts"
+)
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An sdist of this tree, and the wheel that was built from nothing but the sdist."""
+    folder = tmp_path_factory.mktemp("package")
+    shutil.copytree(ROOT, folder / "tree", ignore=BUILT_HERE)
+    # What is tested is what is in the package, not its speed: unoptimised code is compiled in half the time.
+    environment = {**os.environ, "CXXFLAGS": "-O0 -g0", "KVSTRATA_CUDA": "off"}
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), "tree"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    [sdist], [wheel] = (folder / "dist").glob("*.tar.gz"), (folder / "dist").glob("*.whl")
+    return {"tree": folder / "tree", "sdist": sdist, "wheel": wheel}
+
+
+def files_of(tree: Path, *patterns: str) -> set[str]:
+    """Paths below `tree`, relative to it."""
+    found = {path for pattern in patterns for path in tree.glob(pattern) if path.is_file()}
+    return {str(path.relative_to(tree)) for path in found if "build" not in path.relative_to(tree).parts}
+
+
+def test_sdist_holds_every_source_and_nothing_that_was_built(artifacts: dict[str, Path]) -> None:
+    with tarfile.open(artifacts["sdist"]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = files_of(artifacts["tree"], "ext/**/*", "src/kvstrata/**/*.py", "src/kvstrata/**/*.pyi")
+    assert len(wanted) > 100
+    wanted |= {"src/kvstrata/py.typed", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"}
+    assert wanted - names == set()
+    assert [name for name in names if re.search(r"\.(so|o|a|pyc)$|__pycache__", name)] == []
+
+
+def test_wheel_holds_the_package_and_its_compiled_modules_only(artifacts: dict[str, Path]) -> None:
+    with zipfile.ZipFile(artifacts["wheel"]) as archive:
+        names = set(archive.namelist())
+    modules = files_of(artifacts["tree"] / "src", "kvstrata/**/*.py", "kvstrata/**/*.pyi")
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    native = {
+        f"kvstrata/native/{path.stem}{suffix}" for path in (artifacts["tree"] / "ext/cython").glob("*.pyx")
+    }
+    assert {name for name in names if not re.match(r"[^/]+\.dist-info/", name)} == {
+        *modules,
+        *native,
+        "kvstrata/py.typed",
+    }
+
+
+def closure(requirements: list[str]) -> set[str]:
+    """Names of the distributions that these requirements need, all the way down, as installed here."""
+    found: set[str] = set()
+    waiting = [Requirement(text) for text in requirements]
+    while waiting:
+        requirement = waiting.pop()
+        extras = ["", *requirement.extras]
+        if requirement.marker and not any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
+            continue
+        if requirement.name in found:
+            continue
+        found.add(requirement.name)
+        for text in metadata.requires(requirement.name) or ():
+            needed = Requirement(text)
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+                needed.marker = None
+                waiting.append(needed)
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin folder of a new environment with the wheel and its declared dependencies, nothing else."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "install"]
+    subprocess.run([*pip, "--quiet", "--no-deps", "--no-index", str(artifacts["wheel"])], check=True)
+    [site] = folder.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(artifacts["wheel"]) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        declared = re.findall(r"^Requires-Dist: (.*)$", archive.read(name).decode(), re.MULTILINE)
+    for distribution in closure(declared):
+        files = metadata.distribution(distribution)
+        for top in {
+            path.parts[0] for path in files.files or () if path.parts[0] not in ("..", "__pycache__")
+        }:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(str(files.locate_file(top))))
+    return folder / "bin"
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """As a user does who has nothing else installed."""
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_every_module_but_the_connector_imports_without_torch(installed: Path, tmp_path: Path) -> None:
+    code = """
+import importlib, pkgutil, sys
+import kvstrata
+assert not kvstrata.__file__.startswith(sys.argv[1]), kvstrata.__file__
+done = []
+for found in pkgutil.walk_packages(kvstrata.__path__, "kvstrata."):
+    if not found.name.startswith(("kvstrata.connectors", "kvstrata.testing", "kvstrata.__main__")):
+        importlib.import_module(found.name)
+        done.append(found.name)
+print(len(done), *sorted(name for name in sys.modules if name.split(".")[0] in ("torch", "vllm", "cupy")))
+"""
+    ran = run([str(installed / "python"), "-c", code, str(ROOT)], tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    count, *heavy = ran.stdout.split()
+    assert int(count) > 50 and heavy == []
+
+
+def test_check_and_doctor_work(installed: Path, tmp_path: Path) -> None:
+    check = run([str(installed / "lmcache-server"), "--check"], tmp_path)
+    assert check.returncode == 0, check.stderr
+    doctor = run([str(installed / "kvstrata"), "doctor"], tmp_path)
+    assert "Traceback" not in doctor.stdout + doctor.stderr
+    assert doctor.returncode == 0, doctor.stdout + doctor.stderr
+
+
+def test_server_starts_is_ready_and_ends_in_order(installed: Path, tmp_path: Path) -> None:
+    with ServerProcess(
+        tmp_path, l1_mb=64, l2="fs", python=installed / "python", environment={"PATH": "/usr/bin:/bin"}
+    ) as server:
+        server.start()
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{server.ready['http_port']}/readyz", timeout=60
+        ) as reply:
+            assert reply.status == 200
+        assert server.stop() == 0, server.log_tail()
+        assert "Traceback" not in server.log.read_text()
