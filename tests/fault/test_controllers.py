@@ -922,8 +922,10 @@ async def test_a_prompt_larger_than_the_pool_does_not_evict_its_own_beginning(l1
     assert l1.pool.peek(b"".join(keys), 1) == outcome.n_chunks
 
 
-async def test_the_servers_own_share_of_the_pool_ends_no_prefix(l1: L1, tier: OpenTier) -> None:
-    """One row may reserve an eighth of the pool; loads of a longer prompt take turns."""
+async def test_loads_from_several_adapters_may_take_more_than_a_sessions_share(
+    l1: L1, tier: OpenTier
+) -> None:
+    """A session may reserve an eighth of the pool; the server's own loads are bounded adapter by adapter."""
     one, other = await tier(), await tier()
     keys, more = chain("a", 20), chain("b", 20)
     await in_l2(l1, one, keys)
@@ -931,7 +933,28 @@ async def test_the_servers_own_share_of_the_pool_ends_no_prefix(l1: L1, tier: Op
     loads = Loads(l1, one, other, in_flight_bytes=L1_BYTES, batch_bytes=6 * RECORD)
     outcomes = await asyncio.gather(loads.fetch(keys), loads.fetch(more))
     assert outcomes == [FetchOutcome(20, 20, "")] * 2
-    assert loads.controller.stats()["counts"]["reserve:session_limit"] > 0
+    assert "reserve:session_limit" not in loads.controller.stats()["counts"]
+
+
+async def test_what_hung_adapters_hold_ends_no_load_of_another(l1: L1, tier: OpenTier) -> None:
+    """Their stuck bytes stay quarantined, more of them than a session may have."""
+    plans = [FaultPlan(seed) for seed in range(2)]
+    hung = [await tier(plan=plan, deadline_ms=50) for plan in plans]
+    sound = await tier()
+    prompts = [chain(name, 5) for name in "ab"]
+    for one, keys in zip(hung, prompts, strict=True):
+        await in_l2(l1, one, keys)
+    keys = chain("c", 10)
+    await in_l2(l1, sound, keys)
+    loads = Loads(l1, *hung, sound, in_flight_bytes=10 * RECORD, batch_bytes=5 * RECORD)
+    for plan, stuck in zip(plans, prompts, strict=True):
+        plan.schedule(None, Fault.HANG)
+        assert (await loads.fetch(stuck)).reason == MissReason.DEADLINE
+    assert l1.pool.stats()["bytes"]["quarantined"] > L1_BYTES // 8
+    assert await loads.fetch(keys) == FetchOutcome(10, 10, "")
+    for one in hung:
+        one.faults.release()
+    await until(lambda: l1.pool.stats()["holds"] == 0)
 
 
 async def test_a_chunk_that_a_worker_is_storing_ends_the_prefix(l1: L1, tier: OpenTier) -> None:

@@ -310,7 +310,7 @@ class PoolModel:
 
     def _check_admission(self, row: int, tenant: int, extent_bytes: int) -> None:
         held = self.row_bytes(row)
-        assert held == 0 or held + extent_bytes <= self.row_limit
+        assert row == 0 or held == 0 or held + extent_bytes <= self.row_limit
         quota = self.quotas.get(tenant, -1)
         assert quota < 0 or self.tenant_bytes(tenant) + extent_bytes <= quota
 
@@ -324,7 +324,7 @@ class PoolModel:
         some_reserved: bool,
     ) -> None:
         held = self.row_bytes(row)
-        over_limit = held > 0 and held + extent_bytes > self.row_limit
+        over_limit = row > 0 and held > 0 and held + extent_bytes > self.row_limit
         quota = self.quotas.get(tenant, -1)
         others_in_use = any(c.in_use for c in self.chunks() if c.key not in own)
         match outcome:

@@ -1038,7 +1038,10 @@ ReserveOutcome Pool::reserve_one(const ReserveRequest& request, const Key& key, 
                                  std::uint64_t row_limit, std::uint32_t parent, std::uint32_t* cls,
                                  std::uint32_t* out) {
   if (reservations_.size() >= kMaxReservations) return ReserveOutcome::kSessionLimit;
-  if (row_bytes_[request.row] != 0 && row_bytes_[request.row] + bytes > row_limit) {
+  // The server's own loads are bounded where they are begun, adapter by adapter: a hung one must
+  // not use up what another one needs.
+  const bool is_session = request.row != 0;
+  if (is_session && row_bytes_[request.row] != 0 && row_bytes_[request.row] + bytes > row_limit) {
     return ReserveOutcome::kSessionLimit;
   }
   if (!fit_quota(request.tenant, bytes)) return ReserveOutcome::kQuota;

@@ -279,6 +279,26 @@ TEST(leases_take_at_most_half_of_the_pool) {
   CHECK_OK(f.pool->validate());
 }
 
+TEST(the_servers_own_loads_have_no_session_share) {
+  Fixture f(64);
+  const std::uint32_t a = f.row(1);
+  const auto count = [](const Pool::ReserveResult& result) {
+    return copy(static_cast<std::uint64_t>(
+        std::count(result.outcomes.begin(), result.outcomes.end(),
+                   static_cast<std::uint8_t>(ReserveOutcome::kReserved))));
+  };
+  CHECK_EQ(count(f.reserve(chain(1, 20), a)), 8);
+  const auto own = f.reserve(chain(2, 20), 0);
+  CHECK_EQ(count(own), 20);
+  // What hung loads left behind does not count either.
+  Hold hold;
+  CHECK_OK(f.pool->hold_reserved(own.ticket, 0, &hold));
+  CHECK_EQ(f.pool->abort(own.ticket, {}, true), 20);
+  CHECK_EQ(copy(f.count(EntryState::kQuarantined)), 1);
+  CHECK_EQ(count(f.reserve(chain(3, 20), 0)), 20);
+  CHECK_OK(f.pool->validate());
+}
+
 TEST(what_is_in_use_survives_any_pressure) {
   for (const char* policy : {"LRU", "ARC", "S3FIFO"}) {
     Fixture f(64, policy);

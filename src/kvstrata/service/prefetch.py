@@ -6,13 +6,14 @@ deadline; what is being loaded then goes on and becomes visible without a lease.
 
 Invariants
 1. Nothing waits while it holds a reservation that is not being loaded: room in L1 is asked for only after the
-   adapter's gate was passed, and a refusal ends the prefix.  Only where the server's own loads use up what one
-   row may reserve, the fetch waits for one of them to end.
+   adapter's gate was passed, and a refusal ends the prefix.
 2. A key is loaded once at a time; other fetches that need it wait for that load.
 3. Every reserved item ends in a commit or an abort.  Its hold goes to the adapter; after an abort the extent
    stays quarantined until the adapter has dropped it.
 4. Per adapter at most `max_in_flight` fetches with a waiting caller load at a time, with at most
-   `in_flight_bytes` under way.  A fetch past its deadline goes on only while no other one waits at the gate.
+   `in_flight_bytes` under way.  That, and what an adapter may have stuck (storage/wrap/deadline.py), bounds the
+   server's own reservations: row 0 of the pool has no share.  A fetch past its deadline goes on only while no
+   other one waits at the gate.
 5. An adapter that does not answer `exists` within its patience is passed over.
 
 What is loaded from where is decided in policy/prefetch.py.
@@ -178,8 +179,6 @@ class _Fetch:
         """Nobody waits for the answer any more."""
         self.abandoned = False
         """Nobody wants the chunks any more either."""
-        self.crowded = False
-        """The last batch did not get all its extents because other loads have them."""
         self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._states: dict[int, str | None] = {}
         """Per hole (by key number): None under way or not begun, "" there, else why not."""
@@ -210,7 +209,7 @@ class _Fetch:
         return self._states[hole.number] is None
 
     def again(self, holes: list[Hole]) -> None:
-        """These holes are to be loaded, at another time or from another source."""
+        """These holes are to be loaded from another source."""
         self.pending = collections.deque(sorted((*holes, *self.pending), key=lambda hole: hole.number))
 
     def take(self, batch: list[Hole]) -> None:
@@ -390,9 +389,6 @@ class PrefetchController:
                 if fetch.running:
                     await asyncio.wait(fetch.running, return_when=asyncio.FIRST_COMPLETED)
                 continue
-            if fetch.crowded and self._loads:
-                await asyncio.wait(self._loads.values(), return_when=asyncio.FIRST_COMPLETED)
-            fetch.crowded = False
             first = fetch.pending[0]
             if self._join(fetch, first):
                 fetch.take([first])
@@ -517,12 +513,8 @@ class PrefetchController:
             if part.indices:
                 parts.append(part)
         begun = {item.key for item in items}
-        left = [hole for hole in batch if hole.key not in begun and fetch.is_open(hole)]
-        if left and beyond.word == "session_limit" and (items or self._loads):
-            fetch.again(left)  # our own loads use our share up: wait until one of them ends
-            fetch.crowded = True
-        else:
-            for hole in left:
+        for hole in batch:
+            if hole.key not in begun and fetch.is_open(hole):
                 fetch.failed(hole, "in_flight" if beyond.word == "in_flight" else "refused")
         if not items:
             self._gates[number].ended(batch_bytes)
