@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from kvstrata.client.calls import LoadItem, StoreOutcome
@@ -162,6 +164,26 @@ def test_failed_asynchronous_load_is_reported_as_received_with_its_blocks(fake, 
     assert received == {"r"} and bad == {5, 6}
     assert report is None, "nothing computed rests on it, so no store is in doubt"
     assert step(side, StepPlan(3))[2] == set()
+
+
+def test_loads_that_end_while_others_are_looked_at_are_reported(fake, side):
+    """Copies end on other threads, so between any two looks."""
+    fake.next_takes_s = 5.0
+    loads = [load_of(name, asynchronous=True, seq=n) for n, name in enumerate("abc")]
+    step(side, StepPlan(1, loads=loads))
+    done = [job.done for _, _, job in fake.loads]
+    done[1].set()
+    looked = [0, 0, 0]
+
+    def ends_after_the_first_look(n):
+        looked[n] += 1
+        done[n].set_now |= looked[n] > 1
+        return done[n].set_now
+
+    for n in (0, 2):
+        done[n].is_set = partial(ends_after_the_first_look, n)
+    received = [step(side, StepPlan(number))[2] for number in (2, 3, 4)]
+    assert sorted(name for names in received for name in names) == ["a", "b", "c"]
 
 
 def test_waiting_for_copies_is_bounded_and_ends_with_the_copies_begun(fake, side):

@@ -174,13 +174,15 @@ class WorkerSide:
 
     def finished(self) -> tuple[set[str], set[str]]:
         """(requests whose blocks may be freed, requests whose asynchronous load ended), each told once."""
-        ended = [loading for loading in self._loads if loading.job.done.is_set()]
-        if ended:
-            self._loads = [loading for loading in self._loads if not loading.job.done.is_set()]
         received = set()
-        for loading in ended:
-            self._ended_load(loading)
-            received.add(loading.load.request_id)
+        running = []
+        for loading in self._loads:
+            if loading.job.done.is_set():  # asked once: it may end at any time
+                self._ended_load(loading)
+                received.add(loading.load.request_id)
+            else:
+                running.append(loading)
+        self._loads = running
         reading = self._settle_stores()
         sent = self._awaited - reading
         self._awaited -= sent
