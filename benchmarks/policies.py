@@ -93,7 +93,7 @@ def pool_hits(prompts: Sequence[Prompt], capacity: int, policy: str) -> float:
     hit_tokens = 0
     for prompt in prompts:
         keys = b"".join(key_of(block) for block in prompt.blocks)
-        ticket, hits, _, _ = pool.lease(keys, 1, [0])
+        ticket, hits, *_ = pool.lease(keys, 1, [0])
         if ticket:
             pool.release(ticket)
         hit_tokens += min(hits * BLOCK_TOKENS, prompt.tokens)

@@ -28,6 +28,8 @@ cdef extern from *:
     namespace kvstrata_cython {
     using U32Span = std::span<const std::uint32_t>;
     inline U32Span u32_span(const std::uint32_t* data, std::size_t size) { return U32Span(data, size); }
+    using U64Span = std::span<const std::uint64_t>;
+    inline U64Span u64_span(const std::uint64_t* data, std::size_t size) { return U64Span(data, size); }
     template <typename T>
     inline const char* id_bytes(T span) { return reinterpret_cast<const char*>(span.data()); }
     }
@@ -35,6 +37,9 @@ cdef extern from *:
     cdef cppclass U32Span "kvstrata_cython::U32Span":
         U32Span() noexcept
     U32Span u32_span "kvstrata_cython::u32_span"(const uint32_t*, size_t) noexcept nogil
+    cdef cppclass U64Span "kvstrata_cython::U64Span":
+        U64Span() noexcept
+    U64Span u64_span "kvstrata_cython::u64_span"(const uint64_t*, size_t) noexcept nogil
     const char* id_bytes "kvstrata_cython::id_bytes"[T](T) noexcept nogil
 
 
@@ -131,6 +136,7 @@ cdef extern from "kvstrata/pool.h" namespace "kvstrata" nogil:
         uint64_t ticket
         uint64_t n_chunks
         uint64_t unverified
+        uint64_t short_bytes
         vector[ExtentRecord] extents
 
     cdef cppclass ReserveRequest "kvstrata::Pool::ReserveRequest":
@@ -167,6 +173,7 @@ cdef extern from "kvstrata/pool.h" namespace "kvstrata" nogil:
         size_t peek(const uint8_t*, size_t, size_t) noexcept
         Status lease(const uint8_t*, size_t, size_t, U32Span, LeaseResult*) noexcept
         cbool release(uint64_t, int64_t) noexcept
+        size_t leases_to_end(U64Span, uint64_t) noexcept
         Status verify(const uint8_t*, size_t, uint64_t*, uint64_t*) noexcept
         Status verify_next(uint64_t, uint64_t*) noexcept
         Status mark_bad(const CKey&, cbool*) noexcept
@@ -495,13 +502,22 @@ cdef class Pool:
             )
         if not status.ok():
             raise _error(status)
-        return result.ticket, result.n_chunks, _packed(result.extents), result.unverified
+        return result.ticket, result.n_chunks, _packed(result.extents), result.unverified, result.short_bytes
 
     def release(self, uint64_t ticket, int64_t row=-1):
         cdef cbool done
         with nogil:
             done = self.pool.get().release(ticket, row)
         return bool(done)
+
+    def leases_to_end(self, tickets, uint64_t need_bytes):
+        cdef vector[uint64_t] numbers
+        cdef size_t count
+        for ticket in tickets:
+            numbers.push_back(ticket)
+        with nogil:
+            count = self.pool.get().leases_to_end(u64_span(numbers.data(), numbers.size()), need_bytes)
+        return count
 
     def verify(self, keys):
         cdef _Keys batch = _Keys(keys)

@@ -90,7 +90,7 @@ class Handlers:
         return list(self._pool.commit(ticket, indices))
 
     def lease(self, keys: str, rows: list[int]) -> dict[str, Any]:
-        ticket, n_chunks, extents, unverified = self._pool.lease(decode(keys), 1, rows)
+        ticket, n_chunks, extents, unverified, _ = self._pool.lease(decode(keys), 1, rows)
         return {
             "ticket": ticket,
             "n": n_chunks,

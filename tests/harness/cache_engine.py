@@ -204,8 +204,11 @@ class _Child:
 
     def __init__(self) -> None:
         self.engine: CacheEngine
+        self.queue: dict[int, LookupCall] = {}
 
-    def start(self, socket_dir: str, **more: Any) -> None:
+    def start(self, socket_dir: str, group: str = "", **more: Any) -> None:
+        if group:
+            more["group"] = group.encode()
         self.engine = CacheEngine(Path(socket_dir), **more).__enter__()
 
     def connect(self) -> str:
@@ -226,6 +229,22 @@ class _Child:
         lease = result.lease and [result.lease.session.hex(), result.lease.seq, result.lease.epoch]
         return {**result._asdict(), "lease": lease, "extents": result.extents.hex()}
 
+    def wait_in_queue(self, n_chunks: int, seed: int, claim: bool = False) -> int:
+        """Look a prompt up and keep its lease, as a request does that waits; the chunks found."""
+        call = self.queue[seed] = self.engine.lookup(prompt(n_chunks, seed))
+        assert call.wait(PATIENCE_S), "the lookup never ended"
+        assert not claim or call.claim()
+        return call.result.n_chunks
+
+    def revoked(self) -> list[int]:
+        """Seeds of the prompts whose leases went back."""
+        return [seed for seed, call in self.queue.items() if call.revoked]
+
+    def load_queued(self, n_chunks: int, seed: int) -> list[int]:
+        """What failed of the load of a prompt that waited."""
+        result = self.queue[seed].result
+        return sorted(self.engine.check_load(prompt(n_chunks, seed), result, sync=False))
+
     def load(self, result: dict[str, Any], n_chunks: int, seed: int = 0, sync: bool = True) -> list[int]:
         session, seq, epoch = result["lease"]
         lease = LeaseName(bytes.fromhex(session), seq, epoch)
@@ -244,4 +263,10 @@ class _Child:
 
 if __name__ == "__main__":
     child = _Child()
-    serve({name: getattr(child, name) for name in dir(child) if name[0] != "_" and name != "engine"})
+    serve(
+        {
+            name: getattr(child, name)
+            for name in dir(child)
+            if name[0] != "_" and name not in ("engine", "queue")
+        }
+    )

@@ -82,7 +82,7 @@ def churn(pool: Pool, report_fd: int, chance: random.Random) -> None:
                 if ticket:
                     tickets.append(ticket)
             case 3:
-                ticket, n_chunks, _, _ = pool.lease(keys, 1, chance.choice([rows, rows[:1]]))
+                ticket, n_chunks, *_ = pool.lease(keys, 1, chance.choice([rows, rows[:1]]))
                 if ticket:
                     leases.append(ticket)
                     report(f"lease {ticket} {prompt} {n_chunks}")

@@ -588,7 +588,7 @@ def test_a_scheduler_stores_nothing(engine: tuple[RpcClient, RpcClient, RpcClien
     assert caught.value.field == "slice"
 
 
-def test_leases_of_a_scheduler_that_is_gone_are_revoked_from_its_workers(
+def test_workers_are_told_of_leases_whose_scheduler_is_gone(
     engine: tuple[RpcClient, RpcClient, RpcClient],
 ) -> None:
     scheduler, first, second = engine
@@ -596,9 +596,9 @@ def test_leases_of_a_scheduler_that_is_gone_are_revoked_from_its_workers(
     reply = scheduler.lookup(identity.identity_id, chain)
     name = (scheduler.session, reply.seq)
     scheduler.goodbye()
-    assert first.ping().revoked == second.ping().revoked == [name]
+    assert first.ping().orphaned == second.ping().orphaned == [name]
     assert first.release([name]) == 1
-    assert first.ping().revoked == []
+    assert first.ping().orphaned == []
     assert_status(second, leases=1, reservations=0)
     assert second.release([name]) == 1
     assert_status(second, leases=0, reservations=0)

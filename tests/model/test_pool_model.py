@@ -206,10 +206,10 @@ class PoolMachine(RuleBasedStateMachine):
     def lease(self, prompt: int, count: int, readers: set[int]) -> None:
         rows = {self.row_of(session) for session in readers}
         keys = chain(prompt, 0, count)
-        ticket, n_chunks, packed, unverified = self.pool.lease(b"".join(keys), 1, sorted(rows))
+        ticket, n_chunks, packed, unverified, short_bytes = self.pool.lease(b"".join(keys), 1, sorted(rows))
         extents = unpack_extents(packed)
         assert len(extents) == n_chunks
-        self.model.leased(keys, rows, ticket, extents, unverified)
+        self.model.leased(keys, rows, ticket, extents, unverified, short_bytes)
 
     @precondition(lambda self: self.model.leases)
     @rule(number=numbers, session=sessions, everybody=st.booleans())

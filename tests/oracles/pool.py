@@ -178,9 +178,16 @@ class PoolModel:
     # leases
 
     def leased(
-        self, keys: Sequence[bytes], rows: set[int], ticket: int, extents: Sequence[Extent], unverified: int
+        self,
+        keys: Sequence[bytes],
+        rows: set[int],
+        ticket: int,
+        extents: Sequence[Extent],
+        unverified: int,
+        short_bytes: int,
     ) -> None:
-        budget = self.extents_bytes // 2 - self.leased_bytes()
+        limit = self.extents_bytes // 2
+        budget = limit - self.leased_bytes()
         count = waiting = 0
         for key in keys:
             state = self.state_of(key)
@@ -198,6 +205,13 @@ class PoolModel:
         assert len(extents) == count, f"leased {len(extents)} chunks, {count} could be"
         assert unverified == waiting
         assert (ticket != 0) == (count > 0)
+        prefix = self.ready_prefix(keys)
+        if count == prefix:
+            assert short_bytes == 0
+        else:
+            wanted = [self.index[key].bytes for key in keys[:prefix]]
+            new = [self.index[key].bytes for key in keys[:prefix] if not self.index[key].leases]
+            assert short_bytes == self.leased_bytes() + sum(new) - max(limit, sum(wanted))
         if not count:
             return
         assert ticket not in self.leases

@@ -52,7 +52,7 @@ def store(pool: Pool, keys: Sequence[bytes], pages: int, first: int = 0) -> None
 
 def use(pool: Pool, keys: Sequence[bytes]) -> int:
     """Leases what is there of a prompt for a moment; returns how many chunks."""
-    ticket, hits, _, _ = pool.lease(b"".join(keys), 1, [0])
+    ticket, hits, *_ = pool.lease(b"".join(keys), 1, [0])
     if ticket:
         assert pool.release(ticket)
     return hits

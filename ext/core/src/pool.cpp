@@ -774,10 +774,13 @@ Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_s
   find(keys, n_keys);
   const std::uint64_t limit = extents_bytes() / 2;
   std::uint64_t bytes = leased_bytes_;
+  std::uint64_t prefix_bytes = 0;
   std::size_t n_chunks = 0;
   bool readable = true;
-  bool room = leases_.size() < kMaxLeaseTickets;
+  bool trimmed = false;
+  const bool room = leases_.size() < kMaxLeaseTickets;
   for (std::size_t first = 0; first < n_keys; first += n_slices) {
+    std::uint64_t chunk_bytes = 0;
     std::uint64_t more = 0;
     std::uint64_t unverified = 0;
     bool present = true;
@@ -786,19 +789,25 @@ Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_s
       const EntryState state = entry == kNoEntry ? EntryState::kFree : index_.state(entry);
       present = state == EntryState::kReady || state == EntryState::kUnverified;
       unverified += state == EntryState::kUnverified;
-      if (present && local_[entry].leases == 0) more += extent_bytes(entry);
+      if (!present) break;
+      chunk_bytes += extent_bytes(entry);
+      if (local_[entry].leases == 0) more += extent_bytes(entry);
     }
-    if (!present) break;
+    if (!present || (trimmed && unverified != 0)) break;
     readable &= unverified == 0;
     result->unverified += unverified;
     if (!readable) continue;
-    if (room && bytes + more > limit) {
-      room = false;
-      counters_.leases_trimmed += 1;
-    }
     if (!room) break;
+    // Beyond the bound only the bytes are counted, up to where the prefix ends.
+    trimmed |= bytes + more > limit;
     bytes += more;
-    n_chunks += 1;
+    prefix_bytes += chunk_bytes;
+    n_chunks += trimmed ? 0 : 1;
+  }
+  if (trimmed) {
+    counters_.leases_trimmed += 1;
+    // A prefix longer than the bound wants what others have, and no more.
+    result->short_bytes = bytes - std::min(bytes, std::max(limit, prefix_bytes));
   }
   const std::size_t n_items = n_chunks * n_slices;
   if (n_items == 0 ||
@@ -833,6 +842,36 @@ Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_s
   lease.entries.assign(found_.begin(), found_.begin() + static_cast<std::ptrdiff_t>(n_items));
   lease_items_ += n_items;
   return Status();
+}
+
+std::size_t Pool::leases_to_end(std::span<const std::uint64_t> tickets,
+                                std::uint64_t need_bytes) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (is_closed()) return 0;
+  // Ends them in the counts alone, and puts those back below: nobody else looks meanwhile.
+  std::uint64_t freed_bytes = 0;
+  std::size_t looked_at = 0;
+  std::size_t count = 0;
+  std::size_t useful = 0;
+  while (count < tickets.size() && freed_bytes < need_bytes && looked_at < kMaxEntriesToEnd) {
+    const auto lease = leases_.find(tickets[count++]);
+    if (lease == leases_.end()) continue;
+    for (const std::uint32_t entry : lease->second.entries) {
+      EntryLocal& local = local_[entry];
+      local.leases -= 1;
+      if (local.leases != 0) continue;
+      freed_bytes += extent_bytes(entry);
+      useful = count;
+    }
+    looked_at += lease->second.entries.size();
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto lease = leases_.find(tickets[i]);
+    if (lease == leases_.end()) continue;
+    for (const std::uint32_t entry : lease->second.entries)
+      local_[entry].leases += 1;
+  }
+  return useful;
 }
 
 void Pool::end_lease(std::unordered_map<std::uint64_t, Lease>::iterator lease) {

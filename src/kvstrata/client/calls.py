@@ -78,15 +78,22 @@ def miss(reason: MissReason) -> LookupResult:
 
 
 class LookupCall:
-    """A lookup under way."""
+    """A lookup under way, and afterwards its lease's claim.
 
-    __slots__ = ("_cancel", "_finished", "_lock", "_result", "epoch", "seq")
+    The server may ask for a lease back while it waits for its use (`revoked`).  Who promises its chunks to somebody
+    claims it first; a claimed lease stays until it is released.
+    """
+
+    __slots__ = ("_cancel", "_claimed", "_finished", "_lock", "_result", "epoch", "revoked", "seq")
 
     def __init__(self, cancel: Callable[[LookupCall], None]) -> None:
         self._lock = threading.Lock()
         self._finished = threading.Event()
         self._result: LookupResult | None = None
         self._cancel = cancel
+        self._claimed = False
+        self.revoked = False
+        """Whether the lease went back to the server; its chunks may be gone."""
         self.seq = 0
         """Its number, set when it is sent; owned by the I/O thread, as is `epoch`."""
         self.epoch = 0
@@ -107,6 +114,17 @@ class LookupCall:
         """Wait at most `timeout_s` for the result; whether it is there."""
         return self._finished.wait(timeout_s)
 
+    def claim(self) -> bool:
+        """Keep the lease from being revoked; False when it was already. Never blocks."""
+        with self._lock:
+            self._claimed = not self.revoked
+            return self._claimed
+
+    def unclaim(self) -> None:
+        """The lease may be revoked again. Not after it was handed to other processes."""
+        with self._lock:
+            self._claimed = False
+
     def cancel(self) -> None:
         """Undo it, whatever state it is in; `result` is then a miss. Idempotent, never blocks.
 
@@ -125,6 +143,18 @@ class LookupCall:
             self._result = result
         self._finished.set()
         return True
+
+    def take_back(self, spend: Callable[[LeaseName], bool]) -> bool:
+        """Revoke the lease unless it is claimed or not there yet. For the client's I/O thread only.
+
+        `spend` keeps loads from beginning under it; False when it is too late for that.
+        """
+        with self._lock:
+            lease = None if self._result is None else self._result.lease
+            if lease is not None and not self._claimed and not self.revoked:
+                self.revoked = spend(lease)
+                return self.revoked
+            return False
 
 
 class StoreOutcome(enum.StrEnum):

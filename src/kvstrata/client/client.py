@@ -119,7 +119,7 @@ class CacheClient:
         self._must_quiesce = False
         self._live: dict[int, LookupCall] = {}
         self._asking: dict[LookupCall, Pending] = {}
-        self._lookups = self._hits = self._loaded_bytes = self._corrupt = 0
+        self._lookups = self._hits = self._revoked = self._loaded_bytes = self._corrupt = 0
         self._ledger = CopyLedger()
         self._copier = Copier(settings.copy_threads)
         self._warmer = PageWarmer()
@@ -238,7 +238,8 @@ class CacheClient:
         """Ask how many leading chunks there are, and lease them for the whole engine group. Never blocks.
 
         Without a server that answers, the call is done at once: a miss.  The lease belongs to all processes of the
-        group; each ends its share by a load or by `release`.
+        group; each ends its share by a load or by `release`.  Until it is claimed (`LookupCall.claim`) or a load of
+        this process begins under it, the server may revoke it: claim it before it is promised to anybody.
         """
         if isinstance(chain, ChunkHasher):
             probe = probe or chain.probe
@@ -357,6 +358,7 @@ class CacheClient:
             "breaker_trips": self._link.breaker.trips,
             "lookups": self._lookups,
             "lookup_hit_chunks": self._hits,
+            "revoked_leases": self._revoked,
             "loaded_bytes": self._loaded_bytes,
             "corrupt_chunks": self._corrupt,
             "copies_running": self._ledger.n_running,
@@ -413,7 +415,17 @@ class CacheClient:
         """See LinkOwner."""
         self._stores.give_up()
 
-    def link_revoked(self, leases: list[tuple[bytes, int]]) -> None:
+    def link_revoked(self, lookups: list[int]) -> None:
+        """See LinkOwner."""
+        taken_back = []
+        for seq in lookups:
+            call = self._live.get(seq)
+            if call is not None and call.take_back(self._ledger.take_back):
+                taken_back.append(LeaseName(self.session, seq, self._link.epoch))
+        self._revoked += len(taken_back)
+        self._releases.add(taken_back, group=True)
+
+    def link_orphaned(self, leases: list[tuple[bytes, int]]) -> None:
         """See LinkOwner."""
         idle = self._ledger.spend([LeaseName(session, seq, self._link.epoch) for session, seq in leases])
         self._releases.add(idle, group=False)

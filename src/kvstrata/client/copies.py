@@ -123,6 +123,14 @@ class CopyLedger:
                     idle.append(lease)
             return idle
 
+    def take_back(self, lease: LeaseName) -> bool:
+        """No load begins under it any more; False, and nothing changes, where one has begun or it was released."""
+        with self._lock:
+            if lease in self._spent or lease in self._lease_running:
+                return False
+            self._spend(lease)
+            return True
+
     def quiesce(self, epoch: int) -> bool:
         """Close all epochs but this one if no copy of them runs; whether they are closed now."""
         with self._lock:

@@ -67,8 +67,11 @@ class LinkOwner(Protocol):
     def link_silent(self) -> None:
         """The server does not answer, or is gone: nobody shall wait for it. ASK requests have failed already."""
 
-    def link_revoked(self, leases: list[tuple[bytes, int]]) -> None:
-        """The server takes these leases back."""
+    def link_orphaned(self, leases: list[tuple[bytes, int]]) -> None:
+        """Who looked these leases up is gone: the own share ends."""
+
+    def link_revoked(self, lookups: list[int]) -> None:
+        """The server asks for the leases of these own lookups."""
 
     def live_lookups(self) -> list[int]:
         """Numbers of the lookups still wanted."""
@@ -273,6 +276,8 @@ class Link:
             if was_open and self.connected:
                 log.info("the cache server answers again")
             if isinstance(reply, wire.Pong):
+                if reply.orphaned:
+                    self._owner.link_orphaned(reply.orphaned)
                 if reply.revoked:
                     self._owner.link_revoked(reply.revoked)
             elif isinstance(self.table.reply(reply), UnknownSession):

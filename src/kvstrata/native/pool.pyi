@@ -17,6 +17,7 @@ valid until they are dropped.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Final, Self, TypedDict
 
@@ -145,15 +146,22 @@ class Pool:
         """The live process touches nothing of earlier epochs any more."""
     def peek(self, keys: Buffer, n_slices: int = 1) -> int:
         """Leading chunks READY in all slices. Takes no lock."""
-    def lease(self, keys: Buffer, n_slices: int, rows: list[int]) -> tuple[int, int, bytes, int]:
-        """(ticket, n_chunks, extents, unverified): pins the leading READY chunks for these rows.
+    def lease(self, keys: Buffer, n_slices: int, rows: list[int]) -> tuple[int, int, bytes, int, int]:
+        """(ticket, n_chunks, extents, unverified, short_bytes): pins the leading READY chunks for these rows.
 
         `extents`: n_chunks × n_slices packed `types.EXTENT`.  Ticket 0 when n_chunks is 0.  Trimmed where leased
-        bytes would pass half of the pool.  `unverified` counts entries that `verify` must see before a longer
-        answer is possible.  Counts as a use of the chunks.
+        bytes would pass half of the pool; `short_bytes` is then what other leases would have to give back for the
+        rest of the prefix.  `unverified` counts entries that `verify` must see before a longer answer is possible.
+        Counts as a use of the chunks.
         """
     def release(self, ticket: int, row: int = -1) -> bool:
         """Ends one row's share of a lease, or all of it. False when there is no such share (any more)."""
+    def leases_to_end(self, tickets: Sequence[int], need_bytes: int) -> int:
+        """How many of these tickets, in this order, would have to end until `need_bytes` more can be leased.
+
+        Up to the last that frees anything if that is never enough.  It looks at about 8,192 entries at most.  Each
+        ticket must be named once.  Changes nothing.
+        """
     def verify(self, keys: Buffer) -> tuple[int, int]:
         """(ok, bad): checks the UNVERIFIED entries among the keys; bad ones are dropped. Long, without the GIL."""
     def verify_next(self, max_bytes: int) -> int:

@@ -54,6 +54,9 @@ FAMILIES: dict[str, Family] = {
     "kvstrata_lookup_chunks": Family("counter", (), "Chunks asked for."),
     "kvstrata_l1_hit_chunks": Family("counter", (), "Chunks served that were in L1."),
     "kvstrata_l2_hit_chunks": Family("counter", (), "Chunks served after a load from L2."),
+    "kvstrata_revoked_leases": Family(
+        "counter", (), "Waiting leases asked back because others needed the room."
+    ),
     "kvstrata_committed_chunks": Family("counter", (), "Chunks that became visible."),
     "kvstrata_bad_records": Family("counter", (), "Commits refused because the record was wrong."),
     "kvstrata_retrieved_bytes": Family("counter", (), "Bytes sent by retrieve."),
@@ -106,6 +109,7 @@ STATUS_NUMBERS: dict[str, str] = {
     "sessions.detached": "Processes that live but whose attach connection is closed.",
     "sessions.groups": "Engines with a process attached.",
     "sessions.leases": "Leases the sessions hold.",
+    "sessions.leases_revoked": "Leases asked back that were neither given back nor handed on yet.",
     "sessions.extents_being_written": "Extents reserved and not committed.",
     "sessions.tasks": "Tasks running in the server.",
     "sessions.absent_keys_remembered": "Keys whose reason of absence is remembered for explain.",
@@ -181,6 +185,7 @@ class ServerCounters:
         self.lookup_chunks = 0
         self.l1_hit_chunks = 0
         self.l2_hit_chunks = 0
+        self.revoked_leases = 0
         self.reserve_outcomes: dict[str, int] = {}
         self.committed_chunks = 0
         self.bad_records = 0
@@ -211,6 +216,7 @@ class ServerCounters:
             "lookup_chunks": self.lookup_chunks,
             "l1_hit_chunks": self.l1_hit_chunks,
             "l2_hit_chunks": self.l2_hit_chunks,
+            "revoked_leases": self.revoked_leases,
             "reserve_outcomes": dict(self.reserve_outcomes),
             "committed_chunks": self.committed_chunks,
             "bad_records": self.bad_records,
@@ -274,6 +280,7 @@ def _counted(instance_id: str, counters: ServerCounters) -> dict[str, list[tuple
         "kvstrata_lookup_chunks": [([], counters.lookup_chunks)],
         "kvstrata_l1_hit_chunks": [([], counters.l1_hit_chunks)],
         "kvstrata_l2_hit_chunks": [([], counters.l2_hit_chunks)],
+        "kvstrata_revoked_leases": [([], counters.revoked_leases)],
         "kvstrata_committed_chunks": [([], counters.committed_chunks)],
         "kvstrata_bad_records": [([], counters.bad_records)],
         "kvstrata_retrieved_bytes": [([], counters.retrieved_bytes)],

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity, Role, Slice
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 8 << 20
 """A larger request is dropped by the socket and its sender disconnected."""
 MAX_CHUNKS = 65_536
@@ -122,10 +122,12 @@ class Ping(Request, frozen=True, tag="ping"):
 
 
 class Pong(Reply, frozen=True, tag="ping"):
-    """The server is alive."""
+    """The server is alive. Also sent unasked, with seq 0, when leases are asked back."""
 
-    revoked: list[tuple[bytes, int]] = []
+    orphaned: list[tuple[bytes, int]] = []
     """Leases (session that looked up, seq) whose looker is gone: release the own share once no copy runs."""
+    revoked: list[int] = []
+    """Own lookups whose leases are asked back: release for the group what nobody was promised."""
 
 
 class Rule(enum.StrEnum):

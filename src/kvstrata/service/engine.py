@@ -29,7 +29,7 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.observability.metrics import ServerCollector, ServerCounters
 from kvstrata.policy.sessions import Group, Registry, TenantTokens, tenant_number
 from kvstrata.rpc.session import Call, Effect, Session, Sessions, Undoing
-from kvstrata.rpc.wire import Error, Tier, encode
+from kvstrata.rpc.wire import Error, Pong, Tier, encode
 from kvstrata.service.effects import InFlight, Lease, Leases, Reservation
 from kvstrata.types import FORMAT_VERSION, KEY_BYTES, MissReason, RequestIdentity, identity_root
 
@@ -236,6 +236,7 @@ class Engine:
         if row not in lease.rows:
             return False
         self.pool.release(lease.ticket, row)
+        self.leases.begun(lease)
         if own:
             lease.wanted_by_ping = False
         if self.leases.drop_share(lease, row):
@@ -247,6 +248,18 @@ class Engine:
         self.pool.release(lease.ticket, -1)
         self.leases.drop(lease)
         self._settle(lease)
+
+    def revoke(self, need_bytes: int) -> int:
+        """Ask for the oldest waiting leases, as many as keep `need_bytes` from being leased; how many these are.
+
+        The lookers are told at once, and again in each answer to their pings.  Nothing waits for them, and only
+        what they release is free.
+        """
+        chosen = self.leases.revoke(lambda tickets: self.pool.leases_to_end(tickets, need_bytes))
+        self.counters.revoked_leases += len(chosen)
+        for session, address in {lease.name[0]: lease.address for lease in chosen}.items():
+            self.send(address, encode(Pong(0, self.epoch, [], self.leases.revoked(session))))
+        return len(chosen)
 
     def _settle(self, lease: Lease) -> None:
         self.sessions.settle(*lease.name)
@@ -496,6 +509,7 @@ class Engine:
                 "detached": sum(member.detached for member in self.peers.members),
                 "groups": len(self.peers.groups),
                 "leases": len(self.leases),
+                "leases_revoked": self.leases.n_revoked,
                 "extents_being_written": len(self.in_flight),
                 "tasks": len(self.supervisor),
                 "absent_keys_remembered": len(self.explainer.keys),

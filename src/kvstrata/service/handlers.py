@@ -311,7 +311,9 @@ class Handlers:
             )
         if request.live is not None:
             engine.carry_out(engine.sessions.ping(request.session, request.seq, request.live))
-        return encode(Pong(request.seq, engine.epoch, engine.leases.orphans(member.row)))
+        leases = engine.leases
+        pong = Pong(request.seq, engine.epoch, leases.orphans(member.row), leases.revoked(member.session))
+        return encode(pong)
 
     def _hello(self, request: Hello, member: Member | None) -> Reply:
         engine = self._engine

@@ -12,6 +12,8 @@ Rules:
 2. What arrives later stays in L1 without a lease.
 3. While more is waited for, the first lease is held, so that what was there does not leave meanwhile.
 4. A ticket is always owned: by this coroutine, by the call's effect, or by a callback on a lane's future.
+5. Where leases may cover no more of L1, older ones that wait for their use are asked back; this lookup is
+   answered without them, a later one may have what they give back.
 """
 
 from __future__ import annotations
@@ -48,16 +50,17 @@ class Granted(NamedTuple):
     n_chunks: int
     extents: bytes
     unverified: int
+    short_bytes: int
+    """What other leases would have to give back for the rest of the prefix."""
     rows: list[int]
     """The pool rows that got a share."""
 
 
-def _granted(leased: tuple[int, int, bytes, int], rows: list[int]) -> Granted:
-    ticket, n_chunks, extents, unverified = leased
-    return Granted(ticket, n_chunks, extents, unverified, rows)
+def _granted(leased: tuple[int, int, bytes, int, int], rows: list[int]) -> Granted:
+    return Granted(*leased, rows)
 
 
-NOTHING = Granted(0, 0, b"", 0, [])
+NOTHING = Granted(0, 0, b"", 0, 0, [])
 
 
 class Asked(NamedTuple):
@@ -200,17 +203,21 @@ class Lookups:
         """The outcome for what is leased now; `load_reason` is why the load from L2 went no further."""
         if granted.n_chunks == asked.n_chunks:
             return self._outcome(asked, all_keys, granted, l1_chunks, "", "")
-        reason, detail = self._why(asked, all_keys, granted)
+        asked_back = self._engine.revoke(granted.short_bytes) if granted.short_bytes else 0
+        reason, detail = self._why(asked, all_keys, granted, asked_back)
         if load_reason not in ("", MissReason.NEVER_STORED):
             reason, detail = load_reason, f"while loading from L2: {load_detail or load_reason}"
         return self._outcome(asked, all_keys, granted, l1_chunks, reason, detail)
 
-    def _why(self, asked: Asked, all_keys: bytes, granted: Granted) -> tuple[str, str]:
+    def _why(self, asked: Asked, all_keys: bytes, granted: Granted, asked_back: int) -> tuple[str, str]:
         engine = self._engine
         first = granted.n_chunks * asked.n_slices
         keys = [nth_key(all_keys, index) for index in range(first, first + asked.n_slices)]
         if engine.pool.peek(b"".join(keys), asked.n_slices):
-            return MissReason.REFUSED, "present, but leases may cover no more of L1 now"
+            detail = (
+                f"present, but leases may cover no more of L1 now; {asked_back} older ones are asked back"
+            )
+            return MissReason.REFUSED, detail
         if granted.unverified and self._late(asked):
             return MissReason.DEADLINE, "present, but not verified since the restart"
         key = next((k for k in keys if k in engine.in_flight or engine.explainer.keys.get(k)), keys[0])
@@ -234,7 +241,9 @@ class Lookups:
         effect: Lease | None = None
         if granted.ticket:
             group = asked.member.group
-            effect = Lease((call.session.name, call.seq), group.name, granted.ticket, granted.rows)
+            name = (call.session.name, call.seq)
+            address = call.waiters[-1] if call.waiters else None
+            effect = Lease(name, group.name, granted.ticket, granted.rows, address)
             if granted.rows is not group.rows:
                 # Processes that died while a lane worked on this will never end their share.
                 for row in effect.rows.difference(group.rows):

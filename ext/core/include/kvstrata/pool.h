@@ -59,6 +59,7 @@ namespace kvstrata {
 
 inline constexpr std::size_t kMaxBatchKeys = std::size_t{1} << 20;
 inline constexpr std::size_t kMaxLeaseTickets = 65'536;
+inline constexpr std::size_t kMaxEntriesToEnd = 8'192;
 inline constexpr std::size_t kMaxReservations = 65'536;
 inline constexpr std::size_t kEventRing = 65'536;
 
@@ -215,12 +216,19 @@ class Pool : public std::enable_shared_from_this<Pool> {
     std::uint64_t ticket = 0;
     std::uint64_t n_chunks = 0;
     std::uint64_t unverified = 0;
+    // When leases would pass half of the pool: what must be given back for the rest of the prefix.
+    std::uint64_t short_bytes = 0;
     std::vector<ExtentRecord> extents;
   };
   [[nodiscard]] Status lease(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_slices,
                              std::span<const std::uint32_t> rows, LeaseResult* result) noexcept;
   // Ends one row's share, or all with row < 0. False when the ticket has no such share (any more).
   bool release(std::uint64_t ticket, std::int64_t row) noexcept;
+  // How many of these leases, in this order, would have to end until `need_bytes` more can be
+  // leased; up to the last that frees anything if that is never enough. It looks at about
+  // kMaxEntriesToEnd entries at most. REQUIRES: each ticket is named once. Changes nothing.
+  std::size_t leases_to_end(std::span<const std::uint64_t> tickets,
+                            std::uint64_t need_bytes) noexcept;
   [[nodiscard]] Status verify(const std::uint8_t* keys, std::size_t n_keys, std::uint64_t* good,
                               std::uint64_t* bad) noexcept;
   // Checks unverified entries, last used first, until `max_bytes` were read; returns how many
