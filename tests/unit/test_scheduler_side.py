@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstrata.client.calls import LookupResult
+from kvstrata.client.calls import LookupCall, LookupResult
 from kvstrata.config.model import ClientSettings
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, WorkerReport
 from kvstrata.connectors.vllm.scheduler import EARLY_LOOKUPS, SchedulerSide
@@ -22,37 +22,31 @@ LAYOUT = LayoutIdentity(model="m", kv_dtype="bfloat16", chunk_tokens=CHUNK)
 SLICES = (b"\1" * 32, b"\2" * 32)
 
 
-class FakeCall:
+class FakeCall(LookupCall):
     def __init__(self, client, n_asked):
-        self.client, self.n_asked, self.cancelled, self._result = client, n_asked, False, None
-
-    @property
-    def done(self):
-        return self._result is not None
-
-    @property
-    def result(self):
-        return self._result
+        super().__init__(lambda call: None)
+        self.client, self.n_asked, self.cancelled = client, n_asked, False
 
     def wait(self, timeout_s):
         assert timeout_s <= 0.002, "longer than a call on the scheduler's thread may take"
-        return self.done
+        return super().wait(0)
 
     def cancel(self):
         assert not self.cancelled
         self.cancelled = True
-        if self._result is not None and self._result.lease is not None:
-            self.client.leases.remove(self._result.lease)
+        if self.done and self.result.lease is not None and not self.revoked:
+            self.client.leases.remove(self.result.lease)
+        super().cancel()
 
     def answer(self, n):
         n = min(n, self.n_asked)
         if not n:
-            self._result = LookupResult(0, None, b"", 0, "never_stored")
+            self.finish(LookupResult(0, None, b"", 0, "never_stored"))
             return
         lease = LeaseName(b"s" * 16, next(self.client.seqs), 1)
         self.client.leases.append(lease)
         extents = b"".join(EXTENT.pack(i, 1, i, 1, 0) for i in range(n * len(SLICES)))
-        self._result = LookupResult(n, lease, extents, len(SLICES), "")
+        self.finish(LookupResult(n, lease, extents, len(SLICES), ""))
 
 
 class FakeClient:
@@ -62,7 +56,7 @@ class FakeClient:
         self.connected, self.has_l2, self.chunk_tokens = True, False, CHUNK
         self.hits, self.answers = hits, answers
         self.calls, self.leases, self.handed_on, self.seqs = [], [], [], itertools.count(1)
-        self.closed, self.identities = False, []
+        self.closed, self.identities, self.revoked = False, [], set()
 
     def identity(self, request):
         self.identities.append(request)
@@ -83,9 +77,24 @@ class FakeClient:
 
     def release(self, leases, *, group=False):
         for lease in leases:
+            if lease in self.revoked:
+                assert group, "a lease was handed on that the server has taken back"
+                continue
             self.leases.remove(lease)
             if not group:
                 self.handed_on.append(lease)
+
+    def revoke(self, call):
+        """The server asks for the lease: what the client's I/O thread makes of it. Whether it went back."""
+
+        def spend(lease):
+            if lease not in self.leases:
+                return False
+            self.leases.remove(lease)
+            self.revoked.add(lease)
+            return True
+
+        return call.take_back(spend)
 
     def close(self, timeout_s):
         self.closed = True
@@ -346,6 +355,107 @@ def test_no_more_is_promised_than_a_worker_can_load_at_once(computed, promised):
     assert tokens == promised
     (load,) = load_of(side, request, computed, tokens, list(range(1, 30)))
     assert len(load.chain) // 32 * 100 <= 450
+
+
+# -- leases that the server takes back
+
+
+def revoked_while_waiting(side, client, request, promised=40):
+    """A step in which vLLM had no blocks for the request; then the server asks for its lease."""
+    assert hit(side, request) == (promised, False)
+    step(side)
+    return client.revoke(client.calls[-1])
+
+
+def test_a_promised_lease_is_kept_until_vllm_took_it_or_the_step_is_over():
+    client = FakeClient(hits=5)
+    side = make_side(client)
+    taken, left = make_request(100), make_request(100)
+    for request in (taken, left):
+        side.on_new_request(request)
+        assert hit(side, request) == (40, False)
+    side.allocated(taken, list(range(1, 30)), 40)
+    of_taken, of_left = client.calls
+    assert not client.revoke(of_taken) and not client.revoke(of_left)
+    (load,) = step(side).loads
+    assert load.lease == of_taken.result.lease
+    assert client.revoke(of_left), "it waits in vLLM's queue"
+    assert not client.revoke(of_taken), "its workers copy"
+
+
+def test_an_early_lookup_can_be_taken_back_before_vllm_asks():
+    client = FakeClient(hits=5)
+    side = make_side(client)
+    request = make_request(100)
+    side.on_new_request(request)
+    assert client.revoke(client.calls[0])
+    assert hit(side, request) == (40, False)
+    assert len(client.calls) == 2 and len(client.leases) == 1
+    assert side.take_counts()["leases_revoked"] == 1
+
+
+def test_a_revoked_lookup_is_made_again_when_vllm_asks_next():
+    client = FakeClient(hits=5)
+    side = make_side(client)
+    request = make_request(100)
+    side.on_new_request(request)
+    assert revoked_while_waiting(side, client, request)
+    assert client.leases == []
+    client.hits = 3
+    assert hit(side, request) == (24, False)
+    (load,) = load_of(side, request, 0, 24, list(range(1, 30)))
+    assert load.lease == client.calls[-1].result.lease
+    assert len(client.calls) == 2
+
+
+def test_a_revoked_lookup_whose_chunks_are_gone_is_a_miss_without_a_message():
+    client = FakeClient(hits=5)
+    side = make_side(client)
+    request = make_request(100)
+    side.on_new_request(request)
+    assert revoked_while_waiting(side, client, request)
+    client.hits = 0
+    assert hit(side, request) == (0, False)
+    assert len(client.calls) == 1
+
+
+def test_a_lookup_revoked_again_and_again_is_made_anew_only_now_and_then():
+    clock, client = Clock(), FakeClient(hits=5)
+    side = make_side(client, clock)
+    request = make_request(100)
+    side.on_new_request(request)
+    for _ in range(1000):
+        tokens, _ = hit(side, request)
+        assert tokens in (0, 40)
+        step(side)
+        client.revoke(client.calls[-1])
+        clock.now_s += 0.001
+    assert 5 <= len(client.calls) <= 25, "about one in each tenth of a second"
+    assert client.leases == []
+
+
+def test_a_lease_taken_back_between_two_looks_is_not_promised():
+    client = FakeClient(hits=5)
+    side = make_side(client)
+    request = make_request(100)
+    side.on_new_request(request)
+    call = client.calls[0]
+    claim = call.claim
+    call.claim = lambda: client.revoke(call) and claim()
+    assert hit(side, request) == (None, False)
+    assert hit(side, request) == (40, False)
+    assert client.calls[1].result.lease in client.leases
+
+
+def test_a_request_that_ends_after_its_lease_was_taken_back_gives_nothing_back_twice():
+    client = FakeClient(hits=5)
+    side = make_side(client)
+    request = make_request(100)
+    side.on_new_request(request)
+    assert revoked_while_waiting(side, client, request)
+    assert side.finished(request, []) is False
+    side.close()
+    assert client.leases == [] and client.handed_on == []
 
 
 # -- loads
@@ -713,16 +823,27 @@ class Scheduling(RuleBasedStateMachine):
         self.waiting.insert(0, self.waiting.pop())
         self.schedule(0, True)
 
+    @rule()
+    def server_asks_for_everything(self):
+        """Whatever waits goes back; what workers may copy never does (`FakeClient.release` looks)."""
+        for call in self.client.calls:
+            if self.client.revoke(call):
+                assert call.result.lease not in self.client.handed_on
+
     @precondition(lambda self: self.waiting)
-    @rule(computed=st.integers(0, 6), fits=st.booleans())
-    def schedule(self, computed, fits):
+    @rule(computed=st.integers(0, 6), fits=st.booleans(), asked_back=st.booleans())
+    def schedule(self, computed, fits, asked_back=False):
         request = self.waiting[0]
         computed = min(computed * BLOCK, (request.num_tokens - 1) // BLOCK * BLOCK)
         tokens, asynchronous = self.side.matched_tokens(request, computed)
         if tokens is None:
             return
         assert 0 <= tokens <= request.num_tokens - 1 - computed
+        if asked_back:
+            self.server_asks_for_everything()
         if not fits:
+            # No blocks: it stays in the queue, and the step goes on without it.
+            self.plan([])
             return
         self.waiting.pop(0)
         self.side.allocated(request, list(range(1, 40)), tokens)
@@ -797,13 +918,14 @@ class Scheduling(RuleBasedStateMachine):
     def leases_have_an_owner(self):
         if not hasattr(self, "side"):
             return
-        held = [t.hit.lease for t in self.side._tracked.values() if t.hit is not None]
+        tracked = list(self.side._tracked.values())
+        held = [t.hit.lease for t in tracked if t.hit is not None and not t.call.revoked]
         pending = [
             call.result.lease
             for call in self.client.calls
             if call.done and not call.cancelled and call.result.lease is not None
         ]
-        asked = [t.call for t in self.side._tracked.values() if t.call is not None]
+        asked = [t.call for t in tracked if t.call is not None and t.hit is None and not t.call.revoked]
         answered = [c.result.lease for c in asked if c.done and c.result.lease is not None]
         assert sorted(self.client.leases) == sorted(held + answered)
         assert set(self.client.leases) <= set(pending)

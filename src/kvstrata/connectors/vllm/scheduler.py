@@ -7,11 +7,14 @@ the client's I/O thread.
 A request's lookup goes through these states; a preemption sends it back to NEW:
 
     NEW ──hash, peek──▶ ASKED ──reply──▶ HIT (n chunks, leased)   ──blocks allocated──▶ TAKEN
-     │                    │                └──nothing to load, or request gone: lease released
+     ▲                    │                ├──nothing to load, or request gone: lease released
+     │                    ├────────────────┴──lease revoked while the request waits──▶ NEW, or MISS if too often
      └─peek 0 and no L2───┴──n = 0, timeout, no server──▶ MISS (peeked again now and then)
 
 Invariants
 1. A lease is in exactly one place: in `Tracked.hit`, or in a `Load` handed to the workers, or released.
+   It is claimed from the promise of its chunks to vLLM to the end of that step, and from the allocation on;
+   at other times the server may revoke it.
 2. A chunk is stored only from blocks whose tokens are known and whose KV the planned step completes, and
    never while a synchronous load it may rest on is unconfirmed (`_unconfirmed`), unless the only worker can
    tell itself.
@@ -25,6 +28,7 @@ from __future__ import annotations
 import enum
 import itertools
 import logging
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +52,7 @@ HASH_TOKENS_PER_CALL = 65_536
 EARLY_LOOKUPS = 8
 """Lookups sent before vLLM asks; more would pin leases for requests that wait in the queue."""
 REPEEK_S = 0.1
-"""How often a missed prefix is looked for again while vLLM keeps asking."""
+"""How often a missed prefix is looked for again while vLLM keeps asking, and a revoked one looked up again."""
 SETTLE_S = 0.5
 """After the engine's start, requests wait this long for the first attachment to a server that seems to be there."""
 SYNC_LOAD_BYTES = 256 << 20
@@ -84,6 +88,7 @@ class Tracked:
         "next_store",
         "no_load",
         "request",
+        "revoked_s",
         "state",
         "stores",
     )
@@ -94,10 +99,13 @@ class Tracked:
         self.hasher: ChunkHasher | None = None
         self.state = LookupState.NEW
         self.call: LookupCall | None = None
+        """The lookup while its outcome is awaited (ASKED) or its lease is here (HIT)."""
         self.hit: LookupResult | None = None
         self.asked_s = -1.0
         """When vLLM first asked in this round; -1 before."""
         self.missed_s = 0.0
+        self.revoked_s = -math.inf
+        """When it last lost its lease while it waited."""
         self.computed_tokens = 0
         """Local hit that vLLM named in its last question."""
         self.loading = False
@@ -166,6 +174,8 @@ class SchedulerSide:
         self._store_ids = itertools.count(1)
         self._early = 0
         self._loads: list[Load] = []
+        self._claimed: dict[LookupCall, None] = {}
+        """Lookups whose chunks were promised to vLLM in this step and not taken yet."""
         self._awaited: set[str] = set()
         self._unconfirmed: set[int] = set()
         """Steps with synchronous loads whose outcome is not known yet."""
@@ -178,6 +188,7 @@ class SchedulerSide:
             "lookups": 0,
             "lookup_hit_tokens": 0,
             "lookup_timeouts": 0,
+            "leases_revoked": 0,
             "loads_sync": 0,
             "loads_async": 0,
         }
@@ -209,6 +220,8 @@ class SchedulerSide:
         if tracked.state is LookupState.TAKEN:
             # vLLM asks only while nothing is computed: the request was preempted.
             self._forget_lookup(tracked)
+        if tracked.call is not None and tracked.call.revoked:
+            self._revoked(tracked, now)
         if tracked.state is LookupState.MISS and now - tracked.missed_s >= REPEEK_S:
             tracked.missed_s = now
             if self._in_l1(tracked):
@@ -241,6 +254,10 @@ class SchedulerSide:
             tokens = min(tokens, self._max_load_tokens)
         if tokens <= 0 or tokens < self._settings.min_retrieve_tokens:
             return 0, False
+        assert tracked.call is not None
+        if not tracked.call.claim():
+            return (None if self._revoked(tracked, now) else 0), False
+        self._claimed[tracked.call] = None
         return tokens, self._asynchronous(tokens)
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
@@ -252,8 +269,9 @@ class SchedulerSide:
         if tracked is None or tracked.hit is None:
             return
         hit, tracked.hit = tracked.hit, None
+        call, tracked.call = tracked.call, None
         tracked.state = LookupState.TAKEN
-        assert hit.lease is not None
+        assert hit.lease is not None and call is not None
         # Whatever was found in L1 need not be stored again.
         tracked.next_store = max(tracked.next_store, hit.n_chunks)
         if external_tokens <= 0:
@@ -287,13 +305,18 @@ class SchedulerSide:
             for position, block in enumerate(blocks)
             if block != SKIP_BLOCK
         }
-        # The workers hold shares of their own from here on.
+        # It stays claimed: the workers hold shares of their own from here on.
+        self._claimed.pop(call, None)
         self._client.release([hit.lease])
 
     def plan_step(self, output: Any) -> StepPlan:
         """The plan for the step that vLLM's SchedulerOutput describes."""
         plan = StepPlan(step=next(self._step), failures_seen=self._failures_seen)
         plan.loads, self._loads = self._loads, []
+        # What vLLM was promised and has not taken waits in its queue: others may need the room meanwhile.
+        for call in self._claimed:
+            call.unclaim()
+        self._claimed.clear()
         plan.preempted = set(output.preempted_req_ids or ())
         for request_id in plan.preempted:
             tracked = self._tracked.get(request_id)
@@ -482,9 +505,19 @@ class SchedulerSide:
             self._missed(tracked)
             return
         self._early -= 1
-        tracked.call = None
         tracked.hit = result
         tracked.state = LookupState.HIT
+
+    def _revoked(self, tracked: Tracked, now: float) -> bool:
+        """The lease went back to the server while the request waited: whether to look up again, or miss."""
+        self.counts["leases_revoked"] += 1
+        often = now - tracked.revoked_s < REPEEK_S
+        tracked.revoked_s = now
+        if often:
+            self._missed(tracked)
+        else:
+            self._forget_lookup(tracked)
+        return not often
 
     def _missed(self, tracked: Tracked) -> None:
         self._forget_lookup(tracked)
@@ -493,14 +526,14 @@ class SchedulerSide:
 
     def _forget_lookup(self, tracked: Tracked) -> None:
         """Back to NEW; whatever the lookup got or will get is given back."""
-        if tracked.call is not None:
-            self._early -= 1
-            tracked.call.cancel()
-            tracked.call = None
         if tracked.hit is not None:
             assert tracked.hit.lease is not None
             self._client.release([tracked.hit.lease], group=True)
             tracked.hit = None
+        elif tracked.call is not None:
+            self._early -= 1
+            tracked.call.cancel()
+        tracked.call = None
         tracked.state = LookupState.NEW
         tracked.asked_s = -1.0
 

@@ -11,6 +11,7 @@ COUNTERS = {
     "lookups": "Lookups sent to the cache server.",
     "lookup_hit_tokens": "Prompt tokens that the cache gave.",
     "lookup_timeouts": "Lookups that had no answer in time and counted as misses.",
+    "leases_revoked": "Leases that waiting requests gave back because others needed the room.",
     "loads_sync": "Requests loaded before their forward pass.",
     "loads_async": "Requests loaded beside the forward passes of others.",
     "loaded_chunks": "Chunks copied into the engine's blocks.",
