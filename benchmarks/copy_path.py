@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import chains, engine_client, figure, median_spread, scratch, wait_until
+from benchmarks.raw_session import start_faulted
 from kvstrata.client import CacheClient, Identity, LoadItem
 from kvstrata.types import RequestIdentity, unpack_extents
 from tests.harness.blocks import PagedBlocks
@@ -135,8 +136,7 @@ def run() -> list[dict[str, Any]]:
     blocks = PagedBlocks(layers=LAYERS, num_blocks=CHUNKS * BLOCKS_PER_CHUNK, block_bytes=BLOCK_BYTES)
     blocks.touch()
     with scratch("copy") as folder, ServerProcess(Path(folder), l1_mb=L1_MB) as server:
-        server.start()
-        wait_until(lambda: _faulted(server), "the pool is faulted in")
+        start_faulted(server)
         taken = {}
         for threads, n_chunks in ((1, CHUNKS), (2, CHUNKS), (1, 1)):
             client = engine_client(server.socket_dir, server.port, blocks, copy_threads=threads)
@@ -205,8 +205,3 @@ def run() -> list[dict[str, Any]]:
             )
         )
     return figures
-
-
-def _faulted(server: ServerProcess) -> bool:
-    pool = server.get("/v1/status")["pool"]
-    return bool(pool["prefaulted_bytes"] >= pool["extents_bytes"])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import chains, cpu_seconds, engine_client, figure, median_spread, scratch, wait_until
+from benchmarks.raw_session import start_faulted
 from kvstrata.client import CacheClient, Identity
 from kvstrata.types import RequestIdentity
 from tests.harness.blocks import PagedBlocks
@@ -27,11 +28,7 @@ IDLE_S = 1.0
 def run() -> list[dict[str, Any]]:
     """See the module."""
     with scratch("server-cpu") as folder, ServerProcess(Path(folder), l1_mb=512) as server:
-        server.start()
-        wait_until(
-            lambda: server.get("/v1/status")["pool"]["prefaulted_bytes"] >= 512 << 20,
-            "the pool is faulted in",
-        )
+        start_faulted(server)
         blocks = PagedBlocks(layers=1, num_blocks=CHUNKS, block_bytes=4096)
         client = engine_client(server.socket_dir, server.port, blocks)
         try:

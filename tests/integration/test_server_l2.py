@@ -80,18 +80,28 @@ def check_bytes(client: RpcClient, reply: wire.LookupReply, chain: bytes) -> Non
         assert client.read(extent) == payload(key)
 
 
+def check_and_release(client: RpcClient, reply: wire.LookupReply, chain: bytes) -> None:
+    check_bytes(client, reply, chain)
+    client.release([(client.session, reply.seq)])
+
+
+def stored(client: RpcClient, n_chunks: int) -> tuple[wire.IdentifyReply, bytes]:
+    """A prompt that is in L1, and on its way to L2."""
+    identity = client.identify()
+    chain = chain_of(identity.root, n_chunks)
+    client.store(identity, chain)
+    return identity, chain
+
+
 def test_what_left_l1_comes_back_from_l2_in_one_reply(start: Callable[..., ServerProcess]) -> None:
     server = start()
     with RpcClient(server.socket_dir) as client:
-        identity = client.identify()
-        chain = chain_of(identity.root, 6)
-        client.store(identity, chain)
+        identity, chain = stored(client, 6)
         until_stored(client)
         assert clear_l1(client) == 6
         reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000, request_id="back")
         assert (reply.n_chunks, reply.l1_chunks, reply.l2_chunks, reply.reason) == (6, 0, 6, "")
-        check_bytes(client, reply, chain)
-        client.release([(client.session, reply.seq)])
+        check_and_release(client, reply, chain)
         again = client.lookup(identity.identity_id, chain)
         assert (again.l1_chunks, again.l2_chunks) == (6, 0), "what was loaded stays in L1"
         client.release([(client.session, again.seq)])
@@ -111,8 +121,7 @@ def test_a_hole_in_l1_is_loaded_and_what_l2_does_not_have_ends_the_prefix(
         client.store(identity, chain[: 2 * KEY_BYTES])
         reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
         assert (reply.n_chunks, reply.l1_chunks, reply.l2_chunks, reply.reason) == (4, 2, 2, "unknown_key")
-        check_bytes(client, reply, chain)
-        client.release([(client.session, reply.seq)])
+        check_and_release(client, reply, chain)
 
 
 def test_what_a_killed_server_had_not_put_is_put_by_the_next(
@@ -121,9 +130,7 @@ def test_what_a_killed_server_had_not_put_is_put_by_the_next(
     server = start(faulty(tmp_path, "error"))
     good = {"type": "fs", "base_path": str(tmp_path / "good"), "capacity_gb": 1}
     with RpcClient(server.socket_dir) as client:
-        identity = client.identify()
-        chain = chain_of(identity.root, 5)
-        client.store(identity, chain)
+        identity, chain = stored(client, 5)
         server.kill()
     server._flags[server._flags.index("--l2-adapter") + 1] = json.dumps(good)
     assert server.start()["adopted"]
@@ -133,8 +140,7 @@ def test_what_a_killed_server_had_not_put_is_put_by_the_next(
         identity = client.identify()
         reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
         assert (reply.n_chunks, reply.l2_chunks) == (5, 5)
-        check_bytes(client, reply, chain)
-        client.release([(client.session, reply.seq)])
+        check_and_release(client, reply, chain)
 
 
 def test_a_clean_stop_puts_what_waits_and_l2_survives_the_loss_of_l1(
@@ -142,9 +148,7 @@ def test_a_clean_stop_puts_what_waits_and_l2_survives_the_loss_of_l1(
 ) -> None:
     server = start()
     with RpcClient(server.socket_dir) as client:
-        identity = client.identify()
-        chain = chain_of(identity.root, 8)
-        client.store(identity, chain)
+        identity, chain = stored(client, 8)
     assert server.stop() == 0, server.log_tail()
     server.wipe_segment()
     server.start()
@@ -153,8 +157,7 @@ def test_a_clean_stop_puts_what_waits_and_l2_survives_the_loss_of_l1(
         identity = client.identify()
         reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
         assert (reply.n_chunks, reply.l2_chunks) == (8, 8)
-        check_bytes(client, reply, chain)
-        client.release([(client.session, reply.seq)])
+        check_and_release(client, reply, chain)
 
 
 def test_a_hung_l2_costs_a_lookup_its_deadline_and_nobody_else_anything(
@@ -277,9 +280,7 @@ def test_a_put_that_was_skipped_is_the_reason_of_the_miss_after_eviction(
 def test_clear_of_l2_removes_its_records(start: Callable[..., ServerProcess]) -> None:
     server = start()
     with RpcClient(server.socket_dir) as client:
-        identity = client.identify()
-        chain = chain_of(identity.root, 5)
-        client.store(identity, chain)
+        identity, chain = stored(client, 5)
         until_stored(client)
         clear = wire.Clear(client.session, client.next_seq(), wire.Tier.ALL)
         assert client.ask(clear, wire.Ok).count == 10
@@ -289,9 +290,7 @@ def test_clear_of_l2_removes_its_records(start: Callable[..., ServerProcess]) ->
 def test_prewarm_brings_chunks_into_l1_within_its_budget(start: Callable[..., ServerProcess]) -> None:
     server = start()
     with RpcClient(server.socket_dir) as client:
-        identity = client.identify()
-        chain = chain_of(identity.root, 6)
-        client.store(identity, chain)
+        identity, chain = stored(client, 6)
         until_stored(client)
         clear_l1(client)
 
