@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -54,6 +55,7 @@ class Scripted(StorageAdapter):
         self.found = Found(Presence.PRESENT, 5000)
         self.raises = False
         self.too_few = 0
+        self.says_nothing = False
 
     async def _act(self, call: str) -> None:
         self.calls.append(call)
@@ -61,24 +63,27 @@ class Scripted(StorageAdapter):
         if self.raises:
             raise ValueError("broken adapter")
 
+    def _answer(self, outcomes: list[Any]) -> Any:
+        return None if self.says_nothing else outcomes[self.too_few :]
+
     async def open(self, context: AdapterContext) -> None:
         pass
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
         await self._act("exists")
-        return [self.found] * (len(keys) - self.too_few)
+        return self._answer([self.found] * len(keys))
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         await self._act("put")
         for item in items:
             item.hold.drop()
-        return [self.put_outcome] * (len(items) - self.too_few)
+        return self._answer([self.put_outcome] * len(items))
 
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
         await self._act("load")
         for item in items:
             item.hold.drop()
-        return [self.load_outcome] * (len(items) - self.too_few)
+        return self._answer([self.load_outcome] * len(items))
 
     async def delete(self, keys: Sequence[bytes]) -> int:
         await self._act("delete")
@@ -184,7 +189,7 @@ async def test_a_larger_batch_has_a_later_deadline() -> None:
 @pytest.mark.parametrize(
     ("operation", "failure"),
     [
-        *itertools.product(["put", "load", "exists"], ["raises", "too_few", "io"]),
+        *itertools.product(["put", "load", "exists"], ["raises", "too_few", "says_nothing", "io"]),
         ("delete", "raises"),
     ],
 )
@@ -211,6 +216,7 @@ async def test_failures_in_a_row_open_the_breaker_and_one_good_probe_closes_it(
 
     inner.raises = failure == "raises"
     inner.too_few = failure == "too_few"
+    inner.says_nothing = failure == "says_nothing"
     if failure == "io":
         inner.put_outcome = PutOutcome(PutStatus.FAILED, "io")
         inner.load_outcome = LoadOutcome(LoadStatus.FAILED, "io")
@@ -227,7 +233,7 @@ async def test_failures_in_a_row_open_the_breaker_and_one_good_probe_closes_it(
     await act()
     assert inner.calls == [], "after a failed probe it stays open twice as long"
     clock.now_s += 0.1
-    inner.raises, inner.too_few = False, 0
+    inner.raises, inner.too_few, inner.says_nothing = False, 0, False
     inner.put_outcome = PutOutcome(PutStatus.STORED)
     inner.load_outcome = LoadOutcome(LoadStatus.LOADED)
     inner.found = Found(Presence.PRESENT, 5000)

@@ -145,7 +145,7 @@ class DeadlineAdapter(StorageAdapter):
         if not self._breakers["load"].would_admit(self._clock.monotonic_s()) or not self._admit("exists"):
             return [Found(Presence.UNKNOWN, 0, BREAKER_OPEN)] * len(keys)
         try:
-            return await self._bounded("exists", self.inner.exists(keys), keys, 0, _found_says_why_not)
+            return await self._bounded("exists", self.inner.exists(keys), keys, 0, Found, _found_says_why_not)
         except _Failed as failed:
             return [Found(Presence.UNKNOWN, 0, failed.reason)] * len(keys)
 
@@ -157,7 +157,9 @@ class DeadlineAdapter(StorageAdapter):
                 item.hold.drop()
             return [PutOutcome(PutStatus.FAILED, BREAKER_OPEN)] * len(items)
         try:
-            return await self._bounded("put", self.inner.put(items), items, payload_bytes, _put_says_why_not)
+            return await self._bounded(
+                "put", self.inner.put(items), items, payload_bytes, PutOutcome, _put_says_why_not
+            )
         except _Failed as failed:
             return [PutOutcome(PutStatus.FAILED, failed.reason)] * len(items)
 
@@ -170,7 +172,7 @@ class DeadlineAdapter(StorageAdapter):
             return [LoadOutcome(LoadStatus.FAILED, BREAKER_OPEN)] * len(items)
         try:
             return await self._bounded(
-                "load", self.inner.load(items), items, payload_bytes, _load_says_why_not
+                "load", self.inner.load(items), items, payload_bytes, LoadOutcome, _load_says_why_not
             )
         except _Failed as failed:
             return [LoadOutcome(LoadStatus.FAILED, failed.reason)] * len(items)
@@ -222,23 +224,33 @@ class DeadlineAdapter(StorageAdapter):
         work: Coroutine[Any, Any, list[T]],
         asked: Sequence[object],
         payload_bytes: int,
+        kind: type[T],
         why_not: Callable[[T], str | None],
     ) -> list[T]:
-        """`_in_time` for a batch: one outcome for each item that was asked for.
+        """`_in_time` for a batch: one outcome of this kind for each item that was asked for.
 
         `why_not` gives the reason of an outcome that is no answer of the medium, None for an answer.
         """
 
+        def fits(outcomes: object) -> bool:
+            return (
+                isinstance(outcomes, (list, tuple))
+                and len(outcomes) == len(asked)
+                and all(isinstance(outcome, kind) for outcome in outcomes)
+            )
+
         def went_well(outcomes: list[T]) -> bool:
+            if not fits(outcomes):
+                return False
             reasons = [why_not(outcome) for outcome in outcomes]
-            answered = not asked or any(reason is None or reason in _OUR_QUEUES for reason in reasons)
-            return len(outcomes) == len(asked) and answered
+            return not asked or any(reason is None or reason in _OUR_QUEUES for reason in reasons)
 
         outcomes = await self._in_time(operation, work, payload_bytes, went_well)
-        if len(outcomes) != len(asked):
+        if not fits(outcomes):
             log.error(
-                "%s: %s answered %d items with %d outcomes", self.name, operation, len(asked), len(outcomes)
-            )
+                "%s: %s answered %d items with %.200r, which is no list of one %s each",
+                self.name, operation, len(asked), outcomes, kind.__name__,
+            )  # fmt: skip
             raise _Failed(RAISED)
         return outcomes
 
