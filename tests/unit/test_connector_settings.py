@@ -156,6 +156,23 @@ def layout(config):
     return layout_identity(config, kv_dtype="bfloat16", chunk_tokens=256)
 
 
+@pytest.mark.parametrize(
+    ("rope", "told_apart"),
+    [
+        ({"rope_type": "longrope"}, True),
+        ({"type": "su"}, True),
+        ({"full_attention": {"rope_type": "longrope"}}, True),
+        ({"rope_type": "yarn"}, False),
+    ],
+)
+def test_longest_prompt_counts_only_where_it_changes_the_rotary_embedding(folder, rope, told_apart):
+    short, long = (
+        layout(config_of(folder, hf={"rope_parameters": rope}, model_config={"max_model_len": length}))
+        for length in (4_096, 131_072)
+    )
+    assert (short != long) is told_apart
+
+
 def test_same_model_elsewhere_is_the_same_identity(folder, tmp_path):
     before = layout(config_of(folder))
     moved = tmp_path / "deep" / "a model"

@@ -73,6 +73,9 @@ def layout_identity(vllm_config: Any, *, kv_dtype: str, chunk_tokens: int) -> La
         "dtype": str(model.dtype),
         "quantization": str(model.quantization or ""),
     }
+    if _has_long_rope(weights["config"]):
+        # The engine takes its long or its short factors, for prompts of any length, by the length that it allows.
+        weights["max_model_len"] = int(model.max_model_len)
     if local:
         weights["files"] = fingerprint(path)
     load_format = str(getattr(getattr(vllm_config, "load_config", None), "load_format", "auto"))
@@ -105,6 +108,14 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return str(value)
+
+
+def _has_long_rope(config: Any) -> bool:
+    """Whether rotary embeddings of this kind are named anywhere in a configuration."""
+    if isinstance(config, dict):
+        kinds = (config.get("rope_type"), config.get("type"))
+        return "longrope" in kinds or "su" in kinds or any(map(_has_long_rope, config.values()))
+    return isinstance(config, list) and any(map(_has_long_rope, config))
 
 
 def engine_group(vllm_config: Any) -> bytes:
