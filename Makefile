@@ -27,11 +27,13 @@ endif
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
 
-# PYTHON=... names another interpreter. A name on PATH may be a shim that only prints an error: run it to be sure.
+# PYTHON=... names another interpreter; without it the one that made .venv is kept. A name on PATH may be a shim that
+# only prints an error: run it to be sure.
 setup:  ## make or update .venv and the compiled modules
 	@python="$(PYTHON)"; \
 	if [ -z "$$python" ]; then \
-	    for name in python3.11 python3.12 python3.13 python3; do \
+	    kept=$$(.venv/bin/python -c 'import sys; print(sys._base_executable)' 2>/dev/null); \
+	    for name in $${kept:+"$$kept"} python3.11 python3.12 python3.13 python3; do \
 	        if "$$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
 	        then python="$$name"; break; fi; \
 	    done; \
