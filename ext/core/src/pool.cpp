@@ -871,7 +871,8 @@ std::size_t Pool::leases_to_end(std::span<const std::uint64_t> tickets,
     for (const std::uint32_t entry : lease->second.entries)
       local_[entry].leases += 1;
   }
-  return useful;
+  // Where the bound ends the search, those asked for now are not looked at again.
+  return looked_at < kMaxEntriesToEnd ? useful : count;
 }
 
 void Pool::end_lease(std::unordered_map<std::uint64_t, Lease>::iterator lease) {

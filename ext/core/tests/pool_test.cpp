@@ -349,6 +349,25 @@ TEST(leases_end_in_order_until_their_bytes_are_enough) {
   CHECK_OK(f.pool->validate());
 }
 
+TEST(a_search_among_many_leases_on_the_same_chunks_ends_and_goes_on_next_time) {
+  Fixture f(2'100, "LRU", 2'100);
+  const std::uint32_t a = f.row(1);
+  const auto document = chain(1, 1'000);
+  f.store(document);
+  std::vector<std::uint64_t> tickets;
+  for (int i = 0; i < 20; ++i)
+    tickets.push_back(f.lease(document, {a}).ticket);
+  const std::span<const std::uint64_t> all(tickets);
+  const std::uint64_t first = f.pool->leases_to_end(all, kRecordBytes);
+  CHECK_EQ(first, kMaxEntriesToEnd / 1'000 + 1);
+  CHECK_EQ(copy(f.pool->leases_to_end(all.subspan(first), kRecordBytes)), first);
+  CHECK_EQ(copy(f.pool->leases_to_end(all.subspan(2 * first), kRecordBytes)), 0);
+  for (std::uint64_t i = 0; i < 2 * first; ++i)
+    CHECK(f.pool->release(tickets[i], -1));
+  CHECK_EQ(copy(f.pool->leases_to_end(all.subspan(2 * first), kRecordBytes)), 2);
+  CHECK_OK(f.pool->validate());
+}
+
 TEST(the_servers_own_loads_have_no_session_share) {
   Fixture f(64);
   const std::uint32_t a = f.row(1);

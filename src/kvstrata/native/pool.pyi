@@ -159,8 +159,8 @@ class Pool:
     def leases_to_end(self, tickets: Sequence[int], need_bytes: int) -> int:
         """How many of these tickets, in this order, would have to end until `need_bytes` more can be leased.
 
-        Up to the last that frees anything if that is never enough.  It looks at about 8,192 entries at most.  Each
-        ticket must be named once.  Changes nothing.
+        Up to the last that frees anything if that is never enough.  After 8,192 entries the search ends with those
+        looked at.  Each ticket must be named once.  Changes nothing.
         """
     def verify(self, keys: Buffer) -> tuple[int, int]:
         """(ok, bad): checks the UNVERIFIED entries among the keys; bad ones are dropped. Long, without the GIL."""

@@ -26,7 +26,7 @@ from kvstrata.types import KEY_BYTES
 
 MAX_TOLD = 1_024
 """Orphaned and revoked leases named in one reply; the others follow when these have ended."""
-MAX_REVOKES = 256
+MAX_REVOKES = 1_024
 """Leases looked at for one trimmed lookup."""
 
 LeaseId = tuple[bytes, int]

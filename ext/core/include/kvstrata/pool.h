@@ -225,8 +225,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // Ends one row's share, or all with row < 0. False when the ticket has no such share (any more).
   bool release(std::uint64_t ticket, std::int64_t row) noexcept;
   // How many of these leases, in this order, would have to end until `need_bytes` more can be
-  // leased; up to the last that frees anything if that is never enough. It looks at about
-  // kMaxEntriesToEnd entries at most. REQUIRES: each ticket is named once. Changes nothing.
+  // leased; up to the last that frees anything if that is never enough. After kMaxEntriesToEnd
+  // entries the search ends with those looked at. REQUIRES: each ticket is named once. Changes
+  // nothing.
   std::size_t leases_to_end(std::span<const std::uint64_t> tickets,
                             std::uint64_t need_bytes) noexcept;
   [[nodiscard]] Status verify(const std::uint8_t* keys, std::size_t n_keys, std::uint64_t* good,
