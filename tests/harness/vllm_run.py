@@ -199,7 +199,7 @@ class Calls:
     call slow, but makes none of them wait for somebody.  (A wait without an end shows too: the engine stands still.)
     """
 
-    METHODS = (
+    SCHEDULER = (
         "on_new_request",
         "get_num_new_matched_tokens",
         "update_state_after_alloc",
@@ -207,6 +207,8 @@ class Calls:
         "update_connector_output",
         "request_finished",
         "take_events",
+    )
+    WORKER = (
         "handle_preemptions",
         "start_load_kv",
         "wait_for_save",
@@ -221,7 +223,7 @@ class Calls:
 
     def wrap(self, connector: type) -> None:
         """Watch every call of these methods, and take the CPU time of the calling thread."""
-        for name in self.METHODS:
+        for name in self.SCHEDULER + self.WORKER:
             setattr(connector, name, self._watched(name, getattr(connector, name)))
 
     @contextlib.contextmanager

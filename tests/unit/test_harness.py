@@ -222,7 +222,7 @@ def test_calls_are_charged_with_what_they_would_wait_for_not_with_the_time_they_
             with pytest.raises(TimeoutError):
                 concurrent.futures.Future[None]().result(0.001)
 
-    for name in set(calls.METHODS) - vars(Connector).keys():
+    for name in {*calls.SCHEDULER, *calls.WORKER} - vars(Connector).keys():
         setattr(Connector, name, lambda self: None)
     calls.wrap(Connector)
     with calls.watching():

@@ -9,23 +9,13 @@ import pytest
 
 from tests.harness.records import Extents
 from tests.harness.server_process import ServerProcess
-from tests.harness.vllm_run import VllmProcess
+from tests.harness.vllm_run import Calls, VllmProcess
 from tests.vllm.conftest import EXACT, Rig, chunks_in_l1, make_prompt, until
 
 pytestmark = pytest.mark.vllm
 
 SCHEDULER_WAIT_S = 0.002
 """The longest that all waits of one call on the scheduler's thread may be ready to wait (promise P4)."""
-SCHEDULER_CALLS = (
-    "on_new_request",
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "build_connector_meta",
-    "update_connector_output",
-    "request_finished",
-    "take_events",
-)
-WORKER_CALLS = ("handle_preemptions", "start_load_kv", "wait_for_save", "get_finished")
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +47,10 @@ def check_calls(rig):
     """
     methods = rig.vllm.ask("take_calls")["methods"]
     assert {"get_num_new_matched_tokens", "start_load_kv"} <= methods.keys()
-    for name in SCHEDULER_CALLS:
+    for name in Calls.SCHEDULER:
         if name in methods:
             assert methods[name]["wait_s"] <= SCHEDULER_WAIT_S, (name, methods)
-    for name in WORKER_CALLS:
+    for name in Calls.WORKER:
         if name in methods:
             assert methods[name]["wait_s"] == 0, (name, methods)
 
