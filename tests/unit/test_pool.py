@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -268,8 +269,10 @@ def test_a_client_sees_what_the_server_does(files: Files) -> None:
     )
     assert len(reader.pool_id) == 16
     store(pool, chain(1, 6))
+    begun_s = time.monotonic()
     pool.heartbeat()
-    assert reader.heartbeat_age_s < 1
+    age_s = reader.heartbeat_age_s
+    assert 0 <= age_s <= time.monotonic() - begun_s
     assert [reader.peek(chain(1, 8), slices) for slices in (1, 2, 4, 8)] == [6, 3, 1, 0]
     assert reader.peek(b"") == 0
     assert not reader.has_l2
