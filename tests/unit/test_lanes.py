@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -144,3 +146,31 @@ async def test_close_runs_what_was_taken_and_ends_the_threads() -> None:
 
 async def test_lanes_that_never_worked_close_at_once() -> None:
     await Lanes("t").close()
+
+
+def test_a_process_can_end_while_work_runs() -> None:
+    """As with an adapter that hangs: neither waits for it nor dies of it."""
+    script = """
+import asyncio, threading, time
+from kvstrata.storage.lanes import Lane, Lanes
+
+began = threading.Event()
+
+def forever():
+    began.set()
+    while True:
+        time.sleep(0.0005)
+
+async def main():
+    lanes = Lanes("t")
+    kept.append((lanes, lanes.submit(Lane.PUT, forever), lanes.submit(Lane.LOAD, forever)))
+    assert await asyncio.to_thread(began.wait, 60)
+
+kept = []
+asyncio.run(main())
+"""
+    for _ in range(5):
+        ended = subprocess.run(
+            [sys.executable, "-c", script], timeout=WAIT_S, capture_output=True, text=True, check=False
+        )
+        assert (ended.returncode, ended.stderr) == (0, "")
