@@ -12,9 +12,7 @@ class NativeLanes:
     Without `close`, work that still runs when the object goes is left to its thread; the process can end.
     """
 
-    def __init__(
-        self, name: str, common_workers: int, own_workers: Sequence[int], queue_limit: int
-    ) -> None:
+    def __init__(self, name: str, common_workers: int, own_workers: Sequence[int], queue_limit: int) -> None:
         """`own_workers[lane]` threads for that lane alone; 0: the `common_workers` serve it.
 
         At most `queue_limit` pieces of work wait in one lane. Raises ValueError for numbers out of bounds.
