@@ -1,18 +1,21 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 # cython: language_level=3
-"""Lanes (ext/core/include/kvstrata/lanes.h) for work written in Python; see lanes.pyi for the contract."""
+"""Lanes and the connectors that work in them (ext/core/include/kvstrata/{lanes,connector}.h); see lanes.pyi."""
 
 import os
 
-from cpython.ref cimport PyObject, Py_DECREF, Py_INCREF
-from libc.stdint cimport uint32_t, uint64_t
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_SetName
+from cpython.ref cimport PyObject
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.string cimport memcpy
 from libcpp cimport bool as cbool
-from libcpp.memory cimport unique_ptr
+from libcpp.memory cimport shared_ptr, unique_ptr
 from libcpp.string cimport string
 from libcpp.utility cimport move
 from libcpp.vector cimport vector
 
 from core_status cimport Status, StatusCode
+from kvstrata.native.pool cimport CHold, Hold
 
 
 cdef extern from "kvstrata/lanes.h" namespace "kvstrata" nogil:
@@ -45,51 +48,127 @@ cdef extern from "kvstrata/lanes.h" namespace "kvstrata" nogil:
         void abandon(unique_ptr[CLanes]) noexcept
 
 
+cdef extern from "kvstrata/connector.h" namespace "kvstrata" nogil:
+    const char* connector_capsule_name
+
+    cdef cppclass Digest:
+        unsigned char* data()
+
+    # Enums are read and written as the numbers that they are.
+    enum class Presence(unsigned char):
+        pass
+    enum class PutStatus(unsigned char):
+        pass
+    enum class LoadStatus(unsigned char):
+        pass
+
+    cdef cppclass BytesHold:
+        pass
+
+    cdef cppclass ExistsItem:
+        Digest key
+        Presence presence
+        uint32_t record_bytes
+        const char* reason
+
+    cdef cppclass PutItem:
+        Digest key
+        const uint8_t* bytes
+        uint32_t length
+        BytesHold hold
+        PutStatus status
+        const char* reason
+
+    cdef cppclass LoadItem:
+        Digest key
+        uint8_t* bytes
+        uint32_t length
+        BytesHold hold
+        LoadStatus status
+        const char* reason
+
+    cdef cppclass DeleteItem:
+        Digest key
+        cbool removed
+
+    cdef cppclass ConnectorCapabilities:
+        cbool persistent, shared, can_delete, can_clear, has_ttl, wants_registered_memory, exists_is_quick
+        uint32_t alignment_bytes, max_batch, items_per_piece
+
+    cdef cppclass ConnectorContext:
+        ConnectorContext() except +
+        string instance_id
+        uint8_t* region
+        uint64_t region_bytes
+
+    cdef cppclass ConnectorUsage:
+        uint64_t used_bytes, capacity_bytes, records
+
+    cdef cppclass CConnector "kvstrata::Connector":
+        ConnectorCapabilities capabilities() noexcept
+
+
 cdef extern from *:
     """
-    // A Python callable as a job. Owns a `_Call`, which it lets go of with the GIL wherever it ends.
-    struct CallJob final : kvstrata::LaneJob {
-      PyObject* call;
-      void (*run_call)(PyObject*);
-
-      CallJob(PyObject* owned, void (*run)(PyObject*)) noexcept : call(owned), run_call(run) {}
-      ~CallJob() override {
-        if (call == nullptr) return;
-        const PyGILState_STATE state = PyGILState_Ensure();
-        Py_DECREF(call);
-        PyGILState_Release(state);
-      }
-      void run(std::size_t) override { run_call(call); }
-      // The caller gets the reference.
-      PyObject* release() noexcept {
-        PyObject* owned = call;
-        call = nullptr;
-        return owned;
-      }
-    };
-
-    static std::unique_ptr<kvstrata::LaneJob> make_call_job(PyObject* call, void (*run)(PyObject*)) {
-      return std::make_unique<CallJob>(call, run);
-    }
-    static PyObject* release_call(kvstrata::LaneJob& job) noexcept {
-      return static_cast<CallJob&>(job).release();
+    static void exists_now(kvstrata::Connector& connector, std::vector<kvstrata::ExistsItem>& items) {
+      connector.exists(items);
     }
     """
-    unique_ptr[LaneJob] make_call_job(PyObject*, void (*)(PyObject*) noexcept) except +
-    PyObject* release_call(LaneJob&) noexcept
+    void exists_now(CConnector&, vector[ExistsItem]&) noexcept nogil
 
 
-cdef class _Call:
-    """Work on its way: `result` or `error` once it has run, `token` for who submitted it."""
+cdef extern from "kvstrata/connector_jobs.h" namespace "kvstrata" nogil:
+    cdef cppclass ExistsJob:
+        vector[ExistsItem] items
+    cdef cppclass PutJob:
+        vector[PutItem] items
+        vector[Digest] evicted
+    cdef cppclass LoadJob:
+        vector[LoadItem] items
+        vector[Digest] evicted
+    cdef cppclass DeleteJob:
+        vector[DeleteItem] items
+    cdef cppclass CallConnectorJob:
+        string wrong
+        uint64_t cleared
+        ConnectorUsage usage
 
-    cdef object work
+
+cdef extern from "python_jobs.h" namespace "kvstrata::python":
+    unique_ptr[LaneJob] make_call(PyObject*, void (*)(PyObject*) noexcept) except +
+    unique_ptr[LaneJob] make_exists(PyObject*, shared_ptr[CConnector], vector[ExistsItem]&) except +
+    unique_ptr[LaneJob] make_put(PyObject*, shared_ptr[CConnector], vector[PutItem]&, size_t) except +
+    unique_ptr[LaneJob] make_load(PyObject*, shared_ptr[CConnector], vector[LoadItem]&, size_t) except +
+    unique_ptr[LaneJob] make_delete(PyObject*, shared_ptr[CConnector], vector[DeleteItem]&) except +
+    unique_ptr[LaneJob] make_connector_call(
+        PyObject*, shared_ptr[CConnector], int, const ConnectorContext&
+    ) except +
+    PyObject* token_of(LaneJob*) noexcept
+    T* job_as[T](LaneJob*) noexcept
+    BytesHold hold_of(shared_ptr[CHold]) except +
+    BytesHold hold_of_object(PyObject*) except +
+
+
+cdef enum Kind:
+    CALL, EXISTS, PUT, LOAD, DELETE, OPEN, CLEAR, USAGE, CLOSE
+
+
+cdef class _Token:
+    """Work on its way. Of a Python call: `work` before, `result` or `error` after it has run."""
+
     cdef object token
+    cdef Kind kind
+    cdef object work
     cdef object result
     cdef object error
 
+    def __cinit__(self, token, int kind):
+        self.token = token
+        self.kind = <Kind>kind
+
 
 cdef void run_call(PyObject* owned) noexcept with gil:
-    cdef _Call call = <_Call><object>owned
+    cdef _Token call = <_Token><object>owned
     try:
         call.result = call.work()
     except BaseException as error:  # the supervisor of this thread: who submitted it gets the error
@@ -106,6 +185,115 @@ cdef object _error(Status status):
     if status.code() == StatusCode.kClosed:
         return RuntimeError(text)
     return ValueError(f"{text}, not {status.detail(0)}")
+
+
+cdef int _set_key(Digest& key, object value) except -1:
+    cdef const unsigned char[::1] view = value
+    if view.shape[0] != 32:
+        raise ValueError(f"key: must have 32 bytes, not {view.shape[0]}")
+    memcpy(key.data(), &view[0], 32)
+    return 0
+
+
+cdef object _keys(vector[Digest]& keys):
+    return [(<char*>keys[i].data())[:32] for i in range(keys.size())]
+
+
+cdef BytesHold _hold(object hold) except *:
+    if isinstance(hold, Hold):
+        return hold_of((<Hold>hold).held)
+    return hold_of_object(<PyObject*>hold)
+
+
+cdef list _found(vector[ExistsItem]& items):
+    return [
+        (<int>items[i].presence, items[i].record_bytes, items[i].reason.decode()) for i in range(items.size())
+    ]
+
+
+cdef object _outcome(_Token token, LaneJob* job):
+    """What a job that is done says, as lanes.pyi has it."""
+    cdef PutJob* put
+    cdef LoadJob* load
+    cdef DeleteJob* gone
+    cdef CallConnectorJob* called
+    if token.kind == CALL:
+        return token.result
+    if token.kind == EXISTS:
+        return _found(job_as[ExistsJob](job).items)
+    if token.kind == PUT:
+        put = job_as[PutJob](job)
+        outcomes = [
+            (<int>put.items[i].status, put.items[i].reason.decode()) for i in range(put.items.size())
+        ]
+        return outcomes, _keys(put.evicted)
+    if token.kind == LOAD:
+        load = job_as[LoadJob](job)
+        outcomes = [
+            (<int>load.items[i].status, load.items[i].reason.decode()) for i in range(load.items.size())
+        ]
+        return outcomes, _keys(load.evicted)
+    if token.kind == DELETE:
+        gone = job_as[DeleteJob](job)
+        return sum([gone.items[i].removed for i in range(gone.items.size())])
+    called = job_as[CallConnectorJob](job)
+    if token.kind == OPEN:
+        return called.wrong.decode(errors="replace")
+    if token.kind == CLEAR:
+        return called.cleared
+    if token.kind == USAGE:
+        return called.usage.used_bytes, called.usage.capacity_bytes, called.usage.records
+    return None
+
+
+cdef class NativeConnector:
+    """See lanes.pyi."""
+
+    cdef shared_ptr[CConnector] connector
+    cdef readonly dict capabilities
+    cdef size_t per_piece
+
+    def __cinit__(self, capsule):
+        cdef ConnectorCapabilities can
+        if not PyCapsule_IsValid(capsule, connector_capsule_name):
+            raise ValueError(
+                f"connector: must be an unused capsule named {connector_capsule_name.decode()!r}, made with the "
+                f"headers of this version of kvstrata; found {capsule!r:.100}"
+            )
+        self.connector.reset(<CConnector*>PyCapsule_GetPointer(capsule, connector_capsule_name))
+        PyCapsule_SetName(capsule, "kvstrata.Connector.taken")
+        can = self.connector.get().capabilities()
+        if can.items_per_piece == 0 or can.max_batch == 0 or can.alignment_bytes == 0:
+            raise ValueError(
+                "connector: capabilities: items_per_piece, max_batch and alignment_bytes must be at least 1"
+            )
+        self.per_piece = can.items_per_piece
+        self.capabilities = {
+            "persistent": bool(can.persistent),
+            "shared": bool(can.shared),
+            "can_delete": bool(can.can_delete),
+            "can_clear": bool(can.can_clear),
+            "has_ttl": bool(can.has_ttl),
+            "wants_registered_memory": bool(can.wants_registered_memory),
+            "exists_is_quick": bool(can.exists_is_quick),
+            "alignment_bytes": can.alignment_bytes,
+            "max_batch": can.max_batch,
+        }
+
+    def exists_now(self, keys):
+        cdef vector[ExistsItem] items = self._exists_items(keys)
+        with nogil:
+            exists_now(self.connector.get()[0], items)
+        return _found(items)
+
+    cdef vector[ExistsItem] _exists_items(self, object keys) except *:
+        cdef vector[ExistsItem] items
+        cdef Py_ssize_t i = 0
+        items.resize(len(keys))
+        for key in keys:
+            _set_key(items[i].key, key)
+            i += 1
+        return items
 
 
 cdef class NativeLanes:
@@ -135,45 +323,113 @@ cdef class NativeLanes:
     def event_fd(self):
         return self.lanes.get().event_fd()
 
-    def submit(self, int lane, work, token, beyond_limit):
-        cdef _Call call = _Call.__new__(_Call)
-        cdef unique_ptr[LaneJob] job
+    cdef object _submit(self, int lane, unique_ptr[LaneJob]& job, object beyond_limit):
         cdef Status status
         cdef cbool beyond = bool(beyond_limit)
         if not 0 <= lane < 4:
             raise ValueError(f"lane: must be 0 to 3, not {lane}")
-        call.work = work
-        call.token = token
-        Py_INCREF(call)
-        try:
-            job = make_call_job(<PyObject*>call, run_call)
-        except BaseException:
-            Py_DECREF(call)
-            raise
         with nogil:
             status = self.lanes.get().submit(<CLane>lane, job, beyond)
         if status.ok():
             return True
-        job.reset()
+        job.reset()  # with the GIL, and with the holds of its items
         if status.code() == StatusCode.kQueueFull:
             return False
         raise _error(status)
 
+    def submit(self, int lane, work, token, beyond_limit):
+        cdef _Token call = _Token(token, CALL)
+        cdef unique_ptr[LaneJob] job
+        call.work = work
+        job = make_call(<PyObject*>call, run_call)
+        return self._submit(lane, job, beyond_limit)
+
+    def submit_exists(self, int lane, NativeConnector connector not None, keys, token):
+        cdef vector[ExistsItem] items = connector._exists_items(keys)
+        cdef _Token owner = _Token(token, EXISTS)
+        cdef unique_ptr[LaneJob] job = make_exists(<PyObject*>owner, connector.connector, items)
+        return self._submit(lane, job, False)
+
+    def submit_put(self, int lane, NativeConnector connector not None, items, token):
+        cdef vector[PutItem] batch
+        cdef _Token owner = _Token(token, PUT)
+        cdef Py_ssize_t i = 0
+        cdef unique_ptr[LaneJob] job
+        batch.resize(len(items))
+        for key, hold in items:
+            _set_key(batch[i].key, key)
+            batch[i].bytes = <const uint8_t*><size_t>hold.address
+            batch[i].length = hold.length
+            batch[i].hold = _hold(hold)
+            i += 1
+        job = make_put(<PyObject*>owner, connector.connector, batch, connector.per_piece)
+        return self._submit(lane, job, False)
+
+    def submit_load(self, int lane, NativeConnector connector not None, items, token):
+        cdef vector[LoadItem] batch
+        cdef _Token owner = _Token(token, LOAD)
+        cdef Py_ssize_t i = 0
+        cdef unique_ptr[LaneJob] job
+        batch.resize(len(items))
+        for key, hold in items:
+            _set_key(batch[i].key, key)
+            batch[i].bytes = <uint8_t*><size_t>hold.address
+            batch[i].length = hold.length
+            batch[i].hold = _hold(hold)
+            i += 1
+        job = make_load(<PyObject*>owner, connector.connector, batch, connector.per_piece)
+        return self._submit(lane, job, False)
+
+    def submit_delete(self, int lane, NativeConnector connector not None, keys, token):
+        cdef vector[DeleteItem] batch
+        cdef _Token owner = _Token(token, DELETE)
+        cdef Py_ssize_t i = 0
+        cdef unique_ptr[LaneJob] job
+        batch.resize(len(keys))
+        for key in keys:
+            _set_key(batch[i].key, key)
+            i += 1
+        job = make_delete(<PyObject*>owner, connector.connector, batch)
+        return self._submit(lane, job, False)
+
+    def submit_open(self, int lane, NativeConnector connector not None, instance_id, region, region_bytes, token):
+        cdef ConnectorContext context
+        context.instance_id = (<str>instance_id).encode()
+        context.region = <uint8_t*><size_t>region
+        context.region_bytes = region_bytes
+        return self._submit_call(lane, connector, OPEN, context, token)
+
+    def submit_clear(self, int lane, NativeConnector connector not None, token):
+        return self._submit_call(lane, connector, CLEAR, ConnectorContext(), token)
+
+    def submit_usage(self, int lane, NativeConnector connector not None, token):
+        return self._submit_call(lane, connector, USAGE, ConnectorContext(), token)
+
+    def submit_close(self, int lane, NativeConnector connector not None, token):
+        return self._submit_call(lane, connector, CLOSE, ConnectorContext(), token)
+
+    cdef object _submit_call(
+        self, int lane, NativeConnector connector, Kind kind, ConnectorContext context, object token
+    ):
+        cdef _Token owner = _Token(token, kind)
+        cdef unique_ptr[LaneJob] job = make_connector_call(
+            <PyObject*>owner, connector.connector, kind - OPEN, context
+        )
+        return self._submit(lane, job, True)
+
     def take_done(self):
         cdef vector[unique_ptr[LaneJob]] jobs
         cdef Status status
-        cdef _Call call
-        cdef PyObject* owned
+        cdef _Token token
         with nogil:
             status = self.lanes.get().take_done(&jobs)
         if not status.ok():
             raise _error(status)
         done = []
         for i in range(jobs.size()):
-            owned = release_call(jobs[i].get()[0])
-            call = <_Call><object>owned
-            Py_DECREF(call)
-            done.append((call.token, call.result, call.error))
+            token = <_Token><object>token_of(jobs[i].get())
+            done.append((token.token, _outcome(token, jobs[i].get()), token.error))
+            jobs[i].reset()
         return done
 
     def counts(self, int lane):

@@ -18,11 +18,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kvstrata/digest.h"
 #include "kvstrata/status.h"
 
 namespace kvstrata {
-
-using Digest = std::array<unsigned char, 32>;
 
 inline constexpr std::uint16_t kRecordVersion = 1;
 inline constexpr std::uint64_t kRecordAlignment = 4096;

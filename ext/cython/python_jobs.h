@@ -1,0 +1,122 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// Lane jobs that Python submitted: each owns a token, the Python object that its outcome is for.
+// References are taken and given back with the GIL; everything else needs none.
+#pragma once
+
+#include <Python.h>
+
+#include <memory>
+#include <utility>
+
+#include "kvstrata/connector_jobs.h"
+#include "kvstrata/pool.h"
+
+namespace kvstrata::python {
+
+class Token {
+ public:
+  explicit Token(PyObject* owned) noexcept : owned_(owned) {}
+  Token(const Token&) = delete;
+  Token& operator=(const Token&) = delete;
+  virtual ~Token() {
+    if (owned_ == nullptr) return;
+    const PyGILState_STATE state = PyGILState_Ensure();
+    Py_DECREF(owned_);
+    PyGILState_Release(state);
+  }
+
+  PyObject* get() const noexcept { return owned_; }
+
+ private:
+  PyObject* owned_;
+};
+
+// A Python callable; its token is what `run_call` runs and where it leaves the result.
+class CallJob final : public LaneJob, public Token {
+ public:
+  CallJob(PyObject* owned, void (*run_call)(PyObject*)) noexcept
+      : Token(owned), run_call_(run_call) {}
+  void run(std::size_t /*index*/) override { run_call_(get()); }
+
+ private:
+  void (*run_call_)(PyObject*);
+};
+
+template <typename Job>
+class ConnectorJob final : public Job, public Token {
+ public:
+  template <typename... Arguments>
+  explicit ConnectorJob(PyObject* owned, Arguments&&... arguments)
+      : Job(std::forward<Arguments>(arguments)...), Token(owned) {}
+};
+
+// With the GIL; takes a reference of its own.
+template <typename Job, typename... Arguments>
+std::unique_ptr<LaneJob> make_job(PyObject* token, Arguments&&... arguments) {
+  Py_INCREF(token);
+  try {
+    if constexpr (std::is_same_v<Job, CallJob>) {
+      return std::make_unique<CallJob>(token, std::forward<Arguments>(arguments)...);
+    } else {
+      return std::make_unique<ConnectorJob<Job>>(token, std::forward<Arguments>(arguments)...);
+    }
+  } catch (...) {
+    Py_DECREF(token);
+    throw;
+  }
+}
+
+inline std::unique_ptr<LaneJob> make_call(PyObject* token, void (*run_call)(PyObject*)) {
+  return make_job<CallJob>(token, run_call);
+}
+inline std::unique_ptr<LaneJob> make_exists(PyObject* token, std::shared_ptr<Connector> connector,
+                                            std::vector<ExistsItem>& items) {
+  return make_job<ExistsJob>(token, std::move(connector), std::move(items));
+}
+inline std::unique_ptr<LaneJob> make_put(PyObject* token, std::shared_ptr<Connector> connector,
+                                         std::vector<PutItem>& items, std::size_t per_piece) {
+  return make_job<PutJob>(token, std::move(connector), std::move(items), per_piece);
+}
+inline std::unique_ptr<LaneJob> make_load(PyObject* token, std::shared_ptr<Connector> connector,
+                                          std::vector<LoadItem>& items, std::size_t per_piece) {
+  return make_job<LoadJob>(token, std::move(connector), std::move(items), per_piece);
+}
+inline std::unique_ptr<LaneJob> make_delete(PyObject* token, std::shared_ptr<Connector> connector,
+                                            std::vector<DeleteItem>& items) {
+  return make_job<DeleteJob>(token, std::move(connector), std::move(items));
+}
+inline std::unique_ptr<LaneJob> make_connector_call(PyObject* token,
+                                                    std::shared_ptr<Connector> connector, int call,
+                                                    const ConnectorContext& context) {
+  return make_job<CallConnectorJob>(token, std::move(connector),
+                                    static_cast<CallConnectorJob::Call>(call), context);
+}
+
+inline PyObject* token_of(LaneJob* job) noexcept { return dynamic_cast<Token&>(*job).get(); }
+template <typename Job>
+Job* job_as(LaneJob* job) noexcept {
+  return dynamic_cast<Job*>(job);
+}
+
+// Drops the extent's hold, without the GIL.
+inline BytesHold hold_of(std::shared_ptr<Hold> hold) {
+  Hold* const address = hold.get();
+  return BytesHold(address, [hold = std::move(hold)](void*) { hold->drop(); });
+}
+
+// With the GIL. Calls `drop()` of any Python object that stands for bytes.
+inline BytesHold hold_of_object(PyObject* object) {
+  Py_INCREF(object);
+  return BytesHold(object, [](void* owned) {
+    const PyGILState_STATE state = PyGILState_Ensure();
+    PyObject* const hold = static_cast<PyObject*>(owned);
+    PyObject* const result = PyObject_CallMethod(hold, "drop", nullptr);
+    if (result == nullptr) PyErr_WriteUnraisable(hold);
+    Py_XDECREF(result);
+    Py_DECREF(hold);
+    PyGILState_Release(state);
+  });
+}
+
+}  // namespace kvstrata::python
