@@ -2,6 +2,7 @@
 
 - Every `ext/core/src/**/*.cpp` is compiled once, in parallel, into one static library.
 - Every `ext/cython/NAME.pyx` becomes the module `kvstrata.native.NAME`, linked with that library.
+- `ext/core/include` in part goes into `kvstrata/include`, for connectors that others write in C++.
 - Every `ext/cuda/*.cu` goes into `kvstrata/native/libkvstrata_cuda.so` where nvcc is found.
 
 Sources are found by pattern: a new file needs no edit here. Object files are kept under `build/native/` and
@@ -35,10 +36,14 @@ ROOT = Path(__file__).resolve().parent
 CORE_SOURCES = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/core/src/**/*.cpp"))
 CORE_HEADERS = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/core/**/*.h"))
 CYTHON_SOURCES = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/cython/*.pyx"))
-CYTHON_HEADERS = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/cython/*") if p.suffix in (".pxd", ".pxi", ".h"))
+CYTHON_HEADERS = sorted(
+    p.relative_to(ROOT) for pattern in ("pxd", "pxi", "h") for p in ROOT.glob(f"ext/cython/*.{pattern}")
+)
 CUDA_SOURCES = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/cuda/*.cu"))
 CUDA_HEADERS = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/cuda/*.h"))
 CORE_INCLUDE = "ext/core/include"
+PUBLIC_HEADERS = ("connector.h", "digest.h")
+"""What an extension outside needs; goes into the package, see `kvstrata --native-include-dir`."""
 CUDA_LIBRARY = "libkvstrata_cuda.so"
 CUDA_ARCHITECTURES = (80, 90, 100)
 
@@ -226,6 +231,10 @@ class BuildNative(build_ext):
         with exclusive_build():
             super().run()
             self._place_cuda(compile_cuda())
+        if not (self.inplace or self.editable_mode):
+            for source, target in self._headers():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, target)
 
     def build_extensions(self) -> None:
         library = compile_core(int(self.parallel or 1)) if CORE_SOURCES else None
@@ -251,9 +260,14 @@ class BuildNative(build_ext):
                 shutil.copy2(library, partial)
                 partial.rename(target)
 
+    def _headers(self) -> list[tuple[Path, Path]]:
+        folder = Path(self.build_lib) / "kvstrata" / "include" / "kvstrata"
+        return [(ROOT / CORE_INCLUDE / "kvstrata" / name, folder / name) for name in PUBLIC_HEADERS]
+
     def get_outputs(self) -> list[str]:
         library = Path(self.build_lib) / "kvstrata" / "native" / CUDA_LIBRARY
-        return [*super().get_outputs(), *([str(library)] if library.exists() else [])]
+        placed = [library, *(target for _, target in self._headers())]
+        return [*super().get_outputs(), *(str(path) for path in placed if path.exists())]
 
     def _translate_cython(self) -> None:
         """Replaces each .pyx source by C++ generated under build/cython."""

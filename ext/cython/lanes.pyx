@@ -390,7 +390,7 @@ cdef class NativeLanes:
             _set_key(batch[i].key, key)
             i += 1
         job = make_delete(<PyObject*>owner, connector.connector, batch)
-        return self._submit(lane, job, False)
+        return self._submit(lane, job, True)
 
     def submit_open(self, int lane, NativeConnector connector not None, instance_id, region, region_bytes, token):
         cdef ConnectorContext context

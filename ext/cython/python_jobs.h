@@ -93,7 +93,9 @@ inline std::unique_ptr<LaneJob> make_connector_call(PyObject* token,
                                     static_cast<CallConnectorJob::Call>(call), context);
 }
 
-inline PyObject* token_of(LaneJob* job) noexcept { return dynamic_cast<Token&>(*job).get(); }
+inline PyObject* token_of(LaneJob* job) noexcept {
+  return dynamic_cast<Token&>(*job).get();
+}
 template <typename Job>
 Job* job_as(LaneJob* job) noexcept {
   return dynamic_cast<Job*>(job);

@@ -32,9 +32,13 @@ void let_go(std::span<Item> items) noexcept {
 
 }  // namespace
 
-void ExistsJob::run(std::size_t /*index*/) { connector_->exists(items); }
+void ExistsJob::run(std::size_t /*index*/) {
+  connector_->exists(items);
+}
 
-std::size_t PutJob::pieces() const noexcept { return pieces_of(items, items_per_piece_); }
+std::size_t PutJob::pieces() const noexcept {
+  return pieces_of(items, items_per_piece_);
+}
 
 void PutJob::run(std::size_t index) {
   connector_->put(piece_of(items, items_per_piece_, index));
@@ -46,7 +50,9 @@ void PutJob::end() noexcept {
   let_go(std::span(items));
 }
 
-std::size_t LoadJob::pieces() const noexcept { return pieces_of(items, items_per_piece_); }
+std::size_t LoadJob::pieces() const noexcept {
+  return pieces_of(items, items_per_piece_);
+}
 
 void LoadJob::run(std::size_t index) {
   const std::span<LoadItem> piece = piece_of(items, items_per_piece_, index);
@@ -74,9 +80,13 @@ void LoadJob::run(std::size_t index) {
   let_go(piece);
 }
 
-void LoadJob::end() noexcept { connector_->take_evicted(&evicted); }
+void LoadJob::end() noexcept {
+  connector_->take_evicted(&evicted);
+}
 
-void DeleteJob::run(std::size_t /*index*/) { connector_->remove(items); }
+void DeleteJob::run(std::size_t /*index*/) {
+  connector_->remove(items);
+}
 
 void CallConnectorJob::run(std::size_t /*index*/) {
   switch (call) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from kvstrata import __version__
 
@@ -15,7 +16,8 @@ usage: kvstrata COMMAND [arguments]
   bench    measure a running server on this host
   doctor   check this machine: shared memory, limits, CPU, extension, ports
 
-kvstrata COMMAND --help tells more; kvstrata --version prints the version."""
+kvstrata COMMAND --help tells more; kvstrata --version prints the version, kvstrata --native-include-dir where the
+headers for storage connectors in C++ are."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,11 +30,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command == "--version":
         print(f"kvstrata {__version__}")
         return 0
+    if command == "--native-include-dir":
+        print(native_include_dir())
+        return 0
     run = _command(command)
     if run is None:
         print(f"kvstrata: unknown command {command!r}; see kvstrata --help", file=sys.stderr)
         return 2
     return run(words[1:])
+
+
+def native_include_dir() -> Path:
+    """Folder to compile a storage connector with: it has `kvstrata/connector.h`."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "include"
+    return installed if installed.is_dir() else package.parents[1] / "ext" / "core" / "include"
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int] | None:

@@ -6,6 +6,21 @@ Lanes are numbered in order of precedence: 0 lookup, 1 load, 2 delete, 3 put.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+class NativeConnector:
+    """A storage medium in C++ (ext/core/include/kvstrata/connector.h), out of the capsule that its module made.
+
+    Owns the medium, and shares it with the work that is under way.  Raises ValueError for anything but an unused
+    capsule of this version.
+    """
+
+    def __init__(self, capsule: object) -> None: ...
+
+    capabilities: dict[str, Any]
+    """The fields of `kvstrata::ConnectorCapabilities` by name, without `items_per_piece`."""
+
+    def exists_now(self, keys: Sequence[bytes]) -> list[tuple[int, int, str]]:
+        """(Presence, record bytes, reason) of each key, asked in the calling thread, without the GIL."""
+
 class NativeLanes:
     """The four lanes of one adapter. Thread-safe. Threads start with the first work they are needed for.
 
@@ -28,6 +43,50 @@ class NativeLanes:
 
         Raises RuntimeError after `stop`, OSError when no thread can be started.
         """
+
+    def submit_open(
+        self,
+        lane: int,
+        connector: NativeConnector,
+        instance_id: str,
+        region: int,
+        region_bytes: int,
+        token: object,
+    ) -> bool:
+        """Open the connector; the result is what is wrong, or an empty string. Never refused for want of room."""
+
+    def submit_exists(
+        self, lane: int, connector: NativeConnector, keys: Sequence[bytes], token: object
+    ) -> bool:
+        """The result is as of `NativeConnector.exists_now`."""
+
+    def submit_put(
+        self, lane: int, connector: NativeConnector, items: Sequence[tuple[bytes, Any]], token: object
+    ) -> bool:
+        """Put (key, hold) each; takes over the holds, also when it answers False or raises.
+
+        A hold has `address`, `length` and `drop()`.  The result is ([(PutStatus, reason)], keys that the
+        connector's cap dropped since it was last asked).
+        """
+
+    def submit_load(
+        self, lane: int, connector: NativeConnector, items: Sequence[tuple[bytes, Any]], token: object
+    ) -> bool:
+        """Load (key, hold) each, likewise; the result is ([(LoadStatus, reason)], keys dropped)."""
+
+    def submit_delete(
+        self, lane: int, connector: NativeConnector, keys: Sequence[bytes], token: object
+    ) -> bool:
+        """The result is how many were there. Never refused for want of room, as the next three."""
+
+    def submit_clear(self, lane: int, connector: NativeConnector, token: object) -> bool:
+        """The result is how many there were."""
+
+    def submit_usage(self, lane: int, connector: NativeConnector, token: object) -> bool:
+        """The result is (used bytes, capacity in bytes, records)."""
+
+    def submit_close(self, lane: int, connector: NativeConnector, token: object) -> bool:
+        """Close the connector; REQUIRES that nothing else of it is queued or runs."""
 
     def take_done(self) -> list[tuple[Any, Any, BaseException | None]]:
         """(token, result, error) of what has ended and was not taken, in the order of ending."""

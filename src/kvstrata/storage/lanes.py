@@ -68,17 +68,26 @@ class Lanes:
         `beyond_limit` is for the end of work that was admitted before (one piece per admitted batch).
         Cancelling the future ends the wait only. Raises RuntimeError after `close`.
         """
+        number = _NUMBER[lane]
+        return self.submit_native(lambda native, future: native.submit(number, work, future, beyond_limit))
+
+    def submit_native(
+        self, submit: Callable[[NativeLanes, asyncio.Future[Any]], bool]
+    ) -> asyncio.Future[Any] | None:
+        """As `submit`, for work that `submit(native, future)` puts into the native lanes itself."""
         if self._loop is None:
             self._watch()
         assert self._loop is not None
-        future: asyncio.Future[T] = self._loop.create_future()
-        if not self._native.submit(_NUMBER[lane], work, future, beyond_limit):
-            return None
-        return future
+        future: asyncio.Future[Any] = self._loop.create_future()
+        return future if submit(self._native, future) else None
 
     def waiting(self, lane: Lane) -> int:
         """Pieces of work in a lane that no thread has begun."""
         return self._native.counts(_NUMBER[lane])["waiting"]
+
+    def number(self, lane: Lane) -> int:
+        """The lane as the native lanes name it."""
+        return _NUMBER[lane]
 
     async def close(self) -> None:
         """Take nothing more, run what was taken to its end, end the threads. Idempotent."""

@@ -1,11 +1,12 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // A storage medium in C++: derive from Connector, make it, hand it to Python in a capsule
-// (connector_capsule_name), and kvstrata.storage.native_adapter.NativeAdapter is the storage adapter
-// around it. This header and those it includes are all that an extension outside kvstrata needs.
+// (connector_capsule_name), and kvstrata.storage.native_adapter.NativeAdapter is the storage
+// adapter around it. This header and those it includes are all that an extension outside kvstrata
+// needs.
 //
-// The server calls a connector from the threads of its lanes, several at a time, without the GIL, so
-// blocking is the connector's own business. All calls are batches; outcomes are written into the
+// The server calls a connector from the threads of its lanes, several at a time, without the GIL,
+// so blocking is the connector's own business. All calls are batches; outcomes are written into the
 // items, each by itself: one bad item never fails its batch.
 //
 // Bytes. An item's `hold` keeps its bytes: they may be touched until it is reset, by whoever has a
@@ -55,7 +56,7 @@ struct PutItem {
 struct LoadItem {
   Digest key{};
   std::uint8_t* bytes = nullptr;
-  std::uint32_t length = 0;  // of the whole record: one of another length is FAILED, "length"
+  std::uint32_t length = 0;  // of the whole record; one of another length is kCorrupt
   BytesHold hold;
   LoadStatus status = LoadStatus::kFailed;
   const char* reason = "internal";
@@ -101,8 +102,8 @@ class Connector {
   // Asked once, before open().
   [[nodiscard]] virtual ConnectorCapabilities capabilities() const noexcept = 0;
 
-  // Makes the medium ready; nothing else is called before. Returns what is wrong and what to change,
-  // or an empty string.
+  // Makes the medium ready; nothing else is called before. Returns what is wrong and what to
+  // change, or an empty string.
   [[nodiscard]] virtual std::string open(const ConnectorContext& context) = 0;
 
   // Which keys can be loaded and how long their records are. Never touches payloads.

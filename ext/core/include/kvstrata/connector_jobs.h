@@ -45,8 +45,8 @@ class PutJob : public LaneJob {
   std::size_t items_per_piece_;
 };
 
-// Checks what was loaded against the record's checksums; a bad record is removed from the medium, so
-// that the next put can heal it.
+// Checks what was loaded against the record's checksums; a bad record is removed from the medium,
+// so that the next put can heal it.
 class LoadJob : public LaneJob {
  public:
   // REQUIRES: as PutJob.
@@ -84,7 +84,8 @@ class CallConnectorJob : public LaneJob {
  public:
   enum class Call : std::uint8_t { kOpen = 0, kClear = 1, kUsage = 2, kClose = 3 };
 
-  CallConnectorJob(std::shared_ptr<Connector> connector, Call call, ConnectorContext context) noexcept
+  CallConnectorJob(std::shared_ptr<Connector> connector, Call call,
+                   ConnectorContext context) noexcept
       : call(call), context(std::move(context)), connector_(std::move(connector)) {}
   void run(std::size_t index) override;
 

@@ -1,0 +1,218 @@
+"""A storage adapter around a connector written in C++ (ext/core/include/kvstrata/connector.h).
+
+The module of the connector makes a capsule; `NativeAdapter(capsule, ...)` is the adapter: batches become jobs of the
+lanes, whose threads call the connector without the GIL, and outcomes come back over one descriptor.
+
+Invariants
+1. A batch that was taken runs to its end, whoever waits; what the connector's cap dropped is then told to the server.
+2. Holds are dropped by the connector's threads; those of a batch that was not taken, at once.
+3. `close` runs the connector's close after everything else, and nothing after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvstrata.errors import StorageError
+from kvstrata.native.lanes import NativeConnector, NativeLanes
+from kvstrata.storage.base import (
+    AdapterContext,
+    Capabilities,
+    Found,
+    LoadItem,
+    LoadOutcome,
+    LoadStatus,
+    Presence,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    StorageAdapter,
+    Usage,
+)
+from kvstrata.storage.lanes import Lane, Lanes
+from kvstrata.types import KEY_BYTES
+
+BAD_ITEM = "bad_item"
+_PRESENCE = list(Presence)
+_PUT_STATUS = list(PutStatus)
+_LOAD_STATUS = list(LoadStatus)
+
+_Submit = Callable[[NativeLanes, "asyncio.Future[Any]"], bool]
+
+
+class NativeAdapter(StorageAdapter):
+    """See the module. Takes the capsule over; raises ValueError when it holds no connector of this version.
+
+    `num_workers` threads serve the lanes that `per_op_workers` does not name (see storage/lanes.py).
+    """
+
+    def __init__(
+        self,
+        capsule: object,
+        *,
+        name: str = "native",
+        num_workers: int = 4,
+        per_op_workers: Mapping[Lane, int] | None = None,
+        queue_limit: int = 1024,
+    ) -> None:
+        self.name = name
+        self._connector = NativeConnector(capsule)
+        can = dict(self._connector.capabilities)
+        self._exists_is_quick: bool = can.pop("exists_is_quick")
+        self._can_clear: bool = can.pop("can_clear")
+        self.capabilities = Capabilities(**can, quiesce="drain")
+        self._lanes = Lanes(
+            name, num_workers=num_workers, per_op_workers=per_op_workers, queue_limit=queue_limit
+        )
+        self._context: AdapterContext | None = None
+        self._running: set[asyncio.Future[Any]] = set()
+        self._opened = False
+        self._closed = False
+
+    async def open(self, context: AdapterContext) -> None:
+        """Open the connector in a lane. Raises StorageError with what the connector says is wrong."""
+        lane = self._lanes.number(Lane.DELETE)
+        region = (context.region_address, context.region_bytes)
+        wrong = await self._always(
+            lambda native, future: native.submit_open(
+                lane, self._connector, context.instance_id, *region, future
+            )
+        )
+        if wrong:
+            self._closed = True
+            await self._lanes.close()
+            raise StorageError(f"{self.name}: {wrong}", field=self.name)
+        self._context = context
+        self._opened = True
+
+    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+        """At once where the connector never blocks on it, else in the lookup lane."""
+        if reason := self._not_ready():
+            return [Found(Presence.UNKNOWN, 0, reason)] * len(keys)
+        if any(len(key) != KEY_BYTES for key in keys):
+            return [Found(Presence.UNKNOWN, 0, BAD_ITEM)] * len(keys)
+        if self._exists_is_quick:
+            found = self._connector.exists_now(keys)
+        else:
+            lane = self._lanes.number(Lane.LOOKUP)
+            future = self._take(
+                lambda native, future: native.submit_exists(lane, self._connector, keys, future)
+            )
+            if future is None:
+                return [Found(Presence.UNKNOWN, 0, "throttled")] * len(keys)
+            found = await asyncio.shield(future)
+        return [Found(_PRESENCE[presence], length, reason) for presence, length, reason in found]
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        """See the contract. A cancelled wait lets the batch go on to its end."""
+        outcomes = [PutOutcome(PutStatus.FAILED, self._not_ready() or BAD_ITEM)] * len(items)
+        places = self._acceptable(items)
+        if not places:
+            return outcomes
+        lane, batch = self._lanes.number(Lane.PUT), [items[i] for i in places]
+        future = self._take(lambda native, future: native.submit_put(lane, self._connector, batch, future))
+        if future is None:
+            put = [PutOutcome(PutStatus.THROTTLED, "queue_full")] * len(batch)
+        else:
+            put = [PutOutcome(_PUT_STATUS[status], why) for status, why in (await asyncio.shield(future))[0]]
+        for i, outcome in zip(places, put, strict=True):
+            outcomes[i] = outcome
+        return outcomes
+
+    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+        """See the contract. A cancelled wait lets the batch go on to its end."""
+        outcomes = [LoadOutcome(LoadStatus.FAILED, self._not_ready() or BAD_ITEM)] * len(items)
+        places = self._acceptable(items)
+        if not places:
+            return outcomes
+        lane, batch = self._lanes.number(Lane.LOAD), [items[i] for i in places]
+        future = self._take(lambda native, future: native.submit_load(lane, self._connector, batch, future))
+        if future is None:
+            loaded = [LoadOutcome(LoadStatus.FAILED, "throttled")] * len(batch)
+        else:
+            loaded = [
+                LoadOutcome(_LOAD_STATUS[status], why) for status, why in (await asyncio.shield(future))[0]
+            ]
+        for i, outcome in zip(places, loaded, strict=True):
+            outcomes[i] = outcome
+        return outcomes
+
+    async def delete(self, keys: Sequence[bytes]) -> int:
+        """Remove records, in the delete lane."""
+        keys = [key for key in keys if len(key) == KEY_BYTES]
+        if self._not_ready() or not keys:
+            return 0
+        lane = self._lanes.number(Lane.DELETE)
+        return int(
+            await self._always(
+                lambda native, future: native.submit_delete(lane, self._connector, keys, future)
+            )
+        )
+
+    async def clear(self) -> int:
+        """Remove every record. Raises StorageError where the connector cannot."""
+        if not self._can_clear:
+            return await super().clear()
+        if self._not_ready():
+            return 0
+        lane = self._lanes.number(Lane.DELETE)
+        return int(
+            await self._always(lambda native, future: native.submit_clear(lane, self._connector, future))
+        )
+
+    async def usage(self) -> Usage:
+        """What the connector counts, asked in the lookup lane."""
+        if self._not_ready():
+            return Usage(0, 0, 0)
+        lane = self._lanes.number(Lane.LOOKUP)
+        return Usage(
+            *await self._always(lambda native, future: native.submit_usage(lane, self._connector, future))
+        )
+
+    async def close(self) -> None:
+        """Wait for what is in flight, close the connector, end the threads. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        while self._running:
+            await asyncio.wait(set(self._running))
+        if self._opened:
+            lane = self._lanes.number(Lane.DELETE)
+            await self._always(lambda native, future: native.submit_close(lane, self._connector, future))
+        await self._lanes.close()
+
+    def _acceptable(self, items: Sequence[PutItem | LoadItem]) -> list[int]:
+        """Places of the items that the connector gets; the holds of the others are dropped."""
+        ready = not self._not_ready()
+        places = [i for i, item in enumerate(items) if ready and len(item.key) == KEY_BYTES]
+        if len(places) < len(items):
+            for i in set(range(len(items))).difference(places):
+                items[i].hold.drop()
+        return places
+
+    def _not_ready(self) -> str:
+        return "" if self._opened and not self._closed else "closed"
+
+    async def _always(self, submit: _Submit) -> Any:
+        """The result of work that is never refused."""
+        future = self._take(submit)
+        assert future is not None, "refused work that has no limit"
+        return await asyncio.shield(future)
+
+    def _take(self, submit: _Submit) -> asyncio.Future[Any] | None:
+        future = self._lanes.submit_native(submit)
+        if future is not None:
+            self._running.add(future)
+            future.add_done_callback(self._ended)
+        return future
+
+    def _ended(self, future: asyncio.Future[Any]) -> None:
+        self._running.discard(future)
+        if future.cancelled() or future.exception() is not None or self._context is None:
+            return
+        result = future.result()
+        if isinstance(result, tuple) and isinstance(result[0], list):  # of a put or a load
+            for key in result[1]:
+                self._context.record_evicted(key)
