@@ -66,7 +66,7 @@ class StoreRequest(NamedTuple):
 class _Batch:
     """Chunks [first, first + n) of one request, reserved together."""
 
-    __slots__ = ("copy_job", "epoch", "first", "n_chunks", "request", "reserved", "seq", "unsettled")
+    __slots__ = ("asked", "copy_job", "epoch", "first", "n_chunks", "request", "reserved", "seq", "unsettled")
 
     def __init__(self, request: StoreRequest, first: int, n_chunks: int) -> None:
         self.request = request
@@ -74,6 +74,8 @@ class _Batch:
         self.n_chunks = n_chunks
         self.reserved: list[int] = []
         """Indices within the batch that got an extent."""
+        self.asked: Pending | None = None
+        """The reserve while it is not answered."""
         self.unsettled: list[int] = []
         """Chunks of the job that wait for the commit's outcome."""
         self.seq = 0
@@ -156,7 +158,7 @@ class StoreQueue:
         self.pump()
 
     def cancel(self, job: StoreJob) -> None:
-        """A job was cancelled: nothing more of it begins."""
+        """A job was cancelled: nothing more of it begins, and what was not reserved yet ends here."""
         kept: deque[StoreRequest] = deque()
         first = self._next_chunk
         for request in self._queue:
@@ -168,8 +170,11 @@ class StoreQueue:
                 self._next_chunk = 0
             first = 0
         self._queue = kept
-        for batch in self._batches:
-            if batch.request.job is job and batch.copy_job:
+        for batch in [batch for batch in self._batches if batch.request.job is job]:
+            if batch.asked is not None:
+                self._link.table.remove(batch.asked)
+                self._withdraw(batch, StoreOutcome.CANCELLED)
+            elif batch.copy_job:
                 self._copier.cancel(batch.copy_job)
         self.pump()
 
@@ -230,30 +235,34 @@ class StoreQueue:
                 request.probe,
             )
 
-        self._link.ask(
-            Pending(
-                Kind.ASK,
-                message,
-                partial(self._reserved, batch),
-                partial(self._not_reserved, batch, again),
-                time.monotonic() + RESERVE_DEADLINE_S,
-            )
+        batch.asked = Pending(
+            Kind.ASK,
+            message,
+            partial(self._reserved, batch),
+            partial(self._not_reserved, batch, again),
+            time.monotonic() + RESERVE_DEADLINE_S,
         )
+        self._link.ask(batch.asked)
 
     def _not_reserved(self, batch: _Batch, again: bool, error: KvstrataError) -> None:
         if isinstance(error, UnknownIdentity) and not again:
             batch.request.identity.declared = None
             self._reserve(batch, again=True)
             return
+        refused = batch.request.identity.error
+        if not error.retryable or refused:
+            log.warning("a store was refused (%s): %s", error.code, refused or error.message)
+        self._withdraw(batch, StoreOutcome.UNAVAILABLE)
+
+    def _withdraw(self, batch: _Batch, outcome: StoreOutcome) -> None:
+        """A batch ends before anything of it was gathered; its reserve, if it was sent, is taken back."""
+        batch.asked = None
         if batch.seq:
             self._undo(batch)
         else:
             self._freed(batch)
-        refused = batch.request.identity.error
-        if not error.retryable or refused:
-            log.warning("a store was refused (%s): %s", error.code, refused or error.message)
         self._end_gather(batch, batch.n_chunks)
-        self._settle(batch, batch.chunks(range(batch.n_chunks)), StoreOutcome.UNAVAILABLE)
+        self._settle(batch, batch.chunks(range(batch.n_chunks)), outcome)
         self._leave(batch)
 
     def _reserved(self, batch: _Batch, reply: wire.AnyReply) -> None:
@@ -264,6 +273,7 @@ class StoreQueue:
             log.error("the server's answer to a reserve makes no sense, nothing is stored: %s", error)
             self._not_reserved(batch, True, KvstrataError("bad answer"))
             return
+        batch.asked = None
         batch.reserved = [i for i in range(n) if outcomes[i] == wire.ReserveOutcome.RESERVED]
         for outcome, refused in OUTCOME_OF_RESERVE.items():
             chunks = [batch.first + i for i in range(n) if outcomes[i] == outcome]

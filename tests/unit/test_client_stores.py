@@ -1,0 +1,129 @@
+"""Stores on their way, with a server that answers what a test tells it to, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvstrata.client.calls import Declared, Identity, StoreJob, StoreOutcome
+from kvstrata.client.copies import Copier, CopyLedger
+from kvstrata.client.requests import Pending, RequestTable
+from kvstrata.client.stores import BATCHES_IN_FLIGHT, StoreQueue, StoreRequest
+from kvstrata.measure.blocks import PagedBlocks
+from kvstrata.native.copying import record_bytes
+from kvstrata.rpc import wire
+from kvstrata.types import EXTENT, KEY_BYTES, LayoutIdentity, RequestIdentity
+
+EPOCH = 7
+CHUNKS = 2
+
+
+class Link:
+    """A connection that works; what was said over it is in `said`."""
+
+    def __init__(self) -> None:
+        self.table = RequestTable()
+        self.session, self.epoch, self.usable = bytes(16), EPOCH, True
+        self.now_s = 0.0
+
+    def ask(self, pending: Pending) -> None:
+        self.table.add(pending)
+
+    def said(self) -> list[wire.AnyRequest]:
+        """Send what is to be sent; all of it, repeats left out."""
+        messages = []
+        for pending, frame in self.table.to_send(self.now_s):
+            messages.append(wire.decode_request(frame))
+            self.table.sent(pending, self.now_s)
+        return messages
+
+
+class Stores:
+    """A queue with nothing behind it, and who stores."""
+
+    def __init__(self) -> None:
+        self.link = Link()
+        self.copier = Copier(1)
+        self.blocks = PagedBlocks(layers=1, num_blocks=CHUNKS, block_bytes=4096)
+        self.identity = Identity(
+            None, LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=16), RequestIdentity()
+        )
+        self.identity.declared = Declared(EPOCH, 1)
+        self.queue = StoreQueue(
+            self.link,
+            CopyLedger(),
+            self.copier,
+            slice_digest=bytes(32),
+            chunk_tokens=16,
+            backlog_bytes=1 << 30,
+            declared=lambda identity: identity.declared,
+        )
+        self.queue.max_reserved_bytes = 1 << 30
+
+    def store(self, number: int = 0) -> StoreJob:
+        """A store of `CHUNKS` chunks that the queue has taken up."""
+        job = StoreJob(CHUNKS, lambda job: self.queue.cancel(job))
+        payload = self.blocks.plan.payload_bytes(1)
+        request = StoreRequest(
+            job,
+            self.identity,
+            b"",
+            bytes([number]) * CHUNKS * KEY_BYTES,
+            self.blocks.plan,
+            [[chunk] for chunk in range(CHUNKS)],
+            record_bytes(1, payload),
+            payload,
+            b"",
+        )
+        assert self.queue.admit(request)
+        self.queue.add(request)
+        return job
+
+    def answer(self, seq: int, outcomes: bytes) -> None:
+        """The reply to a reserve; nobody gets bytes that are there."""
+        self.link.table.reply(wire.ReserveReply(seq, EPOCH, outcomes, bytes(len(outcomes) * EXTENT.size)))
+
+    def ok(self, *messages: wire.AnyRequest) -> None:
+        """The reply to anything that is given back."""
+        for message in messages:
+            self.link.table.reply(wire.Ok(message.seq, EPOCH, 1))
+
+
+@pytest.fixture
+def stores() -> Iterator[Stores]:
+    stores = Stores()
+    yield stores
+    stores.copier.close()
+    stores.blocks.close()
+
+
+def nothing_is_held(stores: Stores) -> bool:
+    queue = stores.queue
+    return queue.idle and queue.waiting_bytes == queue._reserved_bytes == len(stores.link.table) == 0
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_a_cancelled_store_whose_reserve_is_not_answered_frees_its_blocks_at_once(stores, sent):
+    job = stores.store()
+    reserves = stores.link.said() if sent else []
+    job.cancel()
+    assert job.gathered.is_set() and job.done.is_set()
+    assert job.outcomes == [StoreOutcome.CANCELLED] * CHUNKS
+    undone = stores.link.said()
+    assert [(type(message), message.target) for message in undone] == [
+        (wire.Cancel, reserve.seq) for reserve in reserves
+    ]
+    for reserve in reserves:
+        stores.answer(reserve.seq, bytes(CHUNKS))  # too late
+    stores.ok(*undone)
+    assert stores.link.said() == []
+    assert nothing_is_held(stores)
+
+
+def test_a_cancelled_store_makes_way_for_the_next(stores):
+    jobs = [stores.store(number) for number in range(BATCHES_IN_FLIGHT + 1)]
+    assert len(stores.link.said()) == BATCHES_IN_FLIGHT
+    jobs[0].cancel()
+    assert [type(message) for message in stores.link.said()] == [wire.Cancel, wire.Reserve]
+    assert not any(job.gathered.is_set() for job in jobs[1:])
