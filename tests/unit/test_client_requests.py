@@ -57,6 +57,15 @@ def test_an_answer_ends_the_request_and_a_second_one_is_ignored():
     assert len(table) == table.n_asks == 0
 
 
+def test_what_somebody_waits_for_is_sent_first():
+    table = RequestTable()
+    requests = [Recorded(kind) for kind in (Kind.SETTLE, Kind.ASK, Kind.SETTLE, Kind.ASK)]
+    for request in requests:
+        table.add(request.pending)
+    assert send_all(table, 0.0) == [1, 2, 3, 4]
+    assert [request.pending.seq for request in requests] == [3, 1, 4, 2]
+
+
 def test_numbers_grow_and_pings_take_from_the_same_ones():
     table = RequestTable()
     requests = [Recorded() for _ in range(3)]

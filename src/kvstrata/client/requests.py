@@ -151,7 +151,9 @@ class RequestTable:
         """Frames to send now, first ones and repeats. Report each by `sent` or `not_sent`."""
         if now_s < self._due_s:
             return
-        for pending in [p for p in self._all() if p.send_s <= now_s]:
+        due = [p for p in self._all() if p.send_s <= now_s]
+        # What somebody waits for goes first.
+        for pending in sorted(due, key=lambda p: p.kind is not Kind.ASK) if len(due) > 1 else due:
             if pending not in self._unsent and self._sent.get(pending.seq) is not pending:
                 continue  # ended by the failure of one before it
             fresh = pending.seq == 0
