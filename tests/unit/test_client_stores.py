@@ -125,5 +125,27 @@ def test_a_cancelled_store_makes_way_for_the_next(stores):
     jobs = [stores.store(number) for number in range(BATCHES_IN_FLIGHT + 1)]
     assert len(stores.link.said()) == BATCHES_IN_FLIGHT
     jobs[0].cancel()
-    assert [type(message) for message in stores.link.said()] == [wire.Cancel, wire.Reserve]
+    assert {type(message) for message in stores.link.said()} == {wire.Cancel, wire.Reserve}
     assert not any(job.gathered.is_set() for job in jobs[1:])
+
+
+@pytest.mark.parametrize("outcomes", [b"\x01\x63", b"\x01", b"\x01\x01\x01"])
+def test_an_answer_that_makes_no_sense_settles_every_chunk_and_takes_the_reserve_back(stores, outcomes):
+    job = stores.store()
+    [reserve] = stores.link.said()
+    stores.answer(reserve.seq, outcomes)
+    assert job.gathered.is_set() and job.done.is_set()
+    assert job.outcomes == [StoreOutcome.UNAVAILABLE] * CHUNKS
+    undone = stores.link.said()
+    assert [(type(message), message.target) for message in undone] == [(wire.Cancel, reserve.seq)]
+    stores.ok(*undone)
+    assert nothing_is_held(stores)
+
+
+def test_every_outcome_of_a_reserve_settles_its_chunk(stores):
+    for outcome in set(wire.ReserveOutcome) - {wire.ReserveOutcome.RESERVED}:
+        job = stores.store()
+        [reserve] = stores.link.said()
+        stores.answer(reserve.seq, bytes([outcome]) * CHUNKS)
+        assert job.done.is_set() and job.outcomes == [outcome.name.lower()] * CHUNKS
+        assert nothing_is_held(stores)

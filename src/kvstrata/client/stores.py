@@ -446,11 +446,14 @@ class StoreQueue:
 
 
 def _reserve_outcomes(reply: wire.AnyReply, n_chunks: int) -> tuple[bytes, list[Extent]]:
-    """Raises ValueError when the reply does not speak of `n_chunks` chunks."""
+    """Raises ValueError when the reply does not say of each of `n_chunks` chunks what became of it."""
     if not isinstance(reply, wire.ReserveReply):
         raise ValueError(f"reply {type(reply).__name__}")
     if len(reply.outcomes) != n_chunks or len(reply.extents) != n_chunks * EXTENT.size:
         raise ValueError(
             f"{len(reply.outcomes)} outcomes and {len(reply.extents)} bytes of extents for {n_chunks} chunks"
         )
+    unknown = set(reply.outcomes) - set(wire.ReserveOutcome)
+    if unknown:
+        raise ValueError(f"outcomes {sorted(unknown)}, which a reserve does not have")
     return reply.outcomes, unpack_extents(reply.extents)
