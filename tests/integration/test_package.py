@@ -62,9 +62,20 @@ def test_sdist_holds_every_source_and_nothing_that_was_built(artifacts: dict[str
     assert [name for name in names if re.search(r"\.(so|o|a|pyc)$|__pycache__", name)] == []
 
 
-def test_wheel_holds_the_package_and_its_compiled_modules_only(artifacts: dict[str, Path]) -> None:
+def test_wheel_holds_the_package_its_compiled_modules_and_whole_headers_only(
+    artifacts: dict[str, Path],
+) -> None:
     with zipfile.ZipFile(artifacts["wheel"]) as archive:
         names = set(archive.namelist())
+        headers = {name for name in names if name.startswith("kvstrata/include/")}
+        texts = {name: archive.read(name).decode() for name in headers}
+    for name, text in texts.items():
+        assert (
+            text
+            == (artifacts["tree"] / "ext/core/include" / name.removeprefix("kvstrata/include/")).read_text()
+        )
+        included = re.findall(r'^#include "(.*)"$', text, re.MULTILINE)
+        assert {f"kvstrata/include/{other}" for other in included} <= headers, name
     modules = files_of(artifacts["tree"] / "src", "kvstrata/**/*.py", "kvstrata/**/*.pyi")
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     native = {
@@ -73,6 +84,7 @@ def test_wheel_holds_the_package_and_its_compiled_modules_only(artifacts: dict[s
     assert {name for name in names if not re.match(r"[^/]+\.dist-info/", name)} == {
         *modules,
         *native,
+        *headers,
         "kvstrata/py.typed",
     }
 
