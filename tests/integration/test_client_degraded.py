@@ -11,6 +11,7 @@ import pytest
 
 from kvstrata import failpoints
 from kvstrata.client import StoreOutcome
+from kvstrata.client.stores import BATCHES_IN_FLIGHT
 from tests.harness.cache_engine import CHUNK_TOKENS, PATIENCE_S, CacheEngine, eventually, prompt
 from tests.harness.fault_proxy import FaultProxy
 from tests.harness.server_process import ServerProcess
@@ -345,6 +346,29 @@ def test_a_lookup_whose_answer_never_comes_ends_at_its_deadline_and_leaves_no_le
         assert call.result.reason == "deadline"
         assert engine.client.connected, "pings are answered, so the server is in use"
         eventually("no lease is left", lambda: nothing_leased(server))
+
+
+def test_a_client_that_closes_reserves_nothing_more(server):
+    server.start()
+    reserves: dict[int, None] = {}
+
+    def lose_reserves(direction: str, name: str, message: list) -> list[float]:
+        if (direction, name) == ("request", "reserve"):
+            reserves[message[2]] = None
+        return [] if (direction, name) == ("reply", "reserve") else [0.0]
+
+    with (
+        FaultProxy(server.socket_dir, Path(f"{server.socket_dir}-p"), lose_reserves),
+        CacheEngine(Path(f"{server.socket_dir}-p")) as engine,
+    ):
+        engine.connect()
+        jobs = [engine.store(prompt(4, seed)) for seed in range(3 * BATCHES_IN_FLIGHT)]
+        eventually("some are reserved", lambda: len(reserves) == BATCHES_IN_FLIGHT)
+        engine.client.close()
+        assert len(reserves) == BATCHES_IN_FLIGHT
+        assert {outcome for job in jobs for outcome in job.outcomes} == {StoreOutcome.UNAVAILABLE}
+        assert all(job.gathered.is_set() and job.done.is_set() for job in jobs)
+        eventually("nothing reserved is left", lambda: pool_has_no(server, "reserved"))
 
 
 def test_a_client_stopped_for_long_goes_on_when_it_continues(server, tmp_path):

@@ -8,8 +8,9 @@ import pytest
 
 from kvstrata.client.calls import Declared, Identity, StoreJob, StoreOutcome
 from kvstrata.client.copies import Copier, CopyLedger
-from kvstrata.client.requests import Pending, RequestTable
+from kvstrata.client.requests import Kind, Pending, RequestTable
 from kvstrata.client.stores import BATCHES_IN_FLIGHT, StoreQueue, StoreRequest
+from kvstrata.errors import Unavailable
 from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.native.copying import record_bytes
 from kvstrata.rpc import wire
@@ -149,3 +150,19 @@ def test_every_outcome_of_a_reserve_settles_its_chunk(stores):
         stores.answer(reserve.seq, bytes([outcome]) * CHUNKS)
         assert job.done.is_set() and job.outcomes == [outcome.name.lower()] * CHUNKS
         assert nothing_is_held(stores)
+
+
+def test_a_queue_that_closes_reserves_nothing_more(stores):
+    jobs = [stores.store(number) for number in range(BATCHES_IN_FLIGHT + 2)]
+    reserves = stores.link.said()
+    assert len(reserves) == BATCHES_IN_FLIGHT
+    stores.queue.close()
+    assert [job.done.is_set() for job in jobs] == [False] * BATCHES_IN_FLIGHT + [True] * 2
+    assert jobs[-1].outcomes == [StoreOutcome.UNAVAILABLE] * CHUNKS
+    stores.link.table.fail_all(Unavailable("the client closes"), Kind.ASK)
+    late = stores.store()
+    assert all(job.gathered.is_set() and job.done.is_set() for job in [*jobs, late])
+    undone = stores.link.said()
+    assert {message.target for message in undone} == {reserve.seq for reserve in reserves}
+    stores.ok(*undone)
+    assert nothing_is_held(stores)

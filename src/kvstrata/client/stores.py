@@ -127,6 +127,7 @@ class StoreQueue:
         self._next_chunk = 0
         """First chunk of the queue's head that is in no batch yet."""
         self._pumping = False
+        self._closing = False
         self._reserved_bytes = 0
         self._batches: set[_Batch] = set()
         self.max_reserved_bytes = 0
@@ -151,7 +152,7 @@ class StoreQueue:
 
     def add(self, request: StoreRequest) -> None:
         """Take up an admitted store."""
-        if not self._link.usable:
+        if self._closing or not self._link.usable:
             self._drop(request, 0, StoreOutcome.UNAVAILABLE)
             return
         self._queue.append(request)
@@ -203,15 +204,23 @@ class StoreQueue:
                 self._next_chunk = 0
             self._reserve(batch)
 
+    def close(self) -> None:
+        """Nothing more is reserved; batches under way go on to their end, or until their reserve fails."""
+        self._closing = True
+        self._empty()
+
     def give_up(self) -> None:
         """The server is silent or gone: nothing waits for it. Copies that run go on to their end."""
+        self._empty()
+        for batch in self._batches:
+            self._settle(batch, batch.unsettled, StoreOutcome.FAILED)
+            batch.unsettled = []
+
+    def _empty(self) -> None:
         while self._queue:
             request = self._queue.popleft()
             self._drop(request, self._next_chunk, StoreOutcome.UNAVAILABLE)
             self._next_chunk = 0
-        for batch in self._batches:
-            self._settle(batch, batch.unsettled, StoreOutcome.FAILED)
-            batch.unsettled = []
 
     def _reserve(self, batch: _Batch, *, again: bool = False) -> None:
         request = batch.request
