@@ -1,13 +1,19 @@
-"""Who may touch which bytes: epochs, leases, mappings."""
+"""Who may touch which bytes: epochs, leases, mappings; and copies that wait for room in the native queue."""
 
 from __future__ import annotations
 
 import gc
+import mmap
+import select
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
-from kvstrata.client.copies import CopyLedger
+from kvstrata.client import copies
+from kvstrata.client.copies import Copier, CopyLedger
+from kvstrata.measure.blocks import PagedBlocks
+from kvstrata.native.copying import RecordSpec, buffer_address, record_bytes
 from kvstrata.types import LeaseName
 
 POOL, OTHER_POOL = b"p" * 16, b"q" * 16
@@ -108,3 +114,76 @@ def test_a_spent_lease_is_released_at_once_only_when_no_copy_runs_under_it(ledge
     assert ledger.begin_load(lease(2)) is None
     ledger.end_load(lease(1))
     assert ledger.spend([lease(1)]) == [lease(1)]
+
+
+QUEUE = 256
+"""Jobs that the native engine takes before their ends are read."""
+
+
+class Gathers:
+    """Gathers of one block into an extent each, into memory of our own."""
+
+    def __init__(self) -> None:
+        self.copier = Copier(1)
+        self.blocks = PagedBlocks(layers=1, num_blocks=1, block_bytes=64)
+        self.blocks.fill([0], "written")
+        self.length = record_bytes(1, self.blocks.plan.payload_bytes(1))
+        self.memory = mmap.mmap(-1, (QUEUE + 8) * self.length)
+        self.codes: dict[int, list[int]] = {}
+
+    def begin(self) -> int:
+        at = len(self.codes)
+        self.codes[at] = []
+        spec = RecordSpec(bytes(32), bytes(32), bytes(32), bytes(32), 16)
+        item = ([0], buffer_address(self.memory) + at * self.length, self.length, spec)
+        return self.copier.begin("gather", self.blocks.plan, [item], self.codes[at].extend)
+
+    def written(self, at: int) -> bool:
+        return any(self.memory[at * self.length : (at + 1) * self.length])
+
+    def collect(self) -> None:
+        """Read the ends of jobs, as the I/O thread does, until all have been told."""
+        while self.copier.n_jobs:
+            assert select.select([self.copier.event_fd], [], [], 30)[0], "nothing woke the I/O thread"
+            self.copier.collect()
+
+
+@pytest.fixture
+def gathers() -> Iterator[Gathers]:
+    gathers = Gathers()
+    yield gathers
+    gathers.copier.close()
+
+
+def test_a_job_that_waits_for_room_copies_nothing_once_it_is_cancelled(gathers):
+    jobs = [gathers.begin() for _ in range(QUEUE + 3)]
+    gathers.copier.cancel(jobs[QUEUE + 1])
+    gathers.collect()
+    assert gathers.codes == {at: [0] if at != QUEUE + 1 else [copies.REFUSED] for at in range(QUEUE + 3)}
+    assert [at for at in range(QUEUE + 3) if not gathers.written(at)] == [QUEUE + 1]
+
+
+def test_the_end_of_a_cancelled_job_that_waited_is_told_while_the_queue_stays_full(gathers, monkeypatch):
+    monkeypatch.setattr(gathers.copier, "_engine", FullEngine())
+    first, second = gathers.begin(), gathers.begin()
+    gathers.copier.cancel(first)
+    assert select.select([gathers.copier.event_fd], [], [], 0)[0]
+    gathers.copier.collect()
+    assert gathers.codes == {0: [copies.REFUSED], 1: []}
+    gathers.copier.cancel(first)
+    gathers.copier.cancel(second)
+    gathers.collect()
+    assert gathers.codes == {0: [copies.REFUSED], 1: [copies.REFUSED]}
+
+
+class FullEngine:
+    """Has room for nothing, and ends nothing."""
+
+    def submit(self, *job: object) -> bool:
+        return False
+
+    def cancel(self, job: int) -> bool:
+        return False
+
+    def completions(self) -> list[tuple[int, list[int]]]:
+        return []

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -162,7 +163,8 @@ class CopyLedger:
 class Copier:
     """The native copy engine: jobs are begun from any thread, their ends are told in the I/O thread.
 
-    A job that the engine's queue has no room for waits here and begins when another one ends.
+    A job that the engine's queue has no room for waits here and begins when another one ends, unless it was cancelled
+    by then.
     """
 
     def __init__(self, threads: int) -> None:
@@ -171,6 +173,8 @@ class Copier:
         self._ids = itertools.count(1)
         self._ended: dict[int, Callable[[list[int]], None]] = {}
         self._waiting: dict[int, tuple[Kind, CopyPlan, Sequence[GatherItem] | Sequence[ScatterItem]]] = {}
+        self._refused: dict[int, int] = {}
+        """Jobs that ended without the engine, and how many items they had; not told yet."""
         self.event_fd = self._engine.event_fd
         """Readable when `collect` has something to do."""
 
@@ -204,26 +208,34 @@ class Copier:
     def cancel(self, job: int) -> None:
         """Items not begun are not copied and end with a code other than 0. The job's end is told as ever."""
         with self._lock:
-            if job not in self._waiting:
+            waiting = self._waiting.pop(job, None)
+            if waiting is None:
                 self._engine.cancel(job)
+                return
+            _, _, items = waiting
+            self._refused[job] = len(items)
+        os.eventfd_write(self.event_fd, 1)
 
     def collect(self) -> None:
         """Tell the ends of jobs, then begin waiting ones. I/O thread only."""
         for job, codes in self._engine.completions():
             self._ended.pop(job)(codes)
+        with self._lock:
+            self._begin_waiting()
+            refused, self._refused = self._refused, {}
+        for job, n_items in refused.items():
+            self._ended.pop(job)([REFUSED] * n_items)
+
+    def _begin_waiting(self) -> None:
         while self._waiting:
-            refused: list[int] = []
-            with self._lock:
-                job, (kind, plan, items) = next(iter(self._waiting.items()))
-                try:
-                    if not self._engine.submit(job, kind, plan, items):
-                        return
-                except ValueError as error:
-                    log.error("the copy engine refused a job: %s", error)
-                    refused = [REFUSED] * len(items)
-                del self._waiting[job]
-            if refused:
-                self._ended.pop(job)(refused)
+            job, (kind, plan, items) = next(iter(self._waiting.items()))
+            try:
+                if not self._engine.submit(job, kind, plan, items):
+                    return
+            except ValueError as error:
+                log.error("the copy engine refused a job: %s", error)
+                self._refused[job] = len(items)
+            del self._waiting[job]
 
     def run_scatter(self, plan: CopyPlan, items: Sequence[ScatterItem]) -> list[int]:
         """Copy now, in this thread and the engine's; one code per item. Raises ValueError as `begin`."""
