@@ -180,7 +180,7 @@ def attach(socket_dir: Path, request: AttachRequest, locks: LockHolder, timeout_
     deadline = time.monotonic() + timeout_s
     path = socket_dir / ATTACH_SOCKET
     check_socket_path(path)
-    if not socket_dir.exists():
+    if not _exists(socket_dir):
         raise Unavailable(f"no server: {str(socket_dir)!r} does not exist", field="socket_dir")
     check_private_dir(socket_dir, "socket_dir")
     if not locks.mutex.acquire(timeout=timeout_s):
@@ -191,6 +191,13 @@ def attach(socket_dir: Path, request: AttachRequest, locks: LockHolder, timeout_
         raise Unavailable(f"attach to {str(path)!r}: {error}") from error
     finally:
         locks.mutex.release()
+
+
+def _exists(socket_dir: Path) -> bool:
+    try:
+        return socket_dir.exists()
+    except OSError as error:
+        raise Unavailable(f"no server: {str(socket_dir)!r}: {error.strerror}", field="socket_dir") from error
 
 
 def _attach(
