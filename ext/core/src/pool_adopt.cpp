@@ -22,7 +22,6 @@ namespace kvstrata {
 
 namespace {
 
-constexpr std::uint64_t kNoOwner = 0xFFFF;
 constexpr std::uint64_t kYearNs = 365ULL * 24 * 3600 * 1'000'000'000ULL;
 
 }  // namespace

@@ -286,6 +286,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
  private:
   friend class Hold;
+  static constexpr std::uint64_t kNoOwner = 0xFFFF;
+  static constexpr std::uint32_t kMaxAncestors = 65'536;  // of one walk up a chain
+  static constexpr std::uint8_t kMarkVisited = 1;         // of EntryLocal::marks
+  static constexpr std::uint8_t kMarkTenantListed = 2;
   struct RowMask {
     std::uint64_t word[2] = {0, 0};
     void set(std::uint32_t row) noexcept { word[row / 64] |= 1ULL << (row % 64); }
