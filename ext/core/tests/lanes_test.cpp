@@ -170,26 +170,20 @@ TEST(puts_never_occupy_the_last_free_thread) {
 TEST(in_the_common_group_lookups_go_first_then_loads_deletes_puts) {
   auto lanes = lanes_of(2);
   Gate gate;
-  submit(*lanes, Lane::kLoad, job([&](std::size_t) { gate.pass(); }, 2));
-  gate.await_arrived(2);
-  std::mutex mutex;
-  std::vector<int> order;
-  // With one thread let go, the order of taking is the order of running.
-  auto note = [&](Lane lane) {
-    const int number = static_cast<int>(lane);
-    submit(*lanes, lane, job([&, number](std::size_t) {
-      const std::lock_guard lock(mutex);
-      order.push_back(number);
-    }));
-  };
+  Gate other;
+  submit(*lanes, Lane::kLoad, job([&](std::size_t) { gate.pass(); }));
+  submit(*lanes, Lane::kLoad, job([&](std::size_t) { other.pass(); }));
+  gate.await_arrived(1);
+  other.await_arrived(1);
+  std::vector<Lane> order;  // of one thread: the other one stays where it is
   for (const Lane lane : {Lane::kPut, Lane::kDelete, Lane::kLoad, Lane::kLookup})
-    note(lane);
+    submit(*lanes, lane, job([&order, lane](std::size_t) { order.push_back(lane); }));
   CHECK_EQ(lanes->counts(Lane::kDelete).waiting, 1U);
   gate.open();
   done(*lanes, 5);
-  // Two threads take from the front, so the last to be taken is one of the last two classes.
-  CHECK(order.front() <= static_cast<int>(Lane::kLoad));
-  CHECK(order.back() >= static_cast<int>(Lane::kDelete));
+  CHECK(order == (std::vector<Lane>{Lane::kLookup, Lane::kLoad, Lane::kDelete, Lane::kPut}));
+  other.open();
+  done(*lanes, 1);
 }
 
 TEST(lanes_of_their_own_do_not_share_threads) {
