@@ -745,10 +745,127 @@ def test_new_weights_make_everything_older_unfindable():
     before, after = make_request(40), make_request(40)
     side.on_new_request(before)
     (old,) = step(side, [(before, 0, 40)]).stores
-    side.reset()
+    side.reset(engine_empty=True)
     side.on_new_request(after)
     (new,) = step(side, [(after, 0, 40)]).stores
     assert old.chain != new.chain
+
+
+def run_until_reset(side, how):
+    """A request of 84 tokens that holds blocks of before the reset, and its computed tokens."""
+    request = make_request(84)
+    side.on_new_request(request)
+    external, asynchronous = hit(side, request)
+    assert (external, asynchronous) == ({"running": 0}.get(how, 24), how == "loading")
+    side.allocated(request, list(range(1, 100)), external)
+    if how == "load handed out":
+        side.reset(engine_empty=False)
+        step(side, [(request, 24, 16)])
+        return request, 40
+    step(side, [] if how == "loading" else [(request, external, 40 - external)])
+    if how == "reset twice":
+        side.reset(engine_empty=False)
+        assert step(side, [(request, 40, 16)]).stores == []
+    side.reset(engine_empty=False)
+    if how == "loading":
+        side.heard((), [request.request_id], ())
+        side.allocated(request, list(range(1, 100)), 0)
+        return request, 24
+    return request, 40
+
+
+HOW_IT_RAN = ["running", "loaded", "loading", "load handed out", "reset twice"]
+
+
+@pytest.mark.parametrize("how", HOW_IT_RAN)
+def test_what_rests_on_old_weights_is_never_stored_under_the_new_identity(how):
+    client = FakeClient(hits=0 if how == "running" else 3)
+    side = make_side(client, settings={"load_mode": "async" if how == "loading" else "sync"})
+    request, computed = run_until_reset(side, how)
+    assert step(side, [(request, computed, 84 - computed)]).stores == []
+    # What it generates now was computed by attending to what it had before.
+    request.all_token_ids.extend(range(20))
+    assert step(side, [(request, 84, 20)]).stores == []
+    side.finished(request, list(range(1, 100)))
+    assert step(side).stores == [] and client.leases == []
+
+
+def test_old_chunks_that_waited_for_a_load_are_not_stored_at_their_end():
+    side = make_side(FakeClient(hits=3), world_size=2)
+    (other, request), loads = (make_request(40), make_request(80)), []
+    side.on_new_request(other)
+    side.allocated(other, list(range(50, 70)), hit(side, other)[0])
+    side.on_new_request(request)
+    loads.append(step(side, [(request, 0, 80)]))
+    side.reset(engine_empty=False)
+    assert side.finished(request, list(range(1, 30))) is False
+    side.heard([WorkerReport(loads[0].step)] * 2, [], [])
+    assert step(side).stores == []
+
+
+def test_what_ended_before_the_reset_is_stored_as_what_it_was():
+    side = make_side(FakeClient(hits=3), world_size=2)
+    other, request, same = make_request(40), make_request(80), make_request(80)
+    side.on_new_request(other)
+    side.allocated(other, list(range(50, 70)), hit(side, other)[0])
+    side.on_new_request(request)
+    plan = step(side, [(request, 0, 80)])
+    assert side.finished(request, list(range(1, 30))) is True
+    side.reset(engine_empty=False)
+    side.heard([WorkerReport(plan.step)] * 2, [], [])
+    (store,) = step(side).stores
+    assert store.identity == RequestIdentity()
+    side.on_new_request(same)
+    assert step(side, [(same, 0, 80)]).stores[0].identity != store.identity
+
+
+@pytest.mark.parametrize("how", HOW_IT_RAN)
+def test_a_request_computed_anew_after_the_reset_is_stored(how):
+    client = FakeClient(hits=0 if how == "running" else 3)
+    side = make_side(client, settings={"load_mode": "async" if how == "loading" else "sync"})
+    request, _ = run_until_reset(side, how)
+    client.hits = 0
+    step(side, preempted=[request.request_id])
+    assert hit(side, request) == (0, False)
+    side.allocated(request, list(range(1, 100)), 0)
+    (store,) = step(side, [(request, 0, 84)]).stores
+    assert len(store.chain) == 84 // CHUNK * 32 and store.parent == b""
+
+
+@pytest.mark.parametrize("may_load", [True, False])
+def test_what_vllm_still_has_of_before_the_reset_is_not_stored(may_load):
+    side = make_side(may_load=may_load)
+    running, after, other = make_request(84), make_request(84), make_request(84)
+    side.on_new_request(running)
+    hit(side, running)
+    step(side, [(running, 0, 40)])
+    side.reset(engine_empty=False)
+    # Preempted, it finds its own old blocks in vLLM's cache; so does a request of the same prompt.
+    side.on_new_request(after)
+    for request, preempted in ((running, [running.request_id]), (after, [])):
+        hit(side, request, computed=BLOCK)
+        assert step(side, [(request, BLOCK, 80)], preempted).stores == []
+    side.on_new_request(other)
+    hit(side, other, computed=0)
+    assert len(step(side, [(other, 0, 84)]).stores) == 1
+    # Emptied at last, it has nothing old.
+    side.reset(engine_empty=True)
+    request = make_request(84)
+    side.on_new_request(request)
+    hit(side, request, computed=BLOCK)
+    assert len(step(side, [(request, BLOCK, 80)]).stores) == 1
+
+
+def test_requests_that_the_reset_preempted_are_computed_and_stored_in_the_very_next_step():
+    side = make_side()
+    request = make_request(84)
+    side.on_new_request(request)
+    hit(side, request)
+    (old,) = step(side, [(request, 0, 84)]).stores
+    side.reset(engine_empty=True)
+    hit(side, request)
+    (store,) = step(side, [(request, 0, 84)], preempted=[request.request_id]).stores
+    assert len(store.chain) == len(old.chain) and store.identity != old.identity
 
 
 def test_salt_and_media_change_the_keys():
@@ -786,7 +903,10 @@ def test_adapter_is_waited_for_by_asking_again(tmp_path):
 
 
 class Scheduling(RuleBasedStateMachine):
-    """vLLM's calls in any order it may make them: leases are never lost, blocks never let go too early."""
+    """vLLM's calls in any order it may make them: leases are never lost, blocks never let go too early.
+
+    Each reset begins a generation of KV; what is stored under an identity rests on KV of its generation alone.
+    """
 
     @initialize(
         hits=st.sampled_from([0, 2, 6]),
@@ -800,8 +920,10 @@ class Scheduling(RuleBasedStateMachine):
         self.side = make_side(self.client, self.clock, world_size=world_size, settings={"load_mode": mode})
         self.world_size = world_size
         self.waiting, self.running, self.loading = [], {}, []
-        self.asked_for_blocks = set()
-        self.reading = {}
+        self.reading, self.kept = {}, set()
+        self.generation, self.generations = 0, {"": 0}
+        self.in_engine = 0  # the oldest generation that may be in vLLM's own cache
+        self.rests_on, self.preempted_by_reset = {}, set()
         self.unreported = []
 
     @rule(tokens=st.integers(1, 60))
@@ -847,9 +969,10 @@ class Scheduling(RuleBasedStateMachine):
             return
         self.waiting.pop(0)
         self.side.allocated(request, list(range(1, 40)), tokens)
+        self.rests_on[request.request_id] = self.in_engine if computed else self.generation
         if asynchronous and tokens:
             self.plan([])
-            self.loading.append(request)
+            self.loading.append((request, computed + tokens))
         else:
             count = request.num_tokens - computed - tokens
             self.plan([(request, computed + tokens, count)])
@@ -881,12 +1004,35 @@ class Scheduling(RuleBasedStateMachine):
     @precondition(lambda self: self.loading)
     @rule(failed=st.booleans(), aborted=st.booleans())
     def load_ends(self, failed, aborted):
-        request = self.loading.pop(0)
+        request, computed = self.loading.pop(0)
         if aborted:
             assert self.side.finished(request, list(range(1, 40))) is False
         self.side.heard([], [request.request_id], range(1, 40) if failed and not aborted else ())
-        if not aborted:
+        if failed and not aborted:
             self.waiting.insert(0, request)
+        elif not aborted:
+            self.side.allocated(request, list(range(1, 40)), 0)
+            self.plan([(request, computed, request.num_tokens - computed)])
+            self.running[request.request_id] = request
+
+    @rule(preempt=st.booleans())
+    def weights_change(self, preempt):
+        """As vLLM's `reset_prefix_cache`, with `reset_running_requests` or without."""
+        if preempt:
+            self.preempted_by_reset |= self.running.keys()
+            self.reading = {
+                store: owner for store, owner in self.reading.items() if owner not in self.running
+            }
+            self.waiting[:0] = self.running.values()
+            self.running.clear()
+        empty = not (self.running or self.loading or self.reading or self.kept)
+        if preempt and not empty:
+            return  # vLLM gives up before it asks the connector
+        self.side.reset(engine_empty=empty)
+        self.generation += 1
+        self.generations[f"\n{self.side._reset_mark}"] = self.generation
+        if empty:
+            self.in_engine = self.generation
 
     @rule()
     def workers_report(self):
@@ -903,14 +1049,19 @@ class Scheduling(RuleBasedStateMachine):
         self.clock.now_s += seconds
 
     def plan(self, scheduled, preempted=()):
-        plan = step(self.side, scheduled, preempted)
+        plan = step(self.side, scheduled, self.preempted_by_reset.union(preempted))
+        self.preempted_by_reset.clear()
         for store in plan.stores:
             self.reading[store.store_id] = store.request_id
+            assert self.rests_on[store.request_id] == self.generations[store.identity.salt]
+        self.kept -= plan.awaited
         self.unreported.append(plan)
         assert not (plan.awaited & {s.request_id for s in self.side._finished_stores})
 
     def end(self, request):
         kept = self.side.finished(request, list(range(1, 40)))
+        if kept:
+            self.kept.add(request.request_id)
         if request.request_id in self.reading.values():
             assert kept, "blocks that a store reads were let go"
 

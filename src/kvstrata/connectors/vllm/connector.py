@@ -283,7 +283,9 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
     def reset_cache(self) -> bool:
         """Called when weights changed: nothing stored before is found by this engine again."""
         if self._scheduler is not None:
-            self._scheduler.reset()
+            # vLLM has tried to empty its own cache just before, which it does only while no block is in use.
+            engine = self._kv_cache_manager
+            self._scheduler.reset(engine_empty=engine is not None and engine.usage == 0)
         return True
 
     # -- both ------------------------------------------------------------------------------------------------

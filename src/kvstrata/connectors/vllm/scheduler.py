@@ -18,7 +18,8 @@ Invariants
 2. A chunk is stored only from blocks whose tokens are known and whose KV the planned step completes, and
    never while a synchronous load it may rest on is unconfirmed (`_unconfirmed`), unless the only worker can
    tell itself.
-3. Blocks of a finished request stay allocated until every worker said that no store reads them.
+3. Nothing is stored under an identity of after a reset that rests on KV of before it (`Tracked.stale`).
+4. Blocks of a finished request stay allocated until every worker said that no store reads them.
 
 Not here: bytes.  This side maps no engine memory and copies nothing.
 """
@@ -89,6 +90,7 @@ class Tracked:
         "no_load",
         "request",
         "revoked_s",
+        "stale",
         "state",
         "stores",
     )
@@ -120,6 +122,8 @@ class Tracked:
         """Stores that may still read this request's blocks."""
         self.deferred = False
         """Chunks are complete but wait for a load to be confirmed."""
+        self.stale = False
+        """Its blocks hold, or may hold, KV of before a reset: nothing that it computes on them is stored."""
 
 
 class SchedulerSide:
@@ -170,6 +174,8 @@ class SchedulerSide:
         self._tracked: dict[str, Tracked] = {}
         self._identities: OrderedDict[RequestIdentity, Identity] = OrderedDict()
         self._reset_mark = ""
+        self._engine_stale = False
+        """vLLM's own cache may still have KV of before the last reset."""
         self._step = itertools.count(1)
         self._store_ids = itertools.count(1)
         self._early = 0
@@ -213,7 +219,11 @@ class SchedulerSide:
         one lease.
         """
         tracked = self._track(request)
-        if tracked is None or tracked.no_load or not self._may_load or _skips_reading(request):
+        if tracked is None:
+            return 0, False
+        # vLLM asks for a request that holds no blocks yet, or none any more: all it will rest on is named here.
+        tracked.stale = self._engine_stale and computed_tokens > 0
+        if tracked.no_load or not self._may_load or _skips_reading(request):
             return 0, False
         now = self._now()
         tracked.computed_tokens = computed_tokens
@@ -375,7 +385,7 @@ class SchedulerSide:
         if tracked.loading:
             # vLLM keeps the blocks by itself until the load is reported.
             return False
-        if tracked.deferred and block_ids:
+        if tracked.deferred and block_ids and not tracked.stale:
             store = self._store_of(
                 tracked, block_ids, self._complete_chunks(tracked, request.num_computed_tokens)
             )
@@ -398,14 +408,26 @@ class SchedulerSide:
         self.counts = dict.fromkeys(self.counts, 0)
         return counts
 
-    def reset(self) -> None:
-        """The meaning of KV changed (new weights): from now on nothing older is found by this engine."""
+    def reset(self, *, engine_empty: bool) -> None:
+        """The meaning of KV changed (new weights): from now on nothing older is found by this engine.
+
+        `engine_empty`: no request holds blocks, so vLLM has emptied its own cache as well.  If not, requests go on
+        with what they have, and what they leave in vLLM's cache reaches others: none of that is stored, until a
+        reset finds the engine empty.
+        """
+        if not engine_empty:
+            logger.warning(
+                "the cache was reset while vLLM held blocks of its own: what is computed on these is not stored "
+                "until the cache is reset with no request running"
+            )
         self._reset_mark = f"reset-{time.time_ns()}"
+        self._engine_stale = not engine_empty
         self._identities.clear()
         for tracked in self._tracked.values():
             self._forget_lookup(tracked)
             tracked.identity = tracked.hasher = None
             tracked.next_store = 0
+            tracked.stale = not engine_empty
 
     def close(self) -> None:
         """Give back all leases that no worker has, and end the client within half a second."""
@@ -555,7 +577,7 @@ class SchedulerSide:
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, tokens in scheduled.items():
             tracked = self._tracked.get(request_id)
-            if tracked is None or request_id not in computed:
+            if tracked is None or tracked.stale or request_id not in computed:
                 continue
             chunks = self._complete_chunks(tracked, computed[request_id] + tokens)
             if chunks <= tracked.next_store:
