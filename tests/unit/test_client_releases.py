@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstrata.client.releases import LEASES_PER_MESSAGE, ReleaseQueue
+from kvstrata.client.requests import LAST_REPEAT_S, RequestTable
 from kvstrata.errors import Unavailable
 from kvstrata.rpc import wire
 from kvstrata.types import LeaseName
@@ -100,3 +101,31 @@ def test_leases_of_a_server_not_met_yet_wait_for_it(queue, link):
     link.epoch = 8
     queue.pump()
     assert link.asked[0][1].leases == [(b"s" * 16, 1)]
+
+
+def test_a_refused_release_is_none(released):
+    class Connected(Link):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = RequestTable()
+
+        def ask(self, pending):
+            self.table.add(pending)
+
+        def said(self, now_s: float) -> wire.Release:
+            [(pending, frame)] = self.table.to_send(now_s)
+            self.table.sent(pending, now_s)
+            return wire.decode_request(frame)
+
+    link = Connected()
+    queue = ReleaseQueue(link, released.extend)
+    queue.add([lease(1)], group=False)
+    first = link.said(0.0)
+    link.table.reply(
+        wire.Error(first.seq, 7, "refused", "1024 requests of this session are running", "seq", True)
+    )
+    assert released == []
+    again = link.said(LAST_REPEAT_S)
+    assert again.leases == first.leases and again.seq > first.seq
+    link.table.reply(wire.Ok(again.seq, 7, 1))
+    assert released == [lease(1)]

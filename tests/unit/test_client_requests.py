@@ -209,6 +209,44 @@ def test_it_is_not_said_again_for_ever():
     assert len(numbers) == 4
 
 
+@pytest.mark.parametrize("code", ["refused", "deadline", "unavailable"])
+@pytest.mark.parametrize("kind", [Kind.SETTLE, Kind.SETUP])
+def test_what_is_refused_for_now_is_said_again_later_under_a_fresh_number(kind, code):
+    table, request = RequestTable(), Recorded(kind)
+    table.add(request.pending)
+    times, now_s = [], 0.0
+    while len(times) < 8:
+        for number in send_all(table, now_s):
+            times.append(now_s)
+            assert number == len(times)
+            assert table.reply(wire.Error(number, 5, code, "not now", "", True)) is None
+        now_s = max(table.due_s(), now_s)
+    assert request.ends == []
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    assert gaps[0] == FIRST_REPEAT_S and gaps[-1] == LAST_REPEAT_S, "the number may have been remembered"
+    [number] = send_all(table, now_s + LAST_REPEAT_S)
+    answer = wire.Ok(number, 5, 1)
+    table.reply(answer)
+    assert request.ends == [answer]
+    assert len(table) == 0
+
+
+@pytest.mark.parametrize("code", ["refused", "deadline", "unavailable"])
+def test_who_asks_hears_of_a_refusal_at_once(code):
+    table, request = RequestTable(), Recorded(Kind.ASK)
+    table.add(request.pending)
+    send_all(table, 0.0)
+    assert request.ends == [table.reply(wire.Error(1, 5, code, "not now", "", True))]
+
+
+@pytest.mark.parametrize("code", ["unknown_session", "not_permitted", "internal"])
+def test_what_the_same_request_cannot_change_ends_it(code):
+    table, request = RequestTable(), Recorded(Kind.SETTLE)
+    table.add(request.pending)
+    send_all(table, 0.0)
+    assert request.ends == [table.reply(wire.Error(1, 5, code, "no", "", False))]
+
+
 def test_asks_are_bounded_and_settlements_are_not_refused():
     table = RequestTable()
     asks = [Recorded() for _ in range(MAX_ASKS)]

@@ -13,6 +13,10 @@ ASK are lookups and reserves: somebody waits.  SETTLE gives something back or ma
 commit, abort, cancel, corrupt, quiesced): it is repeated until answered, since what it speaks of stays as it is for
 as long as the server's epoch lasts.  SETUP is hello and identify.
 
+An error ends a request, but SETUP and SETTLE not if it says that another time may do (refused, deadline, unavailable):
+they are said again when their next repeat is due, under a new number, because the server may remember the old one's
+outcome.
+
 Invariants
 1. Exactly one of `replied` and `failed` is called for each request added, once.
 2. At most `MAX_ASKS` ASK requests are under way.
@@ -24,7 +28,15 @@ import enum
 import math
 from collections.abc import Callable, Iterator
 
-from kvstrata.errors import WIRE_ERRORS, BadRequest, DeadlineExceeded, InternalError, KvstrataError
+from kvstrata.errors import (
+    WIRE_ERRORS,
+    BadRequest,
+    DeadlineExceeded,
+    InternalError,
+    KvstrataError,
+    Refused,
+    Unavailable,
+)
 from kvstrata.rpc import wire
 
 MAX_ASKS = 1024
@@ -32,6 +44,7 @@ FIRST_REPEAT_S = 0.25
 LAST_REPEAT_S = 2.0
 FULL_QUEUE_RETRY_S = 0.02
 MAX_RENUMBERED = 3
+REFUSED_FOR_NOW = (Refused, DeadlineExceeded, Unavailable)
 
 
 class Kind(enum.Enum):
@@ -196,13 +209,20 @@ class RequestTable:
         forgotten = isinstance(error, BadRequest) and error.field == "seq"
         if forgotten and pending.kind is Kind.SETTLE and pending.renumbered < MAX_RENUMBERED:
             # The number is older than the server remembers, so it was never executed: say it again anew.
-            self.remove(pending)
-            pending.seq, pending.send_s = 0, -math.inf
+            pending.send_s = -math.inf
             pending.renumbered += 1
-            self.add(pending)
+            self._renumber(pending)
+            return None
+        if pending.kind is not Kind.ASK and isinstance(error, REFUSED_FOR_NOW):
+            self._renumber(pending)
             return None
         self._fail(pending, error)
         return error
+
+    def _renumber(self, pending: Pending) -> None:
+        self.remove(pending)
+        pending.seq = 0
+        self.add(pending)
 
     def repeat_now(self) -> None:
         """A new connection in the same epoch: whatever was sent may be lost."""
