@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvstrata.client.calls import LookupCall, LookupResult
 from kvstrata.config.model import ClientSettings
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, WorkerReport
-from kvstrata.connectors.vllm.scheduler import EARLY_LOOKUPS, SchedulerSide
+from kvstrata.connectors.vllm.scheduler import EARLY_LOOKUPS, WAIT_S, SchedulerSide
 from kvstrata.keys import ChunkHasher
 from kvstrata.types import EXTENT, LayoutIdentity, LeaseName, RequestIdentity, identity_root
 
@@ -231,6 +231,34 @@ def test_an_answer_that_comes_later_is_used_when_asked_again():
     assert hit(side, request) == (None, False)
     client.calls[0].answer(5)
     assert hit(side, request) == (40, False)
+
+
+def test_all_lookups_of_one_step_are_waited_for_no_longer_than_one():
+    client, clock, waited_s = FakeClient(hits=5, answers=False), Clock(), []
+    side = make_side(client, clock)
+    requests = [make_request(40) for _ in range(20)]
+    for request in requests:
+        side.on_new_request(request)
+        assert hit(side, request) == (None, False)
+
+    def wait(call, timeout_s):
+        # A thread sleeps a little longer than it asked for, and not at all when the answer is there.
+        slept_s = 0.0 if call.done or not timeout_s else min(timeout_s, 0.0004) * 1.1
+        waited_s.append(slept_s)
+        clock.now_s += slept_s
+        return call.done
+
+    for call in client.calls:
+        call.wait = lambda timeout_s, call=call: wait(call, timeout_s)
+    for _ in range(2):
+        step(side)
+        waited_s.clear()
+        assert [hit(side, request) for request in requests] == [(None, False)] * 20
+        assert 0.9 * WAIT_S < sum(waited_s) < 1.1 * WAIT_S
+    # What was answered meanwhile is heard, though there is no time left in this step.
+    for call in client.calls:
+        call.answer(5)
+    assert {hit(side, request) for request in requests} == {(39, False)}
 
 
 def test_many_questions_for_one_request_send_one_lookup_and_hold_one_lease():

@@ -1,8 +1,8 @@
 """The side of the connector that lives in vLLM's scheduler: which chunks to load, which to store.
 
 Every call returns within two milliseconds, whatever the server does (promise P4): hashing is done in
-pieces, a lookup is waited for 1.5 ms and asked about again at the next step, everything else is queued for
-the client's I/O thread.
+pieces, everything else is queued for the client's I/O thread.  Lookups are waited for 1.5 ms, all of one
+step together since vLLM asks about each request of its queue, and asked about again at the next step.
 
 A request's lookup goes through these states; a preemption sends it back to NEW:
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvstrata")
 
 WAIT_S = 0.0015
-"""Longest wait for a lookup in one call."""
+"""Longest wait for lookups in one step."""
 HASH_TOKENS_PER_CALL = 65_536
 """Tokens hashed in one call: about one millisecond."""
 EARLY_LOOKUPS = 8
@@ -180,6 +180,8 @@ class SchedulerSide:
         self._store_ids = itertools.count(1)
         self._early = 0
         self._loads: list[Load] = []
+        self._may_wait_s = WAIT_S
+        """What is left of it in this step."""
         self._claimed: dict[LookupCall, None] = {}
         """Lookups whose chunks were promised to vLLM in this step and not taken yet."""
         self._awaited: set[str] = set()
@@ -247,7 +249,10 @@ class SchedulerSide:
                 self._missed(tracked)
         if tracked.state is LookupState.ASKED:
             assert tracked.call is not None
-            if tracked.call.wait(WAIT_S):
+            begun_s = self._now()
+            answered = tracked.call.wait(self._may_wait_s)
+            self._may_wait_s = max(0.0, self._may_wait_s - (self._now() - begun_s))
+            if answered:
                 self._answered(tracked)
         if tracked.state in (LookupState.NEW, LookupState.ASKED):
             if (now - tracked.asked_s) * 1000 < self._settings.lookup_timeout_ms:
@@ -321,6 +326,7 @@ class SchedulerSide:
 
     def plan_step(self, output: Any) -> StepPlan:
         """The plan for the step that vLLM's SchedulerOutput describes."""
+        self._may_wait_s = WAIT_S
         plan = StepPlan(step=next(self._step), failures_seen=self._failures_seen)
         plan.loads, self._loads = self._loads, []
         # What vLLM was promised and has not taken waits in its queue: others may need the room meanwhile.
