@@ -1,0 +1,71 @@
+"""`make demo` without its vLLM half: two at once do not meet, and Ctrl-C leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.cache_engine import eventually
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, "-m", "tests.harness.demo", "--act", "1"]
+
+
+def begin() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        COMMAND, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def left_by(pid: int) -> list[str]:
+    """Files and folders that carry the demo's number, and processes of its session."""
+    files = [
+        *(ROOT / "build").glob(f"demo-{pid}-*"),
+        *Path("/tmp").glob(f"kvstrata-run-{pid}-*"),
+        *Path("/dev/shm").glob(f"kvstrata-run-{pid}-*"),
+    ]
+    processes = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and entry.name != str(pid):
+            try:
+                if f"kvstrata-run-{pid}-".encode() in (entry / "cmdline").read_bytes():
+                    processes.append(entry.name)
+            except OSError:
+                continue
+    return [*map(str, files), *processes]
+
+
+def cases(output: str) -> list[str]:
+    """The rows of the table without their figures."""
+    return [line.split("  ")[1] for line in output.splitlines() if line.startswith(("  store", "  retrieve"))]
+
+
+def test_two_demos_at_once_give_the_same_table_and_leave_nothing() -> None:
+    demos = [begin(), begin()]
+    outputs = [demo.communicate(timeout=300)[0] for demo in demos]
+    for demo, output in zip(demos, outputs, strict=True):
+        assert demo.returncode == 0, output
+        assert "NOT all right" not in output
+        assert left_by(demo.pid) == []
+    assert len(cases(outputs[0])) == 3
+    assert cases(outputs[0]) == cases(outputs[1])
+
+
+def test_an_interrupted_demo_leaves_nothing() -> None:
+    demo = begin()
+    try:
+        eventually("its server runs", lambda: list(Path("/dev/shm").glob(f"kvstrata-run-{demo.pid}-*")))
+        os.kill(demo.pid, signal.SIGINT)
+        output, _ = demo.communicate(timeout=120)
+    finally:
+        demo.kill()
+    assert demo.returncode == 130, output
+    assert "interrupted" in output
+    assert left_by(demo.pid) == []
