@@ -7,6 +7,7 @@ there is nothing to wait for), and may be read from any thread.  Nothing here do
 from __future__ import annotations
 
 import enum
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,7 +30,16 @@ class Declared(NamedTuple):
 class Identity:
     """One request identity. Keys can be computed at once; the server's id follows in the background."""
 
-    __slots__ = ("_client", "_layout", "declared", "error", "refused_epoch", "request", "root")
+    __slots__ = (
+        "_client",
+        "_layout",
+        "declared",
+        "error",
+        "refused_epoch",
+        "refused_until_s",
+        "request",
+        "root",
+    )
 
     def __init__(self, client: CacheClient, layout: LayoutIdentity, request: RequestIdentity) -> None:
         self._client = client
@@ -42,6 +52,8 @@ class Identity:
         self.error = ""
         """Why the server refused this identity, if it did; its lookups are misses and its stores refused."""
         self.refused_epoch = 0
+        self.refused_until_s = math.inf
+        """By `time.monotonic`: when a server that refused it may be asked again in the same epoch."""
 
     @property
     def ready(self) -> bool:

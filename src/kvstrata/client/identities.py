@@ -12,7 +12,7 @@ from functools import partial
 from kvstrata.client.calls import Declared, Identity
 from kvstrata.client.link import Link
 from kvstrata.client.requests import Kind, Pending
-from kvstrata.errors import KvstrataError, Refused, Unavailable, WrongVersion
+from kvstrata.errors import InternalError, KvstrataError, Refused, Unavailable, UnknownSession, WrongVersion
 from kvstrata.rpc import wire
 from kvstrata.types import RequestIdentity
 
@@ -22,6 +22,8 @@ KEPT_IDENTITIES = 1024
 """Below what a server keeps per session (4,096)."""
 REPLAYED_IDENTITIES = 64
 """Declared anew at once after a restart, the latest used first; others with their next request."""
+MISTAKE_RETRY_S = 1.0
+"""After an `internal` error; the next request of the identity has it declared again."""
 SLICES_RETRY_FIRST_S = 0.05
 SLICES_RETRY_LAST_S = 0.5
 
@@ -64,12 +66,13 @@ class IdentityTable:
     def declared(self, identity: Identity) -> Declared | None:
         """What the present server knows it by; None: it is being told, and unsent requests are woken then.
 
-        Raises Refused when this server has refused it.
+        Raises Refused when this server has refused it; a mistake of the server counts as that for a while only.
         """
         known = identity.declared
         if known is not None and known.epoch == self._link.epoch:
             return known
-        if identity.error and identity.refused_epoch == self._link.epoch:
+        refused = identity.refused_epoch == self._link.epoch and time.monotonic() < identity.refused_until_s
+        if identity.error and refused:
             raise Refused(identity.error)
         self.declare(identity)
         return None
@@ -129,10 +132,12 @@ class IdentityTable:
 
     def _failed(self, identity: Identity, error: KvstrataError) -> None:
         self._asked.discard(identity)
-        if isinstance(error, Unavailable):
+        if isinstance(error, (Unavailable, UnknownSession)):
             return  # the connection is lost; told anew to the next one
         if identity.error != error.message:
             log.error("the server refused identity %r (%s): %s", identity.request, error.code, error.message)
         identity.error = error.message
         identity.refused_epoch = self._link.epoch
+        mistake = isinstance(error, InternalError)
+        identity.refused_until_s = time.monotonic() + MISTAKE_RETRY_S if mistake else math.inf
         self._link.table.wake_unsent()
