@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from kvstrata.client import CacheClient
 from kvstrata.client.calls import LookupCall, LookupResult
 from kvstrata.client.copies import CopyLedger
+from kvstrata.config.model import ClientSettings
 from kvstrata.rpc import wire
 from kvstrata.rpc.zmq_server import Address
 from kvstrata.service.effects import MAX_REVOKES, MAX_TOLD, Lease, Leases
 from kvstrata.types import KEY_BYTES, LeaseName, MissReason, RequestIdentity, Role
 from tests.harness.engine_in_process import EngineInProcess
-from tests.harness.rpc_client import chain_of
+from tests.harness.rpc_client import CHUNK_TOKENS, chain_of, layout
 
 CHUNKS = 8
 """In one prompt; half of L1 has room for four of them."""
@@ -233,6 +236,54 @@ def test_a_miss_or_a_cancelled_lookup_has_nothing_to_take_back():
     cancelled.finish(result())
     cancelled.cancel()
     assert not cancelled.take_back(lambda lease: True)
+
+
+class Waiting(CacheClient):
+    """A client without its thread and its socket, attached to `server`."""
+
+    def __init__(self, server: EngineInProcess) -> None:
+        super().__init__(
+            ClientSettings(socket_dir="/nowhere", chunk_size=CHUNK_TOKENS),
+            role=Role.SCHEDULER,
+            layout=layout(),
+            group=b"G" * 16,
+            engine_slices=1,
+        )
+        self.server = server
+        server.attach(self.session, b"G" * 16, Role.SCHEDULER)
+        self._link.connected, self._link.epoch = True, server.engine.epoch
+        self._link.breaker.heard()
+
+    def run(self) -> list[type[wire.AnyRequest]]:
+        """What its thread would do now; the kinds of message it sent, all of which were answered."""
+        said = []
+        self._link._drain()
+        for pending, frame in self._link.table.to_send(time.monotonic()):
+            self._link.table.sent(pending, time.monotonic())
+            said.append(type(pending.message(pending.seq, 1000)))
+            for reply in self.server.feed(frame):
+                self._link.table.reply(reply)
+        return said
+
+
+@pytest.mark.parametrize("when", ["missed", "released", "cancelled"])
+def test_only_what_a_lookup_may_still_hold_is_undone(server, old, prompts, when):
+    Process(server, b"w", b"G", Role.WORKER)
+    client = Waiting(server)
+    identity = client.identity(RequestIdentity())
+    client.run()
+    chain = chain_of(identity.root, 1, 9000) if when == "missed" else prompts[0]
+    call = client.lookup(identity, chain, request_id="r")
+    assert client.run() == [wire.Lookup] and call.done
+    if when == "released":
+        client.release([call.result.lease], group=True)
+        assert client.run() == [wire.Release]
+    call.cancel()
+    assert client.run() == ([wire.Cancel] if when == "cancelled" else [])
+    assert leased_bytes(server) == 0
+    call.cancel()
+    assert client.run() == []
+    client.close()
 
 
 def test_a_load_that_began_keeps_its_lease_and_none_begins_afterwards():

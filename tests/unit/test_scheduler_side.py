@@ -317,6 +317,21 @@ def test_with_l2_the_server_is_asked_although_l1_has_nothing():
     assert hit(side, request) == (0, False)
 
 
+def test_lookups_that_found_nothing_are_not_taken_back_and_leave_room_for_others():
+    clock, client = Clock(), FakeClient(hits=0)
+    client.has_l2 = True
+    side = make_side(client, clock)
+    for _ in range(2 * EARLY_LOOKUPS):
+        request = make_request(100)
+        side.on_new_request(request)
+        assert hit(side, request) == (0, False)
+    clock.now_s += 0.2
+    assert hit(side, request) == (0, False)
+    side.finished(request, [])
+    assert len(client.calls) == 2 * EARLY_LOOKUPS
+    assert not any(call.cancelled for call in client.calls)
+
+
 def test_short_hits_are_computed_when_the_settings_say_so():
     client = FakeClient(hits=5)
     side = make_side(client, settings={"min_retrieve_tokens": 41})

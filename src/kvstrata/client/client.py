@@ -544,9 +544,9 @@ class CacheClient:
             self._link.post(cancel)
 
     def _undo_lookup(self, call: LookupCall) -> None:
+        """Take it back, unless it was never sent, found nothing, or is over already."""
         target = call.seq
-        self._live.pop(target, None)
-        if target and call.epoch == self._link.epoch:
+        if self._live.pop(target, None) is not None and call.epoch == self._link.epoch:
             self._settle(lambda seq, _: wire.Cancel(self.session, seq, target))
 
     def _released(self, leases: Sequence[LeaseName]) -> None:

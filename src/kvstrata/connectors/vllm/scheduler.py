@@ -529,10 +529,11 @@ class SchedulerSide:
         """ASKED → HIT or MISS."""
         assert tracked.call is not None
         result = tracked.call.result
+        self._early -= 1
         if result.lease is None:
+            tracked.call = None  # there is nothing to take back
             self._missed(tracked)
             return
-        self._early -= 1
         tracked.hit = result
         tracked.state = LookupState.HIT
 
