@@ -3,7 +3,8 @@
 Each client process attaches as an engine does, with blocks of its own, twice, and no model.  A round is: memcpy of the
 chunks from the one to the other; store them from the one under keys that nobody else has; look them up and load them
 into the other, wiped before; compare every byte.  All clients do each step at the same time.  Between rounds the chunks
-are cleared, so no more of L1 is used than one round needs, and that is bounded by what is free.
+are cleared, so no more of L1 is used than one round needs, and that is bounded by what is free.  A round in which the
+server was silent for longer than engines wait is measured again, a few times at most.
 """
 
 from __future__ import annotations
@@ -37,7 +38,15 @@ from kvstrata.memory.paths import socket_dir
 from kvstrata.policy.sessions import tenant_number
 from kvstrata.rpc import wire
 from kvstrata.rpc.zmq_plain import PlainConnection
-from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity, Role, unpack_extents
+from kvstrata.types import (
+    KEY_BYTES,
+    LayoutIdentity,
+    LeaseName,
+    MissReason,
+    RequestIdentity,
+    Role,
+    unpack_extents,
+)
 
 ANSWER_S = 3.0
 """A server that runs answers its status in milliseconds."""
@@ -45,10 +54,14 @@ WAIT_S = 60.0
 """For anything that takes milliseconds on an idle machine."""
 SETTLE_S = 10.0
 """For leases to end and puts to L2 to let go, before chunks can be cleared."""
+UNANSWERED = frozenset({StoreOutcome.UNAVAILABLE, StoreOutcome.FAILED})
+"""Outcomes of chunks when the server did not answer in time."""
 L1_SHARE = 0.75
 """L1 is filled up to here at most: eviction ahead of need begins above (0.8 by default)."""
 LEASED_SHARE = 0.45
 """Leases may keep half of L1; the whole of a round is leased at a time."""
+TRIES = 5
+"""Of one round."""
 PINGS = 500
 LOOKUPS = 300
 MB = 1 << 20
@@ -105,6 +118,10 @@ class Timed(NamedTuple):
     begun_s: float
     ended_s: float
     moved_bytes: int
+
+
+class Silent(Unavailable):
+    """The server did not answer a step in time, as on a machine that stands still; the round may be repeated."""
 
 
 # --- one client process -----------------------------------------------------------------------------------------
@@ -186,7 +203,7 @@ class Engine:
         return Timed(begun_s, time.monotonic(), self._bytes)
 
     def store(self, prompt: int) -> Timed:
-        """Store a prompt's chunks. Raises Refused when one of them was not stored."""
+        """Store a prompt's chunks. Raises Refused when one of them was not stored, Silent when nobody answered."""
         self._chain = chain_of(self._identity.root, prompt, self._chunks)
         blocks = [self._blocks_of(chunk) for chunk in range(self._chunks)]
         begun_s = time.monotonic()
@@ -197,26 +214,18 @@ class Engine:
         refused = Counter(str(outcome) for outcome in job.outcomes if outcome is not StoreOutcome.STORED)
         if refused:
             reasons = ", ".join(f"{count} × {word}" for word, count in refused.items())
-            raise Refused(f"{sum(refused.values())} of {self._chunks} chunks were not stored: {reasons}")
+            text = f"{sum(refused.values())} of {self._chunks} chunks were not stored: {reasons}"
+            raise Silent(text) if refused.keys() & UNANSWERED else Refused(text)
         return Timed(begun_s, ended_s, job.bytes)
 
     def retrieve(self) -> Timed:
-        """Look up what was stored last, load it, and compare every byte. Raises InternalError for a wrong one."""
+        """Look up what was stored last, load it, and compare every byte.
+
+        Raises InternalError for a wrong one, otherwise as `lookups`.
+        """
         self._libc.memset(self._target.bases[0], 0xA5, self._bytes)
         begun_s = time.monotonic()
-        call = self.client.lookup(
-            self._identity, self._chain, request_id="kvstrata bench", deadline_ms=30_000
-        )
-        if not call.wait(WAIT_S):
-            raise Unavailable(f"a lookup was not answered within {WAIT_S:.0f} s")
-        result = call.result
-        if result.lease is None or result.n_chunks < self._chunks:
-            if result.lease is not None:
-                self.client.release([result.lease])
-            raise Refused(
-                f"only {result.n_chunks} of {self._chunks} chunks are there after they were stored: "
-                f"{result.reason}; is something else filling or clearing L1?"
-            )
+        lease, extents = self._look_up()
         items = [
             LoadItem(
                 self._chain[chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES],
@@ -224,9 +233,9 @@ class Engine:
                 extent.length_bytes,
                 self._blocks_of(chunk),
             )
-            for chunk, extent in enumerate(unpack_extents(result.extents))
+            for chunk, extent in enumerate(unpack_extents(extents))
         ]
-        job = self.client.load(result.lease, items, self._target.plan, sync=False)
+        job = self.client.load(lease, items, self._target.plan, sync=False)
         if not job.wait(WAIT_S):
             raise Unavailable(f"a load did not end within {WAIT_S:.0f} s")
         ended_s = time.monotonic()
@@ -239,20 +248,22 @@ class Engine:
         return Timed(begun_s, ended_s, job.bytes)
 
     def lookups(self, count: int) -> list[float]:
-        """Seconds of so many lookups of what was stored last, each a hit that leases and releases all chunks."""
+        """Seconds of so many lookups of what was stored last, each a hit that leases and releases all chunks.
+
+        Raises Refused when a chunk is gone, Silent when nobody answered.
+        """
         taken = []
         for _ in range(count):
             begun_s = time.monotonic()
-            call = self.client.lookup(
-                self._identity, self._chain, request_id="kvstrata bench", deadline_ms=30_000
-            )
-            if not call.wait(WAIT_S) or call.result.lease is None:
-                raise Refused(
-                    "a chunk that was just stored is gone; is something else filling or clearing L1?"
-                )
+            lease, _ = self._look_up()
             taken.append(time.monotonic() - begun_s)
-            self.client.release([call.result.lease])
+            self.client.release([lease])
         return taken
+
+    def reconnect(self) -> None:
+        """Wait until the server answers again. Raises Unavailable when it does not."""
+        if not _wait(lambda: self.client.connected, ANSWER_S * 3):
+            raise Unavailable(self.client.error or "the server does not answer any more")
 
     def close(self) -> None:
         """Leave the server; nothing of this process is left there but committed chunks."""
@@ -261,6 +272,23 @@ class Engine:
         if self.client.stats()["copies_running"] == 0:
             self._source.close()
             self._target.close()
+
+    def _look_up(self) -> tuple[LeaseName, bytes]:
+        """Lease and extents of all chunks that were stored last."""
+        call = self.client.lookup(
+            self._identity, self._chain, request_id="kvstrata bench", deadline_ms=30_000
+        )
+        if not call.wait(WAIT_S):
+            raise Unavailable(f"a lookup was not answered within {WAIT_S:.0f} s")
+        result = call.result
+        if result.lease is not None and result.n_chunks == self._chunks:
+            return result.lease, result.extents
+        if result.lease is not None:
+            self.client.release([result.lease])
+        text = f"only {result.n_chunks} of {self._chunks} chunks are there after they were stored: {result.reason}"
+        if result.reason in (MissReason.BREAKER_OPEN, MissReason.DEADLINE):
+            raise Silent(text)
+        raise Refused(f"{text}; is something else filling or clearing L1?")
 
     def _blocks_of(self, chunk: int) -> list[int]:
         return list(range(chunk * self._shape.blocks, (chunk + 1) * self._shape.blocks))
@@ -275,7 +303,11 @@ def serve(connection: Connection, plan: Plan, number: int) -> None:
         connection.send((True, None))
         while True:
             name, arguments = connection.recv()
-            connection.send((True, getattr(engine, name)(*arguments)))
+            try:
+                answer = (True, getattr(engine, name)(*arguments))
+            except Silent as error:
+                answer = (False, error)
+            connection.send(answer)
     except (EOFError, ConnectionError):
         pass  # the parent is done, or gone
     except KvstrataError as error:
@@ -312,7 +344,7 @@ class Team:
         self._answers(self._members)
 
     def all(self, name: str, *arguments: Any) -> list[Any]:
-        """All do it at once; their answers. Raises what any of them raised."""
+        """All do it at once; their answers. Raises what any of them raised; after Silent they can go on."""
         return self._ask(self._members, name, arguments)
 
     def first(self, name: str, *arguments: Any) -> Any:
@@ -339,6 +371,7 @@ class Team:
 
     def _answers(self, members: Sequence[Any]) -> list[Any]:
         answers = []
+        silent: Silent | None = None
         for process, connection in members:
             if not connection.poll(3 * WAIT_S):
                 raise Unavailable("a client process does not answer")
@@ -346,9 +379,13 @@ class Team:
                 fine, answer = connection.recv()
             except (EOFError, ConnectionError):
                 raise self._ended(process) from None
-            if not fine:
+            if isinstance(answer, Silent):
+                silent = answer
+            elif not fine:
                 raise answer
             answers.append(answer)
+        if silent is not None:
+            raise silent
         return answers
 
     def _ended(self, process: Any) -> KvstrataError:
@@ -480,7 +517,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             team.all("connect", pool["extents_bytes"])
         ):
             notes.append("L1's pages were not all faulted in and mapped yet; a later run is faster")
-        rounds = _rounds(options, server, team, tenant)
+        rounds = _rounds(options, server, team, tenant, notes)
         pings = server.ping_seconds(PINGS)
         evicted = server.fresh()["pool"]["evicted_entries"] - before["pool"]["evicted_entries"]
         if evicted:
@@ -519,23 +556,47 @@ def shown(report: dict[str, Any]) -> str:
     return f"{table(heads)}\n\n{table(figures)}{notes}"
 
 
-def _rounds(options: argparse.Namespace, server: Server, team: Team, tenant: str) -> dict[str, list[Any]]:
+def _rounds(
+    options: argparse.Namespace, server: Server, team: Team, tenant: str, notes: list[str]
+) -> dict[str, list[Any]]:
     """What each step gave in each round; the first round warms up and is left out."""
     taken: dict[str, list[Any]] = {"memcpy": [], "store": [], "retrieve": [], "lookup": []}
+    begun = 0
     for number in range(options.rounds + 1):
-        measured = {
-            "memcpy": _rate(team.all("memcpy")),
-            "store": _rate(team.all("store", number)),
-            "retrieve": _rate(team.all("retrieve")),
-        }
-        lookups = team.first("lookups", -(-LOOKUPS // options.rounds))
+        measured: dict[str, list[Any]] | None = None
+        tries_left = TRIES
+        while measured is None:
+            tries_left -= 1
+            begun += 1
+            try:
+                measured = _round(options, team, begun)
+            except Silent as error:
+                if not tries_left:
+                    raise Unavailable(
+                        f"the server was silent in {TRIES} tries of a round: {error.message}"
+                    ) from None
+                team.all("reconnect")
+            if not options.tenant:
+                server.clear(tenant)
         if number:
-            for name, rate in measured.items():
-                taken[name].append(rate)
-            taken["lookup"] += lookups
-        if not options.tenant:
-            server.clear(tenant)
+            for name, values in measured.items():
+                taken[name] += values
+    repeats = begun - options.rounds - 1
+    if repeats:
+        notes.append(
+            f"{repeats} rounds were measured again: the server did not answer for a while in the middle"
+        )
     return taken
+
+
+def _round(options: argparse.Namespace, team: Team, prompt: int) -> dict[str, list[Any]]:
+    """What each step gave. Raises Silent, after which all can go on."""
+    return {
+        "memcpy": [_rate(team.all("memcpy"))],
+        "store": [_rate(team.all("store", prompt))],
+        "retrieve": [_rate(team.all("retrieve"))],
+        "lookup": team.first("lookups", -(-LOOKUPS // options.rounds)),
+    }
 
 
 def _rate(parts: Sequence[Timed]) -> float:
