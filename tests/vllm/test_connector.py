@@ -103,6 +103,40 @@ def test_abort_in_prefill_while_waiting_and_after_a_hit_leaks_nothing(rig):
     until(lambda: leased_bytes(rig.server) == 0, "giving all leases back")
 
 
+def test_a_reset_while_requests_run_keeps_what_they_have_out_of_the_new_cache(rig):
+    prompt = rig.fresh_prompt(3_000)
+    before = chunks_in_l1(rig.server)
+    rig.vllm.ask("submit", prompt=prompt)
+    rig.vllm.ask("step", n=2)
+    until(lambda: chunks_in_l1(rig.server) == before + 4, "storing what two steps computed")
+    assert not rig.vllm.ask("reset_prefix_cache", connector=True), "it holds blocks"
+    assert rig.vllm.ask("step", n=100)
+    # vLLM's own cache kept the old blocks and offers them to the next one.
+    follower = rig.vllm.generate(prompt + rig.fresh_prompt(300))
+    assert follower["cached_tokens"] > 2_500
+    other = rig.fresh_prompt(600)
+    rig.vllm.generate(other)
+    # Stores are made in their order: those of the two requests would be there by now.
+    until(lambda: chunks_in_l1(rig.server) >= before + 6, "storing what rests on nothing old")
+    assert chunks_in_l1(rig.server) == before + 6
+    assert rig.again(prompt)["cached_tokens"] == 0
+    assert rig.again(other)["cached_tokens"] == 512
+
+    def reset():
+        rig.vllm.ask("idle_steps", n=1)
+        return rig.vllm.ask("reset_prefix_cache", connector=True)
+
+    until(reset, "emptying both caches")
+    cold = rig.stored(prompt)
+    assert cold["cached_tokens"] == 0
+    warm = rig.again(prompt)
+    assert (warm["cached_tokens"], warm["tokens"]) == (2_816, cold["tokens"])
+    # What vLLM itself has now is new, and so is what rests on it.
+    before = chunks_in_l1(rig.server)
+    assert rig.vllm.generate(prompt + rig.fresh_prompt(300))["cached_tokens"] > 2_500
+    until(lambda: chunks_in_l1(rig.server) == before + 1, "storing the rest of a longer prompt")
+
+
 def leased_bytes(server):
     return server.get("/v1/status")["pool"]["leased_bytes"]
 
