@@ -224,6 +224,8 @@ def test_client_processes_go_on_after_the_server_stood_still(server):
             server.thaw()
         team.all("reconnect")
         assert len(team.all("retrieve")) == 2
+        answers = team.all("lookups", 4)
+        assert [len(seconds) for seconds in answers] == [4, 4], "each answer is of what was asked last"
     finally:
         team.close()
         server_clear(server)
