@@ -348,5 +348,7 @@ def test_too_many_held_effects_refuse_new_requests() -> None:
         world.core.finish(world.ask(seq)[1], b"x", Effect(wanted_by_ping=True))
     with pytest.raises(Refused):
         world.ask(3)
+    giving_back = world.core.request(NAME, 4, "release", "a", takes=False)
+    assert giving_back.verdict is Verdict.RUN
     world.core.settle(NAME, 1)
-    assert world.ask(3)[0] is Verdict.RUN
+    assert world.ask(5)[0] is Verdict.RUN

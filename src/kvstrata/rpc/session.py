@@ -181,9 +181,19 @@ class Sessions:
         return Undoing(effects, stopped, [])
 
     def request(
-        self, name: bytes, seq: int, op: str, address: Address, *, wanted_by_ping: bool = False
+        self,
+        name: bytes,
+        seq: int,
+        op: str,
+        address: Address,
+        *,
+        wanted_by_ping: bool = False,
+        takes: bool = True,
     ) -> Receipt:
-        """A request arrived. Raises UnknownSession, BadRequest (seq) or Refused; then nothing changed."""
+        """A request arrived. Raises UnknownSession, BadRequest (seq) or Refused; then nothing changed.
+
+        `takes`: it may end with an effect; one that gives back is never refused for how many there are.
+        """
         session = self._sessions.get(name)
         if session is None:
             raise UnknownSession(
@@ -207,7 +217,7 @@ class Sessions:
                 f"seq: {len(session.running)} requests of this session are running; wait for some",
                 field="seq",
             )
-        if len(session.effects) >= self._limits.max_effects:
+        if takes and len(session.effects) >= self._limits.max_effects:
             raise Refused(
                 f"seq: this session holds {len(session.effects)} leases and reservations; end some",
                 field="seq",

@@ -192,7 +192,12 @@ class Handlers:
             engine.supervisor.spawn(self._run_unkept(op, address, request.seq, self._clear_all(request)), op)
             return None
         receipt = engine.sessions.request(
-            request.session, request.seq, op, address, wanted_by_ping=kind is Lookup
+            request.session,
+            request.seq,
+            op,
+            address,
+            wanted_by_ping=kind is Lookup,
+            takes=kind in (Lookup, Reserve),
         )
         if receipt.verdict is Verdict.REPLAY:
             return receipt.call.reply
