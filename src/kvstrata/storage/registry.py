@@ -229,17 +229,20 @@ Factory = Callable[[Fields, str], Callable[[], StorageAdapter]]
 def _factory(kind: str, where: str) -> Factory:
     if kind in _BUILT_IN:
         return _BUILT_IN[kind]
-    for point in importlib.metadata.entry_points(group=PLUGIN_GROUP):
-        if point.name == kind:
-            return _from_entry_point(point)
+    installed = {point.name: point for point in importlib.metadata.entry_points(group=PLUGIN_GROUP)}
+    if kind in installed:
+        return _from_entry_point(installed[kind])
     if kind in ELSEWHERE:
         raise ConfigError(
             f"{where}: {kind!r} is not part of this version; a plugin can provide it: install a package with"
             f" an entry point {kind!r} in the group {PLUGIN_GROUP!r}, or use type 'plugin'",
             field=where,
         )
-    hint = nearest(kind, [*_BUILT_IN, *ELSEWHERE])
-    raise ConfigError(f"{where}: unknown adapter {kind!r}{hint}", field=where)
+    here = [*_BUILT_IN, *installed]
+    hint = nearest(kind, [*here, *ELSEWHERE])
+    raise ConfigError(
+        f"{where}: unknown adapter {kind!r}{hint}; there are {', '.join(sorted(here))}", field=where
+    )
 
 
 def _fs(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
