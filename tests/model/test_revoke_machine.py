@@ -126,6 +126,7 @@ class Revokes(RuleBasedStateMachine):
         """What the client's thread would do now, up to handing frames to the socket."""
         link = client._link
         link._drain()
+        client._releases.tick(self.now_s)
         for pending, frame in link.table.to_send(self.now_s):
             link.table.sent(pending, self.now_s)
             self.to_server.append(Frame(client.session, frame))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from kvstrata.client.releases import LEASES_PER_MESSAGE, ReleaseQueue
-from kvstrata.client.requests import LAST_REPEAT_S, RequestTable
+from kvstrata.client.releases import HOLD_S, LEASES_PER_MESSAGE, ReleaseQueue
+from kvstrata.client.requests import LAST_REPEAT_S, Kind, Pending, RequestTable
 from kvstrata.errors import Unavailable
 from kvstrata.rpc import wire
 from kvstrata.types import LeaseName
@@ -18,6 +20,7 @@ class Link:
         self.session = SESSION
         self.epoch = 7
         self.asked: list = []
+        self.table = RequestTable()
 
     def ask(self, pending):
         self.asked.append((pending, pending.message(len(self.asked) + 1, 0)))
@@ -38,6 +41,12 @@ def queue(link, released) -> ReleaseQueue:
     return ReleaseQueue(link, released.extend)
 
 
+def give(queue: ReleaseQueue, leases: list[LeaseName], *, group: bool = False) -> None:
+    """In a pass of the link in which nobody waits for anything."""
+    queue.add(leases, group=group)
+    queue.tick(0.0)
+
+
 def lease(seq: int, epoch: int = 7) -> LeaseName:
     return LeaseName(b"s" * 16, seq, epoch)
 
@@ -47,10 +56,31 @@ def answer(link: Link) -> None:
     pending.replied(wire.Ok(message.seq, link.epoch, len(message.leases)))
 
 
-def test_many_go_in_one_message_while_another_is_under_way(queue, link, released):
+def test_they_wait_for_what_somebody_waits_for_but_not_long(queue, link):
+    ask = Pending(Kind.ASK, lambda seq, ms: None, lambda reply: None, lambda error: None)
+    link.table.add(ask)
     queue.add([lease(1)], group=False)
+    queue.tick(5.0)
+    queue.add([lease(2)], group=False)
+    queue.tick(5.0 + HOLD_S / 2)
+    assert link.asked == []
+    assert queue.due_s() == 5.0 + HOLD_S
+    queue.tick(5.0 + HOLD_S)
+    assert [seq for _, seq in link.asked[0][1].leases] == [1, 2]
+    assert queue.due_s() == math.inf
+    answer(link)
+    queue.add([lease(3)], group=False)
+    queue.tick(6.0)
+    assert link.asked == []
+    link.table.remove(ask)
+    queue.tick(6.0)
+    assert [seq for _, seq in link.asked[0][1].leases] == [3]
+
+
+def test_many_go_in_one_message_while_another_is_under_way(queue, link, released):
+    give(queue, [lease(1)])
     for seq in range(2, 10):
-        queue.add([lease(seq)], group=False)
+        give(queue, [lease(seq)])
     assert [message.leases for _, message in link.asked] == [[(b"s" * 16, 1)]]
     answer(link)
     assert [seq for _, seq in link.asked[0][1].leases] == list(range(2, 10))
@@ -60,42 +90,42 @@ def test_many_go_in_one_message_while_another_is_under_way(queue, link, released
 
 
 def test_a_message_is_bounded(queue, link):
-    queue.add([lease(seq) for seq in range(LEASES_PER_MESSAGE + 5)], group=False)
+    give(queue, [lease(seq) for seq in range(LEASES_PER_MESSAGE + 5)])
     assert len(link.asked[0][1].leases) == LEASES_PER_MESSAGE
     answer(link)
     assert len(link.asked[0][1].leases) == 5
 
 
 def test_shares_and_groups_go_apart(queue, link):
-    queue.add([lease(1)], group=False)
-    queue.add([lease(2)], group=True)
+    give(queue, [lease(1)])
+    give(queue, [lease(2)], group=True)
     assert [(m.group, m.leases[0][1]) for _, m in link.asked] == [(False, 1), (True, 2)]
 
 
 def test_a_lease_is_named_once(queue, link):
-    queue.add([lease(1)], group=False)
-    queue.add([lease(2), lease(2)], group=False)
-    queue.add([lease(2)], group=False)
+    give(queue, [lease(1)])
+    give(queue, [lease(2), lease(2)])
+    give(queue, [lease(2)])
     answer(link)
     assert link.asked[0][1].leases == [(b"s" * 16, 2)]
 
 
 def test_leases_of_a_server_that_is_gone_are_not_sent_to_the_next(queue, link):
-    queue.add([lease(1)], group=False)
-    queue.add([lease(2)], group=False)
+    give(queue, [lease(1)])
+    give(queue, [lease(2)])
     queue.restarted(7, 8)
     link.epoch = 8
     pending, _ = link.asked.pop()
     pending.failed(Unavailable("restarted"))
     assert link.asked == []
-    queue.add([lease(3)], group=False)
+    give(queue, [lease(3)])
     assert link.asked == []
-    queue.add([lease(4, epoch=8)], group=False)
+    give(queue, [lease(4, epoch=8)])
     assert link.asked[0][1].leases == [(b"s" * 16, 4)]
 
 
 def test_leases_of_a_server_not_met_yet_wait_for_it(queue, link):
-    queue.add([lease(1, epoch=8)], group=False)
+    give(queue, [lease(1, epoch=8)])
     assert link.asked == []
     queue.restarted(7, 8)
     link.epoch = 8
@@ -105,10 +135,6 @@ def test_leases_of_a_server_not_met_yet_wait_for_it(queue, link):
 
 def test_a_refused_release_is_none(released):
     class Connected(Link):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = RequestTable()
-
         def ask(self, pending):
             self.table.add(pending)
 
@@ -119,7 +145,7 @@ def test_a_refused_release_is_none(released):
 
     link = Connected()
     queue = ReleaseQueue(link, released.extend)
-    queue.add([lease(1)], group=False)
+    give(queue, [lease(1)])
     first = link.said(0.0)
     link.table.reply(
         wire.Error(first.seq, 7, "refused", "1024 requests of this session are running", "seq", True)

@@ -258,6 +258,7 @@ class Waiting(CacheClient):
         """What its thread would do now; the kinds of message it sent, all of which were answered."""
         said = []
         self._link._drain()
+        self.link_pass(time.monotonic())
         for pending, frame in self._link.table.to_send(time.monotonic()):
             self._link.table.sent(pending, time.monotonic())
             said.append(type(pending.message(pending.seq, 1000)))

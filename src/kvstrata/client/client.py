@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import secrets
 import threading
@@ -436,16 +437,18 @@ class CacheClient:
 
     def link_due_s(self) -> float:
         """See LinkOwner."""
-        return self._identities.due_s()
+        return min(self._identities.due_s(), self._releases.due_s())
 
     def link_pass(self, now_s: float) -> None:
         """See LinkOwner."""
+        self._releases.tick(now_s)
         if self._link.connected:
             self._identities.tick(now_s)
             if self._must_quiesce and self._ledger.quiesce(self._link.epoch):
                 self._must_quiesce = False
                 self._settle(lambda seq, _: wire.Quiesced(self.session, seq))
-        answered = not self._link.usable or not len(self._link.table)
+        unsaid = len(self._link.table) or self._releases.due_s() < math.inf
+        answered = not self._link.usable or not unsaid
         if self._closing and answered and self._ledger.n_running == 0 and self._stores.idle:
             self._drained.set()
 

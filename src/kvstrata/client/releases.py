@@ -1,11 +1,15 @@
 """Leases on their way back to the server, many in one message.  Belongs to the I/O thread.
 
+While somebody waits for a lookup or a reserve they stay here, for at most `HOLD_S`: the server shall answer that first,
+and one message then gives back what several would have.
+
 A release is repeated until answered, for as long as the epoch of its lease lasts; afterwards `quiesced` ends it.
 Releases of an epoch that this process has not attached to yet (the scheduler was quicker) wait for it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from kvstrata.client.link import Link
@@ -14,6 +18,7 @@ from kvstrata.rpc import wire
 from kvstrata.types import LeaseName
 
 LEASES_PER_MESSAGE = 1024
+HOLD_S = 0.002
 WAITING_LEASES = 65_536
 """More than any engine has; beyond, the oldest are left to the server's own ends of a lease."""
 
@@ -28,6 +33,8 @@ class ReleaseQueue:
         self._waiting: dict[bool, dict[LeaseName, None]] = {False: {}, True: {}}
         self._sending: dict[bool, bool] = {False: False, True: False}
         self._past_epochs: set[int] = set()
+        self._held_until_s = math.inf
+        self._added = False
 
     def add(self, leases: Sequence[LeaseName], *, group: bool) -> None:
         """Give these back; with `group` for every member of the engine."""
@@ -37,7 +44,7 @@ class ReleaseQueue:
                 waiting[lease] = None
         while len(waiting) > WAITING_LEASES:
             del waiting[next(iter(waiting))]
-        self.pump()
+        self._added = True
 
     def restarted(self, old_epoch: int, epoch: int) -> None:
         """The link goes from one epoch to another: leases of the old one are none any more."""
@@ -47,8 +54,21 @@ class ReleaseQueue:
             for lease in [lease for lease in waiting if lease.epoch in self._past_epochs]:
                 del waiting[lease]
 
+    def due_s(self) -> float:
+        """When `tick` has something to do even if nothing else happens."""
+        return self._held_until_s
+
+    def tick(self, now_s: float) -> None:
+        """Once per pass of the link: send what was added, unless it is to be held."""
+        if self._added:
+            self._added = False
+            self._held_until_s = min(self._held_until_s, now_s + HOLD_S)
+        if self._held_until_s < math.inf and (self._link.table.n_asks == 0 or self._held_until_s <= now_s):
+            self.pump()
+
     def pump(self) -> None:
         """Send what can be sent; one message of each kind is under way at a time."""
+        self._held_until_s = math.inf
         for group in (False, True):
             if not self._sending[group]:
                 self._send(group)
