@@ -1,9 +1,8 @@
 """An L2 adapter for kvstrata that keeps records in one SQLite database: small, complete, and kept honest by the suite.
 
-    lmcache-server --l2-adapter '{"type": "plugin", "module_path": "sqlite_adapter", "class_name": "SqliteAdapter",
-                                  "adapter_params": {"path": "/data/kv.sqlite", "capacity_gb": 20}}'
+    lmcache-server --l2-adapter '{"type": "sqlite", "path": "/data/kv.sqlite", "capacity_gb": 20}'
 
-with this file's folder on PYTHONPATH; or packaged with the entry point of `from_fields`, as `{"type": "sqlite", ...}`.
+once this package is installed: its entry point names `from_fields`.
 
 Invariants
 1. The index (key → length, least recently used first) belongs to the event loop.  Threads do nothing but SQL.
