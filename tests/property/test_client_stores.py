@@ -73,6 +73,9 @@ class Link:
         self.epoch = 1
         self.pending: dict[int, tuple[object, object]] = {}
         self.seq = 0
+        self.table = self
+        self.withdrawn: list[tuple[int, object]] = []
+        """Requests whose answer the client does not want any more; the server may have done them."""
 
     def ask(self, pending):
         if pending.kind is Kind.ASK and not self.usable:
@@ -80,6 +83,12 @@ class Link:
             return
         self.seq += 1
         self.pending[self.seq] = (pending, pending.message(self.seq, 1000))
+
+    def remove(self, pending):
+        for seq, (kept, message) in list(self.pending.items()):
+            if kept is pending:
+                del self.pending[seq]
+                self.withdrawn.append((seq, message))
 
     def fail(self, kind):
         for seq in [s for s, (p, _) in self.pending.items() if p.kind is kind]:
@@ -139,6 +148,10 @@ class Stores(RuleBasedStateMachine):
                 self.cancelled_first |= {(ended.args[0].seq, i) for i in ended.args[0].reserved}
                 assert items and number
         job.cancel()
+        for seq, message in self.link.withdrawn:
+            assert isinstance(message, wire.Reserve)
+            self.reserved[seq] = dict.fromkeys(range(len(message.keys) // KEY_BYTES), "reserved")
+        self.link.withdrawn.clear()
 
     # What the server does.
 
