@@ -25,6 +25,14 @@ using State = std::array<std::uint32_t, 8>;
 constexpr std::size_t kBlock = 64;
 // Hashes `blocks` blocks of 64 bytes into the state.
 using Compress = void (*)(State& state, const unsigned char* data, std::size_t blocks) noexcept;
+// Hashes one block into each of two states.
+using CompressPair = void (*)(State& first, const unsigned char* first_data, State& second,
+                              const unsigned char* second_data) noexcept;
+
+struct Implementation {
+  Compress compress;
+  CompressPair compress_pair;
+};
 
 // The first 32 bits of the fractional parts of the square roots of the first 8 primes.
 constexpr State kInitial = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
@@ -80,49 +88,82 @@ void compress_scalar(State& state, const unsigned char* data, std::size_t blocks
 #if defined(__x86_64__)
 
 // The instructions keep the state as (a b e f) and (c d g h), highest word first, and do two rounds
-// at a time on the two lowest words of message + constants.
+// at a time on the two lowest words of message + constants. Each waits for the one before it; so
+// `kStreams` messages at a time, which wait for nothing of each other, take hardly longer than one.
+template <int kStreams>
+__attribute__((target("sha,sse4.1,ssse3"), always_inline)) inline void rounds_sha_ni(
+    State* const* states, const unsigned char* const* data, std::size_t blocks) noexcept {
+  const __m128i big_endian = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
+  __m128i abef[kStreams];
+  __m128i cdgh[kStreams];
+  for (int s = 0; s < kStreams; ++s) {
+    const __m128i dcba = _mm_shuffle_epi32(
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(states[s]->data())), 0xb1);  // c d a b
+    const __m128i hgfe =
+        _mm_shuffle_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(states[s]->data() + 4)),
+                          0x1b);  // e f g h
+    abef[s] = _mm_alignr_epi8(dcba, hgfe, 8);
+    cdgh[s] = _mm_blend_epi16(hgfe, dcba, 0xf0);
+  }
+  for (std::size_t block = 0; block < blocks; ++block) {
+    __m128i abef_before[kStreams];
+    __m128i cdgh_before[kStreams];
+    // w[i % 4] holds message words 4i .. 4i+3 of the last four groups.
+    __m128i w[kStreams][4];
+    for (int s = 0; s < kStreams; ++s) {
+      abef_before[s] = abef[s];
+      cdgh_before[s] = cdgh[s];
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      const __m128i constants = _mm_load_si128(reinterpret_cast<const __m128i*>(kRound.data()) + i);
+#pragma GCC unroll 2
+      for (int s = 0; s < kStreams; ++s) {
+        __m128i& now = w[s][i % 4];
+        if (i < 4) {
+          const unsigned char* const bytes = data[s] + block * kBlock;
+          now = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes) + i),
+                                 big_endian);
+        } else {
+          const __m128i& w1 = w[s][(i + 1) % 4];  // 12 words ago
+          const __m128i& w2 = w[s][(i + 2) % 4];  // 8 words ago
+          const __m128i& w3 = w[s][(i + 3) % 4];  // 4 words ago
+          now = _mm_sha256msg2_epu32(
+              _mm_add_epi32(_mm_sha256msg1_epu32(now, w1), _mm_alignr_epi8(w3, w2, 4)), w3);
+        }
+        const __m128i sum = _mm_add_epi32(now, constants);
+        cdgh[s] = _mm_sha256rnds2_epu32(cdgh[s], abef[s], sum);
+        abef[s] = _mm_sha256rnds2_epu32(abef[s], cdgh[s], _mm_shuffle_epi32(sum, 0x0e));
+      }
+    }
+    for (int s = 0; s < kStreams; ++s) {
+      abef[s] = _mm_add_epi32(abef[s], abef_before[s]);
+      cdgh[s] = _mm_add_epi32(cdgh[s], cdgh_before[s]);
+    }
+  }
+  for (int s = 0; s < kStreams; ++s) {
+    const __m128i feba = _mm_shuffle_epi32(abef[s], 0x1b);  // a b e f, lowest word first
+    const __m128i dchg = _mm_shuffle_epi32(cdgh[s], 0xb1);  // g h c d
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(states[s]->data()),
+                     _mm_blend_epi16(feba, dchg, 0xf0));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(states[s]->data() + 4),
+                     _mm_alignr_epi8(dchg, feba, 8));
+  }
+}
+
 __attribute__((target("sha,sse4.1,ssse3"))) void compress_sha_ni(State& state,
                                                                  const unsigned char* data,
                                                                  std::size_t blocks) noexcept {
-  const __m128i big_endian = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
-  const __m128i dcba = _mm_shuffle_epi32(
-      _mm_loadu_si128(reinterpret_cast<const __m128i*>(state.data())), 0xb1);  // c d a b
-  const __m128i hgfe = _mm_shuffle_epi32(
-      _mm_loadu_si128(reinterpret_cast<const __m128i*>(state.data() + 4)), 0x1b);  // e f g h
-  __m128i abef = _mm_alignr_epi8(dcba, hgfe, 8);
-  __m128i cdgh = _mm_blend_epi16(hgfe, dcba, 0xf0);
+  State* const states[] = {&state};
+  rounds_sha_ni<1>(states, &data, blocks);
+}
 
-  for (; blocks > 0; --blocks, data += kBlock) {
-    const __m128i abef_before = abef;
-    const __m128i cdgh_before = cdgh;
-    // w[i % 4] holds message words 4i .. 4i+3 of the last four groups.
-    __m128i w[4];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) {
-      __m128i& now = w[i % 4];
-      if (i < 4) {
-        now = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data) + i),
-                               big_endian);
-      } else {
-        const __m128i& w1 = w[(i + 1) % 4];  // 12 words ago
-        const __m128i& w2 = w[(i + 2) % 4];  // 8 words ago
-        const __m128i& w3 = w[(i + 3) % 4];  // 4 words ago
-        now = _mm_sha256msg2_epu32(
-            _mm_add_epi32(_mm_sha256msg1_epu32(now, w1), _mm_alignr_epi8(w3, w2, 4)), w3);
-      }
-      const __m128i sum =
-          _mm_add_epi32(now, _mm_load_si128(reinterpret_cast<const __m128i*>(kRound.data()) + i));
-      cdgh = _mm_sha256rnds2_epu32(cdgh, abef, sum);
-      abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(sum, 0x0e));
-    }
-    abef = _mm_add_epi32(abef, abef_before);
-    cdgh = _mm_add_epi32(cdgh, cdgh_before);
-  }
-
-  const __m128i feba = _mm_shuffle_epi32(abef, 0x1b);  // a b e f, lowest word first
-  const __m128i dchg = _mm_shuffle_epi32(cdgh, 0xb1);  // g h c d
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(state.data()), _mm_blend_epi16(feba, dchg, 0xf0));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(state.data() + 4), _mm_alignr_epi8(dchg, feba, 8));
+__attribute__((target("sha,sse4.1,ssse3"))) void compress_pair_sha_ni(
+    State& first, const unsigned char* first_data, State& second,
+    const unsigned char* second_data) noexcept {
+  State* const states[] = {&first, &second};
+  const unsigned char* const data[] = {first_data, second_data};
+  rounds_sha_ni<2>(states, data, 1);
 }
 
 #elif defined(__aarch64__)
@@ -165,28 +206,51 @@ void compress_arm(State& state, const unsigned char* data, std::size_t blocks) n
 // ------------------------------------------------------------------------------------------
 // dispatch
 
-Compress compress_of(Sha256Path path) noexcept {
+template <Compress kCompress>
+void compress_one_by_one(State& first, const unsigned char* first_data, State& second,
+                         const unsigned char* second_data) noexcept {
+  kCompress(first, first_data, 1);
+  kCompress(second, second_data, 1);
+}
+
+constexpr Implementation kScalar = {compress_scalar, compress_one_by_one<compress_scalar>};
+#if defined(__aarch64__)
+constexpr Implementation kArmSha2 = {compress_arm, compress_one_by_one<compress_arm>};
+#elif defined(__x86_64__)
+constexpr Implementation kShaNi = {compress_sha_ni, compress_pair_sha_ni};
+#endif
+
+const Implementation* implementation_of(Sha256Path path) noexcept {
   [[maybe_unused]] const CpuFeatures& cpu = cpu_features();
   switch (path) {
     case Sha256Path::kScalar:
-      return compress_scalar;
+      return &kScalar;
 #if defined(__aarch64__)
     case Sha256Path::kArmSha2:
-      return cpu.arm_sha2 ? compress_arm : nullptr;
+      return cpu.arm_sha2 ? &kArmSha2 : nullptr;
 #endif
 #if defined(__x86_64__)
     case Sha256Path::kShaNi:
-      return cpu.sha_ni && cpu.sse42 ? compress_sha_ni : nullptr;
+      return cpu.sha_ni && cpu.sse42 ? &kShaNi : nullptr;
 #endif
     default:
       return nullptr;
   }
 }
 
-using Paths = Dispatch<Sha256Path, kSha256PathCount, compress_of>;
+using Paths = Dispatch<Sha256Path, kSha256PathCount, implementation_of>;
 
 // --------------------------------------------------------------------------------------- one
 // message
+
+Digest digest_of(const State& state) noexcept {
+  Digest out;
+  for (std::size_t i = 0; i < state.size(); ++i) {
+    const std::uint32_t word = __builtin_bswap32(state[i]);
+    std::memcpy(out.data() + 4 * i, &word, 4);
+  }
+  return out;
+}
 
 class Hasher {
  public:
@@ -231,12 +295,7 @@ class Hasher {
     std::memset(buffer_.data() + held_, 0, kBlock - sizeof bits - held_);
     std::memcpy(buffer_.data() + kBlock - sizeof bits, &bits, sizeof bits);
     compress_(state_, buffer_.data(), 1);
-    Digest out;
-    for (std::size_t i = 0; i < state_.size(); ++i) {
-      const std::uint32_t word = __builtin_bswap32(state_[i]);
-      std::memcpy(out.data() + 4 * i, &word, 4);
-    }
-    return out;
+    return digest_of(state_);
   }
 
  private:
@@ -278,7 +337,7 @@ void sha256_reset_path() noexcept {
 }
 
 Digest sha256(const void* data, std::size_t n) noexcept {
-  Hasher hasher(Paths::implementation());
+  Hasher hasher(Paths::implementation()->compress);
   hasher.update(data, n);
   return hasher.finish();
 }
@@ -286,7 +345,7 @@ Digest sha256(const void* data, std::size_t n) noexcept {
 void chain_keys(const Digest& start, std::span<const std::uint32_t> tokens,
                 std::size_t chunk_tokens, std::span<const ChunkExtra> extras,
                 Digest* out) noexcept {
-  const Compress compress = Paths::implementation();
+  const Compress compress = Paths::implementation()->compress;
   const std::size_t chunks = tokens.size() / chunk_tokens;
   const Digest* previous = &start;
   std::size_t next_extra = 0;
@@ -305,14 +364,30 @@ void chain_keys(const Digest& start, std::span<const std::uint32_t> tokens,
 
 void storage_keys(std::span<const Digest> chain, std::span<const Digest> slices,
                   Digest* out) noexcept {
-  const Compress compress = Paths::implementation();
-  for (const Digest& c : chain) {
-    for (const Digest& slice : slices) {
-      Hasher hasher(compress);
-      hasher.update(c.data(), c.size());
-      hasher.update(slice.data(), slice.size());
-      *out++ = hasher.finish();
+  const CompressPair compress_pair = Paths::implementation()->compress_pair;
+  // A message is one block, and the block after it is the same for all.
+  static constexpr std::array<unsigned char, kBlock> kPadding = [] {
+    std::array<unsigned char, kBlock> padding{};
+    padding[0] = 0x80;
+    padding[kBlock - 2] = (kBlock * 8) >> 8;
+    return padding;
+  }();
+  std::array<unsigned char, kBlock> messages[2];
+  const std::size_t n = chain.size() * slices.size();
+  for (std::size_t i = 0; i < n; i += 2) {
+    for (std::size_t k = 0; k < 2; ++k) {
+      const std::size_t message = std::min(i + k, n - 1);
+      const Digest& chunk = chain[message / slices.size()];
+      const Digest& slice = slices[message % slices.size()];
+      std::memcpy(messages[k].data(), chunk.data(), chunk.size());
+      std::memcpy(messages[k].data() + chunk.size(), slice.data(), slice.size());
     }
+    State first = kInitial;
+    State second = kInitial;
+    compress_pair(first, messages[0].data(), second, messages[1].data());
+    compress_pair(first, kPadding.data(), second, kPadding.data());
+    out[i] = digest_of(first);
+    if (i + 1 < n) out[i + 1] = digest_of(second);
   }
 }
 
