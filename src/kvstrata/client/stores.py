@@ -129,7 +129,8 @@ class StoreQueue:
         self._pumping = False
         self._closing = False
         self._reserved_bytes = 0
-        self._batches: set[_Batch] = set()
+        self._batches: dict[_Batch, None] = {}
+        """Those under way, oldest first."""
         self.max_reserved_bytes = 0
         """What the server allows; 0 until it said so."""
         self.waiting_bytes = 0
@@ -225,7 +226,7 @@ class StoreQueue:
     def _reserve(self, batch: _Batch, *, again: bool = False) -> None:
         request = batch.request
         if not again:
-            self._batches.add(batch)
+            self._batches[batch] = None
             self._reserved_bytes += batch.n_chunks * request.record_bytes
 
         def message(seq: int, remaining_ms: int) -> wire.Reserve | None:
@@ -428,7 +429,7 @@ class StoreQueue:
         assert self._reserved_bytes >= 0, "reserved bytes were given back twice"
 
     def _leave(self, batch: _Batch) -> None:
-        self._batches.discard(batch)
+        self._batches.pop(batch, None)
         self.pump()
 
     def _end_gather(self, batch: _Batch, n_chunks: int) -> None:
