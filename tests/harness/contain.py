@@ -40,6 +40,14 @@ def reap() -> None:
             pass
 
 
+def wait_for(command: int) -> int:
+    """Exit status of one child (negative: a signal); whatever else ends meanwhile is collected, as init would."""
+    while True:
+        process, status = os.waitpid(-1, 0)
+        if process == command:
+            return os.waitstatus_to_exitcode(status)
+
+
 def end_descendants(grace_s: float) -> list[str]:
     """Waits for inherited processes, then kills them and what they leave; returns which it killed."""
     killed = []
@@ -68,11 +76,11 @@ def main() -> int:
     command = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
-        command.send_signal(number)
+        os.kill(command.pid, number)  # not by Popen, which would collect it
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, pass_on)
-    status = command.wait()
+    status = wait_for(command.pid)
     killed = end_descendants(GRACE_S)
     for line in killed:
         print(f"contain: left behind and killed: {line}", file=sys.stderr)

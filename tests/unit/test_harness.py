@@ -193,6 +193,12 @@ def test_a_process_left_behind_in_a_session_of_its_own_is_killed_and_fails_the_r
         os.kill(left, 0)
 
 
+def test_a_process_that_lost_its_parent_and_ended_is_no_zombie_while_the_run_goes_on() -> None:
+    orphan = "number=$(sh -c 'setsid sleep 0.2 >/dev/null & echo $!')"
+    until_gone = "for _ in $(seq 600); do kill -0 $number || exit 0; sleep 0.1; done; exit 1"
+    assert run_contained("sh", "-c", f"{orphan}; {until_gone}").returncode == 0
+
+
 def test_calls_are_charged_with_what_they_would_wait_for_not_with_the_time_they_take() -> None:
     calls = vllm_run.Calls()
     asked, answered = threading.Event(), threading.Condition()
