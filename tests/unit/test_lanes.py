@@ -144,6 +144,14 @@ async def test_close_runs_what_was_taken_and_ends_the_threads() -> None:
         lanes.submit(Lane.PUT, lambda: None)
 
 
+async def test_what_ends_while_the_lanes_close_is_told() -> None:
+    for _ in range(300):
+        lanes = Lanes("t", num_workers=2)
+        futures = [lanes.submit(Lane.PUT, lambda: 1) for _ in range(3)]
+        await lanes.close()
+        assert all(future is not None and future.done() for future in futures)
+
+
 async def test_lanes_that_never_worked_close_at_once() -> None:
     await Lanes("t").close()
 

@@ -109,10 +109,15 @@ class Lanes:
         self._loop.add_reader(self._native.event_fd, self._read)
 
     def _read(self) -> None:
+        self._take_done()
+        if self._native.idle and self._left is not None:
+            # Idle lanes tell nothing more: what ended since must be read now.
+            self._take_done()
+            self._left.set()
+
+    def _take_done(self) -> None:
         for future, result, error in self._native.take_done():
             _finish(future, result, error)
-        if self._native.idle and self._left is not None:
-            self._left.set()
 
 
 def _finish(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
