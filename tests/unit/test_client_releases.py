@@ -74,7 +74,10 @@ def test_they_wait_for_what_somebody_waits_for_but_not_long(queue, link):
     assert link.asked == []
     link.table.remove(ask)
     queue.tick(6.0)
-    assert [seq for _, seq in link.asked[0][1].leases] == [3]
+    assert link.asked == [], "the one who waited comes first now too"
+    queue.add([lease(4)], group=False)
+    queue.tick(6.0)
+    assert [seq for _, seq in link.asked[0][1].leases] == [3, 4]
 
 
 def test_many_go_in_one_message_while_another_is_under_way(queue, link, released):

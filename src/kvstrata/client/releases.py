@@ -60,10 +60,10 @@ class ReleaseQueue:
 
     def tick(self, now_s: float) -> None:
         """Once per pass of the link: send what was added, unless it is to be held."""
-        if self._added:
-            self._added = False
+        added, self._added = self._added, False
+        if added and self._link.table.n_asks:
             self._held_until_s = min(self._held_until_s, now_s + HOLD_S)
-        if self._held_until_s < math.inf and (self._link.table.n_asks == 0 or self._held_until_s <= now_s):
+        elif added or self._held_until_s <= now_s:
             self.pump()
 
     def pump(self) -> None:
