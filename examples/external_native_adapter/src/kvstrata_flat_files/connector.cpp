@@ -81,7 +81,8 @@ class FlatFiles final : public kvstrata::Connector {
       : base_(std::move(base)), capacity_bytes_(capacity_bytes) {}
 
   kvstrata::ConnectorCapabilities capabilities() const noexcept override {
-    return {.persistent = true, .can_clear = true, .exists_is_quick = true};
+    // Not exists_is_quick: it takes a lock under which files are removed.
+    return {.persistent = true, .can_clear = true};
   }
 
   std::string open(const kvstrata::ConnectorContext&) override {
