@@ -1,0 +1,160 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "kvstrata/files.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+
+#include "check.h"
+
+using namespace kvstrata;
+
+namespace {
+
+// A folder that goes with the test, below $TMPDIR or where the build is.
+struct Folder {
+  Folder() {
+    std::string pattern = std::string(std::getenv("TMPDIR") ? std::getenv("TMPDIR") : "/tmp") +
+                          "/kvstrata-files-XXXXXX";
+    CHECK(::mkdtemp(pattern.data()) != nullptr);
+    path = pattern;
+  }
+  ~Folder() {
+    const std::string command = "rm -rf '" + path + "'";
+    if (std::system(command.c_str()) != 0) std::abort();
+  }
+  std::string operator/(const char* name) const { return path + "/" + name; }
+  std::string path;
+};
+
+struct Block {
+  alignas(4096) unsigned char bytes[4096];
+};
+
+// Direct where the file system has it, else buffered: what a test checks holds for both.
+std::unique_ptr<File> create(const std::string& path) {
+  std::unique_ptr<File> file;
+  Status status = posix_files().open(path, FileMode::kCreate, true, &file);
+  if (status.code() == StatusCode::kUnsupported)
+    status = posix_files().open(path, FileMode::kCreate, false, &file);
+  CHECK_OK(status);
+  return file;
+}
+
+TEST(parts_come_back_in_order_from_memory_of_any_alignment) {
+  const Folder folder;
+  const std::unique_ptr<File> file = create(folder / "file");
+  constexpr std::size_t kLength = 3 * (1 << 20) + 4096;
+  std::vector<unsigned char> written(kLength + 1);
+  for (std::size_t i = 0; i < written.size(); ++i)
+    written[i] = static_cast<unsigned char>(i * 7 + i / 4096);
+  const WritePart out[] = {{written.data() + 1, 5}, {written.data() + 6, kLength - 5}};
+  CHECK_OK(file->write(out, 8192));
+  CHECK_OK(file->sync());
+  std::vector<unsigned char> read(kLength + 3);
+  const ReadPart in[] = {{read.data() + 3, 2 << 20},
+                         {read.data() + 3 + (2 << 20), kLength - (2 << 20)}};
+  CHECK_OK(file->read(in, 8192));
+  CHECK(std::equal(read.begin() + 3, read.end(), written.begin() + 1));
+  std::uint64_t length = 0;
+  CHECK_OK(file->length(&length));
+  CHECK_EQ(length, 8192 + kLength);
+}
+
+TEST(reading_beyond_the_end_is_an_error_of_its_own) {
+  const Folder folder;
+  const std::unique_ptr<File> file = create(folder / "file");
+  Block block{};
+  const WritePart out[] = {{block.bytes, 4096}};
+  CHECK_OK(file->write(out, 0));
+  const ReadPart in[] = {{block.bytes, 4096}};
+  CHECK(file->read(in, 4096).code() == StatusCode::kOutOfRange);
+}
+
+TEST(direct_files_refuse_pieces_of_blocks) {
+  const Folder folder;
+  const std::unique_ptr<File> file = create(folder / "file");
+  if (!file->direct()) return;  // a file system without them
+  Block block{};
+  const WritePart piece[] = {{block.bytes, 100}};
+  CHECK(file->write(piece, 0).code() == StatusCode::kBadArgument);
+  const WritePart whole[] = {{block.bytes, 4096}};
+  CHECK(file->write(whole, 512).code() == StatusCode::kBadArgument);
+}
+
+TEST(allocated_blocks_read_as_zeros) {
+  const Folder folder;
+  const std::unique_ptr<File> file = create(folder / "file");
+  CHECK_OK(file->allocate(64 << 10));
+  Block block;
+  std::memset(block.bytes, 1, sizeof(block.bytes));
+  const ReadPart in[] = {{block.bytes, 4096}};
+  CHECK_OK(file->read(in, 60 << 10));
+  CHECK(std::all_of(block.bytes, block.bytes + 4096, [](unsigned char byte) { return byte == 0; }));
+}
+
+TEST(open_never_makes_what_should_be_there_nor_takes_what_should_not) {
+  const Folder folder;
+  std::unique_ptr<File> file;
+  const Status absent = posix_files().open(folder / "file", FileMode::kRead, false, &file);
+  CHECK_EQ(absent.detail(0), ENOENT);
+  create(folder / "file");
+  const Status there = posix_files().open(folder / "file", FileMode::kCreate, false, &file);
+  CHECK_EQ(there.detail(0), EEXIST);
+  CHECK_OK(posix_files().open(folder / "file", FileMode::kReadWrite, false, &file));
+}
+
+TEST(a_lock_is_held_by_one_and_says_who) {
+  const Folder folder;
+  std::unique_ptr<FileLock> first, second;
+  std::string holder;
+  CHECK_OK(posix_files().lock(folder / "lock", &first, &holder));
+  first->note("pid 7");
+  CHECK(posix_files().lock(folder / "lock", &second, &holder).code() == StatusCode::kBusy);
+  CHECK_EQ(holder, std::string("pid 7"));
+  first.reset();
+  CHECK_OK(posix_files().lock(folder / "lock", &second, &holder));
+}
+
+TEST(folders_list_what_they_hold) {
+  const Folder folder;
+  CHECK_OK(posix_files().make_folder(folder / "inner"));
+  CHECK_EQ(posix_files().make_folder(folder / "inner").detail(0), EEXIST);
+  create(folder / "file");
+  CHECK_OK(posix_files().rename(folder / "file", folder / "renamed"));
+  CHECK_OK(posix_files().sync_folder(folder.path));
+  std::vector<FolderEntry> entries;
+  CHECK_OK(posix_files().list(folder.path, &entries));
+  std::sort(entries.begin(), entries.end(),
+            [](const FolderEntry& a, const FolderEntry& b) { return a.name < b.name; });
+  CHECK_EQ(entries.size(), 2u);
+  CHECK(entries[0].name == "inner" && entries[0].is_folder && !entries[0].is_file);
+  CHECK(entries[1].name == "renamed" && entries[1].is_file);
+  CHECK_OK(posix_files().unlink(folder / "renamed"));
+  FileStat found;
+  CHECK_EQ(posix_files().stat(folder / "renamed", &found).detail(0), ENOENT);
+  CHECK_OK(posix_files().stat(folder / "inner", &found));
+  CHECK(found.is_folder);
+  FileSpace space;
+  CHECK_OK(posix_files().space(folder.path, &space));
+  CHECK(space.free_bytes <= space.total_bytes && space.total_bytes > 0);
+}
+
+TEST(access_time_is_kept_apart_from_modification) {
+  const Folder folder;
+  const std::unique_ptr<File> file = create(folder / "file");
+  FileStat before, after;
+  CHECK_OK(posix_files().stat(folder / "file", &before));
+  CHECK_OK(file->set_access_time(1'600'000'000'123'456'789));
+  CHECK_OK(posix_files().stat(folder / "file", &after));
+  CHECK_EQ(after.accessed_unix_ns / 1000, 1'600'000'000'123'456);
+  CHECK_EQ(after.modified_unix_ns, before.modified_unix_ns);
+}
+
+TEST(errors_are_told_with_the_path) {
+  CHECK_EQ(describe_file_error("/a", Status(StatusCode::kOsError, "open", ENOENT)),
+           std::string("/a: No such file or directory"));
+}
+
+}  // namespace
