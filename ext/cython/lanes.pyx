@@ -4,6 +4,7 @@
 
 import os
 
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_SetName
 from cpython.ref cimport PyObject
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
@@ -54,7 +55,7 @@ cdef extern from "kvstrata/connector.h" namespace "kvstrata" nogil:
     cdef cppclass Digest:
         unsigned char* data()
 
-    # Enums are read and written as the numbers that they are.
+    # Enums are read as the numbers that they are.
     enum class Presence(unsigned char):
         pass
     enum class PutStatus(unsigned char):
@@ -72,18 +73,10 @@ cdef extern from "kvstrata/connector.h" namespace "kvstrata" nogil:
         const char* reason
 
     cdef cppclass PutItem:
-        Digest key
-        const uint8_t* bytes
-        uint32_t length
-        BytesHold hold
         PutStatus status
         const char* reason
 
     cdef cppclass LoadItem:
-        Digest key
-        uint8_t* bytes
-        uint32_t length
-        BytesHold hold
         LoadStatus status
         const char* reason
 
@@ -106,6 +99,7 @@ cdef extern from "kvstrata/connector.h" namespace "kvstrata" nogil:
 
     cdef cppclass CConnector "kvstrata::Connector":
         ConnectorCapabilities capabilities() noexcept
+        cbool ready() noexcept
 
 
 cdef extern from *:
@@ -137,8 +131,15 @@ cdef extern from "kvstrata/connector_jobs.h" namespace "kvstrata" nogil:
 cdef extern from "python_jobs.h" namespace "kvstrata::python":
     unique_ptr[LaneJob] make_call(PyObject*, void (*)(PyObject*) noexcept) except +
     unique_ptr[LaneJob] make_exists(PyObject*, shared_ptr[CConnector], vector[ExistsItem]&) except +
-    unique_ptr[LaneJob] make_put(PyObject*, shared_ptr[CConnector], vector[PutItem]&, size_t) except +
-    unique_ptr[LaneJob] make_load(PyObject*, shared_ptr[CConnector], vector[LoadItem]&, size_t) except +
+    cdef cppclass BytesItem:
+        Digest key
+        uint8_t* bytes
+        uint32_t length
+        BytesHold hold
+
+    unique_ptr[LaneJob] make_batch[Job](
+        PyObject*, shared_ptr[CConnector], vector[BytesItem]&, size_t
+    ) except +
     unique_ptr[LaneJob] make_delete(PyObject*, shared_ptr[CConnector], vector[DeleteItem]&) except +
     unique_ptr[LaneJob] make_connector_call(
         PyObject*, shared_ptr[CConnector], int, const ConnectorContext&
@@ -154,7 +155,10 @@ cdef enum Kind:
 
 
 cdef class _Token:
-    """Work on its way. Of a Python call: `work` before, `result` or `error` after it has run."""
+    """Work on its way. Of a Python call: `work` before, `result` or `error` after it has run.
+
+    Of an exists: `work` makes the result of each key.
+    """
 
     cdef object token
     cdef Kind kind
@@ -188,7 +192,11 @@ cdef object _error(Status status):
 
 
 cdef int _set_key(Digest& key, object value) except -1:
-    cdef const unsigned char[::1] view = value
+    cdef const unsigned char[::1] view
+    if PyBytes_CheckExact(value) and PyBytes_GET_SIZE(value) == 32:  # what a key nearly always is
+        memcpy(key.data(), PyBytes_AS_STRING(value), 32)
+        return 0
+    view = value
     if view.shape[0] != 32:
         raise ValueError(f"key: must have 32 bytes, not {view.shape[0]}")
     memcpy(key.data(), &view[0], 32)
@@ -205,10 +213,35 @@ cdef BytesHold _hold(object hold) except *:
     return hold_of_object(<PyObject*>hold)
 
 
-cdef list _found(vector[ExistsItem]& items):
-    return [
-        (<int>items[i].presence, items[i].record_bytes, items[i].reason.decode()) for i in range(items.size())
-    ]
+cdef vector[BytesItem] _batch(object items) except *:
+    cdef vector[BytesItem] batch
+    cdef Py_ssize_t i = 0
+    batch.resize(len(items))
+    for key, hold in items:
+        _set_key(batch[i].key, key)
+        batch[i].bytes = <uint8_t*><size_t>hold.address
+        batch[i].length = hold.length
+        batch[i].hold = _hold(hold)
+        i += 1
+    return batch
+
+
+cdef list _found(vector[ExistsItem]& items, object found):
+    """What `found(presence, record_bytes, reason)` makes of each; neighbours that are equal share one."""
+    cdef Py_ssize_t count = <Py_ssize_t>items.size()
+    cdef list made = [None] * count
+    cdef object last = None
+    cdef Py_ssize_t i
+    for i in range(count):
+        if (
+            i == 0
+            or <int>items[i].presence != <int>items[i - 1].presence
+            or items[i].record_bytes != items[i - 1].record_bytes
+            or items[i].reason != items[i - 1].reason
+        ):
+            last = found(<int>items[i].presence, items[i].record_bytes, items[i].reason.decode())
+        made[i] = last
+    return made
 
 
 cdef object _outcome(_Token token, LaneJob* job):
@@ -220,7 +253,7 @@ cdef object _outcome(_Token token, LaneJob* job):
     if token.kind == CALL:
         return token.result
     if token.kind == EXISTS:
-        return _found(job_as[ExistsJob](job).items)
+        return _found(job_as[ExistsJob](job).items, token.work)
     if token.kind == PUT:
         put = job_as[PutJob](job)
         outcomes = [
@@ -280,11 +313,14 @@ cdef class NativeConnector:
             "max_batch": can.max_batch,
         }
 
-    def exists_now(self, keys):
-        cdef vector[ExistsItem] items = self._exists_items(keys)
+    def exists_now(self, keys, found):
+        cdef vector[ExistsItem] items
+        if not self.connector.get().ready():
+            return None
+        items = self._exists_items(keys)
         with nogil:
             exists_now(self.connector.get()[0], items)
-        return _found(items)
+        return _found(items, found)
 
     cdef vector[ExistsItem] _exists_items(self, object keys) except *:
         cdef vector[ExistsItem] items
@@ -344,40 +380,26 @@ cdef class NativeLanes:
         job = make_call(<PyObject*>call, run_call)
         return self._submit(lane, job, beyond_limit)
 
-    def submit_exists(self, int lane, NativeConnector connector not None, keys, token):
+    def submit_exists(self, int lane, NativeConnector connector not None, keys, found, token):
         cdef vector[ExistsItem] items = connector._exists_items(keys)
         cdef _Token owner = _Token(token, EXISTS)
-        cdef unique_ptr[LaneJob] job = make_exists(<PyObject*>owner, connector.connector, items)
+        cdef unique_ptr[LaneJob] job
+        owner.work = found
+        job = make_exists(<PyObject*>owner, connector.connector, items)
         return self._submit(lane, job, False)
 
     def submit_put(self, int lane, NativeConnector connector not None, items, token):
-        cdef vector[PutItem] batch
+        cdef vector[BytesItem] batch = _batch(items)
         cdef _Token owner = _Token(token, PUT)
-        cdef Py_ssize_t i = 0
         cdef unique_ptr[LaneJob] job
-        batch.resize(len(items))
-        for key, hold in items:
-            _set_key(batch[i].key, key)
-            batch[i].bytes = <const uint8_t*><size_t>hold.address
-            batch[i].length = hold.length
-            batch[i].hold = _hold(hold)
-            i += 1
-        job = make_put(<PyObject*>owner, connector.connector, batch, connector.per_piece)
+        job = make_batch[PutJob](<PyObject*>owner, connector.connector, batch, connector.per_piece)
         return self._submit(lane, job, False)
 
     def submit_load(self, int lane, NativeConnector connector not None, items, token):
-        cdef vector[LoadItem] batch
+        cdef vector[BytesItem] batch = _batch(items)
         cdef _Token owner = _Token(token, LOAD)
-        cdef Py_ssize_t i = 0
         cdef unique_ptr[LaneJob] job
-        batch.resize(len(items))
-        for key, hold in items:
-            _set_key(batch[i].key, key)
-            batch[i].bytes = <uint8_t*><size_t>hold.address
-            batch[i].length = hold.length
-            batch[i].hold = _hold(hold)
-            i += 1
-        job = make_load(<PyObject*>owner, connector.connector, batch, connector.per_piece)
+        job = make_batch[LoadJob](<PyObject*>owner, connector.connector, batch, connector.per_piece)
         return self._submit(lane, job, False)
 
     def submit_delete(self, int lane, NativeConnector connector not None, keys, token):

@@ -8,6 +8,7 @@
 
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "kvstrata/connector_jobs.h"
 #include "kvstrata/pool.h"
@@ -74,14 +75,28 @@ inline std::unique_ptr<LaneJob> make_exists(PyObject* token, std::shared_ptr<Con
                                             std::vector<ExistsItem>& items) {
   return make_job<ExistsJob>(token, std::move(connector), std::move(items));
 }
-inline std::unique_ptr<LaneJob> make_put(PyObject* token, std::shared_ptr<Connector> connector,
-                                         std::vector<PutItem>& items, std::size_t per_piece) {
-  return make_job<PutJob>(token, std::move(connector), std::move(items), per_piece);
+
+// A record to put or a place to load one into, as Python gives it.
+struct BytesItem {
+  Digest key{};
+  std::uint8_t* bytes = nullptr;
+  std::uint32_t length = 0;
+  BytesHold hold;
+};
+
+template <typename Job>
+std::unique_ptr<LaneJob> make_batch(PyObject* token, std::shared_ptr<Connector> connector,
+                                    std::vector<BytesItem>& given, std::size_t per_piece) {
+  std::vector<typename Job::Item> items(given.size());
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    items[i].key = given[i].key;
+    items[i].bytes = given[i].bytes;
+    items[i].length = given[i].length;
+    items[i].hold = std::move(given[i].hold);
+  }
+  return make_job<Job>(token, std::move(connector), std::move(items), per_piece);
 }
-inline std::unique_ptr<LaneJob> make_load(PyObject* token, std::shared_ptr<Connector> connector,
-                                          std::vector<LoadItem>& items, std::size_t per_piece) {
-  return make_job<LoadJob>(token, std::move(connector), std::move(items), per_piece);
-}
+
 inline std::unique_ptr<LaneJob> make_delete(PyObject* token, std::shared_ptr<Connector> connector,
                                             std::vector<DeleteItem>& items) {
   return make_job<DeleteJob>(token, std::move(connector), std::move(items));

@@ -4,7 +4,9 @@ Lanes are numbered in order of precedence: 0 lookup, 1 load, 2 delete, 3 put.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 class NativeConnector:
     """A storage medium in C++ (ext/core/include/kvstrata/connector.h), out of the capsule that its module made.
@@ -18,8 +20,12 @@ class NativeConnector:
     capabilities: dict[str, Any]
     """The fields of `kvstrata::ConnectorCapabilities` by name, without `items_per_piece`."""
 
-    def exists_now(self, keys: Sequence[bytes]) -> list[tuple[int, int, str]]:
-        """(Presence, record bytes, reason) of each key, asked in the calling thread, without the GIL."""
+    def exists_now(self, keys: Sequence[bytes], found: Callable[[int, int, str], T]) -> list[T] | None:
+        """What `found(presence, record_bytes, reason)` makes of each key; equal neighbours share one.
+
+        Asked in the calling thread, without the GIL; None while the connector would wait. Raises ValueError for a
+        key that has not 32 bytes.
+        """
 
 class NativeLanes:
     """The four lanes of one adapter. Thread-safe. Threads start with the first work they are needed for.
@@ -56,7 +62,12 @@ class NativeLanes:
         """Open the connector; the result is what is wrong, or an empty string. Never refused for want of room."""
 
     def submit_exists(
-        self, lane: int, connector: NativeConnector, keys: Sequence[bytes], token: object
+        self,
+        lane: int,
+        connector: NativeConnector,
+        keys: Sequence[bytes],
+        found: Callable[[int, int, str], Any],
+        token: object,
     ) -> bool:
         """The result is as of `NativeConnector.exists_now`."""
 

@@ -39,6 +39,11 @@ _PRESENCE = list(Presence)
 _PUT_STATUS = list(PutStatus)
 _LOAD_STATUS = list(LoadStatus)
 
+
+def _found(presence: int, record_bytes: int, reason: str) -> Found:
+    return Found(_PRESENCE[presence], record_bytes, reason)
+
+
 _Submit = Callable[[NativeLanes, "asyncio.Future[Any]"], bool]
 
 
@@ -88,22 +93,21 @@ class NativeAdapter(StorageAdapter):
         self._opened = True
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
-        """At once where the connector never blocks on it, else in the lookup lane."""
+        """At once where the connector does not block on it, else in the lookup lane."""
         if reason := self._not_ready():
             return [Found(Presence.UNKNOWN, 0, reason)] * len(keys)
-        if any(len(key) != KEY_BYTES for key in keys):
-            return [Found(Presence.UNKNOWN, 0, BAD_ITEM)] * len(keys)
-        if self._exists_is_quick:
-            found = self._connector.exists_now(keys)
-        else:
-            lane = self._lanes.number(Lane.LOOKUP)
+        lane = self._lanes.number(Lane.LOOKUP)
+        try:
+            if self._exists_is_quick and (found := self._connector.exists_now(keys, _found)) is not None:
+                return found
             future = self._take(
-                lambda native, future: native.submit_exists(lane, self._connector, keys, future)
+                lambda native, future: native.submit_exists(lane, self._connector, keys, _found, future)
             )
-            if future is None:
-                return [Found(Presence.UNKNOWN, 0, "throttled")] * len(keys)
-            found = await asyncio.shield(future)
-        return [Found(_PRESENCE[presence], length, reason) for presence, length, reason in found]
+        except ValueError:  # a key of another length
+            return [Found(Presence.UNKNOWN, 0, BAD_ITEM)] * len(keys)
+        if future is None:
+            return [Found(Presence.UNKNOWN, 0, "throttled")] * len(keys)
+        return list(await asyncio.shield(future))
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """See the contract. A cancelled wait lets the batch go on to its end."""

@@ -60,6 +60,7 @@ struct LoadItem {
   BytesHold hold;
   LoadStatus status = LoadStatus::kFailed;
   const char* reason = "internal";
+  std::uint64_t copy = 0;  // the connector's: which of the record's copies it read
 };
 
 struct DeleteItem {
@@ -74,7 +75,7 @@ struct ConnectorCapabilities {
   bool can_clear = false;
   bool has_ttl = false;
   bool wants_registered_memory = false;  // uses ConnectorContext::region
-  // exists() never blocks: it is called on the server's event loop, in no lane.
+  // While ready(), exists() never blocks: it is called on the server's event loop, in no lane.
   bool exists_is_quick = false;
   std::uint32_t alignment_bytes = 1;
   std::uint32_t max_batch = 64;
@@ -106,6 +107,10 @@ class Connector {
   // change, or an empty string.
   [[nodiscard]] virtual std::string open(const ConnectorContext& context) = 0;
 
+  // False: exists() would wait for something (the medium is being read in), so it is called in a
+  // lane. Asked on the event loop.
+  [[nodiscard]] virtual bool ready() noexcept { return true; }
+
   // Which keys can be loaded and how long their records are. Never touches payloads.
   virtual void exists(std::span<ExistsItem> items) noexcept = 0;
 
@@ -117,8 +122,14 @@ class Connector {
   // Reads whole records.
   virtual void load(std::span<LoadItem> piece) noexcept = 0;
 
-  // Removes records. Also called for those whose bytes were found corrupt.
   virtual void remove(std::span<DeleteItem> items) noexcept = 0;
+
+  // Removes the copy that was loaded into `item` and found corrupt, so that the next put heals it.
+  // One that was put since then may be told from it by item.copy, and stays.
+  virtual void remove_corrupt(const LoadItem& item) noexcept {
+    DeleteItem bad{.key = item.key};
+    remove(std::span(&bad, 1));
+  }
 
   // Removes every record; returns how many. Only called where capabilities().can_clear.
   virtual std::uint64_t clear() noexcept { return 0; }

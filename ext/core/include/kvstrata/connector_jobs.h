@@ -4,7 +4,10 @@
 // job is done, and every hold that the connector did not keep a copy of is let go of by then.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -25,46 +28,51 @@ class ExistsJob : public LaneJob {
   std::shared_ptr<Connector> connector_;
 };
 
-class PutJob : public LaneJob {
+// A batch of puts or loads, cut into pieces that threads take side by side.
+template <typename T>
+class BatchJob : public LaneJob {
  public:
+  using Item = T;
+
   // REQUIRES: items is not empty, items_per_piece > 0.
-  PutJob(std::shared_ptr<Connector> connector, std::vector<PutItem> items,
-         std::size_t items_per_piece) noexcept
+  BatchJob(std::shared_ptr<Connector> connector, std::vector<Item> items,
+           std::size_t items_per_piece) noexcept
       : items(std::move(items)),
         connector_(std::move(connector)),
         items_per_piece_(items_per_piece) {}
-  std::size_t pieces() const noexcept override;
-  void run(std::size_t index) override;
-  void end() noexcept override;
+  std::size_t pieces() const noexcept override {
+    return (items.size() + items_per_piece_ - 1) / items_per_piece_;
+  }
 
-  std::vector<PutItem> items;
+  std::vector<Item> items;
   std::vector<Digest> evicted;
+
+ protected:
+  std::span<Item> piece(std::size_t index) noexcept {
+    const std::size_t begin = index * items_per_piece_;
+    return std::span(items).subspan(begin, std::min(items_per_piece_, items.size() - begin));
+  }
+  Connector& connector() noexcept { return *connector_; }
 
  private:
   std::shared_ptr<Connector> connector_;
   std::size_t items_per_piece_;
 };
 
-// Checks what was loaded against the record's checksums; a bad record is removed from the medium,
-// so that the next put can heal it.
-class LoadJob : public LaneJob {
+class PutJob : public BatchJob<PutItem> {
  public:
-  // REQUIRES: as PutJob.
-  LoadJob(std::shared_ptr<Connector> connector, std::vector<LoadItem> items,
-          std::size_t items_per_piece) noexcept
-      : items(std::move(items)),
-        connector_(std::move(connector)),
-        items_per_piece_(items_per_piece) {}
-  std::size_t pieces() const noexcept override;
+  using BatchJob::BatchJob;
   void run(std::size_t index) override;
   void end() noexcept override;
+};
 
-  std::vector<LoadItem> items;
-  std::vector<Digest> evicted;
-
- private:
-  std::shared_ptr<Connector> connector_;
-  std::size_t items_per_piece_;
+// Checks what was loaded against the record's checksums; a bad record is removed from the medium,
+// so that the next put can heal it.
+class LoadJob : public BatchJob<LoadItem> {
+ public:
+  using BatchJob::BatchJob;
+  void run(std::size_t index) override;
+  void end() noexcept override;
 };
 
 class DeleteJob : public LaneJob {
