@@ -133,18 +133,22 @@ def group_is_gone(number: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_nothing(server, number):
+    # A shell without job control starts what runs beside it with SIGINT ignored, and so would the tests' children.
+    as_in_a_terminal = ("env", "--default-signal=INT")
     running = subprocess.Popen(
-        command(server, "--rounds", "1000", "--chunks", "10", "--processes", "2"),
+        [*as_in_a_terminal, *command(server, "--rounds", "1000", "--chunks", "10", "--processes", "2")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     eventually("chunks are stored", lambda: server.get("/v1/status")["pool"]["leased_bytes"])
+    server.freeze()  # now the run cannot end by itself
     if number == signal.SIGINT:
         os.killpg(running.pid, number)  # as a terminal does: to every process of the group
     else:
         running.send_signal(number)
+    server.thaw()
     out, err = running.communicate(timeout=60)
     assert (running.returncode, out, err) == (130, "", "kvstrata bench: interrupted\n")
     assert nothing_is_left(server)
