@@ -51,6 +51,7 @@ struct PutItem {
   BytesHold hold;
   PutStatus status = PutStatus::kFailed;
   const char* reason = "internal";
+  std::uint64_t copy = 0;  // the connector's, from put() to put_end()
 };
 
 struct LoadItem {
@@ -96,6 +97,12 @@ struct ConnectorUsage {
   std::uint64_t records = 0;
 };
 
+// What a connector counts, ever or now; the name is a string literal in snake_case.
+struct ConnectorCount {
+  const char* name;
+  std::uint64_t value;
+};
+
 class Connector {
  public:
   virtual ~Connector() = default;
@@ -135,6 +142,9 @@ class Connector {
   virtual std::uint64_t clear() noexcept { return 0; }
 
   [[nodiscard]] virtual ConnectorUsage usage() noexcept = 0;
+
+  // What else it counts, for status pages. Never blocks.
+  virtual void counts(std::vector<ConnectorCount>* /*out*/) noexcept {}
 
   // Keys that the connector's own cap dropped since the last call. Asked after each batch.
   virtual void take_evicted(std::vector<Digest>* /*keys*/) noexcept {}

@@ -1,0 +1,388 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// Opening a disk log: which frames are there, where the log ends, what is in the index.
+//
+//   1. Every segment's header is read; one of another version ends it all, before anything changes.
+//   2. The table of a full segment, or else its frames one after the other.
+//   3. Frames behind the last mark ("all are synced up to here") count as far as there is no gap
+//      and their records are whole. The rest was never acknowledged and is made unreachable.
+//   4. What counts is synced (a process that died may have left it in a cache), then indexed.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <utility>
+
+#include "kvstrata/disk_log.h"
+
+namespace kvstrata {
+
+namespace {
+
+constexpr char kLockName[] = "/.kvstrata.lock";
+
+std::uint64_t random_run() {
+  std::random_device random;
+  const std::uint64_t bits = std::uint64_t{random()} << 32 | random();
+  return bits | 1;  // 0 means: no frame
+}
+
+bool is_errno(const Status& status, int error) noexcept {
+  return status.code() == StatusCode::kOsError && status.detail(0) == error;
+}
+
+// Folders that are missing, each synced into the one above.
+Status make_folders(FileLayer& files, const std::string& path) {
+  FileStat found;
+  const Status status = files.stat(path, &found);
+  if (status.ok() && !found.is_folder) return Status(StatusCode::kOsError, "stat", ENOTDIR);
+  if (status.ok() || !is_errno(status, ENOENT)) return status;
+  const std::string above = path.substr(0, std::max<std::size_t>(path.rfind('/'), 1));
+  if (above == path) return status;
+  KVSTRATA_RETURN_IF_ERROR(make_folders(files, above));
+  const Status made = files.make_folder(path);
+  if (!made.ok() && !is_errno(made, EEXIST)) return made;
+  return files.sync_folder(above);
+}
+
+// The number in a segment's name, "0000002a.seg"; nothing for other names.
+std::optional<std::uint32_t> segment_number(const std::string& name) {
+  if (name.size() != 12 || name.compare(8, 4, ".seg") != 0) return std::nullopt;
+  if (name.find_first_not_of("0123456789abcdef") != 8) return std::nullopt;
+  return static_cast<std::uint32_t>(std::strtoul(name.c_str(), nullptr, 16));
+}
+
+// So that a folder with one odd name in it does not make a table of four billion segments.
+constexpr std::uint32_t kMaxSegments = 1 << 20;
+
+}  // namespace
+
+// One segment as it was found.
+struct DiskLog::Found {
+  struct Frame {
+    FrameHeader header;
+    std::uint32_t block;
+  };
+  Segment* segment = nullptr;
+  std::vector<Frame> chain;         // where there is no table
+  std::vector<TableEntry> entries;  // of the table
+};
+
+Status DiskLog::open_file(const std::string& path, FileMode mode,
+                          std::unique_ptr<File>* out) noexcept {
+  if (direct_) {
+    const Status status = files_.open(path, mode, true, out);
+    if (status.code() != StatusCode::kUnsupported) return status;
+    direct_ = false;
+  }
+  return files_.open(path, mode, false, out);
+}
+
+std::string DiskLog::open(const ConnectorContext& context) {
+  const std::string wrong = "base_path: '" + options_.folder + "' cannot be used: ";
+  Status status = make_folders(files_, options_.folder);
+  if (!status.ok())
+    return wrong + describe_file_error(options_.folder, status) +
+           "; give a directory that this user may write";
+  std::string holder;
+  status = files_.lock(options_.folder + kLockName, &folder_lock_, &holder);
+  if (status.code() == StatusCode::kBusy)
+    return "base_path: '" + options_.folder + "' belongs to another running server (" +
+           (holder.empty() ? "unknown" : holder) + "); give each server a directory of its own";
+  if (!status.ok())
+    return wrong + describe_file_error(options_.folder + kLockName, status) +
+           "; give a directory that this user may write and lock";
+  folder_lock_->note("pid " + std::to_string(::getpid()) + ", instance " + context.instance_id);
+  run_ = random_run();
+  std::string failed = recover();
+  if (!failed.empty()) {
+    segments_.clear();
+    folder_lock_.reset();
+    return failed;
+  }
+  if (options_.own_threads) {
+    threads_.emplace_back([this] { work(); });
+    if (options_.scrub_bytes_per_s > 0) threads_.emplace_back([this] { scrub_always(); });
+  }
+  return "";
+}
+
+std::string DiskLog::recover() {
+  const std::string wrong = "base_path: '" + options_.folder + "' cannot be read: ";
+  std::vector<FolderEntry> entries;
+  Status status = files_.list(options_.folder, &entries);
+  if (!status.ok()) return wrong + describe_file_error(options_.folder, status);
+  std::vector<Found> found;
+  for (const FolderEntry& entry : entries) {
+    std::string failed = read_segment(entry, &found);
+    if (!failed.empty()) return failed;
+  }
+  for (Found& each : found) {
+    status = read_chain(&each);
+    if (!status.ok()) return wrong + describe_file_error(each.segment->path, status);
+  }
+  status = end_log(&found);
+  if (status.ok()) status = settle(&found);
+  if (!status.ok()) return wrong + describe_file_error(options_.folder, status);
+  fill_index(found);
+  // A capacity that was lowered: the oldest segments go. What they need to be forgotten is in the
+  // tables of the others.
+  Lock lock(mutex_);
+  maintaining_ = true;
+  if (total_bytes_ > options_.capacity_bytes && !full_.empty()) {
+    write_tables(lock);
+    for (const auto& segment : segments_) {
+      if (segment != nullptr && segment->dirty && status.ok()) status = segment->file->sync();
+    }
+    while (status.ok() && total_bytes_ > options_.capacity_bytes && !full_.empty())
+      status = retire(lock, *segments_[full_.front()]);
+  }
+  maintaining_ = false;
+  if (!status.ok()) return wrong + describe_file_error(options_.folder, status);
+  return "";
+}
+
+// The header, and the table if there is one. Changes nothing on the medium.
+std::string DiskLog::read_segment(const FolderEntry& entry, std::vector<Found>* found) {
+  const std::optional<std::uint32_t> number = segment_number(entry.name);
+  if (!number.has_value() || *number >= kMaxSegments || !entry.is_file) return "";
+  if (*number >= segments_.size()) segments_.resize(*number + 1);
+  auto segment = std::make_unique<Segment>();
+  segment->number = *number;
+  segment->path = options_.folder + "/" + entry.name;
+  std::unique_ptr<File> file;
+  Status status = open_file(segment->path, FileMode::kReadWrite, &file);
+  std::uint64_t length = 0;
+  if (status.ok()) status = file->length(&length);
+  const std::string wrong = "base_path: " + segment->path + " cannot be read: ";
+  if (!status.ok())
+    return wrong + describe_file_error(segment->path, status) + "; repair or remove this file";
+  segment->file = std::move(file);
+  DiskBlock block;
+  const ReadPart part[] = {{block.bytes.data(), kFileBlockBytes}};
+  SegmentHeader header;
+  BlockState state = BlockState::kEmpty;
+  if (length >= kSegmentHeaderBytes) {
+    status = segment->file->read(part, 0);
+    if (!status.ok())
+      return wrong + describe_file_error(segment->path, status) + "; repair or remove this file";
+    state = decode(block, &header);
+  }
+  if (state == BlockState::kOther)
+    return "base_path: " + segment->path +
+           " was written by another version of kvstrata; start that version, or give another "
+           "directory (nothing was changed)";
+  const bool sound = state == BlockState::kGood && header.segment == *number &&
+                     header.length % kFileBlockBytes == 0 &&
+                     header.length >= 16 * kFileBlockBytes && header.generation > 0;
+  if (state != BlockState::kEmpty && !sound) {
+    // Not ours, or damaged beyond use: it stays, and counts as used.
+    total_bytes_ += length;
+    ++counts_.unreadable_segments;
+    return "";
+  }
+  segment->length = header.length;
+  if (!sound || length < header.length) {
+    // Was being made when everything ended: no frame in it was ever synced.
+    segment->length = 0;
+  } else {
+    segment->generation = header.generation;
+    synced_ = std::max(synced_, header.synced);
+    total_bytes_ += segment->length;
+  }
+  found->push_back(Found{.segment = segment.get(), .chain = {}, .entries = {}});
+  segments_[*number] = std::move(segment);
+  return "";
+}
+
+// The table, or else the frames one after the other.
+Status DiskLog::read_chain(Found* found) {
+  Segment& segment = *found->segment;
+  if (segment.length == 0) return Status();
+  DiskBlock block;
+  const ReadPart part[] = {{block.bytes.data(), kFileBlockBytes}};
+  KVSTRATA_RETURN_IF_ERROR(segment.file->read(part, segment.length - kFileBlockBytes));
+  const auto bytes = table_length(block, segment.number, segment.generation);
+  if (bytes.has_value() && *bytes <= segment.length - kSegmentHeaderBytes) {
+    std::vector<DiskBlock> blocks(*bytes / kFileBlockBytes);
+    const ReadPart parts[] = {{blocks.data(), *bytes}};
+    KVSTRATA_RETURN_IF_ERROR(segment.file->read(parts, segment.length - *bytes));
+    if (auto table = decode_table(blocks)) {
+      found->entries = std::move(table->entries);
+      segment.last = table->last;
+      segment.end = table->end;
+      segment.tabled = true;
+      synced_ = std::max(synced_, table->last.sequence);
+      return Status();
+    }
+  }
+  while (segment.end + kFrameHeaderBytes <= segment.length) {
+    KVSTRATA_RETURN_IF_ERROR(segment.file->read(part, segment.end));
+    std::optional<FrameHeader> header = decode_frame(block);
+    if (!header.has_value() || header->segment != segment.number ||
+        header->generation != segment.generation || header->previous != segment.last ||
+        header->record_bytes > segment.length - segment.end - kFrameHeaderBytes)
+      break;
+    synced_ = std::max(synced_, header->synced);
+    const std::uint64_t frame_bytes = header->frame_bytes();
+    segment.last = header->name;
+    found->chain.push_back(
+        Found::Frame{.header = std::move(*header),
+                     .block = static_cast<std::uint32_t>(segment.end / kFileBlockBytes)});
+    segment.end += frame_bytes;
+  }
+  return Status();
+}
+
+bool DiskLog::payload_is_whole(Segment& segment, const TableEntry& entry,
+                               const FrameHeader& header) {
+  if (header.kind != FrameKind::kRecord) return true;
+  const std::uint64_t bytes = whole_blocks(header.record_bytes);
+  std::vector<DiskBlock> blocks(bytes / kFileBlockBytes);
+  const ReadPart parts[] = {{blocks.data(), bytes}};
+  const std::uint64_t offset = std::uint64_t{entry.block} * kFileBlockBytes + kFrameHeaderBytes;
+  if (!segment.file->read(parts, offset).ok()) return false;
+  return is_stored_whole(reinterpret_cast<const std::uint8_t*>(blocks.data()),
+                         static_cast<std::uint32_t>(header.record_bytes), header.key);
+}
+
+// Finds the last frame that counts and cuts the chains behind it. Sets sequence_ and synced_.
+Status DiskLog::end_log(std::vector<Found>* found) {
+  struct Loose {
+    std::uint64_t sequence;
+    Found* in;
+    std::size_t at;
+  };
+  std::vector<Loose> loose;
+  for (Found& each : *found) {
+    for (std::size_t at = 0; at < each.chain.size(); ++at) {
+      const std::uint64_t sequence = each.chain[at].header.name.sequence;
+      if (sequence > synced_) loose.push_back({sequence, &each, at});
+    }
+  }
+  std::sort(loose.begin(), loose.end(),
+            [](const Loose& a, const Loose& b) { return a.sequence < b.sequence; });
+  std::uint64_t last = synced_;
+  for (const Loose& frame : loose) {
+    const Found::Frame& at = frame.in->chain[frame.at];
+    const TableEntry entry{.key = {}, .block = at.block};
+    if (frame.sequence != last + 1 || !payload_is_whole(*frame.in->segment, entry, at.header))
+      break;
+    last = frame.sequence;
+  }
+  sequence_ = synced_ = last;
+  for (Found& each : *found) {
+    const auto cut = std::find_if(each.chain.begin(), each.chain.end(), [&](const auto& frame) {
+      return frame.header.name.sequence > last;
+    });
+    if (cut == each.chain.end()) continue;
+    Segment& segment = *each.segment;
+    segment.end = std::uint64_t{cut->block} * kFileBlockBytes;
+    each.chain.erase(cut, each.chain.end());
+    segment.last = each.chain.empty() ? FrameName{} : each.chain.back().header.name;
+    // Later frames would one day make it look as if this one had been synced: it goes.
+    const DiskBlock zeros;
+    const WritePart parts[] = {{zeros.bytes.data(), kFileBlockBytes}};
+    KVSTRATA_RETURN_IF_ERROR(segment.file->write(parts, segment.end));
+  }
+  return Status();
+}
+
+// Makes what counts durable and gives every segment its state.
+Status DiskLog::settle(std::vector<Found>* found) {
+  for (const Found& each : *found) {
+    Segment& segment = *each.segment;
+    if (segment.length == 0) {
+      KVSTRATA_RETURN_IF_ERROR(files_.unlink(segment.path));
+    } else if (!segment.tabled) {
+      KVSTRATA_RETURN_IF_ERROR(segment.file->sync());
+    }
+  }
+  KVSTRATA_RETURN_IF_ERROR(files_.sync_folder(options_.folder));
+  std::vector<Segment*> with_frames;
+  for (Found& each : *found) {
+    Segment* const segment = each.segment;
+    if (segment->length == 0) {
+      segments_[segment->number].reset();
+      each.segment = nullptr;
+    } else if (segment->last == FrameName{}) {
+      free_.push_back(segment->number);
+    } else {
+      with_frames.push_back(segment);
+    }
+  }
+  std::sort(with_frames.begin(), with_frames.end(),
+            [](const Segment* a, const Segment* b) { return a->last.sequence < b->last.sequence; });
+  if (!with_frames.empty() && !with_frames.back()->tabled) {
+    active_ = with_frames.back();
+    with_frames.pop_back();
+  }
+  for (const Segment* const segment : with_frames)
+    full_.push_back(segment->number);
+  return Status();
+}
+
+void DiskLog::fill_index(const std::vector<Found>& found) {
+  std::uint64_t cleared = 0;
+  std::unordered_map<std::string, std::uint64_t> tombstones;
+  const auto for_each_entry = [&](auto&& visit) {
+    for (const Found& each : found) {
+      if (each.segment == nullptr) continue;
+      for (const TableEntry& entry : each.segment->tabled ? each.entries : each.segment->table)
+        visit(*each.segment, entry);
+    }
+  };
+  for (const Found& each : found) {
+    if (each.segment == nullptr) continue;
+    for (const Found::Frame& frame : each.chain) {
+      TableEntry entry{.key = frame.header.key,
+                       .sequence = frame.header.name.sequence,
+                       .block = frame.block,
+                       .record_bytes = static_cast<std::uint32_t>(frame.header.record_bytes),
+                       .kind = frame.header.kind};
+      if (frame.header.kind != FrameKind::kTombstones) each.segment->table.push_back(entry);
+      for (const Digest& key : frame.header.tombstones) {
+        entry.key = key;
+        each.segment->table.push_back(entry);
+      }
+    }
+  }
+  const auto text = [](const Digest& key) {
+    return std::string(reinterpret_cast<const char*>(key.data()), key.size());
+  };
+  for_each_entry([&](Segment&, const TableEntry& entry) {
+    if (entry.kind == FrameKind::kClear) cleared = std::max(cleared, entry.sequence);
+    if (entry.kind == FrameKind::kTombstones) {
+      std::uint64_t& last = tombstones[text(entry.key)];
+      last = std::max(last, entry.sequence);
+    }
+  });
+  for_each_entry([&](Segment& segment, const TableEntry& entry) {
+    if (entry.kind != FrameKind::kRecord || entry.sequence <= cleared) return;
+    if (!tombstones.empty()) {
+      const auto tombstone = tombstones.find(text(entry.key));
+      if (tombstone != tombstones.end() && tombstone->second > entry.sequence) return;
+    }
+    Slot slot{.hash_low = 0, .hash_high = 0, .block = entry.block};
+    std::memcpy(&slot.hash_low, entry.key.data(), 4);
+    std::memcpy(&slot.hash_high, entry.key.data() + 4, 4);
+    segment.slots.push_back(slot);
+    const std::uint64_t bytes = kFrameHeaderBytes + whole_blocks(entry.record_bytes);
+    if (const DiskPlace* const other = index_.find(entry.key)) {
+      if (other->sequence > entry.sequence) return;
+      live_bytes_ -= kFrameHeaderBytes + whole_blocks(other->record_bytes);
+    }
+    index_.set(entry.key, DiskPlace{.sequence = entry.sequence,
+                                    .segment = segment.number,
+                                    .block = entry.block,
+                                    .record_bytes = entry.record_bytes,
+                                    .loaded = 0});
+    live_bytes_ += bytes;
+  });
+}
+
+}  // namespace kvstrata

@@ -1,0 +1,360 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// Segments of the disk log come, are listed in their tables, retire and come again; the scrubber.
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <utility>
+
+#include "kvstrata/disk_log.h"
+
+namespace kvstrata {
+
+namespace {
+
+// How long loads may keep a segment from being used again before a put is told that there is no
+// room.
+constexpr std::chrono::seconds kPinWait{1};
+// Records looked at in one go while everybody waits.
+constexpr std::size_t kSlotsInOneGo = 256;
+constexpr std::uint64_t kScrubStepBytes = 8 << 20;
+
+struct FreeBytes {
+  void operator()(void* bytes) const noexcept { std::free(bytes); }
+};
+
+// Memory for one record, such as direct files take. Nothing when there is none.
+std::unique_ptr<std::uint8_t, FreeBytes> record_memory(std::uint32_t record_bytes) noexcept {
+  return std::unique_ptr<std::uint8_t, FreeBytes>(
+      static_cast<std::uint8_t*>(std::aligned_alloc(kFileBlockBytes, whole_blocks(record_bytes))));
+}
+
+}  // namespace
+
+// -- the log's own thread
+
+bool DiskLog::work_is_due() const noexcept {
+  if (maintaining_ || read_only_) return false;
+  if (free_.empty() && !maintenance_failed_) return true;
+  return std::any_of(full_.begin(), full_.end(), [this](std::uint32_t number) {
+    const Segment& segment = *segments_[number];
+    return !segment.tabled && segment.last.sequence <= synced_;
+  });
+}
+
+void DiskLog::work() {
+  Lock lock(mutex_);
+  for (;;) {
+    due_.wait(lock, [this] { return stopping_ || work_is_due(); });
+    if (stopping_) return;
+    maintenance_failed_ = !maintain(lock).ok();
+  }
+}
+
+// Tables of what is full, then one free segment ahead. REQUIRES: !maintaining_.
+Status DiskLog::maintain(Lock& lock) noexcept {
+  maintaining_ = true;
+  write_tables(lock);
+  Status status = refused();
+  if (status.ok() && free_.empty()) status = next_segment(lock);
+  maintaining_ = false;
+  changed_.notify_all();
+  return status;
+}
+
+// A table only saves time at the next open: it is not synced for its own sake, and one that could
+// not be written is done without.
+void DiskLog::write_tables(Lock& lock) noexcept {
+  for (std::size_t i = 0; i < full_.size(); ++i) {
+    Segment& segment = *segments_[full_[i]];
+    if (segment.tabled || segment.last.sequence > synced_) continue;
+    segment.tabled = true;
+    SegmentTable table{.segment = segment.number,
+                       .generation = segment.generation,
+                       .last = segment.last,
+                       .end = segment.end,
+                       .entries = std::move(segment.table)};
+    segment.table = {};
+    lock.unlock();
+    std::vector<DiskBlock> blocks;
+    encode(table, &blocks);
+    const std::uint64_t bytes = blocks.size() * kFileBlockBytes;
+    const WritePart parts[] = {{blocks.data(), bytes}};
+    const bool written = segment.file->write(parts, segment.length - bytes).ok();
+    lock.lock();
+    if (!written) continue;
+    segment.dirty = true;
+    counts_.written_bytes += bytes;
+  }
+}
+
+// -- segments come and go
+
+Status DiskLog::next_segment(Lock& lock) noexcept {
+  Status created(StatusCode::kNoSpace, "the capacity is used");
+  if (total_bytes_ + options_.segment_bytes <= options_.capacity_bytes) {
+    created = create_segment(lock);
+    if (created.ok()) return created;
+  }
+  if (full_.empty()) return created;
+  return retire(lock, *segments_[full_.front()]);
+}
+
+Status DiskLog::create_segment(Lock& lock) noexcept {
+  auto segment = std::make_unique<Segment>();
+  segment->number = static_cast<std::uint32_t>(segments_.size());
+  segment->length = options_.segment_bytes;
+  char name[16];
+  std::snprintf(name, sizeof(name), "/%08x.seg", segment->number);
+  segment->path = options_.folder + name;
+  segments_.emplace_back();  // the number is taken, whatever comes
+  const SegmentHeader header{.segment = segment->number,
+                             .generation = segment->generation,
+                             .length = segment->length,
+                             .synced = synced_};
+  lock.unlock();
+  FileSpace space;
+  Status status = files_.space(options_.folder, &space);
+  if (status.ok() && space.free_bytes < options_.min_free_bytes + segment->length)
+    status = Status(StatusCode::kOsError, "space", ENOSPC);
+  if (status.ok()) {
+    std::unique_ptr<File> file;
+    status = open_file(segment->path, FileMode::kCreate, &file);
+    segment->file = std::move(file);
+    DiskBlock block;
+    encode(header, &block);
+    const WritePart parts[] = {{block.bytes.data(), kFileBlockBytes}};
+    // The header is synced with the first frame behind it.
+    if (status.ok()) status = segment->file->allocate(segment->length);
+    if (status.ok()) status = segment->file->write(parts, 0);
+    if (status.ok()) status = files_.sync_folder(options_.folder);
+    // What is left of a segment without frames is removed at the next open, if not here.
+    if (!status.ok() && segment->file != nullptr) (void)files_.unlink(segment->path);
+  }
+  lock.lock();
+  if (!status.ok()) return status;
+  counts_.written_bytes += kSegmentHeaderBytes;
+  segment->dirty = true;
+  total_bytes_ += segment->length;
+  free_.push_back(segment->number);
+  segments_[segment->number] = std::move(segment);
+  return Status();
+}
+
+// Frees the oldest segment. An error leaves it full, with fewer records.
+Status DiskLog::retire(Lock& lock, Segment& segment) noexcept {
+  KVSTRATA_RETURN_IF_ERROR(commit(lock, segment.last.sequence));
+  reinsert(lock, segment);
+  segment.retiring = true;
+  drop_records(lock, segment);
+  const auto until = std::chrono::steady_clock::now() + kPinWait;
+  while (segment.pins > 0) {
+    if (changed_.wait_until(lock, until) == std::cv_status::timeout && segment.pins > 0)
+      return Status(StatusCode::kTimedOut, "loads keep the segment");
+  }
+  full_.pop_front();
+  ++counts_.retired_segments;
+  if (segment.length != options_.segment_bytes || total_bytes_ > options_.capacity_bytes)
+    return drop_segment(lock, segment);
+  const Status status = renew(lock, segment);
+  if (status.ok()) {
+    free_.push_back(segment.number);
+  } else {
+    full_.push_front(segment.number);
+  }
+  return status;
+}
+
+// Writes again, at the log's end, what was loaded most recently, as far as there is room.
+void DiskLog::reinsert(Lock& lock, Segment& segment) noexcept {
+  struct Hot {
+    Digest key;
+    DiskPlace place;
+  };
+  std::vector<Hot> hot;
+  for (std::size_t at = 0; at < segment.slots.size(); ++at) {
+    const Slot& slot = segment.slots[at];
+    const DiskIndex::Entry* const entry =
+        index_.find_at(slot.hash_low, slot.hash_high, segment.number, slot.block);
+    if (entry != nullptr && entry->place.loaded != 0) hot.push_back({entry->key, entry->place});
+    if (at % kSlotsInOneGo == kSlotsInOneGo - 1) {
+      lock.unlock();
+      lock.lock();
+    }
+  }
+  // The count of loads may have wrapped: distance from now tells the order.
+  std::sort(hot.begin(), hot.end(), [now = loads_](const Hot& a, const Hot& b) {
+    return now - a.place.loaded < now - b.place.loaded;
+  });
+  std::uint64_t left = segment.length / 100 * options_.reinsert_percent;
+  std::vector<Placed> again;
+  ++segment.pins;
+  for (const Hot& record : hot) {
+    FrameHeader header{
+        .kind = FrameKind::kRecord, .record_bytes = record.place.record_bytes, .key = record.key};
+    if (header.frame_bytes() > left) continue;
+    const auto memory = record_memory(record.place.record_bytes);
+    if (memory == nullptr) break;
+    lock.unlock();
+    Status status;
+    const bool sound = read_frame(*segment.file, record.place, record.key, segment.generation,
+                                  memory.get(), &status) &&
+                       is_stored_whole(memory.get(), record.place.record_bytes, record.key);
+    lock.lock();
+    if (!sound) {
+      ++counts_.corrupt_records;
+      continue;  // it leaves with the others
+    }
+    const DiskPlace* const now = index_.find(record.key);
+    if (now == nullptr || now->sequence != record.place.sequence) continue;
+    if (!make_room(lock, header.frame_bytes(), 1, false).ok()) break;
+    left -= header.frame_bytes();
+    const Placed placed = place_frame(std::move(header));
+    ++putting_[std::string(reinterpret_cast<const char*>(record.key.data()), record.key.size())]
+          .count;
+    lock.unlock();
+    status = write_frame(placed, memory.get());
+    lock.lock();
+    written(lock, placed, status);
+    if (!status.ok()) {
+      end_put(record.key);
+      break;
+    }
+    again.push_back(placed);
+  }
+  const bool synced = again.empty() || commit(lock, again.back().header.name.sequence).ok();
+  for (const Placed& placed : again) {
+    // Whoever deleted it meanwhile left a tombstone that comes after.
+    if (synced) {
+      publish(placed);
+      ++counts_.reinserted_records;
+      counts_.reinserted_bytes += placed.header.frame_bytes();
+    }
+    end_put(placed.header.key);
+  }
+  unpin(segment);
+}
+
+// What the segment still holds leaves the index and is reported.
+void DiskLog::drop_records(Lock& lock, Segment& segment) noexcept {
+  for (std::size_t at = 0; at < segment.slots.size(); ++at) {
+    const Slot& slot = segment.slots[at];
+    const DiskIndex::Entry* const entry =
+        index_.find_at(slot.hash_low, slot.hash_high, segment.number, slot.block);
+    if (entry != nullptr) {
+      const Digest key = entry->key;
+      live_bytes_ -= kFrameHeaderBytes + whole_blocks(entry->place.record_bytes);
+      index_.erase(key);
+      evicted_.push_back(key);
+      ++counts_.evicted_records;
+    }
+    if (at % kSlotsInOneGo == kSlotsInOneGo - 1) {
+      lock.unlock();
+      lock.lock();
+    }
+  }
+  segment.slots.clear();
+  segment.slots.shrink_to_fit();
+}
+
+// The next generation, on the medium before anything of this one is overwritten.
+Status DiskLog::renew(Lock& lock, Segment& segment) noexcept {
+  const SegmentHeader header{.segment = segment.number,
+                             .generation = segment.generation + 1,
+                             .length = segment.length,
+                             .synced = synced_};
+  const std::shared_ptr<File> file = segment.file;
+  lock.unlock();
+  DiskBlock block;
+  encode(header, &block);
+  const WritePart parts[] = {{block.bytes.data(), kFileBlockBytes}};
+  Status status = file->write(parts, 0);
+  if (status.ok()) status = file->sync();
+  lock.lock();
+  if (!status.ok()) return status;
+  counts_.written_bytes += kSegmentHeaderBytes;
+  ++counts_.syncs;
+  segment.generation = header.generation;
+  segment.end = kSegmentHeaderBytes;
+  segment.last = FrameName{};
+  segment.table.clear();
+  segment.tabled = false;
+  segment.retiring = false;
+  return Status();
+}
+
+// Its file is removed. Before that, a frame elsewhere says up to where all is synced.
+Status DiskLog::drop_segment(Lock& lock, Segment& segment) noexcept {
+  if (make_room(lock, kFrameHeaderBytes, 1, false).ok()) {
+    (void)append(lock, FrameHeader{.kind = FrameKind::kSkip});
+    KVSTRATA_RETURN_IF_ERROR(commit(lock, sequence_));
+  }
+  const std::string path = segment.path;
+  lock.unlock();
+  Status status = files_.unlink(path);
+  if (status.ok()) status = files_.sync_folder(options_.folder);
+  lock.lock();
+  if (status.ok()) total_bytes_ -= segment.length;
+  segments_[segment.number].reset();
+  return status;
+}
+
+// -- the scrubber
+
+std::uint64_t DiskLog::scrub(std::uint64_t bytes) noexcept {
+  Lock lock(mutex_);
+  std::uint64_t read = 0;
+  // Each segment once, and the first one again up to where it began.
+  for (std::size_t visited = 0; visited <= segments_.size() && read < bytes && !stopping_;) {
+    Segment* const segment =
+        scrub_segment_ < segments_.size() ? segments_[scrub_segment_].get() : nullptr;
+    if (segment == nullptr || scrub_slot_ >= segment->slots.size()) {
+      scrub_segment_ = segments_.empty() ? 0 : (scrub_segment_ + 1) % segments_.size();
+      scrub_slot_ = 0;
+      ++visited;
+      continue;
+    }
+    const Slot slot = segment->slots[scrub_slot_++];
+    const DiskIndex::Entry* const entry =
+        index_.find_at(slot.hash_low, slot.hash_high, segment->number, slot.block);
+    if (entry == nullptr) continue;
+    const Digest key = entry->key;
+    const DiskPlace place = entry->place;
+    const auto memory = record_memory(place.record_bytes);
+    if (memory == nullptr) break;
+    ++segment->pins;
+    const std::uint64_t generation = segment->generation;
+    const std::shared_ptr<File> file = segment->file;
+    lock.unlock();
+    Status status;
+    const bool sound = read_frame(*file, place, key, generation, memory.get(), &status) &&
+                       is_stored_whole(memory.get(), place.record_bytes, key);
+    if (!sound && (status.ok() || status.code() == StatusCode::kOutOfRange)) {
+      Removal bad{.key = key, .copy = place.sequence};
+      remove_copies(std::span(&bad, 1));
+      lock.lock();
+      evicted_.push_back(key);
+    } else {
+      lock.lock();
+    }
+    unpin(*segment);
+    read += kFrameHeaderBytes + place.record_bytes;
+  }
+  counts_.scrubbed_bytes += read;
+  return read;
+}
+
+void DiskLog::scrub_always() {
+  Lock lock(mutex_);
+  while (!stopping_) {
+    lock.unlock();
+    const std::uint64_t read = scrub(std::min(kScrubStepBytes, options_.scrub_bytes_per_s));
+    lock.lock();
+    const double seconds = read == 0 ? 1.0 : static_cast<double>(read) / options_.scrub_bytes_per_s;
+    due_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return stopping_; });
+  }
+}
+
+}  // namespace kvstrata
