@@ -12,6 +12,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.policy.store import StorePolicy
 from kvstrata.storage import registry
 from kvstrata.storage.fs import FsAdapter
+from kvstrata.storage.host import HostedAdapter
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.wrap.faults import FaultyAdapter
 
@@ -103,6 +104,14 @@ def test_fields_without_effect_are_accepted_with_a_line_each(caplog: pytest.LogC
         ({**FS, "relative_tmp_dir": "../x"}, r"\.relative_tmp_dir: must be a plain path below base_path"),
         ({**FS, "relative_tmp_dir": "ab"}, r"\.relative_tmp_dir: must not be two hex digits"),
         ({**FS, "deadline_ms": 0}, r"\.deadline_ms: must be a whole number from 1"),
+        ({**FS, "isolation": "thread"}, r"\.isolation: must be one of in_process, process"),
+        ({**FS, "host_kill_ms": 500}, r"\.host_kill_ms: 500 is not supported: only an adapter with"),
+        ({**FS, "isolation": "process", "host_kill_ms": 5}, r"\.host_kill_ms: must be a whole number from 10"),
+        ({**FS, "isolation": "process", "base_pth": "/x"}, r"l2_adapters\[2\]\.base_pth: unknown field"),
+        (
+            {"type": "fault_inject", "inner": {**FS, "isolation": "process"}},
+            r"\.inner\.isolation: 'process' is not supported: give it beside the type fault_inject",
+        ),
         ({**FS, "shared": True}, r"\.shared: True is not supported: one server per directory"),
         ({**FS, "serde": {"type": "fp8"}}, r"\.serde: .* is not supported: this version has no codecs"),
         ({"type": "fault_inject"}, r"\.inner: must be the object of the adapter"),
@@ -130,6 +139,19 @@ def test_a_built_adapter_is_measured_and_guarded() -> None:
     assert built.policy is StorePolicy.ON_EVICT
     assert built.guard.limits.max_stuck_bytes == 1 << 26
     assert built.guard.limits.deadline_ms == 5_000
+
+
+@pytest.mark.parametrize(
+    ("more", "kill_s"), [({}, 15.0), ({"deadline_ms": 200}, 0.6), ({"host_kill_ms": 70}, 0.07)]
+)
+def test_an_isolated_adapter_is_not_made_here(more: dict[str, int], kill_s: float) -> None:
+    entry = {"type": "plugin", "module_path": "no.such", "class_name": "X", "isolation": "process", **more}
+    config = registry.configure_adapter(entry, 1)
+    built = registry.build_adapter(config, clock=SystemClock(), l1_bytes=1 << 30, report=lambda report: None)
+    assert isinstance(built.guard.inner, HostedAdapter)
+    assert built.guard.inner is built.host
+    assert built.host._kill_s == kill_s
+    assert built.status()["host"] == {"pid": 0, "state": "closed", "restarts": 0, "requests": 0}
 
 
 def test_faults_can_be_injected_into_any_adapter() -> None:

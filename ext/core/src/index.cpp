@@ -353,6 +353,8 @@ Status Mapping::map(int fd, std::uint64_t bytes, bool writable, bool dont_fork,
     munmap(address, bytes);
     return Status(StatusCode::kOsError, "madvise(MADV_DONTFORK) of a pool file failed", error);
   }
+  // A core dump of a process that crashed would copy the whole pool where it is a memfd.
+  (void)madvise(address, bytes, MADV_DONTDUMP);
   Mapping mapping;
   mapping.address_ = address;
   mapping.bytes_ = bytes;

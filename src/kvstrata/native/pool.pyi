@@ -1,4 +1,5 @@
-"""The L1 pool in shared memory: `Pool` for the server, `IndexReader` and `ExtentsMap` for its clients.
+"""The L1 pool in shared memory: `Pool` for the server, `IndexReader` and `ExtentsMap` for its clients, `LentHold` for
+adapter hosts.
 
 States of an entry: FREE → RESERVED (one session writes, nobody sees it) → READY (visible); UNVERIFIED (adopted
 from an earlier server, not yet checked); QUARANTINED (out of the index, but somebody may still touch the bytes).
@@ -17,7 +18,7 @@ valid until they are dropped.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, TypedDict
 
@@ -253,3 +254,40 @@ class ExtentsMap:
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def close(self) -> None:
         """BufferError while views exist. Copies by address must have ended. Idempotent."""
+
+class LentHold:
+    """A hold as an adapter host has it: the pool's owner keeps the real one until it hears of the drop.
+
+    Has what `Hold` has. `dropped` is called once, by `drop()`, by leaving a `with` block, or with the object, in
+    whatever thread that happens; it must not raise.
+    """
+
+    key: bytes
+    offset: int
+    length: int
+    address: int
+    def __init__(
+        self,
+        extents: ExtentsMap,
+        key: bytes,
+        offset: int,
+        length: int,
+        *,
+        writable: bool,
+        dropped: Callable[[], None],
+    ) -> None:
+        """ValueError when the extent leaves the map."""
+    @property
+    def generation(self) -> int:
+        """Not known here: 0."""
+    @property
+    def is_held(self) -> bool: ...
+    def drop(self) -> None:
+        """Idempotent."""
+    def view(self) -> memoryview:
+        """The record's bytes; writable only for a load. PoolError after drop()."""
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...

@@ -19,7 +19,7 @@ import logging
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -106,8 +106,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     can_delete: bool = True
     can_list: bool = False
     has_ttl: bool = False
-    quiesce: str = "drain"
-    """What ends an operation in flight: `cancel`, `drain` (wait), or `never` (only killing its process)."""
+    quiesce: Literal["drain", "never"] = "drain"
+    """What ends an operation in flight: it does so by itself, or only killing its process does."""
 
 
 class AdapterContext(NamedTuple):
@@ -120,6 +120,8 @@ class AdapterContext(NamedTuple):
     """The pool's mapping, to register with devices; valid until `close` returned."""
     record_evicted: Callable[[bytes], None]
     """Tells the server that the adapter's own cap dropped a key (thread-safe)."""
+    region_fd: int = -1
+    """The file behind the mapping, the server's, for another process that maps it too; -1 where there is none."""
 
 
 class Usage(NamedTuple):
@@ -145,6 +147,7 @@ class StorageAdapter(ABC):
 
     name: str
     capabilities: Capabilities
+    """Valid once `open` has returned."""
 
     @abstractmethod
     async def open(self, context: AdapterContext) -> None:

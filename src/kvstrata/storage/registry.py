@@ -1,9 +1,10 @@
 """From the JSON of `--l2-adapter` (or an entry of `l2_adapters` in the configuration file) to an adapter.
 
-Fields common to all types are read here (`type`, `policy`, `deadline_ms`, `max_stuck_mb`); the rest belongs
-to the type.  A type comes from the table below or from an installed package with an entry point in the group
-`kvstrata.l2_adapters`: a callable `(fields: dict, path: str) -> StorageAdapter` that raises ConfigError for
-wrong fields.  Whatever is wrong stops the start with the field's path, its value and what to write instead.
+Fields common to all types are read here (`type`, `policy`, `deadline_ms`, `max_stuck_mb`, `isolation`,
+`host_kill_ms`); the rest belongs to the type.  A type comes from the table below or from an installed package
+with an entry point in the group `kvstrata.l2_adapters`: a callable `(fields: dict, path: str) -> StorageAdapter`
+that raises ConfigError for wrong fields.  Whatever is wrong stops the start with the field's path, its value and
+what to write instead.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvstrata.config.peer_names import nearest
 from kvstrata.errors import ConfigError
 from kvstrata.policy.store import StorePolicy
 from kvstrata.storage.base import StorageAdapter
+from kvstrata.storage.host import HostedAdapter
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
 from kvstrata.storage.wrap.metrics import MeteredAdapter, OpReport
@@ -42,7 +44,21 @@ ELSEWHERE = (
 )  # fmt: skip
 """Types that exist in the field and that an installed plugin may provide here."""
 
-_COMMON = ("type", "policy", "deadline_ms", "max_stuck_mb", "shared", "eviction", "serde", "codec")
+_COMMON = (
+    "type", "policy", "deadline_ms", "max_stuck_mb", "isolation", "host_kill_ms", "shared", "eviction", "serde",
+    "codec",
+)  # fmt: skip
+KILL_DEADLINES = 3
+"""Default of `host_kill_ms`: so many deadlines."""
+
+
+class HostPlan(NamedTuple):
+    """How to run an adapter in a process of its own, which reads the entry again."""
+
+    entry: dict[str, Any]
+    place: int
+    kill_ms: int | None
+    """None: KILL_DEADLINES deadlines."""
 
 
 class AdapterConfig(NamedTuple):
@@ -58,6 +74,9 @@ class AdapterConfig(NamedTuple):
     max_stuck_bytes: int | None
     """None: L1 / 16."""
     make: Callable[[], StorageAdapter]
+    """Makes the bare adapter in this process."""
+    host: HostPlan | None = None
+    """None: it runs in this process."""
 
 
 class ConfiguredAdapter(NamedTuple):
@@ -68,6 +87,16 @@ class ConfiguredAdapter(NamedTuple):
     policy: StorePolicy
     guard: DeadlineAdapter
     """The wrapper inside `adapter` that has the breaker and counts stuck bytes, for status pages."""
+    host: HostedAdapter | None = None
+    """The part inside `adapter` that runs it in another process, where one does."""
+
+    def status(self) -> dict[str, Any]:
+        """For status pages."""
+        return {
+            "breakers": self.guard.breaker_states(),
+            "stuck_bytes": self.guard.stuck_bytes,
+            **({} if self.host is None else {"host": self.host.host_status()}),
+        }
 
 
 def make_adapter(entry: str | Mapping[str, Any], index: int) -> StorageAdapter:
@@ -88,10 +117,19 @@ def build_adapter(
         deadline_ms=config.deadline_ms or deadline_ms,
         max_stuck_bytes=config.max_stuck_bytes or l1_bytes // STUCK_SHARE,
     )
-    adapter = config.make()
+    host: HostedAdapter | None = None
+    if config.host is not None:
+        host = HostedAdapter(
+            config.host.entry,
+            config.host.place,
+            name=config.name,
+            kill_ms=config.host.kill_ms or KILL_DEADLINES * limits.deadline_ms,
+            bytes_per_kill=limits.bytes_per_deadline,
+        )
+    adapter = config.make() if host is None else host
     adapter.name = config.name
     guard = DeadlineAdapter(adapter, limits, clock)
-    return ConfiguredAdapter(config.name, MeteredAdapter(guard, report, clock), config.policy, guard)
+    return ConfiguredAdapter(config.name, MeteredAdapter(guard, report, clock), config.policy, guard, host)
 
 
 def configure_adapter(entry: str | Mapping[str, Any], index: int) -> AdapterConfig:
@@ -111,6 +149,10 @@ def configure_adapter(entry: str | Mapping[str, Any], index: int) -> AdapterConf
     policy = fields.choice("policy", list(StorePolicy), StorePolicy.THROUGH)
     deadline_ms = fields.number("deadline_ms", None, least=1, most=600_000, whole=True)
     stuck_mb = fields.number("max_stuck_mb", None, least=1, most=1 << 20)
+    hosted = fields.choice("isolation", ["in_process", "process"], "in_process") == "process"
+    kill_ms = fields.number("host_kill_ms", None, least=10, most=3_600_000, whole=True)
+    if kill_ms is not None and not hosted:
+        fields.refuse("host_kill_ms", 'only an adapter with "isolation": "process" has a host; remove it')
     if fields.flag("shared", False):
         fields.refuse("shared", "one server per directory for now; give each server a base_path of its own")
     if fields.get("eviction") is not None:
@@ -125,6 +167,7 @@ def configure_adapter(entry: str | Mapping[str, Any], index: int) -> AdapterConf
         None if deadline_ms is None else int(deadline_ms),
         None if stuck_mb is None else int(stuck_mb * MB),
         factory(fields, name),
+        HostPlan(dict(entry), index, None if kill_ms is None else int(kill_ms)) if hosted else None,
     )
 
 
@@ -332,8 +375,11 @@ def _fault_inject(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
     inner = fields.get("inner")
     if not isinstance(inner, Mapping):
         raise fields.wrong("inner", "must be the object of the adapter that goes wrong")
-    kind = Fields(inner, f"{fields.path}.inner").text("type")
-    make_inner = _factory(kind, f"{fields.path}.inner.type")(Fields(inner, f"{fields.path}.inner"), name)
+    inner_fields = Fields(inner, f"{fields.path}.inner")
+    kind = inner_fields.text("type")
+    if inner_fields.get("isolation") is not None:
+        inner_fields.refuse("isolation", "give it beside the type fault_inject, whose process it then is")
+    make_inner = _factory(kind, f"{fields.path}.inner.type")(inner_fields, name)
     rate = fields.number("rate", 0.0, least=0, most=1) or 0.0
     seed = int(fields.number("seed", 0, least=0, most=1 << 62, whole=True) or 0)
     words = fields.get("faults")

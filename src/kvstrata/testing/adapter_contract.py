@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import random
+import signal
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvstrata.clock import SystemClock
 from kvstrata.errors import StorageError
 from kvstrata.storage.base import (
-    AdapterContext,
     LoadOutcome,
     LoadStatus,
     Presence,
@@ -34,8 +37,11 @@ from kvstrata.storage.base import (
     PutStatus,
     StorageAdapter,
 )
+from kvstrata.storage.host import HostedAdapter
 from kvstrata.testing.strategies import (
+    WAIT_S,
     key_of,
+    lent_context,
     load_item,
     loaded_payload,
     payload_of,
@@ -122,7 +128,7 @@ class AdapterContract(ABC):
         """An open adapter, closed at the end."""
         dropped = evicted if evicted is not None else []
         adapter = self.make_adapter(medium, capacity_bytes)
-        await adapter.open(AdapterContext("contract", SystemClock(), 0, 0, dropped.append))
+        await adapter.open(lent_context(dropped.append))
         try:
             yield adapter
         finally:
@@ -540,3 +546,69 @@ class AdapterContract(ABC):
             watched(short_key).check()
             watched(good).check()
             assert medium.keys() == {key_of(2)}
+
+
+class HostedContract(AdapterContract):
+    """The contract for an adapter in a process of its own (`"isolation": "process"`), and what a crash of it leaves.
+
+    The holds are watched here and used there, so nothing can be blocked in a thread.
+    """
+
+    waits_in_threads = False
+
+    @abstractmethod
+    def entry(self, medium: Medium, capacity_bytes: int = 0) -> dict[str, Any]:
+        """The adapter on that medium as an entry of `l2_adapters`."""
+
+    def make_adapter(self, medium: Medium, capacity_bytes: int = 0) -> HostedAdapter:
+        """The same in a host."""
+        entry = self.entry(medium, capacity_bytes)
+        return HostedAdapter(entry, 0, name="hosted-0", kill_ms=600_000, max_pause_s=0.1)
+
+    @pytest.mark.parametrize("seed", range(3))
+    async def test_a_crash_of_the_host_frees_its_bytes_and_loses_nothing_stored(
+        self, medium: Medium, seed: int
+    ) -> None:
+        chance = random.Random(seed)
+        stored: set[int] = set()
+        adapter = self.make_adapter(medium)
+        await adapter.open(lent_context(lambda key: None))
+        try:
+            for number in range(12):
+                await _until_up(adapter)
+                if number == 0 or chance.random() < 0.25:
+                    asyncio.get_running_loop().call_later(chance.uniform(0, 0.004), _crash, adapter)
+                numbers = [2 * number, 2 * number + 1, chance.randrange(2 * number + 1)]
+                for n, outcome in zip(numbers, await self.put(adapter, *numbers), strict=True):
+                    if outcome.status in (PutStatus.STORED, PutStatus.EXISTS):
+                        stored.add(n)
+                    else:
+                        assert outcome.reason in ("host_died", "host_down"), (seed, outcome)
+                loads = await self.load(adapter, *numbers)  # checks the bytes of what was loaded
+                assert LoadStatus.CORRUPT not in [load.status for load in loads], (seed, loads)
+            await _until_up(adapter)
+            restarts = adapter.restarts
+            persistent = adapter.capabilities.persistent
+        finally:
+            await adapter.close()
+        assert restarts >= 1, seed
+        async with self.opened(medium) as reopened:
+            for number in range(24):
+                [load] = await self.load(reopened, number)
+                may_be_absent = not (persistent and number in stored)
+                assert load == LOADED or (may_be_absent and load == ABSENT), (seed, number, load)
+                assert (await self.put(reopened, number))[0].status in (PutStatus.STORED, PutStatus.EXISTS)
+
+
+def _crash(adapter: HostedAdapter) -> None:
+    pid = adapter.host_status()["pid"]
+    if pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+async def _until_up(adapter: HostedAdapter) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while adapter.host_status()["state"] != "up":
+        assert time.monotonic() < deadline_s, f"the host does not come back: {adapter.host_status()}"
+        await asyncio.sleep(0.005)

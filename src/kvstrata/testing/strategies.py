@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
+import functools
 import hashlib
 import mmap
+import os
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from hypothesis import strategies as st
 
+from kvstrata.clock import SystemClock
+from kvstrata.memory import linux
 from kvstrata.native.copying import RecordSpec, record_bytes, seal_record
-from kvstrata.storage.base import LoadItem, PutItem
+from kvstrata.native.pool import ExtentsMap
+from kvstrata.storage.base import AdapterContext, LoadItem, PutItem
 
 if TYPE_CHECKING:
     from kvstrata.native.pool import Hold
@@ -45,8 +50,58 @@ def record_length(payload_bytes: int) -> int:
     return record_bytes(len(section_lengths(payload_bytes)), payload_bytes)
 
 
+class Region:
+    """The shared memory in which the holds of tests lie, as a server's lie in its pool: an adapter may register it,
+    and an adapter host maps it.
+
+    Sparse: only what is used takes memory.  Extents that nobody refers to any more are given out again.
+    """
+
+    LENGTH = 1 << 30
+
+    def __init__(self) -> None:
+        self.fd = linux.create_memfd("kvstrata-test-region")
+        os.ftruncate(self.fd, self.LENGTH)
+        self._extents = ExtentsMap(self.fd, self.LENGTH)
+        self.address = self._extents.address
+        self._end = 0
+        self._free: dict[int, list[int]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, length: int) -> tuple[int, memoryview]:
+        """Offset and bytes of an extent of whole pages, all zero."""
+        length = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._lock:
+            free = self._free.get(length)
+            if free:
+                offset = free.pop()
+            else:
+                offset, self._end = self._end, self._end + length
+        assert offset + length <= self.LENGTH, "the tests hold more bytes than their region has"
+        extent = self._extents.view(offset, length)
+        extent[:] = bytes(length)
+        return offset, extent
+
+    def give_back(self, offset: int, length: int) -> None:
+        """An extent that `take` gave."""
+        with self._lock:
+            self._free.setdefault(length, []).append(offset)
+
+
+@functools.cache
+def region() -> Region:
+    """The region of this process."""
+    return Region()
+
+
+def lent_context(record_evicted: Callable[[bytes], None], name: str = "contract") -> AdapterContext:
+    """What a server would lend an adapter, with the region as its pool."""
+    lent = region()
+    return AdapterContext(name, SystemClock(), lent.address, lent.LENGTH, record_evicted, lent.fd)
+
+
 class WatchedHold:
-    """A hold on private memory that looks like a native one and notices misuse.
+    """A hold on an extent of the region that looks like a native one and notices misuse.
 
     `drop` counts its calls and marks the moment when the medium says it has finished: the bytes of a put are
     then poisoned, so that reading them later stores garbage, and those of a load are remembered, so that
@@ -58,7 +113,6 @@ class WatchedHold:
     ) -> None:
         self.key = key
         self.length = length
-        self.offset = 0
         self.generation = 1
         self.gate = gate
         self.asked = threading.Event()
@@ -66,15 +120,14 @@ class WatchedHold:
         self.dropped = threading.Event()
         self.drops = 0
         self._for_put = for_put
-        self._pages = mmap.mmap(-1, -(-length // mmap.PAGESIZE) * mmap.PAGESIZE)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
+        self.offset, self._pages = region().take(length)
         self._lock = threading.Lock()
         self._at_drop = b""
 
     @property
     def address(self) -> int:
         """Where the bytes lie."""
-        return self._address
+        return region().address + self.offset
 
     def view(self) -> memoryview:
         """The bytes, writable."""
@@ -82,7 +135,7 @@ class WatchedHold:
         self.asked.set()
         if self.gate is not None:
             assert self.gate.wait(WAIT_S), "the test never opened the gate"
-        return memoryview(self._pages)[: self.length]
+        return self._pages[: self.length]
 
     def drop(self) -> None:
         """The medium has finished with the bytes."""
@@ -91,17 +144,20 @@ class WatchedHold:
             if self.drops == 1:
                 if self._for_put:
                     self._pages[:] = bytes([POISON]) * len(self._pages)
-                self._at_drop = self._pages[:]
+                self._at_drop = bytes(self._pages)
         self.dropped.set()
 
     def bytes(self) -> bytes:
         """A copy of the bytes as they are now."""
-        return self._pages[: self.length]
+        return bytes(self._pages[: self.length])
 
     def check(self) -> None:
         """The hold was dropped exactly once, and nobody wrote the bytes afterwards."""
         assert self.drops == 1, f"the hold was dropped {self.drops} times"
-        assert self._pages[:] == self._at_drop, "the bytes were written after the hold was dropped"
+        assert self._pages == self._at_drop, "the bytes were written after the hold was dropped"
+
+    def __del__(self) -> None:
+        region().give_back(self.offset, len(self._pages))
 
     async def until_dropped(self) -> None:
         """Wait for the drop."""

@@ -49,8 +49,8 @@ T = TypeVar("T")
 DEADLINE = "deadline"
 BREAKER_OPEN = "breaker_open"
 RAISED = "adapter_error"
-_OUR_QUEUES = ("throttled", "queue_full")
-"""Reasons that say nothing about the medium."""
+_OUR_QUEUES = ("throttled", "queue_full", "host_down")
+"""Reasons that say nothing about the medium, and come at once."""
 
 
 class DeadlineLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +139,7 @@ class DeadlineAdapter(StorageAdapter):
     async def open(self, context: AdapterContext) -> None:
         """As the inner adapter: opening has no deadline of ours, it happens before the server is ready."""
         await self.inner.open(context)
+        self.capabilities = self.inner.capabilities
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
         """As the inner adapter; UNKNOWN at the deadline and while a breaker is open."""

@@ -50,6 +50,7 @@ class MeteredAdapter(StorageAdapter):
     async def open(self, context: AdapterContext) -> None:
         """As the inner adapter."""
         await self.inner.open(context)
+        self.capabilities = self.inner.capabilities
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
         """As the inner adapter."""

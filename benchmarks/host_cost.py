@@ -1,0 +1,158 @@
+"""An adapter in a process of its own against the same one in the server's: puts and loads of 32 records of 1 MiB.
+
+The medium is `fs` on tmpfs, where nothing but memory is slow, so that what the host adds shows most; and once more in a
+folder on this machine's disk, which is what the adapter is for.  Sketch: the host adds two messages of 1.4 KB and a
+few changes of context to a batch that moves 32 MiB.  Rounds take turns, so that a busy machine hits both alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import uvloop
+
+from benchmarks.common import figure, median_spread, scratch
+from kvstrata.clock import SystemClock
+from kvstrata.memory import linux
+from kvstrata.native.copying import RecordSpec, record_bytes, seal_record
+from kvstrata.native.pool import ExtentsMap, Hold, LentHold
+from kvstrata.storage.base import AdapterContext, LoadItem, LoadStatus, PutItem, PutStatus, StorageAdapter
+from kvstrata.storage.host import HostedAdapter
+from kvstrata.storage.registry import make_adapter
+
+ITEMS = 32
+PAYLOAD_BYTES = 1 << 20
+RECORD_BYTES = record_bytes(1, PAYLOAD_BYTES)
+STRIDE_BYTES = -(-RECORD_BYTES // 4096) * 4096
+WARM_UP, ROUNDS = 3, 21
+TARGET = 0.9
+
+
+class Extents:
+    """Memory in place of a pool: one extent for each record to put, and one for each to load."""
+
+    def __init__(self) -> None:
+        self.length = 2 * ITEMS * STRIDE_BYTES
+        self.fd = linux.create_memfd("bench-host-cost")
+        os.ftruncate(self.fd, self.length)
+        self.map = ExtentsMap(self.fd, self.length)
+
+    def context(self) -> AdapterContext:
+        """What the adapters are lent."""
+        return AdapterContext(
+            "bench", SystemClock(), self.map.address, self.length, lambda key: None, self.fd
+        )
+
+    def holds(self, number: int, *, for_put: bool) -> list[tuple[bytes, Hold]]:
+        """Keys and holds of one batch; those to put are sealed records."""
+        batch = []
+        for i in range(ITEMS):
+            key = hashlib.sha256(b"%d %d" % (number, i)).digest()
+            offset = (i if for_put else ITEMS + i) * STRIDE_BYTES
+            hold = LentHold(self.map, key, offset, RECORD_BYTES, writable=not for_put, dropped=lambda: None)
+            if for_put:
+                spec = RecordSpec(key, bytes(32), bytes(32), bytes(32), 256)
+                seal_record(hold.address, RECORD_BYTES, spec, [PAYLOAD_BYTES])
+            batch.append((key, cast("Hold", hold)))
+        return batch
+
+    def close(self) -> None:
+        """Unmap and close."""
+        self.map.close()
+        os.close(self.fd)
+
+
+async def one_round(adapter: StorageAdapter, extents: Extents, number: int) -> tuple[float, float, float]:
+    """Seconds of a put, an exists and a load of one batch, which is deleted then."""
+    puts = [PutItem(*item) for item in extents.holds(number, for_put=True)]
+    begun_s = time.perf_counter()
+    stored = await adapter.put(puts)
+    put_s = time.perf_counter() - begun_s
+    assert {outcome.status for outcome in stored} == {PutStatus.STORED}, stored
+    keys = [item.key for item in puts]
+    begun_s = time.perf_counter()
+    await adapter.exists(keys)
+    exists_s = time.perf_counter() - begun_s
+    loads = [LoadItem(*item) for item in extents.holds(number, for_put=False)]
+    begun_s = time.perf_counter()
+    loaded = await adapter.load(loads)
+    load_s = time.perf_counter() - begun_s
+    assert {outcome.status for outcome in loaded} == {LoadStatus.LOADED}, loaded
+    await adapter.delete(keys)
+    return put_s, exists_s, load_s
+
+
+async def compare(folder: Path) -> dict[str, list[tuple[float, float]]]:
+    """(in process, in a host) seconds of each round, by operation."""
+    extents = Extents()
+    adapters: list[StorageAdapter] = [
+        make_adapter({"type": "fs", "base_path": str(folder / "in-process")}, 0),
+        HostedAdapter({"type": "fs", "base_path": str(folder / "in-a-host")}, 1, name="fs-1", kill_ms=60_000),
+    ]
+    try:
+        for adapter in adapters:
+            await adapter.open(extents.context())
+        rounds = []
+        for number in range(WARM_UP + ROUNDS):
+            times = {}
+            for which in (0, 1) if number % 2 else (1, 0):
+                times[which] = await one_round(adapters[which], extents, number)
+            rounds.append((times[0], times[1]))
+    finally:
+        for adapter in adapters:
+            await adapter.close()
+        extents.close()
+    return {
+        operation: [(here[i], there[i]) for here, there in rounds[WARM_UP:]]
+        for i, operation in enumerate(("put", "exists", "load"))
+    }
+
+
+@contextmanager
+def on_tmpfs() -> Iterator[Path]:
+    """A fresh folder in memory."""
+    with tempfile.TemporaryDirectory(prefix="kvstrata-bench-", dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def numbers(times: dict[str, list[tuple[float, float]]], medium: str) -> dict[str, Any]:
+    """Medians in ms, and how fast the host is as a share of in process."""
+    found: dict[str, Any] = {}
+    for operation, pairs in times.items():
+        here, there = (statistics.median(pair[i] for pair in pairs) for i in (0, 1))
+        found[f"{medium}_{operation}_ms"] = round(here * 1e3, 3)
+        found[f"{medium}_{operation}_host_ms"] = round(there * 1e3, 3)
+        found[f"{medium}_{operation}_ratio"] = round(here / there, 3)
+    return found
+
+
+def run() -> list[dict[str, Any]]:
+    """The benchmark."""
+    with on_tmpfs() as folder:
+        memory = uvloop.run(compare(folder))
+    with scratch("host-cost") as folder:
+        disk = uvloop.run(compare(folder))
+    parts = {**numbers(memory, "tmpfs"), **numbers(disk, "disk")}
+    value = min(parts[f"tmpfs_{operation}_ratio"] for operation in ("put", "load"))
+    ratios = [here / there for operation in ("put", "load") for here, there in memory[operation]]
+    return [
+        figure(
+            "host_cost",
+            value=value,
+            unit="x",
+            ratio=value,
+            target=f">= {TARGET} x in process",
+            ok=value >= TARGET,
+            spread=median_spread(ratios)[1],
+            ratio_to="the same adapter in process, on tmpfs; the worse of put and load",
+            **parts,
+        )
+    ]

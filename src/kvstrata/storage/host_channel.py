@@ -1,0 +1,366 @@
+"""What a server and an adapter host say to each other: one frame per message of a SOCK_SEQPACKET pair.
+
+    frame = kind (u8) ‖ 0 (u8) ‖ count (u16) ‖ 0 (u32) ‖ request (u64) ‖ body          little endian, no padding
+
+    server → host    body                              answered with
+    CONFIGURE        JSON                              OPENED or REFUSED
+    EXISTS, DELETE   count × key                       FOUND; COUNTED
+    PUT, LOAD        count × (key, u64 offset, u32 length)   PUT_ENDED; LOAD_ENDED
+    CLEAR, USAGE     nothing                           COUNTED; USED
+    CLOSE            nothing                           the host's end, with exit status 0
+
+    host → server    body
+    OPENED           JSON: the adapter's capabilities
+    REFUSED          JSON: kind, message, field; the host ends after it
+    FOUND            count × (u8 presence, u32 record bytes, reason)
+    PUT_ENDED, LOAD_ENDED   count × (u8 status | 128 where the hold is dropped, reason)
+    COUNTED          u64
+    USED             u64 used bytes, u64 capacity bytes, u64 records
+    RAISED           JSON: kind, message, field; the answer to any request
+    DROPPED          count × u16: items of a PUT or LOAD whose bytes the adapter has finished with
+    EVICTED          count × key: dropped by the adapter's own cap; request is 0
+
+A reason is u8 length ‖ UTF-8.  A request may be answered before all its holds are dropped, and the other way round.
+
+Invariants
+1. A frame has at most MAX_FRAME_BYTES and MAX_ITEMS items.
+2. `read_answer` raises ChannelError for anything that is not exactly one such frame; it never trusts the peer.
+   `read_request` is the host's and trusts its server.
+3. Nothing here is pickled or evaluated, and nothing does I/O.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvstrata.errors import KvstrataError
+from kvstrata.storage.base import (
+    Capabilities,
+    Found,
+    LoadItem,
+    LoadOutcome,
+    LoadStatus,
+    Presence,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    Usage,
+)
+from kvstrata.types import KEY_BYTES
+
+MAX_FRAME_BYTES = 64 << 10
+MAX_ITEMS = 1_000
+"""Per frame: that many outcomes with the longest reasons still fit."""
+MAX_REASON_BYTES = 48
+MAX_TEXT_CHARS = 4_000
+MAX_FIELD_CHARS = 200
+
+_HEAD = struct.Struct("<BBHIQ")
+_ITEM = struct.Struct(f"<{KEY_BYTES}sQI")
+_FOUND = struct.Struct("<BIB")
+_OUTCOME = struct.Struct("<BB")
+_COUNT = struct.Struct("<Q")
+_USAGE = struct.Struct("<QQQ")
+_DROPPED = 128
+
+
+class Kind(enum.IntEnum):
+    """What a frame is."""
+
+    CONFIGURE = 1
+    EXISTS = 2
+    PUT = 3
+    LOAD = 4
+    DELETE = 5
+    CLEAR = 6
+    USAGE = 7
+    CLOSE = 8
+
+    OPENED = 65
+    REFUSED = 66
+    FOUND = 67
+    PUT_ENDED = 68
+    LOAD_ENDED = 69
+    COUNTED = 70
+    USED = 71
+    RAISED = 72
+    DROPPED = 73
+    EVICTED = 74
+
+
+class ChannelError(Exception):
+    """The peer sent what is no frame, or one that says what cannot be."""
+
+
+class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of CONFIGURE: what the host needs to make and open the adapter."""
+
+    entry: dict[str, Any]
+    """The adapter's JSON as the server was given it."""
+    index: int
+    """Its place in `l2_adapters`."""
+    name: str
+    instance_id: str
+    region_bytes: int
+    import_paths: list[str]
+    """The server's sys.path."""
+    log_level: str
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """Body of REFUSED and RAISED. `kind` is ConfigError, StorageError, or what else was raised."""
+
+    kind: str
+    message: str
+    field: str = ""
+
+
+class Item(NamedTuple):
+    """One item of a PUT or LOAD."""
+
+    key: bytes
+    offset: int
+    length: int
+
+
+class Request(NamedTuple):
+    """A frame of the server."""
+
+    kind: Kind
+    number: int
+    keys: list[bytes]
+    items: list[Item]
+    config: HostConfig | None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A frame of the host: what belongs to its kind has what came."""
+
+    kind: Kind
+    number: int
+    """The request it is about."""
+    outcomes: list[Any] = []
+    """Found, PutOutcome or LoadOutcome each."""
+    dropped: list[int] = []
+    """Items whose holds are dropped, ascending in an outcome frame."""
+    keys: list[bytes] = []
+    count: int = 0
+    usage: Usage | None = None
+    problem: Problem | None = None
+    capabilities: Capabilities | None = None
+
+
+_JSON_OF_CONFIG = msgspec.json.Decoder(HostConfig)
+_JSON_OF_PROBLEM = msgspec.json.Decoder(Problem)
+_JSON_OF_CAPABILITIES = msgspec.json.Decoder(Capabilities)
+
+
+# --- what the server sends --------------------------------------------------------------------------------
+
+
+def configure(config: HostConfig) -> bytes:
+    """CONFIGURE. Raises ChannelError when it is too long for a frame."""
+    frame = _head(Kind.CONFIGURE, 0, 0) + msgspec.json.encode(config)
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ChannelError(f"its fields take {len(frame)} bytes, an adapter host takes {MAX_FRAME_BYTES}")
+    return frame
+
+
+def keyed(kind: Kind, number: int, keys: Sequence[bytes]) -> bytes:
+    """EXISTS or DELETE. REQUIRES at most MAX_ITEMS keys of 32 bytes."""
+    return _head(kind, len(keys), number) + b"".join(keys)
+
+
+def moved(kind: Kind, number: int, items: Sequence[PutItem | LoadItem]) -> bytes:
+    """PUT or LOAD. REQUIRES at most MAX_ITEMS items with keys of 32 bytes."""
+    pack = _ITEM.pack
+    return _head(kind, len(items), number) + b"".join(
+        [pack(item.key, item.hold.offset, item.hold.length) for item in items]
+    )
+
+
+def bare(kind: Kind, number: int) -> bytes:
+    """CLEAR, USAGE or CLOSE."""
+    return _head(kind, 0, number)
+
+
+def read_request(frame: bytes) -> Request:
+    """A frame of the server. Raises ValueError, struct.error or msgspec.MsgspecError if it is none."""
+    kind, _, _, _, number = _HEAD.unpack_from(frame)
+    body = memoryview(frame)[_HEAD.size :]
+    kind = Kind(kind)
+    keys: list[bytes] = []
+    items: list[Item] = []
+    config = None
+    if kind in (Kind.EXISTS, Kind.DELETE):
+        keys = [bytes(body[at : at + KEY_BYTES]) for at in range(0, len(body), KEY_BYTES)]
+    elif kind in (Kind.PUT, Kind.LOAD):
+        items = [Item(*fields) for fields in _ITEM.iter_unpack(body)]
+    elif kind is Kind.CONFIGURE:
+        config = _JSON_OF_CONFIG.decode(body)
+    return Request(kind, number, keys, items, config)
+
+
+# --- what the host sends ----------------------------------------------------------------------------------
+
+
+def opened(capabilities: Capabilities) -> bytes:
+    """OPENED."""
+    return _head(Kind.OPENED, 0, 0) + msgspec.json.encode(capabilities)
+
+
+def problem(kind: Kind, number: int, raised: BaseException) -> bytes:
+    """REFUSED or RAISED."""
+    name = type(raised).__name__
+    if isinstance(raised, KvstrataError):
+        body = Problem(name, raised.message[:MAX_TEXT_CHARS], raised.field[:MAX_FIELD_CHARS])
+    else:
+        body = Problem(name, f"{name}: {raised}"[:MAX_TEXT_CHARS])
+    return _head(kind, 0, number) + msgspec.json.encode(body)
+
+
+def found(number: int, outcomes: Sequence[Found]) -> bytes:
+    """FOUND."""
+    parts = [_head(Kind.FOUND, len(outcomes), number)]
+    for presence, record_bytes, reason in outcomes:
+        word = _word(reason)
+        parts += (_FOUND.pack(presence, record_bytes, len(word)), word)
+    return b"".join(parts)
+
+
+def ended(
+    kind: Kind, number: int, outcomes: Sequence[PutOutcome | LoadOutcome], dropped: Sequence[bool]
+) -> bytes:
+    """PUT_ENDED or LOAD_ENDED; `dropped` tells for each item whether this frame reports its hold as dropped."""
+    parts = [_head(kind, len(outcomes), number)]
+    for (status, reason), is_dropped in zip(outcomes, dropped, strict=True):
+        word = _word(reason)
+        parts += (_OUTCOME.pack(status | (_DROPPED if is_dropped else 0), len(word)), word)
+    return b"".join(parts)
+
+
+def counted(number: int, count: int) -> bytes:
+    """COUNTED."""
+    return _head(Kind.COUNTED, 0, number) + _COUNT.pack(count)
+
+
+def used(number: int, usage: Usage) -> bytes:
+    """USED."""
+    return _head(Kind.USED, 0, number) + _USAGE.pack(*usage)
+
+
+def dropped(number: int, indices: Sequence[int]) -> bytes:
+    """DROPPED."""
+    return _head(Kind.DROPPED, len(indices), number) + struct.pack(f"<{len(indices)}H", *indices)
+
+
+def evicted(keys: Sequence[bytes]) -> bytes:
+    """EVICTED. REQUIRES at most MAX_ITEMS keys."""
+    return _head(Kind.EVICTED, len(keys), 0) + b"".join(keys)
+
+
+def read_answer(frame: bytes) -> Answer:
+    """A frame of the host. Raises ChannelError for anything else."""
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ChannelError("a frame that is too long")
+    try:
+        return _read_answer(frame)
+    except (struct.error, ValueError, msgspec.MsgspecError, RecursionError) as error:
+        raise ChannelError(f"{frame[:48].hex()}: {error}") from None
+
+
+def _read_answer(frame: bytes) -> Answer:
+    number_of_kind, zero, count, zeros, number = _HEAD.unpack_from(frame)
+    kind = Kind(number_of_kind)
+    body = frame[_HEAD.size :]
+    if zero or zeros or count > MAX_ITEMS:
+        raise ValueError("its head says what cannot be")
+    if kind is Kind.FOUND:
+        return Answer(kind, number, outcomes=_read_found(body, count))
+    if kind is Kind.PUT_ENDED or kind is Kind.LOAD_ENDED:
+        outcomes, gone = _read_outcomes(kind, body, count)
+        return Answer(kind, number, outcomes=outcomes, dropped=gone)
+    if kind is Kind.DROPPED:
+        return Answer(kind, number, dropped=list(struct.unpack(f"<{count}H", body)))
+    if kind is Kind.EVICTED:
+        if len(body) != count * KEY_BYTES:
+            raise ValueError("keys are cut")
+        return Answer(kind, number, keys=[body[at : at + KEY_BYTES] for at in range(0, len(body), KEY_BYTES)])
+    if count:
+        raise ValueError("its head counts items that it cannot have")
+    if kind is Kind.COUNTED:
+        return Answer(kind, number, count=_COUNT.unpack(body)[0])
+    if kind is Kind.USED:
+        return Answer(kind, number, usage=Usage(*_USAGE.unpack(body)))
+    if kind in (Kind.RAISED, Kind.REFUSED):
+        return Answer(kind, number, problem=_JSON_OF_PROBLEM.decode(body))
+    if kind is Kind.OPENED:
+        capabilities = _JSON_OF_CAPABILITIES.decode(body)
+        if capabilities.max_batch < 1:
+            raise ValueError("max_batch is less than 1")
+        return Answer(kind, number, capabilities=capabilities)
+    raise ValueError(f"{kind.name} is no answer")
+
+
+def _read_found(body: bytes, count: int) -> list[Found]:
+    outcomes, at = [], 0
+    for _ in range(count):
+        presence, record_bytes, length = _FOUND.unpack_from(body, at)
+        at += _FOUND.size
+        outcomes.append(Found(Presence(presence), record_bytes, _reason(body, at, length)))
+        at += length
+    _at_end(body, at)
+    return outcomes
+
+
+def _read_outcomes(kind: Kind, body: bytes, count: int) -> tuple[list[Any], list[int]]:
+    outcomes: list[Any] = []
+    gone: list[int] = []
+    at = 0
+    for i in range(count):
+        status, length = _OUTCOME.unpack_from(body, at)
+        at += _OUTCOME.size
+        reason = _reason(body, at, length)
+        at += length
+        if status & _DROPPED:
+            gone.append(i)
+        if kind is Kind.PUT_ENDED:
+            outcomes.append(PutOutcome(PutStatus(status & ~_DROPPED), reason))
+        else:
+            outcomes.append(LoadOutcome(LoadStatus(status & ~_DROPPED), reason))
+    _at_end(body, at)
+    return outcomes, gone
+
+
+def _reason(body: bytes, at: int, length: int) -> str:
+    if not length:
+        return ""
+    word = body[at : at + length]
+    if length > MAX_REASON_BYTES or len(word) != length:
+        raise ValueError("a reason is cut or too long")
+    return word.decode()
+
+
+def _at_end(body: bytes, at: int) -> None:
+    if at != len(body):
+        raise ValueError(f"{len(body) - at} bytes too many")
+
+
+def _word(reason: str) -> bytes:
+    if not reason:
+        return b""
+    return reason.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore").encode()
+
+
+def _head(kind: Kind, count: int, number: int) -> bytes:
+    return _HEAD.pack(kind, 0, count, 0, number)
+
+
+def parts_of(sequence: Sequence[Any]) -> Iterable[Sequence[Any]]:
+    """Slices of at most MAX_ITEMS."""
+    return (sequence[at : at + MAX_ITEMS] for at in range(0, len(sequence), MAX_ITEMS))

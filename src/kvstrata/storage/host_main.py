@@ -1,0 +1,284 @@
+"""The process in which an adapter runs away from the server: `python -c BOOT root server-pid channel-fd region-fd`.
+
+It maps the pool's extents, makes the adapter of the entry that CONFIGURE brings, opens it, and passes on batches from
+the channel (see host_channel) and what became of them.  The adapter sees what it sees in the server: an event loop, a
+context, items with holds.
+
+Invariants
+1. It ends with its server: the kernel kills it then, and a closed channel ends it too.
+2. It has no descriptor of the pool but the extents' mapping, which forks do not inherit, and no lock.
+3. That a hold was dropped is told with the answer of its batch, or soon after the drop where that comes earlier or
+   later; never before the drop.
+4. What an adapter raises is told and ends nothing here (the plugin boundary); nothing that it does is worked around:
+   a hang or a crash is the server's to see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import functools
+import logging
+import os
+import socket
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NoReturn, cast
+
+import uvloop
+
+from kvstrata.clock import SystemClock
+from kvstrata.errors import KvstrataError, StorageError
+from kvstrata.memory import linux
+from kvstrata.native.pool import ExtentsMap, Hold, LentHold
+from kvstrata.storage import host_channel
+from kvstrata.storage.base import (
+    AdapterContext,
+    Found,
+    LoadItem,
+    LoadOutcome,
+    PutItem,
+    PutOutcome,
+    StorageAdapter,
+    log_broken_contract,
+)
+from kvstrata.storage.host_channel import MAX_FRAME_BYTES, HostConfig, Item, Kind, Request
+from kvstrata.storage.host_process import LEVEL_MARK
+from kvstrata.storage.registry import make_adapter
+from kvstrata.types import KEY_BYTES
+
+log = logging.getLogger(__name__)
+
+FRAMES_AT_A_TIME = 16
+TELL_S = 0.01
+"""Drops and evictions that no answer takes along are told so long after the first."""
+
+
+def main() -> NoReturn:
+    """Entry of the process."""
+    server_pid, channel_fd, region_fd = map(int, sys.argv[2:5])
+    linux.die_with_parent(server_pid)
+    faulthandler.enable()
+    for fd in (channel_fd, region_fd):
+        os.set_inheritable(fd, False)
+    channel = socket.socket(fileno=channel_fd)
+    frame = channel.recv(MAX_FRAME_BYTES)
+    if not frame:
+        os._exit(0)  # the server gave up meanwhile
+    config = host_channel.read_request(frame).config
+    assert config is not None
+    _log_to_server(config.log_level)
+    sys.path[:] = config.import_paths
+    extents = ExtentsMap(region_fd, config.region_bytes)
+    os.close(region_fd)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(channel, extents, config))
+    os._exit(0)
+
+
+async def _serve(channel: socket.socket, extents: ExtentsMap, config: HostConfig) -> None:
+    await Host(channel, extents, config).run()
+
+
+class Host:
+    """The child's side of the channel. Everything but `_hold_dropped` and `_evicted` runs on the loop."""
+
+    def __init__(self, channel: socket.socket, extents: ExtentsMap, config: HostConfig) -> None:
+        self._channel = channel
+        self._extents = extents
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._adapter: StorageAdapter | None = None
+        self._queue: deque[bytes] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = asyncio.Event()
+        self._drops: deque[tuple[int, int]] = deque()
+        self._evictions: deque[bytes] = deque()
+        self._tell_is_due = False
+        self._untold: dict[int, list[int]] = {}
+        """Drops by request that were collected and not told."""
+
+    async def run(self) -> None:
+        """Open, serve until CLOSE, close. Exits by itself where the adapter cannot be opened."""
+        config, extents = self._config, self._extents
+        context = AdapterContext(
+            config.instance_id, SystemClock(), extents.address, extents.length, self._evicted
+        )
+        try:
+            adapter = make_adapter(config.entry, config.index)
+            adapter.name = config.name
+            await adapter.open(context)
+            frame = host_channel.opened(adapter.capabilities)
+        except Exception as error:  # the plugin boundary
+            if not isinstance(error, KvstrataError):
+                log_broken_contract(config.name, "open", error)
+            self._channel.send(host_channel.problem(Kind.REFUSED, 0, error))
+            os._exit(1)
+        self._adapter = adapter
+        self._channel.setblocking(False)
+        self._send(frame)
+        self._loop.add_reader(self._channel, self._read)
+        await self._closing.wait()
+        try:
+            await adapter.close()
+        except Exception as error:  # the plugin boundary
+            log_broken_contract(config.name, "close", error)
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+        self._tell()
+        self._loop.remove_writer(self._channel)
+        self._channel.setblocking(True)
+        while self._queue:
+            self._channel.send(self._queue.popleft())
+        os._exit(0)
+
+    # --- requests ----------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        for _ in range(FRAMES_AT_A_TIME):
+            try:
+                frame = self._channel.recv(MAX_FRAME_BYTES)
+            except BlockingIOError:
+                return
+            if not frame:
+                os._exit(0)  # the server is gone, or has given this process up
+            request = host_channel.read_request(frame)
+            if request.kind is Kind.CLOSE:
+                self._closing.set()
+                continue
+            task = self._loop.create_task(self._answer(request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, request: Request) -> None:
+        assert self._adapter is not None
+        try:
+            frame = await self._ask(self._adapter, request)
+        except Exception as error:  # the plugin boundary
+            if not (request.kind is Kind.CLEAR and isinstance(error, StorageError)):
+                log_broken_contract(self._config.name, request.kind.name.lower(), error)
+            self._tell()
+            frame = host_channel.problem(Kind.RAISED, request.number, error)
+        self._send(frame)
+
+    async def _ask(self, adapter: StorageAdapter, request: Request) -> bytes:
+        """The frame that answers. Raises what the adapter raises, and TypeError or the like for what is no answer."""
+        kind, number = request.kind, request.number
+        if kind is Kind.EXISTS:
+            found = _one_each(await adapter.exists(request.keys), Found, len(request.keys))
+            return host_channel.found(number, found)
+        if kind is Kind.PUT:
+            puts = [
+                PutItem(item.key, self._hold(number, i, item, False)) for i, item in enumerate(request.items)
+            ]
+            stored = _one_each(await adapter.put(puts), PutOutcome, len(puts))
+            del puts
+            return self._ended(Kind.PUT_ENDED, number, stored)
+        if kind is Kind.LOAD:
+            loads = [
+                LoadItem(item.key, self._hold(number, i, item, True)) for i, item in enumerate(request.items)
+            ]
+            loaded = _one_each(await adapter.load(loads), LoadOutcome, len(loads))
+            del loads
+            return self._ended(Kind.LOAD_ENDED, number, loaded)
+        if kind is Kind.DELETE:
+            return host_channel.counted(number, await adapter.delete(request.keys))
+        if kind is Kind.CLEAR:
+            return host_channel.counted(number, await adapter.clear())
+        assert kind is Kind.USAGE
+        return host_channel.used(number, await adapter.usage())
+
+    def _hold(self, number: int, index: int, item: Item, writable: bool) -> Hold:
+        dropped = functools.partial(self._hold_dropped, number, index)
+        hold = LentHold(self._extents, *item, writable=writable, dropped=dropped)
+        return cast("Hold", hold)
+
+    def _ended(self, kind: Kind, number: int, outcomes: Sequence[Any]) -> bytes:
+        self._collect()
+        self._tell_evictions()
+        gone = set(self._untold.pop(number, ()))
+        return host_channel.ended(kind, number, outcomes, [i in gone for i in range(len(outcomes))])
+
+    # --- drops and evictions -----------------------------------------------------------------------------
+
+    def _hold_dropped(self, number: int, index: int) -> None:
+        """An adapter has finished with an item's bytes (any thread)."""
+        self._drops.append((number, index))
+        self._wake()
+
+    def _evicted(self, key: bytes) -> None:
+        """The adapter's cap dropped a key (any thread)."""
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"key: must have {KEY_BYTES} bytes, not {len(key)}")
+        self._evictions.append(bytes(key))
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._tell_is_due:
+            self._tell_is_due = True
+            self._loop.call_soon_threadsafe(self._loop.call_later, TELL_S, self._tell)
+
+    def _collect(self) -> None:
+        while self._drops:
+            number, index = self._drops.popleft()
+            self._untold.setdefault(number, []).append(index)
+
+    def _tell(self) -> None:
+        self._tell_is_due = False  # before looking: what comes meanwhile wakes again
+        self._collect()
+        for number, indices in self._untold.items():
+            self._send(host_channel.dropped(number, indices))
+        self._untold.clear()
+        self._tell_evictions()
+
+    def _tell_evictions(self) -> None:
+        keys = [self._evictions.popleft() for _ in range(len(self._evictions))]
+        for part in host_channel.parts_of(keys):
+            self._send(host_channel.evicted(part))
+
+    # --- sending -----------------------------------------------------------------------------------------
+
+    def _send(self, frame: bytes) -> None:
+        self._queue.append(frame)
+        if len(self._queue) == 1:
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            while self._queue:
+                self._channel.send(self._queue[0])
+                self._queue.popleft()
+        except BlockingIOError:
+            self._loop.add_writer(self._channel, self._write)
+            return
+        except OSError:
+            os._exit(0)  # as in _read
+        self._loop.remove_writer(self._channel)
+
+
+def _one_each(outcomes: Any, kind: type[Any], count: int) -> Sequence[Any]:
+    """The outcomes. Raises TypeError unless they are a list of one of that kind for each item."""
+    if (
+        isinstance(outcomes, (list, tuple))
+        and len(outcomes) == count
+        and all(isinstance(outcome, kind) for outcome in outcomes)
+    ):
+        return outcomes
+    raise TypeError(
+        f"{count} items were answered with {outcomes!r:.200}, which is no list of one {kind.__name__} each"
+    )
+
+
+class _ToServer(logging.Formatter):
+    """Marks each line with its level, so that the server can log it with that."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        mark = f"{LEVEL_MARK}{min(50, max(10, record.levelno // 10 * 10))}{LEVEL_MARK}"
+        return "\n".join(f"{mark}{record.name}: {line}" for line in super().format(record).splitlines())
+
+
+def _log_to_server(level: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_ToServer())
+    logging.basicConfig(level=level, handlers=[handler], force=True)

@@ -1,0 +1,178 @@
+"""One life of an adapter host's process, as the server sees it: spawned, killed at most once, reaped.
+
+    start() ─▶ spawned ─▶ (ended by itself, or kill()) ─▶ a zombie ─▶ reaped ─▶ `ended` is called on the loop
+
+Invariants
+1. A thread of its own spawns the child and lives until it has reaped it: the kernel ties the child's death signal
+   (PR_SET_PDEATHSIG) to the thread that made it, and the loop never waits for a fork.
+2. `kill` never hits another process: a process number is free again only once it is reaped, and that happens under
+   the same lock.
+3. `ended` is called exactly once, after the child was reaped (its mappings are gone then) and what it had written to
+   its log was read.
+4. Whatever the child writes to stdout and stderr costs the server a bounded amount of work and log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_BOOT = "import sys; sys.path.append(sys.argv[1]); from kvstrata.storage.host_main import main; main()"
+LOG_BYTES = 16 << 10
+"""Read of the child's output at a time, and its longest line."""
+LINES_PER_WINDOW = 200
+WINDOW_S = 10.0
+LEVEL_MARK = "\x1e"
+"""A line of the child's own logging is LEVEL_MARK, the level's number, LEVEL_MARK, text; other lines are prints."""
+
+
+class HostProcess:
+    """See the module. Made and used on the event loop.
+
+    The child inherits `channel_fd`, which is closed here once it has it, and `region_fd`, which stays the caller's and
+    open until `ended`.  `ended(how)` gets what to tell an operator: `exit status 3`, `signal SIGKILL`.  Raises OSError.
+    """
+
+    def __init__(self, name: str, channel_fd: int, region_fd: int, ended: Callable[[str], None]) -> None:
+        self.pid = 0
+        """0 before it is spawned and after it was reaped."""
+        self._name = name
+        self._channel_fd = channel_fd
+        self._region_fd = region_fd
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._doomed = False
+        self._loop = asyncio.get_running_loop()
+        self._output, self._output_writer = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._output, False)
+        self._part = b""
+        self._window_s = 0.0
+        self._lines = 0
+        self._left_out = 0
+
+    def start(self) -> None:
+        """Spawn it, in the thread that will wait for its end."""
+        self._loop.add_reader(self._output, self._read_output)
+        threading.Thread(target=self._live, name=f"host-{self._name}", daemon=True).start()
+
+    def kill(self) -> None:
+        """SIGKILL for it and its process group, now or as soon as it is spawned. Idempotent; does not wait."""
+        with self._lock:
+            self._doomed = True
+            if self.pid:
+                self._kill()
+
+    def _kill(self) -> None:
+        for number in (self.pid, -self.pid):  # its own session; the group is not there before it has made it
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+
+    def _live(self) -> None:
+        try:
+            how = self._spawn_and_wait()
+        finally:
+            self._close_channel()
+            os.close(self._output_writer)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(self._tell, how)
+
+    def _spawn_and_wait(self) -> str:
+        root = Path(__file__).resolve().parents[2]
+        command = [
+            *(sys.executable, "-P", "-c", _BOOT, str(root), str(os.getpid())),
+            *(str(self._channel_fd), str(self._region_fd)),
+        ]
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output_writer,
+                stderr=self._output_writer,
+                pass_fds=(self._channel_fd, self._region_fd),
+                start_new_session=True,
+            )
+        except OSError as error:
+            return f"{sys.executable} cannot be started: {error.strerror}"
+        self._close_channel()  # only the child has it now, so its end closes the channel
+        with self._lock:
+            self.pid = process.pid
+            if self._doomed:
+                self._kill()
+        with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored here: the kernel has reaped it
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            self._kill()  # what it left in its process group
+            self.pid = 0
+            status = process.wait()
+        if status >= 0:
+            return f"exit status {status}"
+        try:
+            return f"signal {signal.Signals(-status).name}"
+        except ValueError:
+            return f"signal {-status}"
+
+    def _close_channel(self) -> None:
+        if self._channel_fd >= 0:
+            os.close(self._channel_fd)
+            self._channel_fd = -1
+
+    def _tell(self, how: str) -> None:
+        self._loop.remove_reader(self._output)
+        while self._read_output():
+            pass
+        if self._part:
+            self._log_line(self._part)
+        os.close(self._output)
+        self._ended(how)
+
+    def _read_output(self) -> bool:
+        """Log what is there, a piece of it; whether there was anything."""
+        try:
+            data = os.read(self._output, LOG_BYTES)
+        except BlockingIOError:
+            return False
+        *lines, self._part = (self._part + data).split(b"\n")
+        for line in lines:
+            self._log_line(line)
+        if len(self._part) > LOG_BYTES:
+            self._log_line(self._part)
+            self._part = b""
+        return bool(data)
+
+    def _log_line(self, line: bytes) -> None:
+        now_s = self._loop.time()
+        if now_s >= self._window_s + WINDOW_S:
+            if self._left_out:
+                log.warning("%s: host: %d lines of its output were left out", self._name, self._left_out)
+            self._window_s, self._lines, self._left_out = now_s, 0, 0
+        if self._lines >= LINES_PER_WINDOW:
+            self._left_out += 1
+            return
+        self._lines += 1
+        text = line[:LOG_BYTES].decode(errors="replace")
+        level, text = _level_of(text)
+        log.log(level, "%s: host: %s", self._name, _printable(text))
+
+
+def _level_of(text: str) -> tuple[int, str]:
+    if text.startswith(LEVEL_MARK):
+        number, mark, rest = text[1:].partition(LEVEL_MARK)
+        if mark and number in ("10", "20", "30", "40", "50"):
+            return int(number), rest
+    return logging.INFO, text
+
+
+def _printable(text: str) -> str:
+    return "".join(
+        character if character.isprintable() or character == "\t" else "?" for character in text.rstrip("\r")
+    )

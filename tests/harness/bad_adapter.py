@@ -1,0 +1,128 @@
+"""A storage adapter that misbehaves on command, as third parties' SDKs do, for tests of the adapter host.
+
+It is `fs` until a file `OPERATION.HOW` appears in its folder of orders (`put.abort`): then the next such operation does
+that, whatever it is, for as long as the file is there.  `make.HOW` and `open.HOW` do it when it is made or opened.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvstrata.errors import StorageError
+from kvstrata.storage.base import (
+    AdapterContext,
+    Found,
+    LoadItem,
+    LoadOutcome,
+    PutItem,
+    PutOutcome,
+    StorageAdapter,
+    Usage,
+)
+from kvstrata.storage.registry import make_adapter
+
+
+def _hold_the_gil() -> None:
+    ctypes.PyDLL(None).sleep(1_000_000)
+
+
+def _hang_in_a_thread() -> None:
+    """Without the GIL and without an end, in a thread that nobody can stop."""
+    thread = threading.Thread(target=ctypes.CDLL(None).pause)
+    thread.start()
+    thread.join()
+
+
+def _write_garbage() -> None:
+    """Into every socket that this process has; its server has one of them."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        found.send(b"\xff" * 40)
+        found.close()
+
+
+def _raise() -> NoReturn:
+    raise RuntimeError("as it was told")
+
+
+def _refuse() -> NoReturn:
+    raise StorageError("bad medium: mend it", field="medium")
+
+
+WAYS: dict[str, Callable[[], None]] = {
+    "abort": os.abort,
+    "exit": lambda: os._exit(3),
+    "garbage": _write_garbage,
+    "gil": _hold_the_gil,
+    "hang": _hang_in_a_thread,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "null": lambda: ctypes.memset(0, 0, 1),
+    "raise": _raise,
+    "refuse": _refuse,
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
+
+
+class BadAdapter(StorageAdapter):
+    """See the module."""
+
+    def __init__(self, base_path: str, orders: str) -> None:
+        self.name = "bad"
+        self._orders = Path(orders)
+        self._obey("make")
+        self._inner = make_adapter({"type": "fs", "base_path": base_path}, 0)
+        self.capabilities = self._inner.capabilities
+
+    def _obey(self, operation: str) -> None:
+        for order in self._orders.glob(f"{operation}.*"):
+            WAYS[order.suffix[1:]]()
+
+    async def open(self, context: AdapterContext) -> None:
+        self._obey("open")
+        await self._inner.open(context)
+
+    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+        self._obey("exists")
+        return await self._inner.exists(keys)
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        self._obey("put")
+        return await self._inner.put(items)
+
+    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+        self._obey("load")
+        return await self._inner.load(items)
+
+    async def delete(self, keys: Sequence[bytes]) -> int:
+        return await self._inner.delete(keys)
+
+    async def clear(self) -> int:
+        return await self._inner.clear()
+
+    async def usage(self) -> Usage:
+        return await self._inner.usage()
+
+    async def close(self) -> None:
+        self._obey("close")
+        await self._inner.close()
+
+
+def entry_of(records: Path, orders: Path) -> dict[str, Any]:
+    """The entry of such an adapter in a host; `orders` is a folder."""
+    return {
+        "type": "plugin",
+        "module_path": "tests.harness.bad_adapter",
+        "class_name": "BadAdapter",
+        "adapter_params": {"base_path": str(records), "orders": str(orders)},
+        "isolation": "process",
+    }

@@ -1,0 +1,95 @@
+"""Frames of an adapter host: what was written is read again, and nothing else is taken for a frame."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.storage import host_channel
+from kvstrata.storage.base import (
+    Capabilities,
+    Found,
+    LoadOutcome,
+    LoadStatus,
+    Presence,
+    PutOutcome,
+    PutStatus,
+    Usage,
+)
+from kvstrata.storage.host_channel import Answer, ChannelError, Kind
+
+numbers = st.integers(0, 2**64 - 1)
+reasons = st.text(alphabet=st.characters(codec="ascii"), max_size=host_channel.MAX_REASON_BYTES)
+keys = st.binary(min_size=32, max_size=32)
+found = st.builds(Found, st.sampled_from(Presence), st.integers(0, 2**32 - 1), reasons)
+puts = st.builds(PutOutcome, st.sampled_from(PutStatus), reasons)
+loads = st.builds(LoadOutcome, st.sampled_from(LoadStatus), reasons)
+frames = st.one_of(
+    st.builds(host_channel.found, numbers, st.lists(found)),
+    st.builds(host_channel.counted, numbers, numbers),
+    st.builds(host_channel.used, numbers, st.builds(Usage, numbers, numbers, numbers)),
+    st.builds(host_channel.dropped, numbers, st.lists(st.integers(0, 2**16 - 1))),
+    st.builds(host_channel.evicted, st.lists(keys)),
+    st.just(host_channel.opened(Capabilities(persistent=True, shared=False))),
+    st.just(host_channel.problem(Kind.RAISED, 3, ValueError("no"))),
+)
+
+
+@given(numbers, st.lists(found))
+def test_what_exists_said_is_read_again(number: int, outcomes: list[Found]) -> None:
+    assert host_channel.read_answer(host_channel.found(number, outcomes)) == Answer(
+        Kind.FOUND, number, outcomes=outcomes
+    )
+
+
+@given(numbers, st.lists(st.tuples(puts, st.booleans())))
+def test_what_a_put_said_is_read_again(number: int, items: list[tuple[PutOutcome, bool]]) -> None:
+    outcomes, gone = [one for one, _ in items], [one for _, one in items]
+    answer = host_channel.read_answer(host_channel.ended(Kind.PUT_ENDED, number, outcomes, gone))
+    assert answer.outcomes == outcomes
+    assert answer.dropped == [i for i, one in enumerate(gone) if one]
+
+
+@given(numbers, st.lists(st.tuples(loads, st.booleans())))
+def test_what_a_load_said_is_read_again(number: int, items: list[tuple[LoadOutcome, bool]]) -> None:
+    outcomes, gone = [one for one, _ in items], [one for _, one in items]
+    answer = host_channel.read_answer(host_channel.ended(Kind.LOAD_ENDED, number, outcomes, gone))
+    assert answer.outcomes == outcomes
+    assert answer.dropped == [i for i, one in enumerate(gone) if one]
+
+
+@given(st.text())
+def test_any_reason_fits_a_frame_and_is_read_as_text(reason: str) -> None:
+    outcomes = [PutOutcome(PutStatus.FAILED, reason)] * host_channel.MAX_ITEMS
+    frame = host_channel.ended(Kind.PUT_ENDED, 1, outcomes, [False] * len(outcomes))
+    assert len(frame) <= host_channel.MAX_FRAME_BYTES
+    [word] = {outcome.reason for outcome in host_channel.read_answer(frame).outcomes}
+    assert reason.encode(errors="replace").decode().startswith(word)
+
+
+@given(st.binary(max_size=200))
+def test_other_bytes_are_an_error_of_the_channel(frame: bytes) -> None:
+    try:
+        host_channel.read_answer(frame)
+    except ChannelError:
+        pass
+
+
+@given(frames, st.data())
+def test_a_damaged_frame_is_read_as_some_answer_or_is_an_error_of_the_channel(
+    frame: bytes, data: st.DataObject
+) -> None:
+    damaged = bytearray(frame)
+    damaged[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
+    for candidate in (bytes(damaged), frame[: data.draw(st.integers(0, len(frame) - 1))]):
+        try:
+            assert isinstance(host_channel.read_answer(candidate), Answer)
+        except ChannelError:
+            pass
+
+
+def test_a_frame_of_the_server_is_no_answer() -> None:
+    for frame in (host_channel.bare(Kind.CLEAR, 1), host_channel.keyed(Kind.EXISTS, 1, [bytes(32)])):
+        with pytest.raises(ChannelError):
+            host_channel.read_answer(frame)
