@@ -35,6 +35,7 @@ from core_copying cimport (
     c_scatter_record,
     c_seal_record,
     c_verify_record,
+    c_verify_stored_record,
     copy_crc32c,
     copy_outcome,
     kCrc32cPathCount,
@@ -42,7 +43,10 @@ from core_copying cimport (
     kSkipBlock,
     nanoseconds,
     read_record_header,
+    RecordEncoding,
     set_digest,
+    c_write_encoded_header,
+    write_record_header,
 )
 from core_copying cimport crc32c as core_crc32c
 from core_copying cimport crc32c_path as core_crc32c_path
@@ -77,7 +81,7 @@ class RecordError(KvstrataError):
 RecordHeader = namedtuple(
     "RecordHeader",
     "key identity slice_digest parent_key chunk_tokens created_unix_ms header_bytes payload_bytes "
-    "stored_bytes stored_crc plain crc_pending sections",
+    "stored_bytes stored_crc codecs crc_pending sections",
     module=__name__,
 )
 
@@ -262,7 +266,7 @@ def scatter_record(CopyPlan plan not None, block_ids, extent_address, extent_len
     return <int>copy_outcome(status)
 
 
-cdef int verify(object address, object length, object expected_key, Status* status) except -1:
+cdef int verify(object address, object length, object expected_key, bint stored, Status* status) except -1:
     cdef const void* record = <const void*><size_t>whole(address, "address")
     cdef uint64_t n = whole(length, "length")
     cdef Digest key
@@ -273,36 +277,100 @@ cdef int verify(object address, object length, object expected_key, Status* stat
         set_digest(key, expected_key, "expected_key")
         expected = &key
     with nogil:
-        status[0] = c_verify_record(record, n, expected)
+        if stored:
+            status[0] = c_verify_stored_record(record, n, expected)
+        else:
+            status[0] = c_verify_record(record, n, expected)
     return 0
 
 
 def verify_record(address, length, expected_key):
     cdef Status status
-    verify(address, length, expected_key, &status)
+    verify(address, length, expected_key, False, &status)
     return <int>copy_outcome(status)
+
+
+def verify_stored_record(address, length, expected_key):
+    cdef Status status
+    verify(address, length, expected_key, True, &status)
+    return <int>copy_outcome(status)
+
+
+cdef int read_header(
+    object address, object length, CRecordHeader* header, vector[Section]& sections
+) except -1:
+    """Headers and table; RecordError for unsound ones."""
+    cdef const void* record = <const void*><size_t>whole(address, "address")
+    cdef uint64_t n = whole(length, "length")
+    cdef Status status
+    if record == NULL:
+        raise ValueError("address: may not be 0")
+    sections.resize(256)
+    with nogil:
+        status = read_record_header(record, n, header, sections.data(), sections.size())
+        if status.ok() and header.section_count > sections.size():
+            sections.resize(header.section_count)
+            status = read_record_header(record, n, header, sections.data(), sections.size())
+            if status.ok() and header.section_count > sections.size():
+                header.section_count = <uint32_t>sections.size()
+    if not status.ok():
+        message = message_of(status)
+        raise RecordError(message, field=message.partition(":")[0])
+    return 0
+
+
+def write_encoded_header(
+    address, length, source_address, source_length, codecs, stored_bytes, stored_crc=0, section_crcs=None
+):
+    cdef CRecordHeader header
+    cdef vector[Section] sections
+    cdef RecordEncoding encoding
+    cdef void* record = <void*><size_t>whole(address, "address")
+    cdef uint64_t n = whole(length, "length")
+    cdef const unsigned char[::1] chain = codecs
+    cdef Status status
+    if chain.shape[0] > 8:
+        raise ValueError(f"codecs: a record names at most 8, not {chain.shape[0]}")
+    encoding.stored_bytes = whole(stored_bytes, "stored_bytes")
+    encoding.stored_crc = whole32(stored_crc, "stored_crc")
+    for i in range(chain.shape[0]):
+        encoding.codecs[i] = chain[i]
+    read_header(source_address, source_length, &header, sections)
+    if section_crcs is not None:
+        if len(section_crcs) != header.section_count:
+            raise ValueError(f"section_crcs: {len(section_crcs)} for {header.section_count} sections")
+        for i in range(header.section_count):
+            sections[i].crc = whole32(section_crcs[i], "section_crcs")
+    with nogil:
+        status = c_write_encoded_header(
+            record, n, header.spec, sections.data(), header.section_count, encoding
+        )
+    check(status)
+    return header.header_bytes
+
+
+def write_decoded_header(address, length, source_address, source_length):
+    cdef CRecordHeader header
+    cdef vector[Section] sections
+    cdef void* record = <void*><size_t>whole(address, "address")
+    cdef uint64_t n = whole(length, "length")
+    cdef Status status
+    read_header(source_address, source_length, &header, sections)
+    with nogil:
+        status = write_record_header(record, n, header.spec, sections.data(), header.section_count)
+    check(status)
 
 
 def explain_record(address, length, expected_key):
     cdef Status status
-    verify(address, length, expected_key, &status)
+    verify(address, length, expected_key, True, &status)
     return None if status.ok() else message_of(status)
 
 
 def record_header(address, length):
-    cdef const void* record = <const void*><size_t>whole(address, "address")
-    cdef uint64_t n = whole(length, "length")
     cdef CRecordHeader header
     cdef vector[Section] sections
-    cdef Status status
-    if record == NULL:
-        raise ValueError("address: may not be 0")
-    sections.resize(kMaxSections)
-    with nogil:
-        status = read_record_header(record, n, &header, sections.data(), sections.size())
-    if not status.ok():
-        message = message_of(status)
-        raise RecordError(message, field=message.partition(":")[0])
+    read_header(address, length, &header, sections)
     return RecordHeader(
         digest_bytes(header.spec.key),
         digest_bytes(header.spec.identity),
@@ -314,7 +382,7 @@ def record_header(address, length):
         header.payload_bytes,
         header.stored_bytes,
         header.stored_crc,
-        header.plain(),
+        (<char*>header.codecs)[:8].rstrip(b"\0"),
         header.crc_pending(),
         tuple([(sections[i].offset, sections[i].length, sections[i].crc) for i in range(header.section_count)]),
     )

@@ -53,6 +53,18 @@ cdef extern from "kvstrata/record.h" namespace "kvstrata" nogil:
         uint64_t record_bytes()
         cbool crc_pending()
         cbool plain()
+        unsigned char* codecs "codecs.data()"
+    cdef cppclass RecordEncoding:
+        unsigned char* codecs "codecs.data()"
+        uint64_t stored_bytes
+        uint32_t stored_crc
+    Status write_record_header(
+        void* record, uint64_t length, const CRecordSpec& spec, Section* sections, uint64_t section_count)
+    Status c_write_encoded_header "kvstrata::write_encoded_header"(
+        void* record, uint64_t length, const CRecordSpec& spec, Section* sections, uint64_t section_count,
+        const RecordEncoding& encoding)
+    Status c_verify_stored_record "kvstrata::verify_stored_record"(
+        const void* record, uint64_t length, const Digest* expected_key)
     Status c_record_bytes "kvstrata::record_bytes"(
         uint64_t section_count, uint64_t payload_bytes, uint64_t* out)
     Status c_seal_record "kvstrata::seal_record"(

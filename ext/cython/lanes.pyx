@@ -72,6 +72,13 @@ cdef extern from "kvstrata/connector.h" namespace "kvstrata" nogil:
         uint32_t record_bytes
         const char* reason
 
+    const uint32_t kHeadBytes
+
+    cdef cppclass HeadItem:
+        Digest key
+        uint32_t length
+        uint8_t* bytes
+
     cdef cppclass PutItem:
         PutStatus status
         const char* reason
@@ -86,6 +93,7 @@ cdef extern from "kvstrata/connector.h" namespace "kvstrata" nogil:
 
     cdef cppclass ConnectorCapabilities:
         cbool persistent, shared, can_delete, can_clear, has_ttl, wants_registered_memory, exists_is_quick
+        cbool has_heads
         uint32_t alignment_bytes, max_batch, items_per_piece
 
     cdef cppclass ConnectorContext:
@@ -114,6 +122,8 @@ cdef extern from *:
 cdef extern from "kvstrata/connector_jobs.h" namespace "kvstrata" nogil:
     cdef cppclass ExistsJob:
         vector[ExistsItem] items
+    cdef cppclass HeadsJob:
+        vector[HeadItem] items
     cdef cppclass PutJob:
         vector[PutItem] items
         vector[Digest] evicted
@@ -131,6 +141,7 @@ cdef extern from "kvstrata/connector_jobs.h" namespace "kvstrata" nogil:
 cdef extern from "python_jobs.h" namespace "kvstrata::python":
     unique_ptr[LaneJob] make_call(PyObject*, void (*)(PyObject*) noexcept) except +
     unique_ptr[LaneJob] make_exists(PyObject*, shared_ptr[CConnector], vector[ExistsItem]&) except +
+    unique_ptr[LaneJob] make_heads(PyObject*, shared_ptr[CConnector], vector[HeadItem]&) except +
     cdef cppclass BytesItem:
         Digest key
         uint8_t* bytes
@@ -151,7 +162,7 @@ cdef extern from "python_jobs.h" namespace "kvstrata::python":
 
 
 cdef enum Kind:
-    CALL, EXISTS, PUT, LOAD, DELETE, OPEN, CLEAR, USAGE, CLOSE
+    CALL, EXISTS, HEADS, PUT, LOAD, DELETE, OPEN, CLEAR, USAGE, CLOSE
 
 
 cdef class _Token:
@@ -244,6 +255,12 @@ cdef list _found(vector[ExistsItem]& items, object found):
     return made
 
 
+cdef list _heads(vector[HeadItem]& items):
+    return [
+        (<char*>items[i].bytes)[:min(items[i].length, kHeadBytes)] for i in range(items.size())
+    ]
+
+
 cdef object _outcome(_Token token, LaneJob* job):
     """What a job that is done says, as lanes.pyi has it."""
     cdef PutJob* put
@@ -254,6 +271,8 @@ cdef object _outcome(_Token token, LaneJob* job):
         return token.result
     if token.kind == EXISTS:
         return _found(job_as[ExistsJob](job).items, token.work)
+    if token.kind == HEADS:
+        return _heads(job_as[HeadsJob](job).items)
     if token.kind == PUT:
         put = job_as[PutJob](job)
         outcomes = [
@@ -308,6 +327,7 @@ cdef class NativeConnector:
             "can_clear": bool(can.can_clear),
             "has_ttl": bool(can.has_ttl),
             "wants_registered_memory": bool(can.wants_registered_memory),
+            "has_heads": bool(can.has_heads),
             "exists_is_quick": bool(can.exists_is_quick),
             "alignment_bytes": can.alignment_bytes,
             "max_batch": can.max_batch,
@@ -386,6 +406,18 @@ cdef class NativeLanes:
         cdef unique_ptr[LaneJob] job
         owner.work = found
         job = make_exists(<PyObject*>owner, connector.connector, items)
+        return self._submit(lane, job, False)
+
+    def submit_heads(self, int lane, NativeConnector connector not None, keys, token):
+        cdef vector[HeadItem] items
+        cdef _Token owner = _Token(token, HEADS)
+        cdef Py_ssize_t i = 0
+        cdef unique_ptr[LaneJob] job
+        items.resize(len(keys))
+        for key in keys:
+            _set_key(items[i].key, key)
+            i += 1
+        job = make_heads(<PyObject*>owner, connector.connector, items)
         return self._submit(lane, job, False)
 
     def submit_put(self, int lane, NativeConnector connector not None, items, token):

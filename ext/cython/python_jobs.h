@@ -75,6 +75,10 @@ inline std::unique_ptr<LaneJob> make_exists(PyObject* token, std::shared_ptr<Con
                                             std::vector<ExistsItem>& items) {
   return make_job<ExistsJob>(token, std::move(connector), std::move(items));
 }
+inline std::unique_ptr<LaneJob> make_heads(PyObject* token, std::shared_ptr<Connector> connector,
+                                           std::vector<HeadItem>& items) {
+  return make_job<HeadsJob>(token, std::move(connector), std::move(items));
+}
 
 // A record to put or a place to load one into, as Python gives it.
 struct BytesItem {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.clock import SystemClock
-from kvstrata.native.copying import CopyOutcome, verify_record
+from kvstrata.native.copying import CopyOutcome, verify_stored_record
 from kvstrata.storage.base import (
     AdapterContext,
     Capabilities,
@@ -110,7 +110,7 @@ class ShelfAdapter(StorageAdapter):
             await asyncio.sleep(0)
             if len(stored) == item.hold.length:
                 item.hold.view()[:] = stored
-                if verify_record(item.hold.address, item.hold.length, item.key) == CopyOutcome.OK:
+                if verify_stored_record(item.hold.address, item.hold.length, item.key) == CopyOutcome.OK:
                     return LoadOutcome(LoadStatus.LOADED)
             self._shelf.records.pop(item.key, None)
             return LoadOutcome(LoadStatus.CORRUPT)

@@ -108,6 +108,65 @@ def test_what_left_l1_comes_back_from_l2_in_one_reply(start: Callable[..., Serve
         assert client.explain("back")["lookups"][0]["hits"] == {"l1": 0, "l2": 6, "served": 6}
 
 
+@pytest.mark.parametrize(
+    ("killed", "isolation"), [(False, "in_process"), (True, "in_process"), (False, "process")]
+)
+def test_encoded_records_come_back_byte_for_byte(
+    start: Callable[..., ServerProcess], tmp_path: Path, killed: bool, isolation: str
+) -> None:
+    key_file = tmp_path / "key"
+    key_file.touch(0o600)
+    key_file.write_text(secrets.token_hex(32))
+    base = tmp_path / "encoded"
+    codec = ["zstd", {"name": "aes-gcm", "key_file": str(key_file)}]
+    server = start({"type": "fs", "base_path": str(base), "codec": codec, "isolation": isolation})
+    with RpcClient(server.socket_dir) as client:
+        identity, chain = stored(client, 6)
+        until_stored(client)
+        if isolation == "in_process":
+            assert client.status()["l2_adapters"]["fs-0"]["codec"]["encoded"] == 6
+        if killed:
+            server.kill()
+            server.start()
+    files = list(base.glob("??/??/*.kvc"))
+    assert len(files) == 6
+    assert all(any(file.read_bytes()[80:88]) for file in files)
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify()
+        clear_l1(client)
+        reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
+        assert (reply.n_chunks, reply.l1_chunks, reply.l2_chunks, reply.reason) == (6, 0, 6, "")
+        check_and_release(client, reply, chain)
+
+
+def test_a_wrong_key_file_is_a_miss_with_its_reason(
+    start: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    base, key_file = tmp_path / "encoded", tmp_path / "key"
+    key_file.touch(0o600)
+    key_file.write_text(secrets.token_hex(32))
+    adapter = {
+        "type": "fs",
+        "base_path": str(base),
+        "codec": [{"name": "aes-gcm", "key_file": str(key_file)}],
+    }
+    server = start(adapter)
+    with RpcClient(server.socket_dir) as client:
+        _, chain = stored(client, 3)
+        until_stored(client)
+        clear_l1(client)
+        server.kill()
+    key_file.write_text(secrets.token_hex(32))
+    server.start()
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify()
+        for _ in range(2):
+            reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
+            assert (reply.n_chunks, reply.l2_chunks) == (0, 0)
+        assert client.status()["l2_adapters"]["fs-0"]["codec"]["wrong_key"] >= 1
+    assert len(list(base.glob("??/??/*.kvc"))) == 3
+
+
 def test_a_hole_in_l1_is_loaded_and_what_l2_does_not_have_ends_the_prefix(
     start: Callable[..., ServerProcess],
 ) -> None:

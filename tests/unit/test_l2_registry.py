@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from kvstrata.storage import registry
 from kvstrata.storage.fs import FsAdapter
 from kvstrata.storage.host import HostedAdapter
 from kvstrata.storage.lanes import Lane
+from kvstrata.storage.wrap.codec_chain import ChainSettings, ZstdOptions
 from kvstrata.storage.wrap.faults import FaultyAdapter
 
 FS = {"type": "fs", "base_path": "/data/kv"}
@@ -113,7 +116,24 @@ def test_fields_without_effect_are_accepted_with_a_line_each(caplog: pytest.LogC
             r"\.inner\.isolation: 'process' is not supported: give it beside the type fault_inject",
         ),
         ({**FS, "shared": True}, r"\.shared: True is not supported: one server per directory"),
-        ({**FS, "serde": {"type": "fp8"}}, r"\.serde: .* is not supported: this version has no codecs"),
+        ({**FS, "serde": {"type": "fp8"}}, r"\.serde: .* is not supported: it was replaced by codec; write"),
+        ({**FS, "codec": 5}, r"\[2\]\.codec: must be the name of a codec or an object with a \"name\", found 5"),
+        ({**FS, "codec": [["zstd"]]}, r"\.codec\[0\]: must be the name of a codec or an object"),
+        ({**FS, "codec": ["zst"]}, r"\.codec\[0\]: unknown codec 'zst' \(did you mean 'zstd'\?\)"),
+        ({**FS, "codec": ["zstd", "zstd"]}, r"\.codec\[1\]: 'zstd' cannot come after 'zstd'; the order is"),
+        ({**FS, "codec": [{"name": "zstd", "level": "high"}]}, r"\.codec\[0\]\.level: must be a whole number from"),
+        ({**FS, "codec": [{"name": "zstd", "planes": 3}]}, r"\.codec\[0\]\.planes: must be a whole number from 1"),
+        (
+            {**FS, "codec": {"name": "zstd", "lvel": 3}},
+            r"\[2\]\.codec\.lvel: unknown field \(did you mean 'level'\?\)",
+        ),
+        ({**FS, "codec": ["aes-gcm"]}, r"\.codec\[0\]\.key_file: must be the path of a file with the key, found None"),
+        (
+            {**FS, "codec": [{"name": "aes-gcm", "key_file": "/no/such/file"}]},
+            r"\.codec\[0\]\.key_file: /no/such/file: cannot be read",
+        ),
+        ({**FS, "codec_staging_mb": 0}, r"\.codec_staging_mb: must be a number from 1"),
+        ({**FS, "codec_workers": 0}, r"\.codec_workers: must be a whole number from 1 to 64"),
         ({"type": "fault_inject"}, r"\.inner: must be the object of the adapter"),
         ({"type": "fault_inject", "inner": {"type": "fss"}}, r"\.inner\.type: unknown adapter 'fss'"),
         ({"type": "fault_inject", "inner": FS, "faults": ["bang"]}, r"\.faults: must be a list with some of"),
@@ -139,6 +159,49 @@ def test_a_built_adapter_is_measured_and_guarded() -> None:
     assert built.policy is StorePolicy.ON_EVICT
     assert built.guard.limits.max_stuck_bytes == 1 << 26
     assert built.guard.limits.deadline_ms == 5_000
+    assert built.codec is built.guard.inner
+    assert not built.codec.chain.encodes
+
+
+def test_a_codec_goes_between_the_adapter_and_its_deadline() -> None:
+    config = registry.configure_adapter({**FS, "codec": [{"name": "zstd", "level": 3, "planes": 1}]}, 0)
+    built = registry.build_adapter(config, clock=SystemClock(), l1_bytes=1 << 30, report=lambda report: None)
+    assert built.codec is not None
+    assert built.codec.chain.settings == ChainSettings(zstd=ZstdOptions(level=3, planes=1))
+    assert isinstance(built.codec.inner, FsAdapter)
+    assert registry.configure_adapter({**FS, "codec": "zstd"}, 0).codec.chain.zstd == ZstdOptions()
+
+
+def test_a_key_file_is_private_long_enough_and_never_quoted(tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    entry = {**FS, "codec": ["zstd", {"name": "aes-gcm", "key_file": str(key_file)}]}
+    key_file.write_text("a secret of 20 chars")
+    with pytest.raises(ConfigError, match=r"codec\[1\]\.key_file: .*can be read by others"):
+        registry.configure_adapter(entry, 0)
+    key_file.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"holds several words"):
+        registry.configure_adapter(entry, 0)
+    key_file.write_text("a-secret-of-24-letters-x")
+    with pytest.raises(
+        ConfigError, match=r"a key has at least 32; make one with openssl rand -hex 32"
+    ) as raised:
+        registry.configure_adapter(entry, 0)
+    assert "secret" not in str(raised.value)
+    key_file.write_text("0123456789abcdef" * 4 + "\n")
+    config = registry.configure_adapter(entry, 0)
+    assert config.codec.chain.master_key == b"0123456789abcdef" * 4
+    assert config.codec.chain.zstd is not None
+
+
+@pytest.mark.parametrize(("codec", "package"), [("zstd", "zstandard"), ("aes-gcm", "cryptography")])
+def test_a_missing_library_is_named_with_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, codec: str, package: str
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else real(name))
+    wanted = rf"codec\[0\]: '{codec}' needs the Python package '{package}'.*pip install 'kvstrata\[codecs\]'"
+    with pytest.raises(ConfigError, match=wanted):
+        registry.configure_adapter({**FS, "codec": [codec]}, 0)
 
 
 @pytest.mark.parametrize(

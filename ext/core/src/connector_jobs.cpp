@@ -23,6 +23,10 @@ void ExistsJob::run(std::size_t /*index*/) {
   connector_->exists(items);
 }
 
+void HeadsJob::run(std::size_t /*index*/) {
+  connector_->heads(items);
+}
+
 void PutJob::run(std::size_t index) {
   connector().put(piece(index));
 }
@@ -43,8 +47,12 @@ void LoadJob::run(std::size_t index) {
   connector().load(loads);
   for (LoadItem& item : loads) {
     if (item.status == LoadStatus::kLoaded) {
-      const Status status = verify_record(item.bytes, item.length, &item.key);
-      if (!status.ok()) {
+      const Status status = verify_stored_record(item.bytes, item.length, &item.key);
+      if (status.code() == StatusCode::kIncompatible) {
+        // Sound, but of a version that this one does not read: a miss that destroys nothing.
+        item.status = LoadStatus::kFailed;
+        item.reason = "mismatch";
+      } else if (!status.ok()) {
         item.status = LoadStatus::kCorrupt;
         item.reason = "checksum";
       }

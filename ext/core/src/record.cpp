@@ -242,8 +242,11 @@ void invalidate_record(void* record) noexcept {
       .store(0, std::memory_order_relaxed);
 }
 
-Status write_record_header(void* record, std::uint64_t length, const RecordSpec& spec,
-                           Section* sections, std::uint64_t section_count) noexcept {
+namespace {
+
+// The header of a record, encoded if `encoding` is given.
+Status write_header(void* record, std::uint64_t length, const RecordSpec& spec, Section* sections,
+                    std::uint64_t section_count, const RecordEncoding* encoding) noexcept {
   KVSTRATA_RETURN_IF_ERROR(check_record_address(record));
   if (section_count == 0 || section_count > kMaxSections) {
     return Status(StatusCode::kBadArgument, "section_count: must be between 1 and the limit",
@@ -260,10 +263,11 @@ Status write_record_header(void* record, std::uint64_t length, const RecordSpec&
   }
   const auto count = static_cast<std::uint32_t>(section_count);
   const std::uint64_t header_bytes = record_header_bytes(count);
-  if (length < header_bytes || length - header_bytes < payload_bytes) {
+  const std::uint64_t stored_bytes = encoding != nullptr ? encoding->stored_bytes : payload_bytes;
+  if (length < header_bytes || length - header_bytes < stored_bytes) {
     return Status(StatusCode::kBadArgument, "length: too small for the record",
                   static_cast<std::int64_t>(length),
-                  static_cast<std::int64_t>(header_bytes + payload_bytes));
+                  static_cast<std::int64_t>(header_bytes + stored_bytes));
   }
 
   Headers h{};
@@ -284,8 +288,13 @@ Status write_record_header(void* record, std::uint64_t length, const RecordSpec&
   h.outer.header_bytes = static_cast<std::uint32_t>(header_bytes);
   h.outer.key = spec.key;
   h.outer.identity = spec.identity;
-  h.outer.stored_bytes = payload_bytes;
-  h.outer.stored_crc = combined_crc(sections, section_count);
+  h.outer.stored_bytes = stored_bytes;
+  if (encoding != nullptr) {
+    h.outer.codecs = encoding->codecs;
+    h.outer.stored_crc = encoding->stored_crc;
+  } else {
+    h.outer.stored_crc = combined_crc(sections, section_count);
+  }
   h.outer.created_unix_ms = spec.created_unix_ms != 0 ? spec.created_unix_ms : now_unix_ms();
   h.outer.crc = crc32c(&h.outer, offsetof(OuterHeader, crc));
 
@@ -299,6 +308,25 @@ Status write_record_header(void* record, std::uint64_t length, const RecordSpec&
   std::atomic_ref<std::uint64_t>(*static_cast<std::uint64_t*>(record))
       .store(std::bit_cast<std::uint64_t>(kOuterMagic), std::memory_order_release);
   return Status();
+}
+
+}  // namespace
+
+Status write_record_header(void* record, std::uint64_t length, const RecordSpec& spec,
+                           Section* sections, std::uint64_t section_count) noexcept {
+  return write_header(record, length, spec, sections, section_count, nullptr);
+}
+
+Status write_encoded_header(void* record, std::uint64_t length, const RecordSpec& spec,
+                            Section* sections, std::uint64_t section_count,
+                            const RecordEncoding& encoding) noexcept {
+  if (all_zero(encoding.codecs)) {
+    return Status(StatusCode::kBadArgument, "codecs: an encoded record names at least one");
+  }
+  if (encoding.stored_bytes == 0) {
+    return Status(StatusCode::kBadArgument, "stored_bytes: may not be 0");
+  }
+  return write_header(record, length, spec, sections, section_count, &encoding);
 }
 
 Status seal_record(void* record, std::uint64_t length, const RecordSpec& spec,
@@ -409,6 +437,23 @@ Status verify_record(const void* record, std::uint64_t length,
   }
   if (combined_crc(sections, header.section_count) != header.stored_crc) {
     return corrupt("outer.stored_crc: does not follow from the sections", header.stored_crc);
+  }
+  return Status();
+}
+
+Status verify_stored_record(const void* record, std::uint64_t length,
+                            const Digest* expected_key) noexcept {
+  RecordHeader header;
+  KVSTRATA_RETURN_IF_ERROR(read_record_header(record, length, &header));
+  if (header.plain()) {
+    return verify_record(record, length, expected_key);
+  }
+  header.codecs = {};  // the rest of what makes a record the wanted one is as without a codec
+  KVSTRATA_RETURN_IF_ERROR(check_is_wanted(header, expected_key));
+  const std::uint32_t crc =
+      crc32c(static_cast<const unsigned char*>(record) + header.header_bytes, header.stored_bytes);
+  if (crc != header.stored_crc) {
+    return corrupt("outer.stored_crc: the stored bytes have another", crc, header.stored_crc);
   }
   return Status();
 }

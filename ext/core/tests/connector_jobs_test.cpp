@@ -1,11 +1,13 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 #include "kvstrata/connector_jobs.h"
 
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <mutex>
 
 #include "check.h"
+#include "kvstrata/crc32c.h"
 #include "kvstrata/record.h"
 
 using namespace kvstrata;
@@ -51,6 +53,14 @@ class Memory final : public Connector {
   void exists(std::span<ExistsItem> items) noexcept override {
     for (ExistsItem& item : items)
       item.presence = records.contains(item.key) ? Presence::kPresent : Presence::kAbsent;
+  }
+  void heads(std::span<HeadItem> items) noexcept override {
+    for (HeadItem& item : items) {
+      const auto found = records.find(item.key);
+      if (found == records.end()) continue;
+      item.length = kHeadBytes;
+      std::copy(found->second.begin(), found->second.begin() + kHeadBytes, item.bytes);
+    }
   }
   void put(std::span<PutItem> piece) noexcept override {
     const std::lock_guard lock(mutex);
@@ -170,6 +180,54 @@ TEST(another_records_bytes_under_a_key_are_corrupt) {
   run_all(job);
   CHECK(job.items[0].status == LoadStatus::kCorrupt);
   CHECK(memory->records.empty());
+}
+
+TEST(an_encoded_record_is_checked_as_stored_and_one_of_another_version_is_left_alone) {
+  auto memory = std::make_shared<Memory>();
+  const Extent plain(5);
+  std::uint8_t* const payload = plain.bytes + record_header_bytes(1);
+  RecordHeader header;
+  Section section;
+  CHECK_OK(read_record_header(plain.bytes, plain.length, &header, &section, 1));
+  RecordEncoding encoding;
+  encoding.codecs[0] = 77;
+  encoding.stored_bytes = kPayload - 7;
+  encoding.stored_crc = crc32c(payload, kPayload - 7);
+  CHECK_OK(write_encoded_header(plain.bytes, plain.length, header.spec, &section, 1, encoding));
+  auto& stored = memory->records[key_of(5)];
+  const auto load = [&] {
+    const Extent extent(-1);
+    std::vector<LoadItem> items(1);
+    items[0].key = key_of(5);
+    items[0].bytes = extent.bytes;
+    items[0].length = plain.length - 7;
+    LoadJob job(memory, std::move(items), 1);
+    run_all(job);
+    return job.items[0].status;
+  };
+  stored.assign(plain.bytes, plain.bytes + plain.length - 7);
+  CHECK(load() == LoadStatus::kLoaded);
+  stored[8] = 2;  // version
+  CHECK(load() == LoadStatus::kFailed);
+  CHECK(memory->records.contains(key_of(5)));
+  stored[8] = 1;
+  stored.back() ^= 1;
+  CHECK(load() == LoadStatus::kCorrupt);
+  CHECK(memory->records.empty());
+}
+
+TEST(heads_come_from_the_connector) {
+  auto memory = std::make_shared<Memory>();
+  const Extent extent(5);
+  memory->records[key_of(5)].assign(extent.bytes, extent.bytes + extent.length);
+  std::vector<HeadItem> items(2);
+  items[0].key = key_of(5);
+  items[1].key = key_of(6);
+  HeadsJob job(memory, std::move(items));
+  run_all(job);
+  CHECK_EQ(job.items[0].length, kHeadBytes);
+  CHECK(std::equal(job.items[0].bytes, job.items[0].bytes + kHeadBytes, extent.bytes));
+  CHECK_EQ(job.items[1].length, 0U);
 }
 
 TEST(opening_tells_what_is_wrong) {

@@ -48,8 +48,8 @@ class RecordHeader(NamedTuple):
     payload_bytes: int
     stored_bytes: int
     stored_crc: int
-    plain: bool
-    """Whether the payload is stored as it is, without a codec."""
+    codecs: bytes
+    """Numbers of the codecs in the order of encoding; empty: the payload is stored as it is."""
     crc_pending: bool
     sections: tuple[tuple[int, int, int], ...]
 
@@ -133,8 +133,30 @@ def verify_record(address: int, length: int, expected_key: bytes | None) -> int:
     Never reads outside `length` bytes, whatever they are.
     """
 
+def verify_stored_record(address: int, length: int, expected_key: bytes | None) -> int:
+    """As `verify_record`, for what a medium holds: of an encoded record the stored bytes are checked."""
+
 def explain_record(address: int, length: int, expected_key: bytes | None) -> str | None:
-    """Why `verify_record` does not say OK, naming field or section, for a log; None when it does."""
+    """Why `verify_stored_record` does not say OK, naming field or section, for a log; None when it does."""
+
+def write_encoded_header(
+    address: int,
+    length: int,
+    source_address: int,
+    source_length: int,
+    codecs: Buffer,
+    stored_bytes: int,
+    stored_crc: int = 0,
+    section_crcs: Sequence[int] | None = None,
+) -> int:
+    """Writes the header of a record whose payload is stored encoded, and returns its length.
+
+    All else is as in the header of `source`; `section_crcs` replace its own where a lossy codec has rounded the
+    payload.  Raises RecordError for an unsound source, ValueError for bad arguments.
+    """
+
+def write_decoded_header(address: int, length: int, source_address: int, source_length: int) -> None:
+    """The inverse: the header without a codec of what the record at `source` decodes to. Errors likewise."""
 
 def record_header(address: int, length: int) -> RecordHeader:
     """The headers of a record, checked except for the payload. Raises RecordError."""

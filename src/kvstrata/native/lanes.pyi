@@ -71,6 +71,11 @@ class NativeLanes:
     ) -> bool:
         """The result is as of `NativeConnector.exists_now`."""
 
+    def submit_heads(
+        self, lane: int, connector: NativeConnector, keys: Sequence[bytes], token: object
+    ) -> bool:
+        """The result is the first bytes of each record, at most 512 (`StorageAdapter.heads`)."""
+
     def submit_put(
         self, lane: int, connector: NativeConnector, items: Sequence[tuple[bytes, Any]], token: object
     ) -> bool:

@@ -32,6 +32,19 @@ if TYPE_CHECKING:
     from kvstrata.native.pool import Hold
 
 
+HEAD_BYTES = 512
+"""Both headers of a record."""
+
+
+NOT_THE_MEDIUM = frozenset(
+    {
+        "throttled", "queue_full", "host_down", "staging", "staging_too_small", "length", "mismatch", "encoded",
+        "codec", "codec_unknown", "codec_missing", "no_key", "wrong_key",
+    }
+)  # fmt: skip
+"""Reasons of outcomes that say nothing about the medium's health: it did, or would have done, what it was asked."""
+
+
 class Presence(enum.IntEnum):
     """Whether a key can be loaded."""
 
@@ -44,7 +57,8 @@ class Presence(enum.IntEnum):
 class Found(NamedTuple):
     """Answer of `exists` for one key.
 
-    `record_bytes` is the length of the whole record where PRESENT (the extent to reserve for a load), else 0.
+    `record_bytes` is the length of the whole record as stored where PRESENT, else 0: what a load needs room for.
+    (Around every adapter lies the codec wrapper, which answers with the length in L1.)
     `reason` is a short word for UNKNOWN (deadline, breaker_open, throttled, io, …), empty otherwise.
     """
 
@@ -105,6 +119,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     alignment_bytes: int = 1
     can_delete: bool = True
     can_list: bool = False
+    has_heads: bool = False
+    """`heads` tells: what is needed before records may be stored encoded there."""
     has_ttl: bool = False
     quiesce: Literal["drain", "never"] = "drain"
     """What ends an operation in flight: it does so by itself, or only killing its process does."""
@@ -156,6 +172,14 @@ class StorageAdapter(ABC):
     @abstractmethod
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
         """Which keys can be loaded and how long their records are, in order. Never touches payloads."""
+
+    async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
+        """The first HEAD_BYTES of each stored record, in order; fewer or none where there are no more or it fails.
+
+        An encoded record's length in L1 is told by its header alone.  Asked once per key and life of the server;
+        only where `capabilities.has_heads`.
+        """
+        return [b""] * len(keys)
 
     @abstractmethod
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:

@@ -41,6 +41,7 @@ from kvstrata.errors import StorageError
 from kvstrata.native import copying
 from kvstrata.native.copying import CopyOutcome
 from kvstrata.storage.base import (
+    HEAD_BYTES,
     AdapterContext,
     Capabilities,
     Found,
@@ -80,7 +81,6 @@ MAGIC = b"KVSTRATA"
 _MAGIC_LENGTH_KEY = struct.Struct("<8s4xI32s")
 _STORED_BYTES = struct.Struct("<Q")
 _STORED_BYTES_AT = 88
-_HEADER_BYTES = 512
 
 
 class FsSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +140,7 @@ class FsAdapter(StorageAdapter):
             alignment_bytes=BLOCK_BYTES if settings.use_odirect else 1,
             can_delete=True,
             can_list=False,
+            has_heads=True,
             quiesce="drain",
         )
         self._base = os.path.abspath(settings.base_path)
@@ -301,6 +302,14 @@ class FsAdapter(StorageAdapter):
         absent = Found(Presence.ABSENT)
         files = self._files
         return [Found(Presence.PRESENT, files[key].size_bytes) if key in files else absent for key in keys]
+
+    async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Read in the lookup lane."""
+        if await self._not_ready() or self._lanes is None:
+            return [b""] * len(keys)
+        paths = [self._path(key) if key in self._files else "" for key in keys]
+        wait = self._lanes.submit(Lane.LOOKUP, functools.partial(_read_heads, paths))
+        return [b""] * len(keys) if wait is None else await asyncio.shield(wait)
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """See the contract. A cancelled wait lets the batch go on to its end."""
@@ -652,8 +661,11 @@ class FsAdapter(StorageAdapter):
                     self._note_load(fd, path, status.st_mtime_ns)
             finally:
                 os.close(fd)
-            if whole and copying.verify_record(hold.address, hold.length, item.key) == CopyOutcome.OK:
+            found = copying.verify_stored_record(hold.address, hold.length, item.key)
+            if whole and found == CopyOutcome.OK:
                 return LoadOutcome(LoadStatus.LOADED)
+            if whole and found == CopyOutcome.MISMATCH:
+                return LoadOutcome(LoadStatus.FAILED, "mismatch")
             why = copying.explain_record(hold.address, hold.length, item.key) if whole else "it was cut"
             log.warning("%s: %s is corrupt and is removed: %s", self.name, path, why)
             return LoadOutcome(LoadStatus.CORRUPT, "checksum")
@@ -676,7 +688,7 @@ class FsAdapter(StorageAdapter):
         """A whole record of another length than asked for is the caller's mistake, else it is corrupt."""
         with mmap.mmap(-1, BLOCK_BYTES) as page, memoryview(page) as block:
             found = os.preadv(fd, [block], 0)
-            if found >= _HEADER_BYTES:
+            if found >= HEAD_BYTES:
                 magic, header_bytes, key = _MAGIC_LENGTH_KEY.unpack_from(block, 0)
                 (stored_bytes,) = _STORED_BYTES.unpack_from(block, _STORED_BYTES_AT)
                 if magic == MAGIC and key == item.key and header_bytes + stored_bytes == size_bytes:
@@ -785,6 +797,22 @@ def _unlink_if_there(path: str) -> None:
         os.unlink(path)
     except FileNotFoundError:
         pass
+
+
+def _read_heads(paths: list[str]) -> list[bytes]:
+    heads = []
+    for path in paths:
+        head = b""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                head = os.pread(fd, HEAD_BYTES, 0)
+            finally:
+                os.close(fd)
+        except OSError:
+            pass  # the load of that record will say what is wrong
+        heads.append(head)
+    return heads
 
 
 def _discard(path: str) -> None:

@@ -45,7 +45,7 @@ from kvstrata.storage.base import (
 )
 from kvstrata.storage.host_channel import MAX_FRAME_BYTES, HostConfig, Item, Kind, Request
 from kvstrata.storage.host_process import LEVEL_MARK
-from kvstrata.storage.registry import make_adapter
+from kvstrata.storage.registry import coded_adapter, configure_adapter
 from kvstrata.types import KEY_BYTES
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Host:
             config.instance_id, SystemClock(), extents.address, extents.length, self._evicted
         )
         try:
-            adapter = make_adapter(config.entry, config.index)
+            adapter: StorageAdapter = coded_adapter(configure_adapter(config.entry, config.index))
             adapter.name = config.name
             await adapter.open(context)
             frame = host_channel.opened(adapter.capabilities)

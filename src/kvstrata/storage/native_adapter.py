@@ -109,6 +109,14 @@ class NativeAdapter(StorageAdapter):
             return [Found(Presence.UNKNOWN, 0, "throttled")] * len(keys)
         return list(await asyncio.shield(future))
 
+    async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Of the connector, in the lookup lane; empty where it cannot tell or the lane is full."""
+        if self._not_ready() or not self.capabilities.has_heads or any(len(k) != KEY_BYTES for k in keys):
+            return [b""] * len(keys)
+        lane = self._lanes.number(Lane.LOOKUP)
+        future = self._take(lambda native, future: native.submit_heads(lane, self._connector, keys, future))
+        return [b""] * len(keys) if future is None else list(await asyncio.shield(future))
+
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """See the contract. A cancelled wait lets the batch go on to its end."""
         outcomes = [PutOutcome(PutStatus.FAILED, self._not_ready() or BAD_ITEM)] * len(items)

@@ -1,10 +1,10 @@
 """From the JSON of `--l2-adapter` (or an entry of `l2_adapters` in the configuration file) to an adapter.
 
 Fields common to all types are read here (`type`, `policy`, `deadline_ms`, `max_stuck_mb`, `isolation`,
-`host_kill_ms`); the rest belongs to the type.  A type comes from the table below or from an installed package
-with an entry point in the group `kvstrata.l2_adapters`: a callable `(fields: dict, path: str) -> StorageAdapter`
-that raises ConfigError for wrong fields.  Whatever is wrong stops the start with the field's path, its value and
-what to write instead.
+`host_kill_ms`, `codec` and its own); the rest belongs to the type.  A type comes from the table below or from an
+installed package with an entry point in the group `kvstrata.l2_adapters`: a callable
+`(fields: dict, path: str) -> StorageAdapter` that raises ConfigError for wrong fields.  Whatever is wrong stops the
+start with the field's path, its value and what to write instead.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from kvstrata.policy.store import StorePolicy
 from kvstrata.storage.base import StorageAdapter
 from kvstrata.storage.host import HostedAdapter
 from kvstrata.storage.lanes import Lane
+from kvstrata.storage.wrap.codec import CodecAdapter
+from kvstrata.storage.wrap.codec_chain import Chain, ChainSettings, read_chain
 from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
 from kvstrata.storage.wrap.metrics import MeteredAdapter, OpReport
 
@@ -46,7 +48,7 @@ ELSEWHERE = (
 
 _COMMON = (
     "type", "policy", "deadline_ms", "max_stuck_mb", "isolation", "host_kill_ms", "shared", "eviction", "serde",
-    "codec",
+    "codec", "codec_staging_mb", "codec_workers",
 )  # fmt: skip
 KILL_DEADLINES = 3
 """Default of `host_kill_ms`: so many deadlines."""
@@ -59,6 +61,18 @@ class HostPlan(NamedTuple):
     place: int
     kill_ms: int | None
     """None: KILL_DEADLINES deadlines."""
+
+
+DEFAULT_CODEC_STAGING_MB = 256
+DEFAULT_CODEC_WORKERS = 2
+
+
+class CodecConfig(NamedTuple):
+    """How records are encoded for one adapter."""
+
+    chain: ChainSettings = ChainSettings()
+    staging_bytes: int = DEFAULT_CODEC_STAGING_MB * MB
+    workers: int = DEFAULT_CODEC_WORKERS
 
 
 class AdapterConfig(NamedTuple):
@@ -77,6 +91,7 @@ class AdapterConfig(NamedTuple):
     """Makes the bare adapter in this process."""
     host: HostPlan | None = None
     """None: it runs in this process."""
+    codec: CodecConfig = CodecConfig()
 
 
 class ConfiguredAdapter(NamedTuple):
@@ -89,12 +104,15 @@ class ConfiguredAdapter(NamedTuple):
     """The wrapper inside `adapter` that has the breaker and counts stuck bytes, for status pages."""
     host: HostedAdapter | None = None
     """The part inside `adapter` that runs it in another process, where one does."""
+    codec: CodecAdapter | None = None
+    """The wrapper inside `guard` that encodes and decodes; None where that is in another process."""
 
     def status(self) -> dict[str, Any]:
         """For status pages."""
         return {
             "breakers": self.guard.breaker_states(),
             "stuck_bytes": self.guard.stuck_bytes,
+            **({} if self.codec is None else {"codec": self.codec.stats()}),
             **({} if self.host is None else {"host": self.host.host_status()}),
         }
 
@@ -128,8 +146,23 @@ def build_adapter(
         )
     adapter = config.make() if host is None else host
     adapter.name = config.name
-    guard = DeadlineAdapter(adapter, limits, clock)
-    return ConfiguredAdapter(config.name, MeteredAdapter(guard, report, clock), config.policy, guard, host)
+    codec = coded_adapter(config) if host is None else None
+    guard = DeadlineAdapter(codec or adapter, limits, clock)
+    return ConfiguredAdapter(
+        config.name, MeteredAdapter(guard, report, clock), config.policy, guard, host, codec
+    )
+
+
+def coded_adapter(config: AdapterConfig) -> CodecAdapter:
+    """The bare adapter of a checked entry, made in this process, with its codecs around it."""
+    adapter = config.make()
+    adapter.name = config.name
+    return CodecAdapter(
+        adapter,
+        Chain(config.codec.chain),
+        staging_bytes=config.codec.staging_bytes,
+        workers=config.codec.workers,
+    )
 
 
 def configure_adapter(entry: str | Mapping[str, Any], index: int) -> AdapterConfig:
@@ -157,9 +190,10 @@ def configure_adapter(entry: str | Mapping[str, Any], index: int) -> AdapterConf
         fields.refuse("shared", "one server per directory for now; give each server a base_path of its own")
     if fields.get("eviction") is not None:
         fields.noted("eviction", "the adapter's cap evicts the least recently used")
-    for codec in ("serde", "codec"):
-        if fields.get(codec) is not None:
-            fields.refuse(codec, "this version has no codecs, records are stored as they are; remove it")
+    if fields.get("serde") is not None:
+        advice = 'write "codec": ["zstd"] or "codec": [{"name": "aes-gcm", "key_file": PATH}]'
+        fields.refuse("serde", f"it was replaced by codec; {advice}")
+    codec = _codec(fields)
     return AdapterConfig(
         name,
         path,
@@ -168,7 +202,16 @@ def configure_adapter(entry: str | Mapping[str, Any], index: int) -> AdapterConf
         None if stuck_mb is None else int(stuck_mb * MB),
         factory(fields, name),
         HostPlan(dict(entry), index, None if kill_ms is None else int(kill_ms)) if hosted else None,
+        codec,
     )
+
+
+def _codec(fields: Fields) -> CodecConfig:
+    chain = read_chain(fields.get("codec"), f"{fields.path}.codec")
+    staging_mb = fields.number("codec_staging_mb", DEFAULT_CODEC_STAGING_MB, least=1, most=1 << 20)
+    workers = fields.number("codec_workers", DEFAULT_CODEC_WORKERS, least=1, most=64, whole=True)
+    assert staging_mb is not None and workers is not None
+    return CodecConfig(chain, int(staging_mb * MB), int(workers))
 
 
 class Fields:

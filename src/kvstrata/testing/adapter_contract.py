@@ -253,7 +253,8 @@ class AdapterContract(ABC):
 
     def damage(self, medium: Medium, damage: str) -> None:
         """Spoil record 1."""
-        key, length = key_of(1), record_length(SIZE)
+        key = key_of(1)
+        length = len(medium.read(key))
         if damage == "cut":
             medium.truncate(key, length - 1)
         elif damage == "short":
@@ -261,7 +262,7 @@ class AdapterContract(ABC):
         elif damage == "longer":
             medium.extend(key, 4096)
         else:
-            header = length - SIZE
+            header = record_length(SIZE) - SIZE
             places = {"magic": 0, "header_crc": 252, "key": 16, "section_table": 520, "payload": header + 10}
             medium.flip(key, places.get(damage, length - 1))
 

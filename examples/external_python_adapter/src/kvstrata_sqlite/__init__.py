@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvstrata.errors import ConfigError, StorageError
-from kvstrata.native.copying import CopyOutcome, verify_record
+from kvstrata.native.copying import CopyOutcome, verify_stored_record
 from kvstrata.storage.base import (
     AdapterContext,
     Capabilities,
@@ -291,7 +291,7 @@ class SqliteAdapter(StorageAdapter):
             if len(record) != item.hold.length:
                 return LoadOutcome(LoadStatus.CORRUPT), row
             item.hold.view()[:] = record
-            sound = verify_record(item.hold.address, item.hold.length, item.key) == CopyOutcome.OK
+            sound = verify_stored_record(item.hold.address, item.hold.length, item.key) == CopyOutcome.OK
             return LoadOutcome(LoadStatus.LOADED if sound else LoadStatus.CORRUPT), row
         except sqlite3.Error:
             return LoadOutcome(LoadStatus.FAILED, "io"), 0

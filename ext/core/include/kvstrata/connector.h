@@ -28,7 +28,7 @@
 namespace kvstrata {
 
 // The name names the version of everything in this header.
-inline constexpr const char* connector_capsule_name = "kvstrata.Connector.1";
+inline constexpr const char* connector_capsule_name = "kvstrata.Connector.2";
 
 // The numbers of these are part of the binding.
 enum class Presence : std::uint8_t { kAbsent = 0, kPresent = 1, kUnknown = 2 };
@@ -42,6 +42,16 @@ struct ExistsItem {
   Presence presence = Presence::kUnknown;
   std::uint32_t record_bytes = 0;  // of the whole record, where present
   const char* reason = "";
+};
+
+// The first bytes of a stored record: both of its headers.
+inline constexpr std::uint32_t kHeadBytes = 512;
+
+struct HeadItem {
+  Digest key{};
+  std::uint32_t length =
+      0;  // bytes that were read; less than kHeadBytes: there are no more, or none
+  std::uint8_t bytes[kHeadBytes] = {};
 };
 
 struct PutItem {
@@ -74,6 +84,7 @@ struct ConnectorCapabilities {
   bool shared = false;      // others put and delete there too
   bool can_delete = true;
   bool can_clear = false;
+  bool has_heads = false;  // heads() tells; records may be encoded only then
   bool has_ttl = false;
   bool wants_registered_memory = false;  // uses ConnectorContext::region
   // While ready(), exists() never blocks: it is called on the server's event loop, in no lane.
@@ -120,6 +131,10 @@ class Connector {
 
   // Which keys can be loaded and how long their records are. Never touches payloads.
   virtual void exists(std::span<ExistsItem> items) noexcept = 0;
+
+  // The first kHeadBytes of stored records: what tells the length of an encoded one. Only called
+  // where capabilities().has_heads, in the lane of lookups.
+  virtual void heads(std::span<HeadItem> /*items*/) noexcept {}
 
   // Stores some items of a batch.
   virtual void put(std::span<PutItem> piece) noexcept = 0;

@@ -28,6 +28,18 @@ class ExistsJob : public LaneJob {
   std::shared_ptr<Connector> connector_;
 };
 
+class HeadsJob : public LaneJob {
+ public:
+  HeadsJob(std::shared_ptr<Connector> connector, std::vector<HeadItem> items) noexcept
+      : items(std::move(items)), connector_(std::move(connector)) {}
+  void run(std::size_t index) override;
+
+  std::vector<HeadItem> items;
+
+ private:
+  std::shared_ptr<Connector> connector_;
+};
+
 // A batch of puts or loads, cut into pieces that threads take side by side.
 template <typename T>
 class BatchJob : public LaneJob {

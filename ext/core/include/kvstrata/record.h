@@ -92,6 +92,20 @@ void invalidate_record(void* record) noexcept;
 Status seal_record(void* record, std::uint64_t length, const RecordSpec& spec,
                    const std::uint32_t* section_lengths, std::uint64_t section_count) noexcept;
 
+// How the payload of an encoded record is stored (docs/formats.md names the codec numbers).
+struct RecordEncoding {
+  std::array<unsigned char, 8> codecs{};
+  std::uint64_t stored_bytes = 0;
+  std::uint32_t stored_crc = 0;
+};
+
+// As write_record_header, for a payload that lies behind the header in its encoded form; `sections`
+// speak of the payload before encoding (which a lossy codec has rounded already).
+// kBadArgument also when no codec is named or nothing is stored.
+Status write_encoded_header(void* record, std::uint64_t length, const RecordSpec& spec,
+                            Section* sections, std::uint64_t section_count,
+                            const RecordEncoding& encoding) noexcept;
+
 // Checks everything about the headers and the table (magics, versions, CRCs, reserved zeros, packed
 // sections, agreement of both headers, that the whole record fits in `length`) and nothing about
 // the payload. Up to `capacity` rows of the table go to `sections`.
@@ -111,5 +125,10 @@ Status check_is_wanted(const RecordHeader& header, const Digest* expected_key) n
 //   kBusy          the CRCs are pending
 //   kCorrupt       detail(2) is the first bad section, or -1 for the headers
 Status verify_record(const void* record, std::uint64_t length, const Digest* expected_key) noexcept;
+
+// As verify_record, for what a medium holds: of an encoded record the stored bytes are checked,
+// which says that they are what was written and nothing about what they decode to.
+Status verify_stored_record(const void* record, std::uint64_t length,
+                            const Digest* expected_key) noexcept;
 
 }  // namespace kvstrata

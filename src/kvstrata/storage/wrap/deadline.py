@@ -12,7 +12,8 @@ One breaker per operation:
     PROBING ── it failed ──> OPEN, for twice as long, at most `max_open_s`
 
 An operation failed when it hit the deadline, raised, or got no usable answer for any of its items (FAILED or
-UNKNOWN, but not for want of room in a queue).  A miss, a corrupt record or a full disk is an answer.
+UNKNOWN, but not for a reason that says nothing about the medium, such as want of room in a queue).  A miss, a
+corrupt record or a full disk is an answer.
 While the breaker of loads is open, `exists` answers UNKNOWN too: what cannot be loaded is no hit.
 """
 
@@ -28,6 +29,7 @@ import msgspec
 
 from kvstrata.clock import Clock
 from kvstrata.storage.base import (
+    NOT_THE_MEDIUM,
     AdapterContext,
     Found,
     LoadItem,
@@ -49,8 +51,6 @@ T = TypeVar("T")
 DEADLINE = "deadline"
 BREAKER_OPEN = "breaker_open"
 RAISED = "adapter_error"
-_OUR_QUEUES = ("throttled", "queue_full", "host_down")
-"""Reasons that say nothing about the medium, and come at once."""
 
 
 class DeadlineLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +150,10 @@ class DeadlineAdapter(StorageAdapter):
         except _Failed as failed:
             return [Found(Presence.UNKNOWN, 0, failed.reason)] * len(keys)
 
+    async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
+        """As the inner adapter. Asked only by the codec wrapper, which lies inside this one."""
+        return await self.inner.heads(keys)
+
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """As the inner adapter; FAILED at the deadline and while the breaker is open."""
         payload_bytes = sum(item.hold.length for item in items)
@@ -244,7 +248,7 @@ class DeadlineAdapter(StorageAdapter):
             if not fits(outcomes):
                 return False
             reasons = [why_not(outcome) for outcome in outcomes]
-            return not asked or any(reason is None or reason in _OUR_QUEUES for reason in reasons)
+            return not asked or any(reason is None or reason in NOT_THE_MEDIUM for reason in reasons)
 
         outcomes = await self._in_time(operation, work, payload_bytes, went_well)
         if not fits(outcomes):

@@ -86,6 +86,10 @@ class FaultyAdapter(StorageAdapter):
             return [Found(Presence.UNKNOWN, 0, "injected")] * len(keys)
         return await self.inner.exists(keys)
 
+    async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
+        """As the inner adapter, always: it belongs to an `exists` or a load that has had its fault."""
+        return await self.inner.heads(keys)
+
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """As the inner adapter, or not."""
         fault = await self._begin()

@@ -59,6 +59,10 @@ class MeteredAdapter(StorageAdapter):
             span.outcomes.update(_word(f.presence.name, f.reason) for f in found)
         return found
 
+    async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
+        """As the inner adapter."""
+        return await self.inner.heads(keys)
+
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """As the inner adapter."""
         lengths = [item.hold.length for item in items]
