@@ -28,13 +28,13 @@ class Installed(NamedTuple):
     type: str
     environment: dict[str, str]
 
-    def adapter(self, folder: Path) -> str:
+    def adapter(self, folder: Path, isolation: str) -> str:
         """The JSON of an adapter that keeps its records below `folder`."""
         path = {
             "sqlite": {"path": str(folder / "kv.sqlite")},
             "flat_files": {"base_path": str(folder / "kv")},
         }
-        return json.dumps({"type": self.type, "capacity_gb": 1, **path[self.type]})
+        return json.dumps({"type": self.type, "capacity_gb": 1, "isolation": isolation, **path[self.type]})
 
 
 @pytest.fixture(scope="module", params=list(TYPES))
@@ -98,8 +98,11 @@ def test_its_own_tests_pass(package: Installed, tmp_path: Path) -> None:
     assert " passed" in done.stdout
 
 
-def test_a_server_finds_it_by_its_type_and_keeps_chunks_in_it(package: Installed, tmp_path: Path) -> None:
-    flags = ("--l2-adapter", package.adapter(tmp_path))
+@pytest.mark.parametrize("isolation", ["in_process", "process"])
+def test_a_server_finds_it_by_its_type_and_keeps_chunks_in_it(
+    package: Installed, tmp_path: Path, isolation: str
+) -> None:
+    flags = ("--l2-adapter", package.adapter(tmp_path, isolation))
     with ServerProcess(
         tmp_path / "server",
         l1_mb=64,

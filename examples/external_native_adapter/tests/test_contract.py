@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from kvstrata_flat_files import from_fields, make_adapter
+from kvstrata_flat_files import GB, from_fields, make_adapter
 
 from kvstrata.clock import SystemClock
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.storage.base import AdapterContext, StorageAdapter
-from kvstrata.testing.adapter_contract import AdapterContract, Medium
+from kvstrata.testing.adapter_contract import AdapterContract, HostedContract, Medium
 
 
 class Folder(Medium):
@@ -47,6 +48,17 @@ class TestFlatFiles(AdapterContract):
     def make_adapter(self, medium: Medium, capacity_bytes: int = 0) -> StorageAdapter:
         assert isinstance(medium, Folder)
         return make_adapter(str(medium.path), capacity_bytes)
+
+
+class TestFlatFilesInAHost(HostedContract):
+    """In a process of its own, by the type that the package adds."""
+
+    def make_medium(self, folder: Path) -> Folder:
+        return Folder(folder / "records")
+
+    def entry(self, medium: Medium, capacity_bytes: int = 0) -> dict[str, Any]:
+        assert isinstance(medium, Folder)
+        return {"type": "flat_files", "base_path": str(medium.path), "capacity_gb": capacity_bytes / GB}
 
 
 @pytest.mark.asyncio

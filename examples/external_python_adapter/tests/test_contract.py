@@ -12,7 +12,7 @@ from kvstrata_sqlite import GB, SqliteAdapter, from_fields
 from kvstrata.clock import SystemClock
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.storage.base import AdapterContext, LoadStatus, PutStatus, StorageAdapter
-from kvstrata.testing.adapter_contract import AdapterContract, Medium
+from kvstrata.testing.adapter_contract import AdapterContract, HostedContract, Medium
 from kvstrata.testing.strategies import key_of, load_item, put_item
 
 
@@ -54,6 +54,17 @@ class TestSqlite(AdapterContract):
     def make_adapter(self, medium: Medium, capacity_bytes: int = 0) -> StorageAdapter:
         assert isinstance(medium, Database)
         return SqliteAdapter(str(medium.path), capacity_bytes / GB)
+
+
+class TestSqliteInAHost(HostedContract):
+    """In a process of its own, by the type that the package adds."""
+
+    def make_medium(self, folder: Path) -> Database:
+        return Database(folder / "a base.sqlite")
+
+    def entry(self, medium: Medium, capacity_bytes: int = 0) -> dict[str, Any]:
+        assert isinstance(medium, Database)
+        return {"type": "sqlite", "path": str(medium.path), "capacity_gb": capacity_bytes / GB}
 
 
 CONTEXT = AdapterContext("test", SystemClock(), 0, 0, lambda key: None)
