@@ -202,6 +202,14 @@ class VolatileFiles final : public FileLayer {
     const std::lock_guard lock(machine_->mutex);
     machine_->stopped = true;
   }
+  // All that is there is durable from here on. No step.
+  void settle() {
+    const std::lock_guard lock(machine_->mutex);
+    for (std::size_t i = 0; i < machine_->inodes.size(); ++i) {
+      Machine::settle_file(&machine_->inodes[i]);
+      machine_->settle_folder(static_cast<int>(i));
+    }
+  }
   [[nodiscard]] bool stopped() const {
     const std::lock_guard lock(machine_->mutex);
     return machine_->stopped;
@@ -210,6 +218,7 @@ class VolatileFiles final : public FileLayer {
     const std::lock_guard lock(machine_->mutex);
     return machine_->steps;
   }
+  // The lines of those before, too.
   [[nodiscard]] std::vector<std::string> trace() const {
     const std::lock_guard lock(machine_->mutex);
     return machine_->trace;
@@ -219,13 +228,13 @@ class VolatileFiles final : public FileLayer {
   // Stops, and returns what is there when the power is back. May be asked again, for other ends of
   // the same story.
   std::unique_ptr<VolatileFiles> cut(Kept kept, std::uint64_t seed) {
-    std::unique_ptr<VolatileFiles> next = copy();
+    std::unique_ptr<VolatileFiles> next = copy(std::string("power cut, kept: ") + kept_name(kept));
     next->machine_->lose(kept, Random(seed));
     return next;
   }
 
   // Stops, and returns what the next process finds. As cut(), it may be asked again.
-  std::unique_ptr<VolatileFiles> kill() { return copy(); }
+  std::unique_ptr<VolatileFiles> kill() { return copy("killed"); }
 
   Status open(const std::string& path, FileMode mode, bool direct,
               std::unique_ptr<File>* out) noexcept override {
@@ -682,10 +691,11 @@ class VolatileFiles final : public FileLayer {
                            inode->changes.begin() + static_cast<std::ptrdiff_t>(done));
     }
 
-    // Adds what is needed by what is kept. Whether anything was added.
-    bool require(const Need& need, Namings* kept) const {
+    // Adds what is needed by what is kept, with the names of the folder that it is in if `to_root`.
+    // Whether anything was added.
+    bool require(const Need& need, bool to_root, Namings* kept) const {
       const Inode& folder = inodes[need.folder];
-      bool added = folder.named_by.has_value() && require(*folder.named_by, kept);
+      bool added = to_root && folder.named_by && require(*folder.named_by, true, kept);
       const auto namings = folder.namings.find(need.name);
       if (namings == folder.namings.end()) return added;
       for (std::size_t i = 0; i < namings->second.size(); ++i) {
@@ -704,7 +714,7 @@ class VolatileFiles final : public FileLayer {
           const std::vector<Naming>& namings = inodes[at.first].namings.at(at.second);
           for (std::size_t i = 0; i < count; ++i)
             for (const Need& need : namings[i].needs)
-              added = require(need, kept) || added;
+              added = require(need, need.folder != at.first, kept) || added;
         }
       }
     }
@@ -1006,7 +1016,7 @@ class VolatileFiles final : public FileLayer {
   explicit VolatileFiles(std::shared_ptr<Machine> machine) : machine_(std::move(machine)) {}
 
   // Stops, and copies without open files and locks.
-  std::unique_ptr<VolatileFiles> copy() {
+  std::unique_ptr<VolatileFiles> copy(const std::string& why) {
     const std::lock_guard lock(machine_->mutex);
     machine_->stopped = true;
     auto next = std::make_shared<Machine>(machine_->options, machine_->sites);
@@ -1014,6 +1024,8 @@ class VolatileFiles final : public FileLayer {
     next->used_blocks = machine_->used_blocks;
     next->next_id = machine_->next_id;
     next->now_unix_ns = machine_->now_unix_ns;
+    next->trace = machine_->trace;
+    if (next->options.traces) next->trace.push_back(why);
     for (std::size_t i = 0; i < next->inodes.size(); ++i) {
       Inode& inode = next->inodes[i];
       if (inode.opens == 0) continue;

@@ -76,6 +76,17 @@ TEST(what_was_synced_survives_every_cut) {
   });
 }
 
+TEST(what_is_settled_survives_every_cut) {
+  VolatileFiles files;
+  CHECK_OK(files.make_folder("/folder"));
+  CHECK_OK(write(*open_file(files, "/folder/file", FileMode::kCreate), 0, Bytes(10, 1)));
+  const std::uint64_t steps = files.steps();
+  files.settle();
+  CHECK_EQ(files.steps(), steps);
+  for_each_cut(files,
+               [](VolatileFiles& after) { CHECK(content(after, "/folder/file") == Bytes(10, 1)); });
+}
+
 TEST(unsynced_writes_are_torn_between_blocks_of_512_bytes_and_never_within) {
   VolatileFiles files;
   make_durable(files, "/file", Bytes(4096, 1));
@@ -251,6 +262,20 @@ TEST(syncing_either_folder_of_a_rename_keeps_the_file) {
     // The old name is gone once its folder is synced; a folder is itself a name to be synced.
     CHECK(seen == (synced == "/from" ? std::set<unsigned>{2} : std::set<unsigned>{1, 2, 3}));
   }
+}
+
+TEST(what_is_in_a_folder_goes_with_it_until_its_own_name_is_synced) {
+  VolatileFiles files;
+  CHECK_OK(files.make_folder("/folder"));
+  make_durable(files, "/folder/part", Bytes(10, 1));
+  CHECK_OK(files.rename("/folder/part", "/folder/file"));
+  CHECK_OK(files.sync_folder("/folder"));
+  std::set<bool> seen;
+  for_each_cut(files, [&](VolatileFiles& after) {
+    seen.insert(is_there(after, "/folder"));
+    CHECK_EQ(is_there(after, "/folder"), is_there(after, "/folder/file"));
+  });
+  CHECK_EQ(seen.size(), 2u);
 }
 
 TEST(a_folder_keeps_one_name) {
