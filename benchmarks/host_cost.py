@@ -26,7 +26,7 @@ from kvstrata.native.copying import RecordSpec, record_bytes, seal_record
 from kvstrata.native.pool import ExtentsMap, Hold, LentHold
 from kvstrata.storage.base import AdapterContext, LoadItem, LoadStatus, PutItem, PutStatus, StorageAdapter
 from kvstrata.storage.host import HostedAdapter
-from kvstrata.storage.registry import make_adapter
+from kvstrata.storage.registry import coded_adapter, configure_adapter
 
 ITEMS = 32
 PAYLOAD_BYTES = 1 << 20
@@ -94,7 +94,7 @@ async def compare(folder: Path) -> dict[str, list[tuple[float, float]]]:
     """(in process, in a host) seconds of each round, by operation."""
     extents = Extents()
     adapters: list[StorageAdapter] = [
-        make_adapter({"type": "fs", "base_path": str(folder / "in-process")}, 0),
+        coded_adapter(configure_adapter({"type": "fs", "base_path": str(folder / "in-process")}, 0)),
         HostedAdapter({"type": "fs", "base_path": str(folder / "in-a-host")}, 1, name="fs-1", kill_ms=60_000),
     ]
     try:

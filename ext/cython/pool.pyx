@@ -889,7 +889,13 @@ cdef class LentHold:
         return memoryview(self)
 
     def __getbuffer__(self, Py_buffer* buffer, int flags):
+        if self.extents.mapping.address() == NULL:
+            raise PoolError("the extents map was closed", reason="closed")
         PyBuffer_FillInfo(buffer, self, <void*>self.address, <Py_ssize_t>self.length, not self.writable, flags)
+        self.extents.exports += 1
+
+    def __releasebuffer__(self, Py_buffer* buffer):
+        self.extents.exports -= 1
 
     def __enter__(self):
         return self

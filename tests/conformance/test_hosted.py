@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from kvstrata.testing.adapter_contract import HostedContract, Medium
+import pytest
+
+from kvstrata.errors import StorageError
+from kvstrata.storage.base import Found, Presence, PutOutcome, PutStatus
+from kvstrata.storage.host import HostedAdapter
+from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, HostedContract, Medium
+from kvstrata.testing.strategies import key_of, lent_context, load_item, put_item, watched
 from tests.conformance.test_fs import Folder
+from tests.harness.bad_adapter import entry_of
 
 GB = 1 << 30
 
@@ -23,3 +31,48 @@ class TestFsHosted(HostedContract):
             "capacity_gb": capacity_bytes / GB,
             "min_free_gb": 0,
         }
+
+
+@pytest.fixture
+async def bad(tmp_path: Path) -> AsyncIterator[tuple[HostedAdapter, Path]]:
+    """An open BadAdapter in a host, and the folder of its orders."""
+    orders = tmp_path / "orders"
+    orders.mkdir()
+    adapter = HostedAdapter(entry_of(tmp_path / "kv", orders), 0, name="plugin-0", kill_ms=600_000)
+    await adapter.open(lent_context(lambda key: None))
+    yield adapter, orders
+    for order in orders.iterdir():
+        order.unlink()
+    await adapter.close()
+
+
+async def test_bytes_that_an_adapter_still_uses_after_its_answer_stay_held(bad) -> None:
+    adapter, orders = bad
+    (orders / "put.late").touch()
+    item = put_item(key_of(1), SIZE)
+    assert await adapter.put([item]) == [PutOutcome(PutStatus.FAILED, "late")]
+    assert await adapter.exists([key_of(1)]) == [Found(Presence.ABSENT)]
+    assert not watched(item).dropped.is_set()
+    (orders / "put.late").unlink()
+    await adapter.exists([key_of(1)])
+    await watched(item).until_dropped()
+    watched(item).check()
+
+
+async def test_holds_of_a_batch_whose_adapter_raised_end_with_their_last_reference(bad) -> None:
+    adapter, orders = bad
+    (orders / "load.raise").touch()
+    item = load_item(key_of(1), SIZE)
+    with pytest.raises(Exception, match="RuntimeError: as it was told"):
+        await adapter.load([item])
+    await watched(item).until_dropped()
+    (orders / "load.raise").unlink()
+    assert await adapter.put([put_item(key_of(1), SIZE)]) == [STORED]
+    assert await adapter.load([load_item(key_of(1), SIZE)]) == [LOADED]
+
+
+async def test_what_clear_refuses_is_told(bad) -> None:
+    adapter, orders = bad
+    (orders / "clear.refuse").touch()
+    with pytest.raises(StorageError, match="bad medium: mend it"):
+        await adapter.clear()

@@ -2,6 +2,8 @@
 
 It is `fs` until a file `OPERATION.HOW` appears in its folder of orders (`put.abort`): then the next such operation does
 that, whatever it is, for as long as the file is there.  `make.HOW` and `open.HOW` do it when it is made or opened.
+`put.late` answers puts before it has finished with their bytes, which it has when the file is gone and it is asked
+`exists`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from kvstrata.storage.base import (
     LoadOutcome,
     PutItem,
     PutOutcome,
+    PutStatus,
     StorageAdapter,
     Usage,
 )
@@ -79,6 +82,7 @@ class BadAdapter(StorageAdapter):
     def __init__(self, base_path: str, orders: str) -> None:
         self.name = "bad"
         self._orders = Path(orders)
+        self._late: list[PutItem] = []
         self._obey("make")
         self._inner = make_adapter({"type": "fs", "base_path": base_path}, 0)
         self.capabilities = self._inner.capabilities
@@ -93,9 +97,16 @@ class BadAdapter(StorageAdapter):
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
         self._obey("exists")
+        if not (self._orders / "put.late").exists():
+            for item in self._late:
+                item.hold.drop()
+            self._late.clear()
         return await self._inner.exists(keys)
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        if (self._orders / "put.late").exists():
+            self._late += items
+            return [PutOutcome(PutStatus.FAILED, "late")] * len(items)
         self._obey("put")
         return await self._inner.put(items)
 
@@ -107,6 +118,7 @@ class BadAdapter(StorageAdapter):
         return await self._inner.delete(keys)
 
     async def clear(self) -> int:
+        self._obey("clear")
         return await self._inner.clear()
 
     async def usage(self) -> Usage:

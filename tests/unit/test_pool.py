@@ -16,7 +16,7 @@ import pytest
 
 from kvstrata.errors import SegmentError
 from kvstrata.native.copying import RecordSpec, seal_record
-from kvstrata.native.pool import ExtentsMap, Hold, IndexReader, Pool, PoolError, PoolFormatError
+from kvstrata.native.pool import ExtentsMap, Hold, IndexReader, LentHold, Pool, PoolError, PoolFormatError
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.types import Extent, unpack_extents
 from tests.harness import pool_churn
@@ -317,6 +317,45 @@ def test_an_extents_map_is_bounds_checked(files: Files) -> None:
     extents.close()
     with pytest.raises(PoolError):
         _ = extents.address
+
+
+def test_a_lent_hold_is_dropped_once_by_a_call_a_block_or_its_end(files: Files) -> None:
+    pool = files.create()
+    extents = ExtentsMap(files.extents, pool.extents_bytes)
+    drops: list[str] = []
+
+    def lent(name: str, writable: bool = True) -> LentHold:
+        return LentHold(
+            extents, bytes(32), RECORD, 100, writable=writable, dropped=lambda: drops.append(name)
+        )
+
+    hold = lent("called")
+    assert (hold.key, hold.offset, hold.length, hold.generation) == (bytes(32), RECORD, 100, 0)
+    assert hold.address == extents.address + RECORD
+    with hold.view() as view:
+        view[:5] = b"hello"
+    assert bytes(extents.view(RECORD, 5)) == b"hello"
+    assert hold.is_held
+    hold.drop()
+    hold.drop()
+    assert not hold.is_held
+    with pytest.raises(PoolError):
+        hold.view()
+    with lent("left", writable=False) as hold, hold.view() as view:
+        assert view.readonly
+        with pytest.raises(BufferError):
+            extents.close()
+    del hold, view
+    lent("forgotten")
+    assert drops == ["called", "left", "forgotten"]
+    for offset, length in ((-1, 1), (0, -1), (pool.extents_bytes, 1), (1, pool.extents_bytes)):
+        with pytest.raises(ValueError, match=r"leaves the pool|negative"):
+            LentHold(extents, bytes(32), offset, length, writable=True, dropped=lambda: drops.append("never"))
+    assert len(drops) == 3
+    hold = lent("last")
+    extents.close()
+    with pytest.raises(PoolError):
+        hold.view()
 
 
 def test_a_forked_child_has_no_mapping(files: Files) -> None:

@@ -144,10 +144,10 @@ def build_adapter(
             kill_ms=config.host.kill_ms or KILL_DEADLINES * limits.deadline_ms,
             bytes_per_kill=limits.bytes_per_deadline,
         )
-    adapter = config.make() if host is None else host
-    adapter.name = config.name
     codec = coded_adapter(config) if host is None else None
-    guard = DeadlineAdapter(codec or adapter, limits, clock)
+    inner = codec or host
+    assert inner is not None
+    guard = DeadlineAdapter(inner, limits, clock)
     return ConfiguredAdapter(
         config.name, MeteredAdapter(guard, report, clock), config.policy, guard, host, codec
     )
