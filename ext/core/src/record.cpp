@@ -355,6 +355,18 @@ Status seal_record(void* record, std::uint64_t length, const RecordSpec& spec,
   return write_record_header(record, length, spec, sections.get(), section_count);
 }
 
+Status read_outer_header(const void* record, Digest* key, std::uint64_t* record_bytes) noexcept {
+  static_assert(sizeof(OuterHeader) == kOuterHeaderBytes);
+  OuterHeader outer;
+  std::memcpy(&outer, record, sizeof(outer));
+  KVSTRATA_RETURN_IF_ERROR(check_outer(outer));
+  if (outer.stored_bytes > UINT64_MAX - outer.header_bytes)
+    return corrupt("outer.stored_bytes: longer than anything", outer.stored_bytes);
+  *key = outer.key;
+  *record_bytes = outer.header_bytes + outer.stored_bytes;
+  return Status();
+}
+
 Status read_record_header(const void* record, std::uint64_t length, RecordHeader* header,
                           Section* sections, std::size_t capacity) noexcept {
   if (length < sizeof(Headers)) {

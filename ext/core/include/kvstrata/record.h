@@ -119,6 +119,13 @@ Status read_record_header(const void* record, std::uint64_t length, RecordHeader
 // with a payload whose sections can be checked: kStale, kIncompatible or kBusy as of verify_record.
 Status check_is_wanted(const RecordHeader& header, const Digest* expected_key) noexcept;
 
+// Bytes of the outer header, the first of a record.
+inline constexpr std::size_t kOuterHeaderBytes = 256;
+
+// What these first bytes say about the record they belong to: its key and its whole length. Errors
+// are those of read_record_header about the outer header. REQUIRES: kOuterHeaderBytes bytes.
+Status read_outer_header(const void* record, Digest* key, std::uint64_t* record_bytes) noexcept;
+
 // read_record_header, check_is_wanted and the CRC of every section.
 //   kStale         sound headers, other key
 //   kIncompatible  also: the payload is encoded, so its sections cannot be checked
