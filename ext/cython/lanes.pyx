@@ -105,9 +105,14 @@ cdef extern from "kvstrata/connector.h" namespace "kvstrata" nogil:
     cdef cppclass ConnectorUsage:
         uint64_t used_bytes, capacity_bytes, records
 
+    cdef cppclass ConnectorNote:
+        cbool warning
+        string text
+
     cdef cppclass CConnector "kvstrata::Connector":
         ConnectorCapabilities capabilities() noexcept
         cbool ready() noexcept
+        void take_notes(vector[ConnectorNote]*) noexcept
 
 
 cdef extern from *:
@@ -341,6 +346,12 @@ cdef class NativeConnector:
         with nogil:
             exists_now(self.connector.get()[0], items)
         return _found(items, found)
+
+    def take_notes(self):
+        cdef vector[ConnectorNote] notes
+        cdef size_t i
+        self.connector.get().take_notes(&notes)
+        return [(bool(notes[i].warning), notes[i].text.decode(errors="replace")) for i in range(notes.size())]
 
     cdef vector[ExistsItem] _exists_items(self, object keys) except *:
         cdef vector[ExistsItem] items

@@ -42,6 +42,7 @@ OTHER_KEY = ChainSettings(zstd=ZstdOptions(), master_key=b"o" * 32)
 class CodecOnFs(AdapterContract):
     """Payloads of the suite are noise: zstd leaves them as they are, AES-GCM does not."""
 
+    waits_in_threads = False  # the connector of `fs` reads memory, it asks no Python object for it
     chain = PLAIN
 
     def make_medium(self, folder: Path) -> Folder:

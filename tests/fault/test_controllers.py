@@ -148,7 +148,7 @@ class Tier:
     def path(self, key: bytes) -> Path:
         inner = self.faults.inner
         assert isinstance(inner, FsAdapter)
-        return Path(inner._path(key))
+        return inner.path(key)
 
 
 OpenTier = Callable[..., Awaitable[Tier]]

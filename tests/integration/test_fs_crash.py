@@ -1,8 +1,8 @@
 """SIGKILL in the middle of puts: what `fs` acknowledged is there afterwards, whole, and the cap holds.
 
-The child is a real process with a real directory. It kills itself before or after a chosen system call, or is
-killed from outside while several batches are under way. (A killed process loses no page cache; what a power cut
-loses is another test's matter.)
+The child is a real process with a real directory, killed from outside while several batches are under way; deaths
+at each system call are in ext/core/tests/fs_crash_test.cpp. (A killed process loses no page cache; what a power
+cut loses is another test's matter.)
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,7 +35,6 @@ pytestmark = pytest.mark.integration
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SIZES = (3_000, 20_000, 70_000)
-CALLS = ("mkdir", "open", "pwritev", "fdatasync", "rename", "fsync", "unlink")
 CAP_BYTES = 1 << 20
 
 
@@ -53,25 +50,7 @@ def context() -> AdapterContext:
     return AdapterContext("crash", SystemClock(), 0, 0, lambda key: None)
 
 
-# -- the child: python -m tests.integration.test_fs_crash BASE CAP FIRST CALL NTH WHEN -------------------------
-
-
-def die_at(call: str, nth: int, when: str, base: str) -> None:
-    """Kill this process at the n-th use of a system call below `base`."""
-    real: Callable[..., Any] = getattr(os, call)
-    count = itertools.count(1)
-
-    def wrapped(*arguments: Any, **keywords: Any) -> Any:
-        ours = not isinstance(arguments[0], str) or arguments[0].startswith(base)
-        if not ours or next(count) != nth:
-            return real(*arguments, **keywords)
-        if when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
-        real(*arguments, **keywords)
-        os.kill(os.getpid(), signal.SIGKILL)
-        return None
-
-    setattr(os, call, wrapped)
+# -- the child: python -m tests.integration.test_fs_crash BASE CAP FIRST ---------------------------------------
 
 
 async def put_for_ever(base: str, capacity_bytes: int, first: int) -> None:
@@ -94,12 +73,10 @@ async def put_for_ever(base: str, capacity_bytes: int, first: int) -> None:
         task.add_done_callback(running.discard)
 
 
-def child(
-    base: Path, capacity_bytes: int, first: int, call: str = "", nth: int = 0, when: str = ""
-) -> list[str]:
+def child(base: Path, capacity_bytes: int, first: int) -> list[str]:
     """The command line of a child."""
     module = [sys.executable, "-m", "tests.integration.test_fs_crash"]
-    return [*module, str(base), str(capacity_bytes), str(first), call, str(nth), when]
+    return [*module, str(base), str(capacity_bytes), str(first)]
 
 
 # -- the parent ------------------------------------------------------------------------------------------------
@@ -165,30 +142,6 @@ async def examine(base: Path, capacity_bytes: int, acknowledged: list[int], late
         await adapter.close()
 
 
-@pytest.mark.parametrize(
-    ("call", "when", "capacity_bytes"),
-    [
-        (call, when, capacity_bytes)
-        for call, when, capacity_bytes in itertools.product(CALLS, ("before", "after"), (0, CAP_BYTES))
-        if call != "unlink" or capacity_bytes  # without a cap nothing is unlinked
-    ],
-)
-def test_acknowledged_records_survive_a_kill_at_each_system_call(
-    tmp_path: Path, call: str, when: str, capacity_bytes: int
-) -> None:
-    base = tmp_path / "kv"
-    acknowledged: list[int] = []
-    for life, nth in enumerate((1, 200)):
-        first = 1000 * life
-        command = child(base, capacity_bytes, first, call, nth, when)
-        ended = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, timeout=120, check=False)
-        assert ended.returncode == -signal.SIGKILL
-        latest = parse(ended.stdout)
-        acknowledged += latest
-        asyncio.run(examine(base, capacity_bytes, acknowledged, latest))
-    assert acknowledged
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_acknowledged_records_survive_kills_from_outside(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
@@ -214,7 +167,5 @@ def test_acknowledged_records_survive_kills_from_outside(tmp_path: Path, seed: i
 
 
 if __name__ == "__main__":
-    base_path, cap, first_number, name, number_of_call, before_or_after = sys.argv[1:]
-    if name:
-        die_at(name, int(number_of_call), before_or_after, base_path)
+    base_path, cap, first_number = sys.argv[1:]
     asyncio.run(put_for_ever(base_path, int(cap), int(first_number)))

@@ -7,6 +7,7 @@ adapter turns "must be there" into "must not load as it is". Restarts keep every
 from __future__ import annotations
 
 import asyncio
+import collections
 import enum
 import os
 import shutil
@@ -139,14 +140,21 @@ class FsMachine(RuleBasedStateMachine):
 
     def settle_puts(self, stored: list[int]) -> None:
         """Stored records become the newest, in their order; evictions fall between them."""
-        left = [next(n for n in NUMBERS if key_of(n) == key) for key in self.evicted]
+        left = collections.deque(next(n for n in NUMBERS if key_of(n) == key) for key in self.evicted)
         self.evicted.clear()
-        for number in stored:
-            self.known[number] = Is.WHOLE
-            self.used(number)
-        for number in left:
+
+        def leave() -> None:
+            number = left.popleft()
             assert number == self.order[0], "something newer left before the least recently used"
             self.forget(number)
+
+        for number in stored:
+            while self.known[number] is Is.WHOLE:  # it left for an item before it, and was put again
+                leave()
+            self.known[number] = Is.WHOLE
+            self.used(number)
+        while left:
+            leave()
 
     @rule(batch=batches)
     def load(self, batch: list[int]) -> None:
@@ -265,7 +273,8 @@ class CappedMachine(FsMachine):
             assert outcome.status in (PutStatus.STORED, PutStatus.EXISTS)
             if before[number] is Is.ABSENT and batch.count(number) == 1:
                 assert outcome.status is PutStatus.STORED
-        self.settle_puts([n for n in dict.fromkeys(batch) if before[n] is Is.ABSENT])
+        stored = [n for n, outcome in zip(batch, outcomes, strict=True) if outcome.status is PutStatus.STORED]
+        self.settle_puts(stored)
 
     def after_restart(self) -> None:
         """Order is remembered by the files' times, which the machine does not control: start from the disk."""

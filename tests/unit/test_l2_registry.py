@@ -37,7 +37,7 @@ def test_every_field_of_fs_and_its_older_name_is_read() -> None:
         "type": "fs_native",
         "base_path": "/data/kv",
         "relative_tmp_dir": "work/tmp",
-        "use_odirect": True,
+        "use_odirect": False,
         "max_capacity_gb": 1.5,
         "min_free_gb": 0.25,
         "num_workers": 7,
@@ -51,7 +51,7 @@ def test_every_field_of_fs_and_its_older_name_is_read() -> None:
     assert isinstance(adapter, FsAdapter)
     settings = adapter.settings
     assert settings.relative_tmp_dir == "work/tmp"
-    assert settings.use_odirect
+    assert not settings.use_odirect
     assert settings.capacity_bytes == 3 << 29
     assert settings.min_free_bytes == 1 << 28
     assert settings.num_workers == 7

@@ -27,6 +27,9 @@ class NativeConnector:
         key that has not 32 bytes.
         """
 
+    def take_notes(self) -> list[tuple[bool, str]]:
+        """(is a warning, sentence) of what happened since the last call that belongs into the log."""
+
 class NativeLanes:
     """The four lanes of one adapter. Thread-safe. Threads start with the first work they are needed for.
 

@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ from kvstrata.storage.base import (
 )
 from kvstrata.storage.lanes import Lane, Lanes
 from kvstrata.types import KEY_BYTES
+
+log = logging.getLogger(__name__)
 
 BAD_ITEM = "bad_item"
 _PRESENCE = list(Presence)
@@ -85,6 +88,7 @@ class NativeAdapter(StorageAdapter):
                 lane, self._connector, context.instance_id, *region, future
             )
         )
+        self._log_notes()
         if wrong:
             self._closed = True
             await self._lanes.close()
@@ -193,6 +197,7 @@ class NativeAdapter(StorageAdapter):
         if self._opened:
             lane = self._lanes.number(Lane.DELETE)
             await self._always(lambda native, future: native.submit_close(lane, self._connector, future))
+            self._log_notes()
         await self._lanes.close()
 
     def _acceptable(self, items: Sequence[PutItem | LoadItem]) -> list[int]:
@@ -220,8 +225,13 @@ class NativeAdapter(StorageAdapter):
             future.add_done_callback(self._ended)
         return future
 
+    def _log_notes(self) -> None:
+        for warning, sentence in self._connector.take_notes():
+            log.log(logging.WARNING if warning else logging.INFO, "%s: %s", self.name, sentence)
+
     def _ended(self, future: asyncio.Future[Any]) -> None:
         self._running.discard(future)
+        self._log_notes()
         if future.cancelled() or future.exception() is not None or self._context is None:
             return
         result = future.result()

@@ -354,7 +354,7 @@ def _fs(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
     settings = FsSettings(
         base_path=base_path,
         relative_tmp_dir=tmp,
-        use_odirect=fields.flag("use_odirect", False),
+        use_odirect=fields.flag("use_odirect", True),
         capacity_bytes=int((sizes[0] or sizes[1] or 0) * GB),
         min_free_bytes=None if free_gb is None else int(free_gb * GB),
         num_workers=int(fields.number("num_workers", 4, least=1, most=256, whole=True) or 4),

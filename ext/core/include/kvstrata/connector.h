@@ -114,6 +114,12 @@ struct ConnectorCount {
   std::uint64_t value;
 };
 
+// A sentence for the server's log.
+struct ConnectorNote {
+  bool warning = false;
+  std::string text;
+};
+
 class Connector {
  public:
   virtual ~Connector() = default;
@@ -163,6 +169,10 @@ class Connector {
 
   // Keys that the connector's own cap dropped since the last call. Asked after each batch.
   virtual void take_evicted(std::vector<Digest>* /*keys*/) noexcept {}
+
+  // What happened since the last call that somebody should read (the path and the error behind an
+  // `io`, say), appended. Asked on the event loop after each batch: keep few, do not block.
+  virtual void take_notes(std::vector<ConnectorNote>* /*notes*/) noexcept {}
 
   // Nothing runs and nothing is called after. What open() made is freed here.
   virtual void close() noexcept = 0;

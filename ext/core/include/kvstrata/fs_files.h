@@ -1,0 +1,116 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// The files of `fs`: writing, publishing, reading and unlinking them durably. Knows nothing of caps
+// and recency, and keeps nothing but which directories' own entries are durable. Thread-safe.
+//
+// Invariant: a record's name appears only when its bytes are on the medium (write_part, then
+// publish), and publish() says so only when the name is too.
+#pragma once
+
+#include <atomic>
+#include <bitset>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kvstrata/connector.h"
+#include "kvstrata/crew.h"
+#include "kvstrata/fs_paths.h"
+
+namespace kvstrata {
+
+// Sentences for the log; beyond a limit only their number is kept. Thread-safe.
+class NoteBook {
+ public:
+  void add(bool warning, std::string text);
+  void take(std::vector<ConnectorNote>* out);
+
+ private:
+  static constexpr std::size_t kLimit = 32;
+  std::mutex mutex_;
+  std::vector<ConnectorNote> notes_;
+  std::uint64_t dropped_ = 0;
+};
+
+// Whether the medium has no room left (of the disk or a quota).
+bool is_no_space(const Status& status) noexcept;
+// Whether there is no such file or directory.
+bool is_not_there(const Status& status) noexcept;
+
+class FsFiles {
+ public:
+  // All must outlive it.
+  FsFiles(FileLayer& layer, const FsPaths& paths, bool direct, NoteBook& notes)
+      : layer_(layer), paths_(paths), notes_(notes), direct_(direct) {}
+
+  // Makes a directory and those above it that are missing, private and durable.
+  Status make_folders(const std::string& path);
+
+  // As FileLayer::stat, but follows a link to a directory.
+  Status folder_stat(const std::string& path, FileStat* out);
+
+  // Writes a new file and syncs it. After an error nothing is there.
+  Status write_part(const std::string& path, const std::uint8_t* bytes, std::uint64_t length);
+
+  struct Publication {
+    Digest key{};
+    std::string part;
+    Status status;         // set by publish()
+    bool renamed = false;  // what was there under the key before is gone
+  };
+  // Renames synced parts to their names, then syncs every directory that changed, once. Where an
+  // item fails, neither its part nor its name is left.
+  void publish(std::span<Publication> items);
+
+  enum class Read : std::uint8_t { kWhole, kAbsent, kOtherLength, kTorn, kFailed };
+  // Reads a record of exactly `length` bytes. kOtherLength: a whole one of another length is there.
+  // `accessed_unix_ns` is set as the file's access time unless it is 0.
+  Read read(const Digest& key, std::uint8_t* bytes, std::uint64_t length,
+            std::int64_t accessed_unix_ns);
+
+  // The first bytes of a record; none where there are not so many, or they cannot be read: the load
+  // of that record will say what is wrong.
+  void read_head(HeadItem& item);
+
+  struct Removal {
+    Digest key{};
+    bool there = false;  // set by unlink(): there was a file
+    bool gone = false;   // there is none now
+  };
+  // `durable` syncs the directories, so that a power cut brings nothing back.
+  void unlink(std::span<Removal> items, bool durable);
+
+  // Unlinks what an operation that failed has left; where that fails too, a later start removes it.
+  void discard(const std::string& path);
+
+ private:
+  struct Folder {
+    std::string path;
+    std::vector<std::size_t> items;  // whose outcome its sync decides
+    Status status;
+  };
+
+  Status open_at_best(const std::string& path, FileMode mode, std::unique_ptr<File>* out);
+  Status write_file(const std::string& path, const std::uint8_t* bytes, std::uint64_t length);
+  Status rename_into_place(const Publication& item, std::vector<std::string>* made);
+  Status make_shard(const Digest& key, std::vector<std::string>* made);
+  Read read_other_length(const std::string& path, const Digest& key, std::uint64_t found,
+                         std::uint64_t asked);
+  void sync_all(std::vector<Folder>& folders);
+
+  FileLayer& layer_;
+  const FsPaths& paths_;
+  NoteBook& notes_;
+  std::atomic<bool> direct_;
+  Crew crew_{3};
+
+  // Directories that are there, with their own entries synced; by the first one or two bytes.
+  std::mutex known_mutex_;
+  std::bitset<256> known_outer_;
+  std::bitset<65536> known_;
+};
+
+}  // namespace kvstrata

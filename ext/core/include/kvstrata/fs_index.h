@@ -1,0 +1,87 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// The records of a directory in memory: key -> length, in order of recency. Not thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <list>
+#include <unordered_map>
+#include <vector>
+
+#include "kvstrata/digest.h"
+#include "kvstrata/fs_paths.h"
+
+namespace kvstrata {
+
+// Keys are digests: any eight bytes of them are spread as well as a hash could.
+struct FsKeyHash {
+  std::size_t operator()(const Digest& key) const noexcept {
+    std::size_t hash;
+    std::memcpy(&hash, key.data(), sizeof(hash));
+    return hash;
+  }
+};
+
+struct FsRecord {
+  std::uint64_t copy = 0;  // no two files that ever were in this index have the same
+  std::int64_t recency_unix_ns = 0;
+  std::uint32_t length = 0;
+  std::uint32_t loads = 0;  // running now; a record being loaded is no victim
+  std::list<Digest>::iterator age{};
+};
+
+class FsIndex {
+ public:
+  [[nodiscard]] FsRecord* find(const Digest& key) noexcept {
+    const auto found = records_.find(key);
+    return found == records_.end() ? nullptr : &found->second;
+  }
+  [[nodiscard]] std::size_t size() const noexcept { return records_.size(); }
+  // Oldest first.
+  [[nodiscard]] const std::list<Digest>& ages() const noexcept { return ages_; }
+  // Sum of fs_charge() over all.
+  [[nodiscard]] std::uint64_t charge() const noexcept { return charge_; }
+
+  void reserve(std::size_t count) { records_.reserve(count); }
+
+  // As the newest, with a copy number of its own. REQUIRES: not there.
+  FsRecord& add(const Digest& key, std::uint32_t length, std::int64_t recency_unix_ns) {
+    FsRecord& record = records_[key];
+    record.copy = ++copies_;
+    record.recency_unix_ns = recency_unix_ns;
+    record.length = length;
+    record.age = ages_.insert(ages_.end(), key);
+    charge_ += fs_charge(length);
+    return record;
+  }
+
+  // What remove() took, as the oldest; another copy to those who load it. REQUIRES: not there.
+  void put_back(const Digest& key, FsRecord record) {
+    record.copy = ++copies_;
+    record.loads = 0;
+    record.age = ages_.insert(ages_.begin(), key);
+    charge_ += fs_charge(record.length);
+    records_[key] = record;
+  }
+
+  // REQUIRES: there.
+  FsRecord remove(const Digest& key) {
+    const auto found = records_.find(key);
+    const FsRecord record = found->second;
+    ages_.erase(record.age);
+    records_.erase(found);
+    charge_ -= fs_charge(record.length);
+    return record;
+  }
+
+  void used(FsRecord& record) { ages_.splice(ages_.end(), ages_, record.age); }
+
+ private:
+  std::unordered_map<Digest, FsRecord, FsKeyHash> records_;
+  std::list<Digest> ages_;
+  std::uint64_t charge_ = 0;
+  std::uint64_t copies_ = 0;
+};
+
+}  // namespace kvstrata

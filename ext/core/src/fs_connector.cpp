@@ -1,0 +1,334 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "kvstrata/fs_connector.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cstring>
+#include <tuple>
+
+namespace kvstrata {
+
+namespace {
+
+// A load is written to the file's access time when the last one written is older than this.
+constexpr std::int64_t kRecencyNs = std::int64_t{3600} * 1'000'000'000;
+
+}  // namespace
+
+std::string prepare_fs_directory(FileLayer& layer, FsFiles& files, const FsPaths& paths,
+                                 const FsOptions& options, std::uint64_t* min_free_bytes) {
+  const auto unusable = [&](const std::string& path, const Status& status) {
+    return "base_path: '" + paths.base() +
+           "' cannot be used: " + describe_file_error(path, status) +
+           "; give a directory that this user may write and lock";
+  };
+  Status status = files.make_folders(paths.tmp());
+  if (!status.ok()) return unusable(paths.tmp(), status);
+  FileStat tmp;
+  FileStat base;
+  status = files.folder_stat(paths.tmp(), &tmp);
+  if (!status.ok()) return unusable(paths.tmp(), status);
+  status = files.folder_stat(paths.base(), &base);
+  if (!status.ok()) return unusable(paths.base(), status);
+  if (tmp.device != base.device)
+    return "relative_tmp_dir: '" + options.relative_tmp_dir +
+           "' is on another file system than base_path, so files cannot be published by a rename;"
+           " choose one on the same";
+  FileSpace space;
+  status = layer.space(paths.base(), &space);
+  if (!status.ok()) return unusable(paths.base(), status);
+  *min_free_bytes = options.min_free_bytes.value_or(std::max(
+      space.total_bytes / 100, std::min<std::uint64_t>(256 << 20, space.total_bytes / 10)));
+  return "";
+}
+
+FsConnector::FsConnector(FsOptions options, FileLayer& layer)
+    : options_(std::move(options)),
+      paths_(options_.base_path, options_.relative_tmp_dir),
+      layer_(layer),
+      files_(layer, paths_, options_.use_odirect, notes_) {}
+
+FsConnector::~FsConnector() {
+  close();
+}
+
+ConnectorCapabilities FsConnector::capabilities() const noexcept {
+  return {.persistent = true,
+          .can_clear = true,
+          .has_heads = true,
+          .exists_is_quick = true,
+          .alignment_bytes = options_.use_odirect ? std::uint32_t{kFileBlockBytes} : 1};
+}
+
+std::string FsConnector::open(const ConnectorContext& context) {
+  std::string wrong = prepare_fs_directory(layer_, files_, paths_, options_, &min_free_bytes_);
+  if (!wrong.empty()) return wrong;
+  std::string holder;
+  const Status status = layer_.lock(paths_.lock(), &lock_, &holder);
+  if (status.code() == StatusCode::kBusy) {
+    while (!holder.empty() && std::isspace(static_cast<unsigned char>(holder.back())))
+      holder.pop_back();
+    return "base_path: '" + paths_.base() + "' belongs to another running server (" +
+           (holder.empty() ? "unknown" : holder) +
+           "); give each server a directory of its own, or all of them \"shared\": true";
+  }
+  if (!status.ok())
+    return "base_path: '" + paths_.base() +
+           "' cannot be locked: " + describe_file_error(paths_.lock(), status) +
+           "; give a directory that this user may write and lock";
+  lock_->note("pid " + std::to_string(::getpid()) + ", instance " + context.instance_id + "\n");
+  scanner_ = std::thread([this] { scan(); });
+  return "";
+}
+
+bool FsConnector::ready() noexcept {
+  const Lock lock(mutex_);
+  return scanned_;
+}
+
+// Why nothing can be done, or an empty string.
+const char* FsConnector::wait_until_scanned(Lock& lock) {
+  changed_.wait(lock, [this] { return scanned_; });
+  return scan_failed_;
+}
+
+void FsConnector::exists(std::span<ExistsItem> items) noexcept {
+  Lock lock(mutex_);
+  const char* const failed = wait_until_scanned(lock);
+  for (ExistsItem& item : items) {
+    if (*failed != '\0') {
+      item.presence = Presence::kUnknown;
+      item.reason = failed;
+    } else if (const FsRecord* const record = index_.find(item.key); record != nullptr) {
+      item.presence = Presence::kPresent;
+      item.record_bytes = record->length;
+    } else {
+      item.presence = Presence::kAbsent;
+    }
+  }
+}
+
+void FsConnector::heads(std::span<HeadItem> items) noexcept {
+  for (HeadItem& item : items)
+    files_.read_head(item);
+}
+
+void FsConnector::put(std::span<PutItem> piece) noexcept {
+  for (PutItem& item : piece) {
+    std::tie(item.status, item.reason) = put_one(item);
+    item.hold.reset();  // the medium has the bytes, or never will
+  }
+}
+
+// With item.copy set, put_end() has the outcome: that of the part which this call wrote
+// (kStored), or of the same one that another item writes (kExists).
+FsConnector::Outcome FsConnector::put_one(PutItem& item) {
+  Lock lock(mutex_);
+  if (const char* const failed = wait_until_scanned(lock); *failed != '\0')
+    return {PutStatus::kFailed, failed};
+  if (item.length < kMinRecordBytes) return {PutStatus::kFailed, "bad_item"};
+  changed_.wait(lock, [&] {
+    const auto mark = marks_.find(item.key);
+    return mark == marks_.end() || mark->second != Mark::kPublishing;
+  });
+  // One of another length cannot be whole: what is put now heals it.
+  if (const FsRecord* const record = index_.find(item.key);
+      record != nullptr && record->length == item.length)
+    return {PutStatus::kExists, ""};
+  if (const auto same = find_part(item.key, item.length); same != parts_.end()) {
+    item.copy = same->first;
+    same->second.askers += 1;
+    return {PutStatus::kExists, ""};
+  }
+  const std::uint64_t charge = fs_charge(item.length);
+  if (!take_room(lock, charge)) return {PutStatus::kThrottled, "capacity"};
+  const std::uint64_t number = ++next_part_;
+  Part& part = parts_[number];
+  part = {.key = item.key, .length = item.length, .askers = 1};
+  item.copy = number;
+  for (bool again = false;; again = true) {
+    lock.unlock();
+    FileSpace space;
+    Status status = layer_.space(paths_.base(), &space);
+    if (status.ok() && space.free_bytes < item.length + min_free_bytes_)
+      status = Status(StatusCode::kOsError, "min_free_gb", ENOSPC);
+    if (status.ok())
+      status = files_.write_part(paths_.part(item.key, number), item.bytes, item.length);
+    lock.lock();
+    if (is_no_space(status) && !again && evict(lock, charge)) continue;
+    if (status.ok())
+      part.state = PartState::kWritten;
+    else
+      settle(part, is_no_space(status) ? Outcome{PutStatus::kThrottled, "disk_full"}
+                                       : Outcome{PutStatus::kFailed, "io"});
+    changed_.notify_all();
+    return {PutStatus::kStored, ""};
+  }
+}
+
+// One that is on its way and will be stored.
+FsConnector::Parts::iterator FsConnector::find_part(const Digest& key, std::uint32_t length) {
+  return std::ranges::find_if(parts_, [&](const auto& numbered) {
+    const Part& part = numbered.second;
+    return part.key == key && part.length == length && !part.cancelled &&
+           part.state != PartState::kSettled;
+  });
+}
+
+void FsConnector::put_end(std::span<PutItem> batch) noexcept {
+  Lock lock(mutex_);
+  // Of parts that other batches write too: whoever needs one publishes it.
+  changed_.wait(lock, [&] {
+    return std::ranges::none_of(batch, [&](const PutItem& item) {
+      return item.copy != 0 && parts_[item.copy].state == PartState::kWriting;
+    });
+  });
+  std::vector<std::uint64_t> mine;
+  for (const PutItem& item : batch) {
+    if (item.copy == 0 || parts_[item.copy].state != PartState::kWritten) continue;
+    parts_[item.copy].state = PartState::kClaimed;
+    mine.push_back(item.copy);
+  }
+  publish(lock, std::move(mine));
+  for (PutItem& item : batch) {
+    if (item.copy == 0) continue;
+    const auto part = parts_.find(item.copy);
+    changed_.wait(lock, [&] { return part->second.state == PartState::kSettled; });
+    const bool wrote_it = item.status == PutStatus::kStored;
+    if (wrote_it || part->second.outcome.first != PutStatus::kStored)
+      std::tie(item.status, item.reason) = part->second.outcome;
+    if (--part->second.askers == 0) parts_.erase(part);
+    item.copy = 0;
+  }
+}
+
+void FsConnector::load(std::span<LoadItem> piece) noexcept {
+  for (LoadItem& item : piece) {
+    std::tie(item.status, item.reason) = load_one(item);
+    item.hold.reset();
+  }
+}
+
+std::pair<LoadStatus, const char*> FsConnector::load_one(LoadItem& item) {
+  Lock lock(mutex_);
+  if (const char* const failed = wait_until_scanned(lock); *failed != '\0')
+    return {LoadStatus::kFailed, failed};
+  FsRecord* record = index_.find(item.key);
+  if (record == nullptr) return {LoadStatus::kAbsent, ""};
+  const std::int64_t now_ns = now_unix_ns();
+  const bool refresh = now_ns - record->recency_unix_ns > kRecencyNs;
+  item.copy = record->copy;
+  record->loads += 1;
+  lock.unlock();
+  const FsFiles::Read read = files_.read(item.key, item.bytes, item.length, refresh ? now_ns : 0);
+  lock.lock();
+  record = index_.find(item.key);
+  if (record != nullptr && record->copy == item.copy) {
+    record->loads -= 1;
+    if (read == FsFiles::Read::kWhole) {
+      index_.used(*record);
+      if (refresh) record->recency_unix_ns = now_ns;
+    } else if (read == FsFiles::Read::kAbsent && !marks_.contains(item.key)) {
+      index_.remove(item.key);  // somebody removed the file behind our back
+    }
+  }  // else it was deleted or replaced meanwhile
+  switch (read) {
+    case FsFiles::Read::kWhole:
+      return {LoadStatus::kLoaded, ""};
+    case FsFiles::Read::kAbsent:
+      return {LoadStatus::kAbsent, ""};
+    case FsFiles::Read::kOtherLength:
+      return {LoadStatus::kFailed, "length"};
+    case FsFiles::Read::kTorn:
+      return {LoadStatus::kCorrupt, "length"};
+    case FsFiles::Read::kFailed:
+      break;
+  }
+  return {LoadStatus::kFailed, "io"};
+}
+
+void FsConnector::remove(std::span<DeleteItem> items) noexcept {
+  Lock lock(mutex_);
+  if (*wait_until_scanned(lock) != '\0') return;
+  std::vector<DeleteItem*> left;
+  for (DeleteItem& item : items)
+    left.push_back(&item);
+  while (!left.empty()) {
+    std::vector<Digest> keys;
+    std::vector<DeleteItem*> published;
+    for (DeleteItem* const item : left) {
+      for (auto& [number, part] : parts_) {
+        if (part.key != item->key || part.state == PartState::kSettled || part.cancelled) continue;
+        part.cancelled = item->removed = true;
+      }
+      const auto mark = marks_.find(item->key);
+      if (mark != marks_.end() && mark->second == Mark::kPublishing) {
+        published.push_back(item);
+      } else if (index_.find(item->key) != nullptr && !std::ranges::count(keys, item->key)) {
+        keys.push_back(item->key);
+        item->removed = true;
+      }
+    }
+    remove_records(lock, keys, Leaving::kDeleted);
+    for (DeleteItem* const item : left) {  // those that could not be unlinked are back
+      if (std::ranges::count(keys, item->key) && index_.find(item->key) != nullptr)
+        item->removed = false;
+    }
+    left = std::move(published);
+    if (left.empty()) break;
+    changed_.wait(lock, [&] {
+      return std::ranges::none_of(left,
+                                  [&](DeleteItem* item) { return marks_.contains(item->key); });
+    });
+  }
+}
+
+void FsConnector::remove_corrupt(const LoadItem& item) noexcept {
+  Lock lock(mutex_);
+  const FsRecord* const record = index_.find(item.key);
+  if (record == nullptr || record->copy != item.copy || marks_.contains(item.key)) return;
+  if (std::strcmp(item.reason, "checksum") == 0)
+    notes_.add(true, paths_.record(item.key) + " is corrupt and is removed");
+  remove_records(lock, {item.key}, Leaving::kCorrupt);
+}
+
+std::uint64_t FsConnector::clear() noexcept {
+  Lock lock(mutex_);
+  if (*wait_until_scanned(lock) != '\0') return 0;
+  std::vector<Digest> keys;
+  for (const Digest& key : index_.ages()) {
+    if (!marks_.contains(key)) keys.push_back(key);
+  }
+  return remove_records(lock, keys, Leaving::kDeleted);
+}
+
+ConnectorUsage FsConnector::usage() noexcept {
+  Lock lock(mutex_);
+  (void)wait_until_scanned(lock);
+  return {.used_bytes = index_.charge() + leaving_charge_ + parts_charge_,
+          .capacity_bytes = options_.capacity_bytes,
+          .records = index_.size()};
+}
+
+void FsConnector::take_evicted(std::vector<Digest>* keys) noexcept {
+  const Lock lock(mutex_);
+  keys->insert(keys->end(), evicted_.begin(), evicted_.end());
+  evicted_.clear();
+}
+
+void FsConnector::take_notes(std::vector<ConnectorNote>* notes) noexcept {
+  notes_.take(notes);
+}
+
+void FsConnector::close() noexcept {
+  {
+    const Lock lock(mutex_);
+    closing_ = true;
+  }
+  if (scanner_.joinable()) scanner_.join();
+  lock_.reset();
+}
+
+}  // namespace kvstrata

@@ -1,0 +1,298 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "kvstrata/fs_files.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <set>
+#include <utility>
+
+#include "kvstrata/record.h"
+
+namespace kvstrata {
+
+namespace {
+
+struct alignas(kFileBlockBytes) Page {
+  std::array<std::uint8_t, kFileBlockBytes> bytes{};
+};
+
+bool is_os_error(const Status& status, int error) noexcept {
+  return status.code() == StatusCode::kOsError && status.detail(0) == error;
+}
+
+std::size_t shard_of(const Digest& key) noexcept {
+  return std::size_t{key[0]} << 8 | key[1];
+}
+
+}  // namespace
+
+void NoteBook::add(bool warning, std::string text) {
+  const std::lock_guard lock(mutex_);
+  if (notes_.size() < kLimit)
+    notes_.push_back({warning, std::move(text)});
+  else
+    dropped_ += 1;
+}
+
+void NoteBook::take(std::vector<ConnectorNote>* out) {
+  const std::lock_guard lock(mutex_);
+  out->insert(out->end(), std::make_move_iterator(notes_.begin()),
+              std::make_move_iterator(notes_.end()));
+  notes_.clear();
+  if (dropped_ > 0) out->push_back({true, std::to_string(dropped_) + " more of these"});
+  dropped_ = 0;
+}
+
+bool is_no_space(const Status& status) noexcept {
+  return is_os_error(status, ENOSPC) || is_os_error(status, EDQUOT);
+}
+
+bool is_not_there(const Status& status) noexcept {
+  return is_os_error(status, ENOENT);
+}
+
+Status FsFiles::folder_stat(const std::string& path, FileStat* out) {
+  KVSTRATA_RETURN_IF_ERROR(layer_.stat(path, out));
+  if (out->is_file || out->is_folder) return Status();
+  return layer_.stat(path + "/.", out);
+}
+
+Status FsFiles::make_folders(const std::string& path) {
+  FileStat found;
+  if (folder_stat(path, &found).ok() && found.is_folder) return Status();
+  const std::size_t slash = path.rfind('/');
+  const std::string parent = path.substr(0, slash == 0 ? 1 : slash);
+  if (slash == std::string::npos || parent == path)
+    return Status(StatusCode::kOsError, "mkdir", ENOENT);
+  KVSTRATA_RETURN_IF_ERROR(make_folders(parent));
+  const Status made = layer_.make_folder(path);
+  if (!made.ok()) {
+    if (!is_os_error(made, EEXIST)) return made;
+    KVSTRATA_RETURN_IF_ERROR(folder_stat(path, &found));
+    if (!found.is_folder) return Status(StatusCode::kOsError, "mkdir", ENOTDIR);
+  }
+  return layer_.sync_folder(parent);
+}
+
+// Direct where this file system has it, if that is wanted.
+Status FsFiles::open_at_best(const std::string& path, FileMode mode, std::unique_ptr<File>* out) {
+  if (direct_.load(std::memory_order_relaxed)) {
+    const Status status = layer_.open(path, mode, true, out);
+    if (status.code() != StatusCode::kUnsupported) return status;
+    if (direct_.exchange(false))
+      notes_.add(true,
+                 "use_odirect has no effect: the file system of " + paths_.base() + " cannot");
+  }
+  return layer_.open(path, mode, false, out);
+}
+
+Status FsFiles::write_file(const std::string& path, const std::uint8_t* bytes,
+                           std::uint64_t length) {
+  std::unique_ptr<File> file;
+  KVSTRATA_RETURN_IF_ERROR(open_at_best(path, FileMode::kCreate, &file));
+  // Direct files take whole blocks: the last one is padded, then the file is cut.
+  const std::uint64_t tail = file->direct() ? length % kFileBlockBytes : 0;
+  const std::uint64_t whole = length - tail;
+  const WritePart part{bytes, whole};
+  KVSTRATA_RETURN_IF_ERROR(file->write(std::span(&part, 1), 0));
+  if (tail > 0) {
+    Page page;
+    std::memcpy(page.bytes.data(), bytes + whole, tail);
+    const WritePart last{page.bytes.data(), page.bytes.size()};
+    KVSTRATA_RETURN_IF_ERROR(file->write(std::span(&last, 1), whole));
+    KVSTRATA_RETURN_IF_ERROR(file->truncate(length));
+  }
+  return file->sync();
+}
+
+Status FsFiles::write_part(const std::string& path, const std::uint8_t* bytes,
+                           std::uint64_t length) {
+  Status status = write_file(path, bytes, length);
+  if (is_not_there(status)) {  // somebody removed the directory: make it again
+    status = make_folders(paths_.tmp());
+    if (status.ok()) status = write_file(path, bytes, length);
+  }
+  if (status.ok()) return status;
+  if (!is_no_space(status)) notes_.add(true, "cannot write " + describe_file_error(path, status));
+  discard(path);
+  return status;
+}
+
+// A directory that is there but not known was perhaps made by a server that did not live to sync
+// it. `made` gets those whose own entries are to be synced.
+Status FsFiles::make_shard(const Digest& key, std::vector<std::string>* made) {
+  bool known = false;
+  bool known_outer = false;
+  {
+    const std::lock_guard lock(known_mutex_);
+    known = known_[shard_of(key)];
+    known_outer = known_outer_[key[0]];
+  }
+  if (!known_outer) made->push_back(paths_.outer_folder(key));
+  if (!known) made->push_back(paths_.folder(key));
+  for (const std::string& path : *made) {
+    const Status status = layer_.make_folder(path);
+    if (!status.ok() && !is_os_error(status, EEXIST)) return status;
+  }
+  return Status();
+}
+
+Status FsFiles::rename_into_place(const Publication& item, std::vector<std::string>* made) {
+  const std::string name = paths_.record(item.key);
+  Status status = make_shard(item.key, made);
+  if (status.ok()) status = layer_.rename(item.part, name);
+  if (!is_not_there(status)) return status;
+  {  // somebody removed the directory: make it again
+    const std::lock_guard lock(known_mutex_);
+    known_.reset();
+    known_outer_.reset();
+  }
+  made->clear();
+  KVSTRATA_RETURN_IF_ERROR(make_folders(paths_.base()));
+  KVSTRATA_RETURN_IF_ERROR(make_shard(item.key, made));
+  return layer_.rename(item.part, name);
+}
+
+void FsFiles::publish(std::span<Publication> items) {
+  std::map<std::string, Folder> changed;
+  const auto note_change = [&](const std::string& path, std::size_t item) {
+    Folder& folder = changed[path];
+    folder.path = path;
+    folder.items.push_back(item);
+  };
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    Publication& item = items[i];
+    std::vector<std::string> made;
+    item.status = rename_into_place(item, &made);
+    if (!item.status.ok()) {
+      if (!is_no_space(item.status))
+        notes_.add(true,
+                   "cannot publish " + describe_file_error(paths_.record(item.key), item.status));
+      discard(item.part);
+      continue;
+    }
+    item.renamed = true;
+    note_change(paths_.folder(item.key), i);
+    for (const std::string& path : made)
+      note_change(path.substr(0, path.rfind('/')), i);
+  }
+  std::vector<Folder> folders;
+  folders.reserve(changed.size());
+  for (auto& [path, folder] : changed)
+    folders.push_back(std::move(folder));
+  sync_all(folders);
+  bool all_synced = true;
+  for (const Folder& folder : folders) {
+    if (folder.status.ok()) continue;
+    all_synced = false;
+    for (const std::size_t i : folder.items) {
+      if (items[i].status.ok()) discard(paths_.record(items[i].key));
+      items[i].status = folder.status;
+    }
+  }
+  if (!all_synced) return;
+  const std::lock_guard lock(known_mutex_);
+  for (const Publication& item : items) {
+    if (!item.status.ok()) continue;
+    known_.set(shard_of(item.key));
+    known_outer_.set(item.key[0]);
+  }
+}
+
+void FsFiles::sync_all(std::vector<Folder>& folders) {
+  crew_.each(folders.size(),
+             [&](std::size_t i) { folders[i].status = layer_.sync_folder(folders[i].path); });
+  for (const Folder& folder : folders) {
+    if (!folder.status.ok() && !is_no_space(folder.status))
+      notes_.add(true, "cannot sync " + describe_file_error(folder.path, folder.status));
+  }
+}
+
+FsFiles::Read FsFiles::read(const Digest& key, std::uint8_t* bytes, std::uint64_t length,
+                            std::int64_t accessed_unix_ns) {
+  const std::string path = paths_.record(key);
+  std::unique_ptr<File> file;
+  std::uint64_t found = 0;
+  Status status = open_at_best(path, FileMode::kRead, &file);
+  if (status.ok()) status = file->length(&found);
+  if (status.ok()) {
+    if (found != length) return read_other_length(path, key, found, length);
+    const std::uint64_t tail = file->direct() ? length % kFileBlockBytes : 0;
+    const ReadPart part{bytes, length - tail};
+    status = file->read(std::span(&part, 1), 0);
+    if (status.ok() && tail > 0) {  // direct files give whole blocks only
+      std::unique_ptr<File> buffered;
+      const ReadPart last{bytes + length - tail, tail};
+      status = layer_.open(path, FileMode::kRead, false, &buffered);
+      if (status.ok()) status = buffered->read(std::span(&last, 1), length - tail);
+    }
+  }
+  if (is_not_there(status)) return Read::kAbsent;
+  if (status.code() == StatusCode::kOutOfRange) return Read::kTorn;
+  if (!status.ok()) {
+    notes_.add(true, "cannot read " + describe_file_error(path, status));
+    return Read::kFailed;
+  }
+  // Where the medium cannot remember that the record was used, the record is as good.
+  if (accessed_unix_ns != 0) (void)file->set_access_time(accessed_unix_ns);
+  return Read::kWhole;
+}
+
+// A whole record of another length than asked for is the caller's mistake, else it is torn.
+FsFiles::Read FsFiles::read_other_length(const std::string& path, const Digest& key,
+                                         std::uint64_t found, std::uint64_t asked) {
+  const std::string lengths = path + " has " + std::to_string(found) + " bytes";
+  if (found >= kOuterHeaderBytes) {
+    std::array<std::uint8_t, kOuterHeaderBytes> header;
+    std::unique_ptr<File> file;
+    const ReadPart part{header.data(), header.size()};
+    Status status = layer_.open(path, FileMode::kRead, false, &file);
+    if (is_not_there(status)) return Read::kAbsent;
+    if (status.ok()) status = file->read(std::span(&part, 1), 0);
+    Digest stored{};
+    std::uint64_t record_bytes = 0;
+    if (status.ok()) status = read_outer_header(header.data(), &stored, &record_bytes);
+    if (status.ok() && stored == key && record_bytes == found) {
+      notes_.add(true, lengths + ", asked for " + std::to_string(asked));
+      return Read::kOtherLength;
+    }
+  }
+  notes_.add(true, lengths + ", it is cut or torn and is removed");
+  return Read::kTorn;
+}
+
+void FsFiles::read_head(HeadItem& item) {
+  std::unique_ptr<File> file;
+  const ReadPart part{item.bytes, kHeadBytes};
+  if (layer_.open(paths_.record(item.key), FileMode::kRead, false, &file).ok() &&
+      file->read(std::span(&part, 1), 0).ok())
+    item.length = kHeadBytes;
+}
+
+void FsFiles::unlink(std::span<Removal> items, bool durable) {
+  std::set<std::string> changed;
+  for (Removal& item : items) {
+    const std::string path = paths_.record(item.key);
+    const Status status = layer_.unlink(path);
+    item.there = status.ok();
+    item.gone = status.ok() || is_not_there(status);
+    if (!item.gone) notes_.add(true, "cannot remove " + describe_file_error(path, status));
+    if (item.there) changed.insert(paths_.folder(item.key));
+  }
+  if (!durable) return;
+  std::vector<Folder> folders;
+  for (const std::string& path : changed)
+    folders.emplace_back().path = path;
+  sync_all(folders);
+}
+
+void FsFiles::discard(const std::string& path) {
+  const Status status = layer_.unlink(path);
+  if (!status.ok() && !is_not_there(status))
+    notes_.add(true, "cannot remove " + describe_file_error(path, status));
+}
+
+}  // namespace kvstrata

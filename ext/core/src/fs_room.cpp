@@ -1,0 +1,90 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// FsConnector: the cap, and records that leave.
+#include <algorithm>
+
+#include "kvstrata/fs_connector.h"
+
+namespace kvstrata {
+
+namespace {
+
+// Parts may take this share of the cap before they are published ahead of their batch's end: then
+// they can leave in their turn, and a batch larger than the cap evicts its own oldest.
+constexpr std::uint64_t kPartsInCap = 4;
+
+}  // namespace
+
+// Charges a part against the cap, evicting for it; false leaves everything as it was.
+bool FsConnector::take_room(Lock& lock, std::uint64_t charge) {
+  const std::uint64_t cap = options_.capacity_bytes;
+  if (cap != 0 && charge > cap) return false;
+  const auto publish_written = [&] {
+    std::vector<std::uint64_t> written = claim_written();
+    const bool any = !written.empty();
+    publish(lock, std::move(written));
+    return any;
+  };
+  while (cap != 0) {
+    if (parts_charge_ + charge > cap / kPartsInCap && publish_written()) continue;
+    const std::uint64_t total = index_.charge() + leaving_charge_ + parts_charge_ + charge;
+    if (total <= cap) break;
+    if (evict(lock, total - cap) || publish_written()) continue;
+    if (marks_.empty() && parts_charge_ == 0) return false;
+    changed_.wait(lock);  // others write or publish what can leave then, or unlink
+  }
+  parts_charge_ += charge;
+  return true;
+}
+
+// Removes the least recently used records of at least so many bytes. False: that many cannot leave
+// now, or none of them could be unlinked.
+bool FsConnector::evict(Lock& lock, std::uint64_t need_bytes) {
+  std::vector<Digest> victims;
+  std::uint64_t victims_bytes = 0;
+  for (const Digest& key : index_.ages()) {
+    if (victims_bytes >= need_bytes) break;
+    const FsRecord* const record = index_.find(key);
+    if (record->loads > 0 || marks_.contains(key)) continue;
+    victims.push_back(key);
+    victims_bytes += fs_charge(record->length);
+  }
+  if (victims_bytes < need_bytes) return false;
+  return remove_records(lock, victims, Leaving::kEvicted) > 0;
+}
+
+// Takes records out of the index and unlinks their files; returns how many are gone. REQUIRES: this
+// thread has no mark, and none of the keys, which are there, has one.
+std::size_t FsConnector::remove_records(Lock& lock, const std::vector<Digest>& keys, Leaving how) {
+  if (keys.empty()) return 0;
+  std::vector<FsFiles::Removal> removals;
+  std::vector<FsRecord> records;
+  for (const Digest& key : keys) {
+    removals.push_back({.key = key});
+    records.push_back(index_.remove(key));
+    leaving_charge_ += fs_charge(records.back().length);
+    marks_.emplace(key, Mark::kRemoving);
+  }
+  lock.unlock();
+  files_.unlink(removals, how == Leaving::kDeleted);
+  lock.lock();
+  std::size_t gone = 0;
+  for (std::size_t i = keys.size(); i-- > 0;) {
+    marks_.erase(keys[i]);
+    leaving_charge_ -= fs_charge(records[i].length);
+    if (!removals[i].gone) {
+      index_.put_back(keys[i], records[i]);
+      continue;
+    }
+    gone += 1;
+  }
+  if (how == Leaving::kEvicted) {
+    for (const FsFiles::Removal& removal : removals) {
+      if (removal.gone) evicted_.push_back(removal.key);
+    }
+  }
+  changed_.notify_all();
+  return gone;
+}
+
+}  // namespace kvstrata
