@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvstrata.errors import StorageError
+from kvstrata.memory import linux
 from kvstrata.storage.base import (
     AdapterContext,
     Found,
@@ -54,6 +55,11 @@ def _write_garbage() -> None:
         found.close()
 
 
+def _outlive_the_server() -> None:
+    """As a thread does that the kernel cannot end, because its file system does not answer."""
+    assert ctypes.CDLL(None).prctl(linux.PR_SET_PDEATHSIG, ctypes.c_ulong(0)) == 0
+
+
 def _raise() -> NoReturn:
     raise RuntimeError("as it was told")
 
@@ -72,6 +78,8 @@ WAYS: dict[str, Callable[[], None]] = {
     "null": lambda: ctypes.memset(0, 0, 1),
     "raise": _raise,
     "refuse": _refuse,
+    "flood": lambda: print("a line\n" * 5_000, flush=True),
+    "outlive": _outlive_the_server,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from kvstrata.memory import linux
+from kvstrata.memory.segment import HOSTS_BYTE
 from kvstrata.types import KEY_BYTES
 from tests.harness.bad_adapter import entry_of
 from tests.harness.rpc_client import HANG_S, RpcClient, chain_of, until
@@ -216,6 +218,27 @@ def test_the_next_server_adopts_the_pool_and_starts_its_own_host(start: Callable
         assert reply.l1_chunks == len(chain) // KEY_BYTES
 
 
+def test_a_pool_that_a_host_of_the_server_before_may_still_write_to_is_not_adopted(tmp_path: Path) -> None:
+    with HostedServer(tmp_path) as server:
+        server.order("open", "outlive")
+        server.start()
+        with RpcClient(server.socket_dir) as client:
+            stored_in_l2(client, 3)
+            pid = host_of(client.status())["pid"]
+            os.kill(pid, signal.SIGSTOP)
+            server.kill()
+        server.no_orders()
+        try:
+            # Its directory is locked by the one that lives on: nothing but L1 is looked at here.
+            with pytest.raises(ServerFailed) as failed:
+                server.start()
+            assert f"an adapter host of the server before, process {pid}, does not end" in str(failed.value)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+        until_gone(pid)
+        server.start()
+
+
 @pytest.mark.parametrize(
     ("operation", "how", "says"),
     [
@@ -258,3 +281,38 @@ def test_what_the_host_logs_and_prints_is_in_the_servers_log(start: Callable[...
     while "RuntimeError: as it was told" not in (text := server.log.read_text()):
         assert time.monotonic() < end_s, text
     assert "ERROR kvstrata.storage.host_process plugin-0: host: " in text
+
+
+def test_a_host_has_of_the_server_nothing_but_the_extents_and_a_shared_lock(
+    start: Callable[..., HostedServer],
+) -> None:
+    server = start()
+    with RpcClient(server.socket_dir) as client:
+        pid = host_of(client.status())["pid"]
+    descriptors, servers = (
+        [os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()] for process in (pid, server.pid)
+    )
+    of_the_pool = [name for name in descriptors if str(server.segment_dir) in name]
+    assert of_the_pool == [str(server.segment_dir / "sessions.lock")]
+    mapped = Path(f"/proc/{pid}/maps").read_text()
+    assert mapped.count(str(server.segment_dir / "extents")) == 1
+    assert str(server.segment_dir / "index") not in mapped
+    assert not {name for name in set(descriptors) & set(servers) if name.startswith("socket:")}
+    fd = os.open(server.segment_dir / "sessions.lock", os.O_RDWR)
+    try:
+        assert linux.byte_locker(fd, HOSTS_BYTE) == pid
+    finally:
+        os.close(fd)
+
+
+def test_a_flood_of_prints_is_cut_and_says_so(start: Callable[..., HostedServer]) -> None:
+    server = start()
+    with RpcClient(server.socket_dir) as client:
+        server.order("exists", "flood")
+        identity = client.identify()
+        assert client.lookup(identity.identity_id, chain_of(identity.root, 1)).n_chunks == 0
+        server.no_orders()
+    assert server.stop() == 0
+    text = server.log.read_text()
+    assert text.count("host: a line") <= 200
+    assert "lines of its output were left out" in text

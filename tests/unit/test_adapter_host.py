@@ -39,7 +39,7 @@ class Child:
 
     made: list[Child]
 
-    def __init__(self, name: str, channel_fd: int, region_fd: int, ended: Callable[[str], None]) -> None:
+    def __init__(self, name: str, channel_fd: int, pool_fds: list[int], ended: Callable[[str], None]) -> None:
         self.pid = 1
         self.killed = asyncio.Event()
         self.reaps_at_once = False

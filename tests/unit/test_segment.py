@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -62,6 +65,70 @@ def test_the_next_server_adopts_it_with_a_new_epoch(settings: SegmentSettings) -
     assert second.pool.pool_id == pool_id
     assert inodes(settings) == files
     second.close()
+
+
+@pytest.fixture
+def host_of(settings: SegmentSettings) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    """Starts processes that hold the lock of an adapter host on the segment, until their stdin is closed."""
+    started: list[subprocess.Popen[bytes]] = []
+    program = (
+        "import os, sys; from kvstrata.memory import linux; from kvstrata.memory.segment import HOSTS_BYTE; "
+        "assert linux.share_byte(os.open(sys.argv[1], os.O_RDWR), HOSTS_BYTE); print(flush=True); sys.stdin.read()"
+    )
+
+    def starter() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", program, str(settings.directory / "sessions.lock")]
+        host = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        started.append(host)
+        assert host.stdout is not None
+        assert host.stdout.readline()
+        return host
+
+    yield starter
+    for host in started:
+        host.communicate()
+
+
+def test_a_segment_that_an_adapter_host_still_maps_is_not_adopted(
+    settings: SegmentSettings, host_of: Callable[[], subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment, "_HOSTS_END_S", 0.0)
+    Segment.open(settings).close()
+    host, other, before = host_of(), host_of(), inodes(settings)
+    found = Segment.open(settings)
+    assert not found.adopted
+    assert "an adapter host of the server before, process" in found.reason
+    assert str(host.pid) in found.reason or str(other.pid) in found.reason
+    assert not set(before.values()) & set(inodes(settings).values())
+    found.close()
+
+
+def test_a_segment_whose_adapter_host_is_ending_is_adopted_when_it_has(
+    settings: SegmentSettings, host_of: Callable[[], subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment, "_HOSTS_END_S", 60.0)
+    Segment.open(settings).close()
+    host = host_of()
+    looked = threading.Event()
+    real = linux.byte_locker
+
+    def look(fd: int, byte: int) -> int | None:
+        found = real(fd, byte)
+        looked.set()
+        return found
+
+    monkeypatch.setattr(linux, "byte_locker", look)
+
+    def end() -> None:
+        looked.wait()
+        host.kill()
+
+    ender = threading.Thread(target=end)
+    ender.start()
+    found = Segment.open(settings)
+    ender.join()
+    assert found.adopted
+    found.close()
 
 
 def inodes(settings: SegmentSettings) -> dict[str, int]:

@@ -69,6 +69,11 @@ def lock_byte(fd: int, byte: int) -> bool:
     return _set_lock(fd, fcntl.F_SETLK, fcntl.F_WRLCK, byte, 1)
 
 
+def share_byte(fd: int, byte: int) -> bool:
+    """Takes this process's POSIX read lock on one byte without waiting; False when another has it for writing."""
+    return _set_lock(fd, fcntl.F_SETLK, fcntl.F_RDLCK, byte, 1)
+
+
 def unlock_byte(fd: int, byte: int) -> None:
     """Gives this process's POSIX lock on one byte back; nothing happens when it had none."""
     _set_lock(fd, fcntl.F_SETLK, fcntl.F_UNLCK, byte, 1)

@@ -12,7 +12,9 @@ Invariants
    files.
 3. An existing file is never truncated, resized or written over: what does not fit is unlinked and made
    anew, so that processes which still map it see their old bytes until they attach again.
-4. The three belong together: a new index always comes with new extents and a new sessions.lock, so that a
+4. A segment that an adapter host of the server before still maps is not adopted: each holds a shared lock on
+   HOSTS_BYTE of sessions.lock as long as any of its threads can touch the extents.
+5. The three belong together: a new index always comes with new extents and a new sessions.lock, so that a
    lock held by a process of the old segment can never be taken for one of the new.
 """
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +40,10 @@ _log = logging.getLogger(__name__)
 
 INDEX, EXTENTS, SESSIONS_LOCK = "index", "extents", "sessions.lock"
 MIN_EXTENTS_BYTES = 1 << 20
+HOSTS_BYTE = 1 << 20
+"""Of sessions.lock, beyond every row's byte."""
+_HOSTS_END_S = 2.0
+"""Wait for adapter hosts that the kernel killed together with their server."""
 _ENTRY_PER_BYTES = 64 << 10
 _MIN_ENTRIES, _MAX_ENTRIES = 16 << 10, 4 << 20
 _INDEX_BYTES, _INDEX_BYTES_PER_ENTRY = 32 << 10, 144  # upper bounds
@@ -317,6 +324,9 @@ def _check_huge_pages(size_bytes: int) -> None:
 
 def _adopt(parts: _Parts, settings: SegmentSettings) -> Pool | str:
     """The pool in existing descriptors, or why it does not fit."""
+    host = _host_left(parts.sessions_lock_fd)
+    if host is not None:
+        return f"an adapter host of the server before, process {host}, does not end"
     try:
         return Pool.adopt(
             parts.index_fd,
@@ -331,6 +341,16 @@ def _adopt(parts: _Parts, settings: SegmentSettings) -> Pool | str:
         return f"its {error.field} is {error.found:#x}, it should be {error.expected:#x}"
     except ValueError as error:
         raise ConfigError(f"pool: {error}", field="pool") from error
+
+
+def _host_left(sessions_lock_fd: int) -> int | None:
+    """An adapter host that still maps the segment, after it had some time to end; None: there is none (any more)."""
+    deadline_s = time.monotonic() + _HOSTS_END_S
+    while (host := linux.byte_locker(sessions_lock_fd, HOSTS_BYTE)) is not None:
+        if time.monotonic() > deadline_s:
+            return host
+        time.sleep(0.005)
+    return None
 
 
 def _create(parts: _Parts, settings: SegmentSettings) -> Pool:

@@ -247,7 +247,7 @@ class Server:
             tokens=self._plan.tokens,
         )
         engine.http_port = http_port
-        await self._open_adapters(instance_id, port, segment.descriptors.extents)
+        await self._open_adapters(instance_id, port, segment)
         handlers = Handlers(engine, loop)
         engine.send = zmq_server.send
         attach = AttachServer(
@@ -271,7 +271,7 @@ class Server:
         gc.freeze()
         self._announce(instance_id, port, http_port, directory, segment)
 
-    async def _open_adapters(self, instance_id: str, port: int, extents_fd: int) -> None:
+    async def _open_adapters(self, instance_id: str, port: int, segment: Segment) -> None:
         """Open L2. Raises StorageError, except for the embedded one, without which the server can do."""
         engine, pool, settings = self._engine, self._engine.pool, self._settings
         opened: list[ConfiguredAdapter] = []
@@ -292,7 +292,8 @@ class Server:
                 pool.extents_address,
                 pool.extents_bytes,
                 functools.partial(self._dropped, config.name),
-                extents_fd,
+                segment.descriptors.extents,
+                segment.descriptors.sessions_lock,
             )
             try:
                 await configured.adapter.open(context)

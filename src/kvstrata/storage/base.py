@@ -138,6 +138,8 @@ class AdapterContext(NamedTuple):
     """Tells the server that the adapter's own cap dropped a key (thread-safe)."""
     region_fd: int = -1
     """The file behind the mapping, the server's, for another process that maps it too; -1 where there is none."""
+    lock_fd: int = -1
+    """The server's sessions.lock, of which such a process locks HOSTS_BYTE (memory.segment); -1 where there is none."""
 
 
 class Usage(NamedTuple):

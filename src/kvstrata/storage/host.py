@@ -154,7 +154,7 @@ class HostedAdapter(StorageAdapter):
         self._table: dict[int, _Request] = {}
         self._last_number = 0
         self._context: AdapterContext | None = None
-        self._region_fd = -1
+        self._pool_fds: list[int] = []
         self._process: HostProcess | None = None
         self._socket: socket.socket | None = None
         self._queue: deque[bytes] = deque()
@@ -184,7 +184,7 @@ class HostedAdapter(StorageAdapter):
         if context.region_fd < 0:
             raise StorageError(f"{self.name}: an adapter host needs the pool's descriptor", field=self.name)
         self._context = context
-        self._region_fd = os.dup(context.region_fd)
+        self._pool_fds = [os.dup(fd) for fd in (context.region_fd, context.lock_fd) if fd >= 0]
         try:
             await self._begin()
         except BaseException:
@@ -258,9 +258,8 @@ class HostedAdapter(StorageAdapter):
             self._process.kill()
             await asyncio.wait({self._ended})
         self._state = HostState.CLOSED
-        if self._region_fd >= 0:
-            os.close(self._region_fd)
-            self._region_fd = -1
+        while self._pool_fds:
+            os.close(self._pool_fds.pop())
 
     async def _until_ended_or_silent(self, ended: asyncio.Future[str]) -> None:
         loop = asyncio.get_running_loop()
@@ -479,7 +478,7 @@ class HostedAdapter(StorageAdapter):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         try:
-            process = HostProcess(self.name, theirs.fileno(), self._region_fd, self._reaped)
+            process = HostProcess(self.name, theirs.fileno(), self._pool_fds, self._reaped)
         except OSError:
             ours.close()
             theirs.close()

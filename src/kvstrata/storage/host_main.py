@@ -1,4 +1,5 @@
-"""The process in which an adapter runs away from the server: `python -c BOOT root server-pid channel-fd region-fd`.
+"""The process in which an adapter runs away from the server: `python -c BOOT root server-pid channel extents [lock]`,
+the last ones descriptors.
 
 It maps the pool's extents, makes the adapter of the entry that CONFIGURE brings, opens it, and passes on batches from
 the channel (see host_channel) and what became of them.  The adapter sees what it sees in the server: an event loop, a
@@ -6,7 +7,8 @@ context, items with holds.
 
 Invariants
 1. It ends with its server: the kernel kills it then, and a closed channel ends it too.
-2. It has no descriptor of the pool but the extents' mapping, which forks do not inherit, and no lock.
+2. It has no descriptor of the pool but that of sessions.lock, and of its locks a shared one on HOSTS_BYTE, which ends
+   after the last thread that can touch the extents: no server adopts them before.  Forks do not inherit the mapping.
 3. That a hold was dropped is told with the answer of its batch, or soon after the drop where that comes earlier or
    later; never before the drop.
 4. What an adapter raises is told and ends nothing here (the plugin boundary); nothing that it does is worked around:
@@ -31,6 +33,7 @@ import uvloop
 from kvstrata.clock import SystemClock
 from kvstrata.errors import KvstrataError, StorageError
 from kvstrata.memory import linux
+from kvstrata.memory.segment import HOSTS_BYTE
 from kvstrata.native.pool import ExtentsMap, Hold, LentHold
 from kvstrata.storage import host_channel
 from kvstrata.storage.base import (
@@ -57,11 +60,14 @@ TELL_S = 0.01
 
 def main() -> NoReturn:
     """Entry of the process."""
-    server_pid, channel_fd, region_fd = map(int, sys.argv[2:5])
+    server_pid, channel_fd, extents_fd, *lock_fds = map(int, sys.argv[2:])
     linux.die_with_parent(server_pid)
     faulthandler.enable()
-    for fd in (channel_fd, region_fd):
+    for fd in (channel_fd, extents_fd, *lock_fds):
         os.set_inheritable(fd, False)
+    for fd in lock_fds:
+        if not linux.share_byte(fd, HOSTS_BYTE):
+            raise SystemExit("byte HOSTS_BYTE of sessions.lock is locked for writing")
     channel = socket.socket(fileno=channel_fd)
     frame = channel.recv(MAX_FRAME_BYTES)
     if not frame:
@@ -70,8 +76,8 @@ def main() -> NoReturn:
     assert config is not None
     _log_to_server(config.log_level)
     sys.path[:] = config.import_paths
-    extents = ExtentsMap(region_fd, config.region_bytes)
-    os.close(region_fd)
+    extents = ExtentsMap(extents_fd, config.region_bytes)
+    os.close(extents_fd)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(channel, extents, config))
     os._exit(0)

@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -39,16 +39,18 @@ LEVEL_MARK = "\x1e"
 class HostProcess:
     """See the module. Made and used on the event loop.
 
-    The child inherits `channel_fd`, which is closed here once it has it, and `region_fd`, which stays the caller's and
+    The child inherits `channel_fd`, which is closed here once it has it, and `pool_fds`, which stay the caller's and
     open until `ended`.  `ended(how)` gets what to tell an operator: `exit status 3`, `signal SIGKILL`.  Raises OSError.
     """
 
-    def __init__(self, name: str, channel_fd: int, region_fd: int, ended: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, channel_fd: int, pool_fds: Sequence[int], ended: Callable[[str], None]
+    ) -> None:
         self.pid = 0
         """0 before it is spawned and after it was reaped."""
         self._name = name
         self._channel_fd = channel_fd
-        self._region_fd = region_fd
+        self._pool_fds = pool_fds
         self._ended = ended
         self._lock = threading.Lock()
         self._doomed = False
@@ -90,7 +92,7 @@ class HostProcess:
         root = Path(__file__).resolve().parents[2]
         command = [
             *(sys.executable, "-P", "-c", _BOOT, str(root), str(os.getpid())),
-            *(str(self._channel_fd), str(self._region_fd)),
+            *map(str, (self._channel_fd, *self._pool_fds)),
         ]
         try:
             process = subprocess.Popen(
@@ -98,7 +100,7 @@ class HostProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=self._output_writer,
                 stderr=self._output_writer,
-                pass_fds=(self._channel_fd, self._region_fd),
+                pass_fds=(self._channel_fd, *self._pool_fds),
                 start_new_session=True,
             )
         except OSError as error:
@@ -132,6 +134,7 @@ class HostProcess:
             pass
         if self._part:
             self._log_line(self._part)
+        self._tell_left_out()
         os.close(self._output)
         self._ended(how)
 
@@ -152,9 +155,8 @@ class HostProcess:
     def _log_line(self, line: bytes) -> None:
         now_s = self._loop.time()
         if now_s >= self._window_s + WINDOW_S:
-            if self._left_out:
-                log.warning("%s: host: %d lines of its output were left out", self._name, self._left_out)
-            self._window_s, self._lines, self._left_out = now_s, 0, 0
+            self._tell_left_out()
+            self._window_s, self._lines = now_s, 0
         if self._lines >= LINES_PER_WINDOW:
             self._left_out += 1
             return
@@ -162,6 +164,11 @@ class HostProcess:
         text = line[:LOG_BYTES].decode(errors="replace")
         level, text = _level_of(text)
         log.log(level, "%s: host: %s", self._name, _printable(text))
+
+    def _tell_left_out(self) -> None:
+        if self._left_out:
+            log.warning("%s: host: %d lines of its output were left out", self._name, self._left_out)
+            self._left_out = 0
 
 
 def _level_of(text: str) -> tuple[int, str]:
