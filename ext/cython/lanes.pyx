@@ -92,9 +92,9 @@ cdef extern from "kvstrata/connector.h" namespace "kvstrata" nogil:
         cbool removed
 
     cdef cppclass ConnectorCapabilities:
-        cbool persistent, shared, can_delete, can_clear, has_ttl, wants_registered_memory, exists_is_quick
+        cbool persistent, shared, can_delete, can_clear, wants_registered_memory, exists_is_quick
         cbool has_heads
-        uint32_t alignment_bytes, max_batch, items_per_piece
+        uint32_t max_batch, items_per_piece
 
     cdef cppclass ConnectorContext:
         ConnectorContext() except +
@@ -320,21 +320,17 @@ cdef class NativeConnector:
         self.connector.reset(<CConnector*>PyCapsule_GetPointer(capsule, connector_capsule_name))
         PyCapsule_SetName(capsule, "kvstrata.Connector.taken")
         can = self.connector.get().capabilities()
-        if can.items_per_piece == 0 or can.max_batch == 0 or can.alignment_bytes == 0:
-            raise ValueError(
-                "connector: capabilities: items_per_piece, max_batch and alignment_bytes must be at least 1"
-            )
+        if can.items_per_piece == 0 or can.max_batch == 0:
+            raise ValueError("connector: capabilities: items_per_piece and max_batch must be at least 1")
         self.per_piece = can.items_per_piece
         self.capabilities = {
             "persistent": bool(can.persistent),
             "shared": bool(can.shared),
             "can_delete": bool(can.can_delete),
             "can_clear": bool(can.can_clear),
-            "has_ttl": bool(can.has_ttl),
             "wants_registered_memory": bool(can.wants_registered_memory),
             "has_heads": bool(can.has_heads),
             "exists_is_quick": bool(can.exists_is_quick),
-            "alignment_bytes": can.alignment_bytes,
             "max_batch": can.max_batch,
         }
 

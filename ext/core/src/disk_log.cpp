@@ -57,7 +57,6 @@ ConnectorCapabilities DiskLog::capabilities() const noexcept {
   can.persistent = true;
   can.can_clear = true;
   can.exists_is_quick = true;
-  can.alignment_bytes = kFileBlockBytes;
   return can;
 }
 

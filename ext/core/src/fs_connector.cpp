@@ -55,11 +55,7 @@ FsConnector::~FsConnector() {
 }
 
 ConnectorCapabilities FsConnector::capabilities() const noexcept {
-  return {.persistent = true,
-          .can_clear = true,
-          .has_heads = true,
-          .exists_is_quick = true,
-          .alignment_bytes = options_.use_odirect ? std::uint32_t{kFileBlockBytes} : 1};
+  return {.persistent = true, .can_clear = true, .has_heads = true, .exists_is_quick = true};
 }
 
 std::string FsConnector::open(const ConnectorContext& context) {

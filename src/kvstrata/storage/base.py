@@ -116,12 +116,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Other instances put and delete there too, so presence may be stale."""
     max_batch: int = 64
     wants_registered_memory: bool = False
-    alignment_bytes: int = 1
     can_delete: bool = True
-    can_list: bool = False
     has_heads: bool = False
     """`heads` tells: what is needed before records may be stored encoded there."""
-    has_ttl: bool = False
     quiesce: Literal["drain", "never"] = "drain"
     """What ends an operation in flight: it does so by itself, or only killing its process does."""
 

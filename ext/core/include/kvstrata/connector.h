@@ -84,12 +84,10 @@ struct ConnectorCapabilities {
   bool shared = false;      // others put and delete there too
   bool can_delete = true;
   bool can_clear = false;
-  bool has_heads = false;  // heads() tells; records may be encoded only then
-  bool has_ttl = false;
+  bool has_heads = false;                // heads() tells; records may be encoded only then
   bool wants_registered_memory = false;  // uses ConnectorContext::region
   // While ready(), exists() never blocks: it is called on the server's event loop, in no lane.
   bool exists_is_quick = false;
-  std::uint32_t alignment_bytes = 1;
   std::uint32_t max_batch = 64;
   // Items of a batch that one thread puts or loads; the pieces of a batch run side by side.
   std::uint32_t items_per_piece = 1;
