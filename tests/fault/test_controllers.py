@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import ctypes
 import hashlib
-import os
 import random
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -15,12 +13,10 @@ from types import FrameType
 
 import pytest
 
-from kvstrata.clock import SystemClock
-from kvstrata.native import copying
-from kvstrata.native.pool import Pool
 from kvstrata.policy.prefetch import Hole, Plan, Source
 from kvstrata.policy.store import EvictAhead, RetryRule, StorePolicy
-from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
+from kvstrata.rpc.wire import ReserveOutcome
+from kvstrata.service.adapters import AdapterSet
 from kvstrata.service.prefetch import FetchOutcome, PrefetchController, PrefetchLimits, _Fetch
 from kvstrata.service.store import StoreController, StoreLimits
 from kvstrata.storage.base import AdapterContext, Found, LoadItem, LoadOutcome, PutItem, PutOutcome
@@ -29,82 +25,9 @@ from kvstrata.storage.registry import ConfiguredAdapter
 from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
 from kvstrata.storage.wrap.faults import FaultyAdapter
 from kvstrata.testing.faults import Fault, FaultPlan
-from kvstrata.testing.strategies import IDENTITY, payload_of, record_length, section_lengths
-from kvstrata.types import MissReason, unpack_extents
-
-SIZE = 50_000
-RECORD = record_length(SIZE)
-L1_BYTES = 64 * 57_344  # room for about 64 records
-LATER_S = 600.0
-CLOCK = SystemClock()
-
-
-def chain(name: str, n_chunks: int, n_slices: int = 1) -> list[bytes]:
-    """Storage keys of a prompt, chunk-major."""
-    return [hashlib.sha256(f"{name} {i}".encode()).digest() for i in range(n_chunks * n_slices)]
-
-
-class L1:
-    """A real pool, and a worker that stores records in it and reads them."""
-
-    def __init__(self, extents_bytes: int = L1_BYTES) -> None:
-        fds = [os.memfd_create(name) for name in ("index", "extents")]
-        self.pool = Pool.create(*fds, extents_bytes=extents_bytes, entry_capacity=1024)
-        for fd in fds:
-            os.close(fd)
-        self.row = self.pool.claim_row(b"s" * 16, b"g" * 16, os.getpid())
-
-    def store(
-        self, keys: list[bytes], n_slices: int = 1, *, identity: bytes = IDENTITY, first: int = 0
-    ) -> list[bytes]:
-        """Write chunks from number `first` on as a worker does; returns the keys that became visible."""
-        stored: list[bytes] = []
-        for s in range(n_slices):
-            mine = keys[s::n_slices]
-            for i in range(first, len(mine)):
-                parent = mine[i - 1] if i else b""
-                ticket, outcomes, packed = self.pool.reserve(mine[i], parent, RECORD, self.row, identity, 1)
-                if outcomes[0] != ReserveOutcome.RESERVED:
-                    continue
-                [extent] = unpack_extents(packed)
-                self.write(mine[i], extent.offset_bytes, identity)
-                assert self.pool.commit(ticket, [0]) == bytes([CommitOutcome.COMMITTED])
-                stored.append(mine[i])
-        return stored
-
-    def write(self, key: bytes, offset: int, identity: bytes) -> None:
-        address = self.pool.extents_address + offset
-        payload = payload_of(key, SIZE)
-        ctypes.memmove(address + RECORD - SIZE, payload, SIZE)
-        spec = copying.RecordSpec(key, identity, bytes(32), bytes(32), 256)
-        copying.seal_record(address, RECORD, spec, section_lengths(SIZE))
-
-    def read(self, key: bytes) -> bytes | None:
-        """The payload of a visible record, None when it is not there."""
-        hold = self.pool.hold(key)
-        if hold is None:
-            return None
-        with hold, hold.view() as view:
-            assert copying.verify_record(hold.address, hold.length, key) == 0
-            return bytes(view[-SIZE:])
-
-    def has(self, *keys: bytes) -> bool:
-        return all(self.read(key) == payload_of(key, SIZE) for key in keys)
-
-    def lose(self, keys: Sequence[bytes]) -> None:
-        """Evict chosen records, children first."""
-        for key in reversed(keys):
-            self.pool.remove(key)
-
-    def nothing_in_use(self) -> None:
-        """No reservation, hold or quarantine is left, and the pool is sound."""
-        stats = self.pool.stats()
-        assert stats["holds"] == 0
-        assert stats["reservations"] == 0
-        assert stats["pinned_bytes"] == 0
-        assert stats["bytes"]["reserved"] == 0
-        assert stats["bytes"]["quarantined"] == 0
-        self.pool.validate()
+from kvstrata.testing.strategies import IDENTITY, payload_of
+from kvstrata.types import MissReason
+from tests.harness.l1 import CLOCK, L1, L1_BYTES, LATER_S, RECORD, SIZE, chain
 
 
 class Watched(FaultyAdapter):
@@ -208,7 +131,7 @@ class Puts:
         }
         self.controller = StoreController(
             l1.pool,
-            [one.configured for one in tiers],
+            AdapterSet([one.configured for one in tiers]),
             StoreLimits(**values),
             lambda key, reason: self.skipped.append((key, reason)),
         )
@@ -323,7 +246,7 @@ async def test_no_turn_of_the_loop_looks_at_all_that_was_skipped(l1: L1, tier: O
     one = await tier()
     puts = Puts(l1, one)
     puts.controller._pool = Counting()
-    puts.controller._puts[0].unpinned.update(dict.fromkeys(chain("lost", 1000)))
+    puts.controller._puts["fs-0"].unpinned.update(dict.fromkeys(chain("lost", 1000)))
     ticking = [asyncio.get_running_loop().call_soon(next_turn)]
     puts.controller.committed(l1.store(chain("a", 1)))
     await puts.controller.idle()
@@ -540,7 +463,7 @@ class Loads:
         self.lost: list[tuple[str, bytes]] = []
         self.controller = PrefetchController(
             l1.pool,
-            [one.configured for one in tiers],
+            AdapterSet([one.configured for one in tiers]),
             PrefetchLimits(**values),
             CLOCK,
             lambda name, keys: self.lost.extend((name, key) for key in keys),

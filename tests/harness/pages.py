@@ -250,7 +250,7 @@ def metrics() -> str:
             table(["label", "values"], [[f"`{label}`", LABELS[label]] for label in labels]),
             "\n## Numbers of the status document\n\nGauges without labels, which `kvstrata ctl status` shows at their "
             "paths. ADAPTER stands for an adapter's name, WORD for one of several words; characters other than letters "
-            "and digits become `_`. Those of L2 are there when the server has an adapter.\n\n",
+            "and digits become `_`. Those of an adapter are there while the server has it.\n\n",
             table(["metric", "path", "meaning"], gauges),
             f"\nPolicies of an adapter (`l2_store.adapters.ADAPTER.policy`): {', '.join(map(str, StorePolicy))}.\n",
         )

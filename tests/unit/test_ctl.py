@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,3 +45,45 @@ def test_tokens_that_are_no_json_are_named(capsys, tmp_path):
     file.write_text("nope")
     assert ctl.main(["prefetch", str(file)]) == 1
     assert str(file) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        (["list"], ctl.Ask("/v1/l2/adapters")),
+        (
+            ["add", '{"type": "fs"}', "--position", "1", "--backfill"],
+            ctl.Ask("/v1/l2/adapters", {"adapter": {"type": "fs"}, "position": 1, "backfill": True}, "", 60),
+        ),
+        (
+            ["drain", "fs-0", "--no-loads", "--wait-s", "2.5"],
+            ctl.Ask("/v1/l2/adapters/fs-0/drain", {"loads": False, "wait_s": 2.5}, "", 62.5),
+        ),
+        (["remove", "a/b"], ctl.Ask("/v1/l2/adapters/a%2Fb?wait_s=10.0", None, "DELETE", 70)),
+    ],
+)
+def test_what_l2_commands_ask(arguments, asked):
+    assert ctl._request(ctl.parser().parse_args(["l2", *arguments])) == asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["l2"], "ACTION"),
+        (["l2", "pause"], "invalid choice: 'pause'"),
+        (["l2", "add"], "JSON"),
+        (["l2", "add", "{}", "--position", "last"], "--position"),
+        (["l2", "drain"], "name"),
+        (["l2", "drain", "fs-0", "--wait-s", "-1"], "must be seconds from 0 to 600, found '-1'"),
+        (["l2", "remove", "fs-0", "--wait-s", "nan"], "must be seconds from 0 to 600, found 'nan'"),
+    ],
+)
+def test_wrong_l2_commands_are_named(arguments, says, capsys):
+    with pytest.raises(SystemExit):
+        ctl.main(arguments)
+    assert says in capsys.readouterr().err
+
+
+def test_an_adapter_that_is_no_json_is_named(capsys):
+    assert ctl.main(["l2", "add", "fs"]) == 1
+    assert "JSON: not JSON" in capsys.readouterr().err

@@ -9,15 +9,39 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from kvstrata.config.model import HttpSettings, SecuritySettings
-from kvstrata.errors import ConfigError, Unavailable
+from kvstrata.errors import ConfigError, StorageError, Unavailable
 from kvstrata.service.http.app import make_app
 from kvstrata.service.http.listen import listen, read_token
+
+
+class PlainAdapters:
+    """One adapter, `fs-0`; answers with what it was asked."""
+
+    async def rows(self) -> list[dict[str, Any]]:
+        return [{"name": "fs-0"}]
+
+    async def add(self, entry: dict[str, Any], **asked: Any) -> dict[str, Any]:
+        if entry.get("type") == "wrong":
+            raise ConfigError("adapter.type: unknown adapter 'wrong'", field="adapter.type")
+        if entry.get("type") == "full":
+            raise StorageError("fs-1: base_path: No space left on device", field="fs-1")
+        return {"entry": entry, **asked}
+
+    async def drain(self, name: str, **asked: Any) -> dict[str, Any] | None:
+        return {"name": name, **asked} if name == "fs-0" else None
+
+    async def remove(self, name: str, **asked: Any) -> dict[str, Any] | None:
+        return {"name": name, **asked} if name == "fs-0" else None
+
+    def names(self) -> list[str]:
+        return ["fs-0"]
 
 
 class PlainEngine:
     """Answers with what it was asked."""
 
     def __init__(self) -> None:
+        self.l2: PlainAdapters | None = PlainAdapters()
         self.registry = CollectorRegistry()
         Counter("things", "of a kind", registry=self.registry).inc()
         self.ready = (True, "")
@@ -68,6 +92,28 @@ async def test_every_route_answers(engine):
         assert (await http.get("/openapi.json")).status_code == 200
 
 
+@pytest.mark.parametrize("token", ["", "s" * 20])
+async def test_adapters_are_listed_added_drained_and_removed(engine, token):
+    path = "/v1/l2/adapters"
+    async with client(engine, token) as http:
+        http.headers["authorization"] = f"Bearer {token}"
+        assert (await http.get(path)).json() == {"adapters": [{"name": "fs-0"}]}
+        added = await http.post(path, json={"adapter": {"type": "fs"}, "position": 0, "backfill": True})
+        assert added.status_code == 201
+        assert added.json() == {
+            "entry": {"type": "fs"}, "position": 0, "backfill": True, "may_name_code": bool(token),
+        }  # fmt: skip
+        drained = await http.post(f"{path}/fs-0/drain", json={"loads": False, "wait_s": 0.5})
+        assert drained.json() == {"name": "fs-0", "loads": False, "wait_s": 0.5}
+        removed = await http.delete(f"{path}/fs-0", params={"wait_s": 2})
+        assert removed.json() == {"name": "fs-0", "wait_s": 2.0}
+        for answer in (await http.delete(f"{path}/fs-1"), await http.post(f"{path}/fs-1/drain", json={})):
+            assert (answer.status_code, answer.json()["code"]) == (404, "not_found")
+            assert "there are: fs-0" in answer.json()["message"]
+        engine.l2 = None
+        assert (await http.get(path)).status_code == 503
+
+
 async def test_not_ready_is_503_and_says_why(engine):
     engine.ready = (False, "adopting the pool")
     async with client(engine) as http:
@@ -84,6 +130,12 @@ async def test_not_ready_is_503_and_says_why(engine):
         ("/v1/prefetch", {"tokens": [], "budget": 1}, 400, "budget"),
         ("/v1/prefetch", {"tokens": [1], "model": "nobody"}, 503, "model"),
         ("/v1/clear", {"tier": "l3"}, 400, "tier"),
+        ("/v1/l2/adapters", {}, 400, "adapter"),
+        ("/v1/l2/adapters", {"adapter": "fs"}, 400, "adapter"),
+        ("/v1/l2/adapters", {"adapter": {}, "position": -1}, 400, "position"),
+        ("/v1/l2/adapters", {"adapter": {"type": "wrong"}}, 400, "adapter.type"),
+        ("/v1/l2/adapters", {"adapter": {"type": "full"}}, 422, "base_path"),
+        ("/v1/l2/adapters/fs-0/drain", {"wait_s": 601}, 400, "wait_s"),
     ],
 )
 async def test_a_wrong_body_names_the_field(engine, path, body, status, says):
@@ -110,7 +162,8 @@ async def test_a_token_is_asked_of_everything_but_the_probes(engine):
     async with client(engine, token="s" * 20) as http:
         assert (await http.get("/healthz")).status_code == 200
         assert (await http.get("/readyz")).status_code == 200
-        for path in ("/metrics", "/v1/status", "/v1/explain/known"):
+        assert (await http.delete("/v1/l2/adapters/fs-0")).status_code == 401
+        for path in ("/metrics", "/v1/status", "/v1/explain/known", "/v1/l2/adapters"):
             assert (await http.get(path)).status_code == 401, path
             right = {"authorization": f"Bearer {'s' * 20}"}
             assert (await http.get(path, headers=right)).status_code == 200, path

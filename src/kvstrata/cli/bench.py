@@ -501,7 +501,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     notes: list[str] = []
     try:
         chunks = _bounded(options, shape, server.status, notes)
-        l2 = "l2_store" in server.status
+        l2 = bool(server.status["l2_store"]["adapters"])
         if l2:
             notes.append(
                 "the server has L2: what is stored here may be put there too, and leaves it by the adapter's cap only"

@@ -11,24 +11,39 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstrata.config.model import HttpSettings
 from kvstrata.errors import BadRequest, KvstrataError, Unavailable
 
 TIMEOUT_S = 30
+CLOSE_S = 60
+"""For an adapter to be opened or closed, beside what the command waits."""
+MAX_WAIT_S = 600
 
 
-def ask(url: str, path: str, *, body: Mapping[str, Any] | None = None, token: str = "") -> Any:
+class Ask(NamedTuple):
+    """One request to the admin port."""
+
+    path: str
+    body: Mapping[str, Any] | None = None
+    method: str = ""
+    """By default GET without a body, POST with one."""
+    timeout_s: float = TIMEOUT_S
+
+
+def ask(url: str, asked: Ask, *, token: str = "") -> Any:
     """The JSON answer of the admin port. Raises Unavailable without an answer, BadRequest for its errors."""
-    request = urllib.request.Request(url.rstrip("/") + path, method="GET" if body is None else "POST")
+    body = asked.body
+    method = asked.method or ("GET" if body is None else "POST")
+    request = urllib.request.Request(url.rstrip("/") + asked.path, method=method)
     if body is not None:
         request.data = json.dumps(body).encode()
         request.add_header("Content-Type", "application/json")
     if token:
         request.add_header("Authorization", f"Bearer {token}")
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+        with urllib.request.urlopen(request, timeout=asked.timeout_s) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
         raise BadRequest(_message(error)) from None
@@ -87,14 +102,50 @@ def parser() -> argparse.ArgumentParser:
     prefetch.add_argument("--budget-bytes", type=int, default=1 << 30)
     job = commands.add_parser("job", help="outcome of a prefetch")
     job.add_argument("number", type=int)
+    l2 = commands.add_parser("l2", help="list, add, drain or remove L2 adapters")
+    actions = l2.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("list", help="the adapters, nearest first; all that is known with --json")
+    add = actions.add_parser("add", help="open an adapter and use it from now on")
+    add.add_argument(
+        "adapter", metavar="JSON", help="what --l2-adapter of the server takes; - reads standard input"
+    )
+    add.add_argument(
+        "--position", type=int, help="place in the order in which lookups ask, from 0; by default the last"
+    )
+    add.add_argument("--backfill", action="store_true", help="offer it once what is in L1 already")
+    drain = actions.add_parser("drain", help="give an adapter no new chunks, and wait for those it is to get")
+    drain.add_argument("--no-loads", action="store_true", help="lookups do not ask it either")
+    remove = actions.add_parser(
+        "remove", help="drain an adapter and close it; its records stay on the medium"
+    )
+    for action in (drain, remove):
+        action.add_argument("name", help="as `list` tells it, e.g. fs-0")
+        action.add_argument(
+            "--wait-s",
+            type=_seconds,
+            default=10.0,
+            metavar="S",
+            help="longest wait for what is under way (%(default)s)",
+        )
     return top
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MAX_WAIT_S:
+        raise argparse.ArgumentTypeError(f"must be seconds from 0 to {MAX_WAIT_S}, found {text!r}")
+    return seconds
 
 
 def run(options: argparse.Namespace) -> Any:
     """Carry out one command; returns what the server said."""
     token = _read(options.token_file).strip() if options.token_file else ""
-    path, body = _request(options)
-    return ask(options.url, path, body=body, token=token)
+    answer = ask(options.url, _request(options), token=token)
+    brief = options.command == "l2" and options.action == "list" and not options.json
+    return [_brief(row) for row in answer["adapters"]] or "no adapter" if brief else answer
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -112,24 +163,66 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _request(options: argparse.Namespace) -> tuple[str, dict[str, Any] | None]:
+def _request(options: argparse.Namespace) -> Ask:
     match options.command:
         case "status":
-            return "/v1/status", None
+            return Ask("/v1/status")
         case "ready":
-            return "/readyz", None
+            return Ask("/readyz")
         case "explain":
-            return f"/v1/explain/{urllib.parse.quote(options.request_id)}", None
+            return Ask(f"/v1/explain/{urllib.parse.quote(options.request_id)}")
         case "job":
-            return f"/v1/prefetch/{options.number}", None
+            return Ask(f"/v1/prefetch/{options.number}")
         case "clear":
-            return "/v1/clear", {"tier": options.tier, "tenant": options.tenant}
+            return Ask("/v1/clear", {"tier": options.tier, "tenant": options.tenant})
+        case "l2":
+            return _l2_request(options)
     try:
         tokens = json.loads(_read(options.tokens))
     except ValueError as error:
         raise BadRequest(f"FILE: {options.tokens}: not a JSON list of token ids: {error}") from None
     fields = ("model", "adapter", "tenant", "salt", "budget_bytes")
-    return "/v1/prefetch", {"tokens": tokens, **{name: getattr(options, name) for name in fields}}
+    return Ask("/v1/prefetch", {"tokens": tokens, **{name: getattr(options, name) for name in fields}})
+
+
+def _l2_request(options: argparse.Namespace) -> Ask:
+    path = "/v1/l2/adapters"
+    if options.action == "list":
+        return Ask(path)
+    if options.action == "add":
+        text = _read("-") if options.adapter == "-" else options.adapter
+        try:
+            adapter = json.loads(text)
+        except ValueError as error:
+            raise BadRequest(f"JSON: not JSON: {error}: {text!r:.200}") from None
+        body = {"adapter": adapter, "position": options.position, "backfill": options.backfill}
+        return Ask(path, body, timeout_s=CLOSE_S)
+    one, timeout_s = f"{path}/{urllib.parse.quote(options.name, safe='')}", options.wait_s + CLOSE_S
+    if options.action == "drain":
+        return Ask(
+            f"{one}/drain", {"loads": not options.no_loads, "wait_s": options.wait_s}, timeout_s=timeout_s
+        )
+    return Ask(f"{one}?wait_s={options.wait_s}", method="DELETE", timeout_s=timeout_s)
+
+
+def _brief(row: Mapping[str, Any]) -> dict[str, Any]:
+    """One adapter as a line of a table."""
+    usage, puts = row["usage"] or {}, row["puts"]
+    opened = [operation for operation, state in row["breakers"].items() if state != "closed"]
+    return {
+        "name": row["name"],
+        "position": "-" if row["position"] is None else row["position"],
+        "state": row["state"],
+        "policy": row["policy"],
+        "asked": row["takes_loads"],
+        "waiting": sum(puts.get(name, 0) for name in ("queued", "retrying", "in_flight"))
+        + row["backfill_left"],
+        "stored": puts.get("outcomes", {}).get("stored", 0),
+        "records": usage.get("records", "-"),
+        "used_bytes": usage.get("used_bytes", "-"),
+        "stuck_bytes": row["stuck_bytes"],
+        "breakers": f"not closed: {', '.join(opened)}" if opened else "closed",
+    }
 
 
 def _read(path: str) -> str:

@@ -128,6 +128,7 @@ STATUS_NUMBERS: dict[str, str] = {
     "failed as `reserve:` or `load:` and the reason.",
     "l2_prefetch.adapters.ADAPTER.loading_bytes": "Bytes being loaded from this adapter.",
     "l2_prefetch.adapters.ADAPTER.waiting": "Fetches that wait for their turn on this adapter.",
+    "l2_adapters.ADAPTER.takes_loads": "Whether lookups ask this adapter.",
     "l2_adapters.ADAPTER.stuck_bytes": "Bytes of operations past their deadline that have not ended.",
     "l2_adapters.ADAPTER.host.pid": "Process of an adapter that runs in one of its own; 0 while there is none.",
     "l2_adapters.ADAPTER.host.restarts": "Such processes started since the start in place of one that had ended.",
@@ -210,6 +211,10 @@ class ServerCounters:
         for word, count in outcomes.items():
             known = word if word in counted.outcomes or len(counted.outcomes) < MAX_OUTCOME_WORDS else "other"
             counted.outcomes[known] = counted.outcomes.get(known, 0) + count
+
+    def forget_adapter(self, name: str) -> None:
+        """An adapter was removed: its name is no label any more."""
+        self.l2 = {known: counted for known, counted in self.l2.items() if known[0] != name}
 
     def as_dict(self) -> dict[str, Any]:
         """For the status document."""

@@ -16,7 +16,7 @@ class Source(NamedTuple):
     """One adapter that has a key."""
 
     adapter: int
-    """Its place in the order of adapters."""
+    """Its place among the adapters that the fetch asks, nearest first."""
     record_bytes: int
 
 

@@ -35,6 +35,10 @@ class Skip(enum.StrEnum):
     """The server stops."""
     CLEARED = "cleared"
     """L2 was cleared while it waited."""
+    DRAINING = "draining"
+    """The adapter takes no more: an admin drains it."""
+    REMOVED = "removed"
+    """The adapter was removed while it waited."""
 
 
 class RetryRule(msgspec.Struct, frozen=True, kw_only=True):

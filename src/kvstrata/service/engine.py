@@ -30,6 +30,7 @@ from kvstrata.observability.metrics import ServerCollector, ServerCounters
 from kvstrata.policy.sessions import Group, Registry, TenantTokens, tenant_number
 from kvstrata.rpc.session import Call, Effect, Session, Sessions, Undoing
 from kvstrata.rpc.wire import Error, Pong, Tier, encode
+from kvstrata.service.adapters import AdapterSet
 from kvstrata.service.effects import InFlight, Lease, Leases, Reservation
 from kvstrata.types import FORMAT_VERSION, KEY_BYTES, MissReason, RequestIdentity, identity_root
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from kvstrata.memory.linux import Peer
     from kvstrata.native.pool import Pool
     from kvstrata.rpc.wire import AttachRequest
+    from kvstrata.service.adapter_control import AdapterControl
     from kvstrata.service.prefetch import PrefetchController
     from kvstrata.service.store import StoreController
     from kvstrata.service.supervisor import PoolLane, Supervisor
@@ -92,8 +94,6 @@ class Engine:
         lane: PoolLane,
         clock: Clock,
         tokens: TenantTokens | None = None,
-        store: StoreController | None = None,
-        prefetch: PrefetchController | None = None,
     ) -> None:
         self.pool = pool
         self.settings = settings
@@ -104,8 +104,11 @@ class Engine:
         self.supervisor = supervisor
         self.lane = lane
         self.clock = clock
-        self.store = store
-        self.prefetch = prefetch
+        self.adapters = AdapterSet()
+        self.l2: AdapterControl | None = None
+        """What changes `adapters`; this, `store` and `prefetch` are there once the server has opened L2."""
+        self.store: StoreController | None = None
+        self.prefetch: PrefetchController | None = None
         self.epoch: int = pool.epoch
         self.peers = Registry(self.epoch)
         self.sessions = Sessions(self.error_frame)
@@ -114,8 +117,6 @@ class Engine:
         self.explainer = Explainer()
         self.counters = ServerCounters()
         self.send: Callable[[Any, bytes], None] = lambda address, reply: None
-        self.tells_touches = False
-        """Whether the store controller wants to know which chunks lookups used."""
         self.work: dict[Call, asyncio.Task[None]] = {}
         """Tasks of requests that take time (kept by the handlers)."""
         self.extra_status: dict[str, Callable[[], dict[str, Any]]] = {}
@@ -279,15 +280,23 @@ class Engine:
 
     def dropped_from_l2(self, adapter: str, key: bytes) -> None:
         """An adapter's own cap dropped this chunk."""
+        if self.adapters.get(adapter) is None:
+            return
         if self.store is not None:
             self.store.dropped(adapter, [key])
         self.explainer.keys.note(key, MissReason.EVICTED, f"the cap of {adapter}", self.clock.unix_ms())
 
     def l2_report(self, report: OpReport) -> None:
         """One operation of an adapter ended."""
-        self.counters.l2_operation(
-            report.adapter, report.operation, report.seconds, report.moved_bytes, report.outcomes
-        )
+        if self.adapters.get(report.adapter) is not None:
+            self.counters.l2_operation(
+                report.adapter, report.operation, report.seconds, report.moved_bytes, report.outcomes
+            )
+
+    @property
+    def has_l2(self) -> bool:
+        """Whether a lookup may find something behind L1."""
+        return self.prefetch is not None and self.adapters.take_loads
 
     # --- periodic --------------------------------------------------------------------------------
 

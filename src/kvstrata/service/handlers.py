@@ -337,7 +337,7 @@ class Handlers:
             chunk_tokens=engine.settings.chunk_size,
             socket_dir=str(engine.socket_dir),
             max_message_bytes=MAX_MESSAGE_BYTES,
-            has_l2=engine.prefetch is not None,
+            has_l2=engine.has_l2,
             max_reserved_bytes=engine.pool.extents_bytes // MAX_SESSION_SHARE,
         )
 

@@ -109,7 +109,7 @@ class Lookups:
             return self._on_lane(asked)
         all_keys = storage_keys(keys, asked.slices)
         granted = _granted(engine.pool.lease(all_keys, asked.n_slices, group.rows), group.rows)
-        if granted.n_chunks == n_chunks or not (granted.unverified or engine.prefetch is not None):
+        if granted.n_chunks == n_chunks or not (granted.unverified or engine.has_l2):
             return self._answer(asked, all_keys, granted, granted.n_chunks)
         return self._more(asked, all_keys, granted)
 
@@ -142,7 +142,8 @@ class Lookups:
                     await self._until_deadline(asked, engine.lane.run(engine.pool.verify, beyond))
                 held = await self._lease(asked, all_keys, held)
             l1_chunks = held.n_chunks
-            if engine.prefetch is not None and held.n_chunks < asked.n_chunks and not self._late(asked):
+            beyond_l1 = engine.has_l2 and held.n_chunks < asked.n_chunks and not self._late(asked)
+            if engine.prefetch is not None and beyond_l1:
                 start = held.n_chunks * asked.n_slices
                 parent = all_keys[(start - asked.n_slices) * KEY_BYTES : start * KEY_BYTES] if start else b""
                 fetched = await engine.prefetch.fetch(
@@ -257,7 +258,7 @@ class Lookups:
         counters.lookup_chunks += asked.n_chunks
         counters.l1_hit_chunks += l1_chunks
         counters.l2_hit_chunks += n - l1_chunks
-        if l1_chunks and engine.tells_touches and engine.store is not None:
+        if l1_chunks and engine.store is not None and engine.store.wants_touches:
             engine.store.touched(split_keys(all_keys[: l1_chunks * asked.n_slices * KEY_BYTES]))
         if reason:
             counters.misses[reason] = counters.misses.get(reason, 0) + 1

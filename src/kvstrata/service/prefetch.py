@@ -15,8 +15,10 @@ Invariants
    server's own reservations: row 0 of the pool has no share.  A fetch past its deadline goes on only while no
    other one waits at the gate.
 5. An adapter that does not answer `exists` within its patience is passed over.
+6. A fetch asks the adapters that answered lookups when it began, in their order then.  One that leaves meanwhile
+   is as one that does not have the chunk: the fetch looks in those after it, or ends as a miss.
 
-What is loaded from where is decided in policy/prefetch.py.
+What is loaded from where is decided in policy/prefetch.py; which adapters there are, in service/adapters.py.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import msgspec
 from kvstrata import failpoints
 from kvstrata.policy.prefetch import Hole, Plan, Run, Source, make_plan, miss_reason, next_batch, reserve_runs
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
+from kvstrata.service.adapters import REMOVED
 from kvstrata.storage.base import (
     Found,
     LoadItem,
@@ -47,7 +50,7 @@ from kvstrata.types import KEY_BYTES
 if TYPE_CHECKING:
     from kvstrata.clock import Clock
     from kvstrata.native.pool import Pool
-    from kvstrata.storage.registry import ConfiguredAdapter
+    from kvstrata.service.adapters import AdapterSet, Member
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +63,7 @@ MAX_WAITING = 1024
 
 
 class PrefetchLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one instance's loads."""
+    """Bounds of one instance's loader."""
 
     in_flight_bytes: int
     """Bytes one adapter may have to load at a time; one batch always may."""
@@ -101,7 +104,7 @@ class _Gate:
         return len(self._waiters)
 
     async def enter(self, fetch: _Fetch, need_bytes: int) -> bool:
-        """Wait for a place. False: the fetch's time was over first, or too many wait."""
+        """Wait for a place. False: the fetch's time was over first, too many wait, or the gate was shut."""
         if not fetch.expired:
             self._give_up(lambda waiter: waiter.expired)
         if not self._waiters and self._try(fetch, need_bytes):
@@ -122,6 +125,10 @@ class _Gate:
         """The fetch loads no more from this adapter, or gives up its slot."""
         self._inside.discard(fetch)
         self._admit()
+
+    def shut(self) -> None:
+        """Turn away whoever waits."""
+        self._give_up(lambda waiter: True)
 
     def ended(self, freed_bytes: int) -> None:
         """A batch was loaded or failed."""
@@ -154,6 +161,28 @@ class _Gate:
             self._waiters.popleft()
 
 
+class _Loader:
+    """What is asked of and loaded from one adapter."""
+
+    def __init__(self, member: Member, gate: _Gate) -> None:
+        self.member = member
+        self.name = member.name
+        self.adapter = member.adapter
+        self.gate = gate
+        self.asking = 0
+        """`exists` calls under way."""
+        self.loading: set[asyncio.Task[None]] = set()
+        self.quiet = asyncio.Event()
+        """Set whenever it has ceased to be busy."""
+
+    def busy(self) -> bool:
+        return bool(self.asking or self.loading)
+
+    def note_progress(self) -> None:
+        if not self.busy():
+            self.quiet.set()
+
+
 class _Fetch:
     """One fetch: its plan, what became of each hole, and how far the prefix is ready."""
 
@@ -172,6 +201,8 @@ class _Fetch:
         self.identity = identity
         self.tenant = tenant
         self.deadline_s = deadline_s
+        self.sources: list[_Loader] = []
+        """Whom it asks, in order; `Source.adapter` of its holes is a place in it."""
         self.plan = Plan(0, [], "")
         self.pending: collections.deque[Hole] = collections.deque()
         self.running: set[asyncio.Task[None]] = set()
@@ -269,7 +300,7 @@ class PrefetchController:
     def __init__(
         self,
         pool: Pool,
-        adapters: Sequence[ConfiguredAdapter],
+        adapters: AdapterSet,
         limits: PrefetchLimits,
         clock: Clock,
         lost: Callable[[str, Sequence[bytes]], None],
@@ -278,9 +309,10 @@ class PrefetchController:
         self.limits = limits
         self._lost = lost
         self._pool = pool
-        self._adapters = [configured.adapter for configured in adapters]
-        self._names = [configured.name for configured in adapters]
-        self._gates = [_Gate(limits.max_in_flight, limits.in_flight_bytes) for _ in adapters]
+        self._adapters = adapters
+        self._of: dict[str, _Loader] = {}
+        for member in adapters:
+            self.join(member)
         self._clock = clock
         self._batch_bytes = min(limits.batch_bytes, limits.in_flight_bytes // 2)
         self._loads: dict[bytes, asyncio.Future[str]] = {}
@@ -328,8 +360,8 @@ class PrefetchController:
             raise
         finally:
             fetch.expired = True
-            for gate in self._gates:
-                gate.expire(fetch)
+            for loader in fetch.sources:
+                loader.gate.expire(fetch)
         return fetch.outcome() if fetch.decided.done() or fetch.plan.holes else self._undecided(task)
 
     async def idle(self) -> None:
@@ -354,6 +386,32 @@ class PrefetchController:
         """Whether this key is being loaded now."""
         return key in self._loads
 
+    # -- adapters come and go ------------------------------------------------------------------------------
+
+    def join(self, member: Member) -> None:
+        """A member of the set, open: fetches that begin from now on ask it."""
+        self._of[member.name] = _Loader(member, _Gate(self.limits.max_in_flight, self.limits.in_flight_bytes))
+
+    def shut(self, name: str) -> None:
+        """The member takes no more loader: what waits for it looks elsewhere."""
+        self._of[name].gate.shut()
+
+    async def idle_of(self, name: str) -> None:
+        """Returns when this member is neither asked nor loaded from."""
+        loader = self._of[name]
+        while loader.busy():
+            loader.quiet.clear()
+            await loader.quiet.wait()
+
+    async def leave(self, name: str) -> None:
+        """Forget a member that takes no more loader. What is under way looks elsewhere, or ends as a miss."""
+        loader = self._of.pop(name)
+        await asyncio.sleep(0)  # a task must have begun before it can end as its reservations need it
+        running = list(loader.loading)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
     def stats(self) -> dict[str, Any]:
         """Numbers for status and metrics."""
         return {
@@ -362,10 +420,18 @@ class PrefetchController:
             "loaded_bytes": self._loaded_bytes,
             "counts": dict(self._counts),
             "adapters": {
-                name: {"loading_bytes": gate.loading_bytes, "waiting": gate.waiting}
-                for name, gate in zip(self._names, self._gates, strict=True)
+                member.name: self.stats_of(member.name)
+                for member in self._adapters
+                if member.name in self._of
             },
         }
+
+    def stats_of(self, name: str) -> dict[str, int]:
+        """Numbers of one member; none after it has left."""
+        loader = self._of.get(name)
+        if loader is None:
+            return {}
+        return {"loading_bytes": loader.gate.loading_bytes, "waiting": loader.gate.waiting}
 
     # -- one fetch -----------------------------------------------------------------------------------------
 
@@ -376,8 +442,8 @@ class PrefetchController:
 
     def _fetch_ended(self, fetch: _Fetch, task: asyncio.Task[None]) -> None:
         del self._fetches[fetch]
-        for gate in self._gates:
-            gate.leave(fetch)
+        for loader in fetch.sources:
+            loader.gate.leave(fetch)
         if not task.cancelled() and task.exception() is not None:
             log.error("a fetch failed by our own mistake", exc_info=task.exception())
 
@@ -393,34 +459,39 @@ class PrefetchController:
             if self._join(fetch, first):
                 fetch.take([first])
                 continue
-            number = first.source.adapter
-            max_items = self._adapters[number].capabilities.max_batch
+            loader = fetch.sources[first.source.adapter]
+            max_items = loader.adapter.capabilities.max_batch
             count = next_batch(fetch.pending, max_items, self._batch_bytes)
             batch = list(itertools.islice(fetch.pending, count))
             batch_bytes = sum(hole.source.record_bytes for hole in batch)
-            if not await self._gates[number].enter(fetch, batch_bytes):
-                fetch.failed(first, "deadline")
-            elif fetch.in_vain() or self._stopping:  # that came out while the fetch waited
-                self._gates[number].ended(batch_bytes)
+            if not loader.member.takes_loads:
+                fetch.take(batch)
+                self._not_filled(fetch, [(hole, REMOVED) for hole in batch])
+            elif not await loader.gate.enter(fetch, batch_bytes):
+                if loader.member.takes_loads:
+                    fetch.failed(first, "deadline")
+            elif fetch.in_vain() or self._stopping or not loader.member.takes_loads:
+                loader.gate.ended(batch_bytes)  # that came out while the fetch waited
             else:
                 fetch.take(batch)
                 batch = [hole for hole in batch if not self._join(fetch, hole)]
-                self._start(fetch, number, batch, batch_bytes)
+                self._start(fetch, loader, batch, batch_bytes)
 
     async def _plan(self, fetch: _Fetch, budget_bytes: int | None) -> Plan:
         """Ask L1, then the adapters in their order, each for what no one before it has."""
         keys, n_slices = fetch.keys, fetch.n_slices
+        fetch.sources = [self._of[member.name] for member in self._adapters if member.takes_loads]
         l1_chunks = [self._pool.peek(b"".join(keys[s::n_slices]), 1) for s in range(n_slices)]
         missing = [i for i in range(len(keys)) if i // n_slices >= l1_chunks[i % n_slices]]
         sources: dict[int, Source] = {}
         unknown: dict[int, str] = {}
         for at in range(0, len(missing), EXISTS_BATCH):
             part = missing[at : at + EXISTS_BATCH]
-            for number in range(len(self._adapters)):
+            for number in range(len(fetch.sources)):
                 asked = [i for i in part if i not in sources]
                 if not asked:
                     break
-                found = await self._ask(number, [keys[i] for i in asked], fetch.deadline_s)
+                found = await self._ask(fetch, number, [keys[i] for i in asked])
                 for i, (presence, record_bytes, reason) in zip(asked, found, strict=True):
                     if presence is Presence.PRESENT:
                         sources[i] = Source(number, record_bytes)
@@ -433,26 +504,33 @@ class PrefetchController:
     def _in_l1(self, key: bytes) -> bool:
         return self._pool.peek(key, 1) == 1
 
-    async def _ask(self, number: int, keys: list[bytes], deadline_s: float) -> list[Found]:
+    async def _ask(self, fetch: _Fetch, number: int, keys: list[bytes]) -> list[Found]:
         """`exists` of one adapter, waiting no longer than its patience."""
-        left_s = max(0.0, deadline_s - self._clock.monotonic_s())
-        last = number == len(self._adapters) - 1
+        loader = fetch.sources[number]
+        if not loader.member.takes_loads:
+            return [Found(Presence.UNKNOWN, 0, REMOVED)] * len(keys)
+        left_s = max(0.0, fetch.deadline_s - self._clock.monotonic_s())
+        last = number == len(fetch.sources) - 1
         patience_s = left_s if last else min(left_s * self.limits.patience_share, self.limits.patience_s)
+        loader.asking += 1
         try:
-            return await asyncio.wait_for(self._adapters[number].exists(keys), patience_s)
+            return await asyncio.wait_for(loader.adapter.exists(keys), patience_s)
         except TimeoutError:
             return [Found(Presence.UNKNOWN, 0, "deadline")] * len(keys)
         except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
-            log_broken_contract(self._names[number], "exists", error)
+            log_broken_contract(loader.name, "exists", error)
             return [Found(Presence.UNKNOWN, 0, "adapter_error")] * len(keys)
+        finally:
+            loader.asking -= 1
+            loader.note_progress()
 
     async def _elsewhere(self, fetch: _Fetch, lost: list[tuple[Hole, str]]) -> None:
         """Look for holes that one adapter could not fill in those that come after it."""
-        for number in range(min(hole.source.adapter for hole, _ in lost) + 1, len(self._adapters)):
+        for number in range(min(hole.source.adapter for hole, _ in lost) + 1, len(fetch.sources)):
             asked = [hole for hole, _ in lost if hole.source.adapter < number]
             if not asked:
                 continue
-            answers = await self._ask(number, [hole.key for hole in asked], fetch.deadline_s)
+            answers = await self._ask(fetch, number, [hole.key for hole in asked])
             found = {
                 hole.number: hole._replace(source=Source(number, record_bytes))
                 for hole, (presence, record_bytes, _) in zip(asked, answers, strict=True)
@@ -467,7 +545,7 @@ class PrefetchController:
 
     def _not_filled(self, fetch: _Fetch, lost: list[tuple[Hole, str]]) -> None:
         """These loads failed: try the adapters that come after, or end the prefix."""
-        last = len(self._adapters) - 1
+        last = len(fetch.sources) - 1
         final = fetch.abandoned or fetch.expired or self._stopping
         for hole, reason in lost:
             if final or hole.source.adapter == last:
@@ -476,10 +554,11 @@ class PrefetchController:
         if again:
             self._spawn(fetch, self._elsewhere(fetch, again), "fetch-elsewhere")
 
-    def _spawn(self, fetch: _Fetch, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _spawn(self, fetch: _Fetch, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         fetch.running.add(task)
         task.add_done_callback(fetch.running.discard)
+        return task
 
     def _join(self, fetch: _Fetch, hole: Hole) -> bool:
         """Wait for a load of the same key that another fetch has begun; False if there is none."""
@@ -499,7 +578,7 @@ class PrefetchController:
 
     # -- one batch -----------------------------------------------------------------------------------------
 
-    def _start(self, fetch: _Fetch, number: int, batch: list[Hole], batch_bytes: int) -> None:
+    def _start(self, fetch: _Fetch, loader: _Loader, batch: list[Hole], batch_bytes: int) -> None:
         """Reserve what fits now and begin to load it."""
         items: list[LoadItem] = []
         parts: list[_Reserved] = []
@@ -517,13 +596,20 @@ class PrefetchController:
             if hole.key not in begun and fetch.is_open(hole):
                 fetch.failed(hole, "in_flight" if beyond.word == "in_flight" else "refused")
         if not items:
-            self._gates[number].ended(batch_bytes)
+            loader.gate.ended(batch_bytes)
             return
         loop = asyncio.get_running_loop()
         for item in items:
             self._loads[item.key] = loop.create_future()
-        work = self._load(fetch, number, items, parts, batch_bytes)
-        self._spawn(fetch, work, f"load-{self._names[number]}")
+        work = self._load(fetch, loader, items, parts, batch_bytes)
+        task = self._spawn(fetch, work, f"load-{loader.name}")
+        loader.loading.add(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            loader.loading.discard(task)
+            loader.note_progress()
+
+        task.add_done_callback(ended)
 
     def _reserve(self, fetch: _Fetch, run: Run, beyond: _Refusal) -> tuple[_Reserved, _Refusal]:
         """Reserve one run, but nothing from the chunk on that an earlier run of the batch was refused.
@@ -558,30 +644,31 @@ class PrefetchController:
         return _Reserved(ticket, indices, [holes[i] for i in indices]), beyond
 
     async def _load(
-        self, fetch: _Fetch, number: int, items: list[LoadItem], parts: list[_Reserved], batch_bytes: int
+        self, fetch: _Fetch, loader: _Loader, items: list[LoadItem], parts: list[_Reserved], batch_bytes: int
     ) -> None:
         """Load, commit or abort each item, and tell everybody who waits for it."""
-        adapter = self._adapters[number]
-        outcomes = [LoadOutcome(LoadStatus.FAILED, "stopping")] * len(items)
+        outcomes: list[LoadOutcome] = []
         lengths = {item.key: item.hold.length for item in items}
         failpoints.hit("load.reserved")
         try:
-            outcomes = await adapter.load(items)
+            outcomes = await loader.adapter.load(items)
             failpoints.hit("load.read")
         except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
-            log_broken_contract(self._names[number], "load", error)
+            log_broken_contract(loader.name, "load", error)
             outcomes = [LoadOutcome(LoadStatus.FAILED, "adapter_error")] * len(items)
         finally:  # also when cancelled: the holds are the medium's, the reservations are ours
-            self._gates[number].ended(batch_bytes)
+            loader.gate.ended(batch_bytes)
+            cut_short = "stopping" if self._stopping else REMOVED
+            outcomes = outcomes or [LoadOutcome(LoadStatus.FAILED, cut_short)] * len(items)
             at = 0
             for part in parts:
-                self._finish(fetch, number, part, outcomes[at : at + len(part.holes)], lengths)
+                self._finish(fetch, loader, part, outcomes[at : at + len(part.holes)], lengths)
                 at += len(part.holes)
 
     def _finish(
         self,
         fetch: _Fetch,
-        number: int,
+        loader: _Loader,
         part: _Reserved,
         outcomes: Sequence[LoadOutcome],
         lengths: dict[bytes, int],
@@ -616,10 +703,10 @@ class PrefetchController:
             else:
                 fetch.there(hole)
         if lost_keys:
-            self._lost(self._names[number], lost_keys)
+            self._lost(loader.name, lost_keys)
         self._not_filled(fetch, failed)
         if foreign:
-            log.error("%s: %d records do not name the identity asked for", self._names[number], len(foreign))
-            chore = asyncio.create_task(self._adapters[number].delete(foreign), name="delete-foreign")
+            log.error("%s: %d records do not name the identity asked for", loader.name, len(foreign))
+            chore = asyncio.create_task(loader.adapter.delete(foreign), name="delete-foreign")
             self._chores.add(chore)
             chore.add_done_callback(self._chores.discard)

@@ -46,8 +46,8 @@ from kvstrata.memory.paths import ATTACH_SOCKET, RPC_SOCKET, segment_dir, socket
 from kvstrata.memory.segment import Segment, SegmentSettings, check_size
 from kvstrata.observability.logging import EventLog, set_up
 from kvstrata.policy.sessions import TenantTokens
-from kvstrata.policy.store import StorePolicy
 from kvstrata.rpc.zmq_server import ZmqServer, read_curve_file
+from kvstrata.service.adapter_control import AdapterControl
 from kvstrata.service.engine import MAX_SESSION_SHARE, Engine
 from kvstrata.service.handlers import Handlers
 from kvstrata.service.http.listen import listen as http_listen
@@ -274,50 +274,59 @@ class Server:
     async def _open_adapters(self, instance_id: str, port: int, segment: Segment) -> None:
         """Open L2. Raises StorageError, except for the embedded one, without which the server can do."""
         engine, pool, settings = self._engine, self._engine.pool, self._settings
-        opened: list[ConfiguredAdapter] = []
-        adapters = self._plan.adapters
-        if self._plan.embedded_l2:  # its directory is named by the port that was really taken
-            adapters = [configure_adapter(embedded_adapter(port, os.environ), 0)]
-        for config in adapters:
-            configured = build_adapter(
+        backlog_bytes = int(pool.extents_bytes * settings.l2.backlog_share)
+        store_limits = StoreLimits(backlog_bytes=backlog_bytes)
+        load_limits = PrefetchLimits(
+            in_flight_bytes=pool.extents_bytes // IN_FLIGHT_SHARE,
+            max_in_flight=settings.l2.prefetch_max_in_flight,
+        )
+        store = StoreController(pool, engine.adapters, store_limits, engine.put_skipped)
+        prefetch = PrefetchController(pool, engine.adapters, load_limits, self._clock, store.dropped)
+
+        def build(config: AdapterConfig) -> ConfiguredAdapter:
+            return build_adapter(
                 config,
                 clock=self._clock,
                 l1_bytes=pool.extents_bytes,
                 report=engine.l2_report,
                 deadline_ms=settings.l2.deadline_ms,
             )
-            context = AdapterContext(
+
+        def context(name: str) -> AdapterContext:
+            return AdapterContext(
                 instance_id,
                 self._clock,
                 pool.extents_address,
                 pool.extents_bytes,
-                functools.partial(self._dropped, config.name),
+                functools.partial(self._dropped, name),
                 segment.descriptors.extents,
                 segment.descriptors.sessions_lock,
             )
+
+        control = AdapterControl(
+            engine.adapters,
+            pool,
+            engine.lane,
+            store,
+            prefetch,
+            build=build,
+            context=context,
+            forget=engine.counters.forget_adapter,
+        )
+        self._closers.append(control.close)
+        engine.store, engine.prefetch, engine.l2 = store, prefetch, control
+        engine.extra_status["l2_adapters"] = control.status
+        store.start()
+        adapters = self._plan.adapters
+        if self._plan.embedded_l2:  # its directory is named by the port that was really taken
+            adapters = [configure_adapter(embedded_adapter(port, os.environ), 0)]
+        for config in adapters:
             try:
-                await configured.adapter.open(context)
+                await control.open(config)
             except StorageError as error:
                 if not self._plan.embedded_l2:
                     raise
                 self._log.warning("embedded_l2_off", reason=error.message)
-                continue
-            self._closers.append(configured.adapter.close)
-            opened.append(configured)
-        engine.extra_status["l2_adapters"] = lambda: {one.name: one.status() for one in opened}
-        pool.set_has_l2(bool(opened))
-        if not opened:
-            return
-        backlog_bytes = int(pool.extents_bytes * settings.l2.backlog_share)
-        store = StoreController(pool, opened, StoreLimits(backlog_bytes=backlog_bytes), engine.put_skipped)
-        limits = PrefetchLimits(
-            in_flight_bytes=pool.extents_bytes // IN_FLIGHT_SHARE,
-            max_in_flight=settings.l2.prefetch_max_in_flight,
-        )
-        engine.store = store
-        engine.prefetch = PrefetchController(pool, opened, limits, self._clock, store.dropped)
-        engine.tells_touches = any(configured.policy is StorePolicy.SECOND_TOUCH for configured in opened)
-        store.start()
 
     def _dropped(self, adapter: str, key: bytes) -> None:
         """An adapter's cap dropped a key (any thread)."""

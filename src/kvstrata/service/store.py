@@ -10,7 +10,10 @@ Invariants
 4. `committed` and `touched` never block and never wait.  No turn of the loop looks at more than `KEYS_PER_TURN`
    keys; the rest waits for later turns.
 
-Whether a chunk is put at all is decided in policy/store.py.
+5. An adapter gets what its policy chooses while it is active; what waited when it began to drain is still put.
+   After `leave` nothing here refers to it.
+
+Whether a chunk is put at all is decided in policy/store.py; which adapters there are, in service/adapters.py.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from kvstrata.storage.base import PutItem, PutOutcome, PutStatus, log_broken_con
 
 if TYPE_CHECKING:
     from kvstrata.native.pool import Hold, Pool
-    from kvstrata.storage.registry import ConfiguredAdapter
+    from kvstrata.service.adapters import AdapterSet, Member
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +69,11 @@ UNPINNED_KEYS = 65_536
 class _Puts:
     """What one adapter still has to get."""
 
-    def __init__(self, configured: ConfiguredAdapter) -> None:
-        self.name = configured.name
-        self.adapter = configured.adapter
-        self.planner = PutPlanner(configured.policy)
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.name = member.name
+        self.adapter = member.adapter
+        self.planner = PutPlanner(member.policy)
         self.queue: collections.deque[_Pending] = collections.deque()
         self.queued: set[bytes] = set()
         """Keys in `queue`, in flight or waiting for a retry."""
@@ -78,6 +82,11 @@ class _Puts:
         """Skipped because the backlog was full: put after all once it is empty, if they are in L1 still."""
         self.in_flight = 0
         self.work_there = asyncio.Event()
+        self.quiet = asyncio.Event()
+        """Set whenever it has ceased to be busy."""
+        self.workers: list[asyncio.Task[None]] = []
+        self.cut_short = Skip.STOPPING
+        """Why a put ended of which nobody waits for the outcome any more."""
         self.counts: collections.Counter[str] = collections.Counter()
         self.stored_bytes = 0
 
@@ -94,13 +103,14 @@ class StoreController:
     def __init__(
         self,
         pool: Pool,
-        adapters: Sequence[ConfiguredAdapter],
+        adapters: AdapterSet,
         limits: StoreLimits,
         skipped: Callable[[bytes, str], None],
     ) -> None:
         self.limits = limits
         self._pool = pool
-        self._puts = [_Puts(configured) for configured in adapters]
+        self._adapters = adapters
+        self._puts = {member.name: _Puts(member) for member in adapters}
         self._skipped = skipped
         self._backlog = Backlog(limits.backlog_bytes)
         self._batch_bytes = min(limits.batch_bytes, limits.backlog_bytes // 4)
@@ -108,11 +118,10 @@ class StoreController:
         self._turn_scheduled = False
         self._takes_up = False
         """A turn is scheduled that goes on to take up what the backlog had no room for."""
-        self._workers: list[asyncio.Task[None]] = []
+        self._started = False
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._stopping = False
-        self._on_evict = any(puts.planner.policy is StorePolicy.ON_EVICT for puts in self._puts)
 
     # -- from the engine -----------------------------------------------------------------------------------
 
@@ -122,27 +131,85 @@ class StoreController:
 
     def touched(self, keys: Sequence[bytes]) -> None:
         """Chunks in L1 that a lookup used again."""
-        if any(puts.planner.policy is StorePolicy.SECOND_TOUCH for puts in self._puts):
+        if self.wants_touches:
             self._take(keys, touched=True)
+
+    @property
+    def wants_touches(self) -> bool:
+        """Whether some adapter gets chunks because they are used."""
+        return any(puts.planner.policy is StorePolicy.SECOND_TOUCH for puts in self._puts.values())
 
     def evicted(self, keys: Sequence[bytes]) -> None:
         """Chunks that left L1: those that `on_evict` meant to put first are counted as skipped."""
-        for puts in self._puts:
+        for puts in self._puts.values():
+            reason = Skip.EVICTED if puts.member.takes_puts else Skip.DRAINING
             for key in keys:
                 if puts.planner.left(key) and key not in puts.queued:
-                    self._skip(puts, key, Skip.EVICTED)
+                    self._skip(puts, key, reason)
 
     def dropped(self, name: str, keys: Sequence[bytes]) -> None:
         """Chunks that the adapter `name` does not have any more (its cap, a delete, a corrupt copy)."""
-        for puts in self._puts:
-            if puts.name == name:
-                puts.planner.gone(keys)
+        puts = self._puts.get(name)
+        if puts is not None:
+            puts.planner.gone(keys)
+
+    # -- adapters come and go ------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to put. Called once, on the running loop."""
-        for puts in self._puts:
-            for number in range(self.limits.batches_in_flight):
-                self._workers.append(asyncio.create_task(self._work(puts), name=f"put-{puts.name}-{number}"))
+        self._started = True
+        for puts in self._puts.values():
+            self._employ(puts)
+
+    def join(self, member: Member) -> None:
+        """A member of the set, open: it gets chunks from now on."""
+        puts = self._puts[member.name] = _Puts(member)
+        if self._started:
+            self._employ(puts)
+
+    def draining(self, name: str) -> None:
+        """The member is not active any more: what the backlog had no room for will not be put there."""
+        self._puts[name].unpinned.clear()
+
+    async def idle_of(self, name: str) -> None:
+        """Returns when nothing waits for this member or is in flight to it."""
+        puts = self._puts[name]
+        while self._waiting or puts.busy():
+            puts.quiet.clear()
+            await puts.quiet.wait()
+
+    async def leave(self, name: str) -> int:
+        """Forget a member that is not active; returns how many chunks it did not get though they waited for it.
+
+        A put that the adapter has not answered ends as skipped here, and its hold when the medium lets go.
+        """
+        puts = self._puts.pop(name)
+        puts.cut_short = Skip.REMOVED
+        n_left = len(puts.queued)
+        self._drop_queued(puts, Skip.REMOVED)
+        await self._dismiss(puts)
+        self._note_progress()
+        return n_left
+
+    def offer(self, name: str, keys: Sequence[bytes]) -> None:
+        """Give a member chunks that are in L1, whatever its policy; few at a time (KEYS_PER_TURN)."""
+        for key in keys:
+            self._offer(self._puts[name], key)
+        self._note_progress()
+
+    def _employ(self, puts: _Puts) -> None:
+        for number in range(self.limits.batches_in_flight):
+            puts.workers.append(asyncio.create_task(self._work(puts), name=f"put-{puts.name}-{number}"))
+
+    async def _dismiss(self, puts: _Puts) -> None:
+        for worker in puts.workers:
+            worker.cancel()
+        for ended in await asyncio.gather(*puts.workers, return_exceptions=True):
+            if isinstance(ended, Exception):
+                log.error("a put worker crashed", exc_info=ended)
+        puts.workers.clear()
+
+    # -- the end, and clear --------------------------------------------------------------------------------
 
     async def idle(self) -> None:
         """Returns when nothing waits, is in flight or is to be tried again."""
@@ -153,33 +220,32 @@ class StoreController:
     async def stop(self, drain_s: float) -> None:
         """Take nothing more; give what is under way `drain_s` seconds, then skip the rest. Idempotent."""
         self._stopping = True
-        if self._workers:
+        if self._started:
             try:
                 await asyncio.wait_for(self.idle(), drain_s)
             except TimeoutError:
                 pass  # what is left is skipped and counted below
         while self._waiting:
             key, _ = self._waiting.popleft()
-            for puts in self._puts:
+            for puts in self._puts.values():
                 self._skip(puts, key, Skip.STOPPING)
-        self._drop_queued(Skip.STOPPING)
-        for worker in self._workers:
-            worker.cancel()
-        for ended in await asyncio.gather(*self._workers, return_exceptions=True):
-            if isinstance(ended, Exception):
-                log.error("a put worker crashed", exc_info=ended)
-        self._workers.clear()
+        for puts in self._puts.values():
+            self._drop_queued(puts, Skip.STOPPING)
+        await asyncio.gather(*(self._dismiss(puts) for puts in self._puts.values()))
 
     async def clear(self) -> int:
         """Drop what waits and remove the records of every adapter; returns how many records went.
 
         Raises StorageError when an adapter cannot be cleared; those before it are cleared then.
         """
-        self._drop_queued(Skip.CLEARED)
+        for puts in self._puts.values():
+            self._drop_queued(puts, Skip.CLEARED)
+        self._note_progress()
         removed = 0
-        for puts in self._puts:
-            removed += await puts.adapter.clear()
-            puts.planner.forget()
+        for puts in list(self._puts.values()):
+            if puts.name in self._puts:  # it may have left while another was cleared
+                removed += await puts.adapter.clear()
+                puts.planner.forget()
         return removed
 
     def stats(self) -> dict[str, Any]:
@@ -188,16 +254,24 @@ class StoreController:
             "backlog_bytes": self._backlog.pinned_bytes,
             "backlog_limit_bytes": self._backlog.limit_bytes,
             "adapters": {
-                puts.name: {
-                    "policy": str(puts.planner.policy),
-                    "queued": len(puts.queue),
-                    "retrying": len(puts.retrying),
-                    "in_flight": puts.in_flight,
-                    "stored_bytes": puts.stored_bytes,
-                    "outcomes": dict(puts.counts),
-                }
-                for puts in self._puts
+                member.name: self.stats_of(member.name)
+                for member in self._adapters
+                if member.name in self._puts
             },
+        }
+
+    def stats_of(self, name: str) -> dict[str, Any]:
+        """Numbers of one member; none after it has left."""
+        puts = self._puts.get(name)
+        if puts is None:
+            return {}
+        return {
+            "policy": str(puts.planner.policy),
+            "queued": len(puts.queue),
+            "retrying": len(puts.retrying),
+            "in_flight": puts.in_flight,
+            "stored_bytes": puts.stored_bytes,
+            "outcomes": dict(puts.counts),
         }
 
     # -- deciding ------------------------------------------------------------------------------------------
@@ -205,7 +279,7 @@ class StoreController:
     def _take(self, keys: Sequence[bytes], touched: bool) -> None:
         room = self.limits.max_waiting_keys - len(self._waiting)
         for key in keys[room:]:
-            for puts in self._puts:
+            for puts in self._puts.values():
                 self._skip(puts, key, Skip.QUEUE_FULL)
         self._waiting.extend((key, touched) for key in keys[:room])
         if not self._turn_scheduled:
@@ -216,12 +290,12 @@ class StoreController:
         self._turn_scheduled = False
         for _ in range(min(KEYS_PER_TURN, len(self._waiting))):
             key, touched = self._waiting.popleft()
-            for puts in self._puts:
+            for puts in self._puts.values():
                 if self._stopping:
                     self._skip(puts, key, Skip.STOPPING)
                 elif puts.planner.touched(key) if touched else puts.planner.committed(key):
                     self._offer(puts, key)
-        if self._on_evict and not self._stopping:
+        if not self._stopping:
             self._clean_ahead()
         if self._waiting:
             self._turn_scheduled = True
@@ -232,16 +306,26 @@ class StoreController:
     def _clean_ahead(self) -> None:
         """Offer the next victims of the pool to the adapters that get chunks only then."""
         pool = self._pool
+        eager = [
+            puts
+            for puts in self._puts.values()
+            if puts.planner.policy is StorePolicy.ON_EVICT and puts.member.takes_puts
+        ]
+        if not eager:
+            return
         need_bytes = self.limits.evict_ahead.need_bytes(pool.stats()["used_bytes"], pool.extents_bytes)
         if need_bytes:
             for key in pool.victims_preview(need_bytes):
-                for puts in self._puts:
+                for puts in eager:
                     if puts.planner.leaving(key):
                         self._offer(puts, key)
 
     def _offer(self, puts: _Puts, key: bytes, attempts: int = 0) -> None:
         """Pin a chunk and queue it, or skip it."""
         if key in puts.queued:
+            return
+        if not puts.member.takes_puts:
+            self._skip(puts, key, Skip.DRAINING)
             return
         hold = self._pool.hold(key)
         if hold is None:
@@ -262,18 +346,16 @@ class StoreController:
         puts.counts[f"skipped:{reason}"] += 1
         self._skipped(key, str(reason))
 
-    def _drop_queued(self, reason: Skip) -> None:
-        for puts in self._puts:
-            for timer, _ in puts.retrying.values():
-                timer.cancel()
-            for pending in (*puts.queue, *(again for _, again in puts.retrying.values())):
-                pending.hold.drop()
-                self._end(puts, pending)
-                self._skip(puts, pending.key, reason)
-            puts.queue.clear()
-            puts.unpinned.clear()
-            puts.retrying.clear()
-        self._note_progress()
+    def _drop_queued(self, puts: _Puts, reason: Skip) -> None:
+        for timer, _ in puts.retrying.values():
+            timer.cancel()
+        for pending in (*puts.queue, *(again for _, again in puts.retrying.values())):
+            pending.hold.drop()
+            self._end(puts, pending)
+            self._skip(puts, pending.key, reason)
+        puts.queue.clear()
+        puts.unpinned.clear()
+        puts.retrying.clear()
 
     # -- putting -------------------------------------------------------------------------------------------
 
@@ -287,7 +369,7 @@ class StoreController:
     async def _put_batch(self, puts: _Puts, batch: list[_Pending]) -> None:
         """Put one batch and account for it. Nothing here refers to its holds afterwards."""
         puts.in_flight += len(batch)
-        outcomes = [PutOutcome(PutStatus.FAILED, Skip.STOPPING)] * len(batch)
+        outcomes: list[PutOutcome] = []
         failpoints.hit("put.started")
         try:
             outcomes = await puts.adapter.put([PutItem(p.key, p.hold) for p in batch])
@@ -297,6 +379,7 @@ class StoreController:
             outcomes = [PutOutcome(PutStatus.FAILED, "adapter_error")] * len(batch)
         finally:  # also when cancelled: the holds are the medium's, the counts are ours
             puts.in_flight -= len(batch)
+            outcomes = outcomes or [PutOutcome(PutStatus.FAILED, puts.cut_short)] * len(batch)
             for pending, (status, reason) in zip(batch, outcomes, strict=True):
                 self._ended(puts, pending, status, reason)
             self._note_progress()
@@ -348,11 +431,13 @@ class StoreController:
         puts.queued.discard(pending.key)
 
     def _is_quiet(self) -> bool:
-        return not self._waiting and not self._takes_up and not any(puts.busy() for puts in self._puts)
+        return (
+            not self._waiting and not self._takes_up and not any(puts.busy() for puts in self._puts.values())
+        )
 
     def _take_up_unpinned(self) -> None:
         """The backlog is empty: pin what fits of what it had no room for."""
-        for puts in self._puts:
+        for puts in self._puts.values():
             for _ in range(min(KEYS_PER_TURN, len(puts.unpinned))):
                 key, _ = puts.unpinned.popitem(last=False)
                 hold = self._pool.hold(key)
@@ -371,11 +456,16 @@ class StoreController:
     def _note_progress(self) -> None:
         if self._is_quiet() and not self._stopping:
             self._take_up_unpinned()
-            if self._is_quiet() and any(puts.unpinned for puts in self._puts):  # all of them have left L1
+            if self._is_quiet() and any(
+                puts.unpinned for puts in self._puts.values()
+            ):  # all of them have left L1
                 self._takes_up = True
                 asyncio.get_running_loop().call_soon(self._go_on)
         if self._is_quiet():
             self._quiet.set()
+        for puts in self._puts.values():
+            if not self._waiting and not puts.busy():
+                puts.quiet.set()
 
     def _go_on(self) -> None:
         self._takes_up = False

@@ -80,8 +80,9 @@ class AdapterConfig(NamedTuple):
 
     name: str
     """`<type>-<index>`: what logs, metrics and status say."""
+    number: int
     path: str
-    """`l2_adapters[<index>]`: what error messages say."""
+    """`l2_adapters[<index>]`, or what the caller calls it: what error messages say."""
     policy: StorePolicy
     deadline_ms: int | None
     """None: the server's `l2.deadline_ms`."""
@@ -165,9 +166,9 @@ def coded_adapter(config: AdapterConfig) -> CodecAdapter:
     )
 
 
-def configure_adapter(entry: str | Mapping[str, Any], index: int) -> AdapterConfig:
-    """Check one entry. Raises ConfigError naming the field below `l2_adapters[index]`."""
-    path = f"l2_adapters[{index}]"
+def configure_adapter(entry: str | Mapping[str, Any], index: int, *, path: str = "") -> AdapterConfig:
+    """Check one entry. Raises ConfigError naming the field below `path`, by default `l2_adapters[index]`."""
+    path = path or f"l2_adapters[{index}]"
     if isinstance(entry, str):
         try:
             entry = json.loads(entry)
@@ -196,6 +197,7 @@ def configure_adapter(entry: str | Mapping[str, Any], index: int) -> AdapterConf
     codec = _codec(fields)
     return AdapterConfig(
         name,
+        index,
         path,
         StorePolicy(policy),
         None if deadline_ms is None else int(deadline_ms),

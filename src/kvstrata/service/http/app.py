@@ -7,9 +7,10 @@ Errors are JSON `{"code", "message", "field"}` with the codes of `kvstrata.error
 from __future__ import annotations
 
 import hmac
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Protocol
 
-from fastapi import Depends, FastAPI, HTTPException, Request, Response
+from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
@@ -20,23 +21,29 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from kvstrata import __version__
 from kvstrata.errors import (
     BadRequest,
+    ConfigError,
     DeadlineExceeded,
     KvstrataError,
     LayoutRefused,
     NotPermitted,
     Refused,
+    StorageError,
     Unavailable,
     UnknownSession,
 )
 from kvstrata.types import RequestIdentity
 
 MAX_PREFETCH_TOKENS = 4_194_304
+MAX_WAIT_S = 600.0
+DEFAULT_WAIT_S = 10.0
 
 HTTP_STATUS = {
     BadRequest: 400,
+    ConfigError: 400,
     NotPermitted: 403,
     UnknownSession: 404,
     LayoutRefused: 409,
+    StorageError: 422,
     Refused: 429,
     Unavailable: 503,
     DeadlineExceeded: 504,
@@ -44,8 +51,33 @@ HTTP_STATUS = {
 """Status of an error's answer; 500 for those not listed."""
 
 
+class AdapterAdmin(Protocol):
+    """What the API needs to change the set of L2 adapters."""
+
+    async def rows(self) -> list[dict[str, Any]]:
+        """A row for each adapter, nearest first."""
+
+    async def add(
+        self, entry: Mapping[str, Any], *, position: int | None, backfill: bool, may_name_code: bool
+    ) -> dict[str, Any]:
+        """Open an adapter and take it in; its row."""
+
+    async def drain(self, name: str, *, loads: bool, wait_s: float) -> dict[str, Any] | None:
+        """Give an adapter nothing new; its row, None when there is none of that name."""
+
+    async def remove(self, name: str, *, wait_s: float) -> dict[str, Any] | None:
+        """Drain an adapter, close it and take it out; what came of it, None when there is none of that name."""
+
+    def names(self) -> list[str]:
+        """Names of all adapters."""
+
+
 class AdminEngine(Protocol):
     """What the API needs of the server's engine."""
+
+    @property
+    def l2(self) -> AdapterAdmin | None:
+        """The L2 adapters; None while the server starts."""
 
     @property
     def registry(self) -> CollectorRegistry:
@@ -101,6 +133,33 @@ class ClearBody(BaseModel):
     tenant: str | None = None
 
 
+class AddAdapterBody(BaseModel):
+    """An L2 adapter for a server that runs."""
+
+    model_config = ConfigDict(extra="forbid")
+    adapter: dict[str, Any] = Field(description="What `--l2-adapter` takes.")
+    position: int | None = Field(
+        None, ge=0, description="Place in the order in which lookups ask, from 0; by default the last."
+    )
+    backfill: bool = Field(
+        False,
+        description="Offer it once what is in L1 already; otherwise it gets what its policy chooses from now on.",
+    )
+
+
+class DrainAdapterBody(BaseModel):
+    """How an adapter is drained."""
+
+    model_config = ConfigDict(extra="forbid")
+    loads: bool = Field(True, description="Lookups go on to ask it and to load from it.")
+    wait_s: float = Field(
+        DEFAULT_WAIT_S,
+        ge=0,
+        le=MAX_WAIT_S,
+        description="Longest wait for the answer; draining goes on after it.",
+    )
+
+
 def make_app(engine: AdminEngine, *, token: str = "") -> FastAPI:
     """The API over one engine. With `token`, every request but the probes must carry it."""
 
@@ -131,7 +190,7 @@ def make_app(engine: AdminEngine, *, token: str = "") -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"] if part != "body")
+        field = ".".join(str(part) for part in first["loc"] if part not in ("body", "query"))
         found = f", found {first['input']!r:.80}" if first["type"] != "missing" else ""
         message = f"{field or 'body'}: {first['msg']}{found}"
         return JSONResponse({"code": BadRequest.code, "message": message, "field": field}, 400)
@@ -190,6 +249,47 @@ def make_app(engine: AdminEngine, *, token: str = "") -> FastAPI:
     async def clear(body: ClearBody) -> dict[str, int]:
         """Drop the chunks that nobody uses from a tier."""
         return await engine.clear(body.tier, body.tenant)
+
+    def adapters() -> AdapterAdmin:
+        if engine.l2 is None:
+            raise Unavailable("L2 is not open yet")
+        return engine.l2
+
+    def named(name: str, answer: dict[str, Any] | None) -> dict[str, Any]:
+        if answer is None:
+            there = ", ".join(adapters().names()) or "none"
+            raise HTTPException(404, f"name: there is no adapter {name!r:.80}; there are: {there}")
+        return answer
+
+    @app.get("/v1/l2/adapters", dependencies=guarded)
+    async def l2_adapters() -> dict[str, list[dict[str, Any]]]:
+        """The L2 adapters in the order in which lookups ask them, then those being removed."""
+        return {"adapters": await adapters().rows()}
+
+    @app.post("/v1/l2/adapters", status_code=201, dependencies=guarded)
+    async def add_l2_adapter(body: AddAdapterBody) -> dict[str, Any]:
+        """Open an L2 adapter and use it from now on. Nothing changes where that fails.
+
+        Types whose fields name code to run (`plugin`) are taken only where the server has `http.token_file`.
+        """
+        return await adapters().add(
+            body.adapter, position=body.position, backfill=body.backfill, may_name_code=bool(token)
+        )
+
+    @app.post("/v1/l2/adapters/{name}/drain", dependencies=guarded)
+    async def drain_l2_adapter(name: str, body: DrainAdapterBody) -> dict[str, Any]:
+        """Give an adapter no new chunks; it is `drained` when what waited for it was put and nothing is under way."""
+        return named(name, await adapters().drain(name, loads=body.loads, wait_s=body.wait_s))
+
+    @app.delete("/v1/l2/adapters/{name}", dependencies=guarded)
+    async def remove_l2_adapter(
+        name: str,
+        wait_s: Annotated[
+            float, Query(ge=0, le=MAX_WAIT_S, description="Longest wait for what is under way.")
+        ] = DEFAULT_WAIT_S,
+    ) -> dict[str, Any]:
+        """Drain an adapter, close it and forget it. Its records stay on the medium."""
+        return named(name, await adapters().remove(name, wait_s=wait_s))
 
     @app.exception_handler(StarletteHTTPException)
     async def failed(_: Request, error: StarletteHTTPException) -> JSONResponse:

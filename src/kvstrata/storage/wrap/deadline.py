@@ -206,16 +206,28 @@ class DeadlineAdapter(StorageAdapter):
         """Close the inner adapter, waiting at most `close_s`; what still runs then is logged and left."""
         closing = asyncio.create_task(self.inner.close(), name=f"{self.name}-close")
         self._running.add(closing)
-        done, pending = await asyncio.wait(set(self._running), timeout=self.limits.close_s)
-        for task in done:
-            if not task.cancelled() and task.exception() is not None:
-                log.error("%s: close: %r", self.name, task.exception())
-        self._running.clear()
+        closing.add_done_callback(self._closed)
+        _, pending = await asyncio.wait(set(self._running), timeout=self.limits.close_s)
         if pending:
             log.error(
                 "%s: still busy %.0f s after close with %d stuck bytes; they stay pinned",
                 self.name, self.limits.close_s, self.stuck_bytes,
             )  # fmt: skip
+
+    @property
+    def running(self) -> int:
+        """Operations that have not ended, whether somebody waits for them or not; `close` is one."""
+        return len(self._running)
+
+    async def ended(self) -> None:
+        """Returns when no operation runs any more."""
+        while self._running:
+            await asyncio.wait(set(self._running))
+
+    def _closed(self, closing: asyncio.Task[None]) -> None:
+        self._running.discard(closing)
+        if not closing.cancelled() and closing.exception() is not None:
+            log.error("%s: close: %r", self.name, closing.exception())
 
     def _admit(self, operation: str) -> bool:
         return self._breakers[operation].admit(self._clock.monotonic_s())

@@ -1,0 +1,164 @@
+"""An adapter on a dictionary, whose operations wait at gates that a test opens and shuts.
+
+`{"type": "plugin", "module_path": "tests.harness.shelf", "class_name": "ShelfAdapter", "adapter_params": {"shelf": N}}`
+uses the shelf of that name in the process where the adapter runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from kvstrata.errors import StorageError
+from kvstrata.native.copying import verify_record
+from kvstrata.storage.base import (
+    AdapterContext,
+    Capabilities,
+    Found,
+    LoadItem,
+    LoadOutcome,
+    LoadStatus,
+    Presence,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    StorageAdapter,
+    Usage,
+)
+
+MADE_S = 60.0
+GATES = ("open", "exists", "put", "load", "close")
+
+
+class Shelf:
+    """Records by key, and what a test steers the adapters on it by."""
+
+    def __init__(self) -> None:
+        self.records: dict[bytes, bytes] = {}
+        self.gates = {name: asyncio.Event() for name in GATES}
+        for gate in self.gates.values():
+            gate.set()
+        self.waiting: collections.Counter[str] = collections.Counter()
+        """Operations at each gate now."""
+        self.asked: collections.Counter[str] = collections.Counter()
+        """Operations begun."""
+        self.opened = 0
+        self.closed = 0
+        self.fails_to_open: Exception | None = None
+        self.may_be_made = threading.Event()
+        self.may_be_made.set()
+        self.making = 0
+
+    def shut(self, *names: str) -> None:
+        """Operations of these kinds wait from now on."""
+        for name in names:
+            self.gates[name].clear()
+
+    def let_go(self) -> None:
+        """Everything that waits goes on."""
+        for gate in self.gates.values():
+            gate.set()
+
+    async def passed(self, name: str) -> None:
+        self.asked[name] += 1
+        self.waiting[name] += 1
+        try:
+            await self.gates[name].wait()
+        finally:
+            self.waiting[name] -= 1
+
+
+SHELVES: dict[str, Shelf] = collections.defaultdict(Shelf)
+
+
+def entry(shelf: str, **common: Any) -> dict[str, Any]:
+    """The JSON of an adapter on a shelf."""
+    return {
+        "type": "plugin",
+        "module_path": __name__,
+        "class_name": "ShelfAdapter",
+        "adapter_params": {"shelf": shelf},
+        **common,
+    }
+
+
+class ShelfAdapter(StorageAdapter):
+    """See the module. What has begun goes on when nobody waits for it, as with a thread."""
+
+    def __init__(self, shelf: str, hangs: Sequence[str] = ()) -> None:
+        self.name = "shelf"
+        self.capabilities = Capabilities(persistent=False, shared=False, max_batch=4)
+        self.shelf = SHELVES[shelf]
+        self.shelf.shut(*hangs)
+        self.shelf.making += 1
+        assert self.shelf.may_be_made.wait(MADE_S), "the test never went on"
+        self.shelf.making -= 1
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def open(self, context: AdapterContext) -> None:
+        await self._own("open", lambda: None)
+        if self.shelf.fails_to_open is not None:
+            raise self.shelf.fails_to_open
+        self.shelf.opened += 1
+
+    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+        there = self.shelf.records
+        return await self._own(
+            "exists",
+            lambda: [
+                Found(Presence.PRESENT, len(there[key])) if key in there else Found(Presence.ABSENT)
+                for key in keys
+            ],
+        )
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        return await self._own("put", lambda: [self._put_one(item) for item in items])
+
+    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+        return await self._own("load", lambda: [self._load_one(item) for item in items])
+
+    async def delete(self, keys: Sequence[bytes]) -> int:
+        return sum(self.shelf.records.pop(key, None) is not None for key in keys)
+
+    async def usage(self) -> Usage:
+        return Usage(sum(map(len, self.shelf.records.values())), 0, len(self.shelf.records))
+
+    async def close(self) -> None:
+        await self._own("close", lambda: None)
+        while pending := self._tasks - {asyncio.current_task()}:
+            await asyncio.wait(pending)
+        self.shelf.closed += 1
+
+    async def _own(self, gate: str, work: Any) -> Any:
+        async def run() -> Any:
+            await self.shelf.passed(gate)
+            return work()
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+    def _put_one(self, item: PutItem) -> PutOutcome:
+        with item.hold.view() as view:
+            known = item.key in self.shelf.records
+            self.shelf.records[item.key] = bytes(view)
+        item.hold.drop()
+        return PutOutcome(PutStatus.EXISTS if known else PutStatus.STORED)
+
+    def _load_one(self, item: LoadItem) -> LoadOutcome:
+        stored = self.shelf.records.get(item.key)
+        if stored is not None:
+            with item.hold.view() as view:
+                view[:] = stored
+            assert verify_record(item.hold.address, item.hold.length, item.key) == 0
+        item.hold.drop()
+        return LoadOutcome(LoadStatus.ABSENT if stored is None else LoadStatus.LOADED)
+
+
+def refuse_to_open(shelf: str, text: str) -> None:
+    """The next adapters on this shelf cannot be opened."""
+    SHELVES[shelf].fails_to_open = StorageError(text)

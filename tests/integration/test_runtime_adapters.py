@@ -1,0 +1,348 @@
+"""Adapters come and go on a real server under load, by `kvstrata ctl` and by HTTP: nothing acknowledged is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
+from tests.harness.server_process import ServerProcess
+from tests.harness.shelf import entry
+
+pytestmark = pytest.mark.integration
+
+TOKEN = "secret-of-the-admin-0123"
+MAX_PROMPTS = 300
+"""Of three chunks: all of them fit into L1."""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server without L2 whose admin port asks for a token."""
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text(TOKEN)
+    environment = {**os.environ, "KVSTRATA_HTTP_TOKEN_FILE": str(token)}
+    with ServerProcess(
+        tmp_path / "server", l1_mb=64, chunk_tokens=CHUNK_TOKENS, environment=environment
+    ) as server:
+        server.start()
+        yield server
+
+
+def ctl(server: ServerProcess, *arguments: str, token: bool = True) -> subprocess.CompletedProcess[str]:
+    where = ["--url", f"http://127.0.0.1:{server.ready['http_port']}"]
+    if token:
+        where += ["--token-file", str(server.folder.parent / "token")]
+    return subprocess.run(
+        [sys.executable, "-m", "kvstrata", "ctl", *where, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def http(
+    server: ServerProcess, method: str, path: str, body: Any = None, token: str = TOKEN
+) -> tuple[int, Any]:
+    """Status and JSON of the answer."""
+    request = urllib.request.Request(f"http://127.0.0.1:{server.ready['http_port']}{path}", method=method)
+    request.add_header("Authorization", f"Bearer {token}")
+    if body is not None:
+        request.data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request.add_header("Content-Type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def rows(server: ServerProcess) -> list[dict[str, Any]]:
+    status, answer = http(server, "GET", "/v1/l2/adapters")
+    assert status == 200
+    return answer["adapters"]
+
+
+def add(server: ServerProcess, adapter: dict[str, Any], **more: Any) -> dict[str, Any]:
+    status, row = http(server, "POST", "/v1/l2/adapters", {"adapter": adapter, **more})
+    assert status == 201, row
+    return row
+
+
+def fs(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"type": "fs", "base_path": str(folder), "capacity_gb": 1, **more}
+
+
+def records_in(folder: Path) -> int:
+    return sum(1 for _ in folder.glob("??/??/*"))
+
+
+def test_an_adapter_added_by_ctl_is_used_drained_and_removed(server, tmp_path):
+    assert ctl(server, "l2", "list").stdout == "no adapter\n"
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        engine.stored(prompt(3, seed=1))
+        added = ctl(server, "--json", "l2", "add", json.dumps(fs(tmp_path / "l2")), "--backfill")
+        assert (added.returncode, added.stderr) == (0, "")
+        name = json.loads(added.stdout)["name"]
+        assert name == "fs-0"
+        engine.stored(prompt(4, seed=2))
+        assert engine.client.has_l2, "clients know at once"
+        eventually("L1's chunks and the new ones are put", lambda: acknowledged(server, name) == 7)
+        assert records_in(tmp_path / "l2") == 7
+        shown = ctl(server, "l2", "list").stdout.splitlines()
+        assert shown[0].split() == [
+            "name", "position", "state", "policy", "asked", "waiting", "stored", "records", "used_bytes", "stuck_bytes",
+            "breakers",
+        ]  # fmt: skip
+        assert shown[1].split()[:8] == ["fs-0", "0", "active", "through", "yes", "0", "7", "7"]
+        clear_l1(server)
+        assert engine.hit(prompt(3, seed=1)) == 3 and engine.hit(prompt(4, seed=2)) == 4, "out of the adapter"
+
+        drained = ctl(server, "l2", "drain", name)
+        assert drained.returncode == 0 and "drained" in drained.stdout
+        engine.stored(prompt(2, seed=3))
+        eventually(
+            "they are skipped", lambda: rows(server)[0]["puts"]["outcomes"].get("skipped:draining") == 2
+        )
+
+        removed = ctl(server, "l2", "remove", name)
+        assert not engine.client.has_l2
+        assert removed.returncode == 0 and "removed" in removed.stdout
+        assert rows(server) == []
+        assert name not in metrics(server), "its name is no label any more"
+        clear_l1(server)
+        assert engine.looked_up(prompt(3, seed=1)).n_chunks == 0
+        again = add(server, fs(tmp_path / "l2"))
+        assert again["name"] == "fs-1", "the directory was given back"
+        assert engine.hit(prompt(3, seed=1)) == 3, "its records stayed"
+
+
+def status(server: ServerProcess) -> dict[str, Any]:
+    return http(server, "GET", "/v1/status")[1]
+
+
+def clear_l1(server: ServerProcess) -> None:
+    """Until nothing is in L1 (leases of what was looked up are on their way back)."""
+
+    def emptied() -> bool:
+        assert http(server, "POST", "/v1/clear", {"tier": "l1"})[0] == 200
+        entries = status(server)["pool"][
+            "entries"
+        ]  # what a dead server had reserved stays until its owner is gone
+        return entries["ready"] == entries["unverified"] == 0
+
+    eventually("L1 is empty", emptied)
+
+
+def metrics(server: ServerProcess) -> str:
+    request = urllib.request.Request(f"http://127.0.0.1:{server.ready['http_port']}/metrics")
+    request.add_header("Authorization", f"Bearer {TOKEN}")
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return answer.read().decode()
+
+
+def test_wrong_requests_name_what_is_wrong_and_change_nothing(server, tmp_path):
+    add(server, fs(tmp_path / "l2"))
+    taken = fs(tmp_path / "l2")
+    for body, wanted, says in (
+        ({"adapter": {"type": "fs"}}, 400, "adapter.base_path: must be a non-empty string"),
+        ({"adapter": fs(tmp_path / "x", capacity=1)}, 400, "adapter.capacity: unknown field"),
+        ({"adapter": {"type": "mooncake"}}, 400, "adapter.type: unknown adapter 'mooncake'"),
+        ({"adapter": "fs"}, 400, "adapter: "),
+        ({"adapter": taken}, 422, "base_path"),
+        ({"adapter": fs(Path("/proc/nowhere"))}, 422, "base_path"),
+        ({"adapter": fs(tmp_path / "x"), "position": -1}, 400, "position: "),
+        ({"adapter": fs(tmp_path / "x"), "position": 2}, 400, "position: must be from 0 to 1"),
+        ({"adapter": fs(tmp_path / "x"), "position": "first"}, 400, "position: "),
+        ({"adapter": fs(tmp_path / "x"), "backfil": True}, 400, "backfil: "),
+        ({}, 400, "adapter: "),
+        (b"{", 400, ""),
+    ):
+        status_code, answer = http(server, "POST", "/v1/l2/adapters", body)
+        assert (status_code, says in answer["message"]) == (wanted, True), answer
+    for method, path, body, wanted, says in (
+        ("DELETE", "/v1/l2/adapters/fs-9", None, 404, "no adapter 'fs-9'; there are: fs-0"),
+        ("DELETE", "/v1/l2/adapters/fs-0?wait_s=-1", None, 400, "wait_s: "),
+        ("DELETE", "/v1/l2/adapters/fs-0?wait_s=nan", None, 400, "wait_s: "),
+        ("POST", "/v1/l2/adapters/fs-9/drain", {}, 404, "no adapter 'fs-9'"),
+        ("POST", "/v1/l2/adapters/fs-0/drain", {"wait_s": 1e9}, 400, "wait_s: "),
+        ("POST", "/v1/l2/adapters/fs-0/drain", {"load": False}, 400, "load: "),
+    ):
+        status_code, answer = http(server, method, path, body)
+        assert (status_code, says in answer["message"]) == (wanted, True), answer
+    for method, path in (("GET", ""), ("POST", ""), ("POST", "/fs-0/drain"), ("DELETE", "/fs-0")):
+        assert http(server, method, f"/v1/l2/adapters{path}", token="wrong")[0] == 401
+    wrong = ctl(server, "l2", "add", "{")
+    assert wrong.returncode == 1 and "JSON: not JSON" in wrong.stderr and "Traceback" not in wrong.stderr
+    assert "fs-9" in ctl(server, "l2", "remove", "fs-9").stderr
+    assert "must be seconds from 0 to 600" in ctl(server, "l2", "drain", "fs-0", "--wait-s", "soon").stderr
+    assert [(row["name"], row["state"]) for row in rows(server)] == [("fs-0", "active")]
+
+
+def test_without_a_token_no_request_names_code(tmp_path):
+    with ServerProcess(tmp_path / "server", l1_mb=16) as server:
+        server.start()
+        answer = http(server, "POST", "/v1/l2/adapters", {"adapter": entry("any")})
+        assert answer[0] == 403 and "http.token_file" in answer[1]["message"]
+        assert add(server, fs(tmp_path / "l2"))["name"] == "fs-0"
+
+
+@pytest.mark.parametrize("hangs", [("put", "load", "exists"), ("put", "load", "exists", "close")])
+def test_a_hung_adapter_is_removed_and_stops_nobody(server, tmp_path, hangs):
+    good = add(server, fs(tmp_path / "l2"))["name"]
+    hung = entry("hung", deadline_ms=200)
+    hung["adapter_params"]["hangs"] = list(hangs)
+    bad = add(server, hung, position=0)["name"]
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        engine.stored(prompt(4))
+        eventually("the good one has them", lambda: acknowledged(server, good) == 4)
+        eventually("the bad one has hold of them", lambda: by_name(server, bad)["stuck_bytes"])
+        code, outcome = http(server, "DELETE", f"/v1/l2/adapters/{bad}?wait_s=0")
+        assert (code, outcome["state"]) == (200, "removing") and outcome["stuck_bytes"]
+        assert by_name(server, bad)["state"] == "removing"
+        assert status(server)["pool"]["pinned_bytes"] >= outcome["stuck_bytes"], (
+            "what it may touch is not reused"
+        )
+        engine.stored(prompt(4, seed=1))
+        eventually("the good one goes on", lambda: acknowledged(server, good) == 8)
+        assert engine.hit(prompt(4)) == 4
+        assert by_name(server, good)["state"] == "active"
+        server.kill()
+
+
+def acknowledged(server: ServerProcess, name: str) -> int:
+    """Chunks that an adapter said it has."""
+    outcomes = by_name(server, name)["puts"]["outcomes"]
+    return outcomes.get("stored", 0) + outcomes.get("exists", 0)
+
+
+def by_name(server: ServerProcess, name: str) -> dict[str, Any]:
+    return next(row for row in rows(server) if row["name"] == name)
+
+
+def test_adapters_that_hang_by_injection_go_and_take_nothing_with_them(server, tmp_path):
+    hang = {
+        "type": "fault_inject", "inner": fs(tmp_path / "bad"), "rate": 1.0, "seed": 1, "faults": ["hang"],
+        "deadline_ms": 200,
+    }  # fmt: skip
+    add(server, fs(tmp_path / "l2"))
+    bad = add(server, hang, position=0)["name"]
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        engine.stored(prompt(4))
+        eventually("the bad one has hold of them", lambda: by_name(server, bad)["stuck_bytes"])
+        assert http(server, "DELETE", f"/v1/l2/adapters/{bad}?wait_s=0")[0] == 200
+        eventually("it is gone", lambda: [row["name"] for row in rows(server)] == ["fs-0"])
+        eventually("and holds nothing", lambda: status(server)["pool"]["pinned_bytes"] == 0)
+        eventually("the good one has them", lambda: acknowledged(server, "fs-0") == 4)
+        clear_l1(server)
+        assert engine.hit(prompt(4)) == 4
+
+
+def test_an_adapter_whose_process_stands_still_is_removed_and_its_bytes_come_back(server, tmp_path):
+    add(server, fs(tmp_path / "l2"))
+    hosted = fs(tmp_path / "hosted", isolation="process", deadline_ms=200, host_kill_ms=1000)
+    bad = add(server, hosted, position=0)["name"]
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        engine.stored(prompt(2))
+        eventually("it works", lambda: acknowledged(server, bad) == 2)
+        os.kill(by_name(server, bad)["host"]["pid"], signal.SIGSTOP)
+        engine.stored(prompt(4, seed=1))
+        eventually("it has hold of them", lambda: by_name(server, bad)["stuck_bytes"])
+        assert http(server, "DELETE", f"/v1/l2/adapters/{bad}?wait_s=0")[0] == 200
+        eventually("it is gone", lambda: [row["name"] for row in rows(server)] == ["fs-0"])
+        eventually("and holds nothing", lambda: status(server)["pool"]["pinned_bytes"] == 0)
+        eventually("the good one has them", lambda: acknowledged(server, "fs-0") == 6)
+        clear_l1(server)
+        assert engine.hit(prompt(2)) == 2 and engine.hit(prompt(4, seed=1)) == 4
+        again = add(server, {"type": "fs", "isolation": "process"} | {"base_path": str(tmp_path / "hosted")})
+        assert again["name"] == "fs-2", "its directory is free again"
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_nothing_that_was_acknowledged_is_lost_while_adapters_come_and_go(server, tmp_path, killed):
+    """One adapter stays; the others are added, drained and removed under stores and lookups."""
+    keep = fs(tmp_path / "keep")
+    add(server, keep)
+    done: list[int] = []
+    stop = threading.Event()
+
+    def load() -> None:
+        with CacheEngine(server.socket_dir) as engine:
+            engine.connect()
+            for seed in range(MAX_PROMPTS):
+                if stop.is_set():
+                    return
+                if engine.stored(prompt(3, seed)) == ["stored"] * 3:
+                    done.append(seed)
+                if seed % 3 == 2 and not killed:  # what is leased when the server dies is not put by the next
+                    engine.hit(prompt(3, done[seed % len(done)]))  # asserts that the bytes are right
+
+    def change() -> None:
+        n = 0
+        with contextlib.suppress(OSError):  # when the server is killed
+            while not stop.is_set():
+                n += 1
+                name = add(server, fs(tmp_path / f"other{n % 2}"), position=n % 2, backfill=n % 3 == 0)[
+                    "name"
+                ]
+                if n % 2:
+                    assert (
+                        http(server, "POST", f"/v1/l2/adapters/{name}/drain", {"loads": n % 4 == 1})[0] == 200
+                    )
+                code, outcome = http(server, "DELETE", f"/v1/l2/adapters/{name}?wait_s={n % 3}")
+                assert (code, outcome["state"]) == (200, "removed"), outcome
+            turns.append(n)
+
+    turns: list[int] = []
+    threads = [Guarded(load), Guarded(change)]
+    eventually("some were stored", lambda: len(done) >= 60 or any(one.error for one in threads))
+    if killed:
+        server.kill()
+    stop.set()
+    for thread in threads:
+        thread.join()
+        assert thread.error is None or killed, thread.error
+    if killed:
+        server._flags[server._flags.index("--l2-adapter") + 1] = json.dumps(keep)
+        server.start()
+    else:
+        assert turns and turns[0] >= 2
+    eventually("all of it is acknowledged", lambda: acknowledged(server, "fs-0") >= 3 * len(done))
+    assert records_in(tmp_path / "keep") >= 3 * len(done)
+    clear_l1(server)
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        assert [seed for seed in done if engine.hit(prompt(3, seed)) != 3] == []
+
+
+class Guarded(threading.Thread):
+    """Runs `body`, and keeps what it raised."""
+
+    def __init__(self, body: Callable[[], None]) -> None:
+        super().__init__()
+        self.error: BaseException | None = None
+        self._body = body
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._body()
+        except BaseException as error:
+            self.error = error
