@@ -4,9 +4,10 @@
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stddef cimport size_t
+from libc.stdint cimport uint32_t
 from libcpp cimport bool as cbool
 
-from core_status cimport Status
+from core_status cimport Status, StatusCode
 
 
 cdef extern from "kvstrata/planes.h" namespace "kvstrata" nogil:
@@ -20,6 +21,29 @@ cdef extern from "kvstrata/planes.h" namespace "kvstrata" nogil:
     void planes_reset_path()
     void c_split_planes "kvstrata::split_planes"(void* planes, const void* bytes, size_t n)
     void c_join_planes "kvstrata::join_planes"(void* bytes, const void* planes, size_t n)
+
+
+cdef extern from "kvstrata/fp8.h" namespace "kvstrata" nogil:
+    enum class Fp8Source(unsigned char):
+        kBfloat16
+        kFloat16
+    cdef cppclass Fp8Shape:
+        uint32_t blocks, groups, tokens, heads, dim
+        Status check()
+        size_t numbers()
+        size_t scales()
+    enum class Fp8Path(unsigned char):
+        pass
+    const int kFp8PathCount
+    const char* fp8_path_name(Fp8Path path)
+    cbool fp8_path_supported(Fp8Path path)
+    Fp8Path c_fp8_path "kvstrata::fp8_path"()
+    Status c_fp8_set_path "kvstrata::fp8_set_path"(Fp8Path path)
+    void fp8_reset_path()
+    Status c_fp8_encode "kvstrata::fp8_encode"(
+        const Fp8Shape& shape, Fp8Source type, const void* numbers, void* codes, void* scales)
+    void c_fp8_decode "kvstrata::fp8_decode"(
+        const Fp8Shape& shape, Fp8Source type, const void* codes, const void* scales, void* numbers)
 
 
 cdef int two_buffers(object out, object source, Py_buffer* to, Py_buffer* of) except -1:
@@ -80,3 +104,80 @@ def set_planes_path(name):
         if planes_path_name(<PlanesPath>i).decode() == name and planes_set_path(<PlanesPath>i).ok():
             return
     raise ValueError(f"name: this CPU has no such path {name!r}, only {', '.join(planes_paths())}")
+
+
+cdef Fp8Source source_type(object dtype) except *:
+    if dtype == 1:
+        return Fp8Source.kBfloat16
+    if dtype == 2:
+        return Fp8Source.kFloat16
+    raise ValueError(f"dtype: must be 1 (bfloat16) or 2 (float16), not {dtype!r}")
+
+
+cdef Fp8Shape read_shape(object shape) except *:
+    cdef Fp8Shape out
+    cdef Status status
+    out.blocks, out.groups, out.tokens, out.heads, out.dim = shape
+    status = out.check()
+    if not status.ok():
+        raise ValueError(f"{status.message().decode()}, not {tuple(shape)!r:.100}")
+    return out
+
+
+def fp8_sizes(shape):
+    cdef Fp8Shape checked = read_shape(shape)
+    return checked.numbers(), checked.scales()
+
+
+def fp8_encode(shape, dtype, numbers, codes, scales):
+    cdef Fp8Shape checked = read_shape(shape)
+    cdef Fp8Source kind = source_type(dtype)
+    cdef const unsigned char[::1] of = numbers
+    cdef unsigned char[::1] to = codes
+    cdef unsigned char[::1] by = scales
+    cdef size_t n = checked.numbers()
+    cdef Status status
+    if <size_t>of.shape[0] != 2 * n or <size_t>to.shape[0] != n or <size_t>by.shape[0] != 4 * checked.scales():
+        raise ValueError(f"numbers, codes, scales: {of.shape[0]}, {to.shape[0]}, {by.shape[0]} bytes do not fit the shape")
+    if <size_t>&of[0] % 2:
+        raise ValueError("numbers: must lie at an even address")
+    with nogil:
+        status = c_fp8_encode(checked, kind, &of[0], &to[0], &by[0])
+    if status.code() == StatusCode.kNoSpace:
+        raise MemoryError(status.message().decode())
+    return bool(status.ok())
+
+
+def fp8_decode(shape, dtype, codes, scales, numbers):
+    cdef Fp8Shape checked = read_shape(shape)
+    cdef Fp8Source kind = source_type(dtype)
+    cdef const unsigned char[::1] of = codes
+    cdef const unsigned char[::1] by = scales
+    cdef unsigned char[::1] to = numbers
+    cdef size_t n = checked.numbers()
+    if <size_t>to.shape[0] != 2 * n or <size_t>of.shape[0] != n or <size_t>by.shape[0] != 4 * checked.scales():
+        raise ValueError(f"codes, scales, numbers: {of.shape[0]}, {by.shape[0]}, {to.shape[0]} bytes do not fit the shape")
+    if <size_t>&to[0] % 2:
+        raise ValueError("numbers: must lie at an even address")
+    with nogil:
+        c_fp8_decode(checked, kind, &of[0], &by[0], &to[0])
+
+
+def fp8_path():
+    return fp8_path_name(c_fp8_path()).decode()
+
+
+def fp8_paths():
+    return [
+        fp8_path_name(<Fp8Path>i).decode() for i in range(kFp8PathCount) if fp8_path_supported(<Fp8Path>i)
+    ]
+
+
+def set_fp8_path(name):
+    if name is None:
+        fp8_reset_path()
+        return
+    for i in range(kFp8PathCount):
+        if fp8_path_name(<Fp8Path>i).decode() == name and c_fp8_set_path(<Fp8Path>i).ok():
+            return
+    raise ValueError(f"name: this CPU has no such path {name!r}, only {', '.join(fp8_paths())}")

@@ -15,9 +15,12 @@ from kvstrata.native import copying
 from kvstrata.storage.base import (
     AdapterContext,
     Capabilities,
+    LoadItem,
     LoadOutcome,
     LoadStatus,
+    PayloadKind,
     Presence,
+    PutItem,
     PutOutcome,
     PutStatus,
     StorageAdapter,
@@ -26,16 +29,27 @@ from kvstrata.storage.fs import FsAdapter, FsSettings
 from kvstrata.storage.wrap.codec import CodecAdapter
 from kvstrata.storage.wrap.codec_chain import Chain, ChainSettings, ZstdOptions
 from kvstrata.testing.adapter_contract import ABSENT, EXISTS, LOADED, SIZE, STORED, AdapterContract, Medium
-from kvstrata.testing.strategies import key_of, load_item, put_item, record_length, watched
+from kvstrata.testing.strategies import (
+    WatchedHold,
+    key_of,
+    load_item,
+    put_item,
+    record_hold,
+    record_length,
+    watched,
+)
 from tests.conformance.test_fs import Folder
 from tests.conformance.test_suite_itself import Shelf, ShelfAdapter
-from tests.harness.codec_records import loaded_record, soft_put_item
+from tests.harness.codec_records import loaded_record, soft_payload, soft_put_item
+from tests.oracles import codec as oracle
 
 PLAIN = ChainSettings()
 ZSTD = ChainSettings(zstd=ZstdOptions())
 ZSTD_BYTES = ChainSettings(zstd=ZstdOptions(planes=1))
 AES = ChainSettings(master_key=b"k" * 32)
 BOTH = ChainSettings(zstd=ZstdOptions(), master_key=b"k" * 32)
+FP8 = ChainSettings(fp8=True)
+FP8_ZSTD = ChainSettings(fp8=True, zstd=ZstdOptions())
 OTHER_KEY = ChainSettings(zstd=ZstdOptions(), master_key=b"o" * 32)
 
 
@@ -231,7 +245,7 @@ async def test_a_wrong_key_is_a_counted_miss_that_deletes_nothing(
         assert await load_soft(adapter, records) == [LOADED] * 2
 
 
-@pytest.mark.parametrize("number", [1, 5, 200])
+@pytest.mark.parametrize("number", [2, 5, 200])
 async def test_an_unknown_codec_is_a_counted_miss_that_deletes_nothing(
     opened: Opener, tmp_path: Path, number: int
 ) -> None:
@@ -272,6 +286,41 @@ async def test_damaged_stored_bytes_are_never_served_and_are_healed(
             else:
                 records = await put_soft(adapter, 1)
             assert await load_soft(adapter, records) == [LOADED], at
+
+
+@pytest.mark.parametrize("chain", [FP8, FP8_ZSTD], ids=["fp8", "fp8-zstd"])
+async def test_records_of_who_accepted_fp8_come_back_rounded_and_others_exactly(
+    tmp_path: Path, chain: ChainSettings
+) -> None:
+    accepted = PayloadKind(2, (1, 10, 2, 10, 5, 33))  # 33,000 numbers: one section of record 1
+
+    async def opened_by(kind: PayloadKind | None) -> CodecAdapter:
+        inner = FsAdapter(FsSettings(base_path=str(tmp_path / "kv"), min_free_bytes=0))
+        adapter = CodecAdapter(inner, Chain(chain), staging_bytes=8 << 20)
+        context = AdapterContext("test", SystemClock(), 0, 0, lambda key: None)
+        await adapter.open(context._replace(payload_kind=lambda identity, part: kind))
+        return adapter
+
+    payload = soft_payload(b"x", 66_000)
+    adapter = await opened_by(accepted)
+    rounded = PutItem(key_of(1), record_hold(key_of(1), payload, sections=[66_000]))
+    assert await adapter.put([rounded]) == [STORED]
+    assert adapter.stats().get("fp8_skipped", 0) == 0
+    await adapter.close()
+    adapter = await opened_by(None)
+    exact = PutItem(key_of(2), record_hold(key_of(2), payload, sections=[66_000]))
+    record = watched(exact).bytes()
+    assert await adapter.put([exact]) == [STORED]
+    assert adapter.stats()["fp8_skipped"] == 1
+    loads = {n: LoadItem(key_of(n), WatchedHold(key_of(n), len(record), for_put=False)) for n in (1, 2)}
+    assert await adapter.load(list(loads.values())) == [LOADED] * 2
+    assert loaded_record(loads[2]) == record
+    found = loaded_record(loads[1])[-66_000:]
+    assert found != payload
+    stored = Folder(tmp_path / "kv").read(key_of(1))
+    assert stored[80] == 1 and len(stored) < len(record) * 0.55
+    assert oracle.decode(stored) == loaded_record(loads[1])
+    await adapter.close()
 
 
 async def test_puts_wait_for_their_turn_and_leave_room_for_loads(opened: Opener) -> None:

@@ -63,9 +63,9 @@ def layout(model: str = "tiny", **fields: Any) -> LayoutIdentity:
 FACTS: dict[str, Any] = {"payload_bytes": PAYLOAD_BYTES, "sections": SECTIONS}
 
 
-def part(first_head: int = 0, end_head: int = 8) -> Slice:
+def part(first_head: int = 0, end_head: int = 8, facts: dict[str, Any] = FACTS) -> Slice:
     """A slice for tests."""
-    return Slice(layers=(0, 2), kv_heads=(first_head, end_head), layout=facts_digest(FACTS))
+    return Slice(layers=(0, 2), kv_heads=(first_head, end_head), layout=facts_digest(facts))
 
 
 class RpcClient:
@@ -81,12 +81,14 @@ class RpcClient:
         engine_slices: int = 1,
         identity: LayoutIdentity | None = None,
         token: str = "",
+        facts: dict[str, Any] | None = None,
     ) -> None:
         self.socket_dir = socket_dir
+        self.facts = facts or FACTS
         self.session = secrets.token_bytes(16)
         self.group = group or secrets.token_bytes(16)
         self.role = role
-        self.slice = None if role is Role.SCHEDULER else slice_held or part()
+        self.slice = None if role is Role.SCHEDULER else slice_held or part(facts=self.facts)
         self.layout = identity or layout()
         self.engine_slices = engine_slices
         self.token = token
@@ -113,7 +115,7 @@ class RpcClient:
                 layout=self.layout,
                 engine_slices=self.engine_slices,
                 slice=self.slice,
-                facts=None if self.slice is None else FACTS,
+                facts=None if self.slice is None else self.facts,
                 old_epoch=self.epoch,
                 token=self.token,
             ),

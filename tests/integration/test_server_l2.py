@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -18,19 +19,26 @@ from typing import Any
 
 import pytest
 
+from kvstrata.native.copying import RecordSpec, seal_record
+from kvstrata.native.hashing import storage_keys
 from kvstrata.rpc import wire
-from kvstrata.types import KEY_BYTES, unpack_extents
+from kvstrata.types import KEY_BYTES, Extent, unpack_extents
+from tests.harness.codec_records import soft_payload
 from tests.harness.rpc_client import (
     CHUNK_TOKENS,
     HANG_S,
+    PAYLOAD_BYTES,
+    RECORD_BYTES,
     RpcClient,
     RpcError,
     chain_of,
     keys_of,
+    layout,
     payload,
     until,
 )
 from tests.harness.server_process import ServerProcess
+from tests.oracles import codec as oracle
 
 pytestmark = pytest.mark.integration
 
@@ -73,6 +81,18 @@ def until_stored(client: RpcClient) -> None:
 
 def clear_l1(client: RpcClient) -> int:
     return client.ask(wire.Clear(client.session, client.next_seq(), wire.Tier.L1), wire.Ok).count
+
+
+def clear_all(client: RpcClient, n_chunks: int) -> None:
+    """Clear L1 until so many chunks have left: a put that has ended may hold its bytes a moment longer."""
+    cleared = 0
+
+    def no_more(_: dict[str, Any]) -> bool:
+        nonlocal cleared
+        cleared += clear_l1(client)
+        return cleared >= n_chunks
+
+    until(client, no_more)
 
 
 def check_bytes(client: RpcClient, reply: wire.LookupReply, chain: bytes) -> None:
@@ -127,13 +147,14 @@ def test_encoded_records_come_back_byte_for_byte(
             assert client.status()["l2_adapters"]["fs-0"]["codec"]["encoded"] == 6
         if killed:
             server.kill()
+            server.wipe_segment()
             server.start()
     files = list(base.glob("??/??/*.kvc"))
     assert len(files) == 6
     assert all(any(file.read_bytes()[80:88]) for file in files)
     with RpcClient(server.socket_dir) as client:
         identity = client.identify()
-        clear_l1(client)
+        clear_all(client, 0 if killed else 6)
         reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
         assert (reply.n_chunks, reply.l1_chunks, reply.l2_chunks, reply.reason) == (6, 0, 6, "")
         check_and_release(client, reply, chain)
@@ -156,6 +177,7 @@ def test_a_wrong_key_file_is_a_miss_with_its_reason(
         until_stored(client)
         clear_l1(client)
         server.kill()
+        server.wipe_segment()
     key_file.write_text(secrets.token_hex(32))
     server.start()
     with RpcClient(server.socket_dir) as client:
@@ -165,6 +187,52 @@ def test_a_wrong_key_file_is_a_miss_with_its_reason(
             assert (reply.n_chunks, reply.l2_chunks) == (0, 0)
         assert client.status()["l2_adapters"]["fs-0"]["codec"]["wrong_key"] >= 1
     assert len(list(base.glob("??/??/*.kvc"))) == 3
+
+
+class FloatClient(RpcClient):
+    """Stores records whose payloads are bf16 numbers in two sections of a shape that it declares."""
+
+    SECTIONS = (30_000, 30_000)
+
+    def write(self, extent: Extent, root: bytes, chain_key: bytes, parent: bytes, fill: bytes) -> None:
+        """A sealed record."""
+        assert self.extents is not None and self.slice is not None
+        digest = self.slice.digest()
+        view = self.extents.view(extent.offset_bytes, extent.length_bytes)
+        view[RECORD_BYTES - PAYLOAD_BYTES : RECORD_BYTES] = soft_payload(chain_key, PAYLOAD_BYTES)
+        parent_key = storage_keys(parent, digest) if parent else bytes(KEY_BYTES)
+        spec = RecordSpec(storage_keys(chain_key, digest), root, digest, parent_key, CHUNK_TOKENS)
+        address = self.extents.address + extent.offset_bytes
+        seal_record(address, extent.length_bytes, spec, list(self.SECTIONS))
+
+
+def test_only_engines_that_accepted_fp8_get_rounded_records(
+    start: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    base = tmp_path / "rounded"
+    server = start({"type": "fs", "base_path": str(base), "codec": ["fp8", "zstd"]})
+    facts = {"payload_bytes": PAYLOAD_BYTES, "element_bytes": 2, "fp8": [1, 5, 2, 10, 3, 50]}
+    roots = {}
+    for fidelity in ("fp8", "lossless"):
+        identity = layout(fidelity=fidelity)
+        with FloatClient(server.socket_dir, identity=identity, facts=facts) as client:
+            mine, chain = stored(client, 4)
+            roots[fidelity] = mine.root
+            until_stored(client)
+            clear_all(client, 4)
+            reply = client.lookup(mine.identity_id, chain, deadline_ms=20_000)
+            assert (reply.n_chunks, reply.l2_chunks) == (4, 4)
+            for extent, key in zip(unpack_extents(reply.extents), keys_of(chain), strict=True):
+                found = struct.unpack(f"<{PAYLOAD_BYTES // 2}H", client.read(extent))
+                exact = struct.unpack(f"<{PAYLOAD_BYTES // 2}H", soft_payload(key, PAYLOAD_BYTES))
+                assert (found == exact) == (fidelity == "lossless")
+                for a, b in zip(found, exact, strict=True):
+                    a, b = oracle.float_of(a, 1), oracle.float_of(b, 1)
+                    assert abs(a - b) <= max(abs(b) / 16, 2 / 448 / 1024) * 1.001 + abs(a) / 256
+            client.release([(client.session, reply.seq)])
+    assert roots["fp8"] != roots["lossless"]
+    rounded = [path.read_bytes()[80] == 1 for path in base.glob("??/??/*.kvc")]
+    assert sorted(rounded) == [False] * 4 + [True] * 4
 
 
 def test_a_hole_in_l1_is_loaded_and_what_l2_does_not_have_ends_the_prefix(

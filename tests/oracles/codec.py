@@ -13,6 +13,11 @@ from tests.oracles.crc32c import crc32c_fast as crc32c
 from tests.oracles.record import INNER, OUTER, SECTION
 
 SLAB = 1 << 20
+FP8_FRAME = struct.Struct("<B3x5II")
+E4M3 = [
+    (code & 7) * 2.0**-9 if code < 8 else (8 + (code & 7)) * 2.0 ** ((code >> 3) - 10) for code in range(0x7F)
+]
+"""Magnitudes of the codes 0 to 0x7E; the sign is bit 7."""
 
 
 def split_planes(data: bytes) -> bytes:
@@ -58,6 +63,8 @@ def decode(stored: bytes, key_text: bytes = b"") -> bytes:
             body = AESGCM(derived).decrypt(body[:12], body[12:], headers)
         elif number == 3:
             body = unpack_slabs(body, join=2 in codecs)
+        elif number == 1:
+            body = from_fp8(body)
         else:
             assert number == 2  # undone slab by slab
     assert len(body) == payload_bytes
@@ -97,3 +104,64 @@ def unpack_slabs(body: bytes, *, join: bool) -> bytes:
         out += join_planes(slab) if join else slab
     assert at == len(body)
     return out
+
+
+def float_of(bits: int, dtype: int) -> float:
+    """A 16-bit number: dtype 1 bfloat16, 2 float16."""
+    if dtype == 1:
+        return struct.unpack("<f", struct.pack("<I", bits << 16))[0]
+    return struct.unpack("<e", struct.pack("<H", bits))[0]
+
+
+def bits_of(value: float, dtype: int) -> int:
+    """The nearest 16-bit number, ties to even, of a value that is a 32-bit float and no larger than there are."""
+    if dtype == 2:
+        return struct.unpack("<H", struct.pack("<e", value))[0]
+    bits = struct.unpack("<I", struct.pack("<f", value))[0]
+    low, rest = bits >> 16, bits & 0xFFFF
+    return low + (rest > 0x8000 or (rest == 0x8000 and low & 1))
+
+
+def single(value: float) -> float:
+    """Rounded to a 32-bit float."""
+    return struct.unpack("<f", struct.pack("<f", value))[0]
+
+
+def scale_of(magnitudes: list[float]) -> float:
+    """The scale of numbers of these magnitudes."""
+    return max(single(max(magnitudes) / 448), 2.0**-126)
+
+
+def scale_index(at: int, shape: tuple[int, ...]) -> int:
+    """Which scale the number at this place of a section has."""
+    _, groups, tokens, heads, dim = shape
+    return at // (dim * heads * tokens) % groups * heads + at // dim % heads
+
+
+def to_e4m3(value: float, scale: float) -> int:
+    """The code: nearest to value × (1 / scale), each step rounded to a 32-bit float; ties to the even code."""
+    scaled = single(value * single(1 / scale))
+    magnitude = min(abs(scaled), 448.0)
+    code = min(range(0x7F), key=lambda code: (abs(E4M3[code] - magnitude), code & 1))
+    return code | (0x80 if str(scaled).startswith("-") else 0)
+
+
+def from_e4m3(code: int, scale: float, dtype: int) -> int:
+    """The 16-bit number of a code."""
+    value = single(E4M3[code & 0x7F] * scale)
+    return bits_of(-value if code & 0x80 else value, dtype)
+
+
+def from_fp8(body: bytes) -> bytes:
+    """The fp8 codec."""
+    dtype, *shape, count = FP8_FRAME.unpack_from(body)
+    scales = shape[1] * shape[3]
+    n = shape[0] * shape[1] * shape[2] * shape[3] * shape[4]
+    codes_at = FP8_FRAME.size + 4 * scales * count
+    assert len(body) == codes_at + n * count
+    out = []
+    for section in range(count):
+        of = struct.unpack_from(f"<{scales}f", body, FP8_FRAME.size + 4 * scales * section)
+        codes = body[codes_at + n * section :][:n]
+        out += [from_e4m3(code, of[scale_index(at, tuple(shape))], dtype) for at, code in enumerate(codes)]
+    return struct.pack(f"<{len(out)}H", *out)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import mmap
 import random
+import struct
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.native import codec, copying
-from kvstrata.native.copying import CopyOutcome
+from kvstrata.native.copying import CopyOutcome, RecordSpec
+from kvstrata.storage.base import PayloadKind, nothing_known
 from kvstrata.storage.wrap import codec_chain
 from kvstrata.storage.wrap.codec_chain import BadRecord, CannotDecode, Chain, ChainSettings, ZstdOptions
-from kvstrata.testing.strategies import key_of, record_hold, record_length
+from kvstrata.testing.strategies import IDENTITY, key_of, record_hold, record_length
 from tests.harness.codec_records import soft_payload
 from tests.oracles import codec as oracle
 
@@ -27,11 +30,11 @@ CHAINS = {
 KEY = key_of(1)
 
 
-def encoded(chain: Chain, payload: bytes) -> tuple[bytes, bytes]:
+def encoded(chain: Chain, payload: bytes, kind_of: Any = nothing_known) -> tuple[bytes, bytes]:
     """A record with this payload, and what the chain makes of it (empty: stored as it is)."""
     hold = record_hold(KEY, payload)
     target = mmap.mmap(-1, chain.staging_bytes(hold.length))
-    length = chain.encode(hold.view(), memoryview(target))
+    length = chain.encode(hold.view(), memoryview(target), kind_of).length
     return hold.bytes(), target[:length]
 
 
@@ -39,7 +42,8 @@ def decoded(chain: Chain, stored: bytes, length: int) -> bytes:
     """What it decodes to, in a target of so many bytes and not one more."""
     source, target = mmap.mmap(-1, len(stored) or 1), mmap.mmap(-1, length)
     source[: len(stored)] = stored
-    chain.decode(memoryview(source)[: len(stored)], memoryview(target), KEY)
+    scratch = memoryview(bytearray(codec_chain.fp8_room(length)))
+    chain.decode(memoryview(source)[: len(stored)], memoryview(target), KEY, scratch)
     return target[:]
 
 
@@ -55,6 +59,7 @@ def payloads(draw: st.DrawFn) -> bytes:
 
 
 @pytest.mark.parametrize("name", CHAINS)
+@settings(max_examples=30)
 @given(payload=payloads())
 def test_what_was_encoded_decodes_to_the_same_bytes_here_and_by_the_page(name: str, payload: bytes) -> None:
     chain = CHAINS[name]
@@ -169,5 +174,123 @@ def test_a_record_decoded_to_something_else_leaves_no_magic() -> None:
     assert target[:8] == bytes(8)
 
 
+# -- fp8 ---------------------------------------------------------------------------------------------------
+
+FP8_CHAINS = {
+    "fp8": Chain(ChainSettings(fp8=True)),
+    "fp8-zstd": Chain(ChainSettings(fp8=True, zstd=ZstdOptions())),
+    "fp8-all": Chain(ChainSettings(fp8=True, zstd=ZstdOptions(), master_key=MASTER)),
+}
+
+
+@st.composite
+def fp8_numbers(draw: st.DrawFn) -> tuple[int, tuple[int, ...], list[int]]:
+    """dtype, shape and the bits of finite numbers: noise of any size, or of sizes that KV has."""
+    dtype = draw(st.sampled_from([1, 2]))
+    shape = draw(st.sampled_from([(1, 2, 4, 3, 9), (2, 2, 16, 1, 5), (1, 1, 1, 1, 16), (2, 1, 8, 2, 33)]))
+    n, _ = codec.fp8_sizes(shape)
+    noise = random.Random(draw(st.integers(0, 1 << 30)))
+    if draw(st.booleans()):
+        top = 0x7F80 if dtype == 1 else 0x7C00
+        return dtype, shape, [noise.randrange(top) | noise.choice((0, 0x8000)) for _ in range(n)]
+    size = 10.0 ** draw(st.integers(-3, 3))
+    return dtype, shape, [oracle.bits_of(oracle.single(noise.gauss(0, size)), dtype) for _ in range(n)]
+
+
+@pytest.mark.parametrize("path", codec.fp8_paths())
+@given(case=fp8_numbers())
+def test_fp8_is_that_of_the_page_and_keeps_its_bound(path: str, case: Any) -> None:
+    dtype, shape, numbers = case
+    n, scales = codec.fp8_sizes(shape)
+    codes, of, back = bytearray(n), bytearray(4 * scales), bytearray(2 * n)
+    codec.set_fp8_path(path)
+    try:
+        assert codec.fp8_encode(shape, dtype, struct.pack(f"<{n}H", *numbers), codes, of)
+        codec.fp8_decode(shape, dtype, codes, of, back)
+    finally:
+        codec.set_fp8_path(None)
+    values = [oracle.float_of(bits, dtype) for bits in numbers]
+    index = [oracle.scale_index(at, shape) for at in range(n)]
+    expected = [
+        oracle.scale_of([abs(v) for v, i in zip(values, index, strict=True) if i == s]) for s in range(scales)
+    ]
+    assert list(struct.unpack(f"<{scales}f", of)) == expected
+    assert list(codes) == [oracle.to_e4m3(v, expected[i]) for v, i in zip(values, index, strict=True)]
+    decoded_bits = struct.unpack(f"<{n}H", back)
+    assert list(decoded_bits) == [
+        oracle.from_e4m3(code, expected[i], dtype) for code, i in zip(codes, index, strict=True)
+    ]
+    for value, i, bits in zip(values, index, decoded_bits, strict=True):
+        found = oracle.float_of(bits, dtype)
+        rounding = abs(found) / (256 if dtype == 1 else 2048) + (2.0**-134 if dtype == 1 else 2.0**-25)
+        assert abs(found - value) <= max(abs(value) / 16, expected[i] / 1024) * (1 + 2**-20) + rounding
+
+
+@pytest.mark.parametrize("name", FP8_CHAINS)
+@given(seed=st.integers(0, 99), dtype=st.sampled_from([1, 2]))
+def test_a_lossy_record_decodes_to_the_rounded_one_whole_in_all_its_checksums(
+    name: str, seed: int, dtype: int
+) -> None:
+    chain = FP8_CHAINS[name]
+    noise = random.Random(seed)
+    numbers = [oracle.bits_of(oracle.single(noise.gauss(0, 1)), dtype) for _ in range(4 * 96)]
+    kind = PayloadKind(2, (dtype, 1, 2, 4, 3, 4))
+    record, stored = encoded_of(chain, numbers, sections=4, kind=kind)
+    assert stored[80] == codec_chain.FP8
+    rounded = oracle.decode(stored, MASTER)
+    head = len(record) - 2 * len(numbers)
+    assert rounded[256:508] == record[256:508]
+    assert rounded[:head] != record[:head], "its section checksums are those of the rounded payload"
+    assert decoded(chain, stored, len(record)) == rounded
+
+
+def test_without_an_opt_in_nothing_is_rounded() -> None:
+    for chain in FP8_CHAINS.values():
+        record, stored = encoded(chain, soft_payload(b"x", 30_000), lambda identity, part: PayloadKind(2))
+        assert codec_chain.FP8 not in stored[80:88]
+        assert not stored or decoded(chain, stored, len(record)) == record
+
+
+def test_payloads_of_another_shape_or_with_infinite_numbers_are_not_rounded() -> None:
+    chain = FP8_CHAINS["fp8"]
+    numbers = [0x3F80] * (4 * 96)
+    for shape in ((1, 1, 2, 4, 3, 5), (1, 1, 1, 1, 1, 16)):
+        assert encoded_of(chain, numbers, sections=4, kind=PayloadKind(2, shape))[1] == b""
+    numbers[100] = 0x7F80
+    assert encoded_of(chain, numbers, sections=4, kind=PayloadKind(2, (1, 1, 2, 4, 3, 4)))[1] == b""
+
+
+@given(data=st.data())
+def test_hostile_fp8_frames_are_refused(data: st.DataObject) -> None:
+    chain = FP8_CHAINS["fp8"]
+    numbers = [0x3F80] * (4 * 96)
+    record, stored = encoded_of(chain, numbers, sections=4, kind=PayloadKind(2, (1, 1, 2, 4, 3, 4)))
+    spoilt = bytearray(stored)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(4096, 4096 + 27))
+        spoilt[at] = data.draw(st.integers(0, 255))
+    spoilt[96:100] = copying.crc32c(bytes(spoilt[4096:])).to_bytes(4, "little")
+    spoilt[252:256] = copying.crc32c(bytes(spoilt[:252])).to_bytes(4, "little")
+    try:
+        found = decoded(chain, bytes(spoilt), len(record))
+    except (BadRecord, CannotDecode):
+        return
+    assert found[4096:] == oracle.decode(stored)[4096:]
+
+
+def encoded_of(chain: Chain, numbers: list[int], *, sections: int, kind: PayloadKind) -> tuple[bytes, bytes]:
+    """As `encoded`, for 16-bit numbers in sections of equal length."""
+    payload = struct.pack(f"<{len(numbers)}H", *numbers)
+    length = copying.record_bytes(sections, len(payload))
+    source = mmap.mmap(-1, length)
+    source[length - len(payload) :] = payload
+    spec = RecordSpec(KEY, IDENTITY, bytes(32), bytes(32), 16)
+    each = [len(payload) // sections] * sections
+    copying.seal_record(copying.buffer_address(source, writable=True), length, spec, each)
+    target = mmap.mmap(-1, chain.staging_bytes(length))
+    made = chain.encode(memoryview(source), memoryview(target), lambda identity, part: kind)
+    return source[:], target[: made.length]
+
+
 def test_the_page_numbers_the_codecs() -> None:
-    assert (codec_chain.PLANES2, codec_chain.ZSTD, codec_chain.AES_GCM) == (2, 3, 4)
+    assert (codec_chain.FP8, codec_chain.PLANES2, codec_chain.ZSTD, codec_chain.AES_GCM) == (1, 2, 3, 4)

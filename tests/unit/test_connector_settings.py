@@ -13,6 +13,7 @@ from kvstrata.connectors.vllm import identity
 from kvstrata.connectors.vllm.identity import Adapters, engine_group, fingerprint, layout_identity
 from kvstrata.connectors.vllm.settings import load_settings
 from kvstrata.errors import ConfigError
+from kvstrata.types import RequestIdentity, identity_root
 
 
 def test_nothing_said_gives_the_defaults():
@@ -154,6 +155,14 @@ def folder(tmp_path):
 
 def layout(config):
     return layout_identity(config, kv_dtype="bfloat16", chunk_tokens=256)
+
+
+def test_who_accepts_fp8_shares_nothing_with_who_does_not(folder):
+    config = config_of(folder)
+    exact = layout(config)
+    rounded = layout_identity(config, kv_dtype="bfloat16", chunk_tokens=256, fidelity="fp8")
+    assert exact.fidelity == "lossless"
+    assert identity_root(exact, RequestIdentity()) != identity_root(rounded, RequestIdentity())
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,34 @@ def view(tensors, **changes):
     return build_view(tensors, **(options | changes))
 
 
+@pytest.mark.parametrize(
+    ("shape", "blocks", "block_tokens", "fp8"),
+    [
+        ((40, 4, 128, 128), 40, 128, [1, 2, 4, 128, 2, 64]),  # CPU: K and V of a head lie together
+        ((2, 40, 16, 8, 64), 40, 16, [1, 16, 2, 16, 8, 64]),  # FlashAttention
+        ((40, 2, 16, 8, 64), 40, 16, [1, 16, 2, 16, 8, 64]),  # FlashInfer
+        ((40, 64, 576), 40, 64, [1, 4, 1, 64, 1, 576]),  # MLA
+        ((40, 16, 16, 64), 40, 16, [1, 16, 16, 16, 1, 64]),  # as many heads as tokens
+    ],
+)
+def test_a_shape_for_fp8_is_a_fact_only_where_that_is_accepted(shape, blocks, block_tokens, fp8):
+    tensors = layers(2, shape=shape)
+    options = {"num_blocks": blocks, "block_tokens": block_tokens, "chunk_tokens": 256}
+    plain = view(tensors, **options)
+    made = view(tensors, fidelity="fp8", head_size=64, **options)
+    assert made.facts.pop("fp8") == fp8
+    assert made.facts == plain.facts
+    assert math.prod(fp8[1:]) * 2 == plain.facts["section_bytes"]
+    assert made.slice != plain.slice
+
+
+def test_fp8_of_numbers_that_are_not_of_16_bits_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"fidelity: 'fp8' rounds KV of bfloat16 or float16, .* has fp8_e4m3"
+    ):
+        view(layers(1), fidelity="fp8", head_size=64, dtype="fp8_e4m3")
+
+
 def test_sections_follow_layer_numbers_not_names():
     tensors = layers(12)
     shuffled = dict(reversed(tensors.items()))

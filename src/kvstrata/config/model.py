@@ -178,6 +178,13 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
             "its owner alone; read again at every attach. Empty: no token."
         ),
     ] = ""
+    fidelity: Annotated[
+        Literal["lossless", "fp8"],
+        Meta(
+            description="`fp8`: accept KV that adapters with the codec `fp8` have rounded to 8-bit floats; it is kept "
+            "apart from that of engines that do not."
+        ),
+    ] = "lossless"
     max_store_backlog_gb: Annotated[
         float,
         Meta(gt=0, description="Bytes waiting to be copied into the pool; stores above it are skipped."),

@@ -32,6 +32,7 @@ from kvstrata.rpc.session import Call, Effect, Session, Sessions, Undoing
 from kvstrata.rpc.wire import Error, Pong, Tier, encode
 from kvstrata.service.adapters import AdapterSet
 from kvstrata.service.effects import InFlight, Lease, Leases, Reservation
+from kvstrata.service.payload_kinds import PayloadKinds
 from kvstrata.types import FORMAT_VERSION, KEY_BYTES, MissReason, RequestIdentity, identity_root
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class Engine:
         self.prefetch: PrefetchController | None = None
         self.epoch: int = pool.epoch
         self.peers = Registry(self.epoch)
+        self.payload_kinds = PayloadKinds(self.peers)
         self.sessions = Sessions(self.error_frame)
         self.leases = Leases()
         self.in_flight = InFlight()
@@ -169,6 +171,7 @@ class Engine:
             row=session.row,
             pid=session.pid,
         )
+        self.payload_kinds.attached(request.slice, request.facts)
         self.sessions.open(session.session)
         self._log.info(
             "attached", session=session.session, group=session.group, role=request.role, pid=session.pid,

@@ -301,6 +301,7 @@ class Server:
                 functools.partial(self._dropped, name),
                 segment.descriptors.extents,
                 segment.descriptors.sessions_lock,
+                engine.payload_kinds.of,
             )
 
         control = AdapterControl(

@@ -123,6 +123,20 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What ends an operation in flight: it does so by itself, or only killing its process does."""
 
 
+class PayloadKind(NamedTuple):
+    """What an engine has declared of its payloads, for codecs."""
+
+    element_bytes: int
+    """Bytes of one number."""
+    fp8: tuple[int, ...] | None = None
+    """Where the engine has accepted the fidelity fp8: dtype (1 bfloat16, 2 float16) and the shape of a section."""
+
+
+def nothing_known(identity: bytes, slice_digest: bytes) -> PayloadKind | None:
+    """A `payload_kind` for adapters outside a server."""
+    return None
+
+
 class AdapterContext(NamedTuple):
     """What the server lends an adapter for its life."""
 
@@ -137,6 +151,8 @@ class AdapterContext(NamedTuple):
     """The file behind the mapping, the server's, for another process that maps it too; -1 where there is none."""
     lock_fd: int = -1
     """The server's sessions.lock, of which such a process locks HOSTS_BYTE (memory.segment); -1 where there is none."""
+    payload_kind: Callable[[bytes, bytes], PayloadKind | None] = nothing_known
+    """What is known of the payloads of an identity root and a slice digest (thread-safe)."""
 
 
 class Usage(NamedTuple):

@@ -169,10 +169,15 @@ class WatchedHold:
 
 
 def record_hold(
-    key: bytes, payload: bytes, *, gate: threading.Event | None = None, identity: bytes = IDENTITY
+    key: bytes,
+    payload: bytes,
+    *,
+    gate: threading.Event | None = None,
+    identity: bytes = IDENTITY,
+    sections: list[int] | None = None,
 ) -> WatchedHold:
-    """A hold on a sealed record of this payload."""
-    lengths = section_lengths(len(payload))
+    """A hold on a sealed record of this payload, in sections of these lengths (up to 200 of them)."""
+    lengths = sections or section_lengths(len(payload))
     hold = WatchedHold(key, record_length(len(payload)), for_put=True, gate=gate)
     header_bytes = hold.length - len(payload)
     hold._pages[header_bytes : hold.length] = payload

@@ -90,7 +90,10 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
                     f"{name}: {getattr(parallel, name)} is not supported so far, only 1", field=name
                 )
         self._layout = layout_identity(
-            vllm_config, kv_dtype=_kv_dtype(vllm_config), chunk_tokens=self._settings.chunk_size
+            vllm_config,
+            kv_dtype=_kv_dtype(vllm_config),
+            chunk_tokens=self._settings.chunk_size,
+            fidelity=self._settings.fidelity,
         )
         self._group = engine_group(vllm_config)
         self._scheduler: SchedulerSide | None = None
@@ -147,6 +150,8 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             chunk_tokens=self._settings.chunk_size,
             heads=self._heads(tp_rank=get_tp_group().rank_in_group),
             dtype=self._layout.kv_dtype,
+            fidelity=self._settings.fidelity,
+            head_size=self._vllm_config.model_config.get_head_size(),
         )
         client = CacheClient(
             self._settings,

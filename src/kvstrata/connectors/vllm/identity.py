@@ -56,7 +56,9 @@ def fingerprint(folder: str | os.PathLike[str]) -> str:
     return digest.hexdigest() if found else ""
 
 
-def layout_identity(vllm_config: Any, *, kv_dtype: str, chunk_tokens: int) -> LayoutIdentity:
+def layout_identity(
+    vllm_config: Any, *, kv_dtype: str, chunk_tokens: int, fidelity: str = "lossless"
+) -> LayoutIdentity:
     """The layout identity of an engine; the same in its scheduler and all its workers, and after each start.
 
     A local model is named by its folder's last part (its content is in `weights`), so moving it changes
@@ -95,6 +97,7 @@ def layout_identity(vllm_config: Any, *, kv_dtype: str, chunk_tokens: int) -> La
         tokenizer="" if local else str(getattr(model, "tokenizer", "") or ""),
         kv_dtype=kv_dtype,
         kv_scales=scales,
+        fidelity=fidelity,
         chunk_tokens=chunk_tokens,
     )
 

@@ -17,6 +17,7 @@ No torch here: a tensor is anything with `shape`, `stride()`, `element_size()`, 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -216,6 +217,34 @@ def natural_order(name: str) -> tuple[Any, ...]:
     return tuple((1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", name))
 
 
+FP8_DTYPES = {"bfloat16": 1, "float16": 2}
+
+
+def fp8_shape(
+    axes: Sequence[tuple[int, int]], *, chunk_blocks: int, block_tokens: int, head_size: int, dtype: str
+) -> list[int]:
+    """What the codec `fp8` needs to know of a section: dtype, blocks, groups, tokens, heads, dim (see fp8.h).
+
+    Axes before that of the tokens are groups, those behind it heads, the last one is a head; where it is twice
+    a head's size it holds K and V, which get scales of their own.  Without an axis of tokens alone the last one but
+    the head is taken for it: the scales are coarser or finer then, and every bound holds as it is.  Raises
+    ConfigError for numbers that are not of 16 bits.
+    """
+    if dtype not in FP8_DTYPES:
+        raise ConfigError(
+            f"fidelity: 'fp8' rounds KV of {' or '.join(FP8_DTYPES)}, this engine has {dtype}; use 'lossless'",
+            field="fidelity",
+        )
+    sizes = [size for _, size in axes] or [1]
+    outer, dim = sizes[:-1], sizes[-1]
+    halves = 2 if head_size and dim == 2 * head_size else 1
+    found = [i for i, size in enumerate(outer) if size == block_tokens]
+    # K and V, or the heads, may be as many as a block has tokens: the axis further in is then taken.
+    at = found[-1] if found else len(outer) - 1
+    groups, heads = math.prod(outer[: max(at, 0)]), math.prod(outer[at + 1 :]) * halves
+    return [FP8_DTYPES[dtype], chunk_blocks, groups, outer[at] if outer else 1, heads, dim // halves]
+
+
 def build_view(
     tensors: Mapping[str, TensorLike],
     *,
@@ -224,8 +253,10 @@ def build_view(
     chunk_tokens: int,
     heads: Heads,
     dtype: str,
+    fidelity: str = "lossless",
+    head_size: int = 0,
 ) -> KvView:
-    """The view of all registered layers of one KV cache group.
+    """The view of all registered layers of one KV cache group. `head_size` is needed for the fidelity `fp8`.
 
     Layers that share one tensor with another layer are taken once.  All layers must have blocks of the same
     make-up; a model where they differ is refused with the names of two layers that do.
@@ -266,6 +297,10 @@ def build_view(
         "section_bytes": section_bytes,
         "payload_bytes": section_bytes * len(runs),
     }
+    if fidelity == "fp8":
+        facts["fp8"] = fp8_shape(
+            first.axes, chunk_blocks=chunk_blocks, block_tokens=block_tokens, head_size=head_size, dtype=dtype
+        )
     return KvView(
         layer_names=tuple(runs),
         section_bases=[layer.base for layer in runs.values()],

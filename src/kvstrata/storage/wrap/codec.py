@@ -23,7 +23,7 @@ import functools
 import logging
 import struct
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from kvstrata.errors import StorageError
@@ -35,16 +35,18 @@ from kvstrata.storage.base import (
     LoadItem,
     LoadOutcome,
     LoadStatus,
+    PayloadKind,
     Presence,
     PutItem,
     PutOutcome,
     PutStatus,
     StorageAdapter,
     Usage,
+    nothing_known,
 )
 from kvstrata.storage.lanes import Lane, Lanes
-from kvstrata.storage.wrap.codec_chain import BadRecord, CannotDecode, Chain
-from kvstrata.storage.wrap.staging import Block, Staging
+from kvstrata.storage.wrap.codec_chain import FP8, BadRecord, CannotDecode, Chain, Encoded
+from kvstrata.storage.wrap.staging import Block, Staging, pages
 from kvstrata.types import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ class _Lengths(NamedTuple):
 
     stored_bytes: int
     decoded_bytes: int
-    encoded: bool
+    codecs: bytes
     cannot: str = ""
     """Why it cannot be decoded here."""
 
@@ -133,6 +135,7 @@ class CodecAdapter(StorageAdapter):
         """Some records here may be encoded."""
         self._running: set[asyncio.Task[Any]] = set()
         self._closed = False
+        self._kind_of: Callable[[bytes, bytes], PayloadKind | None] = nothing_known
 
     async def open(self, context: AdapterContext) -> None:
         """As the inner adapter. Raises StorageError too where it cannot work with encoded records."""
@@ -147,6 +150,7 @@ class CodecAdapter(StorageAdapter):
                 f"{self.name}: codec: this kind of storage moves bytes of L1 only; remove codec",
                 field="codec",
             )
+        self._kind_of = context.payload_kind
         evicted = context.record_evicted
 
         def record_evicted(key: bytes) -> None:
@@ -249,7 +253,7 @@ class CodecAdapter(StorageAdapter):
         if magic != b"KVSTRATA" or of != key:
             return None
         if version != 1:
-            return _Lengths(stored_bytes, 0, True, "mismatch")
+            return _Lengths(stored_bytes, 0, b"", "mismatch")
         (payload_bytes,) = _PAYLOAD_BYTES.unpack_from(head, _PAYLOAD_BYTES_AT)
         if (
             crc32c(head[:_OUTER_CRC_AT]) != _OUTER_CRC.unpack_from(head, _OUTER_CRC_AT)[0]
@@ -260,7 +264,7 @@ class CodecAdapter(StorageAdapter):
             return None
         codecs = codecs.rstrip(b"\0")
         cannot = "mismatch" if flags else self.chain.cannot_decode(codecs)
-        return _Lengths(stored_bytes, header_bytes + payload_bytes, bool(codecs), cannot)
+        return _Lengths(stored_bytes, header_bytes + payload_bytes, codecs, cannot)
 
     def _note(self, key: bytes, lengths: _Lengths) -> None:
         self._lengths.pop(key, None)
@@ -273,7 +277,7 @@ class CodecAdapter(StorageAdapter):
     async def _put(self, items: list[PutItem]) -> list[PutOutcome]:
         outcomes = [PutOutcome(PutStatus.FAILED, "bad_item")] * len(items)
         found = await self.exists([item.key for item in items])
-        waiting: list[tuple[int, Block, asyncio.Future[int]]] = []
+        waiting: list[tuple[int, Block, asyncio.Future[Encoded]]] = []
         for i, item in enumerate(items):
             if len(item.key) != KEY_BYTES:
                 item.hold.drop()
@@ -312,36 +316,40 @@ class CodecAdapter(StorageAdapter):
         await self._put_encoded(items, waiting, outcomes)
         return outcomes
 
-    def _encode(self, item: PutItem, block: Block) -> int:
-        """In a thread: the record into the block; its stored length, or 0 and the hold is not dropped."""
-        length = 0
+    def _encode(self, item: PutItem, block: Block) -> Encoded:
+        """In a thread: the record into the block. The hold is dropped, unless it is to be stored as it is."""
+        need_bytes = self.chain.staging_bytes(item.hold.length)
         try:
             with item.hold.view() as source:
-                length = self.chain.encode(source, block.view(block.room))
+                encoded = self.chain.encode(source, block.view(need_bytes), self._kind_of)
         except BaseException:
             item.hold.drop()
             raise
-        if length:
+        if encoded.length:
             item.hold.drop()
-        return length
+        return encoded
 
     async def _put_encoded(
         self,
         items: list[PutItem],
-        waiting: list[tuple[int, Block, asyncio.Future[int]]],
+        waiting: list[tuple[int, Block, asyncio.Future[Encoded]]],
         outcomes: list[PutOutcome],
     ) -> None:
         """Wait for the encoding of some items and put them."""
         ended = await asyncio.gather(*(work for _, _, work in waiting), return_exceptions=True)
         batch: list[tuple[int, PutItem, _Lengths | None]] = []
-        for (i, block, _), length in zip(waiting, ended, strict=True):
+        for (i, block, _), encoded in zip(waiting, ended, strict=True):
             item = items[i]
-            if isinstance(length, BaseException):
+            if isinstance(encoded, BaseException):
                 block.let_go()
                 outcomes[i] = PutOutcome(PutStatus.FAILED, "codec")
                 self.counts["encode_failed"] += 1
-                log.error("%s: a record cannot be encoded: %s", self.name, length)
-            elif length == 0:
+                log.error("%s: a record cannot be encoded: %s", self.name, encoded)
+                continue
+            length = encoded.length
+            if self.chain.settings.fp8 and FP8 not in encoded.codecs:
+                self.counts["fp8_skipped"] += 1
+            if length == 0:
                 block.let_go()
                 self.counts["incompressible"] += 1
                 batch.append((i, item, None))
@@ -349,22 +357,22 @@ class CodecAdapter(StorageAdapter):
                 block.shrink(length)
                 hold = block.hold(item.key, length)
                 block.let_go()
-                lengths = _Lengths(length, item.hold.length, True)
+                lengths = _Lengths(length, item.hold.length, encoded.codecs)
                 batch.append((i, PutItem(item.key, cast("Hold", hold)), lengths))
         if not batch:
             return
         put = await self.inner.put([item for _, item, _ in batch])
-        for (i, item, encoded), outcome in zip(batch, put, strict=True):
+        for (i, item, known), outcome in zip(batch, put, strict=True):
             outcomes[i] = outcome
             if outcome.status is PutStatus.STORED:
-                if encoded is None:
+                if known is None:
                     length = items[i].hold.length
-                    encoded = _Lengths(length, length, False)
+                    known = _Lengths(length, length, b"")
                 else:
                     self.counts["encoded"] += 1
-                    self.counts["encoded_from_bytes"] += encoded.decoded_bytes
-                    self.counts["encoded_to_bytes"] += encoded.stored_bytes
-                self._note(item.key, encoded)
+                    self.counts["encoded_from_bytes"] += known.decoded_bytes
+                    self.counts["encoded_to_bytes"] += known.stored_bytes
+                self._note(item.key, known)
 
     # -- load ----------------------------------------------------------------------------------------------
 
@@ -379,20 +387,20 @@ class CodecAdapter(StorageAdapter):
             found = dict(zip(ask, await self.inner.exists(ask), strict=True)) if ask else {}
             lengths.update(zip(ask, await self._look_up(ask, list(found.values())), strict=True))
         plain: list[int] = []
-        encoded: list[tuple[int, int]] = []
+        encoded: list[tuple[int, int, int]] = []
         for i in good:
             key, hold = items[i].key, items[i].hold
             known = lengths[key]
             if known is None and self._asks_heads:
                 presence, stored_bytes, reason = found[key]
                 if presence is Presence.PRESENT:  # unsound headers: the medium itself shall find out and heal
-                    encoded.append((i, stored_bytes))
+                    encoded.append((i, stored_bytes, 0))
                     continue
                 hold.drop()
                 outcomes[i] = LoadOutcome(LoadStatus.ABSENT)
                 if presence is Presence.UNKNOWN:
                     outcomes[i] = LoadOutcome(LoadStatus.FAILED, reason)
-            elif known is None or (not known.encoded and known.decoded_bytes == hold.length):
+            elif known is None or (not known.codecs and known.decoded_bytes == hold.length):
                 plain.append(i)
             elif known.cannot or known.decoded_bytes != hold.length:
                 hold.drop()
@@ -400,7 +408,8 @@ class CodecAdapter(StorageAdapter):
                 outcomes[i] = LoadOutcome(LoadStatus.FAILED, reason)
                 self.counts[reason] += 1
             else:
-                encoded.append((i, known.stored_bytes))
+                scratch_bytes = self.chain.scratch_bytes(known.codecs, known.decoded_bytes)
+                encoded.append((i, known.stored_bytes, scratch_bytes))
         await asyncio.gather(
             self._load_plain(items, plain, outcomes), self._load_encoded(items, encoded, outcomes)
         )
@@ -432,21 +441,22 @@ class CodecAdapter(StorageAdapter):
                 side.end("codec")
 
     async def _load_encoded(
-        self, items: list[LoadItem], places: list[tuple[int, int]], outcomes: list[LoadOutcome]
+        self, items: list[LoadItem], places: list[tuple[int, int, int]], outcomes: list[LoadOutcome]
     ) -> None:
         """Through staging, in groups that it has room for."""
         group: list[tuple[int, int, Block]] = []
-        for i, stored_bytes in places:
+        for i, stored_bytes, scratch_bytes in places:
             staging = self._staged()
-            if not staging.fits(stored_bytes, for_put=False):
+            need_bytes = pages(stored_bytes) + scratch_bytes
+            if not staging.fits(need_bytes, for_put=False):
                 items[i].hold.drop()
                 outcomes[i] = LoadOutcome(LoadStatus.FAILED, "staging_too_small")
                 continue
-            block = staging.take_now(stored_bytes, for_put=False)
+            block = staging.take_now(need_bytes, for_put=False)
             if block is None:
                 await self._load_group(items, group, outcomes)
                 group = []
-                block = await staging.take(stored_bytes, for_put=False)
+                block = await staging.take(need_bytes, for_put=False)
             if block is None:
                 items[i].hold.drop()
                 outcomes[i] = LoadOutcome(LoadStatus.FAILED, "throttled")
@@ -510,7 +520,8 @@ class CodecAdapter(StorageAdapter):
         """In a thread: the stored record in the block into the extent."""
         try:
             with item.hold.view() as target:
-                self.chain.decode(block.view(length), target, item.key)
+                scratch = block.view(block.room)[pages(length) :]
+                self.chain.decode(block.view(length), target, item.key, scratch)
             return LoadOutcome(LoadStatus.LOADED)
         except CannotDecode as error:
             log.warning("%s: record %s: %s", self.name, item.key.hex()[:16], error)

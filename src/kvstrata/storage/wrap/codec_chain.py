@@ -19,27 +19,32 @@ import collections
 import importlib.util
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from kvstrata.config.peer_names import nearest
 from kvstrata.config.private_file import read_token_file
 from kvstrata.errors import ConfigError
 from kvstrata.native import copying
-from kvstrata.native.codec import join_planes, split_planes
+from kvstrata.native.codec import fp8_decode, fp8_encode, fp8_sizes, join_planes, split_planes
 from kvstrata.native.copying import CopyOutcome, RecordError, buffer_address
+from kvstrata.storage.base import PayloadKind
+from kvstrata.storage.wrap.staging import PAGE_BYTES
 
-PLANES2, ZSTD, AES_GCM = 2, 3, 4
+FP8, PLANES2, ZSTD, AES_GCM = 1, 2, 3, 4
 SLAB_BYTES = 1 << 20
 RAW_SLAB = 1 << 31
 NONCE_BYTES, TAG_BYTES = 12, 16
 MIN_KEY_CHARS = 32
-NAMES = ("zstd", "aes-gcm")
+NAMES = ("fp8", "zstd", "aes-gcm")
+LARGEST_FP8_SECTION_BYTES = 64 << 20
+_FP8_FRAME = struct.Struct("<B3x5II")
 _LENGTH = struct.Struct("<Q")
 _STORED_CRC = slice(96, 100)
 _OUTER_CRC_AT = 252
 _INNER_AT = 256
 _ROW_BYTES = 16
+NOTHING = memoryview(bytearray())
 _PIP = "pip install 'kvstrata[codecs]'"
 
 
@@ -61,9 +66,17 @@ class ZstdOptions(NamedTuple):
     """Bytes of a number (1 or 2); None: as the identity's dtype says, 2 where that is not known."""
 
 
+class Encoded(NamedTuple):
+    """What `encode` made: the stored record's length, 0 where it is to be stored as it is, and its codecs."""
+
+    length: int
+    codecs: bytes
+
+
 class ChainSettings(NamedTuple):
     """A checked `codec` field. The empty one stores records as they are."""
 
+    fp8: bool = False
     zstd: ZstdOptions | None = None
     master_key: bytes = b""
     """For aes-gcm; empty: not encrypted."""
@@ -96,9 +109,12 @@ def read_chain(value: object, path: str) -> ChainSettings:
                 field=where,
             )
         seen.append(name)
-        if name == "zstd":
+        if name == "fp8":
+            known: tuple[str, ...] = ("name",)
+            settings = settings._replace(fp8=True)
+        elif name == "zstd":
             _need("zstandard", where, name)
-            known: tuple[str, ...] = ("name", "level", "planes")
+            known = ("name", "level", "planes")
             settings = settings._replace(
                 zstd=ZstdOptions(
                     _whole(options, "level", where, 1, -50, 19), _whole(options, "planes", where, None, 1, 2)
@@ -156,12 +172,14 @@ def _read_key(path: str, field: str) -> bytes:
 class _Tools:
     """What one thread needs while it encodes or decodes."""
 
-    def __init__(self, level: int) -> None:
-        import zstandard
+    def __init__(self, level: int, has_zstd: bool) -> None:
+        if has_zstd:
+            import zstandard
 
-        self.compressor = zstandard.ZstdCompressor(level=level)
-        self.decompressor = zstandard.ZstdDecompressor(max_window_size=SLAB_BYTES)
+            self.compressor = zstandard.ZstdCompressor(level=level)
+            self.decompressor = zstandard.ZstdDecompressor(max_window_size=SLAB_BYTES)
         self.slab = bytearray(SLAB_BYTES)
+        self.section = bytearray()
 
 
 class Chain:
@@ -169,7 +187,7 @@ class Chain:
 
     def __init__(self, settings: ChainSettings) -> None:
         self.settings = settings
-        self.encodes = settings.zstd is not None or bool(settings.master_key)
+        self.encodes = settings.fp8 or settings.zstd is not None or bool(settings.master_key)
         self._tools: collections.deque[_Tools] = collections.deque()
         """Of threads that have ended their work; they are dear to make."""
         self._has_zstd = importlib.util.find_spec("zstandard") is not None
@@ -177,7 +195,7 @@ class Chain:
 
     def cannot_decode(self, codecs: bytes) -> str:
         """Why a record with these codec numbers cannot be decoded here, in a short word; empty if it can."""
-        if any(number not in (PLANES2, ZSTD, AES_GCM) for number in codecs) or list(codecs) != sorted(
+        if any(number not in (FP8, PLANES2, ZSTD, AES_GCM) for number in codecs) or list(codecs) != sorted(
             set(codecs)
         ):
             return "codec_unknown"
@@ -192,49 +210,102 @@ class Chain:
     def staging_bytes(self, record_bytes: int) -> int:
         """Bytes that `encode` needs for the longest outcome of a record of this length."""
         slabs = -(-record_bytes // SLAB_BYTES)
-        return record_bytes + NONCE_BYTES + TAG_BYTES + _LENGTH.size + 4 * slabs
+        encoded_bytes = record_bytes + NONCE_BYTES + TAG_BYTES + _LENGTH.size + 4 * slabs
+        return encoded_bytes + (fp8_room(record_bytes) if self.settings.fp8 else 0)
+
+    @staticmethod
+    def scratch_bytes(codecs: bytes, record_bytes: int) -> int:
+        """Bytes that `decode` needs beside the stored record, for one that decodes to this length."""
+        return fp8_room(record_bytes) if FP8 in codecs and ZSTD in codecs else 0
 
     # -- encoding ------------------------------------------------------------------------------------------
 
-    def encode(self, source: memoryview, target: memoryview, planes: int = 2) -> int:
-        """Encode the record `source` into `target` (`staging_bytes` long); returns the stored record's length.
+    def encode(
+        self, source: memoryview, target: memoryview, kind_of: Callable[[bytes, bytes], PayloadKind | None]
+    ) -> Encoded:
+        """Encode the record `source` into `target`, which is `staging_bytes` long.
 
-        0 when it would not become shorter and need not be encrypted: store it as it is then.
-        `planes` is the number of bytes of one number, where the settings do not say it.
+        Its length is 0 when it would not become shorter and need not be encrypted: store it as it is then.
+        `kind_of(identity, slice digest)` says what the payload is made of, where that is known; only of payloads
+        whose engine has opted in does it tell a shape, and only those are made fp8.
         """
         source_at, source_bytes = buffer_address(source), len(source)
         header = copying.record_header(source_at, source_bytes)
         start, n = header.header_bytes, header.payload_bytes
         payload = source[start : start + n]
+        kind = kind_of(header.identity, header.slice_digest)
         zstd, encrypts = self.settings.zstd, bool(self.settings.master_key)
         body_at = start + (NONCE_BYTES if encrypts else 0)
-        body_bytes, codecs = n, b""
+        codecs, section_crcs = b"", None
+        if self.settings.fp8 and kind is not None and kind.fp8 is not None:
+            room = target[len(target) - fp8_room(source_bytes) :]
+            lengths = [length for _, length, _ in header.sections]
+            made = self._to_fp8(kind.fp8, payload, lengths, room)
+            if made is not None:
+                payload, section_crcs = made
+                codecs = bytes([FP8])
+        body_bytes = len(payload)
         if zstd is not None:
-            splits = (zstd.planes or planes) == 2
-            compressed = self._compress(payload, target[body_at : body_at + self._frame_bytes(n)], splits)
-            if compressed < n:
-                body_bytes, codecs = compressed, bytes([PLANES2, ZSTD] if splits else [ZSTD])
+            element_bytes = 1 if codecs else zstd.planes or (kind.element_bytes if kind is not None else 2)
+            splits = element_bytes == 2
+            compressed = self._compress(payload, target[body_at : body_at + _frame_bytes(body_bytes)], splits)
+            if compressed < body_bytes:
+                codecs += bytes([PLANES2, ZSTD] if splits else [ZSTD])
+                body_bytes = compressed
                 payload = target[body_at : body_at + body_bytes]
         if not codecs and not encrypts:
-            return 0
+            return Encoded(0, b"")
         at = buffer_address(target, writable=True)
         stored_bytes = body_bytes
         if encrypts:
             codecs += bytes([AES_GCM])
             stored_bytes += NONCE_BYTES + TAG_BYTES
-            copying.write_encoded_header(at, len(target), source_at, source_bytes, codecs, stored_bytes)
+            copying.write_encoded_header(
+                at, len(target), source_at, source_bytes, codecs, stored_bytes, 0, section_crcs
+            )
             self._encrypt(
                 header.identity, payload, target[: start + stored_bytes], start, len(header.sections)
             )
+        elif ZSTD not in codecs:
+            copying.copy_at(at + start, buffer_address(payload), body_bytes, cached=True)
         stored_crc = copying.crc32c_at(at + start, stored_bytes)
         copying.write_encoded_header(
-            at, len(target), source_at, source_bytes, codecs, stored_bytes, stored_crc
+            at, len(target), source_at, source_bytes, codecs, stored_bytes, stored_crc, section_crcs
         )
-        return start + stored_bytes
+        return Encoded(start + stored_bytes, codecs)
 
-    @staticmethod
-    def _frame_bytes(n: int) -> int:
-        return _LENGTH.size + 4 * -(-n // SLAB_BYTES) + n
+    def _to_fp8(
+        self, fp8: tuple[int, ...], payload: memoryview, lengths: list[int], out: memoryview
+    ) -> tuple[memoryview, list[int]] | None:
+        """The fp8 codec's bytes of `payload` in `out`, and the CRCs of the sections that they decode to.
+
+        None where the payload does not have that shape or a number is not finite.
+        """
+        dtype, shape = fp8[0], fp8[1:]
+        n, scales = fp8_sizes(shape)
+        if set(lengths) != {2 * n} or 2 * n > LARGEST_FP8_SECTION_BYTES:
+            return None
+        count = len(lengths)
+        scales_at = _FP8_FRAME.size
+        codes_at = scales_at + 4 * scales * count
+        out = out[: codes_at + n * count]
+        _FP8_FRAME.pack_into(out, 0, dtype, *shape, count)
+        tools = self._take_tools()
+        try:
+            if len(tools.section) < 2 * n:
+                tools.section = bytearray(2 * n)
+            section = memoryview(tools.section)[: 2 * n]
+            crcs = []
+            for i in range(count):
+                of = out[scales_at + 4 * scales * i :][: 4 * scales]
+                codes = out[codes_at + n * i :][:n]
+                if not fp8_encode(shape, dtype, payload[2 * n * i : 2 * n * (i + 1)], codes, of):
+                    return None
+                fp8_decode(shape, dtype, codes, of, section)
+                crcs.append(copying.crc32c(section))
+        finally:
+            self._tools.append(tools)
+        return out, crcs
 
     def _compress(self, payload: memoryview, out: memoryview, splits: bool) -> int:
         """The zstd codec's bytes of `payload` into `out`; returns how many."""
@@ -290,10 +361,12 @@ class Chain:
 
     # -- decoding ------------------------------------------------------------------------------------------
 
-    def decode(self, stored: memoryview, target: memoryview, key: bytes) -> None:
+    def decode(
+        self, stored: memoryview, target: memoryview, key: bytes, scratch: memoryview = NOTHING
+    ) -> None:
         """The record that was encoded into `stored` (whose bytes do not survive), into `target`, verified.
 
-        Raises BadRecord; CannotDecode, also when `target` has not the record's length.
+        `scratch` has `scratch_bytes`.  Raises BadRecord; CannotDecode, also when `target` has not the record's length.
         """
         stored_at = buffer_address(stored, writable=True)
         try:
@@ -310,7 +383,17 @@ class Chain:
         body = stored[start:]
         if AES_GCM in header.codecs:
             body = self._decrypt(header.identity, stored, start, len(header.sections))
-        if ZSTD in header.codecs:
+        if FP8 in header.codecs:
+            if ZSTD in header.codecs:
+                (fp8_bytes,) = _LENGTH.unpack_from(body, 0) if len(body) >= _LENGTH.size else (0,)
+                if fp8_bytes > fp8_room(len(target)):
+                    raise BadRecord("fp8: longer than the numbers")
+                if fp8_bytes > len(scratch):
+                    raise CannotDecode("length", "its length was not known before")
+                self._decompress(body, scratch[:fp8_bytes], PLANES2 in header.codecs)
+                body = scratch[:fp8_bytes]
+            _from_fp8(body, target[start:])
+        elif ZSTD in header.codecs:
             self._decompress(body, target[start:], PLANES2 in header.codecs)
         elif len(body) == n:
             copying.copy_at(
@@ -380,7 +463,34 @@ class Chain:
         try:
             return self._tools.pop()
         except IndexError:
-            return _Tools(self.settings.zstd.level if self.settings.zstd is not None else 1)
+            return _Tools(self.settings.zstd.level if self.settings.zstd is not None else 1, self._has_zstd)
+
+
+def fp8_room(record_bytes: int) -> int:
+    """More bytes than the fp8 codec makes of a record of this length: a code for 2 and a scale for 32 of them."""
+    return record_bytes * 5 // 8 + PAGE_BYTES
+
+
+def _frame_bytes(n: int) -> int:
+    """The most that the zstd codec makes of n bytes."""
+    return _LENGTH.size + 4 * -(-n // SLAB_BYTES) + n
+
+
+def _from_fp8(body: memoryview, out: memoryview) -> None:
+    """Decode the fp8 codec's bytes."""
+    if len(body) < _FP8_FRAME.size:
+        raise BadRecord("fp8: too short")
+    dtype, *shape, count = _FP8_FRAME.unpack_from(body, 0)
+    try:
+        n, scales = fp8_sizes(shape)
+    except ValueError as error:
+        raise BadRecord(f"fp8: {error}") from None
+    codes_at = _FP8_FRAME.size + 4 * scales * count
+    if dtype not in (1, 2) or 2 * n * count != len(out) or codes_at + n * count != len(body):
+        raise BadRecord("fp8: the frame does not fit the payload")
+    for i in range(count):
+        of = body[_FP8_FRAME.size + 4 * scales * i :][: 4 * scales]
+        fp8_decode(shape, dtype, body[codes_at + n * i :][:n], of, out[2 * n * i : 2 * n * (i + 1)])
 
 
 def _clear(target: memoryview) -> None:

@@ -24,7 +24,8 @@ MAX_WAITING = 256
 """Operations that may wait for room."""
 
 
-def _pages(length: int) -> int:
+def pages(length: int) -> int:
+    """Rounded up to whole pages."""
     return -(-length // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -88,7 +89,7 @@ class Block:
 
     def shrink(self, length: int) -> None:
         """Give back what lies behind the first `length` bytes. Only before `hold`."""
-        self._staging.shrink(self, _pages(length))
+        self._staging.shrink(self, pages(length))
 
     def let_go(self) -> None:
         """One holder less."""
@@ -127,13 +128,13 @@ class Staging:
 
     def fits(self, length: int, *, for_put: bool) -> bool:
         """Whether so many bytes could ever be given at once."""
-        return _pages(length) <= (self.put_limit_bytes if for_put else self.size_bytes)
+        return pages(length) <= (self.put_limit_bytes if for_put else self.size_bytes)
 
     def take_now(self, length: int, *, for_put: bool) -> Block | None:
         """A block of at least `length` bytes if there is room and nobody waits for it."""
         if self._waiting[False] or (for_put and self._waiting[True]):
             return None
-        return self._allocate(_pages(length), for_put)
+        return self._allocate(pages(length), for_put)
 
     async def take(self, length: int, *, for_put: bool) -> Block | None:
         """A block, as soon as it is this caller's turn; None when too many wait. REQUIRES: `fits`.
@@ -147,7 +148,7 @@ class Staging:
         if len(waiting) >= MAX_WAITING:
             return None
         self._loop = asyncio.get_running_loop()
-        waiter = _Waiter(_pages(length), self._loop.create_future())
+        waiter = _Waiter(pages(length), self._loop.create_future())
         waiting.append(waiter)
         self._serve()  # what was freed since `take_now` looked has told nobody
         try:

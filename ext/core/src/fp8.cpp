@@ -1,0 +1,260 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "kvstrata/fp8.h"
+
+#include <bit>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+
+#include "dispatch.h"
+#include "kvstrata/cpu.h"
+
+namespace kvstrata {
+namespace {
+
+// Each works on a run of numbers of one scale. `encode` and `decode` by Fp8Source - 1.
+struct Kernel {
+  std::uint16_t (*largest)(const std::uint16_t* from, std::size_t n);
+  void (*encode[2])(const std::uint16_t* from, std::uint8_t* to, std::size_t n, float factor);
+  void (*decode[2])(const std::uint8_t* from, std::uint16_t* to, std::size_t n, float scale);
+};
+
+namespace scalar {
+
+template <Fp8Source kType>
+inline float number_of(std::uint16_t bits) {
+  if constexpr (kType == Fp8Source::kBfloat16) {
+    return std::bit_cast<float>(std::uint32_t{bits} << 16);
+  } else {
+    const std::uint32_t magnitude = bits & 0x7fffu;
+    const float normal = std::bit_cast<float>((magnitude << 13) + (112u << 23));
+    const float small = static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-24f;
+    const float value = magnitude < 0x400u ? small : normal;
+    return std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) | ((bits & 0x8000u) << 16));
+  }
+}
+
+template <Fp8Source kType>
+inline std::uint16_t bits_of(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  if constexpr (kType == Fp8Source::kBfloat16) {
+    return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  } else {
+    const std::uint32_t magnitude = bits & 0x7fffffffu;
+    const std::uint32_t normal =
+        ((magnitude + 0xfffu + ((magnitude >> 13) & 1u)) >> 13) - (112u << 10);
+    // Adding 1/2 leaves units of 2^-24 as the last place.
+    const std::uint32_t small =
+        std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+    const std::uint32_t code = magnitude < 0x38800000u ? small : normal;
+    return static_cast<std::uint16_t>((code < 0x7bffu ? code : 0x7bffu) | ((bits >> 16) & 0x8000u));
+  }
+}
+
+// The largest magnitude of n numbers as bits, which order as the magnitudes do.
+std::uint16_t largest(const std::uint16_t* from, std::size_t n) {
+  std::uint16_t largest = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    const auto magnitude = static_cast<std::uint16_t>(from[i] & 0x7fffu);
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return largest;
+}
+
+template <Fp8Source kType>
+void encode(const std::uint16_t* from, std::uint8_t* to, std::size_t n, float factor) {
+  for (std::size_t i = 0; i < n; ++i) {
+    const auto bits = std::bit_cast<std::uint32_t>(number_of<kType>(from[i]) * factor);
+    std::uint32_t magnitude = bits & 0x7fffffffu;
+    magnitude = magnitude < 0x43e00000u ? magnitude : 0x43e00000u;  // 448
+    const std::uint32_t normal = ((magnitude + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20) - 960u;
+    // Adding 2^14 leaves units of 2^-9, those below the least normal number, as the last place.
+    const std::uint32_t small =
+        std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 16384.0f) - 0x46800000u;
+    const std::uint32_t code = magnitude < 0x3c800000u ? small : normal;
+    to[i] = static_cast<std::uint8_t>(code | ((bits >> 24) & 0x80u));
+  }
+}
+
+template <Fp8Source kType>
+void decode(const std::uint8_t* from, std::uint16_t* to, std::size_t n, float scale) {
+  for (std::size_t i = 0; i < n; ++i) {
+    const std::uint32_t code = from[i];
+    const std::uint32_t magnitude = code & 0x7fu;
+    const float normal = std::bit_cast<float>((magnitude << 20) + (120u << 23));
+    const float small = static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-9f;
+    const float value = (magnitude < 8u ? small : normal) * scale;
+    to[i] = bits_of<kType>(
+        std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) | ((code & 0x80u) << 24)));
+  }
+}
+
+constexpr Kernel kKernel = {
+    &largest,
+    {&encode<Fp8Source::kBfloat16>, &encode<Fp8Source::kFloat16>},
+    {&decode<Fp8Source::kBfloat16>, &decode<Fp8Source::kFloat16>},
+};
+
+}  // namespace scalar
+
+#if defined(__x86_64__)
+namespace avx2 {
+#define KVSTRATA_FP8_TARGET __attribute__((target("avx2")))
+#define KVSTRATA_FP8_LANES 8
+#include "fp8_vector.inc.h"
+#undef KVSTRATA_FP8_LANES
+#undef KVSTRATA_FP8_TARGET
+}  // namespace avx2
+
+namespace avx512 {
+#define KVSTRATA_FP8_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
+#define KVSTRATA_FP8_LANES 16
+#include "fp8_vector.inc.h"
+#undef KVSTRATA_FP8_LANES
+#undef KVSTRATA_FP8_TARGET
+}  // namespace avx512
+#endif
+
+const Kernel* kernel_of(Fp8Path path) noexcept {
+  [[maybe_unused]] const CpuFeatures& cpu = cpu_features();
+  switch (path) {
+    case Fp8Path::kScalar:
+      return &scalar::kKernel;
+#if defined(__x86_64__)
+    case Fp8Path::kAvx2:
+      return cpu.avx2 ? &avx2::kKernel : nullptr;
+    case Fp8Path::kAvx512:
+      return cpu.avx512 ? &avx512::kKernel : nullptr;
+#endif
+    default:
+      return nullptr;
+  }
+}
+
+using Paths = Dispatch<Fp8Path, kFp8PathCount, kernel_of>;
+
+constexpr float kLargestCode = 448.0f;
+
+// Calls visit(first number, count, scale's index) for each run of numbers with one scale, in order.
+template <typename Visit>
+void for_runs(const Fp8Shape& shape, const Visit& visit) {
+  // Without heads behind them all tokens of a group are one run.
+  const std::size_t tokens = shape.heads == 1 ? 1 : shape.tokens;
+  const std::size_t run = std::size_t{shape.dim} * (shape.heads == 1 ? shape.tokens : 1);
+  std::size_t at = 0;
+  for (std::uint32_t block = 0; block < shape.blocks; ++block) {
+    for (std::uint32_t group = 0; group < shape.groups; ++group) {
+      for (std::size_t token = 0; token < tokens; ++token) {
+        for (std::uint32_t head = 0; head < shape.heads; ++head) {
+          visit(at, run, std::size_t{group} * shape.heads + head);
+          at += run;
+        }
+      }
+    }
+  }
+}
+
+float load_scale(const void* scales, std::size_t index) noexcept {
+  float scale;
+  std::memcpy(&scale, static_cast<const unsigned char*>(scales) + index * sizeof scale,
+              sizeof scale);
+  return scale;
+}
+
+float number(Fp8Source type, std::uint16_t bits) noexcept {
+  return type == Fp8Source::kBfloat16 ? scalar::number_of<Fp8Source::kBfloat16>(bits)
+                                      : scalar::number_of<Fp8Source::kFloat16>(bits);
+}
+
+}  // namespace
+
+Status Fp8Shape::check() const noexcept {
+  constexpr std::uint64_t kMost = std::uint64_t{1} << 31;
+  std::uint64_t numbers = 1;
+  for (const std::uint32_t count : {blocks, groups, tokens, heads, dim}) {
+    if (count == 0 || count > kMost || numbers * count > kMost) {
+      return Status(StatusCode::kBadArgument, "shape: every count is at least 1, 2^31 in all",
+                    count);
+    }
+    numbers *= count;
+  }
+  if (std::uint64_t{blocks} * tokens * dim < 16) {
+    return Status(StatusCode::kBadArgument, "shape: a scale needs at least 16 numbers",
+                  static_cast<std::int64_t>(std::uint64_t{blocks} * tokens * dim), 16);
+  }
+  return Status();
+}
+
+Status fp8_encode(const Fp8Shape& shape, Fp8Source type, const void* numbers, void* codes,
+                  void* scales) noexcept {
+  const Kernel& kernel = *Paths::implementation();
+  const auto* from = static_cast<const std::uint16_t*>(numbers);
+  auto* to = static_cast<std::uint8_t*>(codes);
+  const std::size_t count = shape.scales();
+  const std::unique_ptr<std::uint16_t[]> largest(new (std::nothrow) std::uint16_t[count]());
+  const std::unique_ptr<float[]> factors(new (std::nothrow) float[count]);
+  if (largest == nullptr || factors == nullptr) {
+    return Status(StatusCode::kNoSpace, "scales: no memory", static_cast<std::int64_t>(count));
+  }
+  for_runs(shape, [&](std::size_t at, std::size_t n, std::size_t scale) {
+    const std::uint16_t found = kernel.largest(from + at, n);
+    largest[scale] = found > largest[scale] ? found : largest[scale];
+  });
+  const std::uint16_t infinity = type == Fp8Source::kBfloat16 ? 0x7f80 : 0x7c00;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (largest[i] >= infinity) {
+      return Status(StatusCode::kUnsupported, "numbers: one is infinite or none",
+                    static_cast<std::int64_t>(i));
+    }
+    float scale = number(type, largest[i]) / kLargestCode;
+    scale = scale > std::numeric_limits<float>::min() ? scale : std::numeric_limits<float>::min();
+    std::memcpy(static_cast<unsigned char*>(scales) + i * sizeof scale, &scale, sizeof scale);
+    factors[i] = 1.0f / scale;
+  }
+  const auto encode = kernel.encode[static_cast<int>(type) - 1];
+  for_runs(shape, [&](std::size_t at, std::size_t n, std::size_t scale) {
+    encode(from + at, to + at, n, factors[scale]);
+  });
+  return Status();
+}
+
+void fp8_decode(const Fp8Shape& shape, Fp8Source type, const void* codes, const void* scales,
+                void* numbers) noexcept {
+  const auto decode = Paths::implementation()->decode[static_cast<int>(type) - 1];
+  const auto* from = static_cast<const std::uint8_t*>(codes);
+  auto* to = static_cast<std::uint16_t*>(numbers);
+  for_runs(shape, [&](std::size_t at, std::size_t n, std::size_t scale) {
+    decode(from + at, to + at, n, load_scale(scales, scale));
+  });
+}
+
+const char* fp8_path_name(Fp8Path path) noexcept {
+  switch (path) {
+    case Fp8Path::kScalar:
+      return "scalar";
+    case Fp8Path::kAvx2:
+      return "avx2";
+    case Fp8Path::kAvx512:
+      return "avx512";
+  }
+  return "unknown";
+}
+
+bool fp8_path_supported(Fp8Path path) noexcept {
+  return Paths::supported(path);
+}
+
+Fp8Path fp8_path() noexcept {
+  return Paths::path();
+}
+
+Status fp8_set_path(Fp8Path path) noexcept {
+  return Paths::set(path, "path: this CPU does not support that way of making 8-bit floats");
+}
+
+void fp8_reset_path() noexcept {
+  Paths::reset();
+}
+
+}  // namespace kvstrata

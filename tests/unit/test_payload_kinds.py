@@ -1,0 +1,66 @@
+"""What the codecs hear of payloads: facts of slices, and fp8 only of identities that accepted it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstrata.policy.sessions import Registry
+from kvstrata.service.payload_kinds import MAX_SLICES, PayloadKinds
+from kvstrata.storage.base import PayloadKind
+from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice
+
+SHAPE = [1, 2, 2, 16, 2, 64]
+
+
+def part(number: int = 0) -> Slice:
+    return Slice(layers=(0, 2), kv_heads=(number, number + 1), layout="x")
+
+
+def root_of(peers: Registry, fidelity: str) -> bytes:
+    """The root of an identity of an engine with this fidelity."""
+    session = fidelity.encode().ljust(16, b"-")
+    layout = LayoutIdentity(model="m", kv_dtype="bfloat16", chunk_tokens=16, fidelity=fidelity)
+    member = peers.attach(
+        session,
+        group=session,
+        role=Role.CLIENT,
+        layout=layout,
+        engine_slices=1,
+        part=part(),
+        tenants=None,
+        row=0,
+        pid=1,
+    )
+    return peers.identify(member, RequestIdentity()).root
+
+
+def test_only_an_identity_that_accepted_fp8_has_a_shape_for_it() -> None:
+    peers = Registry(1)
+    kinds = PayloadKinds(peers)
+    kinds.attached(part(), {"element_bytes": 2, "fp8": SHAPE})
+    digest = part().digest()
+    assert kinds.of(root_of(peers, "fp8"), digest) == PayloadKind(2, tuple(SHAPE))
+    assert kinds.of(root_of(peers, "lossless"), digest) == PayloadKind(2)
+    assert kinds.of(b"unknown".ljust(32), digest) == PayloadKind(2)
+    assert kinds.of(root_of(peers, "fp8"), part(1).digest()) is None
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [None, "fp8", SHAPE[:-1], [*SHAPE, 1], [3, *SHAPE[1:]], [1, 0, 1, 1, 1, 16], [1, 1, 1, 1, 1, 1], [True] * 6,
+     [1, *[1 << 31] * 5], [1.0, *SHAPE[1:]]],
+)  # fmt: skip
+def test_a_shape_that_makes_no_sense_is_none(fact: object) -> None:
+    peers = Registry(1)
+    kinds = PayloadKinds(peers)
+    kinds.attached(part(), {"fp8": fact})
+    assert kinds.of(root_of(peers, "fp8"), part().digest()) == PayloadKind(2)
+
+
+def test_slices_are_remembered_up_to_a_bound() -> None:
+    kinds = PayloadKinds(Registry(1))
+    kinds.attached(None, None)
+    for number in range(MAX_SLICES + 1):
+        kinds.attached(part(number), {"element_bytes": 1})
+    assert kinds.of(bytes(32), part(0).digest()) is None
+    assert kinds.of(bytes(32), part(MAX_SLICES).digest()) == PayloadKind(1)
