@@ -243,20 +243,24 @@ cdef vector[BytesItem] _batch(object items) except *:
 
 
 cdef list _found(vector[ExistsItem]& items, object found):
-    """What `found(presence, record_bytes, reason)` makes of each; neighbours that are equal share one."""
+    """What `found(presence, record_bytes, reason)` makes of each; equal ones after one another share one."""
     cdef Py_ssize_t count = <Py_ssize_t>items.size()
     cdef list made = [None] * count
-    cdef object last = None
+    # What was made last of each presence: most records of a medium are equally long.
+    cdef list last = [None, None, None]
+    cdef Py_ssize_t[3] at = [-1, -1, -1]
     cdef Py_ssize_t i
+    cdef int presence
     for i in range(count):
+        presence = <int>items[i].presence
         if (
-            i == 0
-            or <int>items[i].presence != <int>items[i - 1].presence
-            or items[i].record_bytes != items[i - 1].record_bytes
-            or items[i].reason != items[i - 1].reason
+            at[presence] < 0
+            or items[i].record_bytes != items[at[presence]].record_bytes
+            or items[i].reason != items[at[presence]].reason
         ):
-            last = found(<int>items[i].presence, items[i].record_bytes, items[i].reason.decode())
-        made[i] = last
+            at[presence] = i
+            last[presence] = found(presence, items[i].record_bytes, items[i].reason.decode())
+        made[i] = last[presence]
     return made
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.clock import SystemClock
+from kvstrata.errors import StorageError
 from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus
 from kvstrata.storage.fs import FsAdapter, FsSettings
 from kvstrata.testing.strategies import (
@@ -164,6 +165,29 @@ def test_acknowledged_records_survive_kills_from_outside(tmp_path: Path, seed: i
         latest = parse(said)
         acknowledged += latest
         asyncio.run(examine(base, capacity_bytes, acknowledged, latest))
+
+
+def test_a_stopped_server_keeps_its_directory_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    base = tmp_path / "kv"
+    process = subprocess.Popen(child(base, 0, 0), cwd=REPOSITORY, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    said = b""
+    try:
+        while said.count(b"\n") < 20:
+            said += os.read(process.stdout.fileno(), 4096)
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(StorageError, match=rf"belongs to another running server \(pid {process.pid}"):
+            asyncio.run(examine(base, 0, [], []))
+        process.send_signal(signal.SIGCONT)
+        while said.count(b"\n") < 200:
+            said += os.read(process.stdout.fileno(), 4096)
+    finally:
+        process.kill()
+        said += process.stdout.read()
+        process.stdout.close()
+        process.wait()
+    acknowledged = parse(said)
+    asyncio.run(examine(base, 0, acknowledged, acknowledged))
 
 
 if __name__ == "__main__":

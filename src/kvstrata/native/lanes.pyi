@@ -21,7 +21,7 @@ class NativeConnector:
     """The fields of `kvstrata::ConnectorCapabilities` by name, without `items_per_piece`."""
 
     def exists_now(self, keys: Sequence[bytes], found: Callable[[int, int, str], T]) -> list[T] | None:
-        """What `found(presence, record_bytes, reason)` makes of each key; equal neighbours share one.
+        """What `found(presence, record_bytes, reason)` makes of each key; equal ones share one.
 
         Asked in the calling thread, without the GIL; None while the connector would wait. Raises ValueError for a
         key that has not 32 bytes.
