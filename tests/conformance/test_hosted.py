@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ from kvstrata.errors import StorageError
 from kvstrata.storage.base import Found, Presence, PutOutcome, PutStatus
 from kvstrata.storage.host import HostedAdapter
 from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, HostedContract, Medium
-from kvstrata.testing.strategies import key_of, lent_context, load_item, put_item, watched
+from kvstrata.testing.strategies import WAIT_S, key_of, lent_context, load_item, put_item, watched
 from tests.conformance.test_fs import Folder
 from tests.harness.bad_adapter import entry_of
 
@@ -31,6 +35,13 @@ class TestFsHosted(HostedContract):
             "capacity_gb": capacity_bytes / GB,
             "min_free_gb": 0,
         }
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Turn the loop until something that must happen has happened."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 (a host has no event for this)
+            await asyncio.sleep(0.002)
 
 
 @pytest.fixture
@@ -69,6 +80,28 @@ async def test_holds_of_a_batch_whose_adapter_raised_end_with_their_last_referen
     (orders / "load.raise").unlink()
     assert await adapter.put([put_item(key_of(1), SIZE)]) == [STORED]
     assert await adapter.load([load_item(key_of(1), SIZE)]) == [LOADED]
+
+
+async def test_a_host_that_crashed_and_was_closed_leaves_no_descriptor_thread_or_process(
+    tmp_path: Path,
+) -> None:
+    lent = lent_context(lambda key: None)
+    await asyncio.to_thread(int)  # the loop's own threads and descriptors are there
+    descriptors, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
+    entry = {"type": "fs", "base_path": str(tmp_path / "kv")}
+    adapter = HostedAdapter(entry, 0, name="fs-0", kill_ms=600_000, max_pause_s=0.1)
+    await adapter.open(lent)
+    first = adapter.host_status()["pid"]
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: adapter.restarts == 1 and adapter.host_status()["state"] == "up")
+    second = adapter.host_status()["pid"]
+    await adapter.close()
+    assert adapter.host_status() == {"pid": 0, "state": "closed", "restarts": 1, "requests": 0}
+    await until(lambda: set(threading.enumerate()) == threads)
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+    for pid in (first, second):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 async def test_what_clear_refuses_is_told(bad) -> None:

@@ -408,6 +408,28 @@ async def test_close_lets_the_child_finish_and_kills_it_when_it_is_silent() -> N
     assert adapter.host_status()["state"] == "closed"
 
 
+async def test_close_at_the_moment_in_which_another_child_is_up_ends_it(pair) -> None:
+    adapter, child = pair
+    child.kill()
+    child.reap()
+    await until(lambda: len(Child.made) == 2)
+    second = Child.made[1]
+    second.reaps_at_once = True
+    await second.request()
+    closing: list[asyncio.Task[None]] = []
+    take_opening = adapter._take_opening
+
+    def then_close(answer: host_channel.Answer) -> None:
+        take_opening(answer)
+        closing.append(asyncio.create_task(adapter.close()))
+
+    adapter._take_opening = then_close
+    second.say(host_channel.opened(CAPABILITIES))
+    await until(lambda: closing and closing[0].done())
+    assert second.killed.is_set()
+    assert adapter.host_status()["state"] == "closed"
+
+
 @pytest.mark.parametrize(
     ("raised", "kind"),
     [

@@ -558,7 +558,7 @@ class HostedAdapter(StorageAdapter):
         """Start another child whenever one has ended, later and later."""
         loop = asyncio.get_running_loop()
         pause_s, up_s = FIRST_PAUSE_S, loop.time()
-        while True:
+        while not self._closed:
             assert self._ended is not None
             await asyncio.wait({self._ended})
             if loop.time() - up_s > STEADY_S:
@@ -567,7 +567,8 @@ class HostedAdapter(StorageAdapter):
             pause_s = min(2 * pause_s, self._max_pause_s)
             self.restarts += 1
             try:
-                await asyncio.wait_for(self._begin(), OPEN_S)
+                async with asyncio.timeout(OPEN_S):  # wait_for may swallow a cancellation
+                    await self._begin()
             except (StorageError, ConfigError, TimeoutError, OSError) as error:
                 log.error("%s: its host could not be started again: %s", self.name, error)
             up_s = loop.time()
