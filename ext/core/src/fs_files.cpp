@@ -202,6 +202,14 @@ void FsFiles::publish(std::span<Publication> items) {
   }
 }
 
+void FsFiles::sync_folders(std::span<const std::string> paths) {
+  std::vector<Folder> folders;
+  folders.reserve(paths.size());
+  for (const std::string& path : paths)
+    folders.emplace_back().path = path;
+  sync_all(folders);
+}
+
 void FsFiles::sync_all(std::vector<Folder>& folders) {
   crew_.each(folders.size(),
              [&](std::size_t i) { folders[i].status = layer_.sync_folder(folders[i].path); });

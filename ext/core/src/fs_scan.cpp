@@ -40,6 +40,7 @@ class Walk {
   Status base() {
     std::vector<FolderEntry> entries;
     KVSTRATA_RETURN_IF_ERROR(list(paths_.base(), &entries));
+    out_->folders.push_back(paths_.base());
     for (const FolderEntry& entry : entries) {
       if (entry.is_folder && is_fs_shard(entry.name))
         KVSTRATA_RETURN_IF_ERROR(outer(entry.name));
@@ -56,6 +57,7 @@ class Walk {
   Status outer(const std::string& shard) {
     std::vector<FolderEntry> entries;
     KVSTRATA_RETURN_IF_ERROR(list(paths_.base() + "/" + shard, &entries));
+    out_->folders.push_back(paths_.base() + "/" + shard);
     for (const FolderEntry& entry : entries) {
       if (entry.is_folder && is_fs_shard(entry.name))
         KVSTRATA_RETURN_IF_ERROR(inner(shard, entry.name));
@@ -70,6 +72,7 @@ class Walk {
     const std::string folder = paths_.base() + "/" + first + "/" + second;
     std::vector<FolderEntry> entries;
     KVSTRATA_RETURN_IF_ERROR(list(folder, &entries));
+    out_->folders.push_back(folder);
     for (const FolderEntry& entry : entries) {
       FsScan::Record record;
       if (!entry.is_file || !read_fs_record_name(entry.name, &record.key) ||
@@ -137,6 +140,7 @@ void FsConnector::scan() {
         return !closing_;
       },
       &found);
+  if (status.ok()) files_.sync_folders(found.folders);
   Lock lock(mutex_);
   if (status.ok()) {
     index_.reserve(found.records.size());

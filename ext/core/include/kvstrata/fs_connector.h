@@ -13,12 +13,13 @@
 //    name is too: directories are synced once per batch.
 // 2. Names and parts together (each rounded up to 4 KiB) never exceed the cap; the least recently
 //    loaded or stored records leave before a part is written. The cap counts what earlier servers
-//    left: names and lengths are read at the start, in a thread, no payload. Where parts would fill
-//    a quarter of the cap, those that are written are published before their batch has ended.
+//    left: names and lengths are read at the start, in a thread, no payload; and their directories
+//    are synced, as who left them may not have lived to do it. Where parts would fill a quarter of
+//    the cap, those that are written are published before their batch has ended.
 // 3. The mutex is never held over I/O, so exists() is quick.
 // 4. While a key's file is renamed or unlinked the key is marked, and only who marked it touches
-// the
-//    file: a heal cannot be unlinked by the removal of what it heals, nor a record by a late report
+// it:
+//    a heal cannot be unlinked by the removal of what it heals, nor a record by a late report
 //    about the copy before (FsRecord::copy).
 // 5. A key that is put while it is being put is written once; the other items learn its outcome.
 // 6. A thread that waits (for a mark, for room) has no mark and no part that only it could move on,

@@ -55,6 +55,10 @@ class FsFiles {
   // Writes a new file and syncs it. After an error nothing is there.
   Status write_part(const std::string& path, const std::uint8_t* bytes, std::uint64_t length);
 
+  // What a server that was killed had renamed or unlinked and not synced is as it left it, and may
+  // be otherwise after a power cut, until these directories are synced.
+  void sync_folders(std::span<const std::string> paths);
+
   struct Publication {
     Digest key{};
     std::string part;

@@ -27,10 +27,11 @@ struct FsScan {
     std::int64_t recency_unix_ns = 0;
   };
   std::vector<Record> records;  // oldest first
-  std::uint64_t charge = 0;     // of all together
-  std::uint64_t foreign = 0;    // not named like ours, and left alone
-  std::uint64_t removed = 0;    // parts and stumps
-  std::string failed;           // what could not be read, after an error
+  std::vector<std::string> folders;
+  std::uint64_t charge = 0;   // of all together
+  std::uint64_t foreign = 0;  // not named like ours, and left alone
+  std::uint64_t removed = 0;  // parts and stumps
+  std::string failed;         // what could not be read, after an error
 };
 
 // Reads the directory and removes stumps, and parts last written before that time. kCancelled:
