@@ -337,6 +337,10 @@ cdef class Hold:
         return self.held.get().generation()
 
     @property
+    def tenant(self):
+        return self.held.get().tenant()
+
+    @property
     def address(self):
         return <size_t>self.held.get().address()
 

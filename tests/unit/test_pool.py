@@ -398,9 +398,12 @@ def test_stats_tell_where_the_bytes_are(files: Files) -> None:
     pool = files.create()
     row = pool.claim_row(b"s" * 16, b"g" * 16, 1)
     store(pool, chain(1, 3))
-    pool.reserve(chain(2, 2), b"", RECORD, row, IDENTITY, 9)
+    ticket, _, _ = pool.reserve(chain(2, 2), b"", RECORD, row, IDENTITY, 9)
+    with pool.hold(key(2), ticket, 0) as written:
+        assert written.tenant == 9
     pool.lease(chain(1, 2), 1, [row])
     hold = pool.hold(key(1))
+    assert hold.tenant == 0
     stats = pool.stats()
     assert stats["bytes"] == {"ready": 3 * RECORD, "reserved": 2 * RECORD, "unverified": 0, "quarantined": 0}
     assert stats["entries"]["ready"] == 3

@@ -53,6 +53,7 @@ Hold& Hold::operator=(Hold&& other) noexcept {
     offset_ = other.offset_;
     length_ = other.length_;
     generation_ = other.generation_;
+    tenant_ = other.tenant_;
     entry_ = other.entry_;
     address_ = std::exchange(other.address_, nullptr);
     reservation_ = other.reservation_;
@@ -436,6 +437,7 @@ void Pool::fill_hold(std::uint32_t entry, bool reservation, Hold* out) {
   hold.offset_ = index_.offset(entry);
   hold.length_ = index_.length(entry);
   hold.generation_ = index_.generation(entry);
+  hold.tenant_ = static_cast<std::uint32_t>(load_word(index_.cold(entry).tenant));
   hold.entry_ = entry;
   hold.address_ = extents_base_ + hold.offset_;
   hold.reservation_ = reservation;

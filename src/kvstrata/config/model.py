@@ -70,6 +70,13 @@ class L2Settings(_Section, frozen=True, kw_only=True):
     drain_s: Annotated[
         float, Meta(ge=0, le=600, description="Time that puts in flight get when the server stops.")
     ] = 10.0
+    quotas_gb: Annotated[
+        dict[str, Annotated[float, Meta(gt=0, le=1 << 20)]],
+        Meta(
+            description="Bytes that a tenant may have in each L2 adapter, in GB, by tenant name, as far as this server "
+            "knows: what it put, found or loaded there since it started."
+        ),
+    ] = {}
 
 
 class HttpSettings(_Section, frozen=True, kw_only=True):

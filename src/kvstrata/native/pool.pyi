@@ -73,6 +73,9 @@ class Hold:
     def generation(self) -> int:
         """Changes each time the entry gets another extent."""
     @property
+    def tenant(self) -> int:
+        """Number of the tenant for whom the bytes are counted."""
+    @property
     def address(self) -> int:
         """Where the record lies in this process."""
     @property

@@ -120,7 +120,7 @@ STATUS_NUMBERS: dict[str, str] = {
     "l2_store.adapters.ADAPTER.in_flight": "Puts under way.",
     "l2_store.adapters.ADAPTER.stored_bytes": "Record bytes stored since the start.",
     "l2_store.adapters.ADAPTER.outcomes.WORD": "Puts by what became of them: stored, exists, throttled, taken_up "
-    "(begun late), or `skipped:` and the reason.",
+    "(begun late), or `skipped:` and the reason; trimmed: records deleted because their tenant was at its quota.",
     "l2_prefetch.fetches_running": "Lookups and prewarms that load now.",
     "l2_prefetch.keys_loading": "Records being loaded.",
     "l2_prefetch.loaded_bytes": "Record bytes loaded since the start.",

@@ -37,6 +37,8 @@ class Skip(enum.StrEnum):
     """L2 was cleared while it waited."""
     DRAINING = "draining"
     """The adapter takes no more: an admin drains it."""
+    QUOTA = "quota"
+    """Its tenant may have no more bytes in the adapter."""
     REMOVED = "removed"
     """The adapter was removed while it waited."""
 

@@ -17,7 +17,7 @@ import collections
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -289,6 +289,13 @@ class Engine:
             self.store.dropped(adapter, [key])
         self.explainer.keys.note(key, MissReason.EVICTED, f"the cap of {adapter}", self.clock.unix_ms())
 
+    def trimmed_from_l2(self, adapter: str, keys: Sequence[bytes]) -> None:
+        """The tenant of these chunks was at its quota in an adapter, which made room of its oldest."""
+        for key in keys:
+            self.explainer.keys.note(
+                key, MissReason.EVICTED, f"its tenant's quota of {adapter}", self.clock.unix_ms()
+            )
+
     def l2_report(self, report: OpReport) -> None:
         """One operation of an adapter ended."""
         if self.adapters.get(report.adapter) is not None:
@@ -318,13 +325,13 @@ class Engine:
         evicted: list[bytes] = []
         for _ in range(min(len(self._events), EVENTS_PER_TURN)):
             kind, key, _ = self._events.popleft()
-            if kind == EVENT_EVICTED:
-                evicted.append(key)
+            if kind in (EVENT_EVICTED, EVENT_CLEARED):
+                if kind == EVENT_EVICTED:
+                    evicted.append(key)
                 known = memory.get(key)
                 if known is None or known.reason is not MissReason.PUT_SKIPPED:  # else: it would be in L2
-                    memory.note(key, MissReason.EVICTED, self.settings.l1.eviction_policy, now_ms)
-            elif kind == EVENT_CLEARED:
-                memory.note(key, MissReason.EVICTED, "clear", now_ms)
+                    why = self.settings.l1.eviction_policy if kind == EVENT_EVICTED else "clear"
+                    memory.note(key, MissReason.EVICTED, why, now_ms)
             elif kind == EVENT_CORRUPT:
                 memory.note(key, MissReason.CORRUPT, "checksum differs", now_ms)
                 self._log.repeated(logging.WARNING, "corrupt", "chunk_corrupt", key=key)
@@ -376,6 +383,7 @@ class Engine:
             },
             **self._numbers(),
             "tenants": self._tenants(),
+            "l2_tenants": self._l2_tenants(),
             "counters": self.counters.as_dict(),
             "peers": [
                 {
@@ -505,13 +513,24 @@ class Engine:
 
     def _tenants(self) -> list[dict[str, Any]]:
         """L1 bytes by tenant; names where a quota or an attached process tells them."""
-        names = {tenant_number(name): name for name in self.settings.quotas_gb}
-        for member in self.peers.members:
-            names.update((i.tenant, i.request.tenant) for i in member.identities.values())
+        names = self._tenant_names()
         return [
             {"tenant": names.get(number, f"#{number:08x}"), **numbers}
             for number, numbers in self.pool.stats()["tenants"].items()
         ]
+
+    def _l2_tenants(self) -> list[dict[str, Any]]:
+        """Known L2 bytes of the tenants that have a quota there, by adapter."""
+        names = self._tenant_names()
+        rows = self.store.tenants() if self.store is not None else []
+        return [{**row, "tenant": names[row["tenant"]]} for row in rows]
+
+    def _tenant_names(self) -> dict[int, str]:
+        settings = self.settings
+        names = {tenant_number(name): name for name in (*settings.quotas_gb, *settings.l2.quotas_gb)}
+        for member in self.peers.members:
+            names.update((i.tenant, i.request.tenant) for i in member.identities.values())
+        return names
 
     def _numbers(self) -> dict[str, Any]:
         return {

@@ -304,10 +304,13 @@ class PrefetchController:
         limits: PrefetchLimits,
         clock: Clock,
         lost: Callable[[str, Sequence[bytes]], None],
+        found: Callable[[str, int, Sequence[tuple[bytes, int]]], None] = lambda name, tenant, records: None,
     ) -> None:
-        """`lost(adapter, keys)` hears of records that an adapter turned out not to have, or not whole."""
+        """`lost(adapter, keys)` hears of records that an adapter turned out not to have, or not whole;
+        `found(adapter, tenant, records)` of those that were loaded for a tenant, with their bytes."""
         self.limits = limits
         self._lost = lost
+        self._found = found
         self._pool = pool
         self._adapters = adapters
         self._of: dict[str, _Loader] = {}
@@ -681,6 +684,7 @@ class PrefetchController:
             self._pool.abort(part.ticket, lost)
         foreign: list[bytes] = []
         lost_keys: list[bytes] = []
+        found: list[tuple[bytes, int]] = []
         failed: list[tuple[Hole, str]] = []
         for i, hole, (status, why) in zip(part.indices, part.holes, outcomes, strict=True):
             if status is not LoadStatus.LOADED:
@@ -692,6 +696,7 @@ class PrefetchController:
                 reason = ""
                 self._counts["loaded"] += 1
                 self._loaded_bytes += lengths[hole.key]
+                found.append((hole.key, lengths[hole.key]))
             else:  # whole, but not what its key says it is
                 reason = "corrupt"
                 self._counts["load:foreign"] += 1
@@ -702,6 +707,8 @@ class PrefetchController:
                 failed.append((hole, reason))
             else:
                 fetch.there(hole)
+        if found:
+            self._found(loader.name, fetch.tenant, found)
         if lost_keys:
             self._lost(loader.name, lost_keys)
         self._not_filled(fetch, failed)

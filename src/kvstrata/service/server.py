@@ -45,7 +45,7 @@ from kvstrata.memory.memory_limit import memory_limit
 from kvstrata.memory.paths import ATTACH_SOCKET, RPC_SOCKET, segment_dir, socket_dir
 from kvstrata.memory.segment import Segment, SegmentSettings, check_size
 from kvstrata.observability.logging import EventLog, set_up
-from kvstrata.policy.sessions import TenantTokens
+from kvstrata.policy.sessions import TenantTokens, tenant_number
 from kvstrata.rpc.zmq_server import ZmqServer, read_curve_file
 from kvstrata.service.adapter_control import AdapterControl
 from kvstrata.service.engine import MAX_SESSION_SHARE, Engine
@@ -280,8 +280,17 @@ class Server:
             in_flight_bytes=pool.extents_bytes // IN_FLIGHT_SHARE,
             max_in_flight=settings.l2.prefetch_max_in_flight,
         )
-        store = StoreController(pool, engine.adapters, store_limits, engine.put_skipped)
-        prefetch = PrefetchController(pool, engine.adapters, load_limits, self._clock, store.dropped)
+        store = StoreController(
+            pool,
+            engine.adapters,
+            store_limits,
+            engine.put_skipped,
+            quotas={tenant_number(tenant): int(gb * GB) for tenant, gb in settings.l2.quotas_gb.items()},
+            trimmed=engine.trimmed_from_l2,
+        )
+        prefetch = PrefetchController(
+            pool, engine.adapters, load_limits, self._clock, store.dropped, store.found
+        )
 
         def build(config: AdapterConfig) -> ConfiguredAdapter:
             return build_adapter(

@@ -10,7 +10,8 @@ Invariants
 4. `committed` and `touched` never block and never wait.  No turn of the loop looks at more than `KEYS_PER_TURN`
    keys; the rest waits for later turns.
 
-5. An adapter gets what its policy chooses while it is active; what waited when it began to drain is still put.
+5. What waits for room within its tenant's quota (`making_room`) holds nothing, and is then put or skipped.
+6. An adapter gets what its policy chooses while it is active; what waited when it began to drain is still put.
    After `leave` nothing here refers to it.
 
 Whether a chunk is put at all is decided in policy/store.py; which adapters there are, in service/adapters.py.
@@ -21,14 +22,15 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from kvstrata import failpoints
+from kvstrata.policy.quotas import TenantLedger
 from kvstrata.policy.store import Backlog, EvictAhead, PutPlanner, RetryRule, Skip, StorePolicy
-from kvstrata.storage.base import PutItem, PutOutcome, PutStatus, log_broken_contract
+from kvstrata.storage.base import Presence, PutItem, PutOutcome, PutStatus, log_broken_contract
 
 if TYPE_CHECKING:
     from kvstrata.native.pool import Hold, Pool
@@ -38,6 +40,10 @@ log = logging.getLogger(__name__)
 
 KEYS_PER_TURN = 64
 """Holds taken in one turn of the loop (about a microsecond each)."""
+TRIM_KEYS = 64
+"""Records of a tenant deleted at a time."""
+MAKING_ROOM_KEYS = 1024
+"""Chunks per adapter that wait until their tenant has room there."""
 
 
 class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +65,7 @@ class _Pending(NamedTuple):
     key: bytes
     hold: Hold
     length_bytes: int
+    tenant: int
     attempts: int
 
 
@@ -69,8 +76,12 @@ UNPINNED_KEYS = 65_536
 class _Puts:
     """What one adapter still has to get."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, quotas: Mapping[int, int]) -> None:
         self.member = member
+        self.ledger = TenantLedger(quotas)
+        self.making_room: collections.OrderedDict[bytes, tuple[int, int]] = collections.OrderedDict()
+        """Chunks (tenant, length) for which older ones of their tenant are being deleted."""
+        self.trimming: asyncio.Task[None] | None = None
         self.name = member.name
         self.adapter = member.adapter
         self.planner = PutPlanner(member.policy)
@@ -91,13 +102,15 @@ class _Puts:
         self.stored_bytes = 0
 
     def busy(self) -> bool:
-        return bool(self.queue or self.retrying or self.in_flight)
+        return bool(self.queue or self.retrying or self.in_flight or self.making_room)
 
 
 class StoreController:
     """See the module. All methods belong to the event loop.
 
     `skipped(key, reason)` hears of every chunk that an adapter will not get, with the reason's short word.
+    `quotas` are bytes by a tenant's number, for each adapter by itself; `trimmed(adapter, keys)` hears of records that
+    were deleted because their tenant was at its quota.
     """
 
     def __init__(
@@ -106,12 +119,17 @@ class StoreController:
         adapters: AdapterSet,
         limits: StoreLimits,
         skipped: Callable[[bytes, str], None],
+        *,
+        quotas: Mapping[int, int] | None = None,
+        trimmed: Callable[[str, Sequence[bytes]], None] = lambda name, keys: None,
     ) -> None:
         self.limits = limits
         self._pool = pool
         self._adapters = adapters
-        self._puts = {member.name: _Puts(member) for member in adapters}
+        self._quotas = quotas or {}
+        self._puts = {member.name: _Puts(member, self._quotas) for member in adapters}
         self._skipped = skipped
+        self._trimmed = trimmed
         self._backlog = Backlog(limits.backlog_bytes)
         self._batch_bytes = min(limits.batch_bytes, limits.backlog_bytes // 4)
         self._waiting: collections.deque[tuple[bytes, bool]] = collections.deque()
@@ -152,6 +170,14 @@ class StoreController:
         puts = self._puts.get(name)
         if puts is not None:
             puts.planner.gone(keys)
+            puts.ledger.gone(keys)
+
+    def found(self, name: str, tenant: int, records: Sequence[tuple[bytes, int]]) -> None:
+        """Records (key, bytes) of a tenant that were loaded from the adapter `name`."""
+        puts = self._puts.get(name)
+        if puts is not None:
+            for key, length_bytes in records:
+                puts.ledger.found(tenant, key, length_bytes)
 
     # -- adapters come and go ------------------------------------------------------------------------------
 
@@ -163,7 +189,7 @@ class StoreController:
 
     def join(self, member: Member) -> None:
         """A member of the set, open: it gets chunks from now on."""
-        puts = self._puts[member.name] = _Puts(member)
+        puts = self._puts[member.name] = _Puts(member, self._quotas)
         if self._started:
             self._employ(puts)
 
@@ -185,7 +211,7 @@ class StoreController:
         """
         puts = self._puts.pop(name)
         puts.cut_short = Skip.REMOVED
-        n_left = len(puts.queued)
+        n_left = len(puts.queued) + len(puts.making_room)
         self._drop_queued(puts, Skip.REMOVED)
         await self._dismiss(puts)
         self._note_progress()
@@ -202,12 +228,14 @@ class StoreController:
             puts.workers.append(asyncio.create_task(self._work(puts), name=f"put-{puts.name}-{number}"))
 
     async def _dismiss(self, puts: _Puts) -> None:
-        for worker in puts.workers:
-            worker.cancel()
-        for ended in await asyncio.gather(*puts.workers, return_exceptions=True):
+        tasks = [*puts.workers, *([puts.trimming] if puts.trimming is not None else [])]
+        for task in tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(ended, Exception):
                 log.error("a put worker crashed", exc_info=ended)
         puts.workers.clear()
+        puts.trimming = None
 
     # -- the end, and clear --------------------------------------------------------------------------------
 
@@ -246,6 +274,7 @@ class StoreController:
             if puts.name in self._puts:  # it may have left while another was cleared
                 removed += await puts.adapter.clear()
                 puts.planner.forget()
+                puts.ledger.forget()
         return removed
 
     def stats(self) -> dict[str, Any]:
@@ -259,6 +288,19 @@ class StoreController:
                 if member.name in self._puts
             },
         }
+
+    def tenants(self) -> list[dict[str, Any]]:
+        """Bytes of each tenant that has a quota, by adapter, as far as they are known."""
+        return [
+            {
+                "adapter": puts.name,
+                "tenant": tenant,
+                "bytes": puts.ledger.used_bytes(tenant),
+                "quota_bytes": quota_bytes,
+            }
+            for puts in self._puts.values()
+            for tenant, quota_bytes in puts.ledger.quotas.items()
+        ]
 
     def stats_of(self, name: str) -> dict[str, Any]:
         """Numbers of one member; none after it has left."""
@@ -327,20 +369,36 @@ class StoreController:
         if not puts.member.takes_puts:
             self._skip(puts, key, Skip.DRAINING)
             return
-        hold = self._pool.hold(key)
-        if hold is None:
-            self._skip(puts, key, Skip.EVICTED)
-        elif not self._backlog.admit(key, hold.length):
-            hold.drop()
+        pinned = self._pin(puts, key, attempts)
+        if isinstance(pinned, _Pending):
+            self._enqueue(puts, pinned)
+        elif pinned is Skip.BACKLOG:
             puts.unpinned[key] = None
             if len(puts.unpinned) > UNPINNED_KEYS:
                 puts.unpinned.popitem(last=False)
-            self._skip(puts, key, Skip.BACKLOG)
-        else:
-            puts.unpinned.pop(key, None)
-            puts.queued.add(key)
-            puts.queue.append(_Pending(key, hold, hold.length, attempts))
-            puts.work_there.set()
+            self._skip(puts, key, pinned)
+        elif pinned is not Skip.QUOTA or not self._make_room(puts, key):
+            self._skip(puts, key, pinned)
+
+    def _pin(self, puts: _Puts, key: bytes, attempts: int = 0) -> _Pending | Skip:
+        """A chunk held for one put and counted, or why that cannot be. Each one ends in `_end`."""
+        hold = self._pool.hold(key)
+        if hold is None:
+            return Skip.EVICTED
+        if not self._backlog.admit(key, hold.length):
+            hold.drop()
+            return Skip.BACKLOG
+        if not puts.ledger.admit(hold.tenant, key, hold.length):
+            self._backlog.release(key)
+            hold.drop()
+            return Skip.QUOTA
+        return _Pending(key, hold, hold.length, hold.tenant, attempts)
+
+    def _enqueue(self, puts: _Puts, pending: _Pending) -> None:
+        puts.unpinned.pop(pending.key, None)
+        puts.queued.add(pending.key)
+        puts.queue.append(pending)
+        puts.work_there.set()
 
     def _skip(self, puts: _Puts, key: bytes, reason: str) -> None:
         puts.counts[f"skipped:{reason}"] += 1
@@ -353,9 +411,63 @@ class StoreController:
             pending.hold.drop()
             self._end(puts, pending)
             self._skip(puts, pending.key, reason)
+        for key in puts.making_room:
+            self._skip(puts, key, reason)
         puts.queue.clear()
         puts.unpinned.clear()
         puts.retrying.clear()
+        puts.making_room.clear()
+
+    # -- tenants' quotas -----------------------------------------------------------------------------------
+
+    def _make_room(self, puts: _Puts, key: bytes) -> bool:
+        """Begin to delete what its tenant used longest ago; False where that would not help."""
+        if key in puts.making_room:
+            return True
+        hold = self._pool.hold(key)
+        if hold is None or not puts.adapter.capabilities.can_delete:
+            return False
+        tenant, length_bytes = hold.tenant, hold.length
+        hold.drop()
+        if len(puts.making_room) >= MAKING_ROOM_KEYS or not puts.ledger.to_leave(tenant, length_bytes, 1):
+            return False
+        puts.making_room[key] = (tenant, length_bytes)
+        if puts.trimming is None:
+            puts.trimming = asyncio.create_task(self._trim(puts), name=f"trim-{puts.name}")
+        return True
+
+    async def _trim(self, puts: _Puts) -> None:
+        """Make room for each chunk that waits for it, and put it; one that gets none is skipped."""
+        try:
+            while puts.making_room:
+                key, (tenant, length_bytes) = next(iter(puts.making_room.items()))
+                while leaving := puts.ledger.to_leave(tenant, length_bytes, TRIM_KEYS):
+                    if not await self._delete(puts, leaving):
+                        break
+                if puts.making_room.pop(key, None) is not None:  # else it was cleared meanwhile
+                    pinned = self._pin(puts, key)
+                    if isinstance(pinned, Skip):
+                        self._skip(puts, key, pinned)
+                    else:
+                        self._enqueue(puts, pinned)
+        finally:
+            puts.trimming = None
+            self._note_progress()
+
+    async def _delete(self, puts: _Puts, keys: list[bytes]) -> bool:
+        """Delete records; whether any of them is gone now."""
+        try:
+            await puts.adapter.delete(keys)
+            found = await puts.adapter.exists(keys)
+        except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
+            log_broken_contract(puts.name, "delete", error)
+            return False
+        gone = [key for key, one in zip(keys, found, strict=True) if one.presence is Presence.ABSENT]
+        puts.planner.gone(gone)
+        puts.ledger.gone(gone)
+        puts.counts["trimmed"] += len(gone)
+        self._trimmed(puts.name, gone)
+        return bool(gone)
 
     # -- putting -------------------------------------------------------------------------------------------
 
@@ -396,8 +508,9 @@ class StoreController:
 
     def _ended(self, puts: _Puts, pending: _Pending, status: PutStatus, reason: str) -> None:
         """Count how one put ended, or prepare its retry."""
-        self._end(puts, pending)
-        if status in (PutStatus.STORED, PutStatus.EXISTS):
+        there = status in (PutStatus.STORED, PutStatus.EXISTS)
+        self._end(puts, pending, there=there)
+        if there:
             puts.counts[status.name.lower()] += 1
             puts.stored_bytes += pending.length_bytes if status is PutStatus.STORED else 0
             puts.planner.stored(pending.key)
@@ -408,15 +521,11 @@ class StoreController:
             self._skip(puts, pending.key, reason or status.name.lower())
             return
         puts.counts["throttled"] += 1
-        hold = self._pool.hold(pending.key)
-        if hold is None:
-            self._skip(puts, pending.key, Skip.EVICTED)
-        elif not self._backlog.admit(pending.key, pending.length_bytes):
-            hold.drop()
-            self._skip(puts, pending.key, Skip.BACKLOG)
+        again = self._pin(puts, pending.key, attempts)
+        if isinstance(again, Skip):
+            self._skip(puts, pending.key, again)
         else:
             puts.queued.add(pending.key)
-            again = _Pending(pending.key, hold, pending.length_bytes, attempts)
             timer = asyncio.get_running_loop().call_later(delay_s, self._retry, puts, pending.key)
             puts.retrying[pending.key] = (timer, again)
 
@@ -425,9 +534,10 @@ class StoreController:
         puts.queue.append(pending)
         puts.work_there.set()
 
-    def _end(self, puts: _Puts, pending: _Pending) -> None:
-        """A pending put is over: its pin is no longer counted."""
+    def _end(self, puts: _Puts, pending: _Pending, *, there: bool = False) -> None:
+        """A pending put is over: its pin is no longer counted, its bytes if they are `there`."""
         self._backlog.release(pending.key)
+        puts.ledger.ended(pending.tenant, pending.key, pending.length_bytes, there)
         puts.queued.discard(pending.key)
 
     def _is_quiet(self) -> bool:
@@ -440,18 +550,14 @@ class StoreController:
         for puts in self._puts.values():
             for _ in range(min(KEYS_PER_TURN, len(puts.unpinned))):
                 key, _ = puts.unpinned.popitem(last=False)
-                hold = self._pool.hold(key)
-                if hold is None:
-                    continue
-                if not self._backlog.admit(key, hold.length):
-                    hold.drop()
+                pinned = self._pin(puts, key)
+                if pinned is Skip.BACKLOG:
                     puts.unpinned[key] = None
                     puts.unpinned.move_to_end(key, last=False)
                     break
-                puts.counts["taken_up"] += 1
-                puts.queued.add(key)
-                puts.queue.append(_Pending(key, hold, hold.length, 0))
-                puts.work_there.set()
+                if isinstance(pinned, _Pending):
+                    puts.counts["taken_up"] += 1
+                    self._enqueue(puts, pinned)
 
     def _note_progress(self) -> None:
         if self._is_quiet() and not self._stopping:

@@ -23,6 +23,7 @@ cdef extern from "kvstrata/pool.h" namespace "kvstrata" nogil:
         uint64_t offset() noexcept
         uint32_t length() noexcept
         uint32_t generation() noexcept
+        uint32_t tenant() noexcept
         uint8_t* address() noexcept
         cbool is_reservation() noexcept
 

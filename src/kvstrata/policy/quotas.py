@@ -1,0 +1,129 @@
+"""How many bytes each tenant has in one L2 adapter, as far as this server knows. Decides only: no I/O, no clock.
+
+A medium outlives the server and its keys name no tenant.  So what is counted is what this server *knows* to be there:
+
+    it was put, found there by a put, or loaded   counted for the tenant, and the newest
+    the adapter's cap dropped it, it was deleted, it was corrupt or gone   no longer counted
+
+Records of before the start that nobody used since are not counted; they are the ones that the adapter's cap drops
+first (docs/decisions/0007-l2-quotas.md).
+
+Invariants
+1. Counted bytes plus admitted ones that have not ended never exceed the tenant's quota, except by records that were
+   found or loaded: those are there already.
+2. Each admitted put ends once, in `ended`.
+3. At most `limit_keys` records are known; beyond, the one that the newest's tenant used longest ago is forgotten, and
+   then not counted.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+LIMIT_KEYS = 1 << 18
+"""Some 300 bytes each, only for tenants that have a quota."""
+TRIM_SHARE = 16
+"""A tenant at its quota is brought 1/16 below it, so that not each put has to make room for itself."""
+
+
+class _Known(NamedTuple):
+    tenant: int
+    length_bytes: int
+
+
+class TenantLedger:
+    """See the module. Tenants by their 32-bit number; those without a quota are not counted."""
+
+    def __init__(self, quotas: Mapping[int, int], limit_keys: int = LIMIT_KEYS) -> None:
+        self.quotas = dict(quotas)
+        self._limit_keys = limit_keys
+        self._known: dict[bytes, _Known] = {}
+        # Ordered, because a plain dict looks for its first item behind all that were deleted before it.
+        self._order: dict[int, collections.OrderedDict[bytes, None]] = {
+            tenant: collections.OrderedDict() for tenant in quotas
+        }
+        """A tenant's records, the one longest unused first."""
+        self._there: collections.Counter[int] = collections.Counter()
+        self._on_its_way: collections.Counter[int] = collections.Counter()
+
+    def admit(self, tenant: int, key: bytes, length_bytes: int) -> bool:
+        """Whether this record may be put now; if so it counts until `ended`."""
+        quota_bytes = self.quotas.get(tenant)
+        if quota_bytes is None:
+            return True
+        new_bytes = 0 if key in self._known else length_bytes
+        if new_bytes and self.used_bytes(tenant) + new_bytes > quota_bytes:
+            return False
+        self._on_its_way[tenant] += length_bytes
+        return True
+
+    def ended(self, tenant: int, key: bytes, length_bytes: int, there: bool) -> None:
+        """How an admitted put ended: whether the record is there."""
+        if tenant in self.quotas:
+            self._on_its_way[tenant] -= length_bytes
+            if there:
+                self.found(tenant, key, length_bytes)
+
+    def found(self, tenant: int, key: bytes, length_bytes: int) -> None:
+        """This record is there and was used."""
+        if tenant not in self.quotas:
+            return
+        self.gone((key,))
+        self._known[key] = _Known(tenant, length_bytes)
+        self._order[tenant][key] = None
+        self._there[tenant] += length_bytes
+        if len(self._known) > self._limit_keys:
+            self.gone((next(iter(self._order[tenant])),))
+
+    def gone(self, keys: Iterable[bytes]) -> None:
+        """These records are not there (any more)."""
+        for key in keys:
+            known = self._known.pop(key, None)
+            if known is not None:
+                del self._order[known.tenant][key]
+                self._there[known.tenant] -= known.length_bytes
+
+    def forget(self) -> None:
+        """Nothing is there any more."""
+        self._known.clear()
+        self._there.clear()
+        for order in self._order.values():
+            order.clear()
+
+    def used_bytes(self, tenant: int) -> int:
+        """Bytes that count against the tenant's quota."""
+        return self._there[tenant] + self._on_its_way[tenant]
+
+    def to_leave(self, tenant: int, need_bytes: int, max_keys: int) -> list[bytes]:
+        """The tenant's records longest unused that have to leave for so many bytes more, with some to spare.
+
+        Empty where no number of them makes room, because the record or what is on its way fills the quota.
+        """
+        quota_bytes = self.quotas[tenant]
+        if self._on_its_way[tenant] + need_bytes > quota_bytes:
+            return []
+        over_bytes = self.used_bytes(tenant) + need_bytes - quota_bytes
+        if over_bytes <= 0:
+            return []
+        over_bytes = min(over_bytes + quota_bytes // TRIM_SHARE, self._there[tenant])
+        leaving: list[bytes] = []
+        for key in self._order[tenant]:
+            if over_bytes <= 0 or len(leaving) == max_keys:
+                break
+            leaving.append(key)
+            over_bytes -= self._known[key].length_bytes
+        return leaving
+
+    def validate(self) -> None:
+        """Assert the invariants (tests call it after every step)."""
+        there: collections.Counter[int] = collections.Counter()
+        for tenant, order in self._order.items():
+            for key in order:
+                assert self._known[key].tenant == tenant
+                there[tenant] += self._known[key].length_bytes
+        assert sum(map(len, self._order.values())) == len(self._known)
+        assert there == +self._there, "the sums are those of what is known"
+        assert all(count >= 0 for count in (*self._there.values(), *self._on_its_way.values()))
+        assert len(self._known) <= self._limit_keys
