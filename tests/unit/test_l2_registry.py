@@ -20,6 +20,7 @@ from kvstrata.storage.wrap.codec_chain import ChainSettings, ZstdOptions
 from kvstrata.storage.wrap.faults import FaultyAdapter
 
 FS = {"type": "fs", "base_path": "/data/kv"}
+DISK = {"type": "disk", "base_path": "/nowhere/log", "capacity_gb": 1}
 
 
 def test_the_least_entry_makes_an_fs_adapter_with_defaults() -> None:
@@ -83,7 +84,7 @@ def test_fields_without_effect_are_accepted_with_a_line_each(caplog: pytest.LogC
             r"l2_adapters\[2\]\.type: unknown adapter 'moncake' \(did you mean 'mooncake_store'\?\)",
         ),
         ({"type": "fss"}, r"unknown adapter 'fss' \(did you mean 'fs'\?\)"),
-        ({"type": "zzzzzzzz"}, r"unknown adapter 'zzzzzzzz'; there are fault_inject, fs, fs_native, plugin"),
+        ({"type": "zzzzzzzz"}, r"unknown adapter 'zzzzzzzz'; there are disk, fault_inject, fs, fs_native, plugin"),
         ({"type": "hf3fs"}, r"'hf3fs' is not part of this version; a plugin can provide it"),
         ({"type": "fs"}, r"l2_adapters\[2\]\.base_path: must be a non-empty string, found None"),
         ({**FS, "base_path": "~nobody-of-that-name/kv"}, r"\.base_path: must be an absolute path"),
@@ -136,6 +137,14 @@ def test_fields_without_effect_are_accepted_with_a_line_each(caplog: pytest.LogC
         ({**FS, "codec": ["fp8"], "isolation": "process"}, r"\.codec: .*in a process of its own nothing is known"),
         ({**FS, "codec_staging_mb": 0}, r"\.codec_staging_mb: must be a number from 1"),
         ({**FS, "codec_workers": 0}, r"\.codec_workers: must be a whole number from 1 to 64"),
+        ({"type": "disk", "capacity_gb": 1}, r"\.base_path: must be a non-empty string"),
+        ({"type": "disk", "base_path": "/x"}, r"\.capacity_gb: must be a number of GB, .*, found None"),
+        ({**DISK, "capacity_gb": 0}, r"\.capacity_gb: must be a number from 0\.0"),
+        ({**DISK, "segment_mb": 100}, r"\.segment_mb: must be at most a sixteenth of capacity_gb, 64 MB, found 100"),
+        ({**DISK, "reinsert_percent": 60}, r"\.reinsert_percent: must be a whole number from 0 to 50"),
+        ({**DISK, "scrub_mb_s": "fast"}, r"\.scrub_mb_s: must be a number from 0"),
+        ({**DISK, "relative_tmp_dir": "tmp"}, r"\.relative_tmp_dir: unknown field"),
+        ({**DISK, "use_odirct": True}, r"\.use_odirct: unknown field \(did you mean 'use_odirect'\?\)"),
         ({"type": "fault_inject"}, r"\.inner: must be the object of the adapter"),
         ({"type": "fault_inject", "inner": {"type": "fss"}}, r"\.inner\.type: unknown adapter 'fss'"),
         ({"type": "fault_inject", "inner": FS, "faults": ["bang"]}, r"\.faults: must be a list with some of"),

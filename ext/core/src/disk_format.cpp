@@ -39,7 +39,7 @@ struct FrameOnDisk {
   std::uint16_t flags;
   std::uint32_t tombstones;
   std::uint32_t segment;
-  std::uint32_t reserved;
+  std::uint32_t head_crc;
   std::uint64_t generation;
   std::uint64_t run;
   std::uint64_t sequence;
@@ -106,6 +106,11 @@ bool known(std::uint16_t kind) noexcept {
 
 }  // namespace
 
+std::uint32_t head_crc_of(const void* record, std::uint64_t length) noexcept {
+  constexpr std::uint64_t kOuterHeaderBytes = 256;
+  return crc32c(record, std::min(length, kOuterHeaderBytes));
+}
+
 void encode(const SegmentHeader& header, DiskBlock* out) noexcept {
   SegmentOnDisk disk{.magic = kSegmentMagic,
                      .version = kDiskVersion,
@@ -145,7 +150,7 @@ void encode(const FrameHeader& header, DiskBlock* out) noexcept {
                    .flags = 0,
                    .tombstones = tombstones,
                    .segment = header.segment,
-                   .reserved = 0,
+                   .head_crc = header.head_crc,
                    .generation = header.generation,
                    .run = header.name.run,
                    .sequence = header.name.sequence,
@@ -178,6 +183,7 @@ std::optional<FrameHeader> decode_frame(const DiskBlock& block) {
                      .synced = disk.synced,
                      .record_bytes = disk.record_bytes,
                      .key = disk.key,
+                     .head_crc = disk.head_crc,
                      .tombstones = std::vector<Digest>(disk.tombstones)};
   for (std::size_t i = 0; i < header.tombstones.size(); ++i)
     std::memcpy(header.tombstones[i].data(), block.bytes.data() + sizeof(disk) + i * sizeof(Digest),

@@ -9,19 +9,14 @@
 #include <cstring>
 #include <utility>
 
-#include "kvstrata/crc32c.h"
-#include "kvstrata/record.h"
-
 namespace kvstrata {
 
 namespace {
 
-// How long a put waits for a segment that is being made ready.
+// How long a put waits for a segment that is being made ready, or for another put of its key.
 constexpr std::chrono::seconds kRoomWait{1};
-
-std::string as_string(const Digest& key) {
-  return std::string(reinterpret_cast<const char*>(key.data()), key.size());
-}
+// PutItem::copy of one whose key is being put already; no sequence comes so far.
+constexpr std::uint64_t kFollows = ~std::uint64_t{0};
 
 bool is_full(const Status& status) noexcept {
   return status.code() == StatusCode::kOsError &&
@@ -56,6 +51,7 @@ ConnectorCapabilities DiskLog::capabilities() const noexcept {
   ConnectorCapabilities can;
   can.persistent = true;
   can.can_clear = true;
+  can.has_heads = true;
   can.exists_is_quick = true;
   return can;
 }
@@ -89,8 +85,16 @@ void DiskLog::put(std::span<PutItem> piece) noexcept {
       item.reason = "";
       continue;
     }
-    FrameHeader header{.kind = FrameKind::kRecord, .record_bytes = item.length, .key = item.key};
-    Status status = make_room(lock, header.frame_bytes(), 1, true);
+    FrameHeader header{.kind = FrameKind::kRecord,
+                       .record_bytes = item.length,
+                       .key = item.key,
+                       .head_crc = head_crc_of(item.bytes, item.length)};
+    Status status = make_room(lock, header.frame_bytes(), 1);
+    // (make_room() may have let go of the lock.)
+    if (index_.find(item.key) != nullptr || putting_.contains(item.key)) {
+      item.copy = kFollows;
+      continue;
+    }
     if (!status.ok()) {
       if (status.code() == StatusCode::kRefused) {
         item.reason = "read_only";
@@ -101,13 +105,13 @@ void DiskLog::put(std::span<PutItem> piece) noexcept {
       continue;
     }
     const Placed placed = place_frame(std::move(header));
-    ++putting_[as_string(item.key)].count;
+    putting_.emplace(item.key, 0);
     lock.unlock();
     status = write_frame(placed, item.bytes);
     lock.lock();
     written(lock, placed, status);
     if (!status.ok()) {
-      end_put(item.key);
+      putting_.erase(item.key);
       if (is_full(status)) item.status = PutStatus::kThrottled;
       item.reason = is_full(status) ? "disk_full" : "io";
       continue;
@@ -120,11 +124,12 @@ void DiskLog::put(std::span<PutItem> piece) noexcept {
 void DiskLog::put_end(std::span<PutItem> batch) noexcept {
   Lock lock(mutex_);
   std::uint64_t last = 0;
-  for (const PutItem& item : batch)
-    last = std::max(last, item.copy);
+  for (const PutItem& item : batch) {
+    if (item.copy != kFollows) last = std::max(last, item.copy);
+  }
   const Status status = commit(lock, last);
   for (PutItem& item : batch) {
-    if (item.copy == 0) continue;
+    if (item.copy == 0 || item.copy == kFollows) continue;
     const auto found = puts_.find(item.copy);
     if (status.ok()) {
       publish(found->second);
@@ -136,9 +141,21 @@ void DiskLog::put_end(std::span<PutItem> batch) noexcept {
       item.reason = "io";
     }
     puts_.erase(found);
-    end_put(item.key);
+    putting_.erase(item.key);
   }
   changed_.notify_all();
+  // Own keys are published by now, so two batches that follow each other both come to an end.
+  const auto until = std::chrono::steady_clock::now() + kRoomWait;
+  for (PutItem& item : batch) {
+    if (item.copy != kFollows) continue;
+    changed_.wait_until(lock, until, [&] { return !putting_.contains(item.key); });
+    const bool there = index_.find(item.key) != nullptr ||
+                       std::any_of(batch.begin(), batch.end(), [&](const PutItem& other) {
+                         return other.key == item.key && other.status == PutStatus::kStored;
+                       });  // and evicted since, in a small log
+    item.status = there ? PutStatus::kExists : PutStatus::kThrottled;
+    item.reason = there ? "" : "in_flight";
+  }
   // Nobody asked for room here: what cannot be made ready now is tried again by the next put.
   if (!options_.own_threads && !maintaining_) (void)maintain(lock);
 }
@@ -152,10 +169,9 @@ void DiskLog::publish(const Placed& placed) {
     ++counts_.evicted_records;
     return;
   }
-  if (putting_[as_string(header.key)].tombstone > header.name.sequence) return;
+  if (putting_[header.key] > header.name.sequence) return;
   const DiskPlace place = place_of(header, placed.segment, placed.block);
   if (const DiskPlace* const other = index_.find(header.key)) {
-    if (other->sequence > place.sequence) return;
     live_bytes_ -= frame_bytes_of(*other);
   }
   index_.set(header.key, place);
@@ -164,11 +180,6 @@ void DiskLog::publish(const Placed& placed) {
   std::memcpy(&slot.hash_low, header.key.data(), 4);
   std::memcpy(&slot.hash_high, header.key.data() + 4, 4);
   segment->slots.push_back(slot);
-}
-
-void DiskLog::end_put(const Digest& key) noexcept {
-  const auto found = putting_.find(as_string(key));
-  if (--found->second.count == 0) putting_.erase(found);
 }
 
 // -- frames
@@ -184,26 +195,28 @@ bool DiskLog::fits(const Segment& segment, std::uint64_t frame_bytes,
   return segment.end + frame_bytes + table_bytes(segment.table.size() + entries) <= segment.length;
 }
 
-// Sees to it that the active segment has room for a frame of so many entries in the table. Without
-// `may_wait` only where it has. The lock is let go of meanwhile, but not after.
+// Sees to it that the active segment has room for a frame of so many entries in the table. A
+// retiring segment's records may take the last free segment, and nothing is waited for; what is new
+// leaves it to them. The lock is let go of meanwhile, but not after.
 Status DiskLog::make_room(Lock& lock, std::uint64_t frame_bytes, std::size_t entries,
-                          bool may_wait) {
+                          bool retiring) {
   const auto until = std::chrono::steady_clock::now() + kRoomWait;
   maintenance_failed_ = false;
   for (;;) {
     KVSTRATA_RETURN_IF_ERROR(refused());
     if (active_ != nullptr && fits(*active_, frame_bytes, entries)) return Status();
-    if (!may_wait) return Status(StatusCode::kNoSpace, "no segment is ready");
     if (active_ != nullptr) {
       full_.push_back(active_->number);
       active_ = nullptr;
-    } else if (!free_.empty()) {
+    } else if (free_.size() > (retiring ? 0 : reserved_segments())) {
       active_ = segments_[free_.front()].get();
       free_.pop_front();
       due_.notify_all();
+    } else if (retiring) {
+      return Status(StatusCode::kNoSpace, "no segment is ready");
     } else if (!maintaining_) {
       KVSTRATA_RETURN_IF_ERROR(maintain(lock));
-    } else if (changed_.wait_until(lock, until) == std::cv_status::timeout && free_.empty()) {
+    } else if (changed_.wait_until(lock, until) == std::cv_status::timeout) {
       return Status(StatusCode::kTimedOut, "no segment became ready");
     }
   }
@@ -236,6 +249,7 @@ DiskLog::Placed DiskLog::place_frame(FrameHeader header) {
   } else {
     segment.table.push_back(entry);
   }
+  unmarked_ = made.kind != FrameKind::kSkip;
   segment.last = made.name;
   segment.end += made.frame_bytes();
   writing_.insert(made.name.sequence);
@@ -290,6 +304,15 @@ Status DiskLog::append(Lock& lock, FrameHeader header) {
   lock.lock();
   written(lock, placed, status);
   return status;
+}
+
+// A frame that says that all before it is synced, so that the next open has nothing to doubt.
+void DiskLog::mark(Lock& lock) {
+  if (!unmarked_ || read_only_ || active_ == nullptr || !fits(*active_, kFrameHeaderBytes, 1) ||
+      !commit(lock, sequence_).ok())
+    return;
+  // Without a sync of its own: as long as it is not on the medium, the frames before it are read.
+  (void)append(lock, FrameHeader{.kind = FrameKind::kSkip});
 }
 
 std::uint64_t DiskLog::written_up_to() const noexcept {
@@ -360,13 +383,46 @@ void DiskLog::load(std::span<LoadItem> piece) noexcept {
     lock.lock();
     unpin(segment);
     item.copy = place.sequence;
+    item.status = LoadStatus::kLoaded;
+    item.reason = "";
+    if (sound) continue;
     if (!status.ok() && status.code() != StatusCode::kOutOfRange) {
       item.status = LoadStatus::kFailed;
       item.reason = "io";
-    } else {
-      item.status = sound ? LoadStatus::kLoaded : LoadStatus::kCorrupt;
-      item.reason = sound ? "" : "frame";
+      continue;
     }
+    // Something else lies where the frame was.
+    Removal gone{.key = item.key, .copy = item.copy};
+    lock.unlock();
+    remove_copies(std::span(&gone, 1));
+    lock.lock();
+    item.status = LoadStatus::kAbsent;
+  }
+}
+
+void DiskLog::heads(std::span<HeadItem> items) noexcept {
+  Lock lock(mutex_);
+  for (HeadItem& item : items) {
+    const DiskPlace* const found = index_.find(item.key);
+    if (found == nullptr) continue;
+    const DiskPlace place = *found;
+    Segment& segment = segment_of(place);
+    const std::shared_ptr<File> file = segment.file;
+    const std::uint64_t generation = segment.generation;
+    ++segment.pins;
+    lock.unlock();
+    DiskBlock header;
+    DiskBlock head;
+    const ReadPart parts[] = {{header.bytes.data(), kFileBlockBytes},
+                              {head.bytes.data(), kFileBlockBytes}};
+    const bool sound = file->read(parts, std::uint64_t{place.block} * kFileBlockBytes).ok() &&
+                       frame_of(header, place, item.key, generation).has_value();
+    if (sound) {
+      item.length = std::min(place.record_bytes, kHeadBytes);
+      std::memcpy(item.bytes, head.bytes.data(), item.length);
+    }
+    lock.lock();
+    unpin(segment);
   }
 }
 
@@ -388,10 +444,18 @@ bool DiskLog::read_frame(File& file, const DiskPlace& place, const Digest& key,
   *status = file.read(parts, std::uint64_t{place.block} * kFileBlockBytes);
   if (!status->ok()) return false;
   std::memcpy(out + whole, tail.bytes.data(), rest);
-  const std::optional<FrameHeader> found = decode_frame(header);
-  return found.has_value() && found->kind == FrameKind::kRecord && found->key == key &&
-         found->segment == place.segment && found->generation == generation &&
-         found->name.sequence == place.sequence && found->record_bytes == place.record_bytes;
+  return frame_of(header, place, key, generation).has_value();
+}
+
+// The frame's header, if it is the one of this record.
+std::optional<FrameHeader> DiskLog::frame_of(const DiskBlock& block, const DiskPlace& place,
+                                             const Digest& key, std::uint64_t generation) {
+  std::optional<FrameHeader> found = decode_frame(block);
+  if (found.has_value() && found->kind == FrameKind::kRecord && found->key == key &&
+      found->segment == place.segment && found->generation == generation &&
+      found->name.sequence == place.sequence && found->record_bytes == place.record_bytes)
+    return found;
+  return std::nullopt;
 }
 
 // -- remove
@@ -413,7 +477,7 @@ void DiskLog::remove_corrupt(const LoadItem& item) noexcept {
 bool DiskLog::is_there(const Removal& removal) noexcept {
   const DiskPlace* const place = index_.find(removal.key);
   if (removal.copy != 0) return place != nullptr && place->sequence == removal.copy;
-  return place != nullptr || putting_.contains(as_string(removal.key));
+  return place != nullptr || putting_.contains(removal.key);
 }
 
 void DiskLog::remove_copies(std::span<Removal> removals) noexcept {
@@ -426,7 +490,7 @@ void DiskLog::remove_copies(std::span<Removal> removals) noexcept {
     if (std::none_of(group.begin(), group.end(),
                      [&](const Removal& each) { return is_there(each); }))
       continue;
-    const Status room = make_room(lock, kFrameHeaderBytes, group.size(), true);
+    const Status room = make_room(lock, kFrameHeaderBytes, group.size());
     // From here to place_frame() the lock is not let go of: what is put after it comes later in
     // the log as well.
     const std::uint64_t sequence = sequence_ + 1;
@@ -437,11 +501,11 @@ void DiskLog::remove_copies(std::span<Removal> removals) noexcept {
       if (const DiskPlace* const place = index_.find(removal.key)) {
         live_bytes_ -= frame_bytes_of(*place);
         index_.erase(removal.key);
-      } else if (putting_[as_string(removal.key)].tombstone == sequence) {
+      } else if (putting_[removal.key] == sequence) {
         continue;  // twice in this batch
       }
-      const auto putting = putting_.find(as_string(removal.key));
-      if (putting != putting_.end()) putting->second.tombstone = sequence;
+      const auto putting = putting_.find(removal.key);
+      if (putting != putting_.end()) putting->second = sequence;
       (removal.copy == 0 ? counts_.deleted_records : counts_.corrupt_records) += 1;
       header.tombstones.push_back(removal.key);
       members.push_back(&removal);
@@ -459,12 +523,12 @@ void DiskLog::remove_copies(std::span<Removal> removals) noexcept {
 std::uint64_t DiskLog::clear() noexcept {
   DiskIndex gone;
   Lock lock(mutex_);
-  if (!make_room(lock, kFrameHeaderBytes, 1, true).ok()) return 0;
+  if (!make_room(lock, kFrameHeaderBytes, 1).ok()) return 0;
   const std::uint64_t sequence = sequence_ + 1;
   gone.swap(index_);
   live_bytes_ = 0;
-  for (auto& [key, putting] : putting_)
-    putting.tombstone = sequence;
+  for (auto& [key, tombstone] : putting_)
+    tombstone = sequence;
   for (const auto& segment : segments_) {
     if (segment != nullptr) segment->slots.clear();
   }
@@ -474,15 +538,6 @@ std::uint64_t DiskLog::clear() noexcept {
   if (!commit(lock, sequence).ok()) return 0;
   lock.unlock();  // freeing a large index takes its time
   return count;
-}
-
-// Whatever codec is over the payload: headers and stored bytes are what their CRCs say.
-bool DiskLog::is_stored_whole(const std::uint8_t* record, std::uint32_t length,
-                              const Digest& key) noexcept {
-  RecordHeader header;
-  return read_record_header(record, length, &header).ok() && header.spec.key == key &&
-         header.record_bytes() == length &&
-         crc32c(record + header.header_bytes, header.stored_bytes) == header.stored_crc;
 }
 
 // -- numbers
@@ -528,6 +583,10 @@ void DiskLog::close() noexcept {
   for (std::thread& thread : threads_)
     thread.join();
   threads_.clear();
+  {
+    Lock lock(mutex_);
+    mark(lock);
+  }
   segments_.clear();
   active_ = nullptr;
   folder_lock_.reset();

@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "kvstrata/disk_log.h"
+#include "kvstrata/record.h"
 
 namespace kvstrata {
 
@@ -35,18 +36,29 @@ bool is_errno(const Status& status, int error) noexcept {
   return status.code() == StatusCode::kOsError && status.detail(0) == error;
 }
 
-// Folders that are missing, each synced into the one above.
+// Makes the folders that are missing. Each is synced into the one above, also one that is there:
+// whoever made it may have died before he did. A folder that this user may not read he did not
+// make.
 Status make_folders(FileLayer& files, const std::string& path) {
-  FileStat found;
-  const Status status = files.stat(path, &found);
-  if (status.ok() && !found.is_folder) return Status(StatusCode::kOsError, "stat", ENOTDIR);
-  if (status.ok() || !is_errno(status, ENOENT)) return status;
-  const std::string above = path.substr(0, std::max<std::size_t>(path.rfind('/'), 1));
-  if (above == path) return status;
-  KVSTRATA_RETURN_IF_ERROR(make_folders(files, above));
-  const Status made = files.make_folder(path);
-  if (!made.ok() && !is_errno(made, EEXIST)) return made;
-  return files.sync_folder(above);
+  for (std::size_t end = path.find('/', 1);; end = path.find('/', end + 1)) {
+    const std::string folder = path.substr(0, end);
+    FileStat found;
+    Status status = files.stat(folder, &found);
+    const bool made = is_errno(status, ENOENT);
+    if (made) {
+      status = files.make_folder(folder);
+      if (is_errno(status, EEXIST)) status = Status();
+    } else if (status.ok() && !found.is_folder) {
+      status = files.sync_folder(folder);  // a link to one is as good
+    }
+    KVSTRATA_RETURN_IF_ERROR(status);
+    const std::size_t above = std::max<std::size_t>(folder.rfind('/'), 1);
+    status = files.sync_folder(folder.substr(0, above));
+    const bool not_ours =
+        is_errno(status, EACCES) || is_errno(status, EPERM) || is_errno(status, EROFS);
+    if (!status.ok() && (made || !not_ours)) return status;
+    if (end == std::string::npos) return Status();
+  }
 }
 
 // The number in a segment's name, "0000002a.seg"; nothing for other names.
@@ -177,8 +189,8 @@ std::string DiskLog::read_segment(const FolderEntry& entry, std::vector<Found>* 
            " was written by another version of kvstrata; start that version, or give another "
            "directory (nothing was changed)";
   const bool sound = state == BlockState::kGood && header.segment == *number &&
-                     header.length % kFileBlockBytes == 0 &&
-                     header.length >= 16 * kFileBlockBytes && header.generation > 0;
+                     header.length % kFileBlockBytes == 0 && header.length >= kMinSegmentBytes &&
+                     header.generation > 0;
   if (state != BlockState::kEmpty && !sound) {
     // Not ours, or damaged beyond use: it stays, and counts as used.
     total_bytes_ += length;
@@ -246,8 +258,8 @@ bool DiskLog::payload_is_whole(Segment& segment, const TableEntry& entry,
   const ReadPart parts[] = {{blocks.data(), bytes}};
   const std::uint64_t offset = std::uint64_t{entry.block} * kFileBlockBytes + kFrameHeaderBytes;
   if (!segment.file->read(parts, offset).ok()) return false;
-  return is_stored_whole(reinterpret_cast<const std::uint8_t*>(blocks.data()),
-                         static_cast<std::uint32_t>(header.record_bytes), header.key);
+  return head_crc_of(blocks.data(), header.record_bytes) == header.head_crc &&
+         verify_stored_record(blocks.data(), header.record_bytes, &header.key).ok();
 }
 
 // Finds the last frame that counts and cuts the chains behind it. Sets sequence_ and synced_.
@@ -273,6 +285,7 @@ Status DiskLog::end_log(std::vector<Found>* found) {
     if (frame.sequence != last + 1 || !payload_is_whole(*frame.in->segment, entry, at.header))
       break;
     last = frame.sequence;
+    unmarked_ = unmarked_ || at.header.kind != FrameKind::kSkip;
   }
   sequence_ = synced_ = last;
   for (Found& each : *found) {
@@ -296,13 +309,16 @@ Status DiskLog::end_log(std::vector<Found>* found) {
 Status DiskLog::settle(std::vector<Found>* found) {
   for (const Found& each : *found) {
     Segment& segment = *each.segment;
-    if (segment.length == 0) {
+    // A file without a frame may be one whose name was never synced. If it comes back after all, it
+    // goes again then.
+    if (segment.generation == 1 && segment.last == FrameName{}) {
       KVSTRATA_RETURN_IF_ERROR(files_.unlink(segment.path));
+      total_bytes_ -= segment.length;
+      segment.length = 0;
     } else if (!segment.tabled) {
       KVSTRATA_RETURN_IF_ERROR(segment.file->sync());
     }
   }
-  KVSTRATA_RETURN_IF_ERROR(files_.sync_folder(options_.folder));
   std::vector<Segment*> with_frames;
   for (Found& each : *found) {
     Segment* const segment = each.segment;

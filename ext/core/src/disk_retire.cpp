@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "kvstrata/disk_log.h"
+#include "kvstrata/record.h"
 
 namespace kvstrata {
 
@@ -19,6 +20,7 @@ namespace {
 constexpr std::chrono::seconds kPinWait{1};
 // Records looked at in one go while everybody waits.
 constexpr std::size_t kSlotsInOneGo = 256;
+constexpr std::size_t kSegmentsWithReserve = 4;
 constexpr std::uint64_t kScrubStepBytes = 8 << 20;
 
 struct FreeBytes {
@@ -31,13 +33,19 @@ std::unique_ptr<std::uint8_t, FreeBytes> record_memory(std::uint32_t record_byte
       static_cast<std::uint8_t*>(std::aligned_alloc(kFileBlockBytes, whole_blocks(record_bytes))));
 }
 
+// What another version wrote cannot be judged, and stays.
+bool may_stay(const std::uint8_t* record, std::uint32_t length, const Digest& key) noexcept {
+  const Status status = verify_stored_record(record, length, &key);
+  return status.ok() || status.code() == StatusCode::kIncompatible;
+}
+
 }  // namespace
 
 // -- the log's own thread
 
 bool DiskLog::work_is_due() const noexcept {
   if (maintaining_ || read_only_) return false;
-  if (free_.empty() && !maintenance_failed_) return true;
+  if (free_.size() <= reserved_segments() && !maintenance_failed_) return true;
   return std::any_of(full_.begin(), full_.end(), [this](std::uint32_t number) {
     const Segment& segment = *segments_[number];
     return !segment.tabled && segment.last.sequence <= synced_;
@@ -53,12 +61,21 @@ void DiskLog::work() {
   }
 }
 
-// Tables of what is full, then one free segment ahead. REQUIRES: !maintaining_.
+// What is free and only for what a retiring segment is to keep; none where there are few segments.
+std::size_t DiskLog::reserved_segments() const noexcept {
+  return full_.size() + free_.size() >= kSegmentsWithReserve ? 1 : 0;
+}
+
+// Tables of what is full, then free segments: the reserved one and one for what is new. REQUIRES:
+// !maintaining_.
 Status DiskLog::maintain(Lock& lock) noexcept {
   maintaining_ = true;
   write_tables(lock);
   Status status = refused();
-  if (status.ok() && free_.empty()) status = next_segment(lock);
+  while (status.ok() && free_.size() <= reserved_segments()) {
+    status = next_segment(lock);
+    if (status.ok()) status = refused();
+  }
   maintaining_ = false;
   changed_.notify_all();
   return status;
@@ -194,14 +211,15 @@ void DiskLog::reinsert(Lock& lock, Segment& segment) noexcept {
   for (const Hot& record : hot) {
     FrameHeader header{
         .kind = FrameKind::kRecord, .record_bytes = record.place.record_bytes, .key = record.key};
-    if (header.frame_bytes() > left) continue;
+    // One may always stay: in a small log a record may be larger than its share.
+    if (header.frame_bytes() > left && !again.empty()) continue;
     const auto memory = record_memory(record.place.record_bytes);
     if (memory == nullptr) break;
     lock.unlock();
     Status status;
     const bool sound = read_frame(*segment.file, record.place, record.key, segment.generation,
                                   memory.get(), &status) &&
-                       is_stored_whole(memory.get(), record.place.record_bytes, record.key);
+                       may_stay(memory.get(), record.place.record_bytes, record.key);
     lock.lock();
     if (!sound) {
       ++counts_.corrupt_records;
@@ -209,17 +227,17 @@ void DiskLog::reinsert(Lock& lock, Segment& segment) noexcept {
     }
     const DiskPlace* const now = index_.find(record.key);
     if (now == nullptr || now->sequence != record.place.sequence) continue;
-    if (!make_room(lock, header.frame_bytes(), 1, false).ok()) break;
-    left -= header.frame_bytes();
+    if (!make_room(lock, header.frame_bytes(), 1, true).ok()) break;
+    left -= std::min(left, header.frame_bytes());
+    header.head_crc = head_crc_of(memory.get(), record.place.record_bytes);
     const Placed placed = place_frame(std::move(header));
-    ++putting_[std::string(reinterpret_cast<const char*>(record.key.data()), record.key.size())]
-          .count;
+    putting_.emplace(record.key, 0);
     lock.unlock();
     status = write_frame(placed, memory.get());
     lock.lock();
     written(lock, placed, status);
     if (!status.ok()) {
-      end_put(record.key);
+      putting_.erase(record.key);
       break;
     }
     again.push_back(placed);
@@ -232,7 +250,7 @@ void DiskLog::reinsert(Lock& lock, Segment& segment) noexcept {
       ++counts_.reinserted_records;
       counts_.reinserted_bytes += placed.header.frame_bytes();
     }
-    end_put(placed.header.key);
+    putting_.erase(placed.header.key);
   }
   unpin(segment);
 }
@@ -285,12 +303,11 @@ Status DiskLog::renew(Lock& lock, Segment& segment) noexcept {
   return Status();
 }
 
-// Its file is removed. Before that, a frame elsewhere says up to where all is synced.
+// Its file is removed. Before that, a frame elsewhere says up to where all is synced (or else the
+// tables of other segments do).
 Status DiskLog::drop_segment(Lock& lock, Segment& segment) noexcept {
-  if (make_room(lock, kFrameHeaderBytes, 1, false).ok()) {
-    (void)append(lock, FrameHeader{.kind = FrameKind::kSkip});
-    KVSTRATA_RETURN_IF_ERROR(commit(lock, sequence_));
-  }
+  mark(lock);
+  KVSTRATA_RETURN_IF_ERROR(commit(lock, sequence_));
   const std::string path = segment.path;
   lock.unlock();
   Status status = files_.unlink(path);
@@ -330,7 +347,7 @@ std::uint64_t DiskLog::scrub(std::uint64_t bytes) noexcept {
     lock.unlock();
     Status status;
     const bool sound = read_frame(*file, place, key, generation, memory.get(), &status) &&
-                       is_stored_whole(memory.get(), place.record_bytes, key);
+                       may_stay(memory.get(), place.record_bytes, key);
     if (!sound && (status.ok() || status.code() == StatusCode::kOutOfRange)) {
       Removal bad{.key = key, .copy = place.sequence};
       remove_copies(std::span(&bad, 1));

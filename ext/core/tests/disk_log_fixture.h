@@ -59,7 +59,7 @@ struct Disk {
     CHECK(::mkdtemp(pattern.data()) != nullptr);
     root = pattern;
     options.folder = root + "/deep/log";
-    options.capacity_bytes = 8 * 128 * 1024;
+    options.capacity_bytes = 16 * 128 * 1024;
     options.own_threads = false;
   }
   ~Disk() {

@@ -56,8 +56,8 @@ def server_parser() -> argparse.ArgumentParser:
     add("--eviction-ratio", dest="l1.eviction_ratio", type=float, metavar="SHARE",
         help="share of the pool that one such eviction frees (0.2)")  # fmt: skip
     add("--l2-adapter", dest="l2_adapters", action="append", metavar="JSON",
-        help='an L2 adapter, nearest first, repeatable: \'{"type": "fs", "base_path": "/data/kv"}\'; '
-        "`none` for no L2 at all")  # fmt: skip
+        help='an L2 adapter, nearest first, repeatable: \'{"type": "disk", "base_path": "/data/kv", '
+        '"capacity_gb": 200}\'; `none` for no L2 at all')  # fmt: skip
     add("--l2-prefetch-max-in-flight", dest="l2.prefetch_max_in_flight", type=int, metavar="COUNT",
         help="lookups that may load from L2 at the same time (8)")  # fmt: skip
     add("--http-host", dest="http.host", help="address of the admin HTTP port (127.0.0.1)")

@@ -151,7 +151,11 @@ CLIENT_KEYS: dict[str, Name] = {
     "lmcache_instance_id": _noted("names this engine only in logs; the server has its own --instance-id"),
     "local_cpu": Name(Fate.REPLACED, "", f"{_ON_SERVER}: L1 is always on"),
     "max_local_cpu_size": Name(Fate.REPLACED, "", f"{_ON_SERVER}: --l1-size-gb"),
-    "local_disk": Name(Fate.REPLACED, "", f'{_ON_SERVER}: --l2-adapter \'{{"type": "fs", "base_path": …}}\''),
+    "local_disk": Name(
+        Fate.REPLACED,
+        "",
+        f'{_ON_SERVER}: --l2-adapter \'{{"type": "disk", "base_path": …, "capacity_gb": …}}\'',
+    ),
     "max_local_disk_size": Name(Fate.REPLACED, "", f'{_ON_SERVER}: "max_capacity_gb" in --l2-adapter'),
     "remote_url": Name(Fate.REPLACED, "", f"{_ON_SERVER}: --l2-adapter"),
     "cache_policy": Name(Fate.REPLACED, "", f"{_ON_SERVER}: --eviction-policy"),

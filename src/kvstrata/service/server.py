@@ -115,7 +115,7 @@ def default_l1_bytes() -> int:
 
 
 def embedded_adapter(port: int, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The L2 of a server that was told nothing: a capped directory in the user's cache. Raises ConfigError."""
+    """The L2 of a server that was told nothing: a log in the user's cache directory. Raises ConfigError."""
     cache = environment.get("XDG_CACHE_HOME", "")
     if not cache.startswith("/"):
         home = environment.get("HOME", "")
@@ -128,7 +128,7 @@ def embedded_adapter(port: int, environment: Mapping[str, str]) -> dict[str, Any
                 field="l2_adapters",
             )
         cache = home + "/.cache"
-    return {"type": "fs", "base_path": f"{cache}/kvstrata/{port}", "capacity_gb": DEFAULT_L2_GB}
+    return {"type": "disk", "base_path": f"{cache}/kvstrata/{port}", "capacity_gb": DEFAULT_L2_GB}
 
 
 def read_tenants_file(path: str) -> TenantTokens:

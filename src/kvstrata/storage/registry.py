@@ -40,7 +40,7 @@ STUCK_SHARE = 16
 """Default of `max_stuck_mb`: L1 / 16."""
 
 ELSEWHERE = (
-    "mooncake_store", "resp", "valkey", "s3", "object_store", "disk", "peer", "raw_block", "dax", "hf3fs",
+    "mooncake_store", "resp", "valkey", "s3", "object_store", "peer", "raw_block", "dax", "hf3fs",
     "aerospike", "bigtable", "hfbucket", "sagemaker_hyperpod", "nixl_store", "nixl_store_dynamic",
     "nixl_native", "native_plugin",
 )  # fmt: skip
@@ -338,13 +338,17 @@ def _factory(kind: str, where: str) -> Factory:
     )
 
 
-def _fs(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
-    from kvstrata.storage.fs import FsAdapter, FsSettings
-
+def _base_path(fields: Fields) -> str:
     base_path = os.path.expanduser(fields.text("base_path"))
     if base_path.startswith("~"):
         raise fields.wrong("base_path", "must be an absolute path, the home directory is not known here")
-    base_path = os.path.abspath(base_path)
+    return os.path.abspath(base_path)
+
+
+def _fs(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
+    from kvstrata.storage.fs import FsAdapter, FsSettings
+
+    base_path = _base_path(fields)
     tmp = fields.text("relative_tmp_dir", "tmp")
     parts = tmp.split(os.sep)
     if os.path.isabs(tmp) or any(part in ("", ".", "..") for part in parts):
@@ -369,6 +373,36 @@ def _fs(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
     )
     fields.finish()
     return lambda: FsAdapter(settings, name=name)
+
+
+def _disk(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
+    from kvstrata.native.disk import MIN_CAPACITY_BYTES
+    from kvstrata.storage.disk import DiskSettings, disk_adapter
+
+    base_path = _base_path(fields)
+    capacity_gb = fields.number("capacity_gb", None, least=MIN_CAPACITY_BYTES / GB, most=1 << 30)
+    if capacity_gb is None:
+        raise fields.wrong("capacity_gb", "must be a number of GB, the log's segments are made for it")
+    capacity_bytes = int(capacity_gb * GB)
+    segment_mb = fields.number("segment_mb", None, least=16 * 4096 / MB, most=8 << 10)
+    segment_bytes = 0 if segment_mb is None else int(segment_mb * MB) // 4096 * 4096
+    if segment_bytes > capacity_bytes // 16:
+        raise fields.wrong(
+            "segment_mb", f"must be at most a sixteenth of capacity_gb, {capacity_bytes / 16 / MB:g} MB"
+        )
+    settings = DiskSettings(
+        base_path=base_path,
+        capacity_bytes=capacity_bytes,
+        segment_bytes=segment_bytes,
+        min_free_bytes=int((fields.number("min_free_gb", 1, least=0, most=1 << 30) or 0) * GB),
+        use_odirect=fields.flag("use_odirect", True),
+        reinsert_percent=int(fields.number("reinsert_percent", 20, least=0, most=50, whole=True) or 0),
+        scrub_bytes_per_s=int((fields.number("scrub_mb_s", 4, least=0, most=1 << 20) or 0) * MB),
+        num_workers=int(fields.number("num_workers", 4, least=1, most=256, whole=True) or 4),
+        per_op_workers=fields.workers("per_op_workers"),
+    )
+    fields.finish()
+    return lambda: disk_adapter(settings, name=name)
 
 
 def _plugin(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
@@ -442,6 +476,7 @@ def _fault_inject(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
 
 
 _BUILT_IN: dict[str, Factory] = {
+    "disk": _disk,
     "fs": _fs,
     "fs_native": _fs,
     "plugin": _plugin,

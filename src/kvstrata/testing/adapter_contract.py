@@ -110,6 +110,8 @@ class AdapterContract(ABC):
 
     has_cap = True
     """`make_adapter` honours `capacity_bytes`."""
+    cap_scale = 1
+    """For a medium whose smallest cap is larger: caps and numbers of records are multiplied by this."""
     waits_in_threads = True
     """The adapter asks a hold for its bytes in a thread, so that tests may block it there."""
 
@@ -433,45 +435,45 @@ class AdapterContract(ABC):
     async def test_the_cap_holds_and_the_newest_stay(self, medium: Medium) -> None:
         if not self.has_cap:
             pytest.skip("this adapter has no cap of its own")
-        cap_bytes = 6 * (record_length(SIZE) + 4096)
+        count, cap_bytes = 20 * self.cap_scale, 6 * self.cap_scale * (record_length(SIZE) + 4096)
         evicted: list[bytes] = []
         async with self.opened(medium, cap_bytes, evicted) as adapter:
-            for number in range(20):
+            for number in range(count):
                 assert await self.put(adapter, number) == [STORED]
                 assert medium.used_bytes() <= cap_bytes
             kept = medium.keys()
-            assert key_of(19) in kept
-            assert len(kept) >= 4
-            assert kept == {key_of(n) for n in range(20 - len(kept), 20)}
-            assert set(evicted) == {key_of(n) for n in range(20)} - kept
+            assert key_of(count - 1) in kept
+            assert len(kept) >= 3 * self.cap_scale
+            assert kept == {key_of(n) for n in range(count - len(kept), count)}
+            assert set(evicted) == {key_of(n) for n in range(count)} - kept
             assert len(evicted) == len(set(evicted))
 
     async def test_a_load_keeps_a_record_from_being_the_next_to_leave(self, medium: Medium) -> None:
         if not self.has_cap:
             pytest.skip("this adapter has no cap of its own")
-        async with self.opened(medium, 4 * (record_length(SIZE) + 4096)) as adapter:
+        async with self.opened(medium, 4 * self.cap_scale * (record_length(SIZE) + 4096)) as adapter:
             await self.put(adapter, 0)
-            for number in range(1, 12):
+            for number in range(1, 12 * self.cap_scale):
                 await self.put(adapter, number)
                 assert await self.load(adapter, 0) == [LOADED]
 
     async def test_a_batch_larger_than_the_cap_never_exceeds_it(self, medium: Medium) -> None:
         if not self.has_cap:
             pytest.skip("this adapter has no cap of its own")
-        cap_bytes = 8 * (record_length(SIZE) + 4096)
+        count, cap_bytes = 30 * self.cap_scale, 8 * self.cap_scale * (record_length(SIZE) + 4096)
         async with self.opened(medium, cap_bytes) as adapter:
-            outcomes = await self.put(adapter, *range(30))
+            outcomes = await self.put(adapter, *range(count))
             assert medium.used_bytes() <= cap_bytes
             assert outcomes[-1] == STORED
             kept = medium.keys()
-            assert key_of(29) in kept
+            assert key_of(count - 1) in kept
 
     async def test_a_record_larger_than_the_cap_is_refused_and_evicts_nothing(self, medium: Medium) -> None:
         if not self.has_cap:
             pytest.skip("this adapter has no cap of its own")
-        async with self.opened(medium, 3 * (record_length(SIZE) + 4096)) as adapter:
+        async with self.opened(medium, 3 * self.cap_scale * (record_length(SIZE) + 4096)) as adapter:
             await self.put(adapter, 1)
-            [outcome] = await self.put(adapter, 2, size=10 * SIZE)
+            [outcome] = await self.put(adapter, 2, size=10 * self.cap_scale * SIZE)
             assert outcome.status in (PutStatus.THROTTLED, PutStatus.FAILED)
             assert outcome.reason
             assert await self.load(adapter, 1) == [LOADED]
@@ -479,16 +481,16 @@ class AdapterContract(ABC):
     async def test_the_cap_counts_what_earlier_servers_left(self, medium: Medium) -> None:
         if not self.has_cap:
             pytest.skip("this adapter has no cap of its own")
-        one = record_length(SIZE) + 4096
+        one = self.cap_scale * (record_length(SIZE) + 4096)
         async with self.opened(medium, 8 * one) as adapter:
             if not adapter.capabilities.persistent:
                 pytest.skip("this adapter keeps nothing across restarts")
-            await self.put(adapter, *range(6))
+            await self.put(adapter, *range(6 * self.cap_scale))
         async with self.opened(medium, 4 * one) as adapter:
-            assert await self.put(adapter, 50) == [STORED]
+            assert await self.put(adapter, 50 * self.cap_scale) == [STORED]
             assert medium.used_bytes() <= 4 * one
             kept = medium.keys()
-            assert key_of(50) in kept
+            assert key_of(50 * self.cap_scale) in kept
 
     # -- life ----------------------------------------------------------------------------------------------
 

@@ -70,12 +70,19 @@ struct FrameHeader {
   std::uint64_t synced = 0;  // as in SegmentHeader, when this frame got its place
   std::uint64_t record_bytes = 0;
   Digest key{};
+  // Of the record's first bytes (head_crc_of): ties the frame to this record and no earlier one of
+  // the key, which may lie there where a write was cut short.
+  std::uint32_t head_crc = 0;
   std::vector<Digest> tombstones{};
 
   [[nodiscard]] std::uint64_t frame_bytes() const noexcept {
     return kFrameHeaderBytes + whole_blocks(record_bytes);
   }
 };
+
+// CRC32C of the outer header, or of the whole where it is shorter; that header has the payload's
+// CRC.
+std::uint32_t head_crc_of(const void* record, std::uint64_t length) noexcept;
 
 inline constexpr std::size_t kTombstonesOfFrame = 123;
 

@@ -30,10 +30,12 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -62,17 +64,18 @@ struct DiskOptions {
   bool own_threads = true;
 };
 
-// At least eight segments, of at most 8 GiB each; 64 where they would not be smaller than 64 MiB.
+// At least sixteen segments, of at most 8 GiB each; 64 where they are not smaller than 64 MiB then.
 constexpr std::uint64_t segment_bytes_for(std::uint64_t capacity_bytes) noexcept {
-  const std::uint64_t eighth = capacity_bytes / 8;
+  const std::uint64_t most = capacity_bytes / 16;
   std::uint64_t bytes = capacity_bytes / 64;
-  if (bytes < 64 << 20) bytes = eighth < 64 << 20 ? eighth : 64 << 20;
+  if (bytes < 64 << 20) bytes = most < 64 << 20 ? most : 64 << 20;
   if (bytes > std::uint64_t{8} << 30) bytes = std::uint64_t{8} << 30;
   return bytes / kFileBlockBytes * kFileBlockBytes;
 }
 
-// Below this a log cannot work.
-inline constexpr std::uint64_t kMinDiskBytes = 8 * 16 * kFileBlockBytes;
+// Below these a log cannot work, or not well.
+inline constexpr std::uint64_t kMinSegmentBytes = 8 * kFileBlockBytes;
+inline constexpr std::uint64_t kMinDiskBytes = 16 * 2 * kMinSegmentBytes;
 
 class DiskLog final : public Connector {
  public:
@@ -82,6 +85,7 @@ class DiskLog final : public Connector {
   ConnectorCapabilities capabilities() const noexcept override;
   std::string open(const ConnectorContext& context) override;
   void exists(std::span<ExistsItem> items) noexcept override;
+  void heads(std::span<HeadItem> items) noexcept override;
   void put(std::span<PutItem> piece) noexcept override;
   void put_end(std::span<PutItem> batch) noexcept override;
   void load(std::span<LoadItem> piece) noexcept override;
@@ -134,9 +138,12 @@ class DiskLog final : public Connector {
     std::size_t table_at = 0;  // its first entry in the segment's table
   };
 
-  struct Putting {
-    std::uint32_t count = 0;
-    std::uint64_t tombstone = 0;  // the last one that names the key
+  struct HashOfKey {
+    std::size_t operator()(const Digest& key) const noexcept {
+      std::size_t bits;
+      std::memcpy(&bits, key.data(), sizeof(bits));
+      return bits;
+    }
   };
 
   struct Removal {
@@ -146,20 +153,21 @@ class DiskLog final : public Connector {
   };
 
   // -- disk_log.cpp: frames
-  Status make_room(Lock& lock, std::uint64_t frame_bytes, std::size_t entries, bool may_wait);
+  Status make_room(Lock& lock, std::uint64_t frame_bytes, std::size_t entries,
+                   bool retiring = false);
   bool fits(const Segment& segment, std::uint64_t frame_bytes, std::size_t entries) const noexcept;
   Placed place_frame(FrameHeader header);
   Status write_frame(const Placed& placed, const std::uint8_t* record) noexcept;
   void written(Lock& lock, const Placed& placed, Status status) noexcept;
   Status append(Lock& lock, FrameHeader header);
+  void mark(Lock& lock);
   Status commit(Lock& lock, std::uint64_t sequence) noexcept;
   std::uint64_t written_up_to() const noexcept;
   void publish(const Placed& placed);
-  void end_put(const Digest& key) noexcept;
   bool read_frame(File& file, const DiskPlace& place, const Digest& key, std::uint64_t generation,
                   std::uint8_t* out, Status* status) noexcept;
-  static bool is_stored_whole(const std::uint8_t* record, std::uint32_t length,
-                              const Digest& key) noexcept;
+  static std::optional<FrameHeader> frame_of(const DiskBlock& block, const DiskPlace& place,
+                                             const Digest& key, std::uint64_t generation);
   Segment& segment_of(const DiskPlace& place) noexcept { return *segments_[place.segment]; }
   bool is_there(const Removal& removal) noexcept;
   void remove_copies(std::span<Removal> removals) noexcept;
@@ -169,6 +177,7 @@ class DiskLog final : public Connector {
   // -- disk_retire.cpp: segments come and go
   void work();
   bool work_is_due() const noexcept;
+  std::size_t reserved_segments() const noexcept;
   Status maintain(Lock& lock) noexcept;
   void write_tables(Lock& lock) noexcept;
   Status next_segment(Lock& lock) noexcept;
@@ -211,9 +220,11 @@ class DiskLog final : public Connector {
   std::uint64_t synced_ = 0;
   std::set<std::uint64_t> writing_;       // placed and not written
   std::map<std::uint64_t, Placed> puts_;  // by sequence, from put() to put_end()
-  std::unordered_map<std::string, Putting> putting_;
+  // Keys of frames that are placed and not published, and the last tombstone that names them.
+  std::unordered_map<Digest, std::uint64_t, HashOfKey> putting_;
   std::vector<Digest> evicted_;
   std::uint32_t loads_ = 0;
+  bool unmarked_ = false;  // there are records behind the last mark (invariant 2)
   bool syncing_ = false;
   bool maintaining_ = false;
   bool maintenance_failed_ = false;  // not to be tried again before somebody asks for room
