@@ -109,10 +109,15 @@ cdef extern from "kvstrata/connector.h" namespace "kvstrata" nogil:
         cbool warning
         string text
 
+    cdef cppclass ConnectorCount:
+        const char* name
+        uint64_t value
+
     cdef cppclass CConnector "kvstrata::Connector":
         ConnectorCapabilities capabilities() noexcept
         cbool ready() noexcept
         void take_notes(vector[ConnectorNote]*) noexcept
+        void counts(vector[ConnectorCount]*) noexcept
 
 
 cdef extern from *:
@@ -346,6 +351,12 @@ cdef class NativeConnector:
         with nogil:
             exists_now(self.connector.get()[0], items)
         return _found(items, found)
+
+    def counts(self):
+        cdef vector[ConnectorCount] counts
+        cdef size_t i
+        self.connector.get().counts(&counts)
+        return {counts[i].name.decode(): counts[i].value for i in range(counts.size())}
 
     def take_notes(self):
         cdef vector[ConnectorNote] notes

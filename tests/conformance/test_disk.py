@@ -13,7 +13,7 @@ from kvstrata.errors import StorageError
 from kvstrata.storage.base import AdapterContext, LoadStatus, PutStatus, StorageAdapter
 from kvstrata.storage.disk import DiskSettings, disk_adapter
 from kvstrata.testing.adapter_contract import AdapterContract, Medium
-from kvstrata.testing.strategies import key_of, load_item, put_item
+from kvstrata.testing.strategies import key_of, load_item, put_item, record_length
 from tests.oracles import disk_log
 
 
@@ -127,6 +127,20 @@ class TestOpening:
         assert loaded.status is LoadStatus.ABSENT
         await adapter.close()
         assert Segments(tmp_path).used_bytes() == 0
+
+
+@pytest.mark.asyncio
+async def test_numbers_tell_what_was_written_for_what_was_put(tmp_path: Path) -> None:
+    adapter = disk_adapter(DiskSettings(base_path=str(tmp_path), capacity_bytes=64 << 20))
+    assert adapter.numbers() == {}
+    await adapter.open(AdapterContext("one", SystemClock(), 0, 0, lambda key: None))
+    await adapter.put([put_item(key_of(n), 50_000) for n in range(10)])
+    await adapter.delete([key_of(3)])
+    numbers = adapter.numbers()
+    await adapter.close()
+    assert numbers["deleted_records"] == 1 and numbers["read_only"] == 0
+    assert numbers["put_bytes"] == 10 * record_length(50_000)
+    assert numbers["put_bytes"] < numbers["written_bytes"] < 1.2 * numbers["put_bytes"]
 
 
 class TestDiskBuffered(TestDisk):

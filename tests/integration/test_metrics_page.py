@@ -21,10 +21,11 @@ ONLY_AFTER_A_FAULT = {"attach.refused.WORD"}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with L2 in a process of its own that has stored, evicted from L1, and loaded again."""
+    """A server with two adapters, one in a process of its own, that has stored, evicted from L1, and loaded again."""
     folder = tmp_path_factory.mktemp("server")
     adapter = {"type": "fs", "base_path": str(folder / "l2"), "isolation": "process"}
-    flags = ("--l2-adapter", json.dumps(adapter))
+    log = {"type": "disk", "base_path": str(folder / "log"), "capacity_gb": 0.1}
+    flags = ("--l2-adapter", json.dumps(adapter), "--l2-adapter", json.dumps(log))
     with ServerProcess(folder, l1_mb=16, l2="embedded", chunk_tokens=CHUNK_TOKENS, flags=flags) as server:
         server.start()
         with CacheEngine(server.socket_dir) as engine:

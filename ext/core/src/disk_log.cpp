@@ -278,6 +278,7 @@ Status DiskLog::write_frame(const Placed& placed, const std::uint8_t* record) no
 // A frame that could not be written becomes one that is skipped: those behind it need the way.
 void DiskLog::written(Lock& lock, const Placed& placed, Status status) noexcept {
   if (!status.ok()) {
+    note(true, "cannot write " + describe_file_error(segments_[placed.segment]->path, status));
     Placed skip = placed;
     skip.header.kind = FrameKind::kSkip;
     skip.header.tombstones.clear();
@@ -343,10 +344,13 @@ Status DiskLog::commit(Lock& lock, std::uint64_t sequence) noexcept {
     lock.lock();
     counts_.syncs += dirty.size();
     syncing_ = false;
-    if (status.ok())
+    if (status.ok()) {
       synced_ = up_to;
-    else
+    } else {
       read_only_ = true;
+      note(true, "a sync failed: " + describe_file_error(options_.folder, status) +
+                     "; nothing more is put until the server is started again");
+    }
     changed_.notify_all();
     if (!full_.empty() && !segments_[full_.back()]->tabled) due_.notify_all();
   }
@@ -377,6 +381,7 @@ void DiskLog::load(std::span<LoadItem> piece) noexcept {
     const std::uint64_t generation = segment.generation;
     ++segment.pins;
     ++counts_.loaded_records;
+    const std::string segment_path = segment.path;
     lock.unlock();
     Status status;
     const bool sound = read_frame(*file, place, item.key, generation, item.bytes, &status);
@@ -386,6 +391,9 @@ void DiskLog::load(std::span<LoadItem> piece) noexcept {
     item.status = LoadStatus::kLoaded;
     item.reason = "";
     if (sound) continue;
+    note(true, "a record in " + segment_path +
+                   (status.ok() ? " is not what was written there, and is removed"
+                                : " cannot be read: " + describe_file_error(segment_path, status)));
     if (!status.ok() && status.code() != StatusCode::kOutOfRange) {
       item.status = LoadStatus::kFailed;
       item.reason = "io";
@@ -470,6 +478,10 @@ void DiskLog::remove(std::span<DeleteItem> items) noexcept {
 }
 
 void DiskLog::remove_corrupt(const LoadItem& item) noexcept {
+  {
+    const Lock lock(mutex_);
+    note(true, "a record in " + options_.folder + " has a wrong checksum and is removed");
+  }
   Removal bad{.key = item.key, .copy = item.copy};
   remove_copies(std::span(&bad, 1));
 }
@@ -571,6 +583,17 @@ void DiskLog::take_evicted(std::vector<Digest>* keys) noexcept {
   const Lock lock(mutex_);
   keys->insert(keys->end(), evicted_.begin(), evicted_.end());
   evicted_.clear();
+}
+
+void DiskLog::note(bool warning, std::string text) {
+  constexpr std::size_t kMaxNotes = 16;
+  if (notes_.size() < kMaxNotes) notes_.push_back({warning, std::move(text)});
+}
+
+void DiskLog::take_notes(std::vector<ConnectorNote>* notes) noexcept {
+  const Lock lock(mutex_);
+  notes->insert(notes->end(), notes_.begin(), notes_.end());
+  notes_.clear();
 }
 
 void DiskLog::close() noexcept {

@@ -141,6 +141,8 @@ std::string DiskLog::recover() {
   if (status.ok()) status = settle(&found);
   if (!status.ok()) return wrong + describe_file_error(options_.folder, status);
   fill_index(found);
+  note(false, options_.folder + " holds " + std::to_string(index_.size()) + " records, " +
+                  std::to_string(live_bytes_) + " bytes");
   // A capacity that was lowered: the oldest segments go. What they need to be forgotten is in the
   // tables of the others.
   Lock lock(mutex_);
@@ -195,6 +197,7 @@ std::string DiskLog::read_segment(const FolderEntry& entry, std::vector<Found>* 
     // Not ours, or damaged beyond use: it stays, and counts as used.
     total_bytes_ += length;
     ++counts_.unreadable_segments;
+    note(true, segment->path + " has no sound header; it is left alone and counts as used");
     return "";
   }
   segment->length = header.length;

@@ -344,6 +344,7 @@ std::uint64_t DiskLog::scrub(std::uint64_t bytes) noexcept {
     ++segment->pins;
     const std::uint64_t generation = segment->generation;
     const std::shared_ptr<File> file = segment->file;
+    const std::string path = segment->path;
     lock.unlock();
     Status status;
     const bool sound = read_frame(*file, place, key, generation, memory.get(), &status) &&
@@ -352,6 +353,7 @@ std::uint64_t DiskLog::scrub(std::uint64_t bytes) noexcept {
       Removal bad{.key = key, .copy = place.sequence};
       remove_copies(std::span(&bad, 1));
       lock.lock();
+      note(true, "the scrubber found a bad record in " + path + " and removed it");
       evicted_.push_back(key);
     } else {
       lock.lock();

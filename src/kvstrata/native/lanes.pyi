@@ -27,6 +27,9 @@ class NativeConnector:
         key that has not 32 bytes.
         """
 
+    def counts(self) -> dict[str, int]:
+        """What the connector counts, by name."""
+
     def take_notes(self) -> list[tuple[bool, str]]:
         """(is a warning, sentence) of what happened since the last call that belongs into the log."""
 

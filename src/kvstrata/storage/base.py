@@ -212,6 +212,10 @@ class StorageAdapter(ABC):
         """Remove every record that may be removed; returns how many. Raises StorageError if it cannot."""
         raise StorageError(f"{self.name}: this kind of storage cannot be cleared from here", field=self.name)
 
+    def numbers(self) -> dict[str, int]:
+        """What else it counts, by a fixed set of names in snake_case; for status pages and metrics. Never blocks."""
+        return {}
+
     @abstractmethod
     async def usage(self) -> Usage:
         """Bytes and records held now."""

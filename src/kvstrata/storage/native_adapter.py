@@ -187,6 +187,10 @@ class NativeAdapter(StorageAdapter):
             *await self._always(lambda native, future: native.submit_usage(lane, self._connector, future))
         )
 
+    def numbers(self) -> dict[str, int]:
+        """What the connector counts."""
+        return self._connector.counts() if self._opened else {}
+
     async def close(self) -> None:
         """Wait for what is in flight, close the connector, end the threads. Idempotent."""
         if self._closed:

@@ -113,7 +113,11 @@ class ConfiguredAdapter(NamedTuple):
         return {
             "breakers": self.guard.breaker_states(),
             "stuck_bytes": self.guard.stuck_bytes,
-            **({} if self.codec is None else {"codec": self.codec.stats()}),
+            **(
+                {}
+                if self.codec is None
+                else {"codec": self.codec.stats(), "numbers": self.codec.inner.numbers()}
+            ),
             **({} if self.host is None else {"host": self.host.host_status()}),
         }
 

@@ -95,6 +95,7 @@ class DiskLog final : public Connector {
   ConnectorUsage usage() noexcept override;
   void counts(std::vector<ConnectorCount>* out) noexcept override;
   void take_evicted(std::vector<Digest>* keys) noexcept override;
+  void take_notes(std::vector<ConnectorNote>* notes) noexcept override;
   void close() noexcept override;
 
   // Checks records from where the last call stopped, until so many bytes are read or all records
@@ -151,6 +152,9 @@ class DiskLog final : public Connector {
     std::uint64_t copy = 0;  // 0: whatever is there; else only the copy with this sequence
     bool removed = false;
   };
+
+  // Somebody should read this; what comes while sixteen wait is dropped.
+  void note(bool warning, std::string text);
 
   // -- disk_log.cpp: frames
   Status make_room(Lock& lock, std::uint64_t frame_bytes, std::size_t entries,
@@ -223,6 +227,7 @@ class DiskLog final : public Connector {
   // Keys of frames that are placed and not published, and the last tombstone that names them.
   std::unordered_map<Digest, std::uint64_t, HashOfKey> putting_;
   std::vector<Digest> evicted_;
+  std::vector<ConnectorNote> notes_;
   std::uint32_t loads_ = 0;
   bool unmarked_ = false;  // there are records behind the last mark (invariant 2)
   bool syncing_ = false;
