@@ -1,0 +1,170 @@
+"""`disk_put`, `disk_load`, `exists_1024_disk`, `disk_restart_1m`, `disk_write_amp`: the disk log and the bare disk.
+
+Sketch: a put is one direct write a record, with 4 KiB before it, and one fdatasync a batch where the bare disk has one
+a record.  A load is one direct read and two checksums.  1,024 keys are 1,024 look-ups in a hash table.  A restart reads
+56 bytes a record from the tables of full segments.  What retires writes at most a fifth of a segment again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import struct
+import time
+import timeit
+from pathlib import Path
+from typing import Any
+
+from benchmarks import raw_io
+from benchmarks.common import figure, median_spread, scratch
+from benchmarks.media import THREADS, put_and_load_figures
+from kvstrata.native.copying import crc32c
+from kvstrata.storage.base import LoadItem, PutItem, PutStatus
+from kvstrata.storage.disk import DiskSettings, disk_adapter
+from kvstrata.storage.lanes import Lane
+from kvstrata.storage.native_adapter import NativeAdapter
+
+MB = 1 << 20
+GB = 1 << 30
+PUT_TARGET, LOAD_TARGET = 0.8, 0.8
+KEYS = 1024
+EXISTS_TARGET_US = 100
+SEGMENTS, RECORDS_OF_SEGMENT = 250, 4000
+"""Of the log that is restarted: 1,000,000 records of 1 MiB in segments of 4 GiB of which only tables are written."""
+SEGMENT_BYTES = 4 * GB
+RESTART_TARGET_S = 2.0
+AMP_CAP_BYTES, AMP_PUT_BYTES = GB, 3 * GB
+AMP_TARGET = 1.3
+
+
+def _disk(base: Path, capacity_bytes: int = 8 * GB, segment_bytes: int = 0) -> NativeAdapter:
+    own = {Lane.PUT: THREADS, Lane.LOAD: THREADS}
+    settings = DiskSettings(
+        base_path=str(base), capacity_bytes=capacity_bytes, segment_bytes=segment_bytes, per_op_workers=own
+    )
+    return disk_adapter(settings)
+
+
+def _key(number: int) -> bytes:
+    return hashlib.sha256(b"%d" % number).digest()
+
+
+def _write_log(folder: Path) -> None:
+    """Headers and tables of full segments (docs/formats.md), in files that are holes otherwise."""
+    for segment in range(SEGMENTS):
+        header = struct.pack("<8sHHIQQQI", b"KVSEGMNT", 1, 0, segment, 1, SEGMENT_BYTES, 0, 0)
+        first = segment * RECORDS_OF_SEGMENT
+        entries = b"".join(
+            struct.pack("<32sQIIH6x", _key(first + i), first + i + 1, 1 + 258 * i, MB + 4096, 1)
+            for i in range(RECORDS_OF_SEGMENT)
+        )
+        end = struct.pack(
+            "<8sIIQQQQ8xI", b"KVTABLE1", segment, RECORDS_OF_SEGMENT, 1, 7, first + RECORDS_OF_SEGMENT,
+            (1 + 258 * RECORDS_OF_SEGMENT) * 4096, crc32c(entries),
+        )  # fmt: skip
+        end += struct.pack("<I", crc32c(end))
+        table_bytes = -(-(len(entries) + 64) // 4096) * 4096
+        with open(folder / f"{segment:08x}.seg", "wb") as file:
+            file.write(header + struct.pack("<I", crc32c(header)))
+            file.truncate(SEGMENT_BYTES)
+            file.seek(SEGMENT_BYTES - table_bytes)
+            file.write(entries.ljust(table_bytes - 64, b"\0") + end)
+
+
+async def _restart(folder: Path) -> tuple[float, list[float], float]:
+    """Seconds to open a log of a million records; microseconds of `exists` of 1,024 keys in it; of a bare dict."""
+    # Room for a segment more, so that nothing retires meanwhile; it is a hole in the file system as well.
+    adapter = _disk(folder, (SEGMENTS + 2) * SEGMENT_BYTES, SEGMENT_BYTES)
+    started = time.perf_counter()
+    await raw_io.opened(adapter)
+    seconds = time.perf_counter() - started
+    try:
+        records = (await adapter.usage()).records
+        if records != SEGMENTS * RECORDS_OF_SEGMENT:
+            raise RuntimeError(f"the log holds {records} records")
+        asked = [
+            _key(n)
+            for pair in zip(range(KEYS // 2), range(-1, -KEYS // 2 - 1, -1), strict=True)
+            for n in pair
+        ]
+        times = [s * 1e6 for s in await raw_io.exists_s(adapter, asked, 200)]
+        bare = {_key(n): 0 for n in range(20_000)}
+        bare_us = min(timeit.repeat(lambda: [bare.get(key) for key in asked], number=20, repeat=5)) / 20 * 1e6
+    finally:
+        await adapter.close()
+    return seconds, times, bare_us
+
+
+async def _write_amplification(folder: Path) -> tuple[float, float]:
+    """Bytes written for bytes put, and the share of loads that hit, in a full log under uniform loads."""
+    extents = raw_io.Extents(MB, 16)
+    adapter = _disk(folder, AMP_CAP_BYTES)
+    await raw_io.opened(adapter)
+    draw = random.Random(1)
+    stored: list[bytes] = []
+    loads = hits = 0
+    try:
+        while len(stored) * MB < AMP_PUT_BYTES:
+            extents.seal()
+            items = [PutItem(extents.keys[i], extents.hold(i)) for i in range(16)]  # type: ignore[arg-type]
+            for item, outcome in zip(items, await adapter.put(items), strict=True):
+                if outcome.status is PutStatus.STORED:
+                    stored.append(item.key)
+            recent = stored[-AMP_CAP_BYTES // MB * 9 // 10 :]
+            asked = draw.sample(recent, min(8, len(recent)))
+            found = await adapter.exists(asked)
+            there = [key for key, answer in zip(asked, found, strict=True) if answer.record_bytes]
+            await adapter.load([LoadItem(key, extents.hold(i)) for i, key in enumerate(there)])  # type: ignore[arg-type]
+            loads += len(asked)
+            hits += len(there)
+        numbers = adapter.numbers()
+    finally:
+        await adapter.close()
+    return numbers["written_bytes"] / numbers["put_bytes"], hits / loads
+
+
+def run() -> list[dict[str, Any]]:
+    """The five figures."""
+    with scratch("disk") as folder:
+        figures = put_and_load_figures("disk", _disk, folder, (PUT_TARGET, LOAD_TARGET))
+        amplification, hit_share = asyncio.run(_write_amplification(folder / "amp"))
+        (folder / "million").mkdir()
+        _write_log(folder / "million")
+        runs = [asyncio.run(_restart(folder / "million")) for _ in range(5)]
+    seconds, spread = median_spread([run[0] for run in runs])
+    times, bare_us = runs[-1][1], runs[-1][2]
+    median_us, exists_spread = median_spread(times)
+    return [
+        *figures,
+        figure(
+            "exists_1024_disk",
+            value=median_us,
+            unit="µs",
+            ratio=median_us / bare_us,
+            ratio_to="1,024 look-ups in a Python dict",
+            target=f"≤ {EXISTS_TARGET_US} µs",
+            ok=median_us <= EXISTS_TARGET_US,
+            spread=exists_spread,
+        ),
+        figure(
+            "disk_restart_1m",
+            value=seconds,
+            unit="s",
+            ratio=seconds / RESTART_TARGET_S,
+            ratio_to="the target",
+            target=f"≤ {RESTART_TARGET_S:g} s",
+            ok=seconds <= RESTART_TARGET_S,
+            spread=spread,
+        ),
+        figure(
+            "disk_write_amp",
+            value=amplification,
+            unit="written/put",
+            ratio=amplification / AMP_TARGET,
+            ratio_to="the target",
+            target="reported: a log of 1 GiB, 3 GiB put, half as many uniform loads of the newest 90 %",
+            ok=True,
+            hit_share=hit_share,
+        ),
+    ]

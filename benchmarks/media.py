@@ -1,0 +1,92 @@
+"""Puts and loads of an adapter on a local disk against the bare disk (benchmarks/raw_io.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import raw_io
+from benchmarks.common import figure, median_spread
+from kvstrata.storage.base import StorageAdapter
+
+MB = 1 << 20
+SIZES = ((1, 64, 32), (4, 32, 16), (32, 8, 4))
+"""MiB of a record, records of a repeat, records of a batch."""
+THREADS = 4
+REPEATS = 7
+
+MakeAdapter = Callable[[Path], StorageAdapter]
+"""An adapter with THREADS workers of their own for puts and for loads, not open, on a folder."""
+
+
+def put_and_load_figures(
+    name: str, make: MakeAdapter, folder: Path, targets: tuple[float, float]
+) -> list[dict[str, Any]]:
+    """`<name>_put` and `<name>_load`: the smallest ratio among the sizes; each size is in the figure."""
+    put_parts, load_parts = {}, {}
+    for mib, count, batch in SIZES:
+        puts, writes, loads, reads = asyncio.run(_rounds(make, folder, mib, count, batch))
+        put_parts[f"{mib} MiB"] = (puts, writes)
+        load_parts[f"{mib} MiB"] = (loads, reads)
+    return [
+        _figure(f"{name}_put", "write + fdatasync", targets[0], put_parts),
+        _figure(f"{name}_load", "read", targets[1], load_parts),
+    ]
+
+
+async def _rounds(
+    make: MakeAdapter, folder: Path, mib: int, count: int, batch: int
+) -> tuple[list[float], ...]:
+    """GB/s of puts, raw writes, loads and raw reads, a value for each repeat; what is compared takes turns."""
+    extents = raw_io.Extents(mib * MB, count)
+    gb = mib * MB * count / 1e9
+    puts, writes, loads, reads = [], [], [], []
+    for repeat in range(REPEATS + 1):
+        raw = folder / "raw"
+        raw.mkdir()
+        extents.seal()
+        adapter = await raw_io.opened(make(folder / "kv"))
+        try:
+            wrote = raw_io.raw_write_s(raw, extents, THREADS, batch)
+            put = await raw_io.put_s(adapter, extents, batch)
+            load = await raw_io.load_s(adapter, extents, batch)
+            read = raw_io.raw_read_s(raw, extents, THREADS, batch)
+            if repeat:  # the first one warms up
+                puts.append(gb / put)
+                writes.append(gb / wrote)
+                loads.append(gb / load)
+                reads.append(gb / read)
+            await adapter.clear()
+        finally:
+            await adapter.close()
+        shutil.rmtree(raw)
+    return puts, writes, loads, reads
+
+
+def _figure(
+    name: str, what: str, target: float, parts: dict[str, tuple[list[float], list[float]]]
+) -> dict[str, Any]:
+    """Of the smallest ratio among the sizes; each size is in `parts`."""
+    sizes = {}
+    for size, (ours, raw) in parts.items():
+        value, spread = median_spread(ours)
+        bare, bare_spread = median_spread(raw)
+        ratio = median_spread([a / b for a, b in zip(ours, raw, strict=True)])[0]
+        sizes[size] = {
+            "gb_per_s": value, "spread": spread, "raw_gb_per_s": bare, "raw_spread": bare_spread, "ratio": ratio,
+        }  # fmt: skip
+    worst = min(sizes.values(), key=lambda size: size["ratio"])
+    return figure(
+        name,
+        value=worst["gb_per_s"],
+        unit="GB/s",
+        ratio=worst["ratio"],
+        ratio_to=f"raw O_DIRECT {what} of the same sizes, {THREADS} threads, same batch",
+        target=f"≥ {target} × raw for 1, 4 and 32 MiB",
+        ok=worst["ratio"] >= target,
+        spread=worst["spread"],
+        sizes=sizes,
+    )
