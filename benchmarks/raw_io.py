@@ -1,24 +1,19 @@
-"""The bare medium that adapters on local files are compared with, and records to give to both.
-
-Files of one size, each opened with O_DIRECT, written by one `pwritev` and synced by `fdatasync`, or read by one
-`preadv`, by as many threads as the adapter has; every batch is waited for, as the adapter's caller waits.  No names to
-make durable, no checksum, no index.  The system calls take the time: Python takes about 20 µs a file beside them.
-"""
+"""Records for adapters and for the bare medium beside them (kvstrata.measure.raw_io), without a pool."""
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import ctypes
 import hashlib
 import itertools
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvstrata.clock import SystemClock
+from kvstrata.measure.raw_io import RawFiles, in_batches
 from kvstrata.native import copying
 from kvstrata.storage.base import AdapterContext, LoadItem, LoadStatus, PutItem, PutStatus, StorageAdapter
 
@@ -78,48 +73,22 @@ class Hold:
         """Nothing: they belong to their Extents."""
 
 
-def in_batches(count: int, batch: int) -> list[range]:
-    """Numbers 0 to count - 1 in runs of `batch`."""
-    return [range(at, min(at + batch, count)) for at in range(0, count, batch)]
-
-
 def raw_write_s(folder: Path, extents: Extents, threads: int, batch: int) -> float:
     """Seconds to write each record to a file of its own; the files stay for `raw_read_s`."""
-
-    def write(i: int) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT
-        fd = os.open(folder / str(i), flags, 0o600)
-        try:
-            if os.pwritev(fd, [extents.bytes(i)], 0) != extents.record_bytes:
-                raise OSError(f"a short write to {folder}")
-            os.fdatasync(fd)
-        finally:
-            os.close(fd)
-
-    return _timed(write, extents.count, threads, batch)
+    files = RawFiles(folder, threads, threads)
+    try:
+        return sum(files.write_s(n, [extents.bytes(i) for i in n]) for n in in_batches(extents.count, batch))
+    finally:
+        files.close()
 
 
 def raw_read_s(folder: Path, extents: Extents, threads: int, batch: int) -> float:
     """Seconds to read what `raw_write_s` wrote back to where it came from."""
-
-    def read(i: int) -> None:
-        fd = os.open(folder / str(i), os.O_RDONLY | os.O_DIRECT)
-        try:
-            if os.preadv(fd, [extents.bytes(i)], 0) != extents.record_bytes:
-                raise OSError(f"a short read from {folder}")
-        finally:
-            os.close(fd)
-
-    return _timed(read, extents.count, threads, batch)
-
-
-def _timed(work: Callable[[int], None], count: int, threads: int, batch: int) -> float:
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda _: time.sleep(0.001), range(threads)))  # its threads are there
-        started = time.perf_counter()
-        for numbers in in_batches(count, batch):
-            list(pool.map(work, numbers))
-        return time.perf_counter() - started
+    files = RawFiles(folder, threads, threads)
+    try:
+        return sum(files.read_s(n, [extents.bytes(i) for i in n]) for n in in_batches(extents.count, batch))
+    finally:
+        files.close()
 
 
 async def opened(adapter: StorageAdapter) -> StorageAdapter:

@@ -13,7 +13,7 @@ usage: kvstrata COMMAND [arguments]
 
   server   run a cache server (also: lmcache-server)
   ctl      ask a running server: status, explain, prefetch, clear
-  bench    measure a running server on this host
+  bench    measure a running server on this host; `bench l2`: one storage adapter, without a server
   doctor   check this machine: shared memory, limits, CPU, extension, ports
 
 kvstrata COMMAND --help tells more; kvstrata --version prints the version, kvstrata --native-include-dir where the

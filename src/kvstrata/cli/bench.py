@@ -445,7 +445,9 @@ def parser() -> argparse.ArgumentParser:
     """The command line of `kvstrata bench`."""
     settings = ClientSettings()
     top = argparse.ArgumentParser(
-        prog="kvstrata bench", description="Measure a running server on this host, as engines use it."
+        prog="kvstrata bench",
+        description="Measure a running server on this host, as engines use it.",
+        epilog="`kvstrata bench l2` measures one storage adapter instead, without a server: see its --help.",
     )
     add = top.add_argument
     add("--port", type=int, default=settings.port, help="RPC port of the server (%(default)s)")
@@ -476,6 +478,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Exit status 0, 1 with one line on standard error, or 130 after Ctrl-C."""
+    if arguments[:1] == ["l2"]:
+        from kvstrata.cli.bench_l2 import main as bench_l2
+
+        return bench_l2(arguments[1:])
     options = parser().parse_args(arguments)
     try:
         with _ctrl_c_on_sigterm():

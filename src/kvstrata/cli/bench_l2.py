@@ -1,0 +1,449 @@
+"""`kvstrata bench l2`: what one L2 adapter gives on this host, beside raw O_DIRECT I/O, without a server.
+
+The adapter is built from the JSON of the server's --l2-adapter, in the same wrappers (codecs, deadline and breaker) and
+with the same lanes or adapter host.  For each size it is opened, passes of measure/l2.py run, the first of which warms
+up, and it is closed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import uvloop
+
+from kvstrata import __version__
+from kvstrata.cli.ctl import table
+from kvstrata.clock import SystemClock
+from kvstrata.config.flags import adapters_from_json
+from kvstrata.errors import ConfigError, KvstrataError, Refused, StorageError
+from kvstrata.measure.figures import machine, median_spread, percentile
+from kvstrata.measure.l2 import Interrupted, Pass, Records, Workload
+from kvstrata.measure.plot import check_plot, draw_l2
+from kvstrata.measure.raw_io import RawFiles, check_direct
+from kvstrata.native.copying import record_bytes
+from kvstrata.storage.lanes import Lane
+from kvstrata.storage.registry import AdapterConfig, build_adapter, configure_adapter
+
+MB = 1 << 20
+PAGE_BYTES = 4096
+LARGEST_MB = 2048
+SIZES = (1.0, 4.0, 32.0)
+DEFAULT_THREADS = 4
+"""What adapters have where their entry says nothing."""
+MOST_THREADS = 256
+MEMORY_SHARE = 0.5
+"""Of what the machine has available, at most."""
+CAP_SHARE = 0.9
+"""An adapter's cap may be filled up to here: beyond, it might evict what is about to be loaded."""
+
+
+class Threads(NamedTuple):
+    """Of raw I/O."""
+
+    write: int
+    read: int
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `kvstrata bench l2`."""
+    top = argparse.ArgumentParser(
+        prog="kvstrata bench l2",
+        description="Measure one L2 adapter on this host, verified, beside raw O_DIRECT I/O; needs no server.",
+    )
+    add = top.add_argument
+    add("--l2-adapter", action="append", required=True, metavar="JSON",
+        help='the adapter, as the server takes it: {"type": "fs", "base_path": "/mnt/nvme/kv"}')  # fmt: skip
+    add("--chunk-mb", type=_sizes, action="extend", metavar="MB[,MB]",
+        help="payload of a record in MiB; a list or repeated (1,4,32)")  # fmt: skip
+    add("--count", type=_whole(1, 65_536), default=16, metavar="N", help="records of a pass (%(default)s)")
+    add("--batch", type=_whole(1, 1024), default=8, metavar="N", help="records of a call (%(default)s)")
+    add("--rounds", type=_whole(1, 1000), default=5, metavar="N",
+        help="measured passes for each size; one more warms up (%(default)s)")  # fmt: skip
+    add("--raw-dir", default="", metavar="DIR",
+        help="where raw I/O is measured, on the adapter's medium (its base_path)")  # fmt: skip
+    add("--threads", type=_whole(1, MOST_THREADS), metavar="N",
+        help="threads of raw I/O (as many as the adapter's entry names, else 4)")  # fmt: skip
+    add("--seed", type=_whole(0, 1 << 62), default=0, metavar="N",
+        help="of the records' payloads, which are random bytes (%(default)s); keys are random always")  # fmt: skip
+    add("--keep", action="store_true", help="leave the records there; otherwise they are deleted")
+    add(
+        "--json",
+        default="",
+        metavar="FILE",
+        help="write the report as JSON; - prints it instead of the table",
+    )
+    add("--svg", default="", metavar="FILE", help="draw the figures; needs pip install 'kvstrata[bench]'")
+    return top
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status 0, 1 with lines on standard error, or 130 after Ctrl-C."""
+    options = parser().parse_args(arguments)
+    try:
+        report = run(options)
+        text = json.dumps(report, indent=1, ensure_ascii=False)
+        print(text if options.json == "-" else shown(report))
+        if options.json not in ("", "-"):
+            _written("--json", options.json, lambda path: path.write_text(text + "\n"))
+        if options.svg:
+            _written("--svg", options.svg, lambda path: draw_l2(report, path))
+    except KvstrataError as error:
+        print(f"kvstrata bench l2: {error.message}", file=sys.stderr)
+        return 1
+    except (Interrupted, KeyboardInterrupt):
+        print("kvstrata bench l2: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure. Raises KvstrataError, or Interrupted; in any case nothing runs any more.
+
+    What may still be stored then is told on standard error.
+    """
+    entries = adapters_from_json(options.l2_adapter)
+    if len(entries) != 1:
+        raise ConfigError(f"--l2-adapter: must name one adapter, found {len(entries)}", field="l2_adapter")
+    for flag, name in (("--json", options.json), ("--svg", options.svg)):
+        _check_writable(flag, name)
+    if options.svg:
+        check_plot("--svg")
+    config = configure_adapter(entries[0], 0)
+    sizes = options.chunk_mb or list(SIZES)
+    if len(set(sizes)) != len(sizes):
+        raise ConfigError(f"--chunk-mb: a size is named twice in {', '.join(f'{s:g}' for s in sizes)}")
+    _check_memory(max(sizes), options.count, min(options.batch, options.count))
+    return uvloop.run(_Run(options, config, entries[0], sizes).report())
+
+
+class _Run:
+    """One run of the command."""
+
+    def __init__(
+        self, options: argparse.Namespace, config: AdapterConfig, entry: Mapping[str, Any], sizes: list[float]
+    ) -> None:
+        self._options = options
+        self._config = config
+        self._entry = entry
+        self._sizes = sizes
+        self._threads = raw_threads(options.threads, entry)
+        self._notes: list[str] = []
+        self._workload: Workload | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._stopped = False
+        self._kept = 0
+        self._evicted = 0
+
+    async def report(self) -> dict[str, Any]:
+        """Measure every size."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop)
+        load_before = os.getloadavg()[0]
+        options = self._options
+        passes = options.rounds + 1
+        total = sum(2 * passes * options.count * record_bytes(1, int(size * MB)) for size in self._sizes)
+        with _progress(total, self._notes) as moved:
+            found = [await self._size(size, moved) for size in self._sizes]
+        if self._kept:
+            self._notes.append(f"--keep: {self._kept} records under random keys stay in {self._config.name}")
+        if self._evicted:
+            self._notes.append(f"the adapter's cap evicted {self._evicted} records meanwhile")
+        codecs = self._entry.get("codec")
+        if codecs:
+            self._notes.append("payloads are random bytes, which no codec makes smaller")
+        verified = sum(size["verified_bytes"] for size in found)
+        isolation = self._entry.get("isolation", "in_process")
+        where = self._entry.get("base_path", "")
+        words = [self._config.name, f"isolation {isolation}", *([f"codec {codecs}"] if codecs else []), where]
+        return {
+            "adapter": ", ".join(word for word in words if word),
+            "version": __version__,
+            "machine": machine(),
+            "load": f"{load_before:.1f} before, {os.getloadavg()[0]:.1f} after (1 min average)",
+            "run": f"{options.count} records a pass in batches of {options.batch}, {options.rounds} passes; "
+            f"raw I/O with {self._threads.write} threads to write, {self._threads.read} to read",
+            "verified": f"{verified / MB:,.0f} MiB came back byte for byte",
+            "verified_bytes": verified,
+            "sizes": found,
+            "notes": self._notes,
+        }
+
+    async def _size(self, size_mb: float, moved: Callable[[int], None]) -> dict[str, Any]:
+        options = self._options
+        try:
+            records = Records(int(size_mb * MB), options.count, options.batch, options.seed)
+        except (OSError, MemoryError) as error:
+            raise Refused(
+                f"--chunk-mb: no memory for {options.count} records of {size_mb:g} MiB ({error})"
+            ) from None
+        built = build_adapter(
+            self._config, clock=SystemClock(), l1_bytes=records.pool.extents_bytes, report=lambda report: None
+        )
+        passes: list[Pass] = []
+        with contextlib.ExitStack() as ends:
+            ends.callback(records.close)
+            try:
+                await self._open(built.adapter.open(records.context(self._was_evicted)))
+                await self._check_adapter(built.adapter, records)
+                raw = ends.enter_context(self._raw())
+                workload = Workload(built, records, raw, keep=options.keep, moved=moved)
+                self._workload = workload
+                if self._stopped:
+                    raise Interrupted
+                try:
+                    for number in range(options.rounds + 1):
+                        passes.append(await workload.run(number))
+                except OSError as error:
+                    raise StorageError(f"--raw-dir: raw I/O failed: {error}") from None
+                finally:
+                    self._workload = None
+                    if left := await workload.end():
+                        print(
+                            f"kvstrata bench l2: {left} records under random keys may be left in {self._config.name}",
+                            file=sys.stderr,
+                        )
+                self._kept += workload.kept
+            finally:
+                await built.adapter.close()
+        return size_figures(size_mb, records.record_bytes, passes[1:])
+
+    async def _open(self, opening: Any) -> None:
+        """Wait for it, or for Ctrl-C."""
+        self._opening = asyncio.ensure_future(opening)
+        try:
+            await self._opening
+        except asyncio.CancelledError:
+            raise Interrupted from None
+        finally:
+            self._opening = None
+
+    async def _check_adapter(self, adapter: Any, records: Records) -> None:
+        options = self._options
+        can = adapter.capabilities
+        if records.batch > can.max_batch:
+            raise ConfigError(
+                f"--batch: {adapter.name} takes {can.max_batch} records a call, found {records.batch}"
+            )
+        if not can.can_delete and not options.keep:
+            raise ConfigError(
+                f"--keep: {adapter.name} cannot delete what is stored; give --keep to leave it there"
+            )
+        usage = await adapter.usage()
+        others = usage.records - self._kept
+        if usage.capacity_bytes and others > 0:
+            raise Refused(
+                f"--l2-adapter: {adapter.name} has a cap and {others} records of others, which it may evict for what "
+                "is stored here; name an empty base_path on the same medium, or an adapter without a cap"
+            )
+        need = records.count * records.record_bytes * (options.rounds + 1 if options.keep else 1)
+        room = int(CAP_SHARE * usage.capacity_bytes) - usage.used_bytes
+        if usage.capacity_bytes and need > room:
+            raise Refused(
+                f"--count: {need / MB:,.0f} MiB do not fit in the {max(0, room) / MB:,.0f} MiB that may be used of the "
+                f"cap of {adapter.name}, {usage.capacity_bytes / MB:,.0f} MiB; give a smaller --count or --chunk-mb, "
+                "or a larger cap"
+            )
+
+    @contextlib.contextmanager
+    def _raw(self) -> Iterator[RawFiles | None]:
+        """Raw I/O in a fresh folder, which is removed; None, with a note, where there is none."""
+        given = self._options.raw_dir
+        base = given or self._entry.get("base_path")
+        if not isinstance(base, str):
+            self._note("no raw I/O beside it: the adapter has no base_path; give --raw-dir")
+            yield None
+            return
+        folder = Path(base).expanduser()
+        try:
+            check_direct(folder)
+        except StorageError as error:
+            if given:
+                raise StorageError(f"--raw-dir: {error.message}") from None
+            self._note(f"no raw I/O beside it: {error.message}; give --raw-dir")
+            yield None
+            return
+        try:
+            own = Path(tempfile.mkdtemp(prefix="kvstrata-bench-", dir=folder))
+        except OSError as error:
+            raise StorageError(f"--raw-dir: {folder}: no folder can be made there: {error}") from None
+        raw = RawFiles(own, self._threads.write, self._threads.read)
+        try:
+            yield raw
+        finally:
+            raw.close()
+            shutil.rmtree(own)
+
+    def _note(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes.append(text)
+
+    def _was_evicted(self, key: bytes) -> None:
+        self._evicted += 1
+
+    def _stop(self) -> None:
+        self._stopped = True
+        if self._opening is not None:
+            self._opening.cancel()
+        if self._workload is not None:
+            self._workload.stop()
+
+
+def size_figures(size_mb: float, record_length: int, passes: Sequence[Pass]) -> dict[str, Any]:
+    """The figures of one size: rates and ratios have one value a pass, times one a call."""
+    moved = sum(each.moved_bytes for each in passes)
+    parts: dict[str, Any] = {}
+    for name, raw in (("put", "raw_write"), ("load", "raw_read")):
+        ours = [each.moved_bytes / sum(getattr(each, name)) / 1e9 for each in passes]
+        beside = [each.moved_bytes / sum(getattr(each, raw)) / 1e9 for each in passes if getattr(each, raw)]
+        parts[name] = {
+            "gb_per_s": _spread(ours),
+            "raw_gb_per_s": _spread(beside) if beside else None,
+            "ratio": _spread([a / b for a, b in zip(ours, beside, strict=True)]) if beside else None,
+            "ms": _percentiles([s for each in passes for s in getattr(each, name)]),
+        }
+    parts["exists"] = {"ms": _percentiles([s for each in passes for s in each.exists])}
+    return {"chunk_mb": size_mb, "record_bytes": record_length, "verified_bytes": moved, **parts}
+
+
+def shown(report: dict[str, Any]) -> str:
+    """The report as text."""
+    rates, times = [], []
+    for size in report["sizes"]:
+        chunk = f"{size['chunk_mb']:g} MiB"
+        for name in ("put", "load"):
+            found = size[name]
+            raw, ratio = found["raw_gb_per_s"], found["ratio"]
+            rates.append(
+                {
+                    "chunk": chunk,
+                    "operation": name,
+                    "GB/s": f"{found['gb_per_s']['median']:.3f}",
+                    "least": f"{found['gb_per_s']['least']:.3f}",
+                    "greatest": f"{found['gb_per_s']['greatest']:.3f}",
+                    "raw GB/s": f"{raw['median']:.3f}" if raw else "-",
+                    "ratio to raw": f"{ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['greatest']:.2f})"
+                    if ratio
+                    else "-",
+                }
+            )
+        for name in ("put", "load", "exists"):
+            ms = size[name]["ms"]
+            words = {word: f"{ms[word]:.3f}" for word in ("p50", "p95", "p99", "greatest")}
+            times.append({"chunk": chunk, "ms a call": name, **words, "calls": ms["calls"]})
+    heads = {name: report[name] for name in ("adapter", "machine", "load", "run", "verified")}
+    notes = "".join(f"\nnote: {note}" for note in report["notes"])
+    return f"{table(heads)}\n\n{table(rates)}\n\n{table(times)}{notes}"
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    median, (least, greatest) = median_spread(values)
+    return {"median": median, "least": least, "greatest": greatest}
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    ms = [1e3 * each for each in seconds]
+    shares = {f"p{100 * share:.0f}": percentile(ms, share) for share in (0.5, 0.95, 0.99)}
+    return {**shares, "greatest": max(ms), "calls": len(ms)}
+
+
+def raw_threads(given: int | None, entry: Mapping[str, Any]) -> Threads:
+    """As many as the adapter's entry names for puts and for loads, in the fields that `fs` and `disk` have."""
+    if given:
+        return Threads(given, given)
+    own = entry.get("per_op_workers")
+    lanes = own if isinstance(own, Mapping) else {}
+
+    def of(lane: Lane) -> int:
+        for count in (lanes.get(str(lane)), entry.get("num_workers")):
+            if isinstance(count, int) and 1 <= count <= MOST_THREADS:
+                return count
+        return DEFAULT_THREADS
+
+    return Threads(of(Lane.PUT), of(Lane.LOAD))
+
+
+@contextlib.contextmanager
+def _progress(total_bytes: int, notes: list[str]) -> Iterator[Callable[[int], None]]:
+    """Called with the bytes of each batch; a bar on standard error where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        notes.append("for a progress bar: pip install 'kvstrata[bench]'")
+        yield lambda count: None
+        return
+    with tqdm(total=total_bytes, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
+        yield bar.update
+
+
+def _check_memory(size_mb: float, count: int, batch: int) -> None:
+    need = record_bytes(1, int(size_mb * MB)) * (count + batch)
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            may = int(MEMORY_SHARE * int(line.split()[1]) * 1024)
+            if need > may:
+                raise Refused(
+                    f"--chunk-mb: {count} records and {batch} extents of {size_mb:g} MiB take {need / MB:,.0f} MiB, "
+                    f"more than half of the memory that is available here ({may / MEMORY_SHARE / MB:,.0f} MiB); "
+                    "give a smaller --count"
+                )
+
+
+def _check_writable(flag: str, name: str) -> None:
+    """Before anything is measured. Raises ConfigError."""
+    if not name or name == "-":
+        return
+    path = Path(name)
+    if path.is_dir():
+        raise ConfigError(f"{flag}: {name} is a directory; name a file")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{flag}: {name}: there is no directory {path.parent}; make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{flag}: {name}: {os.strerror(errno.EACCES)}; name a file that can be written")
+
+
+def _written(flag: str, name: str, write: Callable[[Path], object]) -> None:
+    try:
+        write(Path(name))
+    except OSError as error:
+        raise ConfigError(f"{flag}: {name}: cannot be written: {error}") from None
+
+
+def _sizes(text: str) -> list[float]:
+    sizes = []
+    for word in text.split(","):
+        try:
+            size = float(word)
+        except ValueError:
+            size = 0.0
+        if not PAGE_BYTES / MB <= size <= LARGEST_MB or size * MB % PAGE_BYTES:
+            raise argparse.ArgumentTypeError(
+                f"must be MiB from 1/256 to {LARGEST_MB}, whole pages of {PAGE_BYTES} bytes, such as 1,4,32, "
+                f"found {word!r}"
+            )
+        sizes.append(size)
+    return sizes
+
+
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, found {text!r}")
+        return int(text)
+
+    return whole

@@ -1,0 +1,79 @@
+"""The figures of `kvstrata bench l2` as an SVG, drawn by matplotlib (the extra `bench`)."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from kvstrata.errors import ConfigError
+
+_RATES = (
+    ("put", "value", "put", "#1f5fa8"),
+    ("put", "raw", "raw write + fdatasync", "#a9c6e8"),
+    ("load", "value", "load", "#b35900"),
+    ("load", "raw", "raw read", "#f2c493"),
+)
+_TIMES = (("put", "o", "#1f5fa8"), ("load", "s", "#b35900"), ("exists", "^", "#3a7d34"))
+
+
+def check_plot(flag: str) -> None:
+    """Raises ConfigError, naming the flag and what to install, where nothing can be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            f"{flag}: needs the Python package 'matplotlib', which is not installed; pip install 'kvstrata[bench]'",
+            field=flag,
+        )
+
+
+def draw_l2(report: dict[str, Any], path: Path) -> None:
+    """Rates with their least and greatest pass beside raw I/O, and percentiles of batches. OSError when unwritable."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    sizes = report["sizes"]
+    names = [f"{size['chunk_mb']:g} MiB" for size in sizes]
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvstrata", "font.size": 9}):
+        figure = Figure(figsize=(11, 4.6), layout="constrained")
+        rates, times = figure.subplots(1, 2)
+        shown = [bar for bar in _RATES if bar[1] == "value" or sizes[0][bar[0]]["raw_gb_per_s"]]
+        width = 0.8 / len(shown)
+        for place, (operation, whose, label, colour) in enumerate(shown):
+            found = [size[operation]["gb_per_s" if whose == "value" else "raw_gb_per_s"] for size in sizes]
+            values = [each["median"] for each in found]
+            at = [number + (place - (len(shown) - 1) / 2) * width for number in range(len(sizes))]
+            spread = [
+                [each["median"] - each["least"] for each in found],
+                [each["greatest"] - each["median"] for each in found],
+            ]
+            rates.bar(at, values, width * 0.92, label=label, color=colour, yerr=spread, capsize=2,
+                      error_kw={"elinewidth": 0.8})  # fmt: skip
+            for x, size, each in zip(at, sizes, found, strict=True):
+                ratio = size[operation]["ratio"]
+                if whose == "value" and ratio:
+                    text = f"{ratio['median']:.2f}×"
+                    rates.annotate(
+                        text, (x, each["greatest"]), (0, 3), textcoords="offset points", ha="center"
+                    )
+        rates.set_xticks(range(len(sizes)), names)
+        rates.set_ylabel("GB/s (median of passes; least to greatest)")
+        rates.set_title("Rates; × is the ratio to raw O_DIRECT I/O" if len(shown) == 4 else "Rates")
+        rates.margins(y=0.12)
+        rates.legend(loc="upper center", bbox_to_anchor=(0.5, -0.07), ncols=4, frameon=False)
+        for place, (operation, mark, colour) in enumerate(_TIMES):
+            for number, size in enumerate(sizes):
+                ms = size[operation]["ms"]
+                x = number + (place - 1) * 0.22
+                label = operation if number == 0 else "_"  # named once
+                times.plot([x, x], [ms["p50"], ms["p99"]], color=colour, linewidth=1)
+                times.plot([x], [ms["p50"]], mark, color=colour, label=label)
+                times.plot([x, x], [ms["p95"], ms["p99"]], "_", color=colour, markersize=9)
+        times.set_yscale("log")
+        times.set_xticks(range(len(sizes)), names)
+        times.set_xlim(-0.5, len(sizes) - 0.5)
+        times.set_ylabel("ms a batch (log)")
+        times.set_title("Batches: median (mark), p95 and p99 (dashes)")
+        times.grid(axis="y", which="major", linewidth=0.4)
+        times.legend(loc="upper center", bbox_to_anchor=(0.5, -0.07), ncols=3, frameon=False)
+        figure.suptitle(f"{report['adapter']}: {report['run']}\n{report['machine']}", fontsize=9)
+        figure.savefig(path, format="svg", metadata={"Date": None})
