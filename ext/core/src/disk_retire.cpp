@@ -21,6 +21,7 @@ constexpr std::chrono::seconds kPinWait{1};
 // Records looked at in one go while everybody waits.
 constexpr std::size_t kSlotsInOneGo = 256;
 constexpr std::size_t kSegmentsWithReserve = 4;
+constexpr double kScrubPauseSeconds = 60;
 constexpr std::uint64_t kScrubStepBytes = 8 << 20;
 
 struct FreeBytes {
@@ -366,12 +367,14 @@ std::uint64_t DiskLog::scrub(std::uint64_t bytes) noexcept {
 }
 
 void DiskLog::scrub_always() {
+  const std::uint64_t step = std::min(kScrubStepBytes, options_.scrub_bytes_per_s);
   Lock lock(mutex_);
   while (!stopping_) {
     lock.unlock();
-    const std::uint64_t read = scrub(std::min(kScrubStepBytes, options_.scrub_bytes_per_s));
+    const std::uint64_t read = scrub(step);
     lock.lock();
-    const double seconds = read == 0 ? 1.0 : static_cast<double>(read) / options_.scrub_bytes_per_s;
+    double seconds = static_cast<double>(read) / static_cast<double>(options_.scrub_bytes_per_s);
+    if (read < step) seconds += kScrubPauseSeconds;  // all records were visited
     due_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return stopping_; });
   }
 }

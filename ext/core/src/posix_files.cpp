@@ -85,9 +85,9 @@ class PosixFile final : public File {
   Status allocate(std::uint64_t length) noexcept override {
     if (::fallocate(fd_.get(), 0, 0, static_cast<off_t>(length)) == 0) return Status();
     if (errno != EOPNOTSUPP) return os_error("fallocate");
-    // Writes zeros where the file system cannot reserve.
-    const int error = ::posix_fallocate(fd_.get(), 0, static_cast<off_t>(length));
-    return error == 0 ? Status() : Status(StatusCode::kOsError, "posix_fallocate", error);
+    std::uint64_t there = 0;
+    KVSTRATA_RETURN_IF_ERROR(this->length(&there));
+    return there >= length ? Status() : truncate(length);
   }
 
   Status truncate(std::uint64_t length) noexcept override {

@@ -53,7 +53,8 @@ class File {
   // last sync that went well can be relied on, and no later sync heals it.
   virtual Status sync() noexcept = 0;
 
-  // Makes the file at least `length` long with its blocks reserved, new ones reading as zeros.
+  // Makes the file at least `length` long, what is new reading as zeros. Its blocks are reserved
+  // where the file system can; elsewhere a later write may find no space.
   virtual Status allocate(std::uint64_t length) noexcept = 0;
 
   virtual Status truncate(std::uint64_t length) noexcept = 0;
