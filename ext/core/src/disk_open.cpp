@@ -32,35 +32,6 @@ std::uint64_t random_run() {
   return bits | 1;  // 0 means: no frame
 }
 
-bool is_errno(const Status& status, int error) noexcept {
-  return status.code() == StatusCode::kOsError && status.detail(0) == error;
-}
-
-// Makes the folders that are missing. Each is synced into the one above, also one that is there:
-// whoever made it may have died before he did. A folder that this user may not read he did not
-// make.
-Status make_folders(FileLayer& files, const std::string& path) {
-  for (std::size_t end = path.find('/', 1);; end = path.find('/', end + 1)) {
-    const std::string folder = path.substr(0, end);
-    FileStat found;
-    Status status = files.stat(folder, &found);
-    const bool made = is_errno(status, ENOENT);
-    if (made) {
-      status = files.make_folder(folder);
-      if (is_errno(status, EEXIST)) status = Status();
-    } else if (status.ok() && !found.is_folder) {
-      status = files.sync_folder(folder);  // a link to one is as good
-    }
-    KVSTRATA_RETURN_IF_ERROR(status);
-    const std::size_t above = std::max<std::size_t>(folder.rfind('/'), 1);
-    status = files.sync_folder(folder.substr(0, above));
-    const bool not_ours =
-        is_errno(status, EACCES) || is_errno(status, EPERM) || is_errno(status, EROFS);
-    if (!status.ok() && (made || !not_ours)) return status;
-    if (end == std::string::npos) return Status();
-  }
-}
-
 // The number in a segment's name, "0000002a.seg"; nothing for other names.
 std::optional<std::uint32_t> segment_number(const std::string& name) {
   if (name.size() != 12 || name.compare(8, 4, ".seg") != 0) return std::nullopt;

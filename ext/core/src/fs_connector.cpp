@@ -15,22 +15,25 @@ namespace {
 // A load is written to the file's access time when the last one written is older than this.
 constexpr std::int64_t kRecencyNs = std::int64_t{3600} * 1'000'000'000;
 
+// That help to sync the directories of a batch.
+constexpr std::size_t kSyncThreads = 3;
+
 }  // namespace
 
-std::string prepare_fs_directory(FileLayer& layer, FsFiles& files, const FsPaths& paths,
-                                 const FsOptions& options, std::uint64_t* min_free_bytes) {
+std::string prepare_fs_directory(FileLayer& layer, const FsPaths& paths, const FsOptions& options,
+                                 std::uint64_t* min_free_bytes) {
   const auto unusable = [&](const std::string& path, const Status& status) {
     return "base_path: '" + paths.base() +
            "' cannot be used: " + describe_file_error(path, status) +
            "; give a directory that this user may write and lock";
   };
-  Status status = files.make_folders(paths.tmp());
+  Status status = make_folders(layer, paths.tmp());
   if (!status.ok()) return unusable(paths.tmp(), status);
   FileStat tmp;
   FileStat base;
-  status = files.folder_stat(paths.tmp(), &tmp);
+  status = folder_stat(layer, paths.tmp(), &tmp);
   if (!status.ok()) return unusable(paths.tmp(), status);
-  status = files.folder_stat(paths.base(), &base);
+  status = folder_stat(layer, paths.base(), &base);
   if (!status.ok()) return unusable(paths.base(), status);
   if (tmp.device != base.device)
     return "relative_tmp_dir: '" + options.relative_tmp_dir +
@@ -48,7 +51,8 @@ FsConnector::FsConnector(FsOptions options, FileLayer& layer)
     : options_(std::move(options)),
       paths_(options_.base_path, options_.relative_tmp_dir),
       layer_(layer),
-      files_(layer, paths_, options_.use_odirect, notes_) {}
+      files_(layer, paths_, options_.use_odirect, notes_, options_.own_threads ? kSyncThreads : 0) {
+}
 
 FsConnector::~FsConnector() {
   close();
@@ -59,7 +63,7 @@ ConnectorCapabilities FsConnector::capabilities() const noexcept {
 }
 
 std::string FsConnector::open(const ConnectorContext& context) {
-  std::string wrong = prepare_fs_directory(layer_, files_, paths_, options_, &min_free_bytes_);
+  std::string wrong = prepare_fs_directory(layer_, paths_, options_, &min_free_bytes_);
   if (!wrong.empty()) return wrong;
   std::string holder;
   const Status status = layer_.lock(paths_.lock(), &lock_, &holder);
@@ -75,7 +79,10 @@ std::string FsConnector::open(const ConnectorContext& context) {
            "' cannot be locked: " + describe_file_error(paths_.lock(), status) +
            "; give a directory that this user may write and lock";
   lock_->note("pid " + std::to_string(::getpid()) + ", instance " + context.instance_id + "\n");
-  scanner_ = std::thread([this] { scan(); });
+  if (options_.own_threads)
+    scanner_ = std::thread([this] { scan(); });
+  else
+    scan();
   return "";
 }
 
@@ -255,22 +262,25 @@ void FsConnector::remove(std::span<DeleteItem> items) noexcept {
     std::vector<Digest> keys;
     std::vector<DeleteItem*> published;
     for (DeleteItem* const item : left) {
+      const auto mark = marks_.find(item->key);
+      const bool publishing = mark != marks_.end() && mark->second == Mark::kPublishing;
       for (auto& [number, part] : parts_) {
         if (part.key != item->key || part.state == PartState::kSettled || part.cancelled) continue;
-        part.cancelled = item->removed = true;
+        part.cancelled = true;
+        item->removed = !publishing;
       }
-      const auto mark = marks_.find(item->key);
-      if (mark != marks_.end() && mark->second == Mark::kPublishing) {
+      if (publishing) {
         published.push_back(item);
       } else if (index_.find(item->key) != nullptr && !std::ranges::count(keys, item->key)) {
         keys.push_back(item->key);
         item->removed = true;
       }
     }
-    remove_records(lock, keys, Leaving::kDeleted);
-    for (DeleteItem* const item : left) {  // those that could not be unlinked are back
-      if (std::ranges::count(keys, item->key) && index_.find(item->key) != nullptr)
-        item->removed = false;
+    for (const FsFiles::Removal& removal : remove_records(lock, keys, Leaving::kDeleted)) {
+      if (removal.after == FsFiles::After::kGoneForGood) continue;
+      for (DeleteItem* const item : left) {
+        if (item->key == removal.key) item->removed = false;
+      }
     }
     left = std::move(published);
     if (left.empty()) break;
@@ -297,7 +307,11 @@ std::uint64_t FsConnector::clear() noexcept {
   for (const Digest& key : index_.ages()) {
     if (!marks_.contains(key)) keys.push_back(key);
   }
-  return remove_records(lock, keys, Leaving::kDeleted);
+  const std::vector<FsFiles::Removal> removals = remove_records(lock, keys, Leaving::kDeleted);
+  lock.unlock();
+  files_.sync_unlinked();  // so that none of those that left before comes back either
+  return static_cast<std::uint64_t>(
+      std::ranges::count(removals, FsFiles::After::kGoneForGood, &FsFiles::Removal::after));
 }
 
 ConnectorUsage FsConnector::usage() noexcept {

@@ -19,10 +19,6 @@ struct alignas(kFileBlockBytes) Page {
   std::array<std::uint8_t, kFileBlockBytes> bytes{};
 };
 
-bool is_os_error(const Status& status, int error) noexcept {
-  return status.code() == StatusCode::kOsError && status.detail(0) == error;
-}
-
 std::size_t shard_of(const Digest& key) noexcept {
   return std::size_t{key[0]} << 8 | key[1];
 }
@@ -52,29 +48,6 @@ bool is_no_space(const Status& status) noexcept {
 
 bool is_not_there(const Status& status) noexcept {
   return is_os_error(status, ENOENT);
-}
-
-Status FsFiles::folder_stat(const std::string& path, FileStat* out) {
-  KVSTRATA_RETURN_IF_ERROR(layer_.stat(path, out));
-  if (out->is_file || out->is_folder) return Status();
-  return layer_.stat(path + "/.", out);
-}
-
-Status FsFiles::make_folders(const std::string& path) {
-  FileStat found;
-  if (folder_stat(path, &found).ok() && found.is_folder) return Status();
-  const std::size_t slash = path.rfind('/');
-  const std::string parent = path.substr(0, slash == 0 ? 1 : slash);
-  if (slash == std::string::npos || parent == path)
-    return Status(StatusCode::kOsError, "mkdir", ENOENT);
-  KVSTRATA_RETURN_IF_ERROR(make_folders(parent));
-  const Status made = layer_.make_folder(path);
-  if (!made.ok()) {
-    if (!is_os_error(made, EEXIST)) return made;
-    KVSTRATA_RETURN_IF_ERROR(folder_stat(path, &found));
-    if (!found.is_folder) return Status(StatusCode::kOsError, "mkdir", ENOTDIR);
-  }
-  return layer_.sync_folder(parent);
 }
 
 // Direct where this file system has it, if that is wanted.
@@ -112,7 +85,7 @@ Status FsFiles::write_part(const std::string& path, const std::uint8_t* bytes,
                            std::uint64_t length) {
   Status status = write_file(path, bytes, length);
   if (is_not_there(status)) {  // somebody removed the directory: make it again
-    status = make_folders(paths_.tmp());
+    status = make_folders(layer_, paths_.tmp());
     if (status.ok()) status = write_file(path, bytes, length);
   }
   if (status.ok()) return status;
@@ -151,7 +124,7 @@ Status FsFiles::rename_into_place(const Publication& item, std::vector<std::stri
     known_outer_.reset();
   }
   made->clear();
-  KVSTRATA_RETURN_IF_ERROR(make_folders(paths_.base()));
+  KVSTRATA_RETURN_IF_ERROR(make_folders(layer_, paths_.base()));
   KVSTRATA_RETURN_IF_ERROR(make_shard(item.key, made));
   return layer_.rename(item.part, name);
 }
@@ -189,7 +162,10 @@ void FsFiles::publish(std::span<Publication> items) {
     if (folder.status.ok()) continue;
     all_synced = false;
     for (const std::size_t i : folder.items) {
-      if (items[i].status.ok()) discard(paths_.record(items[i].key));
+      if (items[i].status.ok()) {
+        discard(paths_.record(items[i].key));
+        note_unlinked(items[i].key);
+      }
       items[i].status = folder.status;
     }
   }
@@ -281,20 +257,62 @@ void FsFiles::read_head(HeadItem& item) {
 }
 
 void FsFiles::unlink(std::span<Removal> items, bool durable) {
-  std::set<std::string> changed;
-  for (Removal& item : items) {
+  std::map<std::string, Folder> changed;
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    Removal& item = items[i];
     const std::string path = paths_.record(item.key);
-    const Status status = layer_.unlink(path);
-    item.there = status.ok();
-    item.gone = status.ok() || is_not_there(status);
-    if (!item.gone) notes_.add(true, "cannot remove " + describe_file_error(path, status));
-    if (item.there) changed.insert(paths_.folder(item.key));
+    Status status = layer_.unlink(path);
+    if (!status.ok() && !is_not_there(status)) {
+      // A failed call may have done it.
+      notes_.add(true, "cannot remove " + describe_file_error(path, status));
+      FileStat found;
+      status = layer_.stat(path, &found);
+      item.after = status.ok() ? After::kThere : After::kPerhapsThere;
+      if (!is_not_there(status)) continue;
+    }
+    item.after = After::kGone;
+    Folder& folder = changed[paths_.folder(item.key)];
+    folder.path = paths_.folder(item.key);
+    folder.items.push_back(i);
   }
-  if (!durable) return;
   std::vector<Folder> folders;
-  for (const std::string& path : changed)
-    folders.emplace_back().path = path;
+  folders.reserve(changed.size());
+  for (auto& [path, folder] : changed)
+    folders.push_back(std::move(folder));
+  if (durable) sync_all(folders);
+  for (const Folder& folder : folders) {
+    // Where somebody removed the directory too, there is nothing to sync.
+    const bool synced = durable && (folder.status.ok() || is_not_there(folder.status));
+    if (!synced) note_unlinked(items[folder.items[0]].key);
+    for (const std::size_t i : folder.items)
+      items[i].after = synced ? After::kGoneForGood : After::kGone;
+  }
+}
+
+// After the unlink: who syncs before that does not forget it.
+void FsFiles::note_unlinked(const Digest& key) {
+  const std::lock_guard lock(unlinked_mutex_);
+  unlinked_.set(shard_of(key));
+}
+
+void FsFiles::sync_unlinked() {
+  std::vector<Digest> keys;  // one of each directory
+  std::vector<Folder> folders;
+  {
+    const std::lock_guard lock(unlinked_mutex_);
+    for (std::size_t shard = 0; shard < unlinked_.size(); ++shard) {
+      if (!unlinked_[shard]) continue;
+      Digest& key = keys.emplace_back();
+      key[0] = static_cast<unsigned char>(shard >> 8);
+      key[1] = static_cast<unsigned char>(shard & 255);
+      folders.emplace_back().path = paths_.folder(key);
+    }
+    unlinked_.reset();
+  }
   sync_all(folders);
+  for (std::size_t i = 0; i < folders.size(); ++i) {
+    if (!folders[i].status.ok() && !is_not_there(folders[i].status)) note_unlinked(keys[i]);
+  }
 }
 
 void FsFiles::discard(const std::string& path) {

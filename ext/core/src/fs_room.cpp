@@ -50,14 +50,19 @@ bool FsConnector::evict(Lock& lock, std::uint64_t need_bytes) {
     victims_bytes += fs_charge(record->length);
   }
   if (victims_bytes < need_bytes) return false;
-  return remove_records(lock, victims, Leaving::kEvicted) > 0;
+  return std::ranges::any_of(
+      remove_records(lock, victims, Leaving::kEvicted),
+      [](const FsFiles::Removal& removal) { return removal.after == FsFiles::After::kGone; });
 }
 
-// Takes records out of the index and unlinks their files; returns how many are gone. REQUIRES: this
-// thread has no mark, and none of the keys, which are there, has one.
-std::size_t FsConnector::remove_records(Lock& lock, const std::vector<Digest>& keys, Leaving how) {
-  if (keys.empty()) return 0;
+// Takes records out of the index and unlinks their files; those that are there still, or perhaps,
+// are put back. REQUIRES: this thread has no mark, and none of the keys, which are there, has one.
+std::vector<FsFiles::Removal> FsConnector::remove_records(Lock& lock,
+                                                          const std::vector<Digest>& keys,
+                                                          Leaving how) {
+  using After = FsFiles::After;
   std::vector<FsFiles::Removal> removals;
+  if (keys.empty()) return removals;
   std::vector<FsRecord> records;
   for (const Digest& key : keys) {
     removals.push_back({.key = key});
@@ -68,23 +73,20 @@ std::size_t FsConnector::remove_records(Lock& lock, const std::vector<Digest>& k
   lock.unlock();
   files_.unlink(removals, how == Leaving::kDeleted);
   lock.lock();
-  std::size_t gone = 0;
   for (std::size_t i = keys.size(); i-- > 0;) {
+    const After after = removals[i].after;
     marks_.erase(keys[i]);
     leaving_charge_ -= fs_charge(records[i].length);
-    if (!removals[i].gone) {
+    if (after == After::kThere || after == After::kPerhapsThere)
       index_.put_back(keys[i], records[i]);
-      continue;
-    }
-    gone += 1;
   }
   if (how == Leaving::kEvicted) {
     for (const FsFiles::Removal& removal : removals) {
-      if (removal.gone) evicted_.push_back(removal.key);
+      if (removal.after != After::kThere) evicted_.push_back(removal.key);
     }
   }
   changed_.notify_all();
-  return gone;
+  return removals;
 }
 
 }  // namespace kvstrata

@@ -352,9 +352,4 @@ FileLayer& posix_files() noexcept {
   return files;
 }
 
-std::string describe_file_error(const std::string& path, const Status& status) {
-  if (status.code() != StatusCode::kOsError) return path + ": " + status.message();
-  return path + ": " + ::strerror(static_cast<int>(status.detail(0)));
-}
-
 }  // namespace kvstrata

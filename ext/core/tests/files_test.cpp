@@ -1,12 +1,16 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 #include "kvstrata/files.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
 
 #include "check.h"
+#include "hooked_files.h"
+#include "volatile_files.h"
 
 using namespace kvstrata;
 
@@ -115,6 +119,50 @@ TEST(a_lock_is_held_by_one_and_says_who) {
   CHECK_EQ(holder, std::string("pid 7"));
   first.reset();
   CHECK_OK(posix_files().lock(folder / "lock", &second, &holder));
+}
+
+TEST(folders_are_made_through_links_and_not_through_files) {
+  const Folder folder;
+  FileStat found;
+  CHECK_OK(make_folders(posix_files(), folder / "a/b/c"));
+  CHECK_OK(make_folders(posix_files(), folder / "a/b/c"));
+  CHECK_OK(posix_files().stat(folder / "a/b/c", &found));
+  CHECK(found.is_folder);
+  CHECK_EQ(::symlink((folder / "a/b").c_str(), (folder / "link").c_str()), 0);
+  CHECK_OK(make_folders(posix_files(), folder / "link"));
+  CHECK_OK(make_folders(posix_files(), folder / "link/d"));
+  CHECK_OK(folder_stat(posix_files(), folder / "a/b/d", &found));
+  CHECK(found.is_folder);
+  create(folder / "file");
+  CHECK_EQ(make_folders(posix_files(), folder / "file/e").detail(0), ENOTDIR);
+  CHECK_EQ(make_folders(posix_files(), folder / "file").detail(0), ENOTDIR);
+  CHECK_EQ(::symlink((folder / "nowhere").c_str(), (folder / "dangling").c_str()), 0);
+  CHECK(!make_folders(posix_files(), folder / "dangling").ok());
+}
+
+// Whoever made a folder may have died before he synced the one above.
+TEST(folders_that_were_there_are_durable_too) {
+  testing::VolatileFiles files;
+  CHECK_OK(files.make_folder("/a"));
+  CHECK_OK(files.make_folder("/a/b"));
+  CHECK_OK(make_folders(files, "/a/b/c"));
+  FileStat found;
+  CHECK_OK(files.cut(testing::Kept::kNothing, 1)->stat("/a/b/c", &found));
+}
+
+// As of one whose parent this user may not read, or which is mounted read-only.
+TEST(what_cannot_be_synced_by_this_user_is_no_obstacle_where_it_was_there) {
+  for (const int error : {EACCES, EPERM, EROFS, EINVAL, EIO}) {
+    testing::VolatileFiles inner;
+    CHECK_OK(inner.make_folder("/a"));
+    testing::HookedFiles files(inner);
+    files.before = [&](const std::string& call, const std::string& path) {
+      const bool refused = call == "sync_folder" && path == "/";
+      return refused ? Status(StatusCode::kOsError, "sync_folder", error) : Status();
+    };
+    CHECK_EQ(make_folders(files, "/a/b").ok(), error != EIO);
+    CHECK_EQ(make_folders(files, "/c").detail(0), error);  // it was missing: this user made it
+  }
 }
 
 TEST(folders_list_what_they_hold) {

@@ -130,7 +130,7 @@ TEST(acknowledged_records_survive_a_kill_at_each_system_call) {
         const std::string base = folder.path + "/kv";
         std::vector<int> acknowledged;
         int life = 0;
-        for (const int nth : {1, 60}) {
+        for (const int nth : {1, 150}) {
           const std::vector<int> latest =
               acknowledged_in_a_life(base, cap, kLifeNumbers * life, call, nth, before);
           acknowledged.insert(acknowledged.end(), latest.begin(), latest.end());

@@ -267,6 +267,7 @@ class PowerLoss {
   // over.
   void live(World* world, std::uint64_t seed, std::uint64_t step, unsigned threads,
             unsigned batches) {
+    SyncSites::begin_here();
     VolatileFiles& files = *world->files;
     if (step != 0) files.stop_at(files.steps() + step, seed);
     Random random(seed);

@@ -142,4 +142,15 @@ FileLayer& posix_files() noexcept;
 // A sentence for a failed call: "path: No space left on device".
 std::string describe_file_error(const std::string& path, const Status& status);
 
+// Whether it is kOsError with this errno.
+bool is_os_error(const Status& status, int error) noexcept;
+
+// As FileLayer::stat, of a folder or a link to one; ENOTDIR for anything else.
+Status folder_stat(FileLayer& files, const std::string& path, FileStat* out);
+
+// Makes the folders of `path` that are missing, private to this user. The names of all of them are
+// durable when it returns, also of those that were there: whoever made them may have died before he
+// synced them.
+Status make_folders(FileLayer& files, const std::string& path);
+
 }  // namespace kvstrata

@@ -26,6 +26,9 @@
 //    and waits only for threads that are at work: no batch depends on one that is queued behind it.
 //    So a delete does not wait for the put of its key: it cancels the part.
 // 7. Files that are not named like ours are never touched.
+// 8. A record is removed, by remove() or clear(), when its directory is synced without it. One that
+//    was evicted may be back after a power cut; one of which the medium does not say whether it is
+//    there counts as there, and as evicted.
 #pragma once
 
 #include <condition_variable>
@@ -48,11 +51,13 @@ struct FsOptions {
   std::uint64_t capacity_bytes = 0;  // 0: no cap but min_free_bytes
   // To leave free on the file system; default: 1 % of it, at least 256 MiB, at most a tenth.
   std::optional<std::uint64_t> min_free_bytes;
+  // Without, everything is done by the thread that calls, the reading of the directory in open().
+  bool own_threads = true;
 };
 
 // What is wrong with the directory, or an empty string. Makes it, and its directory for parts.
-std::string prepare_fs_directory(FileLayer& layer, FsFiles& files, const FsPaths& paths,
-                                 const FsOptions& options, std::uint64_t* min_free_bytes);
+std::string prepare_fs_directory(FileLayer& layer, const FsPaths& paths, const FsOptions& options,
+                                 std::uint64_t* min_free_bytes);
 
 class FsConnector final : public Connector {
  public:
@@ -109,7 +114,8 @@ class FsConnector final : public Connector {
   // fs_room.cpp
   bool take_room(Lock& lock, std::uint64_t charge);
   bool evict(Lock& lock, std::uint64_t need_bytes);
-  std::size_t remove_records(Lock& lock, const std::vector<Digest>& keys, Leaving how);
+  std::vector<FsFiles::Removal> remove_records(Lock& lock, const std::vector<Digest>& keys,
+                                               Leaving how);
 
   // fs_scan.cpp
   void scan();

@@ -1,7 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // The files of `fs`: writing, publishing, reading and unlinking them durably. Knows nothing of caps
-// and recency, and keeps nothing but which directories' own entries are durable. Thread-safe.
+// and recency, and keeps nothing but which directories are durable. Thread-safe.
 //
 // Invariant: a record's name appears only when its bytes are on the medium (write_part, then
 // publish), and publish() says so only when the name is too.
@@ -43,14 +43,9 @@ bool is_not_there(const Status& status) noexcept;
 class FsFiles {
  public:
   // All must outlive it.
-  FsFiles(FileLayer& layer, const FsPaths& paths, bool direct, NoteBook& notes)
-      : layer_(layer), paths_(paths), notes_(notes), direct_(direct) {}
-
-  // Makes a directory and those above it that are missing, private and durable.
-  Status make_folders(const std::string& path);
-
-  // As FileLayer::stat, but follows a link to a directory.
-  Status folder_stat(const std::string& path, FileStat* out);
+  // Syncs directories in so many threads of its own and the caller's.
+  FsFiles(FileLayer& layer, const FsPaths& paths, bool direct, NoteBook& notes, std::size_t helpers)
+      : layer_(layer), paths_(paths), notes_(notes), direct_(direct), crew_(helpers) {}
 
   // Writes a new file and syncs it. After an error nothing is there.
   Status write_part(const std::string& path, const std::uint8_t* bytes, std::uint64_t length);
@@ -79,13 +74,21 @@ class FsFiles {
   // of that record will say what is wrong.
   void read_head(HeadItem& item);
 
+  enum class After : std::uint8_t {
+    kThere,         // as before
+    kPerhapsThere,  // the medium does not say
+    kGone,          // and back after a power cut, perhaps
+    kGoneForGood,
+  };
   struct Removal {
     Digest key{};
-    bool there = false;  // set by unlink(): there was a file
-    bool gone = false;   // there is none now
+    After after = After::kThere;  // set by unlink()
   };
-  // `durable` syncs the directories, so that a power cut brings nothing back.
+  // Without `durable` the directories are not synced, and nothing is gone for good.
   void unlink(std::span<Removal> items, bool durable);
+
+  // Syncs the directories of which something went that is not gone for good.
+  void sync_unlinked();
 
   // Unlinks what an operation that failed has left; where that fails too, a later start removes it.
   void discard(const std::string& path);
@@ -104,17 +107,21 @@ class FsFiles {
   Read read_other_length(const std::string& path, const Digest& key, std::uint64_t found,
                          std::uint64_t asked);
   void sync_all(std::vector<Folder>& folders);
+  void note_unlinked(const Digest& key);
 
   FileLayer& layer_;
   const FsPaths& paths_;
   NoteBook& notes_;
   std::atomic<bool> direct_;
-  Crew crew_{3};
+  Crew crew_;
 
   // Directories that are there, with their own entries synced; by the first one or two bytes.
   std::mutex known_mutex_;
   std::bitset<256> known_outer_;
   std::bitset<65536> known_;
+  // Directories that something was unlinked in since they were synced.
+  std::mutex unlinked_mutex_;
+  std::bitset<65536> unlinked_;
 };
 
 }  // namespace kvstrata
