@@ -350,17 +350,17 @@ std::uint64_t DiskLog::scrub(std::uint64_t bytes) noexcept {
     Status status;
     const bool sound = read_frame(*file, place, key, generation, memory.get(), &status) &&
                        may_stay(memory.get(), place.record_bytes, key);
-    if (!sound && (status.ok() || status.code() == StatusCode::kOutOfRange)) {
-      Removal bad{.key = key, .copy = place.sequence};
-      remove_copies(std::span(&bad, 1));
-      lock.lock();
-      note(true, "the scrubber found a bad record in " + path + " and removed it");
-      evicted_.push_back(key);
-    } else {
-      lock.lock();
-    }
+    lock.lock();
     unpin(*segment);
     read += kFrameHeaderBytes + place.record_bytes;
+    if (sound || (!status.ok() && status.code() != StatusCode::kOutOfRange)) continue;
+    Removal bad{.key = key, .copy = place.sequence};
+    lock.unlock();
+    remove_copies(std::span(&bad, 1));
+    lock.lock();
+    note(true, "the scrubber found a bad record in " + path);
+    // Another copy may have been put meanwhile.
+    if (index_.find(key) == nullptr) evicted_.push_back(key);
   }
   counts_.scrubbed_bytes += read;
   return read;

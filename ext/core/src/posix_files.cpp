@@ -308,20 +308,9 @@ class PosixFiles final : public FileLayer {
 
   Status lock(const std::string& path, std::unique_ptr<FileLock>* out,
               std::string* holder) noexcept override {
-    return lock_as(LOCK_EX, path, out, holder);
-  }
-
-  Status lock_shared(const std::string& path, std::unique_ptr<FileLock>* out,
-                     std::string* holder) noexcept override {
-    return lock_as(LOCK_SH, path, out, holder);
-  }
-
- private:
-  static Status lock_as(int how, const std::string& path, std::unique_ptr<FileLock>* out,
-                        std::string* holder) noexcept {
     const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (fd < 0) return os_error("open");
-    if (::flock(fd, how | LOCK_NB) != 0) {
+    if (::flock(fd, LOCK_EX | LOCK_NB) != 0) {
       Status failed = os_error("flock");
       if (errno == EWOULDBLOCK) {
         failed = Status(StatusCode::kBusy, "locked");

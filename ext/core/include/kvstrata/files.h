@@ -128,12 +128,6 @@ class FileLayer {
   // of this one, has it; `holder` is then its note.
   virtual Status lock(const std::string& path, std::unique_ptr<FileLock>* out,
                       std::string* holder) noexcept = 0;
-  // As lock(), side by side with others that lock it so. kUnsupported: this layer has no such
-  // locks.
-  virtual Status lock_shared(const std::string& /*path*/, std::unique_ptr<FileLock>* /*out*/,
-                             std::string* /*holder*/) noexcept {
-    return Status(StatusCode::kUnsupported, "this file layer has no shared locks");
-  }
 };
 
 // The operating system's files. Lives for ever.
