@@ -15,6 +15,7 @@ import pytest
 from kvstrata.errors import StorageError
 from kvstrata.storage.base import Found, Presence, PutOutcome, PutStatus
 from kvstrata.storage.host import HostedAdapter
+from kvstrata.storage.registry import coded_adapter, configure_adapter
 from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, HostedContract, Medium
 from kvstrata.testing.strategies import WAIT_S, key_of, lent_context, load_item, put_item, watched
 from tests.conformance.test_fs import Folder
@@ -102,6 +103,31 @@ async def test_a_host_that_crashed_and_was_closed_leaves_no_descriptor_thread_or
     for pid in (first, second):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+async def test_what_an_adapter_and_its_codecs_count_in_a_host_is_what_they_count_here(tmp_path: Path) -> None:
+    entry = {"type": "disk", "base_path": str(tmp_path / "log"), "capacity_gb": 0.1, "codec": ["zstd"]}
+    in_host = HostedAdapter(entry, 0, name="disk-0", kill_ms=600_000)
+    counted = []
+    for adapter in (in_host, coded_adapter(configure_adapter(entry, 0))):
+        await adapter.open(lent_context(lambda key: None))
+        assert await adapter.put([put_item(key_of(1), SIZE)]) == [STORED]
+        await until(lambda adapter=adapter: sum(adapter.stats().values()) > 0)
+        await until(lambda adapter=adapter: adapter.numbers().get("put_bytes", 0) > 0)
+        counted.append((adapter.stats(), set(adapter.numbers())))
+        assert await adapter.delete([key_of(1)]) == 1
+        await adapter.close()
+    assert counted[0] == counted[1]
+    assert (in_host.stats(), in_host.numbers()) == ({}, {}), "there is no child any more"
+
+
+async def test_numbers_that_are_none_cost_nothing_but_these(bad) -> None:
+    adapter, orders = bad
+    await until(lambda: adapter.numbers() == {"late": 0})
+    (orders / "numbers.raise").touch()
+    await until(lambda: adapter.numbers() == {})
+    assert "staging_used_bytes" in adapter.stats()
+    assert await adapter.put([put_item(key_of(1), SIZE)]) == [STORED]
 
 
 async def test_what_clear_refuses_is_told(bad) -> None:

@@ -129,6 +129,10 @@ class BadAdapter(StorageAdapter):
         self._obey("clear")
         return await self._inner.clear()
 
+    def numbers(self) -> dict[str, int]:
+        self._obey("numbers")
+        return {"late": len(self._late)}
+
     async def usage(self) -> Usage:
         return await self._inner.usage()
 

@@ -63,6 +63,13 @@ def test_every_metric_served_is_on_the_page_with_type_labels_and_meaning(server)
     assert not unknown, "give them a meaning in STATUS_NUMBERS"
 
 
+def test_an_adapter_in_a_process_of_its_own_serves_the_numbers_that_one_in_the_server_does(server):
+    eventually("it is told", lambda: at(server.get("/v1/status"), "l2_adapters", "fs-0", "codec"))
+    fs, log = (at(server.get("/v1/status"), "l2_adapters", name) for name in ("fs-0", "disk-1"))
+    assert set(fs) - set(log) == {"host"}
+    assert fs["codec"]["staging_used_bytes"] == log["codec"]["staging_used_bytes"] == 0
+
+
 def test_every_number_on_the_page_is_in_the_status_document(server):
     sections = {pattern.split(".")[0] for pattern in STATUS_NUMBERS}
     status = server.get("/v1/status")

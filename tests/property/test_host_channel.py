@@ -17,11 +17,12 @@ from kvstrata.storage.base import (
     PutStatus,
     Usage,
 )
-from kvstrata.storage.host_channel import Answer, ChannelError, Kind
+from kvstrata.storage.host_channel import Answer, ChannelError, Counted, Kind
 
 numbers = st.integers(0, 2**64 - 1)
 reasons = st.text(alphabet=st.characters(codec="ascii"), max_size=host_channel.MAX_REASON_BYTES)
 keys = st.binary(min_size=32, max_size=32)
+words = st.from_regex("^[a-z][a-z0-9_]{0,63}$", fullmatch=True)
 found = st.builds(Found, st.sampled_from(Presence), st.integers(0, 2**32 - 1), reasons)
 puts = st.builds(PutOutcome, st.sampled_from(PutStatus), reasons)
 loads = st.builds(LoadOutcome, st.sampled_from(LoadStatus), reasons)
@@ -31,6 +32,7 @@ frames = st.one_of(
     st.builds(host_channel.used, numbers, st.builds(Usage, numbers, numbers, numbers)),
     st.builds(host_channel.dropped, numbers, st.lists(st.integers(0, 2**16 - 1))),
     st.builds(host_channel.evicted, st.lists(keys)),
+    st.just(host_channel.counts(Counted({"encoded": 1}, {"syncs": -2}))),
     st.just(host_channel.opened(Capabilities(persistent=True, shared=False))),
     st.just(host_channel.problem(Kind.RAISED, 3, ValueError("no"))),
 )
@@ -57,6 +59,11 @@ def test_what_a_load_said_is_read_again(number: int, items: list[tuple[LoadOutco
     answer = host_channel.read_answer(host_channel.ended(Kind.LOAD_ENDED, number, outcomes, gone))
     assert answer.outcomes == outcomes
     assert answer.dropped == [i for i, one in enumerate(gone) if one]
+
+
+@given(st.builds(Counted, *[st.dictionaries(words, st.integers(-(2**63), 2**63 - 1))] * 2))
+def test_what_was_counted_is_read_again(counted: Counted) -> None:
+    assert host_channel.read_answer(host_channel.counts(counted)) == Answer(Kind.COUNTS, 0, counts=counted)
 
 
 @given(st.text())

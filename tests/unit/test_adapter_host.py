@@ -25,7 +25,7 @@ from kvstrata.storage.base import (
     Usage,
 )
 from kvstrata.storage.host import HostedAdapter
-from kvstrata.storage.host_channel import MAX_FRAME_BYTES, MAX_ITEMS, Kind, Request
+from kvstrata.storage.host_channel import MAX_FRAME_BYTES, MAX_ITEMS, Counted, Kind, Request
 from kvstrata.testing.strategies import WAIT_S, key_of, lent_context, load_item, put_item, watched
 
 STORED = PutOutcome(PutStatus.STORED)
@@ -222,6 +222,10 @@ UNTRUE: dict[str, Callable[[int], Sequence[bytes]]] = {
     "refused when open": lambda n: [host_channel.problem(Kind.REFUSED, 0, StorageError("no"))],
     "keys cut": lambda n: [host_channel.evicted([key_of(1)])[:-1]],
     "no JSON": lambda n: [head(Kind.RAISED, 0, n) + b"{"],
+    "counts that are none": lambda n: [head(Kind.COUNTS, 0, 0) + b'{"numbers":{"a":1.5}}'],
+    "counts by no name": lambda n: [host_channel.counts(Counted({"Größe": 1}))],
+    "counts too large for a metric": lambda n: [host_channel.counts(Counted({"a": 1 << 63}))],
+    "more counts than anybody reads": lambda n: [host_channel.counts(Counted({f"n{i}": i for i in range(201)}))],
     "more items than any frame has": lambda n: [head(Kind.EVICTED, MAX_ITEMS + 1, 0) + bytes(32) * 1_001],
 }  # fmt: skip
 
@@ -390,6 +394,21 @@ async def test_an_operation_of_an_adapter_that_never_ends_by_itself_is_ended_alt
     assert adapter._due_s() is None
     child.reaps_at_once = True
     await adapter.close()
+
+
+async def test_what_the_child_counts_is_told_until_it_is_gone_and_is_no_sign_of_work(pair) -> None:
+    adapter, child = pair
+    assert (adapter.stats(), adapter.numbers()) == ({}, {})
+    wait = asyncio.create_task(adapter.put([put_item(key_of(1), 100)]))
+    await child.request()
+    due_s = adapter._due_s()
+    child.say(host_channel.counts(Counted({"encoded": 3}, {"syncs": 4})))
+    await until(adapter.stats)
+    assert (adapter.stats(), adapter.numbers()) == ({"encoded": 3}, {"syncs": 4})
+    assert adapter._due_s() == due_s, "its loop turns, its adapter may hang all the same"
+    child.reap()
+    assert (adapter.stats(), adapter.numbers()) == ({}, {})
+    assert await wait == [PUT_DIED]
 
 
 async def test_close_lets_the_child_finish_and_kills_it_when_it_is_silent() -> None:

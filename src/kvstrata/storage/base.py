@@ -19,7 +19,7 @@ import logging
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -155,6 +155,16 @@ class AdapterContext(NamedTuple):
     """What is known of the payloads of an identity root and a slice digest (thread-safe)."""
 
 
+Counts = Annotated[
+    dict[
+        Annotated[str, msgspec.Meta(pattern="^[a-z][a-z0-9_]{0,63}$")],
+        Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)],
+    ],
+    msgspec.Meta(max_length=200),
+]
+"""What `numbers` may answer: names become parts of metrics' names."""
+
+
 class Usage(NamedTuple):
     """`capacity_bytes` 0 means unlimited."""
 
@@ -213,7 +223,10 @@ class StorageAdapter(ABC):
         raise StorageError(f"{self.name}: this kind of storage cannot be cleared from here", field=self.name)
 
     def numbers(self) -> dict[str, int]:
-        """What else it counts, by a fixed set of names in snake_case; for status pages and metrics. Never blocks."""
+        """What else it counts, by a fixed set of names in snake_case (see Counts); for status pages and metrics.
+
+        Never blocks.
+        """
         return {}
 
     @abstractmethod

@@ -17,7 +17,7 @@ Invariants
 3. Sending never blocks.  What the child does not read waits here, at most QUEUE_BYTES; more is refused.
 4. A child with work that has said nothing at all for `kill_ms` is killed; where `capabilities.quiesce` is `never`,
    also one whose oldest operation is older than that.  Both longer for more bytes, as the deadline is.  Clearing
-   takes as long as it takes.
+   takes as long as it takes.  What it counts is no word of that: its loop tells it whatever its adapter does.
 
 The child (host_main) and the frames (host_channel) have pages of their own; how the process lives is in
 host_process.
@@ -52,7 +52,7 @@ from kvstrata.storage.base import (
     StorageAdapter,
     Usage,
 )
-from kvstrata.storage.host_channel import MAX_FRAME_BYTES, Answer, ChannelError, HostConfig, Kind
+from kvstrata.storage.host_channel import MAX_FRAME_BYTES, Answer, ChannelError, Counted, HostConfig, Kind
 from kvstrata.storage.host_process import HostProcess
 from kvstrata.types import KEY_BYTES
 
@@ -155,6 +155,7 @@ class HostedAdapter(StorageAdapter):
         self._last_number = 0
         self._context: AdapterContext | None = None
         self._pool_fds: list[int] = []
+        self._counted = Counted()
         self._process: HostProcess | None = None
         self._socket: socket.socket | None = None
         self._queue: deque[bytes] = deque()
@@ -176,6 +177,14 @@ class HostedAdapter(StorageAdapter):
             "restarts": self.restarts,
             "requests": len(self._table),
         }
+
+    def stats(self) -> dict[str, int]:
+        """What the codecs in the child had counted a moment ago; nothing while there is no child."""
+        return self._counted.codec
+
+    def numbers(self) -> dict[str, int]:
+        """As the adapter in the child, a moment ago; nothing while there is no child."""
+        return self._counted.numbers
 
     # --- the contract ------------------------------------------------------------------------------------
 
@@ -393,9 +402,11 @@ class HostedAdapter(StorageAdapter):
         if not frame:
             self._broken("")
             return False
-        self._heard_s = asyncio.get_running_loop().time()
         try:
-            self._take(host_channel.read_answer(frame))
+            answer = host_channel.read_answer(frame)
+            if answer.kind is not Kind.COUNTS:
+                self._heard_s = asyncio.get_running_loop().time()
+            self._take(answer)
         except ChannelError as error:
             self._broken(f"it sent what makes no sense: {error}")
             return False
@@ -414,6 +425,10 @@ class HostedAdapter(StorageAdapter):
             assert self._context is not None
             for key in answer.keys:
                 self._context.record_evicted(key)
+            return
+        if answer.kind is Kind.COUNTS:
+            assert answer.counts is not None
+            self._counted = answer.counts
             return
         if answer.kind in (Kind.OPENED, Kind.REFUSED):
             self._take_opening(answer)
@@ -532,6 +547,7 @@ class HostedAdapter(StorageAdapter):
     def _reaped(self, how: str) -> None:
         """The child is gone, with everything that could touch the bytes."""
         self._read_last()
+        self._counted = Counted()
         table, self._table = self._table, {}
         for request in table.values():
             for index in range(len(request.holds)):

@@ -19,6 +19,7 @@
     RAISED           JSON: kind, message, field; the answer to any request
     DROPPED          count × u16: items of a PUT or LOAD whose bytes the adapter has finished with
     EVICTED          count × key: dropped by the adapter's own cap; request is 0
+    COUNTS           JSON: what its codecs and its adapter have counted, by name; request is 0
 
 A reason is u8 length ‖ UTF-8.  A request may be answered before all its holds are dropped, and the other way round.
 
@@ -41,6 +42,7 @@ import msgspec
 from kvstrata.errors import KvstrataError
 from kvstrata.storage.base import (
     Capabilities,
+    Counts,
     Found,
     LoadItem,
     LoadOutcome,
@@ -91,6 +93,7 @@ class Kind(enum.IntEnum):
     RAISED = 72
     DROPPED = 73
     EVICTED = 74
+    COUNTS = 75
 
 
 class ChannelError(Exception):
@@ -118,6 +121,13 @@ class Problem(msgspec.Struct, frozen=True):
     kind: str
     message: str
     field: str = ""
+
+
+class Counted(msgspec.Struct, frozen=True):
+    """Body of COUNTS."""
+
+    codec: Counts = {}
+    numbers: Counts = {}
 
 
 class Item(NamedTuple):
@@ -153,11 +163,13 @@ class Answer(msgspec.Struct, frozen=True):
     usage: Usage | None = None
     problem: Problem | None = None
     capabilities: Capabilities | None = None
+    counts: Counted | None = None
 
 
 _JSON_OF_CONFIG = msgspec.json.Decoder(HostConfig)
 _JSON_OF_PROBLEM = msgspec.json.Decoder(Problem)
 _JSON_OF_CAPABILITIES = msgspec.json.Decoder(Capabilities)
+_JSON_OF_COUNTS = msgspec.json.Decoder(Counted)
 
 
 # --- what the server sends --------------------------------------------------------------------------------
@@ -264,6 +276,11 @@ def evicted(keys: Sequence[bytes]) -> bytes:
     return _head(Kind.EVICTED, len(keys), 0) + b"".join(keys)
 
 
+def counts(counted: Counted) -> bytes:
+    """COUNTS."""
+    return _head(Kind.COUNTS, 0, 0) + msgspec.json.encode(counted)
+
+
 def read_answer(frame: bytes) -> Answer:
     """A frame of the host. Raises ChannelError for anything else."""
     if len(frame) > MAX_FRAME_BYTES:
@@ -304,6 +321,8 @@ def _read_answer(frame: bytes) -> Answer:
         if capabilities.max_batch < 1:
             raise ValueError("max_batch is less than 1")
         return Answer(kind, number, capabilities=capabilities)
+    if kind is Kind.COUNTS:
+        return Answer(kind, number, counts=_JSON_OF_COUNTS.decode(body))
     raise ValueError(f"{kind.name} is no answer")
 
 

@@ -11,7 +11,8 @@ Invariants
    after the last thread that can touch the extents: no server adopts them before.  Forks do not inherit the mapping.
 3. That a hold was dropped is told with the answer of its batch, or soon after the drop where that comes earlier or
    later; never before the drop.
-4. What an adapter raises is told and ends nothing here (the plugin boundary); nothing that it does is worked around:
+4. What it counts is told every COUNT_S where it has changed.
+5. What an adapter raises is told and ends nothing here (the plugin boundary); nothing that it does is worked around:
    a hang or a crash is the server's to see.
 """
 
@@ -46,9 +47,10 @@ from kvstrata.storage.base import (
     StorageAdapter,
     log_broken_contract,
 )
-from kvstrata.storage.host_channel import MAX_FRAME_BYTES, HostConfig, Item, Kind, Request
+from kvstrata.storage.host_channel import MAX_FRAME_BYTES, Counted, HostConfig, Item, Kind, Request
 from kvstrata.storage.host_process import LEVEL_MARK
 from kvstrata.storage.registry import coded_adapter, configure_adapter
+from kvstrata.storage.wrap.codec import CodecAdapter
 from kvstrata.types import KEY_BYTES
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ log = logging.getLogger(__name__)
 FRAMES_AT_A_TIME = 16
 TELL_S = 0.01
 """Drops and evictions that no answer takes along are told so long after the first."""
+COUNT_S = 1.0
 
 
 def main() -> NoReturn:
@@ -104,6 +107,7 @@ class Host:
         self._tell_is_due = False
         self._untold: dict[int, list[int]] = {}
         """Drops by request that were collected and not told."""
+        self._counted = Counted()
 
     async def run(self) -> None:
         """Open, serve until CLOSE, close. Exits by itself where the adapter cannot be opened."""
@@ -112,7 +116,7 @@ class Host:
             config.instance_id, SystemClock(), extents.address, extents.length, self._evicted
         )
         try:
-            adapter: StorageAdapter = coded_adapter(configure_adapter(config.entry, config.index))
+            adapter = coded_adapter(configure_adapter(config.entry, config.index))
             adapter.name = config.name
             await adapter.open(context)
             frame = host_channel.opened(adapter.capabilities)
@@ -125,6 +129,7 @@ class Host:
         self._channel.setblocking(False)
         self._send(frame)
         self._loop.add_reader(self._channel, self._read)
+        self._count(adapter)
         await self._closing.wait()
         try:
             await adapter.close()
@@ -242,6 +247,16 @@ class Host:
         keys = [self._evictions.popleft() for _ in range(len(self._evictions))]
         for part in host_channel.parts_of(keys):
             self._send(host_channel.evicted(part))
+
+    def _count(self, adapter: CodecAdapter) -> None:
+        """Tell what was counted, again and again."""
+        if self._closing.is_set():
+            return
+        counted = Counted(adapter.stats(), adapter.numbers())
+        if counted != self._counted and not self._queue:
+            self._counted = counted
+            self._send(host_channel.counts(counted))
+        self._loop.call_later(COUNT_S, self._count, adapter)
 
     # --- sending -----------------------------------------------------------------------------------------
 

@@ -189,7 +189,7 @@ class NativeAdapter(StorageAdapter):
 
     def numbers(self) -> dict[str, int]:
         """What the connector counts."""
-        return self._connector.counts() if self._opened else {}
+        return {} if self._not_ready() else self._connector.counts()
 
     async def close(self) -> None:
         """Wait for what is in flight, close the connector, end the threads. Idempotent."""

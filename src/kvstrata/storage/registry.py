@@ -110,14 +110,11 @@ class ConfiguredAdapter(NamedTuple):
 
     def status(self) -> dict[str, Any]:
         """For status pages."""
+        counted = self.codec or self.host
         return {
             "breakers": self.guard.breaker_states(),
             "stuck_bytes": self.guard.stuck_bytes,
-            **(
-                {}
-                if self.codec is None
-                else {"codec": self.codec.stats(), "numbers": self.codec.inner.numbers()}
-            ),
+            **({} if counted is None else {"codec": counted.stats(), "numbers": counted.numbers()}),
             **({} if self.host is None else {"host": self.host.host_status()}),
         }
 

@@ -26,11 +26,14 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
+import msgspec
+
 from kvstrata.errors import StorageError
 from kvstrata.native.copying import crc32c
 from kvstrata.storage.base import (
     HEAD_BYTES,
     AdapterContext,
+    Counts,
     Found,
     LoadItem,
     LoadOutcome,
@@ -42,6 +45,7 @@ from kvstrata.storage.base import (
     PutStatus,
     StorageAdapter,
     Usage,
+    log_broken_contract,
     nothing_known,
 )
 from kvstrata.storage.lanes import Lane, Lanes
@@ -135,6 +139,7 @@ class CodecAdapter(StorageAdapter):
         """Some records here may be encoded."""
         self._running: set[asyncio.Task[Any]] = set()
         self._closed = False
+        self._numbers_are_broken = False
         self._kind_of: Callable[[bytes, bytes], PayloadKind | None] = nothing_known
 
     async def open(self, context: AdapterContext) -> None:
@@ -159,10 +164,20 @@ class CodecAdapter(StorageAdapter):
 
         await self.inner.open(context._replace(record_evicted=record_evicted))
 
-    def stats(self) -> dict[str, Any]:
-        """Numbers for status."""
+    def stats(self) -> dict[str, int]:
+        """What is counted here."""
         used_bytes = 0 if self._staging is None else self._staging.used_bytes
         return {"staging_used_bytes": used_bytes, **self.counts}
+
+    def numbers(self) -> dict[str, int]:
+        """As the inner adapter; nothing where that breaks its contract, which costs no page its other numbers."""
+        try:
+            return msgspec.convert(self.inner.numbers(), Counts)
+        except Exception as error:  # the plugin boundary
+            if not self._numbers_are_broken:
+                self._numbers_are_broken = True
+                log_broken_contract(self.name, "numbers", error)
+            return {}
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
         """As the inner adapter, with lengths in L1; UNKNOWN for what cannot be decoded."""

@@ -132,6 +132,10 @@ class FaultyAdapter(StorageAdapter):
         """As the inner adapter."""
         return await self.inner.clear()
 
+    def numbers(self) -> dict[str, int]:
+        """As the inner adapter."""
+        return self.inner.numbers()
+
     async def usage(self) -> Usage:
         """As the inner adapter."""
         return await self.inner.usage()
