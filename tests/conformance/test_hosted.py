@@ -13,13 +13,24 @@ from typing import Any
 import pytest
 
 from kvstrata.errors import StorageError
-from kvstrata.storage.base import Found, Presence, PutOutcome, PutStatus
+from kvstrata.storage.base import Found, LoadItem, PayloadKind, Presence, PutItem, PutOutcome, PutStatus
 from kvstrata.storage.host import HostedAdapter
 from kvstrata.storage.registry import coded_adapter, configure_adapter
 from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, HostedContract, Medium
-from kvstrata.testing.strategies import WAIT_S, key_of, lent_context, load_item, put_item, watched
+from kvstrata.testing.strategies import (
+    WAIT_S,
+    WatchedHold,
+    key_of,
+    lent_context,
+    load_item,
+    put_item,
+    record_hold,
+    watched,
+)
 from tests.conformance.test_fs import Folder
 from tests.harness.bad_adapter import entry_of
+from tests.harness.codec_records import loaded_record, soft_payload
+from tests.oracles import codec as oracle
 
 GB = 1 << 30
 
@@ -119,6 +130,42 @@ async def test_what_an_adapter_and_its_codecs_count_in_a_host_is_what_they_count
         await adapter.close()
     assert counted[0] == counted[1]
     assert (in_host.stats(), in_host.numbers()) == ({}, {}), "there is no child any more"
+
+
+async def test_records_are_made_fp8_in_a_host_once_it_is_known_that_their_engine_accepted_that(
+    tmp_path: Path,
+) -> None:
+    known: dict[bytes, PayloadKind] = {}
+    entry = {"type": "fs", "base_path": str(tmp_path / "kv"), "min_free_gb": 0, "codec": ["fp8", "zstd"]}
+    adapter = HostedAdapter(entry, 0, name="fs-0", kill_ms=600_000, max_pause_s=0.1)
+    lent = lent_context(lambda key: None)
+    await adapter.open(lent._replace(payload_kind=lambda identity, part: known.get(identity)))
+    payload = soft_payload(b"x", 66_000)
+
+    async def put_and_loaded(n: int, identity: bytes) -> tuple[bool, bool]:
+        """Whether the record was stored as fp8, and whether it comes back rounded."""
+        item = PutItem(key_of(n), record_hold(key_of(n), payload, identity=identity, sections=[66_000]))
+        length = item.hold.length
+        assert await adapter.put([item]) == [STORED]
+        load = LoadItem(key_of(n), WatchedHold(key_of(n), length, for_put=False))
+        assert await adapter.load([load]) == [LOADED]
+        is_fp8 = Folder(tmp_path / "kv").read(key_of(n))[80] == 1
+        if is_fp8:
+            assert oracle.decode(Folder(tmp_path / "kv").read(key_of(n))) == loaded_record(load)
+        return is_fp8, loaded_record(load)[-66_000:] != payload
+
+    mine, other = b"m" * 32, b"o" * 32
+    assert await put_and_loaded(1, mine) == (False, False), "its engine is not known yet"
+    known[mine] = PayloadKind(2, (1, 10, 2, 10, 5, 33))
+    known[other] = PayloadKind(2)
+    assert await put_and_loaded(2, mine) == (True, True)
+    assert await put_and_loaded(3, other) == (False, False)
+    os.kill(adapter.host_status()["pid"], signal.SIGKILL)
+    await until(lambda: adapter.restarts == 1 and adapter.host_status()["state"] == "up")
+    assert await put_and_loaded(4, mine) == (True, True), "the next one knows it too"
+    del known[mine]
+    assert await put_and_loaded(5, mine) == (False, False), "its engine is gone"
+    await adapter.close()
 
 
 async def test_numbers_that_are_none_cost_nothing_but_these(bad) -> None:

@@ -206,11 +206,13 @@ class FloatClient(RpcClient):
         seal_record(address, extent.length_bytes, spec, list(self.SECTIONS))
 
 
+@pytest.mark.parametrize("isolation", ["in_process", "process"])
 def test_only_engines_that_accepted_fp8_get_rounded_records(
-    start: Callable[..., ServerProcess], tmp_path: Path
+    start: Callable[..., ServerProcess], tmp_path: Path, isolation: str
 ) -> None:
     base = tmp_path / "rounded"
-    server = start({"type": "fs", "base_path": str(base), "codec": ["fp8", "zstd"]})
+    codec = ["fp8", "zstd"]
+    server = start({"type": "fs", "base_path": str(base), "codec": codec, "isolation": isolation})
     facts = {"payload_bytes": PAYLOAD_BYTES, "element_bytes": 2, "fp8": [1, 5, 2, 10, 3, 50]}
     roots = {}
     for fidelity in ("fp8", "lossless"):

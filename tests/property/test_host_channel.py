@@ -12,12 +12,13 @@ from kvstrata.storage.base import (
     Found,
     LoadOutcome,
     LoadStatus,
+    PayloadKind,
     Presence,
     PutOutcome,
     PutStatus,
     Usage,
 )
-from kvstrata.storage.host_channel import Answer, ChannelError, Counted, Kind
+from kvstrata.storage.host_channel import Answer, ChannelError, Counted, Kind, KnownKinds
 
 numbers = st.integers(0, 2**64 - 1)
 reasons = st.text(alphabet=st.characters(codec="ascii"), max_size=host_channel.MAX_REASON_BYTES)
@@ -59,6 +60,38 @@ def test_what_a_load_said_is_read_again(number: int, items: list[tuple[LoadOutco
     answer = host_channel.read_answer(host_channel.ended(Kind.LOAD_ENDED, number, outcomes, gone))
     assert answer.outcomes == outcomes
     assert answer.dropped == [i for i, one in enumerate(gone) if one]
+
+
+kinds = st.builds(
+    PayloadKind,
+    st.integers(1, 16),
+    st.none() | st.tuples(*[st.integers(1, 2**32 - 1)] * 6),
+)
+whose = st.binary(min_size=64, max_size=64)
+
+
+@given(st.lists(st.tuples(whose, st.none() | kinds), max_size=host_channel.MAX_KINDS))
+def test_what_payloads_are_made_of_is_read_again(known: list[tuple[bytes, PayloadKind | None]]) -> None:
+    frame = host_channel.kinds(known)
+    assert len(frame) <= host_channel.MAX_FRAME_BYTES
+    request = host_channel.read_request(frame)
+    assert (request.kind, request.kinds) == (Kind.KINDS, known)
+
+
+def test_most_kinds_fit_a_frame_and_no_more_than_a_bound_are_known() -> None:
+    known, told = KnownKinds(), KnownKinds()
+    n, each = host_channel.KNOWN_KINDS + 3, host_channel.MAX_KINDS
+    rows = [(b"%064d" % i, PayloadKind(2, ((1 << 32) - 1,) * 6)) for i in range(n)]
+    told.learn(rows)
+    for at in range(0, n, each):
+        frame = host_channel.kinds(rows[at : at + each])
+        assert len(frame) <= host_channel.MAX_FRAME_BYTES
+        known.learn(host_channel.read_request(frame).kinds)
+    kept = [i for i, (of, _) in enumerate(rows) if known.of(of[:32], of[32:]) is not None]
+    assert kept == list(range(3, n))
+    assert all(told.of(of[:32], of[32:]) == known.of(of[:32], of[32:]) for of, _ in rows)
+    known.learn([(rows[-1][0], None)])
+    assert known.of(rows[-1][0][:32], rows[-1][0][32:]) is None
 
 
 @given(st.builds(Counted, *[st.dictionaries(words, st.integers(-(2**63), 2**63 - 1))] * 2))

@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -18,6 +18,7 @@ from kvstrata.storage.base import (
     Found,
     LoadOutcome,
     LoadStatus,
+    PayloadKind,
     Presence,
     PutItem,
     PutOutcome,
@@ -26,7 +27,18 @@ from kvstrata.storage.base import (
 )
 from kvstrata.storage.host import HostedAdapter
 from kvstrata.storage.host_channel import MAX_FRAME_BYTES, MAX_ITEMS, Counted, Kind, Request
-from kvstrata.testing.strategies import WAIT_S, key_of, lent_context, load_item, put_item, watched
+from kvstrata.testing.strategies import (
+    WAIT_S,
+    key_of,
+    lent_context,
+    load_item,
+    put_item,
+    record_hold,
+    watched,
+)
+
+if TYPE_CHECKING:
+    from kvstrata.native.pool import Hold
 
 STORED = PutOutcome(PutStatus.STORED)
 PUT_DIED = PutOutcome(PutStatus.FAILED, "host_died")
@@ -97,14 +109,19 @@ async def opened_with(
     evicted: Callable[[bytes], None] = lambda key: None,
     capabilities: Capabilities = CAPABILITIES,
     kill_ms: int = 600_000,
+    payload_kind: Callable[[bytes, bytes], PayloadKind | None] | None = None,
 ) -> tuple[HostedAdapter, Child]:
-    adapter = HostedAdapter({"type": "fs"}, 0, name="hosted-0", kill_ms=kill_ms, max_pause_s=0.01)
-    opening = asyncio.create_task(adapter.open(lent_context(evicted)))
+    entry = {"type": "fs"} if payload_kind is None else {"type": "fs", "codec": ["fp8"]}
+    adapter = HostedAdapter(entry, 0, name="hosted-0", kill_ms=kill_ms, max_pause_s=0.01)
+    context = lent_context(evicted)
+    if payload_kind is not None:
+        context = context._replace(payload_kind=payload_kind)
+    opening = asyncio.create_task(adapter.open(context))
     await until(lambda: Child.made)
     child = Child.made[-1]
     request = await child.request()
     assert request.config is not None
-    assert request.config.entry == {"type": "fs"}
+    assert request.config.entry == entry
     child.say(host_channel.opened(capabilities))
     await opening
     return adapter, child
@@ -409,6 +426,50 @@ async def test_what_the_child_counts_is_told_until_it_is_gone_and_is_no_sign_of_
     child.reap()
     assert (adapter.stats(), adapter.numbers()) == ({}, {})
     assert await wait == [PUT_DIED]
+
+
+def record_of(number: int, identity: bytes) -> PutItem:
+    return PutItem(key_of(number), cast("Hold", record_hold(key_of(number), b"x" * 100, identity=identity)))
+
+
+async def test_what_payloads_are_made_of_is_told_before_they_are_put_and_again_where_it_has_changed() -> None:
+    known: dict[bytes, PayloadKind] = {}
+    adapter, child = await opened_with(payload_kind=lambda identity, part: known.get(identity))
+
+    async def told_before(child: Child, *identities: bytes) -> list[tuple[bytes, PayloadKind | None]]:
+        """What was told before a put of such records."""
+        items = [record_of(n, identity) for n, identity in enumerate(identities)]
+        wait = asyncio.create_task(adapter.put(items))
+        request = await child.request()
+        kinds = request.kinds
+        if request.kind is Kind.KINDS:
+            request = await child.request()
+        child.say(all_stored(request))
+        assert await wait == [STORED] * len(items)
+        return kinds
+
+    a, b = b"a" * 32, b"b" * 32
+    assert await told_before(child, a, b) == [], "nothing is known"
+    known[a] = PayloadKind(2)
+    assert await told_before(child, a, b, a) == [(a + bytes(32), PayloadKind(2))]
+    assert await told_before(child, a, b) == []
+    known[a], known[b] = PayloadKind(2, (1, 1, 2, 4, 3, 4)), PayloadKind(1)
+    both = [(of + bytes(32), known[of]) for of in (a, b)]
+    assert await told_before(child, a, b) == both
+    assert await told_before(child, a, b) == []
+    child.kill()
+    child.reap()
+    assert await adapter.put([record_of(9, a)]) == [PutOutcome(PutStatus.THROTTLED, "host_down")]
+    await until(lambda: len(Child.made) == 2)
+    second = Child.made[1]
+    await second.request()
+    second.say(host_channel.opened(CAPABILITIES))
+    await until(lambda: adapter.host_status()["state"] == "up")
+    assert await told_before(second, b, a) == both[::-1], "another child knows nothing"
+    del known[b]
+    assert await told_before(second, a, b) == [(b + bytes(32), None)]
+    second.reaps_at_once = True
+    await adapter.close()
 
 
 async def test_close_lets_the_child_finish_and_kills_it_when_it_is_silent() -> None:

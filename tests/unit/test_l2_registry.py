@@ -134,7 +134,6 @@ def test_fields_without_effect_are_accepted_with_a_line_each(caplog: pytest.LogC
             r"\.codec\[0\]\.key_file: /no/such/file: cannot be read",
         ),
         ({**FS, "codec": ["zstd", "fp8"]}, r"\.codec\[1\]: 'fp8' cannot come after 'zstd'; the order is fp8, zstd"),
-        ({**FS, "codec": ["fp8"], "isolation": "process"}, r"\.codec: .*in a process of its own nothing is known"),
         ({**FS, "codec_staging_mb": 0}, r"\.codec_staging_mb: must be a number from 1"),
         ({**FS, "codec_workers": 0}, r"\.codec_workers: must be a whole number from 1 to 64"),
         ({"type": "disk", "capacity_gb": 1}, r"\.base_path: must be a non-empty string"),

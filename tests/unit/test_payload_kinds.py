@@ -57,6 +57,13 @@ def test_a_shape_that_makes_no_sense_is_none(fact: object) -> None:
     assert kinds.of(root_of(peers, "fp8"), part().digest()) == PayloadKind(2)
 
 
+@pytest.mark.parametrize("fact", [None, "4", True, 0, -1, 17, 1 << 70])
+def test_a_size_of_a_number_that_makes_no_sense_is_two_bytes(fact: object) -> None:
+    kinds = PayloadKinds(Registry(1))
+    kinds.attached(part(), {"element_bytes": fact})
+    assert kinds.of(bytes(32), part().digest()) == PayloadKind(2)
+
+
 def test_slices_are_remembered_up_to_a_bound() -> None:
     kinds = PayloadKinds(Registry(1))
     kinds.attached(None, None)

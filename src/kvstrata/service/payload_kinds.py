@@ -16,6 +16,7 @@ from kvstrata.storage.base import PayloadKind
 from kvstrata.types import Slice
 
 MAX_SLICES = 4_096
+MAX_ELEMENT_BYTES = 16
 FP8_NUMBERS = 6
 
 
@@ -33,9 +34,9 @@ class PayloadKinds:
         digest = part.digest()
         self._slices.pop(digest, None)
         element_bytes = facts.get("element_bytes")
-        self._slices[digest] = PayloadKind(
-            element_bytes if isinstance(element_bytes, int) else 2, _fp8(facts.get("fp8"))
-        )
+        if type(element_bytes) is not int or not 0 < element_bytes <= MAX_ELEMENT_BYTES:
+            element_bytes = 2
+        self._slices[digest] = PayloadKind(element_bytes, _fp8(facts.get("fp8")))
         if len(self._slices) > MAX_SLICES:
             del self._slices[next(iter(self._slices))]
 

@@ -52,7 +52,16 @@ from kvstrata.storage.base import (
     StorageAdapter,
     Usage,
 )
-from kvstrata.storage.host_channel import MAX_FRAME_BYTES, Answer, ChannelError, Counted, HostConfig, Kind
+from kvstrata.storage.host_channel import (
+    MAX_FRAME_BYTES,
+    MAX_KINDS,
+    Answer,
+    ChannelError,
+    Counted,
+    HostConfig,
+    Kind,
+    KnownKinds,
+)
 from kvstrata.storage.host_process import HostProcess
 from kvstrata.types import KEY_BYTES
 
@@ -70,6 +79,8 @@ BAD_ITEM = "bad_item"
 CLOSED = "closed"
 QUEUE_BYTES = 1 << 20
 MAX_REQUESTS = 4_096
+WHOSE = slice(320, 320 + 2 * KEY_BYTES)
+"""Identity root and slice digest in a record's header."""
 FRAMES_AT_A_TIME = 16
 """Frames of one child that are read before the loop sees to others."""
 LAST_FRAMES = 10_000
@@ -156,6 +167,8 @@ class HostedAdapter(StorageAdapter):
         self._context: AdapterContext | None = None
         self._pool_fds: list[int] = []
         self._counted = Counted()
+        self._told = KnownKinds()
+        """What this child knows of payloads."""
         self._process: HostProcess | None = None
         self._socket: socket.socket | None = None
         self._queue: deque[bytes] = deque()
@@ -326,7 +339,26 @@ class HostedAdapter(StorageAdapter):
         self, kind: Kind, items: Sequence[PutItem | LoadItem]
     ) -> tuple[asyncio.Future[Any] | None, str]:
         holds: list[Hold | None] = [item.hold for item in items]
-        return self._ask(kind, len(items), holds, lambda number: host_channel.moved(kind, number, items))
+
+        def frame(number: int) -> bytes:
+            if kind is Kind.PUT and self._entry.get("codec"):
+                self._tell_kinds(items)
+            return host_channel.moved(kind, number, items)
+
+        return self._ask(kind, len(items), holds, frame)
+
+    def _tell_kinds(self, items: Sequence[PutItem | LoadItem]) -> None:
+        """Tell the child what these payloads are made of, as far as it does not know that."""
+        assert self._context is not None
+        news = []
+        for whose in dict.fromkeys(bytes(item.hold.view()[WHOSE]) for item in items):
+            identity, slice_digest = whose[:KEY_BYTES], whose[KEY_BYTES:]
+            kind = self._context.payload_kind(identity, slice_digest)
+            if kind != self._told.of(identity, slice_digest):
+                news.append((whose, kind))
+        for at in range(0, len(news), MAX_KINDS):
+            self._send(host_channel.kinds(news[at : at + MAX_KINDS]))
+        self._told.learn(news)
 
     def _ask_bare(self, kind: Kind) -> tuple[asyncio.Future[Any] | None, str]:
         return self._ask(kind, 0, [], lambda number: host_channel.bare(kind, number))
@@ -501,6 +533,7 @@ class HostedAdapter(StorageAdapter):
         theirs.detach()
         self._process, self._socket, self._state = process, ours, HostState.STARTING
         self._opening, self._ended = loop.create_future(), loop.create_future()
+        self._told = KnownKinds()
         self._queue.clear()
         self._queued_bytes, self._writes_later = 0, False
         loop.add_reader(ours, self._read)

@@ -6,6 +6,7 @@
     CONFIGURE        JSON                              OPENED or REFUSED
     EXISTS, DELETE   count × key                       FOUND; COUNTED
     PUT, LOAD        count × (key, u64 offset, u32 length)   PUT_ENDED; LOAD_ENDED
+    KINDS            count × (identity root, slice digest, u16 element bytes, 6 × u32 fp8)   nothing; request is 0
     CLEAR, USAGE     nothing                           COUNTED; USED
     CLOSE            nothing                           the host's end, with exit status 0
 
@@ -21,6 +22,8 @@
     EVICTED          count × key: dropped by the adapter's own cap; request is 0
     COUNTS           JSON: what its codecs and its adapter have counted, by name; request is 0
 
+KINDS tells what payloads of an identity and a slice are made of, before the first PUT of such a record and again where
+that has changed (PayloadKind; element bytes 0: not known any more, fp8 all 0: not accepted).
 A reason is u8 length ‖ UTF-8.  A request may be answered before all its holds are dropped, and the other way round.
 
 Invariants
@@ -47,6 +50,7 @@ from kvstrata.storage.base import (
     LoadItem,
     LoadOutcome,
     LoadStatus,
+    PayloadKind,
     Presence,
     PutItem,
     PutOutcome,
@@ -58,12 +62,16 @@ from kvstrata.types import KEY_BYTES
 MAX_FRAME_BYTES = 64 << 10
 MAX_ITEMS = 1_000
 """Per frame: that many outcomes with the longest reasons still fit."""
+MAX_KINDS = 500
+"""In a frame of KINDS."""
+KNOWN_KINDS = 4_096
 MAX_REASON_BYTES = 48
 MAX_TEXT_CHARS = 4_000
 MAX_FIELD_CHARS = 200
 
 _HEAD = struct.Struct("<BBHIQ")
 _ITEM = struct.Struct(f"<{KEY_BYTES}sQI")
+_KIND = struct.Struct("<64sH6I")
 _FOUND = struct.Struct("<BIB")
 _OUTCOME = struct.Struct("<BB")
 _COUNT = struct.Struct("<Q")
@@ -82,6 +90,7 @@ class Kind(enum.IntEnum):
     CLEAR = 6
     USAGE = 7
     CLOSE = 8
+    KINDS = 9
 
     OPENED = 65
     REFUSED = 66
@@ -146,6 +155,32 @@ class Request(NamedTuple):
     keys: list[bytes]
     items: list[Item]
     config: HostConfig | None
+    kinds: list[tuple[bytes, PayloadKind | None]]
+    """By identity root ‖ slice digest."""
+
+
+class KnownKinds:
+    """What a host was told of payloads; its server keeps another that hears the same, and so forgets the same.
+
+    `learn` on one thread, `of` on any.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[bytes, PayloadKind] = {}
+
+    def of(self, identity: bytes, slice_digest: bytes) -> PayloadKind | None:
+        """What is known of the payloads of an identity root and a slice digest."""
+        return self._kinds.get(identity + slice_digest)
+
+    def learn(self, kinds: Sequence[tuple[bytes, PayloadKind | None]]) -> None:
+        """KINDS was sent or came."""
+        for whose, kind in kinds:
+            if kind is None:
+                self._kinds.pop(whose, None)
+                continue
+            self._kinds[whose] = kind
+            if len(self._kinds) > KNOWN_KINDS:
+                del self._kinds[next(iter(self._kinds))]
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -196,6 +231,15 @@ def moved(kind: Kind, number: int, items: Sequence[PutItem | LoadItem]) -> bytes
     )
 
 
+def kinds(known: Sequence[tuple[bytes, PayloadKind | None]]) -> bytes:
+    """KINDS. REQUIRES at most MAX_KINDS, each by identity root ‖ slice digest."""
+    rows = []
+    for whose, kind in known:
+        fp8 = (kind.fp8 if kind else None) or (0,) * 6
+        rows.append(_KIND.pack(whose, kind.element_bytes if kind else 0, *fp8))
+    return _head(Kind.KINDS, len(rows), 0) + b"".join(rows)
+
+
 def bare(kind: Kind, number: int) -> bytes:
     """CLEAR, USAGE or CLOSE."""
     return _head(kind, 0, number)
@@ -209,13 +253,18 @@ def read_request(frame: bytes) -> Request:
     keys: list[bytes] = []
     items: list[Item] = []
     config = None
+    kinds: list[tuple[bytes, PayloadKind | None]] = []
     if kind in (Kind.EXISTS, Kind.DELETE):
         keys = [bytes(body[at : at + KEY_BYTES]) for at in range(0, len(body), KEY_BYTES)]
     elif kind in (Kind.PUT, Kind.LOAD):
         items = [Item(*fields) for fields in _ITEM.iter_unpack(body)]
     elif kind is Kind.CONFIGURE:
         config = _JSON_OF_CONFIG.decode(body)
-    return Request(kind, number, keys, items, config)
+    elif kind is Kind.KINDS:
+        for whose, element_bytes, *fp8 in _KIND.iter_unpack(body):
+            known = PayloadKind(element_bytes, tuple(fp8) if any(fp8) else None)
+            kinds.append((whose, known if element_bytes else None))
+    return Request(kind, number, keys, items, config, kinds)
 
 
 # --- what the host sends ----------------------------------------------------------------------------------

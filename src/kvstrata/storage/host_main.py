@@ -47,7 +47,15 @@ from kvstrata.storage.base import (
     StorageAdapter,
     log_broken_contract,
 )
-from kvstrata.storage.host_channel import MAX_FRAME_BYTES, Counted, HostConfig, Item, Kind, Request
+from kvstrata.storage.host_channel import (
+    MAX_FRAME_BYTES,
+    Counted,
+    HostConfig,
+    Item,
+    Kind,
+    KnownKinds,
+    Request,
+)
 from kvstrata.storage.host_process import LEVEL_MARK
 from kvstrata.storage.registry import coded_adapter, configure_adapter
 from kvstrata.storage.wrap.codec import CodecAdapter
@@ -108,12 +116,18 @@ class Host:
         self._untold: dict[int, list[int]] = {}
         """Drops by request that were collected and not told."""
         self._counted = Counted()
+        self._kinds = KnownKinds()
 
     async def run(self) -> None:
         """Open, serve until CLOSE, close. Exits by itself where the adapter cannot be opened."""
         config, extents = self._config, self._extents
         context = AdapterContext(
-            config.instance_id, SystemClock(), extents.address, extents.length, self._evicted
+            config.instance_id,
+            SystemClock(),
+            extents.address,
+            extents.length,
+            self._evicted,
+            payload_kind=self._kinds.of,
         )
         try:
             adapter = coded_adapter(configure_adapter(config.entry, config.index))
@@ -157,6 +171,9 @@ class Host:
             request = host_channel.read_request(frame)
             if request.kind is Kind.CLOSE:
                 self._closing.set()
+                continue
+            if request.kind is Kind.KINDS:
+                self._kinds.learn(request.kinds)
                 continue
             task = self._loop.create_task(self._answer(request))
             self._tasks.add(task)

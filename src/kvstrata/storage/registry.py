@@ -196,11 +196,6 @@ def configure_adapter(entry: str | Mapping[str, Any], index: int, *, path: str =
         advice = 'write "codec": ["zstd"] or "codec": [{"name": "aes-gcm", "key_file": PATH}]'
         fields.refuse("serde", f"it was replaced by codec; {advice}")
     codec = _codec(fields)
-    if codec.chain.fp8 and hosted:
-        advice = (
-            "in a process of its own nothing is known of what engines have accepted; remove fp8 or isolation"
-        )
-        fields.refuse("codec", advice)
     return AdapterConfig(
         name,
         index,
