@@ -2,23 +2,24 @@
 
 A test without a marker counts as `fast`. With CI=true, a skipped `integration` or `vllm` test is a failure:
 what such a test needs is there or can be fetched, so a skip would only hide that it did not run. `gpu` tests
-may skip.
+may skip, and the contract suite may skip what an adapter says that it cannot do.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 
-from tests.harness import vllm_env, vllm_model
+from tests.harness import mooncake, vllm_env, vllm_model
 
 IN_CI = os.environ.get("CI") == "true"
 KINDS = ("fast", "integration", "vllm", "gpu")
 REQUIRED_IN_CI = ("integration", "vllm")
+CONTRACT = "kvstrata/testing/adapter_contract.py"
 
 # No test may depend on how fast the machine is; a failure prints what reproduces it.
 hypothesis.settings.register_profile("kvstrata", deadline=None, print_blob=True)
@@ -40,7 +41,13 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     required = any(item.get_closest_marker(kind) for kind in REQUIRED_IN_CI)
-    if IN_CI and required and report.skipped and not hasattr(report, "wasxfail"):
+    if (
+        IN_CI
+        and required
+        and report.skipped
+        and not hasattr(report, "wasxfail")
+        and not _is_of_contract(report)
+    ):
         report.outcome = "failed"
         report.longrepr = f"skipped, and CI=true requires it: {skip_reason(report)}"
     return report
@@ -57,6 +64,11 @@ def pytest_make_collect_report(
         report.outcome = "failed"
         report.longrepr = f"the whole module is skipped, and CI=true requires it: {skip_reason(report)}"
     return report
+
+
+def _is_of_contract(report: pytest.TestReport) -> bool:
+    """The shipped contract suite itself has skipped the test."""
+    return isinstance(report.longrepr, tuple) and Path(report.longrepr[0]).match(CONTRACT)
 
 
 def skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
@@ -82,3 +94,21 @@ def vllm_model_folder(vllm_python: Path) -> Callable[[str], Path]:
 def vllm_environment(vllm_python: Path, tmp_path: Path) -> dict[str, str]:
     """Variables for a process that runs vLLM with this clone's kvstrata; its state goes to tmp_path."""
     return vllm_env.environment(tmp_path / "vllm-state")
+
+
+@pytest.fixture(scope="session")
+def mooncake_environment() -> dict[str, str]:
+    """Variables for a process that uses Mooncake; a test is skipped where it cannot be had."""
+    try:
+        return mooncake.environment()
+    except mooncake.Unavailable as unavailable:
+        pytest.skip(str(unavailable))
+
+
+@pytest.fixture(scope="module")
+def mooncake_variables(mooncake_environment: dict[str, str]) -> Iterator[None]:
+    """This process's adapter hosts find Mooncake as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LD_LIBRARY_PATH", mooncake_environment["LD_LIBRARY_PATH"])
+        patch.syspath_prepend(mooncake.ensure())
+        yield

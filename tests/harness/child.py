@@ -12,7 +12,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -41,7 +41,14 @@ class Child:
     …`).
     """
 
-    def __init__(self, module: str, *arguments: str, under: Sequence[str] = (), log: Path) -> None:
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        under: Sequence[str] = (),
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.events: list[dict[str, Any]] = []
         self._log = log
         self._buffer = b""
@@ -52,6 +59,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 cwd=ROOT,
+                env=environment,
                 start_new_session=True,
             )
         try:

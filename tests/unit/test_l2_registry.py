@@ -84,7 +84,7 @@ def test_fields_without_effect_are_accepted_with_a_line_each(caplog: pytest.LogC
             r"l2_adapters\[2\]\.type: unknown adapter 'moncake' \(did you mean 'mooncake_store'\?\)",
         ),
         ({"type": "fss"}, r"unknown adapter 'fss' \(did you mean 'fs'\?\)"),
-        ({"type": "zzzzzzzz"}, r"unknown adapter 'zzzzzzzz'; there are disk, fault_inject, fs, fs_native, plugin"),
+        ({"type": "zzzzzzzz"}, r"unknown adapter 'zzzzzzzz'; there are disk, fault_inject, fs, fs_native, mooncake_"),
         ({"type": "hf3fs"}, r"'hf3fs' is not part of this version; a plugin can provide it"),
         ({"type": "fs"}, r"l2_adapters\[2\]\.base_path: must be a non-empty string, found None"),
         ({**FS, "base_path": "~nobody-of-that-name/kv"}, r"\.base_path: must be an absolute path"),

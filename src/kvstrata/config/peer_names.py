@@ -207,9 +207,9 @@ def find(name: str, table: Mapping[str, Name], prefixes: Mapping[str, Name]) -> 
     return next((entry for prefix, entry in prefixes.items() if name.startswith(prefix)), None)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """` (did you mean 'x'?)` for the nearest known name, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 

@@ -40,7 +40,7 @@ STUCK_SHARE = 16
 """Default of `max_stuck_mb`: L1 / 16."""
 
 ELSEWHERE = (
-    "mooncake_store", "resp", "valkey", "s3", "object_store", "peer", "raw_block", "dax", "hf3fs",
+    "resp", "valkey", "s3", "object_store", "peer", "raw_block", "dax", "hf3fs",
     "aerospike", "bigtable", "hfbucket", "sagemaker_hyperpod", "nixl_store", "nixl_store_dynamic",
     "nixl_native", "native_plugin",
 )  # fmt: skip
@@ -50,6 +50,8 @@ _COMMON = (
     "type", "policy", "deadline_ms", "max_stuck_mb", "isolation", "host_kill_ms", "shared", "eviction", "serde",
     "codec", "codec_staging_mb", "codec_workers",
 )  # fmt: skip
+NEARLY = 0.8
+"""How like a field of ours an unknown one must be to be taken for it, where unknown ones are passed on."""
 KILL_DEADLINES = 3
 """Default of `host_kill_ms`: so many deadlines."""
 
@@ -184,7 +186,8 @@ def configure_adapter(entry: str | Mapping[str, Any], index: int, *, path: str =
     policy = fields.choice("policy", list(StorePolicy), StorePolicy.THROUGH)
     deadline_ms = fields.number("deadline_ms", None, least=1, most=600_000, whole=True)
     stuck_mb = fields.number("max_stuck_mb", None, least=1, most=1 << 20)
-    hosted = fields.choice("isolation", ["in_process", "process"], "in_process") == "process"
+    isolation = "process" if kind in _HOSTED else "in_process"
+    hosted = fields.choice("isolation", ["in_process", "process"], isolation) == "process"
     kill_ms = fields.number("host_kill_ms", None, least=10, most=3_600_000, whole=True)
     if kill_ms is not None and not hosted:
         fields.refuse("host_kill_ms", 'only an adapter with "isolation": "process" has a host; remove it')
@@ -401,6 +404,36 @@ def _disk(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
     return lambda: disk_adapter(settings, name=name)
 
 
+def _mooncake(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
+    from kvstrata.storage.mooncake import SETUP_KEYS, MooncakeAdapter, MooncakeSettings
+
+    ours = ("num_workers", "per_op_workers", "preregister_l1_memory", "replicate")
+    setup = {key: value for key, value in fields.rest().items() if key not in ours}
+    for key, value in setup.items():
+        if key not in SETUP_KEYS:
+            if hint := nearest(key, (*ours, *_COMMON), cutoff=NEARLY):
+                where = f"{fields.path}.{key}"
+                raise ConfigError(f"{where}: unknown field, and no option of Mooncake{hint}", field=where)
+            hint = nearest(key, SETUP_KEYS)
+            log.warning("%s.%s: not known here%s, passed on to Mooncake", fields.path, key, hint)
+        if not isinstance(value, str | int | float):
+            raise fields.wrong(key, "must be a string, a number, true or false, as all options of Mooncake")
+    for key in ("local_hostname", "metadata_server"):
+        if key not in setup:
+            raise fields.wrong(key, "Mooncake needs it, as its documentation of setup says")
+    replicate = fields.get("replicate") or {}
+    if not isinstance(replicate, Mapping):
+        raise fields.wrong("replicate", "must be an object with options of Mooncake's ReplicateConfig")
+    settings = MooncakeSettings(
+        setup=setup,
+        replicate=dict(replicate),
+        preregister=fields.flag("preregister_l1_memory", True),
+        num_workers=int(fields.number("num_workers", 4, least=1, most=256, whole=True) or 4),
+        per_op_workers=fields.workers("per_op_workers"),
+    )
+    return lambda: MooncakeAdapter(settings, name=name)
+
+
 def _plugin(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
     module, attribute = fields.text("module_path"), fields.text("class_name")
     parameters = fields.get("adapter_params") or {}
@@ -475,6 +508,9 @@ _BUILT_IN: dict[str, Factory] = {
     "disk": _disk,
     "fs": _fs,
     "fs_native": _fs,
+    "mooncake_store": _mooncake,
     "plugin": _plugin,
     "fault_inject": _fault_inject,
 }
+_HOSTED = ("mooncake_store",)
+"""Types that run in a process of their own unless they are told otherwise."""

@@ -1,0 +1,548 @@
+"""Records in a Mooncake Store cluster: its own Python client over the pool's memory, no byte copied on the way.
+
+The client (`mooncake.store.MooncakeDistributedStore` of the wheel mooncake-transfer-engine-non-cuda, 0.3.13 is what
+this was measured with) can block for minutes with the GIL held, has no time limit of its own, and crashes when it is
+used after `close`.  So this adapter runs in a process of its own unless it is told otherwise, and killing that is what
+ends a stuck transfer.
+
+Invariants
+1. Every call of the client but setup, register and close is made by a lane, straight from or into the extents; none
+   is made before `open` has returned or after `close` has begun to close it.
+2. The store keeps the first value of a key and says that it stored the second, so what is there is asked before each
+   put, and two puts of a key here at the same time are one.
+3. A value that is no record of its key, of the length that the store says, is removed: only then can a put heal it.
+   What another instance has put under the key meanwhile may go with it, which costs a miss.
+4. `_lengths` says how long the records are that this process has put or found.  It is a hint: presence is asked of the
+   store each time, and a length that has become wrong is found out by the load.
+
+Not here: what a Mooncake option means.  Whatever is not one of our fields goes to `setup` as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import re
+import socket
+import struct
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+from kvstrata.errors import StorageError
+from kvstrata.native.copying import CopyOutcome, RecordError, record_header, verify_stored_record
+from kvstrata.storage.base import (
+    HEAD_BYTES,
+    AdapterContext,
+    Capabilities,
+    Found,
+    LoadItem,
+    LoadOutcome,
+    LoadStatus,
+    Presence,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    StorageAdapter,
+    Usage,
+)
+from kvstrata.storage.lanes import Lane, Lanes
+from kvstrata.types import KEY_BYTES
+
+if TYPE_CHECKING:
+    from kvstrata.native.pool import Hold
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SETUP_KEYS = (
+    "local_hostname", "metadata_server", "global_segment_size", "local_buffer_size", "protocol", "rdma_devices",
+    "master_server_addr", "ipc_socket_path", "enable_ssd_offload", "ssd_offload_path", "tenant_id",
+    "enable_client_http_server", "client_http_port",
+)  # fmt: skip
+"""What Mooncake's setup of the version above reads. Others are passed on as well, and said to be."""
+DEFAULT_MASTER = "127.0.0.1:50051"
+KEY_PREFIX = "kvstrata-"
+"""All instances of a cluster share it."""
+PROBE_S = 1.5
+"""Longest wait for a connection, or for the answer on it, before the client is set up."""
+KNOWN_LENGTHS = 1 << 17
+LARGEST_RECORD_BYTES = (1 << 32) - 1
+CLOSED, BAD_ITEM, QUEUE_FULL = "closed", "bad_item", "queue_full"
+
+_NICS = Path("/sys/class/infiniband")
+_APT = {"libibverbs": "libibverbs1", "libnuma": "libnuma1", "libcurl": "libcurl4", "libnl-3": "libnl-3-200"}
+
+_OK = 0
+_FULL, _NO_REPLICA_YET, _NO_OBJECT, _EXISTS, _REPLICA_GONE = -200, -703, -704, -705, -712
+_PARAMETERS = -600
+_REASONS = {
+    -101: "no_segment", _FULL: "full", _PARAMETERS: "parameters", -707: "lease_expired", -800: "transfer", -900: "rpc",
+}  # fmt: skip
+"""Of Mooncake's ErrorCode (mooncake-store/include/types.h)."""
+
+# A request of Mooncake's RPC (coro_rpc): magic, version, serialisation, kind, sequence, function, body and attachment
+# length. The function is ServiceReady, which takes nothing and answers with the store's version.
+_ASK_READY = struct.pack("<BBBBIIII", 21, 0, 0, 0, 1, 0x7B81BB56, 0, 0)
+_REPLY = struct.Struct("<BBBBIII")
+_MAGIC = 21
+
+
+class MooncakeSettings(NamedTuple):
+    """Checked fields of an entry."""
+
+    setup: Mapping[str, str | float | bool]
+    """For Mooncake's `setup`, as they were given."""
+    replicate: Mapping[str, Any] = {}
+    """Attributes of the ReplicateConfig of every put."""
+    preregister: bool = True
+    num_workers: int = 4
+    per_op_workers: Mapping[Lane, int] = {}
+
+
+class MooncakeAdapter(StorageAdapter):
+    """See the module. Nothing is reserved, connected or imported before `open`."""
+
+    def __init__(self, settings: MooncakeSettings, *, name: str = "mooncake_store") -> None:
+        self.name = name
+        self.settings = settings
+        self.capabilities = Capabilities(
+            persistent=False, shared=True, wants_registered_memory=settings.preregister, quiesce="never"
+        )
+        self._lanes = Lanes(name, num_workers=settings.num_workers, per_op_workers=settings.per_op_workers)
+        self._store: Any = None
+        self._replicate: Any = None
+        self._largest_bytes = LARGEST_RECORD_BYTES
+        self._lengths: dict[bytes, int] = {}
+        self._lengths_lock = threading.Lock()
+        self._putting: dict[bytes, asyncio.Future[PutStatus]] = {}
+        self._running: set[asyncio.Task[Any]] = set()
+        self._opened = False
+        self._closed = False
+
+    # --- life --------------------------------------------------------------------------------------------
+
+    async def open(self, context: AdapterContext) -> None:
+        """Look whether the servers answer, set the client up and register the pool. Raises StorageError."""
+        try:
+            await self._in_lane(Lane.DELETE, lambda: self._set_up(context))
+        except StorageError:
+            self._closed = True
+            await self._lanes.close()
+            raise
+        self._largest_bytes = min(LARGEST_RECORD_BYTES, context.region_bytes)
+        self._opened = True
+
+    async def close(self) -> None:
+        """Wait for what is in flight, close the client, end the threads. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        while self._running:
+            await asyncio.wait(set(self._running))
+        if self._opened:
+            code = await self._in_lane(Lane.DELETE, self._store.close)
+            if code:
+                log.warning("%s: Mooncake's close answered %d", self.name, code)
+        await self._lanes.close()
+
+    def _set_up(self, context: AdapterContext) -> None:
+        setup = self.settings.setup
+        check_nics(self.name, str(setup.get("protocol", "tcp")), str(setup.get("rdma_devices", "")))
+        module = import_store(self.name)
+        self._replicate = self._replicate_config(module)
+        master = str(setup.get("master_server_addr") or DEFAULT_MASTER)
+        version = ""
+        if "://" not in master:  # else it is named by the cluster's etcd, redis or Kubernetes
+            version = ask_master(self.name, master)
+        metadata_server = urlsplit(str(setup.get("metadata_server", "")))
+        if metadata_server.scheme in ("http", "https"):
+            port = metadata_server.port or (443 if metadata_server.scheme == "https" else 80)
+            connect(self.name, "metadata_server", f"{metadata_server.hostname}:{port}").close()
+        store = module.MooncakeDistributedStore()
+        code = store.setup(dict(setup))
+        if code:
+            raise self._wrong(
+                f"Mooncake's setup answered {code}; what it says about that stands in the log above. Its options are"
+                f" {dict(setup)}" + (f"; the master's version is {version}" if version else "")
+            )
+        if self.settings.preregister and (
+            code := store.register_buffer(context.region_address, context.region_bytes)
+        ):
+            store.close()
+            raise self._wrong(
+                f"preregister_l1_memory: the pool of {context.region_bytes} bytes could not be registered, Mooncake"
+                f" answered {code}; raise the limit of locked memory (ulimit -l), or set it to false"
+            )
+        self._store = store
+        log.info("%s: connected to the master at %s, version %s", self.name, master, version or "unknown")
+
+    def _replicate_config(self, module: Any) -> Any:
+        config = module.ReplicateConfig()
+        known = [name for name in dir(config) if not name.startswith("_")]
+        for name, value in self.settings.replicate.items():
+            if name not in known:
+                raise self._wrong(f"replicate.{name}: this Mooncake has {', '.join(known)}")
+            members = getattr(type(getattr(config, name)), "__members__", None)  # of an enumeration
+            if members is not None and value not in members:
+                raise self._wrong(
+                    f"replicate.{name}: must be one of {', '.join(members)}, found {value!r:.80}"
+                )
+            try:
+                setattr(config, name, value if members is None else members[value])
+            except TypeError:
+                kind = type(getattr(config, name)).__name__
+                raise self._wrong(f"replicate.{name}: must be of type {kind}, found {value!r:.80}") from None
+        return config
+
+    def _wrong(self, what: str) -> StorageError:
+        return StorageError(f"{self.name}: {what}", field=self.name)
+
+    # --- the contract ------------------------------------------------------------------------------------
+
+    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+        """One call of the store, and another for keys whose length is not known here."""
+        if reason := self._not_ready():
+            return [Found(Presence.UNKNOWN, 0, reason)] * len(keys)
+        if not keys or any(len(key) != KEY_BYTES for key in keys):
+            return [Found(Presence.UNKNOWN, 0, BAD_ITEM)] * len(keys)
+        future = self._lanes.submit(Lane.LOOKUP, lambda: self._find(keys))
+        if future is None:
+            return [Found(Presence.UNKNOWN, 0, "throttled")] * len(keys)
+        return await self._own(_result(future))
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        """One call of the store for what it does not have. A cancelled wait lets the batch go on to its end."""
+        return await self._own(self._put_batch(list(items)))
+
+    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+        """One call of the store. A cancelled wait lets the batch go on to its end."""
+        outcomes = [LoadOutcome(LoadStatus.FAILED, self._not_ready() or BAD_ITEM)] * len(items)
+        places = self._acceptable(items)
+        if not places:
+            return outcomes
+        batch = [items[place] for place in places]
+        future = self._lanes.submit(Lane.LOAD, lambda: self._read(batch))
+        if future is None:
+            _drop(batch)
+            loaded = [LoadOutcome(LoadStatus.FAILED, "throttled")] * len(batch)
+        else:
+            loaded = await self._own(_result(future))
+        for place, outcome in zip(places, loaded, strict=True):
+            outcomes[place] = outcome
+        return outcomes
+
+    async def delete(self, keys: Sequence[bytes]) -> int:
+        """Remove records, also such as somebody has a lease on."""
+        keys = [key for key in keys if len(key) == KEY_BYTES]
+        if self._not_ready() or not keys:
+            return 0
+        return await self._own(self._in_lane(Lane.DELETE, lambda: self._remove(keys).count(_OK)))
+
+    async def clear(self) -> int:
+        """Remove the records of all instances. Raises StorageError where the store does not."""
+        if self._not_ready():
+            return 0
+        removed = await self._own(self._in_lane(Lane.DELETE, self._remove_all))
+        if removed < 0:
+            raise self._wrong(f"not cleared: {_reason(removed)}")
+        return removed
+
+    async def usage(self) -> Usage:
+        """What this process has put or found there: the store does not tell what belongs to us."""
+        with self._lengths_lock:
+            return Usage(sum(self._lengths.values()), 0, len(self._lengths))
+
+    # --- on the event loop -------------------------------------------------------------------------------
+
+    async def _put_batch(self, items: list[PutItem]) -> list[PutOutcome]:
+        outcomes = [PutOutcome(PutStatus.FAILED, self._not_ready() or BAD_ITEM)] * len(items)
+        loop = asyncio.get_running_loop()
+        firsts: list[int] = []
+        others: list[tuple[int, asyncio.Future[PutStatus]]] = []
+        for place in self._acceptable(items):
+            key = items[place].key
+            if key in self._putting:
+                items[place].hold.drop()
+                others.append((place, self._putting[key]))
+            else:
+                self._putting[key] = loop.create_future()
+                firsts.append(place)
+        batch = [items[place] for place in firsts]
+        if batch:
+            future = self._lanes.submit(Lane.PUT, lambda: self._write(batch))
+            if future is None:
+                _drop(batch)
+                stored = [PutOutcome(PutStatus.THROTTLED, QUEUE_FULL)] * len(batch)
+            else:
+                stored = await future
+            for place, outcome in zip(firsts, stored, strict=True):
+                outcomes[place] = outcome
+                self._putting.pop(items[place].key).set_result(outcome.status)
+        for place, first in others:
+            there = await first in (PutStatus.STORED, PutStatus.EXISTS)
+            outcomes[place] = (
+                PutOutcome(PutStatus.EXISTS) if there else PutOutcome(PutStatus.THROTTLED, "throttled")
+            )
+        return outcomes
+
+    def _acceptable(self, items: Sequence[PutItem | LoadItem]) -> list[int]:
+        """Places of the items that the store gets; the holds of the others are dropped."""
+        ready = not self._not_ready()
+        places = [place for place, item in enumerate(items) if ready and len(item.key) == KEY_BYTES]
+        for place in set(range(len(items))).difference(places):
+            items[place].hold.drop()
+        return places
+
+    def _not_ready(self) -> str:
+        return "" if self._opened and not self._closed else CLOSED
+
+    async def _own(self, work: Coroutine[Any, Any, T]) -> T:
+        """Cancelling the call ends the wait, not the work."""
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await asyncio.shield(task)
+
+    async def _in_lane(self, lane: Lane, work: Callable[[], T]) -> T:
+        future = self._lanes.submit(lane, work, beyond_limit=True)
+        assert future is not None
+        return await future
+
+    # --- in threads of the lanes -------------------------------------------------------------------------
+
+    def _find(self, keys: Sequence[bytes]) -> list[Found]:
+        codes = self._store.batch_is_exist([_name(key) for key in keys])
+        lengths = self._lengths
+        missing = [key for key, code in zip(keys, codes, strict=True) if code == 1 and key not in lengths]
+        told = self._ask_lengths(missing) if missing else {}
+        found: list[Found] = []
+        gone: list[bytes] = []
+        for key, code in zip(keys, codes, strict=True):
+            length = lengths.get(key) or told.get(key, 0)
+            if code == 1 and HEAD_BYTES <= length <= self._largest_bytes:
+                found.append(Found(Presence.PRESENT, length))
+            elif code < 0:
+                found.append(Found(Presence.UNKNOWN, 0, _reason(code)))
+            else:
+                found.append(_ABSENT)
+                gone.append(key)
+        self._forget(gone)
+        return found
+
+    def _ask_lengths(self, keys: list[bytes]) -> dict[bytes, int]:
+        """Lengths of values that are there; what is too short to be a record is removed. 0: not loadable any more."""
+        replicas = self._store.batch_get_replica_desc([_name(key) for key in keys])
+        lengths = {key: self._length(_name(key), replicas.get(_name(key), [])) for key in keys}
+        foreign = [key for key, length in lengths.items() if 0 < length < HEAD_BYTES]
+        if foreign:
+            log.warning("%s: removes %d values that are no records", self.name, len(foreign))
+            self._remove(foreign)
+        self._learn({key: length for key, length in lengths.items() if length >= HEAD_BYTES})
+        return lengths
+
+    def _length(self, name: str, replicas: Sequence[Any]) -> int:
+        for replica in replicas:
+            if replica.is_memory_replica():
+                return int(replica.get_memory_descriptor().buffer_descriptor.size)
+            if replica.is_disk_replica():
+                return int(replica.get_disk_descriptor().object_size)
+        return max(0, self._store.get_size(name)) if replicas else 0
+
+    def _write(self, items: list[PutItem]) -> list[PutOutcome]:
+        """Puts of different keys. The store has copied the bytes when it answers."""
+        try:
+            names = [_name(item.key) for item in items]
+            there = self._store.batch_is_exist(names)
+            absent = [i for i, code in enumerate(there) if code != 1]
+            holds = [items[i].hold for i in absent]
+            codes = self._store.batch_put_from(
+                [names[i] for i in absent],
+                [hold.address for hold in holds],
+                [hold.length for hold in holds],
+                self._replicate,
+            )
+            stored = dict(zip(absent, codes, strict=True))
+            self._learn({items[i].key: items[i].hold.length for i, code in stored.items() if code == _OK})
+            return [_put_outcome(stored.get(i, _EXISTS)) for i in range(len(items))]
+        finally:
+            _drop(items)
+
+    def _read(self, items: list[LoadItem]) -> list[LoadOutcome]:
+        try:
+            keys = [item.key for item in items]
+            if len(set(keys)) == len(keys):
+                return self._read_different(items)
+            # Of a key that comes twice in a call the store fills one place only, and answers well for both.
+            return [self._read_different([item])[0] for item in items]
+        finally:
+            _drop(items)
+
+    def _read_different(self, items: list[LoadItem]) -> list[LoadOutcome]:
+        holds = [item.hold for item in items]
+        codes = self._store.batch_get_into(
+            [_name(item.key) for item in items],
+            [hold.address for hold in holds],
+            [hold.length for hold in holds],
+        )
+        return [self._loaded(item.key, item.hold, code) for item, code in zip(items, codes, strict=True)]
+
+    def _loaded(self, key: bytes, hold: Hold, code: int) -> LoadOutcome:
+        """What became of an item; `code` is the number of bytes read, or an error."""
+        if code == hold.length:
+            if verify_stored_record(hold.address, hold.length, key) == CopyOutcome.OK:
+                self._learn({key: code})
+                return _LOADED
+        elif code in (_NO_OBJECT, _NO_REPLICA_YET, _REPLICA_GONE):
+            self._forget([key])
+            return LoadOutcome(LoadStatus.ABSENT)
+        elif code < 0 and code != _PARAMETERS:
+            return LoadOutcome(LoadStatus.FAILED, _reason(code))
+        elif self._is_record_of_another_length(key, hold):
+            self._forget([key])
+            return LoadOutcome(LoadStatus.FAILED, "length")
+        [removed] = self._remove([key])
+        if removed == _NO_OBJECT:  # it was removed while it was read
+            return LoadOutcome(LoadStatus.ABSENT)
+        return LoadOutcome(LoadStatus.CORRUPT)
+
+    def _is_record_of_another_length(self, key: bytes, hold: Hold) -> bool:
+        """Whether the stored value is a record of that key as its headers say; overwrites the extent's beginning."""
+        name = _name(key)
+        stored_bytes = self._store.get_size(name)
+        if hold.length < HEAD_BYTES or stored_bytes < HEAD_BYTES or stored_bytes == hold.length:
+            return False
+        ranges = ([hold.address], [[name]], [[[0]]], [[[0]]], [[[HEAD_BYTES]]])
+        if self._store.get_into_ranges(*ranges) != [[[HEAD_BYTES]]]:
+            return False
+        try:
+            header = record_header(hold.address, stored_bytes)
+        except RecordError:
+            return False
+        return header.key == key and header.header_bytes + header.stored_bytes == stored_bytes
+
+    def _remove(self, keys: Sequence[bytes]) -> list[int]:
+        self._forget(keys)
+        return list(self._store.batch_remove([_name(key) for key in keys], True))
+
+    def _remove_all(self) -> int:
+        with self._lengths_lock:
+            self._lengths.clear()
+        return int(self._store.remove_by_regex(f"^{KEY_PREFIX}.*", True))
+
+    def _learn(self, lengths: Mapping[bytes, int]) -> None:
+        with self._lengths_lock:
+            self._lengths.update(lengths)
+            while len(self._lengths) > KNOWN_LENGTHS:
+                del self._lengths[next(iter(self._lengths))]
+
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        with self._lengths_lock:
+            for key in keys:
+                self._lengths.pop(key, None)
+
+
+_ABSENT = Found(Presence.ABSENT)
+_LOADED = LoadOutcome(LoadStatus.LOADED)
+
+
+def _put_outcome(code: int) -> PutOutcome:
+    if code == _OK:
+        return PutOutcome(PutStatus.STORED)
+    if code == _EXISTS:
+        return PutOutcome(PutStatus.EXISTS)
+    return PutOutcome(PutStatus.THROTTLED if code == _FULL else PutStatus.FAILED, _reason(code))
+
+
+def _reason(code: int) -> str:
+    return _REASONS.get(code) or f"code_{-code}"
+
+
+def _name(key: bytes) -> str:
+    return KEY_PREFIX + key.hex()
+
+
+def _drop(items: Sequence[PutItem | LoadItem]) -> None:
+    for item in items:
+        item.hold.drop()
+
+
+async def _result(future: asyncio.Future[T]) -> T:
+    return await future
+
+
+# --- before the client is set up ---------------------------------------------------------------------------
+
+
+def import_store(name: str) -> Any:
+    """The module `mooncake.store`. Raises StorageError with the line that installs what is missing."""
+    try:
+        return importlib.import_module("mooncake.store")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "mooncake":
+            raise
+        what = "mooncake_store needs Mooncake's client: pip install 'kvstrata[mooncake]'"
+        raise StorageError(f"{name}: {what}", field=name) from None
+    except ImportError as error:
+        library = re.search(r"(lib[\w+.-]*?)\.so[.\d]*: cannot open shared object file", str(error))
+        if library is None:
+            advice = "reinstall it: pip install --force-reinstall 'kvstrata[mooncake]'"
+        elif library[1] == "libcuda":
+            advice = "the wheel for CUDA is installed, without a GPU: pip install 'kvstrata[mooncake]'"
+        else:
+            advice = f"on Debian or Ubuntu: apt-get install {_APT.get(library[1], library[1])}"
+        raise StorageError(
+            f"{name}: Mooncake's client cannot be loaded: {error}; {advice}", field=name
+        ) from None
+
+
+def check_nics(name: str, protocol: str, rdma_devices: str) -> None:
+    """Raise StorageError for `rdma` without the network cards that it names; Mooncake would accept that."""
+    if protocol != "rdma":
+        return
+    present = sorted(nic.name for nic in _NICS.iterdir()) if _NICS.is_dir() else []
+    if not present:
+        raise StorageError(
+            f"{name}: protocol: 'rdma' needs an RDMA network card and {_NICS} has none; use 'tcp'", field=name
+        )
+    missing = [nic for nic in rdma_devices.replace(",", " ").split() if nic not in present]
+    if missing:
+        raise StorageError(
+            f"{name}: rdma_devices: {', '.join(missing)} not found here, there are {', '.join(present)}",
+            field=name,
+        )
+
+
+def connect(name: str, field: str, address: str) -> socket.socket:
+    """A connection to `host:port`. Raises StorageError naming field and address."""
+    host, _, port = address.rpartition(":")
+    try:
+        return socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S)
+    except ValueError:
+        raise StorageError(f"{name}: {field}: must be host:port, found {address!r}", field=name) from None
+    except OSError as error:
+        what = f"nothing can be reached at {address}: {error}; start it or correct the address"
+        raise StorageError(f"{name}: {field}: {what}", field=name) from None
+
+
+def ask_master(name: str, address: str) -> str:
+    """The version that the master there says it has. Raises StorageError where none answers."""
+    field = "master_server_addr"
+    with connect(name, field, address) as connection:
+        try:
+            connection.sendall(_ASK_READY)
+            reply = connection.recv(4096)
+        except TimeoutError:
+            what = "accepts connections and says nothing; it is frozen, overloaded or no Mooncake master"
+            raise StorageError(f"{name}: {field}: {address} {what}", field=name) from None
+        except OSError as error:
+            raise StorageError(f"{name}: {field}: {address} hangs up: {error}", field=name) from None
+    if len(reply) < _REPLY.size or reply[0] != _MAGIC or _REPLY.unpack_from(reply)[2] != 0:
+        what = f"is no Mooncake master, it answered {reply!r:.60}"
+        raise StorageError(f"{name}: {field}: {address} {what}", field=name)
+    version = re.search(rb"\d+(\.\d+)+$", reply)
+    return version[0].decode() if version else ""

@@ -1,0 +1,239 @@
+"""A real Mooncake cluster: the client's wheel and the libraries it needs in the cache folder, its master on free ports,
+and a holder, which is a client that lends the memory and reaches the stored values beside the adapter.
+
+Nothing is installed: processes that use it get `environment()`, and adapter hosts inherit that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests.harness import child, fetch_debian, provision
+from tests.harness.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
+
+REQUIREMENT = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
+LIBRARIES = ("libcurl4", "libibverbs1", "libnuma1")
+COMPLETE = ".complete"
+READY_S = 30.0
+PORT_ATTEMPTS = 5
+INSTALL = f"to install: pip install {REQUIREMENT} && sudo apt-get install -y {' '.join(LIBRARIES)}"
+
+# As people write it, for a machine with an RDMA network card.
+PUBLISHED = (
+    "--l1-size-gb 100 --eviction-policy LRU --l2-adapter"
+    ' \'{"type":"mooncake_store","num_workers":4,"per_op_workers":{"lookup":1,"retrieve":1,"store":2},'
+    '"preregister_l1_memory":true,"local_hostname":"node01","metadata_server":"http://localhost:8080/metadata",'
+    '"master_server_addr":"localhost:50051","protocol":"rdma","rdma_devices":"mlx5_0",'
+    '"global_segment_size":"3221225472"}\''
+)
+
+
+class Unavailable(Exception):
+    """Mooncake cannot be had here; the message says why and which line installs it."""
+
+
+def ensure() -> Path:
+    """The folder with the package `mooncake`, fetched on the first call. Raises Unavailable."""
+    folder = provision.cache_root() / (
+        f"{REQUIREMENT.replace('==', '-')}-cp{sys.version_info.major}{sys.version_info.minor}"
+    )
+    if (folder / COMPLETE).exists():
+        return folder
+    waiting = "waiting for another process that fetches Mooncake"
+    with provision.exclusive(folder.with_name(folder.name + ".lock"), waiting):
+        if (folder / COMPLETE).exists():
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)
+        steps = Steps(ROOT / "build" / "mooncake-setup.log")
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:"]
+        try:
+            with steps.step(f"fetch {REQUIREMENT}"):
+                steps.run(
+                    [*install, "--target", folder, REQUIREMENT],
+                    attempts=DOWNLOAD_ATTEMPTS,
+                    environment=provision.download_environment(),
+                )
+        except StepFailed as error:
+            raise Unavailable(f"{REQUIREMENT} could not be fetched; {INSTALL}\n{error}") from None
+        finally:
+            steps.close()
+        (folder / "mooncake" / "mooncake_master").chmod(0o755)
+        (folder / COMPLETE).touch()
+    return folder
+
+
+def environment() -> dict[str, str]:
+    """Variables for a process that uses the client or the master. Raises Unavailable."""
+    try:
+        variables = fetch_debian.environment(fetch_debian.ensure(LIBRARIES))
+    except fetch_debian.Unavailable as error:
+        raise Unavailable(str(error)) from None
+    inherited = os.environ.get("PYTHONPATH")
+    variables["PYTHONPATH"] = ":".join([str(ensure()), *([inherited] if inherited else [])])
+    return variables
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Master:
+    """A `mooncake_master` with its HTTP metadata server, on ports of its own that stay the same over restarts."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self._log = folder / "mooncake_master.log"
+        self._flags = flags
+        self._process: subprocess.Popen[bytes] | None = None
+        for attempt in range(PORT_ATTEMPTS):
+            self.port, self._http_port, self._admin_port = free_port(), free_port(), free_port()
+            try:
+                self.start()
+                return
+            except Unavailable:  # somebody else took a port meanwhile
+                if attempt == PORT_ATTEMPTS - 1:
+                    raise
+
+    @property
+    def address(self) -> str:
+        """`master_server_addr`."""
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def metadata_server(self) -> str:
+        """Its own."""
+        return f"http://127.0.0.1:{self._http_port}/metadata"
+
+    def setup(self, **more: Any) -> dict[str, Any]:
+        """Mooncake's part of an adapter's entry: a client that lends no memory."""
+        return {
+            "local_hostname": "127.0.0.1",
+            "metadata_server": self.metadata_server,
+            "master_server_addr": self.address,
+            "protocol": "tcp",
+            "global_segment_size": "0",
+            **more,
+        }
+
+    def start(self) -> None:
+        """Start it (again) and wait until it answers. Raises Unavailable when it ends instead."""
+        command = [
+            *(str(ensure() / "mooncake" / "mooncake_master"), "--logtostderr=true"),
+            *("--rpc_address=127.0.0.1", f"--rpc_port={self.port}"),
+            *("--metrics_host=127.0.0.1", f"--metrics_port={self._admin_port}"),
+            *("--enable_http_metadata_server=true", "--http_metadata_server_host=127.0.0.1"),
+            *(f"--http_metadata_server_port={self._http_port}", *self._flags),
+        ]
+        with open(self._log, "ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment(),
+                start_new_session=True,
+            )
+        deadline_s = time.monotonic() + READY_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                self.kill()
+                raise Unavailable(
+                    f"the master did not start:\n{self._log.read_text(errors='replace')[-4000:]}"
+                )
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        try:
+            self.names()
+            with contextlib.closing(socket.create_connection(("127.0.0.1", self.port), timeout=1)):
+                return True
+        except OSError:
+            return False
+
+    def names(self) -> set[str]:
+        """Of all objects."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._admin_port}/get_all_keys", timeout=10) as reply:
+            return set(reply.read().decode().split())
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for its end. Idempotent."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+
+class Holder:
+    """A client in a process of its own that lends memory to the cluster and handles values by their names."""
+
+    def __init__(self, folder: Path, master: Master, *, segment_mb: int = 256) -> None:
+        setup = master.setup(global_segment_size=str(segment_mb << 20))
+        self.child = child.Child(
+            "tests.harness.mooncake_holder",
+            json.dumps(setup),
+            log=folder / "mooncake_holder.log",
+            environment=environment(),
+        )
+
+    def get(self, name: str) -> bytes:
+        """The value; empty where there is none."""
+        return bytes.fromhex(self.child.ask("get", name=name))
+
+    def put(self, name: str, value: bytes) -> None:
+        """Replace the value."""
+        self.child.ask("put", name=name, value=value.hex())
+
+    def remove(self, name: str) -> None:
+        """Remove the value."""
+        self.child.ask("remove", name=name)
+
+    def remove_all(self) -> None:
+        """Remove every value."""
+        self.child.ask("remove_all")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.child.__exit__(kind, error, trace)
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, *flags: str, segment_mb: int = 256) -> Iterator[tuple[Master, Holder]]:
+    """A master and one holder."""
+    with Master(folder, *flags) as master, Holder(folder, master, segment_mb=segment_mb) as holder:
+        yield master, holder
