@@ -1,4 +1,6 @@
-"""`disk_put`, `disk_load`, `exists_1024_disk`, `disk_restart_1m`, `disk_write_amp`: the disk log and the bare disk.
+"""`disk_put`, `disk_load`, `exists_1024_disk`, `disk_restart_1m`, `disk_write_amp_on_disk`.
+
+The disk log and the bare disk.
 
 Sketch: a put is one direct write a record, with 4 KiB before it, and one fdatasync a batch where the bare disk has one
 a record.  A load is one direct read and two checksums.  1,024 keys are 1,024 look-ups in a hash table.  A restart reads
@@ -158,7 +160,7 @@ def run() -> list[dict[str, Any]]:
             spread=spread,
         ),
         figure(
-            "disk_write_amp",
+            "disk_write_amp_on_disk",
             value=amplification,
             unit="written/put",
             ratio=amplification / AMP_TARGET,
