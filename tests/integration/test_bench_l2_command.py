@@ -73,6 +73,26 @@ def test_every_size_is_measured_verified_and_deleted(tmp_path, more):
     assert list(tmp_path.glob("kvstrata-bench-*")) == []
 
 
+@pytest.mark.parametrize("more", [{}, {"type": "disk", "capacity_gb": 0.5}, {"isolation": "process"}])
+def test_a_burst_is_measured_beside_lookups_and_nothing_stays(tmp_path, more):
+    report = measured_burst(entry(tmp_path, **more))
+    assert report["notes"] == [] and "32 keys" in report["lookups"]
+    (size,) = report["sizes"]
+    for name in ("idle", "burst"):
+        ms = size[name]["ms"]
+        assert ms["calls"] and 0 < ms["p50"] <= ms["p95"] <= ms["p99"] <= ms["greatest"]
+    assert size["burst"]["gb_per_s"]["median"] > 0
+    assert not list(tmp_path.rglob("*.kvc"))
+    again = measured_burst(entry(tmp_path, **more))
+    assert again["notes"] == [], "all records of the first run were deleted, or the second were refused"
+
+
+def measured_burst(adapter: str) -> dict[str, Any]:
+    done = bench(adapter, "--burst", "3", "--count", "16", "--batch", "4", "--rounds", "1", "--json", "-")
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
 def test_records_of_others_stay_and_so_do_its_own_with_keep(tmp_path):
     report = measured(entry(tmp_path), "--keep")
     kept = set(files(tmp_path))

@@ -14,6 +14,7 @@ import pytest
 from kvstrata.cli import bench, bench_l2
 from kvstrata.clock import SystemClock
 from kvstrata.errors import InternalError, Refused
+from kvstrata.measure.burst import Burst, Round
 from kvstrata.measure.l2 import IDENTITY, Interrupted, Pass, Records, Workload
 from kvstrata.measure.raw_io import in_batches
 from kvstrata.storage.base import Found, LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus
@@ -62,6 +63,10 @@ def ended(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
             "--json: /no/where/a: there is no directory /no/where",
         ),
         (("--l2-adapter", FS, "--svg", "/"), "--svg: / is a directory; name a file"),
+        (("--l2-adapter", FS, "--burst", "0"), "--burst: must be a whole number from 1 to 64, found '0'"),
+        (("--l2-adapter", FS, "--burst", "2", "--keep"), "--keep: has no use with --burst"),
+        (("--l2-adapter", FS, "--burst", "2", "--raw-dir", "/tmp"), "--raw-dir: has no use with --burst"),
+        (("--l2-adapter", FS, "--burst", "2", "--count", "65536"), "give a smaller --count"),
     ],
 )
 def test_what_is_wrong_is_named_before_anything_is_opened(capsys, arguments, says):
@@ -124,6 +129,18 @@ def test_without_raw_io_there_is_no_ratio():
 )
 def test_raw_io_has_as_many_threads_as_the_adapter(given, entry, threads):
     assert bench_l2.raw_threads(given, entry) == threads
+
+
+def test_lookups_of_all_rounds_count_together_and_bursts_by_round():
+    rounds = [
+        Round([0.001] * 99, [0.002] * 9, 2.0, 10**9),
+        Round([0.003], [0.004], 1.0, 10**9),
+    ]
+    found = bench_l2.burst_figures(1.0, 4096, rounds)
+    assert found["idle"]["ms"] == {"p50": 1, "p95": 1, "p99": 3, "greatest": 3, "calls": 100}
+    assert found["burst"]["ms"] == {"p50": 2, "p95": 4, "p99": 4, "greatest": 4, "calls": 10}
+    assert found["burst"]["gb_per_s"] == {"median": 0.75, "least": 0.5, "greatest": 1.0}
+    assert found["p99_ratio"] == pytest.approx(4 / 3)
 
 
 def test_batches_cover_every_record_once():
@@ -216,6 +233,79 @@ def test_a_pass_leaves_records_only_when_they_are_kept(tmp_path, keep):
 def test_a_stopped_pass_puts_nothing(tmp_path):
     inner, error = asyncio.run(workload(tmp_path, "", stop=True))
     assert isinstance(error, Interrupted) and inner.put_keys == set()
+
+
+async def bursts(folder: Any, wrong: str, *, stop: bool = False) -> tuple[Inner, Any]:
+    """A warm-up and a round of three callers, one with fewer records than the others."""
+    config = configure_adapter(FS % folder, 0)
+    records = Records(PAYLOAD, 8, 8, 0)
+    built = build_adapter(config, clock=SystemClock(), l1_bytes=1 << 20, report=lambda report: None)
+    await built.adapter.open(records.context(lambda key: None))
+    inner = Inner(built.adapter)
+    burst = Burst(built._replace(adapter=inner), records, callers=3, batch=2, moved=lambda count: None)
+    try:
+        await burst.warm_up()
+        inner.wrong = wrong
+        if stop:
+            burst.stop()
+        return inner, await burst.run()
+    except Exception as error:
+        return inner, error
+    finally:
+        inner.wrong = ""
+        assert await burst.end() == 0
+        await built.adapter.close()
+        assert records.pool.stats()["holds"] == 0
+        records.close()
+
+
+def test_a_burst_stores_every_record_and_leaves_none(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvstrata.measure.burst.IDLE_S", 0.1)
+    inner, taken = asyncio.run(bursts(tmp_path, ""))
+    assert taken.put_bytes == 8 * (PAYLOAD + 4096) and taken.idle and taken.burst
+    assert len(inner.put_keys) == 2 * 8
+    assert stored(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "says"),
+    [
+        ("put", Refused, r"put: 1 of 2 records: failed \(io\)"),
+        ("exists", InternalError, "keys that nobody stored are present"),
+    ],
+)
+def test_an_adapter_that_lies_in_a_burst_is_caught_and_nothing_stays(
+    tmp_path, monkeypatch, wrong, kind, says
+):
+    monkeypatch.setattr("kvstrata.measure.burst.IDLE_S", 0.1)
+    _, error = asyncio.run(bursts(tmp_path, wrong))
+    with pytest.raises(kind, match=says):
+        raise error
+    assert stored(tmp_path) == 0
+
+
+def test_a_stopped_burst_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvstrata.measure.burst.IDLE_S", 0.1)
+    inner, error = asyncio.run(bursts(tmp_path, "", stop=True))
+    assert isinstance(error, Interrupted) and len(inner.put_keys) == 8
+    assert stored(tmp_path) == 0
+
+
+def test_a_lookup_begins_when_it_is_due_though_others_have_not_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvstrata.measure.burst.IDLE_S", 0.1)
+    begun, all_begun = 0, asyncio.Event()
+
+    async def together(self: Inner, keys: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        if begun == 3:
+            all_begun.set()
+        await asyncio.wait_for(all_begun.wait(), 30)
+        return await self.inner.exists(keys)
+
+    monkeypatch.setattr(Inner, "exists", together)
+    _, taken = asyncio.run(bursts(tmp_path, ""))
+    assert len(taken.idle) >= 3
 
 
 def test_payloads_follow_from_the_seed_and_keys_do_not():

@@ -1,8 +1,8 @@
 """`kvstrata bench l2`: what one L2 adapter gives on this host, beside raw O_DIRECT I/O, without a server.
 
 The adapter is built from the JSON of the server's --l2-adapter, in the same wrappers (codecs, deadline and breaker) and
-with the same lanes or adapter host.  For each size it is opened, passes of measure/l2.py run, the first of which warms
-up, and it is closed.
+with the same lanes or adapter host.  For each size it is opened, passes of measure/l2.py run (with --burst: rounds of
+measure/burst.py), the first of which warms up, and it is closed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import uvloop
 
@@ -28,21 +28,26 @@ from kvstrata.cli.ctl import table
 from kvstrata.clock import SystemClock
 from kvstrata.config.flags import adapters_from_json
 from kvstrata.errors import ConfigError, KvstrataError, Refused, StorageError
+from kvstrata.measure.burst import IDLE_S, LOOKUP_EVERY_S, LOOKUP_KEYS, Burst, Round
 from kvstrata.measure.figures import machine, median_spread, percentile
-from kvstrata.measure.l2 import Interrupted, Pass, Records, Workload
+from kvstrata.measure.l2 import Interrupted, Pass, Records, Work, Workload
 from kvstrata.measure.plot import check_plot, draw_l2
 from kvstrata.measure.raw_io import RawFiles, check_direct
 from kvstrata.native.copying import record_bytes
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.registry import AdapterConfig, build_adapter, configure_adapter
 
+T = TypeVar("T")
+
 MB = 1 << 20
 PAGE_BYTES = 4096
 LARGEST_MB = 2048
-SIZES = (1.0, 4.0, 32.0)
+SIZES, COUNT, BATCH = (1.0, 4.0, 32.0), 16, 8
+BURST_SIZES, BURST_COUNT, BURST_BATCH = (1.0,), 1024, 64
 DEFAULT_THREADS = 4
 """What adapters have where their entry says nothing."""
 MOST_THREADS = 256
+MOST_CALLERS = 64
 MEMORY_SHARE = 0.5
 """Of what the machine has available, at most."""
 CAP_SHARE = 0.9
@@ -67,10 +72,14 @@ def parser() -> argparse.ArgumentParser:
         help='the adapter, as the server takes it: {"type": "fs", "base_path": "/mnt/nvme/kv"}')  # fmt: skip
     add("--chunk-mb", type=_sizes, action="extend", metavar="MB[,MB]",
         help="payload of a record in MiB; a list or repeated (1,4,32)")  # fmt: skip
-    add("--count", type=_whole(1, 65_536), default=16, metavar="N", help="records of a pass (%(default)s)")
-    add("--batch", type=_whole(1, 1024), default=8, metavar="N", help="records of a call (%(default)s)")
+    add("--count", type=_whole(1, 65_536), metavar="N", help=f"records of a pass ({COUNT})")
+    add("--batch", type=_whole(1, 1024), metavar="N", help=f"records of a call ({BATCH})")
     add("--rounds", type=_whole(1, 1000), default=5, metavar="N",
         help="measured passes for each size; one more warms up (%(default)s)")  # fmt: skip
+    add("--burst", type=_whole(1, MOST_CALLERS), metavar="N",
+        help=f"measure lookups instead: of {LOOKUP_KEYS} keys, alone and while N callers put a pass at the same time; "
+        f"then --chunk-mb is {BURST_SIZES[0]:g}, --count {BURST_COUNT} and --batch {BURST_BATCH} where they are not "
+        "given")  # fmt: skip
     add("--raw-dir", default="", metavar="DIR",
         help="where raw I/O is measured, on the adapter's medium (its base_path)")  # fmt: skip
     add("--threads", type=_whole(1, MOST_THREADS), metavar="N",
@@ -121,10 +130,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if options.svg:
         check_plot("--svg")
     config = configure_adapter(entries[0], 0)
-    sizes = options.chunk_mb or list(SIZES)
+    if options.burst:
+        for flag in ("raw-dir", "threads", "keep", "svg"):
+            if getattr(options, flag.replace("-", "_")):
+                raise ConfigError(f"--{flag}: has no use with --burst; leave one of them out")
+    defaults = (BURST_SIZES, BURST_COUNT, BURST_BATCH) if options.burst else (SIZES, COUNT, BATCH)
+    sizes = options.chunk_mb or list(defaults[0])
+    options.count = options.count or defaults[1]
+    options.batch = min(options.batch or defaults[2], options.count)
     if len(set(sizes)) != len(sizes):
         raise ConfigError(f"--chunk-mb: a size is named twice in {', '.join(f'{s:g}' for s in sizes)}")
-    _check_memory(max(sizes), options.count, min(options.batch, options.count))
+    _check_memory(max(sizes), options.count, options.count if options.burst else options.batch)
     return uvloop.run(_Run(options, config, entries[0], sizes).report())
 
 
@@ -140,7 +156,7 @@ class _Run:
         self._sizes = sizes
         self._threads = raw_threads(options.threads, entry)
         self._notes: list[str] = []
-        self._workload: Workload | None = None
+        self._work: Work | None = None
         self._opening: asyncio.Task[None] | None = None
         self._stopped = False
         self._kept = 0
@@ -154,7 +170,8 @@ class _Run:
         load_before = os.getloadavg()[0]
         options = self._options
         passes = options.rounds + 1
-        total = sum(2 * passes * options.count * record_bytes(1, int(size * MB)) for size in self._sizes)
+        moves = passes if options.burst else 2 * passes
+        total = sum(moves * options.count * record_bytes(1, int(size * MB)) for size in self._sizes)
         with _progress(total, self._notes) as moved:
             found = [await self._size(size, moved) for size in self._sizes]
         if self._kept:
@@ -164,7 +181,6 @@ class _Run:
         codecs = self._entry.get("codec")
         if codecs:
             self._notes.append("payloads are random bytes, which no codec makes smaller")
-        verified = sum(size["verified_bytes"] for size in found)
         isolation = self._entry.get("isolation", "in_process")
         where = self._entry.get("base_path", "")
         words = [self._config.name, f"isolation {isolation}", *([f"codec {codecs}"] if codecs else []), where]
@@ -173,18 +189,35 @@ class _Run:
             "version": __version__,
             "machine": machine(),
             "load": f"{load_before:.1f} before, {os.getloadavg()[0]:.1f} after (1 min average)",
-            "run": f"{options.count} records a pass in batches of {options.batch}, {options.rounds} passes; "
-            f"raw I/O with {self._threads.write} threads to write, {self._threads.read} to read",
-            "verified": f"{verified / MB:,.0f} MiB came back byte for byte",
-            "verified_bytes": verified,
+            **(self._burst_words() if options.burst else self._pass_words(found)),
             "sizes": found,
             "notes": self._notes,
         }
 
+    def _burst_words(self) -> dict[str, Any]:
+        options = self._options
+        return {
+            "run": f"{options.burst} callers put {options.count} records in batches of {options.batch}, "
+            f"{options.rounds} rounds of {IDLE_S:g} s idle and a burst",
+            "lookups": f"of {min(LOOKUP_KEYS, 2 * options.count)} keys, half of them stored, one due every "
+            f"{1e3 * LOOKUP_EVERY_S:g} ms",
+        }
+
+    def _pass_words(self, sizes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        options = self._options
+        verified = sum(size["verified_bytes"] for size in sizes)
+        return {
+            "run": f"{options.count} records a pass in batches of {options.batch}, {options.rounds + 1} passes; "
+            f"raw I/O with {self._threads.write} threads to write, {self._threads.read} to read",
+            "verified": f"{verified / MB:,.0f} MiB came back byte for byte",
+            "verified_bytes": verified,
+        }
+
     async def _size(self, size_mb: float, moved: Callable[[int], None]) -> dict[str, Any]:
         options = self._options
+        room = options.count if options.burst else options.batch
         try:
-            records = Records(int(size_mb * MB), options.count, options.batch, options.seed)
+            records = Records(int(size_mb * MB), options.count, room, options.seed)
         except (OSError, MemoryError) as error:
             raise Refused(
                 f"--chunk-mb: no memory for {options.count} records of {size_mb:g} MiB ({error})"
@@ -192,33 +225,47 @@ class _Run:
         built = build_adapter(
             self._config, clock=SystemClock(), l1_bytes=records.pool.extents_bytes, report=lambda report: None
         )
-        passes: list[Pass] = []
         with contextlib.ExitStack() as ends:
             ends.callback(records.close)
             try:
                 await self._open(built.adapter.open(records.context(self._was_evicted)))
                 await self._check_adapter(built.adapter, records)
+                if options.burst:
+                    burst = Burst(built, records, callers=options.burst, batch=options.batch, moved=moved)
+                    rounds = await self._measured(burst, lambda: self._rounds(burst))
+                    return burst_figures(size_mb, records.record_bytes, rounds)
                 raw = ends.enter_context(self._raw())
-                workload = Workload(built, records, raw, keep=options.keep, moved=moved)
-                self._workload = workload
-                if self._stopped:
-                    raise Interrupted
-                try:
-                    for number in range(options.rounds + 1):
-                        passes.append(await workload.run(number))
-                except OSError as error:
-                    raise StorageError(f"--raw-dir: raw I/O failed: {error}") from None
-                finally:
-                    self._workload = None
-                    if left := await workload.end():
-                        print(
-                            f"kvstrata bench l2: {left} records under random keys may be left in {self._config.name}",
-                            file=sys.stderr,
-                        )
-                self._kept += workload.kept
+                work = Workload(built, records, raw, keep=options.keep, moved=moved)
+                passes = await self._measured(work, lambda: self._passes(work))
+                self._kept += work.kept
             finally:
                 await built.adapter.close()
-        return size_figures(size_mb, records.record_bytes, passes[1:])
+        return size_figures(size_mb, records.record_bytes, passes)
+
+    async def _passes(self, work: Workload) -> list[Pass]:
+        passes = [await work.run(number) for number in range(self._options.rounds + 1)]
+        return passes[1:]
+
+    async def _rounds(self, burst: Burst) -> list[Round]:
+        await burst.warm_up()
+        return [await burst.run() for _ in range(self._options.rounds)]
+
+    async def _measured(self, work: Work, measure: Callable[[], Awaitable[T]]) -> T:
+        """What it measures, with nothing of it left behind, or told."""
+        self._work = work
+        if self._stopped:
+            raise Interrupted
+        try:
+            return await measure()
+        except OSError as error:
+            raise StorageError(f"--raw-dir: raw I/O failed: {error}") from None
+        finally:
+            self._work = None
+            if left := await work.end():
+                print(
+                    f"kvstrata bench l2: {left} records under random keys may be left in {self._config.name}",
+                    file=sys.stderr,
+                )
 
     async def _open(self, opening: Any) -> None:
         """Wait for it, or for Ctrl-C."""
@@ -233,9 +280,9 @@ class _Run:
     async def _check_adapter(self, adapter: Any, records: Records) -> None:
         options = self._options
         can = adapter.capabilities
-        if records.batch > can.max_batch:
+        if options.batch > can.max_batch:
             raise ConfigError(
-                f"--batch: {adapter.name} takes {can.max_batch} records a call, found {records.batch}"
+                f"--batch: {adapter.name} takes {can.max_batch} records a call, found {options.batch}"
             )
         if not can.can_delete and not options.keep:
             raise ConfigError(
@@ -248,7 +295,8 @@ class _Run:
                 f"--l2-adapter: {adapter.name} has a cap and {others} records of others, which it may evict for what "
                 "is stored here; name an empty base_path on the same medium, or an adapter without a cap"
             )
-        need = records.count * records.record_bytes * (options.rounds + 1 if options.keep else 1)
+        passes_there = 2 if options.burst else options.rounds + 1 if options.keep else 1
+        need = records.count * records.record_bytes * passes_there
         room = int(CAP_SHARE * usage.capacity_bytes) - usage.used_bytes
         if usage.capacity_bytes and need > room:
             raise Refused(
@@ -297,8 +345,8 @@ class _Run:
         self._stopped = True
         if self._opening is not None:
             self._opening.cancel()
-        if self._workload is not None:
-            self._workload.stop()
+        if self._work is not None:
+            self._work.stop()
 
 
 def size_figures(size_mb: float, record_length: int, passes: Sequence[Pass]) -> dict[str, Any]:
@@ -318,8 +366,49 @@ def size_figures(size_mb: float, record_length: int, passes: Sequence[Pass]) -> 
     return {"chunk_mb": size_mb, "record_bytes": record_length, "verified_bytes": moved, **parts}
 
 
+def burst_figures(size_mb: float, record_length: int, rounds: Sequence[Round]) -> dict[str, Any]:
+    """The figures of one size: lookups of all rounds together, the bursts' rates one a round."""
+    idle_ms = _percentiles([s for each in rounds for s in each.idle])
+    burst_ms = _percentiles([s for each in rounds for s in each.burst])
+    return {
+        "chunk_mb": size_mb,
+        "record_bytes": record_length,
+        "idle": {"ms": idle_ms},
+        "burst": {
+            "ms": burst_ms,
+            "gb_per_s": _spread([each.put_bytes / each.put_s / 1e9 for each in rounds]),
+        },
+        "p99_ratio": burst_ms["p99"] / idle_ms["p99"],
+    }
+
+
+def _shown_burst(report: dict[str, Any]) -> str:
+    heads = {name: report[name] for name in ("adapter", "machine", "load", "run", "lookups")}
+    lines = []
+    for size in report["sizes"]:
+        for name in ("idle", "burst"):
+            found = size[name]
+            ms = found["ms"]
+            lines.append(
+                {
+                    "chunk": f"{size['chunk_mb']:g} MiB",
+                    "ms a lookup": name,
+                    **{word: f"{ms[word]:.3f}" for word in ("p50", "p95", "p99", "greatest")},
+                    "lookups": ms["calls"],
+                    "p99 to idle": f"{size['p99_ratio']:.2f}" if name == "burst" else "",
+                    "put GB/s": f"{found['gb_per_s']['median']:.3f}" if name == "burst" else "",
+                }
+            )
+    return f"{table(heads)}\n\n{table(lines)}"
+
+
 def shown(report: dict[str, Any]) -> str:
     """The report as text."""
+    notes = "".join(f"\nnote: {note}" for note in report["notes"])
+    return (_shown_burst(report) if "lookups" in report else _shown_passes(report)) + notes
+
+
+def _shown_passes(report: dict[str, Any]) -> str:
     rates, times = [], []
     for size in report["sizes"]:
         chunk = f"{size['chunk_mb']:g} MiB"
@@ -344,8 +433,7 @@ def shown(report: dict[str, Any]) -> str:
             words = {word: f"{ms[word]:.3f}" for word in ("p50", "p95", "p99", "greatest")}
             times.append({"chunk": chunk, "ms a call": name, **words, "calls": ms["calls"]})
     heads = {name: report[name] for name in ("adapter", "machine", "load", "run", "verified")}
-    notes = "".join(f"\nnote: {note}" for note in report["notes"])
-    return f"{table(heads)}\n\n{table(rates)}\n\n{table(times)}{notes}"
+    return f"{table(heads)}\n\n{table(rates)}\n\n{table(times)}"
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

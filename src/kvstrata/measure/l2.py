@@ -5,7 +5,7 @@ has, loads them into wiped extents, compares every byte, and deletes them.  The 
 bytes from and to the same extents, in turns with the adapter, batch by batch.
 
 1. Keys are 32 random bytes: no record of anybody else is asked for, written or removed.
-2. What was put is deleted by `Workload.end`, whatever went wrong, once no put runs any more; with `keep` whole
+2. What was put is deleted by `Work.end`, whatever went wrong, once no put runs any more; with `keep` whole
    passes stay.
 3. Extents are of a real pool, small and of this process alone, and the adapter has them by real holds.
 
@@ -32,7 +32,7 @@ from kvstrata.memory import linux
 from kvstrata.native.copying import RecordSpec, record_bytes, seal_record
 from kvstrata.native.pool import Hold, Pool
 from kvstrata.rpc.wire import CommitOutcome
-from kvstrata.storage.base import AdapterContext, LoadItem, LoadStatus, Presence, PutItem, PutStatus
+from kvstrata.storage.base import AdapterContext, Found, LoadItem, LoadStatus, Presence, PutItem, PutStatus
 from kvstrata.storage.registry import ConfiguredAdapter
 from kvstrata.types import KEY_BYTES, unpack_extents
 
@@ -175,8 +175,65 @@ class Records:
         return ticket, self.pool.extents_address + unpack_extents(packed)[0].offset_bytes
 
 
-class Workload:
-    """Passes over one open adapter. `moved(bytes)` is called after each batch; `stop` ends it at the next one."""
+class Work:
+    """What is done with one open adapter: stops at the next call after `stop`, and `end` deletes what it stored."""
+
+    def __init__(self, built: ConfiguredAdapter, records: Records, batch: int) -> None:
+        self._built = built
+        self._adapter = built.adapter
+        self._records = records
+        self._batch = batch
+        self._stored: list[bytes] = []
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Raise Interrupted before the next call."""
+        self._stopping = True
+
+    async def end(self) -> int:
+        """Delete what is there of unfinished work; how many records may still be stored."""
+        if self._built.guard.running:  # a put that outlives its deadline may still store
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._built.guard.ended(), DROP_S)
+        return await self._delete(self._stored)
+
+    async def _delete(self, keys: Sequence[bytes]) -> int:
+        """Delete these of what is stored; how many of them may be left."""
+        for at in range(0, len(keys), self._batch):
+            await self._adapter.delete(keys[at : at + self._batch])
+        found = await self._adapter.exists(keys) if keys else []
+        gone = {key for key, f in zip(keys, found, strict=True) if f.presence is Presence.ABSENT}
+        self._stored = [key for key in self._stored if key not in gone]
+        return len(keys) - len(gone)
+
+    def _check_found(self, found: Sequence[Found]) -> None:
+        """Of keys of which every second one is stored, the first one among them."""
+        there, absent = found[::2], found[1::2]
+        length = self._records.record_bytes
+        if wrong := [f for f in there if (f.presence, f.record_bytes) != (Presence.PRESENT, length)]:
+            raise StorageError(
+                f"{self._adapter.name}: exists: {len(wrong)} of {len(there)} records that were stored are "
+                f"{wrong[0].presence.name.lower()} {wrong[0].reason} with {wrong[0].record_bytes} bytes"
+            )
+        if any(f.presence is Presence.PRESENT for f in absent):
+            raise InternalError(f"{self._adapter.name}: exists: keys that nobody stored are present")
+
+    def _all(self, operation: str, outcomes: Sequence[tuple[bool, str, str]]) -> None:
+        wrong = [(name.lower(), reason) for fine, name, reason in outcomes if not fine]
+        if wrong:
+            name, reason = wrong[0]
+            raise Refused(
+                f"{self._adapter.name}: {operation}: {len(wrong)} of {len(outcomes)} records: {name}"
+                f"{f' ({reason})' if reason else ''}"
+            )
+
+    def _go_on(self) -> None:
+        if self._stopping:
+            raise Interrupted
+
+
+class Workload(Work):
+    """Passes beside the bare disk. `moved(bytes)` is called after each batch."""
 
     def __init__(
         self,
@@ -187,20 +244,12 @@ class Workload:
         keep: bool,
         moved: Callable[[int], None],
     ) -> None:
-        self._built = built
-        self._adapter = built.adapter
-        self._records = records
+        super().__init__(built, records, records.batch)
         self._raw = raw
         self._keep = keep
         self._moved = moved
-        self._stored: list[bytes] = []
-        self._stopping = False
         self.kept = 0
         """Records that stay because of `keep`."""
-
-    def stop(self) -> None:
-        """Raise Interrupted before the next batch."""
-        self._stopping = True
 
     async def run(self, number: int) -> Pass:
         """One pass; odd ones begin each batch with the adapter, even ones with the bare disk.
@@ -224,16 +273,9 @@ class Workload:
         if self._keep:
             self.kept += len(self._stored)
             self._stored = []
-        elif left := await self._delete():
+        elif left := await self._delete(self._stored):
             raise StorageError(f"{self._adapter.name}: {left} of {records.count} records were not deleted")
         return taken
-
-    async def end(self) -> int:
-        """Delete what is there of an unfinished pass; how many records may still be stored."""
-        if self._built.guard.running:  # a put that outlives its deadline may still store
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._built.guard.ended(), DROP_S)
-        return await self._delete()
 
     async def _put(self, numbers: range, taken: Pass, *, adapter_first: bool) -> None:
         records = self._records
@@ -269,16 +311,7 @@ class Workload:
             begun_s = time.perf_counter()
             found = await self._adapter.exists(keys)
             taken.exists.append(time.perf_counter() - begun_s)
-            there, absent = found[::2], found[1::2]
-            if wrong := [
-                f for f in there if (f.presence, f.record_bytes) != (Presence.PRESENT, records.record_bytes)
-            ]:
-                raise StorageError(
-                    f"{self._adapter.name}: exists: {len(wrong)} of {len(there)} records that were stored are "
-                    f"{wrong[0].presence.name.lower()} {wrong[0].reason} with {wrong[0].record_bytes} bytes"
-                )
-            if any(f.presence is Presence.PRESENT for f in absent):
-                raise InternalError(f"{self._adapter.name}: exists: keys that nobody stored are present")
+            self._check_found(found)
 
     async def _load(self, numbers: range, taken: Pass, *, adapter_first: bool) -> None:
         records = self._records
@@ -307,26 +340,3 @@ class Workload:
             holds = [own.enter_context(self._records.hold(ticket)) for ticket in tickets]
             taken.raw_read.append(self._raw.read_s(numbers, [hold.view() for hold in holds]))
             self._records.check(numbers, tickets, "raw I/O")
-
-    async def _delete(self) -> int:
-        """Delete what is stored; how many records may be left."""
-        for at in range(0, len(self._stored), self._records.batch):
-            await self._adapter.delete(self._stored[at : at + self._records.batch])
-        found = await self._adapter.exists(self._stored) if self._stored else []
-        self._stored = [
-            key for key, f in zip(self._stored, found, strict=True) if f.presence is not Presence.ABSENT
-        ]
-        return len(self._stored)
-
-    def _all(self, operation: str, outcomes: Sequence[tuple[bool, str, str]]) -> None:
-        wrong = [(name.lower(), reason) for fine, name, reason in outcomes if not fine]
-        if wrong:
-            name, reason = wrong[0]
-            raise Refused(
-                f"{self._adapter.name}: {operation}: {len(wrong)} of {len(outcomes)} records: {name}"
-                f"{f' ({reason})' if reason else ''}"
-            )
-
-    def _go_on(self) -> None:
-        if self._stopping:
-            raise Interrupted
