@@ -62,6 +62,8 @@ cdef extern from "kvstrata/connector.h" namespace "kvstrata" nogil:
         pass
     enum class LoadStatus(unsigned char):
         pass
+    enum class Quiesce(unsigned char):
+        kNever
 
     cdef cppclass BytesHold:
         pass
@@ -94,6 +96,7 @@ cdef extern from "kvstrata/connector.h" namespace "kvstrata" nogil:
     cdef cppclass ConnectorCapabilities:
         cbool persistent, shared, can_delete, can_clear, wants_registered_memory, exists_is_quick
         cbool has_heads
+        Quiesce quiesce
         uint32_t max_batch, items_per_piece
 
     cdef cppclass ConnectorContext:
@@ -339,6 +342,7 @@ cdef class NativeConnector:
             "can_clear": bool(can.can_clear),
             "wants_registered_memory": bool(can.wants_registered_memory),
             "has_heads": bool(can.has_heads),
+            "quiesce": "never" if can.quiesce == Quiesce.kNever else "drain",
             "exists_is_quick": bool(can.exists_is_quick),
             "max_batch": can.max_batch,
         }

@@ -282,11 +282,19 @@ class AdapterControl:
 
     def _join(self, configured: ConfiguredAdapter, position: int) -> Member:
         member = Member(configured)
+        if configured.host is None and member.adapter.capabilities.quiesce == "never":
+            advice = 'its calls may never end; with "isolation": "process" they do, with their process'
+            self._log.warning("l2_adapter_may_hang", adapter=member.name, advice=advice)
         self._adapters.insert(member, position)
         self._store.join(member)
         self._prefetch.join(member)
         self._changed()
         return member
+
+    def _begin_backfill(self, member: Member) -> None:
+        self._end_backfill(member)
+        self._backfill_left[member.name] = 0
+        self._backfills[member.name] = self._own(self._backfill(member), f"backfill-{member.name}")
 
     async def _backfill(self, member: Member) -> None:
         """Offer what L1 has now, a part at a time, so that it fills no backlog; leased chunks are left out."""

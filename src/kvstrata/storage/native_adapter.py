@@ -70,7 +70,7 @@ class NativeAdapter(StorageAdapter):
         can = dict(self._connector.capabilities)
         self._exists_is_quick: bool = can.pop("exists_is_quick")
         self._can_clear: bool = can.pop("can_clear")
-        self.capabilities = Capabilities(**can, quiesce="drain")
+        self.capabilities = Capabilities(**can)
         self._lanes = Lanes(
             name, num_workers=num_workers, per_op_workers=per_op_workers, queue_limit=queue_limit
         )

@@ -28,12 +28,13 @@
 namespace kvstrata {
 
 // The name names the version of everything in this header.
-inline constexpr const char* connector_capsule_name = "kvstrata.Connector.2";
+inline constexpr const char* connector_capsule_name = "kvstrata.Connector.3";
 
 // The numbers of these are part of the binding.
 enum class Presence : std::uint8_t { kAbsent = 0, kPresent = 1, kUnknown = 2 };
 enum class PutStatus : std::uint8_t { kStored = 0, kExists = 1, kThrottled = 2, kFailed = 3 };
 enum class LoadStatus : std::uint8_t { kLoaded = 0, kAbsent = 1, kCorrupt = 2, kFailed = 3 };
+enum class Quiesce : std::uint8_t { kDrain = 0, kNever = 1 };
 
 using BytesHold = std::shared_ptr<void>;
 
@@ -86,6 +87,9 @@ struct ConnectorCapabilities {
   bool can_clear = false;
   bool has_heads = false;                // heads() tells; records may be encoded only then
   bool wants_registered_memory = false;  // uses ConnectorContext::region
+  // What ends a call or a transfer: it does so by itself, or only the end of its process does. Of
+  // the latter an adapter host ends the process; in the server it keeps its thread and its bytes.
+  Quiesce quiesce = Quiesce::kDrain;
   // While ready(), exists() never blocks: it is called on the server's event loop, in no lane.
   bool exists_is_quick = false;
   std::uint32_t max_batch = 64;

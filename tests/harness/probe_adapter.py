@@ -1,0 +1,49 @@
+"""The connector of probe_connector.cpp, compiled against the installed headers, as an adapter."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from kvstrata.cli import native_include_dir
+from kvstrata.storage.native_adapter import NativeAdapter
+
+
+def compile_probe(folder: Path) -> Path:
+    """The module, in this folder."""
+    module = folder / "probe.so"
+    includes = [f"-I{native_include_dir()}", f"-I{sysconfig.get_paths()['include']}"]
+    source = Path(__file__).with_name("probe_connector.cpp")
+    command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC"]
+    done = subprocess.run(
+        [*command, *includes, str(source), "-o", str(module)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return module
+
+
+def probe_adapter(module: str, hang_path: str, drains: bool) -> NativeAdapter:
+    """The adapter of a module that `compile_probe` made; its loads hang while `hang_path` is there."""
+    loader = importlib.machinery.ExtensionFileLoader("probe", module)
+    spec = importlib.util.spec_from_file_location("probe", module, loader=loader)
+    assert spec is not None
+    probe: Any = importlib.util.module_from_spec(spec)
+    loader.exec_module(probe)
+    return NativeAdapter(probe.connector(hang_path, drains), name="probe")
+
+
+def entry_of(module: Path, hang_path: Path, *, drains: bool = False, **common: Any) -> dict[str, Any]:
+    """The JSON of such an adapter."""
+    parameters = {"module": str(module), "hang_path": str(hang_path), "drains": drains}
+    return {
+        "type": "plugin",
+        "module_path": __name__,
+        "class_name": "probe_adapter",
+        "adapter_params": parameters,
+        **common,
+    }
