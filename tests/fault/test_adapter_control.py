@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -403,6 +404,79 @@ async def test_draining_ends_a_backfill(start: Start, l1: L1) -> None:
     assert len(SHELVES["a"].records) == adapter_control.BACKFILL_KEYS
 
 
+# -- resume -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loads", [False, True])
+async def test_a_resumed_adapter_is_used_as_before(start: Start, l1: L1, loads: bool) -> None:
+    rig = start()
+    name = await rig.add("a")
+    before, meanwhile, after = chain("before", 3), chain("meanwhile", 3), chain("after", 3)
+    await rig.put(before)
+    await rig.control.drain(name, loads=loads, wait_s=LATER_S)
+    await rig.put(meanwhile)
+    assert rig.adapters.take_loads == loads
+    row = await rig.control.resume(name, backfill=False)
+    assert row is not None and (row["state"], row["takes_loads"]) == ("active", True)
+    await rig.put(after)
+    assert set(SHELVES["a"].records) == {*before, *after}, "what was skipped meanwhile stays skipped"
+    assert rig.skipped == [(key, "draining") for key in meanwhile]
+    l1.lose(before + meanwhile + after)
+    assert (await rig.fetch(before)).n_chunks == 3
+    assert (await rig.fetch(meanwhile)).n_chunks == 0
+    row = await rig.control.drain(name, loads=True, wait_s=LATER_S)
+    assert row is not None and row["state"] == "drained", "and can be drained again"
+
+
+async def test_a_resume_ends_the_drain_that_others_wait_for(start: Start, l1: L1) -> None:
+    rig = start()
+    name = await rig.add("a")
+    SHELVES["a"].shut("put")
+    first, second = l1.store(chain("first", 4)), chain("second", 4)
+    rig.store.committed(first)
+    await until(lambda: SHELVES["a"].waiting["put"])
+    draining = asyncio.create_task(rig.control.drain(name, loads=True, wait_s=LATER_S))
+    await until(lambda: rig.states() == {name: "draining"})
+    row = await rig.control.resume(name, backfill=False)
+    assert row is not None and row["state"] == "active"
+    row = await draining
+    assert row is not None and row["state"] == "active", "it says what became of it"
+    l1.store(second)
+    rig.store.committed(second)
+    SHELVES["a"].let_go()
+    await rig.store.idle()
+    assert set(SHELVES["a"].records) == {*first, *second}
+    assert rig.states() == {name: "active"}, "the drain that was ended ends nothing later"
+
+
+async def test_resumed_with_backfill_it_is_offered_what_l1_has(start: Start, l1: L1) -> None:
+    rig = start()
+    name = await rig.add("a")
+    await rig.control.drain(name, loads=True, wait_s=LATER_S)
+    keys = chain("meanwhile", 20)
+    await rig.put(keys)
+    assert await rig.control.resume(name, backfill=True) is not None
+    await until(lambda: len(SHELVES["a"].records) == 20)
+    await until(lambda: rig.control._row(rig.adapters.get(name))["backfill_left"] == 0)
+    await rig.control.resume(name, backfill=True)
+    await until(lambda: rig.store.stats_of(name)["outcomes"].get("exists") == 20)
+
+
+async def test_what_is_not_there_or_being_removed_is_not_resumed(start: Start) -> None:
+    rig = start(close_s=60.0)
+    name = await rig.add("a")
+    row = await rig.control.resume(name, backfill=False)
+    assert row is not None and row["state"] == "active", "one that is active stays it"
+    assert await rig.control.resume("plugin-9", backfill=False) is None
+    SHELVES["a"].shut("close")
+    removing = asyncio.create_task(rig.control.remove(name, wait_s=0.0))
+    await until(lambda: rig.states() == {name: "removing"})
+    with pytest.raises(BadRequest, match="name: plugin-0 is being removed; add it again once it has left"):
+        await rig.control.resume(name, backfill=False)
+    SHELVES["a"].let_go()
+    assert (await removing or {})["state"] == "removed"
+
+
 # -- remove ----------------------------------------------------------------------------------------------------
 
 
@@ -651,12 +725,15 @@ async def test_whatever_comes_and_goes_every_chunk_is_put_or_skipped_and_nothing
         for n in range(20):
             names = [name for name in rig.names() if name != anchor]
             shelf = SHELVES[f"shelf {n % 4}"]
-            match rng.randrange(5):
+            match rng.randrange(6):
                 case 0 | 1:
                     position = rng.choice([None, 0, len(rig.adapters.placed)])
                     await rig.add(f"shelf {n % 4}", position=position, backfill=rng.random() < 0.3)
                 case 2 if names:
                     await rig.control.drain(rng.choice(names), loads=rng.random() < 0.5, wait_s=0.001)
+                case 5 if names:
+                    with contextlib.suppress(BadRequest):  # it is being removed
+                        await rig.control.resume(rng.choice(names), backfill=rng.random() < 0.3)
                 case 3 if names:
                     if rng.random() < 0.5:
                         shelf.shut(rng.choice(["put", "load", "exists"]))

@@ -119,6 +119,12 @@ def test_an_adapter_added_by_ctl_is_used_drained_and_removed(server, tmp_path):
             "they are skipped", lambda: rows(server)[0]["puts"]["outcomes"].get("skipped:draining") == 2
         )
 
+        resumed = ctl(server, "l2", "resume", name, "--backfill")
+        assert resumed.returncode == 0 and "active" in resumed.stdout
+        eventually("what was skipped is put after all", lambda: records_in(tmp_path / "l2") == 9)
+        engine.stored(prompt(2, seed=4))
+        eventually("and so is what comes", lambda: records_in(tmp_path / "l2") == 11)
+
         removed = ctl(server, "l2", "remove", name)
         assert not engine.client.has_l2
         assert removed.returncode == 0 and "removed" in removed.stdout
@@ -181,6 +187,8 @@ def test_wrong_requests_name_what_is_wrong_and_change_nothing(server, tmp_path):
         ("POST", "/v1/l2/adapters/fs-9/drain", {}, 404, "no adapter 'fs-9'"),
         ("POST", "/v1/l2/adapters/fs-0/drain", {"wait_s": 1e9}, 400, "wait_s: "),
         ("POST", "/v1/l2/adapters/fs-0/drain", {"load": False}, 400, "load: "),
+        ("POST", "/v1/l2/adapters/fs-9/resume", {}, 404, "no adapter 'fs-9'"),
+        ("POST", "/v1/l2/adapters/fs-0/resume", {"loads": True}, 400, "loads: "),
     ):
         status_code, answer = http(server, method, path, body)
         assert (status_code, says in answer["message"]) == (wanted, True), answer
@@ -306,6 +314,10 @@ def test_nothing_that_was_acknowledged_is_lost_while_adapters_come_and_go(server
                     assert (
                         http(server, "POST", f"/v1/l2/adapters/{name}/drain", {"loads": n % 4 == 1})[0] == 200
                     )
+                if n % 3 == 1:
+                    again = {"backfill": n % 2 == 0}
+                    code, row = http(server, "POST", f"/v1/l2/adapters/{name}/resume", again)
+                    assert (code, row["state"], row["takes_loads"]) == (200, "active", True), row
                 code, outcome = http(server, "DELETE", f"/v1/l2/adapters/{name}?wait_s={n % 3}")
                 assert (code, outcome["state"]) == (200, "removed"), outcome
             turns.append(n)

@@ -59,6 +59,8 @@ def test_tokens_that_are_no_json_are_named(capsys, tmp_path):
             ["drain", "fs-0", "--no-loads", "--wait-s", "2.5"],
             ctl.Ask("/v1/l2/adapters/fs-0/drain", {"loads": False, "wait_s": 2.5}, "", 62.5),
         ),
+        (["resume", "fs-0"], ctl.Ask("/v1/l2/adapters/fs-0/resume", {"backfill": False})),
+        (["resume", "a/b", "--backfill"], ctl.Ask("/v1/l2/adapters/a%2Fb/resume", {"backfill": True})),
         (["remove", "a/b"], ctl.Ask("/v1/l2/adapters/a%2Fb?wait_s=10.0", None, "DELETE", 70)),
     ],
 )
@@ -74,6 +76,8 @@ def test_what_l2_commands_ask(arguments, asked):
         (["l2", "add"], "JSON"),
         (["l2", "add", "{}", "--position", "last"], "--position"),
         (["l2", "drain"], "name"),
+        (["l2", "resume"], "name"),
+        (["l2", "resume", "fs-0", "--wait-s", "1"], "--wait-s"),
         (["l2", "drain", "fs-0", "--wait-s", "-1"], "must be seconds from 0 to 600, found '-1'"),
         (["l2", "remove", "fs-0", "--wait-s", "nan"], "must be seconds from 0 to 600, found 'nan'"),
     ],

@@ -30,6 +30,9 @@ class PlainAdapters:
     async def drain(self, name: str, **asked: Any) -> dict[str, Any] | None:
         return {"name": name, **asked} if name == "fs-0" else None
 
+    async def resume(self, name: str, **asked: Any) -> dict[str, Any] | None:
+        return {"name": name, **asked} if name == "fs-0" else None
+
     async def remove(self, name: str, **asked: Any) -> dict[str, Any] | None:
         return {"name": name, **asked} if name == "fs-0" else None
 
@@ -105,6 +108,9 @@ async def test_adapters_are_listed_added_drained_and_removed(engine, token):
         }  # fmt: skip
         drained = await http.post(f"{path}/fs-0/drain", json={"loads": False, "wait_s": 0.5})
         assert drained.json() == {"name": "fs-0", "loads": False, "wait_s": 0.5}
+        resumed = await http.post(f"{path}/fs-0/resume", json={"backfill": True})
+        assert resumed.json() == {"name": "fs-0", "backfill": True}
+        assert (await http.post(f"{path}/fs-1/resume", json={})).status_code == 404
         removed = await http.delete(f"{path}/fs-0", params={"wait_s": 2})
         assert removed.json() == {"name": "fs-0", "wait_s": 2.0}
         for answer in (await http.delete(f"{path}/fs-1"), await http.post(f"{path}/fs-1/drain", json={})):
@@ -136,6 +142,7 @@ async def test_not_ready_is_503_and_says_why(engine):
         ("/v1/l2/adapters", {"adapter": {"type": "wrong"}}, 400, "adapter.type"),
         ("/v1/l2/adapters", {"adapter": {"type": "full"}}, 422, "base_path"),
         ("/v1/l2/adapters/fs-0/drain", {"wait_s": 601}, 400, "wait_s"),
+        ("/v1/l2/adapters/fs-0/resume", {"backfil": True}, 400, "backfil"),
     ],
 )
 async def test_a_wrong_body_names_the_field(engine, path, body, status, says):

@@ -102,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
     prefetch.add_argument("--budget-bytes", type=int, default=1 << 30)
     job = commands.add_parser("job", help="outcome of a prefetch")
     job.add_argument("number", type=int)
-    l2 = commands.add_parser("l2", help="list, add, drain or remove L2 adapters")
+    l2 = commands.add_parser("l2", help="list, add, drain, resume or remove L2 adapters")
     actions = l2.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list", help="the adapters, nearest first; all that is known with --json")
     add = actions.add_parser("add", help="open an adapter and use it from now on")
@@ -115,11 +115,14 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument("--backfill", action="store_true", help="offer it once what is in L1 already")
     drain = actions.add_parser("drain", help="give an adapter no new chunks, and wait for those it is to get")
     drain.add_argument("--no-loads", action="store_true", help="lookups do not ask it either")
+    resume = actions.add_parser("resume", help="use a drained adapter as before")
+    resume.add_argument("--backfill", action="store_true", help="offer it once what is in L1")
     remove = actions.add_parser(
         "remove", help="drain an adapter and close it; its records stay on the medium"
     )
-    for action in (drain, remove):
+    for action in (drain, resume, remove):
         action.add_argument("name", help="as `list` tells it, e.g. fs-0")
+    for action in (drain, remove):
         action.add_argument(
             "--wait-s",
             type=_seconds,
@@ -197,7 +200,10 @@ def _l2_request(options: argparse.Namespace) -> Ask:
             raise BadRequest(f"JSON: not JSON: {error}: {text!r:.200}") from None
         body = {"adapter": adapter, "position": options.position, "backfill": options.backfill}
         return Ask(path, body, timeout_s=CLOSE_S)
-    one, timeout_s = f"{path}/{urllib.parse.quote(options.name, safe='')}", options.wait_s + CLOSE_S
+    one = f"{path}/{urllib.parse.quote(options.name, safe='')}"
+    if options.action == "resume":
+        return Ask(f"{one}/resume", {"backfill": options.backfill})
+    timeout_s = options.wait_s + CLOSE_S
     if options.action == "drain":
         return Ask(
             f"{one}/drain", {"loads": not options.no_loads, "wait_s": options.wait_s}, timeout_s=timeout_s

@@ -1,7 +1,8 @@
-"""Adapters come and go while the server runs: add, drain, remove, list.
+"""Adapters come and go while the server runs: add, drain, resume, remove, list.
 
     add      checked and made on a thread ─▶ open, at most OPEN_S ─▶ in the set
     drain    nothing new ─▶ what waited is put, what is under way ends ─▶ drained
+    resume   draining or drained ─▶ active, as if it had been added just now
     remove   drain, at most as long as asked ─▶ the rest is skipped or looks elsewhere ─▶ close ─▶ out of the set
 
 Rules:
@@ -176,6 +177,28 @@ class AdapterControl:
             await asyncio.wait({self._drains[name]}, timeout=wait_s)
         return self._row(member)
 
+    async def resume(self, name: str, *, backfill: bool) -> dict[str, Any] | None:
+        """Use a draining or drained member as before, from now on; its row. None: there is no such member.
+
+        What was skipped meanwhile is not put, unless `backfill` offers it all of L1 once.  Raises BadRequest for one
+        that is being removed.
+        """
+        self._check_open()
+        member = self._adapters.get(name)
+        if member is None:
+            return None
+        if member.state is AdapterState.REMOVING:
+            raise BadRequest(f"name: {name} is being removed; add it again once it has left", field="name")
+        if (draining := self._drains.pop(name, None)) is not None:
+            draining.cancel()
+            member.state = AdapterState.ACTIVE
+            member.takes_loads = True
+            self._changed()
+            self._log.info("l2_adapter_resumed", adapter=name)
+        if backfill:
+            self._begin_backfill(member)
+        return self._row(member)
+
     async def remove(self, name: str, *, wait_s: float) -> dict[str, Any] | None:
         """Drain a member for at most `wait_s`, close it and take it out of the set; what came of it so far.
 
@@ -243,8 +266,7 @@ class AdapterControl:
         member = self._join(configured, placed if position is None else min(position, placed))
         self._log.info("l2_adapter_added", adapter=member.name, policy=str(member.policy))
         if backfill:
-            self._backfill_left[member.name] = 0
-            self._backfills[member.name] = self._own(self._backfill(member), f"backfill-{member.name}")
+            self._begin_backfill(member)
         return self._row(member)
 
     async def _open(self, entry: dict[str, Any], number: int) -> ConfiguredAdapter:

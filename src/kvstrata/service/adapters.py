@@ -3,8 +3,8 @@
     state     gets chunks   answers lookups   leaves it by
     --------  ------------  ----------------  -------------------------------------------------------------
     ACTIVE    yes           yes               drain → DRAINING, remove → REMOVING
-    DRAINING  what waited   unless told not   nothing waits or is under way → DRAINED, remove → REMOVING
-    DRAINED   no            unless told not   remove → REMOVING
+    DRAINING  what waited   unless told not   nothing waits or is under way → DRAINED; resume, remove as below
+    DRAINED   no            unless told not   resume → ACTIVE, remove → REMOVING
     REMOVING  no            no                it has closed and nothing of it is stuck → not in the set
 
 Invariants

@@ -65,6 +65,9 @@ class AdapterAdmin(Protocol):
     async def drain(self, name: str, *, loads: bool, wait_s: float) -> dict[str, Any] | None:
         """Give an adapter nothing new; its row, None when there is none of that name."""
 
+    async def resume(self, name: str, *, backfill: bool) -> dict[str, Any] | None:
+        """Use a drained adapter again; its row, None when there is none of that name."""
+
     async def remove(self, name: str, *, wait_s: float) -> dict[str, Any] | None:
         """Drain an adapter, close it and take it out; what came of it, None when there is none of that name."""
 
@@ -157,6 +160,15 @@ class DrainAdapterBody(BaseModel):
         ge=0,
         le=MAX_WAIT_S,
         description="Longest wait for the answer; draining goes on after it.",
+    )
+
+
+class ResumeAdapterBody(BaseModel):
+    """How a drained adapter is used again."""
+
+    model_config = ConfigDict(extra="forbid")
+    backfill: bool = Field(
+        False, description="Offer it once what is in L1; otherwise what was skipped meanwhile is not put."
     )
 
 
@@ -280,6 +292,11 @@ def make_app(engine: AdminEngine, *, token: str = "") -> FastAPI:
     async def drain_l2_adapter(name: str, body: DrainAdapterBody) -> dict[str, Any]:
         """Give an adapter no new chunks; it is `drained` when what waited for it was put and nothing is under way."""
         return named(name, await adapters().drain(name, loads=body.loads, wait_s=body.wait_s))
+
+    @app.post("/v1/l2/adapters/{name}/resume", dependencies=guarded)
+    async def resume_l2_adapter(name: str, body: ResumeAdapterBody) -> dict[str, Any]:
+        """Use a draining or drained adapter as before, from now on."""
+        return named(name, await adapters().resume(name, backfill=body.backfill))
 
     @app.delete("/v1/l2/adapters/{name}", dependencies=guarded)
     async def remove_l2_adapter(
