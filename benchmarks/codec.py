@@ -5,13 +5,14 @@ checksums and the verification of the decoded record included, staging faulted i
 
 The KV is one of these, and the figures say which:
 
-- records of an L2 directory of `fs`, given as KVSTRATA_BENCH_RECORDS (what `make demo` has in its L2 while it runs
-  is KV of its random-weight model), as they are;
-- without that, *synthetic random-weight KV*: keys and values of a random-weight attention layer, made here without a
+- what vLLM stores of the demo's random-weight model (tests/harness/vllm_model.py, "160m"), where it is installed:
+  made here by a server with an `fs` directory behind it;
+- records of another L2 directory of `fs`, given as KVSTRATA_BENCH_RECORDS, as they are;
+- without vLLM, *synthetic random-weight KV*: keys and values of a random-weight attention layer, made here without a
   model. Its inputs are normalised vectors of normally distributed numbers, its weights normally distributed with the
-  deviation 0.02 (what the demo's model is made with), keys are rotated by position, everything is rounded to bf16, laid
-  out as vLLM does on CPUs (kv heads, tokens, key then value). A product of many independent terms is normally
-  distributed, so the numbers are drawn as such, with a factor of its own for each token and for each channel.
+  deviation 0.02, keys are rotated by position, everything is rounded to bf16, laid out as vLLM does on CPUs (kv heads,
+  tokens, key then value). A product of many independent terms is normally distributed, so the numbers are drawn as
+  such, with a factor of its own for each token and for each channel.
 
 Trained models have outliers by channel and repeating content; ratios on their KV differ.
 
@@ -29,15 +30,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import figure, median_spread
+from benchmarks.common import figure, median_spread, scratch, wait_until
+from benchmarks.vllm_hit_ttft import prompt
 from kvstrata.errors import ConfigError
 from kvstrata.native import codec, copying
 from kvstrata.native.copying import RecordSpec
 from kvstrata.storage.base import PayloadKind
 from kvstrata.storage.wrap.codec_chain import Chain, ChainSettings, ZstdOptions
+from tests.harness import vllm_env, vllm_model
+from tests.harness.server_process import ServerProcess
+from tests.harness.vllm_run import VllmProcess
 
-LAYERS, KV_HEADS, TOKENS, HEAD = 8, 8, 256, 64
-"""Of the demo's model (tests/harness/vllm_model.py, "160m") and its chunks."""
+MODEL, LAYERS, KV_HEADS, TOKENS, HEAD = "160m", 8, 8, 256, 64
+"""The demo's model (tests/harness/vllm_model.py) and its chunks."""
 RECORDS = 4
 REPEATS = 7
 SHAPE = (1, 2, KV_HEADS, 128, 2, HEAD)
@@ -97,6 +102,23 @@ def found_records(folder: str) -> list[bytes]:
     return records
 
 
+def records_of_vllm() -> list[bytes]:
+    """What vLLM stores of a prompt of random tokens. Raises as ServerProcess and VllmProcess do."""
+    with (
+        scratch("codec") as folder,
+        ServerProcess(folder / "server", l1_mb=256, l2="fs", chunk_tokens=TOKENS) as server,
+    ):
+        server.start()
+        model = vllm_model.ensure_model(MODEL)
+        with VllmProcess(model, folder / "vllm", extra=server.connector_config()) as vllm:
+            vllm.generate(prompt(0, (RECORDS + 1) * TOKENS), max_tokens=1)
+            l2 = folder / "server" / "l2"
+            wait_until(lambda: len(list(l2.rglob("*.kvc"))) >= RECORDS, "the prompt's chunks are in L2")
+            vllm.quit()
+        server.stop()
+        return found_records(str(l2))
+
+
 def fp8_kind(record: bytes) -> PayloadKind:
     """The shape of the demo's model, where the record's sections have it."""
     section_bytes = int.from_bytes(record[520:524], "little")
@@ -105,13 +127,13 @@ def fp8_kind(record: bytes) -> PayloadKind:
 
 
 def rates_of(call: Callable[[], object], length: int) -> list[float]:
-    """GB/s of each repeat, a warm-up apart."""
+    """GB per second of this thread's CPU time, of each repeat, a warm-up apart: what else runs here takes nothing."""
     rates = []
     for repeat in range(REPEATS + 1):
-        started = time.perf_counter()
+        started = time.thread_time()
         call()
         if repeat:
-            rates.append(length / (time.perf_counter() - started) / 1e9)
+            rates.append(length / (time.thread_time() - started) / 1e9)
     return rates
 
 
@@ -187,8 +209,10 @@ def run() -> list[dict[str, Any]]:
     folder = os.environ.get("KVSTRATA_BENCH_RECORDS", "")
     if folder:
         records, source = found_records(folder), f"records of {folder}"
+    elif vllm_env.find() is not None:
+        records, source = records_of_vllm(), f"vLLM's KV of a random-weight Llama of {MODEL} parameters"
     else:
         records = [synthetic(seed) for seed in range(RECORDS)]
-        source = "synthetic random-weight KV, not of a model"
+        source = "synthetic random-weight KV, not of a model (vLLM is not installed)"
     print(f"   {len(records)} records of {len(records[0]) / (1 << 20):.1f} MiB: {source}", flush=True)
     return [one for name, settings in CHAINS.items() for one in measure(name, settings, records, source)]
