@@ -14,7 +14,7 @@ import pytest
 from kvstrata.cli import bench, bench_l2
 from kvstrata.clock import SystemClock
 from kvstrata.errors import InternalError, Refused
-from kvstrata.measure.burst import Burst, Round
+from kvstrata.measure.burst import Burst, Lookups, Round
 from kvstrata.measure.l2 import IDENTITY, Interrupted, Pass, Records, Workload
 from kvstrata.measure.raw_io import in_batches
 from kvstrata.storage.base import Found, LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus
@@ -133,14 +133,20 @@ def test_raw_io_has_as_many_threads_as_the_adapter(given, entry, threads):
 
 def test_lookups_of_all_rounds_count_together_and_bursts_by_round():
     rounds = [
-        Round([0.001] * 99, [0.002] * 9, 2.0, 10**9),
-        Round([0.003], [0.004], 1.0, 10**9),
+        Round(Lookups([0.001] * 99, 0), Lookups([0.002] * 9, 3), 2.0, 10**9),
+        Round(Lookups([0.003], 0), Lookups([0.004], 4), 1.0, 10**9),
     ]
     found = bench_l2.burst_figures(1.0, 4096, rounds)
     assert found["idle"]["ms"] == {"p50": 1, "p95": 1, "p99": 3, "greatest": 3, "calls": 100}
     assert found["burst"]["ms"] == {"p50": 2, "p95": 4, "p99": 4, "greatest": 4, "calls": 10}
     assert found["burst"]["gb_per_s"] == {"median": 0.75, "least": 0.5, "greatest": 1.0}
     assert found["p99_ratio"] == pytest.approx(4 / 3)
+    assert (found["idle"]["unknown"], found["burst"]["unknown"]) == (0, 7)
+
+
+def test_bursts_in_which_no_lookup_was_answered_have_no_figures():
+    with pytest.raises(Refused, match="no lookup was answered"):
+        bench_l2.burst_figures(1.0, 4096, [Round(Lookups([0.1], 0), Lookups([], 5), 1.0, 10**9)])
 
 
 def test_batches_cover_every_record_once():
@@ -168,6 +174,8 @@ class Inner:
         found = await self.inner.exists(keys)
         if self.wrong == "exists":
             return [Found(Presence.PRESENT, f.record_bytes) for f in found]
+        if self.wrong == "unknown" and not set(keys) <= self.put_keys:
+            return [*found[1:], Found(Presence.UNKNOWN, 0, "deadline")]
         return found
 
     async def load(self, items: Any) -> Any:
@@ -262,7 +270,8 @@ async def bursts(folder: Any, wrong: str, *, stop: bool = False) -> tuple[Inner,
 def test_a_burst_stores_every_record_and_leaves_none(tmp_path, monkeypatch):
     monkeypatch.setattr("kvstrata.measure.burst.IDLE_S", 0.1)
     inner, taken = asyncio.run(bursts(tmp_path, ""))
-    assert taken.put_bytes == 8 * (PAYLOAD + 4096) and taken.idle and taken.burst
+    assert taken.put_bytes == 8 * (PAYLOAD + 4096)
+    assert taken.idle.answered and taken.burst.answered and taken.burst.unknown == 0
     assert len(inner.put_keys) == 2 * 8
     assert stored(tmp_path) == 0
 
@@ -305,7 +314,14 @@ def test_a_lookup_begins_when_it_is_due_though_others_have_not_ended(tmp_path, m
 
     monkeypatch.setattr(Inner, "exists", together)
     _, taken = asyncio.run(bursts(tmp_path, ""))
-    assert len(taken.idle) >= 3
+    assert len(taken.idle.answered) >= 3
+
+
+def test_lookups_that_the_adapter_does_not_answer_are_counted_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvstrata.measure.burst.IDLE_S", 0.1)
+    _, taken = asyncio.run(bursts(tmp_path, "unknown"))
+    assert taken.idle.answered == [] and taken.idle.unknown >= 1
+    assert stored(tmp_path) == 0
 
 
 def test_payloads_follow_from_the_seed_and_keys_do_not():

@@ -28,7 +28,7 @@ from kvstrata.cli.ctl import table
 from kvstrata.clock import SystemClock
 from kvstrata.config.flags import adapters_from_json
 from kvstrata.errors import ConfigError, KvstrataError, Refused, StorageError
-from kvstrata.measure.burst import IDLE_S, LOOKUP_EVERY_S, LOOKUP_KEYS, Burst, Round
+from kvstrata.measure.burst import IDLE_S, LOOKUP_EVERY_S, LOOKUP_KEYS, Burst, Lookups, Round
 from kvstrata.measure.figures import machine, median_spread, percentile
 from kvstrata.measure.l2 import Interrupted, Pass, Records, Work, Workload
 from kvstrata.measure.plot import check_plot, draw_l2
@@ -368,18 +368,24 @@ def size_figures(size_mb: float, record_length: int, passes: Sequence[Pass]) -> 
 
 def burst_figures(size_mb: float, record_length: int, rounds: Sequence[Round]) -> dict[str, Any]:
     """The figures of one size: lookups of all rounds together, the bursts' rates one a round."""
-    idle_ms = _percentiles([s for each in rounds for s in each.idle])
-    burst_ms = _percentiles([s for each in rounds for s in each.burst])
+    idle, burst = _lookups([each.idle for each in rounds]), _lookups([each.burst for each in rounds])
     return {
         "chunk_mb": size_mb,
         "record_bytes": record_length,
-        "idle": {"ms": idle_ms},
-        "burst": {
-            "ms": burst_ms,
-            "gb_per_s": _spread([each.put_bytes / each.put_s / 1e9 for each in rounds]),
-        },
-        "p99_ratio": burst_ms["p99"] / idle_ms["p99"],
+        "idle": idle,
+        "burst": {**burst, "gb_per_s": _spread([each.put_bytes / each.put_s / 1e9 for each in rounds])},
+        "p99_ratio": burst["ms"]["p99"] / idle["ms"]["p99"],
     }
+
+
+def _lookups(taken: Sequence[Lookups]) -> dict[str, Any]:
+    """Raises Refused where none of them was answered."""
+    answered = [s for each in taken for s in each.answered]
+    if not answered:
+        raise Refused(
+            "--burst: no lookup was answered; give the adapter a longer deadline_ms, or fewer callers"
+        )
+    return {"ms": _percentiles(answered), "unknown": sum(each.unknown for each in taken)}
 
 
 def _shown_burst(report: dict[str, Any]) -> str:
@@ -395,6 +401,7 @@ def _shown_burst(report: dict[str, Any]) -> str:
                     "ms a lookup": name,
                     **{word: f"{ms[word]:.3f}" for word in ("p50", "p95", "p99", "greatest")},
                     "lookups": ms["calls"],
+                    "unknown": found["unknown"],
                     "p99 to idle": f"{size['p99_ratio']:.2f}" if name == "burst" else "",
                     "put GB/s": f"{found['gb_per_s']['median']:.3f}" if name == "burst" else "",
                 }

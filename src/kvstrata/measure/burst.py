@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from kvstrata.errors import StorageError
 from kvstrata.measure.l2 import Records, Work
 from kvstrata.native.pool import Hold
-from kvstrata.storage.base import PutItem, PutStatus
+from kvstrata.storage.base import Presence, PutItem, PutStatus
 from kvstrata.storage.registry import ConfiguredAdapter
 from kvstrata.types import KEY_BYTES
 
@@ -31,11 +31,18 @@ LOOKUP_EVERY_S = 0.02
 IDLE_S = 1.0
 
 
-class Round(NamedTuple):
-    """Seconds of each lookup alone and in the burst, and of the burst."""
+class Lookups(NamedTuple):
+    """Seconds of each one that was answered, and how many were UNKNOWN: past the deadline, say."""
 
-    idle: list[float]
-    burst: list[float]
+    answered: list[float]
+    unknown: int
+
+
+class Round(NamedTuple):
+    """Lookups alone and in the burst, and what the burst stored in how long."""
+
+    idle: Lookups
+    burst: Lookups
     put_s: float
     put_bytes: int
 
@@ -77,7 +84,7 @@ class Burst(Work):
             )
         return Round(idle, burst, put_s, self._records.count * self._records.record_bytes)
 
-    async def _burst(self) -> tuple[float, list[float]]:
+    async def _burst(self) -> tuple[float, Lookups]:
         """Store the records under fresh keys; how long it took, and the lookups meanwhile."""
         records = self._records
         records.seal()
@@ -105,8 +112,8 @@ class Burst(Work):
 
         await _all_of([share(caller) for caller in range(self._callers)])
 
-    async def _looked_up_during(self, work: Coroutine[Any, Any, None]) -> tuple[list[float], float]:
-        """Seconds of each lookup that was due before `work` ended, and of `work`; none before there is a record."""
+    async def _looked_up_during(self, work: Coroutine[Any, Any, None]) -> tuple[Lookups, float]:
+        """The lookups that were due before `work` ended, and its seconds; none before there is a record."""
         loop = asyncio.get_running_loop()
         ended = threading.Event()
         times: list[float] = []
@@ -114,8 +121,10 @@ class Burst(Work):
 
         async def look_up(due_s: float) -> None:
             found = await self._adapter.exists(self._asked)
-            times.append(time.perf_counter() - due_s)
-            self._check_found(found)
+            took_s = time.perf_counter() - due_s
+            if all(each.presence is not Presence.UNKNOWN for each in found):
+                times.append(took_s)
+                self._check_found(found)
 
         def begin(due_s: float) -> None:
             lookups.append(loop.create_task(look_up(due_s)))
@@ -140,7 +149,7 @@ class Burst(Work):
             if self._asked:
                 await loop.run_in_executor(None, ticker.join)
             await _all_of(lookups)
-        return times, took_s
+        return Lookups(times, len(lookups) - len(times)), took_s
 
 
 async def _all_of(works: Sequence[Coroutine[Any, Any, None] | asyncio.Task[None]]) -> None:
