@@ -1,0 +1,98 @@
+"""Real vLLM and the codec fp8: who accepted it loads rounded KV from L2, who did not never sees it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.server_process import ServerProcess
+from tests.harness.vllm_run import VllmProcess
+from tests.vllm.conftest import CHUNK, Rig, make_prompt, until
+
+pytestmark = pytest.mark.vllm
+
+HIT_CHUNKS = 3
+PLAIN, FP8 = bytes(8), bytes([1, 0, 0, 0, 0, 0, 0, 0])
+"""What the outer header says of the codecs (docs/formats.md)."""
+
+
+@pytest.fixture
+def server(vllm_python: Path, tmp_path: Path) -> Iterator[ServerProcess]:
+    """One whose L2 rounds KV for those that accept it."""
+    entry = {"type": "fs", "base_path": str(tmp_path / "l2"), "min_free_gb": 0, "codec": ["fp8"]}
+    flags = ("--l2-adapter", json.dumps(entry))
+    with ServerProcess(tmp_path / "server", l1_mb=64, l2="embedded", flags=flags) as process:
+        process.start()
+        yield process
+
+
+@pytest.fixture
+def engine(
+    server: ServerProcess, vllm_model_folder: Callable[[str], Path], tmp_path: Path
+) -> Callable[[str], VllmProcess]:
+    """Starts an engine of this fidelity, in bf16, which fp8 rounds."""
+
+    def start(fidelity: str) -> VllmProcess:
+        return VllmProcess(
+            vllm_model_folder("19m"),
+            tmp_path / fidelity,
+            extra=server.connector_config(**{"kvstrata.fidelity": fidelity}),
+            options={"max_num_batched_tokens": 1024, "max_model_len": 4096},
+        )
+
+    return start
+
+
+def codecs_in_l2(folder: Path) -> dict[Path, bytes]:
+    """The codecs of each record there."""
+    return {path: path.read_bytes()[80:88] for path in folder.rglob("*.kvc")}
+
+
+def empty_l1(rig: Rig) -> None:
+    """What the engine is to hit comes from L2 afterwards."""
+    rig.server.stop()  # in order: what waits for L2 is written
+    rig.server.wipe_segment()
+    rig.server.start()
+    until(
+        lambda: all(side["connected"] for side in rig.vllm.ask("client").values()),
+        "attaching to the new server",
+    )
+
+
+def hit_from_l2(rig: Rig, prompt: list[int], tokens: int) -> None:
+    """All of it, by a server that has nothing else; on a busy machine the engine may be tired of waiting for it."""
+
+    def hit() -> bool:
+        warm = rig.again(prompt)
+        loaded = rig.server.get("/v1/status")["l2_prefetch"]["counts"].get("loaded", 0)
+        if (warm["cached_tokens"], loaded) != (HIT_CHUNKS * CHUNK, HIT_CHUNKS):
+            empty_l1(rig)
+            return False
+        assert len(warm["tokens"]) == tokens
+        return True
+
+    until(hit, "a hit from L2")
+
+
+def test_rounded_chunks_are_hit_from_l2_by_who_accepted_them_and_unseen_by_others(server, engine, tmp_path):
+    prompt = make_prompt(1, HIT_CHUNKS * CHUNK + 100)
+    with engine("fp8") as vllm:
+        rig = Rig(server, vllm)
+        cold = rig.stored(prompt)
+        empty_l1(rig)
+        rounded = codecs_in_l2(tmp_path / "l2")
+        assert set(rounded.values()) == {FP8} and len(rounded) == HIT_CHUNKS
+        hit_from_l2(rig, prompt, len(cold["tokens"]))
+        vllm.quit()
+    with engine("lossless") as vllm:
+        rig = Rig(server, vllm)
+        cold = rig.stored(prompt)
+        assert cold["cached_tokens"] == 0
+        empty_l1(rig)
+        codecs = codecs_in_l2(tmp_path / "l2")
+        assert {codecs.pop(path) for path in rounded} == {FP8}
+        assert set(codecs.values()) == {PLAIN} and len(codecs) == HIT_CHUNKS
+        hit_from_l2(rig, prompt, len(cold["tokens"]))
