@@ -12,7 +12,7 @@ Invariants
    put, and two puts of a key here at the same time are one.
 3. A value that is no record of its key, of the length that the store says, is removed: only then can a put heal it.
    What another instance has put under the key meanwhile may go with it, which costs a miss.
-4. `_lengths` says how long the records are that this process has put or found.  It is a hint: presence is asked of the
+4. `_known` says how long the records are that this process has put or found.  It is a hint: presence is asked of the
    store each time, and a length that has become wrong is found out by the load.
 
 Not here: what a Mooncake option means.  Whatever is not one of our fields goes to `setup` as it is.
@@ -29,7 +29,7 @@ import struct
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
 from kvstrata.errors import StorageError
@@ -117,8 +117,9 @@ class MooncakeAdapter(StorageAdapter):
         self._store: Any = None
         self._replicate: Any = None
         self._largest_bytes = LARGEST_RECORD_BYTES
-        self._lengths: dict[bytes, int] = {}
-        self._lengths_lock = threading.Lock()
+        self._known: dict[bytes, Found] = {}
+        self._known_bytes = 0
+        self._known_lock = threading.Lock()
         self._putting: dict[bytes, asyncio.Future[PutStatus]] = {}
         self._running: set[asyncio.Task[Any]] = set()
         self._opened = False
@@ -254,8 +255,8 @@ class MooncakeAdapter(StorageAdapter):
 
     async def usage(self) -> Usage:
         """What this process has put or found there: the store does not tell what belongs to us."""
-        with self._lengths_lock:
-            return Usage(sum(self._lengths.values()), 0, len(self._lengths))
+        with self._known_lock:
+            return Usage(self._known_bytes, 0, len(self._known))
 
     # --- on the event loop -------------------------------------------------------------------------------
 
@@ -317,25 +318,25 @@ class MooncakeAdapter(StorageAdapter):
 
     def _find(self, keys: Sequence[bytes]) -> list[Found]:
         codes = self._store.batch_is_exist([_name(key) for key in keys])
-        lengths = self._lengths
-        missing = [key for key, code in zip(keys, codes, strict=True) if code == 1 and key not in lengths]
-        told = self._ask_lengths(missing) if missing else {}
-        found: list[Found] = []
-        gone: list[bytes] = []
-        for key, code in zip(keys, codes, strict=True):
-            length = lengths.get(key) or told.get(key, 0)
-            if code == 1 and HEAD_BYTES <= length <= self._largest_bytes:
-                found.append(Found(Presence.PRESENT, length))
-            elif code < 0:
-                found.append(Found(Presence.UNKNOWN, 0, _reason(code)))
-            else:
-                found.append(_ABSENT)
-                gone.append(key)
-        self._forget(gone)
-        return found
+        known = self._known
+        found = [known.get(key) if code == 1 else None for key, code in zip(keys, codes, strict=True)]
+        if None in found:
+            places = [place for place, answer in enumerate(found) if answer is None]
+            self._ask_lengths([keys[place] for place in places if codes[place] == 1])
+            for place in places:
+                failed = codes[place] < 0
+                found[place] = (
+                    Found(Presence.UNKNOWN, 0, _reason(codes[place]))
+                    if failed
+                    else known.get(keys[place], _ABSENT)
+                )
+            self._forget([keys[place] for place in places if codes[place] == 0])
+        return cast("list[Found]", found)
 
-    def _ask_lengths(self, keys: list[bytes]) -> dict[bytes, int]:
-        """Lengths of values that are there; what is too short to be a record is removed. 0: not loadable any more."""
+    def _ask_lengths(self, keys: list[bytes]) -> None:
+        """Of values that are there; what is too short to be a record is removed."""
+        if not keys:
+            return
         replicas = self._store.batch_get_replica_desc([_name(key) for key in keys])
         lengths = {key: self._length(_name(key), replicas.get(_name(key), [])) for key in keys}
         foreign = [key for key, length in lengths.items() if 0 < length < HEAD_BYTES]
@@ -343,7 +344,6 @@ class MooncakeAdapter(StorageAdapter):
             log.warning("%s: removes %d values that are no records", self.name, len(foreign))
             self._remove(foreign)
         self._learn({key: length for key, length in lengths.items() if length >= HEAD_BYTES})
-        return lengths
 
     def _length(self, name: str, replicas: Sequence[Any]) -> int:
         for replica in replicas:
@@ -395,7 +395,6 @@ class MooncakeAdapter(StorageAdapter):
         """What became of an item; `code` is the number of bytes read, or an error."""
         if code == hold.length:
             if verify_stored_record(hold.address, hold.length, key) == CopyOutcome.OK:
-                self._learn({key: code})
                 return _LOADED
         elif code in (_NO_OBJECT, _NO_REPLICA_YET, _REPLICA_GONE):
             self._forget([key])
@@ -430,20 +429,31 @@ class MooncakeAdapter(StorageAdapter):
         return list(self._store.batch_remove([_name(key) for key in keys], True))
 
     def _remove_all(self) -> int:
-        with self._lengths_lock:
-            self._lengths.clear()
+        with self._known_lock:
+            self._known.clear()
+            self._known_bytes = 0
         return int(self._store.remove_by_regex(f"^{KEY_PREFIX}.*", True))
 
     def _learn(self, lengths: Mapping[bytes, int]) -> None:
-        with self._lengths_lock:
-            self._lengths.update(lengths)
-            while len(self._lengths) > KNOWN_LENGTHS:
-                del self._lengths[next(iter(self._lengths))]
+        """Lengths of records that are there; one that this pool cannot hold is not."""
+        with self._known_lock:
+            for key, length in lengths.items():
+                self._drop_known(key)
+                if length <= self._largest_bytes:
+                    self._known[key] = Found(Presence.PRESENT, length)
+                    self._known_bytes += length
+            while len(self._known) > KNOWN_LENGTHS:
+                self._drop_known(next(iter(self._known)))
 
     def _forget(self, keys: Sequence[bytes]) -> None:
-        with self._lengths_lock:
+        with self._known_lock:
             for key in keys:
-                self._lengths.pop(key, None)
+                self._drop_known(key)
+
+    def _drop_known(self, key: bytes) -> None:
+        known = self._known.pop(key, None)
+        if known is not None:
+            self._known_bytes -= known.record_bytes
 
 
 _ABSENT = Found(Presence.ABSENT)
