@@ -66,6 +66,11 @@ FAMILIES: dict[str, Family] = {
     "kvstrata_l2_items": Family(
         "counter", ("adapter", "operation", "outcome"), "Chunks by outcome of an adapter's operation."
     ),
+    "kvstrata_l2_breaker_open": Family(
+        "gauge",
+        ("adapter", "operation"),
+        "1 while an adapter's breaker is open, so that it is not asked, or lets one probe through; else 0.",
+    ),
 }
 """By name."""
 
@@ -257,7 +262,7 @@ def families(instance_id: str, counters: ServerCounters, numbers: Mapping[str, A
     """All metric families, in the order of `FAMILIES`, then the gauges of the status document."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-    for name, values in _counted(instance_id, counters).items():
+    for name, values in _counted(instance_id, counters, numbers).items():
         family = FAMILIES[name]
         if family.kind == "histogram":
             histogram = HistogramMetricFamily(name, family.meaning, labels=family.labels)
@@ -274,7 +279,9 @@ def families(instance_id: str, counters: ServerCounters, numbers: Mapping[str, A
         yield GaugeMetricFamily(gauge_name(path), meaning_of(path), value=number)
 
 
-def _counted(instance_id: str, counters: ServerCounters) -> dict[str, list[tuple[list[str], Any]]]:
+def _counted(
+    instance_id: str, counters: ServerCounters, numbers: Mapping[str, Any]
+) -> dict[str, list[tuple[list[str], Any]]]:
     """(label values, number or Histogram) of each family in `FAMILIES`, in its order."""
 
     def by_word(values: Mapping[str, int]) -> list[tuple[list[str], Any]]:
@@ -302,6 +309,11 @@ def _counted(instance_id: str, counters: ServerCounters) -> dict[str, list[tuple
             ([*labels, word], count)
             for labels, counted in l2
             for word, count in sorted(counted.outcomes.items())
+        ],
+        "kvstrata_l2_breaker_open": [
+            ([adapter, operation], float(state != "closed"))
+            for adapter, status in numbers.get("l2_adapters", {}).items()
+            for operation, state in status.get("breakers", {}).items()
         ],
     }
 
