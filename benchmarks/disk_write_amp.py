@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.common import figure
-from benchmarks.policies import Prompt, read_trace, synthetic_trace
 from benchmarks.run import merge
+from kvstrata.measure.workloads import TraceRequest, read_trace, synthetic_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "ext" / "core"
@@ -97,12 +97,12 @@ def uniform() -> Iterator[str]:
         yield f"use {draw.randrange(UNIFORM_KEYS)}"
 
 
-def of_prompts(prompts: Iterable[Prompt]) -> Iterator[str]:
+def of_prompts(prompts: Iterable[TraceRequest]) -> Iterator[str]:
     """One request after the other."""
     return (f"use {' '.join(map(str, prompt.blocks))}" for prompt in prompts)
 
 
-def trace_figure(name: str, prompts: list[Prompt], what: str) -> dict[str, Any]:
+def trace_figure(name: str, prompts: list[TraceRequest], what: str) -> dict[str, Any]:
     """The worst of SHARES; each is in `logs`."""
     blocks = len({block for prompt in prompts for block in prompt.blocks})
     logs = {share: replayed(int(share * blocks) * FRAME_BYTES, of_prompts(prompts)) for share in SHARES}

@@ -12,69 +12,27 @@ from __future__ import annotations
 import argparse
 import collections
 import hashlib
-import heapq
-import json
-import math
 import os
-import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.common import figure
+from kvstrata.measure.workloads import BLOCK_TOKENS, TraceRequest, read_trace, synthetic_trace
 from kvstrata.native.pool import Pool
 
-BLOCK_TOKENS = 512
 EXTENT_BYTES = 4096
 POLICIES = ("LRU", "ARC", "S3FIFO")
 SHARES = (0.02, 0.05, 0.10, 0.20)
 IDENTITY = bytes(32)
 
 
-class Prompt(NamedTuple):
-    """One request: tokens of its prompt and the ids of its blocks, the last of which may be partly filled."""
-
-    tokens: int
-    blocks: list[int]
-
-
-def read_trace(path: Path) -> list[Prompt]:
-    """The prompts of a trace file, in order."""
-    with path.open() as lines:
-        requests = (json.loads(line) for line in lines)
-        return [Prompt(request["input_length"], request["hash_ids"]) for request in requests]
-
-
-def synthetic_trace(requests: int = 6000, seed: int = 1) -> list[Prompt]:
-    """Conversations whose next turn comes after a while with all that was said before and some blocks more.
-
-    The gap between turns is log-normal with its median at 3 % of the trace and nine in ten below 14 %; most
-    conversations have one turn, and one prompt in ten begins with a shared system prompt.
-    """
-    chance = random.Random(seed)
-    fresh = iter(range(1 << 60))
-    shared = [[next(fresh) for _ in range(chance.randint(1, 4))] for _ in range(5)]
-    turns: list[tuple[float, list[int]]] = []
-    prompts = []
-    for now in range(requests):
-        if turns and turns[0][0] <= now:
-            blocks = heapq.heappop(turns)[1]
-        else:
-            blocks = list(chance.choice(shared)) if chance.random() < 0.1 else []
-        blocks = blocks + [next(fresh) for _ in range(max(1, int(chance.lognormvariate(2.0, 1.0))))]
-        prompts.append(Prompt(len(blocks) * BLOCK_TOKENS, blocks))
-        if chance.random() < 0.45:
-            gap = chance.lognormvariate(math.log(0.03 * requests), 1.2)
-            heapq.heappush(turns, (now + gap, blocks))
-    return prompts
-
-
 def key_of(block: int) -> bytes:
     return hashlib.sha256(block.to_bytes(8, "little")).digest()
 
 
-def pool_hits(prompts: Sequence[Prompt], capacity: int, policy: str) -> float:
+def pool_hits(prompts: Sequence[TraceRequest], capacity: int, policy: str) -> float:
     """Share of the tokens that a pool of `capacity` blocks serves. The extents are never written to."""
     index_fd = os.memfd_create("policies-index", os.MFD_CLOEXEC)
     extents_fd = os.memfd_create("policies-extents", os.MFD_CLOEXEC)
@@ -105,7 +63,7 @@ def pool_hits(prompts: Sequence[Prompt], capacity: int, policy: str) -> float:
     return hit_tokens / sum(prompt.tokens for prompt in prompts)
 
 
-def plain_lru_hits(prompts: Sequence[Prompt], capacity: int) -> float:
+def plain_lru_hits(prompts: Sequence[TraceRequest], capacity: int) -> float:
     """The same by a list of blocks in order of use, each prompt used from its end to its start."""
     cache: collections.OrderedDict[int, None] = collections.OrderedDict()
     hit_tokens = 0
@@ -122,7 +80,7 @@ def plain_lru_hits(prompts: Sequence[Prompt], capacity: int) -> float:
     return hit_tokens / sum(prompt.tokens for prompt in prompts)
 
 
-def measure(prompts: Sequence[Prompt], shares: Sequence[float]) -> dict[str, dict[float, float]]:
+def measure(prompts: Sequence[TraceRequest], shares: Sequence[float]) -> dict[str, dict[float, float]]:
     """Hit ratio by policy and by share of the distinct blocks that the cache holds."""
     distinct = len({block for prompt in prompts for block in prompt.blocks})
     table: dict[str, dict[float, float]] = {}

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -99,9 +100,30 @@ def test_api_server_serves_hits(server, small_model, tmp_path, vllm_python):
             line for line in metrics.splitlines() if line.startswith("vllm:kvstrata_loaded_chunks_total")
         ]
         assert loaded and float(loaded[0].split()[-1]) == 4, metrics
+        measured = bench_serve(port, server)
+        first, second = measured["rounds"]
+        assert (first["requests"], second["requests"], measured["total"]["failed"]) == (2, 2, 0)
+        assert first["sources"]["L1 chunks"] == 0 and second["sources"]["L1 chunks"] == 2 * 4
+        hits = {name: count for name, count in second["sources"].items() if "chunks" not in name}
+        assert sum(hits.values()) == 2 * 4 * 256, hits
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def bench_serve(port, server):
+    """The report of `kvstrata bench serve`: two documents of 1,100 tokens, asked about twice."""
+    arguments = [
+        "bench", "serve", "long-doc-qa", "--url", f"http://127.0.0.1:{port}", "--documents", "2",
+        "--document-tokens", "1100", "--question-tokens", "8", "--output-tokens", "4", "--rounds", "2",
+        "--extra-body", '{"detokenize": false}', "--cache-server", f"http://127.0.0.1:{server.ready['http_port']}",
+        "--json", "-",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [Path(sys.executable).with_name("kvstrata"), *arguments], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def wait_for_api(process, port, log):

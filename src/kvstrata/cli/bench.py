@@ -447,7 +447,8 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="kvstrata bench",
         description="Measure a running server on this host, as engines use it.",
-        epilog="`kvstrata bench l2` measures one storage adapter instead, without a server: see its --help.",
+        epilog="`kvstrata bench l2` measures one storage adapter without a server, `kvstrata bench serve` what users "
+        "of engines see: see their --help.",
     )
     add = top.add_argument
     add("--port", type=int, default=settings.port, help="RPC port of the server (%(default)s)")
@@ -482,6 +483,10 @@ def main(arguments: Sequence[str]) -> int:
         from kvstrata.cli.bench_l2 import main as bench_l2
 
         return bench_l2(arguments[1:])
+    if arguments[:1] == ["serve"]:
+        from kvstrata.cli.bench_serve import main as bench_serve
+
+        return bench_serve(arguments[1:])
     options = parser().parse_args(arguments)
     try:
         with _ctrl_c_on_sigterm():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import errno
 import json
 import os
 import shutil
@@ -25,6 +24,7 @@ import uvloop
 
 from kvstrata import __version__
 from kvstrata.cli.ctl import table
+from kvstrata.cli.reports import check_writable, progress, whole, written
 from kvstrata.clock import SystemClock
 from kvstrata.config.flags import adapters_from_json
 from kvstrata.errors import ConfigError, KvstrataError, Refused, StorageError
@@ -72,19 +72,19 @@ def parser() -> argparse.ArgumentParser:
         help='the adapter, as the server takes it: {"type": "fs", "base_path": "/mnt/nvme/kv"}')  # fmt: skip
     add("--chunk-mb", type=_sizes, action="extend", metavar="MB[,MB]",
         help="payload of a record in MiB; a list or repeated (1,4,32)")  # fmt: skip
-    add("--count", type=_whole(1, 65_536), metavar="N", help=f"records of a pass ({COUNT})")
-    add("--batch", type=_whole(1, 1024), metavar="N", help=f"records of a call ({BATCH})")
-    add("--rounds", type=_whole(1, 1000), default=5, metavar="N",
+    add("--count", type=whole(1, 65_536), metavar="N", help=f"records of a pass ({COUNT})")
+    add("--batch", type=whole(1, 1024), metavar="N", help=f"records of a call ({BATCH})")
+    add("--rounds", type=whole(1, 1000), default=5, metavar="N",
         help="measured passes for each size; one more warms up (%(default)s)")  # fmt: skip
-    add("--burst", type=_whole(1, MOST_CALLERS), metavar="N",
+    add("--burst", type=whole(1, MOST_CALLERS), metavar="N",
         help=f"measure lookups instead: of {LOOKUP_KEYS} keys, alone and while N callers put a pass at the same time; "
         f"then --chunk-mb is {BURST_SIZES[0]:g}, --count {BURST_COUNT} and --batch {BURST_BATCH} where they are not "
         "given")  # fmt: skip
     add("--raw-dir", default="", metavar="DIR",
         help="where raw I/O is measured, on the adapter's medium (its base_path)")  # fmt: skip
-    add("--threads", type=_whole(1, MOST_THREADS), metavar="N",
+    add("--threads", type=whole(1, MOST_THREADS), metavar="N",
         help="threads of raw I/O (as many as the adapter's entry names, else 4)")  # fmt: skip
-    add("--seed", type=_whole(0, 1 << 62), default=0, metavar="N",
+    add("--seed", type=whole(0, 1 << 62), default=0, metavar="N",
         help="of the records' payloads, which are random bytes (%(default)s); keys are random always")  # fmt: skip
     add("--keep", action="store_true", help="leave the records there; otherwise they are deleted")
     add(
@@ -105,9 +105,9 @@ def main(arguments: Sequence[str]) -> int:
         text = json.dumps(report, indent=1, ensure_ascii=False)
         print(text if options.json == "-" else shown(report))
         if options.json not in ("", "-"):
-            _written("--json", options.json, lambda path: path.write_text(text + "\n"))
+            written("--json", options.json, lambda path: path.write_text(text + "\n"))
         if options.svg:
-            _written("--svg", options.svg, lambda path: draw_l2(report, path))
+            written("--svg", options.svg, lambda path: draw_l2(report, path))
     except KvstrataError as error:
         print(f"kvstrata bench l2: {error.message}", file=sys.stderr)
         return 1
@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if len(entries) != 1:
         raise ConfigError(f"--l2-adapter: must name one adapter, found {len(entries)}", field="l2_adapter")
     for flag, name in (("--json", options.json), ("--svg", options.svg)):
-        _check_writable(flag, name)
+        check_writable(flag, name)
     if options.svg:
         check_plot("--svg")
     config = configure_adapter(entries[0], 0)
@@ -172,7 +172,7 @@ class _Run:
         passes = options.rounds + 1
         moves = passes if options.burst else 2 * passes
         total = sum(moves * options.count * record_bytes(1, int(size * MB)) for size in self._sizes)
-        with _progress(total, self._notes) as moved:
+        with progress(total, "B", self._notes) as moved:
             found = [await self._size(size, moved) for size in self._sizes]
         if self._kept:
             self._notes.append(f"--keep: {self._kept} records under random keys stay in {self._config.name}")
@@ -470,22 +470,6 @@ def raw_threads(given: int | None, entry: Mapping[str, Any]) -> Threads:
     return Threads(of(Lane.PUT), of(Lane.LOAD))
 
 
-@contextlib.contextmanager
-def _progress(total_bytes: int, notes: list[str]) -> Iterator[Callable[[int], None]]:
-    """Called with the bytes of each batch; a bar on standard error where that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        notes.append("for a progress bar: pip install 'kvstrata[bench]'")
-        yield lambda count: None
-        return
-    with tqdm(total=total_bytes, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
-        yield bar.update
-
-
 def _check_memory(size_mb: float, count: int, batch: int) -> None:
     need = record_bytes(1, int(size_mb * MB)) * (count + batch)
     for line in Path("/proc/meminfo").read_text().splitlines():
@@ -497,26 +481,6 @@ def _check_memory(size_mb: float, count: int, batch: int) -> None:
                     f"more than half of the memory that is available here ({may / MEMORY_SHARE / MB:,.0f} MiB); "
                     "give a smaller --count"
                 )
-
-
-def _check_writable(flag: str, name: str) -> None:
-    """Before anything is measured. Raises ConfigError."""
-    if not name or name == "-":
-        return
-    path = Path(name)
-    if path.is_dir():
-        raise ConfigError(f"{flag}: {name} is a directory; name a file")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{flag}: {name}: there is no directory {path.parent}; make it first")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{flag}: {name}: {os.strerror(errno.EACCES)}; name a file that can be written")
-
-
-def _written(flag: str, name: str, write: Callable[[Path], object]) -> None:
-    try:
-        write(Path(name))
-    except OSError as error:
-        raise ConfigError(f"{flag}: {name}: cannot be written: {error}") from None
 
 
 def _sizes(text: str) -> list[float]:
@@ -533,12 +497,3 @@ def _sizes(text: str) -> list[float]:
             )
         sizes.append(size)
     return sizes
-
-
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, found {text!r}")
-        return int(text)
-
-    return whole

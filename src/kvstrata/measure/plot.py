@@ -1,4 +1,4 @@
-"""The figures of `kvstrata bench l2` as an SVG, drawn by matplotlib (the extra `bench`)."""
+"""The figures of `kvstrata bench l2` and `bench serve` as SVGs, drawn by matplotlib (the extra `bench`)."""
 
 from __future__ import annotations
 
@@ -76,4 +76,51 @@ def draw_l2(report: dict[str, Any], path: Path) -> None:
         times.grid(axis="y", which="major", linewidth=0.4)
         times.legend(loc="upper center", bbox_to_anchor=(0.5, -0.07), ncols=3, frameon=False)
         figure.suptitle(f"{report['adapter']}: {report['run']}\n{report['machine']}", fontsize=9)
+        figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+_SOURCES = ("#1f5fa8", "#b35900", "#3a7d34", "#7a4f9a", "#8c8c8c")
+
+
+def draw_serve(report: dict[str, Any], path: Path) -> None:
+    """TTFT of each round as a distribution, and where its prompts' tokens came from. OSError when unwritable."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    rounds = report["rounds"]
+    names = [f"round {number}" for number in range(1, len(rounds) + 1)]
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvstrata", "font.size": 9}):
+        figure = Figure(figsize=(11, 4.6), layout="constrained")
+        times, tokens = figure.subplots(1, 2)
+        for number, (name, found) in enumerate(zip(names, rounds, strict=True)):
+            ms = sorted(found["ttfts_ms"])
+            if not ms:
+                continue
+            # Rounds of a long run go from dark to light.
+            shade = (0.12, 0.37, 0.66, 1.0 - 0.75 * number / len(rounds))
+            times.step([ms[0], *ms], [100 * place / len(ms) for place in range(len(ms) + 1)], where="post",
+                       color=shade, label=f"{name}: median {found['ttft_ms']['median']:.0f} ms")  # fmt: skip
+        times.set_xscale("log")
+        times.set_xlabel("TTFT, ms (log)")
+        times.set_ylabel("requests that were as fast, %")
+        times.set_title("Time to the first token")
+        times.grid(which="major", linewidth=0.4)
+        times.legend(loc="upper left", frameon=False)
+        sources = sorted({name for found in rounds for name in found["sources"] if "chunks" not in name})
+        computed = [
+            max(0, f["input_tokens"] - sum(f["sources"].get(name, 0) for name in sources)) for f in rounds
+        ]
+        below = [0] * len(rounds)
+        for name, colour in zip([*sources, "computed"], [*_SOURCES[: len(sources)], "#d9d9d9"], strict=True):
+            values = computed if name == "computed" else [found["sources"].get(name, 0) for found in rounds]
+            if any(values):
+                tokens.bar(range(len(rounds)), values, 0.7, bottom=below, color=colour, label=name)
+            below = [a + b for a, b in zip(below, values, strict=True)]
+        tokens.set_xticks(range(len(rounds)), names)
+        tokens.set_ylabel("tokens of prompts")
+        tokens.set_title("Where prompts came from" if sources else "Prompts (the endpoint tells no sources)")
+        if any(below):
+            tokens.legend(loc="upper center", bbox_to_anchor=(0.5, -0.07), ncols=4, frameon=False)
+        label = f"{report['label']}: " if report["label"] else ""
+        figure.suptitle(f"{label}{report['workload']}, {report['meaning']}\n{report['machine']}", fontsize=9)
         figure.savefig(path, format="svg", metadata={"Date": None})

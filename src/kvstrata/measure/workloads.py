@@ -1,0 +1,225 @@
+"""What `kvstrata bench serve` sends: requests in rounds, each prompt made of pieces that others may share.
+
+No I/O but the reading of a trace.  A piece is a name and a length; its tokens follow from the seed and the name alone,
+so two prompts that begin with the same pieces begin with the same tokens, in every run with that seed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstrata.errors import ConfigError
+
+BLOCK_TOKENS = 512
+"""Of a trace: tokens that one of its block ids stands for."""
+
+
+class Piece(NamedTuple):
+    """Tokens that are the same wherever this name stands."""
+
+    name: str
+    tokens: int
+
+
+class Request(NamedTuple):
+    """One prompt. `at_s`: seconds after its round began at which it is sent; None: as soon as there is room."""
+
+    pieces: tuple[Piece, ...]
+    output_tokens: int
+    endpoint: int
+    at_s: float | None = None
+
+    @property
+    def input_tokens(self) -> int:
+        """Length of the prompt."""
+        return sum(piece.tokens for piece in self.pieces)
+
+    def prompt(self, seed: int, vocabulary: range) -> list[int]:
+        """Its token ids, all within `vocabulary`."""
+        return [
+            token
+            for piece in self.pieces
+            for token in random.Random(f"{seed}/{piece.name}").choices(vocabulary, k=piece.tokens)
+        ]
+
+
+class Workload(NamedTuple):
+    """Rounds that run one after the other; `meaning` says in words what they are."""
+
+    name: str
+    meaning: str
+    rounds: list[list[Request]]
+
+
+def long_documents(
+    documents: int,
+    document_tokens: int,
+    question_tokens: int,
+    output_tokens: int,
+    *,
+    rounds: int,
+    endpoints: int,
+) -> Workload:
+    """Each round asks another question about each document, at the endpoint after the one that had it before."""
+    return Workload(
+        "long-doc-qa",
+        f"{documents} documents of {document_tokens} tokens, {rounds} rounds with another question of "
+        f"{question_tokens} tokens about each, {output_tokens} tokens of answer",
+        [
+            [
+                Request(
+                    (Piece(f"document {d}", document_tokens), Piece(f"question {d} {r}", question_tokens)),
+                    output_tokens,
+                    (d + r) % endpoints,
+                )
+                for d in range(documents)
+            ]
+            for r in range(rounds)
+        ],
+    )
+
+
+def shared_prefix_chat(
+    users: int, turns: int, system_tokens: int, message_tokens: int, output_tokens: int, *, endpoints: int
+) -> Workload:
+    """One system prompt for all; a round is one turn of every user, after all that was said before.
+
+    What the model answered is stood in for by as many other tokens, so prompts do not depend on the model.
+    """
+    rounds = []
+    said: list[list[Piece]] = [[Piece("system", system_tokens)] for _ in range(users)]
+    for turn in range(turns):
+        for user, pieces in enumerate(said):
+            pieces.append(Piece(f"message {user} {turn}", message_tokens))
+        rounds.append(
+            [
+                Request(tuple(pieces), output_tokens, (user + turn) % endpoints)
+                for user, pieces in enumerate(said)
+            ]
+        )
+        for user, pieces in enumerate(said):
+            pieces.append(Piece(f"answer {user} {turn}", output_tokens))
+    return Workload(
+        "shared-prefix",
+        f"{users} users with one system prompt of {system_tokens} tokens, {turns} turns with messages of "
+        f"{message_tokens} tokens, {output_tokens} tokens of answer",
+        rounds,
+    )
+
+
+class TraceRequest(NamedTuple):
+    """One line of a trace: tokens of the prompt, ids of its blocks (the last may be partly filled)."""
+
+    tokens: int
+    blocks: list[int]
+    at_ms: float
+    output_tokens: int
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """A trace as published with Mooncake (FAST 2025): JSON lines with `timestamp`, `input_length`, `output_length` and
+    `hash_ids`, one id per 512 tokens of the prompt, equal for equal prefixes.
+
+    Raises ConfigError naming the line and what is wrong with it.
+    """
+    requests = []
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--trace: {path}: cannot be read: {error}", field="trace") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            found = json.loads(line)
+            request = TraceRequest(
+                int(found["input_length"]),
+                [int(block) for block in found["hash_ids"]],
+                float(found["timestamp"]),
+                int(found["output_length"]),
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"--trace: {path}: line {number}: {error!r}: {line:.80}", field="trace"
+            ) from None
+        if not 0 < request.tokens <= len(request.blocks) * BLOCK_TOKENS or request.at_ms < 0:
+            raise ConfigError(
+                f"--trace: {path}: line {number}: input_length {request.tokens} does not fit "
+                f"{len(request.blocks)} hash_ids of {BLOCK_TOKENS} tokens",
+                field="trace",
+            )
+        requests.append(request)
+    if not requests:
+        raise ConfigError(f"--trace: {path}: holds no request", field="trace")
+    return requests
+
+
+def synthetic_trace(requests: int = 6000, seed: int = 1) -> list[TraceRequest]:
+    """Conversations whose next turn comes after a while with all that was said before and some blocks more.
+
+    The gap between turns is log-normal with its median at 3 % of the trace and nine in ten below 14 %; most
+    conversations have one turn, and one prompt in ten begins with a shared system prompt.  Three requests a second.
+    """
+    chance = random.Random(seed)
+    outputs = random.Random(f"outputs {seed}")
+    fresh = iter(range(1 << 60))
+    shared = [[next(fresh) for _ in range(chance.randint(1, 4))] for _ in range(5)]
+    turns: list[tuple[float, list[int]]] = []
+    trace = []
+    for now in range(requests):
+        if turns and turns[0][0] <= now:
+            blocks = heapq.heappop(turns)[1]
+        else:
+            blocks = list(chance.choice(shared)) if chance.random() < 0.1 else []
+        blocks = blocks + [next(fresh) for _ in range(max(1, int(chance.lognormvariate(2.0, 1.0))))]
+        output_tokens = max(1, int(outputs.lognormvariate(5.0, 1.0)))
+        trace.append(TraceRequest(len(blocks) * BLOCK_TOKENS, blocks, now * 1000 / 3, output_tokens))
+        if chance.random() < 0.45:
+            gap = chance.lognormvariate(math.log(0.03 * requests), 1.2)
+            heapq.heappush(turns, (now + gap, blocks))
+    return trace
+
+
+def replay(
+    trace: Sequence[TraceRequest], name: str, *, speed: float, scale: float, most_tokens: int, endpoints: int
+) -> Workload:
+    """One round: every request at its time divided by `speed`, its lengths multiplied by `scale`.
+
+    Requests whose prompt and answer would be longer than `most_tokens` are left out.
+    """
+    block_tokens = max(1, round(BLOCK_TOKENS * scale))
+    first_ms = min(request.at_ms for request in trace)
+    requests: list[Request] = []
+    for request in sorted(trace, key=lambda each: each.at_ms):
+        tokens = max(1, round(request.tokens * scale))
+        output_tokens = max(1, round(request.output_tokens * scale))
+        if tokens + output_tokens > most_tokens:
+            continue
+        pieces = []
+        for block in request.blocks:
+            taken = min(block_tokens, tokens)
+            if taken > 0:
+                pieces.append(Piece(f"block {block}", taken))
+            tokens -= taken
+        requests.append(
+            Request(
+                tuple(pieces),
+                output_tokens,
+                len(requests) % endpoints,
+                (request.at_ms - first_ms) / 1000 / speed,
+            )
+        )
+    if not requests:
+        raise ConfigError(
+            f"--max-tokens: no request of {name} is as short as {most_tokens} tokens; give a smaller --scale",
+            field="max_tokens",
+        )
+    return Workload(
+        "trace",
+        f"{len(requests)} of {len(trace)} requests of {name}, {speed:g} times as fast, lengths × {scale:g}",
+        [requests],
+    )
