@@ -272,6 +272,28 @@ def test_what_a_killed_server_had_not_put_is_put_by_the_next(
         check_and_release(client, reply, chain)
 
 
+def test_what_was_leased_when_its_server_was_killed_is_put_by_the_next(
+    start: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = start(faulty(tmp_path, "error"))
+    good = {"type": "fs", "base_path": str(tmp_path / "good"), "capacity_gb": 1}
+    with RpcClient(server.socket_dir) as leaseholder:
+        identity, chain = stored(leaseholder, 5)
+        reply = leaseholder.lookup(identity.identity_id, chain)
+        assert reply.l1_chunks == 5
+        server.kill()
+        server._flags[server._flags.index("--l2-adapter") + 1] = json.dumps(good)
+        assert server.start()["adopted"]
+        with RpcClient(server.socket_dir) as client:
+
+            def all_put(status: dict[str, Any]) -> bool:
+                return status["l2_store"]["adapters"]["fs-0"]["outcomes"].get("stored") == 5
+
+            until(client, all_put)
+            assert client.status()["pool"]["blocked_bytes"] > 0, "they are leased still"
+        check_bytes(leaseholder, reply, chain)
+
+
 def test_a_clean_stop_puts_what_waits_and_l2_survives_the_loss_of_l1(
     start: Callable[..., ServerProcess],
 ) -> None:

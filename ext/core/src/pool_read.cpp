@@ -199,6 +199,7 @@ void Pool::verify_pinned(std::unique_lock<std::mutex>& lock,
     const EntryState state = index_.state(entry);
     if (sound && state == EntryState::kUnverified) {
       set_state(entry, EntryState::kReady);
+      emit(EventKind::kVerified, index_.key(entry), length);
     } else if (!sound && (state == EntryState::kUnverified || state == EntryState::kReady)) {
       drop(entry, Cause::kCorrupt);
     } else {

@@ -591,6 +591,11 @@ TEST(adoption_keeps_what_was_committed_and_what_others_may_touch) {
   CHECK_OK(f.pool->verify_next(1 << 30, &remaining));
   CHECK_EQ(remaining, 0);
   CHECK_EQ(f.peek(leased), 3);
+  std::uint64_t lost = 0;
+  std::uint64_t verified = 0;
+  for (const Event& event : f.pool->take_events(&lost))
+    verified += event.kind == EventKind::kVerified;
+  CHECK_EQ(verified, 6);  // each once, the leased ones too
   // Nobody asked the old rows yet: what they may touch survives pressure.
   for (std::uint64_t p = 10; p < 60; ++p)
     f.store(chain(p, 4));

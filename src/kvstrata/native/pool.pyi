@@ -203,7 +203,8 @@ class Pool:
     def victims_preview(self, need_bytes: int) -> list[bytes]:
         """READY keys that would go next, in about that order, at most 4096 of each size. Changes nothing."""
     def events(self) -> list[tuple[int, bytes, int]]:
-        """(kind, key, bytes) since the last call: 1 evicted 2 cleared 3 corrupt 4 inserted 5 quarantined."""
+        """(kind, key, bytes) since the last call: 1 evicted 2 cleared 3 corrupt 4 inserted 5 quarantined
+        6 verified (adopted, and READY from now on)."""
     @property
     def events_lost(self) -> int:
         """Events that were overwritten because nobody took them (65,536 are kept)."""

@@ -128,6 +128,8 @@ class Engine:
         self._not_ready = "starting"
         self._events_lost = 0
         self._events: collections.deque[tuple[int, bytes, int]] = collections.deque()
+        self.verified: collections.deque[bytes] = collections.deque()
+        """Adopted chunks whose verification has ended well and that no adapter was offered yet."""
         self._jobs: dict[int, Job] = {}
         self._next_job = 1
         self._metrics: CollectorRegistry | None = None
@@ -335,6 +337,8 @@ class Engine:
             elif kind == EVENT_CORRUPT:
                 memory.note(key, MissReason.CORRUPT, "checksum differs", now_ms)
                 self._log.repeated(logging.WARNING, "corrupt", "chunk_corrupt", key=key)
+            elif kind == EVENT_VERIFIED:
+                self.verified.append(key)
             elif kind == EVENT_INSERTED:
                 known = memory.get(key)  # a put may have been skipped since the commit that this tells of
                 if known is not None and known.reason is not MissReason.PUT_SKIPPED:
@@ -551,5 +555,5 @@ class Engine:
         }
 
 
-EVENT_EVICTED, EVENT_CLEARED, EVENT_CORRUPT, EVENT_INSERTED, EVENT_QUARANTINED = range(1, 6)
+EVENT_EVICTED, EVENT_CLEARED, EVENT_CORRUPT, EVENT_INSERTED, EVENT_QUARANTINED, EVENT_VERIFIED = range(1, 7)
 """Kinds of `Pool.events`."""

@@ -261,7 +261,7 @@ class Server:
         zmq_server.start(handlers.on_frame, handlers.on_frame_count)
         pool.heartbeat()
         self._supervisor.spawn(self._beat(), "heartbeat")
-        self._supervisor.spawn(self._keep_house(lane, segment.adopted), "housekeeping")
+        self._supervisor.spawn(self._keep_house(lane), "housekeeping")
         if settings.l1.prefault_threads:
             pool.prefault_start(settings.l1.prefault_threads)
         if http_socket is not None:
@@ -379,29 +379,31 @@ class Server:
             engine.drain_events()
             await asyncio.sleep(TICK_S)
 
-    async def _put_adopted(self, store: StoreController, lane: PoolLane) -> None:
-        """Offer what a killed server had not put to L2 yet; what L2 has is answered from its index.
+    async def _put_adopted(self, store: StoreController) -> None:
+        """Offer what a killed server may not have put to L2 yet; what L2 has is answered from its index.
 
-        In small parts, so that they never fill the backlog; chunks that are leased meanwhile are left out.
+        Leased chunks too: nobody writes what is verified.  In small parts, so that they never fill the backlog.
         """
-        pool = self._engine.pool
-        keys = await asyncio.shield(lane.run(pool.victims_preview, pool.extents_bytes))
-        for at in range(0, len(keys), ADOPTED_KEYS):
+        verified = self._engine.verified
+        chunks = 0
+        while verified:
             await store.idle()
-            store.committed(keys[at : at + ADOPTED_KEYS])
-        self._log.info("adopted_chunks_offered_to_l2", chunks=len(keys))
+            keys = [verified.popleft() for _ in range(min(ADOPTED_KEYS, len(verified)))]
+            store.committed(keys)
+            chunks += len(keys)
+        self._log.info("adopted_chunks_offered_to_l2", chunks=chunks)
 
-    async def _keep_house(self, lane: PoolLane, adopted: bool) -> None:
-        """Check adopted chunks a piece at a time, and evict ahead of need."""
-        pool = self._engine.pool
+    async def _keep_house(self, lane: PoolLane) -> None:
+        """Check adopted chunks a piece at a time, offer them to L2, and evict ahead of need."""
+        engine, pool = self._engine, self._engine.pool
         unverified = 1
+        offering: asyncio.Task[None] | None = None
         while True:
             if unverified:
                 unverified = await asyncio.shield(lane.run(pool.verify_next, VERIFY_BYTES))
-                if not unverified and adopted and self._engine.store is not None:
-                    self._supervisor.spawn(
-                        self._put_adopted(self._engine.store, lane), "puts of adopted chunks"
-                    )
+                engine.drain_events()  # what was verified; the pool keeps so many events and no more
+            if engine.verified and engine.store is not None and (offering is None or offering.done()):
+                offering = self._supervisor.spawn(self._put_adopted(engine.store), "puts of adopted chunks")
             await asyncio.shield(lane.run(pool.evict_to_watermark))
             await asyncio.sleep(0.0 if unverified else TICK_S)
 

@@ -90,7 +90,8 @@ enum class EventKind : std::uint8_t {
   kCleared = 2,
   kCorrupt = 3,
   kInserted = 4,
-  kQuarantined = 5
+  kQuarantined = 5,
+  kVerified = 6  // adopted from another server, and READY from now on
 };
 
 struct Event {
