@@ -112,3 +112,15 @@ def mooncake_variables(mooncake_environment: dict[str, str]) -> Iterator[None]:
         patch.setenv("LD_LIBRARY_PATH", mooncake_environment["LD_LIBRARY_PATH"])
         patch.syspath_prepend(mooncake.ensure())
         yield
+
+
+@pytest.fixture(scope="module")
+def redis_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for Redis servers of a module (tests/harness/redis_server.py); a test is skipped without Redis."""
+    from tests.harness import redis_server
+
+    try:
+        redis_server.ensure()
+    except redis_server.Unavailable as unavailable:
+        pytest.skip(str(unavailable))
+    return tmp_path_factory.mktemp("redis")

@@ -40,7 +40,7 @@ STUCK_SHARE = 16
 """Default of `max_stuck_mb`: L1 / 16."""
 
 ELSEWHERE = (
-    "resp", "valkey", "s3", "object_store", "peer", "raw_block", "dax", "hf3fs",
+    "s3", "object_store", "peer", "raw_block", "dax", "hf3fs",
     "aerospike", "bigtable", "hfbucket", "sagemaker_hyperpod", "nixl_store", "nixl_store_dynamic",
     "nixl_native", "native_plugin",
 )  # fmt: skip
@@ -434,6 +434,14 @@ def _mooncake(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
     return lambda: MooncakeAdapter(settings, name=name)
 
 
+def _resp(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
+    from kvstrata.storage.resp import RespAdapter
+    from kvstrata.storage.resp_fields import settings_from
+
+    settings = settings_from(fields)
+    return lambda: RespAdapter(settings, name=name)
+
+
 def _plugin(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
     module, attribute = fields.text("module_path"), fields.text("class_name")
     parameters = fields.get("adapter_params") or {}
@@ -510,6 +518,9 @@ _BUILT_IN: dict[str, Factory] = {
     "fs_native": _fs,
     "mooncake_store": _mooncake,
     "plugin": _plugin,
+    "redis": _resp,
+    "resp": _resp,
+    "valkey": _resp,
     "fault_inject": _fault_inject,
 }
 _HOSTED = ("mooncake_store",)

@@ -1,0 +1,232 @@
+"""One connection to a server that speaks RESP2 (Redis, Valkey): framing, time limits, bytes straight from and into L1.
+
+    replies    +text  -error text  :integer  $length CRLF bytes  *count replies; $-1 and *-1 are None
+
+Invariants
+1. Every wait ends at `deadline_s`, whatever comes in how slowly.
+2. After LinkLost the connection is out of step with its peer and must be closed. A ServerError is an ordinary reply.
+3. What a peer can make us keep is bounded; the bytes of a value go into the caller's memory only.
+
+Not here: which server, when to connect, what commands mean.  One thread at a time uses a link.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+
+BUFFER_BYTES = 1 << 16
+"""Longest line of a peer."""
+MAX_BULK_BYTES = 1 << 24
+"""Longest value that `reply` takes; records are read by `read_into`."""
+MAX_ITEMS, MAX_DEPTH = 1 << 20, 8
+SOME_BUFFERS = 512
+"""Buffers of one system call, below the kernel's limit of 1024."""
+SHOWN_BYTES = 60
+
+Buffer = bytes | bytearray | memoryview
+
+
+class LinkLost(Exception):
+    """The connection cannot be used any more. `reason` is a word for outcomes, `str()` a sentence."""
+
+    def __init__(self, reason: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.reason = reason
+
+
+class ServerError:
+    """An error reply. `code` is its first word (OOM, MOVED, WRONGTYPE, ERR, ...)."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.code, _, self.rest = text.partition(" ")
+
+    def __repr__(self) -> str:
+        return f"ServerError({self.text!r})"
+
+
+Reply = int | bytes | None | ServerError | list["Reply"]
+
+
+def command(*words: bytes) -> bytes:
+    """A command as it goes over the wire."""
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+
+
+class Link:
+    """See the module. Takes the socket over."""
+
+    def __init__(self, connected: socket.socket, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        """Monotonic time at which every wait ends; the caller sets it before it uses the link."""
+        self._socket = connected
+        self._tls = isinstance(connected, ssl.SSLSocket)
+        if not self._tls:
+            connected.settimeout(None)  # the kernel's own time limits: see _arm
+        self._buffer = bytearray(BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._begin = self._end = 0
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._socket.close()
+
+    def is_quiet(self) -> bool:
+        """Nothing came since the last reply: the peer has neither closed nor said what nobody asked for."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return self._begin == self._end and not poll.poll(0)
+
+    def send(self, buffers: Sequence[Buffer]) -> None:
+        """Send everything. The buffers may change when it has returned. Raises LinkLost."""
+        left = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        while left:
+            try:
+                if self._tls:
+                    self._arm()
+                    sent = self._socket.send(left[0])
+                else:
+                    self._arm(sending=True)
+                    sent = self._socket.sendmsg(left[:SOME_BUFFERS])
+            except OSError as error:
+                raise _lost(error) from None
+            first = 0
+            while first < len(left) and sent >= len(left[first]):
+                sent -= len(left[first])
+                first += 1
+            del left[:first]
+            if sent:
+                left[0] = left[0][sent:]
+
+    def reply(self, depth: int = 0) -> Reply:
+        """The next reply. Raises LinkLost."""
+        line = self._line()
+        kind, rest = line[:1], line[1:]
+        if kind == b":":
+            return _number(line)
+        if kind == b"+":
+            return rest
+        if kind == b"-":
+            return ServerError(rest.decode(errors="replace"))
+        if kind == b"$":
+            length = _number(line)
+            if length < 0:
+                return None
+            if length > MAX_BULK_BYTES:
+                raise _strange(line)
+            value = bytearray(length)
+            self.read_into(memoryview(value))
+            return bytes(value)
+        if kind == b"*":
+            count = _number(line)
+            if count < 0:
+                return None
+            if count > MAX_ITEMS or depth >= MAX_DEPTH:
+                raise _strange(line)
+            return [self.reply(depth + 1) for _ in range(count)]
+        raise _strange(line)
+
+    def value_length(self) -> int | ServerError | None:
+        """Of a reply that is a value: its length, and `read_into` or `skip` must follow; or that there is none."""
+        line = self._line()
+        if line[:1] == b"$":
+            length = _number(line)
+            return None if length < 0 else length
+        if line[:1] == b"-":
+            return ServerError(line[1:].decode(errors="replace"))
+        raise _strange(line)
+
+    def read_into(self, view: memoryview) -> None:
+        """The value that was announced, which has the view's length. Raises LinkLost."""
+        length = len(view)
+        done = min(self._end - self._begin, length)
+        view[:done] = self._view[self._begin : self._begin + done]
+        self._begin += done
+        while done < length:
+            done += self._receive(view[done:], whole=True)
+        self._end_of_value()
+
+    def skip(self, length: int) -> None:
+        """Throw the value that was announced away. Raises LinkLost."""
+        while length > 0:
+            if self._begin == self._end:
+                self._begin, self._end = 0, self._receive(self._view)
+            step = min(length, self._end - self._begin)
+            self._begin += step
+            length -= step
+        self._end_of_value()
+
+    def _end_of_value(self) -> None:
+        if (line := self._line()) != b"":
+            raise _strange(line)
+
+    def _line(self) -> bytes:
+        searched = self._begin
+        while True:
+            # A line feed alone may be the end of what came: its carriage return was before it.
+            at = self._buffer.find(b"\r\n", searched, self._end)
+            if at >= 0:
+                line = bytes(self._view[self._begin : at])
+                self._begin = at + 2
+                return line
+            if self._begin:
+                length = self._end - self._begin
+                self._view[:length] = bytes(self._view[self._begin : self._end])
+                self._begin, self._end = 0, length
+            if self._end == BUFFER_BYTES:
+                raise _strange(bytes(self._view[:SHOWN_BYTES]))
+            searched = max(self._end - 1, 0)
+            self._end += self._receive(self._view[self._end :])
+
+    def _receive(self, view: memoryview, *, whole: bool = False) -> int:
+        try:
+            self._arm()
+            if self._tls:
+                count = self._socket.recv_into(view)
+            else:
+                count = self._socket.recv_into(view, 0, socket.MSG_WAITALL if whole else 0)
+        except OSError as error:
+            raise _lost(error) from None
+        if count == 0:
+            raise LinkLost("lost", "the server closed the connection")
+        return count
+
+    def _arm(self, *, sending: bool = False) -> None:
+        """Let the next system call wait until the deadline. Raises LinkLost after it."""
+        left_s = self.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise LinkLost("timeout", "the server did not answer in time")
+        if self._tls:
+            self._socket.settimeout(left_s)
+            return
+        # Python's own timeout would make the socket non-blocking, and a value would be read piece by piece.
+        time_limit = struct.pack("@ll", *divmod(int(left_s * 1e6) + 1, 1_000_000))
+        option = socket.SO_SNDTIMEO if sending else socket.SO_RCVTIMEO
+        self._socket.setsockopt(socket.SOL_SOCKET, option, time_limit)
+
+
+def _lost(error: OSError) -> LinkLost:
+    if isinstance(error, TimeoutError | BlockingIOError):
+        return LinkLost("timeout", "the server did not answer in time")
+    return LinkLost("lost", f"the connection broke: {error.strerror or error}")
+
+
+def _strange(line: bytes) -> LinkLost:
+    hint = ""
+    if line.startswith(b"HTTP/"):
+        hint = ", this is a web server"
+    elif line[:1] in (b"\x15", b"\x16"):
+        hint = ", which looks like TLS: set tls_enable"
+    return LinkLost("protocol", f"what answers is no Redis or Valkey{hint}: {line[:SHOWN_BYTES]!r}")
+
+
+def _number(line: bytes) -> int:
+    try:
+        return int(line[1:])
+    except ValueError:
+        raise _strange(line) from None

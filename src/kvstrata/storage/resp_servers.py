@@ -1,0 +1,472 @@
+"""Which server holds a key, and connections to it: one server, a cluster, or what sentinels say is the master.
+
+    single     the address that was given
+    cluster    CRC16 of a key's name -> slot -> master, by CLUSTER SLOTS of any node; asked again when a node says MOVED
+               or is lost
+    sentinel   the master's address is asked of the sentinels, at first and whenever it is lost or turns read-only
+
+Invariants
+1. A connection has one user at a time; one on which anything went wrong is closed, and so are the idle ones beside it.
+2. While a server cannot be reached, one caller at a time tries it, after pauses of PAUSE_S, doubled up to MAX_PAUSE_S;
+   all others are told `unreachable` at once.
+3. Nothing that the user must keep to himself is in an error or in a log, and a server that does not speak RESP is not
+   shown the password.
+
+All functions block; they are called in the lanes' threads.
+"""
+
+from __future__ import annotations
+
+import binascii
+import contextlib
+import logging
+import random
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from kvstrata.errors import StorageError
+from kvstrata.storage.resp_link import Link, LinkLost, Reply, ServerError, command
+
+log = logging.getLogger(__name__)
+
+SLOTS = 1 << 14
+PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
+ASK_PAUSE_S = 0.3
+"""Between two questions who holds what, once that was known."""
+LEAST_VERSION = (4, 0)
+"""The first server with UNLINK."""
+
+
+class Address(NamedTuple):
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class RespServers(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach the servers; checked. Secrets are bytes, which `repr` of this does not show."""
+
+    addresses: tuple[Address, ...]
+    """The server; or some of a cluster's nodes, or the sentinels."""
+    cluster: bool = False
+    master_name: str = ""
+    """What the sentinels call the master; empty without sentinels."""
+    username: str = ""
+    password: str = ""
+    database: int = 0
+    tls: ssl.SSLContext | None = None
+    tls_server_name: str = ""
+    """What the server's certificate is for, where that is not the host that was given."""
+    connection_timeout_s: float = 2.0
+
+    def __repr__(self) -> str:
+        return f"RespServers({', '.join(map(str, self.addresses))})"
+
+
+class _Node:
+    """One server's connections and whether it can be reached."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.idle: list[Link] = []
+        self.failures = 0
+        """In a row."""
+        self.try_at_s = 0.0
+        self.trying = False
+
+
+class Servers:
+    """See the module. Thread-safe."""
+
+    def __init__(self, name: str, settings: RespServers) -> None:
+        self._name = name
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._asking = threading.Lock()
+        """Held by the one thread that asks who holds what."""
+        self._nodes: dict[Address, _Node] = {}
+        self._slots: list[Address] = []
+        """Of a cluster, by number."""
+        self._master = settings.addresses[0]
+        """Of all keys, where there is no cluster."""
+        self._stale = True
+        self._ask_at_s = 0.0
+        self._closed = False
+        self.connections = 0
+        """Made so far."""
+        self.lost = 0
+        """Connections that broke, or on which an answer came too late."""
+
+    # -- who holds what ------------------------------------------------------------------------------------
+
+    def of(self, name: bytes) -> Address:
+        """The server of a key's name. Raises LinkLost."""
+        if self._stale:
+            self._ask()
+        if not self._settings.cluster:
+            return self._master
+        return self._slots[slot_of(name)]
+
+    def known(self, name: bytes) -> Address | None:
+        """As `of`, as far as it is known now. Never blocks."""
+        return self._slots[slot_of(name)] if self._slots else None
+
+    def masters(self) -> list[Address]:
+        """All servers that hold keys. Raises LinkLost."""
+        if self._stale:
+            self._ask()
+        return list(dict.fromkeys(self._slots)) if self._settings.cluster else [self._master]
+
+    def moved(self, name: bytes, address: Address) -> None:
+        """A node says that this one has a key now, and with it perhaps others."""
+        self._slots[slot_of(name)] = address
+        self._doubt()
+
+    def _doubt(self) -> None:
+        """What is known of who holds what may be no longer true."""
+        self._stale = bool(self._settings.cluster or self._settings.master_name)
+
+    def _ask(self) -> None:
+        settings = self._settings
+        if not settings.cluster and not settings.master_name:
+            self._stale = False
+            return
+        known = bool(self._slots) if settings.cluster else self._master != settings.addresses[0]
+        # Who knows an old answer goes on with it, while another thread asks and for a short while after.
+        if known and time.monotonic() < self._ask_at_s:
+            return
+        if not self._asking.acquire(blocking=not known):
+            return
+        try:
+            if self._stale:
+                if settings.cluster:
+                    self._slots = self._ask_cluster()
+                else:
+                    self._master = self._ask_sentinels()
+                self._stale = False
+        except LinkLost as lost:
+            if not known:
+                raise
+            log.warning("%s: it is not known who holds what now: %s", self._name, lost)
+        finally:
+            self._ask_at_s = time.monotonic() + ASK_PAUSE_S
+            self._asking.release()
+
+    def _ask_cluster(self) -> list[Address]:
+        wrong = LinkLost("unreachable", "no node of the cluster can be reached")
+        for address in dict.fromkeys([*self._slots, *self._settings.addresses]):
+            try:
+                with self.link(address, time.monotonic() + self._settings.connection_timeout_s) as link:
+                    link.send([command(b"CLUSTER", b"SLOTS")])
+                    reply = link.reply()
+                return _slots(reply, address)
+            except LinkLost as lost:
+                wrong = lost
+        raise wrong
+
+    def _ask_sentinels(self) -> Address:
+        settings = self._settings
+        wrong = LinkLost("unreachable", "no sentinel can be reached")
+        for address in settings.addresses:
+            try:
+                with contextlib.closing(self._connect(address, sentinel=True)) as link:
+                    link.send(
+                        [command(b"SENTINEL", b"get-master-addr-by-name", settings.master_name.encode())]
+                    )
+                    reply = link.reply()
+            except LinkLost as lost:
+                wrong = lost
+                continue
+            match reply:
+                case [bytes() as host, bytes() as port] if port.isdigit():
+                    return Address(host.decode(errors="replace"), int(port))
+                case None:
+                    wrong = LinkLost(
+                        "unreachable",
+                        f"sentinel_master: the sentinel {address} knows no master {settings.master_name!r}",
+                    )
+                case _:
+                    wrong = LinkLost("protocol", f"{address} is no sentinel: it answers {reply!r:.80}")
+        raise wrong
+
+    # -- connections ---------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def link(self, address: Address, deadline_s: float) -> Iterator[Link]:
+        """A connection for the body alone. Raises LinkLost, also what the body raised."""
+        node = self._node(address)
+        link = self._take(node, deadline_s)
+        try:
+            link.deadline_s = deadline_s
+            yield link
+        except BaseException as error:
+            link.close()
+            if isinstance(error, LinkLost):
+                self._broke(node, error)
+            raise
+        with self._lock:
+            if not self._closed:
+                node.idle.append(link)
+                return
+        link.close()
+
+    def close(self) -> None:
+        """Close what is idle; what is in use is closed by its user. Idempotent."""
+        with self._lock:
+            self._closed = True
+            idle = [link for node in self._nodes.values() for link in node.idle]
+            self._nodes.clear()
+        for link in idle:
+            link.close()
+
+    def _node(self, address: Address) -> _Node:
+        with self._lock:
+            return self._nodes.setdefault(address, _Node(address))
+
+    def _take(self, node: _Node, deadline_s: float) -> Link:
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise LinkLost("closed", "the adapter is closed")
+                link = node.idle.pop() if node.idle else None
+                if link is None:
+                    if node.failures and (node.trying or time.monotonic() < node.try_at_s):
+                        raise LinkLost("unreachable", f"{node.address} cannot be reached")
+                    node.trying = True
+            if link is None:
+                break
+            if link.is_quiet():
+                return link
+            link.close()
+        try:
+            link = self._connect(node.address)
+        except BaseException as error:
+            if isinstance(error, LinkLost):
+                self._broke(node, error)
+            raise
+        finally:
+            node.trying = False
+        with self._lock:
+            failures, node.failures = node.failures, 0
+            self.connections += 1
+        if failures:
+            log.warning("%s: %s can be reached again", self._name, node.address)
+        return link
+
+    def _broke(self, node: _Node, error: LinkLost) -> None:
+        """Drop the idle connections too: the next user finds out with a new one."""
+        with self._lock:
+            idle, node.idle = node.idle, []
+            node.failures += 1
+            first = node.failures == 1
+            pause_s = min(PAUSE_S * 2 ** min(node.failures - 1, 10), MAX_PAUSE_S)
+            node.try_at_s = time.monotonic() + pause_s * random.uniform(0.5, 1)
+            self.lost += 1
+        for link in idle:
+            link.close()
+        if first:
+            log.warning("%s: %s: %s", self._name, node.address, error)
+        self._doubt()
+
+    def _connect(self, address: Address, *, sentinel: bool = False) -> Link:
+        """A new connection that may be used. Raises LinkLost."""
+        settings = self._settings
+        deadline_s = time.monotonic() + settings.connection_timeout_s
+        try:
+            connected = socket.create_connection(address, settings.connection_timeout_s)
+        except OSError as error:
+            sentence = f"cannot be reached: {error.strerror or error}"
+            raise LinkLost("unreachable", sentence) from None
+        try:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if settings.tls is not None:
+                try:
+                    connected = settings.tls.wrap_socket(
+                        connected, server_hostname=settings.tls_server_name or address.host
+                    )
+                except OSError as error:
+                    raise LinkLost("unreachable", f"TLS: {_tls_advice(error)}") from None
+            link = Link(connected, deadline_s)
+            try:
+                self._greet(link, sentinel=sentinel)
+            except LinkLost as lost:
+                if lost.reason != "lost" or settings.tls is not None:
+                    raise
+                raise LinkLost(lost.reason, f"{lost} (if it expects TLS, set tls_enable)") from None
+        except BaseException:
+            connected.close()
+            raise
+        return link
+
+    def _greet(self, link: Link, *, sentinel: bool) -> None:
+        """PING before AUTH: what is no server of ours is not told the password. Raises LinkLost."""
+        settings = self._settings
+        link.send([command(b"PING")])
+        reply = link.reply()
+        password = "" if sentinel else settings.password
+        if isinstance(reply, ServerError) and reply.code == "NOAUTH" and not password:
+            wants = (
+                "the sentinel wants a password"
+                if sentinel
+                else "the server wants a password: set password_file"
+            )
+            raise LinkLost("denied", wants)
+        if password:
+            who = [settings.username.encode()] if settings.username else []
+            link.send([command(b"AUTH", *who, password.encode())])
+            reply = link.reply()
+            if isinstance(reply, ServerError):
+                user = f"username {settings.username!r}, password" if settings.username else "password"
+                raise LinkLost("denied", f"{user}: refused by the server ({reply.code})")
+        elif isinstance(reply, ServerError) and reply.code not in ("NOPERM", "MASTERDOWN"):
+            raise LinkLost(reason_of(reply), f"the server answers PING with {reply.text:.80}")
+        if settings.database and not sentinel:
+            link.send([command(b"SELECT", b"%d" % settings.database)])
+            reply = link.reply()
+            if isinstance(reply, ServerError):
+                raise LinkLost("refused", f"database_id: {settings.database}: {reply.text:.80}")
+        if settings.master_name and not sentinel:
+            link.send([command(b"ROLE")])
+            reply = link.reply()
+            if isinstance(reply, list) and reply and reply[0] != b"master":
+                # In the middle of a failover; the sentinels will know.
+                raise LinkLost("read_only", "the server is no master any more")
+
+    # -- at the start --------------------------------------------------------------------------------------
+
+    def check(self) -> list[tuple[Address, dict[str, str]]]:
+        """What each server says of itself (INFO). Raises StorageError that says what to change."""
+        try:
+            described = [(address, self._describe(address)) for address in self._places_to_check()]
+        except LinkLost as lost:
+            raise StorageError(f"{self._name}: {lost}", field=self._name) from None
+        for address, server in described:
+            if wrong := self._wrong_with(server):
+                raise StorageError(f"{self._name}: {address}: {wrong}", field=self._name)
+        return described
+
+    def _places_to_check(self) -> list[Address]:
+        if not self._settings.cluster:
+            return self.masters()
+        # Before CLUSTER SLOTS, so that a server without a cluster is told as such.
+        wrong: LinkLost | None = None
+        for address in self._settings.addresses:
+            try:
+                server = self._describe(address)
+            except LinkLost as lost:
+                wrong = lost
+                continue
+            if server.get("cluster_enabled") != "1":
+                raise LinkLost(
+                    "refused", f"{address} is in no cluster: set cluster_mode to false and give host and port"
+                )
+            return self.masters()
+        assert wrong is not None
+        raise wrong
+
+    def _describe(self, address: Address) -> dict[str, str]:
+        try:
+            with self.link(address, time.monotonic() + self._settings.connection_timeout_s) as link:
+                link.send([command(b"INFO")])
+                reply = link.reply()
+        except LinkLost as lost:
+            raise LinkLost(lost.reason, f"{address}: {lost}") from None
+        if not isinstance(reply, bytes):
+            raise LinkLost(reason_of(reply), f"{address}: INFO is answered with {reply!r:.80}")
+        return fields_of(reply)
+
+    def _wrong_with(self, server: dict[str, str]) -> str:
+        """Why this server cannot be used, with what to change; empty if it can."""
+        version = tuple(
+            int(part) for part in server.get("redis_version", "0").split(".")[:2] if part.isdigit()
+        )
+        if server.get("redis_mode", server.get("server_mode")) == "sentinel":
+            return "is a sentinel: give its address in sentinels, and sentinel_master"
+        if version < LEAST_VERSION:
+            least = ".".join(map(str, LEAST_VERSION))
+            return f"is version {server.get('redis_version', 'unknown')} of the server, at least {least} is needed"
+        if server.get("cluster_enabled") == "1" and not self._settings.cluster:
+            return "is a node of a cluster: set cluster_mode to true"
+        if server.get("role") == "slave":
+            master = f"{server.get('master_host')}:{server.get('master_port')}"
+            return f"is a replica, which is read-only: give its master {master}, or sentinels"
+        return ""
+
+
+def slot_of(name: bytes) -> int:
+    """The cluster's slot of a key; our names have no braces."""
+    return binascii.crc_hqx(name, 0) % SLOTS
+
+
+def fields_of(text: bytes) -> dict[str, str]:
+    """The lines `name:value` of INFO."""
+    lines = text.decode(errors="replace").splitlines()
+    return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
+
+
+def reason_of(reply: Reply) -> str:
+    """The word for outcomes of a reply that is not what was asked for."""
+    if not isinstance(reply, ServerError):
+        return "protocol"
+    return _REASONS.get(reply.code, "refused")
+
+
+_REASONS = {
+    "OOM": "full",
+    "LOADING": "loading",
+    "BUSY": "busy",
+    "READONLY": "read_only",
+    "MASTERDOWN": "read_only",
+    "NOAUTH": "denied",
+    "NOPERM": "denied",
+    "WRONGPASS": "denied",
+    "CLUSTERDOWN": "cluster_down",
+    "TRYAGAIN": "cluster_down",
+    "MOVED": "cluster_down",
+    "ASK": "cluster_down",
+}
+
+
+def _slots(reply: Reply, asked: Address) -> list[Address]:
+    """CLUSTER SLOTS as a table. Raises LinkLost where it is none, or slots are nobody's."""
+    if not isinstance(reply, list):
+        raise LinkLost(reason_of(reply), f"{asked}: CLUSTER SLOTS is answered with {reply!r:.80}")
+    table: list[Address | None] = [None] * SLOTS
+    for row in reply:
+        match row:
+            case [int() as first, int() as last, [host, int() as port, *_], *_] if (
+                0 <= first <= last < SLOTS and isinstance(host, bytes | None)
+            ):
+                # A node that does not know its own address means the one it was asked at.
+                where = host.decode(errors="replace") if host and host != b"?" else asked.host
+                table[first : last + 1] = [Address(where, port)] * (last + 1 - first)
+            case _:
+                raise LinkLost("protocol", f"{asked}: CLUSTER SLOTS has a row {row!r:.80}")
+    slots = [address for address in table if address is not None]
+    if len(slots) < SLOTS:
+        raise LinkLost(
+            "cluster_down", f"{asked}: {SLOTS - len(slots)} slots of the cluster belong to no node"
+        )
+    return slots
+
+
+def _tls_advice(error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time; a server without TLS says nothing: set tls_enable to false there"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"the server's certificate is not accepted: {error.verify_message}; give the CA in tls_ca_file, or the name"
+            " it is for in tls_server_name"
+        )
+    if isinstance(error, ssl.SSLError) and error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
+        return "the server does not speak TLS: set tls_enable to false"
+    return str(error.strerror or error) or "the server closed the connection"

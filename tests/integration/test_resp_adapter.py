@@ -1,0 +1,522 @@
+"""The `resp` adapter on real Redis servers: what opening refuses, what is not ours, and connections that break."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.server
+import logging
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from kvstrata.errors import StorageError
+from kvstrata.storage.base import LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus, StorageAdapter
+from kvstrata.storage.registry import make_adapter
+from kvstrata.storage.resp_servers import slot_of
+from kvstrata.testing.adapter_contract import EXISTS, LOADED, SIZE, STORED
+from kvstrata.testing.strategies import (
+    key_of,
+    lent_context,
+    load_item,
+    loaded_payload,
+    payload_of,
+    put_item,
+    record_length,
+    watched,
+)
+from tests.harness.redis_server import RedisServer, Sentinel, certificates, cluster
+
+pytestmark = pytest.mark.integration
+
+SECRET = "hunter2-hunter2"
+HANG_S = 30.0
+
+
+@contextlib.asynccontextmanager
+async def opened(entry: dict[str, Any]) -> AsyncIterator[StorageAdapter]:
+    adapter = make_adapter(entry, 0)
+    try:
+        await adapter.open(lent_context(lambda key: None))
+        yield adapter
+    finally:
+        await adapter.close()
+
+
+async def put(adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[PutOutcome]:
+    items = [put_item(key_of(n), size) for n in numbers]
+    outcomes = await adapter.put(items)
+    for item in items:
+        watched(item).check()
+    return outcomes
+
+
+async def load(adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[LoadOutcome]:
+    items = [load_item(key_of(n), size) for n in numbers]
+    outcomes = await adapter.load(items)
+    for item, outcome in zip(items, outcomes, strict=True):
+        watched(item).check()
+        if outcome == LOADED:
+            assert loaded_payload(item, size) == payload_of(item.key, size)
+    return outcomes
+
+
+async def refusal(entry: dict[str, Any]) -> str:
+    """What opening says."""
+    with pytest.raises(StorageError) as raised:
+        async with opened({"connection_timeout": 1.0, **entry}):
+            pass
+    assert SECRET not in raised.value.message
+    return raised.value.message
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Ask until it holds."""
+    async with asyncio.timeout(HANG_S):
+        while not await condition():  # noqa: ASYNC110 (a server has no event for this)
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def shared(redis_folder: Path) -> Iterator[RedisServer]:
+    with RedisServer(redis_folder / "shared") as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: RedisServer) -> Iterator[RedisServer]:
+    with shared.client() as client:
+        client.flushall()
+    yield shared
+
+
+def name_of(number: int) -> str:
+    return f"kvstrata:{key_of(number).hex()}"
+
+
+# --- opening -----------------------------------------------------------------------------------------------
+
+
+class TestOpening:
+    async def test_nobody_listens(self) -> None:
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            port = bound.getsockname()[1]
+            message = await refusal({"type": "resp", "host": "127.0.0.1", "port": port})
+        assert f"127.0.0.1:{port}: cannot be reached: Connection refused" in message
+
+    async def test_an_unknown_host(self) -> None:
+        assert "host.invalid:6379: cannot be reached" in await refusal(
+            {"type": "resp", "host": "host.invalid"}
+        )
+
+    async def test_a_server_that_says_nothing(self, tmp_path: Path, redis_folder: Path) -> None:
+        with RedisServer(tmp_path) as frozen:
+            frozen.freeze()
+            assert "did not answer in time" in await refusal(frozen.entry(connection_timeout=0.2))
+
+    async def test_a_web_server_is_told_as_such_and_not_told_the_password(self) -> None:
+        seen: list[bytes] = []
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def handle(self) -> None:
+                seen.append(self.rfile.readline())
+                self.wfile.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+                seen.append(self.rfile.read())
+
+        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as web:
+            thread = threading.Thread(target=web.serve_forever)
+            thread.start()
+            try:
+                entry = {"type": "resp", "host": "127.0.0.1", "port": web.server_port, "password": SECRET}
+                assert "this is a web server: b'HTTP/1.1 400" in await refusal(entry)
+            finally:
+                web.shutdown()
+                thread.join()
+        assert seen and SECRET.encode() not in b"".join(seen)
+
+    async def test_passwords(self, tmp_path: Path, redis_folder: Path) -> None:
+        with RedisServer(tmp_path, password=SECRET) as server:
+            assert "set password_file" in await refusal(server.entry(password=None))
+            assert "password: refused by the server (WRONGPASS)" in await refusal(server.entry(password="no"))
+            named = server.entry(username="nobody")
+            assert "username 'nobody', password: refused" in await refusal(named)
+            async with opened(server.entry()) as adapter:
+                assert await put(adapter, 1) == [STORED]
+
+    async def test_a_password_where_none_is_needed(self, server: RedisServer) -> None:
+        assert "password: refused by the server" in await refusal(server.entry(password=SECRET))
+
+    async def test_a_replica_names_its_master(self, server: RedisServer, tmp_path: Path) -> None:
+        with RedisServer(tmp_path, "--replicaof", "127.0.0.1", str(server.port)) as replica:
+            message = await refusal(replica.entry())
+        assert f"is a replica, which is read-only: give its master 127.0.0.1:{server.port}" in message
+
+    async def test_a_sentinel_given_as_a_server_and_the_other_way_round(
+        self, server: RedisServer, tmp_path: Path
+    ) -> None:
+        with Sentinel(tmp_path, server) as sentinel:
+            assert "is a sentinel: give its address in sentinels" in await refusal(sentinel.entry())
+            entry = {"type": "resp", "sentinels": sentinel.address, "sentinel_master": "other"}
+            assert "knows no master 'other'" in await refusal(entry)
+        entry = {"type": "resp", "sentinels": server.address, "sentinel_master": "mymaster"}
+        assert "is no sentinel" in await refusal(entry)
+
+    async def test_clusters_and_none(self, server: RedisServer, tmp_path: Path) -> None:
+        assert "is in no cluster: set cluster_mode to false" in await refusal(server.entry(cluster_mode=True))
+        with RedisServer(tmp_path, "--cluster-enabled", "yes") as node:
+            assert "set cluster_mode to true" in await refusal(node.entry())
+            assert "slots of the cluster belong to no node" in await refusal(node.entry(cluster_mode=True))
+
+    async def test_a_database_that_is_not_there(self, server: RedisServer) -> None:
+        assert "database_id: 99" in await refusal(server.entry(database_id=99))
+
+    async def test_tls_where_there_is_none_and_the_other_way_round(
+        self, server: RedisServer, tmp_path: Path
+    ) -> None:
+        folder = certificates(tmp_path / "certificates")
+        assert "set tls_enable to false" in await refusal(
+            server.entry(tls_enable=True, connection_timeout=0.3)
+        )
+        with RedisServer(tmp_path / "tls", tls=folder) as behind_tls:
+            plain = {"type": "resp", "host": "127.0.0.1", "port": behind_tls.port}
+            assert "tls_enable" in await refusal(plain)
+            assert "certificate is not accepted" in await refusal({**plain, "tls_enable": True})
+            other = {**behind_tls.entry(), "tls_server_name": "redis.example"}
+            assert "tls_server_name" in await refusal(other)
+
+    async def test_a_server_of_an_old_version(self) -> None:
+        """None of them runs here any more, so this is one that only says so."""
+
+        async def old(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while await reader.readuntil(b"PING\r\n"):
+                text = b"redis_version:3.2.12\r\nredis_mode:standalone\r\nrole:master\r\n"
+                writer.write(b"+PONG\r\n")
+                await reader.readuntil(b"INFO\r\n")
+                writer.write(b"$%d\r\n%b\r\n" % (len(text), text))
+                writer.close()
+                return
+
+        listening = await asyncio.start_server(old, "127.0.0.1", 0)
+        port = listening.sockets[0].getsockname()[1]
+        message = await refusal({"type": "resp", "host": "127.0.0.1", "port": port})
+        assert "is version 3.2.12 of the server, at least 4.0 is needed" in message
+        listening.close()
+
+
+# --- what is there -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"x", b"not a record" * 1_000, bytes(record_length(SIZE)), [b"a", b"list"]]
+)
+async def test_what_is_no_record_of_ours_is_a_miss_and_healed(server: RedisServer, value: Any) -> None:
+    def plant(client: redis.Redis) -> None:
+        client.delete(name_of(1))
+        if isinstance(value, list):
+            client.rpush(name_of(1), *value)
+        else:
+            client.set(name_of(1), value)
+
+    with server.client() as client:
+        async with opened(server.entry()) as adapter:
+            plant(client)
+            [found] = await adapter.exists([key_of(1)])
+            assert found.presence is (
+                Presence.PRESENT if value and isinstance(value, bytes) else Presence.ABSENT
+            )
+            [outcome] = await load(adapter, 1)
+            assert outcome.status is LoadStatus.CORRUPT
+            assert adapter.numbers()["bad_values"] == 1
+            assert not client.exists(name_of(1))
+            assert await put(adapter, 1) == [STORED]
+            if value != bytes(record_length(SIZE)):  # which looks like the record from outside
+                plant(client)
+                assert await put(adapter, 1) == [STORED]
+            assert await load(adapter, 1) == [LOADED]
+
+
+async def test_a_bad_value_that_somebody_healed_meanwhile_is_loaded_and_stays(server: RedisServer) -> None:
+    async with opened(server.entry()) as adapter:
+        await put(adapter, 1)
+        with server.client() as client:
+            good = client.get(name_of(1))
+            assert isinstance(good, bytes)
+            client.set(name_of(1), good[:-1] + b"?")
+            gate = threading.Event()
+            item = load_item(key_of(1), SIZE, gate=gate)
+            wait = asyncio.create_task(adapter.load([item]))
+            await watched(item).until_asked()  # the bad value is on its way
+            client.set(name_of(1), good)
+            gate.set()
+            assert await wait == [LOADED]
+            assert client.get(name_of(1)) == good
+
+
+async def test_keys_of_others_are_never_touched(server: RedisServer) -> None:
+    others = {
+        "other": b"1",
+        "kvstrata:": b"2",
+        "kvstrata:short": b"3",
+        f"kvstrata:{'g' * 64}": b"4",
+        f"{name_of(1)}0": b"5",
+        f"another{name_of(1)}": b"6",
+        key_of(1): b"7",
+    }
+    with server.client() as client:
+        client.mset(others)
+        async with opened(server.entry()) as adapter:
+            assert await put(adapter, 1, 2) == [STORED] * 2
+            assert await adapter.delete([key_of(1)]) == 1
+            assert await put(adapter, 1) == [STORED]
+            assert await adapter.clear() == 2
+        assert client.dbsize() == len(others)
+        assert client.mget(list(others)) == list(others.values())
+
+
+async def test_clear_finds_records_among_many_keys(server: RedisServer) -> None:
+    with server.client() as client:
+        client.mset({f"other{n}": b"" for n in range(5_000)})
+        async with opened(server.entry()) as adapter:
+            for first in range(0, 300, 50):
+                await put(adapter, *range(first, first + 50), size=10)
+            assert await adapter.clear() == 300
+        assert client.dbsize() == 5_000
+
+
+async def test_records_leave_when_their_time_is_over(server: RedisServer) -> None:
+    async with opened(server.entry(ttl_seconds=100)) as adapter:
+        await put(adapter, 1)
+        with server.client() as client:
+            assert 99_000 < client.pttl(name_of(1)) <= 100_000
+            client.pexpire(name_of(1), 1)
+            await until(lambda: asyncio.to_thread(lambda: not client.exists(name_of(1))))
+        assert await load(adapter, 1) == [LoadOutcome(LoadStatus.ABSENT)]
+
+
+async def test_prefixes_and_databases_keep_records_apart(server: RedisServer) -> None:
+    entries = [server.entry(), server.entry(key_prefix="b:"), server.entry(database_id=1)]
+    async with contextlib.AsyncExitStack() as stack:
+        adapters = [await stack.enter_async_context(opened(entry)) for entry in entries]
+        for adapter in adapters:
+            assert await load(adapter, 1) == [LoadOutcome(LoadStatus.ABSENT)]
+            assert await put(adapter, 1) == [STORED]
+            assert await put(adapter, 1) == [EXISTS]
+        assert await adapters[0].clear() == 1
+        assert await load(adapters[1], 1) == await load(adapters[2], 1) == [LOADED]
+
+
+async def test_nothing_is_put_above_our_own_cap(server: RedisServer) -> None:
+    async with opened(server.entry(max_capacity_gb=1e-6)) as adapter:
+        assert await put(adapter, 1, 2) == [PutOutcome(PutStatus.THROTTLED, "full")] * 2
+        assert adapter.numbers()["full"] == 2
+        assert (await adapter.usage()).capacity_bytes == 1073
+
+
+async def test_a_full_server_throttles(server: RedisServer) -> None:
+    with server.client() as client:
+        async with opened(server.entry()) as adapter:
+            client.config_set("maxmemory", 1)
+            try:
+                assert await put(adapter, 1) == [PutOutcome(PutStatus.THROTTLED, "full")]
+            finally:
+                client.config_set("maxmemory", 0)
+            assert await put(adapter, 1) == [STORED]
+
+
+async def test_the_rights_in_the_docs_are_enough(server: RedisServer) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "remote-tiers.md").read_text()
+    begin = page.index("ACL SETUSER kvstrata")
+    words = page[begin : page.index("\n\n", begin)].replace(">PASSWORD", f">{SECRET}").split()
+    with server.client() as client:
+        client.execute_command(*words)
+        try:
+            async with opened(server.entry(username="kvstrata", password=SECRET, database_id=1)) as adapter:
+                await put(adapter, 1, 2)
+                client.select(1)
+                client.set(name_of(1), b"x")
+                assert [o.status for o in await load(adapter, 1, 2)] == [
+                    LoadStatus.CORRUPT,
+                    LoadStatus.LOADED,
+                ]
+                assert len((await adapter.heads([key_of(2)]))[0]) == 512
+                assert await adapter.delete([key_of(2)]) == 1
+                await put(adapter, 3)
+                assert (await adapter.usage()).records == 1
+                assert await adapter.clear() == 1
+            client.execute_command("ACL", "SETUSER", "kvstrata", "-set")
+            async with opened(server.entry(username="kvstrata", password=SECRET)) as adapter:
+                assert await put(adapter, 1) == [PutOutcome(PutStatus.FAILED, "denied")]
+        finally:
+            client.acl_deluser("kvstrata")
+
+
+# --- connections -------------------------------------------------------------------------------------------
+
+
+class Cutter:
+    """A server in front of the real one that passes on so many bytes of its answers, then holds back or hangs up."""
+
+    def __init__(self, port: int) -> None:
+        self.limit_bytes: int | None = None
+        """None: all."""
+        self.hangs_up = True
+        self._port = port
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._passed_bytes = 0
+
+    async def __aenter__(self) -> Cutter:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def cut_after(self, count: int, *, hang_up: bool = True) -> None:
+        self.limit_bytes, self.hangs_up, self._passed_bytes = count, hang_up, 0
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        back, forth = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            await asyncio.gather(self._pass(reader, forth, False), self._pass(back, writer, True))
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+            forth.close()
+            self._tasks.discard(task)
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, counted: bool) -> None:
+        while data := await reader.read(65_536):
+            if counted and self.limit_bytes is not None:
+                data = data[: max(0, self.limit_bytes - self._passed_bytes)]
+                self._passed_bytes += len(data)
+                writer.write(data)
+                await writer.drain()
+                if self._passed_bytes >= self.limit_bytes:
+                    if self.hangs_up:
+                        raise ConnectionError
+                    await asyncio.Event().wait()
+            else:
+                writer.write(data)
+                await writer.drain()
+        raise ConnectionError
+
+
+@pytest.mark.parametrize("hang_up", [True, False])
+async def test_what_was_answered_before_a_connection_broke_stands(server: RedisServer, hang_up: bool) -> None:
+    async with Cutter(server.port) as cutter:
+        entry = server.entry(port=cutter.port, request_timeout=0.3, connection_timeout=0.3)
+        async with opened(entry) as adapter:
+            await put(adapter, *range(8), size=300_000)
+            whole = record_length(300_000)
+            cutter.cut_after(3 * whole + whole // 2, hang_up=hang_up)
+            outcomes = await load(adapter, *range(8), size=300_000)
+            answered = outcomes.count(LOADED)
+            # To ask on where somebody has hung up may come before reading the last that he said.
+            assert answered in ((1, 2, 3) if hang_up else (3,))
+            failed = LoadOutcome(LoadStatus.FAILED, "lost" if hang_up else "timeout")
+            assert outcomes == [LOADED] * answered + [failed] * (8 - answered)
+            cutter.limit_bytes = None
+
+            async def all_loaded() -> bool:
+                return await load(adapter, *range(8), size=300_000) == [LOADED] * 8
+
+            await until(all_loaded)
+            assert adapter.numbers()["connections_lost"] >= 1
+
+
+async def test_an_answer_that_only_drips_ends_at_the_time_limit(server: RedisServer) -> None:
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"+" if first.is_set() else b"x")
+                first.clear()
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+    first = asyncio.Event()
+    first.set()
+    dripping = await asyncio.start_server(drip, "127.0.0.1", 0)
+    port = dripping.sockets[0].getsockname()[1]
+    message = await refusal({"type": "resp", "host": "127.0.0.1", "port": port, "connection_timeout": 0.2})
+    assert "did not answer in time" in message
+    dripping.close()
+
+
+async def test_a_connection_that_the_server_closed_while_idle_is_not_used(server: RedisServer) -> None:
+    async with opened(server.entry()) as adapter:
+        await put(adapter, 1)
+        with server.client() as client:
+            client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        assert await load(adapter, 1) == [LOADED]
+        assert adapter.numbers()["connections_lost"] == 0
+
+
+async def test_a_server_that_is_gone_is_told_once_in_the_log_and_tried_with_pauses(
+    redis_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RedisServer(tmp_path) as server, caplog.at_level(logging.WARNING, "kvstrata"):
+        async with opened(server.entry()) as adapter:
+            await put(adapter, 1)
+            server.kill()
+            for _ in range(50):
+                [found] = await adapter.exists([key_of(1)])
+                assert found.presence is Presence.UNKNOWN and found.reason in ("lost", "unreachable")
+            assert adapter.numbers()["connections_lost"] < 10
+            server.start()
+
+            async def is_back() -> bool:
+                return (await adapter.exists([key_of(1)]))[0].presence is Presence.ABSENT
+
+            await until(is_back)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2, messages
+    assert "can be reached again" in messages[1]
+
+
+# --- clusters ----------------------------------------------------------------------------------------------
+
+
+async def test_records_are_found_while_their_slot_moves_and_after(redis_folder: Path, tmp_path: Path) -> None:
+    with cluster(tmp_path) as nodes, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(node.client()) for node in nodes]
+        ids = [client.execute_command("CLUSTER", "MYID").decode() for client in clients]
+        entry = {"type": "resp", "startup_nodes": nodes[0].address, "cluster_mode": True}
+        async with opened(entry) as adapter:
+            numbers = list(range(30))
+            assert await put(adapter, *numbers) == [STORED] * 30
+            number = next(n for n in numbers if clients[0].dbsize() and _holds(clients[0], n))
+            slot = slot_of(name_of(number).encode())
+            clients[1].execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+            clients[0].execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+            clients[0].execute_command("MIGRATE", "127.0.0.1", nodes[1].port, name_of(number), 0, 5_000)
+            assert await load(adapter, *numbers) == [LOADED] * 30  # ASK
+            asked = adapter.numbers()["redirections"]
+            assert asked == 1
+            for client in clients:
+                client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+            assert await load(adapter, *numbers) == [LOADED] * 30  # MOVED
+            assert adapter.numbers()["redirections"] == asked + 1
+            assert await put(adapter, number) == [EXISTS]
+            assert await adapter.delete([key_of(n) for n in numbers]) == 30
+            assert adapter.numbers()["redirections"] == asked + 1, "the table of slots was asked for again"
+
+
+def _holds(client: redis.Redis, number: int) -> bool:
+    try:
+        return bool(client.exists(name_of(number)))
+    except redis.ResponseError:  # MOVED
+        return False
