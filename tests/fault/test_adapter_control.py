@@ -20,7 +20,7 @@ from kvstrata.errors import (
 )
 from kvstrata.policy.store import RetryRule
 from kvstrata.service import adapter_control
-from kvstrata.service.adapter_control import AdapterControl
+from kvstrata.service.adapter_control import SECRET_LEFT_OUT, AdapterControl, shown
 from kvstrata.service.adapters import AdapterSet
 from kvstrata.service.prefetch import FetchOutcome, PrefetchController, PrefetchLimits
 from kvstrata.service.store import StoreController, StoreLimits
@@ -686,6 +686,55 @@ def test_entries_are_numbered_and_named_by_the_caller() -> None:
     with pytest.raises(ConfigError, match=r"^here\.base_path: "):
         configure_adapter({"type": "fs"}, 3, path="here")
     assert configure_adapter({"type": "fs", "base_path": "/x"}, 3, path="here").name == "fs-3"
+
+
+# -- what a restart has ------------------------------------------------------------------------------------------
+
+
+async def test_rows_tell_what_a_restart_has_and_what_it_brings_back(start: Start) -> None:
+    rig = start()
+    for number, shelf in enumerate(("a", "b")):
+        await rig.control.open(configure_adapter(entry(shelf), number))
+    added = await rig.add("c", position=0)
+
+    async def in_settings() -> dict[str, bool]:
+        return {row["name"]: row["in_settings"] for row in await rig.control.rows()}
+
+    assert await in_settings() == {added: False, "plugin-0": True, "plugin-1": True}
+    assert rig.control.missing() == []
+    assert (await rig.control.rows())[0]["entry"] == entry("c")
+    await rig.control.remove("plugin-0", wait_s=LATER_S)
+    assert rig.control.missing() == ["plugin-0"]
+    again = await rig.add("a")
+    assert rig.control.missing() == [], "by another name it is there"
+    assert await in_settings() == {added: False, "plugin-1": True, again: True}
+    SHELVES["b"].shut("close")
+    removing = asyncio.create_task(rig.control.remove("plugin-1", wait_s=0.0))
+    await until(lambda: rig.states()["plugin-1"] == "removing")
+    assert rig.control.missing() == ["plugin-1"]
+    SHELVES["b"].let_go()
+    await removing
+
+
+def test_an_entry_is_shown_without_the_secrets_that_it_spells_out() -> None:
+    given = {
+        "type": "any",
+        "password": "hunter2",
+        "token_file": "/run/token",
+        "codec": [{"name": "aes-gcm", "key_file": "/run/key"}],
+        "adapter_params": {"Secret_Access_Key": "x", "bucket": "b", "password": ""},
+        "chunk_tokens": 256,
+        "auth": [{"apikey": "x"}, "y"],
+    }
+    public, left_out = shown(given)
+    assert left_out == ["password", "adapter_params.Secret_Access_Key", "auth[0].apikey"]
+    assert public == {
+        **given,
+        "password": SECRET_LEFT_OUT,
+        "adapter_params": {"Secret_Access_Key": SECRET_LEFT_OUT, "bucket": "b", "password": ""},
+        "auth": [{"apikey": SECRET_LEFT_OUT}, "y"],
+    }
+    assert given["password"] == "hunter2"
 
 
 # -- all at the same time --------------------------------------------------------------------------------------

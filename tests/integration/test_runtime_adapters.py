@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.server_process import ServerProcess
@@ -106,8 +107,9 @@ def test_an_adapter_added_by_ctl_is_used_drained_and_removed(server, tmp_path):
         shown = ctl(server, "l2", "list").stdout.splitlines()
         assert shown[0].split() == [
             "name", "position", "state", "policy", "asked", "waiting", "stored", "records", "used_bytes", "stuck_bytes",
-            "breakers",
+            "after_restart", "breakers",
         ]  # fmt: skip
+        assert shown[1].split()[10] == "gone"
         assert shown[1].split()[:8] == ["fs-0", "0", "active", "through", "yes", "0", "7", "7"]
         clear_l1(server)
         assert engine.hit(prompt(3, seed=1)) == 3 and engine.hit(prompt(4, seed=2)) == 4, "out of the adapter"
@@ -135,6 +137,34 @@ def test_an_adapter_added_by_ctl_is_used_drained_and_removed(server, tmp_path):
         again = add(server, fs(tmp_path / "l2"))
         assert again["name"] == "fs-1", "the directory was given back"
         assert engine.hit(prompt(3, seed=1)) == 3, "its records stayed"
+
+
+def test_what_is_exported_starts_a_server_with_the_same_adapters(server, tmp_path):
+    secret = tmp_path / "key"
+    secret.touch(mode=0o600)
+    secret.write_text("k" * 64)
+    codec = ["zstd", {"name": "aes-gcm", "key_file": str(secret)}]
+    add(server, fs(tmp_path / "second", codec=codec, policy="on_evict"))
+    add(server, fs(tmp_path / "first"), position=0)
+    shelf = entry("any")
+    shelf["adapter_params"] |= {"hangs": []}
+    add(server, shelf)
+    http(server, "DELETE", "/v1/l2/adapters/plugin-2")
+    exported = ctl(server, "l2", "export")
+    assert (exported.returncode, exported.stderr) == (0, "")
+    assert json.loads(ctl(server, "--json", "l2", "export").stdout) == yaml.safe_load(exported.stdout)
+    before = [row["entry"] for row in rows(server)]
+    assert server.stop() == 0
+    config = tmp_path / "kvstrata.yaml"
+    config.write_text(exported.stdout)
+    at = server._flags.index("--l2-adapter")
+    server._flags[at : at + 2] = ["--config", str(config)]
+    server.start()
+    assert [row["entry"] for row in rows(server)] == before
+    assert [row["in_settings"] for row in rows(server)] == [True, True]
+    http(server, "DELETE", "/v1/l2/adapters/fs-0")
+    last = ctl(server, "l2", "list").stdout.splitlines()[-1]
+    assert last.split()[0] == "fs-0" and "removed" in last and "back" in last
 
 
 def status(server: ServerProcess) -> dict[str, Any]:

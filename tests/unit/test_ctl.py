@@ -51,6 +51,7 @@ def test_tokens_that_are_no_json_are_named(capsys, tmp_path):
     ("arguments", "asked"),
     [
         (["list"], ctl.Ask("/v1/l2/adapters")),
+        (["export"], ctl.Ask("/v1/l2/adapters")),
         (
             ["add", '{"type": "fs"}', "--position", "1", "--backfill"],
             ctl.Ask("/v1/l2/adapters", {"adapter": {"type": "fs"}, "position": 1, "backfill": True}, "", 60),
@@ -91,3 +92,14 @@ def test_wrong_l2_commands_are_named(arguments, says, capsys):
 def test_an_adapter_that_is_no_json_is_named(capsys):
     assert ctl.main(["l2", "add", "fs"]) == 1
     assert "JSON: not JSON" in capsys.readouterr().err
+
+
+def test_an_export_has_what_takes_part_in_its_order_and_names_secrets_to_fill_in(capsys):
+    rows = [
+        {"name": "b-1", "position": 0, "entry": {"type": "b", "password": "***"}, "secrets_left_out": ["password"]},
+        {"name": "a-0", "position": 1, "entry": {"type": "a"}, "secrets_left_out": []},
+        {"name": "c-2", "position": None, "entry": {"type": "c"}, "secrets_left_out": ["token"]},
+    ]  # fmt: skip
+    assert ctl._export(rows) == {"l2_adapters": [{"type": "b", "password": "***"}, {"type": "a"}]}
+    assert capsys.readouterr().err == "kvstrata ctl: b-1: password: a secret is left out, fill it in\n"
+    assert ctl._export([]) == {"l2_adapters": []}

@@ -20,6 +20,9 @@ class PlainAdapters:
     async def rows(self) -> list[dict[str, Any]]:
         return [{"name": "fs-0"}]
 
+    def missing(self) -> list[str]:
+        return ["disk-0"]
+
     async def add(self, entry: dict[str, Any], **asked: Any) -> dict[str, Any]:
         if entry.get("type") == "wrong":
             raise ConfigError("adapter.type: unknown adapter 'wrong'", field="adapter.type")
@@ -100,7 +103,7 @@ async def test_adapters_are_listed_added_drained_and_removed(engine, token):
     path = "/v1/l2/adapters"
     async with client(engine, token) as http:
         http.headers["authorization"] = f"Bearer {token}"
-        assert (await http.get(path)).json() == {"adapters": [{"name": "fs-0"}]}
+        assert (await http.get(path)).json() == {"adapters": [{"name": "fs-0"}], "missing": ["disk-0"]}
         added = await http.post(path, json={"adapter": {"type": "fs"}, "position": 0, "backfill": True})
         assert added.status_code == 201
         assert added.json() == {

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from kvstrata.config.model import HttpSettings
 from kvstrata.errors import BadRequest, KvstrataError, Unavailable
 
@@ -102,9 +104,10 @@ def parser() -> argparse.ArgumentParser:
     prefetch.add_argument("--budget-bytes", type=int, default=1 << 30)
     job = commands.add_parser("job", help="outcome of a prefetch")
     job.add_argument("number", type=int)
-    l2 = commands.add_parser("l2", help="list, add, drain, resume or remove L2 adapters")
+    l2 = commands.add_parser("l2", help="list, export, add, drain, resume or remove L2 adapters")
     actions = l2.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list", help="the adapters, nearest first; all that is known with --json")
+    actions.add_parser("export", help="the adapters as `l2_adapters` for the configuration file")
     add = actions.add_parser("add", help="open an adapter and use it from now on")
     add.add_argument(
         "adapter", metavar="JSON", help="what --l2-adapter of the server takes; - reads standard input"
@@ -147,8 +150,10 @@ def run(options: argparse.Namespace) -> Any:
     """Carry out one command; returns what the server said."""
     token = _read(options.token_file).strip() if options.token_file else ""
     answer = ask(options.url, _request(options), token=token)
+    if options.command == "l2" and options.action == "export":
+        return _export(answer["adapters"])
     brief = options.command == "l2" and options.action == "list" and not options.json
-    return [_brief(row) for row in answer["adapters"]] or "no adapter" if brief else answer
+    return _list(answer) or "no adapter" if brief else answer
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -160,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"kvstrata ctl: {error}", file=sys.stderr)
         return 1
     try:
-        print(json.dumps(answer, indent=1) if options.json else table(answer), flush=True)
+        print(json.dumps(answer, indent=1) if options.json else _text(options, answer), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
@@ -190,7 +195,7 @@ def _request(options: argparse.Namespace) -> Ask:
 
 def _l2_request(options: argparse.Namespace) -> Ask:
     path = "/v1/l2/adapters"
-    if options.action == "list":
+    if options.action in ("list", "export"):
         return Ask(path)
     if options.action == "add":
         text = _read("-") if options.adapter == "-" else options.adapter
@@ -211,6 +216,27 @@ def _l2_request(options: argparse.Namespace) -> Ask:
     return Ask(f"{one}?wait_s={options.wait_s}", method="DELETE", timeout_s=timeout_s)
 
 
+def _list(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The adapters as lines of a table, those that only the next start will have at the end."""
+    there = [_brief(row) for row in answer["adapters"]]
+    return there + [{"name": name, "state": "removed", "after_restart": "back"} for name in answer["missing"]]
+
+
+def _export(adapters: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the configuration file needs to have these adapters."""
+    placed = [row for row in adapters if row["position"] is not None]
+    for row in placed:
+        for field in row["secrets_left_out"]:
+            print(f"kvstrata ctl: {row['name']}: {field}: a secret is left out, fill it in", file=sys.stderr)
+    return {"l2_adapters": [row["entry"] for row in placed]}
+
+
+def _text(options: argparse.Namespace, answer: Any) -> str:
+    if options.command == "l2" and options.action == "export":
+        return yaml.safe_dump(answer, sort_keys=False, default_flow_style=False).rstrip("\n")
+    return table(answer)
+
+
 def _brief(row: Mapping[str, Any]) -> dict[str, Any]:
     """One adapter as a line of a table."""
     usage, puts = row["usage"] or {}, row["puts"]
@@ -227,6 +253,7 @@ def _brief(row: Mapping[str, Any]) -> dict[str, Any]:
         "records": usage.get("records", "-"),
         "used_bytes": usage.get("used_bytes", "-"),
         "stuck_bytes": row["stuck_bytes"],
+        "after_restart": "kept" if row["in_settings"] else "gone",
         "breakers": f"not closed: {', '.join(opened)}" if opened else "closed",
     }
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -58,6 +59,13 @@ ANSWER_S = 1.0
 """For the answer to a remove, after the time that what is under way was given."""
 BACKFILL_KEYS = 8
 """Chunks of L1 offered to an added adapter at a time."""
+SECRET = re.compile(
+    r"pass(word|wd|phrase)|secret|token|credential|(api|access|private|secret)_?key", re.IGNORECASE
+)
+"""Fields whose text is not shown."""
+REFERENCE = re.compile(r"_(file|path|env)$")
+"""Fields that say where a secret is."""
+SECRET_LEFT_OUT = "*** left out ***"
 CODE_TYPES = frozenset({"plugin"})
 """Types whose fields name the code to run."""
 
@@ -91,6 +99,10 @@ class AdapterControl:
         self._open_s = open_s
         self._next_number = 0
         self._opening = 0
+        self._entries: dict[str, dict[str, Any]] = {}
+        """Of the members, by name."""
+        self._settings: dict[str, dict[str, Any]] = {}
+        """Of the adapters that the settings named when the server started."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._drains: dict[str, asyncio.Task[None]] = {}
         self._removals: dict[str, asyncio.Task[None]] = {}
@@ -108,7 +120,8 @@ class AdapterControl:
         configured = self._build(config)
         await configured.adapter.open(self._context(config.name))
         self._next_number = max(self._next_number, config.number + 1)
-        self._join(configured, len(self._adapters.placed))
+        self._settings[config.name] = config.entry
+        self._join(configured, config.entry, len(self._adapters.placed))
 
     async def close(self) -> None:
         """End what is under way here, then close every adapter, all at the same time. Idempotent."""
@@ -132,6 +145,11 @@ class AdapterControl:
         usages = await asyncio.gather(*(self._usage(member) for member in members))
         rows = zip(members, usages, strict=True)
         return [{**self._row(member), "usage": usage} for member, usage in rows]
+
+    def missing(self) -> list[str]:
+        """Names of adapters of the settings that are not in the set any more: a restart brings them back."""
+        there = [self._entries[member.name] for member in self._adapters.placed]
+        return [name for name, entry in self._settings.items() if entry not in there]
 
     async def add(
         self, entry: Mapping[str, Any], *, position: int | None, backfill: bool, may_name_code: bool
@@ -263,7 +281,7 @@ class AdapterControl:
             await configured.adapter.close()
             self._check_open()
         placed = len(self._adapters.placed)
-        member = self._join(configured, placed if position is None else min(position, placed))
+        member = self._join(configured, entry, placed if position is None else min(position, placed))
         self._log.info("l2_adapter_added", adapter=member.name, policy=str(member.policy))
         if backfill:
             self._begin_backfill(member)
@@ -302,8 +320,9 @@ class AdapterControl:
         await configured.guard.ended()
         self._opening -= 1
 
-    def _join(self, configured: ConfiguredAdapter, position: int) -> Member:
+    def _join(self, configured: ConfiguredAdapter, entry: dict[str, Any], position: int) -> Member:
         member = Member(configured)
+        self._entries[member.name] = entry
         if configured.host is None and member.adapter.capabilities.quiesce == "never":
             advice = 'its calls may never end; with "isolation": "process" they do, with their process'
             self._log.warning("l2_adapter_may_hang", adapter=member.name, advice=advice)
@@ -368,7 +387,7 @@ class AdapterControl:
             self._log.warning("l2_adapter_does_not_let_go", adapter=name, stuck_bytes=guard.stuck_bytes)
             await guard.ended()
         self._adapters.discard(member)
-        del self._removals[name]
+        del self._entries[name], self._removals[name]
         self._forget(name)
         self._log.info("l2_adapter_removed", adapter=name, puts_skipped=self._puts_skipped[name])
 
@@ -392,6 +411,7 @@ class AdapterControl:
     def _row(self, member: Member) -> dict[str, Any]:
         placed = self._adapters.placed
         capabilities = member.adapter.capabilities
+        entry, left_out = shown(self._entries[member.name])
         return {
             "name": member.name,
             "type": member.name.rpartition("-")[0],
@@ -401,6 +421,9 @@ class AdapterControl:
             "takes_loads": member.takes_loads,
             "persistent": capabilities.persistent,
             "shared": capabilities.shared,
+            "entry": entry,
+            "secrets_left_out": left_out,
+            "in_settings": self._entries[member.name] in self._settings.values(),
             "backfill_left": self._backfill_left.get(member.name, 0),
             **member.configured.status(),
             "puts": self._store.stats_of(member.name),
@@ -430,6 +453,26 @@ class AdapterControl:
         if task.cancelled() or task.exception() is None or isinstance(task.exception(), KvstrataError):
             return
         self._log.error("adapter_task_failed", task=task.get_name(), error=repr(task.exception()))
+
+
+def shown(entry: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """An entry without the secrets that it spells out, and the paths of their fields."""
+    left_out: list[str] = []
+
+    def public(value: Any, name: str, path: str) -> Any:
+        if isinstance(value, Mapping):
+            return {
+                key: public(one, str(key), f"{path}.{key}" if path else str(key))
+                for key, one in value.items()
+            }
+        if isinstance(value, list):
+            return [public(one, name, f"{path}[{i}]") for i, one in enumerate(value)]
+        if isinstance(value, str) and value and SECRET.search(name) and not REFERENCE.search(name):
+            left_out.append(path)
+            return SECRET_LEFT_OUT
+        return value
+
+    return public(entry, "", ""), left_out
 
 
 def _code_type(entry: object) -> str:

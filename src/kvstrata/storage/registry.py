@@ -59,8 +59,6 @@ KILL_DEADLINES = 3
 class HostPlan(NamedTuple):
     """How to run an adapter in a process of its own, which reads the entry again."""
 
-    entry: dict[str, Any]
-    place: int
     kill_ms: int | None
     """None: KILL_DEADLINES deadlines."""
 
@@ -92,6 +90,8 @@ class AdapterConfig(NamedTuple):
     """None: L1 / 16."""
     make: Callable[[], StorageAdapter]
     """Makes the bare adapter in this process."""
+    entry: dict[str, Any]
+    """As it was given."""
     host: HostPlan | None = None
     """None: it runs in this process."""
     codec: CodecConfig = CodecConfig()
@@ -142,8 +142,8 @@ def build_adapter(
     host: HostedAdapter | None = None
     if config.host is not None:
         host = HostedAdapter(
-            config.host.entry,
-            config.host.place,
+            config.entry,
+            config.number,
             name=config.name,
             kill_ms=config.host.kill_ms or KILL_DEADLINES * limits.deadline_ms,
             bytes_per_kill=limits.bytes_per_deadline,
@@ -207,7 +207,8 @@ def configure_adapter(entry: str | Mapping[str, Any], index: int, *, path: str =
         None if deadline_ms is None else int(deadline_ms),
         None if stuck_mb is None else int(stuck_mb * MB),
         factory(fields, name),
-        HostPlan(dict(entry), index, None if kill_ms is None else int(kill_ms)) if hosted else None,
+        dict(entry),
+        HostPlan(None if kill_ms is None else int(kill_ms)) if hosted else None,
         codec,
     )
 

@@ -57,6 +57,9 @@ class AdapterAdmin(Protocol):
     async def rows(self) -> list[dict[str, Any]]:
         """A row for each adapter, nearest first."""
 
+    def missing(self) -> list[str]:
+        """Adapters of the settings that are not there any more."""
+
     async def add(
         self, entry: Mapping[str, Any], *, position: int | None, backfill: bool, may_name_code: bool
     ) -> dict[str, Any]:
@@ -274,9 +277,12 @@ def make_app(engine: AdminEngine, *, token: str = "") -> FastAPI:
         return answer
 
     @app.get("/v1/l2/adapters", dependencies=guarded)
-    async def l2_adapters() -> dict[str, list[dict[str, Any]]]:
-        """The L2 adapters in the order in which lookups ask them, then those being removed."""
-        return {"adapters": await adapters().rows()}
+    async def l2_adapters() -> dict[str, list[Any]]:
+        """The L2 adapters in the order in which lookups ask them, then those being removed.
+
+        A restart has the adapters of the settings: those not `in_settings` are gone then, and those `missing` back.
+        """
+        return {"adapters": await adapters().rows(), "missing": adapters().missing()}
 
     @app.post("/v1/l2/adapters", status_code=201, dependencies=guarded)
     async def add_l2_adapter(body: AddAdapterBody) -> dict[str, Any]:
