@@ -16,9 +16,10 @@ import pytest
 
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.storage import mooncake, registry
+from kvstrata.storage.base import LoadOutcome, LoadStatus, PutOutcome, PutStatus
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.mooncake import MooncakeAdapter
-from kvstrata.testing.strategies import lent_context, region
+from kvstrata.testing.strategies import key_of, lent_context, load_item, put_item, region, watched
 from tests.harness.mooncake import PUBLISHED
 
 SETUP = {"local_hostname": "node01", "metadata_server": "P2PHANDSHAKE"}
@@ -43,6 +44,12 @@ class MooncakeDistributedStore:
         return self.note("register_buffer", address, length)
     def close(self):
         return self.note("close")
+    def batch_is_exist(self, names):
+        return [0] * len(names)
+    def batch_put_from(self, names, addresses, lengths, config):
+        return [-800] * len(names)
+    def batch_get_into(self, names, addresses, lengths):
+        return [-800] * len(names)
 """
 
 
@@ -330,3 +337,25 @@ async def test_an_address_without_a_port_is_refused(package: Callable[[str], Pat
     package(RECORDER)
     with pytest.raises(StorageError, match="master_server_addr: must be host:port, found 'node01'"):
         await adapter_of(configure(master_server_addr="node01")).open(lent_context(lambda key: None))
+
+
+# --- bytes in flight ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+async def test_bytes_of_a_transfer_that_mooncake_gave_up_stay_held(
+    package: Callable[[str], Path],
+    server: Callable[[bytes], str],
+    monkeypatch: pytest.MonkeyPatch,
+    given_up: bool,
+) -> None:
+    package(RECORDER)
+    if given_up:
+        monkeypatch.setattr(mooncake, "GIVEN_UP_S", 0.0)
+    adapter = adapter_of(configure(master_server_addr=server(READY)))
+    await adapter.open(lent_context(lambda key: None))
+    put, load = put_item(key_of(1), 1_000), load_item(key_of(2), 1_000)
+    assert await adapter.put([put]) == [PutOutcome(PutStatus.FAILED, "transfer")]
+    assert await adapter.load([load]) == [LoadOutcome(LoadStatus.FAILED, "transfer")]
+    await adapter.close()
+    assert [watched(item).dropped.is_set() for item in (put, load)] == [not given_up] * 2

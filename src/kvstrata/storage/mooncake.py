@@ -14,6 +14,8 @@ Invariants
    What another instance has put under the key meanwhile may go with it, which costs a miss.
 4. `_known` says how long the records are that this process has put or found.  It is a hint: presence is asked of the
    store each time, and a length that has become wrong is found out by the load.
+5. The hold of a transfer that Mooncake may go on with after its answer is never dropped here: the end of this process
+   frees its bytes, which an adapter host comes to by `quiesce` "never".
 
 Not here: what a Mooncake option means.  Whatever is not one of our fields goes to `setup` as it is.
 """
@@ -27,6 +29,7 @@ import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -70,6 +73,9 @@ KEY_PREFIX = "kvstrata-"
 """All instances of a cluster share it."""
 PROBE_S = 1.5
 """Longest wait for a connection, or for the answer on it, before the client is set up."""
+GIVEN_UP_S = 10.0
+"""A call that fails (`transfer`) sooner has heard from the other side that it is over.  After 60 s Mooncake answers
+by itself, and writes the bytes all the same when a holder that was stopped goes on (seen over tcp)."""
 KNOWN_LENGTHS = 1 << 17
 LARGEST_RECORD_BYTES = (1 << 32) - 1
 CLOSED, BAD_ITEM, QUEUE_FULL = "closed", "bad_item", "queue_full"
@@ -79,9 +85,10 @@ _APT = {"libibverbs": "libibverbs1", "libnuma": "libnuma1", "libcurl": "libcurl4
 
 _OK = 0
 _FULL, _NO_REPLICA_YET, _NO_OBJECT, _EXISTS, _REPLICA_GONE = -200, -703, -704, -705, -712
-_PARAMETERS = -600
+_PARAMETERS, _TRANSFER = -600, -800
 _REASONS = {
-    -101: "no_segment", _FULL: "full", _PARAMETERS: "parameters", -707: "lease_expired", -800: "transfer", -900: "rpc",
+    -101: "no_segment", _FULL: "full", _PARAMETERS: "parameters", -707: "lease_expired", _TRANSFER: "transfer",
+    -900: "rpc",
 }  # fmt: skip
 """Of Mooncake's ErrorCode (mooncake-store/include/types.h)."""
 
@@ -120,6 +127,8 @@ class MooncakeAdapter(StorageAdapter):
         self._known: dict[bytes, Found] = {}
         self._known_bytes = 0
         self._known_lock = threading.Lock()
+        self._kept: dict[int, Hold] = {}
+        """Holds that are never dropped, by their id."""
         self._putting: dict[bytes, asyncio.Future[PutStatus]] = {}
         self._running: set[asyncio.Task[Any]] = set()
         self._opened = False
@@ -229,7 +238,7 @@ class MooncakeAdapter(StorageAdapter):
         batch = [items[place] for place in places]
         future = self._lanes.submit(Lane.LOAD, lambda: self._read(batch))
         if future is None:
-            _drop(batch)
+            self._drop(batch)
             loaded = [LoadOutcome(LoadStatus.FAILED, "throttled")] * len(batch)
         else:
             loaded = await self._own(_result(future))
@@ -277,7 +286,7 @@ class MooncakeAdapter(StorageAdapter):
         if batch:
             future = self._lanes.submit(Lane.PUT, lambda: self._write(batch))
             if future is None:
-                _drop(batch)
+                self._drop(batch)
                 stored = [PutOutcome(PutStatus.THROTTLED, QUEUE_FULL)] * len(batch)
             else:
                 stored = await future
@@ -317,9 +326,11 @@ class MooncakeAdapter(StorageAdapter):
     # --- in threads of the lanes -------------------------------------------------------------------------
 
     def _find(self, keys: Sequence[bytes]) -> list[Found]:
-        codes = self._store.batch_is_exist([_name(key) for key in keys])
+        codes = self._store.batch_is_exist([KEY_PREFIX + digits for digits in map(bytes.hex, keys)])
         known = self._known
-        found = [known.get(key) if code == 1 else None for key, code in zip(keys, codes, strict=True)]
+        found: list[Found | None] = [*map(known.get, keys)]
+        if codes.count(1) < len(codes):
+            found = [answer if code == 1 else None for answer, code in zip(found, codes, strict=True)]
         if None in found:
             places = [place for place, answer in enumerate(found) if answer is None]
             self._ask_lengths([keys[place] for place in places if codes[place] == 1])
@@ -354,42 +365,49 @@ class MooncakeAdapter(StorageAdapter):
         return max(0, self._store.get_size(name)) if replicas else 0
 
     def _write(self, items: list[PutItem]) -> list[PutOutcome]:
-        """Puts of different keys. The store has copied the bytes when it answers."""
+        """Puts of different keys."""
         try:
-            names = [_name(item.key) for item in items]
-            there = self._store.batch_is_exist(names)
-            absent = [i for i, code in enumerate(there) if code != 1]
-            holds = [items[i].hold for i in absent]
-            codes = self._store.batch_put_from(
-                [names[i] for i in absent],
-                [hold.address for hold in holds],
-                [hold.length for hold in holds],
-                self._replicate,
-            )
-            stored = dict(zip(absent, codes, strict=True))
-            self._learn({items[i].key: items[i].hold.length for i, code in stored.items() if code == _OK})
-            return [_put_outcome(stored.get(i, _EXISTS)) for i in range(len(items))]
+            there = self._store.batch_is_exist([_name(item.key) for item in items])
+            absent = [item for item, code in zip(items, there, strict=True) if code != 1]
+            codes = self._transfer(self._store.batch_put_from, absent, self._replicate)
+            stored = {item.key: code for item, code in zip(absent, codes, strict=True)}
+            self._learn({item.key: item.hold.length for item in absent if stored[item.key] == _OK})
+            return [_put_outcome(stored.get(item.key, _EXISTS)) for item in items]
         finally:
-            _drop(items)
+            self._drop(items)
 
     def _read(self, items: list[LoadItem]) -> list[LoadOutcome]:
         try:
             keys = [item.key for item in items]
-            if len(set(keys)) == len(keys):
-                return self._read_different(items)
             # Of a key that comes twice in a call the store fills one place only, and answers well for both.
-            return [self._read_different([item])[0] for item in items]
+            batches = [items] if len(set(keys)) == len(keys) else [[item] for item in items]
+            codes = [code for batch in batches for code in self._transfer(self._store.batch_get_into, batch)]
+            return [self._loaded(item.key, item.hold, code) for item, code in zip(items, codes, strict=True)]
         finally:
-            _drop(items)
+            self._drop(items)
 
-    def _read_different(self, items: list[LoadItem]) -> list[LoadOutcome]:
+    def _transfer(self, call: Any, items: Sequence[PutItem | LoadItem], *more: Any) -> list[int]:
+        """The answers of one call. Bytes that may still be read or written after it are held for good."""
         holds = [item.hold for item in items]
-        codes = self._store.batch_get_into(
+        begun_s = time.monotonic()
+        codes: list[int] = call(
             [_name(item.key) for item in items],
             [hold.address for hold in holds],
             [hold.length for hold in holds],
+            *more,
         )
-        return [self._loaded(item.key, item.hold, code) for item, code in zip(items, codes, strict=True)]
+        if time.monotonic() - begun_s >= GIVEN_UP_S:
+            late = [hold for hold, code in zip(holds, codes, strict=True) if code == _TRANSFER]
+            if late:
+                what = "%s: Mooncake gave up %d transfers that may still go on, their bytes stay until its host ends"
+                log.warning(what, self.name, len(late))
+                self._kept.update((id(hold), hold) for hold in late)
+        return codes
+
+    def _drop(self, items: Sequence[PutItem | LoadItem]) -> None:
+        for item in items:
+            if id(item.hold) not in self._kept:
+                item.hold.drop()
 
     def _loaded(self, key: bytes, hold: Hold, code: int) -> LoadOutcome:
         """What became of an item; `code` is the number of bytes read, or an error."""
@@ -474,11 +492,6 @@ def _reason(code: int) -> str:
 
 def _name(key: bytes) -> str:
     return KEY_PREFIX + key.hex()
-
-
-def _drop(items: Sequence[PutItem | LoadItem]) -> None:
-    for item in items:
-        item.hold.drop()
 
 
 async def _result(future: asyncio.Future[T]) -> T:
