@@ -716,6 +716,26 @@ async def test_rows_tell_what_a_restart_has_and_what_it_brings_back(start: Start
     await removing
 
 
+async def test_a_row_of_one_that_leaves_while_others_are_asked_is_told_all_the_same(start: Start) -> None:
+    rig = start()
+    gone, other = await rig.add("a"), await rig.add("b")
+    asked, answer = asyncio.Event(), asyncio.Event()
+    usage = rig.adapters.get(other).adapter.usage
+
+    async def slow() -> Any:
+        asked.set()
+        await answer.wait()
+        return await usage()
+
+    rig.adapters.get(other).adapter.usage = slow
+    listing = asyncio.create_task(rig.control.rows())
+    await asked.wait()
+    await rig.control.remove(gone, wait_s=LATER_S)
+    answer.set()
+    assert [(row["name"], row["state"]) for row in await listing] == [(gone, "removing"), (other, "active")]
+    assert [row["name"] for row in await rig.control.rows()] == [other]
+
+
 def test_an_entry_is_shown_without_the_secrets_that_it_spells_out() -> None:
     given = {
         "type": "any",

@@ -99,10 +99,8 @@ class AdapterControl:
         self._open_s = open_s
         self._next_number = 0
         self._opening = 0
-        self._entries: dict[str, dict[str, Any]] = {}
-        """Of the members, by name."""
         self._settings: dict[str, dict[str, Any]] = {}
-        """Of the adapters that the settings named when the server started."""
+        """Entries of the adapters that the settings named when the server started, by name."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._drains: dict[str, asyncio.Task[None]] = {}
         self._removals: dict[str, asyncio.Task[None]] = {}
@@ -148,7 +146,7 @@ class AdapterControl:
 
     def missing(self) -> list[str]:
         """Names of adapters of the settings that are not in the set any more: a restart brings them back."""
-        there = [self._entries[member.name] for member in self._adapters.placed]
+        there = [member.entry for member in self._adapters.placed]
         return [name for name, entry in self._settings.items() if entry not in there]
 
     async def add(
@@ -321,8 +319,7 @@ class AdapterControl:
         self._opening -= 1
 
     def _join(self, configured: ConfiguredAdapter, entry: dict[str, Any], position: int) -> Member:
-        member = Member(configured)
-        self._entries[member.name] = entry
+        member = Member(configured, entry)
         if configured.host is None and member.adapter.capabilities.quiesce == "never":
             advice = 'its calls may never end; with "isolation": "process" they do, with their process'
             self._log.warning("l2_adapter_may_hang", adapter=member.name, advice=advice)
@@ -387,7 +384,7 @@ class AdapterControl:
             self._log.warning("l2_adapter_does_not_let_go", adapter=name, stuck_bytes=guard.stuck_bytes)
             await guard.ended()
         self._adapters.discard(member)
-        del self._entries[name], self._removals[name]
+        del self._removals[name]
         self._forget(name)
         self._log.info("l2_adapter_removed", adapter=name, puts_skipped=self._puts_skipped[name])
 
@@ -411,7 +408,7 @@ class AdapterControl:
     def _row(self, member: Member) -> dict[str, Any]:
         placed = self._adapters.placed
         capabilities = member.adapter.capabilities
-        entry, left_out = shown(self._entries[member.name])
+        entry, left_out = shown(member.entry)
         return {
             "name": member.name,
             "type": member.name.rpartition("-")[0],
@@ -423,7 +420,7 @@ class AdapterControl:
             "shared": capabilities.shared,
             "entry": entry,
             "secrets_left_out": left_out,
-            "in_settings": self._entries[member.name] in self._settings.values(),
+            "in_settings": member.entry in self._settings.values(),
             "backfill_left": self._backfill_left.get(member.name, 0),
             **member.configured.status(),
             "puts": self._store.stats_of(member.name),

@@ -19,8 +19,8 @@ Who changes the set, and when a change is over, is in service/adapter_control.py
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvstrata.storage.registry import ConfiguredAdapter
@@ -41,10 +41,12 @@ class AdapterState(enum.StrEnum):
 class Member:
     """One adapter of the set, as the controllers see it."""
 
-    __slots__ = ("adapter", "configured", "name", "policy", "state", "takes_loads")
+    __slots__ = ("adapter", "configured", "entry", "name", "policy", "state", "takes_loads")
 
-    def __init__(self, configured: ConfiguredAdapter) -> None:
+    def __init__(self, configured: ConfiguredAdapter, entry: Mapping[str, Any] | None = None) -> None:
+        """`entry`: its JSON as it was given."""
         self.configured = configured
+        self.entry = dict(entry or {})
         self.name = configured.name
         self.adapter = configured.adapter
         self.policy = configured.policy
