@@ -1,0 +1,221 @@
+"""Lookups and loads beside a burst of puts into a Mooncake store: per-operation workers against one shared pool.
+
+The published experiment: a round is four stores of 256 records of 1 MiB (1,024 keys) at the same time; meanwhile 1,024
+keys are looked up every 20 ms, each timed from when it was due, and 64 records of 1 MiB are loaded every 200 ms, the
+next ones not before the last have ended (they go before puts, which they could starve).  Three ways take turns: a
+plain pool of four threads over the bare client, in the order of arrival (what people had before per-operation
+workers), the adapter with four shared workers, which leave room for lookups, and the adapter with `per_op_workers`
+1/1/2.  Everything over tcp on the loopback, where two cores also do the network card's work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks.common import ROOT, figure, median_spread, percentile, scratch
+from benchmarks.mooncake import EXISTS, ITEMS, PAYLOAD_BYTES, Extents, keys_of
+from kvstrata.storage.base import LoadItem, LoadStatus, PutItem, PutStatus
+from kvstrata.storage.host import HostedAdapter
+from kvstrata.storage.mooncake import KEY_PREFIX
+from tests.harness import mooncake
+
+STORES, STORE_ITEMS = 4, 256
+LOOKUP_EVERY_S, LOAD_EVERY_S = 0.02, 0.2
+RUNS = 5
+AVERAGE_TARGET, P99_TARGET = 30, 10
+WAYS = ("pool", "shared", "per_op")
+PER_OP = {"lookup": 1, "retrieve": 1, "store": 2}
+
+
+class Way:
+    """One of WAYS: how puts, lookups and loads get to the store. Keys, extents and sizes are the same for all."""
+
+    def __init__(self, extents: Extents) -> None:
+        self.extents = extents
+
+    async def put(self, keys: list[bytes]) -> None:
+        """Store a record under each; the extents are those of the 64 that were sealed, again and again."""
+        raise NotImplementedError
+
+    async def exists(self, keys: list[bytes]) -> None:
+        """Ask for all of them."""
+        raise NotImplementedError
+
+    async def load(self, keys: list[bytes]) -> None:
+        """Load 64 records."""
+        raise NotImplementedError
+
+
+class Pool(Way):
+    """Four threads and the bare client."""
+
+    def __init__(self, extents: Extents, setup: dict[str, Any]) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        super().__init__(extents)
+        self.store = MooncakeDistributedStore()
+        assert self.store.setup(dict(setup)) == 0
+        assert self.store.register_buffer(extents.map.address, extents.length) == 0
+        self._threads = ThreadPoolExecutor(4)
+
+    async def _run(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
+
+    async def put(self, keys: list[bytes]) -> None:
+        sources = [self.extents.address(i % ITEMS, for_put=True) for i in range(len(keys))]
+        lengths = [self.extents.record_bytes] * len(keys)
+        assert set(await self._run(self.store.batch_put_from, names_of(keys), sources, lengths)) == {0}
+
+    async def exists(self, keys: list[bytes]) -> None:
+        await self._run(self.store.batch_is_exist, names_of(keys))
+
+    async def load(self, keys: list[bytes]) -> None:
+        places = [self.extents.address(i, for_put=False) for i in range(len(keys))]
+        lengths = [self.extents.record_bytes] * len(keys)
+        assert await self._run(self.store.batch_get_into, names_of(keys), places, lengths) == lengths
+
+
+class Adapter(Way):
+    """The adapter in its host."""
+
+    def __init__(self, extents: Extents, adapter: HostedAdapter) -> None:
+        super().__init__(extents)
+        self.adapter = adapter
+
+    async def put(self, keys: list[bytes]) -> None:
+        items = [PutItem(key, self.extents.hold(i % ITEMS, key, for_put=True)) for i, key in enumerate(keys)]
+        outcomes = await self.adapter.put(items)
+        assert {outcome.status for outcome in outcomes} == {PutStatus.STORED}, outcomes[:3]
+
+    async def exists(self, keys: list[bytes]) -> None:
+        await self.adapter.exists(keys)
+
+    async def load(self, keys: list[bytes]) -> None:
+        items = [LoadItem(key, self.extents.hold(i, key, for_put=False)) for i, key in enumerate(keys)]
+        outcomes = await self.adapter.load(items)
+        assert {outcome.status for outcome in outcomes} == {LoadStatus.LOADED}, outcomes[:3]
+
+
+def names_of(keys: list[bytes]) -> list[str]:
+    """As the adapter names them."""
+    return [KEY_PREFIX + key.hex() for key in keys]
+
+
+async def one_round(way: Way, number: int, loaded: list[bytes]) -> dict[str, float]:
+    """Seconds: lookups (average, p99), loads (average, p99), the stores together."""
+    keys = keys_of(number, STORES * STORE_ITEMS)
+    lookups: list[float] = []
+    loads: list[float] = []
+    done = asyncio.Event()
+
+    async def look_up(due_s: float) -> None:
+        await way.exists(keys[:EXISTS])
+        lookups.append(time.perf_counter() - due_s)
+
+    async def look_ups() -> None:
+        begun_s, tasks = time.perf_counter(), []
+        while not done.is_set():
+            due_s = begun_s + len(tasks) * LOOKUP_EVERY_S
+            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+            tasks.append(asyncio.create_task(look_up(due_s)))
+        await asyncio.gather(*tasks)
+
+    async def load() -> None:
+        while not done.is_set():
+            begun_s = time.perf_counter()
+            await way.load(loaded)
+            loads.append(time.perf_counter() - begun_s)
+            await asyncio.sleep(max(0.0, begun_s + LOAD_EVERY_S - time.perf_counter()))
+
+    beside = [asyncio.create_task(look_ups()), asyncio.create_task(load())]
+    begun_s = time.perf_counter()
+    parts = [keys[begin : begin + STORE_ITEMS] for begin in range(0, len(keys), STORE_ITEMS)]
+    await asyncio.gather(*(way.put(part) for part in parts))
+    stores_s = time.perf_counter() - begun_s
+    done.set()
+    await asyncio.gather(*beside)
+    return {
+        "lookup_avg": statistics.fmean(lookups),
+        "lookup_p99": percentile(lookups, 0.99),
+        "load_avg": statistics.fmean(loads),
+        "load_p99": percentile(loads, 0.99),
+        "stores": stores_s,
+    }
+
+
+async def measure(setup: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
+    """RUNS rounds of each way; the first of each warms up."""
+    extents = Extents(PAYLOAD_BYTES)
+    pool = Pool(extents, setup)
+    ways: dict[str, Way] = {"pool": pool}
+    for place, (name, fields) in enumerate((("shared", {}), ("per_op", {"per_op_workers": PER_OP}))):
+        entry = {"type": "mooncake_store", **setup, **fields}
+        adapter = HostedAdapter(entry, place, name=f"mooncake_store-{place}", kill_ms=600_000)
+        await adapter.open(extents.context())
+        ways[name] = Adapter(extents, adapter)
+    loaded = keys_of(1 << 30)
+    extents.seal(loaded)
+    await pool.put(loaded)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    for number in range(RUNS + 1):
+        for place, (name, way) in enumerate(ways.items()):
+            times = await one_round(way, number * len(ways) + place, loaded)
+            if number:
+                found[name].append(times)
+            names = names_of(keys_of(number * len(ways) + place, STORES * STORE_ITEMS))
+            await asyncio.to_thread(pool.store.batch_remove, names, True)
+    return found
+
+
+def run() -> list[dict[str, Any]]:
+    """The benchmark, in a process that finds Mooncake's libraries."""
+    with scratch("mooncake-hol") as folder, mooncake.cluster(folder, segment_mb=2048) as (master, _):
+        command = [sys.executable, "-m", "benchmarks.mooncake_hol", json.dumps(master.setup())]
+        done = subprocess.run(
+            command, env=mooncake.environment(), cwd=ROOT, stdout=subprocess.PIPE, check=False, timeout=1200
+        )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[:3])} ended with {done.returncode}")
+    rounds = json.loads(done.stdout)
+
+    def ratio(part: str) -> float:
+        pairs = zip(rounds["pool"], rounds["per_op"], strict=True)
+        return median_spread([pool[part] / ours[part] for pool, ours in pairs])[0]
+
+    value, spread = median_spread([times["lookup_avg"] * 1e3 for times in rounds["per_op"]])
+    ratios = {part: ratio(part) for part in rounds["per_op"][0]}
+    table = {
+        way: {part: median_spread([times[part] * 1e3 for times in rounds[way]]) for part in ratios}
+        for way in WAYS
+    }
+    return [
+        figure(
+            "mooncake_hol",
+            value=value,
+            unit="ms",
+            ratio=ratios["lookup_avg"],
+            ratio_to="the same lookups through a plain pool of 4 threads over the bare client",
+            target=f"average ≥ {AVERAGE_TARGET} ×, p99 ≥ {P99_TARGET} × lower; loads and stores not slower",
+            ok=ratios["lookup_avg"] >= AVERAGE_TARGET
+            and ratios["lookup_p99"] >= P99_TARGET
+            and ratios["load_avg"] >= 1
+            and ratios["stores"] >= 0.95,
+            spread=spread,
+            ratios=ratios,
+            ms=table,
+        )
+    ]
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(measure(json.loads(sys.argv[1])))), flush=True)
+    os._exit(0)  # the bare client's threads may crash an interpreter that ends
