@@ -96,6 +96,7 @@ _REASONS = {
 # length. The function is ServiceReady, which takes nothing and answers with the store's version.
 _ASK_READY = struct.pack("<BBBBIIII", 21, 0, 0, 0, 1, 0x7B81BB56, 0, 0)
 _REPLY = struct.Struct("<BBBBIII")
+MOST_REPLY_BYTES = 4096
 _MAGIC = 21
 
 
@@ -558,7 +559,12 @@ def ask_master(name: str, address: str) -> str:
     with connect(name, field, address) as connection:
         try:
             connection.sendall(_ASK_READY)
-            reply = connection.recv(4096)
+            reply = b""
+            while not reply or (reply[0] == _MAGIC and len(reply) < _reply_bytes(reply)):
+                part = connection.recv(MOST_REPLY_BYTES)
+                if not part or len(reply) > MOST_REPLY_BYTES:
+                    break
+                reply += part
         except TimeoutError:
             what = "accepts connections and says nothing; it is frozen, overloaded or no Mooncake master"
             raise StorageError(f"{name}: {field}: {address} {what}", field=name) from None
@@ -569,3 +575,8 @@ def ask_master(name: str, address: str) -> str:
         raise StorageError(f"{name}: {field}: {address} {what}", field=name)
     version = re.search(rb"\d+(\.\d+)+$", reply)
     return version[0].decode() if version else ""
+
+
+def _reply_bytes(reply: bytes) -> int:
+    """Of the whole one, as far as its beginning tells."""
+    return _REPLY.size + (_REPLY.unpack_from(reply)[5] if len(reply) >= _REPLY.size else 0)
