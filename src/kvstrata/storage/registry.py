@@ -1,8 +1,8 @@
 """From the JSON of `--l2-adapter` (or an entry of `l2_adapters` in the configuration file) to an adapter.
 
 Fields common to all types are read here (`type`, `policy`, `deadline_ms`, `max_stuck_mb`, `isolation`,
-`host_kill_ms`, `codec` and its own); the rest belongs to the type.  A type comes from the table below or from an
-installed package with an entry point in the group `kvstrata.l2_adapters`: a callable
+`host_kill_ms`, `codec` and its own, `presence_ttl_ms`, `negative_ttl_ms`); the rest belongs to the type.  A type comes
+from the table below or from an installed package with an entry point in the group `kvstrata.l2_adapters`: a callable
 `(fields: dict, path: str) -> StorageAdapter` that raises ConfigError for wrong fields.  Whatever is wrong stops the
 start with the field's path, its value and what to write instead.
 """
@@ -30,6 +30,7 @@ from kvstrata.storage.wrap.codec import CodecAdapter
 from kvstrata.storage.wrap.codec_chain import Chain, ChainSettings, read_chain
 from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
 from kvstrata.storage.wrap.metrics import MeteredAdapter, OpReport
+from kvstrata.storage.wrap.presence import PresenceAdapter, PresenceLimits
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ ELSEWHERE = (
 
 _COMMON = (
     "type", "policy", "deadline_ms", "max_stuck_mb", "isolation", "host_kill_ms", "shared", "eviction", "serde",
-    "codec", "codec_staging_mb", "codec_workers",
+    "codec", "codec_staging_mb", "codec_workers", "presence_ttl_ms", "negative_ttl_ms",
 )  # fmt: skip
 NEARLY = 0.8
 """How like a field of ours an unknown one must be to be taken for it, where unknown ones are passed on."""
@@ -95,6 +96,8 @@ class AdapterConfig(NamedTuple):
     host: HostPlan | None = None
     """None: it runs in this process."""
     codec: CodecConfig = CodecConfig()
+    presence: PresenceLimits | None = None
+    """None: not given, the defaults hold where the storage is shared."""
 
 
 class ConfiguredAdapter(NamedTuple):
@@ -109,6 +112,8 @@ class ConfiguredAdapter(NamedTuple):
     """The part inside `adapter` that runs it in another process, where one does."""
     codec: CodecAdapter | None = None
     """The wrapper inside `guard` that encodes and decodes; None where that is in another process."""
+    presence: PresenceAdapter | None = None
+    """The wrapper inside `guard` that remembers what is there; None where the storage is not shared."""
 
     def status(self) -> dict[str, Any]:
         """For status pages."""
@@ -118,6 +123,11 @@ class ConfiguredAdapter(NamedTuple):
             "stuck_bytes": self.guard.stuck_bytes,
             **({} if counted is None else {"codec": counted.stats(), "numbers": counted.numbers()}),
             **({} if self.host is None else {"host": self.host.host_status()}),
+            **(
+                {"presence": self.presence.stats()}
+                if self.presence is not None and self.presence.capabilities.shared
+                else {}
+            ),
         }
 
 
@@ -149,11 +159,15 @@ def build_adapter(
             bytes_per_kill=limits.bytes_per_deadline,
         )
     codec = coded_adapter(config) if host is None else None
-    inner = codec or host
+    inner: StorageAdapter | None = codec or host
     assert inner is not None
+    presence: PresenceAdapter | None = None
+    if inner.capabilities.shared or host is not None or config.presence is not None:
+        # What runs in another process says what it is when it is open.
+        inner = presence = PresenceAdapter(inner, config.presence, clock)
     guard = DeadlineAdapter(inner, limits, clock)
     return ConfiguredAdapter(
-        config.name, MeteredAdapter(guard, report, clock), config.policy, guard, host, codec
+        config.name, MeteredAdapter(guard, report, clock), config.policy, guard, host, codec, presence
     )
 
 
@@ -210,7 +224,17 @@ def configure_adapter(entry: str | Mapping[str, Any], index: int, *, path: str =
         dict(entry),
         HostPlan(None if kill_ms is None else int(kill_ms)) if hosted else None,
         codec,
+        _presence(fields),
     )
+
+
+def _presence(fields: Fields) -> PresenceLimits | None:
+    limits = {
+        name: int(ttl_ms)
+        for name, most in (("presence_ttl_ms", 60_000), ("negative_ttl_ms", 10_000))
+        if (ttl_ms := fields.number(name, None, least=0, most=most, whole=True)) is not None
+    }
+    return PresenceLimits(**limits) if limits else None
 
 
 def _codec(fields: Fields) -> CodecConfig:
