@@ -21,11 +21,12 @@ ONLY_AFTER_A_FAULT = {"attach.refused.WORD"}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with two adapters, one in a process of its own, that has stored, evicted from L1, and loaded again."""
+    """A server with three adapters (one in a process of its own, one shared) that has stored, evicted, and loaded."""
     folder = tmp_path_factory.mktemp("server")
     adapter = {"type": "fs", "base_path": str(folder / "l2"), "isolation": "process"}
     log = {"type": "disk", "base_path": str(folder / "log"), "capacity_gb": 0.1}
-    flags = ("--l2-adapter", json.dumps(adapter), "--l2-adapter", json.dumps(log))
+    shared = {"type": "object_store", "url": f"file://{folder}/shared"}
+    flags = tuple(word for entry in (adapter, log, shared) for word in ("--l2-adapter", json.dumps(entry)))
     with ServerProcess(folder, l1_mb=16, l2="embedded", chunk_tokens=CHUNK_TOKENS, flags=flags) as server:
         server.start()
         with CacheEngine(server.socket_dir) as engine:

@@ -41,7 +41,7 @@ STUCK_SHARE = 16
 """Default of `max_stuck_mb`: L1 / 16."""
 
 ELSEWHERE = (
-    "s3", "object_store", "peer", "raw_block", "dax", "hf3fs",
+    "peer", "raw_block", "dax", "hf3fs",
     "aerospike", "bigtable", "hfbucket", "sagemaker_hyperpod", "nixl_store", "nixl_store_dynamic",
     "nixl_native", "native_plugin",
 )  # fmt: skip
@@ -467,6 +467,19 @@ def _resp(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
     return lambda: RespAdapter(settings, name=name)
 
 
+def _object_store(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
+    from kvstrata.storage.object_store_fields import settings_from
+
+    settings = settings_from(fields, _COMMON)
+
+    def make() -> StorageAdapter:
+        from kvstrata.storage.object_store import ObjectStoreAdapter
+
+        return ObjectStoreAdapter(settings, name=name)
+
+    return make
+
+
 def _plugin(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
     module, attribute = fields.text("module_path"), fields.text("class_name")
     parameters = fields.get("adapter_params") or {}
@@ -542,6 +555,8 @@ _BUILT_IN: dict[str, Factory] = {
     "fs": _fs,
     "fs_native": _fs,
     "mooncake_store": _mooncake,
+    "object_store": _object_store,
+    "s3": _object_store,
     "plugin": _plugin,
     "redis": _resp,
     "resp": _resp,

@@ -1,0 +1,220 @@
+"""Fields and errors of the `object_store` adapter, against a server that answers what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import importlib.util
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from kvstrata.errors import ConfigError, StorageError
+from kvstrata.storage.base import LoadStatus, Presence, PutOutcome, PutStatus, StorageAdapter
+from kvstrata.storage.object_store import MARKER, MARKER_TEXT
+from kvstrata.storage.registry import configure_adapter, make_adapter
+from kvstrata.testing.strategies import key_of, lent_context, load_item, put_item, watched
+
+SECRET = "a-secret-that-nobody-may-see"
+S3 = {"type": "object_store", "url": "s3://bucket/kv", "region": "us-east-1"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"url": None}, r"url: must be a non-empty string"),
+        ({"url": "s4://bucket/kv"}, r"url: must begin with one of .* \(did you mean 's3'\?\), found 's4://"),
+        ({"url": "s3:///kv"}, r"url: must name a bucket, as in s3://BUCKET/PREFIX"),
+        ({"url": f"s3://key:{SECRET}@bucket"}, r"url: must not hold credentials or options"),
+        ({"url": "file://relative/path"}, r"url: must be file:// and an absolute path"),
+        ({"regionn": "x"}, r"regionn: unknown field, and no option of obstore .* \(did you mean 'region'\?\)"),
+        ({"num_worker": 4}, r"num_worker: unknown field, .* \(did you mean 'num_workers'\?\)"),
+        ({"deadlin_ms": 4}, r"deadlin_ms: unknown field, .* \(did you mean 'deadline_ms'\?\)"),
+        ({"url": "file:///tmp/kv", "region": "x"}, r"region: unknown field"),
+        ({"multipart_mb": 1}, r"multipart_mb: must be a number from 5 to 5120, found 1"),
+        ({"max_retries": "3"}, r"max_retries: must be a whole number from 0 to 20, found '3'"),
+        ({"per_op_workers": {"store": 0}}, r"per_op_workers\.store: must be a whole number from 1 to 256"),
+        ({"timeout": ["3s"]}, r"timeout: must be a string, a number, true or false"),
+        ({"timeout": "soon"}, r"timeout: .*failed to parse \"soon\" as Duration|obstore refuses.*soon"),
+        ({"endpoint": "http://127.0.0.1:9"}, r'endpoint: must begin with https://, or write "allow_http": true'),
+        ({"virtual_hosted_style_request": "maybe"}, r"obstore refuses these options: .*maybe"),
+        ({"type": "s3", "s3_endpoint": "s3://b"}, r's3_endpoint: .* write "url": "s3://BUCKET/PREFIX"'),
+        ({"max_capacity_gb": 5}, r"max_capacity_gb: 5 is not supported: .*lifecycle rule"),
+        ({"s3_region": "eu-west-1"}, r"region: is given as s3_region too"),
+        ({"secret_access_key": {"a": SECRET}}, r"secret_access_key: must be a string"),
+    ],
+)  # fmt: skip
+def test_wrong_fields_are_errors_by_name_that_show_no_secret(fields: dict[str, Any], message: str) -> None:
+    entry = {name: value for name, value in {**S3, **fields}.items() if value is not None}
+    if entry.get("url", "").startswith("file:///tmp"):
+        del entry["region"]
+        entry |= {name: value for name, value in fields.items() if name == "region"}
+    with pytest.raises(ConfigError, match=message) as wrong:
+        configure_adapter(entry, 0)
+    assert SECRET not in str(wrong.value)
+
+
+def test_a_missing_package_names_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvstrata\[object_store\]'"):
+        configure_adapter(S3, 0)
+
+
+def test_names_of_the_peer_have_their_meaning_here(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    more = {"s3_region": "eu-west-1", "disable_tls": True, "s3_num_io_threads": 64, "aws_access_key_id": "x"}
+    more["aws_secret_access_key"] = SECRET
+    configure_adapter({"type": "s3", "url": "s3://bucket/kv", **more}, 0)
+    assert "l2_adapters[0].s3_num_io_threads: noted" in caplog.text
+    for name, here in (("s3_region", "region"), ("disable_tls", "allow_http")):
+        assert f"l2_adapters[0].{name}: replaced by {here}" in caplog.text
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/kv", "az://container/kv"])
+def test_other_clouds_are_made_without_being_reached(url: str) -> None:
+    more = {"account_name": "me"} if url.startswith("az") else {}
+    assert make_adapter({"type": "object_store", "url": url, "skip_signature": True, **more}, 0)
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """Serves the marker; answers everything else with `status` and `body`."""
+
+    status: ClassVar[int] = 200
+    body: ClassVar[bytes] = b""
+    tries: ClassVar[int] = 0
+
+    def answer(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        status, body = self.status, self.body
+        if self.path.endswith(MARKER) and self.command in ("GET", "HEAD"):
+            status, body = 200, MARKER_TEXT
+        else:
+            type(self).tries += 1
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.send_header("last-modified", "Sat, 01 Jan 2000 00:00:00 GMT")
+        self.send_header("etag", '"1"')
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_GET = do_PUT = do_HEAD = do_POST = answer
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def adapter_at(endpoint: str, **more: Any) -> StorageAdapter:
+    entry = {
+        **S3, "endpoint": endpoint, "allow_http": True, "access_key_id": "AKIAX", "secret_access_key": SECRET,
+        "max_retries": 1, **more,
+    }  # fmt: skip
+    return make_adapter(entry, 0)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "outcome", "tries"),
+    [
+        (503, b"<Error><Code>SlowDown</Code></Error>", PutOutcome(PutStatus.THROTTLED, "throttled"), 2),
+        (429, b"", PutOutcome(PutStatus.THROTTLED, "throttled"), 2),
+        (507, b"", PutOutcome(PutStatus.THROTTLED, "full"), 2),
+        (403, b"<Error><Code>QuotaExceeded</Code></Error>", PutOutcome(PutStatus.THROTTLED, "full"), 1),
+        (403, b"<Error><Code>AccessDenied</Code></Error>", PutOutcome(PutStatus.FAILED, "denied"), 1),
+        (404, b"<Error><Code>NoSuchBucket</Code></Error>", PutOutcome(PutStatus.FAILED, "no_bucket"), 1),
+        (500, b"", PutOutcome(PutStatus.FAILED, "io"), 2),
+    ],
+)
+async def test_refused_puts_say_why_and_are_tried_again_where_it_helps(
+    endpoint: str, caplog: pytest.LogCaptureFixture, status: int, body: bytes, outcome: PutOutcome, tries: int
+) -> None:
+    adapter = adapter_at(endpoint)
+    await adapter.open(lent_context(lambda key: None))
+    Answers.status, Answers.tries = status, 0
+    Answers.body = body.replace(b"</Error>", f"<AWSAccessKeyId>{SECRET}</AWSAccessKeyId></Error>".encode())
+    item = put_item(key_of(1), 100_000)
+    assert await adapter.put([item]) == [outcome]
+    watched(item).check()
+    assert Answers.tries == tries
+    load = load_item(key_of(1), 1000)
+    [loaded] = await adapter.load([load])
+    watched(load).check()
+    assert loaded.status is LoadStatus.FAILED
+    if status != 404:  # a HEAD of a missing bucket says no more than one of a missing object
+        [found] = await adapter.exists([key_of(1)])
+        assert found.presence is Presence.UNKNOWN
+    await adapter.close()
+    assert SECRET not in caplog.text
+
+
+async def test_credentials_that_do_not_fit_end_the_start(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstrata.storage.object_store.MARKER", "not-there")
+    Answers.status, Answers.body = 403, b"<Error><Code>InvalidAccessKeyId</Code></Error>"
+    with pytest.raises(StorageError, match=r"must allow to get, put, delete and list.*InvalidAccessKeyId"):
+        await adapter_at(endpoint).open(lent_context(lambda key: None))
+
+
+async def test_a_prefix_of_another_version_ends_the_start(tmp_path: Path) -> None:
+    await asyncio.to_thread((tmp_path / MARKER).write_text, "kvstrata records, format 7\n")
+    adapter = make_adapter({"type": "object_store", "url": f"file://{tmp_path}"}, 0)
+    with pytest.raises(StorageError, match=r"records of another version.*give another prefix"):
+        await adapter.open(lent_context(lambda key: None))
+
+
+def damage_the_one_record(folder: Path) -> Path:
+    [file] = folder.glob("??/*.kvc")
+    with open(file, "r+b") as damaged:
+        damaged.seek(12 << 20)
+        damaged.write(b"something else")
+    return file
+
+
+async def test_large_records_go_in_parts_and_come_back_whole(tmp_path: Path) -> None:
+    entry = {"type": "object_store", "url": f"file://{tmp_path}", "multipart_mb": 5, "part_mb": 5}
+    adapter = make_adapter(entry, 0)
+    await adapter.open(lent_context(lambda key: None))
+    size = 17 << 20
+    assert await adapter.put([put_item(key_of(1), size)]) == [PutOutcome(PutStatus.STORED)]
+    assert await adapter.put([put_item(key_of(1), size)]) == [PutOutcome(PutStatus.EXISTS)]
+    [loaded] = await adapter.load([load_item(key_of(1), size)])
+    assert loaded.status is LoadStatus.LOADED
+    file = damage_the_one_record(tmp_path)
+    [loaded] = await adapter.load([load_item(key_of(1), size)])
+    assert loaded.status is LoadStatus.CORRUPT
+    assert not await asyncio.to_thread(file.exists)
+    await adapter.close()
+
+
+def somebody_elses(folder: Path) -> Path:
+    foreign = folder / "ab" / "somebody-elses.kvc"
+    foreign.parent.mkdir()
+    foreign.write_bytes(b"precious")
+    return foreign
+
+
+async def test_what_is_not_ours_below_the_prefix_is_left_alone(tmp_path: Path) -> None:
+    foreign = somebody_elses(tmp_path)
+    adapter = make_adapter({"type": "object_store", "url": f"file://{tmp_path}"}, 0)
+    await adapter.open(lent_context(lambda key: None))
+    await adapter.put([put_item(key_of(1), 1000)])
+    assert (await adapter.usage()).records == 1
+    assert await adapter.clear() == 1
+    assert await asyncio.to_thread(foreign.read_bytes) == b"precious"
+    await adapter.close()
