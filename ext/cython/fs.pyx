@@ -1,6 +1,6 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 # cython: language_level=3
-"""The connector of `fs` (ext/core/include/kvstrata/fs_connector.h) in a capsule; see fs.pyi."""
+"""The connectors of `fs` (ext/core/include/kvstrata/fs_connector.h, fs_shared.h) in a capsule; see fs.pyi."""
 
 import os
 
@@ -38,6 +38,11 @@ cdef extern from "kvstrata/fs_connector.h" namespace "kvstrata" nogil:
         FsConnector(FsOptions, FileLayer&) except +
 
 
+cdef extern from "kvstrata/fs_shared.h" namespace "kvstrata" nogil:
+    cdef cppclass FsSharedConnector(Connector):
+        FsSharedConnector(FsOptions, FileLayer&) except +
+
+
 cdef extern from *:
     """
     static void set_min_free(kvstrata::FsOptions& options, std::uint64_t bytes) {
@@ -47,8 +52,9 @@ cdef extern from *:
     void set_min_free(FsOptions&, uint64_t) noexcept
 
 
-def connector(base_path, relative_tmp_dir, *, use_odirect, capacity_bytes, min_free_bytes):
+def connector(base_path, relative_tmp_dir, *, shared, use_odirect, capacity_bytes, min_free_bytes):
     cdef FsOptions options
+    cdef Connector* made
     options.base_path = os.fsencode(base_path)
     options.relative_tmp_dir = os.fsencode(relative_tmp_dir)
     options.use_odirect = use_odirect
@@ -56,4 +62,8 @@ def connector(base_path, relative_tmp_dir, *, use_odirect, capacity_bytes, min_f
     if min_free_bytes is not None:
         set_min_free(options, min_free_bytes)
     # As a pointer to the base class: that is what the capsule's name promises.
-    return PyCapsule_New(<Connector*>new FsConnector(options, posix_files()), connector_capsule_name, NULL)
+    if shared:
+        made = new FsSharedConnector(options, posix_files())
+    else:
+        made = new FsConnector(options, posix_files())
+    return PyCapsule_New(made, connector_capsule_name, NULL)

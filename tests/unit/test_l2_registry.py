@@ -116,7 +116,11 @@ def test_fields_without_effect_are_accepted_with_a_line_each(caplog: pytest.LogC
             {"type": "fault_inject", "inner": {**FS, "isolation": "process"}},
             r"\.inner\.isolation: 'process' is not supported: give it beside the type fault_inject",
         ),
-        ({**FS, "shared": True}, r"\.shared: True is not supported: one server per directory"),
+        ({**FS, "shared": 1}, r"\.shared: must be true or false"),
+        (
+            {"type": "disk", "base_path": "/x", "capacity_gb": 1, "shared": True},
+            r"\.shared: True is not supported: only a directory of type fs can be shared",
+        ),
         ({**FS, "serde": {"type": "fp8"}}, r"\.serde: .* is not supported: it was replaced by codec; write"),
         ({**FS, "codec": 5}, r"\[2\]\.codec: must be the name of a codec or an object with a \"name\", found 5"),
         ({**FS, "codec": [["zstd"]]}, r"\.codec\[0\]: must be the name of a codec or an object"),

@@ -18,6 +18,13 @@ std::string describe_file_error(const std::string& path, const Status& status) {
   return path + ": " + ::strerror(static_cast<int>(status.detail(0)));
 }
 
+Status File::length(std::uint64_t* out) noexcept {
+  FileStat found;
+  KVSTRATA_RETURN_IF_ERROR(stat(&found));
+  *out = found.length;
+  return Status();
+}
+
 Status folder_stat(FileLayer& files, const std::string& path, FileStat* out) {
   KVSTRATA_RETURN_IF_ERROR(files.stat(path, out));
   if (out->is_folder) return Status();

@@ -47,6 +47,30 @@ std::string prepare_fs_directory(FileLayer& layer, const FsPaths& paths, const F
   return "";
 }
 
+std::string fs_holder_note(const std::string& instance_id) {
+  return "pid " + std::to_string(::getpid()) + ", instance " + instance_id + "\n";
+}
+
+std::string lock_fs_directory(FileLayer& layer, const FsPaths& paths, bool shared,
+                              const std::string& instance_id, std::unique_ptr<FileLock>* out) {
+  std::string holder;
+  const Status status = shared ? layer.lock_shared(paths.lock(), out, &holder)
+                               : layer.lock(paths.lock(), out, &holder);
+  if (status.code() == StatusCode::kBusy) {
+    while (!holder.empty() && std::isspace(static_cast<unsigned char>(holder.back())))
+      holder.pop_back();
+    return "base_path: '" + paths.base() + "' belongs to another running server (" +
+           (holder.empty() ? "unknown" : holder) + (shared ? ") that does not share it" : ")") +
+           "; give each server a directory of its own, or all of them \"shared\": true";
+  }
+  if (!status.ok())
+    return "base_path: '" + paths.base() +
+           "' cannot be locked: " + describe_file_error(paths.lock(), status) +
+           "; give a directory that this user may write and lock";
+  (*out)->note(fs_holder_note(instance_id));
+  return "";
+}
+
 FsConnector::FsConnector(FsOptions options, FileLayer& layer)
     : options_(std::move(options)),
       paths_(options_.base_path, options_.relative_tmp_dir),
@@ -65,20 +89,8 @@ ConnectorCapabilities FsConnector::capabilities() const noexcept {
 std::string FsConnector::open(const ConnectorContext& context) {
   std::string wrong = prepare_fs_directory(layer_, paths_, options_, &min_free_bytes_);
   if (!wrong.empty()) return wrong;
-  std::string holder;
-  const Status status = layer_.lock(paths_.lock(), &lock_, &holder);
-  if (status.code() == StatusCode::kBusy) {
-    while (!holder.empty() && std::isspace(static_cast<unsigned char>(holder.back())))
-      holder.pop_back();
-    return "base_path: '" + paths_.base() + "' belongs to another running server (" +
-           (holder.empty() ? "unknown" : holder) +
-           "); give each server a directory of its own, or all of them \"shared\": true";
-  }
-  if (!status.ok())
-    return "base_path: '" + paths_.base() +
-           "' cannot be locked: " + describe_file_error(paths_.lock(), status) +
-           "; give a directory that this user may write and lock";
-  lock_->note("pid " + std::to_string(::getpid()) + ", instance " + context.instance_id + "\n");
+  wrong = lock_fs_directory(layer_, paths_, false, context.instance_id, &lock_);
+  if (!wrong.empty()) return wrong;
   if (options_.own_threads)
     scanner_ = std::thread([this] { scan(); });
   else
@@ -225,7 +237,8 @@ std::pair<LoadStatus, const char*> FsConnector::load_one(LoadItem& item) {
   item.copy = record->copy;
   record->loads += 1;
   lock.unlock();
-  const FsFiles::Read read = files_.read(item.key, item.bytes, item.length, refresh ? now_ns : 0);
+  const FsFiles::Read read = files_.read(item.key, item.bytes, item.length,
+                                         [&](const FileStat&) { return refresh ? now_ns : 0; });
   lock.lock();
   record = index_.find(item.key);
   if (record != nullptr && record->copy == item.copy) {

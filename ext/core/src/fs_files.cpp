@@ -47,7 +47,7 @@ bool is_no_space(const Status& status) noexcept {
 }
 
 bool is_not_there(const Status& status) noexcept {
-  return is_os_error(status, ENOENT);
+  return is_os_error(status, ENOENT) || is_os_error(status, ESTALE);
 }
 
 // Direct where this file system has it, if that is wanted.
@@ -62,8 +62,8 @@ Status FsFiles::open_at_best(const std::string& path, FileMode mode, std::unique
   return layer_.open(path, mode, false, out);
 }
 
-Status FsFiles::write_file(const std::string& path, const std::uint8_t* bytes,
-                           std::uint64_t length) {
+Status FsFiles::write_file(const std::string& path, const std::uint8_t* bytes, std::uint64_t length,
+                           std::int64_t accessed_unix_ns) {
   std::unique_ptr<File> file;
   KVSTRATA_RETURN_IF_ERROR(open_at_best(path, FileMode::kCreate, &file));
   // Direct files take whole blocks: the last one is padded, then the file is cut.
@@ -78,15 +78,16 @@ Status FsFiles::write_file(const std::string& path, const std::uint8_t* bytes,
     KVSTRATA_RETURN_IF_ERROR(file->write(std::span(&last, 1), whole));
     KVSTRATA_RETURN_IF_ERROR(file->truncate(length));
   }
+  if (accessed_unix_ns != 0) (void)file->set_access_time(accessed_unix_ns);
   return file->sync();
 }
 
-Status FsFiles::write_part(const std::string& path, const std::uint8_t* bytes,
-                           std::uint64_t length) {
-  Status status = write_file(path, bytes, length);
+Status FsFiles::write_part(const std::string& path, const std::uint8_t* bytes, std::uint64_t length,
+                           std::int64_t accessed_unix_ns) {
+  Status status = write_file(path, bytes, length, accessed_unix_ns);
   if (is_not_there(status)) {  // somebody removed the directory: make it again
     status = make_folders(layer_, paths_.tmp());
-    if (status.ok()) status = write_file(path, bytes, length);
+    if (status.ok()) status = write_file(path, bytes, length, accessed_unix_ns);
   }
   if (status.ok()) return status;
   if (!is_no_space(status)) notes_.add(true, "cannot write " + describe_file_error(path, status));
@@ -116,6 +117,7 @@ Status FsFiles::make_shard(const Digest& key, std::vector<std::string>* made) {
 Status FsFiles::rename_into_place(const Publication& item, std::vector<std::string>* made) {
   const std::string name = paths_.record(item.key);
   Status status = make_shard(item.key, made);
+  if (item.part.empty()) return status;
   if (status.ok()) status = layer_.rename(item.part, name);
   if (!is_not_there(status)) return status;
   {  // somebody removed the directory: make it again
@@ -144,10 +146,10 @@ void FsFiles::publish(std::span<Publication> items) {
       if (!is_no_space(item.status))
         notes_.add(true,
                    "cannot publish " + describe_file_error(paths_.record(item.key), item.status));
-      discard(item.part);
+      if (!item.part.empty()) discard(item.part);
       continue;
     }
-    item.renamed = true;
+    item.renamed = !item.part.empty();
     note_change(paths_.folder(item.key), i);
     for (const std::string& path : made)
       note_change(path.substr(0, path.rfind('/')), i);
@@ -162,7 +164,7 @@ void FsFiles::publish(std::span<Publication> items) {
     if (folder.status.ok()) continue;
     all_synced = false;
     for (const std::size_t i : folder.items) {
-      if (items[i].status.ok()) {
+      if (items[i].status.ok() && items[i].renamed) {
         discard(paths_.record(items[i].key));
         note_unlinked(items[i].key);
       }
@@ -196,14 +198,16 @@ void FsFiles::sync_all(std::vector<Folder>& folders) {
 }
 
 FsFiles::Read FsFiles::read(const Digest& key, std::uint8_t* bytes, std::uint64_t length,
-                            std::int64_t accessed_unix_ns) {
+                            const SeeFile& see) {
   const std::string path = paths_.record(key);
   std::unique_ptr<File> file;
-  std::uint64_t found = 0;
+  FileStat found;
+  std::int64_t accessed_unix_ns = 0;
   Status status = open_at_best(path, FileMode::kRead, &file);
-  if (status.ok()) status = file->length(&found);
+  if (status.ok()) status = file->stat(&found);
   if (status.ok()) {
-    if (found != length) return read_other_length(path, key, found, length);
+    accessed_unix_ns = see(found);
+    if (found.length != length) return read_other_length(path, key, found.length, length);
     const std::uint64_t tail = file->direct() ? length % kFileBlockBytes : 0;
     const ReadPart part{bytes, length - tail};
     status = file->read(std::span(&part, 1), 0);

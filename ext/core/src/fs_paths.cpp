@@ -2,6 +2,7 @@
 #include "kvstrata/fs_paths.h"
 
 #include <algorithm>
+#include <charconv>
 
 namespace kvstrata {
 
@@ -30,13 +31,14 @@ bool is_fs_shard(std::string_view name) noexcept {
   return name.size() == 2 && is_hex(name);
 }
 
-bool is_fs_part(std::string_view name) noexcept {
+bool read_fs_part_name(std::string_view name, std::uint64_t* number) noexcept {
   constexpr std::string_view kEnd = ".part";
   if (name.size() < kKeyDigits + 2 + kEnd.size() || !name.ends_with(kEnd)) return false;
   if (!is_hex(name.substr(0, kKeyDigits)) || name[kKeyDigits] != '.') return false;
-  const std::string_view number =
-      name.substr(kKeyDigits + 1, name.size() - kKeyDigits - 1 - kEnd.size());
-  return number.find_first_not_of("0123456789") == std::string_view::npos;
+  const char* const begin = name.data() + kKeyDigits + 1;
+  const char* const end = name.data() + name.size() - kEnd.size();
+  const auto read = std::from_chars(begin, end, *number);
+  return read.ec == std::errc() && read.ptr == end;
 }
 
 bool read_fs_record_name(std::string_view name, Digest* key) noexcept {

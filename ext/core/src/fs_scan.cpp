@@ -28,11 +28,20 @@ class Walk {
     for (const FolderEntry& entry : entries) {
       const std::string path = paths_.tmp() + "/" + entry.name;
       FileStat stat;
-      if (!entry.is_file || !is_fs_part(entry.name)) {
+      FsScan::Part part;
+      if (!entry.is_file || !read_fs_part_name(entry.name, &part.number)) {
         out_->foreign += 1;
-      } else if (layer_.stat(path, &stat).ok() && stat.modified_unix_ns < parts_before_unix_ns_) {
-        KVSTRATA_RETURN_IF_ERROR(remove(path));
+        continue;
       }
+      const Status status = layer_.stat(path, &stat);
+      if (is_not_there(status)) continue;
+      if (!status.ok()) return failed(path, status);
+      if (stat.modified_unix_ns < parts_before_unix_ns_) {
+        KVSTRATA_RETURN_IF_ERROR(remove(path));
+        continue;
+      }
+      part.length = stat.length;
+      out_->parts.push_back(part);
     }
     return Status();
   }
@@ -90,7 +99,7 @@ class Walk {
         continue;
       }
       record.length = static_cast<std::uint32_t>(stat.length);
-      record.recency_unix_ns = std::max(stat.accessed_unix_ns, stat.modified_unix_ns);
+      record.recency_unix_ns = fs_recency(stat);
       out_->records.push_back(record);
       out_->charge += fs_charge(stat.length);
     }

@@ -66,6 +66,18 @@ void skip(std::span<iovec>& vectors, std::size_t done) noexcept {
   }
 }
 
+FileStat told(const struct stat& found) noexcept {
+  return {.is_file = S_ISREG(found.st_mode),
+          .is_folder = S_ISDIR(found.st_mode),
+          .length = static_cast<std::uint64_t>(found.st_size),
+          .device = found.st_dev,
+          .inode = found.st_ino,
+          .modified_unix_ns =
+              std::int64_t{found.st_mtim.tv_sec} * 1'000'000'000 + found.st_mtim.tv_nsec,
+          .accessed_unix_ns =
+              std::int64_t{found.st_atim.tv_sec} * 1'000'000'000 + found.st_atim.tv_nsec};
+}
+
 class PosixFile final : public File {
  public:
   PosixFile(int fd, bool direct) noexcept : fd_(fd), direct_(direct) {}
@@ -95,10 +107,10 @@ class PosixFile final : public File {
                                                                    : os_error("ftruncate");
   }
 
-  Status length(std::uint64_t* out) noexcept override {
+  Status stat(FileStat* out) noexcept override {
     struct stat found{};
     if (::fstat(fd_.get(), &found) != 0) return os_error("fstat");
-    *out = static_cast<std::uint64_t>(found.st_size);
+    *out = told(found);
     return Status();
   }
 
@@ -259,14 +271,7 @@ class PosixFiles final : public FileLayer {
   Status stat(const std::string& path, FileStat* out) noexcept override {
     struct stat found{};
     if (::lstat(path.c_str(), &found) != 0) return os_error("lstat");
-    out->is_file = S_ISREG(found.st_mode);
-    out->is_folder = S_ISDIR(found.st_mode);
-    out->length = static_cast<std::uint64_t>(found.st_size);
-    out->device = found.st_dev;
-    out->modified_unix_ns =
-        std::int64_t{found.st_mtim.tv_sec} * 1'000'000'000 + found.st_mtim.tv_nsec;
-    out->accessed_unix_ns =
-        std::int64_t{found.st_atim.tv_sec} * 1'000'000'000 + found.st_atim.tv_nsec;
+    *out = told(found);
     return Status();
   }
 
@@ -308,9 +313,20 @@ class PosixFiles final : public FileLayer {
 
   Status lock(const std::string& path, std::unique_ptr<FileLock>* out,
               std::string* holder) noexcept override {
+    return lock_as(LOCK_EX, path, out, holder);
+  }
+
+  Status lock_shared(const std::string& path, std::unique_ptr<FileLock>* out,
+                     std::string* holder) noexcept override {
+    return lock_as(LOCK_SH, path, out, holder);
+  }
+
+ private:
+  static Status lock_as(int how, const std::string& path, std::unique_ptr<FileLock>* out,
+                        std::string* holder) noexcept {
     const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (fd < 0) return os_error("open");
-    if (::flock(fd, LOCK_EX | LOCK_NB) != 0) {
+    if (::flock(fd, how | LOCK_NB) != 0) {
       Status failed = os_error("flock");
       if (errno == EWOULDBLOCK) {
         failed = Status(StatusCode::kBusy, "locked");

@@ -116,6 +116,11 @@ class FailingFiles final : public FileLayer {
     if (const auto failed = turn(FileCall::kLock)) return *failed;
     return below_.lock(path, out, holder);
   }
+  Status lock_shared(const std::string& path, std::unique_ptr<FileLock>* out,
+                     std::string* holder) noexcept override {
+    if (const auto failed = turn(FileCall::kLock)) return *failed;
+    return below_.lock_shared(path, out, holder);
+  }
 
  private:
   class FailingFile final : public File {
@@ -158,7 +163,7 @@ class FailingFiles final : public FileLayer {
       if (const auto failed = layer_.turn(FileCall::kTruncate)) return *failed;
       return below_->truncate(length);
     }
-    Status length(std::uint64_t* out) noexcept override { return below_->length(out); }
+    Status stat(FileStat* out) noexcept override { return below_->stat(out); }
     Status set_access_time(std::int64_t unix_ns) noexcept override {
       return below_->set_access_time(unix_ns);
     }

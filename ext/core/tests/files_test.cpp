@@ -206,3 +206,21 @@ TEST(errors_are_told_with_the_path) {
 }
 
 }  // namespace
+
+TEST(shared_locks_stand_side_by_side_and_keep_an_exclusive_one_out) {
+  const Folder folder;
+  const std::string path = folder / "lock";
+  std::string holder;
+  std::unique_ptr<FileLock> one;
+  std::unique_ptr<FileLock> other;
+  std::unique_ptr<FileLock> alone;
+  CHECK_OK(posix_files().lock_shared(path, &one, &holder));
+  one->note("somebody");
+  CHECK_OK(posix_files().lock_shared(path, &other, &holder));
+  CHECK(posix_files().lock(path, &alone, &holder).code() == StatusCode::kBusy);
+  CHECK_EQ(holder, std::string("somebody"));
+  one.reset();
+  other.reset();
+  CHECK_OK(posix_files().lock(path, &alone, &holder));
+  CHECK(posix_files().lock_shared(path, &one, &holder).code() == StatusCode::kBusy);
+}

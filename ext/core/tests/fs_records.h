@@ -128,10 +128,11 @@ struct OnDisk {
 inline OnDisk on_disk(const std::string& base) {
   OnDisk found;
   for (const auto& entry : std::filesystem::recursive_directory_iterator(base)) {
-    if (!entry.is_regular_file() || entry.path().filename().string()[0] == '.') continue;
-    found.records += entry.path().extension() == ".kvc";
-    found.parts += entry.path().extension() == ".part";
-    found.charge += fs_charge(entry.file_size());
+    const bool is_record = entry.path().extension() == ".kvc";
+    const bool is_part = entry.path().extension() == ".part";
+    found.records += is_record;
+    found.parts += is_part;
+    if (is_record || is_part) found.charge += fs_charge(entry.file_size());
   }
   return found;
 }

@@ -65,6 +65,10 @@ class HookedFiles final : public FileLayer {
               std::string* holder) noexcept override {
     return inner_.lock(path, out, holder);
   }
+  Status lock_shared(const std::string& path, std::unique_ptr<FileLock>* out,
+                     std::string* holder) noexcept override {
+    return inner_.lock_shared(path, out, holder);
+  }
 
  private:
   class Hooked final : public File {
@@ -84,7 +88,7 @@ class HookedFiles final : public FileLayer {
     Status truncate(std::uint64_t length) noexcept override {
       return layer_.hooked("truncate", path_, [&] { return file_->truncate(length); });
     }
-    Status length(std::uint64_t* out) noexcept override { return file_->length(out); }
+    Status stat(FileStat* out) noexcept override { return file_->stat(out); }
     Status set_access_time(std::int64_t unix_ns) noexcept override {
       return layer_.hooked("access_time", path_, [&] { return file_->set_access_time(unix_ns); });
     }

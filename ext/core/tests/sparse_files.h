@@ -92,10 +92,7 @@ class SparseFiles final : public FileLayer {
     const auto found = nodes_.find(path);
     if (found == nodes_.end()) return failed("stat", ENOENT);
     const std::lock_guard of_node(found->second->mutex);
-    *out = FileStat{.is_file = !found->second->is_folder,
-                    .is_folder = found->second->is_folder,
-                    .length = found->second->length,
-                    .accessed_unix_ns = found->second->accessed_unix_ns};
+    *out = found->second->stat();
     return Status();
   }
 
@@ -157,6 +154,13 @@ class SparseFiles final : public FileLayer {
     std::uint64_t length = 0;
     std::int64_t accessed_unix_ns = 0;
     std::weak_ptr<SparseLock::Note> locked;
+
+    FileStat stat() const {
+      return {.is_file = !is_folder,
+              .is_folder = is_folder,
+              .length = length,
+              .accessed_unix_ns = accessed_unix_ns};
+    }
   };
 
   class SparseFile final : public File {
@@ -224,9 +228,9 @@ class SparseFiles final : public FileLayer {
       return Status();
     }
 
-    Status length(std::uint64_t* out) noexcept override {
+    Status stat(FileStat* out) noexcept override {
       const std::lock_guard lock(node_->mutex);
-      *out = node_->length;
+      *out = node_->stat();
       return Status();
     }
 

@@ -342,13 +342,7 @@ class VolatileFiles final : public FileLayer {
     Place place;
     KVSTRATA_RETURN_IF_ERROR(machine_->find(path, &place));
     if (place.inode < 0) return error(ENOENT);
-    const Inode& inode = machine_->inodes[place.inode];
-    *out = {.is_file = !inode.is_folder,
-            .is_folder = inode.is_folder,
-            .length = inode.content.length(),
-            .device = 1,
-            .modified_unix_ns = inode.modified_unix_ns,
-            .accessed_unix_ns = inode.accessed_unix_ns};
+    *out = machine_->told(place.inode);
     return Status();
   }
 
@@ -380,6 +374,17 @@ class VolatileFiles final : public FileLayer {
 
   Status lock(const std::string& path, std::unique_ptr<FileLock>* out,
               std::string* holder) noexcept override {
+    return lock_as(path, false, out, holder);
+  }
+
+  Status lock_shared(const std::string& path, std::unique_ptr<FileLock>* out,
+                     std::string* holder) noexcept override {
+    return lock_as(path, true, out, holder);
+  }
+
+ private:
+  Status lock_as(const std::string& path, bool shared, std::unique_ptr<FileLock>* out,
+                 std::string* holder) noexcept {
     const std::lock_guard lock(machine_->mutex);
     Machine& machine = *machine_;
     if (machine.stopped) return error(EIO);
@@ -393,17 +398,17 @@ class VolatileFiles final : public FileLayer {
     }
     Inode& inode = machine.inodes[place.inode];
     if (inode.is_folder) return error(EISDIR);
-    if (inode.locked) {
+    if (inode.locks > 0 && !(shared && inode.shared_locks)) {
       *holder = inode.note;
       return Status(StatusCode::kBusy, "locked");
     }
-    inode.locked = true;
+    ++inode.locks;
+    inode.shared_locks = shared;
     ++inode.opens;
     *out = std::make_unique<VolatileLock>(machine_, place.inode);
     return Status();
   }
 
- private:
   static constexpr std::uint64_t kTornBytes = 512;
   static constexpr std::size_t kMaxParts = 8;  // as of posix_files()
   static constexpr std::size_t kMaxName = 255;
@@ -544,7 +549,8 @@ class VolatileFiles final : public FileLayer {
     Content content;  // as read
     Content durable;
     std::vector<Change> changes;  // content is durable with all of these
-    bool locked = false;
+    unsigned locks = 0;           // one, or several shared ones
+    bool shared_locks = false;
     std::string note;
 
     std::map<std::string, int> names;  // as listed
@@ -598,6 +604,17 @@ class VolatileFiles final : public FileLayer {
       if (options.traces) trace.push_back(std::to_string(steps) + " " + what + " " + path);
       *is_last = stopped = steps == last_step;
       return Status();
+    }
+
+    FileStat told(int at) const {
+      const Inode& inode = inodes[static_cast<std::size_t>(at)];
+      return {.is_file = !inode.is_folder,
+              .is_folder = inode.is_folder,
+              .length = inode.content.length(),
+              .device = 1,
+              .inode = static_cast<std::uint64_t>(at) + 1,
+              .modified_unix_ns = inode.modified_unix_ns,
+              .accessed_unix_ns = inode.accessed_unix_ns};
     }
 
     std::uint64_t free_blocks() const {
@@ -945,10 +962,10 @@ class VolatileFiles final : public FileLayer {
       });
     }
 
-    Status length(std::uint64_t* out) noexcept override {
+    Status stat(FileStat* out) noexcept override {
       const std::lock_guard lock(machine_->mutex);
       if (machine_->stopped) return error(EIO);
-      *out = self().content.length();
+      *out = machine_->told(inode_);
       return Status();
     }
 
@@ -1007,7 +1024,7 @@ class VolatileFiles final : public FileLayer {
     ~VolatileLock() override {
       const std::lock_guard lock(machine_->mutex);
       Inode& inode = machine_->inodes[static_cast<std::size_t>(inode_)];
-      inode.locked = false;
+      --inode.locks;
       --inode.opens;
       machine_->release(inode_);
     }
@@ -1038,7 +1055,7 @@ class VolatileFiles final : public FileLayer {
       Inode& inode = next->inodes[i];
       if (inode.opens == 0) continue;
       inode.opens = 0;
-      inode.locked = false;
+      inode.locks = 0;
       next->release(static_cast<int>(i));
     }
     return std::unique_ptr<VolatileFiles>(new VolatileFiles(std::move(next)));

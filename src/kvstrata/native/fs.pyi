@@ -1,9 +1,10 @@
-"""The native connector of `fs` (ext/core/include/kvstrata/fs_connector.h)."""
+"""The native connectors of `fs` (ext/core/include/kvstrata/fs_connector.h and fs_shared.h)."""
 
 def connector(
     base_path: str,
     relative_tmp_dir: str,
     *,
+    shared: bool,
     use_odirect: bool,
     capacity_bytes: int,
     min_free_bytes: int | None,

@@ -2,9 +2,11 @@
 
     <base_path>/<2 hex>/<2 hex>/<64 hex>.kvc     the record, byte for byte as it lies in L1
     <base_path>/<relative_tmp_dir>/*.part        records being written, removed at the next start
-    <base_path>/.kvstrata.lock                   lock of the server that owns the directory
+    <base_path>/.kvstrata.lock                   lock of the server that owns the directory, or of those that share it
+    <base_path>/.kvstrata.shared/                what those that share it tell each other
 
-The medium is C++ (ext/core/include/kvstrata/fs_connector.h, where its invariants stand); here are its settings.
+The medium is C++ (ext/core/include/kvstrata/fs_connector.h, and fs_shared.h for a shared directory, where the
+invariants stand); here are its settings.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ class FsSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     base_path: str
     relative_tmp_dir: str = "tmp"
+    shared: bool = False
+    """Several servers use the directory, with one cap for all of them."""
     use_odirect: bool = True
     """Past the page cache, where the file system can; where it cannot, the log says so."""
     capacity_bytes: int = 0
@@ -35,13 +39,14 @@ class FsSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FsAdapter(NativeAdapter):
-    """See the module. One instance owns its directory from `open` to `close`."""
+    """See the module. One instance owns its directory from `open` to `close`, unless it is shared."""
 
     def __init__(self, settings: FsSettings, *, name: str = "fs") -> None:
         base_path = os.path.abspath(settings.base_path)
         capsule = fs.connector(
             base_path,
             settings.relative_tmp_dir,
+            shared=settings.shared,
             use_odirect=settings.use_odirect,
             capacity_bytes=settings.capacity_bytes,
             min_free_bytes=settings.min_free_bytes,

@@ -205,8 +205,8 @@ def configure_adapter(entry: str | Mapping[str, Any], index: int, *, path: str =
     kill_ms = fields.number("host_kill_ms", None, least=10, most=3_600_000, whole=True)
     if kill_ms is not None and not hosted:
         fields.refuse("host_kill_ms", 'only an adapter with "isolation": "process" has a host; remove it')
-    if fields.flag("shared", False):
-        fields.refuse("shared", "one server per directory for now; give each server a base_path of its own")
+    if kind not in ("fs", "fs_native") and fields.flag("shared", False):
+        fields.refuse("shared", "only a directory of type fs can be shared; remove it")
     if fields.get("eviction") is not None:
         fields.noted("eviction", "the adapter's cap evicts the least recently used")
     if fields.get("serde") is not None:
@@ -389,6 +389,7 @@ def _fs(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
     settings = FsSettings(
         base_path=base_path,
         relative_tmp_dir=tmp,
+        shared=fields.flag("shared", False),
         use_odirect=fields.flag("use_odirect", True),
         capacity_bytes=int((sizes[0] or sizes[1] or 0) * GB),
         min_free_bytes=None if free_gb is None else int(free_gb * GB),

@@ -39,6 +39,16 @@ struct WritePart {
   std::size_t length;
 };
 
+struct FileStat {
+  bool is_file = false;  // a regular one
+  bool is_folder = false;
+  std::uint64_t length = 0;
+  std::uint64_t device = 0;
+  std::uint64_t inode = 0;  // another one for each file of a device that is there
+  std::int64_t modified_unix_ns = 0;
+  std::int64_t accessed_unix_ns = 0;
+};
+
 class File {
  public:
   virtual ~File() = default;
@@ -59,7 +69,9 @@ class File {
 
   virtual Status truncate(std::uint64_t length) noexcept = 0;
 
-  virtual Status length(std::uint64_t* out) noexcept = 0;
+  // Also where its name is gone or another file's.
+  virtual Status stat(FileStat* out) noexcept = 0;
+  Status length(std::uint64_t* out) noexcept;
 
   // What the next stat() says; modification time stays.
   virtual Status set_access_time(std::int64_t unix_ns) noexcept = 0;
@@ -82,15 +94,6 @@ enum class FileMode : std::uint8_t {
   kRead,       // must be there
   kReadWrite,  // must be there
   kCreate,     // must not be there (EEXIST)
-};
-
-struct FileStat {
-  bool is_file = false;  // a regular one
-  bool is_folder = false;
-  std::uint64_t length = 0;
-  std::uint64_t device = 0;
-  std::int64_t modified_unix_ns = 0;
-  std::int64_t accessed_unix_ns = 0;
 };
 
 struct FolderEntry {
@@ -128,6 +131,12 @@ class FileLayer {
   // of this one, has it; `holder` is then its note.
   virtual Status lock(const std::string& path, std::unique_ptr<FileLock>* out,
                       std::string* holder) noexcept = 0;
+  // As lock(), side by side with others that lock it so. kUnsupported: this layer has no such
+  // locks.
+  virtual Status lock_shared(const std::string& /*path*/, std::unique_ptr<FileLock>* /*out*/,
+                             std::string* /*holder*/) noexcept {
+    return Status(StatusCode::kUnsupported, "this file layer has no shared locks");
+  }
 };
 
 // The operating system's files. Lives for ever.

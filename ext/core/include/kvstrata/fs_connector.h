@@ -59,6 +59,14 @@ struct FsOptions {
 std::string prepare_fs_directory(FileLayer& layer, const FsPaths& paths, const FsOptions& options,
                                  std::uint64_t* min_free_bytes);
 
+// Of whoever holds a directory, for those who find it locked.
+std::string fs_holder_note(const std::string& instance_id);
+
+// Takes the directory's lock, for this server alone or side by side with those that share it.
+// Returns what is wrong, or an empty string.
+std::string lock_fs_directory(FileLayer& layer, const FsPaths& paths, bool shared,
+                              const std::string& instance_id, std::unique_ptr<FileLock>* out);
+
 class FsConnector final : public Connector {
  public:
   // `layer` must outlive it.

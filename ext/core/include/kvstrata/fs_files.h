@@ -10,6 +10,7 @@
 #include <atomic>
 #include <bitset>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -47,8 +48,10 @@ class FsFiles {
   FsFiles(FileLayer& layer, const FsPaths& paths, bool direct, NoteBook& notes, std::size_t helpers)
       : layer_(layer), paths_(paths), notes_(notes), direct_(direct), crew_(helpers) {}
 
-  // Writes a new file and syncs it. After an error nothing is there.
-  Status write_part(const std::string& path, const std::uint8_t* bytes, std::uint64_t length);
+  // Writes a new file and syncs it. After an error nothing is there. `accessed_unix_ns` is set as
+  // its access time unless it is 0.
+  Status write_part(const std::string& path, const std::uint8_t* bytes, std::uint64_t length,
+                    std::int64_t accessed_unix_ns = 0);
 
   // What a server that was killed had renamed or unlinked and not synced is as it left it, and may
   // be otherwise after a power cut, until these directories are synced.
@@ -56,19 +59,20 @@ class FsFiles {
 
   struct Publication {
     Digest key{};
-    std::string part;
+    std::string part;      // empty: another server has published it
     Status status;         // set by publish()
     bool renamed = false;  // what was there under the key before is gone
   };
-  // Renames synced parts to their names, then syncs every directory that changed, once. Where an
-  // item fails, neither its part nor its name is left.
+  // Renames synced parts to their names, then syncs every directory that changed, or that another
+  // server may not have lived to sync, once. Where an item with a part fails, neither its part nor
+  // its name is left.
   void publish(std::span<Publication> items);
 
   enum class Read : std::uint8_t { kWhole, kAbsent, kOtherLength, kTorn, kFailed };
+  // Says of a file that is read what to set as its access time, or 0.
+  using SeeFile = std::function<std::int64_t(const FileStat& file)>;
   // Reads a record of exactly `length` bytes. kOtherLength: a whole one of another length is there.
-  // `accessed_unix_ns` is set as the file's access time unless it is 0.
-  Read read(const Digest& key, std::uint8_t* bytes, std::uint64_t length,
-            std::int64_t accessed_unix_ns);
+  Read read(const Digest& key, std::uint8_t* bytes, std::uint64_t length, const SeeFile& see);
 
   // The first bytes of a record; none where there are not so many, or they cannot be read: the load
   // of that record will say what is wrong.
@@ -101,7 +105,8 @@ class FsFiles {
   };
 
   Status open_at_best(const std::string& path, FileMode mode, std::unique_ptr<File>* out);
-  Status write_file(const std::string& path, const std::uint8_t* bytes, std::uint64_t length);
+  Status write_file(const std::string& path, const std::uint8_t* bytes, std::uint64_t length,
+                    std::int64_t accessed_unix_ns);
   Status rename_into_place(const Publication& item, std::vector<std::string>* made);
   Status make_shard(const Digest& key, std::vector<std::string>* made);
   Read read_other_length(const std::string& path, const Digest& key, std::uint64_t found,

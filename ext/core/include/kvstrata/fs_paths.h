@@ -6,7 +6,8 @@
 //   <base>/<tmp>/<64 hex>.<number>.part      a record being written, removed at a later start
 //   <base>/.kvstrata.lock                    lock of the server that owns the directory, or of
 //                                            those that share it
-//   <base>/.kvstrata.shared/                 what those that share it tell each other (fs_shared.h)
+//   <base>/.kvstrata.shared/                 what those that share it tell each other
+//   (fs_shared_files.h)
 #pragma once
 
 #include <cstdint>
@@ -27,7 +28,8 @@ constexpr std::uint64_t fs_charge(std::uint64_t length) noexcept {
 }
 
 bool is_fs_shard(std::string_view name) noexcept;  // two hex digits
-bool is_fs_part(std::string_view name) noexcept;
+// The number that a part of this name has.
+bool read_fs_part_name(std::string_view name, std::uint64_t* number) noexcept;
 // The key that a record of this name has.
 bool read_fs_record_name(std::string_view name, Digest* key) noexcept;
 
