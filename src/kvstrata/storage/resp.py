@@ -23,7 +23,7 @@ import asyncio
 import functools
 import re
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -198,13 +198,14 @@ class RespAdapter(StorageAdapter):
         outcomes = [bad] * len(asked)
         pieces: list[list[int]] = []
         filling: dict[Address | None, tuple[list[int], int]] = {}
+        clustered = self.settings.servers.cluster
         for i, one in enumerate(asked):
             key = one if isinstance(one, bytes) else one.key
             if self._closed or len(key) != KEY_BYTES:
                 _drop(one)
                 continue
             length = 0 if one is key else one.hold.length
-            server = self._servers.known(self._name_of(key))
+            server = self._servers.known(self._name_of(key)) if clustered else None
             piece, piece_bytes = filling.get(server, ([], 0))
             if not piece or piece_bytes + length > PIECE_BYTES:
                 piece, piece_bytes = [], 0
@@ -238,19 +239,19 @@ class RespAdapter(StorageAdapter):
         return [_found(answer) for answer in self._lengths(keys)]
 
     def _lengths(self, keys: Sequence[bytes]) -> list[Answer]:
-        return self._exchange(keys, lambda i, name: (command(b"STRLEN", name),))
+        return self._exchange(keys, self._about(b"STRLEN"))
 
     def _read_heads(self, keys: list[bytes]) -> list[bytes]:
         last = b"%d" % (HEAD_BYTES - 1)
         answers = self._exchange(
             keys,
-            lambda i, name: (command(b"GETRANGE", name, b"0", last),),
+            self._about(b"GETRANGE", b"0", last),
             [HEAD_BYTES + SHORT_BYTES] * len(keys),
         )
         return [answer if isinstance(answer, bytes) else b"" for answer in answers]
 
     def _unlink(self, keys: list[bytes]) -> list[int]:
-        answers = self._exchange(keys, lambda i, name: (command(b"UNLINK", name),))
+        answers = self._exchange(keys, self._about(b"UNLINK"))
         return [answer if isinstance(answer, int) else 0 for answer in answers]
 
     def _put(self, items: list[PutItem]) -> list[PutOutcome]:
@@ -328,7 +329,7 @@ class RespAdapter(StorageAdapter):
         try:
             answers = self._exchange(
                 [item.key for item in items],
-                lambda i, name: (command(b"GET", name),),
+                self._about(b"GET"),
                 [item.hold.length for item in items],
                 lambda link, i: self._read(link, items[i]),
             )
@@ -444,6 +445,12 @@ class RespAdapter(StorageAdapter):
     def _name_of(self, key: bytes) -> bytes:
         return self._prefix + key.hex().encode()
 
+    def _about(self, verb: bytes, *after: bytes) -> Callable[[int, bytes], Sequence[Buffer]]:
+        """What writes a command about one name: all names have the same length."""
+        gap = b"?" * (len(self._prefix) + 2 * KEY_BYTES)
+        before, _, behind = command(verb, gap, *after).partition(gap)
+        return lambda i, name: (before + name + behind,)
+
     def _deadline_s(self, payload_bytes: int) -> float:
         return time.monotonic() + self.settings.request_timeout_s * (1 + payload_bytes / BYTES_PER_TIMEOUT)
 
@@ -462,17 +469,14 @@ class RespAdapter(StorageAdapter):
         names = [self._name_of(key) for key in keys]
         weights = weights or [SHORT_BYTES] * len(keys)
         deadline_s = self._deadline_s(sum(weights))
-        directed: dict[int, tuple[Address, bool]] = {}
-        todo: Sequence[int] = range(len(keys))
+        try:
+            groups: Mapping[tuple[Address, bool], Sequence[int]] = {
+                (address, False): places for address, places in self._servers.group(names).items()
+            }
+        except LinkLost as lost:
+            return [lost] * len(keys)
         for _ in range(MAX_TURNS):
-            groups: dict[tuple[Address, bool], list[int]] = {}
-            try:
-                for i in todo:
-                    groups.setdefault(directed.get(i) or (self._servers.of(names[i]), False), []).append(i)
-            except LinkLost as lost:
-                for i in todo:
-                    answers[i] = lost
-                break
+            directed: dict[tuple[Address, bool], list[int]] = {}
             for (address, asking), places in groups.items():
                 pipeline = _Pipeline(names, places, write, weights, read, answers, asking)
                 try:
@@ -481,14 +485,17 @@ class RespAdapter(StorageAdapter):
                 except LinkLost as lost:
                     for i in places[pipeline.answered :]:
                         answers[i] = lost
-            directed = {i: target for i in todo if (target := _directed(answers[i])) is not None}
+                for i in places:
+                    answer = answers[i]
+                    if isinstance(answer, ServerError) and (target := _directed(answer, address)):
+                        directed.setdefault(target, []).append(i)
+            for (address, asking), places in directed.items():
+                self._redirections += len(places)
+                if not asking:
+                    self._servers.moved([names[i] for i in places], address)
             if not directed:
                 break
-            for i, (address, asking) in directed.items():
-                self._redirections += 1
-                if not asking:
-                    self._servers.moved(names[i], address)
-            todo = list(directed)
+            groups = directed
         return answers
 
 
@@ -536,23 +543,25 @@ class _Pipeline:
             self.answered += 1
 
 
-def _directed(answer: Answer) -> tuple[Address, bool] | None:
-    """Where a cluster says that a key is, and whether only to those who ASK."""
-    if isinstance(answer, ServerError) and answer.code in ("MOVED", "ASK"):
-        host, colon, port = answer.rest.partition(" ")[2].rpartition(":")
-        if colon and port.isdigit() and host:
-            return Address(host, int(port)), answer.code == "ASK"
-    return None
+def _directed(answer: ServerError, by: Address) -> tuple[Address, bool] | None:
+    """Where a node of a cluster says that a key is, and whether only to those who ASK."""
+    host, colon, port = answer.rest.partition(" ")[2].rpartition(":")
+    if answer.code not in ("MOVED", "ASK") or not colon or not port.isdigit():
+        return None
+    return Address(host or by.host, int(port)), answer.code == "ASK"
+
+
+_ABSENT = Found(Presence.ABSENT)
 
 
 def _found(answer: Answer) -> Found:
     if isinstance(answer, int):
-        return Found(Presence.PRESENT, answer) if answer else Found(Presence.ABSENT)
+        return Found(Presence.PRESENT, answer) if answer else _ABSENT
     if isinstance(answer, LinkLost):
         return Found(Presence.UNKNOWN, 0, answer.reason)
     assert not isinstance(answer, _Bad)
     if isinstance(answer, ServerError) and answer.code == "WRONGTYPE":
-        return Found(Presence.ABSENT)
+        return _ABSENT
     return Found(Presence.UNKNOWN, 0, reason_of(answer))
 
 

@@ -84,6 +84,8 @@ class Link:
 
     def send(self, buffers: Sequence[Buffer]) -> None:
         """Send everything. The buffers may change when it has returned. Raises LinkLost."""
+        if all(isinstance(buffer, bytes) for buffer in buffers):
+            buffers = [b"".join(buffers)]
         left = [memoryview(buffer) for buffer in buffers if len(buffer)]
         while left:
             try:

@@ -25,7 +25,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -115,6 +115,17 @@ class Servers:
             return self._master
         return self._slots[slot_of(name)]
 
+    def group(self, names: Sequence[bytes]) -> dict[Address, Sequence[int]]:
+        """As `of` for each: the places of the names of each server. Raises LinkLost."""
+        if self._stale:
+            self._ask()
+        if not self._settings.cluster:
+            return {self._master: range(len(names))}
+        groups: dict[Address, list[int]] = {}
+        for i, name in enumerate(names):
+            groups.setdefault(self._slots[slot_of(name)], []).append(i)
+        return dict(groups)
+
     def known(self, name: bytes) -> Address | None:
         """As `of`, as far as it is known now. Never blocks."""
         return self._slots[slot_of(name)] if self._slots else None
@@ -125,9 +136,10 @@ class Servers:
             self._ask()
         return list(dict.fromkeys(self._slots)) if self._settings.cluster else [self._master]
 
-    def moved(self, name: bytes, address: Address) -> None:
-        """A node says that this one has a key now, and with it perhaps others."""
-        self._slots[slot_of(name)] = address
+    def moved(self, names: Sequence[bytes], address: Address) -> None:
+        """A node says that this one has these keys now, and with them perhaps others."""
+        for name in names:
+            self._slots[slot_of(name)] = address
         self._doubt()
 
     def _doubt(self) -> None:

@@ -1,0 +1,140 @@
+"""`resp_put`, `resp_load` and `exists_1024_resp`: the `resp` adapter against another client of the same server.
+
+That is redis-py with hiredis, pipelining the same commands on one connection; what it loads stays `bytes` of its own,
+in no extent and not verified.
+
+Sketch: one thread of the server copies each byte once between its memory and a socket, and so does the kernel of the
+other side: with both on one machine 64 MiB take 30 to 60 ms.  1,024 STRLEN are about 110 KB and as many look-ups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from typing import Any
+
+import redis
+
+from benchmarks import raw_io
+from benchmarks.common import figure, median_spread, scratch
+from kvstrata.storage.registry import make_adapter
+from tests.harness.redis_server import RedisServer
+
+MB = 1 << 20
+RECORDS = 64
+REPEATS = 9
+KEYS = 1024
+EXISTS_REPEATS = 100
+PUT_TARGET = LOAD_TARGET = 0.8
+EXISTS_TARGET = 1.2
+
+
+def _raw_put_s(client: redis.Redis, values: dict[str, bytes]) -> float:
+    pipeline = client.pipeline(transaction=False)
+    started = time.perf_counter()
+    for name, value in values.items():
+        pipeline.set(name, value, nx=True)
+    stored = pipeline.execute()
+    took_s = time.perf_counter() - started
+    if not all(stored):
+        raise RuntimeError("a raw SET was refused")
+    return took_s
+
+
+def _raw_load_s(client: redis.Redis, values: dict[str, bytes]) -> float:
+    pipeline = client.pipeline(transaction=False)
+    started = time.perf_counter()
+    for name in values:
+        pipeline.get(name)
+    loaded = pipeline.execute()
+    took_s = time.perf_counter() - started
+    if any(value is None or len(value) != MB for value in loaded):
+        raise RuntimeError("a raw GET missed")
+    return took_s
+
+
+def _raw_exists_s(client: redis.Redis, names: list[str]) -> float:
+    pipeline = client.pipeline(transaction=False)
+    started = time.perf_counter()
+    for name in names:
+        pipeline.strlen(name)
+    pipeline.execute()
+    return time.perf_counter() - started
+
+
+async def _rounds(server: RedisServer, client: redis.Redis) -> dict[str, list[float]]:
+    """Seconds of each repeat; what is compared takes turns."""
+    extents = raw_io.Extents(MB, RECORDS)
+    adapter = await raw_io.opened(make_adapter(server.entry(), 0))
+    times: dict[str, list[float]] = {
+        name: [] for name in ("put", "raw put", "load", "raw load", "exists", "raw exists")
+    }
+    try:
+        for repeat in range(REPEATS + 1):
+            extents.seal()
+            values = {f"raw:{key.hex()}": bytes(extents.bytes(i)) for i, key in enumerate(extents.keys)}
+            took = {
+                "raw put": _raw_put_s(client, values),
+                "raw load": _raw_load_s(client, values),
+            }
+            client.flushall()
+            took["put"] = await raw_io.put_s(adapter, extents, RECORDS)
+            took["load"] = await raw_io.load_s(adapter, extents, RECORDS)
+            client.flushall()
+            if repeat:  # the first one warms up
+                for name, took_s in took.items():
+                    times[name].append(took_s)
+        keys = [hashlib.sha256(b"%d" % n).digest() for n in range(KEYS)]
+        names = [f"kvstrata:{key.hex()}" for key in keys]
+        client.mset(dict.fromkeys(names[::2], b"a record"))
+        for _ in range(EXISTS_REPEATS):
+            times["raw exists"].append(_raw_exists_s(client, names))
+            times["exists"] += await raw_io.exists_s(adapter, keys, 1)
+    finally:
+        await adapter.close()
+    return times
+
+
+def _throughput(name: str, what: str, target: float, ours: list[float], raw: list[float]) -> dict[str, Any]:
+    gb = RECORDS * MB / 1e9
+    value, spread = median_spread([gb / took_s for took_s in ours])
+    bare, bare_spread = median_spread([gb / took_s for took_s in raw])
+    ratio = median_spread([b / a for a, b in zip(ours, raw, strict=True)])[0]
+    return figure(
+        name,
+        value=value,
+        unit="GB/s",
+        ratio=ratio,
+        ratio_to=f"{what} of redis-py with hiredis, pipelined, {RECORDS} × 1 MiB",
+        target=f"≥ {target} × raw",
+        ok=ratio >= target,
+        spread=spread,
+        raw_gb_per_s=bare,
+        raw_spread=bare_spread,
+    )
+
+
+def run() -> list[dict[str, Any]]:
+    """The three figures."""
+    with scratch("resp") as folder, RedisServer(folder) as server, server.client() as client:
+        times = asyncio.run(_rounds(server, client))
+    median_us, spread = median_spread([s * 1e6 for s in times["exists"]])
+    raw_us, raw_spread = median_spread([s * 1e6 for s in times["raw exists"]])
+    ratio = median_us / raw_us
+    return [
+        _throughput("resp_put", "SET NX", PUT_TARGET, times["put"], times["raw put"]),
+        _throughput("resp_load", "GET", LOAD_TARGET, times["load"], times["raw load"]),
+        figure(
+            "exists_1024_resp",
+            value=median_us,
+            unit="µs",
+            ratio=ratio,
+            ratio_to=f"{KEYS:,} STRLEN of redis-py with hiredis, pipelined",
+            target=f"≤ {EXISTS_TARGET} × raw",
+            ok=ratio <= EXISTS_TARGET,
+            spread=spread,
+            raw_us=raw_us,
+            raw_spread=raw_spread,
+        ),
+    ]
