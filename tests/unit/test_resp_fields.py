@@ -74,9 +74,9 @@ def test_sentinels() -> None:
 
 
 def test_a_url_has_it_all() -> None:
-    servers = made(url=f"rediss://u:{SECRET}%40@redis.example:7000/3").servers
+    servers = made(url="rediss://u%40@redis.example:7000/3", password=SECRET).servers
     assert servers.addresses == (Address("redis.example", 7000),)
-    assert (servers.username, servers.password, servers.database) == ("u", SECRET + "@", 3)
+    assert (servers.username, servers.password, servers.database) == ("u@", SECRET, 3)
     assert servers.tls is not None
     assert made(url="redis://h").servers.addresses == (Address("h", 6379),)
 
@@ -112,8 +112,9 @@ def test_other_names_of_the_type(kind: str) -> None:
         ({"url": "redis://h", "port": 6379}, "port", "remove it"),
         ({"url": f"http://u:{SECRET}@h"}, "url", "must be redis://"),
         ({"url": f"redis://u:{SECRET}@h:port"}, "url", "port"),
-        ({"url": f"redis://u:{SECRET}@h/name"}, "url", "number of a database"),
-        ({"url": f"redis://:{SECRET}@h", "password": "other"}, "password", "in url too"),
+        ({"url": "redis://u@h/name"}, "url", "number of a database"),
+        ({"url": f"redis://:{SECRET}@h"}, "url", "must hold no password"),
+        ({"url": "redis://u@h", "username": "u", "password": SECRET}, "username", "in url too"),
         ({"url": 5}, "url", "non-empty string"),
         ({"url": "redis://h/1", "database_id": 1}, "database_id", "in url too"),
         ({"url": "rediss://h", "tls_enable": False}, "tls_enable", "says TLS"),
@@ -157,3 +158,10 @@ def test_what_is_wrong_is_named_and_no_password_is_shown(
 def test_no_text_of_the_settings_shows_the_password() -> None:
     settings = made(host="h", password=SECRET)
     assert SECRET not in f"{settings!r} {settings}"
+
+
+def test_an_entry_that_cannot_be_read_is_not_shown() -> None:
+    for entry in (f'{{"type": "resp", "password": "{SECRET}"', f'[{{"password": "{SECRET}"}}]'):
+        with pytest.raises(ConfigError) as raised:
+            configure_adapter(entry, 0)
+        assert SECRET not in raised.value.message

@@ -43,7 +43,7 @@ def shown(settings: Any, name: str = "") -> Any:
         return {key: shown(value, str(key)) for key, value in settings.items()}
     if isinstance(settings, list):
         return [shown(value, name) for value in settings]
-    if settings and _SECRET.search(name) and not name.endswith("_file"):
+    if settings and _SECRET.search(name) and not name.endswith(("_file", "_env")):
         return "***"
     return settings
 

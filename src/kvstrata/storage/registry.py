@@ -190,9 +190,12 @@ def configure_adapter(entry: str | Mapping[str, Any], index: int, *, path: str =
         try:
             entry = json.loads(entry)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}: not JSON: {error}: {entry!r:.200}", field=path) from None
+            # Not what it says: it may hold a password.
+            raise ConfigError(f"{path}: not JSON: {error}", field=path) from None
     if not isinstance(entry, Mapping):
-        raise ConfigError(f'{path}: must be an object with a "type", found {entry!r:.200}', field=path)
+        raise ConfigError(
+            f'{path}: must be an object with a "type", found {type(entry).__name__}', field=path
+        )
     fields = Fields(entry, path)
     kind = fields.text("type")
     factory = _factory(kind, f"{path}.type")

@@ -49,7 +49,6 @@ def settings_from(fields: Fields) -> RespSettings:
 class _Url(NamedTuple):
     address: Address
     username: str
-    password: str
     database: int | None
     tls: bool
 
@@ -109,8 +108,10 @@ def _servers(fields: Fields) -> RespServers:
 
 
 def _url(fields: Fields) -> _Url:
-    """A URL may hold a password, so no error shows it."""
-    text = fields.text("url")
+    """One that holds a password is refused: it would be shown wherever the entry is, here it is not."""
+    text = fields.get("url")
+    if not isinstance(text, str):
+        raise _wrong(fields, "url", "must be a non-empty string")
     try:
         parts: SplitResult = urlsplit(text)
         host, port = parts.hostname, parts.port or PORT
@@ -122,16 +123,15 @@ def _url(fields: Fields) -> _Url:
         or parts.query
         or parts.fragment
     ):
-        raise _wrong(
-            fields, "url", "must be redis://[user:password@]host[:port][/database], or rediss:// for TLS"
-        )
+        raise _wrong(fields, "url", "must be redis://[user@]host[:port][/database], or rediss:// for TLS")
+    if parts.password is not None:
+        raise _wrong(fields, "url", "must hold no password: use password_file, password_env or password")
     database = parts.path.strip("/")
     if database and not (database.isascii() and database.isdigit()):
         raise _wrong(fields, "url", "its path must be the number of a database")
     return _Url(
         Address(host, port),
         unquote(parts.username or ""),
-        unquote(parts.password or ""),
         int(database) if database else None,
         parts.scheme in ("rediss", "valkeys"),
     )
@@ -170,10 +170,6 @@ def _credentials(fields: Fields, url: _Url | None) -> tuple[str, str]:
         password = os.environ.get(fields.text("password_env"), "")
         if not password:
             raise fields.wrong("password_env", "must name an environment variable that holds the password")
-    if url is not None and url.password:
-        if password:
-            raise _wrong(fields, source or "url", "the password is in url too; give one of them")
-        password = url.password
     if url is not None and url.username:
         if username:
             raise fields.wrong("username", "is in url too; give one of them")
