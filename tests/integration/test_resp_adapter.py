@@ -258,6 +258,26 @@ async def test_a_bad_value_that_somebody_healed_meanwhile_is_loaded_and_stays(se
             assert client.get(name_of(1)) == good
 
 
+@pytest.mark.parametrize("foreign", [False, True])
+async def test_a_put_that_another_instance_was_faster_with_stores_only_what_is_not_there(
+    server: RedisServer, foreign: bool
+) -> None:
+    async with opened(server.entry(ttl_seconds=1000)) as adapter, opened(server.entry()) as other:
+        gate = threading.Event()
+        item = put_item(key_of(1), SIZE, gate=gate)
+        wait = asyncio.create_task(adapter.put([item]))
+        await watched(item).until_asked()  # it was told that nothing is there
+        with server.client() as client:
+            if foreign:
+                client.set(name_of(1), b"somebody else's")
+            else:
+                assert await put(other, 1) == [STORED]
+            gate.set()
+            assert await wait == [STORED if foreign else EXISTS]
+            assert (client.ttl(name_of(1)) == -1) is not foreign
+        assert await load(other, 1) == [LOADED]
+
+
 async def test_keys_of_others_are_never_touched(server: RedisServer) -> None:
     others = {
         "other": b"1",
