@@ -155,6 +155,21 @@ async def test_operations_that_their_callers_gave_up_count_for_the_breaker() -> 
     inner.go.set()
 
 
+@pytest.mark.parametrize("well", [True, False])
+async def test_a_late_good_end_lets_the_next_operation_try_at_once(well: bool) -> None:
+    inner, clock = Scripted(), HandClock()
+    adapter = guard(inner, clock, failures=2, deadline_ms=1, open_s=30.0)
+    inner.go.clear()
+    for _ in range(2):
+        assert await adapter.exists([key_of(1)]) == [Found(Presence.UNKNOWN, 0, "deadline")]
+    inner.found = Found(Presence.PRESENT, 5000) if well else Found(Presence.UNKNOWN, 0, "io")
+    inner.go.set()
+    await adapter.ended()
+    [found] = await adapter.exists([key_of(1)])
+    assert found == (inner.found if well else Found(Presence.UNKNOWN, 0, "breaker_open"))
+    assert adapter.breaker_states()["exists"] == ("closed" if well else "open")
+
+
 async def test_nothing_more_is_taken_while_the_stuck_bytes_are_used_up() -> None:
     inner = Scripted()
     adapter = guard(inner, deadline_ms=1, failures=1000, max_stuck_bytes=2 * record_length(SIZE))

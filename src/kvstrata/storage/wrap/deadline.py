@@ -10,6 +10,7 @@ One breaker per operation:
     CLOSED ── `failures` operations failed one after the other ──> OPEN ── `open_s` later ──> PROBING
     PROBING ── the one operation that was let through ended well ──> CLOSED
     PROBING ── it failed ──> OPEN, for twice as long, at most `max_open_s`
+    OPEN ── an operation that was past its deadline ended well after all ──> OPEN, until now
 
 An operation failed when it hit the deadline, raised, or got no usable answer for any of its items (FAILED or
 UNKNOWN, but not for a reason that says nothing about the medium, such as want of room in a queue).  A miss, a
@@ -113,6 +114,11 @@ class Breaker:
             if self._failed_in_a_row >= self._limit:
                 self.state = BreakerState.OPEN
                 self._until_s = now_s + self._open_s
+
+    def late_but_well(self, now_s: float) -> None:
+        """An operation that had counted as failed has ended well: the medium lives, the next one may try."""
+        if self.state is BreakerState.OPEN:
+            self._until_s = min(self._until_s, now_s)
 
 
 class DeadlineAdapter(StorageAdapter):
@@ -298,7 +304,10 @@ class DeadlineAdapter(StorageAdapter):
         def ended(task: asyncio.Task[T]) -> None:
             self._running.discard(task)
             timer.cancel()
-            judge(not task.cancelled() and task.exception() is None and went_well(task.result()))
+            well = not task.cancelled() and task.exception() is None and went_well(task.result())
+            if well and late.done() and breaker is not None:
+                breaker.late_but_well(self._clock.monotonic_s())
+            judge(well)
 
         timer = loop.call_later(timeout_s, judge, False)
         self._running.add(task)
