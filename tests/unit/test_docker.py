@@ -1,0 +1,143 @@
+"""The files under docker/: no container engine runs here, so what can be read of them is read, and every command line
+in them goes through our own `--check`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvstrata.observability.metrics import FAMILIES, STATUS_NUMBERS, gauge_name
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKER = ROOT / "docker"
+COMPOSE_FILES = sorted(DOCKER.glob("compose*.yaml"))
+DASHBOARD = DOCKER / "grafana/dashboards/kvstrata.json"
+
+
+def services(file: Path) -> dict[str, dict[str, Any]]:
+    """Services of one file over those of compose.yaml, which every other one is used with."""
+    merged: dict[str, dict[str, Any]] = {}
+    for source in dict.fromkeys([DOCKER / "compose.yaml", file]):
+        for name, service in yaml.safe_load(source.read_text())["services"].items():
+            merged[name] = merged.get(name, {}) | service
+    return merged
+
+
+def sample_names() -> set[str]:
+    """Every name under which /metrics may have a sample, with ADAPTER and WORD left as they are."""
+    names = {gauge_name(path) for path in STATUS_NUMBERS}
+    for name, family in FAMILIES.items():
+        endings = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
+        names |= {name + ending for ending in endings[family.kind]}
+    return names
+
+
+@pytest.mark.parametrize("file", COMPOSE_FILES, ids=lambda file: file.name)
+def test_the_server_of_each_compose_file_accepts_its_command_line(file: Path, tmp_path: Path) -> None:
+    command = services(file)["kvstrata"]["command"]
+    assert command[0] == "lmcache-server"
+    secret = tmp_path / "http-token"
+    secret.write_text("a-token-for-the-test-only-0123456789\n")
+    secret.chmod(0o600)
+    settings = tmp_path / "server.yaml"
+    text = (DOCKER / "server.yaml").read_text()
+    for inside, outside in {
+        "/run/secrets/http-token": str(secret),
+        "/run/kvstrata": str(tmp_path / "sockets"),
+    }.items():
+        assert inside in text
+        text = text.replace(inside, outside)
+    settings.write_text(text)
+    arguments = [argument.replace("/etc/kvstrata/server.yaml", str(settings)) for argument in command[1:]]
+    checked = subprocess.run(
+        [sys.executable, "-m", "kvstrata.cli.server", *arguments, "--check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert checked.returncode == 0, checked.stderr
+    assert len(json.loads(checked.stdout)["l2_adapters"]) == (1 if file.name == "compose.yaml" else 2)
+
+
+@pytest.mark.parametrize("file", COMPOSE_FILES, ids=lambda file: file.name)
+def test_what_a_compose_file_refers_to_is_there(file: Path) -> None:
+    base = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    merged = services(file)
+    for name, service in merged.items():
+        assert ("image" in service) or ("build" in service), name
+        assert set(service.get("depends_on", [])) <= set(merged), name
+        assert set(service.get("secrets", [])) <= set(base["secrets"]), name
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert (DOCKER / source).exists() if source.startswith(".") else source in base["volumes"], volume
+        # What is reachable from outside is reachable from this machine alone.
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), name
+
+
+def test_what_adapters_connect_to_is_a_service() -> None:
+    for file in COMPOSE_FILES:
+        merged = services(file)
+        for argument in merged["kvstrata"]["command"]:
+            if argument.startswith("--l2-adapter="):
+                entry = json.loads(argument.partition("=")[2])
+                hosts = [entry.get("host"), str(entry.get("master_server_addr", "")).partition(":")[0]]
+                assert {host for host in hosts if host} <= set(merged)
+
+
+def test_prometheus_scrapes_the_admin_port_with_the_token() -> None:
+    (job,) = yaml.safe_load((DOCKER / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    compose = services(DOCKER / "compose.yaml")
+    assert job["static_configs"] == [{"targets": ["kvstrata:8080"]}]
+    assert "127.0.0.1:8080:8080" in compose["kvstrata"]["ports"]
+    assert job["authorization"]["credentials_file"] == "/run/secrets/http-token"
+    assert "http-token" in compose["prometheus"]["secrets"]
+
+
+def test_the_dashboard_asks_only_for_metrics_that_there_are() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", [])
+        for name in re.findall(r"\bkvstrata_\w+", target["expr"])
+    }
+    assert len(asked) > 20
+    assert asked <= sample_names()
+
+
+def test_the_dashboard_has_its_data_source_and_its_panels_do_not_overlap() -> None:
+    (source,) = yaml.safe_load((DOCKER / "grafana/provisioning/datasources/prometheus.yaml").read_text())[
+        "datasources"
+    ]
+    dashboard = json.loads(DASHBOARD.read_text())
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert place["x"] + place["w"] <= 24 and not cells & taken, panel["title"]
+        taken |= cells
+        assert panel["type"] == "row" or panel["datasource"]["uid"] == source["uid"]
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_the_image_is_built_from_files_and_extras_that_there_are() -> None:
+    import tomllib
+
+    text = (DOCKER / "Dockerfile").read_text()
+    for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE):
+        for source in line.split()[:-1]:
+            assert (ROOT / source).exists(), source
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for named in re.findall(r"\[([a-z_,]+)\]\"", text):
+        assert set(named.split(",")) <= set(extras)
