@@ -3,6 +3,8 @@
 Act 1 needs only the clone's `.venv`: a server on embedded defaults, several client processes that store and retrieve KV
 of a Llama-8B shape, SIGKILL, restart; every retrieved byte is compared.
 Act 2 is real vLLM on the CPU with a small random-weight Llama, the engine in a process of its own.
+With `REMOTE=mooncake` there is one act only: two servers that share a remote tier and nothing else, with real vLLM
+where act 2 would have it.
 
 All state lies in a fresh folder under `build/`, the sockets under /tmp and the pool under /dev/shm, all named after
 this process; they are removed at the end, also after Ctrl-C, and at the next start after worse.  Exit status: 0 when
@@ -30,7 +32,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.harness import vllm_env, vllm_model
+from tests.harness import remotes, vllm_env, vllm_model
 from tests.harness.child import Child, ChildEnded, ChildError
 from tests.harness.server_process import ServerFailed, ServerProcess, sweep
 from tests.harness.vllm_run import VllmFailed, VllmProcess
@@ -215,13 +217,11 @@ def act_2(folder: Path, table: Table, size: str) -> None:
     say(
         f"Act 2: real vLLM on the CPU, {PROMPT_TOKENS} tokens of prompt, a random-weight Llama of {size} parameters"
     )
-    draw = random.Random(7)
-    prompt, warm_up = ([draw.randrange(3, 32_000) for _ in range(n)] for n in (PROMPT_TOKENS, 300))
+    prompt, warm_up = prompts()
     model = vllm_model.ensure_model(size)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(ServerProcess(folder / "act2", l1_mb=l1_mb, l2="embedded"))
         server.start()
-        config = server.connector_config()
         expected: list[int] = []
 
         def row(
@@ -242,14 +242,7 @@ def act_2(folder: Path, table: Table, size: str) -> None:
             )
 
         def begin(name: str) -> VllmProcess:
-            # A cold prompt is computed in the same pieces as a hit's rest, so that bfloat16 rounds alike.
-            pieces = {"max_num_batched_tokens": HIT_TOKENS}
-            vllm = stack.enter_context(
-                VllmProcess(model, folder / name, extra=config, options=pieces, processes=True)
-            )
-            say(f"  vLLM started in {vllm.start_s:.0f} s")
-            vllm.generate(warm_up, max_tokens=4)
-            return vllm
+            return stack.enter_context(begin_vllm(model, folder / name, server, warm_up))
 
         first = begin("vllm-1")
         cold = first.generate(prompt, max_tokens=NEW_TOKENS)
@@ -275,6 +268,28 @@ def act_2(folder: Path, table: Table, size: str) -> None:
         row(6, after_recovery(server, second, prompt), HIT_TOKENS)
 
 
+def prompts() -> tuple[list[int], list[int]]:
+    """The prompt, and one to warm up with."""
+    draw = random.Random(7)
+    prompt, warm_up = ([draw.randrange(3, 32_000) for _ in range(n)] for n in (PROMPT_TOKENS, 300))
+    return prompt, warm_up
+
+
+@contextlib.contextmanager
+def begin_vllm(
+    model: Path, folder: Path, server: ServerProcess, warm_up: list[int], **settings: Any
+) -> Iterator[VllmProcess]:
+    """vLLM that was warmed up."""
+    # A cold prompt is computed in the same pieces as a hit's rest, so that bfloat16 rounds alike.
+    pieces = {"max_num_batched_tokens": HIT_TOKENS}
+    with VllmProcess(
+        model, folder, extra=server.connector_config(**settings), options=pieces, processes=True
+    ) as vllm:
+        say(f"  vLLM started in {vllm.start_s:.0f} s")
+        vllm.generate(warm_up, max_tokens=4)
+        yield vllm
+
+
 def after_recovery(server: ServerProcess, vllm: VllmProcess, prompt: list[int]) -> dict[str, Any]:
     """The prompt with vLLM's own cache emptied, once both sides of the connector are attached and answer again."""
 
@@ -298,6 +313,84 @@ def stored_chunks(server: ServerProcess) -> int:
 def loaded_chunks(server: ServerProcess) -> int:
     """Chunks that this server has loaded from L2."""
     return int(server.get("/v1/status")["l2_prefetch"]["counts"].get("loaded", 0))
+
+
+# -- act 3 ---------------------------------------------------------------------------------------------------------
+
+CASES_3 = ("first server, cold", "second server, which never computed it")
+
+
+def act_3(folder: Path, table: Table, size: str, name: str, *, with_vllm: bool) -> None:
+    """Two servers, one after the other, that have nothing in common but a remote tier."""
+    say(f"Two servers that share {name} and nothing else: each has an L1 of its own, and the first is gone before "
+        "the second starts")  # fmt: skip
+    l1_mb = fitting_l1_mb(L1_MB_ACT_2, 160)
+    with remotes.tier(name, folder) as (entry, environment):
+        for number in (0, 1):
+            with ServerProcess(
+                folder / f"server-{number}",
+                l1_mb=l1_mb,
+                l2="embedded",
+                flags=("--l2-adapter", json.dumps(entry)),
+                environment=environment,
+            ) as server:
+                server.start()
+                play = _remote_vllm if with_vllm else _remote_client
+                play(folder, table, server, number, size)
+                loaded = loaded_chunks(server)
+                table.rows[-1]["ok"] &= loaded > 0 if number else loaded == 0
+                if number == 0:
+                    wait_for(lambda server=server: _put_chunks(server) >= stored_chunks(server) > 0,
+                             f"not everything was put to {name}")  # fmt: skip
+                server.stop()
+
+
+def _remote_vllm(folder: Path, table: Table, server: ServerProcess, number: int, size: str) -> None:
+    prompt, warm_up = prompts()
+    model = vllm_model.ensure_model(size)
+    # What is loaded by then is a hit; a slow machine gets the time for all of it.
+    settings = {"kvstrata.lookup_timeout_ms": 30_000}
+    with begin_vllm(model, folder / f"vllm-{number}", server, warm_up, **settings) as vllm:
+        result = vllm.generate(prompt, max_tokens=NEW_TOKENS)
+        cached = result["cached_tokens"] or 0
+        first = next((row for row in table.rows if row["case"] == CASES_3[0]), None)
+        equal = first is None or result["tokens"] == first["tokens"]
+        table.add(
+            CASES_3[number],
+            3,
+            ok=equal and cached == (HIT_TOKENS if number else 0),
+            ttft_s=round(result["ttft_s"], 3),
+            cached_tokens=cached,
+            tokens_equal=equal,
+            tokens=result["tokens"],
+        )
+        if number == 0:
+            wait_for(lambda: stored_chunks(server) >= HIT_TOKENS // CHUNK_TOKENS, "the prompt was not stored")
+        vllm.quit()
+
+
+def _remote_client(folder: Path, table: Table, server: ServerProcess, number: int, size: str) -> None:
+    chunks = 2
+    with Child(
+        "tests.harness.load_client",
+        str(server.socket_dir),
+        str(chunks),
+        "1",
+        log=folder / f"client-{number}.log",
+    ) as client:
+        wait_for(lambda: client.ask("connected"), "a client did not attach")
+        if number == 0:
+            stored = client.ask("store", seed=3, chunks=chunks)
+            table.add(CASES_3[0], 3, ok=set(stored["outcomes"]) == {"stored"}, cached_tokens=0)
+        else:
+            found = client.ask("retrieve", seed=3, chunks=chunks)
+            whole = found.get("chunks") == chunks and found["equal"]
+            table.add(CASES_3[1], 3, ok=whole, cached_tokens=chunks * CHUNK_TOKENS, bytes_equal=whole)
+
+
+def _put_chunks(server: ServerProcess) -> int:
+    (adapter,) = server.get("/v1/status")["l2_store"]["adapters"].values()
+    return int(adapter["outcomes"].get("stored", 0))
 
 
 def vllm_wanted(answer: str) -> str:
@@ -357,6 +450,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="the main job on real input; see the top of this file")
     wish = os.environ.get("VLLM", os.environ.get("KVSTRATA_VLLM", ""))
     parser.add_argument("--vllm", default=wish, choices=("", "0", "1"))
+    parser.add_argument("--remote", default=os.environ.get("REMOTE", ""), choices=("", *remotes.NAMES),
+                        help="only that: two servers with this remote tier")  # fmt: skip
     parser.add_argument("--act", type=int, choices=(1, 2), help="only this act")
     parser.add_argument("--model", default=MODEL, choices=tuple(vllm_model.SIZES), help="of act 2")
     arguments = parser.parse_args()
@@ -367,7 +462,21 @@ def main() -> int:
     begun_s = time.monotonic()
     with fresh_folder() as folder:
         try:
-            if arguments.act != 2:
+            if arguments.remote:
+                reason = vllm_wanted(arguments.vllm)
+                if reason:
+                    say(f"Without vLLM: {reason}")
+                act_3(folder, table, arguments.model, arguments.remote, with_vllm=not reason)
+                table.print(
+                    3,
+                    [
+                        ("ttft_s", "first token, s", lambda s: f"{s:.3f}"),
+                        ("cached_tokens", "cached tokens", str),
+                        ("tokens_equal", "tokens equal", yes_no),
+                        ("bytes_equal", "bytes equal", yes_no),
+                    ],
+                )
+            elif arguments.act != 2:
                 act_1(folder, table)
                 table.print(
                     1,
@@ -378,7 +487,7 @@ def main() -> int:
                     ],
                 )
                 say(f"  Act 1 took {time.monotonic() - begun_s:.0f} s")
-            if arguments.act != 1:
+            if arguments.act != 1 and not arguments.remote:
                 reason = vllm_wanted(arguments.vllm)
                 if reason:
                     say(f"Act 2 is not run: {reason}")
@@ -400,7 +509,9 @@ def main() -> int:
         except Wrong as wrong:
             say(f"WRONG: {wrong}")
             status = 1
-        except (ServerFailed, VllmFailed, ChildEnded, ChildError, vllm_env.Unavailable) as error:
+        except (
+            ServerFailed, VllmFailed, ChildEnded, ChildError, vllm_env.Unavailable, *remotes.Unavailable
+        ) as error:  # fmt: skip
             say(f"FAILED: {error}")
             status = 2
     if not table.ok:
