@@ -32,8 +32,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-import obstore
-from obstore import exceptions
 
 from kvstrata.errors import StorageError
 from kvstrata.native.copying import CopyOutcome, verify_stored_record
@@ -54,6 +52,14 @@ from kvstrata.storage.base import (
 )
 from kvstrata.storage.lanes import Lane, Lanes
 from kvstrata.types import KEY_BYTES
+
+try:
+    import obstore
+    from obstore import exceptions
+
+    _ERRORS = (exceptions.BaseError, OSError, NotImplementedError)
+except ImportError:  # nothing here is used then: object_store_fields has said what is missing
+    pass
 
 T = TypeVar("T")
 
@@ -435,7 +441,6 @@ class ObjectStoreAdapter(StorageAdapter):
         return reason
 
 
-_ERRORS = (exceptions.BaseError, OSError, NotImplementedError)
 _LATER = ("throttled", "full")
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
