@@ -6,10 +6,11 @@ import asyncio
 import http.server
 import importlib.util
 import logging
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import pytest
 
@@ -17,7 +18,7 @@ from kvstrata.errors import ConfigError, StorageError
 from kvstrata.storage.base import LoadStatus, Presence, PutOutcome, PutStatus, StorageAdapter
 from kvstrata.storage.object_store import MARKER, MARKER_TEXT
 from kvstrata.storage.registry import configure_adapter, make_adapter
-from kvstrata.testing.strategies import key_of, lent_context, load_item, put_item, watched
+from kvstrata.testing.strategies import POISON, WAIT_S, key_of, lent_context, load_item, put_item, watched
 
 SECRET = "a-secret-that-nobody-may-see"
 S3 = {"type": "object_store", "url": "s3://bucket/kv", "region": "us-east-1"}
@@ -160,6 +161,85 @@ async def test_refused_puts_say_why_and_are_tried_again_where_it_helps(
         assert found.presence is Presence.UNKNOWN
     await adapter.close()
     assert SECRET not in caplog.text
+
+
+async def test_a_put_that_is_refused_before_it_was_read_keeps_its_bytes_until_the_library_lets_go() -> None:
+    size = 32 << 20
+    with EarlyRefusal() as server:
+        adapter = adapter_at(server.endpoint, max_retries=0)
+        await adapter.open(lent_context(lambda key: None))
+        item = put_item(key_of(1), size)
+        assert await adapter.put([item]) == [PutOutcome(PutStatus.FAILED, "denied")]
+        assert not watched(item).dropped.is_set(), "it is still being sent"
+        server.reads.set()
+        await watched(item).until_dropped()
+        watched(item).check()
+        sent = await asyncio.to_thread(server.received)
+        await adapter.close()
+    assert len(sent) > size
+    assert bytes([POISON]) * 1000 not in sent, "bytes were sent after their hold was dropped"
+
+
+class EarlyRefusal:
+    """Serves the marker; refuses the first PUT as soon as it has its headers, and reads the rest when it is told."""
+
+    def __init__(self) -> None:
+        self.reads = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sent = bytearray()
+        self._threads = [threading.Thread(target=self._accept)]
+        self._done = threading.Event()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def received(self) -> bytes:
+        """All that was sent of the refused PUT."""
+        assert self._done.wait(WAIT_S)
+        return bytes(self._sent)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            thread = threading.Thread(target=self._serve, args=(connection,))
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            head = bytearray()
+            while b"\r\n\r\n" not in head:
+                part = connection.recv(4096)
+                if not part:
+                    return
+                head += part
+            if MARKER.encode() in head:
+                about = b'etag: "1"\r\nlast-modified: Sat, 01 Jan 2000 00:00:00 GMT\r\nconnection: close'
+                length = b"content-length: %d" % len(MARKER_TEXT)
+                connection.sendall(b"HTTP/1.1 200 OK\r\n%s\r\n%s\r\n\r\n%s" % (about, length, MARKER_TEXT))
+                return
+            connection.sendall(b"HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\n\r\n")
+            assert self.reads.wait(WAIT_S)
+            self._sent += head
+            expected = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+            while len(self._sent) < expected and (part := connection.recv(1 << 20)):
+                self._sent += part
+            self._done.set()
+
+    def __enter__(self) -> Self:
+        self._threads[0].start()
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.reads.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(WAIT_S)
 
 
 async def test_credentials_that_do_not_fit_end_the_start(
