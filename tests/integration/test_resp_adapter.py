@@ -458,6 +458,28 @@ async def test_what_was_answered_before_a_connection_broke_stands(server: RedisS
             assert adapter.numbers()["connections_lost"] >= 1
 
 
+async def test_a_server_behind_tls_that_is_stopped_costs_the_time_limit_and_comes_back(
+    redis_folder: Path, tmp_path: Path
+) -> None:
+    tls = certificates(tmp_path / "certificates")
+    with RedisServer(tmp_path / "redis", tls=tls) as server:
+        async with opened(server.entry(request_timeout=0.2, connection_timeout=0.2)) as adapter:
+            await put(adapter, 1)
+            server.freeze()
+            try:
+                assert await load(adapter, 1) == [LoadOutcome(LoadStatus.FAILED, "timeout")]
+                # More than the sockets' buffers hold.
+                [outcome] = await put(adapter, 2, size=32 << 20)
+                assert outcome.status is PutStatus.FAILED and outcome.reason in ("timeout", "unreachable")
+            finally:
+                server.thaw()
+
+            async def is_back() -> bool:
+                return await load(adapter, 1) == [LOADED]
+
+            await until(is_back)
+
+
 async def test_an_answer_that_only_drips_ends_at_the_time_limit(server: RedisServer) -> None:
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
