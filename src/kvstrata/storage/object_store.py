@@ -102,7 +102,9 @@ class ObjectStoreAdapter(StorageAdapter):
 
     def __init__(self, settings: ObjectStoreSettings, *, name: str = "object_store") -> None:
         self.name = name
-        self.capabilities = Capabilities(persistent=True, shared=True, max_batch=64, has_heads=True)
+        # The library does not sync what it writes into a directory.
+        durable = not settings.url.startswith("file:")
+        self.capabilities = Capabilities(persistent=durable, shared=True, max_batch=64, has_heads=True)
         self.settings = settings
         self._lanes = Lanes(name, num_workers=settings.num_workers, per_op_workers=settings.per_op_workers)
         self._lookups = settings.per_op_workers.get(Lane.LOOKUP, settings.num_workers)
