@@ -57,6 +57,8 @@ def parser() -> argparse.ArgumentParser:
     add("--concurrency", type=whole(1, 4096), default=8, metavar="N",
         help="requests in flight at most, over all endpoints (%(default)s)")  # fmt: skip
     add("--timeout-s", type=whole(1, 86_400), default=600, metavar="S", help="of one request (%(default)s)")
+    add("--pause-s", type=whole(0, 3600), default=0, metavar="S",
+        help="between rounds, for what is stored behind the answers (%(default)s)")  # fmt: skip
     add("--vocabulary", type=_vocabulary, default=range(1000, 20_000), metavar="FIRST:END",
         help="token ids that prompts are made of (1000:20000)")  # fmt: skip
     add("--seed", type=whole(0, 1 << 62), default=0, metavar="N",
@@ -202,7 +204,8 @@ async def _measure(options: argparse.Namespace, workload: Workload) -> dict[str,
             endpoints = [await find_model(client, url.rstrip("/"), options.model) for url in options.url]
             total = sum(len(part) for part in workload.rounds)
             with progress(total, "request", notes) as step:
-                for requests in workload.rounds:
+                for number, requests in enumerate(workload.rounds):
+                    await asyncio.sleep(options.pause_s if number else 0)
                     rounds.append(
                         await run_round(client, plain, endpoints, servers, requests, sending, lambda: step(1))
                     )

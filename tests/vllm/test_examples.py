@@ -1,0 +1,99 @@
+"""The examples with a remote tier, as they are: their own script, real vLLM, real servers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import redis_server, vllm_env
+from tests.harness.cache_engine import eventually
+from tests.vllm.conftest import EXACT
+
+pytestmark = pytest.mark.vllm
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS, DOCUMENT_TOKENS = 2, 1_100
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row that nobody has now."""
+    for _ in range(100):
+        first = redis_server.free_port()
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except (OSError, OverflowError):
+                continue
+            return first
+    raise AssertionError("no ports in a row are free")
+
+
+def left_of(group: int) -> list[int]:
+    """Processes of this group."""
+    found = subprocess.run(["pgrep", "-g", str(group)], capture_output=True, text=True)
+    return [int(pid) for pid in found.stdout.split()]
+
+
+def test_the_second_engine_hits_what_the_first_put_to_redis(redis_folder, small_model, tmp_path, vllm_python):
+    program, variables = redis_server.ensure()
+    # The environment that tests use has vLLM without its metadata, which its command asks for.
+    command = tmp_path / "bin" / "vllm"
+    command.parent.mkdir()
+    command.write_text(
+        f'#!/bin/sh\n[ "$1" = serve ] && model=$2 && shift 2 &&\n'
+        f'exec {vllm_python} -m vllm.entrypoints.openai.api_server --model "$model" "$@"\n'
+    )
+    command.chmod(0o755)
+    path = [
+        str(Path(program).parent),
+        str(Path(sys.executable).parent),
+        str(command.parent),
+        os.environ["PATH"],
+    ]
+    environment = {
+        **vllm_env.environment(tmp_path),
+        **{name: value for name, value in variables.items() if name == "LD_LIBRARY_PATH"},
+        "PATH": ":".join(path),
+        "FIRST_PORT": str(free_ports(6)),
+        "REDIS_PORT": str(redis_server.free_port()),
+        "L1_GB": "0.1",
+        "DOCUMENTS": str(DOCUMENTS),
+        "DOCUMENT_TOKENS": str(DOCUMENT_TOKENS),
+        "BENCH_ARGUMENTS": '--extra-body {"detokenize":false} --question-tokens 8 --output-tokens 4',
+    }
+    script = subprocess.Popen(
+        [
+            str(ROOT / "examples/redis/run.sh"), str(small_model), "--skip-tokenizer-init", "--enforce-eager",
+            "--dtype", EXACT,
+        ],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=environment, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output = script.communicate(timeout=400)[0]
+        # vLLM's own processes end a little after it.
+        eventually("everything that it started has ended", lambda: not left_of(script.pid))
+    finally:
+        for pid in left_of(script.pid):
+            os.kill(pid, signal.SIGKILL)
+    assert script.returncode == 0, output
+    rows = dict(re.findall(r"^(from .*?)  +(.*)$", output, re.MULTILINE))
+    chunks = DOCUMENTS * (DOCUMENT_TOKENS // 256)
+    assert rows["from L2 chunks"].split() == ["0", str(chunks), str(chunks)], output
+
+
+def test_each_example_is_a_script_that_a_shell_can_read():
+    for script in sorted(ROOT.glob("examples/*/*.sh")):
+        assert os.access(script, os.X_OK), script
+        shell = shutil.which("dash") or shutil.which("sh")
+        subprocess.run([shell, "-n", str(script)], check=True)
