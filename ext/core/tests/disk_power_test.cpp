@@ -1,7 +1,10 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // The disk log when the power goes, or its process dies, at any step.
+#include <memory>
+
 #include "check.h"
+#include "disk_log_fixture.h"
 #include "kvstrata/disk_log.h"
 #include "power_loss.h"
 
@@ -42,6 +45,63 @@ TEST(what_several_threads_were_told_survives) {
   options.threads = 3;
   options.whole_seeds = 0;
   check_power_loss(make_large_log, options);
+}
+
+PutStatus put_one(Connector* log, int number, std::uint32_t length) {
+  const Extent record(number, length);
+  PutItem item;
+  item.key = Disk::key_of(number);
+  item.bytes = record.bytes;
+  item.length = record.length;
+  log->put(std::span(&item, 1));
+  log->put_end(std::span(&item, 1));
+  return item.status;
+}
+
+std::unique_ptr<Connector> open_large_log(FileLayer& files) {
+  std::unique_ptr<Connector> log = make_large_log(files);
+  CHECK_EQ(log->open({}), std::string());
+  return log;
+}
+
+// A torn frame is cut off, and the new segment that it began goes. A later frame takes its number,
+// and then the power cut brings the segment back: its frame must not pass for a synced one.
+TEST(a_frame_that_was_cut_off_does_not_come_back_with_its_segment) {
+  constexpr std::uint32_t kLong = 16 * 1024;  // does not fit into a segment behind a short one
+  constexpr std::uint32_t kShort = 8 * 1024;
+  unsigned torn = 0;
+  for (std::uint64_t seed = 1; seed <= 200; ++seed) {
+    auto files = std::make_unique<VolatileFiles>();
+    CHECK_OK(files->make_folder(kPowerLossFolder));
+    files->settle();
+    auto log = open_large_log(*files);
+    CHECK(put_one(log.get(), 1, kShort) == PutStatus::kStored);
+    files->stop_at(files->steps() + 1, seed);  // within the frame; its segment is ready
+    CHECK(put_one(log.get(), 2, kLong) == PutStatus::kFailed);
+    log.reset();
+
+    auto after_cut = files->cut(Kept::kEverything, seed);
+    log = open_large_log(*after_cut);
+    ExistsItem found{.key = Disk::key_of(2)};
+    log->exists(std::span(&found, 1));
+    if (found.presence == Presence::kPresent) continue;  // all of it was written
+    ++torn;
+    // Write, sync, and no further: making the next segment would sync that the other one is gone.
+    after_cut->stop_at(after_cut->steps() + 3, seed);
+    CHECK(put_one(log.get(), 3, kShort) == PutStatus::kStored);
+    CHECK(after_cut->stopped());
+    log.reset();
+
+    const auto after_second_cut = after_cut->cut(Kept::kNothing, seed);
+    log = open_large_log(*after_second_cut);
+    log->exists(std::span(&found, 1));
+    CHECK(found.presence == Presence::kAbsent);
+    ExistsItem kept{.key = Disk::key_of(3)};
+    log->exists(std::span(&kept, 1));
+    CHECK(kept.presence == Presence::kPresent);
+    after_second_cut->stop();
+  }
+  CHECK(torn > 20);
 }
 
 TEST(no_sync_can_be_left_out) {
