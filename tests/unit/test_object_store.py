@@ -15,8 +15,17 @@ from typing import Any, ClassVar, Self
 import pytest
 
 from kvstrata.errors import ConfigError, StorageError
-from kvstrata.storage.base import LoadStatus, Presence, PutOutcome, PutStatus, StorageAdapter
-from kvstrata.storage.object_store import MARKER, MARKER_TEXT
+from kvstrata.storage.base import (
+    Found,
+    LoadOutcome,
+    LoadStatus,
+    Presence,
+    PutOutcome,
+    PutStatus,
+    StorageAdapter,
+)
+from kvstrata.storage.lanes import Lane
+from kvstrata.storage.object_store import MARKER, MARKER_TEXT, ObjectStoreAdapter
 from kvstrata.storage.registry import configure_adapter, make_adapter
 from kvstrata.testing.strategies import POISON, WAIT_S, key_of, lent_context, load_item, put_item, watched
 
@@ -298,3 +307,44 @@ async def test_what_is_not_ours_below_the_prefix_is_left_alone(tmp_path: Path) -
     assert await adapter.clear() == 1
     assert await asyncio.to_thread(foreign.read_bytes) == b"precious"
     await adapter.close()
+
+
+async def test_what_a_full_lane_refuses_says_so_and_lets_go_of_its_bytes(tmp_path: Path) -> None:
+    entry = {
+        "type": "object_store", "url": f"file://{tmp_path}", "part_mb": 5, "multipart_mb": 5,
+        "per_op_workers": {"lookup": 1, "retrieve": 1, "store": 1},
+    }  # fmt: skip
+    adapter = make_adapter(entry, 0)
+    assert isinstance(adapter, ObjectStoreAdapter)
+    await adapter.open(lent_context(lambda key: None))
+    large = 17 << 20
+    for number, size in enumerate((1000, large)):
+        assert await adapter.put([put_item(key_of(number), size)]) == [PutOutcome(PutStatus.STORED)]
+    go_on = threading.Event()
+    filled = []
+    for lane in (Lane.LOOKUP, Lane.LOAD, Lane.PUT):
+        begun = threading.Event()
+        filled.append(adapter._lanes.submit(lane, lambda begun=begun: (begun.set(), go_on.wait(WAIT_S))))
+        assert await asyncio.to_thread(begun.wait, WAIT_S)
+        while (waiting := adapter._lanes.submit(lane, lambda: None)) is not None:
+            filled.append(waiting)
+    try:
+        keys = [key_of(number) for number in range(3)]
+        assert await adapter.exists(keys) == [Found(Presence.UNKNOWN, 0, "throttled")] * 3
+        assert await adapter.heads(keys) == [b""] * 3
+        puts = [put_item(key_of(number), 1000) for number in (2, 3)]
+        assert await adapter.put(puts) == [PutOutcome(PutStatus.THROTTLED, "queue_full")] * 2
+        loads = [load_item(key_of(0), 1000), load_item(key_of(1), large)]
+        assert await adapter.load(loads) == [LoadOutcome(LoadStatus.FAILED, "throttled")] * 2
+        for item in (*puts, *loads):
+            watched(item).check()
+    finally:
+        go_on.set()
+    await asyncio.gather(*filled)
+    assert [each.presence for each in await adapter.exists(keys)] == [
+        Presence.PRESENT, Presence.PRESENT, Presence.ABSENT,
+    ]  # fmt: skip
+    for number, size in enumerate((1000, large)):
+        assert await adapter.load([load_item(key_of(number), size)]) == [LoadOutcome(LoadStatus.LOADED)]
+    await adapter.close()
+    assert await adapter.exists(keys) == [Found(Presence.UNKNOWN, 0, "closed")] * 3

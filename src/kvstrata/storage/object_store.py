@@ -74,8 +74,7 @@ COUNTED_FOR_S = 600.0
 MAX_COUNTED = 100_000
 """Objects that `usage` lists; of more it tells so many, and what was put since."""
 NOTE_EVERY_S = 60.0
-CLOSED = "closed"
-GONE = "gone"
+CLOSED, THROTTLED = "closed", "throttled"
 
 
 class ObjectStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,11 +168,13 @@ class ObjectStoreAdapter(StorageAdapter):
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
         """A HEAD for each, side by side in the lookup lane."""
-        return await self._spread(list(keys), self._find, Found(Presence.UNKNOWN, 0, CLOSED))
+        return await self._spread(
+            list(keys), self._find, Found(Presence.UNKNOWN, 0, CLOSED), Found(Presence.UNKNOWN, 0, THROTTLED)
+        )
 
     async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
         """A read of the first bytes of each, side by side in the lookup lane."""
-        return await self._spread(list(keys), self._read_head, b"")
+        return await self._spread(list(keys), self._read_head, b"", b"")
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """Each in a thread of the lane."""
@@ -221,12 +222,13 @@ class ObjectStoreAdapter(StorageAdapter):
         return list(await asyncio.gather(*works))
 
     async def _in_lane(self, lane: Lane, work: Callable[[], T]) -> T:
+        """What a full lane does not refuse: the rest of a load that it took, and what comes one at a time."""
         done = self._lanes.submit(lane, work, beyond_limit=True)
         assert done is not None, "refused work that has no limit"
         return await done
 
-    async def _spread(self, keys: list[bytes], ask: Callable[[bytes], T], closed: T) -> list[T]:
-        """Ask for each key, each thread of the lookup lane for its share."""
+    async def _spread(self, keys: list[bytes], ask: Callable[[bytes], T], closed: T, refused: T) -> list[T]:
+        """Ask for each key, each thread of the lookup lane for its share; `refused` where the lane is full."""
         if self._closed or not keys:
             return [closed] * len(keys)
         count = min(len(keys), self._lookups)
@@ -235,10 +237,11 @@ class ObjectStoreAdapter(StorageAdapter):
             return [ask(key) for key in keys[number::count]]
 
         async def shares() -> list[T]:
-            answers = [closed] * len(keys)
-            parts = [self._in_lane(Lane.LOOKUP, functools.partial(share, number)) for number in range(count)]
-            for number, part in enumerate(await self._all(parts)):
-                answers[number::count] = part
+            answers = [refused] * len(keys)
+            waits = [self._lanes.submit(Lane.LOOKUP, functools.partial(share, n)) for n in range(count)]
+            for number, wait in enumerate(waits):
+                if wait is not None:
+                    answers[number::count] = await wait
             return answers
 
         return await self._own(shares())
@@ -247,20 +250,32 @@ class ObjectStoreAdapter(StorageAdapter):
         if self._closed or len(item.key) != KEY_BYTES:
             item.hold.drop()
             return PutOutcome(PutStatus.FAILED, CLOSED if self._closed else "bad_item")
-        return await self._in_lane(Lane.PUT, lambda: self._write(item))
+        done = self._lanes.submit(Lane.PUT, lambda: self._write(item))
+        if done is None:
+            item.hold.drop()
+            return PutOutcome(PutStatus.THROTTLED, "queue_full")
+        return await done
 
     async def _load_one(self, item: LoadItem) -> LoadOutcome:
         if self._closed or len(item.key) != KEY_BYTES:
             item.hold.drop()
             return LoadOutcome(LoadStatus.FAILED, CLOSED if self._closed else "bad_item")
         length, step = item.hold.length, self.settings.part_bytes
-        ranges = [(at, min(at + step, length)) for at in range(0, length, step)]
-        if len(ranges) == 1:
-            return await self._in_lane(Lane.LOAD, lambda: self._judge(item, [self._read(item, *ranges[0])]))
-        parts = await self._all(
-            [self._in_lane(Lane.LOAD, functools.partial(self._read, item, *part)) for part in ranges]
-        )
-        return await self._in_lane(Lane.LOAD, lambda: self._judge(item, parts))
+        if length <= step:
+            done = self._lanes.submit(Lane.LOAD, lambda: self._judge(item, [self._read(item, 0, length)]))
+            if done is not None:
+                return await done
+        else:
+            first = self._lanes.submit(Lane.LOAD, lambda: self._read(item, 0, step))
+            if first is not None:
+                rest = [
+                    self._in_lane(Lane.LOAD, functools.partial(self._read, item, at, min(at + step, length)))
+                    for at in range(step, length, step)
+                ]
+                parts = list(await asyncio.gather(first, *rest))
+                return await self._in_lane(Lane.LOAD, lambda: self._judge(item, parts))
+        item.hold.drop()
+        return LoadOutcome(LoadStatus.FAILED, THROTTLED)
 
     # -- in the lanes' threads -----------------------------------------------------------------------------
 
@@ -443,7 +458,7 @@ class ObjectStoreAdapter(StorageAdapter):
         return reason
 
 
-_LATER = ("throttled", "full")
+_LATER = (THROTTLED, "full")
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -468,7 +483,7 @@ def reason_of(error: Exception) -> str:
     if status := _STATUS.search(text):
         if status[1] == "507" or _FULL.search(text):
             return "full"
-        return {"503": "throttled", "429": "throttled"}.get(status[1], "io")
+        return {"503": THROTTLED, "429": THROTTLED}.get(status[1], "io")
     if system := _OS_ERROR.search(text):
         words = {"28": "full", "122": "full", "30": "read_only", "13": "denied", "111": "unreachable"}
         return words.get(system[1], "io")
@@ -494,5 +509,5 @@ def _advice(error: Exception) -> str:
         "timeout": "does not answer in time; is the address right?",
         "read_only": "cannot be written",
         "full": "is full",
-        "throttled": "asks for fewer requests",
+        THROTTLED: "asks for fewer requests",
     }.get(reason_of(error), "cannot be used")
