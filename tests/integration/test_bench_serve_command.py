@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import threading
 import xml.etree.ElementTree as ElementTree
 from collections.abc import AsyncIterator, Iterator
@@ -220,12 +221,29 @@ def test_a_trace_is_replayed_at_its_times_with_shared_blocks_shared(tmp_path: Pa
     assert "2 of 3 requests" in work.meaning
 
 
+GOOD_LINE = {"timestamp": 0, "input_length": 6, "output_length": 1, "hash_ids": [1]}
+
+
 @pytest.mark.parametrize(
-    "line",
-    ["no json", '{"timestamp": 0}', '{"timestamp":0,"input_length":600,"output_length":1,"hash_ids":[1]}'],
+    ("line", "why"),
+    [
+        ("no json", "malformed"),
+        ('{"timestamp": 0}', "input_length"),
+        (json.dumps(GOOD_LINE | {"input_length": 600}), "input_length 600 does not fit 1 hash_ids of 512"),
+        (json.dumps(GOOD_LINE | {"input_length": 0}), r"input_length"),
+        (json.dumps(GOOD_LINE | {"input_length": math.inf}), "malformed"),
+        (json.dumps(GOOD_LINE | {"timestamp": math.nan}), "malformed"),
+        (json.dumps(GOOD_LINE | {"timestamp": math.inf}), "malformed"),
+        (json.dumps(GOOD_LINE).replace("0", "1e999", 1), "out of range"),
+        (json.dumps(GOOD_LINE | {"timestamp": -1}), r"timestamp"),
+        (json.dumps(GOOD_LINE | {"timestamp": 1e16}), r"timestamp"),
+        (json.dumps(GOOD_LINE | {"output_length": 0}), r"output_length"),
+        (json.dumps(GOOD_LINE | {"output_length": -5}), r"output_length"),
+        (json.dumps(GOOD_LINE | {"hash_ids": ["a"]}), r"hash_ids"),
+    ],
 )
-def test_a_bad_line_of_a_trace_is_named(line: str, tmp_path: Path) -> None:
+def test_a_bad_line_of_a_trace_is_named_with_what_to_change(line: str, why: str, tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
-    file.write_text('{"timestamp":0,"input_length":6,"output_length":1,"hash_ids":[1]}\n' + line + "\n")
-    with pytest.raises(ConfigError, match="line 2"):
+    file.write_text(json.dumps(GOOD_LINE) + "\n" + line + "\n")
+    with pytest.raises(ConfigError, match=f"trace.jsonl: line 2: .*{why}.*; .*leave the line out"):
         workloads.read_trace(file)

@@ -7,17 +7,20 @@ so two prompts that begin with the same pieces begin with the same tokens, in ev
 from __future__ import annotations
 
 import heapq
-import json
 import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import msgspec
 
 from kvstrata.errors import ConfigError
 
 BLOCK_TOKENS = 512
 """Of a trace: tokens that one of its block ids stands for."""
+LAST_MS = 1e15
+"""Of a trace: no request is later."""
 
 
 class Piece(NamedTuple):
@@ -122,11 +125,21 @@ class TraceRequest(NamedTuple):
     output_tokens: int
 
 
+class _TraceLine(msgspec.Struct):
+    timestamp: Annotated[float, msgspec.Meta(ge=0, le=LAST_MS)]
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    output_length: Annotated[int, msgspec.Meta(ge=1)]
+    hash_ids: list[int]
+
+
+_trace_line = msgspec.json.Decoder(_TraceLine).decode
+
+
 def read_trace(path: Path) -> list[TraceRequest]:
     """A trace as published with Mooncake (FAST 2025): JSON lines with `timestamp`, `input_length`, `output_length` and
     `hash_ids`, one id per 512 tokens of the prompt, equal for equal prefixes.
 
-    Raises ConfigError naming the line and what is wrong with it.
+    Raises ConfigError naming the line, what is wrong with it, and what to change.
     """
     requests = []
     try:
@@ -135,24 +148,22 @@ def read_trace(path: Path) -> list[TraceRequest]:
         raise ConfigError(f"--trace: {path}: cannot be read: {error}", field="trace") from None
     for number, line in enumerate(lines, start=1):
         try:
-            found = json.loads(line)
-            request = TraceRequest(
-                int(found["input_length"]),
-                [int(block) for block in found["hash_ids"]],
-                float(found["timestamp"]),
-                int(found["output_length"]),
-            )
-        except (ValueError, TypeError, KeyError) as error:
+            found = _trace_line(line)
+        except msgspec.DecodeError as error:
             raise ConfigError(
-                f"--trace: {path}: line {number}: {error!r}: {line:.80}", field="trace"
+                f"--trace: {path}: line {number}: {error}: {line:.80}; write timestamp (in ms, from 0), input_length "
+                "and output_length (in tokens, from 1) and hash_ids (a list of whole numbers), or leave the line out",
+                field="trace",
             ) from None
-        if not 0 < request.tokens <= len(request.blocks) * BLOCK_TOKENS or request.at_ms < 0:
+        if found.input_length > len(found.hash_ids) * BLOCK_TOKENS:
             raise ConfigError(
-                f"--trace: {path}: line {number}: input_length {request.tokens} does not fit "
-                f"{len(request.blocks)} hash_ids of {BLOCK_TOKENS} tokens",
+                f"--trace: {path}: line {number}: input_length {found.input_length} does not fit "
+                f"{len(found.hash_ids)} hash_ids of {BLOCK_TOKENS} tokens; add ids or leave the line out",
                 field="trace",
             )
-        requests.append(request)
+        requests.append(
+            TraceRequest(found.input_length, found.hash_ids, found.timestamp, found.output_length)
+        )
     if not requests:
         raise ConfigError(f"--trace: {path}: holds no request", field="trace")
     return requests
