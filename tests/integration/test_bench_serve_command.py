@@ -8,7 +8,7 @@ import json
 import math
 import threading
 import xml.etree.ElementTree as ElementTree
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ class Endpoint:
         self.hit_tokens = 0
         self.key = ""
         self.fails = False
+        self.pages = 0
+        self.shows: Callable[[int], bool] = lambda page: True
+        """Whether it answers its metrics for the so-manyth time."""
         self.app.get("/v1/models")(self.models)
         self.app.post("/v1/completions")(self.completions)
         self.app.get("/metrics")(self.metrics)
@@ -70,6 +73,9 @@ class Endpoint:
         return StreamingResponse(events(), media_type="text/event-stream")
 
     def metrics(self) -> Response:
+        self.pages += 1
+        if not self.shows(self.pages):
+            return Response(status_code=503)
         name = "vllm:prompt_tokens_cached_by_source_total"
         return Response(
             f'# TYPE {name} counter\n{name}{{source="device"}} {self.hit_tokens}\n{name}{{source="disk"}} 0\n'
@@ -118,6 +124,22 @@ def test_a_round_trip_counts_every_request_token_and_source(
         assert 0 < first[word]["median"] <= first[word]["p99"]
     assert all(body["ignore_eos"] and body["model"] == "small" for body in endpoint.bodies)
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize("page", [7, 8], ids=["before the last round", "after it"])
+def test_counters_that_were_not_there_before_and_after_a_round_are_left_out_of_it_and_said(
+    page: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = Endpoint(), Endpoint()
+    other.shows = lambda asked: asked != page
+    arguments = ["--documents", "4", "--document-tokens", "80", "--output-tokens", "1", "--rounds", "4"]
+    with served(one) as first, served(other) as second:
+        report = report_of(capsys, "long-doc-qa", "--url", first, "--url", second, *arguments)
+    # In the third round each document is back where it was before; of the last one, one endpoint's half is known.
+    assert [each["sources"]["device"] for each in report["rounds"]] == [0, 0, 4 * 64, 2 * 64]
+    assert report["total"]["sources"]["device"] == 6 * 64
+    [note] = report["notes"]
+    assert note.startswith("round 4: ") and second in note
 
 
 def test_the_table_has_what_people_compare(capsys: pytest.CaptureFixture[str]) -> None:

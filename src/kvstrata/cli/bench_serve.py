@@ -209,6 +209,11 @@ async def _measure(options: argparse.Namespace, workload: Workload) -> dict[str,
                     rounds.append(
                         await run_round(client, plain, endpoints, servers, requests, sending, lambda: step(1))
                     )
+                    notes += [
+                        f"round {number + 1}: what came from where leaves out {url}, whose counters were not there "
+                        "both before and after it, or were set back between"
+                        for url in rounds[-1].uncounted
+                    ]
     report = _report(options, workload, [endpoint.model for endpoint in endpoints], rounds, notes)
     if not report["total"]["requests"]:
         raise Unavailable(f"no request succeeded: {'; '.join(report['total']['errors'])}")

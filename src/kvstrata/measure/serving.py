@@ -85,6 +85,8 @@ class Round(NamedTuple):
 
     results: list[Result]
     sources: dict[str, int]
+    uncounted: list[str]
+    """URLs whose counters are not in `sources`: read before the round or after it only, or begun again between."""
 
 
 class _Usage(msgspec.Struct):
@@ -149,7 +151,7 @@ async def run_round(
 
     `plain`: a client that sends no key of the endpoints, for the counters.
     """
-    before = await _sources(plain, endpoints, servers)
+    before = await _counters(plain, endpoints, servers)
     room = asyncio.Semaphore(options.concurrency)
     begun_s = time.monotonic()
 
@@ -168,9 +170,8 @@ async def run_round(
                 await asyncio.sleep(max(0.0, begun_s + request.at_s - time.monotonic()))
             await room.acquire()
             tasks.append(group.create_task(one(request)))
-    after = await _sources(plain, endpoints, servers)
-    after.subtract(before)
-    return Round([task.result() for task in tasks], {name: after[name] for name in sorted(after)})
+    after = await _counters(plain, endpoints, servers)
+    return Round([task.result() for task in tasks], *_grown(before, after))
 
 
 async def _send(
@@ -239,14 +240,14 @@ def _message(body: str) -> str:
     return body.strip()
 
 
-async def _sources(
+async def _counters(
     client: httpx.AsyncClient, endpoints: Sequence[Endpoint], servers: Sequence[CacheServer]
-) -> Counter[str]:
-    """Counters so far, summed over all that have them."""
+) -> dict[str, Counter[str]]:
+    """What each one that shows its counters has counted so far, by its URL."""
     import httpx
     from prometheus_client.parser import text_string_to_metric_families
 
-    total: Counter[str] = Counter()
+    counted = {}
     pages = [(endpoint.url, "") for endpoint in endpoints] + [
         (server.url, server.token) for server in servers
     ]
@@ -259,6 +260,7 @@ async def _sources(
         if page.status_code != 200:
             continue
         found = {family.name: family for family in text_string_to_metric_families(page.text)}
+        total = counted[url] = Counter[str]()
         if CACHED in found:
             for sample in found[CACHED].samples:
                 if sample.name == f"{CACHED}_total":
@@ -266,7 +268,23 @@ async def _sources(
         else:
             total.update(_summed(found, CACHED_BEFORE))
         total.update(_summed(found, SERVER_CHUNKS))
-    return total
+    return counted
+
+
+def _grown(
+    before: Mapping[str, Counter[str]], after: Mapping[str, Counter[str]]
+) -> tuple[dict[str, int], list[str]]:
+    """What was counted between, over all, and the URLs of which that cannot be told."""
+    total: Counter[str] = Counter()
+    unknown = list(before.keys() ^ after.keys())
+    for url in before.keys() & after.keys():
+        grown = Counter(after[url])
+        grown.subtract(before[url])
+        if any(count < 0 for count in grown.values()):  # it was started again
+            unknown.append(url)
+        else:
+            total.update(grown)
+    return {name: total[name] for name in sorted(total)}, sorted(unknown)
 
 
 def _summed(families: dict[str, Any], names: dict[str, str]) -> dict[str, int]:
