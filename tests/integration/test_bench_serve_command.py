@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import threading
 import xml.etree.ElementTree as ElementTree
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -20,6 +21,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from kvstrata.cli.bench_serve import main
 from kvstrata.errors import ConfigError
 from kvstrata.measure import workloads
+from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
 
@@ -140,6 +142,24 @@ def test_counters_that_were_not_there_before_and_after_a_round_are_left_out_of_i
     assert report["total"]["sources"]["device"] == 6 * 64
     [note] = report["notes"]
     assert note.startswith("round 4: ") and second in note
+
+
+def test_a_token_that_others_may_read_opens_a_cache_servers_counters(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    token = tmp_path / "http-token"
+    token.write_text("a-token-that-prometheus-reads-too\n")
+    token.chmod(0o644)
+    environment = {**os.environ, "KVSTRATA_HTTP_TOKEN_FILE": str(token)}
+    with ServerProcess(tmp_path / "server", l1_mb=16, environment=environment) as server:
+        server.start()
+        cache = ["--cache-server", f"http://127.0.0.1:{server.ready['http_port']}"]
+        with served(Endpoint()) as url:
+            arguments = ["long-doc-qa", "--url", url, "--documents", "1", *cache, "--cache-token-file"]
+            report = report_of(capsys, *arguments, str(token))
+            assert main([*arguments, "/nowhere/http-token"]) == 1
+    assert {"L1 chunks", "L2 chunks"} <= report["total"]["sources"].keys()
+    assert "/nowhere/http-token: cannot be read" in capsys.readouterr().err
 
 
 def test_the_table_has_what_people_compare(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,15 @@ def test_no_server_is_one_line(capsys):
     assert "http://127.0.0.1:9 does not answer" in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("text", ["", "first-secret\nsecond-secret", "sécret"])
+def test_a_file_that_holds_no_token_is_named_and_its_secret_is_not_told(capsys, tmp_path, text):
+    file = tmp_path / "token"
+    file.write_text(text)
+    assert ctl.main(["--url", "http://127.0.0.1:9", "--token-file", str(file), "status"]) == 1
+    error = capsys.readouterr().err
+    assert f"--token-file: {file} must hold the token alone" in error and "secret" not in error
+
+
 def test_tokens_that_are_no_json_are_named(capsys, tmp_path):
     file = tmp_path / "tokens"
     file.write_text("nope")

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from kvstrata.config.model import HttpSettings, SecuritySettings
 from kvstrata.observability.metrics import FAMILIES, STATUS_NUMBERS, gauge_name
+from kvstrata.service.http.listen import read_token
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -98,6 +100,16 @@ def test_prometheus_scrapes_the_admin_port_with_the_token() -> None:
     assert "127.0.0.1:8080:8080" in compose["kvstrata"]["ports"]
     assert job["authorization"]["credentials_file"] == "/run/secrets/http-token"
     assert "http-token" in compose["prometheus"]["secrets"]
+
+
+def test_the_token_that_the_readme_makes_is_readable_by_both_who_need_it(tmp_path: Path) -> None:
+    before, compose, _ = (DOCKER / "README.md").read_text().partition("\ndocker compose")
+    assert compose
+    commands = before.partition("```\n")[2]
+    subprocess.run(["bash", "-euc", f"umask 077\n{commands}"], cwd=tmp_path, check=True, timeout=60)
+    token = tmp_path / "http-token"
+    assert token.stat().st_mode & 0o777 == 0o644
+    assert len(read_token(HttpSettings(token_file=str(token)), SecuritySettings())) == 32
 
 
 def test_the_dashboard_asks_only_for_metrics_that_there_are() -> None:

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata import __version__
-from kvstrata.cli.ctl import table
+from kvstrata.cli.ctl import read_token, table
 from kvstrata.cli.reports import check_writable, progress, whole, written
-from kvstrata.config.private_file import read_private_file
 from kvstrata.errors import ConfigError, KvstrataError, Unavailable
 from kvstrata.measure.figures import machine
 from kvstrata.measure.plot import check_plot, draw_serve
@@ -188,9 +187,7 @@ async def _measure(options: argparse.Namespace, workload: Workload) -> dict[str,
     import httpx
 
     key = os.environ.get("OPENAI_API_KEY", "")
-    token = ""
-    if options.cache_token_file:
-        token = read_private_file(options.cache_token_file, "--cache-token-file").strip()
+    token = read_token("--cache-token-file", options.cache_token_file)
     servers = [CacheServer(url.rstrip("/"), token) for url in options.cache_server]
     extra = options.extra_body if options.stop_early else {"ignore_eos": True} | options.extra_body
     sending = Options(options.vocabulary, options.seed, options.concurrency, options.timeout_s, extra)

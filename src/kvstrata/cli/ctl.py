@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import urllib.error
 import urllib.parse
@@ -148,7 +149,7 @@ def _seconds(text: str) -> float:
 
 def run(options: argparse.Namespace) -> Any:
     """Carry out one command; returns what the server said."""
-    token = _read(options.token_file).strip() if options.token_file else ""
+    token = read_token("--token-file", options.token_file)
     answer = ask(options.url, _request(options), token=token)
     if options.command == "l2" and options.action == "export":
         return _export(answer["adapters"])
@@ -256,6 +257,19 @@ def _brief(row: Mapping[str, Any]) -> dict[str, Any]:
         "after_restart": "kept" if row["in_settings"] else "gone",
         "breakers": f"not closed: {', '.join(opened)}" if opened else "closed",
     }
+
+
+def read_token(flag: str, path: str) -> str:
+    """The bearer token of an admin port in a file, which others may be allowed to read: Prometheus reads the same one.
+
+    `-` reads standard input; empty without a path. Raises BadRequest that does not tell what the file holds.
+    """
+    if not path:
+        return ""
+    token = _read(path).strip()
+    if not re.fullmatch("[ -~]+", token):
+        raise BadRequest(f"{flag}: {path} must hold the token alone, in one line of ASCII")
+    return token
 
 
 def _read(path: str) -> str:
