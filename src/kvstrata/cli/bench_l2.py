@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -24,14 +23,14 @@ import uvloop
 
 from kvstrata import __version__
 from kvstrata.cli.ctl import table
-from kvstrata.cli.reports import check_writable, progress, whole, written
+from kvstrata.cli.reports import add_report_flags, progress, run_and_report, whole
 from kvstrata.clock import SystemClock
 from kvstrata.config.flags import adapters_from_json
-from kvstrata.errors import ConfigError, KvstrataError, Refused, StorageError
+from kvstrata.errors import ConfigError, Refused, StorageError
 from kvstrata.measure.burst import IDLE_S, LOOKUP_EVERY_S, LOOKUP_KEYS, Burst, Lookups, Round
 from kvstrata.measure.figures import machine, median_spread, percentile
 from kvstrata.measure.l2 import Interrupted, Pass, Records, Work, Workload
-from kvstrata.measure.plot import check_plot, draw_l2
+from kvstrata.measure.plot import draw_l2
 from kvstrata.measure.raw_io import RawFiles, check_direct
 from kvstrata.native.copying import record_bytes
 from kvstrata.storage.lanes import Lane
@@ -87,34 +86,21 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=whole(0, 1 << 62), default=0, metavar="N",
         help="of the records' payloads, which are random bytes (%(default)s); keys are random always")  # fmt: skip
     add("--keep", action="store_true", help="leave the records there; otherwise they are deleted")
-    add(
-        "--json",
-        default="",
-        metavar="FILE",
-        help="write the report as JSON; - prints it instead of the table",
-    )
-    add("--svg", default="", metavar="FILE", help="draw the figures; needs pip install 'kvstrata[bench]'")
+    add_report_flags(top)
     return top
 
 
 def main(arguments: Sequence[str]) -> int:
     """Exit status 0, 1 with lines on standard error, or 130 after Ctrl-C."""
-    options = parser().parse_args(arguments)
-    try:
-        report = run(options)
-        text = json.dumps(report, indent=1, ensure_ascii=False)
-        print(text if options.json == "-" else shown(report))
-        if options.json not in ("", "-"):
-            written("--json", options.json, lambda path: path.write_text(text + "\n"))
-        if options.svg:
-            written("--svg", options.svg, lambda path: draw_l2(report, path))
-    except KvstrataError as error:
-        print(f"kvstrata bench l2: {error.message}", file=sys.stderr)
-        return 1
-    except (Interrupted, KeyboardInterrupt):
-        print("kvstrata bench l2: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    top = parser()
+    return run_and_report(
+        top.prog,
+        top.parse_args(arguments),
+        run,
+        shown=shown,
+        draw=draw_l2,
+        interrupted=(Interrupted, KeyboardInterrupt),
+    )
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -125,10 +111,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     entries = adapters_from_json(options.l2_adapter)
     if len(entries) != 1:
         raise ConfigError(f"--l2-adapter: must name one adapter, found {len(entries)}", field="l2_adapter")
-    for flag, name in (("--json", options.json), ("--svg", options.svg)):
-        check_writable(flag, name)
-    if options.svg:
-        check_plot("--svg")
     config = configure_adapter(entries[0], 0)
     if options.burst:
         for flag in ("raw-dir", "threads", "keep", "svg"):

@@ -14,17 +14,16 @@ import asyncio
 import importlib.util
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvstrata import __version__
 from kvstrata.cli.ctl import read_token, table
-from kvstrata.cli.reports import check_writable, progress, whole, written
-from kvstrata.errors import ConfigError, KvstrataError, Unavailable
+from kvstrata.cli.reports import add_report_flags, progress, run_and_report, whole
+from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.measure.figures import machine
-from kvstrata.measure.plot import check_plot, draw_serve
+from kvstrata.measure.plot import draw_serve
 from kvstrata.measure.serving import (
     CacheServer,
     Options,
@@ -70,13 +69,7 @@ def parser() -> argparse.ArgumentParser:
         help="admin port of an lmcache-server behind them, to tell hits in L1 from L2; repeatable")  # fmt: skip
     add("--cache-token-file", default="", metavar="FILE", help="file with its bearer token")
     add("--label", default="", help="what is measured, for the report and the plot")
-    add(
-        "--json",
-        default="",
-        metavar="FILE",
-        help="write the report as JSON; - prints it instead of the table",
-    )
-    add("--svg", default="", metavar="FILE", help="draw the figures")
+    add_report_flags(common)
     top = argparse.ArgumentParser(
         prog="kvstrata bench serve",
         description="Measure OpenAI-compatible endpoints as their users see them.",
@@ -120,32 +113,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Exit status 0, 1 with lines on standard error, or 130 after Ctrl-C."""
-    options = parser().parse_args(arguments)
-    try:
-        report = run(options)
-        text = json.dumps(report, indent=1, ensure_ascii=False)
-        print(text if options.json == "-" else shown(report))
-        if options.json not in ("", "-"):
-            written("--json", options.json, lambda path: path.write_text(text + "\n"))
-        if options.svg:
-            written("--svg", options.svg, lambda path: draw_serve(report, path))
-    except KvstrataError as error:
-        print(f"kvstrata bench serve: {error.message}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("kvstrata bench serve: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    top = parser()
+    return run_and_report(top.prog, top.parse_args(arguments), run, shown=shown, draw=draw_serve)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure. Raises KvstrataError; nothing runs any more then."""
     if importlib.util.find_spec("httpx") is None:
         raise ConfigError("needs the Python package 'httpx'; pip install 'kvstrata[bench]'")
-    for flag, name in (("--json", options.json), ("--svg", options.svg)):
-        check_writable(flag, name)
-    if options.svg:
-        check_plot("--svg")
     return asyncio.run(_measure(options, _workload(options)))
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from kvstrata.errors import ConfigError
+from kvstrata.errors import ConfigError, KvstrataError
+from kvstrata.measure.plot import check_plot
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
@@ -40,8 +43,49 @@ def progress(total: int, unit: str, notes: list[str]) -> Iterator[Callable[[int]
         yield bar.update
 
 
-def check_writable(flag: str, name: str) -> None:
-    """Before anything is measured: whether a report can be written there. Raises ConfigError."""
+def add_report_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that `run_and_report` reads."""
+    add = parser.add_argument
+    add("--json", default="", metavar="FILE",
+        help="write the report as JSON; - prints it instead of the table")  # fmt: skip
+    add("--svg", default="", metavar="FILE", help="draw the figures; needs pip install 'kvstrata[bench]'")
+
+
+def run_and_report(
+    command: str,
+    options: argparse.Namespace,
+    run: Callable[[argparse.Namespace], dict[str, Any]],
+    *,
+    shown: Callable[[dict[str, Any]], str],
+    draw: Callable[[dict[str, Any], Path], object],
+    interrupted: tuple[type[BaseException], ...] = (KeyboardInterrupt,),
+) -> int:
+    """Run a benchmark; its report goes to standard output and to the files of --json and --svg, which are tried before.
+
+    Exit status 0, 1 with lines on standard error, or 130 after one of `interrupted`.
+    """
+    try:
+        _check_writable("--json", options.json)
+        _check_writable("--svg", options.svg)
+        if options.svg:
+            check_plot("--svg")
+        report = run(options)
+        text = json.dumps(report, indent=1, ensure_ascii=False)
+        print(text if options.json == "-" else shown(report))
+        if options.json not in ("", "-"):
+            _write("--json", options.json, lambda path: path.write_text(text + "\n"))
+        if options.svg:
+            _write("--svg", options.svg, lambda path: draw(report, path))
+    except KvstrataError as error:
+        print(f"{command}: {error.message}", file=sys.stderr)
+        return 1
+    except interrupted:
+        print(f"{command}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _check_writable(flag: str, name: str) -> None:
     if not name or name == "-":
         return
     path = Path(name)
@@ -53,8 +97,7 @@ def check_writable(flag: str, name: str) -> None:
         raise ConfigError(f"{flag}: {name}: {os.strerror(errno.EACCES)}; name a file that can be written")
 
 
-def written(flag: str, name: str, write: Callable[[Path], object]) -> None:
-    """Write a report. Raises ConfigError."""
+def _write(flag: str, name: str, write: Callable[[Path], object]) -> None:
     try:
         write(Path(name))
     except OSError as error:
