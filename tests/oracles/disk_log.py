@@ -40,7 +40,7 @@ def read_segment(path: Path) -> list[Frame]:
     """The frames of one segment that count for themselves, whatever the others say."""
     data = path.read_bytes()
     magic, version, flags, number, generation, length, _, zero, crc = SEGMENT.unpack_from(data)
-    if (magic, version, flags, zero) != (b"KVSEGMNT", 1, 0, 0) or crc != crc32c(data[:44]):
+    if (magic, version, flags, zero) != (b"KVSEGMNT", 2, 0, 0) or crc != crc32c(data[:44]):
         return []
     if path.name != f"{number:08x}.seg" or length != len(data):
         return []

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "kvstrata/crc32c.h"
+#include "kvstrata/record.h"
 
 namespace kvstrata {
 
@@ -107,8 +108,9 @@ bool known(std::uint16_t kind) noexcept {
 }  // namespace
 
 std::uint32_t head_crc_of(const void* record, std::uint64_t length) noexcept {
-  constexpr std::uint64_t kOuterHeaderBytes = 256;
-  return crc32c(record, std::min(length, kOuterHeaderBytes));
+  // Of bytes with their own CRC behind them the CRC is always the same.
+  constexpr std::uint64_t kBeforeItsCrc = kOuterHeaderBytes - sizeof(std::uint32_t);
+  return crc32c(record, std::min(length, kBeforeItsCrc));
 }
 
 void encode(const SegmentHeader& header, DiskBlock* out) noexcept {

@@ -158,10 +158,39 @@ TEST(a_log_of_another_version_is_refused_and_not_touched) {
   disk.log.reset();
   const std::string path = disk.options.folder + "/00000000.seg";
   std::string before = read_file(path);
-  before[8] = 2;  // the version
-  write_file(path, before);
-  CHECK(disk.try_open().find("another version") != std::string::npos);
-  CHECK(read_file(path) == before);
+  for (const int version : {1, 3}) {
+    before[8] = static_cast<char>(version);
+    write_file(path, before);
+    CHECK(disk.try_open().find("another version") != std::string::npos);
+    CHECK(read_file(path) == before);
+  }
+}
+
+// A put that was cut short behind the frame's header leaves in place what lies there from an
+// earlier generation: a sound record of the same key.
+TEST(a_frame_does_not_count_with_an_earlier_record_of_its_key_behind_it) {
+  Extent earlier(1);
+  const auto header = static_cast<std::uint32_t>(record_header_bytes(1));
+  earlier.bytes[header] ^= 1;
+  const std::uint32_t lengths[] = {earlier.length - header};
+  const RecordSpec spec{.key = Disk::key_of(1)};
+  CHECK_OK(seal_record(earlier.bytes, earlier.length, spec, lengths, 1));
+
+  Disk disk;
+  disk.open();
+  disk.put({1});
+  const std::string path = disk.options.folder + "/00000000.seg";
+  std::string found = read_file(path);  // closing would mark the frame as synced
+  disk.log.reset();
+  write_file(path, found);
+  disk.open();
+  CHECK(disk.load(1) == LoadStatus::kLoaded);
+  disk.log.reset();
+  std::memcpy(found.data() + kSegmentHeaderBytes + kFrameHeaderBytes, earlier.bytes,
+              earlier.length);
+  write_file(path, found);
+  disk.open();
+  CHECK(!disk.present(1));
 }
 
 TEST(garbage_is_left_alone_and_costs_nothing_but_itself) {

@@ -26,7 +26,7 @@
 
 namespace kvstrata {
 
-inline constexpr std::uint16_t kDiskVersion = 1;
+inline constexpr std::uint16_t kDiskVersion = 2;
 inline constexpr std::uint64_t kFrameHeaderBytes = kFileBlockBytes;
 inline constexpr std::uint64_t kSegmentHeaderBytes = kFileBlockBytes;
 
@@ -80,8 +80,8 @@ struct FrameHeader {
   }
 };
 
-// CRC32C of the outer header, or of the whole where it is shorter; that header has the payload's
-// CRC.
+// CRC32C of the outer header up to its own CRC, or of the whole where that is shorter; that header
+// has the payload's CRC.
 std::uint32_t head_crc_of(const void* record, std::uint64_t length) noexcept;
 
 inline constexpr std::size_t kTombstonesOfFrame = 123;
