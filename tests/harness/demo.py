@@ -34,6 +34,7 @@ if __package__ in (None, ""):
 
 from tests.harness import remotes, vllm_env, vllm_model
 from tests.harness.child import Child, ChildEnded, ChildError
+from tests.harness.daemon import Unavailable
 from tests.harness.server_process import ServerFailed, ServerProcess, sweep
 from tests.harness.vllm_run import VllmFailed, VllmProcess
 
@@ -510,7 +511,7 @@ def main() -> int:
             say(f"WRONG: {wrong}")
             status = 1
         except (
-            ServerFailed, VllmFailed, ChildEnded, ChildError, vllm_env.Unavailable, *remotes.Unavailable
+            ServerFailed, VllmFailed, ChildEnded, ChildError, vllm_env.Unavailable, Unavailable
         ) as error:  # fmt: skip
             say(f"FAILED: {error}")
             status = 2

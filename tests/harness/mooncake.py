@@ -10,25 +10,21 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
-import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from tests.harness import child, fetch_debian, provision
+from tests.harness.daemon import Daemon, Unavailable
 from tests.harness.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
 
 REQUIREMENT = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 LIBRARIES = ("libcurl4", "libibverbs1", "libnuma1")
 COMPLETE = ".complete"
-READY_S = 30.0
-PORT_ATTEMPTS = 5
 INSTALL = f"to install: pip install {REQUIREMENT} && sudo apt-get install -y {' '.join(LIBRARIES)}"
 
 # As people write it, for a machine with an RDMA network card.
@@ -39,10 +35,6 @@ PUBLISHED = (
     '"master_server_addr":"localhost:50051","protocol":"rdma","rdma_devices":"mlx5_0",'
     '"global_segment_size":"3221225472"}\''
 )
-
-
-class Unavailable(Exception):
-    """Mooncake cannot be had here; the message says why and which line installs it."""
 
 
 def ensure() -> Path:
@@ -86,38 +78,17 @@ def environment() -> dict[str, str]:
     return variables
 
 
-def free_port() -> int:
-    """A port of the loopback that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class Master:
-    """A `mooncake_master` with its HTTP metadata server, on ports of its own that stay the same over restarts."""
+class Master(Daemon):
+    """A `mooncake_master` with its HTTP metadata server."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
-        self._log = folder / "mooncake_master.log"
         self._flags = flags
-        self._process: subprocess.Popen[bytes] | None = None
-        for attempt in range(PORT_ATTEMPTS):
-            self.port, self._http_port, self._admin_port = free_port(), free_port(), free_port()
-            try:
-                self.start()
-                return
-            except Unavailable:  # somebody else took a port meanwhile
-                if attempt == PORT_ATTEMPTS - 1:
-                    raise
-
-    @property
-    def address(self) -> str:
-        """`master_server_addr`."""
-        return f"127.0.0.1:{self.port}"
+        super().__init__(folder / "mooncake_master.log", 3)
 
     @property
     def metadata_server(self) -> str:
         """Its own."""
-        return f"http://127.0.0.1:{self._http_port}/metadata"
+        return f"http://127.0.0.1:{self.ports[1]}/metadata"
 
     def setup(self, **more: Any) -> dict[str, Any]:
         """Mooncake's part of an adapter's entry: a client that lends no memory."""
@@ -130,32 +101,16 @@ class Master:
             **more,
         }
 
-    def start(self) -> None:
-        """Start it (again) and wait until it answers. Raises Unavailable when it ends instead."""
+    def _command(self) -> tuple[Sequence[str], Mapping[str, str] | None]:
+        rpc_port, http_port, admin_port = self.ports
         command = [
             *(str(ensure() / "mooncake" / "mooncake_master"), "--logtostderr=true"),
-            *("--rpc_address=127.0.0.1", f"--rpc_port={self.port}"),
-            *("--metrics_host=127.0.0.1", f"--metrics_port={self._admin_port}"),
+            *("--rpc_address=127.0.0.1", f"--rpc_port={rpc_port}"),
+            *("--metrics_host=127.0.0.1", f"--metrics_port={admin_port}"),
             *("--enable_http_metadata_server=true", "--http_metadata_server_host=127.0.0.1"),
-            *(f"--http_metadata_server_port={self._http_port}", *self._flags),
+            *(f"--http_metadata_server_port={http_port}", *self._flags),
         ]
-        with open(self._log, "ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment(),
-                start_new_session=True,
-            )
-        deadline_s = time.monotonic() + READY_S
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline_s:
-                self.kill()
-                raise Unavailable(
-                    f"the master did not start:\n{self._log.read_text(errors='replace')[-4000:]}"
-                )
-            time.sleep(0.02)
+        return command, environment()
 
     def _answers(self) -> bool:
         try:
@@ -167,32 +122,8 @@ class Master:
 
     def names(self) -> set[str]:
         """Of all objects."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._admin_port}/get_all_keys", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[2]}/get_all_keys", timeout=10) as reply:
             return set(reply.read().decode().split())
-
-    def kill(self) -> None:
-        """SIGKILL, and wait for its end. Idempotent."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-
-    def freeze(self) -> None:
-        """SIGSTOP."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """SIGCONT."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.kill()
 
 
 class Holder:

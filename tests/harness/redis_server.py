@@ -10,14 +10,10 @@ import datetime
 import ipaddress
 import os
 import shutil
-import signal
-import socket
-import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import redis
 from cryptography import x509
@@ -25,15 +21,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.harness import fetch_debian
+from tests.harness.daemon import Daemon, Unavailable
 
-READY_S = 30.0
-PORT_ATTEMPTS = 5
+CLUSTER_S = 30.0
 PACKAGE = "redis-server"
 SLOTS = 1 << 14
-
-
-class Unavailable(Exception):
-    """There is no Redis here; the message says why and which line installs it."""
 
 
 def ensure() -> tuple[str, dict[str, str]]:
@@ -48,14 +40,7 @@ def ensure() -> tuple[str, dict[str, str]]:
         return installed, dict(os.environ)
 
 
-def free_port() -> int:
-    """A port of the loopback that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class RedisServer:
+class RedisServer(Daemon):
     """One server, whose ports stay the same over restarts; it keeps nothing unless `flags` say so.
 
     `tls`: a folder of `certificates`; then the port speaks TLS only.
@@ -63,24 +48,24 @@ class RedisServer:
 
     def __init__(self, folder: Path, *flags: str, tls: Path | None = None, password: str = "") -> None:
         self.folder = folder
-        self.log = folder / "redis.log"
         self.tls = tls
         self.password = password
         self._flags = flags
-        self._process: subprocess.Popen[bytes] | None = None
         folder.mkdir(parents=True, exist_ok=True)
-        for attempt in range(PORT_ATTEMPTS):
-            self.port, self.bus_port = free_port(), free_port()
-            try:
-                self.start()
-                return
-            except Unavailable:  # somebody else took a port meanwhile
-                if attempt == PORT_ATTEMPTS - 1:
-                    raise
+        super().__init__(folder / "redis.log", 2)
 
-    def _command(self, program: str) -> list[str]:
+    @property
+    def bus_port(self) -> int:
+        """For the other nodes of a cluster."""
+        return self.ports[1]
+
+    def _command(self) -> tuple[Sequence[str], Mapping[str, str] | None]:
+        program, environment = ensure()
+        return [program, *self._arguments()], environment
+
+    def _arguments(self) -> list[str]:
         command = [
-            *(program, "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""),
+            *("--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""),
             *("--cluster-port", str(self.bus_port), "--repl-diskless-sync-delay", "0"),
         ]
         if self.password:
@@ -98,29 +83,13 @@ class RedisServer:
             *("--tls-ca-cert-file", str(self.tls / "ca.crt"), *self._flags),
         ]
 
-    def start(self) -> None:
-        """Start it (again) and wait until it answers. Raises Unavailable when it ends instead."""
-        program, environment = ensure()
-        with open(self.log, "ab") as log:
-            self._process = subprocess.Popen(
-                self._command(program),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-            )
-        deadline_s = time.monotonic() + READY_S
-        while True:
-            with contextlib.suppress(redis.ConnectionError, redis.TimeoutError), self.client() as client:
+    def _answers(self) -> bool:
+        try:
+            with self.client() as client:
                 client.ping()
-                return
-            if self._process.poll() is not None or time.monotonic() > deadline_s:
-                self.kill()
-                raise Unavailable(
-                    f"redis-server did not start:\n{self.log.read_text(errors='replace')[-4000:]}"
-                )
-            time.sleep(0.01)
+        except (redis.ConnectionError, redis.TimeoutError):
+            return False
+        return True
 
     def client(self) -> redis.Redis:
         """Another client than ours. The caller closes it."""
@@ -131,44 +100,16 @@ class RedisServer:
             "127.0.0.1",
             self.port,
             password=self.password or None,
-            socket_timeout=READY_S,
+            socket_timeout=self.ready_s,
             retry=retry,
             **tls,
         )
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
 
     def entry(self, **more: Any) -> dict[str, Any]:
         """An adapter's entry for it."""
         tls = {} if self.tls is None else {"tls_enable": True, "tls_ca_file": str(self.tls / "ca.crt")}
         password = {"password": self.password} if self.password else {}
         return {"type": "resp", "host": "127.0.0.1", "port": self.port, **tls, **password, **more}
-
-    def kill(self) -> None:
-        """SIGKILL, and wait for its end. Idempotent."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-
-    def freeze(self) -> None:
-        """SIGSTOP."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """SIGCONT."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.kill()
 
 
 class Sentinel(RedisServer):
@@ -178,14 +119,14 @@ class Sentinel(RedisServer):
         self._master = master
         super().__init__(folder)
 
-    def _command(self, program: str) -> list[str]:
+    def _arguments(self) -> list[str]:
         configuration = self.folder / "sentinel.conf"
         configuration.write_text(
             f"bind 127.0.0.1\nport {self.port}\ndir {self.folder}\n"
             f"sentinel monitor mymaster 127.0.0.1 {self._master.port} 1\n"
             "sentinel down-after-milliseconds mymaster 300\nsentinel failover-timeout mymaster 2000\n"
         )
-        return [program, str(configuration), "--sentinel"]
+        return [str(configuration), "--sentinel"]
 
 
 @contextlib.contextmanager
@@ -201,7 +142,7 @@ def cluster(folder: Path, count: int = 3) -> Iterator[list[RedisServer]]:
             client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, end - 1)
         for node in nodes[1:]:
             clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, node.bus_port)
-        deadline_s = time.monotonic() + READY_S
+        deadline_s = time.monotonic() + CLUSTER_S
         while not all(_is_whole(client, count) for client in clients):
             assert time.monotonic() < deadline_s, "the cluster does not come together"
             time.sleep(0.02)

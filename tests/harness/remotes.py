@@ -11,16 +11,13 @@ from typing import Any
 from tests.harness import mooncake, redis_server, s3_server
 
 NAMES = ("mooncake", "redis", "s3")
-Unavailable = (mooncake.Unavailable, redis_server.Unavailable)
-"""A server cannot be had here; the message says why and which line installs it."""
-
 Tier = tuple[dict[str, Any], dict[str, str]]
 """An entry for --l2-adapter, and the environment of the process that gets it."""
 
 
 @contextlib.contextmanager
 def tier(name: str, folder: Path) -> Iterator[Tier]:
-    """The servers of one kind. Raises one of Unavailable."""
+    """The servers of one kind. Raises daemon.Unavailable."""
     if name == "mooncake":
         with mooncake.cluster(folder, segment_mb=512) as (master, _):
             yield {"type": "mooncake_store", **master.setup()}, {**os.environ, **mooncake.environment()}

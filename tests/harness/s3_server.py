@@ -5,37 +5,31 @@ It keeps objects in its memory, enforces conditional puts, and checks no credent
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from tests.harness.mooncake import free_port
+from tests.harness.daemon import Daemon
 
-READY_S = 60.0
 BUCKET = "kv-test"
 ACCESS_KEY, SECRET_KEY = "AKIATESTTESTTESTTEST", "a-secret-that-nobody-may-see"
 
 
-class S3Server:
-    """`start`, `kill`, `freeze`, `thaw`, any number of times, on one port; killed, it forgets everything."""
+class S3Server(Daemon):
+    """Killed, it forgets everything; started again, it has the bucket."""
+
+    ready_s = 60.0
 
     def __init__(self, folder: Path) -> None:
-        self._log = folder / "s3_server.log"
-        self.port = free_port()
-        self._process: subprocess.Popen[bytes] | None = None
-        self.start()
+        super().__init__(folder / "s3_server.log", 1)
 
     @property
     def endpoint(self) -> str:
         """Its URL."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.address}"
 
     def entry(self, prefix: str = "kv", **more: Any) -> dict[str, Any]:
         """An entry of `l2_adapters`."""
@@ -50,46 +44,13 @@ class S3Server:
             **more,
         }
 
-    def start(self) -> None:
-        """Start it, make the bucket, and wait until it answers."""
-        with open(self._log, "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-        deadline_s = time.monotonic() + READY_S
-        while True:
-            try:
-                request = urllib.request.Request(f"{self.endpoint}/{BUCKET}", method="PUT")
-                urllib.request.urlopen(request, timeout=READY_S).read()
-                return
-            except (urllib.error.URLError, ConnectionError):
-                assert self._process.poll() is None, self._log.read_text()[-2000:]
-                assert time.monotonic() < deadline_s, self._log.read_text()[-2000:]
-                time.sleep(0.05)
+    def _command(self) -> tuple[Sequence[str], Mapping[str, str] | None]:
+        return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)], None
 
-    def kill(self) -> None:
-        """SIGKILL, and wait for its end."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-
-    def freeze(self) -> None:
-        """SIGSTOP."""
-        assert self._process is not None
-        os.kill(self._process.pid, signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """SIGCONT."""
-        assert self._process is not None
-        os.kill(self._process.pid, signal.SIGCONT)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.kill()
+    def _answers(self) -> bool:
+        try:
+            request = urllib.request.Request(f"{self.endpoint}/{BUCKET}", method="PUT")
+            urllib.request.urlopen(request, timeout=self.ready_s).read()
+        except (urllib.error.URLError, ConnectionError):
+            return False
+        return True

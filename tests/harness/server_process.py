@@ -11,7 +11,6 @@ import re
 import secrets
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from tests.harness.daemon import Spawned
 
 READY_S = 30.0
 L2_GB = 4
@@ -39,7 +40,7 @@ class ServerFailed(Exception):
     """The server did not become ready; the message holds the end of its log."""
 
 
-class ServerProcess:
+class ServerProcess(Spawned):
     """`start`, `kill`, `freeze`, `thaw`, `stop`, any number of times; `close` leaves nothing behind.
 
     `folder` receives the log and the L2 directory; the caller owns and removes it.  The socket directory is made
@@ -67,7 +68,6 @@ class ServerProcess:
         self.port = 0
         self._python = python
         self.ready: dict[str, Any] = {}
-        self._process: subprocess.Popen[bytes] | None = None
         self._environment = dict(os.environ if environment is None else environment)
         self._environment["KVSTRATA_L1_SEGMENT_DIR"] = str(self.segment_dir)
         self._environment["XDG_CACHE_HOME"] = str(folder / "cache")
@@ -118,24 +118,6 @@ class ServerProcess:
         self.port = self.ready["port"]
         return self.ready
 
-    @property
-    def pid(self) -> int:
-        """Of the process started last."""
-        assert self._process is not None
-        return self._process.pid
-
-    def signal(self, number: int) -> None:
-        """Send it a signal."""
-        os.kill(self.pid, number)
-
-    def freeze(self) -> None:
-        """SIGSTOP."""
-        self.signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """SIGCONT."""
-        self.signal(signal.SIGCONT)
-
     def halted(self) -> bool:
         """Whether it does not run: it ended, or was stopped by a signal (of ours or its own)."""
         try:
@@ -143,12 +125,6 @@ class ServerProcess:
         except FileNotFoundError:
             return True
         return state in "TZ"
-
-    def kill(self) -> None:
-        """SIGKILL, and wait for its end."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
 
     def stop(self) -> int:
         """SIGTERM, and wait for its end; the exit status."""
@@ -176,9 +152,8 @@ class ServerProcess:
 
     def close(self) -> None:
         """Kill it and remove its sockets and its segment. Idempotent."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        if self._process is not None:
+            self.kill()
         self.wipe_segment()
         shutil.rmtree(self.socket_dir, ignore_errors=True)
 

@@ -20,9 +20,9 @@ from kvstrata.memory.paths import HOLDER_SOCKET
 from kvstrata.memory.segment import HOSTS_BYTE
 from kvstrata.types import KEY_BYTES
 from tests.harness.bad_adapter import entry_of
+from tests.harness.l2_load import check_and_release, clear_l1
 from tests.harness.rpc_client import HANG_S, RpcClient, chain_of, until
 from tests.harness.server_process import ServerFailed, ServerProcess
-from tests.integration.test_server_l2 import check_and_release, clear_l1
 
 pytestmark = pytest.mark.integration
 

@@ -28,9 +28,9 @@ from kvstrata.errors import StorageError
 from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus
 from kvstrata.storage.fs import FsAdapter, FsSettings
 from kvstrata.testing.strategies import key_of, load_item, loaded_payload, payload_of, put_item, watched
+from tests.harness.l2_load import check_and_release, clear_all, stored, until_stored
 from tests.harness.rpc_client import RpcClient
 from tests.harness.server_process import ServerFailed, ServerProcess
-from tests.integration.test_server_l2 import check_and_release, clear_all, stored, until_stored
 
 pytestmark = pytest.mark.integration
 

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from tests.harness import mooncake
+from tests.harness.daemon import free_port
+from tests.harness.l2_load import Load, check_and_release, clear_l1, stored, until_stored
 from tests.harness.rpc_client import RpcClient, chain_of, until
 from tests.harness.server_process import ServerFailed, ServerProcess
 from tests.integration.test_adapter_host import until_gone
-from tests.integration.test_server_l2 import check_and_release, clear_l1, stored, until_stored
 
 pytestmark = pytest.mark.integration
 
@@ -139,38 +140,6 @@ def test_options_of_puts_are_mooncakes_own(
 QUICK = {"deadline_ms": 500, "host_kill_ms": 1_500}
 
 
-class Load:
-    """One prompt after the other is stored and looked up; whatever is served must be right byte for byte."""
-
-    def __init__(self, client: RpcClient) -> None:
-        self.client = client
-        self.identity = client.identify()
-        self.number = 0
-
-    def step(self) -> int:
-        """Store a new prompt and ask for it again from L2; the chunks that came from there."""
-        self.number += 1
-        chain = chain_of(self.identity.root, 3, first_token=self.number * 10_000)
-        self.client.store(self.identity, chain)
-        reply = self.client.lookup(self.identity.identity_id, chain, deadline_ms=5_000)
-        assert reply.l1_chunks == 3, "what L1 has is served"
-        check_and_release(self.client, reply, chain)
-        until_stored(self.client)
-        clear_l1(self.client)
-        return self.served(chain)
-
-    def served(self, chain: bytes) -> int:
-        """The chunks of a prompt that come from L2."""
-        reply = self.client.lookup(self.identity.identity_id, chain, deadline_ms=5_000)
-        check_and_release(self.client, reply, chain)
-        self.client.ping([])
-        return reply.l2_chunks
-
-    def until_served(self) -> None:
-        """The tier works (again)."""
-        until(self.client, lambda status: self.step() == 3)
-
-
 def test_a_master_killed_and_restarted_costs_misses_and_comes_back(
     master: mooncake.Master, holder: mooncake.Holder, start: Starter
 ) -> None:
@@ -275,13 +244,13 @@ def test_a_value_that_is_not_ours_is_removed_and_healed(
     server.start()
     with RpcClient(server.socket_dir) as client:
         load = Load(client)
-        assert load.served(chain) == 0
+        assert load.served(chain) == (0, 0)
 
         def healed(_: dict[str, Any]) -> bool:
             client.store(load.identity, chain)
             until_stored(client)
             clear_l1(client)
-            return load.served(chain) == 3
+            return load.served(chain) == (0, 3)
 
         until(client, healed)
 
@@ -303,7 +272,7 @@ def test_a_full_store_is_asked_again_later_and_harms_nothing(
 def test_a_master_that_is_down_at_the_start_is_named(
     mooncake_environment: dict[str, str], start: Starter
 ) -> None:
-    address = f"127.0.0.1:{mooncake.free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     setup = {"local_hostname": "127.0.0.1", "metadata_server": "P2PHANDSHAKE", "master_server_addr": address}
     with pytest.raises(ServerFailed, match=f"master_server_addr: nothing can be reached at {address}"):
         start(setup)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvstrata.rpc import wire
+from tests.harness.l2_load import check_and_release, clear_l1, stored, until_stored
 from tests.harness.rpc_client import RpcClient, until
 from tests.harness.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from tests.harness.server_process import ServerFailed, ServerProcess
-from tests.integration.test_server_l2 import check_and_release, clear_l1, stored, until_stored
 
 pytestmark = pytest.mark.integration
 

@@ -10,15 +10,21 @@ from typing import Any
 
 import pytest
 
+from tests.harness.l2_load import (
+    N_CHUNKS,
+    Load,
+    check_and_release,
+    clear_l1,
+    stored,
+    until_stored,
+)
 from tests.harness.redis_server import RedisServer, Sentinel, cluster
-from tests.harness.rpc_client import RpcClient, chain_of, until
+from tests.harness.rpc_client import RpcClient, until
 from tests.harness.server_process import ServerProcess
-from tests.integration.test_server_l2 import check_and_release, clear_l1, stored, until_stored
 
 pytestmark = pytest.mark.integration
 
 Starter = Callable[..., ServerProcess]
-N_CHUNKS = 3
 QUICK = {"deadline_ms": 500, "connection_timeout": 0.3}
 
 
@@ -43,41 +49,6 @@ def start(tmp_path: Path) -> Iterator[Starter]:
     yield starter
     for process in started:
         process.close()
-
-
-class Load:
-    """One prompt after the other is stored and looked up; whatever is served must be right byte for byte."""
-
-    def __init__(self, client: RpcClient) -> None:
-        self.client = client
-        self.identity = client.identify()
-        self.number = 0
-
-    def prompt(self) -> bytes:
-        """Store a new one."""
-        self.number += 1
-        chain = chain_of(self.identity.root, N_CHUNKS, first_token=self.number * 10_000)
-        self.client.store(self.identity, chain)
-        return chain
-
-    def served(self, chain: bytes) -> tuple[int, int]:
-        """Its chunks that come from L1 and from L2."""
-        reply = self.client.lookup(self.identity.identity_id, chain, deadline_ms=5_000)
-        check_and_release(self.client, reply, chain)
-        self.client.ping([])
-        return reply.l1_chunks, reply.l2_chunks
-
-    def step(self) -> int:
-        """Store a prompt and ask for it in L1 and then in L2; the chunks that came from there."""
-        chain = self.prompt()
-        assert self.served(chain) == (N_CHUNKS, 0), "what L1 has is served whatever L2 does"
-        until_stored(self.client)
-        clear_l1(self.client)
-        return self.served(chain)[1]
-
-    def until_served(self) -> None:
-        """The tier works (again)."""
-        until(self.client, lambda status: self.step() == N_CHUNKS)
 
 
 def outcomes(client: RpcClient) -> dict[str, int]:

@@ -24,6 +24,14 @@ from kvstrata.native.hashing import storage_keys
 from kvstrata.rpc import wire
 from kvstrata.types import KEY_BYTES, Extent, unpack_extents
 from tests.harness.codec_records import soft_payload
+from tests.harness.l2_load import (
+    check_and_release,
+    check_bytes,
+    clear_all,
+    clear_l1,
+    stored,
+    until_stored,
+)
 from tests.harness.rpc_client import (
     CHUNK_TOKENS,
     HANG_S,
@@ -34,7 +42,6 @@ from tests.harness.rpc_client import (
     chain_of,
     keys_of,
     layout,
-    payload,
     until,
 )
 from tests.harness.server_process import ServerProcess
@@ -67,50 +74,6 @@ def faulty(tmp_path: Path, *faults: str, **common: Any) -> dict[str, Any]:
     """An `fs` adapter all of whose operations go wrong."""
     inner = {"type": "fs", "base_path": str(tmp_path / "faulty"), "capacity_gb": 1}
     return {"type": "fault_inject", "inner": inner, "rate": 1.0, "seed": 1, "faults": list(faults), **common}
-
-
-def until_stored(client: RpcClient) -> None:
-    """Until nothing waits for a put."""
-
-    def quiet(status: dict[str, Any]) -> bool:
-        [adapter] = status["l2_store"]["adapters"].values()
-        return not (adapter["queued"] or adapter["in_flight"] or adapter["retrying"])
-
-    until(client, quiet)
-
-
-def clear_l1(client: RpcClient) -> int:
-    return client.ask(wire.Clear(client.session, client.next_seq(), wire.Tier.L1), wire.Ok).count
-
-
-def clear_all(client: RpcClient, n_chunks: int) -> None:
-    """Clear L1 until so many chunks have left: a put that has ended may hold its bytes a moment longer."""
-    cleared = 0
-
-    def no_more(_: dict[str, Any]) -> bool:
-        nonlocal cleared
-        cleared += clear_l1(client)
-        return cleared >= n_chunks
-
-    until(client, no_more)
-
-
-def check_bytes(client: RpcClient, reply: wire.LookupReply, chain: bytes) -> None:
-    for extent, key in zip(unpack_extents(reply.extents), keys_of(chain), strict=False):
-        assert client.read(extent) == payload(key)
-
-
-def check_and_release(client: RpcClient, reply: wire.LookupReply, chain: bytes) -> None:
-    check_bytes(client, reply, chain)
-    client.release([(client.session, reply.seq)])
-
-
-def stored(client: RpcClient, n_chunks: int) -> tuple[wire.IdentifyReply, bytes]:
-    """A prompt that is in L1, and on its way to L2."""
-    identity = client.identify()
-    chain = chain_of(identity.root, n_chunks)
-    client.store(identity, chain)
-    return identity, chain
 
 
 def test_what_left_l1_comes_back_from_l2_in_one_reply(start: Callable[..., ServerProcess]) -> None:

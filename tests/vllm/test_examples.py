@@ -16,6 +16,7 @@ import pytest
 
 from tests.harness import redis_server, vllm_env
 from tests.harness.cache_engine import eventually
+from tests.harness.daemon import free_port
 from tests.vllm.conftest import EXACT
 
 pytestmark = pytest.mark.vllm
@@ -27,7 +28,7 @@ DOCUMENTS, DOCUMENT_TOKENS = 2, 1_100
 def free_ports(count: int) -> int:
     """The first of so many ports in a row that nobody has now."""
     for _ in range(100):
-        first = redis_server.free_port()
+        first = free_port()
         with contextlib.ExitStack() as stack:
             try:
                 for port in range(first, first + count):
@@ -65,7 +66,7 @@ def test_the_second_engine_hits_what_the_first_put_to_redis(redis_folder, small_
         **{name: value for name, value in variables.items() if name == "LD_LIBRARY_PATH"},
         "PATH": ":".join(path),
         "FIRST_PORT": str(free_ports(6)),
-        "REDIS_PORT": str(redis_server.free_port()),
+        "REDIS_PORT": str(free_port()),
         "L1_GB": "0.1",
         "DOCUMENTS": str(DOCUMENTS),
         "DOCUMENT_TOKENS": str(DOCUMENT_TOKENS),
