@@ -53,7 +53,6 @@ struct DiskLog::Found {
   Segment* segment = nullptr;
   std::vector<Frame> chain;         // where there is no table
   std::vector<TableEntry> entries;  // of the table
-  bool is_cut = false;              // frames at its end do not count
 };
 
 Status DiskLog::open_file(const std::string& path, FileMode mode,
@@ -268,7 +267,6 @@ Status DiskLog::end_log(std::vector<Found>* found) {
       return frame.header.name.sequence > last;
     });
     if (cut == each.chain.end()) continue;
-    each.is_cut = true;
     Segment& segment = *each.segment;
     segment.end = std::uint64_t{cut->block} * kFileBlockBytes;
     each.chain.erase(cut, each.chain.end());
@@ -285,12 +283,10 @@ Status DiskLog::end_log(std::vector<Found>* found) {
 Status DiskLog::settle(std::vector<Found>* found) {
   for (const Found& each : *found) {
     Segment& segment = *each.segment;
-    const bool is_empty = segment.generation == 1 && segment.last == FrameName{};
-    if (each.is_cut || (!is_empty && !segment.tabled))
-      KVSTRATA_RETURN_IF_ERROR(segment.file->sync());
+    if (!segment.tabled) KVSTRATA_RETURN_IF_ERROR(segment.file->sync());
     // A file without a frame may be one whose name was never synced. If it comes back after all, it
-    // goes again then; what was cut off is gone for good by then.
-    if (is_empty) {
+    // goes again then; what was cut off, now or by a process that died over it, is gone for good.
+    if (segment.generation == 1 && segment.last == FrameName{}) {
       KVSTRATA_RETURN_IF_ERROR(files_.unlink(segment.path));
       total_bytes_ -= segment.length;
       segment.length = 0;

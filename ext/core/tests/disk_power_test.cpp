@@ -65,8 +65,9 @@ std::unique_ptr<Connector> open_large_log(FileLayer& files) {
 }
 
 // A torn frame is cut off, and the new segment that it began goes. A later frame takes its number,
-// and then the power cut brings the segment back: its frame must not pass for a synced one.
-TEST(a_frame_that_was_cut_off_does_not_come_back_with_its_segment) {
+// and then the power cut brings the segment back: its frame must not pass for a synced one. With
+// `dies`, the process that cuts the frame off dies before it has synced that.
+void check_cut_frame_stays_away(bool dies) {
   constexpr std::uint32_t kLong = 16 * 1024;  // does not fit into a segment behind a short one
   constexpr std::uint32_t kShort = 8 * 1024;
   unsigned torn = 0;
@@ -81,6 +82,13 @@ TEST(a_frame_that_was_cut_off_does_not_come_back_with_its_segment) {
     log.reset();
 
     auto after_cut = files->cut(Kept::kEverything, seed);
+    if (dies) {
+      after_cut->stop_at(after_cut->steps() + 4, seed);  // after two folders and the frame
+      log = make_large_log(*after_cut);
+      CHECK(!log->open({}).empty());
+      log.reset();
+      after_cut = after_cut->kill();
+    }
     log = open_large_log(*after_cut);
     ExistsItem found{.key = Disk::key_of(2)};
     log->exists(std::span(&found, 1));
@@ -102,6 +110,14 @@ TEST(a_frame_that_was_cut_off_does_not_come_back_with_its_segment) {
     after_second_cut->stop();
   }
   CHECK(torn > 20);
+}
+
+TEST(a_frame_that_was_cut_off_does_not_come_back_with_its_segment) {
+  check_cut_frame_stays_away(false);
+}
+
+TEST(a_frame_does_not_come_back_after_a_death_while_it_was_cut_off) {
+  check_cut_frame_stays_away(true);
 }
 
 TEST(no_sync_can_be_left_out) {
