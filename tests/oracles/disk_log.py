@@ -39,6 +39,8 @@ def blocks(count: int) -> int:
 def read_segment(path: Path) -> list[Frame]:
     """The frames of one segment that count for themselves, whatever the others say."""
     data = path.read_bytes()
+    if len(data) < BLOCK:  # it is just being made
+        return []
     magic, version, flags, number, generation, length, _, zero, crc = SEGMENT.unpack_from(data)
     if (magic, version, flags, zero) != (b"KVSEGMNT", 2, 0, 0) or crc != crc32c(data[:44]):
         return []
