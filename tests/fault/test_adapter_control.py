@@ -757,6 +757,25 @@ def test_an_entry_is_shown_without_the_secrets_that_it_spells_out() -> None:
     assert given["password"] == "hunter2"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[(name, "hunter2") for name in (
+            "secret_access_key", "aws_session_token", "sse_customer_key_base64", "account_key", "sas_key",
+            "azure_storage_account_key", "azure_storage_sas_key", "client_secret", "service_account_key",
+            "google_service_account_key", "bearer_token",
+        )],
+        ("proxy_url", "http://me:hunter2@proxy:3128"),
+        ("endpoint", "https://:hunter2@host"),
+    ],
+)  # fmt: skip
+def test_no_secret_of_an_object_store_is_shown(name: str, value: str) -> None:
+    public, left_out = shown({"type": "object_store", "url": "s3://bucket/kv", name: value, "max_retries": 3})
+    assert left_out == [name] and "hunter2" not in str(public)
+    for url in ("http://proxy:3128", "s3://bucket/a:b@c", "https://me@host"):
+        assert shown({"proxy_url": url, "key_prefix": "kv:"}) == ({"proxy_url": url, "key_prefix": "kv:"}, [])
+
+
 # -- all at the same time --------------------------------------------------------------------------------------
 
 

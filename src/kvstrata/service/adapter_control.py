@@ -60,9 +60,11 @@ ANSWER_S = 1.0
 BACKFILL_KEYS = 8
 """Chunks of L1 offered to an added adapter at a time."""
 SECRET = re.compile(
-    r"pass(word|wd|phrase)|secret|token|credential|(api|access|private|secret)_?key", re.IGNORECASE
+    r"pass(word|wd|phrase)|secret|token|credential|(api|access|private)_?key|key(_base64)?$", re.IGNORECASE
 )
 """Fields whose text is not shown."""
+SECRET_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]*@")
+"""Nor is a URL with a password."""
 REFERENCE = re.compile(r"_(file|path|env)$")
 """Fields that say where a secret is."""
 SECRET_LEFT_OUT = "*** left out ***"
@@ -464,7 +466,9 @@ def shown(entry: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             }
         if isinstance(value, list):
             return [public(one, name, f"{path}[{i}]") for i, one in enumerate(value)]
-        if isinstance(value, str) and value and SECRET.search(name) and not REFERENCE.search(name):
+        if not isinstance(value, str):
+            return value
+        if (value and SECRET.search(name) and not REFERENCE.search(name)) or SECRET_IN_URL.search(value):
             left_out.append(path)
             return SECRET_LEFT_OUT
         return value
