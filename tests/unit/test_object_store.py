@@ -16,6 +16,7 @@ import pytest
 
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.storage.base import (
+    NOT_THE_MEDIUM,
     Found,
     LoadOutcome,
     LoadStatus,
@@ -141,8 +142,8 @@ def adapter_at(endpoint: str, **more: Any) -> StorageAdapter:
 @pytest.mark.parametrize(
     ("status", "body", "outcome", "tries"),
     [
-        (503, b"<Error><Code>SlowDown</Code></Error>", PutOutcome(PutStatus.THROTTLED, "throttled"), 2),
-        (429, b"", PutOutcome(PutStatus.THROTTLED, "throttled"), 2),
+        (503, b"<Error><Code>SlowDown</Code></Error>", PutOutcome(PutStatus.THROTTLED, "slow_down"), 2),
+        (429, b"", PutOutcome(PutStatus.THROTTLED, "slow_down"), 2),
         (507, b"", PutOutcome(PutStatus.THROTTLED, "full"), 2),
         (403, b"<Error><Code>QuotaExceeded</Code></Error>", PutOutcome(PutStatus.THROTTLED, "full"), 1),
         (403, b"<Error><Code>AccessDenied</Code></Error>", PutOutcome(PutStatus.FAILED, "denied"), 1),
@@ -164,10 +165,12 @@ async def test_refused_puts_say_why_and_are_tried_again_where_it_helps(
     load = load_item(key_of(1), 1000)
     [loaded] = await adapter.load([load])
     watched(load).check()
-    assert loaded.status is LoadStatus.FAILED
+    assert loaded == LoadOutcome(LoadStatus.FAILED, outcome.reason)
     if status != 404:  # a HEAD of a missing bucket says no more than one of a missing object
         [found] = await adapter.exists([key_of(1)])
         assert found.presence is Presence.UNKNOWN
+        assert found.reason not in NOT_THE_MEDIUM, "it opens no breaker"
+    assert loaded.reason not in NOT_THE_MEDIUM, "it opens no breaker"
     await adapter.close()
     assert SECRET not in caplog.text
 

@@ -74,7 +74,7 @@ COUNTED_FOR_S = 600.0
 MAX_COUNTED = 100_000
 """Objects that `usage` lists; of more it tells so many, and what was put since."""
 NOTE_EVERY_S = 60.0
-CLOSED, THROTTLED = "closed", "throttled"
+CLOSED, THROTTLED, SLOW_DOWN = "closed", "throttled", "slow_down"
 
 
 class ObjectStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -458,7 +458,7 @@ class ObjectStoreAdapter(StorageAdapter):
         return reason
 
 
-_LATER = (THROTTLED, "full")
+_LATER = (SLOW_DOWN, "full")
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -483,7 +483,7 @@ def reason_of(error: Exception) -> str:
     if status := _STATUS.search(text):
         if status[1] == "507" or _FULL.search(text):
             return "full"
-        return {"503": THROTTLED, "429": THROTTLED}.get(status[1], "io")
+        return {"503": SLOW_DOWN, "429": SLOW_DOWN}.get(status[1], "io")
     if system := _OS_ERROR.search(text):
         words = {"28": "full", "122": "full", "30": "read_only", "13": "denied", "111": "unreachable"}
         return words.get(system[1], "io")
@@ -509,5 +509,5 @@ def _advice(error: Exception) -> str:
         "timeout": "does not answer in time; is the address right?",
         "read_only": "cannot be written",
         "full": "is full",
-        THROTTLED: "asks for fewer requests",
+        SLOW_DOWN: "asks for fewer requests",
     }.get(reason_of(error), "cannot be used")
