@@ -254,6 +254,12 @@ class EarlyRefusal:
             thread.join(WAIT_S)
 
 
+async def test_credentials_in_an_address_are_not_told() -> None:
+    with pytest.raises(StorageError, match=r"cannot be reached.* http://127\.0\.0\.1:9/bucket") as wrong:
+        await adapter_at(f"http://me:{SECRET}@127.0.0.1:9").open(lent_context(lambda key: None))
+    assert SECRET not in str(wrong.value)
+
+
 async def test_credentials_that_do_not_fit_end_the_start(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

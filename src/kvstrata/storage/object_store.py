@@ -465,6 +465,7 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _RANGE = re.compile(r"non-2xx status code: 416|InvalidRange|range was invalid", re.IGNORECASE)
 _FULL = re.compile(r"<Code>\w*(?:Quota|InsufficientStorage|StorageFull|CapacityExceeded)\w*</Code>")
 _QUERY = re.compile(r"\?\S*")
+_USER = re.compile(r"(?<=://)[^/@\s]*@")
 
 
 def path_of(key: bytes) -> str:
@@ -497,7 +498,7 @@ def plain(error: Exception) -> str:
     """What an error says, without bodies, queries and whatever else may hold credentials."""
     text = str(error).partition("\n\nDebug source")[0]
     code = _CODE.search(text)
-    text = _QUERY.sub("", text.partition("<")[0]).strip()
+    text = _USER.sub("", _QUERY.sub("", text.partition("<")[0])).strip()
     return f"{text[:300]}{' ' + code[1] if code else ''}"
 
 
