@@ -300,6 +300,27 @@ async def test_large_records_go_in_parts_and_come_back_whole(tmp_path: Path) -> 
     await adapter.close()
 
 
+async def test_a_store_is_listed_once_for_all_who_ask_how_much_it_has(tmp_path: Path) -> None:
+    entry = {"type": "object_store", "url": f"file://{tmp_path}", "per_op_workers": {"delete": 1}}
+    adapter = make_adapter(entry, 0)
+    assert isinstance(adapter, ObjectStoreAdapter)
+    await adapter.open(lent_context(lambda key: None))
+    await adapter.put([put_item(key_of(1), 1000)])
+    go_on = threading.Event()
+    blocked = adapter._lanes.submit(Lane.DELETE, lambda: go_on.wait(WAIT_S))
+    assert blocked is not None
+    asked = [asyncio.create_task(adapter.usage()) for _ in range(100)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    asked[0].cancel()
+    assert adapter._lanes.waiting(Lane.DELETE) <= 2, "the one that blocks, and a listing"
+    go_on.set()
+    await blocked
+    answers = await asyncio.gather(*asked[1:])
+    assert {usage.records for usage in answers} == {1}
+    await adapter.close()
+
+
 def somebody_elses(folder: Path) -> Path:
     foreign = folder / "ab" / "somebody-elses.kvc"
     foreign.parent.mkdir()

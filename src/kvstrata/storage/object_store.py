@@ -113,6 +113,8 @@ class ObjectStoreAdapter(StorageAdapter):
         self._running: set[asyncio.Task[Any]] = set()
         self._closed = True
         self._counting = threading.Lock()
+        self._listing: asyncio.Task[Usage] | None = None
+        """The one listing at a time, for all who ask."""
         self._usage = Usage(0, 0, 0)
         self._counted_s: float | None = None
         self._noted: dict[str, float] = {}
@@ -204,7 +206,9 @@ class ObjectStoreAdapter(StorageAdapter):
         """What a listing of at most MAX_COUNTED records found within COUNTED_FOR_S, and what this server did since."""
         if self._closed:
             return Usage(0, 0, 0)
-        return await self._own(self._in_lane(Lane.DELETE, self._count))
+        if self._listing is None or self._listing.done():
+            self._listing = self._start(self._in_lane(Lane.DELETE, self._count))
+        return await asyncio.shield(self._listing)
 
     def numbers(self) -> dict[str, int]:
         """Objects under our names that were no sound records, since the start."""
@@ -213,10 +217,13 @@ class ObjectStoreAdapter(StorageAdapter):
     # -- on the event loop ---------------------------------------------------------------------------------
 
     async def _own(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.shield(self._start(work))
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        return await asyncio.shield(task)
+        return task
 
     async def _all(self, works: list[Coroutine[Any, Any, T]]) -> list[T]:
         return list(await asyncio.gather(*works))
