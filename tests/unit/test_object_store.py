@@ -300,6 +300,22 @@ async def test_large_records_go_in_parts_and_come_back_whole(tmp_path: Path) -> 
     await adapter.close()
 
 
+@pytest.mark.parametrize("size", [1000, 17 << 20])
+async def test_what_the_library_should_not_raise_ends_the_hold_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    entry = {"type": "object_store", "url": f"file://{tmp_path}", "part_mb": 5}
+    adapter = make_adapter(entry, 0)
+    await adapter.open(lent_context(lambda key: None))
+    await adapter.put([put_item(key_of(1), size)])
+    monkeypatch.setattr("obstore.get", lambda *given, **more: 1 // 0)
+    item = load_item(key_of(1), size)
+    with pytest.raises(ZeroDivisionError):
+        await adapter.load([item])
+    watched(item).check()
+    await adapter.close()
+
+
 async def test_a_store_is_listed_once_for_all_who_ask_how_much_it_has(tmp_path: Path) -> None:
     entry = {"type": "object_store", "url": f"file://{tmp_path}", "per_op_workers": {"delete": 1}}
     adapter = make_adapter(entry, 0)

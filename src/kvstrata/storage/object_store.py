@@ -269,7 +269,9 @@ class ObjectStoreAdapter(StorageAdapter):
             return LoadOutcome(LoadStatus.FAILED, CLOSED if self._closed else "bad_item")
         length, step = item.hold.length, self.settings.part_bytes
         if length <= step:
-            done = self._lanes.submit(Lane.LOAD, lambda: self._judge(item, [self._read(item, 0, length)]))
+            done = self._lanes.submit(
+                Lane.LOAD, lambda: self._judge(item, lambda: [self._read(item, 0, length)])
+            )
             if done is not None:
                 return await done
         else:
@@ -279,8 +281,8 @@ class ObjectStoreAdapter(StorageAdapter):
                     self._in_lane(Lane.LOAD, functools.partial(self._read, item, at, min(at + step, length)))
                     for at in range(step, length, step)
                 ]
-                parts = list(await asyncio.gather(first, *rest))
-                return await self._in_lane(Lane.LOAD, lambda: self._judge(item, parts))
+                parts = list(await asyncio.gather(first, *rest, return_exceptions=True))
+                return await self._in_lane(Lane.LOAD, lambda: self._judge(item, lambda: parts))
         item.hold.drop()
         return LoadOutcome(LoadStatus.FAILED, THROTTLED)
 
@@ -367,9 +369,14 @@ class ObjectStoreAdapter(StorageAdapter):
             return _Part(LoadStatus.FAILED, self._note(error))
         return _Part(LoadStatus.LOADED, "", e_tag)
 
-    def _judge(self, item: LoadItem, parts: list[_Part]) -> LoadOutcome:
-        """What became of a record whose parts were read; a bad one is removed, and the hold ends."""
+    def _judge(self, item: LoadItem, read: Callable[[], Sequence[_Part | BaseException]]) -> LoadOutcome:
+        """What became of a record whose parts `read` reads; a bad one is removed, and the hold ends in any case."""
         try:
+            parts = []
+            for part in read():
+                if isinstance(part, BaseException):
+                    raise part
+                parts.append(part)
             for status in (LoadStatus.FAILED, LoadStatus.ABSENT, LoadStatus.CORRUPT):
                 for part in parts:
                     if part.status is status:
