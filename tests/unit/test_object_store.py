@@ -26,7 +26,7 @@ from kvstrata.storage.base import (
     StorageAdapter,
 )
 from kvstrata.storage.lanes import Lane
-from kvstrata.storage.object_store import MARKER, MARKER_TEXT, ObjectStoreAdapter
+from kvstrata.storage.object_store import MARKER, MARKER_TEXT, ObjectStoreAdapter, path_of
 from kvstrata.storage.registry import configure_adapter, make_adapter
 from kvstrata.testing.strategies import POISON, WAIT_S, key_of, lent_context, load_item, put_item, watched
 
@@ -313,6 +313,25 @@ async def test_what_the_library_should_not_raise_ends_the_hold_too(
     with pytest.raises(ZeroDivisionError):
         await adapter.load([item])
     watched(item).check()
+    await adapter.close()
+
+
+def lay(path: Path, length: int) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "wb") as file:
+        file.truncate(length)
+
+
+@pytest.mark.parametrize("length", [0, 511, 5 << 30])
+async def test_what_cannot_be_a_record_by_its_length_is_absent_and_replaced(
+    tmp_path: Path, length: int
+) -> None:
+    adapter = make_adapter({"type": "object_store", "url": f"file://{tmp_path}"}, 0)
+    await adapter.open(lent_context(lambda key: None))
+    await asyncio.to_thread(lay, tmp_path / path_of(key_of(1)), length)
+    assert await adapter.exists([key_of(1)]) == [Found(Presence.ABSENT)]
+    assert await adapter.put([put_item(key_of(1), 1000)]) == [PutOutcome(PutStatus.STORED)]
+    assert await adapter.load([load_item(key_of(1), 1000)]) == [LoadOutcome(LoadStatus.LOADED)]
     await adapter.close()
 
 

@@ -75,6 +75,8 @@ MAX_COUNTED = 100_000
 """Objects that `usage` lists; of more it tells so many, and what was put since."""
 NOTE_EVERY_S = 60.0
 CLOSED, THROTTLED, SLOW_DOWN = "closed", "throttled", "slow_down"
+LONGEST_BYTES = (1 << 32) - 1
+"""Of a record, by its header."""
 
 
 class ObjectStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -297,8 +299,9 @@ class ObjectStoreAdapter(StorageAdapter):
             return Found(Presence.ABSENT)
         except _ERRORS as error:
             return Found(Presence.UNKNOWN, 0, self._note(error))
-        # What is shorter than a record's headers is none; the next put replaces it.
-        return Found(Presence.PRESENT, size) if size >= HEAD_BYTES else Found(Presence.ABSENT)
+        if not HEAD_BYTES <= size <= LONGEST_BYTES:  # no record; the next put replaces it
+            return Found(Presence.ABSENT)
+        return Found(Presence.PRESENT, size)
 
     def _read_head(self, key: bytes) -> bytes:
         try:
