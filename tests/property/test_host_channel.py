@@ -130,6 +130,6 @@ def test_a_damaged_frame_is_read_as_some_answer_or_is_an_error_of_the_channel(
 
 
 def test_a_frame_of_the_server_is_no_answer() -> None:
-    for frame in (host_channel.bare(Kind.CLEAR, 1), host_channel.keyed(Kind.EXISTS, 1, [bytes(32)])):
+    for frame in (host_channel.bare(Kind.CLEAR, 1), host_channel.keyed(Kind.EXISTS, 1, bytes(32))):
         with pytest.raises(ChannelError):
             host_channel.read_answer(frame)

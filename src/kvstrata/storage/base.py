@@ -67,6 +67,14 @@ class Found(NamedTuple):
     reason: str = ""
 
 
+_PRESENCE = tuple(Presence)
+
+
+def found_of(presence: int, record_bytes: int, reason: str) -> Found:
+    """What native code says of a key."""
+    return Found(_PRESENCE[presence], record_bytes, reason)
+
+
 class PutStatus(enum.IntEnum):
     STORED = 0
     EXISTS = 1

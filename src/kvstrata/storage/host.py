@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import functools
 import logging
 import os
 import random
@@ -37,6 +38,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstrata.errors import ConfigError, StorageError
+from kvstrata.native.batches import pack_keys
 from kvstrata.storage import host_channel
 from kvstrata.storage.base import (
     AdapterContext,
@@ -216,9 +218,10 @@ class HostedAdapter(StorageAdapter):
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
         """As the adapter in the child."""
-        if any(len(key) != KEY_BYTES for key in keys):
+        try:
+            waits = self._ask_keys(Kind.EXISTS, keys)
+        except ValueError:  # a key of another length
             return [Found(Presence.UNKNOWN, 0, BAD_ITEM)] * len(keys)
-        waits = [self._ask_keys(Kind.EXISTS, part) for part in host_channel.parts_of(keys)]
         found: list[Found] = []
         for (future, why_not), part in zip(waits, host_channel.parts_of(keys), strict=True):
             found += await _outcome(future, [Found(Presence.UNKNOWN, 0, why_not or HOST_DIED)] * len(part))
@@ -243,8 +246,7 @@ class HostedAdapter(StorageAdapter):
 
     async def delete(self, keys: Sequence[bytes]) -> int:
         """As the adapter in the child; what it could not be asked counts as not there."""
-        keys = [key for key in keys if len(key) == KEY_BYTES]
-        waits = [self._ask_keys(Kind.DELETE, part) for part in host_channel.parts_of(keys)]
+        waits = self._ask_keys(Kind.DELETE, [key for key in keys if len(key) == KEY_BYTES])
         counts: list[int] = [await _outcome(future, 0) for future, _ in waits]
         return sum(counts)
 
@@ -332,8 +334,15 @@ class HostedAdapter(StorageAdapter):
             and hold.address == context.region_address + hold.offset
         )
 
-    def _ask_keys(self, kind: Kind, keys: Sequence[bytes]) -> tuple[asyncio.Future[Any] | None, str]:
-        return self._ask(kind, len(keys), [], lambda number: host_channel.keyed(kind, number, keys))
+    def _ask_keys(self, kind: Kind, keys: Sequence[bytes]) -> list[tuple[asyncio.Future[Any] | None, str]]:
+        """One of each part. Raises ValueError, and asks nothing, where a key has another length."""
+        packed = [pack_keys(part) for part in host_channel.parts_of(keys)]
+        return [
+            self._ask(
+                kind, len(part) // KEY_BYTES, [], functools.partial(host_channel.keyed, kind, keys=part)
+            )
+            for part in packed
+        ]
 
     def _ask_items(
         self, kind: Kind, items: Sequence[PutItem | LoadItem]

@@ -43,6 +43,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvstrata.errors import KvstrataError
+from kvstrata.native.batches import pack_found, read_found, split_keys
 from kvstrata.storage.base import (
     Capabilities,
     Counts,
@@ -51,17 +52,17 @@ from kvstrata.storage.base import (
     LoadOutcome,
     LoadStatus,
     PayloadKind,
-    Presence,
     PutItem,
     PutOutcome,
     PutStatus,
     Usage,
+    found_of,
 )
 from kvstrata.types import KEY_BYTES
 
 MAX_FRAME_BYTES = 64 << 10
-MAX_ITEMS = 1_000
-"""Per frame: that many outcomes with the longest reasons still fit."""
+MAX_ITEMS = 1_200
+"""Per frame: that many outcomes with the longest reasons still fit, and a lookup's 1,024 keys."""
 MAX_KINDS = 500
 """In a frame of KINDS."""
 KNOWN_KINDS = 4_096
@@ -72,12 +73,10 @@ MAX_FIELD_CHARS = 200
 _HEAD = struct.Struct("<BBHIQ")
 _ITEM = struct.Struct(f"<{KEY_BYTES}sQI")
 _KIND = struct.Struct("<64sH6I")
-_FOUND = struct.Struct("<BIB")
 _OUTCOME = struct.Struct("<BB")
 _COUNT = struct.Struct("<Q")
 _USAGE = struct.Struct("<QQQ")
 _DROPPED = 128
-_PRESENCE = {int(presence): presence for presence in Presence}
 
 
 class Kind(enum.IntEnum):
@@ -219,9 +218,9 @@ def configure(config: HostConfig) -> bytes:
     return frame
 
 
-def keyed(kind: Kind, number: int, keys: Sequence[bytes]) -> bytes:
-    """EXISTS or DELETE. REQUIRES at most MAX_ITEMS keys of 32 bytes."""
-    return _head(kind, len(keys), number) + b"".join(keys)
+def keyed(kind: Kind, number: int, keys: bytes) -> bytes:
+    """EXISTS or DELETE of packed keys (native.batches). REQUIRES at most MAX_ITEMS of them."""
+    return _head(kind, len(keys) // KEY_BYTES, number) + keys
 
 
 def moved(kind: Kind, number: int, items: Sequence[PutItem | LoadItem]) -> bytes:
@@ -256,7 +255,7 @@ def read_request(frame: bytes) -> Request:
     config = None
     kinds: list[tuple[bytes, PayloadKind | None]] = []
     if kind in (Kind.EXISTS, Kind.DELETE):
-        keys = [bytes(body[at : at + KEY_BYTES]) for at in range(0, len(body), KEY_BYTES)]
+        keys = split_keys(body)
     elif kind in (Kind.PUT, Kind.LOAD):
         items = [Item(*fields) for fields in _ITEM.iter_unpack(body)]
     elif kind is Kind.CONFIGURE:
@@ -288,14 +287,7 @@ def problem(kind: Kind, number: int, raised: BaseException) -> bytes:
 
 def found(number: int, outcomes: Sequence[Found]) -> bytes:
     """FOUND."""
-    head = _head(Kind.FOUND, len(outcomes), number)
-    if not any(reason for _, _, reason in outcomes):  # as nearly always: in a third of the time
-        return head + b"".join([_FOUND.pack(presence, length, 0) for presence, length, _ in outcomes])
-    parts = [head]
-    for presence, record_bytes, reason in outcomes:
-        word = _word(reason)
-        parts += (_FOUND.pack(presence, record_bytes, len(word)), word)
-    return b"".join(parts)
+    return _head(Kind.FOUND, len(outcomes), number) + pack_found(outcomes, _word)
 
 
 def ended(
@@ -351,7 +343,7 @@ def _read_answer(frame: bytes) -> Answer:
     if zero or zeros or count > MAX_ITEMS:
         raise ValueError("its head says what cannot be")
     if kind is Kind.FOUND:
-        return Answer(kind, number, outcomes=_read_found(body, count))
+        return Answer(kind, number, outcomes=read_found(body, count, MAX_REASON_BYTES, found_of))
     if kind is Kind.PUT_ENDED or kind is Kind.LOAD_ENDED:
         outcomes, gone = _read_outcomes(kind, body, count)
         return Answer(kind, number, outcomes=outcomes, dropped=gone)
@@ -360,7 +352,7 @@ def _read_answer(frame: bytes) -> Answer:
     if kind is Kind.EVICTED:
         if len(body) != count * KEY_BYTES:
             raise ValueError("keys are cut")
-        return Answer(kind, number, keys=[body[at : at + KEY_BYTES] for at in range(0, len(body), KEY_BYTES)])
+        return Answer(kind, number, keys=split_keys(body))
     if count:
         raise ValueError("its head counts items that it cannot have")
     if kind is Kind.COUNTED:
@@ -377,19 +369,6 @@ def _read_answer(frame: bytes) -> Answer:
     if kind is Kind.COUNTS:
         return Answer(kind, number, counts=_JSON_OF_COUNTS.decode(body))
     raise ValueError(f"{kind.name} is no answer")
-
-
-def _read_found(body: bytes, count: int) -> list[Found]:
-    if len(body) == count * _FOUND.size and not any(body[_FOUND.size - 1 :: _FOUND.size]):  # no reasons
-        return [Found(_PRESENCE[presence], length) for presence, length, _ in _FOUND.iter_unpack(body)]
-    outcomes, at = [], 0
-    for _ in range(count):
-        presence, record_bytes, length = _FOUND.unpack_from(body, at)
-        at += _FOUND.size
-        outcomes.append(Found(Presence(presence), record_bytes, _reason(body, at, length)))
-        at += length
-    _at_end(body, at)
-    return outcomes
 
 
 def _read_outcomes(kind: Kind, body: bytes, count: int) -> tuple[list[Any], list[int]]:

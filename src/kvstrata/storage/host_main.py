@@ -300,7 +300,7 @@ def _one_each(outcomes: Any, kind: type[Any], count: int) -> Sequence[Any]:
     if (
         isinstance(outcomes, (list, tuple))
         and len(outcomes) == count
-        and all(isinstance(outcome, kind) for outcome in outcomes)
+        and all(issubclass(found, kind) for found in set(map(type, outcomes)))
     ):
         return outcomes
     raise TypeError(

@@ -23,6 +23,7 @@ Not here: what a Mooncake option means.  Whatever is not one of our fields goes 
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import logging
 import re
@@ -36,6 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
 from kvstrata.errors import StorageError
+from kvstrata.native.batches import names_of
 from kvstrata.native.copying import CopyOutcome, RecordError, record_header, verify_stored_record
 from kvstrata.storage.base import (
     HEAD_BYTES,
@@ -327,12 +329,12 @@ class MooncakeAdapter(StorageAdapter):
     # --- in threads of the lanes -------------------------------------------------------------------------
 
     def _find(self, keys: Sequence[bytes]) -> list[Found]:
-        codes = self._store.batch_is_exist([KEY_PREFIX + digits for digits in map(bytes.hex, keys)])
+        codes = self._store.batch_is_exist(names_of(KEY_PREFIX, keys))
         known = self._known
         found: list[Found | None] = [*map(known.get, keys)]
         if codes.count(1) < len(codes):
             found = [answer if code == 1 else None for answer, code in zip(found, codes, strict=True)]
-        if None in found:
+        if not all(found):
             places = [place for place, answer in enumerate(found) if answer is None]
             self._ask_lengths([keys[place] for place in places if codes[place] == 1])
             for place in places:
@@ -459,7 +461,7 @@ class MooncakeAdapter(StorageAdapter):
             for key, length in lengths.items():
                 self._drop_known(key)
                 if length <= self._largest_bytes:
-                    self._known[key] = Found(Presence.PRESENT, length)
+                    self._known[key] = _present(length)
                     self._known_bytes += length
             while len(self._known) > KNOWN_LENGTHS:
                 self._drop_known(next(iter(self._known)))
@@ -477,6 +479,12 @@ class MooncakeAdapter(StorageAdapter):
 
 _ABSENT = Found(Presence.ABSENT)
 _LOADED = LoadOutcome(LoadStatus.LOADED)
+
+
+@functools.lru_cache(maxsize=64)
+def _present(record_bytes: int) -> Found:
+    """One for all records of a length, which nearly all have."""
+    return Found(Presence.PRESENT, record_bytes)
 
 
 def _put_outcome(code: int) -> PutOutcome:

@@ -31,6 +31,7 @@ from kvstrata.storage.base import (
     PutStatus,
     StorageAdapter,
     Usage,
+    found_of,
 )
 from kvstrata.storage.lanes import Lane, Lanes
 from kvstrata.types import KEY_BYTES
@@ -38,13 +39,8 @@ from kvstrata.types import KEY_BYTES
 log = logging.getLogger(__name__)
 
 BAD_ITEM = "bad_item"
-_PRESENCE = list(Presence)
 _PUT_STATUS = list(PutStatus)
 _LOAD_STATUS = list(LoadStatus)
-
-
-def _found(presence: int, record_bytes: int, reason: str) -> Found:
-    return Found(_PRESENCE[presence], record_bytes, reason)
 
 
 _Submit = Callable[[NativeLanes, "asyncio.Future[Any]"], bool]
@@ -102,10 +98,10 @@ class NativeAdapter(StorageAdapter):
             return [Found(Presence.UNKNOWN, 0, reason)] * len(keys)
         lane = self._lanes.number(Lane.LOOKUP)
         try:
-            if self._exists_is_quick and (found := self._connector.exists_now(keys, _found)) is not None:
+            if self._exists_is_quick and (found := self._connector.exists_now(keys, found_of)) is not None:
                 return found
             future = self._take(
-                lambda native, future: native.submit_exists(lane, self._connector, keys, _found, future)
+                lambda native, future: native.submit_exists(lane, self._connector, keys, found_of, future)
             )
         except ValueError:  # a key of another length
             return [Found(Presence.UNKNOWN, 0, BAD_ITEM)] * len(keys)
