@@ -331,6 +331,8 @@ async def test_every_operation_is_reported_however_it_ends() -> None:
     inner.load_outcome = LoadOutcome(LoadStatus.FAILED, "io")
     await adapter.load([load_item(key_of(1), SIZE)])
     await adapter.exists([key_of(1), key_of(2)])
+    inner.found = Found(Presence.UNKNOWN, 0, "io")
+    await adapter.exists([key_of(1), key_of(2)])
     await adapter.delete([key_of(1)])
     inner.raises = True
     with pytest.raises(ValueError, match="broken"):
@@ -344,6 +346,7 @@ async def test_every_operation_is_reported_however_it_ends() -> None:
         ("put", 3, 3 * record_length(SIZE), {"stored": 3}),
         ("load", 1, 0, {"failed:io": 1}),
         ("exists", 2, 0, {"present": 2}),
+        ("exists", 2, 0, {"unknown:io": 2}),
         ("delete", 1, 0, {"deleted": 1, "absent": 0}),
         ("delete", 1, 0, {"raised": 1}),
         ("exists", 1, 0, {"cancelled": 1}),

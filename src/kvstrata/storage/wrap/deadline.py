@@ -259,14 +259,15 @@ class DeadlineAdapter(StorageAdapter):
             return (
                 isinstance(outcomes, (list, tuple))
                 and len(outcomes) == len(asked)
-                and all(isinstance(outcome, kind) for outcome in outcomes)
+                and all(issubclass(found, kind) for found in set(map(type, outcomes)))
             )
 
         def went_well(outcomes: list[T]) -> bool:
             if not fits(outcomes):
                 return False
-            reasons = [why_not(outcome) for outcome in outcomes]
-            return not asked or any(reason is None or reason in NOT_THE_MEDIUM for reason in reasons)
+            return not asked or any(
+                reason is None or reason in NOT_THE_MEDIUM for reason in map(why_not, outcomes)
+            )
 
         outcomes = await self._in_time(operation, work, payload_bytes, went_well)
         if not fits(outcomes):
