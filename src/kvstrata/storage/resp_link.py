@@ -21,9 +21,10 @@ from collections.abc import Sequence
 
 BUFFER_BYTES = 1 << 16
 """Longest line of a peer."""
-MAX_BULK_BYTES = 1 << 24
+MAX_BULK_BYTES = 1 << 20
 """Longest value that `reply` takes; records are read by `read_into`."""
-MAX_ITEMS, MAX_DEPTH = 1 << 20, 8
+MAX_ARRAY_BYTES, ITEM_BYTES, MAX_DEPTH = 1 << 26, 64, 8
+"""An array with all that is in it, and what an item of it takes besides its bytes."""
 SOME_BUFFERS = 512
 """Buffers of one system call, below the kernel's limit of 1024."""
 SHOWN_BYTES = 60
@@ -71,6 +72,8 @@ class Link:
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._begin = self._end = 0
+        self._array_bytes = 0
+        """Of the array that is being read."""
 
     def close(self) -> None:
         """Idempotent."""
@@ -108,6 +111,8 @@ class Link:
     def reply(self, depth: int = 0) -> Reply:
         """The next reply. Raises LinkLost."""
         line = self._line()
+        if depth:
+            self._count_item(line, len(line))
         kind, rest = line[:1], line[1:]
         if kind == b":":
             return _number(line)
@@ -121,6 +126,8 @@ class Link:
                 return None
             if length > MAX_BULK_BYTES:
                 raise _strange(line)
+            if depth:
+                self._count_item(line, length)
             value = bytearray(length)
             self.read_into(memoryview(value))
             return bytes(value)
@@ -128,10 +135,17 @@ class Link:
             count = _number(line)
             if count < 0:
                 return None
-            if count > MAX_ITEMS or depth >= MAX_DEPTH:
+            if depth >= MAX_DEPTH:
                 raise _strange(line)
+            if not depth:
+                self._array_bytes = 0
             return [self.reply(depth + 1) for _ in range(count)]
         raise _strange(line)
+
+    def _count_item(self, line: bytes, length: int) -> None:
+        self._array_bytes += length + ITEM_BYTES
+        if self._array_bytes > MAX_ARRAY_BYTES:
+            raise _strange(line)
 
     def value_length(self) -> int | ServerError | None:
         """Of a reply that is a value: its length, and `read_into` or `skip` must follow; or that there is none."""
