@@ -466,6 +466,7 @@ class RespAdapter(StorageAdapter):
         `weights`: about how many bytes go there and back.  What was not answered is LinkLost.
         """
         answers: list[Answer] = [LinkLost("lost", "not asked")] * len(keys)
+        clustered = self.settings.servers.cluster
         names = [self._name_of(key) for key in keys]
         weights = weights or [SHORT_BYTES] * len(keys)
         deadline_s = self._deadline_s(sum(weights))
@@ -487,7 +488,12 @@ class RespAdapter(StorageAdapter):
                         answers[i] = lost
                 for i in places:
                     answer = answers[i]
-                    if isinstance(answer, ServerError) and (target := _directed(answer, address)):
+                    # Elsewhere nobody sends us on: the password is for the server that was named.
+                    if (
+                        clustered
+                        and isinstance(answer, ServerError)
+                        and (target := _directed(answer, address))
+                    ):
                         directed.setdefault(target, []).append(i)
             for (address, asking), places in directed.items():
                 self._redirections += len(places)
