@@ -101,3 +101,11 @@ async def test_a_server_that_is_no_cluster_sends_us_nowhere(word: bytes) -> None
             watched(one).check()
         assert other.accepted == 0
         await adapter.close()
+
+
+@pytest.mark.parametrize("length", [-5, 1 << 30, 1 << 40])
+async def test_a_length_that_no_value_has_is_absent(length: int) -> None:
+    with Peer(lambda words: b":%d\r\n" % length) as peer:
+        adapter = await adapter_of(peer)
+        assert await adapter.exists([key_of(1)]) == [Found(Presence.ABSENT)]
+        await adapter.close()

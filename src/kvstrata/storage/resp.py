@@ -562,7 +562,7 @@ _ABSENT = Found(Presence.ABSENT)
 
 def _found(answer: Answer) -> Found:
     if isinstance(answer, int):
-        return Found(Presence.PRESENT, answer) if answer else _ABSENT
+        return Found(Presence.PRESENT, answer) if 0 < answer <= LARGEST_VALUE_BYTES else _ABSENT
     if isinstance(answer, LinkLost):
         return Found(Presence.UNKNOWN, 0, answer.reason)
     assert not isinstance(answer, _Bad)
