@@ -308,12 +308,14 @@ Status DiskLog::append(Lock& lock, FrameHeader header) {
 }
 
 // A frame that says that all before it is synced, so that the next open has nothing to doubt.
-void DiskLog::mark(Lock& lock) {
-  if (!unmarked_ || read_only_ || active_ == nullptr || !fits(*active_, kFrameHeaderBytes, 1) ||
+// False: there is no room for it, or it cannot be written.
+bool DiskLog::mark(Lock& lock) noexcept {
+  if (!unmarked_) return true;
+  if (read_only_ || active_ == nullptr || !fits(*active_, kFrameHeaderBytes, 1) ||
       !commit(lock, sequence_).ok())
-    return;
+    return false;
   // Without a sync of its own: as long as it is not on the medium, the frames before it are read.
-  (void)append(lock, FrameHeader{.kind = FrameKind::kSkip});
+  return append(lock, FrameHeader{.kind = FrameKind::kSkip}).ok();
 }
 
 std::uint64_t DiskLog::written_up_to() const noexcept {
@@ -608,7 +610,7 @@ void DiskLog::close() noexcept {
   threads_.clear();
   {
     Lock lock(mutex_);
-    mark(lock);
+    (void)mark(lock);
   }
   segments_.clear();
   active_ = nullptr;

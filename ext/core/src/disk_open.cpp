@@ -84,6 +84,7 @@ std::string DiskLog::open(const ConnectorContext& context) {
   std::string failed = recover();
   if (!failed.empty()) {
     segments_.clear();
+    active_ = nullptr;
     folder_lock_.reset();
     return failed;
   }
@@ -114,14 +115,15 @@ std::string DiskLog::recover() {
   fill_index(found);
   note(false, options_.folder + " holds " + std::to_string(index_.size()) + " records, " +
                   std::to_string(live_bytes_) + " bytes");
-  // A capacity that was lowered: the oldest segments go. What they need to be forgotten is in the
-  // tables of the others.
+  // A capacity that was lowered: what is free goes, then the oldest segments.
   Lock lock(mutex_);
   maintaining_ = true;
-  if (total_bytes_ > options_.capacity_bytes && !full_.empty()) {
-    write_tables(lock);
-    for (const auto& segment : segments_) {
-      if (segment != nullptr && segment->dirty && status.ok()) status = segment->file->sync();
+  if (total_bytes_ > options_.capacity_bytes) {
+    unmarked_ = true;  // what says it now may be a file that goes, or not be synced
+    while (status.ok() && total_bytes_ > options_.capacity_bytes && !free_.empty()) {
+      Segment& segment = *segments_[free_.back()];
+      free_.pop_back();
+      status = drop_segment(lock, segment);
     }
     while (status.ok() && total_bytes_ > options_.capacity_bytes && !full_.empty())
       status = retire(lock, *segments_[full_.front()]);

@@ -304,18 +304,37 @@ Status DiskLog::renew(Lock& lock, Segment& segment) noexcept {
   return Status();
 }
 
-// Its file is removed. Before that, a frame elsewhere says up to where all is synced (or else the
-// tables of other segments do).
+// Its file is removed. REQUIRES: it is neither full nor free nor active, and nobody reads it.
 Status DiskLog::drop_segment(Lock& lock, Segment& segment) noexcept {
-  mark(lock);
-  KVSTRATA_RETURN_IF_ERROR(commit(lock, sequence_));
+  KVSTRATA_RETURN_IF_ERROR(say_synced(lock));
   const std::string path = segment.path;
   lock.unlock();
   Status status = files_.unlink(path);
-  if (status.ok()) status = files_.sync_folder(options_.folder);
+  // Tombstones go after the records that they speak of. (An empty segment may come back.)
+  if (status.ok() && segment.last != FrameName{}) status = files_.sync_folder(options_.folder);
   lock.lock();
   if (status.ok()) total_bytes_ -= segment.length;
   segments_[segment.number].reset();
+  return status;
+}
+
+// Makes it durable, in a segment that stays, that all frames are on the medium: without those of a
+// segment that goes, the ones behind them would count no more. A mark says it, or, where none has
+// room, the table of the newest segment, for which there always is.
+Status DiskLog::say_synced(Lock& lock) noexcept {
+  KVSTRATA_RETURN_IF_ERROR(refused());
+  KVSTRATA_RETURN_IF_ERROR(commit(lock, sequence_));
+  if (mark(lock)) return commit(lock, sequence_);
+  if (active_ != nullptr) {
+    full_.push_back(active_->number);
+    active_ = nullptr;
+  }
+  if (full_.empty()) return Status();  // no frame is left
+  write_tables(lock);
+  const std::shared_ptr<File> file = segments_[full_.back()]->file;
+  lock.unlock();
+  const Status status = file->sync();
+  lock.lock();
   return status;
 }
 

@@ -33,10 +33,32 @@ std::unique_ptr<Connector> make_large_log(FileLayer& files) {
   return make_log(files, 1000);
 }
 
+// Each time that it has grown it is opened with a smaller capacity, so that segments' files go.
+std::unique_ptr<Connector> make_shrinking_log(FileLayer& files) {
+  std::vector<FolderEntry> entries;
+  (void)files.list(std::string(kPowerLossFolder) + "/log", &entries);
+  return make_log(files, entries.size() > 4 ? 2 : 8);
+}
+
 TEST(what_was_acknowledged_survives_at_every_step) {
   PowerLossOptions options;
   options.batches = 16;
   check_power_loss(make_small_log, options);
+}
+
+TEST(what_stays_within_a_smaller_capacity_survives_at_every_step) {
+  PowerLossOptions options;
+  options.batches = 16;
+  options.first_seed = 10;
+  check_power_loss(make_shrinking_log, options);
+}
+
+TEST(no_sync_can_be_left_out_where_the_capacity_gets_smaller) {
+  PowerLossOptions options;
+  options.batches = 16;
+  options.sync_depth = 2;
+  options.sync_stories = 400;
+  check_every_sync_matters(make_shrinking_log, options);
 }
 
 TEST(what_several_threads_were_told_survives) {
@@ -118,6 +140,18 @@ TEST(a_frame_that_was_cut_off_does_not_come_back_with_its_segment) {
 
 TEST(a_frame_does_not_come_back_after_a_death_while_it_was_cut_off) {
   check_cut_frame_stays_away(true);
+}
+
+// Where a write is cut short, an older record of the same key and length may lie behind its frame.
+TEST(a_frame_knows_its_record_from_another_one_of_the_same_key) {
+  const Extent one(1);
+  Extent other(1);
+  other.bytes[other.length - 1] ^= 1;
+  RecordSpec spec;
+  spec.key = Disk::key_of(1);
+  const std::uint32_t lengths[] = {kPayload};
+  CHECK_OK(seal_record(other.bytes, other.length, spec, lengths, 1));
+  CHECK(head_crc_of(one.bytes, one.length) != head_crc_of(other.bytes, other.length));
 }
 
 TEST(no_sync_can_be_left_out) {

@@ -302,8 +302,9 @@ class PowerLoss {
     if (connector_ == nullptr) return;
     world->files->stop();
     Life life{.world = world, .connector = connector_.get(), .can = {}, .mutex = {}};
+    // An open() that failed may have evicted.
+    take_evicted(&life);
     if (opened_) {
-      take_evicted(&life);
       connector_->close();
       take_evicted(&life);
     }

@@ -164,7 +164,7 @@ class DiskLog final : public Connector {
   Status write_frame(const Placed& placed, const std::uint8_t* record) noexcept;
   void written(Lock& lock, const Placed& placed, Status status) noexcept;
   Status append(Lock& lock, FrameHeader header);
-  void mark(Lock& lock);
+  bool mark(Lock& lock) noexcept;
   Status commit(Lock& lock, std::uint64_t sequence) noexcept;
   std::uint64_t written_up_to() const noexcept;
   void publish(const Placed& placed);
@@ -190,6 +190,7 @@ class DiskLog final : public Connector {
   void reinsert(Lock& lock, Segment& segment) noexcept;
   void drop_records(Lock& lock, Segment& segment) noexcept;
   Status drop_segment(Lock& lock, Segment& segment) noexcept;
+  Status say_synced(Lock& lock) noexcept;
   Status renew(Lock& lock, Segment& segment) noexcept;
   void scrub_always();
 
@@ -229,7 +230,7 @@ class DiskLog final : public Connector {
   std::vector<Digest> evicted_;
   std::vector<ConnectorNote> notes_;
   std::uint32_t loads_ = 0;
-  bool unmarked_ = false;  // there are records behind the last mark (invariant 2)
+  bool unmarked_ = false;  // there may be records behind the last mark (invariant 2)
   bool syncing_ = false;
   bool maintaining_ = false;
   bool maintenance_failed_ = false;  // not to be tried again before somebody asks for room
