@@ -1,0 +1,176 @@
+"""`object_store_put`, `_load` and `_exists`: the `object_store` adapter against bare obstore in the same store.
+
+That is the same calls of the library by as many threads as the adapter's lanes have, the same work a record: `put` that
+creates, out of the extent; `get` whose bytes are copied into the extent; `head`.  Beside them the adapter verifies what
+it loads.  With `_directory` the store is a local directory, else moto's server on this machine, in Python: what S3
+takes over a network is in neither.
+
+Sketch: into a directory 64 MiB are a copy into the page cache (30 ms), out of it two copies.  Moto takes milliseconds a
+request, in one process whose threads take turns: both sides are that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import obstore
+
+from benchmarks import raw_io
+from benchmarks.common import figure, median_spread, scratch
+from kvstrata.storage.lanes import Lane
+from kvstrata.storage.object_store import DEFAULT_WORKERS, ObjectStoreAdapter, path_of
+from kvstrata.storage.registry import make_adapter
+from tests.harness.s3_server import S3Server
+
+MB = 1 << 20
+RECORDS = 64
+REPEATS = 9
+KEYS = 256
+PUT_TARGET = LOAD_TARGET = 0.8
+EXISTS_TARGET = 1.2
+
+
+def _put(store: Any, path: str, extent: memoryview) -> None:
+    obstore.put(store, path, extent, mode="create", use_multipart=False)
+
+
+def _get(store: Any, path: str, extent: memoryview) -> None:
+    extent[:] = obstore.get(store, path).bytes()
+
+
+def _head(store: Any, path: str) -> bool:
+    try:
+        obstore.head(store, path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+class _Raw:
+    """The library's calls on `store`, by as many threads as the adapter has for them."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self._threads = {
+            lane: concurrent.futures.ThreadPoolExecutor(count) for lane, count in DEFAULT_WORKERS.items()
+        }
+
+    def seconds(self, lane: Lane, call: Callable[..., Any], each: Sequence[tuple[Any, ...]]) -> float:
+        """To make the call with each of these arguments, each thread for its share."""
+        count = DEFAULT_WORKERS[lane]
+
+        def share(number: int) -> None:
+            for arguments in each[number::count]:
+                call(self.store, *arguments)
+
+        started = time.perf_counter()
+        list(self._threads[lane].map(share, range(count)))
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """End the threads."""
+        for threads in self._threads.values():
+            threads.shutdown()
+
+
+async def _rounds(entry: dict[str, Any]) -> dict[str, list[float]]:
+    """Seconds of each repeat; what is compared takes turns."""
+    adapter = make_adapter(entry, 0)
+    assert isinstance(adapter, ObjectStoreAdapter)
+    await raw_io.opened(adapter)
+    raw = _Raw(adapter.settings.connect())
+    extents = raw_io.Extents(MB, RECORDS)
+    times: dict[str, list[float]] = {}
+    try:
+        for repeat in range(REPEATS + 1):
+            extents.seal()
+            bare = [(f"raw/{path_of(key)}", extents.bytes(i)) for i, key in enumerate(extents.keys)]
+            took = {
+                "raw put": raw.seconds(Lane.PUT, _put, bare),
+                "put": await raw_io.put_s(adapter, extents, RECORDS),
+                "raw load": raw.seconds(Lane.LOAD, _get, bare),
+                "load": await raw_io.load_s(adapter, extents, RECORDS),
+            }
+            keys = [hashlib.sha256(b"%d" % n).digest() for n in range(KEYS - RECORDS)] + extents.keys
+            paths = [(path_of(key),) for key in keys]
+            took["raw exists"] = raw.seconds(Lane.LOOKUP, _head, paths)
+            took["exists"] = (await raw_io.exists_s(adapter, keys, 1))[0]
+            obstore.delete(raw.store, [path for path, _ in bare])
+            await adapter.clear()
+            if repeat:  # the first one warms up
+                for name, took_s in took.items():
+                    times.setdefault(name, []).append(took_s)
+    finally:
+        raw.close()
+        await adapter.close()
+    return times
+
+
+def _throughput(
+    name: str, words: str, target: float, ours: Sequence[float], raw: Sequence[float]
+) -> dict[str, Any]:
+    gb = RECORDS * MB / 1e9
+    value, spread = median_spread([gb / took_s for took_s in ours])
+    bare, bare_spread = median_spread([gb / took_s for took_s in raw])
+    ratio = median_spread([b / a for a, b in zip(ours, raw, strict=True)])[0]
+    return figure(
+        name,
+        value=value,
+        unit="GB/s",
+        ratio=ratio,
+        ratio_to=f"{words}, {RECORDS} × 1 MiB",
+        target=f"≥ {target} × raw",
+        ok=ratio >= target,
+        spread=spread,
+        raw_gb_per_s=bare,
+        raw_spread=bare_spread,
+    )
+
+
+def _figures(ending: str, times: dict[str, list[float]]) -> list[dict[str, Any]]:
+    value_ms, spread = median_spread([s * 1e3 for s in times["exists"]])
+    raw_ms, raw_spread = median_spread([s * 1e3 for s in times["raw exists"]])
+    ratio = median_spread([a / b for a, b in zip(times["exists"], times["raw exists"], strict=True)])[0]
+    put_words = f"obstore.put from {DEFAULT_WORKERS[Lane.PUT]} threads"
+    load_words = f"obstore.get from {DEFAULT_WORKERS[Lane.LOAD]} threads, not verified"
+    return [
+        _throughput(f"object_store_put{ending}", put_words, PUT_TARGET, times["put"], times["raw put"]),
+        _throughput(f"object_store_load{ending}", load_words, LOAD_TARGET, times["load"], times["raw load"]),
+        figure(
+            f"object_store_exists{ending}",
+            value=value_ms,
+            unit="ms",
+            ratio=ratio,
+            ratio_to=f"{KEYS} × obstore.head from {DEFAULT_WORKERS[Lane.LOOKUP]} threads",
+            target=f"≤ {EXISTS_TARGET} × raw",
+            ok=ratio <= EXISTS_TARGET,
+            spread=spread,
+            raw_ms=raw_ms,
+            raw_spread=raw_spread,
+        ),
+    ]
+
+
+@contextlib.contextmanager
+def _entries() -> Iterator[dict[str, dict[str, Any]]]:
+    with scratch("object-store") as folder, S3Server(folder) as server:
+        yield {
+            "": server.entry(),
+            "_directory": {"type": "object_store", "url": f"file://{folder}/objects"},
+        }
+
+
+def run() -> list[dict[str, Any]]:
+    """Three figures for each store."""
+    with _entries() as entries:
+        return [
+            each
+            for ending, entry in entries.items()
+            for each in _figures(ending, asyncio.run(_rounds(entry)))
+        ]
