@@ -10,12 +10,14 @@ else
     server=$!
     trap 'kill $server 2>/dev/null || true; wait' EXIT
     endpoint="http://127.0.0.1:${S3_PORT:-5999}"
-    until python3 -c 'import sys, urllib.request as r
-r.urlopen(r.Request(sys.argv[1] + "/kv", method="PUT"), timeout=2)' "$endpoint" 2>/dev/null; do
+    until python3 -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1] + "/moto-api/", timeout=2)' "$endpoint" \
+        2>/dev/null; do
         kill -0 $server || exit 1
         sleep 1
     done
-    adapter='{"type": "object_store", "url": "s3://kv/cache", "endpoint": "'"$endpoint"'", "region": "us-east-1",
+    python3 -c 'import sys, urllib.request as r; r.urlopen(r.Request(sys.argv[1], method="PUT"), timeout=30)' \
+        "$endpoint/kvstrata"
+    adapter='{"type": "object_store", "url": "s3://kvstrata/cache", "endpoint": "'"$endpoint"'", "region": "us-east-1",
         "allow_http": true, "access_key_id": "a-stand-in", "secret_access_key": "asks-for-none"}'
 fi
 "$(dirname "$0")/../shared/two_servers.sh" "$adapter" "$@"
