@@ -120,6 +120,28 @@ def test_a_full_redis_throttles_puts_and_serves_what_it_has(server: RedisServer,
         load.until_served()
 
 
+def test_a_redis_with_another_password_costs_misses_until_it_fits(
+    redis_folder: Path, tmp_path: Path, start: Starter
+) -> None:
+    with RedisServer(tmp_path / "locked", password="the-first-one") as server:
+        process = start(server.entry(**QUICK))
+        with RpcClient(process.socket_dir) as client:
+            load = Load(client)
+            load.until_served()
+            server.kill()
+            assert load.step() == 0
+            server.password = "another-one"
+            server.start()
+            until(client, lambda status: load.step() or "skipped:denied" in outcomes(client))
+            assert load.step() == 0
+            with server.client() as redis:
+                redis.config_set("requirepass", "the-first-one")
+            load.until_served()
+        log = process.log.read_text()
+        assert log.count("password: refused by the server (WRONGPASS)") == 1
+        assert "the-first-one" not in log and "another-one" not in log
+
+
 def test_a_master_that_dies_is_replaced_by_what_the_sentinel_says(
     redis_folder: Path, tmp_path: Path, start: Starter
 ) -> None:

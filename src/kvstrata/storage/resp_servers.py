@@ -79,6 +79,8 @@ class _Node:
         self.idle: list[Link] = []
         self.failures = 0
         """In a row."""
+        self.denied = False
+        """The last of them: it answers, and refuses us."""
         self.try_at_s = 0.0
         self.trying = False
 
@@ -278,13 +280,15 @@ class Servers:
         with self._lock:
             idle, node.idle = node.idle, []
             node.failures += 1
-            first = node.failures == 1
+            denied = error.reason == "denied"
+            tell = node.failures == 1 or denied > node.denied
+            node.denied = denied
             pause_s = min(PAUSE_S * 2 ** min(node.failures - 1, 10), MAX_PAUSE_S)
             node.try_at_s = time.monotonic() + pause_s * random.uniform(0.5, 1)
             self.lost += 1
         for link in idle:
             link.close()
-        if first:
+        if tell:
             log.warning("%s: %s: %s", self._name, node.address, error)
         self._doubt()
 
