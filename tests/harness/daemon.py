@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -41,6 +42,20 @@ def free_port() -> int:
                 continue
             return port
     raise Unavailable(f"no port from {FIRST_PORT} to {lowest_ephemeral} is free on the loopback")
+
+
+def free_ports(count: int) -> int:
+    """The first of so many such ports in a row."""
+    for _ in range(MOST_PROBES):
+        first = free_port()
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except (OSError, OverflowError):
+                continue
+            return first
+    raise Unavailable(f"no {count} ports in a row are free on the loopback")
 
 
 class Spawned:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,27 +14,13 @@ import pytest
 
 from tests.harness import redis_server, vllm_env
 from tests.harness.cache_engine import eventually
-from tests.harness.daemon import free_port
+from tests.harness.daemon import free_port, free_ports
 from tests.vllm.conftest import EXACT
 
 pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS, DOCUMENT_TOKENS = 2, 1_100
-
-
-def free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody has now."""
-    for _ in range(100):
-        first = free_port()
-        with contextlib.ExitStack() as stack:
-            try:
-                for port in range(first, first + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except (OSError, OverflowError):
-                continue
-            return first
-    raise AssertionError("no ports in a row are free")
 
 
 def left_of(group: int) -> list[int]:
