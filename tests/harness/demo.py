@@ -326,14 +326,14 @@ def act_3(folder: Path, table: Table, size: str, name: str, *, with_vllm: bool) 
     say(f"Two servers that share {name} and nothing else: each has an L1 of its own, and the first is gone before "
         "the second starts")  # fmt: skip
     l1_mb = fitting_l1_mb(L1_MB_ACT_2, 160)
-    with remotes.tier(name, folder) as (entry, environment):
+    with remotes.tier(name, folder) as tier:
         for number in (0, 1):
             with ServerProcess(
                 folder / f"server-{number}",
                 l1_mb=l1_mb,
                 l2="embedded",
-                flags=("--l2-adapter", json.dumps(entry)),
-                environment=environment,
+                flags=("--l2-adapter", json.dumps(tier.entry)),
+                environment=tier.environment,
             ) as server:
                 server.start()
                 play = _remote_vllm if with_vllm else _remote_client

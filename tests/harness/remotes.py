@@ -6,13 +6,23 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.harness import mooncake, redis_server, s3_server
+from tests.harness.daemon import Daemon
 
 NAMES = ("mooncake", "redis", "s3")
-Tier = tuple[dict[str, Any], dict[str, str]]
-"""An entry for --l2-adapter, and the environment of the process that gets it."""
+
+
+class Tier(NamedTuple):
+    """One that runs."""
+
+    entry: dict[str, Any]
+    """For --l2-adapter."""
+    environment: dict[str, str]
+    """Of the process that gets the entry."""
+    server: Daemon
+    """To kill and freeze: of Mooncake the master."""
 
 
 @contextlib.contextmanager
@@ -20,10 +30,11 @@ def tier(name: str, folder: Path) -> Iterator[Tier]:
     """The servers of one kind. Raises daemon.Unavailable."""
     if name == "mooncake":
         with mooncake.cluster(folder, segment_mb=512) as (master, _):
-            yield {"type": "mooncake_store", **master.setup()}, {**os.environ, **mooncake.environment()}
+            entry = {"type": "mooncake_store", **master.setup()}
+            yield Tier(entry, {**os.environ, **mooncake.environment()}, master)
     elif name == "redis":
         with redis_server.RedisServer(folder) as server:
-            yield server.entry(), dict(os.environ)
+            yield Tier(server.entry(), dict(os.environ), server)
     else:
         with s3_server.S3Server(folder) as server:
-            yield server.entry(), dict(os.environ)
+            yield Tier(server.entry(), dict(os.environ), server)

@@ -136,10 +136,14 @@ class ServerProcess(Spawned):
         """Remove the pool from shared memory; only while the server is down."""
         shutil.rmtree(self.segment_dir, ignore_errors=True)
 
+    @property
+    def url(self) -> str:
+        """Of the admin port, without a path."""
+        return f"http://127.0.0.1:{self.ready['http_port']}"
+
     def get(self, path: str) -> Any:
         """A JSON document from the admin port."""
-        address = f"http://127.0.0.1:{self.ready['http_port']}{path}"
-        with urllib.request.urlopen(address, timeout=10) as reply:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=10) as reply:
             return json.loads(reply.read())
 
     def connector_config(self, **more: Any) -> dict[str, Any]:

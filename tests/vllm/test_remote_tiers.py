@@ -1,0 +1,86 @@
+"""Two engines with a server each that share a remote tier and nothing else: what one computed, the other one hits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.cli import ctl
+from tests.harness import mooncake, remotes
+from tests.harness.daemon import Unavailable
+from tests.harness.server_process import ServerProcess
+from tests.harness.vllm_run import VllmProcess
+from tests.vllm.conftest import EXACT, Rig, until
+from tests.vllm.test_degraded import check_calls
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def rigs(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Rig]]:
+    """Both without L2 yet."""
+    environment = None
+    with contextlib.suppress(Unavailable):
+        environment = mooncake.environment()
+    with contextlib.ExitStack() as stack:
+        rigs = []
+        for _ in range(2):
+            folder = tmp_path_factory.mktemp("remote")
+            server = ServerProcess(folder / "server", l1_mb=64, environment=environment)
+            stack.enter_context(server).start()
+            vllm = VllmProcess(
+                small_model,
+                folder / "vllm",
+                # What is loaded by then is a hit; a slow machine gets the time for all of it.
+                extra=server.connector_config(**{"kvstrata.lookup_timeout_ms": 30_000}),
+                options={"dtype": EXACT, "max_num_batched_tokens": 2048, "max_model_len": 4096},
+            )
+            rigs.append(Rig(server, stack.enter_context(vllm)))
+        yield rigs
+
+
+@contextlib.contextmanager
+def joined(rig: Rig, entry: dict[str, Any]) -> Iterator[None]:
+    """The rig's server has this adapter until the end of the block."""
+    url = rig.server.url
+    added = ctl.ask(url, ctl.Ask("/v1/l2/adapters", {"adapter": entry}, timeout_s=60))
+    try:
+        yield
+    finally:
+        ctl.ask(url, ctl.Ask(f"/v1/l2/adapters/{added['name']}?wait_s=0", None, "DELETE", timeout_s=60))
+
+
+def put_chunks(rig: Rig) -> int:
+    (adapter,) = rig.server.get("/v1/status")["l2_store"]["adapters"].values()
+    return int(adapter["outcomes"].get("stored", 0))
+
+
+@pytest.mark.parametrize("name", remotes.NAMES)
+def test_another_engine_hits_with_the_same_tokens_and_computes_when_the_tier_is_killed(
+    rigs: list[Rig], name: str, tmp_path: Path
+) -> None:
+    one, other = rigs
+    with contextlib.ExitStack() as stack:
+        try:
+            tier = stack.enter_context(remotes.tier(name, tmp_path))
+        except Unavailable as why:
+            pytest.skip(str(why))
+        for rig in rigs:
+            stack.enter_context(joined(rig, tier.entry))
+        prompt, later = one.fresh_prompt(1_400), one.fresh_prompt(1_400)
+        cold, cold_later = one.stored(prompt), one.stored(later)
+        assert cold["cached_tokens"] == cold_later["cached_tokens"] == 0
+        until(lambda: put_chunks(one) == 10, "putting all chunks")
+        warm = other.vllm.generate(prompt)
+        assert (warm["cached_tokens"], warm["tokens"]) == (1_280, cold["tokens"])
+        other.vllm.ask("take_calls")
+        tier.server.kill()
+        without = other.vllm.generate(later)
+        assert (without["cached_tokens"], without["tokens"]) == (0, cold_later["tokens"])
+        check_calls(other)
+        in_l1 = other.again(prompt)
+        assert (in_l1["cached_tokens"], in_l1["tokens"]) == (1_280, cold["tokens"])
