@@ -146,6 +146,7 @@ def adapter_at(endpoint: str, **more: Any) -> StorageAdapter:
         (429, b"", PutOutcome(PutStatus.THROTTLED, "slow_down"), 2),
         (507, b"", PutOutcome(PutStatus.THROTTLED, "full"), 2),
         (403, b"<Error><Code>QuotaExceeded</Code></Error>", PutOutcome(PutStatus.THROTTLED, "full"), 1),
+        (401, b"", PutOutcome(PutStatus.FAILED, "denied"), 1),
         (403, b"<Error><Code>AccessDenied</Code></Error>", PutOutcome(PutStatus.FAILED, "denied"), 1),
         (404, b"<Error><Code>NoSuchBucket</Code></Error>", PutOutcome(PutStatus.FAILED, "no_bucket"), 1),
         (500, b"", PutOutcome(PutStatus.FAILED, "io"), 2),
