@@ -39,6 +39,19 @@ class VllmFailed(Exception):
     """The child answered with an error or is gone; the message holds the end of its log."""
 
 
+def transfer(
+    extra: dict[str, Any], *, policy: str = "recompute", role: str = "kv_both", bare_name: bool = False
+) -> dict[str, Any]:
+    """vLLM's `kv_transfer_config`; `bare_name` leaves the module path out."""
+    return {
+        "kv_connector": "LMCacheConnectorV1",
+        "kv_role": role,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": extra,
+        **({} if bare_name else {"kv_connector_module_path": MODULE}),
+    }
+
+
 class VllmProcess:
     """One `LLM`. `extra` is the connector's extra config, None for no connector; `options` go to `LLM`.
 
@@ -73,13 +86,7 @@ class VllmProcess:
             **(options or {}),
         }
         if extra is not None:
-            llm["kv_transfer_config"] = {
-                "kv_connector": "LMCacheConnectorV1",
-                "kv_role": role,
-                "kv_load_failure_policy": policy,
-                "kv_connector_extra_config": extra,
-                **({} if bare_name else {"kv_connector_module_path": MODULE}),
-            }
+            llm["kv_transfer_config"] = transfer(extra, policy=policy, role=role, bare_name=bare_name)
         variables = vllm_env.environment(state)
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if processes else "0"
         variables.update(environment or {})
@@ -218,6 +225,8 @@ class Calls:
 
     def __init__(self) -> None:
         self.waits_s: dict[str, list[float]] = {}
+        self.took_s: dict[str, list[tuple[float, float]]] = {}
+        """Of each call: by the clock, and of its thread's CPU time."""
         self.cpu_s = 0.0
         self._thread = threading.local()
 
@@ -252,29 +261,40 @@ class Calls:
             waits.append(seconds)
 
     def _watched(self, name: str, method: Any) -> Any:
-        waits_s = self.waits_s.setdefault(name, [])
+        waits_s, took_s = self.waits_s.setdefault(name, []), self.took_s.setdefault(name, [])
 
         def watched(*arguments: Any, **named: Any) -> Any:
-            cpu = time.thread_time()
+            cpu, begun_s = time.thread_time(), time.perf_counter()
             self._thread.waits = []
             try:
                 return method(*arguments, **named)
             finally:
+                cpu_s = time.thread_time() - cpu
+                took_s.append((time.perf_counter() - begun_s, cpu_s))
                 waits_s.append(sum(self._thread.waits))
                 self._thread.waits = None
-                self.cpu_s += time.thread_time() - cpu
+                self.cpu_s += cpu_s
 
         return watched
 
     def take(self) -> dict[str, Any]:
-        """Per method: calls, and the longest that one of them would have waited; the CPU seconds of all. Then anew."""
-        taken = {
-            name: {"calls": len(waits_s), "wait_s": max(waits_s)}
-            for name, waits_s in self.waits_s.items()
-            if waits_s
-        }
-        for waits_s in self.waits_s.values():
-            waits_s.clear()
+        """Per method: calls, the longest that one would have waited, the times it took; the CPU seconds of all.
+
+        Then anew.
+        """
+        taken = {}
+        for name, waits_s in self.waits_s.items():
+            if waits_s:
+                took_s = sorted(self.took_s[name])
+                longest_s, cpu_s = took_s[-1]
+                times = {
+                    "p99_s": took_s[int(0.99 * len(took_s))][0],
+                    "longest_s": longest_s,
+                    "cpu_of_longest_s": cpu_s,
+                }
+                taken[name] = {"calls": len(waits_s), "wait_s": max(waits_s), **times}
+        for noted in (*self.waits_s.values(), *self.took_s.values()):
+            noted.clear()
         cpu_s, self.cpu_s = self.cpu_s, 0.0
         return {"methods": taken, "cpu_s": cpu_s}
 
@@ -370,6 +390,7 @@ class Engine:
                 if tokens and record["ttft_s"] is None:
                     record["ttft_s"] = now - record["begun"]
                 if output.finished:
+                    times = output.metrics  # with the option disable_log_stats=False
                     del self.live[output.request_id]
                     finished.append(
                         {
@@ -378,6 +399,7 @@ class Engine:
                             "cached_tokens": output.num_cached_tokens,
                             "ttft_s": record["ttft_s"],
                             "wall_s": now - record["begun"],
+                            "waited_s": times.scheduled_ts - times.queued_ts if times else None,
                             "finish": output.outputs[0].finish_reason if output.outputs else None,
                         }
                     )

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
 
-from tests.harness import vllm_env
 from tests.harness.server_process import ServerProcess
-from tests.harness.vllm_run import MODULE, VllmFailed, VllmProcess
+from tests.harness.vllm_api import VllmApi
+from tests.harness.vllm_run import VllmFailed, VllmProcess
 from tests.vllm.conftest import EXACT, chunks_in_l1, make_prompt, until
 
 pytestmark = pytest.mark.vllm
-
-API_START_S = 240.0
 
 
 def settings_file(folder: Path, server: ServerProcess) -> Path:
@@ -66,57 +59,36 @@ def test_bare_name_with_processes_apart_and_a_settings_file(server, small_model,
 
 def test_api_server_serves_hits(server, small_model, tmp_path, vllm_python):
     """vLLM's own prefix cache is off, so every hit is ours."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    transfer = {
-        "kv_connector": "LMCacheConnectorV1",
-        "kv_connector_module_path": MODULE,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": server.connector_config(),
-    }
-    log = tmp_path / "api.log"
-    with open(log, "wb") as output:
-        process = subprocess.Popen(
-            [
-                str(vllm_python), "-m", "vllm.entrypoints.openai.api_server",
-                "--model", str(small_model), "--skip-tokenizer-init", "--enforce-eager",
-                "--no-enable-prefix-caching", "--dtype", EXACT,
-                "--host", "127.0.0.1", "--port", str(port), "--kv-transfer-config", json.dumps(transfer),
-            ],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=tmp_path,
-            env=vllm_env.environment(tmp_path), start_new_session=True,
-        )  # fmt: skip
-    try:
-        wait_for_api(process, port, log)
+    with VllmApi(
+        small_model,
+        tmp_path,
+        extra=server.connector_config(),
+        flags=("--no-enable-prefix-caching", "--dtype", EXACT),
+    ) as api:
         prompt = make_prompt(502, 1_100)
         before = chunks_in_l1(server)
-        cold = complete(port, small_model, prompt, "a")
+        cold = complete(api.url, small_model, prompt, "a")
         until(lambda: chunks_in_l1(server) == before + 4, "storing")
-        assert complete(port, small_model, prompt, "a") == cold
-        metrics = fetch(port, "/metrics")
+        assert complete(api.url, small_model, prompt, "a") == cold
+        metrics = api.get("/metrics")
         loaded = [
             line for line in metrics.splitlines() if line.startswith("vllm:kvstrata_loaded_chunks_total")
         ]
         assert loaded and float(loaded[0].split()[-1]) == 4, metrics
-        measured = bench_serve(port, server)
+        measured = bench_serve(api.url, server)
         first, second = measured["rounds"]
         assert (first["requests"], second["requests"], measured["total"]["failed"]) == (2, 2, 0)
         assert first["sources"]["L1 chunks"] == 0 and second["sources"]["L1 chunks"] == 2 * 4
         hits = {name: count for name, count in second["sources"].items() if "chunks" not in name}
         assert sum(hits.values()) == 2 * 4 * 256, hits
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
-def bench_serve(port, server):
+def bench_serve(url, server):
     """The report of `kvstrata bench serve`: two documents of 1,100 tokens, asked about twice."""
     arguments = [
-        "bench", "serve", "long-doc-qa", "--url", f"http://127.0.0.1:{port}", "--documents", "2",
+        "bench", "serve", "long-doc-qa", "--url", url, "--documents", "2",
         "--document-tokens", "1100", "--question-tokens", "8", "--output-tokens", "4", "--rounds", "2",
-        "--extra-body", '{"detokenize": false}', "--cache-server", f"http://127.0.0.1:{server.ready['http_port']}",
+        "--extra-body", '{"detokenize": false}', "--cache-server", server.url,
         "--json", "-",
     ]  # fmt: skip
     done = subprocess.run(
@@ -126,24 +98,7 @@ def bench_serve(port, server):
     return json.loads(done.stdout)
 
 
-def wait_for_api(process, port, log):
-    deadline_s = time.monotonic() + API_START_S
-    while True:
-        assert process.poll() is None, log.read_text()[-4000:]
-        try:
-            fetch(port, "/health")
-            return
-        except (urllib.error.URLError, ConnectionError):
-            assert time.monotonic() < deadline_s, log.read_text()[-4000:]
-            time.sleep(0.5)
-
-
-def fetch(port, path):
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as reply:
-        return reply.read().decode()
-
-
-def complete(port, model, prompt, salt):
+def complete(url, model, prompt, salt):
     """Token ids of a completion; without a tokenizer they come back as ids."""
     body = {
         "model": str(model),
@@ -156,7 +111,7 @@ def complete(port, model, prompt, salt):
         "detokenize": False,
     }
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions",
+        f"{url}/v1/completions",
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )

@@ -1,0 +1,64 @@
+"""vLLM's OpenAI-compatible server, as `vllm serve` starts it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.harness import vllm_env
+from tests.harness.daemon import Daemon
+from tests.harness.vllm_run import transfer
+
+
+class VllmApi(Daemon):
+    """One endpoint. `extra` is the connector's extra config, None for no connector.
+
+    `state` is a folder for the log and for what vLLM writes.  The models here have no tokenizer: prompts are token ids.
+    """
+
+    ready_s = 600.0
+
+    def __init__(
+        self, model: Path, state: Path, *, extra: dict[str, Any] | None, flags: Sequence[str] = ()
+    ) -> None:
+        state.mkdir(parents=True, exist_ok=True)
+        self._state = state
+        self._arguments = ["--model", str(model), "--skip-tokenizer-init", "--enforce-eager", *flags]
+        if extra is not None:
+            self._arguments += ["--kv-transfer-config", json.dumps(transfer(extra))]
+        super().__init__(state / "vllm-api.log", 1)
+
+    @property
+    def url(self) -> str:
+        """Of the endpoint, without a path."""
+        return f"http://{self.address}"
+
+    def _command(self) -> tuple[Sequence[str], Mapping[str, str] | None]:
+        where = ["--host", "127.0.0.1", "--port", str(self.port)]
+        module = [str(vllm_env.ensure()), "-m", "vllm.entrypoints.openai.api_server"]
+        return [*module, *where, *self._arguments], vllm_env.environment(self._state)
+
+    def _answers(self) -> bool:
+        try:
+            self.get("/health")
+        except (urllib.error.URLError, ConnectionError):
+            return False
+        return True
+
+    def get(self, path: str) -> str:
+        """A page."""
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as reply:
+            return str(reply.read().decode())
+
+    def kill(self) -> None:
+        """SIGKILL it and everything it started. Idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        super().kill()
