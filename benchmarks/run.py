@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "build" / "bench.json"
 NOT_BENCHMARKS = {"run", "common"}
 SCRATCH_GB = 20
-MINUTES = 30
+MINUTES = 40
 
 
 def modules() -> list[str]:

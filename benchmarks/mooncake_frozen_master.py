@@ -1,0 +1,199 @@
+"""`mooncake_frozen_master`: what a vLLM notices while the master of its server's Mooncake store is stopped for 12 s.
+
+Real vLLM (19 M parameters, prompts of 1,100 tokens, its own prefix cache off) with the connector's and the server's
+default times.  One request after the other asks for a prompt that only the tier has; beside it, requests for prompts
+that L1 has.  First the master answers, then it is stopped (SIGSTOP) for 12 s, then it goes on.
+
+    scheduler calls   the longest of all calls of the connector on vLLM's scheduler thread while the master is stopped
+    L1 hits           their time to first token, beside a request that waits for the stopped tier, against alone
+    tier lookups      how long requests that need the tier wait in vLLM's queue: until `lookup_timeout_ms`, no longer
+    recovery          from SIGCONT to the first token of a prompt that came from the tier
+
+Sketch: a step waits 1.5 ms at most for lookups, so a hit in L1 that needs two steps to know its lookup takes 3 ms more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import statistics
+import time
+from typing import Any
+
+from benchmarks.common import figure, scratch, wait_until
+from benchmarks.vllm_hit_ttft import ready
+from kvstrata.cli import ctl
+from kvstrata.config.model import ClientSettings
+from tests.harness import mooncake, vllm_model
+from tests.harness.server_process import ServerProcess
+from tests.harness.vllm_run import Calls, VllmProcess
+
+FROZEN_S = 12.0
+PROMPT_TOKENS, HIT_TOKENS, CHUNKS = 1_100, 1_024, 4
+TIER_PROMPTS, L1_PROMPTS = 24, 2
+BEFORE = 40
+"""Hits in L1 that are measured while the master still answers."""
+CALL_TARGET_MS, HIT_TARGET, RECOVERY_TARGET_S = 2.0, 1.25, 2.0
+LATE_S = 0.25
+"""A step of vLLM that is running when the time is over."""
+
+
+class Traffic:
+    """Requests to one engine: for prompts that L1 has, alone or beside one that only the tier has."""
+
+    def __init__(self, vllm: VllmProcess, known: list[list[int]]) -> None:
+        self.vllm = vllm
+        self.known = itertools.cycle(known)
+        self.hits_s: list[float] = []
+        """Time to first token of each hit in L1."""
+
+    def hit(self) -> None:
+        """One alone."""
+        self._note(self.vllm.generate(next(self.known), max_tokens=2))
+
+    def beside(self, prompt: list[int]) -> dict[str, Any]:
+        """One after the other until the request for this prompt has ended; what became of that."""
+        asked = self.vllm.ask("submit", prompt=prompt, max_tokens=2)
+        hit, ended = "", None
+        while ended is None or hit:
+            if ended is None and not hit:
+                hit = self.vllm.ask("submit", prompt=next(self.known), max_tokens=2)
+            for done in self.vllm.ask("step"):
+                if done["request"] == asked:
+                    ended = done
+                else:
+                    hit = ""
+                    self._note(done)
+        return ended
+
+    def _note(self, done: dict[str, Any]) -> None:
+        if done["cached_tokens"] != HIT_TOKENS:
+            raise RuntimeError(f"L1 gave {done['cached_tokens']} of {HIT_TOKENS} tokens")
+        self.hits_s.append(done["ttft_s"])
+
+
+def run() -> list[dict[str, Any]]:
+    """The figures, unless vLLM is not there."""
+    if not ready():
+        return []
+    draw = random.Random(4)
+    prompts = [
+        [draw.randrange(10, vllm_model.VOCABULARY) for _ in range(PROMPT_TOKENS)]
+        for _ in range(L1_PROMPTS + TIER_PROMPTS)
+    ]
+    model = vllm_model.ensure_model("19m")
+    options = {
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 2048,
+    }
+    with scratch("frozen") as folder, mooncake.cluster(folder, segment_mb=256) as (master, _):
+        entry = {"type": "mooncake_store", **master.setup()}
+        with (
+            ServerProcess(
+                folder / "server",
+                l1_mb=256,
+                l2="embedded",
+                flags=("--l2-adapter", json.dumps(entry)),
+                environment=mooncake.environment(),
+            ) as server,
+        ):
+            server.start()
+            with VllmProcess(
+                model, folder / "vllm", extra=server.connector_config(), options=options
+            ) as vllm:
+                return measure(vllm, server, master, prompts)
+
+
+def measure(
+    vllm: VllmProcess, server: ServerProcess, master: mooncake.Master, prompts: list[list[int]]
+) -> list[dict[str, Any]]:
+    """All figures."""
+
+    def put() -> int:
+        (adapter,) = server.get("/v1/status")["l2_store"]["adapters"].values()
+        return int(adapter["outcomes"].get("stored", 0))
+
+    known, of_tier = prompts[:L1_PROMPTS], prompts[L1_PROMPTS:]
+    for prompt in prompts:
+        vllm.generate(prompt, max_tokens=2)
+    wait_until(lambda: put() == CHUNKS * len(prompts), "the tier has all prompts")
+    ctl.ask(server.url, ctl.Ask("/v1/clear", {"tier": "l1"}))
+    for prompt in known:
+        vllm.generate(prompt, max_tokens=2)
+
+    before, frozen = Traffic(vllm, known), Traffic(vllm, known)
+    for _ in range(BEFORE):
+        before.hit()
+    if before.beside(of_tier.pop())["cached_tokens"] != HIT_TOKENS:
+        raise RuntimeError("the tier did not give what it has")
+    vllm.ask("take_calls")
+
+    waited_s = []
+    master.freeze()
+    begun_s = time.monotonic()
+    while time.monotonic() - begun_s < FROZEN_S:
+        found = frozen.beside(of_tier.pop())
+        if found["cached_tokens"]:
+            raise RuntimeError("a stopped master gave a hit")
+        waited_s.append(found["waited_s"])
+    calls = vllm.ask("take_calls")["methods"]
+    master.thaw()
+    thawed_s = time.monotonic()
+    while not (found := frozen.beside(of_tier.pop()))["cached_tokens"]:
+        pass
+    recovery_s = time.monotonic() - thawed_s - (found["wall_s"] - found["ttft_s"])
+
+    timeout_s = ClientSettings().lookup_timeout_ms / 1000
+    scheduler = {name: calls[name] for name in Calls.SCHEDULER if name in calls}
+    longest = max(scheduler.values(), key=lambda found: found["longest_s"])
+    longest_ms = 1e3 * longest["longest_s"]
+    hit_s, hit_before_s = statistics.median(frozen.hits_s), statistics.median(before.hits_s)
+    return [
+        figure(
+            "mooncake_frozen_master_calls",
+            value=longest_ms,
+            unit="ms",
+            ratio=longest_ms / CALL_TARGET_MS,
+            ratio_to="what a call may take",
+            target=f"≤ {CALL_TARGET_MS:g} ms, the longest call on the scheduler's thread",
+            ok=longest_ms <= CALL_TARGET_MS,
+            p99_ms={name: 1e3 * found["p99_s"] for name, found in scheduler.items()},
+            cpu_ms=1e3 * longest["cpu_of_longest_s"],
+            asked_to_wait_ms=1e3 * max(found["wait_s"] for found in scheduler.values()),
+            methods=scheduler,
+        ),
+        figure(
+            "mooncake_frozen_master_l1_hits",
+            value=1e3 * hit_s,
+            unit="ms",
+            ratio=hit_s / hit_before_s,
+            ratio_to=f"the same before, {1e3 * hit_before_s:.1f} ms",
+            target=f"≤ {HIT_TARGET} × before",
+            ok=hit_s <= HIT_TARGET * hit_before_s,
+            spread=(1e3 * min(frozen.hits_s), 1e3 * max(frozen.hits_s)),
+            hits=len(frozen.hits_s),
+        ),
+        figure(
+            "mooncake_frozen_master_lookups",
+            value=max(waited_s),
+            unit="s",
+            ratio=max(waited_s) / timeout_s,
+            ratio_to=f"lookup_timeout_ms, {timeout_s:g} s",
+            target=f"≤ lookup_timeout_ms + {LATE_S:g} s",
+            ok=max(waited_s) <= timeout_s + LATE_S,
+            spread=(min(waited_s), max(waited_s)),
+            waited_s=waited_s,
+        ),
+        figure(
+            "mooncake_frozen_master_recovery",
+            value=recovery_s,
+            unit="s",
+            ratio=recovery_s / RECOVERY_TARGET_S,
+            ratio_to="what it may take",
+            target=f"≤ {RECOVERY_TARGET_S:g} s from SIGCONT to a hit",
+            ok=recovery_s <= RECOVERY_TARGET_S,
+        ),
+    ]

@@ -1,0 +1,134 @@
+"""`serve_tiers`: questions about long documents with no cache, with L1, and with a remote tier behind an empty L1.
+
+Real vLLM on the CPU as it is served, asked by `kvstrata bench serve long-doc-qa`, one request at a time; its own prefix
+cache is off, as if the documents were more than it holds.  In the first round all documents are computed, in the second
+one they are asked about again.  Before the second round of a remote tier L1 is cleared, so all comes from the tier.
+
+Sketch: 32 MiB of KV a document; at 1.6 GB/s from Mooncake 20 ms, 3 ms more into the engine's blocks, and what 32
+tokens of a question cost to compute; a document that is computed takes seconds.  The plots of the second rounds go to
+build/serve_tiers_CASE.svg.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ROOT, figure, scratch, wait_until
+from benchmarks.vllm_hit_ttft import CHUNK_TOKENS, MODEL, ready
+from kvstrata.cli import ctl
+from tests.harness import mooncake, remotes, vllm_model
+from tests.harness.server_process import ServerProcess
+from tests.harness.vllm_api import VllmApi
+
+DOCUMENTS, DOCUMENT_TOKENS = 8, 2_048
+CHUNKS = DOCUMENTS * DOCUMENT_TOKENS // CHUNK_TOKENS
+L1_MB = 640
+REMOTE = ("mooncake", "redis")
+TIER_OF = {"l1": "L1", "mooncake": "L2", "redis": "L2"}
+TARGET = 0.25
+
+
+def asked(case: str, folder: Path, engine: VllmApi, server: ServerProcess | None) -> dict[str, Any]:
+    """One round about the same documents as every time; what `kvstrata bench serve` reports of it."""
+    report = folder / f"{case}.json"
+    command = [
+        *(Path(sys.executable).with_name("kvstrata"), "bench", "serve", "long-doc-qa", "--url", engine.url),
+        *("--documents", str(DOCUMENTS), "--document-tokens", str(DOCUMENT_TOKENS), "--rounds", "1"),
+        *("--concurrency", "1", "--extra-body", '{"detokenize": false}', "--label", case),
+        *("--json", str(report), "--svg", str(ROOT / "build" / f"serve_tiers_{case}.svg")),
+        *(("--cache-server", server.url) if server else ()),
+    ]
+    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True)
+    [found] = json.loads(report.read_text())["rounds"]
+    if found["failed"]:
+        raise RuntimeError(f"{case}: {found['errors']}")
+    return dict(found)
+
+
+def through(name: str, folder: Path, engine: VllmApi, server: ServerProcess) -> dict[str, Any]:
+    """The second round of a remote tier."""
+
+    def put() -> int:
+        (adapter,) = server.get("/v1/status")["l2_store"]["adapters"].values()
+        return int(adapter["outcomes"].get("stored", 0))
+
+    with remotes.tier(name, folder) as tier:
+        added = ctl.ask(server.url, ctl.Ask("/v1/l2/adapters", {"adapter": tier.entry}, timeout_s=60))
+        asked(name, folder, engine, server)
+        wait_until(lambda: put() == CHUNKS, f"{name} has all chunks")
+        ctl.ask(server.url, ctl.Ask("/v1/clear", {"tier": "l1"}))
+        second = asked(name, folder, engine, server)
+        ctl.ask(server.url, ctl.Ask(f"/v1/l2/adapters/{added['name']}", None, "DELETE", timeout_s=60))
+    ctl.ask(server.url, ctl.Ask("/v1/clear", {"tier": "l1"}))
+    return second
+
+
+def measured(model: Path, folder: Path) -> dict[str, dict[str, Any]]:
+    """The second round of each case."""
+    rounds: dict[str, dict[str, Any]] = {}
+    uncached = ("--no-enable-prefix-caching",)
+    with VllmApi(model, folder / "none", extra=None, flags=uncached) as engine:
+        asked("none", folder, engine, None)
+        rounds["none"] = asked("none", folder, engine, None)
+    with contextlib.ExitStack() as stack:
+        environment = mooncake.environment()
+        server = ServerProcess(folder / "server", l1_mb=L1_MB, environment=environment)
+        stack.enter_context(server).start()
+        engine = VllmApi(model, folder / "vllm", extra=server.connector_config(), flags=uncached)
+        stack.enter_context(engine)
+        asked("l1", folder, engine, server)
+        rounds["l1"] = asked("l1", folder, engine, server)
+        ctl.ask(server.url, ctl.Ask("/v1/clear", {"tier": "l1"}))
+        for name in REMOTE:
+            rounds[name] = through(name, folder, engine, server)
+    return rounds
+
+
+def row_of(case: str, found: dict[str, Any]) -> dict[str, str]:
+    """A line of the table."""
+    sources = found["sources"]
+    chunks = {tier: sources.get(f"{tier} chunks", 0) * CHUNK_TOKENS for tier in ("L1", "L2")}
+    return {
+        "second round": case,
+        **{f"TTFT {word}, ms": f"{found['ttft_ms'][word]:.0f}" for word in ("mean", "median", "p99")},
+        "round, s": f"{found['duration_s']:.1f}",
+        **{f"tokens from {tier}": str(tokens) for tier, tokens in chunks.items()},
+        "computed": str(found["input_tokens"] - sum(chunks.values())),
+    }
+
+
+def run() -> list[dict[str, Any]]:
+    """The figures, unless vLLM is not there."""
+    if not ready():
+        return []
+    with scratch("serve-tiers") as folder:
+        rounds = measured(vllm_model.ensure_model(MODEL), folder)
+    print(ctl.table([row_of(case, found) for case, found in rounds.items()]), flush=True)
+    cold_ms = rounds["none"]["ttft_ms"]["median"]
+    figures = []
+    for case, found in rounds.items():
+        tier = TIER_OF.get(case, "")
+        ratio = found["ttft_ms"]["median"] / cold_ms
+        whole = not tier or found["sources"][f"{tier} chunks"] == CHUNKS
+        figures.append(
+            figure(
+                f"serve_tiers_{case}",
+                value=found["ttft_ms"]["median"],
+                unit="ms",
+                ratio=ratio,
+                ratio_to=f"no connector, {cold_ms:.0f} ms",
+                target=f"all {CHUNKS} chunks from {tier}, ≤ {TARGET} × computed" if tier else "reported",
+                ok=whole and (not tier or ratio <= TARGET),
+                spread=(min(found["ttfts_ms"]), max(found["ttfts_ms"])),
+                mean_ms=found["ttft_ms"]["mean"],
+                p99_ms=found["ttft_ms"]["p99"],
+                round_s=found["duration_s"],
+                sources=found["sources"],
+            )
+        )
+    return figures
