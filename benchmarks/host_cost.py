@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import statistics
 import tempfile
 import time
@@ -26,6 +27,7 @@ from kvstrata.native.copying import RecordSpec, record_bytes, seal_record
 from kvstrata.native.pool import ExtentsMap, Hold, LentHold
 from kvstrata.storage.base import AdapterContext, LoadItem, LoadStatus, PutItem, PutStatus, StorageAdapter
 from kvstrata.storage.host import HostedAdapter
+from kvstrata.storage.host_channel import MAX_FRAME_BYTES
 from kvstrata.storage.registry import coded_adapter, configure_adapter
 
 ITEMS = 32
@@ -116,6 +118,32 @@ async def compare(folder: Path) -> dict[str, list[tuple[float, float]]]:
     }
 
 
+def bare_round_trip_us(pause_s: float) -> float:
+    """Median of the frames of `exists` for 1,024 keys there and back, to a child that does nothing else in between.
+
+    Blocking calls, no event loop, no thread, nothing packed or read: what no host can be faster than.  `pause_s` before
+    each, as a store takes to answer: then both cores sleep.
+    """
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    child = os.fork()
+    if child == 0:
+        here.close()
+        while there.recv(MAX_FRAME_BYTES):
+            there.send(bytes(16 + 1024 * 6))
+        os._exit(0)
+    there.close()
+    question, times = bytes(16 + 1024 * 32), []
+    for _ in range(301):
+        time.sleep(pause_s)
+        begun_s = time.perf_counter()
+        here.send(question)
+        here.recv(MAX_FRAME_BYTES)
+        times.append(time.perf_counter() - begun_s)
+    here.close()
+    os.waitpid(child, 0)
+    return round(statistics.median(times) * 1e6, 1)
+
+
 @contextmanager
 def on_tmpfs() -> Iterator[Path]:
     """A fresh folder in memory."""
@@ -136,11 +164,15 @@ def numbers(times: dict[str, list[tuple[float, float]]], medium: str) -> dict[st
 
 def run() -> list[dict[str, Any]]:
     """The benchmark."""
+    bare = {
+        "bare_round_trip_us": bare_round_trip_us(0),
+        "bare_round_trip_paused_us": bare_round_trip_us(0.0007),
+    }
     with on_tmpfs() as folder:
         memory = uvloop.run(compare(folder))
     with scratch("host-cost") as folder:
         disk = uvloop.run(compare(folder))
-    parts = {**numbers(memory, "tmpfs"), **numbers(disk, "disk")}
+    parts = {**numbers(memory, "tmpfs"), **numbers(disk, "disk"), **bare}
     value = min(parts[f"tmpfs_{operation}_ratio"] for operation in ("put", "load"))
     ratios = [here / there for operation in ("put", "load") for here, there in memory[operation]]
     return [

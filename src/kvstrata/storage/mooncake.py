@@ -25,13 +25,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import importlib
+import itertools
 import logging
 import re
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
@@ -133,7 +134,7 @@ class MooncakeAdapter(StorageAdapter):
         self._kept: dict[int, Hold] = {}
         """Holds that are never dropped, by their id."""
         self._putting: dict[bytes, asyncio.Future[PutStatus]] = {}
-        self._running: set[asyncio.Task[Any]] = set()
+        self._running: set[asyncio.Future[Any]] = set()
         self._opened = False
         self._closed = False
 
@@ -221,12 +222,27 @@ class MooncakeAdapter(StorageAdapter):
         """One call of the store, and another for keys whose length is not known here."""
         if reason := self._not_ready():
             return [Found(Presence.UNKNOWN, 0, reason)] * len(keys)
-        if not keys or any(len(key) != KEY_BYTES for key in keys):
+        try:
+            names = names_of(KEY_PREFIX, keys)
+        except ValueError:  # a key of another length
             return [Found(Presence.UNKNOWN, 0, BAD_ITEM)] * len(keys)
-        future = self._lanes.submit(Lane.LOOKUP, lambda: self._find(keys))
-        if future is None:
+        if not names:
+            return []
+        asked = self._lanes.submit(Lane.LOOKUP, lambda: self._store.batch_is_exist(names))
+        if asked is None:
             return [Found(Presence.UNKNOWN, 0, "throttled")] * len(keys)
-        return await self._own(_result(future))
+        known = [*map(self._known.get, keys)]  # takes no time: the lane's thread wakes and asks meanwhile
+        codes: list[int] = await self._own(asked)
+        if codes.count(1) == len(keys) and all(known):
+            return cast("list[Found]", known)
+        found = [_found(code, there) for code, there in zip(codes, known, strict=True)]
+        places = [place for place, answer in enumerate(found) if answer is None]
+        gone = [key for key, code, there in zip(keys, codes, known, strict=True) if there and code == 0]
+        if places or gone:
+            lengths = await self._own(self._look_closer([keys[place] for place in places], gone))
+            for place, answer in zip(places, lengths, strict=True):
+                found[place] = answer
+        return cast("list[Found]", found)
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """One call of the store for what it does not have. A cancelled wait lets the batch go on to its end."""
@@ -244,7 +260,7 @@ class MooncakeAdapter(StorageAdapter):
             self._drop(batch)
             loaded = [LoadOutcome(LoadStatus.FAILED, "throttled")] * len(batch)
         else:
-            loaded = await self._own(_result(future))
+            loaded = await self._own(future)
         for place, outcome in zip(places, loaded, strict=True):
             outcomes[place] = outcome
         return outcomes
@@ -314,9 +330,9 @@ class MooncakeAdapter(StorageAdapter):
     def _not_ready(self) -> str:
         return "" if self._opened and not self._closed else CLOSED
 
-    async def _own(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _own(self, work: Awaitable[T]) -> T:
         """Cancelling the call ends the wait, not the work."""
-        task = asyncio.create_task(work)
+        task = asyncio.ensure_future(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return await asyncio.shield(task)
@@ -326,26 +342,19 @@ class MooncakeAdapter(StorageAdapter):
         assert future is not None
         return await future
 
-    # --- in threads of the lanes -------------------------------------------------------------------------
+    async def _look_closer(self, there: list[bytes], gone: list[bytes]) -> list[Found]:
+        """Of keys that are there and whose length is not known; forget that of others."""
+        if reason := self._not_ready():
+            return [Found(Presence.UNKNOWN, 0, reason)] * len(there)
 
-    def _find(self, keys: Sequence[bytes]) -> list[Found]:
-        codes = self._store.batch_is_exist(names_of(KEY_PREFIX, keys))
-        known = self._known
-        found: list[Found | None] = [*map(known.get, keys)]
-        if codes.count(1) < len(codes):
-            found = [answer if code == 1 else None for answer, code in zip(found, codes, strict=True)]
-        if not all(found):
-            places = [place for place, answer in enumerate(found) if answer is None]
-            self._ask_lengths([keys[place] for place in places if codes[place] == 1])
-            for place in places:
-                failed = codes[place] < 0
-                found[place] = (
-                    Found(Presence.UNKNOWN, 0, _reason(codes[place]))
-                    if failed
-                    else known.get(keys[place], _ABSENT)
-                )
-            self._forget([keys[place] for place in places if codes[place] == 0])
-        return cast("list[Found]", found)
+        def ask() -> None:
+            self._ask_lengths(there)
+            self._forget(gone)
+
+        await self._in_lane(Lane.LOOKUP, ask)
+        return [self._known.get(key, _ABSENT) for key in there]
+
+    # --- in threads of the lanes -------------------------------------------------------------------------
 
     def _ask_lengths(self, keys: list[bytes]) -> None:
         """Of values that are there; what is too short to be a record is removed."""
@@ -463,8 +472,11 @@ class MooncakeAdapter(StorageAdapter):
                 if length <= self._largest_bytes:
                     self._known[key] = _present(length)
                     self._known_bytes += length
-            while len(self._known) > KNOWN_LENGTHS:
-                self._drop_known(next(iter(self._known)))
+            if len(self._known) > KNOWN_LENGTHS:
+                # Some more than must, at once: each look for the oldest passes over the places of those that went.
+                too_many = len(self._known) - KNOWN_LENGTHS + KNOWN_LENGTHS // 16
+                for key in list(itertools.islice(self._known, too_many)):
+                    self._drop_known(key)
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         with self._known_lock:
@@ -499,12 +511,15 @@ def _reason(code: int) -> str:
     return _REASONS.get(code) or f"code_{-code}"
 
 
+def _found(code: int, known: Found | None) -> Found | None:
+    """What the answer of `batch_is_exist` means; None: there, of unknown length."""
+    if code == 1:
+        return known
+    return _ABSENT if code == 0 else Found(Presence.UNKNOWN, 0, _reason(code))
+
+
 def _name(key: bytes) -> str:
     return KEY_PREFIX + key.hex()
-
-
-async def _result(future: asyncio.Future[T]) -> T:
-    return await future
 
 
 # --- before the client is set up ---------------------------------------------------------------------------
