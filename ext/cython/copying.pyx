@@ -296,6 +296,65 @@ def verify_stored_record(address, length, expected_key):
     return <int>copy_outcome(status)
 
 
+cdef extern from *:
+    """
+    #include "kvstrata/crew.h"
+
+    namespace {
+    struct StoredRecord {
+      const void* bytes;
+      std::uint64_t length;
+      kvstrata::Digest key;
+      int outcome;
+    };
+
+    void verify_each(kvstrata::Crew& crew, std::vector<StoredRecord>& records) {
+      crew.each(records.size(), [&](std::size_t i) {
+        StoredRecord& record = records[i];
+        record.outcome = static_cast<int>(kvstrata::copy_outcome(
+            kvstrata::verify_stored_record(record.bytes, record.length, &record.key)));
+      });
+    }
+    }
+    """
+    cdef cppclass Crew "kvstrata::Crew":
+        Crew(size_t) except +
+    cdef struct StoredRecord:
+        const void* bytes
+        uint64_t length
+        Digest key
+        int outcome
+    void verify_each(Crew&, vector[StoredRecord]&) except + nogil
+
+
+cdef class Verifier:
+    """See copying.pyi."""
+
+    cdef unique_ptr[Crew] crew
+
+    def __cinit__(self, helpers):
+        self.crew.reset(new Crew(<size_t>whole(helpers, "helpers")))
+
+    def __dealloc__(self):
+        with nogil:
+            self.crew.reset()
+
+    def verify_stored(self, records):
+        cdef vector[StoredRecord] given
+        cdef size_t i = 0
+        given.resize(len(records))
+        for address, length, key in records:
+            given[i].bytes = <const void*><size_t>whole(address, "address")
+            given[i].length = whole(length, "length")
+            if given[i].bytes == NULL:
+                raise ValueError("address: may not be 0")
+            set_digest(given[i].key, key, "key")
+            i += 1
+        with nogil:
+            verify_each(self.crew.get()[0], given)
+        return [given[i].outcome for i in range(given.size())]
+
+
 cdef int read_header(
     object address, object length, CRecordHeader* header, vector[Section]& sections
 ) except -1:

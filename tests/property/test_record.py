@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import hashlib
 import mmap
@@ -207,3 +208,37 @@ def test_a_refused_seal_writes_nothing(lengths: list[int], room: int, message: s
 def test_impossible_sizes_have_no_record_length(sections: int, payload: int) -> None:
     with pytest.raises(ValueError, match=r"section_count|payload_bytes"):
         copying.record_bytes(sections, payload)
+
+
+@given(st.lists(st.tuples(records(), st.integers(0, 2), st.randoms(use_true_random=False)), max_size=12))
+def test_records_that_are_checked_at_once_are_judged_as_each_alone(
+    given_records: list[tuple[oracle.Record, int, random.Random]],
+) -> None:
+    kept, asked = [], []
+    for record, damage, dice in given_records:
+        data = bytearray(oracle.build(record))
+        if damage == 1:
+            data[dice.randrange(len(data))] ^= 1 + dice.randrange(255)
+        placed = Placed(bytes(data))
+        kept.append(placed)
+        asked.append((placed.address, placed.length, bytes(32) if damage == 2 else record.key))
+    alone = [copying.verify_stored_record(*one) for one in asked]
+    assert copying.Verifier(3).verify_stored(asked) == alone
+
+
+def test_several_threads_may_check_with_the_same_helpers() -> None:
+    record = oracle.Record(bytes(range(32)), bytes(32), bytes(32), bytes(32), 256, 1, [bytes(5000)])
+    placed, verifier = Placed(oracle.build(record)), copying.Verifier(2)
+    good, other = ((placed.address, placed.length, key) for key in (record.key, bytes(32)))
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        for outcomes in threads.map(verifier.verify_stored, [[good, other] * 50] * 40):
+            assert outcomes == [CopyOutcome.OK, CopyOutcome.STALE] * 50
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [((0, 1, bytes(32)), "address"), ((1 << 70, 1, bytes(32)), "address"), ((8, 1, b"short"), "key")],
+)
+def test_a_record_that_cannot_be_named_is_an_error(record: tuple[int, int, bytes], message: str) -> None:
+    with pytest.raises((ValueError, OverflowError), match=message):
+        copying.Verifier(0).verify_stored([record])

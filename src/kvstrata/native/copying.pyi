@@ -136,6 +136,15 @@ def verify_record(address: int, length: int, expected_key: bytes | None) -> int:
 def verify_stored_record(address: int, length: int, expected_key: bytes | None) -> int:
     """As `verify_record`, for what a medium holds: of an encoded record the stored bytes are checked."""
 
+class Verifier:
+    """Threads that help to check many records at once: one core does not read as fast as memory gives."""
+
+    def __init__(self, helpers: int) -> None:
+        """At most so many threads; they start with the first work. They end with the object."""
+
+    def verify_stored(self, records: Sequence[tuple[int, int, bytes]]) -> list[int]:
+        """`verify_stored_record` of each (address, length, expected key), without the GIL; thread-safe."""
+
 def explain_record(address: int, length: int, expected_key: bytes | None) -> str | None:
     """Why `verify_stored_record` does not say OK, naming field or section, for a log; None when it does."""
 

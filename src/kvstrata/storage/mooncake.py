@@ -27,6 +27,7 @@ import functools
 import importlib
 import itertools
 import logging
+import os
 import re
 import socket
 import struct
@@ -39,7 +40,7 @@ from urllib.parse import urlsplit
 
 from kvstrata.errors import StorageError
 from kvstrata.native.batches import names_of
-from kvstrata.native.copying import CopyOutcome, RecordError, record_header, verify_stored_record
+from kvstrata.native.copying import CopyOutcome, RecordError, Verifier, record_header
 from kvstrata.storage.base import (
     HEAD_BYTES,
     AdapterContext,
@@ -81,6 +82,8 @@ GIVEN_UP_S = 10.0
 by itself, and writes the bytes all the same when a holder that was stopped goes on (seen over tcp)."""
 KNOWN_LENGTHS = 1 << 17
 LARGEST_RECORD_BYTES = (1 << 32) - 1
+VERIFIERS = 4
+"""Threads that check the records of a batch, that of its lane included."""
 CLOSED, BAD_ITEM, QUEUE_FULL = "closed", "bad_item", "queue_full"
 
 _NICS = Path("/sys/class/infiniband")
@@ -125,6 +128,7 @@ class MooncakeAdapter(StorageAdapter):
             persistent=False, shared=True, wants_registered_memory=settings.preregister, quiesce="never"
         )
         self._lanes = Lanes(name, num_workers=settings.num_workers, per_op_workers=settings.per_op_workers)
+        self._verifier = Verifier(min(VERIFIERS, os.cpu_count() or 1) - 1)
         self._store: Any = None
         self._replicate: Any = None
         self._largest_bytes = LARGEST_RECORD_BYTES
@@ -394,7 +398,11 @@ class MooncakeAdapter(StorageAdapter):
             # Of a key that comes twice in a call the store fills one place only, and answers well for both.
             batches = [items] if len(set(keys)) == len(keys) else [[item] for item in items]
             codes = [code for batch in batches for code in self._transfer(self._store.batch_get_into, batch)]
-            return [self._loaded(item.key, item.hold, code) for item, code in zip(items, codes, strict=True)]
+            sound = self._sound(items, codes)
+            return [
+                _LOADED if place in sound else self._not_loaded(items[place].key, items[place].hold, code)
+                for place, code in enumerate(codes)
+            ]
         finally:
             self._drop(items)
 
@@ -421,17 +429,21 @@ class MooncakeAdapter(StorageAdapter):
             if id(item.hold) not in self._kept:
                 item.hold.drop()
 
-    def _loaded(self, key: bytes, hold: Hold, code: int) -> LoadOutcome:
-        """What became of an item; `code` is the number of bytes read, or an error."""
-        if code == hold.length:
-            if verify_stored_record(hold.address, hold.length, key) == CopyOutcome.OK:
-                return _LOADED
-        elif code in (_NO_OBJECT, _NO_REPLICA_YET, _REPLICA_GONE):
+    def _sound(self, items: list[LoadItem], codes: list[int]) -> set[int]:
+        """Places of the items that were read whole and are sound records of their keys."""
+        read = [place for place, code in enumerate(codes) if code == items[place].hold.length]
+        records = [(items[place].hold.address, items[place].hold.length, items[place].key) for place in read]
+        outcomes = self._verifier.verify_stored(records)
+        return {place for place, outcome in zip(read, outcomes, strict=True) if outcome == CopyOutcome.OK}
+
+    def _not_loaded(self, key: bytes, hold: Hold, code: int) -> LoadOutcome:
+        """What became of an item that is not there or not sound; `code` is the bytes read, or an error."""
+        if code in (_NO_OBJECT, _NO_REPLICA_YET, _REPLICA_GONE):
             self._forget([key])
             return LoadOutcome(LoadStatus.ABSENT)
-        elif code < 0 and code != _PARAMETERS:
+        if code < 0 and code != _PARAMETERS:
             return LoadOutcome(LoadStatus.FAILED, _reason(code))
-        elif self._is_record_of_another_length(key, hold):
+        if code != hold.length and self._is_record_of_another_length(key, hold):
             self._forget([key])
             return LoadOutcome(LoadStatus.FAILED, "length")
         [removed] = self._remove([key])
@@ -499,6 +511,13 @@ def _present(record_bytes: int) -> Found:
     return Found(Presence.PRESENT, record_bytes)
 
 
+def _found(code: int, known: Found | None) -> Found | None:
+    """What the answer of `batch_is_exist` means; None: there, of unknown length."""
+    if code == 1:
+        return known
+    return _ABSENT if code == 0 else Found(Presence.UNKNOWN, 0, _reason(code))
+
+
 def _put_outcome(code: int) -> PutOutcome:
     if code == _OK:
         return PutOutcome(PutStatus.STORED)
@@ -509,13 +528,6 @@ def _put_outcome(code: int) -> PutOutcome:
 
 def _reason(code: int) -> str:
     return _REASONS.get(code) or f"code_{-code}"
-
-
-def _found(code: int, known: Found | None) -> Found | None:
-    """What the answer of `batch_is_exist` means; None: there, of unknown length."""
-    if code == 1:
-        return known
-    return _ABSENT if code == 0 else Found(Presence.UNKNOWN, 0, _reason(code))
 
 
 def _name(key: bytes) -> str:
