@@ -166,6 +166,7 @@ class Worker:
             "thread": lambda: os.pidfd_open(os.getpid(), linux.PIDFD_THREAD),
             "null": lambda: os.open(os.devnull, os.O_RDONLY),
         }
+        held = process_locks().held()
         sent = [os.pidfd_open(int(kind[4:])) if kind.startswith("pid:") else makers[kind]() for kind in fds]
         replies = []
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
@@ -176,7 +177,8 @@ class Worker:
                 linux.close_all(sent)
                 sent = []
                 received = linux.receive(sock, 1 << 16, 8)
-                linux.close_all(received.fds)
+                # Closing any descriptor of a lock file would drop this process's locks on it.
+                linux.close_all([fd for fd in received.fds if linux.file_id(fd) not in held])
                 replies.append(encode(received.data))
         return replies
 
