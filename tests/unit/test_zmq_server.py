@@ -305,16 +305,16 @@ GOOD_KEY = zmq.curve_keypair()[0].decode()
     ("text", "says"),
     [
         ("", "no line `secret KEY`"),
-        (f"client {GOOD_KEY}", "no line `secret KEY`"),
-        (f"secret {GOOD_KEY}", "no line `client KEY`"),
+        ("client GOOD", "no line `secret KEY`"),
+        ("secret GOOD", "no line `client KEY`"),
         ("secret short", "line 1"),
-        (f"# keys\nserver {GOOD_KEY}", "line 2"),
-        (f"secret {GOOD_KEY} more", "line 1"),
+        ("# keys\nserver GOOD", "line 2"),
+        ("secret GOOD more", "line 1"),
     ],
 )
 def test_a_wrong_curve_file_is_refused_by_line(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "curve keys"
-    path.write_text(text)
+    path.write_text(text.replace("GOOD", GOOD_KEY))
     path.chmod(0o600)
     with pytest.raises(ConfigError, match=says):
         read_curve_file(str(path))
