@@ -8,8 +8,8 @@ MAKEFLAGS += --no-print-directory
 
 VENV_PYTHON := .venv/bin/python
 JOBS ?= $(shell nproc)
-PYTEST ?= $(VENV_PYTHON) -m pytest
-# make test ARGS="-k name" hands ARGS to pytest.
+PYTEST ?= $(VENV_PYTHON) -m pytest -n $(JOBS)
+# make test ARGS="-k name" hands ARGS to pytest; with "-n0" one test runs at a time, in pytest's own process.
 ARGS ?=
 LINTED := src tests benchmarks examples setup.py
 CLANG_FORMATTED = $(shell git ls-files --cached --others --exclude-standard 'ext/*.h' 'ext/*.cpp' 'ext/*.cu')

@@ -14,7 +14,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.harness import mooncake, vllm_env, vllm_model
+from tests.harness import mooncake, parallel, vllm_env, vllm_model
 
 IN_CI = os.environ.get("CI") == "true"
 KINDS = ("fast", "integration", "vllm", "gpu")
@@ -27,6 +27,8 @@ hypothesis.settings.register_profile(
     "thorough", parent=hypothesis.settings.get_profile("kvstrata"), max_examples=2_000
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kvstrata"))
+
+pytest_xdist_make_scheduler = parallel.pytest_xdist_make_scheduler
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
