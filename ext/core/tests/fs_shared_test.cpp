@@ -157,7 +157,8 @@ TEST(a_janitor_that_stood_still_is_an_ordinary_member_afterwards) {
 TEST(without_a_janitor_what_was_granted_is_used_up_and_then_puts_are_refused) {
   Shared shared(64 * kCharge);
   const auto one = shared.join();
-  const auto other = shared.join();
+  HookedFiles files;
+  const auto other = shared.join(files);
   shared.turns({one.get(), other.get()}, 3);
   shared.pass(std::chrono::milliseconds(200));
   std::string reason;
@@ -172,6 +173,17 @@ TEST(without_a_janitor_what_was_granted_is_used_up_and_then_puts_are_refused) {
   }
   CHECK_EQ(reason, std::string("capacity"));
   CHECK(stored_count >= 1 && stored_count < 16 && count(*other, "throttled") == 1);
+  // And once nobody holds the office any more, nor can follow, that is said.
+  files.before = [](const std::string& call, const std::string& path) {
+    return call == "create" && path.find("/janitor.") != std::string::npos
+               ? Status(StatusCode::kOsError, "injected", EIO)
+               : Status();
+  };
+  shared.pass(std::chrono::seconds(10));
+  const PutItem item = put_all(*other, records_of({80}, kPayload))[0];
+  CHECK(item.status == PutStatus::kThrottled);
+  CHECK_EQ(std::string(item.reason), std::string("no_janitor"));
+  CHECK(count(*other, "throttled_no_janitor") == 1);
 }
 
 TEST(a_server_alone_and_those_that_share_keep_each_other_out) {
