@@ -10,6 +10,7 @@ mooncake_master --rpc_address=127.0.0.1 --rpc_port="$port" --metrics_port=$((por
     --http_metadata_server_port=$((port + 2)) >/dev/null 2>&1 &
 master=$!
 trap 'kill $master 2>/dev/null || true; wait' EXIT
+trap 'exit 130' INT TERM
 "$shared/wait_for_port.sh" "$port" $master
 "$shared/wait_for_port.sh" $((port + 2)) $master
 "$shared/two_servers.sh" '{

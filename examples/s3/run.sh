@@ -11,6 +11,7 @@ else
     python3 -m moto.server -H 127.0.0.1 -p "$port" >/dev/null 2>&1 &
     server=$!
     trap 'kill $server 2>/dev/null || true; wait' EXIT
+    trap 'exit 130' INT TERM
     "$shared/wait_for_port.sh" "$port" $server
     endpoint=http://127.0.0.1:$port
     python3 -c 'import sys, urllib.request as r; r.urlopen(r.Request(sys.argv[1], method="PUT"), timeout=30)' \
