@@ -139,7 +139,7 @@ void FsConnector::put(std::span<PutItem> piece) noexcept {
 
 // With item.copy set, put_end() has the outcome: that of the part which this call wrote
 // (kStored), or of the same one that another item writes (kExists).
-FsConnector::Outcome FsConnector::put_one(PutItem& item) {
+FsPutOutcome FsConnector::put_one(PutItem& item) {
   Lock lock(mutex_);
   if (const char* const failed = wait_until_scanned(lock); *failed != '\0')
     return {PutStatus::kFailed, failed};
@@ -152,17 +152,11 @@ FsConnector::Outcome FsConnector::put_one(PutItem& item) {
   if (const FsRecord* const record = index_.find(item.key);
       record != nullptr && record->length == item.length)
     return {PutStatus::kExists, ""};
-  if (const auto same = find_part(item.key, item.length); same != parts_.end()) {
-    item.copy = same->first;
-    same->second.askers += 1;
-    return {PutStatus::kExists, ""};
-  }
+  if (parts_.join(item)) return {PutStatus::kExists, ""};
   const std::uint64_t charge = fs_charge(item.length);
   if (!take_room(lock, charge)) return {PutStatus::kThrottled, "capacity"};
   const std::uint64_t number = ++next_part_;
-  Part& part = parts_[number];
-  part = {.key = item.key, .length = item.length, .askers = 1};
-  item.copy = number;
+  FsPart& part = parts_.make(number, item);
   for (bool again = false;; again = true) {
     lock.unlock();
     FileSpace space;
@@ -174,49 +168,19 @@ FsConnector::Outcome FsConnector::put_one(PutItem& item) {
     lock.lock();
     if (is_no_space(status) && !again && evict(lock, charge)) continue;
     if (status.ok())
-      part.state = PartState::kWritten;
+      part.state = FsPart::State::kWritten;
     else
-      settle(part, is_no_space(status) ? Outcome{PutStatus::kThrottled, "disk_full"}
-                                       : Outcome{PutStatus::kFailed, "io"});
+      settle(part, fs_put_failure(status));
     changed_.notify_all();
     return {PutStatus::kStored, ""};
   }
 }
 
-// One that is on its way and will be stored.
-FsConnector::Parts::iterator FsConnector::find_part(const Digest& key, std::uint32_t length) {
-  return std::ranges::find_if(parts_, [&](const auto& numbered) {
-    const Part& part = numbered.second;
-    return part.key == key && part.length == length && !part.cancelled &&
-           part.state != PartState::kSettled;
-  });
-}
-
 void FsConnector::put_end(std::span<PutItem> batch) noexcept {
   Lock lock(mutex_);
-  // Of parts that other batches write too: whoever needs one publishes it.
-  changed_.wait(lock, [&] {
-    return std::ranges::none_of(batch, [&](const PutItem& item) {
-      return item.copy != 0 && parts_[item.copy].state == PartState::kWriting;
-    });
+  parts_.end(lock, batch, [this](Lock& held, std::vector<std::uint64_t> claimed) {
+    publish(held, std::move(claimed));
   });
-  std::vector<std::uint64_t> mine;
-  for (const PutItem& item : batch) {
-    if (item.copy == 0 || parts_[item.copy].state != PartState::kWritten) continue;
-    parts_[item.copy].state = PartState::kClaimed;
-    mine.push_back(item.copy);
-  }
-  publish(lock, std::move(mine));
-  for (PutItem& item : batch) {
-    if (item.copy == 0) continue;
-    const auto part = parts_.find(item.copy);
-    changed_.wait(lock, [&] { return part->second.state == PartState::kSettled; });
-    const bool wrote_it = item.status == PutStatus::kStored;
-    if (wrote_it || part->second.outcome.first != PutStatus::kStored)
-      std::tie(item.status, item.reason) = part->second.outcome;
-    if (--part->second.askers == 0) parts_.erase(part);
-    item.copy = 0;
-  }
 }
 
 void FsConnector::load(std::span<LoadItem> piece) noexcept {
@@ -226,7 +190,7 @@ void FsConnector::load(std::span<LoadItem> piece) noexcept {
   }
 }
 
-std::pair<LoadStatus, const char*> FsConnector::load_one(LoadItem& item) {
+FsLoadOutcome FsConnector::load_one(LoadItem& item) {
   Lock lock(mutex_);
   if (const char* const failed = wait_until_scanned(lock); *failed != '\0')
     return {LoadStatus::kFailed, failed};
@@ -250,19 +214,7 @@ std::pair<LoadStatus, const char*> FsConnector::load_one(LoadItem& item) {
       index_.remove(item.key);  // somebody removed the file behind our back
     }
   }  // else it was deleted or replaced meanwhile
-  switch (read) {
-    case FsFiles::Read::kWhole:
-      return {LoadStatus::kLoaded, ""};
-    case FsFiles::Read::kAbsent:
-      return {LoadStatus::kAbsent, ""};
-    case FsFiles::Read::kOtherLength:
-      return {LoadStatus::kFailed, "length"};
-    case FsFiles::Read::kTorn:
-      return {LoadStatus::kCorrupt, "length"};
-    case FsFiles::Read::kFailed:
-      break;
-  }
-  return {LoadStatus::kFailed, "io"};
+  return FsFiles::outcome_of(read);
 }
 
 void FsConnector::remove(std::span<DeleteItem> items) noexcept {
@@ -277,11 +229,7 @@ void FsConnector::remove(std::span<DeleteItem> items) noexcept {
     for (DeleteItem* const item : left) {
       const auto mark = marks_.find(item->key);
       const bool publishing = mark != marks_.end() && mark->second == Mark::kPublishing;
-      for (auto& [number, part] : parts_) {
-        if (part.key != item->key || part.state == PartState::kSettled || part.cancelled) continue;
-        part.cancelled = true;
-        item->removed = !publishing;
-      }
+      if (parts_.cancel(item->key)) item->removed = !publishing;
       if (publishing) {
         published.push_back(item);
       } else if (index_.find(item->key) != nullptr && !std::ranges::count(keys, item->key)) {

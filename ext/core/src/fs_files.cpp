@@ -50,6 +50,27 @@ bool is_not_there(const Status& status) noexcept {
   return is_os_error(status, ENOENT) || is_os_error(status, ESTALE);
 }
 
+FsPutOutcome fs_put_failure(const Status& status) noexcept {
+  if (is_no_space(status)) return {PutStatus::kThrottled, "disk_full"};
+  return {PutStatus::kFailed, "io"};
+}
+
+FsLoadOutcome FsFiles::outcome_of(Read read) noexcept {
+  switch (read) {
+    case Read::kWhole:
+      return {LoadStatus::kLoaded, ""};
+    case Read::kAbsent:
+      return {LoadStatus::kAbsent, ""};
+    case Read::kOtherLength:
+      return {LoadStatus::kFailed, "length"};
+    case Read::kTorn:
+      return {LoadStatus::kCorrupt, "length"};
+    case Read::kFailed:
+      break;
+  }
+  return {LoadStatus::kFailed, "io"};
+}
+
 // Direct where this file system has it, if that is wanted.
 Status FsFiles::open_at_best(const std::string& path, FileMode mode, std::unique_ptr<File>* out) {
   if (direct_.load(std::memory_order_relaxed)) {

@@ -5,24 +5,13 @@
 
 namespace kvstrata {
 
-// Whoever claims a part publishes it.
-std::vector<std::uint64_t> FsConnector::claim_written() {
-  std::vector<std::uint64_t> claimed;
-  for (auto& [number, part] : parts_) {
-    if (part.state != PartState::kWritten) continue;
-    part.state = PartState::kClaimed;
-    claimed.push_back(number);
-  }
-  return claimed;
-}
-
 // REQUIRES: the parts are claimed by this thread, which has no mark.
 void FsConnector::publish(Lock& lock, std::vector<std::uint64_t> claimed) {
   while (!claimed.empty()) {
     std::vector<std::uint64_t> marked;
     std::vector<std::uint64_t> later;  // their keys' files are being renamed or unlinked
     for (const std::uint64_t number : claimed) {
-      const bool free = marks_.try_emplace(parts_[number].key, Mark::kPublishing).second;
+      const bool free = marks_.try_emplace(parts_.at(number).key, Mark::kPublishing).second;
       (free ? marked : later).push_back(number);
     }
     if (marked.empty())
@@ -40,7 +29,7 @@ void FsConnector::publish_marked(Lock& lock, std::span<const std::uint64_t> mark
   std::vector<FsFiles::Publication> items;
   std::vector<std::string> needless;
   for (const std::uint64_t number : marked) {
-    const Part& part = parts_[number];
+    const FsPart& part = parts_.at(number);
     const FsRecord* const there = index_.find(part.key);
     if (part.cancelled || (there != nullptr && there->length == part.length)) {
       needless.push_back(paths_.part(part.key, number));
@@ -58,29 +47,27 @@ void FsConnector::publish_marked(Lock& lock, std::span<const std::uint64_t> mark
   lock.lock();
   const std::int64_t now_ns = now_unix_ns();
   for (std::size_t i = 0; i < chosen.size(); ++i) {
-    Part& part = parts_[chosen[i]];
+    FsPart& part = parts_.at(chosen[i]);
     if (items[i].renamed && index_.find(part.key) != nullptr) index_.remove(part.key);
     if (items[i].status.ok()) {
       index_.add(part.key, part.length, now_ns);
       settle(part, {PutStatus::kStored, ""});
-    } else if (is_no_space(items[i].status)) {
-      settle(part, {PutStatus::kThrottled, "disk_full"});
     } else {
-      settle(part, {PutStatus::kFailed, "io"});
+      settle(part, fs_put_failure(items[i].status));
     }
   }
   for (const std::uint64_t number : marked) {
-    Part& part = parts_[number];
+    FsPart& part = parts_.at(number);
     // Of a part that was not needed: its key is there, or was deleted after it had been put.
-    if (part.state == PartState::kClaimed)
+    if (part.state == FsPart::State::kClaimed)
       settle(part, {part.cancelled ? PutStatus::kStored : PutStatus::kExists, ""});
     marks_.erase(part.key);
   }
   changed_.notify_all();
 }
 
-void FsConnector::settle(Part& part, Outcome outcome) {
-  part.state = PartState::kSettled;
+void FsConnector::settle(FsPart& part, FsPutOutcome outcome) {
+  part.state = FsPart::State::kSettled;
   part.outcome = outcome;
   parts_charge_ -= fs_charge(part.length);
 }

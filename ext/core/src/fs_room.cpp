@@ -20,7 +20,7 @@ bool FsConnector::take_room(Lock& lock, std::uint64_t charge) {
   const std::uint64_t cap = options_.capacity_bytes;
   if (cap != 0 && charge > cap) return false;
   const auto publish_written = [&] {
-    std::vector<std::uint64_t> written = claim_written();
+    std::vector<std::uint64_t> written = parts_.claim_written();
     const bool any = !written.empty();
     publish(lock, std::move(written));
     return any;

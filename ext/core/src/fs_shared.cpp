@@ -143,42 +143,35 @@ void FsSharedConnector::put(std::span<PutItem> piece) noexcept {
 
 // With item.copy set, put_end() has the outcome: that of the part which this call made (kStored),
 // or of the same one that another item makes (kExists).
-FsSharedConnector::Outcome FsSharedConnector::put_one(PutItem& item) {
+FsPutOutcome FsSharedConnector::put_one(PutItem& item) {
   if (item.length < kMinRecordBytes) return {PutStatus::kFailed, "bad_item"};
   Lock lock(mutex_);
-  if (const auto same = find_part(item.key, item.length); same != parts_.end()) {
-    item.copy = same->first;
-    same->second.askers += 1;
-    return {PutStatus::kExists, ""};
-  }
+  if (parts_.join(item)) return {PutStatus::kExists, ""};
   constexpr std::uint64_t kNumbers = std::uint64_t{1} << kFsPartBits;
   const std::uint64_t number = member_.id() << kFsPartBits | next_part_++ % kNumbers;
-  Part& part = parts_[number];
-  part = {.key = item.key, .length = item.length, .askers = 1};
-  item.copy = number;
+  FsPart& part = parts_.make(number, item);
   lock.unlock();
   FileStat found;
   const bool is_there = layer_.stat(paths_.record(item.key), &found).ok() && is_record(found) &&
                         found.length == item.length;
   lock.lock();
   part.found = is_there;
-  const Outcome outcome = is_there ? Outcome{PutStatus::kStored, ""} : write(lock, number, item);
-  part.state = outcome.first == PutStatus::kStored ? PartState::kWritten : PartState::kSettled;
-  part.outcome = outcome;
+  part.outcome = is_there ? FsPutOutcome{PutStatus::kStored, ""} : write(lock, number, item);
+  part.state =
+      part.outcome.first == PutStatus::kStored ? FsPart::State::kWritten : FsPart::State::kSettled;
   changed_.notify_all();
   return {PutStatus::kStored, ""};
 }
 
 // kStored: the part is written.
-FsSharedConnector::Outcome FsSharedConnector::write(Lock& lock, std::uint64_t number,
-                                                    const PutItem& item) {
+FsPutOutcome FsSharedConnector::write(Lock& lock, std::uint64_t number, const PutItem& item) {
   const std::uint64_t charge = fs_charge(item.length);
   const std::uint64_t cap = options_.capacity_bytes;
   if (cap != 0 && charge > cap) return {PutStatus::kThrottled, "capacity"};
   const auto throttled = [&](const char* reason) {
     const bool alone = !member_.has_janitor();
     (alone ? throttled_no_janitor_ : throttled_) += 1;
-    return Outcome{PutStatus::kThrottled, alone ? "no_janitor" : reason};
+    return FsPutOutcome{PutStatus::kThrottled, alone ? "no_janitor" : reason};
   };
   if (!take(lock, charge)) return throttled("capacity");
   const std::string path = paths_.part(item.key, number);
@@ -198,7 +191,7 @@ FsSharedConnector::Outcome FsSharedConnector::write(Lock& lock, std::uint64_t nu
     lock.unlock();
     give_up_part(path, charge);
     lock.lock();
-    return is_no_space(status) ? throttled("disk_full") : Outcome{PutStatus::kFailed, "io"};
+    return is_no_space(status) ? throttled("disk_full") : fs_put_failure(status);
   }
 }
 
@@ -216,13 +209,11 @@ bool FsSharedConnector::take(Lock& lock, std::uint64_t charge) {
   bool taken = false;
   const auto taken_or_to_publish = [&] {
     taken = taken || member_.take(charge);
-    return taken || std::ranges::any_of(parts_, [](const auto& numbered) {
-             return numbered.second.state == PartState::kWritten;
-           });
+    return taken || parts_.any_written();
   };
   // The time of a publication is not that of the janitor.
   while (!taken && wait_until(lock, times_.put_wait, taken_or_to_publish))
-    publish_written(lock);
+    publish(lock, parts_.claim_written());
   member_.want(-static_cast<std::int64_t>(charge));
   refused_until_ns_ = taken ? INT64_MIN : times_.clock() + times_.put_wait.count();
   return taken;
@@ -237,32 +228,12 @@ bool FsSharedConnector::make_space(Lock& lock, std::uint64_t bytes) {
   return done;
 }
 
-// One that is on its way and will be there.
-FsSharedConnector::Parts::iterator FsSharedConnector::find_part(const Digest& key,
-                                                                std::uint32_t length) {
-  return std::ranges::find_if(parts_, [&](const auto& numbered) {
-    const Part& part = numbered.second;
-    return part.key == key && part.length == length && part.state != PartState::kSettled;
-  });
-}
-
-// Whoever claims a part publishes it.
-void FsSharedConnector::publish_written(Lock& lock) {
-  std::vector<std::uint64_t> claimed;
-  for (auto& [number, part] : parts_) {
-    if (part.state != PartState::kWritten) continue;
-    part.state = PartState::kClaimed;
-    claimed.push_back(number);
-  }
-  publish(lock, claimed);
-}
-
 // REQUIRES: the parts are claimed by this thread.
 void FsSharedConnector::publish(Lock& lock, const std::vector<std::uint64_t>& claimed) {
   if (claimed.empty()) return;
   std::vector<FsFiles::Publication> items(claimed.size());
   for (std::size_t i = 0; i < claimed.size(); ++i) {
-    const Part& part = parts_[claimed[i]];
+    const FsPart& part = parts_.at(claimed[i]);
     items[i].key = part.key;
     if (!part.found) items[i].part = paths_.part(part.key, claimed[i]);
   }
@@ -270,27 +241,24 @@ void FsSharedConnector::publish(Lock& lock, const std::vector<std::uint64_t>& cl
   files_.publish(items);
   lock.lock();
   for (std::size_t i = 0; i < claimed.size(); ++i) {
-    Part& part = parts_[claimed[i]];
+    FsPart& part = parts_.at(claimed[i]);
     lock.unlock();
-    const Outcome outcome = outcome_of(part, items[i]);
+    const FsPutOutcome outcome = outcome_of(part, items[i]);
     lock.lock();
     part.outcome = outcome;
-    part.state = PartState::kSettled;
+    part.state = FsPart::State::kSettled;
   }
   changed_.notify_all();
 }
 
 // What came of a publication; settles what was taken for it.
-FsSharedConnector::Outcome FsSharedConnector::outcome_of(const Part& part,
-                                                         const FsFiles::Publication& item) {
+FsPutOutcome FsSharedConnector::outcome_of(const FsPart& part, const FsFiles::Publication& item) {
   const std::uint64_t charge = fs_charge(part.length);
   if (item.renamed)
     member_.settle(charge);  // also where it was removed again: a scan will not find it
   else if (!part.found)
     give_up_part(item.part, charge);
-  if (!item.status.ok())
-    return is_no_space(item.status) ? Outcome{PutStatus::kThrottled, "disk_full"}
-                                    : Outcome{PutStatus::kFailed, "io"};
+  if (!item.status.ok()) return fs_put_failure(item.status);
   if (part.found) return {PutStatus::kExists, ""};
   member_.stored(charge);
   return {PutStatus::kStored, ""};
@@ -298,29 +266,9 @@ FsSharedConnector::Outcome FsSharedConnector::outcome_of(const Part& part,
 
 void FsSharedConnector::put_end(std::span<PutItem> batch) noexcept {
   Lock lock(mutex_);
-  // Of parts that other batches write too: whoever needs one publishes it.
-  changed_.wait(lock, [&] {
-    return std::ranges::none_of(batch, [&](const PutItem& item) {
-      return item.copy != 0 && parts_[item.copy].state == PartState::kWriting;
-    });
+  parts_.end(lock, batch, [this](Lock& held, const std::vector<std::uint64_t>& claimed) {
+    publish(held, claimed);
   });
-  std::vector<std::uint64_t> mine;
-  for (const PutItem& item : batch) {
-    if (item.copy == 0 || parts_[item.copy].state != PartState::kWritten) continue;
-    parts_[item.copy].state = PartState::kClaimed;
-    mine.push_back(item.copy);
-  }
-  publish(lock, mine);
-  for (PutItem& item : batch) {
-    if (item.copy == 0) continue;
-    const auto part = parts_.find(item.copy);
-    changed_.wait(lock, [&] { return part->second.state == PartState::kSettled; });
-    const bool made_it = item.status == PutStatus::kStored;
-    if (made_it || part->second.outcome.first != PutStatus::kStored)
-      std::tie(item.status, item.reason) = part->second.outcome;
-    if (--part->second.askers == 0) parts_.erase(part);
-    item.copy = 0;
-  }
 }
 
 void FsSharedConnector::load(std::span<LoadItem> piece) noexcept {
@@ -330,26 +278,14 @@ void FsSharedConnector::load(std::span<LoadItem> piece) noexcept {
   }
 }
 
-std::pair<LoadStatus, const char*> FsSharedConnector::load_one(LoadItem& item) {
+FsLoadOutcome FsSharedConnector::load_one(LoadItem& item) {
   const FsFiles::Read read =
       files_.read(item.key, item.bytes, item.length, [&](const FileStat& found) {
         const std::int64_t now_ns = now_unix_ns();
         item.copy = copy_of(found);
         return fs_recency(found) < member_.refresh_before(now_ns) ? now_ns : 0;
       });
-  switch (read) {
-    case FsFiles::Read::kWhole:
-      return {LoadStatus::kLoaded, ""};
-    case FsFiles::Read::kAbsent:
-      return {LoadStatus::kAbsent, ""};
-    case FsFiles::Read::kOtherLength:
-      return {LoadStatus::kFailed, "length"};
-    case FsFiles::Read::kTorn:
-      return {LoadStatus::kCorrupt, "length"};
-    case FsFiles::Read::kFailed:
-      break;
-  }
-  return {LoadStatus::kFailed, "io"};
+  return FsFiles::outcome_of(read);
 }
 
 // Durably; keys and lengths. Returns how many.

@@ -3,10 +3,7 @@
 // The connector `fs`: one self-describing file per record in a directory of any mounted file system
 // (names: fs_paths.h), which it owns alone from open() to close().
 //
-// A record on its way in is a part, then a name:
-//
-//   kWriting -> kWritten (synced under a temporary name) -> kClaimed (a thread publishes it)
-//            -> kSettled (stored, there already, or failed; waits for put_end)
+// A record on its way in is a part, then a name (fs_parts.h).
 //
 // Invariants
 // 1. A record's name appears only when its bytes are on the medium, and STORED is answered when the
@@ -21,18 +18,16 @@
 // it:
 //    a heal cannot be unlinked by the removal of what it heals, nor a record by a late report
 //    about the copy before (FsRecord::copy).
-// 5. A key that is put while it is being put is written once; the other items learn its outcome.
-// 6. A thread that waits (for a mark, for room) has no mark and no part that only it could move on,
+// 5. A thread that waits (for a mark, for room) has no mark and no part that only it could move on,
 //    and waits only for threads that are at work: no batch depends on one that is queued behind it.
 //    So a delete does not wait for the put of its key: it cancels the part.
-// 7. Files that are not named like ours are never touched.
-// 8. A record is removed, by remove() or clear(), when its directory is synced without it. One that
+// 6. Files that are not named like ours are never touched.
+// 7. A record is removed, by remove() or clear(), when its directory is synced without it. One that
 //    was evicted may be back after a power cut; one of which the medium does not say whether it is
 //    there counts as there, and as evicted.
 #pragma once
 
 #include <condition_variable>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -40,6 +35,7 @@
 
 #include "kvstrata/fs_files.h"
 #include "kvstrata/fs_index.h"
+#include "kvstrata/fs_parts.h"
 #include "kvstrata/fs_scan.h"
 
 namespace kvstrata {
@@ -90,34 +86,20 @@ class FsConnector final : public Connector {
   void close() noexcept override;
 
  private:
-  using Lock = std::unique_lock<std::mutex>;
-  using Outcome = std::pair<PutStatus, const char*>;
+  using Lock = FsParts::Lock;
 
-  enum class PartState : std::uint8_t { kWriting, kWritten, kClaimed, kSettled };
-  struct Part {
-    Digest key{};
-    std::uint32_t length = 0;
-    PartState state = PartState::kWriting;
-    bool cancelled = false;    // its key was deleted since
-    std::uint32_t askers = 0;  // items whose outcome it has
-    Outcome outcome{PutStatus::kFailed, "internal"};
-  };
-  // By number. Numbers are the order in which room was taken, and that of recency.
-  using Parts = std::map<std::uint64_t, Part>;
   enum class Mark : std::uint8_t { kPublishing, kRemoving };
   enum class Leaving : std::uint8_t { kEvicted, kDeleted, kCorrupt };
 
   // fs_connector.cpp
   const char* wait_until_scanned(Lock& lock);
-  Outcome put_one(PutItem& item);
-  Parts::iterator find_part(const Digest& key, std::uint32_t length);
-  std::pair<LoadStatus, const char*> load_one(LoadItem& item);
+  FsPutOutcome put_one(PutItem& item);
+  FsLoadOutcome load_one(LoadItem& item);
 
   // fs_publish.cpp
-  std::vector<std::uint64_t> claim_written();
   void publish(Lock& lock, std::vector<std::uint64_t> claimed);
   void publish_marked(Lock& lock, std::span<const std::uint64_t> marked);
-  void settle(Part& part, Outcome outcome);
+  void settle(FsPart& part, FsPutOutcome outcome);
 
   // fs_room.cpp
   bool take_room(Lock& lock, std::uint64_t charge);
@@ -141,7 +123,7 @@ class FsConnector final : public Connector {
   std::condition_variable changed_;  // marks, parts, removals, the scan
   FsIndex index_;
   std::unordered_map<Digest, Mark, FsKeyHash> marks_;
-  Parts parts_;
+  FsParts parts_{changed_};  // numbered in the order in which room was taken, that of recency
   std::uint64_t next_part_ = 0;
   std::uint64_t parts_charge_ = 0;    // of parts that are not settled
   std::uint64_t leaving_charge_ = 0;  // of records that are being unlinked

@@ -15,6 +15,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kvstrata/connector.h"
@@ -40,6 +41,12 @@ class NoteBook {
 bool is_no_space(const Status& status) noexcept;
 // Whether there is no such file or directory.
 bool is_not_there(const Status& status) noexcept;
+
+using FsPutOutcome = std::pair<PutStatus, const char*>;
+using FsLoadOutcome = std::pair<LoadStatus, const char*>;
+
+// Of a record that could not be written or named.
+FsPutOutcome fs_put_failure(const Status& status) noexcept;
 
 class FsFiles {
  public:
@@ -73,6 +80,7 @@ class FsFiles {
   using SeeFile = std::function<std::int64_t(const FileStat& file)>;
   // Reads a record of exactly `length` bytes. kOtherLength: a whole one of another length is there.
   Read read(const Digest& key, std::uint8_t* bytes, std::uint64_t length, const SeeFile& see);
+  static FsLoadOutcome outcome_of(Read read) noexcept;
 
   // The first bytes of a record; none where there are not so many, or they cannot be read: the load
   // of that record will say what is wrong.

@@ -4,10 +4,7 @@
 // self-describing file per record, but no index: what is there is asked of the file system. The cap
 // belongs to the directory (fs_janitor.h, fs_member.h).
 //
-// A record on its way in is a part as in fs_connector.h:
-//
-//   kWriting -> kWritten -> kClaimed (a thread publishes it) -> kSettled
-//
+// A record on its way in is a part, then a name (fs_parts.h).
 // One that is there already, of the same length, is published without a part: its directory is
 // synced, as who put it may not have lived to do it.
 //
@@ -26,7 +23,6 @@
 #pragma once
 
 #include <condition_variable>
-#include <map>
 #include <mutex>
 #include <thread>
 
@@ -61,31 +57,17 @@ class FsSharedConnector : public Connector {
   void tick();
 
  private:
-  using Lock = std::unique_lock<std::mutex>;
-  using Outcome = std::pair<PutStatus, const char*>;
+  using Lock = FsParts::Lock;
 
-  enum class PartState : std::uint8_t { kWriting, kWritten, kClaimed, kSettled };
-  struct Part {
-    Digest key{};
-    std::uint32_t length = 0;
-    PartState state = PartState::kWriting;
-    bool found = false;        // there already
-    std::uint32_t askers = 0;  // items whose outcome it has
-    Outcome outcome{PutStatus::kFailed, "internal"};
-  };
-  using Parts = std::map<std::uint64_t, Part>;
-
-  Outcome put_one(PutItem& item);
-  Outcome write(Lock& lock, std::uint64_t number, const PutItem& item);
-  Parts::iterator find_part(const Digest& key, std::uint32_t length);
-  void publish_written(Lock& lock);
+  FsPutOutcome put_one(PutItem& item);
+  FsPutOutcome write(Lock& lock, std::uint64_t number, const PutItem& item);
   void publish(Lock& lock, const std::vector<std::uint64_t>& claimed);
-  Outcome outcome_of(const Part& part, const FsFiles::Publication& item);
+  FsPutOutcome outcome_of(const FsPart& part, const FsFiles::Publication& item);
   void give_up_part(const std::string& path, std::uint64_t charge);
   bool take(Lock& lock, std::uint64_t charge);
   bool make_space(Lock& lock, std::uint64_t bytes);
   bool wait_until(Lock& lock, std::chrono::nanoseconds at_most, const std::function<bool()>& there);
-  std::pair<LoadStatus, const char*> load_one(LoadItem& item);
+  FsLoadOutcome load_one(LoadItem& item);
   std::size_t remove_records(std::span<const std::pair<Digest, std::uint64_t>> records);
   void keep_ticking();
 
@@ -105,7 +87,7 @@ class FsSharedConnector : public Connector {
   std::condition_variable poked_;    // for the ticker
   bool poke_ = false;
   bool closing_ = false;
-  Parts parts_;
+  FsParts parts_{changed_};
   std::uint64_t next_part_ = 0;
   // Nothing was granted in time: until then nobody waits.
   std::int64_t refused_until_ns_ = INT64_MIN;
