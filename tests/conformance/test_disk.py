@@ -45,7 +45,7 @@ class Segments(Medium):
             os.pwrite(file.fileno(), bytes(disk_log.BLOCK), frame.offset)
 
     def used_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.base.glob("*.seg"))
+        return disk_log.used_bytes(self.base)
 
 
 class TestDisk(AdapterContract):

@@ -117,10 +117,6 @@ def newest_within(numbers: list[int], limit_bytes: int) -> list[int]:
     return newest
 
 
-def segments_bytes(base: Path) -> int:
-    return sum(path.stat().st_size for path in base.glob("*.seg"))
-
-
 async def examine(base: Path, capacity_bytes: int, said: Said) -> None:
     """Restart on the directory and look at everything."""
     adapter = disk(base, capacity_bytes)
@@ -134,7 +130,7 @@ async def examine(base: Path, capacity_bytes: int, said: Said) -> None:
             said.stored if capacity_bytes == LARGE_BYTES else newest_within(said.stored, capacity_bytes // 2)
         )
         assert set(must) - said.touched <= present
-        assert segments_bytes(base) <= capacity_bytes
+        assert disk_log.used_bytes(base) <= capacity_bytes
         for number in sorted(present):
             item = load_item(key_of(number), size_of(number))
             [outcome] = await adapter.load([item])

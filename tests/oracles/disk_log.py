@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,10 @@ def blocks(count: int) -> int:
 
 def read_segment(path: Path) -> list[Frame]:
     """The frames of one segment that count for themselves, whatever the others say."""
-    data = path.read_bytes()
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:  # it has just gone
+        return []
     if len(data) < BLOCK:  # it is just being made
         return []
     magic, version, flags, number, generation, length, _, zero, crc = SEGMENT.unpack_from(data)
@@ -93,6 +97,15 @@ def _chain(path: Path, data: bytes, number: int, generation: int) -> list[Frame]
         previous = (run, sequence)
         offset += BLOCK + blocks(record_bytes)
     return frames
+
+
+def used_bytes(folder: Path) -> int:
+    """The lengths of all segments, which may come and go meanwhile."""
+    total = 0
+    for path in folder.glob("*.seg"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
 
 
 def live(folder: Path) -> dict[bytes, Frame]:
