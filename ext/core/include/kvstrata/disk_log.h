@@ -12,7 +12,8 @@
 //     up to the last frame before which all are written. So what is found after a crash is whole up
 //     to the first gap, and everything behind the gap was never acknowledged.
 //  2. Every frame and every segment header tells up to which frame all were synced when it was
-//     made. Only frames behind the last such mark are read whole at the next open.
+//     made. Only frames behind the last such mark are read whole at the next open. Before a file
+//     goes, a segment that stays says so durably.
 //  3. Segments retire in the order in which they were filled, so a tombstone outlives every record
 //     that it speaks of.
 //  4. Retiring: what is to stay is written again and synced; the others leave the index and are
@@ -22,7 +23,7 @@
 //  6. After a failed sync nothing is known about what was written since the one before, so the log
 //     takes no more frames until it is opened again.
 //  7. Lengths of all segments together never exceed capacity_bytes, unless it was lowered: then
-//     open() drops the oldest ones.
+//     open() drops the free ones, and after them the oldest.
 //
 // The index lies in memory; opening reads the tables of full segments, the frame headers of the
 // others, and no payload but what invariant 2 leaves open. One log per folder, by a lock.

@@ -14,8 +14,7 @@
 //    are synced, as who left them may not have lived to do it. Where parts would fill a quarter of
 //    the cap, those that are written are published before their batch has ended.
 // 3. The mutex is never held over I/O, so exists() is quick.
-// 4. While a key's file is renamed or unlinked the key is marked, and only who marked it touches
-// it:
+// 4. While a key's file is renamed or unlinked it is marked, and only who marked it touches it:
 //    a heal cannot be unlinked by the removal of what it heals, nor a record by a late report
 //    about the copy before (FsRecord::copy).
 // 5. A thread that waits (for a mark, for room) has no mark and no part that only it could move on,
