@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.harness.signals import send
+
 ROOT = Path(__file__).resolve().parents[2]
 HANG_S = 60.0
 """A child that says nothing for so long has failed; no test waits for this."""
@@ -97,7 +99,7 @@ class Child:
 
     def signal(self, number: int) -> None:
         """Sends a signal to the child itself (not to the command it runs under)."""
-        os.kill(self.outer_pid(), number)
+        send(self.outer_pid(), number)
 
     def outer_pid(self) -> int:
         """The child's pid as this process sees it; `pid` is what the child sees itself."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import signal
 import socket
@@ -14,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from tests.harness.signals import send
 
 PORT_ATTEMPTS = 5
 FIRST_PORT, MOST_PROBES = 10_000, 100
@@ -71,10 +72,10 @@ class Spawned:
 
     def signal(self, number: int) -> None:
         """Send it a signal."""
-        os.kill(self.pid, number)
+        send(self.pid, number)
 
     def freeze(self) -> None:
-        """SIGSTOP."""
+        """SIGSTOP; it runs no more when this returns."""
         self.signal(signal.SIGSTOP)
 
     def thaw(self) -> None:

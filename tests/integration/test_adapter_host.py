@@ -23,6 +23,7 @@ from tests.harness.bad_adapter import entry_of
 from tests.harness.l2_load import check_and_release, clear_l1
 from tests.harness.rpc_client import HANG_S, RpcClient, chain_of, until
 from tests.harness.server_process import ServerFailed, ServerProcess
+from tests.harness.signals import send
 
 pytestmark = pytest.mark.integration
 
@@ -156,7 +157,7 @@ def test_bytes_that_a_stopped_host_may_touch_are_free_when_it_is_reaped_and_not_
     with RpcClient(server.socket_dir) as client:
         identity = client.identify()
         pid = host_of(client.status())["pid"]
-        os.kill(pid, signal.SIGSTOP)
+        send(pid, signal.SIGSTOP)
         chain = chain_of(identity.root, 2)
         client.store(identity, chain)
         until(client, lambda status: sum(outcomes_of(status).values()) == 2)
@@ -177,7 +178,7 @@ def test_a_host_that_was_stopped_for_a_while_goes_on(start: Callable[..., Hosted
     with RpcClient(server.socket_dir) as client:
         identity = client.identify()
         pid = host_of(client.status())["pid"]
-        os.kill(pid, signal.SIGSTOP)
+        send(pid, signal.SIGSTOP)
         client.store(identity, chain_of(identity.root, 4))
         until(client, lambda status: host_of(status)["requests"] > 0)
         assert client.lookup(identity.identity_id, chain_of(identity.root, 4)).l1_chunks == 4
@@ -190,7 +191,7 @@ def test_a_server_with_a_stopped_host_stops(start: Callable[..., HostedServer]) 
     server = start(host_kill_ms=3_600_000)
     with RpcClient(server.socket_dir) as client:
         pid = host_of(client.status())["pid"]
-    os.kill(pid, signal.SIGSTOP)
+    send(pid, signal.SIGSTOP)
     assert server.stop() == 0, server.log_tail()
     until_gone(pid)
 
@@ -202,7 +203,7 @@ def test_a_killed_server_leaves_no_host_behind(
     server = start()
     with RpcClient(server.socket_dir) as client:
         pid = host_of(client.status())["pid"]
-        os.kill(pid, number)
+        send(pid, number)
         server.kill()
     until_gone(pid)
 
@@ -226,7 +227,7 @@ def test_a_pool_that_a_host_of_the_server_before_may_still_write_to_is_not_adopt
         with RpcClient(server.socket_dir) as client:
             stored_in_l2(client, 3)
             pid = host_of(client.status())["pid"]
-            os.kill(pid, signal.SIGSTOP)
+            send(pid, signal.SIGSTOP)
             server.kill()
         server.no_orders()
         try:

@@ -23,6 +23,7 @@ from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatu
 from kvstrata.storage.disk import DiskSettings, disk_adapter
 from kvstrata.storage.native_adapter import NativeAdapter
 from kvstrata.testing.strategies import key_of, load_item, loaded_payload, payload_of, put_item, record_length
+from tests.harness.signals import send
 from tests.oracles import disk_log
 
 pytestmark = pytest.mark.integration
@@ -176,7 +177,7 @@ def test_a_stopped_server_keeps_its_directory_and_goes_on_where_it_was(tmp_path:
     try:
         while output.count(b"\n") < 20:
             output += os.read(process.stdout.fileno(), 4096)
-        process.send_signal(signal.SIGSTOP)
+        send(process.pid, signal.SIGSTOP)
         with pytest.raises(StorageError, match=rf"belongs to another running server \(pid {process.pid}"):
             asyncio.run(examine(base, LARGE_BYTES, said))
         process.send_signal(signal.SIGCONT)

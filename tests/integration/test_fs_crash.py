@@ -31,6 +31,7 @@ from kvstrata.testing.strategies import (
     record_length,
     watched,
 )
+from tests.harness.signals import send
 
 pytestmark = pytest.mark.integration
 
@@ -175,7 +176,7 @@ def test_a_stopped_server_keeps_its_directory_and_goes_on_where_it_was(tmp_path:
     try:
         while said.count(b"\n") < 20:
             said += os.read(process.stdout.fileno(), 4096)
-        process.send_signal(signal.SIGSTOP)
+        send(process.pid, signal.SIGSTOP)
         with pytest.raises(StorageError, match=rf"belongs to another running server \(pid {process.pid}"):
             asyncio.run(examine(base, 0, [], []))
         process.send_signal(signal.SIGCONT)

@@ -31,6 +31,7 @@ from kvstrata.testing.strategies import key_of, load_item, loaded_payload, paylo
 from tests.harness.l2_load import check_and_release, clear_all, stored, until_stored
 from tests.harness.rpc_client import RpcClient
 from tests.harness.server_process import ServerFailed, ServerProcess
+from tests.harness.signals import send
 
 pytestmark = pytest.mark.integration
 
@@ -110,9 +111,7 @@ class Child:
                 self.is_janitor = words[1] == "1"
 
     def freeze(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
-        while Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            pass
+        send(self._process.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
         self._process.send_signal(signal.SIGCONT)

@@ -23,6 +23,7 @@ from kvstrata.memory.holder import MAX_PEERS
 from tests.harness import namespaces
 from tests.harness.attach_server import AttachServerChild, Place
 from tests.harness.child import HANG_S, Child, ChildEnded
+from tests.harness.signals import send
 from tests.integration.test_attach import attach, b64, name, new_worker, reserve, rows_of
 
 pytestmark = pytest.mark.integration
@@ -148,7 +149,7 @@ def test_absent_and_stopped_holders_are_unreachable(path: Path) -> None:
         holder_client.fetch(path)
     holder_client.start(path)
     pid = holder_client.process_id(path)
-    os.kill(pid, signal.SIGSTOP)
+    send(pid, signal.SIGSTOP)
     try:
         with pytest.raises(holder_client.HolderUnreachable):
             holder_client.fetch(path)

@@ -21,6 +21,7 @@ import yaml
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.server_process import ServerProcess
 from tests.harness.shelf import entry
+from tests.harness.signals import send
 
 pytestmark = pytest.mark.integration
 
@@ -300,7 +301,7 @@ def test_an_adapter_whose_process_stands_still_is_removed_and_its_bytes_come_bac
         engine.connect()
         engine.stored(prompt(2))
         eventually("it works", lambda: acknowledged(server, bad) == 2)
-        os.kill(by_name(server, bad)["host"]["pid"], signal.SIGSTOP)
+        send(by_name(server, bad)["host"]["pid"], signal.SIGSTOP)
         engine.stored(prompt(4, seed=1))
         eventually("it has hold of them", lambda: by_name(server, bad)["stuck_bytes"])
         assert http(server, "DELETE", f"/v1/l2/adapters/{bad}?wait_s=0")[0] == 200
