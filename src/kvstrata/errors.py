@@ -107,6 +107,12 @@ class StorageError(KvstrataError):
     code = "storage"
 
 
+class TransferError(KvstrataError):
+    """A transfer engine could not be opened, or another instance's metadata for it cannot be used."""
+
+    code = "transfer"
+
+
 class InternalError(KvstrataError):
     """Our own mistake, answered at the RPC boundary; details are in the server's log."""
 
@@ -129,6 +135,7 @@ WIRE_ERRORS: dict[str, type[KvstrataError]] = {
         Unavailable,
         SegmentError,
         StorageError,
+        TransferError,
         InternalError,
     )
 }
