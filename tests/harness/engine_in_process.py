@@ -13,12 +13,12 @@ from kvstrata.memory.attach import SessionRow
 from kvstrata.native.copying import RecordSpec, seal_record
 from kvstrata.native.hashing import storage_keys
 from kvstrata.native.pool import Pool
+from kvstrata.process.supervisor import PoolLane, Supervisor
 from kvstrata.rpc import wire
 from kvstrata.rpc.zmq_server import Address
 from kvstrata.service.effects import Lease, Reservation
 from kvstrata.service.engine import Engine
 from kvstrata.service.handlers import Handlers
-from kvstrata.service.supervisor import PoolLane, Supervisor
 from kvstrata.types import KEY_BYTES, Role, unpack_extents
 from tests.harness.rpc_client import CHUNK_TOKENS, FACTS, RECORD_BYTES, SECTIONS, keys_of, layout, part
 

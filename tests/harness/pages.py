@@ -25,8 +25,9 @@ from kvstrata.config.reference import reference as configuration
 from kvstrata.errors import WIRE_ERRORS
 from kvstrata.observability.metrics import FAMILIES, STATUS_NUMBERS, gauge_name
 from kvstrata.policy.store import Skip, StorePolicy
+from kvstrata.process.http import HTTP_STATUS
 from kvstrata.rpc import wire
-from kvstrata.service.http.app import HTTP_STATUS, AdminEngine, make_app
+from kvstrata.service.http.app import AdminEngine, make_app
 from kvstrata.types import LayoutIdentity, MissReason, RequestIdentity, Role, Slice
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from kvstrata.config.model import HttpSettings, SecuritySettings
+from kvstrata.config.model import HttpSettings
 from kvstrata.observability.metrics import FAMILIES, STATUS_NUMBERS, gauge_name
-from kvstrata.service.http.listen import read_token
+from kvstrata.process.listen import read_token
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -109,7 +109,7 @@ def test_the_token_that_the_readme_makes_is_readable_by_both_who_need_it(tmp_pat
     subprocess.run(["bash", "-euc", f"umask 077\n{commands}"], cwd=tmp_path, check=True, timeout=60)
     token = tmp_path / "http-token"
     assert token.stat().st_mode & 0o777 == 0o644
-    assert len(read_token(HttpSettings(token_file=str(token)), SecuritySettings())) == 32
+    assert len(read_token(HttpSettings(token_file=str(token)), insecure=False)) == 32
 
 
 def test_the_dashboard_asks_only_for_metrics_that_there_are() -> None:

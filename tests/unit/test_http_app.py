@@ -8,10 +8,10 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from kvstrata.config.model import HttpSettings, SecuritySettings
+from kvstrata.config.model import HttpSettings
 from kvstrata.errors import ConfigError, StorageError, Unavailable
+from kvstrata.process.listen import listen, read_token
 from kvstrata.service.http.app import make_app
-from kvstrata.service.http.listen import listen, read_token
 
 
 class PlainAdapters:
@@ -181,16 +181,16 @@ async def test_a_token_is_asked_of_everything_but_the_probes(engine):
 
 def test_off_loopback_needs_a_token(tmp_path):
     for host in ("127.0.0.1", "::1", "localhost"):
-        assert read_token(HttpSettings(host=host), SecuritySettings()) == ""
+        assert read_token(HttpSettings(host=host), insecure=False) == ""
     with pytest.raises(ConfigError, match="token_file"):
-        read_token(HttpSettings(host="0.0.0.0"), SecuritySettings())
-    assert read_token(HttpSettings(host="0.0.0.0"), SecuritySettings(insecure=True)) == ""
+        read_token(HttpSettings(host="0.0.0.0"), insecure=False)
+    assert read_token(HttpSettings(host="0.0.0.0"), insecure=True) == ""
     short = tmp_path / "token"
     short.write_text("abc\n")
     with pytest.raises(ConfigError, match="at least 16"):
-        read_token(HttpSettings(token_file=str(short)), SecuritySettings())
+        read_token(HttpSettings(token_file=str(short)), insecure=False)
     short.write_text("t" * 32 + "\n")
-    assert read_token(HttpSettings(token_file=str(short)), SecuritySettings()) == "t" * 32
+    assert read_token(HttpSettings(token_file=str(short)), insecure=False) == "t" * 32
 
 
 def test_a_taken_port_says_who_holds_it():

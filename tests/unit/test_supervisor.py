@@ -1,4 +1,4 @@
-"""service/supervisor.py: owned tasks, and the bounded lane."""
+"""process/supervisor.py: owned tasks, and the bounded lane."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from kvstrata.errors import Refused
-from kvstrata.service.supervisor import PoolLane, Supervisor
+from kvstrata.process.supervisor import PoolLane, Supervisor
 
 
 async def test_the_first_task_that_crashes_is_reported_with_its_name() -> None:

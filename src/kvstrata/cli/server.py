@@ -15,7 +15,8 @@ from kvstrata.config.flags import parse_server_flags
 from kvstrata.config.load import load
 from kvstrata.config.model import ServerSettings
 from kvstrata.errors import KvstrataError
-from kvstrata.service.server import EXIT_CONFIG, plan, run
+from kvstrata.process.lifecycle import EXIT_CONFIG
+from kvstrata.service.server import plan, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -79,15 +79,20 @@ class L2Settings(_Section, frozen=True, kw_only=True):
     ] = {}
 
 
-class HttpSettings(_Section, frozen=True, kw_only=True):
-    """The admin HTTP server."""
+class ListenSettings(_Section, frozen=True, kw_only=True):
+    """An HTTP server."""
 
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65_535, description="Port; 0 takes a free one.")] = 8080
-    enabled: Annotated[bool, Meta(description="Serve it at all.")] = True
     token_file: Annotated[
         str, Meta(description="File with the bearer token that every request off loopback must carry.")
     ] = ""
+
+
+class HttpSettings(ListenSettings, frozen=True, kw_only=True):
+    """The admin HTTP server."""
+
+    enabled: Annotated[bool, Meta(description="Serve it at all.")] = True
 
 
 class SecuritySettings(_Section, frozen=True, kw_only=True):

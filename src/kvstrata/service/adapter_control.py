@@ -41,10 +41,10 @@ from kvstrata.storage.registry import AdapterConfig, ConfiguredAdapter, configur
 
 if TYPE_CHECKING:
     from kvstrata.native.pool import Pool
+    from kvstrata.process.supervisor import PoolLane
     from kvstrata.service.adapters import AdapterSet
     from kvstrata.service.prefetch import PrefetchController
     from kvstrata.service.store import StoreController
-    from kvstrata.service.supervisor import PoolLane
     from kvstrata.storage.base import AdapterContext
 
 T = TypeVar("T")

@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from kvstrata.memory.attach import SessionRow
     from kvstrata.memory.linux import Peer
     from kvstrata.native.pool import Pool
+    from kvstrata.process.supervisor import PoolLane, Supervisor
     from kvstrata.rpc.wire import AttachRequest
     from kvstrata.service.adapter_control import AdapterControl
     from kvstrata.service.prefetch import PrefetchController
     from kvstrata.service.store import StoreController
-    from kvstrata.service.supervisor import PoolLane, Supervisor
     from kvstrata.storage.wrap.metrics import OpReport
 
 GB = 1 << 30

@@ -9,9 +9,7 @@ Rules:
    read late.
 3. SIGTERM and SIGINT stop in order: not ready, no new processes, puts get `l2.drain_s`, sockets close, the pool
    stays in shared memory for the next server (unless the port, after which it is named, was taken at random).
-   A second signal ends at once.
-4. A background task that crashes ends the process with its reason and exit status 70; the pool is left as it
-   is, exactly as after SIGKILL, and the next server adopts it.
+4. After a crash (process/lifecycle.py) the next server adopts the pool.
 """
 
 from __future__ import annotations
@@ -20,21 +18,16 @@ import asyncio
 import functools
 import gc
 import getpass
-import json
 import os
 import platform
 import re
-import resource
-import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import uvloop
-
-from kvstrata import __version__, failpoints
+from kvstrata import __version__
 from kvstrata.clock import SystemClock
 from kvstrata.config.model import ServerSettings
 from kvstrata.config.private_file import MAX_TOKEN_CHARS, MIN_TOKEN_CHARS, read_private_file
@@ -44,20 +37,26 @@ from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.memory_limit import memory_limit
 from kvstrata.memory.paths import ATTACH_SOCKET, RPC_SOCKET, segment_dir, socket_dir
 from kvstrata.memory.segment import Segment, SegmentSettings, check_size
-from kvstrata.observability.logging import EventLog, set_up
+from kvstrata.observability.logging import EventLog
+from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.policy.sessions import TenantTokens, tenant_number
+from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
+from kvstrata.process.lifecycle import run as run_process
+from kvstrata.process.listen import listen as http_listen
+from kvstrata.process.listen import read_token
+from kvstrata.process.listen import serve as http_serve
+from kvstrata.process.supervisor import PoolLane
 from kvstrata.rpc.zmq_server import ZmqServer, read_curve_file
 from kvstrata.service.adapter_control import AdapterControl
 from kvstrata.service.engine import MAX_SESSION_SHARE, Engine
 from kvstrata.service.handlers import Handlers
-from kvstrata.service.http.listen import listen as http_listen
-from kvstrata.service.http.listen import read_token
-from kvstrata.service.http.listen import serve as http_serve
 from kvstrata.service.prefetch import PrefetchController, PrefetchLimits
 from kvstrata.service.store import StoreController, StoreLimits
-from kvstrata.service.supervisor import PoolLane, Supervisor
 from kvstrata.storage.base import AdapterContext
 from kvstrata.storage.registry import AdapterConfig, ConfiguredAdapter, build_adapter, configure_adapter
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 GB = 1 << 30
 DEFAULT_L1_BYTES = 4 * GB
@@ -71,8 +70,6 @@ ADOPTED_KEYS = 2
 """Adopted chunks that are offered to L2 at a time."""
 IN_FLIGHT_SHARE = 8
 """One adapter may have L1 / 8 under way to L1."""
-EXIT_CONFIG = 2
-EXIT_CRASHED = 70
 _RELATIVE_AGE = re.compile(r"[^A-Za-z0-9._-]")
 
 
@@ -103,7 +100,9 @@ def plan(settings: ServerSettings, environment: Mapping[str, str]) -> Plan:
     if not settings.l1.segment_dir:
         segment_dir(settings.port, settings.instance_id)
     tokens = read_tenants_file(settings.security.tenants_file)
-    http_token = read_token(settings.http, settings.security) if settings.http.enabled else ""
+    http_token = ""
+    if settings.http.enabled:
+        http_token = read_token(settings.http, insecure=settings.security.insecure)
     if settings.security.curve_secret_file:
         read_curve_file(settings.security.curve_secret_file)
     return Plan(settings, extents_bytes, adapters, embedded, tokens, http_token)
@@ -156,58 +155,33 @@ def read_tenants_file(path: str) -> TenantTokens:
 
 def run(settings: ServerSettings, *, notes: list[str], ready_fd: int = -1) -> int:
     """Run a server until it is told to stop; returns the exit status. Raises KvstrataError before it is ready."""
-    set_up(settings.log_level)
-    failpoints.arm(os.environ)
-    _raise_file_limit()
+    set_up_logging(settings.log_level)
+    set_up()
     checked = plan(settings, os.environ)
     log = EventLog("server")
     for note in notes:
         log.warning("setting_has_no_effect", note=note)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Server(checked, ready_fd).run())
+    return run_process(Server(checked, ready_fd))
 
 
-class Server:
+class Server(Process):
     """One server process."""
 
     def __init__(self, checked: Plan, ready_fd: int = -1) -> None:
+        super().__init__("server")
         self._plan = checked
         self._settings = checked.settings
         self._ready_fd = ready_fd
         self._started_s = time.monotonic()
         self._clock = SystemClock()
-        self._log = EventLog("server")
-        self._closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
-
-    async def run(self) -> int:
-        """Start, serve, stop. Raises KvstrataError when the start fails; what was opened is closed then."""
-        loop = asyncio.get_running_loop()
-        self._loop = loop
-        self._supervisor = Supervisor(loop)
-        stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled, number, stop)
-        try:
-            await self._start()
-            stopping = loop.create_task(stop.wait(), name="stop-signal")
-            ends: set[asyncio.Future[Any]] = {stopping, self._supervisor.failure}
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
-            if self._supervisor.failure.done():
-                self._log.error("server_failed", reason=self._supervisor.failure.result())
-                os._exit(EXIT_CRASHED)
-            await self._drain()
-        finally:
-            await self._close()
-        self._log.info("stopped")
-        return 0
 
     # --- start -------------------------------------------------------------------------------------------
 
-    async def _start(self) -> None:
-        settings, loop = self._settings, self._loop
+    async def start(self) -> None:
+        """Raises KvstrataError."""
+        settings, loop = self._settings, self.loop
         zmq_server = ZmqServer(loop)
-        self._closers.append(_soon(zmq_server.close))
+        self.closers.append(soon(zmq_server.close))
         curve_file = settings.security.curve_secret_file
         port = zmq_server.bind_tcp(
             settings.host,
@@ -219,7 +193,7 @@ class Server:
         http_socket: socket.socket | None = None
         if settings.http.enabled:
             http_socket = http_listen(settings.http)
-            self._closers.append(_soon(http_socket.close))
+            self.closers.append(soon(http_socket.close))
             http_port = http_socket.getsockname()[1]
         directory = socket_dir(settings.socket_dir, port)
         shm = (
@@ -230,18 +204,18 @@ class Server:
         segment = Segment.open(_segment_settings(settings, self._plan.extents_bytes, directory, shm))
         # Nobody would find the segment of a port taken at random again.
         nameless = settings.port == 0 and not settings.l1.segment_dir
-        self._closers.append(_soon(segment.destroy if nameless else segment.close))
+        self.closers.append(soon(segment.destroy if nameless else segment.close))
         instance_id = settings.instance_id or _RELATIVE_AGE.sub("-", f"{platform.node()}-{port}")[:64]
         pool = segment.pool
         lane = PoolLane(loop)
-        self._closers.append(_soon(lane.close))
+        self.closers.append(soon(lane.close))
         self._engine = engine = Engine(
             pool,
             settings,
             instance_id=instance_id,
             socket_dir=directory,
             port=port,
-            supervisor=self._supervisor,
+            supervisor=self.supervisor,
             lane=lane,
             clock=self._clock,
             tokens=self._plan.tokens,
@@ -255,21 +229,26 @@ class Server:
         )
         engine.extra_status["attach"] = attach.stats
         engine.extra_status["rpc"] = zmq_server.stats
-        self._closers.append(attach.stop)
+        self.closers.append(attach.stop)
         zmq_server.bind_ipc(directory / RPC_SOCKET)
         await attach.start()
         zmq_server.start(handlers.on_frame, handlers.on_frame_count)
         pool.heartbeat()
-        self._supervisor.spawn(self._beat(), "heartbeat")
-        self._supervisor.spawn(self._keep_house(lane), "housekeeping")
+        self.supervisor.spawn(self._beat(), "heartbeat")
+        self.supervisor.spawn(self._keep_house(lane), "housekeeping")
         if settings.l1.prefault_threads:
             pool.prefault_start(settings.l1.prefault_threads)
         if http_socket is not None:
-            self._supervisor.spawn(http_serve(engine, http_socket, self._plan.http_token), "http")
+            self.supervisor.spawn(http_serve(http_socket, self._make_app), "http")
         engine.set_ready()
         gc.collect()
         gc.freeze()
         self._announce(instance_id, port, http_port, directory, segment)
+
+    def _make_app(self) -> FastAPI:
+        from kvstrata.service.http.app import make_app
+
+        return make_app(self._engine, token=self._plan.http_token)
 
     async def _open_adapters(self, instance_id: str, port: int, segment: Segment) -> None:
         """Open L2. Raises StorageError, except for the embedded one, without which the server can do."""
@@ -323,7 +302,7 @@ class Server:
             context=context,
             forget=engine.counters.forget_adapter,
         )
-        self._closers.append(control.close)
+        self.closers.append(control.close)
         engine.store, engine.prefetch, engine.l2 = store, prefetch, control
         engine.extra_status["l2_adapters"] = control.status
         store.start()
@@ -336,11 +315,11 @@ class Server:
             except StorageError as error:
                 if not self._plan.embedded_l2:
                     raise
-                self._log.warning("embedded_l2_off", reason=error.message)
+                self.log.warning("embedded_l2_off", reason=error.message)
 
     def _dropped(self, adapter: str, key: bytes) -> None:
         """An adapter's cap dropped a key (any thread)."""
-        self._loop.call_soon_threadsafe(self._engine.dropped_from_l2, adapter, key)
+        self.loop.call_soon_threadsafe(self._engine.dropped_from_l2, adapter, key)
 
     def _announce(
         self, instance_id: str, port: int, http_port: int, directory: Path, segment: Segment
@@ -358,16 +337,8 @@ class Server:
             "adopted": segment.adopted,
             "ready_s": round(time.monotonic() - self._started_s, 3),
         }
-        self._log.info("ready", version=__version__, **ready)
-        if self._ready_fd >= 0:
-            try:
-                os.write(self._ready_fd, json.dumps(ready).encode() + b"\n")
-                os.close(self._ready_fd)
-            except OSError as error:
-                raise ConfigError(
-                    f"--ready-fd: cannot write to descriptor {self._ready_fd}: {error.strerror}",
-                    field="ready_fd",
-                ) from None
+        self.log.info("ready", version=__version__, **ready)
+        tell_ready(self._ready_fd, ready)
 
     # --- periodic ----------------------------------------------------------------------------------------
 
@@ -391,7 +362,7 @@ class Server:
             keys = [verified.popleft() for _ in range(min(ADOPTED_KEYS, len(verified)))]
             store.committed(keys)
             chunks += len(keys)
-        self._log.info("adopted_chunks_offered_to_l2", chunks=chunks)
+        self.log.info("adopted_chunks_offered_to_l2", chunks=chunks)
 
     async def _keep_house(self, lane: PoolLane) -> None:
         """Check adopted chunks a piece at a time, offer them to L2, and evict ahead of need."""
@@ -403,20 +374,13 @@ class Server:
                 unverified = await asyncio.shield(lane.run(pool.verify_next, VERIFY_BYTES))
                 engine.drain_events()  # what was verified; the pool keeps so many events and no more
             if engine.verified and engine.store is not None and (offering is None or offering.done()):
-                offering = self._supervisor.spawn(self._put_adopted(engine.store), "puts of adopted chunks")
+                offering = self.supervisor.spawn(self._put_adopted(engine.store), "puts of adopted chunks")
             await asyncio.shield(lane.run(pool.evict_to_watermark))
             await asyncio.sleep(0.0 if unverified else TICK_S)
 
     # --- stop --------------------------------------------------------------------------------------------
 
-    def _signalled(self, number: signal.Signals, stop: asyncio.Event) -> None:
-        if stop.is_set():
-            self._log.warning("stopped_at_once", signal=signal.Signals(number).name)
-            os._exit(128 + number)
-        self._log.info("stopping", signal=signal.Signals(number).name)
-        stop.set()
-
-    async def _drain(self) -> None:
+    async def drain(self) -> None:
         """Take no new processes, and give L2 its time."""
         engine, drain_s = self._engine, self._settings.l2.drain_s
         engine.set_ready("stopping")
@@ -424,12 +388,6 @@ class Server:
             await engine.store.stop(drain_s)
         if engine.prefetch is not None:
             await engine.prefetch.stop(drain_s)
-
-    async def _close(self) -> None:
-        """Close what was opened, last first."""
-        await self._supervisor.stop()
-        while self._closers:
-            await self._closers.pop()()
 
 
 def _segment_settings(
@@ -449,25 +407,8 @@ def _segment_settings(
     )
 
 
-def _soon(close: Callable[[], object]) -> Callable[[], Coroutine[Any, Any, None]]:
-    """A plain function as a closer."""
-
-    async def closer() -> None:
-        close()
-
-    return closer
-
-
 def _user_name() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError, ImportError):
         return ""
-
-
-def _raise_file_limit() -> None:
-    """Sockets, pidfds and files of many peers need more descriptors than the usual soft limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,54 +1,21 @@
-"""The admin API (FastAPI).  It only asks the engine; it holds no state and decides nothing.
-
-Off loopback every request carries `Authorization: Bearer TOKEN`; /healthz and /readyz are open for probes.
-Errors are JSON `{"code", "message", "field"}` with the codes of `kvstrata.errors`.
-"""
+"""The admin API (FastAPI).  It only asks the engine; it holds no state and decides nothing."""
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Protocol
 
-from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from fastapi.security import HTTPBearer
+from fastapi import FastAPI, HTTPException, Query, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from kvstrata import __version__
-from kvstrata.errors import (
-    BadRequest,
-    ConfigError,
-    DeadlineExceeded,
-    KvstrataError,
-    LayoutRefused,
-    NotPermitted,
-    Refused,
-    StorageError,
-    Unavailable,
-    UnknownSession,
-)
+from kvstrata.errors import Unavailable
+from kvstrata.process.http import make_base
 from kvstrata.types import RequestIdentity
 
 MAX_PREFETCH_TOKENS = 4_194_304
 MAX_WAIT_S = 600.0
 DEFAULT_WAIT_S = 10.0
-
-HTTP_STATUS = {
-    BadRequest: 400,
-    ConfigError: 400,
-    NotPermitted: 403,
-    UnknownSession: 404,
-    LayoutRefused: 409,
-    StorageError: 422,
-    Refused: 429,
-    Unavailable: 503,
-    DeadlineExceeded: 504,
-}
-"""Status of an error's answer; 500 for those not listed."""
 
 
 class AdapterAdmin(Protocol):
@@ -108,14 +75,6 @@ class AdminEngine(Protocol):
 
     async def clear(self, tier: str, tenant: str | None) -> dict[str, int]:
         """Drop what nobody uses; returns how many chunks left each tier."""
-
-
-class ErrorBody(BaseModel):
-    """What went wrong."""
-
-    code: str = Field(description="A stable word, see docs/wire-codes.md; `not_found` for what is not there.")
-    message: str = Field(description="What is wrong and what to change, for people.")
-    field: str = Field(description="The field that was wrong, empty where none was.")
 
 
 class PrefetchBody(BaseModel):
@@ -178,48 +137,7 @@ class ResumeAdapterBody(BaseModel):
 def make_app(engine: AdminEngine, *, token: str = "") -> FastAPI:
     """The API over one engine. With `token`, every request but the probes must carry it."""
 
-    def authorised(request: Request) -> None:
-        given = request.headers.get("authorization", "")
-        if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            raise HTTPException(401, "missing or wrong bearer token", {"WWW-Authenticate": "Bearer"})
-
-    app = FastAPI(
-        title="kvstrata",
-        version=__version__,
-        docs_url="/docs",
-        redoc_url=None,
-        responses={
-            "4XX": {"model": ErrorBody, "description": "The request cannot be fulfilled."},
-            "5XX": {"model": ErrorBody, "description": "The server cannot fulfil it now, or failed."},
-        },
-    )
-    # The scheme is declared for the description only; `authorised` decides.
-    bearer = HTTPBearer(auto_error=False, description="Needed where the server has `http.token_file`.")
-    guarded = [Depends(bearer), Depends(authorised)]
-
-    @app.exception_handler(KvstrataError)
-    async def refused(_: Request, error: KvstrataError) -> JSONResponse:
-        body = {"code": error.code, "message": error.message, "field": error.field}
-        return JSONResponse(body, HTTP_STATUS.get(type(error), 500))
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"] if part not in ("body", "query"))
-        found = f", found {first['input']!r:.80}" if first["type"] != "missing" else ""
-        message = f"{field or 'body'}: {first['msg']}{found}"
-        return JSONResponse({"code": BadRequest.code, "message": message, "field": field}, 400)
-
-    @app.get("/healthz", tags=["probes"])
-    async def healthz() -> dict[str, bool]:
-        """The process answers."""
-        return {"ok": True}
-
-    @app.get("/readyz", tags=["probes"])
-    async def readyz() -> JSONResponse:
-        """Requests are served; otherwise 503 and why not."""
-        ready, why = engine.readiness()
-        return JSONResponse({"ready": ready, "why": why}, 200 if ready else 503)
+    app, guarded = make_base("kvstrata", lambda: engine.readiness(), token)
 
     @app.get("/metrics", tags=["metrics"], dependencies=guarded, response_class=Response)
     async def metrics() -> Response:
@@ -313,11 +231,5 @@ def make_app(engine: AdminEngine, *, token: str = "") -> FastAPI:
     ) -> dict[str, Any]:
         """Drain an adapter, close it and forget it. Its records stay on the medium."""
         return named(name, await adapters().remove(name, wait_s=wait_s))
-
-    @app.exception_handler(StarletteHTTPException)
-    async def failed(_: Request, error: StarletteHTTPException) -> JSONResponse:
-        code = {401: NotPermitted.code, 404: "not_found"}.get(error.status_code, BadRequest.code)
-        body = {"code": code, "message": error.detail, "field": ""}
-        return JSONResponse(body, error.status_code, error.headers)
 
     return app

@@ -1,7 +1,7 @@
-"""Runs the admin API on the server's own loop.
+"""Runs an HTTP API on the process's own loop.
 
-FastAPI takes longer to import than the rest of the server takes to start, so it is imported on a thread once
-the server is ready.
+FastAPI takes longer to import than the rest of a process takes to start, so it is imported on a thread once
+the process is ready.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstrata.config.model import HttpSettings, SecuritySettings
+from kvstrata.config.model import ListenSettings
 from kvstrata.errors import ConfigError
 from kvstrata.rpc.ports import port_holder
 
 if TYPE_CHECKING:
     import uvicorn
-
-    from kvstrata.service.http.app import AdminEngine
+    from fastapi import FastAPI
 
 
 def is_loopback(host: str) -> bool:
@@ -34,7 +33,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def read_token(settings: HttpSettings, security: SecuritySettings) -> str:
+def read_token(settings: ListenSettings, *, insecure: bool) -> str:
     """The bearer token, empty where none is needed. Raises ConfigError off loopback without one."""
     if settings.token_file:
         try:
@@ -47,7 +46,7 @@ def read_token(settings: HttpSettings, security: SecuritySettings) -> str:
                 field="http.token_file",
             )
         return token
-    if not is_loopback(settings.host) and not security.insecure:
+    if not is_loopback(settings.host) and not insecure:
         raise ConfigError(
             f"http.host: {settings.host!r} is not loopback: set http.token_file, or --insecure to go without",
             field="http.host",
@@ -55,8 +54,8 @@ def read_token(settings: HttpSettings, security: SecuritySettings) -> str:
     return ""
 
 
-def listen(settings: HttpSettings) -> socket.socket:
-    """A listening socket. Raises ConfigError that says who holds the port."""
+def listen(settings: ListenSettings, *, flag: str = "--http-port") -> socket.socket:
+    """A listening socket. Raises ConfigError that says who holds the port and names the flag that sets it."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -68,7 +67,7 @@ def listen(settings: HttpSettings) -> socket.socket:
         by = f", held by {holder}" if holder else ""
         raise ConfigError(
             f"http.port: cannot listen on {settings.host}:{settings.port}: {error.strerror}{by};"
-            " choose another --http-port, or 0 for a free one",
+            f" choose another {flag}, or 0 for a free one",
             field="http.port",
         ) from None
     listener.listen(128)
@@ -76,19 +75,17 @@ def listen(settings: HttpSettings) -> socket.socket:
     return listener
 
 
-async def serve(engine: AdminEngine, listener: socket.socket, token: str) -> None:
-    """Serve until cancelled; the listener is closed at the end."""
-    server = await asyncio.get_running_loop().run_in_executor(None, _make_server, engine, token)
+async def serve(listener: socket.socket, make_app: Callable[[], FastAPI]) -> None:
+    """Serve until cancelled; the listener is closed at the end. `make_app` is called on a thread."""
+    server = await asyncio.get_running_loop().run_in_executor(None, _make_server, make_app)
     try:
         await server.serve(sockets=[listener])
     finally:
         listener.close()
 
 
-def _make_server(engine: AdminEngine, token: str) -> uvicorn.Server:
+def _make_server(make_app: Callable[[], FastAPI]) -> uvicorn.Server:
     import uvicorn
-
-    from kvstrata.service.http.app import make_app
 
     class _Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -97,7 +94,7 @@ def _make_server(engine: AdminEngine, token: str) -> uvicorn.Server:
             yield
 
     config = uvicorn.Config(
-        make_app(engine, token=token),
+        make_app(),
         log_level="warning",
         access_log=False,
         lifespan="off",

@@ -1,4 +1,4 @@
-"""Owner of all tasks of the server, and the thread lane for pool calls that take longer than the loop may.
+"""Owner of all tasks of a process, and the thread lane for pool calls that take longer than the loop may.
 
 A task that ends with an exception is our own mistake: the supervisor keeps the first one in `failure`, and
 the process ends with it.  Request tasks answer their errors themselves (service/handlers.py).

@@ -1,0 +1,1 @@
+"""What every long-running process of ours does alike: start, tasks, HTTP port, signals, end."""
