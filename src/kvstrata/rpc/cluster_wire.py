@@ -361,13 +361,15 @@ class PeerLeased(ClusterReply, frozen=True, tag="peer_lease"):
 
 
 class PeerRelease(ClusterRequest, frozen=True, tag="peer_release"):
-    """The reader has read what it wanted, or wants it no more."""
+    """The reader has read what it wanted, or wants it no more; with `keep_ms` it has read a part of it."""
 
     lease: int
+    keep_ms: Annotated[int, Meta(ge=0, le=60_000)] = 0
+    """Not 0: the lease goes on, for so long from now on the owner's clock, and only whether it stood is asked."""
 
 
 class PeerReleased(ClusterReply, frozen=True, tag="peer_release"):
-    """The lease has ended."""
+    """The lease has ended, or goes on as it was asked to where it stood."""
 
     stood: bool
     """It stood until now: what was read since it was granted is what it named. Else the reader drops what it read."""
