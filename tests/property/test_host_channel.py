@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstrata.errors import StorageError
 from kvstrata.storage import host_channel
 from kvstrata.storage.base import (
     Capabilities,
@@ -34,7 +35,7 @@ frames = st.one_of(
     st.builds(host_channel.dropped, numbers, st.lists(st.integers(0, 2**16 - 1))),
     st.builds(host_channel.evicted, st.lists(keys)),
     st.just(host_channel.counts(Counted({"encoded": 1}, {"syncs": -2}))),
-    st.just(host_channel.opened(Capabilities(persistent=True, shared=False))),
+    st.just(host_channel.opened(Capabilities(persistent=True, shared=False), b"\0where")),
     st.just(host_channel.problem(Kind.RAISED, 3, ValueError("no"))),
 )
 
@@ -133,3 +134,12 @@ def test_a_frame_of_the_server_is_no_answer() -> None:
     for frame in (host_channel.bare(Kind.CLEAR, 1), host_channel.keyed(Kind.EXISTS, 1, bytes(32))):
         with pytest.raises(ChannelError):
             host_channel.read_answer(frame)
+
+
+def test_an_advertisement_that_no_frame_holds_is_refused_and_one_that_fits_is_read_again() -> None:
+    capabilities = Capabilities(persistent=False, shared=True, takes_puts=False)
+    with pytest.raises(StorageError, match="advertisement"):
+        host_channel.opened(capabilities, bytes(host_channel.MAX_FRAME_BYTES))
+    longest = bytes(range(256)) * 180
+    answer = host_channel.read_answer(host_channel.opened(capabilities, longest))
+    assert (answer.capabilities, answer.advertisement) == (capabilities, longest)

@@ -122,7 +122,7 @@ async def opened_with(
     request = await child.request()
     assert request.config is not None
     assert request.config.entry == entry
-    child.say(host_channel.opened(capabilities))
+    child.say(host_channel.opened(capabilities, b"first"))
     await opening
     return adapter, child
 
@@ -301,8 +301,10 @@ async def test_while_there_is_no_child_everything_is_answered_at_once_and_then_a
     watched(load).check()
     await until(lambda: len(Child.made) == 2)
     await Child.made[1].request()
-    Child.made[1].say(host_channel.opened(CAPABILITIES))
+    assert adapter.advertisement() == b""
+    Child.made[1].say(host_channel.opened(CAPABILITIES, b"second"))
     await until(lambda: adapter.host_status()["state"] == "up")
+    assert adapter.advertisement() == b"second"
     assert adapter.restarts == 1
     wait = asyncio.create_task(adapter.put([item := put_item(key_of(2), 100)]))
     Child.made[1].say(all_stored(await Child.made[1].request()))

@@ -127,7 +127,8 @@ class StoreController:
         self._pool = pool
         self._adapters = adapters
         self._quotas = quotas or {}
-        self._puts = {member.name: _Puts(member, self._quotas) for member in adapters}
+        self._puts: dict[str, _Puts] = {}
+        """Of the members that take puts; a medium that is only read has none."""
         self._skipped = skipped
         self._trimmed = trimmed
         self._backlog = Backlog(limits.backlog_bytes)
@@ -140,6 +141,8 @@ class StoreController:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._stopping = False
+        for member in adapters:
+            self.join(member)
 
     # -- from the engine -----------------------------------------------------------------------------------
 
@@ -188,19 +191,22 @@ class StoreController:
             self._employ(puts)
 
     def join(self, member: Member) -> None:
-        """A member of the set, open: it gets chunks from now on."""
+        """A member of the set, open: it gets chunks from now on, unless it is only read."""
+        if not member.adapter.capabilities.takes_puts:
+            return
         puts = self._puts[member.name] = _Puts(member, self._quotas)
         if self._started:
             self._employ(puts)
 
     def draining(self, name: str) -> None:
         """The member is not active any more: what the backlog had no room for will not be put there."""
-        self._puts[name].unpinned.clear()
+        if (puts := self._puts.get(name)) is not None:
+            puts.unpinned.clear()
 
     async def idle_of(self, name: str) -> None:
         """Returns when nothing waits for this member or is in flight to it."""
-        puts = self._puts[name]
-        while self._waiting or puts.busy():
+        puts = self._puts.get(name)
+        while puts is not None and (self._waiting or puts.busy()):
             puts.quiet.clear()
             await puts.quiet.wait()
 
@@ -209,7 +215,9 @@ class StoreController:
 
         A put that the adapter has not answered ends as skipped here, and its hold when the medium lets go.
         """
-        puts = self._puts.pop(name)
+        puts = self._puts.pop(name, None)
+        if puts is None:
+            return 0
         puts.cut_short = Skip.REMOVED
         n_left = len(puts.queued) + len(puts.making_room)
         self._drop_queued(puts, Skip.REMOVED)
@@ -219,8 +227,9 @@ class StoreController:
 
     def offer(self, name: str, keys: Sequence[bytes]) -> None:
         """Give a member chunks that are in L1, whatever its policy; few at a time (KEYS_PER_TURN)."""
-        for key in keys:
-            self._offer(self._puts[name], key)
+        if (puts := self._puts.get(name)) is not None:
+            for key in keys:
+                self._offer(puts, key)
         self._note_progress()
 
     def _employ(self, puts: _Puts) -> None:

@@ -124,6 +124,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Other instances put and delete there too, so presence may be stale."""
     max_batch: int = 64
     wants_registered_memory: bool = False
+    takes_puts: bool = True
+    """False: it is only read, and never offered a chunk."""
     can_delete: bool = True
     has_heads: bool = False
     """`heads` tells: what is needed before records may be stored encoded there."""
@@ -236,6 +238,13 @@ class StorageAdapter(ABC):
         Never blocks.
         """
         return {}
+
+    def advertisement(self) -> bytes:
+        """What other instances need to reach the memory that this adapter has registered; empty where they cannot.
+
+        Valid once `open` has returned; another after an adapter host was started again.
+        """
+        return b""
 
     @abstractmethod
     async def usage(self) -> Usage:

@@ -169,6 +169,7 @@ class HostedAdapter(StorageAdapter):
         self._context: AdapterContext | None = None
         self._pool_fds: list[int] = []
         self._counted = Counted()
+        self._advertisement = b""
         self._told = KnownKinds()
         """What this child knows of payloads."""
         self._process: HostProcess | None = None
@@ -200,6 +201,10 @@ class HostedAdapter(StorageAdapter):
     def numbers(self) -> dict[str, int]:
         """As the adapter in the child, a moment ago; nothing while there is no child."""
         return self._counted.numbers
+
+    def advertisement(self) -> bytes:
+        """As the adapter in the child that is up; empty while there is none."""
+        return self._advertisement if self._state is HostState.UP else b""
 
     # --- the contract ------------------------------------------------------------------------------------
 
@@ -488,7 +493,7 @@ class HostedAdapter(StorageAdapter):
         if self._opening is None or self._opening.done():
             raise ChannelError(f"{answer.kind.name} of an adapter that is not being opened")
         if answer.capabilities is not None:
-            self.capabilities = answer.capabilities
+            self.capabilities, self._advertisement = answer.capabilities, answer.advertisement
             self._state = HostState.UP
             self._opening.set_result(None)
             return

@@ -11,7 +11,7 @@
     CLOSE            nothing                           the host's end, with exit status 0
 
     host → server    body
-    OPENED           JSON: the adapter's capabilities
+    OPENED           JSON: the adapter's capabilities, and what it advertises to other instances
     REFUSED          JSON: kind, message, field; the host ends after it
     FOUND            count × (u8 presence, u32 record bytes, reason)
     PUT_ENDED, LOAD_ENDED   count × (u8 status | 128 where the hold is dropped, reason)
@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvstrata.errors import KvstrataError
+from kvstrata.errors import KvstrataError, StorageError
 from kvstrata.native.batches import pack_found, read_found, split_keys
 from kvstrata.storage.base import (
     Capabilities,
@@ -139,6 +139,13 @@ class Counted(msgspec.Struct, frozen=True):
     numbers: Counts = {}
 
 
+class Opened(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of OPENED."""
+
+    capabilities: Capabilities
+    advertisement: bytes = b""
+
+
 class Item(NamedTuple):
     """One item of a PUT or LOAD."""
 
@@ -198,12 +205,13 @@ class Answer(msgspec.Struct, frozen=True):
     usage: Usage | None = None
     problem: Problem | None = None
     capabilities: Capabilities | None = None
+    advertisement: bytes = b""
     counts: Counted | None = None
 
 
 _JSON_OF_CONFIG = msgspec.json.Decoder(HostConfig)
 _JSON_OF_PROBLEM = msgspec.json.Decoder(Problem)
-_JSON_OF_CAPABILITIES = msgspec.json.Decoder(Capabilities)
+_JSON_OF_OPENED = msgspec.json.Decoder(Opened)
 _JSON_OF_COUNTS = msgspec.json.Decoder(Counted)
 
 
@@ -270,9 +278,16 @@ def read_request(frame: bytes) -> Request:
 # --- what the host sends ----------------------------------------------------------------------------------
 
 
-def opened(capabilities: Capabilities) -> bytes:
-    """OPENED."""
-    return _head(Kind.OPENED, 0, 0) + msgspec.json.encode(capabilities)
+def opened(capabilities: Capabilities, advertisement: bytes = b"") -> bytes:
+    """OPENED. Raises StorageError when what it advertises is too long for a frame."""
+    body = msgspec.json.encode(Opened(capabilities=capabilities, advertisement=advertisement))
+    if _HEAD.size + len(body) > MAX_FRAME_BYTES:
+        raise StorageError(
+            f"the advertisement for other instances has {len(advertisement)} bytes, an adapter host can pass on "
+            f"about {MAX_FRAME_BYTES * 3 // 4}; let it use fewer network devices",
+            field="advertisement",
+        )
+    return _head(Kind.OPENED, 0, 0) + body
 
 
 def problem(kind: Kind, number: int, raised: BaseException) -> bytes:
@@ -362,10 +377,10 @@ def _read_answer(frame: bytes) -> Answer:
     if kind in (Kind.RAISED, Kind.REFUSED):
         return Answer(kind, number, problem=_JSON_OF_PROBLEM.decode(body))
     if kind is Kind.OPENED:
-        capabilities = _JSON_OF_CAPABILITIES.decode(body)
-        if capabilities.max_batch < 1:
+        opened = _JSON_OF_OPENED.decode(body)
+        if opened.capabilities.max_batch < 1:
             raise ValueError("max_batch is less than 1")
-        return Answer(kind, number, capabilities=capabilities)
+        return Answer(kind, number, capabilities=opened.capabilities, advertisement=opened.advertisement)
     if kind is Kind.COUNTS:
         return Answer(kind, number, counts=_JSON_OF_COUNTS.decode(body))
     raise ValueError(f"{kind.name} is no answer")

@@ -133,7 +133,7 @@ class Host:
             adapter = coded_adapter(configure_adapter(config.entry, config.index))
             adapter.name = config.name
             await adapter.open(context)
-            frame = host_channel.opened(adapter.capabilities)
+            frame = host_channel.opened(adapter.capabilities, adapter.advertisement())
         except Exception as error:  # the plugin boundary
             if not isinstance(error, KvstrataError):
                 log_broken_contract(config.name, "open", error)

@@ -115,6 +115,11 @@ class ConfiguredAdapter(NamedTuple):
     presence: PresenceAdapter | None = None
     """The wrapper inside `guard` that remembers what is there; None where the storage is not shared."""
 
+    def advertisement(self) -> bytes:
+        """What other instances need to reach the memory that the adapter has registered."""
+        adapter = self.codec or self.host
+        return b"" if adapter is None else adapter.advertisement()
+
     def status(self) -> dict[str, Any]:
         """For status pages."""
         counted = self.codec or self.host

@@ -226,6 +226,10 @@ class CodecAdapter(StorageAdapter):
         finally:
             self._lengths.clear()
 
+    def advertisement(self) -> bytes:
+        """As the inner adapter."""
+        return self.inner.advertisement()
+
     async def usage(self) -> Usage:
         """As the inner adapter: bytes as stored."""
         return await self.inner.usage()

@@ -136,6 +136,10 @@ class FaultyAdapter(StorageAdapter):
         """As the inner adapter."""
         return self.inner.numbers()
 
+    def advertisement(self) -> bytes:
+        """As the inner adapter."""
+        return self.inner.advertisement()
+
     async def usage(self) -> Usage:
         """As the inner adapter."""
         return await self.inner.usage()
