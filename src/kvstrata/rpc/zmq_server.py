@@ -280,34 +280,66 @@ def resolve(host: str) -> tuple[str, socket.AddressFamily]:
     return str(where[0]).partition("%")[0], family
 
 
+class ClusterKeys(NamedTuple):
+    """Keys of one member of a cluster, all in Z85: its own, whom it connects to, and who may connect to it."""
+
+    secret: bytes
+    server: bytes
+    """Public key of the processes that it asks."""
+    clients: frozenset[bytes]
+
+    @property
+    def curve(self) -> CurveKeys:
+        """For the sockets that it is asked on."""
+        return CurveKeys(self.secret, self.clients)
+
+
 def read_curve_file(path: str) -> CurveKeys:
     """Keys from a file with one line `secret KEY` and a line `client KEY` per client.
 
     Lines that begin with `#` are comments.  Raises ConfigError, also when others can read the file.
     """
     field = "security.curve_secret_file"
-    text = read_private_file(path, field)
-    secret = b""
-    clients = set()
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):  # within a line, # is a character of Z85
-            continue
-        if len(words) != 2 or words[0] not in ("secret", "client") or len(words[1]) != Z85_CHARS:
-            raise ConfigError(
-                f"{field}: {path}: line {number}: write `secret KEY` or `client KEY` with a Z85 key of "
-                f"{Z85_CHARS} characters",
-                field=field,
-            )
-        if words[0] == "secret":
-            secret = words[1].encode()
-        else:
-            clients.add(words[1].encode())
-    if not secret:
-        raise ConfigError(f"{field}: {path}: has no line `secret KEY`", field=field)
-    if not clients:
+    keys = _key_lines(path, field, ("secret", "client"))
+    if not keys["client"]:
         raise ConfigError(
             f"{field}: {path}: has no line `client KEY`, so nobody could connect; add clients' public keys",
             field=field,
         )
-    return CurveKeys(secret, frozenset(clients))
+    return CurveKeys(keys["secret"][-1], frozenset(keys["client"]))
+
+
+def read_cluster_keys(path: str, field: str) -> ClusterKeys:
+    """Keys of a cluster's member: `secret KEY`, and where others differ `server KEY` and `client KEY` lines.
+
+    With the secret alone all members share it: each connects to, and is connected to by, whoever has it too.
+    Raises ConfigError naming `field`.
+    """
+    keys = _key_lines(path, field, ("secret", "server", "client"))
+    secret = keys["secret"][-1]
+    try:
+        own = zmq.curve_public(secret)
+    except (zmq.ZMQError, ValueError):
+        raise ConfigError(
+            f"{field}: {path}: the secret is no CURVE key; make one with zmq.curve_keypair()", field=field
+        ) from None
+    return ClusterKeys(secret, (keys["server"] or [own])[-1], frozenset(keys["client"] or [own]))
+
+
+def _key_lines(path: str, field: str, words: tuple[str, ...]) -> dict[str, list[bytes]]:
+    """The keys after each word, in order; at least one `secret`. Raises ConfigError."""
+    keys: dict[str, list[bytes]] = {word: [] for word in words}
+    for number, line in enumerate(read_private_file(path, field).splitlines(), 1):
+        parts = line.split()
+        if not parts or parts[0].startswith("#"):  # within a line, # is a character of Z85
+            continue
+        if len(parts) != 2 or parts[0] not in keys or len(parts[1]) != Z85_CHARS:
+            shapes = " or ".join(f"`{word} KEY`" for word in words)
+            raise ConfigError(
+                f"{field}: {path}: line {number}: write {shapes} with a Z85 key of {Z85_CHARS} characters",
+                field=field,
+            )
+        keys[parts[0]].append(parts[1].encode())
+    if not keys["secret"]:
+        raise ConfigError(f"{field}: {path}: has no line `secret KEY`", field=field)
+    return keys

@@ -1,0 +1,293 @@
+"""The asking end of cluster messages: ZMQ sockets on one asyncio loop, for questions (DEALER) and for events (PUSH).
+
+Rules:
+
+1. Nothing here blocks or waits longer than it was told.  A question has one outcome: its answer, ClusterFailure
+   when the other side refuses it, or Unavailable when no answer came in time or too much is asked already.
+2. Nothing is queued for a peer that is not connected: a question waits here for the connection, at most its own
+   time, and what nobody waits for any more is never sent.
+3. libzmq re-opens connections by itself, also to a process that was frozen or cut off.
+4. What is no message, or answers nothing that is still open, is counted and dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+import zmq
+
+from kvstrata.errors import KvstrataError, Unavailable
+from kvstrata.rpc.cluster_wire import (
+    ANSWERS,
+    MAX_CLUSTER_MESSAGE_BYTES,
+    ClusterReply,
+    ClusterRequest,
+    Failure,
+    Nudge,
+    encode,
+)
+from kvstrata.rpc.zmq_server import MESSAGES_PER_WAKE, SECONDS_PER_WAKE, ClusterKeys
+
+R = TypeVar("R", bound=ClusterReply)
+
+MAX_OPEN = 1_024
+"""Questions of one link without an outcome."""
+QUEUE_MESSAGES = 64
+"""Messages that libzmq keeps for one peer that does not read."""
+RECONNECT_MS, RECONNECT_MAX_MS = 50, 500
+CONNECT_TIMEOUT_MS = 2_000
+HANDSHAKE_MS = 5_000
+LINGER_MS = 200
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 6_000
+"""ZMTP's own: a connection without any sign of life for so long is opened anew."""
+
+
+class ClusterFailure(KvstrataError):
+    """The other side refused a request and did nothing; `failure` says why, and when to try again."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(f"{failure.code}: {failure.message}", field=failure.field)
+        self.failure = failure
+
+
+class Links:
+    """Owner of links and their one I/O thread. Everything runs on `loop`'s thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context.set(zmq.MAX_SOCKETS, 4_096)
+        self._links: weakref.WeakSet[_Link] = weakref.WeakSet()
+
+    def ask(
+        self,
+        endpoint: str,
+        *,
+        keys: ClusterKeys | None = None,
+        told: Callable[[Nudge], None] | None = None,
+    ) -> AskLink:
+        """A link for questions to `endpoint`, which may be absent. `told` gets what comes unasked.
+
+        Raises Unavailable when libzmq refuses the endpoint.
+        """
+        link = AskLink(self._loop, self._socket(zmq.DEALER, endpoint, keys), told)
+        self._links.add(link)
+        return link
+
+    def push(
+        self,
+        endpoint: str,
+        *,
+        keys: ClusterKeys | None = None,
+        writable: Callable[[], None] | None = None,
+    ) -> PushLink:
+        """A link for messages without an answer; `writable` is called when it takes some (again)."""
+        link = PushLink(self._loop, self._socket(zmq.PUSH, endpoint, keys), writable)
+        self._links.add(link)
+        return link
+
+    def close(self) -> None:
+        """Close every link, give what libzmq has taken a moment to leave, free everything."""
+        for link in self._links:
+            link.close(linger_ms=LINGER_MS)
+        self._context.term()
+
+    def _socket(self, kind: int, endpoint: str, keys: ClusterKeys | None) -> zmq.Socket[bytes]:
+        link = self._context.socket(kind)
+        for option, value in _OPTIONS.items():
+            link.setsockopt(option, value)
+        if keys is not None:
+            link.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+            link.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+            link.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(keys.secret))
+        try:
+            link.connect(endpoint)
+        except zmq.ZMQError as error:
+            link.close()
+            raise Unavailable(f"cannot connect to {endpoint!r}: {error.strerror}") from None
+        return link
+
+
+_OPTIONS = {
+    zmq.IMMEDIATE: 1,
+    zmq.IPV6: 1,
+    zmq.LINGER: 0,
+    zmq.SNDHWM: QUEUE_MESSAGES,
+    zmq.RCVHWM: MAX_OPEN,
+    zmq.MAXMSGSIZE: MAX_CLUSTER_MESSAGE_BYTES,
+    zmq.RECONNECT_IVL: RECONNECT_MS,
+    zmq.RECONNECT_IVL_MAX: RECONNECT_MAX_MS,
+    zmq.CONNECT_TIMEOUT: CONNECT_TIMEOUT_MS,
+    zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
+    zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
+    zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_TIMEOUT_MS,
+}
+
+
+class _Link:
+    """A socket that wakes the loop: the descriptor only tells of changes, so each turn looks at the state."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, link: zmq.Socket[bytes]) -> None:
+        self._loop = loop
+        self._socket = link
+        self._again = False
+        loop.add_reader(link.fileno(), self._wake)
+        self._look_again()
+
+    @property
+    def endpoint(self) -> str:
+        """Where it leads."""
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    @property
+    def connected(self) -> bool:
+        """Whether a message would be taken now."""
+        return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
+
+    def close(self, *, linger_ms: int = 0) -> None:
+        """Ends it; messages that libzmq has taken get `linger_ms` to leave. Idempotent."""
+        if not self._socket.closed:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close(linger_ms)
+
+    def _look_again(self) -> None:
+        if not self._again:
+            self._again = True
+            self._loop.call_soon(self._wake)
+
+    def _wake(self) -> None:
+        self._again = False
+        if not self._socket.closed and self._turn(int(self._socket.getsockopt(zmq.EVENTS))):
+            self._look_again()
+
+    def _turn(self, events: int) -> bool:
+        """Do what `events` allow; True when another turn may find more."""
+        raise NotImplementedError
+
+    def _try_send(self, frame: bytes) -> bool:
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        # A send may take the signal that something has arrived; the descriptor would then stay silent.
+        self._look_again()
+        return True
+
+
+class AskLink(_Link):
+    """Questions to one process; several may be open, and answers may come in any order."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        link: zmq.Socket[bytes],
+        told: Callable[[Nudge], None] | None,
+    ) -> None:
+        self._told = told
+        self._next_seq = 1
+        self._open: dict[int, asyncio.Future[ClusterReply]] = {}
+        self._unsent: dict[int, bytes] = {}
+        self.garbage_count = 0
+        super().__init__(loop, link)
+
+    async def ask(self, request: ClusterRequest, answer: type[R], timeout_s: float) -> R:
+        """The answer to `request`, whose seq is chosen here.
+
+        Raises ClusterFailure when it is refused and Unavailable without an answer in time; the other side may then
+        have carried it out.  Cancelling forgets the question.
+        """
+        if len(self._open) >= MAX_OPEN:
+            raise Unavailable(f"{MAX_OPEN} questions to {self.endpoint} are open; ask again later")
+        seq, self._next_seq = self._next_seq, self._next_seq + 1
+        frame = encode(msgspec.structs.replace(request, seq=seq))
+        outcome: asyncio.Future[ClusterReply] = self._loop.create_future()
+        self._open[seq] = outcome
+        try:
+            if self._socket.closed:
+                raise Unavailable("the link is closed")
+            if self._unsent or not self._try_send(frame):
+                self._unsent[seq] = frame
+            async with asyncio.timeout(timeout_s):
+                reply = await outcome
+        except TimeoutError:
+            raise Unavailable(f"no answer from {self.endpoint} within {timeout_s:g} s") from None
+        finally:
+            del self._open[seq]
+            self._unsent.pop(seq, None)
+        if isinstance(reply, Failure):
+            raise ClusterFailure(reply)
+        if not isinstance(reply, answer):
+            raise Unavailable(f"{self.endpoint} answered {type(reply).__name__} for {answer.__name__}")
+        return reply
+
+    def close(self, *, linger_ms: int = 0) -> None:
+        """Also ends open questions, with Unavailable."""
+        super().close(linger_ms=linger_ms)
+        for outcome in self._open.values():
+            if not outcome.done():
+                outcome.set_exception(Unavailable("the link is closed"))
+
+    def _turn(self, events: int) -> bool:
+        while self._unsent and events & zmq.POLLOUT:
+            seq = next(iter(self._unsent))
+            if not self._try_send(self._unsent[seq]):
+                break
+            del self._unsent[seq]
+        started_s = time.monotonic()
+        for _ in range(MESSAGES_PER_WAKE):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            self._take(frames)
+            if self._socket.closed:
+                return False
+            if time.monotonic() - started_s > SECONDS_PER_WAKE:
+                break
+        return True
+
+    def _take(self, frames: list[bytes]) -> None:
+        try:
+            message = ANSWERS.decode(frames[0])
+        except msgspec.MsgspecError:
+            self.garbage_count += 1
+            return
+        if isinstance(message, Nudge):
+            if self._told is not None:
+                self._told(message)
+            return
+        outcome = self._open.get(message.seq)
+        if outcome is not None and not outcome.done():
+            outcome.set_result(message)
+
+
+class PushLink(_Link):
+    """Messages to one process that get no answer; whoever sends them finds losses out by other means."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        link: zmq.Socket[bytes],
+        writable: Callable[[], None] | None,
+    ) -> None:
+        self._writable = writable
+        self._full = True
+        super().__init__(loop, link)
+
+    def try_send(self, frame: bytes) -> bool:
+        """Hand one frame to libzmq; False, and nothing done, without a connection or with its queue full."""
+        sent = not self._socket.closed and self._try_send(frame)
+        self._full = not sent
+        return sent
+
+    def _turn(self, events: int) -> bool:
+        if self._full and events & zmq.POLLOUT:
+            self._full = False
+            if self._writable is not None:
+                self._writable()
+        return False
