@@ -1,0 +1,348 @@
+# Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+# cython: language_level=3
+"""Which instance holds which chunk; see registry.pyi."""
+
+from cpython cimport array
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from libc.stdint cimport int32_t, uint8_t, uint16_t, uint64_t
+from libc.string cimport memcpy
+from libcpp cimport bool as cbool
+from libcpp.memory cimport unique_ptr
+from libcpp.vector cimport vector
+
+import array as array_module
+from typing import NamedTuple
+
+from core_status cimport Status, StatusCode
+
+from kvstrata.errors import KvstrataError
+
+
+cdef extern from *:
+    """
+    #include <span>
+    namespace kvstrata_cython {
+    inline std::span<const std::uint16_t> slot_span(const std::uint16_t* data, std::size_t count) {
+      return {data, count};
+    }
+    inline std::span<const std::uint8_t> byte_span(const std::uint8_t* data, std::size_t count) {
+      return {data, count};
+    }
+    }
+    """
+    cdef cppclass SlotSpan "std::span<const std::uint16_t>":
+        pass
+    cdef cppclass ByteSpan "std::span<const std::uint8_t>":
+        pass
+    SlotSpan slot_span "kvstrata_cython::slot_span"(const uint16_t*, size_t) noexcept nogil
+    ByteSpan byte_span "kvstrata_cython::byte_span"(const uint8_t*, size_t) noexcept nogil
+
+
+cdef extern from "kvstrata/registry.h" namespace "kvstrata" nogil:
+    int kTagBits
+    unsigned int kMaxSlots
+
+    cdef cppclass TagSpan:
+        TagSpan() noexcept
+        TagSpan(const void*, size_t) noexcept
+
+    cdef enum class SlotState(unsigned char):
+        kFree
+
+    cdef cppclass SlotRow:
+        uint16_t slot
+        SlotState state
+        uint8_t rank
+        uint16_t group
+        uint64_t keys
+
+    cdef cppclass PrefixQuery:
+        size_t n_slices
+        ByteSpan allowed
+        cbool all_allowed
+        int32_t except_group
+        size_t best
+
+    cdef cppclass CCandidate "kvstrata::Candidate":
+        uint16_t group
+        size_t chunks
+        vector[uint16_t] slots
+
+    cdef cppclass CUsage "kvstrata::RegistryUsage":
+        uint64_t bytes
+        uint64_t placements
+        uint64_t shared_tags
+        uint64_t slots
+        uint64_t retired
+        uint64_t rebuilds
+        uint64_t refused
+
+    cdef cppclass CRegistry "kvstrata::Registry":
+        @staticmethod
+        Status create(uint64_t, unsigned int, unique_ptr[CRegistry]*) noexcept
+        uint16_t open_slot(uint16_t, uint8_t) noexcept
+        Status publish(uint16_t, uint16_t) noexcept
+        Status retire(uint16_t) noexcept
+        Status admit(uint16_t, TagSpan, uint64_t*) noexcept
+        Status evict(uint16_t, TagSpan, uint64_t*) noexcept
+        Status restore(TagSpan, SlotSpan, SlotSpan, uint64_t*) noexcept
+        uint64_t sweep(uint64_t) noexcept
+        void lookup(uint64_t, vector[uint16_t]*) noexcept
+        void lookup(TagSpan, vector[uint16_t]*, vector[size_t]*) noexcept
+        vector[CCandidate] lookup_prefix(TagSpan, const PrefixQuery&) noexcept
+        SlotRow slot(uint16_t) noexcept
+        vector[SlotRow] slots() noexcept
+        uint64_t dump(uint64_t, uint64_t, vector[uint64_t]*, vector[uint16_t]*) noexcept
+        CUsage usage() noexcept
+
+
+TAG_BITS = kTagBits
+MAX_SLOTS = kMaxSlots
+STATES = ("free", "hidden", "visible", "retired")
+TAG_BYTES = 8
+MIN_BYTES = 64 << 20
+MAX_BYTES = 1 << 40
+
+
+class RegistryError(KvstrataError):
+    """A call was refused."""
+
+    def __init__(self, message, *, reason):
+        super().__init__(message, field=reason)
+        self.reason = reason
+
+
+class Candidate(NamedTuple):
+    group: int
+    chunks: int
+    slots: object
+
+
+class Slot(NamedTuple):
+    slot: int
+    group: int
+    rank: int
+    state: str
+    keys: int
+
+
+class RegistryUsage(NamedTuple):
+    bytes: int
+    placements: int
+    shared_tags: int
+    slots: int
+    retired: int
+    rebuilds: int
+    refused: int
+
+
+cdef object _error(Status status):
+    message = status.message().decode()
+    if status.code() == StatusCode.kBadArgument:
+        return ValueError(message)
+    if status.code() == StatusCode.kNoSpace:
+        return RegistryError(message, reason="no_space")
+    return RegistryError(f"{message} (slot {status.detail(0)})", reason="bad_slot")
+
+
+cdef uint16_t _number(str name, value, int limit) except? 0xFFFF:
+    if not 0 <= value <= limit:
+        raise ValueError(f"{name}: must be 0 to {limit}, not {value}")
+    return value
+
+
+cdef class _Items:
+    """Borrowed buffer of whole items, aligned to nothing."""
+
+    cdef Py_buffer buffer
+    cdef bint held
+    cdef size_t count
+
+    def __cinit__(self, str name, values, Py_ssize_t item_bytes):
+        PyObject_GetBuffer(values, &self.buffer, PyBUF_SIMPLE)
+        self.held = True
+        if self.buffer.len % item_bytes:
+            raise ValueError(f"{name}: must be a multiple of {item_bytes} bytes, not {self.buffer.len}")
+        self.count = self.buffer.len // item_bytes
+
+    def __dealloc__(self):
+        if self.held:
+            PyBuffer_Release(&self.buffer)
+
+
+cdef TagSpan _tags(_Items items) noexcept:
+    return TagSpan(items.buffer.buf, items.count)
+
+
+cdef vector[uint16_t] _slots(_Items items):
+    cdef vector[uint16_t] copied
+    copied.resize(items.count)
+    memcpy(copied.data(), items.buffer.buf, 2 * items.count)
+    return copied
+
+
+cdef array.array U16 = array_module.array("H")
+cdef array.array U64 = array_module.array("Q")
+
+
+cdef array.array _u16_array(const vector[uint16_t]& values):
+    cdef array.array made = array.clone(U16, values.size(), False)
+    memcpy(made.data.as_voidptr, values.data(), 2 * values.size())
+    return made
+
+
+cdef object _row(SlotRow row):
+    return Slot(row.slot, row.group, row.rank, STATES[<int>row.state], row.keys)
+
+
+cdef class Registry:
+    cdef unique_ptr[CRegistry] core
+
+    def __cinit__(self, *, max_bytes=4 << 30, max_slots=MAX_SLOTS):
+        if not MIN_BYTES <= max_bytes <= MAX_BYTES:
+            raise ValueError(f"max_bytes: must be {MIN_BYTES} to {MAX_BYTES}, not {max_bytes}")
+        if not 1 <= max_slots <= MAX_SLOTS:
+            raise ValueError(f"max_slots: must be 1 to {MAX_SLOTS}, not {max_slots}")
+        cdef Status status = CRegistry.create(max_bytes, max_slots, &self.core)
+        if not status.ok():
+            raise MemoryError(status.message().decode())
+
+    def open_slot(self, group, *, rank=0):
+        cdef uint16_t slot = self.core.get().open_slot(_number("group", group, 65_535), _number("rank", rank, 255))
+        return slot if slot else None
+
+    def publish(self, slot, *, retire=None):
+        cdef uint16_t published = _number("slot", slot, MAX_SLOTS)
+        cdef uint16_t retired = 0
+        if retire is not None:
+            retired = _number("retire", retire, MAX_SLOTS)
+            if not retired:
+                raise ValueError("retire: must be a slot or None, not 0")
+        cdef Status status = self.core.get().publish(published, retired)
+        if not status.ok():
+            raise _error(status)
+
+    def retire(self, slot):
+        cdef Status status = self.core.get().retire(_number("slot", slot, MAX_SLOTS))
+        if not status.ok():
+            raise _error(status)
+
+    def admit(self, slot, tags):
+        cdef uint16_t number = _number("slot", slot, MAX_SLOTS)
+        cdef _Items items = _Items("tags", tags, TAG_BYTES)
+        cdef TagSpan span = _tags(items)
+        cdef uint64_t added = 0
+        cdef Status status
+        with nogil:
+            status = self.core.get().admit(number, span, &added)
+        if not status.ok():
+            raise _error(status)
+        return added
+
+    def evict(self, slot, tags):
+        cdef uint16_t number = _number("slot", slot, MAX_SLOTS)
+        cdef _Items items = _Items("tags", tags, TAG_BYTES)
+        cdef TagSpan span = _tags(items)
+        cdef uint64_t removed = 0
+        cdef Status status
+        with nogil:
+            status = self.core.get().evict(number, span, &removed)
+        if not status.ok():
+            raise _error(status)
+        return removed
+
+    def sweep(self, uint64_t max_cells=65_536):
+        cdef uint64_t looked_at
+        with nogil:
+            looked_at = self.core.get().sweep(max_cells)
+        return looked_at
+
+    def lookup(self, uint64_t tag):
+        cdef vector[uint16_t] holders
+        self.core.get().lookup(tag, &holders)
+        return tuple(holders)
+
+    def holders(self, tags):
+        cdef _Items items = _Items("tags", tags, TAG_BYTES)
+        cdef TagSpan span = _tags(items)
+        cdef vector[uint16_t] found
+        cdef vector[size_t] ends
+        cdef size_t at, i
+        with nogil:
+            self.core.get().lookup(span, &found, &ends)
+        cdef list made = []
+        at = 0
+        for i in range(ends.size()):
+            made.append(tuple([found[j] for j in range(at, ends[i])]))
+            at = ends[i]
+        return made
+
+    def lookup_prefix(self, tags, *, n_slices=1, allowed=None, except_group=None, best=1):
+        cdef _Items items = _Items("tags", tags, TAG_BYTES)
+        cdef _Items mask
+        cdef TagSpan span = _tags(items)
+        cdef PrefixQuery query
+        cdef vector[CCandidate] found
+        cdef size_t i
+        if n_slices < 1 or items.count % n_slices:
+            raise ValueError(f"tags: {items.count} are no whole chunks of n_slices {n_slices}")
+        if best < 1:
+            raise ValueError(f"best: must be at least 1, not {best}")
+        query.n_slices = n_slices
+        query.best = best
+        if allowed is not None:
+            mask = _Items("allowed", allowed, 1)
+            query.all_allowed = False
+            query.allowed = byte_span(<const uint8_t*>mask.buffer.buf, mask.count)
+        if except_group is not None:
+            query.except_group = _number("except_group", except_group, 65_535)
+        with nogil:
+            found = self.core.get().lookup_prefix(span, query)
+        return [Candidate(found[i].group, found[i].chunks, _u16_array(found[i].slots)) for i in range(found.size())]
+
+    def slot(self, slot):
+        cdef SlotRow row = self.core.get().slot(_number("slot", slot, MAX_SLOTS))
+        return None if row.state == SlotState.kFree else _row(row)
+
+    def slots(self):
+        cdef vector[SlotRow] rows = self.core.get().slots()
+        cdef size_t i
+        return [_row(rows[i]) for i in range(rows.size())]
+
+    def dump(self, uint64_t cursor=0, uint64_t max_cells=65_536):
+        cdef vector[uint64_t] tags
+        cdef vector[uint16_t] slots
+        with nogil:
+            cursor = self.core.get().dump(cursor, max_cells, &tags, &slots)
+        cdef array.array made = array.clone(U64, tags.size(), False)
+        memcpy(made.data.as_voidptr, tags.data(), 8 * tags.size())
+        return made, _u16_array(slots), cursor
+
+    def restore(self, tags, slots, slot_of):
+        cdef _Items items = _Items("tags", tags, TAG_BYTES)
+        cdef TagSpan span = _tags(items)
+        cdef vector[uint16_t] numbers = _slots(_Items("slots", slots, 2))
+        cdef vector[uint16_t] mapped = _slots(_Items("slot_of", slot_of, 2))
+        cdef SlotSpan slot_numbers = slot_span(numbers.data(), numbers.size())
+        cdef SlotSpan slots_of = slot_span(mapped.data(), mapped.size())
+        cdef uint64_t added = 0
+        cdef Status status
+        if numbers.size() != items.count:
+            raise ValueError(f"slots: must be as many as tags ({items.count}), not {numbers.size()}")
+        with nogil:
+            status = self.core.get().restore(span, slot_numbers, slots_of, &added)
+        if not status.ok():
+            raise _error(status)
+        return added
+
+    def usage(self):
+        cdef CUsage usage = self.core.get().usage()
+        return RegistryUsage(
+            usage.bytes,
+            usage.placements,
+            usage.shared_tags,
+            usage.slots,
+            usage.retired,
+            usage.rebuilds,
+            usage.refused,
+        )
