@@ -95,6 +95,13 @@ class Unavailable(KvstrataError):
     retryable = True
 
 
+class NotLeading(KvstrataError):
+    """This controller does not lead, or cannot be sure that it does; ask the one that leads."""
+
+    code = "not_leading"
+    retryable = True
+
+
 class SegmentError(KvstrataError):
     """The shared-memory segment cannot be made, mapped or adopted."""
 
@@ -133,6 +140,7 @@ WIRE_ERRORS: dict[str, type[KvstrataError]] = {
         DeadlineExceeded,
         Cancelled,
         Unavailable,
+        NotLeading,
         SegmentError,
         StorageError,
         TransferError,

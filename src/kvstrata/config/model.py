@@ -152,6 +152,26 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
     ] = "info"
 
 
+class EtcdSettings(_Section, frozen=True, kw_only=True):
+    """Several controllers, of which one leads."""
+
+    endpoints: Annotated[
+        list[str],
+        Meta(description="etcd servers as HOST:PORT, tried in turn; empty: this controller is the only one."),
+    ] = []
+    prefix: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9._/-]{1,200}$", description="What the names of all keys begin with.")
+    ] = "kvstrata"
+    ttl_s: Annotated[
+        int,
+        Meta(ge=1, le=600, description="A leader that was silent so long is replaced, in seconds."),
+    ] = 5
+    user: Annotated[str, Meta(description="User of etcd, where it asks for one.")] = ""
+    password_file: Annotated[
+        str, Meta(description="File with that user's password, readable by its owner alone.")
+    ] = ""
+
+
 class ClientSettings(_Section, frozen=True, kw_only=True):
     """Settings of a process that attaches to a server (the vLLM connector and other clients)."""
 

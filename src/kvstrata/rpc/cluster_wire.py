@@ -308,6 +308,9 @@ class Beat(ClusterReply, frozen=True, tag="beat"):
     """The controller heard it. Another `epoch` than before: register again."""
 
     commands: list[Command]
+    token: int = 0
+    """Of the controller's leadership, where there are several; an instance keeps the greatest it has seen from any of
+    them and refuses commands that come with a smaller one."""
 
 
 class Nudge(msgspec.Struct, array_like=True, frozen=True, tag="nudge"):
