@@ -1,7 +1,8 @@
-"""The RPC port: ZMQ ROUTER sockets on one asyncio loop. It carries frames and knows nothing of their meaning.
+"""Ports that others send to: ZMQ ROUTER or PULL sockets on one asyncio loop. They know nothing of what they carry.
 
-Two sockets: `local` (ipc, 0600) for processes of this host and `remote` (tcp).  A message is one frame; the
-handler gets (address, frame) and answers through `send`, now or later.  Rules:
+Two sockets: `local` (ipc, 0600) for processes of this host and `remote` (tcp).  With `receive_only` they are PULL:
+there is no answer, and no address.  A message is one frame; the handler gets (address, frame) and answers through
+`send`, now or later.  Rules:
 
 1. Nothing here blocks: reads and sends are NOBLOCK; a reply to a peer that does not read is dropped when its
    queue is full (the peer asks again and gets the same outcome).
@@ -9,6 +10,7 @@ handler gets (address, frame) and answers through `send`, now or later.  Rules:
    work; the socket itself serves its peers in turn.
 3. A message with another number of frames gets the handler's error reply; a message above the size limit
    costs its sender the connection (libzmq closes it) and nobody else anything.
+4. While reading is paused, what arrives waits in bounded queues, at last in those of the senders.
 
 Off loopback the tcp socket needs CURVE (RFC 26): the server's secret key and the public keys of the clients
 that may connect, or an explicit permission to go without.
@@ -67,8 +69,19 @@ FrameErrorHandler = Callable[[Address, int], bytes]
 class ZmqServer:
     """Both sockets. Everything runs on `loop`'s thread."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        receive_only: bool = False,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        receive_queue: int = RECEIVE_QUEUE,
+    ) -> None:
+        """`receive_queue`: messages of one peer read ahead."""
         self._loop = loop
+        self._receive_only = receive_only
+        self._max_message_bytes = max_message_bytes
+        self._receive_queue = receive_queue
         self._handler: Handler | None = None
         self._frame_error: FrameErrorHandler | None = None
         self._context = zmq.Context(io_threads=1)
@@ -102,18 +115,28 @@ class ZmqServer:
         path.chmod(0o600)
         self._ipc_path = path
 
-    def bind_tcp(self, host: str, port: int, *, curve: CurveKeys | None, insecure: bool) -> int:
-        """Listen on host:port (0 takes a free one); returns the port.
+    def bind_tcp(
+        self,
+        host: str,
+        port: int,
+        *,
+        curve: CurveKeys | None,
+        insecure: bool,
+        host_setting: str = "host",
+        port_setting: str = "port",
+        flag: str = "--port",
+    ) -> int:
+        """Listen on host:port (0 takes a free one); returns the port.  The settings and the flag are for messages.
 
         Raises ConfigError when the host is no address of this machine, is not loopback and has no key, or
         the port is taken (naming who holds it).
         """
-        address, family = resolve(host)
+        address, family = resolve(host, host_setting)
         if not ipaddress.ip_address(address).is_loopback and curve is None and not insecure:
             raise ConfigError(
-                f"host: {host} is reachable from other machines; give security.curve_secret_file "
+                f"{host_setting}: {host} is reachable from other machines; give security.curve_secret_file "
                 "(--curve-secret-file), listen on localhost, or allow it with --insecure",
-                field="host",
+                field=host_setting,
             )
         server = self._router(local=False)
         if family == socket.AF_INET6:
@@ -129,14 +152,14 @@ class ZmqServer:
         except zmq.ZMQError as error:
             if error.errno == zmq.EADDRINUSE:
                 raise ConfigError(
-                    f"port: {port} is taken by {port_holder(port) or 'another process'}; stop it or choose "
-                    "another --port",
-                    field="port",
+                    f"{port_setting}: {port} is taken by {port_holder(port) or 'another process'}; stop it or "
+                    f"choose another {flag}",
+                    field=port_setting,
                 ) from None
             raise ConfigError(
-                f"host: cannot listen on {host}:{port}: {error.strerror}; give an address of this machine "
+                f"{host_setting}: cannot listen on {host}:{port}: {error.strerror}; give an address of this machine "
                 "and a port that this user may open",
-                field="host",
+                field=host_setting,
             ) from None
         return int(server.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
 
@@ -148,6 +171,17 @@ class ZmqServer:
         for local, server in self._sockets.items():
             self._loop.add_reader(server.fileno(), self._drain, local)
             self._loop.call_soon(self._drain, local)
+
+    def pause(self) -> None:
+        """Read nothing until `resume`."""
+        self._reading = False
+        for server in self._sockets.values():
+            self._loop.remove_reader(server.fileno())
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._handler is not None and self._frame_error is not None:
+            self.start(self._handler, self._frame_error)
 
     def send(self, address: Address, reply: bytes) -> None:
         """Queue a reply; dropped when the peer is gone or does not read."""
@@ -181,13 +215,14 @@ class ZmqServer:
             self._ipc_path.unlink(missing_ok=True)
 
     def _router(self, *, local: bool) -> zmq.Socket[bytes]:
-        server = self._context.socket(zmq.ROUTER)
+        server = self._context.socket(zmq.PULL if self._receive_only else zmq.ROUTER)
         server.setsockopt(zmq.LINGER, 0)
-        server.setsockopt(zmq.SNDHWM, SEND_QUEUE)
-        server.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
-        server.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        # A client that comes back under the routing id of its dead connection takes the place over.
-        server.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        server.setsockopt(zmq.RCVHWM, self._receive_queue)
+        server.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
+        if not self._receive_only:
+            server.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+            # A client that comes back under the routing id of its dead connection takes the place over.
+            server.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if not local:
             server.setsockopt(zmq.TCP_KEEPALIVE, 1)
             server.setsockopt(zmq.HEARTBEAT_IVL, 10_000)
@@ -230,12 +265,18 @@ class ZmqServer:
             except zmq.Again:
                 return True
             self.received_count += 1
+            if self._receive_only:
+                frames.insert(0, b"")
             address = Address(local, frames[0])
             if len(frames) == 2:
                 handler(address, frames[1])
             else:
                 delimiter = [b""] if len(frames) > 2 and not frames[1] else []
-                self._send(server, [frames[0], *delimiter, frame_error(address, len(frames) - 1)])
+                reply = frame_error(address, len(frames) - 1)
+                if not self._receive_only:
+                    self._send(server, [frames[0], *delimiter, reply])
+            if not self._reading:
+                return False
             if time.monotonic() - started_s > SECONDS_PER_WAKE:
                 break
         return False
@@ -268,14 +309,14 @@ class ZmqServer:
             )
 
 
-def resolve(host: str) -> tuple[str, socket.AddressFamily]:
+def resolve(host: str, setting: str = "host") -> tuple[str, socket.AddressFamily]:
     """The numeric address of a host name, IPv4 first. Raises ConfigError."""
     if host in ("*", ""):
         return "0.0.0.0", socket.AF_INET
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"host: {host!r} is no address: {error}", field="host") from None
+        raise ConfigError(f"{setting}: {host!r} is no address: {error}", field=setting) from None
     family, _, _, _, where = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return str(where[0]).partition("%")[0], family
 
