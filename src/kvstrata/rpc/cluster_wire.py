@@ -369,6 +369,8 @@ class PeerRelease(ClusterRequest, frozen=True, tag="peer_release"):
     lease: int
     keep_ms: Annotated[int, Meta(ge=0, le=60_000)] = 0
     """Not 0: the lease goes on, for so long from now on the owner's clock, and only whether it stood is asked."""
+    read_bytes: Count = 0
+    """What was read under it since the last release, for the owner's count of what it has sent."""
 
 
 class PeerReleased(ClusterReply, frozen=True, tag="peer_release"):
@@ -397,6 +399,16 @@ HEARTBEATS: msgspec.msgpack.Decoder[Heartbeat] = msgspec.msgpack.Decoder(Heartbe
 PEER_REQUESTS: msgspec.msgpack.Decoder[ToPeer] = msgspec.msgpack.Decoder(ToPeer)
 ANSWERS: msgspec.msgpack.Decoder[FromCluster] = msgspec.msgpack.Decoder(FromCluster)
 """What an instance, or a reader, may be told. All raise msgspec.MsgspecError for anything else."""
+
+
+def seq_of(frame: bytes) -> int:
+    """The seq of a request that is none of the protocol, as far as it can be told, so that its sender hears of it."""
+    try:
+        parts = msgspec.msgpack.decode(frame)
+    except msgspec.MsgspecError:
+        return 0
+    seq = parts[1] if isinstance(parts, list) and len(parts) > 1 else 0
+    return seq if isinstance(seq, int) and 0 <= seq < 1 << 63 else 0
 
 
 def tags_of(keys: bytes) -> bytes:
