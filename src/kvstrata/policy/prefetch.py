@@ -52,7 +52,10 @@ class Run(NamedTuple):
 
 MISS_REASONS = {
     "deadline": MissReason.DEADLINE,
+    "peer_deadline": MissReason.DEADLINE,
+    "peer_gone": MissReason.DEADLINE,
     "breaker_open": MissReason.BREAKER_OPEN,
+    "controller_down": MissReason.BREAKER_OPEN,
     "corrupt": MissReason.CORRUPT,
     "in_flight": MissReason.IN_FLIGHT,
     "absent": MissReason.EVICTED,

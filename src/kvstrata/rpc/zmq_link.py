@@ -243,7 +243,8 @@ class AskLink(_Link):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return False
+                # Looking may have taken the signal that a connection is there, for which something waits.
+                return bool(self._unsent) and self.connected
             self._take(frames)
             if self._socket.closed:
                 return False

@@ -39,10 +39,12 @@ HEAD_BYTES = 512
 NOT_THE_MEDIUM = frozenset(
     {
         "throttled", "queue_full", "host_down", "staging", "staging_too_small", "length", "mismatch", "encoded",
-        "codec", "codec_unknown", "codec_missing", "no_key", "wrong_key",
+        "codec", "codec_unknown", "codec_missing", "no_key", "wrong_key", "read_only",
+        "controller_down", "peer_gone", "peer_deadline",
     }
 )  # fmt: skip
-"""Reasons of outcomes that say nothing about the medium's health: it did, or would have done, what it was asked."""
+"""Reasons of outcomes that say nothing about the medium's health: it did, or would have done, what it was asked; or one
+of many owners did not, and is let alone by the adapter itself."""
 
 
 class Presence(enum.IntEnum):

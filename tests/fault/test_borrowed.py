@@ -1,0 +1,76 @@
+"""Chunks read from peers that are not to stay leave L1 once nobody uses them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from kvstrata.process.supervisor import PoolLane
+from kvstrata.service.borrowed import LINGER_S, Borrowed
+from tests.harness.l1 import L1, chain
+
+
+class TestClock:
+    __test__ = False
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def unix_ms(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def l1() -> Iterator[L1]:
+    made = L1()
+    yield made
+    made.nothing_in_use()
+    made.pool.close()
+
+
+@pytest.fixture
+async def lane() -> AsyncIterator[PoolLane]:
+    made = PoolLane(asyncio.get_running_loop())
+    yield made
+    made.close()
+
+
+async def test_what_was_read_goes_after_its_time_but_not_while_it_is_leased(l1: L1, lane: PoolLane) -> None:
+    clock = TestClock()
+    borrowed = Borrowed(l1.pool, lane, clock)
+    keys, own = chain("read", 4), chain("own", 3)
+    l1.store(keys)
+    l1.store(own)
+    borrowed.read(keys)
+    assert await borrowed.drop_due() == 0
+    ticket, *_ = l1.pool.lease(b"".join(keys[:2]), 1, [l1.row])
+    clock.now_s = LINGER_S
+    assert await borrowed.drop_due() == 2
+    assert l1.has(*keys[:2], *own)
+    l1.pool.release(ticket)
+    assert await borrowed.drop_due() == 0
+    clock.now_s = 2 * LINGER_S
+    assert await borrowed.drop_due() == 2
+    assert len(borrowed) == 0
+    assert [l1.read(key) for key in keys] == [None] * 4
+    assert l1.has(*own)
+
+
+async def test_what_left_by_itself_is_forgotten_and_the_oldest_are_beyond_the_bound(
+    l1: L1, lane: PoolLane
+) -> None:
+    clock = TestClock()
+    borrowed = Borrowed(l1.pool, lane, clock, max_keys=3)
+    keys = chain("read", 5)
+    l1.store(keys)
+    borrowed.read(keys)
+    l1.lose(keys[4:])
+    clock.now_s = LINGER_S
+    assert await borrowed.drop_due() == 2
+    assert len(borrowed) == 0
+    assert l1.has(*keys[:2])

@@ -1,0 +1,225 @@
+"""Whom a reader asks, what it remembers of the directory, and which leases it has."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.rpc.cluster_wire import Owner
+from kvstrata.storage.peer_owners import (
+    MB,
+    DirectoryCache,
+    Lease,
+    LeaseBook,
+    OwnerBook,
+    OwnerLimits,
+    Pacer,
+    question_of,
+)
+from kvstrata.testing.strategies import key_of
+from kvstrata.types import Extent
+
+KEYS = [key_of(n) for n in range(8)]
+
+
+def owner(name: str, n_keys: int = 10, *, confirmed: bool = True) -> Owner:
+    return Owner(name, 1, "tcp://there:1", n_keys, confirmed)
+
+
+class Book:
+    """An owner book whose bytes under way a test sets."""
+
+    def __init__(self) -> None:
+        self.under_way: dict[str, int] = {}
+        self.book = OwnerBook(OwnerLimits(), lambda name: self.under_way.get(name, 0))
+
+    def order(self, *owners: Owner, now_s: float = 0.0) -> list[str]:
+        return [one.instance for one in self.book.in_order(owners, now_s)]
+
+
+@pytest.mark.parametrize(
+    ("owners", "under_way", "order"),
+    [
+        pytest.param([owner("a"), owner("b")], {}, ["a", "b"], id="the directory's order stands"),
+        pytest.param(
+            [owner("a"), owner("b")], {"a": 63 * MB}, ["a", "b"], id="a little load changes nothing"
+        ),
+        pytest.param([owner("a", 5), owner("b", 10)], {}, ["b", "a"], id="the longer beginning"),
+        pytest.param([owner("a", 79), owner("b", 80)], {}, ["a", "b"], id="nearly as long is as good"),
+        pytest.param([owner("a", confirmed=False), owner("b")], {}, ["b", "a"], id="confirmed first"),
+        pytest.param([owner("a", 20, confirmed=False), owner("b")], {}, ["a", "b"], id="length above all"),
+        pytest.param([owner("a", 0), owner("b")], {}, ["b"], id="nothing there"),
+        pytest.param([], {}, [], id="nobody"),
+    ],
+)
+def test_owners_are_asked_by_length_then_trust_then_our_own_load(
+    owners: list[Owner], under_way: dict[str, int], order: list[str]
+) -> None:
+    book = Book()
+    for one in owners:
+        book.book.read(one.instance, 1 << 30)  # no slow start
+    book.under_way = under_way
+    assert book.order(*owners) == order
+
+
+def test_what_is_read_of_a_hot_chunk_spreads_over_its_owners() -> None:
+    book = Book()
+    owners = [owner(name) for name in "abc"]
+    for one in owners:
+        book.book.read(one.instance, 1 << 30)
+    asked = []
+    for _ in range(9):
+        best = book.order(*owners)[0]
+        asked.append(best)
+        book.under_way[best] = book.under_way.get(best, 0) + 64 * MB
+    assert sorted(asked) == sorted("abc" * 3)
+
+
+def test_a_new_owner_begins_slowly_and_gets_more_with_what_was_read_well() -> None:
+    book = Book()
+    book.under_way["a"] = 64 * MB
+    assert book.order(owner("a")) == []  # its window is full …
+    assert book.order(owner("a"), owner("b")) == ["b"]
+    book.book.read("a", 64 * MB)
+    assert book.order(owner("a")) == ["a"]  # … and has doubled
+    book.book.failed("a", 0.0)
+    book.book.well("a", 1.0)
+    assert book.order(owner("a"), now_s=1.0) == []  # it begins anew
+
+
+def test_an_owner_that_failed_is_let_alone_twice_as_long_each_time_and_comes_back() -> None:
+    book = Book()
+    book.book.failed("a", 0.0)
+    assert book.order(owner("a"), owner("b"), now_s=0.9) == ["b"]
+    assert book.book.states() == {"owners": 2, "owners_let_alone": 1}
+    assert book.order(owner("a"), now_s=1.0) == ["a"]
+    assert book.book.admit("a", 1.0)
+    assert not book.book.admit("a", 1.0)  # one at a time tries
+    book.book.failed("a", 1.0)
+    assert book.order(owner("a"), now_s=2.9) == []
+    assert book.book.admit("a", 3.0)
+    book.book.well("a", 3.0)
+    assert book.order(owner("a"), now_s=3.0) == ["a"]
+
+
+def test_owners_that_were_asked_are_remembered_up_to_a_bound() -> None:
+    book = OwnerBook(OwnerLimits(max_owners=3), lambda name: 0)
+    for n in range(10):
+        book.well(f"owner-{n}", 0.0)
+    assert book.states()["owners"] == 3
+
+
+def test_answers_of_the_directory_are_told_again_for_a_moment() -> None:
+    cache = DirectoryCache(ttl_s=1.0, negative_ttl_s=0.5)
+    question = question_of(KEYS)
+    assert cache.recall(question, 0.0) is None
+    cache.learn(question, [owner("a")], 0.0)
+    assert cache.recall(question, 0.9) == [owner("a")]
+    assert cache.recall(question_of(KEYS[:7]), 0.9) is None  # another beginning is another question
+    assert cache.recall(question, 1.0) is None
+    cache.learn(question, [owner("a")], 1.0)
+    cache.wrong(question)
+    assert cache.recall(question, 1.0) is None
+    cache.learn(question, [], 2.0)
+    assert cache.recall(question, 2.4) == []
+    assert cache.recall(question_of(KEYS[:3]), 2.4) == []  # nobody has the first key
+    assert cache.recall(question, 2.5) is None
+
+
+def test_what_is_remembered_of_the_directory_is_bounded() -> None:
+    cache = DirectoryCache(ttl_s=1.0, negative_ttl_s=1.0, max_questions=4)
+    for n in range(10):
+        cache.learn(question_of([key_of(n)]), [owner("a")], 0.0)
+        cache.learn(question_of([key_of(100 + n)]), [], 0.0)
+    known = [n for n in range(10) if cache.recall(question_of([key_of(n)]), 0.0)]
+    nobody = [n for n in range(10) if cache.recall(question_of([key_of(100 + n)]), 0.0) == []]
+    assert known == nobody == [6, 7, 8, 9]
+
+
+class Model:
+    """What a lease book must say, kept the plain way: a list of leases in the order of granting."""
+
+    def __init__(self) -> None:
+        self.leases: list[tuple[Lease, set[bytes]]] = []
+
+    def of(self, key: bytes) -> Lease | None:
+        return next((lease for lease, keys in reversed(self.leases) if key in keys), None)
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.lists(st.sampled_from(KEYS), min_size=1, unique=True)),
+        st.tuples(st.just("take"), st.lists(st.sampled_from(KEYS), min_size=1)),
+        st.tuples(st.just("read"), st.integers(0, 5)),
+        st.tuples(st.just("lost"), st.integers(0, 5)),
+        st.tuples(st.just("unused"), st.integers(0, 3)),
+    )
+)
+
+
+@given(steps)
+def test_each_leased_key_is_given_out_once_and_every_byte_is_accounted_for(history: list) -> None:
+    book = LeaseBook()
+    model: dict[bytes, Lease] = {}
+    reading: list[tuple[Lease, int]] = []
+    granted: list[Lease] = []
+    now_s = 0.0
+    for word, what in history:
+        now_s += 1.0
+        if word == "add":
+            extents = {key: Extent(0, 100, 0, 0) for key in what}
+            lease = Lease("a", len(granted) + 1, 1, extents, now_s + 4.0, now_s)
+            granted.append(lease)
+            replaced = book.add(lease)
+            model.update(dict.fromkeys(what, lease))
+            for over in replaced:
+                assert over not in model.values()
+                assert all(one is not over for one, _ in reading)
+        elif word == "take":
+            taken = book.take(what, now_s)
+            for lease, extents in taken.items():
+                for place, _ in extents:
+                    assert model.pop(what[place]) is lease
+                reading.append((lease, 100 * len(extents)))
+            missing = set(range(len(what))) - {place for extents in taken.values() for place, _ in extents}
+            for place in missing:
+                lease = model.get(what[place])
+                assert lease is None or lease.until_s <= now_s
+        elif word == "read" and reading:
+            lease, n_bytes = reading.pop(what % len(reading))
+            over = book.read(lease, n_bytes, now_s)
+            left = lease in model.values() or any(one is lease for one, _ in reading)
+            assert not (over and left)
+        elif word == "lost" and granted:
+            lease = granted[what % len(granted)]
+            book.lost(lease)
+            model = {key: one for key, one in model.items() if one is not lease}
+        elif word == "unused":
+            for lease in book.unused(now_s, float(what)):
+                model = {key: one for key, one in model.items() if one is not lease}
+        assert book.under_way_bytes("a") == 100 * len(model) + sum(n for _, n in reading)
+        standing = book.leading(KEYS, now_s)
+        expected = 0
+        for key in KEYS:
+            if key not in model or model[key].until_s < now_s:
+                break
+            expected += 1
+        assert len(standing) == expected
+
+
+@given(st.lists(st.tuples(st.floats(0, 2), st.integers(1, 1000)), min_size=1))
+def test_reads_begin_no_faster_than_their_bound(reads: list[tuple[float, int]]) -> None:
+    pacer = Pacer(100.0)
+    now_s = begun_bytes = 0.0
+    for gap_s, n_bytes in reads:
+        now_s += gap_s
+        begins_s = now_s + pacer.take(n_bytes, now_s)
+        # All that began before this one has had its time, but for a short burst.
+        assert begun_bytes <= 100.0 * (begins_s + Pacer.BURST_S) + 1e-6
+        begun_bytes += n_bytes
+
+
+def test_without_a_bound_nothing_waits() -> None:
+    pacer = Pacer(0.0)
+    assert pacer.take(1 << 40, 0.0) == pacer.take(1 << 40, 0.0) == 0.0
