@@ -13,8 +13,9 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -22,8 +23,10 @@ from msgspec import inspect as kinds
 
 from kvstrata.client.calls import StoreOutcome
 from kvstrata.config.reference import reference as configuration
+from kvstrata.controller.app import make_app as make_controller_app
+from kvstrata.controller.metrics import CONTROLLER_FAMILIES
 from kvstrata.errors import WIRE_ERRORS
-from kvstrata.observability.metrics import FAMILIES, STATUS_NUMBERS, gauge_name
+from kvstrata.observability.metrics import FAMILIES, STATUS_NUMBERS, Family, gauge_name
 from kvstrata.policy.store import Skip, StorePolicy
 from kvstrata.process.http import HTTP_STATUS
 from kvstrata.rpc import wire
@@ -227,17 +230,21 @@ LABELS = {
 }
 
 
-def metrics() -> str:
-    """docs/metrics.md."""
-    counted = [
+def _family_rows(families: Mapping[str, Family]) -> list[list[str]]:
+    return [
         [
             f"`{name}{'_total' if family.kind == 'counter' else ''}`",
             family.kind,
             ", ".join(f"`{label}`" for label in family.labels),
             family.meaning,
         ]
-        for name, family in FAMILIES.items()
+        for name, family in families.items()
     ]
+
+
+def metrics() -> str:
+    """docs/metrics.md."""
+    counted = _family_rows(FAMILIES)
     labels = dict.fromkeys(label for family in FAMILIES.values() for label in family.labels)
     gauges = [[f"`{gauge_name(path)}`", f"`{path}`", text] for path, text in STATUS_NUMBERS.items()]
     return "".join(
@@ -253,6 +260,9 @@ def metrics() -> str:
             "paths. ADAPTER stands for an adapter's name, WORD for one of several words; characters other than letters "
             "and digits become `_`. Those of an adapter are there while the server has it.\n\n",
             table(["metric", "path", "meaning"], gauges),
+            "\n## Of the controller\n\n`/metrics` on its HTTP port. `instance` is the name of an instance, at most "
+            "`max_instances` of them.\n\n",
+            table(["metric", "type", "labels", "meaning"], _family_rows(CONTROLLER_FAMILIES)),
             f"\nPolicies of an adapter (`l2_store.adapters.ADAPTER.policy`): {', '.join(map(str, StorePolicy))}.\n",
         )
     )
@@ -260,8 +270,98 @@ def metrics() -> str:
 
 def openapi() -> str:
     """docs/openapi.json. What only the version of FastAPI or pydantic decides is left out."""
-    app = make_app(cast(AdminEngine, None))
-    return json.dumps(_plain(app.openapi()), indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+    return _openapi_text(make_app(cast(AdminEngine, None)).openapi())
+
+
+def _openapi_text(document: dict[str, Any]) -> str:
+    return json.dumps(_plain(document), indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+
+
+@functools.cache
+def _controller_document() -> dict[str, Any]:
+    cluster = cast(Any, SimpleNamespace(readiness=lambda: (True, "")))
+    return make_controller_app(cluster, cast(Any, None), dict).openapi()
+
+
+def controller_openapi() -> str:
+    """docs/controller-openapi.json."""
+    return _openapi_text(_controller_document())
+
+
+def controller_api() -> str:
+    """docs/controller-api.md."""
+    document = _plain(_controller_document())
+    parts = [
+        "# HTTP API of the controller\n\n",
+        GENERATED.format("`src/kvstrata/controller/routes/`"),
+        "\nOn the port of `--port` (9000); the same as OpenAPI in [controller-openapi.json](controller-openapi.json) "
+        "and, from a running controller, at `/docs`. With `--token-file` every request but the probes and the "
+        "dashboard's own files carries `Authorization: Bearer TOKEN`. Errors are JSON "
+        '`{"code", "message", "field"}` with the codes of [wire-codes.md](wire-codes.md#error-codes) and of '
+        "`src/kvstrata/rpc/cluster_wire.py`. `kvstrata ctl cluster` asks for all of it from a shell.\n\n",
+    ]
+    rows = []
+    for path, methods in document["paths"].items():
+        for method, told in methods.items():
+            answers = [
+                f"{status} {_schema_text(answer['content'])}".strip()
+                for status, answer in told["responses"].items()
+                if status.startswith("2") and answer.get("content")
+            ]
+            asked = _schema_text(told["requestBody"]["content"]) if "requestBody" in told else ""
+            queries = [f"`{one['name']}`" for one in told.get("parameters", []) if one["in"] == "query"]
+            text = " ".join(told.get("description", "").split())
+            rows.append([f"`{method.upper()} {path}`", asked or ", ".join(queries), " ".join(answers), text])
+    parts.append(table(["request", "body or query", "answer", ""], rows))
+    schemas = document["components"]["schemas"]
+    for name in sorted(schemas):
+        if name in ("HTTPValidationError", "ValidationError"):
+            continue
+        schema = schemas[name]
+        parts.append(f"\n## {name}\n\n{' '.join(schema.get('description', '').split())}\n\n")
+        required = schema.get("required", [])
+        fields = [
+            [
+                f"`{field}`"
+                + ("" if field in required or "default" not in told else f" = {json.dumps(told['default'])}"),
+                _kind_text(told),
+                told.get("description", ""),
+            ]
+            for field, told in schema.get("properties", {}).items()
+        ]
+        parts.append(table(["field", "type", ""], fields))
+    return "".join(parts)
+
+
+def _schema_text(content: dict[str, Any]) -> str:
+    return ", ".join(filter(None, (_kind_text(one.get("schema", {})) for one in content.values())))
+
+
+def _kind_text(schema: dict[str, Any]) -> str:
+    """A JSON schema in words."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in schema:
+        return ", or ".join(_kind_text(one) for one in schema["anyOf"])
+    if "enum" in schema:
+        return ", ".join(f"`{word}`" for word in schema["enum"])
+    if schema.get("type") == "array":
+        return f"list of {_kind_text(schema.get('items', {}))}"
+    if schema.get("type") == "object":
+        inner = schema.get("additionalProperties")
+        return f"map of {_kind_text(inner)}" if isinstance(inner, dict) else "map"
+    bounds = [
+        f"{sign} {schema[word]}"
+        for word, sign in (
+            ("minimum", "≥"),
+            ("exclusiveMinimum", ">"),
+            ("maximum", "≤"),
+            ("exclusiveMaximum", "<"),
+        )
+        if word in schema
+    ]
+    return ", ".join([str(schema.get("type", "")), *bounds]).strip(", ")
 
 
 def _plain(value: Any, inside: str = "") -> Any:
@@ -279,6 +379,8 @@ def _plain(value: Any, inside: str = "") -> Any:
 
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
+    "controller-api.md": controller_api,
+    "controller-openapi.json": controller_openapi,
     "metrics.md": metrics,
     "openapi.json": openapi,
     "wire-codes.md": wire_codes,

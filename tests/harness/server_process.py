@@ -40,6 +40,28 @@ class ServerFailed(Exception):
     """The server did not become ready; the message holds the end of its log."""
 
 
+def tail(log: Path) -> str:
+    """The end of a log."""
+    return log.read_text(errors="replace")[-4000:] if log.exists() else ""
+
+
+def ready_line(reader: int, process: subprocess.Popen[bytes], log: Path) -> bytes:
+    """What a process writes to its --ready-fd, whose other end is closed then. Raises ServerFailed."""
+    try:
+        line = b""
+        deadline_s = time.monotonic() + READY_S
+        while not line.endswith(b"\n"):
+            if not select.select([reader], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+                raise ServerFailed(f"not ready within {READY_S:.0f} s\n{tail(log)}")
+            part = os.read(reader, 65_536)
+            if not part:
+                raise ServerFailed(f"exit status {process.wait()}\n{tail(log)}")
+            line += part
+    finally:
+        os.close(reader)
+    return line
+
+
 class ServerProcess(Spawned):
     """`start`, `kill`, `freeze`, `thaw`, `stop`, any number of times; `close` leaves nothing behind.
 
@@ -102,19 +124,7 @@ class ServerProcess(Spawned):
                 start_new_session=True,
             )
         os.close(writer)
-        try:
-            line = b""
-            deadline_s = time.monotonic() + READY_S
-            while not line.endswith(b"\n"):
-                if not select.select([reader], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
-                    raise ServerFailed(f"not ready within {READY_S:.0f} s\n{self.log_tail()}")
-                part = os.read(reader, 65_536)
-                if not part:
-                    raise ServerFailed(f"exit status {self._process.wait()}\n{self.log_tail()}")
-                line += part
-        finally:
-            os.close(reader)
-        self.ready = json.loads(line)
+        self.ready = json.loads(ready_line(reader, self._process, self.log))
         self.port = self.ready["port"]
         return self.ready
 
@@ -152,7 +162,7 @@ class ServerProcess(Spawned):
 
     def log_tail(self) -> str:
         """The end of its log."""
-        return self.log.read_text(errors="replace")[-4000:] if self.log.exists() else ""
+        return tail(self.log)
 
     def close(self) -> None:
         """Kill it and remove its sockets and its segment. Idempotent."""

@@ -11,10 +11,11 @@ from kvstrata import __version__
 USAGE = """\
 usage: kvstrata COMMAND [arguments]
 
-  server   run a cache server (also: lmcache-server)
-  ctl      ask a running server: status, explain, prefetch, clear
-  bench    measure a running server on this host; `bench l2`: one storage adapter, without a server
-  doctor   check this machine: shared memory, limits, CPU, extension, ports
+  server      run a cache server (also: lmcache-server)
+  controller  run a cluster's controller (also: lmcache-controller)
+  ctl         ask a running server: status, explain, prefetch, clear
+  bench       measure a running server on this host; `bench l2`: one storage adapter, without a server
+  doctor      check this machine: shared memory, limits, CPU, extension, ports
 
 kvstrata COMMAND --help tells more; kvstrata --version prints the version, kvstrata --native-include-dir where the
 headers for storage connectors in C++ are."""
@@ -53,6 +54,10 @@ def _command(name: str) -> Callable[[Sequence[str]], int] | None:
         from kvstrata.cli.server import main as server
 
         return server
+    if name == "controller":
+        from kvstrata.cli.controller import main as controller
+
+        return controller
     if name == "ctl":
         from kvstrata.cli.ctl import main as ctl
 

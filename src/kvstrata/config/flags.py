@@ -1,14 +1,14 @@
-"""Command-line flags of `lmcache-server`: ours, and those of LMCache with their fate (`peer_names`)."""
+"""Command-line flags of `lmcache-server` and `lmcache-controller`: ours, and those of LMCache with their fate."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvstrata.config.load import put
-from kvstrata.config.peer_names import FLAG_PREFIXES, SERVER_FLAGS, Fate, find, nearest
+from kvstrata.config.peer_names import FLAG_PREFIXES, SERVER_FLAGS, Fate, Name, find, nearest
 from kvstrata.errors import ConfigError
 
 
@@ -63,24 +63,75 @@ def server_parser() -> argparse.ArgumentParser:
     add("--http-host", dest="http.host", help="address of the admin HTTP port (127.0.0.1)")
     add("--http-port", dest="http.port", type=int, help="admin HTTP port (8080)")
     add("--no-http", dest="http.enabled", action="store_false", help="no admin HTTP port")
-    add(
-        "--curve-secret-file",
-        dest="security.curve_secret_file",
-        metavar="FILE",
-        help="CURVE key for the RPC port",
+    _add_common(parser)
+    return parser
+
+
+def controller_parser() -> argparse.ArgumentParser:
+    """The parser of the controller's flags. Absent flags are absent from the namespace."""
+    parser = _Parser(
+        prog="lmcache-controller",
+        description="Knows which instance of a cluster holds which chunk. With no flag at all it runs on this host.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
     )
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="YAML file with any of the settings in docs/configuration.md")
+    add("--name", dest="name", help="name of this controller (default: host name and reply port)")
+    add("--host", dest="http.host", help="address of all ports (localhost)")
+    add("--port", dest="http.port", type=int, help="HTTP port (9000)")
+    add("--monitor-host", dest="monitor_host", help="address of the ZMQ ports, where it is another one")
+    add("--monitor-ports", dest="monitor_ports", type=_json_object, metavar="JSON",
+        help='ZMQ ports: \'{"pull": 8300, "reply": 8400, "heartbeat": 8082}\'')  # fmt: skip
+    add("--heartbeat-s", dest="heartbeat_s", type=float, metavar="S", help="between two heartbeats (10)")
+    add("--dead-after-s", dest="dead_after_s", type=float, metavar="S",
+        help="silence after which an instance is dead (30)")  # fmt: skip
+    add("--snapshot-dir", dest="directory.snapshot_dir", metavar="DIR",
+        help="directory of the directory's snapshot; `none` for none")  # fmt: skip
+    add("--token-file", dest="http.token_file", metavar="FILE", help="bearer token for the HTTP port")
+    _add_common(parser)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    """What every long-running command takes."""
+    add = parser.add_argument
+    add("--curve-secret-file", dest="security.curve_secret_file", metavar="FILE",
+        help="CURVE key for the ZMQ ports")  # fmt: skip
     add("--insecure", dest="security.insecure", action="store_true", help="listen off loopback without keys")
     add("--log-level", dest="log_level", help="debug, info, warning or error (info)")
     add("--check", action="store_true", help="check the settings, print them and exit")
     add("--ready-fd", type=int, metavar="FD", help="write one line to this descriptor when ready")
-    return parser
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}: {text!r:.200}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, found {text!r:.200}")
+    return value
 
 
 def parse_server_flags(arguments: Sequence[str]) -> Flags:
     """Flags as nested settings. Raises ConfigError for unknown, refused and malformed ones."""
-    parser = server_parser()
+    return _parse(server_parser(), arguments, SERVER_FLAGS, FLAG_PREFIXES)
+
+
+def parse_controller_flags(arguments: Sequence[str]) -> Flags:
+    """The same for the controller."""
+    return _parse(controller_parser(), arguments, {}, {})
+
+
+def _parse(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str],
+    peers: Mapping[str, Name],
+    prefixes: Mapping[str, Name],
+) -> Flags:
     known = {option for action in parser._actions for option in action.option_strings}
-    ours, notes = _sort_out(arguments, known)
+    ours, notes = _sort_out(arguments, known, peers, prefixes)
     parsed = vars(parser.parse_args(ours))
     settings: dict[str, Any] = {}
     for name, value in parsed.items():
@@ -115,7 +166,9 @@ def adapters_from_json(texts: Sequence[str]) -> list[dict[str, Any]]:
     return adapters
 
 
-def _sort_out(arguments: Sequence[str], known: set[str]) -> tuple[list[str], list[str]]:
+def _sort_out(
+    arguments: Sequence[str], known: set[str], peers: Mapping[str, Name], prefixes: Mapping[str, Name]
+) -> tuple[list[str], list[str]]:
     """Take the peer's flags out of the command line: notes for noted ones, errors for the others."""
     ours: list[str] = []
     notes: list[str] = []
@@ -128,10 +181,10 @@ def _sort_out(arguments: Sequence[str], known: set[str]) -> tuple[list[str], lis
             if name in known and not equals and rest and name not in _SWITCHES:
                 ours.append(rest.pop(0))
             continue
-        entry = find(name, SERVER_FLAGS, FLAG_PREFIXES)
+        entry = find(name, peers, prefixes)
         if entry is None:
             raise ConfigError(
-                f"command line: {name}: unknown flag{nearest(name, [*known, *SERVER_FLAGS])}", field=name
+                f"command line: {name}: unknown flag{nearest(name, [*known, *peers])}", field=name
             )
         if entry.fate is Fate.REFUSED:
             raise ConfigError(f"command line: {name}: {entry.say}", field=name)

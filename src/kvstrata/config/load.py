@@ -16,13 +16,15 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from kvstrata.config.model import ClientSettings, ServerSettings
+from kvstrata.config.model import ClientSettings, ControllerSettings, ServerSettings
 from kvstrata.config.peer_names import nearest
 from kvstrata.errors import ConfigError
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 ENV_PREFIX = "KVSTRATA_"
+CONTROLLER_ENV_PREFIX = "KVSTRATA_CONTROLLER_"
+"""Of the controller's settings, so that it may share an environment with a server whose ports are others."""
 OTHER_ENV = {
     "KVSTRATA_CONFIG_FILE": "path of the YAML file",
     "KVSTRATA_TAKEOVER": "let our connector answer to its bare name although lmcache is installed",
@@ -64,15 +66,20 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Nested settings out of KVSTRATA_<SECTION>_<KEY> variables; lists and mappings are written as YAML."""
+    """Nested settings out of KVSTRATA_<SECTION>_<KEY> variables (KVSTRATA_CONTROLLER_… for the controller).
+
+    Lists and mappings are written as YAML.
+    """
     by_name = _variables(struct)
-    elsewhere = {**_variables(ServerSettings), **_variables(ClientSettings)}
+    elsewhere = {
+        name for other in (ServerSettings, ClientSettings, ControllerSettings) for name in _variables(other)
+    }
     nested: dict[str, Any] = {}
     for name, text in environment.items():
         if not name.startswith(ENV_PREFIX) or name in OTHER_ENV:
             continue
         if name not in by_name and name in elsewhere:
-            continue  # server and engines may share an environment
+            continue  # processes of all kinds may share an environment
         if name not in by_name:
             raise ConfigError(
                 f"environment: {name}: unknown variable{nearest(name, [*by_name, *OTHER_ENV])}", field=name
@@ -89,7 +96,8 @@ def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str
 
 
 def _variables(struct: type[msgspec.Struct]) -> dict[str, tuple[str, Any]]:
-    return {ENV_PREFIX + key.upper().replace(".", "_"): (key, kind) for key, kind in leaves(struct)}
+    prefix = CONTROLLER_ENV_PREFIX if struct is ControllerSettings else ENV_PREFIX
+    return {prefix + key.upper().replace(".", "_"): (key, kind) for key, kind in leaves(struct)}
 
 
 def put(nested: dict[str, Any], dotted: str, value: Any) -> None:

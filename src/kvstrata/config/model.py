@@ -95,8 +95,8 @@ class HttpSettings(ListenSettings, frozen=True, kw_only=True):
     enabled: Annotated[bool, Meta(description="Serve it at all.")] = True
 
 
-class SecuritySettings(_Section, frozen=True, kw_only=True):
-    """What guards the RPC port off loopback."""
+class PortSecuritySettings(_Section, frozen=True, kw_only=True):
+    """What guards ports off loopback."""
 
     curve_secret_file: Annotated[
         str, Meta(description="File with the server's CURVE secret key (Z85, 40 characters).")
@@ -104,6 +104,11 @@ class SecuritySettings(_Section, frozen=True, kw_only=True):
     insecure: Annotated[bool, Meta(description="Allow listening off loopback without a key or token.")] = (
         False
     )
+
+
+class SecuritySettings(PortSecuritySettings, frozen=True, kw_only=True):
+    """What guards the RPC port."""
+
     tenants_file: Annotated[
         str,
         Meta(
@@ -170,6 +175,90 @@ class EtcdSettings(_Section, frozen=True, kw_only=True):
     password_file: Annotated[
         str, Meta(description="File with that user's password, readable by its owner alone.")
     ] = ""
+
+
+class MonitorPorts(_Section, frozen=True, kw_only=True):
+    """ZMQ ports of the controller, all on one address."""
+
+    pull: Annotated[
+        int, Meta(ge=0, le=65_535, description="What instances store and drop; 0 takes a free one.")
+    ] = 8300
+    reply: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65_535,
+            description="Registration, full syncs and lookups; instances are told this one and learn the others.",
+        ),
+    ] = 8400
+    heartbeat: Annotated[int, Meta(ge=0, le=65_535, description="Heartbeats and commands.")] = 8082
+
+
+class ControllerHttpSettings(ListenSettings, frozen=True, kw_only=True):
+    """API, dashboard and metrics of the controller."""
+
+    host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "localhost"
+    port: Annotated[int, Meta(ge=0, le=65_535, description="Port; 0 takes a free one.")] = 9000
+
+
+class DirectorySettings(_Section, frozen=True, kw_only=True):
+    """What the controller knows of chunks."""
+
+    max_gb: Annotated[
+        float,
+        Meta(ge=0.0625, le=1024, description="Memory for placements, in GB; about 11 bytes each are needed."),
+    ] = 4.0
+    snapshot_dir: Annotated[
+        str,
+        Meta(
+            description="Directory of the snapshot; empty: kvstrata/controller-PORT in XDG_STATE_HOME, or in "
+            "~/.local/state; `none`: no snapshot."
+        ),
+    ] = ""
+    snapshot_s: Annotated[
+        float, Meta(ge=1, le=86_400, description="Time between two snapshots, in seconds.")
+    ] = 30.0
+    snapshot_max_age_s: Annotated[
+        float,
+        Meta(ge=1, le=31_536_000, description="An older snapshot is not served after a start, in seconds."),
+    ] = 3_600.0
+
+
+class ControllerSettings(_Section, frozen=True, kw_only=True):
+    """Settings of `lmcache-controller`."""
+
+    name: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9._-]{0,64}$",
+            description="Name of this controller in logs and answers; empty: host name and reply port.",
+        ),
+    ] = ""
+    http: ControllerHttpSettings = ControllerHttpSettings()
+    monitor_host: Annotated[
+        str, Meta(description="Address of the ZMQ ports; empty: the same as `http.host`.")
+    ] = ""
+    monitor_ports: MonitorPorts = MonitorPorts()
+    heartbeat_s: Annotated[
+        float, Meta(ge=0.05, le=3_600, description="Time between two heartbeats of an instance, in seconds.")
+    ] = 10.0
+    dead_after_s: Annotated[
+        float,
+        Meta(
+            ge=0.1,
+            le=86_400,
+            description="An instance that was silent so long is dead and its chunks are forgotten, in seconds; at "
+            "least twice `heartbeat_s`.",
+        ),
+    ] = 30.0
+    max_instances: Annotated[
+        int, Meta(ge=1, le=4_000, description="Instances that may be registered at a time; more are refused.")
+    ] = 1_000
+    directory: DirectorySettings = DirectorySettings()
+    security: PortSecuritySettings = PortSecuritySettings()
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Least severe level that is logged.")
+    ] = "info"
 
 
 class ClientSettings(_Section, frozen=True, kw_only=True):

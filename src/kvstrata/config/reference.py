@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvstrata.config.load import OTHER_ENV, bare_type
-from kvstrata.config.model import ClientSettings, ServerSettings
+from kvstrata.config.model import ClientSettings, ControllerSettings, ServerSettings
 from kvstrata.config.peer_names import (
     CLIENT_KEY_PREFIXES,
     CLIENT_KEYS,
@@ -28,6 +28,8 @@ Generated from the code by `make docs`; to change it, change the structs in `src
 `KVSTRATA_CONFIG_FILE`), `KVSTRATA_<SECTION>_<KEY>` variables, flags.
 The vLLM connector takes them from, later wins: the YAML file in `LMCACHE_CONFIG_FILE`, `LMCACHE_<KEY>`
 variables, `kv_connector_extra_config`.
+`lmcache-controller` takes them from, later wins: defaults, the YAML file of `--config`,
+`KVSTRATA_CONTROLLER_<SECTION>_<KEY>` variables, flags.
 A wrong key or value stops the start with an error that names it. Working files are in `configs/`.
 """
 
@@ -52,7 +54,11 @@ def rows(struct: type[msgspec.Struct], path: str = "") -> Iterator[tuple[str, st
 def reference() -> str:
     """The whole page."""
     parts = [_INTRO]
-    for title, struct in (("Server", ServerSettings), ("vLLM connector and other clients", ClientSettings)):
+    for title, struct in (
+        ("Server", ServerSettings),
+        ("vLLM connector and other clients", ClientSettings),
+        ("Controller", ControllerSettings),
+    ):
         parts.append(f"\n## {title}\n\n| key | values | default | meaning |\n|---|---|---|---|\n")
         parts += [
             f"| `{key}` | {kind} | `{default}` | {says} |\n" for key, kind, default, says in rows(struct)

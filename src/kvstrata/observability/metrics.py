@@ -262,23 +262,28 @@ class ServerCollector:
 
 def families(instance_id: str, counters: ServerCounters, numbers: Mapping[str, Any]) -> Iterator[Metric]:
     """All metric families, in the order of `FAMILIES`, then the gauges of the status document."""
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    from prometheus_client.core import GaugeMetricFamily
 
     for name, values in _counted(instance_id, counters, numbers).items():
-        family = FAMILIES[name]
-        if family.kind == "histogram":
-            histogram = HistogramMetricFamily(name, family.meaning, labels=family.labels)
-            for labels, time in values:
-                histogram.add_metric(labels, buckets=time.buckets(), sum_value=time.sum_s)
-            yield histogram
-            continue
-        kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-        metric = kind(name, family.meaning, labels=family.labels)
-        for labels, count in values:
-            metric.add_metric(labels, count)
-        yield metric
+        yield metric_of(name, FAMILIES[name], values)
     for path, number in numbers_in(numbers):
         yield GaugeMetricFamily(gauge_name(path), meaning_of(path), value=number)
+
+
+def metric_of(name: str, family: Family, values: Iterable[tuple[list[str], Any]]) -> Metric:
+    """A family with its samples: label values, and a number or a Histogram each."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+    if family.kind == "histogram":
+        histogram = HistogramMetricFamily(name, family.meaning, labels=family.labels)
+        for labels, time in values:
+            histogram.add_metric(labels, buckets=time.buckets(), sum_value=time.sum_s)
+        return histogram
+    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    metric = kind(name, family.meaning, labels=family.labels)
+    for labels, count in values:
+        metric.add_metric(labels, count)
+    return metric
 
 
 def _counted(

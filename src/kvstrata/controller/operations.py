@@ -1,0 +1,255 @@
+"""What admins ask of the cluster: where chunks are, and to keep, copy, move and drop them.
+
+Instances are asked by commands that ride on their heartbeats; what is begun here goes on when nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kvstrata.controller import prompts
+from kvstrata.controller.cluster import Cluster
+from kvstrata.controller.directory import Found, Place
+from kvstrata.controller.instances import Issued, Member, MemberState
+from kvstrata.controller.prompts import Named
+from kvstrata.errors import BadRequest, Refused, Unavailable
+from kvstrata.process.supervisor import Supervisor
+from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, CommandKind, tags_of
+from kvstrata.types import KEY_BYTES, RequestIdentity
+
+MAX_PINS = 4_096
+MAX_LONGEST = 16
+
+
+class NotThere(Exception):
+    """What was named is not there; the message says so."""
+
+
+class Asked(NamedTuple):
+    """What names chunks in a request."""
+
+    tokens: list[int] | None
+    keys: Sequence[str] | None
+    model: str
+    kind: int | None
+    request: RequestIdentity
+
+
+class Placement(NamedTuple):
+    """Where chunks are."""
+
+    named: Named
+    longest: list[Found]
+    """Readable ones, best first."""
+    places: list[list[Place]]
+    """By chunk: those that have all of its slices."""
+
+    @property
+    def held_chunks(self) -> int:
+        """Leading chunks that somebody has."""
+        return next((index for index, places in enumerate(self.places) if not places), len(self.places))
+
+
+class Pin(NamedTuple):
+    """Chunks that an instance was asked to keep."""
+
+    claim: str
+    instance: str
+    n_keys: int
+    expires_s: float
+
+
+class Operations:
+    """Over one cluster."""
+
+    def __init__(self, cluster: Cluster, supervisor: Supervisor) -> None:
+        self._cluster = cluster
+        self._supervisor = supervisor
+        self._pins: OrderedDict[str, Pin] = OrderedDict()
+
+    # --- finding --------------------------------------------------------------------------------------------
+
+    def member(self, instance: str) -> Member:
+        """Raises NotThere."""
+        member = self._cluster.members.get(instance)
+        if member is None:
+            there = ", ".join(sorted(member.id for member in self._cluster.members)) or "none"
+            raise NotThere(f"instance: there is no {instance!r:.80}; there are: {there:.500}")
+        return member
+
+    async def name(self, asked: Asked) -> Named:
+        """The chunks that a request names. Raises BadRequest."""
+        if (asked.tokens is None) == (asked.keys is None):
+            raise BadRequest("tokens: give either tokens or keys", field="tokens")
+        if asked.keys is not None:
+            return prompts.from_keys(asked.keys)
+        assert asked.tokens is not None
+        kind = self._kind(asked)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(None, prompts.from_tokens, kind, asked.request, asked.tokens)
+
+    def _kind(self, asked: Asked) -> prompts.Kind:
+        return prompts.choose(prompts.kinds(self._cluster.members), asked.model, asked.kind)
+
+    async def find(self, named: Named) -> Placement:
+        """Where they are."""
+        tags = tags_of(named.keys)
+        directory, n_slices = self._cluster.directory, named.n_slices
+        longest = await directory.longest_on_thread(tags, n_slices, None, MAX_LONGEST)
+        rows = await directory.holders(tags)
+        places = []
+        for first in range(0, len(rows), n_slices):
+            common = set(rows[first])
+            for row in rows[first + 1 : first + n_slices]:
+                common.intersection_update(row)
+            places.append(sorted(common, key=lambda place: (place.tier != "l1", place)))
+        return Placement(named, longest, places)
+
+    # --- keeping --------------------------------------------------------------------------------------------
+
+    async def pin(self, named: Named, instance: str | None, ttl_s: float) -> tuple[Pin, list[Issued]]:
+        """Keep the leading chunks that an instance has in L1. Raises BadRequest, NotThere, Refused, Denied."""
+        now_s = self._cluster.clock.monotonic_s()
+        for claim in [claim for claim, pin in self._pins.items() if pin.expires_s <= now_s]:
+            del self._pins[claim]
+        if len(self._pins) >= MAX_PINS:
+            raise Refused(f"{MAX_PINS} pins are there already; end some first")
+        if instance is None:
+            member, n_chunks = await self._longest(named, None)
+            keys = named.keys[: n_chunks * named.n_slices * KEY_BYTES]
+        else:
+            member, keys = self.member(instance), named.keys
+        pin = Pin(secrets.token_hex(8), member.id, len(keys) // KEY_BYTES, now_s + ttl_s)
+        argument = {"keys": keys, "ttl_ms": round(1000 * ttl_s), "claim": pin.claim}
+        issued = self._cluster.issue(member, CommandKind.PIN, argument)
+        self._pins[pin.claim] = pin
+        return pin, [issued]
+
+    def unpin(self, claim: str, instance: str | None) -> list[Issued]:
+        """End a pin. Raises NotThere, Denied."""
+        pin = self._pins.get(claim)
+        if pin is None and instance is None:
+            raise NotThere(f"claim: there is no pin {claim!r:.80} made here; name its instance")
+        member = self.member(pin.instance if instance is None and pin is not None else instance or "")
+        issued = self._cluster.issue(member, CommandKind.UNPIN, {"claim": claim})
+        self._pins.pop(claim, None)
+        return [issued]
+
+    def pins(self) -> list[Pin]:
+        """Those that have not ended."""
+        now_s = self._cluster.clock.monotonic_s()
+        return [pin for pin in self._pins.values() if pin.expires_s > now_s]
+
+    # --- copying --------------------------------------------------------------------------------------------
+
+    async def copy(
+        self, named: Named, to: str, source: str | None, *, move: bool
+    ) -> tuple[list[Issued], asyncio.Task[None]]:
+        """Copy the leading chunks that an instance has into another's L1, and drop them at the first for a move.
+
+        The commands so far (a move has one more in the end), and what ends when all have.  Raises BadRequest, NotThere,
+        Denied.
+        """
+        target = self.member(to)
+        if source is None:
+            owner, n_chunks = await self._longest(named, target)
+        else:
+            owner = self.member(source)
+            n_chunks = named.n_chunks
+        if owner is target:
+            raise BadRequest(f"to: {to} is where the chunks come from", field="to")
+        if not owner.told.peer_endpoint:
+            raise BadRequest(f"source: {owner.id} serves no peers", field="source")
+        if owner.state is not MemberState.LIVE:
+            raise Unavailable(f"source: {owner.id} is {owner.state}", field="source")
+        keys = named.keys[: n_chunks * named.n_slices * KEY_BYTES]
+        step = max(1, MAX_PEER_KEYS // named.n_slices) * named.n_slices * KEY_BYTES
+        told = {
+            "instance": owner.id,
+            "incarnation": owner.incarnation,
+            "peer_endpoint": owner.told.peer_endpoint,
+            "confirmed": owner.confirmed,
+        }
+        commands = []
+        for at in range(0, len(keys), step):
+            part = keys[at : at + step]
+            argument = {
+                "keys": part,
+                "n_slices": named.n_slices,
+                "identity": named.root,
+                "tenant": named.tenant,
+                "owner": {**told, "n_keys": len(part) // KEY_BYTES},
+            }
+            commands.append(self._cluster.issue(target, CommandKind.PULL, argument))
+        task = self._supervisor.spawn(self._copied(commands, owner if move else None, keys), "copy of chunks")
+        return commands, task
+
+    async def _copied(self, commands: list[Issued], leave: Member | None, keys: bytes) -> None:
+        from kvstrata.controller.instances import COMMAND_TTL_S, Denied
+
+        await self._cluster.outcome(commands, COMMAND_TTL_S + 1)
+        if leave is None or not all(one.result is not None and one.result.ok for one in commands):
+            return
+        try:
+            drop = self._cluster.issue(leave, CommandKind.EVICT, {"keys": keys})
+        except Denied as denied:
+            self._cluster.say("move_incomplete", leave.id, reason=denied.message)
+            return
+        commands.append(drop)
+        await self._cluster.outcome([drop], COMMAND_TTL_S + 1)
+
+    # --- dropping -------------------------------------------------------------------------------------------
+
+    def clear(self, tier: str, tenant: str | None, instances: Sequence[str] | None) -> list[Issued]:
+        """Drop what nobody uses. Raises NotThere, Denied."""
+        return self._ask_all(self._named(instances), CommandKind.CLEAR, {"tier": tier, "tenant": tenant})
+
+    def evict_identity(self, root: bytes, instances: Sequence[str] | None) -> list[Issued]:
+        """Drop all chunks of an identity from L1. Raises BadRequest, NotThere, Denied."""
+        if len(root) != KEY_BYTES:
+            raise BadRequest(f"identity: has {len(root)} bytes, must have {KEY_BYTES}", field="identity")
+        return self._ask_all(self._named(instances), CommandKind.EVICT, {"identity": root})
+
+    def identity_of(self, asked: Asked) -> bytes:
+        """The root that model, adapter, tenant and salt make. Raises BadRequest."""
+        return prompts.from_tokens(self._kind(asked), asked.request, []).root
+
+    async def evict_chunks(self, named: Named, instances: Sequence[str] | None) -> list[Issued]:
+        """Drop chunks from L1, by default wherever some of them are. Raises NotThere, Denied."""
+        if instances is not None:
+            return self._ask_all(self._named(instances), CommandKind.EVICT, {"keys": named.keys})
+        rows = await self._cluster.directory.holders(tags_of(named.keys))
+        groups = {place.group for row in rows for place in row if place.tier == "l1"}
+        there = [self._cluster.members.of_group(group) for group in groups]
+        live = [member for member in there if member is not None and member.state is MemberState.LIVE]
+        return self._ask_all(live, CommandKind.EVICT, {"keys": named.keys})
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _named(self, instances: Sequence[str] | None) -> list[Member]:
+        if instances is None:
+            return self._cluster.live()
+        return [self.member(instance) for instance in instances]
+
+    def _ask_all(
+        self, members: Iterable[Member], kind: CommandKind, argument: dict[str, object]
+    ) -> list[Issued]:
+        return [
+            self._cluster.issue(member, kind, argument) for member in sorted(members, key=lambda one: one.id)
+        ]
+
+    async def _longest(self, named: Named, but: Member | None) -> tuple[Member, int]:
+        """Who has the longest beginning. Raises NotThere."""
+        group = but.group if but is not None else None
+        found = await self._cluster.directory.longest_on_thread(
+            tags_of(named.keys), named.n_slices, group, MAX_LONGEST
+        )
+        for one in found:
+            member = self._cluster.members.of_group(one.group)
+            if member is not None and member.state is MemberState.LIVE:
+                return member, one.n_chunks
+        raise NotThere("no instance that peers may read has the first of these chunks in L1")

@@ -1,0 +1,94 @@
+"""From what an admin names (tokens of a prompt, or keys) to the storage keys that the directory and instances know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvstrata.controller.instances import Members, MemberState
+from kvstrata.errors import BadRequest
+from kvstrata.keys.chunking import ChunkHasher
+from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity, identity_root
+
+MAX_TOKENS = 1_048_576
+MAX_KEYS = 65_536
+
+
+class Kind(NamedTuple):
+    """One kind of KV in the cluster: a layout, and the slices that one engine has of it."""
+
+    layout: LayoutIdentity
+    slices: tuple[bytes, ...]
+    instances: tuple[str, ...]
+
+
+class Named(NamedTuple):
+    """The chunks that were named."""
+
+    keys: bytes
+    """Storage keys, chunk-major."""
+    n_slices: int
+    root: bytes
+    """Of their identity; empty where keys were named."""
+    tenant: str
+    chunk_tokens: int
+
+    @property
+    def n_chunks(self) -> int:
+        """Whole chunks."""
+        return len(self.keys) // KEY_BYTES // self.n_slices
+
+
+def kinds(members: Members) -> list[Kind]:
+    """The kinds that engines of live instances have, in a stable order."""
+    found: dict[tuple[LayoutIdentity, tuple[bytes, ...]], list[str]] = {}
+    for member in members:
+        if member.state is MemberState.LIVE:
+            for model in member.models:
+                found.setdefault((model.layout, tuple(model.slices)), []).append(member.id)
+    rows = [Kind(layout, slices, tuple(names)) for (layout, slices), names in found.items()]
+    return sorted(rows, key=lambda kind: (kind.layout.model, repr(kind.layout), kind.slices))
+
+
+def choose(all_kinds: Sequence[Kind], model: str, number: int | None) -> Kind:
+    """The kind of this number, or the only one of this model (empty: the only one at all). Raises BadRequest."""
+    if number is not None:
+        if not 0 <= number < len(all_kinds):
+            raise BadRequest(f"kind: {number} is not among the {len(all_kinds)} of /v1/models", field="kind")
+        return all_kinds[number]
+    of_model = [kind for kind in all_kinds if not model or kind.layout.model == model]
+    if not of_model:
+        there = ", ".join(sorted({kind.layout.model for kind in all_kinds})) or "none, no engine is attached"
+        raise BadRequest(f"model: no engine has {model or 'any model'!r}; there are: {there}", field="model")
+    if len(of_model) > 1:
+        raise BadRequest(
+            f"kind: {len(of_model)} kinds of KV match; name one by its number in /v1/models", field="kind"
+        )
+    return of_model[0]
+
+
+def from_tokens(kind: Kind, request: RequestIdentity, tokens: list[int]) -> Named:
+    """The full chunks of a prompt. Raises BadRequest. Takes a millisecond per thousand tokens: not on the loop."""
+    if not kind.slices:
+        raise BadRequest("model: its engines have not told their slices yet; try again", field="model")
+    root = identity_root(kind.layout, request)
+    hasher = ChunkHasher(root, kind.layout.chunk_tokens)
+    hasher.feed(tokens)
+    keys = hasher.storage_keys(kind.slices)
+    return Named(keys, len(kind.slices), root, request.tenant, kind.layout.chunk_tokens)
+
+
+def from_keys(texts: Sequence[str]) -> Named:
+    """Storage keys in hex, each for itself. Raises BadRequest."""
+    keys = []
+    for index, text in enumerate(texts):
+        try:
+            key = bytes.fromhex(text)
+        except ValueError:
+            key = b""
+        if len(key) != KEY_BYTES:
+            raise BadRequest(
+                f"keys[{index}]: must be {2 * KEY_BYTES} hexadecimal digits, found {text!r:.80}", field="keys"
+            )
+        keys.append(key)
+    return Named(b"".join(keys), 1, b"", "", 0)

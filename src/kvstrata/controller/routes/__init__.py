@@ -1,0 +1,1 @@
+"""Routes of the controller's HTTP API, by what they are about."""

@@ -1,0 +1,170 @@
+"""What changes something, or asks an instance: the answer is 202 when the instance has not answered in `wait_s`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, HTTPException, Query, Response
+
+from kvstrata.controller.cluster import Cluster
+from kvstrata.controller.instances import Issued, MemberState
+from kvstrata.controller.operations import Operations
+from kvstrata.controller.routes import bodies, views
+from kvstrata.controller.routes.look import Name, asked
+from kvstrata.errors import BadRequest
+from kvstrata.rpc.cluster_wire import CommandKind
+
+WaitS = Annotated[
+    float, Query(ge=0, le=bodies.MAX_WAIT_S, description="Longest wait for the instance's answer; then 202.")
+]
+
+
+def router(cluster: Cluster, operations: Operations, guarded: list[Any]) -> APIRouter:
+    """The routes."""
+    routes = APIRouter(dependencies=guarded)
+
+    async def ended(issued: Sequence[Issued], wait_s: float, response: Response) -> bodies.CommandsBody:
+        done = await cluster.outcome(issued, wait_s)
+        response.status_code = 200 if done else 202
+        rows = [views.command_row(cluster, one) for one in issued]
+        return bodies.CommandsBody(done=done, commands=rows)
+
+    async def document(
+        name: str, kind: CommandKind, argument: dict[str, Any], wait_s: float, response: Response
+    ) -> bodies.DocumentBody:
+        issued = cluster.issue(operations.member(name), kind, argument, ttl_s=max(60.0, wait_s))
+        done = await cluster.outcome([issued], wait_s)
+        response.status_code = 200 if done else 202
+        result = issued.result
+        return bodies.DocumentBody(
+            instance=name,
+            done=done,
+            command=issued.number,
+            ok=result is not None and result.ok,
+            message=result.message if result is not None else "the instance has not answered yet",
+            document=views.plain(result.body) if result is not None else {},
+        )
+
+    # --- instances --------------------------------------------------------------------------------------------
+
+    @routes.post("/v1/instances/{name}/drain", tags=["instances"])
+    async def drain(name: Name, body: bodies.Wait, response: Response) -> bodies.CommandsBody:
+        """Send no peer to an instance any more, from now on, and tell it to lease nothing to peers."""
+        issued = cluster.drain(operations.member(name), True)
+        return await ended([issued] if issued is not None else [], body.wait_s, response)
+
+    @routes.post("/v1/instances/{name}/undrain", tags=["instances"])
+    async def undrain(name: Name, body: bodies.Wait, response: Response) -> bodies.CommandsBody:
+        """Use a drained instance as before."""
+        issued = cluster.drain(operations.member(name), False)
+        return await ended([issued] if issued is not None else [], body.wait_s, response)
+
+    @routes.post("/v1/instances/{name}/resync", tags=["instances"])
+    async def resync(name: Name, body: bodies.Wait, response: Response) -> bodies.CommandsBody:
+        """Ask an instance for a full sync."""
+        issued = cluster.issue(operations.member(name), CommandKind.RESYNC, {"freeze_ms": 0})
+        return await ended([issued], body.wait_s, response)
+
+    @routes.delete("/v1/instances/{name}", tags=["instances"])
+    async def remove(name: Name) -> bodies.RemovedBody:
+        """Forget an instance and its chunks at once.
+
+        One that lives goes on alone, and is not let in again until it is allowed.
+        """
+        member = operations.member(name)
+        was = member.state
+        cluster.remove(member)
+        return bodies.RemovedBody(id=name, was=was.value, barred=was is not MemberState.DEAD)
+
+    @routes.post("/v1/instances/{name}/allow", tags=["instances"])
+    async def allow(name: Name) -> dict[str, bool]:
+        """Let a removed instance in again."""
+        if not cluster.members.allow(name):
+            raise HTTPException(404, f"name: {name!r:.80} was not removed")
+        return {"allowed": True}
+
+    @routes.get("/v1/instances/{name}/status", tags=["instances"])
+    async def status(
+        name: Name, response: Response, wait_s: WaitS = bodies.DEFAULT_WAIT_S
+    ) -> bodies.DocumentBody:
+        """The status document of an instance: pool, engine processes (workers), adapters, counters."""
+        return await document(name, CommandKind.STATUS, {}, wait_s, response)
+
+    @routes.get("/v1/instances/{name}/runtime", tags=["instances"])
+    async def runtime(
+        name: Name, response: Response, wait_s: WaitS = bodies.DEFAULT_WAIT_S
+    ) -> bodies.DocumentBody:
+        """Threads, memory, garbage collector, lag of the loop and allow-listed environment of an instance."""
+        return await document(name, CommandKind.RUNTIME, {}, wait_s, response)
+
+    @routes.get("/v1/instances/{name}/explain/{request_id:path}", tags=["instances"])
+    async def explain(
+        name: Name, request_id: str, response: Response, wait_s: WaitS = bodies.DEFAULT_WAIT_S
+    ) -> bodies.DocumentBody:
+        """How many chunks of a recent request of this instance hit where, and why the first missing one missed."""
+        return await document(name, CommandKind.EXPLAIN, {"request_id": request_id}, wait_s, response)
+
+    # --- chunks -----------------------------------------------------------------------------------------------
+
+    @routes.post("/v1/pin", tags=["chunks"])
+    async def pin(body: bodies.PinBody, response: Response) -> bodies.PinnedBody:
+        """Keep chunks in the L1 of one instance for a while."""
+        made, issued = await operations.pin(await operations.name(asked(body)), body.instance, body.ttl_s)
+        outcome = await ended(issued, body.wait_s, response)
+        return bodies.PinnedBody(claim=made.claim, done=outcome.done, commands=outcome.commands)
+
+    @routes.post("/v1/unpin", tags=["chunks"])
+    async def unpin(body: bodies.UnpinBody, response: Response) -> bodies.CommandsBody:
+        """End a pin."""
+        return await ended(operations.unpin(body.claim, body.instance), body.wait_s, response)
+
+    async def copied(body: bodies.CopyBody, response: Response, *, move: bool) -> bodies.CommandsBody:
+        named = await operations.name(asked(body))
+        issued, task = await operations.copy(named, body.to, body.source, move=move)
+        await asyncio.wait([task], timeout=body.wait_s)
+        return await ended(issued, 0.0, response)
+
+    @routes.post("/v1/replicate", tags=["chunks"])
+    async def replicate(body: bodies.CopyBody, response: Response) -> bodies.CommandsBody:
+        """Copy chunks from the L1 of one instance into that of another."""
+        return await copied(body, response, move=False)
+
+    @routes.post("/v1/move", tags=["chunks"])
+    async def move(body: bodies.CopyBody, response: Response) -> bodies.CommandsBody:
+        """Copy chunks into the L1 of another instance, and drop them from the first when all have arrived."""
+        return await copied(body, response, move=True)
+
+    @routes.post("/v1/clear", tags=["chunks"])
+    async def clear(body: bodies.ClearBody, response: Response) -> bodies.CommandsBody:
+        """Drop the chunks that nobody uses, of all tenants or of one."""
+        return await ended(operations.clear(body.tier, body.tenant, body.instances), body.wait_s, response)
+
+    @routes.post("/v1/evict", tags=["chunks"])
+    async def evict(body: bodies.EvictBody, response: Response) -> bodies.CommandsBody:
+        """Drop chunks from L1: those named, all of an identity, or all of a tenant."""
+        ways = [body.identity is not None, body.whole_identity, body.whole_tenant]
+        ways.append(body.tokens is not None or body.keys is not None)
+        if ways.count(True) != 1:
+            raise BadRequest(
+                "identity: give exactly one of tokens, keys, identity, whole_identity and whole_tenant",
+                field="identity",
+            )
+        if body.whole_tenant:
+            issued = operations.clear("l1", body.tenant, body.instances)
+        elif body.whole_identity:
+            issued = operations.evict_identity(operations.identity_of(asked(body)), body.instances)
+        elif body.identity is not None:
+            try:
+                root = bytes.fromhex(body.identity)
+            except ValueError:
+                raise BadRequest(
+                    f"identity: not hexadecimal: {body.identity!r:.80}", field="identity"
+                ) from None
+            issued = operations.evict_identity(root, body.instances)
+        else:
+            issued = await operations.evict_chunks(await operations.name(asked(body)), body.instances)
+        return await ended(issued, body.wait_s, response)
+
+    return routes

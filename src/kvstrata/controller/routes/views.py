@@ -1,0 +1,231 @@
+"""Bodies out of what the cluster knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from kvstrata import __version__
+from kvstrata.controller import prompts
+from kvstrata.controller.cluster import Cluster
+from kvstrata.controller.history import Happened
+from kvstrata.controller.instances import Issued, Member, MemberState
+from kvstrata.controller.routes import bodies
+
+
+def instance_row(cluster: Cluster, member: Member, keys: Mapping[str, int]) -> bodies.InstanceRow:
+    """`keys`: its placements by tier."""
+    now_s = cluster.clock.monotonic_s()
+    told, load = member.told, member.load
+    return bodies.InstanceRow(
+        id=member.id,
+        state=member.state.value,
+        reported_state=member.reported,
+        draining=member.draining,
+        confirmed=member.confirmed,
+        incarnation=str(member.incarnation),
+        version=told.version,
+        host=told.host,
+        pid=told.pid,
+        zone=told.zone,
+        http_url=told.http_url,
+        peer_endpoint=told.peer_endpoint,
+        tiers=told.tiers,
+        chunk_tokens=told.chunk_tokens,
+        l1_bytes=told.l1_bytes,
+        heard_ago_s=round(max(0.0, now_s - member.heard_s), 3),
+        joined_ago_s=round(max(0.0, now_s - member.joined_s), 3),
+        keys=dict(keys),
+        used_bytes=load.used_bytes,
+        capacity_bytes=load.capacity_bytes,
+        hits_total=load.hits_total,
+        peer_leased_bytes=load.peer_leased_bytes,
+        peer_sent_bytes_total=load.peer_sent_bytes_total,
+        peer_read_bytes_total=load.peer_read_bytes_total,
+        sessions=load.sessions,
+        sync=_sync(member, now_s),
+        event_batches=member.event_batches,
+        last_event=member.applied_seq,
+        waiting_commands=len(member.waiting),
+    )
+
+
+def _sync(member: Member, now_s: float) -> bodies.SyncBody:
+    sync = member.sync
+    if sync is not None:
+        state = "running"
+    elif member.confirmed:
+        state = "exact"
+    else:
+        state = "wanted" if member.sync_wanted else "none"
+    return bodies.SyncBody(
+        state=state,  # type: ignore[arg-type]
+        wanted_because=member.sync_wanted,
+        parts=sync.parts if sync is not None else 0,
+        keys=sum(sync.tags.values()) if sync is not None else 0,
+        count=member.sync_count,
+        last_took_s=round(member.sync_took_s, 4),
+        last_ended_ago_s=None if member.synced_s is None else round(now_s - member.synced_s, 3),
+    )
+
+
+def keys_of(cluster: Cluster) -> dict[int, dict[str, int]]:
+    """Placements by group and tier."""
+    found: dict[int, dict[str, int]] = {}
+    for place, count in cluster.directory.keys().items():
+        found.setdefault(place.group, {})[place.tier] = count
+    return found
+
+
+def instances(cluster: Cluster) -> bodies.InstancesBody:
+    """All of them, by name."""
+    keys = keys_of(cluster)
+    rows = [instance_row(cluster, member, keys.get(member.group, {})) for member in cluster.members]
+    return bodies.InstancesBody(
+        instances=sorted(rows, key=lambda row: row.id), removed=list(cluster.members.removed)
+    )
+
+
+def tiers(cluster: Cluster) -> bodies.TiersBody:
+    """Chunks and bytes by tier."""
+    keys = keys_of(cluster)
+    rows, sums = [], dict[str, bodies.TierSum]()
+    for member in sorted(cluster.members, key=lambda member: member.id):
+        if member.state is MemberState.DEAD:
+            continue
+        for tier in member.told.tiers:
+            row = bodies.TierRow(
+                instance=member.id,
+                tier=tier,
+                keys=keys.get(member.group, {}).get(tier, 0),
+                used_bytes=member.load.used_bytes.get(tier, 0),
+                capacity_bytes=member.load.capacity_bytes.get(tier, 0),
+                confirmed=member.confirmed,
+            )
+            rows.append(row)
+            total = sums.setdefault(
+                tier, bodies.TierSum(tier=tier, instances=0, keys=0, used_bytes=0, capacity_bytes=0)
+            )
+            total.instances += 1
+            total.keys += row.keys
+            total.used_bytes += row.used_bytes
+            total.capacity_bytes += row.capacity_bytes
+    return bodies.TiersBody(
+        tiers=sorted(sums.values(), key=lambda one: (one.tier != "l1", one.tier)), rows=rows
+    )
+
+
+def models(cluster: Cluster) -> bodies.ModelsBody:
+    """Kinds of KV."""
+    return bodies.ModelsBody(
+        models=[
+            bodies.ModelRow(
+                kind=number,
+                layout=msgspec.to_builtins(kind.layout),
+                slices=len(kind.slices),
+                instances=list(kind.instances),
+            )
+            for number, kind in enumerate(prompts.kinds(cluster.members))
+        ]
+    )
+
+
+def cluster_body(cluster: Cluster, sockets: Callable[[], dict[str, dict[str, int]]]) -> bodies.ClusterBody:
+    """The cluster at a glance."""
+    by_tier = tiers(cluster)
+    states = [member.state.value for member in cluster.members]
+    counts = {state.value: states.count(state.value) for state in MemberState}
+    counts["draining"] = sum(member.draining for member in cluster.live())
+    counts["unconfirmed"] = sum(not member.confirmed for member in cluster.live())
+    directory, usage = cluster.directory, cluster.directory.usage()
+    total = sum(cluster.lookup.counts)
+    ready, why = cluster.readiness()
+    return bodies.ClusterBody(
+        name=cluster.name,
+        version=__version__,
+        epoch=cluster.epoch,
+        unix_ms=cluster.clock.unix_ms(),
+        up_s=round(cluster.clock.monotonic_s() - cluster.started_s, 3),
+        ready=ready,
+        why_not_ready=why,
+        heartbeat_s=cluster.settings.heartbeat_s,
+        dead_after_s=cluster.settings.dead_after_s,
+        instances=counts,
+        keys={row.tier: row.keys for row in by_tier.tiers},
+        used_bytes={row.tier: row.used_bytes for row in by_tier.tiers},
+        capacity_bytes={row.tier: row.capacity_bytes for row in by_tier.tiers},
+        hits_total=cluster.hits_total,
+        directory=bodies.DirectoryBody(
+            placements=usage.placements,
+            bytes=usage.bytes,
+            max_bytes=int(cluster.settings.directory.max_gb * (1 << 30)),
+            shared_tags=usage.shared_tags,
+            slots=usage.slots,
+            retired_slots=usage.retired,
+            rebuilds=usage.rebuilds,
+            admitted_keys_total=directory.admitted_keys,
+            evicted_keys_total=directory.evicted_keys,
+            synced_keys_total=cluster.sync_keys,
+            refused_keys_total=directory.refused_keys + usage.refused,
+            waiting_bytes=directory.waiting_bytes,
+        ),
+        lookups=bodies.LookupsBody(
+            total=total,
+            hits_total=cluster.lookup_hits,
+            keys_total=cluster.lookup_keys,
+            mean_ms=round(1000 * cluster.lookup.sum_s / total, 4) if total else 0.0,
+        ),
+        dropped_event_batches=cluster.members.dropped,
+        refused_requests=cluster.denied,
+        sockets=sockets(),
+        snapshot=cluster.snapshot,
+        last_event=cluster.events.last,
+    )
+
+
+def event_row(event: Happened) -> bodies.EventRow:
+    """One event."""
+    return bodies.EventRow(
+        number=event.number,
+        unix_ms=event.unix_ms,
+        kind=event.kind,
+        instance=event.instance,
+        facts=plain(event.facts),
+    )
+
+
+def command_row(cluster: Cluster, issued: Issued) -> bodies.CommandRow:
+    """One command."""
+    result = issued.result
+    if result is None:
+        state = "sent" if issued.sent else "waiting"
+    else:
+        state = "done" if result.ok else "failed"
+    return bodies.CommandRow(
+        number=issued.number,
+        instance=issued.instance,
+        kind=issued.kind.value,
+        state=state,  # type: ignore[arg-type]
+        message=result.message if result is not None else "",
+        age_s=round(cluster.clock.monotonic_s() - issued.issued_s, 3),
+        argument=plain(issued.command.argument),
+        result=plain(result.body) if result is not None else {},
+    )
+
+
+MAX_SHOWN_BYTES = 64
+
+
+def plain(value: Any) -> Any:
+    """A document as JSON can have it: bytes become hexadecimal digits, long ones their length."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, bytes):
+        return value.hex() if len(value) <= MAX_SHOWN_BYTES else f"{len(value)} bytes"
+    if isinstance(value, str | int | float | bool) or value is None:
+        return value
+    return str(value)

@@ -1,0 +1,351 @@
+"""The directory on disk: written whole every while, read once at the start.  Nothing else rests on it.
+
+    magic (8) · blocks: n u32, n tags u64, n slots u16 · end: n = 0 · document (JSON) · footer
+
+Little-endian.  The document names the members and which slot number stands for which of their tiers; it is written
+last, so that a slot that changed hands while the placements were gone through is left out.  The footer says where the
+document begins and holds the CRC32C of all before it.
+
+1. A file becomes the snapshot by rename, after fsync of it; the directory is synced after that.  What a crash leaves
+   is the snapshot of before and a `.new` file, which is written over.
+2. What cannot be read, was written by another format version, or is too old, is left where it is, is counted, said,
+   and not served.
+3. Placements are gone through in steps on a thread of its own; the loop waits for none of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import struct
+import sys
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from kvstrata.config.model import DirectorySettings
+from kvstrata.controller.cluster import Cluster
+from kvstrata.controller.directory import Place
+from kvstrata.controller.instances import MemberState
+from kvstrata.errors import ConfigError
+from kvstrata.native.copying import crc32c
+from kvstrata.observability.logging import EventLog
+from kvstrata.rpc.cluster_wire import Register
+
+MAGIC = b"KVSDIR\x00\x01"
+"""The last byte is the format's version."""
+FILE = "directory.snapshot"
+DUMP_CELLS = 65_536
+MAX_BLOCK = 1 << 20
+MAX_DOCUMENT_BYTES = 64 << 20
+_COUNT = struct.Struct("<I")
+_FOOTER = struct.Struct("<QI4s")
+_END = b"KVSE"
+
+
+class BadSnapshot(Exception):
+    """The file is no snapshot that can be served; the message says why."""
+
+
+class Snapshots:
+    """Writes and reads the snapshot of one controller."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, cluster: Cluster, folder: Path, settings: DirectorySettings
+    ) -> None:
+        self._loop = loop
+        self._cluster = cluster
+        self._path = folder / FILE
+        self._settings = settings
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-snapshot")
+        self._log = EventLog("snapshot")
+        self._writing: asyncio.Future[int] | None = None
+        self._restoring = False
+        self._slot_of: array[int] | None = None
+        self.status: dict[str, Any] = {
+            "path": str(self._path),
+            "written_unix_ms": 0,
+            "written_bytes": 0,
+            "written_took_s": 0.0,
+            "writes": 0,
+            "failed_writes": 0,
+            "restored_members": 0,
+            "restored_keys": 0,
+            "ignored": 0,
+            "ignored_reason": "",
+        }
+        cluster.snapshot = self.status
+
+    async def open(self) -> None:
+        """Make the directory and read the members; their placements follow in `keep`. Raises ConfigError."""
+        folder = self._path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(f"{folder} cannot be written")
+        except OSError as error:
+            raise ConfigError(
+                f"directory.snapshot_dir: {folder}: {error.strerror or error}; give one that this user may "
+                "write, or `none`",
+                field="directory.snapshot_dir",
+            ) from None
+        try:
+            document = await self._loop.run_in_executor(self._thread, read_document, self._path)
+            self._check_age(document)
+            self._restore_members(document)
+        except FileNotFoundError:
+            return
+        except BadSnapshot as error:
+            self._ignore(str(error))
+
+    async def keep(self) -> None:
+        """Bring the placements back, then write a snapshot every while, for as long as it runs."""
+        if self._slot_of is not None:
+            await self._restore_placements(self._slot_of)
+        while True:
+            await asyncio.sleep(self._settings.snapshot_s)
+            await self.write()
+
+    async def write(self) -> None:
+        """Write one now. What goes wrong is counted and said."""
+        if self._restoring or self._writing is not None:
+            return  # the file has more than we know; or somebody writes already
+        started_s = self._cluster.clock.monotonic_s()
+        self._writing = self._loop.run_in_executor(self._thread, self._write)
+        try:
+            n_bytes = await asyncio.shield(self._writing)
+        except OSError as error:
+            self.status["failed_writes"] += 1
+            self._cluster.say("snapshot_failed", path=str(self._path), reason=error.strerror or str(error))
+            return
+        finally:
+            self._writing = None
+        self.status["writes"] += 1
+        self.status["written_bytes"] = n_bytes
+        self.status["written_unix_ms"] = self._cluster.clock.unix_ms()
+        self.status["written_took_s"] = round(self._cluster.clock.monotonic_s() - started_s, 4)
+
+    async def finish(self) -> None:
+        """Write the last one, after one that is being written."""
+        await self._settled()
+        await self.write()
+
+    async def close(self) -> None:
+        """Wait for a write that runs: it needs the loop for its end."""
+        await self._settled()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    async def _settled(self) -> None:
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+
+    # --- writing (on the thread) ------------------------------------------------------------------------------
+
+    def _write(self) -> int:
+        before = self._cluster.directory.places()
+        fresh = self._path.with_suffix(".new")
+        with open(fresh, "wb") as file:
+            os.fchmod(file.fileno(), 0o600)
+            out = _Checked(file)
+            out.write(MAGIC)
+            cursor = 0
+            while True:
+                tags, slots, cursor = self._cluster.directory.registry.dump(cursor, DUMP_CELLS)
+                if tags:
+                    out.write(_COUNT.pack(len(tags)))
+                    out.write(_little(tags))
+                    out.write(_little(slots))
+                if not cursor:
+                    break
+            out.write(_COUNT.pack(0))
+            document_at = out.n_bytes
+            # The loop's thread makes the document: it reads what only that thread changes.
+            told = asyncio.run_coroutine_threadsafe(self._document(before), self._loop).result()
+            out.write(told)
+            file.write(_FOOTER.pack(document_at, out.crc, _END))
+            file.flush()
+            os.fsync(file.fileno())
+            n_bytes = file.tell()
+        os.replace(fresh, self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        return n_bytes
+
+    async def _document(self, before: dict[int, Place]) -> bytes:
+        cluster = self._cluster
+        tiers: dict[int, dict[str, int]] = {}
+        for slot, place in cluster.directory.places().items():
+            if before.get(slot) == place:
+                tiers.setdefault(place.group, {})[place.tier] = slot
+        members = [
+            {
+                "told": msgspec.to_builtins(member.told),
+                "draining": member.draining,
+                "slots": tiers.get(member.group, {}),
+            }
+            for member in cluster.members
+            if member.state is not MemberState.DEAD
+        ]
+        return json.dumps(
+            {
+                "controller": cluster.name,
+                "unix_ms": cluster.clock.unix_ms(),
+                "members": members,
+                "removed": list(cluster.members.removed),
+            }
+        ).encode()
+
+    # --- reading --------------------------------------------------------------------------------------------
+
+    def _check_age(self, document: dict[str, Any]) -> None:
+        age_s = (self._cluster.clock.unix_ms() - document["unix_ms"]) / 1000
+        if age_s > self._settings.snapshot_max_age_s:
+            raise BadSnapshot(f"it is {age_s:.0f} s old, directory.snapshot_max_age_s is "
+                              f"{self._settings.snapshot_max_age_s:g}")  # fmt: skip
+
+    def _restore_members(self, document: dict[str, Any]) -> None:
+        cluster = self._cluster
+        slot_of = array("H", bytes(2 * 65_536))
+        for entry in document["members"]:
+            try:
+                told = msgspec.convert(entry["told"], Register)
+                slots = {str(tier): int(slot) for tier, slot in entry["slots"].items()}
+            except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
+                raise BadSnapshot(f"a member in it cannot be read: {error}") from None
+            restored = cluster.restore_member(told, draining=bool(entry.get("draining")))
+            if restored is None:
+                continue
+            self.status["restored_members"] += 1
+            for tier, slot in restored[1].items():
+                if 0 < slots.get(tier, 0) < 65_536:
+                    slot_of[slots[tier]] = slot
+        for instance in document.get("removed", []):
+            cluster.members.removed[str(instance)] = None
+        self._slot_of = slot_of
+        cluster.say("snapshot_restored", members=self.status["restored_members"], path=str(self._path))
+
+    async def _restore_placements(self, slot_of: array[int]) -> None:
+        """Block by block; what has a newer slot meanwhile is left out."""
+        self._restoring = True
+        directory = self._cluster.directory
+        ours = directory.places()
+        blocks = read_blocks(self._path)
+        try:
+            while True:
+                block = await self._loop.run_in_executor(self._thread, next, blocks, None)
+                if block is None:
+                    break
+                now = directory.places()
+                for index, slot in enumerate(slot_of):
+                    if slot and now.get(slot) != ours[slot]:
+                        slot_of[index] = 0
+                wrong = await self._cluster.restore(block[0], block[1], slot_of)
+                if wrong:
+                    self._ignore(f"not all of it found room: {wrong}")
+                    break
+                self.status["restored_keys"] += len(block[0])
+        except BadSnapshot as error:
+            self._ignore(str(error))
+        finally:
+            self._restoring = False
+
+    def _ignore(self, reason: str) -> None:
+        self.status["ignored"] += 1
+        self.status["ignored_reason"] = reason
+        self._cluster.say("snapshot_ignored", path=str(self._path), reason=reason)
+
+
+class _Checked:
+    """Writes and sums up."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.crc = 0
+        self.n_bytes = 0
+
+    def write(self, part: bytes) -> None:
+        self._file.write(part)
+        self.crc = crc32c(part, self.crc)
+        self.n_bytes += len(part)
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """The document of a snapshot whose checksum is right. Raises BadSnapshot, and FileNotFoundError."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < len(MAGIC) + _COUNT.size + _FOOTER.size:
+                raise BadSnapshot(f"it has {size} bytes only")
+            magic = file.read(len(MAGIC))
+            if magic[:-1] != MAGIC[:-1]:
+                raise BadSnapshot("it is no snapshot of a directory")
+            if magic != MAGIC:
+                raise BadSnapshot(f"it has format version {magic[-1]}, this controller reads {MAGIC[-1]}")
+            file.seek(size - _FOOTER.size)
+            document_at, crc, end = _FOOTER.unpack(file.read(_FOOTER.size))
+            document_bytes = size - _FOOTER.size - document_at
+            if end != _END or not 0 < document_bytes <= MAX_DOCUMENT_BYTES:
+                raise BadSnapshot("its end is missing")
+            file.seek(0)
+            found, left = 0, size - _FOOTER.size
+            while left:
+                part = file.read(min(left, 1 << 20))
+                if not part:
+                    raise BadSnapshot("it became shorter while it was read")
+                found = crc32c(part, found)
+                left -= len(part)
+            if found != crc:
+                raise BadSnapshot("its checksum is wrong")
+            file.seek(document_at)
+            document = json.loads(file.read(document_bytes))
+            if not isinstance(document, dict) or not isinstance(document.get("members"), list):
+                raise BadSnapshot("its document has no members")
+            if not isinstance(document.get("unix_ms"), int):
+                raise BadSnapshot("its document has no time")
+            return document
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise BadSnapshot(f"it cannot be read: {error}") from None
+
+
+def read_blocks(path: Path) -> Iterator[tuple[array[int], array[int]]]:
+    """Tags and slots, block by block. Raises BadSnapshot."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(len(MAGIC))
+            while True:
+                (count,) = _COUNT.unpack(_exactly(file, _COUNT.size))
+                if not count:
+                    return
+                if count > MAX_BLOCK:
+                    raise BadSnapshot(f"a block in it has {count} placements")
+                tags, slots = array("Q", _exactly(file, 8 * count)), array("H", _exactly(file, 2 * count))
+                if sys.byteorder == "big":
+                    tags.byteswap()
+                    slots.byteswap()
+                yield tags, slots
+    except OSError as error:
+        raise BadSnapshot(f"it cannot be read: {error}") from None
+
+
+def _exactly(file: BinaryIO, count: int) -> bytes:
+    part = file.read(count)
+    if len(part) != count:
+        raise BadSnapshot("a block in it ends too early")
+    return part
+
+
+def _little(numbers: array[int]) -> bytes:
+    if sys.byteorder == "big":
+        numbers = numbers[:]
+        numbers.byteswap()
+    return numbers.tobytes()

@@ -1,0 +1,103 @@
+"""A real `lmcache-controller` as a child process that is killed, stopped and started again on the same ports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests.harness.daemon import Spawned, free_port
+from tests.harness.server_process import ServerFailed, ready_line
+
+PORTS = ("pull", "reply", "heartbeat")
+
+
+class ControllerProcess(Spawned):
+    """`start`, `kill`, `freeze`, `thaw`, `stop`, any number of times. `folder` receives the log and the snapshot."""
+
+    def __init__(
+        self, folder: Path, *, flags: tuple[str, ...] = (), environment: dict[str, str] | None = None
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / "controller.log"
+        self.snapshot = folder / "state" / "directory.snapshot"
+        self._environment = environment
+        self._flags = flags
+        self.ready: dict[str, Any] = {}
+        self.http_port = 0
+        self.ports = dict.fromkeys(PORTS, 0)
+
+    def start(self) -> dict[str, Any]:
+        """Start it (again) and wait until it is ready; what it said of itself. Raises ServerFailed."""
+        for attempt in range(5):
+            if not self.ready:
+                self.http_port = free_port()
+                self.ports = {name: free_port() for name in PORTS}
+            try:
+                return self._start()
+            except ServerFailed:
+                if self.ready or attempt == 4:
+                    raise
+        raise AssertionError
+
+    def _start(self) -> dict[str, Any]:
+        assert self._process is None or self._process.poll() is not None
+        reader, writer = os.pipe()
+        command = [
+            *(sys.executable, "-m", "kvstrata.cli.controller"),
+            *("--port", str(self.http_port), "--monitor-ports", json.dumps(self.ports)),
+            *("--snapshot-dir", str(self.snapshot.parent), "--ready-fd", str(writer)),
+            *self._flags,
+        ]
+        with open(self.log, "ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(writer,),
+                env=self._environment,
+                start_new_session=True,
+            )
+        os.close(writer)
+        self.ready = json.loads(ready_line(reader, self._process, self.log))
+        return self.ready
+
+    @property
+    def url(self) -> str:
+        """Of the HTTP port, without a path."""
+        return f"http://127.0.0.1:{self.http_port}"
+
+    def ask(self, path: str, body: Any = None, *, method: str = "", token: str = "") -> Any:
+        """A JSON document. Raises urllib.error.HTTPError."""
+        request = urllib.request.Request(
+            self.url + path, method=method or ("GET" if body is None else "POST")
+        )
+        if body is not None:
+            request.data = json.dumps(body).encode()
+            request.add_header("Content-Type", "application/json")
+        if token:
+            request.add_header("Authorization", f"Bearer {token}")
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return json.loads(reply.read())
+
+    def stop(self) -> int:
+        """SIGTERM, and wait for its end; the exit status."""
+        assert self._process is not None
+        self._process.terminate()
+        return self._process.wait()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            self.kill()
