@@ -3,6 +3,7 @@
 - Every `ext/core/src/**/*.cpp` is compiled once, in parallel, into one static library.
 - Every `ext/cython/NAME.pyx` becomes the module `kvstrata.native.NAME`, linked with that library.
 - `ext/core/include` in part goes into `kvstrata/include`, for connectors that others write in C++.
+- `ext/ucx` becomes `kvstrata.native.ucx` where UCX's headers are found; libucp itself is loaded at run time.
 - Every `ext/cuda/*.cu` goes into `kvstrata/native/libkvstrata_cuda.so` where nvcc is found.
 
 Sources are found by pattern: a new file needs no edit here. Object files are kept under `build/native/` and
@@ -10,7 +11,7 @@ are remade when their source, a header they include, or the command line changes
 
 Environment: `CXX`, `CPPFLAGS`, `CXXFLAGS`, `LDFLAGS` as usual; `KVSTRATA_WERROR=1` turns warnings into
 errors; `KVSTRATA_CUDA` is `auto` (default), `require` (no nvcc is an error) or `off`; `CUDA_HOME` names the
-toolkit.
+toolkit; `KVSTRATA_UCX` is `auto`, `require` (no headers of UCX is an error) or `off`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import concurrent.futures
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -41,9 +44,13 @@ CYTHON_HEADERS = sorted(
 )
 CUDA_SOURCES = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/cuda/*.cu"))
 CUDA_HEADERS = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/cuda/*.h"))
+UCX_SOURCES = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/ucx/*.cpp"))
+UCX_HEADERS = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/ucx/*.h"))
 CORE_INCLUDE = "ext/core/include"
 PUBLIC_HEADERS = ("connector.h", "digest.h")
 """What an extension outside needs; goes into the package, see `kvstrata --native-include-dir`."""
+UCX_MODULE = "kvstrata.native.ucx"
+OLDEST_UCX = [1, 16]
 CUDA_LIBRARY = "libkvstrata_cuda.so"
 CUDA_ARCHITECTURES = (80, 90, 100)
 
@@ -214,6 +221,28 @@ def compile_cuda() -> Path | None:
         return None
 
 
+def find_ucx() -> Path | None:
+    """The folder of UCX's headers: of the package `libucx` of the Python that builds, else the system's."""
+    wish = os.environ.get("KVSTRATA_UCX", "auto")
+    if wish not in ("auto", "require", "off"):
+        raise BuildFailed(f"KVSTRATA_UCX={wish}: use auto, require or off")
+    if wish == "off":
+        return None
+    package = importlib.util.find_spec("libucx")
+    folders = [Path(place) / "include" for place in (package and package.submodule_search_locations) or ()]
+    folders += [Path("/usr/local/include"), Path("/usr/include")]
+    for folder in folders:
+        version = folder / "ucp" / "api" / "ucp_version.h"
+        numbers = re.findall(r"#define UCP_API_M\w+ +(\d+)", version.read_text()) if version.exists() else []
+        if [int(number) for number in numbers] >= OLDEST_UCX:
+            return folder
+    if wish == "require":
+        what = f"no headers of UCX {OLDEST_UCX[0]}.{OLDEST_UCX[1]} or newer"
+        raise BuildFailed(f"KVSTRATA_UCX=require: {what}; pip install libucx-cu13, or install libucx-dev")
+    print("ucx: no headers found, the UCX transfer engine is left out (see docs/p2p.md)")
+    return None
+
+
 class BuildNative(build_ext):
     """Compiles the core library first, then the Cython modules, then the CUDA library where nvcc is there."""
 
@@ -237,6 +266,8 @@ class BuildNative(build_ext):
                 shutil.copy2(source, target)
 
     def build_extensions(self) -> None:
+        if not any(extension.name == UCX_MODULE for extension in self.extensions):
+            self._remove(UCX_MODULE)
         library = compile_core(int(self.parallel or 1)) if CORE_SOURCES else None
         self._translate_cython()
         for extension in self.extensions:
@@ -259,6 +290,15 @@ class BuildNative(build_ext):
                 partial = target.with_suffix(".partial")
                 shutil.copy2(library, partial)
                 partial.rename(target)
+
+    def _remove(self, module: str) -> None:
+        """Removes a module of an earlier build that this one does not include."""
+        filename = Path(self.get_ext_filename(module))
+        folders = [Path(self.build_lib)]
+        if self.inplace or self.editable_mode:
+            folders.append(ROOT / "src")
+        for folder in folders:
+            (folder / filename).unlink(missing_ok=True)
 
     def _headers(self) -> list[tuple[Path, Path]]:
         folder = Path(self.build_lib) / "kvstrata" / "include" / "kvstrata"
@@ -288,20 +328,27 @@ class BuildNative(build_ext):
             extension.sources = list(result.sources)
 
 
+def extension(name: str, sources: list[Path], includes: list[Path], depends: list[Path]) -> Extension:
+    return Extension(
+        name,
+        [str(source) for source in sources],
+        include_dirs=[CORE_INCLUDE, "ext/cython", *(str(folder) for folder in includes)],
+        language="c++",
+        # Generated code casts functions and leaves parameters unused.
+        extra_compile_args=[*CXX_FLAGS, "-Wno-unused-function", "-Wno-cast-function-type"],
+        extra_link_args=["-pthread"],
+        depends=[str(path) for path in (*CORE_HEADERS, *CYTHON_HEADERS, *depends)],
+    )
+
+
 def extensions() -> list[Extension]:
-    return [
-        Extension(
-            f"kvstrata.native.{source.stem}",
-            [str(source)],
-            include_dirs=[CORE_INCLUDE, "ext/cython"],
-            language="c++",
-            # Generated code casts functions and leaves parameters unused.
-            extra_compile_args=[*CXX_FLAGS, "-Wno-unused-function", "-Wno-cast-function-type"],
-            extra_link_args=["-pthread"],
-            depends=[str(path) for path in (*CORE_HEADERS, *CYTHON_HEADERS)],
-        )
-        for source in CYTHON_SOURCES
-    ]
+    found = [extension(f"kvstrata.native.{source.stem}", [source], [], []) for source in CYTHON_SOURCES]
+    if ucx := find_ucx():
+        sources = [Path("ext/ucx/ucx.pyx"), *UCX_SOURCES]
+        found.append(extension(UCX_MODULE, sources, [Path("ext/ucx"), ucx], UCX_HEADERS))
+        # Where nobody insists, headers that it cannot be compiled with cost a warning.
+        found[-1].optional = os.environ.get("KVSTRATA_UCX") != "require"
+    return found
 
 
 os.chdir(ROOT)

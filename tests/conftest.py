@@ -14,7 +14,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.harness import mooncake, parallel, vllm_env, vllm_model
+from tests.harness import fetch_wheels, mooncake, parallel, vllm_env, vllm_model
 
 IN_CI = os.environ.get("CI") == "true"
 KINDS = ("fast", "integration", "vllm", "gpu")
@@ -114,6 +114,15 @@ def mooncake_variables(mooncake_environment: dict[str, str]) -> Iterator[None]:
         patch.setenv("LD_LIBRARY_PATH", mooncake_environment["LD_LIBRARY_PATH"])
         patch.syspath_prepend(mooncake.ensure())
         yield
+
+
+@pytest.fixture(scope="session")
+def nixl_environment() -> dict[str, str]:
+    """Variables for a process that uses NIXL; a test is skipped where it cannot be had."""
+    try:
+        return fetch_wheels.environment(fetch_wheels.NIXL)
+    except fetch_wheels.Unavailable as unavailable:
+        pytest.skip(str(unavailable))
 
 
 @pytest.fixture(scope="module")

@@ -9,22 +9,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import socket
-import sys
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.harness import child, fetch_debian, provision
+from tests.harness import child, fetch_debian, fetch_wheels
 from tests.harness.daemon import Daemon, Unavailable
-from tests.harness.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
 
 REQUIREMENT = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 LIBRARIES = ("libcurl4", "libibverbs1", "libnuma1")
-COMPLETE = ".complete"
 INSTALL = f"to install: pip install {REQUIREMENT} && sudo apt-get install -y {' '.join(LIBRARIES)}"
 
 # As people write it, for a machine with an RDMA network card.
@@ -39,31 +35,11 @@ PUBLISHED = (
 
 def ensure() -> Path:
     """The folder with the package `mooncake`, fetched on the first call. Raises Unavailable."""
-    folder = provision.cache_root() / (
-        f"{REQUIREMENT.replace('==', '-')}-cp{sys.version_info.major}{sys.version_info.minor}"
-    )
-    if (folder / COMPLETE).exists():
-        return folder
-    waiting = "waiting for another process that fetches Mooncake"
-    with provision.exclusive(folder.with_name(folder.name + ".lock"), waiting):
-        if (folder / COMPLETE).exists():
-            return folder
-        shutil.rmtree(folder, ignore_errors=True)
-        steps = Steps(ROOT / "build" / "mooncake-setup.log")
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:"]
-        try:
-            with steps.step(f"fetch {REQUIREMENT}"):
-                steps.run(
-                    [*install, "--target", folder, REQUIREMENT],
-                    attempts=DOWNLOAD_ATTEMPTS,
-                    environment=provision.download_environment(),
-                )
-        except StepFailed as error:
-            raise Unavailable(f"{REQUIREMENT} could not be fetched; {INSTALL}\n{error}") from None
-        finally:
-            steps.close()
-        (folder / "mooncake" / "mooncake_master").chmod(0o755)
-        (folder / COMPLETE).touch()
+    try:
+        folder = fetch_wheels.ensure([REQUIREMENT])
+    except fetch_wheels.Unavailable as error:
+        raise Unavailable(f"{error}; {INSTALL}") from None
+    (folder / "mooncake" / "mooncake_master").chmod(0o755)
     return folder
 
 

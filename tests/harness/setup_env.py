@@ -27,7 +27,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.harness import provision
+from tests.harness import fetch_wheels, provision
 from tests.harness.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
 
 SUPPORTED_MINORS = (11, 12, 13)
@@ -37,7 +37,10 @@ VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
 METADATA = ROOT / "build" / "metadata"
 STAMP = VENV / ".kvstrata-setup.json"
-BUILD_VARIABLES = ("CXX", "CPPFLAGS", "CXXFLAGS", "LDFLAGS", "KVSTRATA_CUDA", "KVSTRATA_WERROR", "CUDA_HOME")
+BUILD_VARIABLES = (
+    *("CXX", "CPPFLAGS", "CXXFLAGS", "LDFLAGS", "KVSTRATA_WERROR"),
+    *("KVSTRATA_CUDA", "CUDA_HOME", "KVSTRATA_UCX"),
+)
 BUILD_TOOLS = ("pip>=24", "setuptools>=77", "wheel", "cython>=3.1", "build")
 
 # What the compiler must do: C++20 with its library, threads, and the sanitizers that the C++ tests run under.
@@ -135,7 +138,7 @@ def digest_of(paths: Iterable[Path], *extra: str) -> str:
 
 
 def native_sources() -> list[Path]:
-    folders = ("ext/core/include", "ext/core/src", "ext/cython", "ext/cuda")
+    folders = ("ext/core/include", "ext/core/src", "ext/cython", "ext/cuda", "ext/ucx")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     return [ROOT / "setup.py", *found]
 
@@ -165,6 +168,7 @@ def wanted_state() -> dict[str, str]:
     return {
         "environment": f"{python} {VENV}",
         "packages": digest_of([], python, *requirements),
+        "ucx": digest_of([], python, *fetch_wheels.UCX, os.environ.get("KVSTRATA_UCX", "")),
         "native": digest_of(native_sources(), python, *variables, str(nvcc_found())),
         "install": digest_of(metadata, python, str(ROOT)),
     }
@@ -237,11 +241,15 @@ def bring_up_to_date(steps: Steps, wanted: dict[str, str], done: dict[str, str])
             for requirements in (BUILD_TOOLS, declared_requirements()):
                 steps.run([*pip_install, *requirements], attempts=DOWNLOAD_ATTEMPTS, environment=environment)
         finished("packages")
+    if done.get("ucx") != wanted["ucx"]:
+        provide_ucx()
+        done.pop("native", None)
+        finished("ucx")
     if done.get("native") != wanted["native"]:
         with steps.step("compile the native modules"):
             output = steps.run([VENV_PYTHON, "setup.py", "build_ext", "--inplace"], environment=environment)
         for line in output.splitlines():
-            if line.startswith("cuda:"):
+            if line.startswith(("cuda:", "ucx:")):
                 print(f"             {line}", file=sys.stderr)
         finished("native")
     if done.get("install") != wanted["install"]:
@@ -255,6 +263,18 @@ def bring_up_to_date(steps: Steps, wanted: dict[str, str], done: dict[str, str])
             METADATA.mkdir(parents=True, exist_ok=True)
             steps.run([VENV_PYTHON, "setup.py", "egg_info", "--egg-base", METADATA], environment=environment)
         finished("install")
+
+
+def provide_ucx() -> None:
+    """Lets .venv see UCX's headers and libraries in the cache folder. Without them one engine is not built."""
+    link = VENV / "lib" / f"python3.{sys.version_info.minor}" / "site-packages" / "kvstrata-ucx.pth"
+    link.unlink(missing_ok=True)
+    if os.environ.get("KVSTRATA_UCX") == "off":
+        return
+    try:
+        link.write_text(f"{fetch_wheels.ensure(fetch_wheels.UCX, python=VENV_PYTHON)}\n")
+    except fetch_wheels.Unavailable as error:
+        print(f"             ucx: {str(error).splitlines()[0]}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -81,6 +82,8 @@ def test_wheel_holds_the_package_its_compiled_modules_and_whole_headers_only(
     native = {
         f"kvstrata/native/{path.stem}{suffix}" for path in (artifacts["tree"] / "ext/cython").glob("*.pyx")
     }
+    if importlib.util.find_spec("libucx") is not None:
+        native.add(f"kvstrata/native/ucx{suffix}")
     assert {name for name in names if not re.match(r"[^/]+\.dist-info/", name)} == {
         *modules,
         *native,

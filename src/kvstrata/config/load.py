@@ -31,6 +31,7 @@ OTHER_ENV = {
     "KVSTRATA_CACHE": "folder where tests and the demo keep what they fetch",
     "KVSTRATA_VLLM": "let the demo fetch vLLM whatever its size",
     "KVSTRATA_CUDA": "`require` makes a missing CUDA compiler an error of the build",
+    "KVSTRATA_UCX": "`require` makes missing headers of UCX an error of the build, `off` leaves its engine out",
     "KVSTRATA_WERROR": "`1` makes warnings of the C++ compiler errors of the build",
     "KVSTRATA_FAILPOINTS": "named faults for tests; needs the testing extra",
 }

@@ -1,0 +1,167 @@
+"""A process with a transfer engine over memory of its own, asked by JSON lines (see child.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import itertools
+import mmap
+import os
+import socket
+import sys
+import threading
+import zlib
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from kvstrata.transfer.base import ReadItem, Region, TransferEngine
+from tests.harness import child
+
+
+def make_engine(name: str, settings: Mapping[str, str]) -> TransferEngine:
+    """An engine by its name."""
+    if name == "nixl":
+        from kvstrata.transfer.nixl import NixlEngine
+
+        return NixlEngine(settings)
+    from kvstrata.transfer.ucx import UcxEngine
+
+    return UcxEngine(settings)
+
+
+class Memory:
+    """Shared memory like the pool's: a memfd, mapped, with a byte pattern of its own."""
+
+    def __init__(self, length: int, seed: int = 0) -> None:
+        fd = os.memfd_create("transfer", os.MFD_CLOEXEC)
+        os.ftruncate(fd, length)
+        self.mapping = mmap.mmap(fd, length)
+        os.close(fd)
+        self._pin = (ctypes.c_char * length).from_buffer(self.mapping)
+        self.region = Region(ctypes.addressof(self._pin), length)
+        if seed:
+            self.fill(seed)
+
+    def fill(self, seed: int) -> None:
+        """Overwrite with the pattern of a seed."""
+        self.mapping[:] = pattern(seed, len(self.mapping))
+
+    def close(self) -> None:
+        """Unmap."""
+        del self._pin
+        self.mapping.close()
+
+
+def pattern(seed: int, length: int) -> bytes:
+    """Bytes that differ at every place and for every seed (1 to 255)."""
+    block = bytes((seed * 131 + i * 7 + (i >> 8)) & 0xFF for i in range(65536))
+    return (block * (length // len(block) + 1))[:length]
+
+
+class Peer:
+    """The engine on a loop in a thread of its own, the requests on the main one."""
+
+    def __init__(self, engine: str, settings: Mapping[str, str]) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.engine = make_engine(engine, settings)
+        self.memory: list[Memory] = []
+        self.reads: dict[int, Any] = {}
+        self.ended: dict[int, int] = {}
+        self.numbers = itertools.count(1)
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Its result."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def open(self, lengths: list[int], seed: int) -> str:
+        """Metadata in hexadecimal."""
+        self.memory = [Memory(length, seed and seed + i) for i, length in enumerate(lengths)]
+        metadata: bytes = self.run(self.engine.open([memory.region for memory in self.memory]))
+        return metadata.hex()
+
+    def connect(self, peer: str, metadata: str) -> None:
+        """As the engine."""
+        self.run(self.engine.connect(peer, bytes.fromhex(metadata)))
+
+    def begin_read(self, peer: str, items: list[list[int]], deadline_s: float) -> int:
+        """Its number."""
+        number = next(self.numbers)
+        self.ended[number] = 0
+
+        def ended() -> None:
+            self.ended[number] += 1
+
+        read = self.engine.read(peer, [ReadItem(*item) for item in items], deadline_s, ended)
+        self.reads[number] = asyncio.run_coroutine_threadsafe(read, self.loop)
+        return number
+
+    def finish_read(self, number: int) -> list[Any]:
+        """The answer, and how often `ended` was called by then."""
+        return [self.reads.pop(number).result(), self.ended[number]]
+
+    def read(self, peer: str, items: list[list[int]], deadline_s: float = 30.0) -> list[Any]:
+        """The answer, and how often `ended` was called by then."""
+        return self.finish_read(self.begin_read(peer, items, deadline_s))
+
+    def cancel_read(self, number: int) -> None:
+        """Of the await."""
+        self.reads[number].cancel()
+
+    def times_ended(self, number: int) -> int:
+        """How often `ended` was called."""
+        return self.ended[number]
+
+    def checksum(self, region: int, offset: int, length: int) -> int:
+        """Of bytes of this process."""
+        return zlib.crc32(self.memory[region].mapping[offset : offset + length])
+
+    def fill(self, seed: int) -> None:
+        """All regions."""
+        for i, memory in enumerate(self.memory):
+            memory.fill(seed + i)
+
+    def poison(self, seed: int, offset: int, length: int) -> None:
+        """Overwrite a part of the first region."""
+        self.memory[0].mapping[offset : offset + length] = pattern(seed, length)
+
+    def cut_connections(self) -> int:
+        """Break every TCP connection of this process without its engine's knowledge; how many there were."""
+        cut = 0
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    if connection.family != socket.AF_INET or connection.type != socket.SOCK_STREAM:
+                        continue
+                    connection.getpeername()
+                    connection.shutdown(socket.SHUT_RDWR)
+                    cut += 1
+            except OSError:
+                continue  # no socket, or one that only listens
+        return cut
+
+    def transports(self, peer: str) -> str:
+        """What reads of it go over, where the engine tells."""
+        tell = getattr(self.engine, "transports", None)
+        return tell(peer) if tell is not None else ""
+
+    def disconnect(self, peer: str) -> None:
+        """As the engine."""
+        self.run(self.engine.disconnect(peer))
+
+    def close(self) -> None:
+        """As the engine."""
+        self.run(self.engine.close())
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    engine, *pairs = sys.argv[1:]
+    peer = Peer(engine, dict(pair.split("=", 1) for pair in pairs))
+    names = [name for name in dir(Peer) if not name.startswith("_") and name != "run"]
+    child.serve({name: getattr(peer, name) for name in names})
+    peer.close()
+
+
+if __name__ == "__main__":
+    main()
