@@ -171,6 +171,14 @@ class EtcdSettings(_Section, frozen=True, kw_only=True):
         int,
         Meta(ge=1, le=600, description="A leader that was silent so long is replaced, in seconds."),
     ] = 5
+    advertise_url: Annotated[
+        str,
+        Meta(
+            pattern=r"^(https?://[^\s]+)?$",
+            description="Where users and other controllers reach this one's HTTP API; empty: `http://`, `http.host` "
+            "and the port.",
+        ),
+    ] = ""
     user: Annotated[str, Meta(description="User of etcd, where it asks for one.")] = ""
     password_file: Annotated[
         str, Meta(description="File with that user's password, readable by its owner alone.")
@@ -255,6 +263,7 @@ class ControllerSettings(_Section, frozen=True, kw_only=True):
         int, Meta(ge=1, le=4_000, description="Instances that may be registered at a time; more are refused.")
     ] = 1_000
     directory: DirectorySettings = DirectorySettings()
+    etcd: EtcdSettings = EtcdSettings()
     security: PortSecuritySettings = PortSecuritySettings()
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe level that is logged.")

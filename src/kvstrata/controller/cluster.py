@@ -10,13 +10,14 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstrata.clock import Clock
 from kvstrata.config.model import ControllerSettings
 from kvstrata.controller.directory import Directory, Fill, Found, SlotsExhausted
 from kvstrata.controller.history import SAMPLE_S, EventTail, Point, Series
 from kvstrata.controller.instances import Denied, Issued, Member, Members, MemberState, Sync
+from kvstrata.errors import NotLeading
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.metrics import Histogram
 from kvstrata.rpc.cluster_wire import (
@@ -33,12 +34,17 @@ from kvstrata.rpc.cluster_wire import (
     Where,
 )
 
+if TYPE_CHECKING:
+    from kvstrata.controller.election import Election
+
 GB = 1 << 30
 TICK_S = 0.25
 SLOW_START_S = 30.0
 """A new instance is asked by peers like the others only after so long."""
 NO_SLOTS_RETRY_S = 0.5
 CANDIDATES = 2 * MAX_OWNERS
+OF_EACH = frozenset({CommandKind.RESYNC})
+"""Commands that concern the directory of the controller that sends them, whether it leads or not."""
 LOUD = frozenset(
     {"died", "superseded", "resync", "directory_full", "clock", "snapshot_ignored", "snapshot_failed"}
 )
@@ -86,6 +92,8 @@ class Cluster:
         self.hits_total: dict[str, int] = {}
         """Chunks that lookups of instances found while this controller ran, by source."""
         self.sync_keys = 0
+        self.election: Election | None = None
+        """None where this is the only controller."""
         self.snapshot: dict[str, Any] = {}
         """What snapshot.py tells of itself; empty without a snapshot."""
         self._ready = "starting"
@@ -108,6 +116,8 @@ class Cluster:
     def heartbeat(self, told: Heartbeat) -> list[Any]:
         """Commands that have not ended. Raises Denied."""
         commands = self.members.heartbeat(told, self._now())
+        if self.token is None:
+            commands = [command for command in commands if command.kind in OF_EACH]
         self._referred.pop(told.instance, None)
         member = self.members.get(told.instance)
         if member is not None:
@@ -192,6 +202,29 @@ class Cluster:
         """Empty: requests are served."""
         self._ready = why_not
 
+    @property
+    def token(self) -> int | None:
+        """What commands are sent with: 0 for the only controller, None for one that does not lead."""
+        return 0 if self.election is None else self.election.token or None
+
+    def leadership_changed(self) -> None:
+        """Who leads is another one now, or nobody."""
+        assert self.election is not None
+        leader = self.election.leader
+        self.say("leadership", leader=leader.member.name if leader else "", leads=self.token is not None)
+        if self.token is None:
+            self.members.give_up("this controller does not lead any more", keep=OF_EACH)
+            self.settle()
+
+    def must_lead(self) -> None:
+        """Raises Denied unless this controller may send commands."""
+        if self.token is None:
+            assert self.election is not None
+            leader = self.election.leader
+            who = f"{leader.member.name} does, at {leader.member.http_url}" if leader else "nobody does now"
+            raise Denied(NotLeading.code, f"this controller does not lead; {who}", retryable=True,
+                         retry_after_s=self.settings.etcd.ttl_s)  # fmt: skip
+
     def live(self) -> list[Member]:
         """Members that can be asked."""
         return [member for member in self.members if member.state is MemberState.LIVE]
@@ -200,12 +233,14 @@ class Cluster:
         self, member: Member, kind: CommandKind, argument: dict[str, Any], *, ttl_s: float = 600.0
     ) -> Issued:
         """Ask something of a member. Raises Denied."""
+        self.must_lead()
         issued = self.members.issue(member, kind, argument, self._now(), ttl_s=ttl_s)
         self.nudge(member.id)
         return issued
 
     def drain(self, member: Member, on: bool) -> Issued | None:
-        """Peers are sent to it no more, or again."""
+        """Peers are sent to it no more, or again. Raises Denied."""
+        self.must_lead()
         issued = self.members.drain(member, on, self._now())
         self.directory.set_readable(member.group, member.readable)
         if issued is not None:
@@ -214,7 +249,8 @@ class Cluster:
         return issued
 
     def remove(self, member: Member) -> None:
-        """Forget a member; one that lives is not let in again until it is allowed."""
+        """Forget a member; one that lives is not let in again until it is allowed. Raises Denied."""
+        self.must_lead()
         self.members.remove(member)
         self.settle()
 

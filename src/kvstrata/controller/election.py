@@ -19,6 +19,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from kvstrata.config.model import EtcdSettings
 from kvstrata.config.private_file import read_private_file
 from kvstrata.errors import ConfigError, NotLeading
 from kvstrata.observability.logging import EventLog
+from kvstrata.rpc.zmq_server import resolve
 
 STEPS_PER_TTL = 9
 """Looks for a leader in one time to live; each third one refreshes the lease."""
@@ -67,12 +69,7 @@ class Election:
         self._changed = changed
         self._log = EventLog("election")
         self._endpoints = [read_endpoint(endpoint) for endpoint in settings.endpoints]
-        file = settings.password_file
-        self._password = read_private_file(file, "etcd.password_file").strip() if file else None
-        if bool(settings.user) != bool(self._password):
-            raise ConfigError(
-                "etcd: user and password_file belong together; give both or none", field="etcd.user"
-            )
+        self._password = _password(settings)
         self._next_endpoint = 0
         self._client: aetcd.Client | None = None
         self._lease = 0
@@ -218,6 +215,30 @@ class Election:
             leader = self.leader.member.name if self.leader else ""
             self._log.info("leadership", leader=leader, token=now[1], leads=bool(now[1]))
             self._changed()
+
+
+def check(settings: EtcdSettings, *, insecure: bool) -> None:
+    """Raises ConfigError for endpoints or credentials that cannot be used."""
+    for endpoint in settings.endpoints:
+        host, _ = read_endpoint(endpoint)
+        address, _ = resolve(host, "etcd.endpoints")
+        if not ipaddress.ip_address(address).is_loopback and not insecure:
+            raise ConfigError(
+                f"etcd.endpoints: {endpoint}: is on another machine, and what goes there is not encrypted; use an "
+                "etcd proxy on this host, or allow it with --insecure",
+                field="etcd.endpoints",
+            )
+    _password(settings)
+
+
+def _password(settings: EtcdSettings) -> str | None:
+    file = settings.password_file
+    password = read_private_file(file, "etcd.password_file").strip() if file else None
+    if bool(settings.user) != bool(password):
+        raise ConfigError(
+            "etcd: user and password_file belong together; give both or none", field="etcd.user"
+        )
+    return password
 
 
 def read_endpoint(endpoint: str) -> tuple[str, int]:

@@ -421,6 +421,12 @@ class Members:
             del self._commands[oldest]
         return issued
 
+    def give_up(self, why: str, *, keep: frozenset[CommandKind]) -> None:
+        """Commands that wait end, but for those of the kinds in `keep`."""
+        for member in self._by_id.values():
+            for issued in [one for one in member.waiting.values() if one.kind not in keep]:
+                self._end(member, issued, CommandResult(issued.number, False, why))
+
     # --- events -------------------------------------------------------------------------------------------
 
     def events(self, told: Events) -> Member | None:

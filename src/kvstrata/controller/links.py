@@ -219,7 +219,9 @@ class Links:
             self._beat_from = {
                 name: where for name, where in self._beat_from.items() if self._cluster.members.get(name)
             }
-        self._heartbeat.send(address, encode(Beat(told.seq, self._cluster.epoch, commands)))
+        self._heartbeat.send(
+            address, encode(Beat(told.seq, self._cluster.epoch, commands, self._cluster.token or 0))
+        )
 
     def _nudge(self, instance: str) -> None:
         address = self._beat_from.get(instance)

@@ -33,6 +33,8 @@ from kvstrata.rpc.zmq_server import CurveKeys, read_curve_file
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from kvstrata.controller.election import Election
+
 _UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]")
 NO_SNAPSHOT = "none"
 
@@ -56,6 +58,8 @@ def plan(settings: ControllerSettings, environment: Mapping[str, str]) -> Plan:
     snapshot_dir(settings, settings.http.port, environment)
     token = read_token(settings.http, insecure=settings.security.insecure)
     curve_file = settings.security.curve_secret_file
+    if settings.etcd.endpoints:
+        check_etcd(settings)
     return Plan(settings, token, read_curve_file(curve_file) if curve_file else None)
 
 
@@ -79,6 +83,29 @@ def snapshot_dir(settings: ControllerSettings, port: int, environment: Mapping[s
             )
         state = home + "/.local/state"
     return Path(state) / "kvstrata" / f"controller-{port}"
+
+
+def check_etcd(settings: ControllerSettings) -> None:
+    """Raises ConfigError where no election can be held with these settings."""
+    try:
+        from kvstrata.controller import election
+    except ImportError as error:
+        raise ConfigError(
+            f"etcd.endpoints: the client library is missing ({error}); install it: pip install 'kvstrata[etcd]'",
+            field="etcd.endpoints",
+        ) from None
+    election.check(settings.etcd, insecure=settings.security.insecure)
+
+
+def make_election(settings: ControllerSettings, cluster: Cluster, http_port: int) -> Election:
+    """This controller's part in the election; it has not begun."""
+    from kvstrata.controller.election import Election, Member
+
+    host = settings.http.host
+    shown = f"[{host}]" if ":" in host else platform.node() if host in ("*", "0.0.0.0") else host
+    url = settings.etcd.advertise_url or f"http://{shown}:{http_port}"
+    me = Member(cluster.name, url.rstrip("/"))
+    return Election(settings.etcd, me, cluster.clock, cluster.leadership_changed)
 
 
 def run(settings: ControllerSettings, *, ready_fd: int = -1) -> int:
@@ -118,6 +145,10 @@ class Controller(Process):
             self.closers.append(self._snapshots.close)
             await self._snapshots.open()
         links.start()
+        if settings.etcd.endpoints:
+            cluster.election = election = make_election(settings, cluster, http_port)
+            self.closers.append(election.close)
+            self.supervisor.spawn(election.run(), "election")
         self.supervisor.spawn(cluster.keep_time(), "time")
         self.supervisor.spawn(cluster.directory.keep_swept(), "sweep")
         if self._snapshots is not None:

@@ -24,6 +24,7 @@ from kvstrata.errors import (
     DeadlineExceeded,
     KvstrataError,
     LayoutRefused,
+    NotLeading,
     NotPermitted,
     Refused,
     StorageError,
@@ -40,6 +41,7 @@ HTTP_STATUS = {
     StorageError: 422,
     Refused: 429,
     Unavailable: 503,
+    NotLeading: 503,
     DeadlineExceeded: 504,
 }
 """Status of an error's answer; 500 for those not listed."""

@@ -1,4 +1,7 @@
-"""What changes something, or asks an instance: the answer is 202 when the instance has not answered in `wait_s`."""
+"""What changes something, or asks an instance: the answer is 202 when the instance has not answered in `wait_s`.
+
+A controller that does not lead sends the client to the one that does (307).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Query, Response
+from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.instances import Issued, MemberState
@@ -23,7 +26,23 @@ WaitS = Annotated[
 
 def router(cluster: Cluster, operations: Operations, guarded: list[Any]) -> APIRouter:
     """The routes."""
-    routes = APIRouter(dependencies=guarded)
+
+    def to_the_leader(request: Request) -> None:
+        leader = cluster.election.leader if cluster.election is not None else None
+        if (
+            cluster.token is None
+            and leader is not None
+            and leader.member.http_url
+            and leader.member.name != cluster.name
+        ):
+            query = f"?{request.url.query}" if request.url.query else ""
+            where = f"{leader.member.http_url}{request.url.path}{query}"
+            raise HTTPException(
+                307, f"this controller does not lead; ask {leader.member.name}", {"Location": where}
+            )
+        cluster.must_lead()
+
+    routes = APIRouter(dependencies=[*guarded, Depends(to_the_leader)])
 
     async def ended(issued: Sequence[Issued], wait_s: float, response: Response) -> bodies.CommandsBody:
         done = await cluster.outcome(issued, wait_s)

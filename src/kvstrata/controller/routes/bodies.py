@@ -146,6 +146,16 @@ class LookupsBody(BaseModel):
     mean_ms: float
 
 
+class ElectionBody(BaseModel):
+    """Which of several controllers leads."""
+
+    leads: bool = Field(description="This one does; always where it is the only one.")
+    leader: str = Field(description="Empty while nobody leads.")
+    leader_url: str
+    token: int = Field(description="Of the leadership; 0 where this controller is the only one.")
+    members: list[str] = Field(description="Controllers that live, this one included.")
+
+
 class ClusterBody(BaseModel):
     """The cluster at a glance."""
 
@@ -171,6 +181,7 @@ class ClusterBody(BaseModel):
     refused_requests: dict[str, int] = Field(description="Of instances, by code.")
     sockets: dict[str, dict[str, int]]
     snapshot: dict[str, Any] = Field(description="Empty without one.")
+    election: ElectionBody
     last_event: int = Field(description="Cursor for /v1/events.")
 
 

@@ -132,6 +132,23 @@ def models(cluster: Cluster) -> bodies.ModelsBody:
     )
 
 
+def election_body(cluster: Cluster) -> bodies.ElectionBody:
+    """Which of several controllers leads."""
+    election = cluster.election
+    if election is None:
+        return bodies.ElectionBody(
+            leads=True, leader=cluster.name, leader_url="", token=0, members=[cluster.name]
+        )
+    leader = election.leader
+    return bodies.ElectionBody(
+        leads=cluster.token is not None,
+        leader=leader.member.name if leader else "",
+        leader_url=leader.member.http_url if leader else "",
+        token=leader.token if leader else 0,
+        members=[member.name for member in election.members],
+    )
+
+
 def cluster_body(cluster: Cluster, sockets: Callable[[], dict[str, dict[str, int]]]) -> bodies.ClusterBody:
     """The cluster at a glance."""
     by_tier = tiers(cluster)
@@ -181,6 +198,7 @@ def cluster_body(cluster: Cluster, sockets: Callable[[], dict[str, dict[str, int
         refused_requests=cluster.denied,
         sockets=sockets(),
         snapshot=cluster.snapshot,
+        election=election_body(cluster),
         last_event=cluster.events.last,
     )
 

@@ -1,0 +1,183 @@
+"""Two real controllers that share an etcd: one sends commands, both answer lookups."""
+
+from __future__ import annotations
+
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.rpc import cluster_wire as wire
+from tests.harness import etcd_server
+from tests.harness.cache_engine import eventually
+from tests.harness.cluster_instance import ClusterInstance, tags_of
+from tests.harness.controller_process import ControllerProcess
+from tests.harness.etcd_server import EtcdServer
+from tests.harness.server_process import ServerFailed
+
+pytestmark = pytest.mark.integration
+
+ETCD = {"ttl_s": 2}
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    try:
+        etcd_server.ensure()
+    except etcd_server.Unavailable as unavailable:
+        pytest.skip(str(unavailable))
+    with EtcdServer(tmp_path / "etcd") as server:
+        yield server
+
+
+@pytest.fixture
+def controllers(etcd: EtcdServer, tmp_path: Path) -> Iterator[dict[str, ControllerProcess]]:
+    config = tmp_path / "controller.yaml"
+    config.write_text(f"etcd:\n  endpoints: ['{etcd.address}']\n  ttl_s: {ETCD['ttl_s']}\n")
+    made = {
+        name: ControllerProcess(tmp_path / name, flags=("--name", name, "--config", str(config)))
+        for name in ("one", "two")
+    }
+    try:
+        for controller in made.values():
+            controller.start()
+        yield made
+    finally:
+        for controller in made.values():
+            controller.kill()
+
+
+def leader_of(controllers: dict[str, ControllerProcess]) -> str:
+    """Waits until all agree who leads."""
+
+    def agreed() -> str:
+        told = {name: process.ask("/v1/cluster")["election"] for name, process in controllers.items()}
+        leaders = {election["leader"] for election in told.values()}
+        leading = [name for name, election in told.items() if election["leads"]]
+        return leading[0] if leaders == set(leading) else ""
+
+    return str(eventually("all agree who leads", agreed))
+
+
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def posted(controller: ControllerProcess, path: str) -> tuple[int, str]:
+    """Status and Location of a POST that follows no redirect."""
+    request = urllib.request.Request(
+        controller.url + path, b'{"wait_s": 0}', {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.build_opener(NoRedirect).open(request, timeout=30) as reply:
+            return reply.status, ""
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers.get("Location", "")
+
+
+def tokens_of(instance: ClusterInstance) -> tuple[int, list[wire.CommandKind]]:
+    """What its next heartbeat is answered: the token, and the kinds of commands."""
+    assert instance.heart is not None
+    told = wire.Heartbeat(
+        instance.next_seq(),
+        instance.name,
+        instance.incarnation,
+        0,
+        "ready",
+        wire.Load({}, {}, {}, {}, 0, 0, 0, 0),
+        [],
+        [],
+    )
+    instance.heart.send(wire.encode(told))
+    beat = instance.receive(instance.heart, told.seq)
+    assert isinstance(beat, wire.Beat)
+    return beat.token, [command.kind for command in beat.commands]
+
+
+def test_both_answer_lookups_and_one_sends_commands(controllers):
+    leader = leader_of(controllers)
+    [follower] = set(controllers) - {leader}
+    held = {"l1": tags_of(range(10))}
+    at = {
+        name: ClusterInstance(process.ports["reply"], "a").join(held) for name, process in controllers.items()
+    }
+    asker = {
+        name: ClusterInstance(process.ports["reply"], "b").join({}) for name, process in controllers.items()
+    }
+    try:
+        for name in controllers:
+            assert [owner.n_keys for owner in asker[name].where(tags_of(range(20)))] == [10]
+        status, where = posted(controllers[follower], "/v1/instances/a/drain?x=1")
+        assert (status, where) == (
+            307,
+            f"{controllers[leader].url.replace('127.0.0.1', 'localhost')}/v1/instances/a/drain?x=1",
+        )
+        assert tokens_of(at[follower]) == (0, [])
+        assert posted(controllers[leader], "/v1/instances/a/drain")[0] == 202
+        token, kinds = tokens_of(at[leader])
+        assert token > 0
+        assert kinds == [wire.CommandKind.DRAIN]
+    finally:
+        for one in (*at.values(), *asker.values()):
+            one.close()
+
+
+def test_a_leader_that_was_stopped_and_wakes_sends_nothing_any_more(controllers):
+    old = leader_of(controllers)
+    [new] = set(controllers) - {old}
+    with ClusterInstance(controllers[old].ports["reply"], "a") as instance:
+        instance.join({})
+        assert posted(controllers[old], "/v1/instances/a/drain")[0] == 202
+        stale, kinds = tokens_of(instance)
+        assert kinds == [wire.CommandKind.DRAIN]
+        controllers[old].signal(signal.SIGSTOP)
+        greater = eventually(
+            "the other leads",
+            lambda: (e := controllers[new].ask("/v1/cluster")["election"])["leads"] and e["token"],
+        )
+        assert greater > stale
+        controllers[old].signal(signal.SIGCONT)
+        assert tokens_of(instance) == (0, []), "what waited is not sent by who does not lead"
+        assert leader_of(controllers) == new
+        assert posted(controllers[old], "/v1/instances/a/drain")[0] == 307
+
+
+def test_the_leader_is_killed_and_the_other_takes_over(controllers):
+    old = leader_of(controllers)
+    controllers.pop(old).kill()
+    [new] = controllers
+    assert leader_of(controllers) == new
+
+
+def test_with_etcd_away_lookups_go_on_and_writes_say_so(controllers, etcd):
+    leader_of(controllers)
+    etcd.kill()
+    one = controllers["one"]
+    eventually("nobody leads", lambda: not one.ask("/v1/cluster")["election"]["leads"])
+    with ClusterInstance(one.ports["reply"], "a") as a, ClusterInstance(one.ports["reply"], "b") as b:
+        a.join({"l1": tags_of(range(3))})
+        b.join({})
+        assert [owner.instance for owner in b.where(tags_of(range(3)))] == ["a"]
+        eventually("nobody is said to lead", lambda: posted(one, "/v1/instances/a/drain")[0] == 503)
+    etcd.start()
+    leader_of(controllers)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--etcd", "127.0.0.1"), "etcd.endpoints: '127.0.0.1': write HOST:PORT"),
+        (("--etcd", "https://127.0.0.1:1"), "etcd.endpoints: 'https://127.0.0.1:1'"),
+        (("--etcd", "192.0.2.1:2379"), "etcd.endpoints: 192.0.2.1:2379: is on another machine"),
+        (("--etcd", "127.0.0.1:1", "--advertise-url", "me"), "etcd.advertise_url"),
+    ],
+)
+def test_wrong_settings_stop_the_start(tmp_path, flags, says):
+    controller = ControllerProcess(tmp_path, flags=flags)
+    with pytest.raises(ServerFailed, match=says.replace("[", r"\[")):
+        controller.start()
