@@ -290,3 +290,12 @@ def test_an_installed_package_adds_a_type(monkeypatch: pytest.MonkeyPatch) -> No
     adapter = registry.make_adapter({"type": "hf3fs", "base_path": "/data/kv", "deadline_ms": 9}, 4)
     assert isinstance(adapter, FsAdapter)
     assert seen == [({"base_path": "/data/kv"}, "l2_adapters[4]")]
+
+
+def test_a_reader_of_peers_is_made_by_the_server_alone() -> None:
+    entry = {"type": "peer", "controller": "tcp://127.0.0.1:8400"}
+    with pytest.raises(ConfigError, match=r"l2_adapters\[0\].type: 'peer' .*controller.url"):
+        registry.configure_adapter(entry, 0)
+    assert registry.configure_adapter(entry, 0, by_server=True).name == "peer-0"
+    with pytest.raises(ConfigError, match="controller"):
+        registry.configure_adapter({"type": "peer"}, 0, by_server=True)

@@ -130,7 +130,7 @@ class Host:
             payload_kind=self._kinds.of,
         )
         try:
-            adapter = coded_adapter(configure_adapter(config.entry, config.index))
+            adapter = coded_adapter(configure_adapter(config.entry, config.index, by_server=True))
             adapter.name = config.name
             await adapter.open(context)
             frame = host_channel.opened(adapter.capabilities, adapter.advertisement())

@@ -596,7 +596,8 @@ class PeerAdapter(StorageAdapter):
             Lane.LOAD, lambda: self._verifier.verify_stored(records), beyond_limit=True
         )
         assert verified is not None
-        found, stood = await asyncio.gather(verified, self._stood(lease, over))
+        n_bytes = sum(item.hold.length for item in batch)
+        found, stood = await asyncio.gather(verified, self._stood(lease, over, n_bytes))
         if stood is None:
             return [LoadOutcome(LoadStatus.FAILED, PEER_GONE)] * len(batch)
         if not stood:
@@ -610,7 +611,7 @@ class PeerAdapter(StorageAdapter):
             self._owners.failed(lease.owner, self._now_s())
         return outcomes
 
-    async def _stood(self, lease: Lease, over: bool) -> bool | None:
+    async def _stood(self, lease: Lease, over: bool, n_bytes: int) -> bool | None:
         """Whether the lease has stood until now, by its owner's word; None without one."""
         peer = self._peers.get(lease.owner)
         if peer is None or peer.epoch != lease.epoch:
@@ -619,7 +620,9 @@ class PeerAdapter(StorageAdapter):
         asked_s = self._now_s()
         try:
             released = await peer.link.ask(
-                PeerRelease(0, lease.number, keep_ms), PeerReleased, self.settings.load_timeout_ms / 1000
+                PeerRelease(0, lease.number, keep_ms, n_bytes),
+                PeerReleased,
+                self.settings.load_timeout_ms / 1000,
             )
         except ClusterFailure:
             return False

@@ -41,7 +41,7 @@ STUCK_SHARE = 16
 """Default of `max_stuck_mb`: L1 / 16."""
 
 ELSEWHERE = (
-    "peer", "raw_block", "dax", "hf3fs",
+    "raw_block", "dax", "hf3fs",
     "aerospike", "bigtable", "hfbucket", "sagemaker_hyperpod", "nixl_store", "nixl_store_dynamic",
     "nixl_native", "native_plugin",
 )  # fmt: skip
@@ -188,8 +188,13 @@ def coded_adapter(config: AdapterConfig) -> CodecAdapter:
     )
 
 
-def configure_adapter(entry: str | Mapping[str, Any], index: int, *, path: str = "") -> AdapterConfig:
-    """Check one entry. Raises ConfigError naming the field below `path`, by default `l2_adapters[index]`."""
+def configure_adapter(
+    entry: str | Mapping[str, Any], index: int, *, path: str = "", by_server: bool = False
+) -> AdapterConfig:
+    """Check one entry. Raises ConfigError naming the field below `path`, by default `l2_adapters[index]`.
+
+    Without `by_server` it may not be of a type that only the server itself makes.
+    """
     path = path or f"l2_adapters[{index}]"
     if isinstance(entry, str):
         try:
@@ -203,6 +208,8 @@ def configure_adapter(entry: str | Mapping[str, Any], index: int, *, path: str =
         )
     fields = Fields(entry, path)
     kind = fields.text("type")
+    if kind == "peer" and not by_server:
+        fields.refuse("type", "the server makes it where controller.url is set and p2p.engine is not off")
     factory = _factory(kind, f"{path}.type")
     name = f"{kind}-{index}"
     policy = fields.choice("policy", list(StorePolicy), StorePolicy.THROUGH)
@@ -489,6 +496,34 @@ def _object_store(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
     return make
 
 
+def _peer(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
+    from kvstrata.storage.peer import PeerSettings
+
+    def whole(field: str, default: int, most: int = 60_000) -> int:
+        number = fields.number(field, default, least=0, most=most, whole=True)
+        assert number is not None
+        return int(number)
+
+    engine = fields.choice("engine", ["ucx"], "ucx")
+    settings = PeerSettings(
+        controller=fields.text("controller"),
+        engine=engine,
+        curve_file=fields.text("curve_file", ""),
+        lookup_timeout_ms=whole("lookup_timeout_ms", 250),
+        load_timeout_ms=whole("load_timeout_ms", 5_000),
+        max_bytes_per_s=(fields.number("max_mb_s", 0, least=0, most=1 << 30) or 0) * MB,
+    )
+    fields.finish()
+
+    def make() -> StorageAdapter:
+        from kvstrata.storage.peer import PeerAdapter
+        from kvstrata.transfer.ucx import UcxEngine
+
+        return PeerAdapter(settings, UcxEngine, name=name)
+
+    return make
+
+
 def _plugin(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
     module, attribute = fields.text("module_path"), fields.text("class_name")
     parameters = fields.get("adapter_params") or {}
@@ -566,6 +601,7 @@ _BUILT_IN: dict[str, Factory] = {
     "mooncake_store": _mooncake,
     "object_store": _object_store,
     "s3": _object_store,
+    "peer": _peer,
     "plugin": _plugin,
     "redis": _resp,
     "resp": _resp,
