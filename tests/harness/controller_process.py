@@ -26,7 +26,7 @@ class ControllerProcess(Spawned):
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "controller.log"
         self.snapshot = folder / "state" / "directory.snapshot"
-        self._environment = environment
+        self._environment = dict(os.environ if environment is None else environment)
         self._flags = flags
         self.ready: dict[str, Any] = {}
         self.http_port = 0
@@ -75,6 +75,13 @@ class ControllerProcess(Spawned):
 
     def ask(self, path: str, body: Any = None, *, method: str = "", token: str = "") -> Any:
         """A JSON document. Raises urllib.error.HTTPError."""
+        return json.loads(self._read(path, body, method, token))
+
+    def text(self, path: str) -> str:
+        """A page that is no JSON. Raises urllib.error.HTTPError."""
+        return self._read(path, None, "", "").decode()
+
+    def _read(self, path: str, body: Any, method: str, token: str) -> bytes:
         request = urllib.request.Request(
             self.url + path, method=method or ("GET" if body is None else "POST")
         )
@@ -84,7 +91,8 @@ class ControllerProcess(Spawned):
         if token:
             request.add_header("Authorization", f"Bearer {token}")
         with urllib.request.urlopen(request, timeout=30) as reply:
-            return json.loads(reply.read())
+            content: bytes = reply.read()
+            return content
 
     def stop(self) -> int:
         """SIGTERM, and wait for its end; the exit status."""

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
+from kvstrata.native.hashing import chain_keys, storage_keys
 from kvstrata.rpc import cluster_wire as wire
-from tests.harness.cluster_instance import ClusterInstance, tags_of
+from kvstrata.types import LayoutIdentity, RequestIdentity, Slice, identity_root
+from tests.harness.cluster_instance import ClusterInstance, Refused, tags_of
 from tests.harness.controller_process import ControllerProcess
 
 pytestmark = pytest.mark.integration
 
 QUICK = ("--heartbeat-s", "0.2", "--dead-after-s", "1")
 WAIT_S = 30.0
+
+
+SNAPSHOTS = {**os.environ, "KVSTRATA_CONTROLLER_DIRECTORY_SNAPSHOT_S": "1"}
 
 
 @pytest.fixture
@@ -52,6 +65,14 @@ def holders(owners: list[wire.Owner]) -> dict[str, int]:
     return {owner.instance: owner.n_keys for owner in owners}
 
 
+def written(controller: ControllerProcess) -> None:
+    """A snapshot was written that began after this call."""
+    writes = controller.ask("/v1/cluster")["snapshot"]["writes"]
+    until(
+        lambda: controller.ask("/v1/cluster")["snapshot"]["writes"] >= writes + 2, "two snapshots are written"
+    )
+
+
 def test_who_holds_the_longest_beginning_is_told_and_never_the_asker(controller, instance):
     a = instance("a").join({"l1": tags_of(range(100))})
     b = instance("b").join({"l1": tags_of(range(60)), "disk-0": tags_of(range(100))})
@@ -75,3 +96,560 @@ def test_events_are_seen_and_a_goodbye_is_forgotten_at_once(controller, instance
     a.goodbye()
     assert b.where(tags_of(range(10))) == []
     assert controller.ask("/v1/cluster")["instances"]["live"] == 1
+
+
+def test_a_gap_or_a_lost_batch_calls_for_a_full_sync(controller, instance):
+    a, b = instance("a").join({}), instance("b").join({})
+    a.admit(tags_of([0]))
+    a.event_seq += 1  # one is lost on its way
+    a.admit(tags_of([2]))
+    owners = b.until_where(tags_of([2]), bool)
+    assert not owners[0].confirmed
+    asked = until(a.heartbeat, "the full sync is asked for")
+    assert [command.kind for command in asked] == [wire.CommandKind.RESYNC]
+    a.sync({"l1": tags_of(range(3))})
+    assert b.where(tags_of(range(3)))[0].confirmed
+    assert a.heartbeat() == []
+
+
+def test_the_last_batch_lost_is_noticed_by_a_heartbeat(controller, instance):
+    a = instance("a").join({})
+    a.admit(tags_of([0]))
+    a.event_seq += 1  # lost, and nothing comes after it
+    asked = until(a.heartbeat, "the full sync is asked for")
+    assert [command.kind for command in asked] == [wire.CommandKind.RESYNC]
+
+
+def test_repeated_and_late_batches_do_nothing_twice(controller, instance):
+    a, b = instance("a").join({}), instance("b").join({})
+    a.admit(tags_of([0, 1]))
+    a.evict(tags_of([1]))
+    a.tell(wire.Run(wire.Change.ADMIT, "l1", tags_of([0, 1])), seq=1)
+    a.admit(tags_of([7]))
+    b.until_where(tags_of([7]), bool)
+    assert holders(b.where(tags_of([0, 1]))) == {"a": 1}
+    assert b.where(tags_of([7]))[0].confirmed
+    assert controller.ask("/v1/cluster")["dropped_event_batches"] == {"repeated": 1}
+
+
+def test_a_sync_replaces_what_was_known_only_in_its_end(controller, instance):
+    a, b = instance("a").join({"l1": tags_of(range(10))}), instance("b").join({})
+    held = {"l1": tags_of(range(100, 400))}
+    parts = a.sync_parts(held, part_bytes=800)
+    a.begin()
+    for part in reversed(parts):
+        a.ask(part, wire.Done)
+        a.ask(part, wire.Done)  # a repeated one changes nothing
+    assert holders(b.where(tags_of(range(10)))) == {"a": 10}
+    assert b.where(tags_of([100])) == []
+    a.end(len(parts), held)
+    a.end(len(parts), held)
+    assert b.where(tags_of(range(10))) == []
+    assert holders(b.where(tags_of(range(100, 400)))) == {"a": 300}
+
+
+def test_counts_that_do_not_add_up_keep_what_was_known(controller, instance):
+    a, b = instance("a").join({"l1": tags_of(range(10))}), instance("b").join({})
+    held = {"l1": tags_of(range(100, 200))}
+    for n_parts, told in ((2, held), (1, {"l1": tags_of(range(5))}), (1, {**held, "disk-0": tags_of([1])})):
+        parts = a.sync_parts(held)
+        a.begin()
+        a.ask(parts[0], wire.Done)
+        with pytest.raises(Refused) as refused:
+            a.end(n_parts, told)
+        assert (refused.value.code, refused.value.retryable) == ("bad_sync", True)
+        assert holders(b.where(tags_of(range(10)))) == {"a": 10}
+    a.sync(held)
+    assert holders(b.where(tags_of(range(100, 200)))) == {"a": 100}
+
+
+def test_a_part_whose_checksum_is_wrong_is_refused_and_may_come_again(controller, instance):
+    a = instance("a").join({})
+    (part,) = a.sync_parts({"l1": tags_of([1])})
+    a.begin()
+    with pytest.raises(Refused, match="crc") as refused:
+        a.ask(
+            wire.SyncPart(*[getattr(part, name) for name in part.__struct_fields__[:-1]], part.crc ^ 1),
+            wire.Done,
+        )
+    assert refused.value.field == "crc"
+    a.ask(part, wire.Done)
+    a.end(1, {"l1": tags_of([1])})
+
+
+def test_parts_of_another_sync_and_ends_without_a_begin_are_refused(controller, instance):
+    a = instance("a").join({})
+    parts = a.sync_parts({"l1": tags_of([1])})
+    for request in (parts[0],):
+        with pytest.raises(Refused, match="begin one"):
+            a.ask(request, wire.Done)
+    with pytest.raises(Refused, match="begin one"):
+        a.end(1, {"l1": tags_of([1])})
+
+
+def test_only_who_registered_is_heard(controller, instance):
+    stranger = instance("stranger")
+    stranger.register()
+    stranger.name = "other"
+    for ask in (lambda: stranger.heartbeat(), stranger.goodbye, stranger.begin):
+        if ask == stranger.goodbye:
+            ask()  # leaving twice is no error
+            continue
+        with pytest.raises(Refused) as refused:
+            ask()
+        assert (refused.value.code, refused.value.retryable) == ("unknown_instance", True)
+    stranger.admit(tags_of([1]))
+    until(
+        lambda: controller.ask("/v1/cluster")["dropped_event_batches"].get("unknown_instance"),
+        "it is counted",
+    )
+
+
+def test_a_restarted_process_takes_its_id_over_and_the_old_one_never_comes_back(controller, instance):
+    b = instance("b").join({})
+    old = instance("a").join({"l1": tags_of(range(5))})
+    new = instance("a").join({"l1": tags_of(range(3))})
+    assert [(owner.incarnation, owner.n_keys) for owner in b.where(tags_of(range(5)))] == [
+        (new.incarnation, 3)
+    ]
+    for ask in (old.heartbeat, old.register, lambda: old.sync({})):
+        with pytest.raises(Refused) as refused:
+            ask()
+        assert (refused.value.code, refused.value.retryable) == ("superseded", False)
+    old.admit(tags_of(range(5)))
+    until(
+        lambda: controller.ask("/v1/cluster")["dropped_event_batches"].get("superseded"),
+        "its events are dropped",
+    )
+    assert holders(b.where(tags_of(range(5)))) == {"a": 3}
+
+
+def test_an_id_that_lives_on_another_host_is_taken_until_it_is_dead(tmp_path):
+    with ControllerProcess(tmp_path, flags=QUICK) as controller:
+        first = ClusterInstance(controller.ports["reply"], "a", host="one").join({})
+        with first, ClusterInstance(controller.ports["reply"], "a", host="two") as second:
+            with pytest.raises(Refused) as refused:
+                second.register()
+            assert (refused.value.code, refused.value.retryable) == ("instance_id_taken", True)
+            assert 0 < refused.value.retry_after_ms <= 1_000
+
+            def registered() -> bool:
+                try:
+                    return bool(second.register())
+                except Refused:
+                    return False
+
+            until(registered, "the silent one is dead")
+
+
+def test_a_silent_instance_is_dead_within_the_timeout_and_may_come_back(tmp_path):
+    with ControllerProcess(tmp_path, flags=QUICK) as controller:
+        port = controller.ports["reply"]
+        with ClusterInstance(port, "a") as a, ClusterInstance(port, "b") as b:
+            a.join({"l1": tags_of([1])})
+            b.join({})
+            assert b.where(tags_of([1]))
+
+            def forgotten() -> bool:
+                b.heartbeat()
+                return not b.where(tags_of([1]))
+
+            until(forgotten, "it is forgotten")
+            assert {row["id"]: row["state"] for row in controller.ask("/v1/instances")["instances"]} == {
+                "a": "dead",
+                "b": "live",
+            }
+            with pytest.raises(Refused, match="unknown_instance"):
+                a.heartbeat()
+            a.admit(tags_of([1]))
+            a.join({"l1": tags_of([1])})
+            assert b.where(tags_of([1]))[0].confirmed
+            kinds = [event["kind"] for event in controller.ask("/v1/events")["events"]]
+            assert "died" in kinds
+
+
+@pytest.mark.parametrize("socket", ["reply", "pull", "heartbeat"])
+def test_garbage_on_a_port_costs_its_sender_an_answer_and_nobody_else_anything(controller, instance, socket):
+    a = instance("a").join({"l1": tags_of([1])})
+    context = zmq.Context()
+    try:
+        bad = context.socket(zmq.PUSH if socket == "pull" else zmq.DEALER)
+        bad.setsockopt(zmq.LINGER, 0)
+        bad.connect(f"tcp://127.0.0.1:{controller.ports[socket]}")
+        frames = [
+            b"",
+            b"\xc1",
+            b"\x93\xa5where\x01",
+            b"\x91" * 5_000,
+            bytes(1_000),
+            wire.encode(wire.Nudge(1)),
+        ]
+        for frame in frames:
+            bad.send(frame)
+        bad.send_multipart([b"one", b"two"])
+        if socket != "pull":
+            for _ in range(len(frames) + 1):
+                assert bad.poll(30_000)
+                answer = wire.ANSWERS.decode(bad.recv_multipart()[-1])
+                assert isinstance(answer, wire.Failure) and answer.code == "bad_request"
+        until(
+            lambda: controller.ask("/v1/cluster")["sockets"][socket]["bad_frames"] == len(frames) + 1,
+            "all are counted",
+        )
+        bad.send(bytes(wire.MAX_CLUSTER_MESSAGE_BYTES + 1))  # costs this connection
+        a.heartbeat()
+        b = instance("b").join({})
+        assert holders(b.where(tags_of([1]))) == {"a": 1}
+    finally:
+        context.destroy(linger=0)
+
+
+def test_bytes_that_are_not_zmq_cost_nobody_anything(controller, instance):
+    import socket as plain
+
+    for port in controller.ports.values():
+        with plain.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+    instance("a").join({})
+
+
+def test_wrong_registrations_name_their_field(controller, instance):
+    for changes, field, code in (
+        ({"protocol": 99}, "protocol", "wrong_version"),
+        ({"tiers": ["disk-0"]}, "tiers", "bad_request"),
+        ({"tiers": ["l1", "l1"]}, "tiers", "bad_request"),
+        ({"peer_endpoint": "http://x"}, "peer_endpoint", "bad_request"),
+    ):
+        with pytest.raises(Refused) as refused:
+            instance("a").register(**changes)
+        assert (refused.value.field, refused.value.code) == (field, code)
+
+
+def test_slots_exhausted_says_when_to_come_again(tmp_path):
+    """An instance of 16 tiers takes 16 slots, and 16 more while it syncs; 65,534 are for 2,047 of them."""
+    environment = {**os.environ, "KVSTRATA_CONTROLLER_MAX_INSTANCES": "3000"}
+    tiers = ("l1", *(f"disk-{number}" for number in range(15)))
+    with (
+        ControllerProcess(tmp_path, environment=environment) as controller,
+        ClusterInstance(controller.ports["reply"], "i0", tiers=tiers) as one,
+    ):
+        refused: Refused | None = None
+        for number in range(2_100):
+            one.name, one.event_seq, one.sync_number = f"i{number}", 0, 0
+            one.register()
+            one.sync({})
+            one.sync_parts({})
+            try:
+                one.begin()
+            except Refused as error:
+                refused = error
+                break
+        assert refused is not None
+        assert (refused.code, refused.retryable) == ("no_slots", True)
+        assert refused.retry_after_ms > 0
+        last, one.name = one.name, "i0"
+        one.goodbye()
+        one.name = last
+
+        def begun() -> bool:
+            try:
+                one.begin()
+            except Refused:
+                return False
+            return True
+
+        until(begun, "the slots of one that left are free")
+
+
+# --- restarts ---------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_controller_serves_its_snapshot_as_unconfirmed_until_each_sync(tmp_path):
+    with ControllerProcess(tmp_path, environment=SNAPSHOTS) as controller:
+        port = controller.ports["reply"]
+        with (
+            ClusterInstance(port, "a") as a,
+            ClusterInstance(port, "b") as b,
+            ClusterInstance(port, "c") as c,
+        ):
+            a.join({"l1": tags_of(range(1000)), "disk-0": tags_of(range(50))})
+            b.join({"l1": tags_of(range(500))})
+            c.join({})
+            written(controller)
+            epoch = a.epoch
+            controller.kill()
+            controller.start()
+            c.register()
+            owners = c.until_where(
+                tags_of(range(1000)), lambda owners: holders(owners) == {"a": 1000, "b": 500}
+            )
+            assert not any(owner.confirmed for owner in owners)
+            assert c.epoch != epoch
+            with pytest.raises(Refused, match="unknown_instance"):
+                a.heartbeat()
+            assert a.register().sync
+            assert not c.where(tags_of(range(1000)))[0].confirmed
+            a.sync({"l1": tags_of(range(900))})
+            assert [(owner.n_keys, owner.confirmed) for owner in c.where(tags_of(range(1000)))] == [
+                (900, True),
+                (500, False),
+            ]
+            # Another incarnation: what the old one had is forgotten at once.
+            with ClusterInstance(port, "b") as later:
+                later.register()
+                assert holders(c.where(tags_of(range(1000)))) == {"a": 900}
+
+
+def test_what_does_not_come_back_after_a_restart_is_forgotten(tmp_path):
+    with ControllerProcess(tmp_path, flags=QUICK, environment=SNAPSHOTS) as controller:
+        port = controller.ports["reply"]
+        with ClusterInstance(port, "a") as a, ClusterInstance(port, "b") as b:
+            a.join({"l1": tags_of(range(10))})
+            written(controller)
+            controller.kill()
+            controller.start()
+            b.register()
+
+            def forgotten() -> bool:
+                b.heartbeat()
+                return not b.where(tags_of([1]))
+
+            until(forgotten, "it is forgotten")
+
+
+@pytest.mark.parametrize("damage", ["cut", "bit", "foreign", "version", "old", "empty", "unreadable"])
+def test_a_snapshot_that_cannot_be_served_is_ignored_counted_and_said(tmp_path, damage):
+    with ControllerProcess(tmp_path, environment=SNAPSHOTS) as controller:
+        with ClusterInstance(controller.ports["reply"], "a") as a:
+            a.join({"l1": tags_of(range(10))})
+            written(controller)
+        controller.kill()
+        good = controller.snapshot.read_bytes()
+        bad = {
+            "cut": good[:-1],
+            "bit": bytes([*good[:20], good[20] ^ 1, *good[21:]]),
+            "foreign": b"#!/bin/sh\necho hello to the world\n",
+            "version": good[:7] + b"\x63" + good[8:],
+            "old": good,
+            "empty": b"",
+            "unreadable": good,
+        }[damage]
+        controller.snapshot.write_bytes(bad)
+        if damage == "old":
+            controller._environment["KVSTRATA_CONTROLLER_DIRECTORY_SNAPSHOT_MAX_AGE_S"] = "1"
+            time.sleep(1.1)  # the snapshot's own age, by the wall clock
+        if damage == "unreadable":
+            controller.snapshot.unlink()
+            controller.snapshot.mkdir()
+        controller.start()
+        told = controller.ask("/v1/cluster")
+        assert told["snapshot"]["ignored"] == 1 and told["snapshot"]["ignored_reason"]
+        assert told["instances"]["restored"] == 0 and told["directory"]["placements"] == 0
+        assert "snapshot_ignored" in controller.log.read_text()
+        metric = "kvstrata_controller_snapshots_ignored_total 1.0"
+        assert metric in controller.text("/metrics")
+
+
+def test_a_stopped_controller_blames_nobody_for_its_own_absence(tmp_path):
+    flags = ("--heartbeat-s", "2", "--dead-after-s", "5.5")
+    with (
+        ControllerProcess(tmp_path, flags=flags) as controller,
+        ClusterInstance(controller.ports["reply"], "a") as a,
+    ):
+        a.join({"l1": tags_of([1])})
+        controller.freeze()
+        time.sleep(6.5)  # longer than it takes to be dead, on the controller's clock
+        controller.thaw()
+        until(lambda: controller.ask("/v1/events")["events"][-1]["kind"] == "clock", "it noticed")
+        a.heartbeat()
+        assert controller.ask("/v1/instances/a")["state"] == "live"
+
+
+def test_sigterm_writes_a_last_snapshot(tmp_path):
+    with ControllerProcess(tmp_path) as controller, ClusterInstance(controller.ports["reply"], "a") as a:
+        a.join({"l1": tags_of(range(10))})
+        assert controller.stop() == 0
+        controller.start()
+        assert controller.ask("/v1/instances/a")["state"] == "restored"
+        assert a.register().sync
+
+
+# --- HTTP -------------------------------------------------------------------------------------------------------
+
+
+def test_commands_ride_on_heartbeats_until_their_result_has_come(controller, instance):
+    a = instance("a").join({})
+    pending = controller.ask("/v1/clear", {"tier": "l1", "wait_s": 0})
+    assert not pending["done"] and pending["commands"][0]["state"] == "waiting"
+    assert a.nudged()
+    (command,) = a.heartbeat()
+    assert (command.kind, command.argument) == (wire.CommandKind.CLEAR, {"tier": "l1", "tenant": None})
+    assert a.heartbeat() == [command]
+    number = pending["commands"][0]["number"]
+    assert controller.ask(f"/v1/commands/{number}")["state"] == "sent"
+    assert a.heartbeat([wire.CommandResult(command.number, True, "", {"count": 3})]) == []
+    a.heartbeat([wire.CommandResult(command.number, False, "again", {})])
+    done = controller.ask(f"/v1/commands/{number}")
+    assert (done["state"], done["result"]) == ("done", {"count": 3})
+
+
+def test_documents_come_through_commands_while_http_waits(controller, instance):
+    a = instance("a").join({})
+    answered: dict[str, Any] = {}
+
+    def ask() -> None:
+        answered.update(controller.ask("/v1/instances/a/explain/req%2F1?wait_s=30"))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    commands = a.answer_commands(lambda command: {"request": command.argument["request_id"]})
+    thread.join()
+    assert commands[0].kind is wire.CommandKind.EXPLAIN
+    assert answered["done"] and answered["ok"] and answered["document"] == {"request": "req/1"}
+
+
+def test_draining_and_removing_an_instance(controller, instance):
+    a, b = instance("a").join({"l1": tags_of([1])}), instance("b").join({})
+    assert controller.ask("/v1/instances/a/drain", {"wait_s": 0})["commands"][0]["kind"] == "drain"
+    assert b.where(tags_of([1])) == []
+    assert controller.ask("/v1/lookup", {"keys": [key_of(1)]})["chunks"][0]["places"]
+    controller.ask("/v1/instances/a/undrain", {"wait_s": 0})
+    assert b.where(tags_of([1]))
+    assert controller.ask("/v1/instances/a", method="DELETE") == {"id": "a", "was": "live", "barred": True}
+    assert b.where(tags_of([1])) == []
+    with pytest.raises(Refused, match="unknown_instance"):
+        a.heartbeat()
+    with pytest.raises(Refused) as refused:
+        a.register()
+    assert refused.value.code == "not_permitted"
+    controller.ask("/v1/instances/a/allow", {})
+    a.join({"l1": tags_of([1])})
+    assert b.where(tags_of([1]))
+
+
+def test_a_prompt_is_found_by_its_tokens(controller, instance):
+    layout = LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=16)
+    slices = sorted(Slice(layers=(0, 2), kv_heads=(n, n + 1), layout="x").digest() for n in range(2))
+    root = identity_root(layout, RequestIdentity(tenant="t"))
+    keys = storage_keys(chain_keys(root, list(range(64)), 16), b"".join(slices))
+    a = instance("a").join({"l1": wire.tags_of(keys[: 3 * 64 + 32]), "disk-0": wire.tags_of(keys)})
+    asked = {"tokens": list(range(70)), "tenant": "t"}
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        controller.ask("/v1/lookup", asked)
+    assert refused.value.code == 400 and "no engine has" in json.load(refused.value)["message"]
+    a.heartbeat(models=[wire.ModelInfo(layout, slices)])
+    found = controller.ask("/v1/lookup", asked)
+    assert (found["n_chunks"], found["n_slices"], found["held_chunks"]) == (4, 2, 4)
+    assert found["longest"] == [{"instance": "a", "chunks": 3, "tokens": 48, "confirmed": True}]
+    assert [[place["tier"] for place in chunk["places"]] for chunk in found["chunks"]] == [
+        *[["l1", "disk-0"]] * 3,
+        ["disk-0"],
+    ]
+    assert controller.ask("/v1/lookup", {**asked, "tenant": "other"})["held_chunks"] == 0
+    assert controller.ask("/v1/models")["models"][0]["instances"] == ["a"]
+
+
+def test_pin_replicate_move_and_evict_ask_the_right_instances(controller, instance):
+    a, b = instance("a").join({"l1": tags_of(range(4))}), instance("b").join({})
+    keys = [key_of(number) for number in range(4)]
+    pinned = controller.ask("/v1/pin", {"keys": keys[:2], "instance": "a", "ttl_s": 60, "wait_s": 0})
+    assert a.nudged()
+    (pin,) = a.heartbeat()
+    assert pin.argument == {
+        "keys": bytes.fromhex("".join(keys[:2])),
+        "ttl_ms": 60_000,
+        "claim": pinned["claim"],
+    }
+    a.heartbeat([wire.CommandResult(pin.number, True, "", {"count": 2})])
+    assert [row["keys"] for row in controller.ask("/v1/pins")["pins"]] == [2]
+    controller.ask("/v1/unpin", {"claim": pinned["claim"], "wait_s": 0})
+    assert controller.ask("/v1/pins")["pins"] == []
+    (unpin,) = a.heartbeat()
+    a.heartbeat([wire.CommandResult(unpin.number, True, "", {})])
+
+    moved = controller.ask("/v1/move", {"keys": [keys[0]], "to": "b", "wait_s": 0})
+    assert not moved["done"]
+    (pull,) = b.heartbeat()
+    assert pull.kind is wire.CommandKind.PULL and pull.argument["owner"]["instance"] == "a"
+    assert a.heartbeat() == []
+    b.heartbeat([wire.CommandResult(pull.number, True, "", {"count": 1})])
+    (drop,) = until(a.heartbeat, "the owner is told to drop it")
+    assert (drop.kind, drop.argument) == (wire.CommandKind.EVICT, {"keys": bytes.fromhex(keys[0])})
+    a.heartbeat([wire.CommandResult(drop.number, True, "", {"count": 1})])
+
+    controller.ask("/v1/replicate", {"keys": [keys[1]], "to": "b", "source": "a", "wait_s": 0})
+    (pull,) = b.heartbeat()
+    b.heartbeat([wire.CommandResult(pull.number, False, "absent", {})])
+    assert a.heartbeat() == []
+
+    told = controller.ask("/v1/evict", {"keys": [keys[3]], "wait_s": 0})
+    assert [row["instance"] for row in told["commands"]] == ["a"]
+    told = controller.ask("/v1/evict", {"whole_tenant": True, "tenant": "t", "wait_s": 0})
+    assert [row["instance"] for row in told["commands"]] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("/v1/lookup", {}, 400, "either tokens or keys"),
+        ("/v1/lookup", {"keys": ["xyz"]}, 400, "keys[0]"),
+        ("/v1/lookup", {"tokens": [-1]}, 400, "tokens"),
+        ("/v1/lookup", {"keyz": []}, 400, "keyz"),
+        ("/v1/evict", {"keys": [], "identity": "00"}, 400, "exactly one"),
+        ("/v1/evict", {"identity": "00"}, 400, "must have 32"),
+        ("/v1/unpin", {"claim": "x"}, 404, "no pin"),
+        ("/v1/replicate", {"keys": [], "to": "nobody"}, 404, "nobody"),
+        ("/v1/instances/nobody/drain", {}, 404, "nobody"),
+        ("/v1/clear", {"tier": "l3"}, 400, "tier"),
+        ("/v1/clear", {"tier": "l1", "wait_s": 1e9}, 400, "wait_s"),
+    ],
+)
+def test_wrong_requests_say_what_to_change(controller, path, body, status, says):
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        controller.ask(path, body)
+    answer = json.load(refused.value)
+    assert refused.value.code == status and says in answer["message"], answer
+
+
+def test_events_come_by_cursor_by_waiting_and_as_a_stream(controller, instance):
+    cursor = controller.ask("/v1/events")["next_after"]
+    told: list[dict[str, Any]] = []
+    thread = threading.Thread(
+        target=lambda: told.append(controller.ask(f"/v1/events?after={cursor}&wait_s=30"))
+    )
+    thread.start()
+    instance("a").register()
+    thread.join()
+    assert [event["kind"] for event in told[0]["events"]] == ["joined"]
+    assert controller.ask(f"/v1/events?after={cursor}&limit=1")["events"] == told[0]["events"]
+    with urllib.request.urlopen(f"{controller.url}/v1/events/stream?after={cursor}", timeout=30) as stream:
+        lines = [stream.readline().decode().strip() for _ in range(4)]
+    assert lines[0] == ": connected"
+    assert lines[2] == f"id: {told[0]['events'][0]['number']}"
+    assert json.loads(lines[3].removeprefix("data: "))["kind"] == "joined"
+    assert controller.ask("/v1/events?after=0")["lost"]
+
+
+def test_off_loopback_needs_a_token_and_checks_it(tmp_path):
+    token = tmp_path / "token"
+    token.write_text("t" * 32)
+    with ControllerProcess(tmp_path, flags=("--token-file", str(token))) as controller:
+        for given in ("", "u" * 32):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                controller.ask("/v1/instances", token=given)
+            assert refused.value.code == 401
+        assert controller.ask("/v1/instances", token="t" * 32)["instances"] == []
+        assert controller.ask("/healthz") == {"ok": True}
+    refused_start = subprocess.run(
+        [sys.executable, "-m", "kvstrata", "controller", "--host", "0.0.0.0", "--snapshot-dir", "none"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert refused_start.returncode == 2 and "token_file" in refused_start.stderr
+
+
+def key_of(number: int) -> str:
+    """A storage key whose tag is that of `tags_of`."""
+    return (tags_of([number]) + bytes(24)).hex()
