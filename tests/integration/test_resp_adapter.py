@@ -532,6 +532,26 @@ async def test_a_server_that_is_gone_is_told_once_in_the_log_and_tried_with_paus
 # --- clusters ----------------------------------------------------------------------------------------------
 
 
+async def test_a_server_that_denies_us_is_not_said_to_be_unreachable(
+    redis_folder: Path, tmp_path: Path
+) -> None:
+    with RedisServer(tmp_path, password=SECRET) as server:
+        async with opened(server.entry()) as adapter:
+            await put(adapter, 1)
+            server.kill()
+            server.password = SECRET + "!"
+            server.start()
+
+            async def is_denied() -> bool:
+                return (await adapter.exists([key_of(1)]))[0].reason == "denied"
+
+            await until(is_denied)
+            # Not tried again before a pause; whoever asks meanwhile is told the same.
+            for _ in range(20):
+                assert (await adapter.exists([key_of(1)]))[0].reason == "denied"
+                assert await put(adapter, 1) == [PutOutcome(PutStatus.FAILED, "denied")]
+
+
 async def test_records_are_found_while_their_slot_moves_and_after(redis_folder: Path, tmp_path: Path) -> None:
     with cluster(tmp_path) as nodes, contextlib.ExitStack() as stack:
         clients = [stack.enter_context(node.client()) for node in nodes]

@@ -7,8 +7,8 @@
 
 Invariants
 1. A connection has one user at a time; one on which anything went wrong is closed, and so are the idle ones beside it.
-2. While a server cannot be reached, one caller at a time tries it, after pauses of PAUSE_S, doubled up to MAX_PAUSE_S;
-   all others are told `unreachable` at once.
+2. While a server cannot be reached or denies us, one caller at a time tries it, after pauses of PAUSE_S, doubled up to
+   MAX_PAUSE_S; all others are told what that one found, at once.
 3. Nothing that the user must keep to himself is in an error or in a log, and a server that does not speak RESP is not
    shown the password.
 
@@ -253,7 +253,8 @@ class Servers:
                 link = node.idle.pop() if node.idle else None
                 if link is None:
                     if node.failures and (node.trying or time.monotonic() < node.try_at_s):
-                        raise LinkLost("unreachable", f"{node.address} cannot be reached")
+                        reason = "denied" if node.denied else "unreachable"
+                        raise LinkLost(reason, f"{node.address}: {reason} a moment ago")
                     node.trying = True
             if link is None:
                 break
