@@ -183,7 +183,8 @@ cdef extern from "kvstrata/pool.h" namespace "kvstrata" nogil:
         Status hold(const CKey&, CHold*) noexcept
         Status hold_reserved(uint64_t, uint64_t, CHold*) noexcept
         uint64_t remove(const uint8_t*, size_t) noexcept
-        uint64_t clear(int64_t) noexcept
+        uint64_t clear(int64_t, const uint8_t*) noexcept
+        uint64_t ready_tags(uint64_t, uint64_t, vector[uint64_t]*) noexcept
         void set_quota(uint32_t, int64_t) noexcept
         uint64_t evict_to_watermark() noexcept
         vector[CKey] victims_preview(uint64_t) noexcept
@@ -629,11 +630,20 @@ cdef class Pool:
             count = self.pool.get().remove(batch.data, batch.count)
         return count
 
-    def clear(self, int64_t tenant=-1):
+    def clear(self, int64_t tenant=-1, identity=b""):
         cdef uint64_t count
+        cdef bytes raw = _one_key(identity, "identity") if identity else b""
+        cdef const uint8_t* wanted = <const uint8_t*>PyBytes_AS_STRING(raw) if raw else NULL
         with nogil:
-            count = self.pool.get().clear(tenant)
+            count = self.pool.get().clear(tenant, wanted)
         return count
+
+    def ready_tags(self, uint64_t first, uint64_t max_entries):
+        cdef vector[uint64_t] tags
+        cdef uint64_t following
+        with nogil:
+            following = self.pool.get().ready_tags(first, max_entries, &tags)
+        return PyBytes_FromStringAndSize(<char*>tags.data(), <Py_ssize_t>(8 * tags.size())), following
 
     def set_quota(self, uint32_t tenant, int64_t quota_bytes):
         with nogil:

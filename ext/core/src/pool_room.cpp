@@ -4,6 +4,7 @@
 #include "kvstrata/pool.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -230,7 +231,7 @@ std::uint64_t Pool::remove(const std::uint8_t* keys, std::size_t n_keys) noexcep
   return removed;
 }
 
-std::uint64_t Pool::clear(std::int64_t tenant) noexcept {
+std::uint64_t Pool::clear(std::int64_t tenant, const std::uint8_t* identity) noexcept {
   constexpr std::uint32_t kStep = 512;
   std::uint64_t removed = 0;
   for (std::uint64_t begin = 0;; begin += kStep) {
@@ -245,10 +246,25 @@ std::uint64_t Pool::clear(std::int64_t tenant) noexcept {
           load_word(index_.cold(entry).tenant) != static_cast<std::uint64_t>(tenant)) {
         continue;
       }
+      const ColdEntry& cold = index_.cold(entry);
+      if (identity != nullptr && std::memcmp(cold.identity, identity, sizeof cold.identity) != 0) {
+        continue;
+      }
       drop(entry, Cause::kCleared);
       removed += 1;
     }
   }
+}
+
+std::uint64_t Pool::ready_tags(std::uint64_t from, std::uint64_t max_entries,
+                               std::vector<std::uint64_t>* tags) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (is_closed() || from >= entries_touched_) return 0;
+  const std::uint64_t end = from + std::min(max_entries, entries_touched_ - from);
+  for (auto entry = static_cast<std::uint32_t>(from); entry < end; ++entry) {
+    if (index_.state(entry) == EntryState::kReady) tags->push_back(index_.key(entry).word[0]);
+  }
+  return end < entries_touched_ ? end : 0;
 }
 
 std::uint64_t Pool::evict_to_watermark() noexcept {

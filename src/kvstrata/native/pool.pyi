@@ -194,8 +194,13 @@ class Pool:
         """A hold on a READY entry by key, or on an item of a reservation; None when there is none."""
     def remove(self, keys: Buffer) -> int:
         """Drops READY and UNVERIFIED entries that nobody uses; returns how many."""
-    def clear(self, tenant: int = -1) -> int:
-        """Drops everything (of one tenant) that nobody uses; returns how many."""
+    def clear(self, tenant: int = -1, identity: bytes = b"") -> int:
+        """Drops everything (of one tenant, of one identity root) that nobody uses; returns how many."""
+    def ready_tags(self, first: int, max_entries: int) -> tuple[bytes, int]:
+        """(the first 8 bytes of each READY key among the next entries from number `first` on, where to go on).
+
+        0 when there are no more.  About 10 ns an entry, under the lock.  What changes meanwhile is in the events.
+        """
     def set_quota(self, tenant: int, quota_bytes: int) -> None:
         """Bytes that a tenant may hold, -1 for no limit. Over it, its own oldest chunks make room."""
     def evict_to_watermark(self) -> int:

@@ -268,11 +268,17 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   // Administration.
   std::uint64_t remove(const std::uint8_t* keys, std::size_t n_keys) noexcept;
-  std::uint64_t clear(std::int64_t tenant) noexcept;
+  // Of every tenant with tenant < 0; of every identity without `identity` (32 bytes).
+  std::uint64_t clear(std::int64_t tenant, const std::uint8_t* identity = nullptr) noexcept;
   void set_quota(std::uint32_t tenant, std::int64_t bytes) noexcept;
   std::uint64_t evict_to_watermark() noexcept;
   std::vector<Key> victims_preview(std::uint64_t need_bytes) noexcept;
   std::vector<Event> take_events(std::uint64_t* lost) noexcept;
+  // Appends the first words of the keys that are READY among the next `max_entries` entries from
+  // number `from` on; returns where to go on, 0 when there are no more. What changes meanwhile is
+  // told by the events.
+  std::uint64_t ready_tags(std::uint64_t from, std::uint64_t max_entries,
+                           std::vector<std::uint64_t>* tags) noexcept;
   PoolStats stats() noexcept;
   void heartbeat() noexcept;
   void set_has_l2(bool has_l2) noexcept;
