@@ -63,6 +63,14 @@ def server_parser() -> argparse.ArgumentParser:
     add("--http-host", dest="http.host", help="address of the admin HTTP port (127.0.0.1)")
     add("--http-port", dest="http.port", type=int, help="admin HTTP port (8080)")
     add("--no-http", dest="http.enabled", action="store_false", help="no admin HTTP port")
+    add("--controller-url", dest="controller.url", metavar="URL",
+        help="reply port of the cluster's controller, as tcp://HOST:8400")  # fmt: skip
+    add("--cluster-curve-file", dest="controller.curve_file", metavar="FILE",
+        help="CURVE keys of a member of the cluster")  # fmt: skip
+    add("--p2p-engine", dest="p2p.engine", metavar="NAME", help="auto, ucx, nixl or off (auto)")
+    add("--p2p-listen", dest="p2p.listen", metavar="HOST:PORT", help="where peers ask (localhost:0)")
+    add("--p2p-advertise", dest="p2p.advertise", metavar="HOST[:PORT]", help="where they find that")
+    add("--zone", dest="p2p.zone", metavar="NAME", help="instances of one zone are near each other")
     _add_common(parser)
     return parser
 

@@ -118,6 +118,77 @@ class SecuritySettings(PortSecuritySettings, frozen=True, kw_only=True):
     ] = ""
 
 
+class ControllerLinkSettings(_Section, frozen=True, kw_only=True):
+    """How an instance is a member of a cluster."""
+
+    url: Annotated[
+        str,
+        Meta(
+            pattern=r"^(tcp://[^\s/]+:\d{1,5})?$",
+            description="Reply port of the cluster's controller, as `tcp://HOST:8400`; empty: no cluster.",
+        ),
+    ] = ""
+    curve_file: Annotated[
+        str,
+        Meta(
+            description="File with the CURVE keys of a member: `secret KEY`, which all members may share, and where "
+            "theirs differ `server KEY` (the controller's public key) and a `client KEY` for each that may ask."
+        ),
+    ] = ""
+
+
+class P2pSettings(_Section, frozen=True, kw_only=True):
+    """Reading the L1 of other instances of the cluster, and letting them read this one's."""
+
+    engine: Annotated[
+        Literal["auto", "ucx", "nixl", "off"],
+        Meta(
+            description="What moves the bytes; `auto`: ucx where this build has it, else nixl where it is installed, "
+            "else off. Peers must use the same."
+        ),
+    ] = "auto"
+    listen: Annotated[
+        str,
+        Meta(
+            pattern=r"^[^\s/]+:\d{1,5}$",
+            description="HOST:PORT where peers ask for leases; port 0 takes a free one.",
+        ),
+    ] = "localhost:0"
+    advertise: Annotated[
+        str,
+        Meta(
+            pattern=r"^([^\s/:]+|[^\s/]+:\d{1,5})?$",
+            description="HOST or HOST:PORT under which peers reach `listen`; empty: as `listen` says.",
+        ),
+    ] = ""
+    zone: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9._-]{0,64}$",
+            description="Instances of one zone are near each other and read from each other first.",
+        ),
+    ] = ""
+    keep: Annotated[
+        bool,
+        Meta(
+            description="Keep chunks that were read from peers, as any others; else they go once they are not in use."
+        ),
+    ] = True
+    max_leased_share: Annotated[
+        float, Meta(gt=0, le=0.25, description="Share of L1 that peers may have leased at a time.")
+    ] = 0.25
+    lookup_timeout_ms: Annotated[
+        int, Meta(ge=1, le=60_000, description="Time for the directory and an owner to answer a lookup.")
+    ] = 250
+    load_timeout_ms: Annotated[
+        int, Meta(ge=1, le=60_000, description="Time for one batch to be read from a peer.")
+    ] = 5_000
+    max_read_mb_s: Annotated[
+        float,
+        Meta(ge=0, le=1 << 20, description="MB per second that are read from peers at most; 0: no bound."),
+    ] = 0.0
+
+
 class ServerSettings(_Section, frozen=True, kw_only=True):
     """Settings of `lmcache-server`."""
 
@@ -148,6 +219,8 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
     ] = None
     http: HttpSettings = HttpSettings()
     security: SecuritySettings = SecuritySettings()
+    controller: ControllerLinkSettings = ControllerLinkSettings()
+    p2p: P2pSettings = P2pSettings()
     quotas_gb: Annotated[
         dict[str, Annotated[float, Meta(gt=0, le=1 << 20)]],
         Meta(description="L1 bytes a tenant may hold, in GB, by tenant name."),

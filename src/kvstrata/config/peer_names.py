@@ -72,12 +72,20 @@ SERVER_FLAGS: dict[str, Name] = {
     ),
     "--shm-name": Name(Fate.REPLACED, "l1.segment_dir", "the pool's files live in a directory"),
     "--prometheus-port": Name(Fate.REPLACED, "http.port", "metrics are served as /metrics on the HTTP port"),
-    "--coordinator-url": _refused("a cluster controller is not supported yet; remove it"),
-    "--p2p-advertise-url": _refused("peers are not supported yet; remove it"),
-    "--p2p-listen-url": _refused("peers are not supported yet; remove it"),
-    "--p2p-lookup-timeout": _refused("peers are not supported yet; remove it"),
-    "--p2p-load-timeout": _refused("peers are not supported yet; remove it"),
-    "--p2p-transfer-engine": _refused("peers are not supported yet; remove it"),
+    "--coordinator-url": Name(
+        Fate.REPLACED,
+        "controller.url",
+        "use --controller-url with the controller's reply port, tcp://HOST:8400",
+    ),
+    "--p2p-advertise-url": Name(Fate.REPLACED, "p2p.advertise", "use --p2p-advertise HOST:PORT"),
+    "--p2p-listen-url": Name(Fate.REPLACED, "p2p.listen", "use --p2p-listen HOST:PORT"),
+    "--p2p-lookup-timeout": Name(
+        Fate.REPLACED,
+        "p2p.lookup_timeout_ms",
+        "a lookup waits for peers a part of a second, given in milliseconds",
+    ),
+    "--p2p-load-timeout": Name(Fate.REPLACED, "p2p.load_timeout_ms", "it is given in milliseconds"),
+    "--p2p-transfer-engine": Name(Fate.REPLACED, "p2p.engine", "use --p2p-engine auto, ucx or nixl"),
     "--transport": Name(Fate.NOTED, "", "the transport is always zmq"),
     "--max-workers": _noted(_OUR_COPIES),
     "--max-gpu-workers": _noted(_OUR_COPIES),
@@ -177,8 +185,12 @@ CLIENT_KEYS: dict[str, Name] = {
     "enable_pd": _refused("prefill/decode disaggregation is not supported yet; remove it"),
     "enable_blending": _refused(_NO_BLEND),
     "remote_config_url": _refused("settings are read from this file only; remove it"),
-    "enable_p2p": _refused("peers are not supported yet; remove it"),
-    "enable_controller": _refused("a cluster controller is not supported yet; remove it"),
+    "enable_p2p": Name(
+        Fate.REPLACED,
+        "",
+        f"{_ON_SERVER}: instances with a controller read from each other unless p2p.engine is off",
+    ),
+    "enable_controller": Name(Fate.REPLACED, "", f"{_ON_SERVER}: controller.url (--controller-url)"),
 }
 """Keys of the file in LMCACHE_CONFIG_FILE, and, upper-cased, of LMCACHE_<KEY> variables."""
 
@@ -190,11 +202,11 @@ CLIENT_KEY_PREFIXES: dict[str, Name] = {
     "gds_": _refused("GPU direct storage is not supported; remove it"),
     "maru_": _refused("it is not supported; remove it"),
     "hidden_state_": _refused("hidden states are not cached; remove it"),
-    "p2p_": _refused("peers are not supported yet; remove it"),
-    "nixl_": _refused("peers are not supported yet; remove it"),
-    "transfer_channel": _refused("peers are not supported yet; remove it"),
-    "controller_": _refused("a cluster controller is not supported yet; remove it"),
-    "lmcache_worker_": _refused("a cluster controller is not supported yet; remove it"),
+    "p2p_": Name(Fate.REPLACED, "", f"{_ON_SERVER}: p2p.*"),
+    "nixl_": Name(Fate.REPLACED, "", f"{_ON_SERVER}: p2p.*"),
+    "transfer_channel": Name(Fate.REPLACED, "", f"{_ON_SERVER}: p2p.*"),
+    "controller_": Name(Fate.REPLACED, "", f"{_ON_SERVER}: controller.url (--controller-url)"),
+    "lmcache_worker_": Name(Fate.REPLACED, "", f"{_ON_SERVER}: controller.url (--controller-url)"),
 }
 
 _FALSY = (False, None, "", "false", "False", "0", 0)
