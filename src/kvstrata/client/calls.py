@@ -190,6 +190,8 @@ class StoreOutcome(enum.StrEnum):
     """Refused likewise."""
     ENTRIES_FULL = "entries_full"
     """Refused likewise."""
+    FROZEN = "frozen"
+    """Refused likewise."""
     BACKLOG = "backlog"
     """Too many bytes were waiting to be gathered; nothing was read."""
     UNAVAILABLE = "unavailable"
@@ -209,6 +211,7 @@ OUTCOME_OF_RESERVE = {
     ReserveOutcome.QUOTA: StoreOutcome.QUOTA,
     ReserveOutcome.TOO_LARGE: StoreOutcome.TOO_LARGE,
     ReserveOutcome.ENTRIES_FULL: StoreOutcome.ENTRIES_FULL,
+    ReserveOutcome.FROZEN: StoreOutcome.FROZEN,
 }
 """What a reserve that gave no extent means for its chunk."""
 

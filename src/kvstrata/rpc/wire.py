@@ -218,6 +218,8 @@ class ReserveOutcome(enum.IntEnum):
     """No extent of L1 is that long."""
     ENTRIES_FULL = 8
     """The index has no entry left."""
+    FROZEN = 9
+    """The instance stores nothing new for some seconds, while its cluster's controller takes stock of it."""
 
 
 class ReserveReply(Reply, frozen=True, tag="reserve"):

@@ -70,12 +70,14 @@ class Links:
         *,
         keys: ClusterKeys | None = None,
         told: Callable[[Nudge], None] | None = None,
+        changed: Callable[[bool], None] | None = None,
     ) -> AskLink:
-        """A link for questions to `endpoint`, which may be absent. `told` gets what comes unasked.
+        """A link for questions to `endpoint`, which may be absent.
 
-        Raises Unavailable when libzmq refuses the endpoint.
+        `told` gets what comes unasked; `changed` hears of each connection, which may lead to another process than the
+        one before, and of its end.  Raises Unavailable when libzmq refuses the endpoint.
         """
-        link = AskLink(self._loop, self._socket(zmq.DEALER, endpoint, keys), told)
+        link = AskLink(self._loop, self._socket(zmq.DEALER, endpoint, keys), told, changed)
         self._links.add(link)
         return link
 
@@ -187,8 +189,11 @@ class AskLink(_Link):
         loop: asyncio.AbstractEventLoop,
         link: zmq.Socket[bytes],
         told: Callable[[Nudge], None] | None,
+        changed: Callable[[bool], None] | None,
     ) -> None:
         self._told = told
+        self._changed = changed
+        self._up = False
         self._next_seq = 1
         self._open: dict[int, asyncio.Future[ClusterReply]] = {}
         self._unsent: dict[int, bytes] = {}
@@ -233,6 +238,10 @@ class AskLink(_Link):
                 outcome.set_exception(Unavailable("the link is closed"))
 
     def _turn(self, events: int) -> bool:
+        if bool(events & zmq.POLLOUT) != self._up:
+            self._up = not self._up
+            if self._changed is not None:
+                self._changed(self._up)
         while self._unsent and events & zmq.POLLOUT:
             seq = next(iter(self._unsent))
             if not self._try_send(self._unsent[seq]):

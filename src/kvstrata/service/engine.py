@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from kvstrata.process.supervisor import PoolLane, Supervisor
     from kvstrata.rpc.wire import AttachRequest
     from kvstrata.service.adapter_control import AdapterControl
+    from kvstrata.service.cluster import ClusterLink
     from kvstrata.service.prefetch import PrefetchController
     from kvstrata.service.store import StoreController
     from kvstrata.storage.wrap.metrics import OpReport
@@ -55,6 +56,8 @@ GB = 1 << 30
 MAX_JOBS = 256
 MAX_RUNNING_JOBS = 8
 EVENTS_PER_TURN = 512
+PEER_TYPE = "peer"
+"""Type of the adapter that reads other instances."""
 MAX_SESSION_SHARE = 8
 """A session may have 1/8 of L1 reserved or quarantined."""
 
@@ -117,6 +120,10 @@ class Engine:
         self.leases = Leases()
         self.in_flight = InFlight()
         self.explainer = Explainer()
+        self.cluster: ClusterLink | None = None
+        """What tells the controller of this instance; None outside a cluster."""
+        self.frozen = False
+        """Nothing new is stored, while the controller takes stock (service/cluster.py)."""
         self.counters = ServerCounters()
         self.send: Callable[[Any, bytes], None] = lambda address, reply: None
         self.work: dict[Call, asyncio.Task[None]] = {}
@@ -305,6 +312,17 @@ class Engine:
                 report.adapter, report.operation, report.seconds, report.moved_bytes, report.outcomes
             )
 
+    def peer_loads(self) -> tuple[int, int]:
+        """Records and bytes that were read from peers."""
+        loads = [
+            counted
+            for (adapter, operation), counted in self.counters.l2.items()
+            if operation == "load" and adapter.startswith(f"{PEER_TYPE}-")
+        ]
+        return sum(counted.outcomes.get("loaded", 0) for counted in loads), sum(
+            counted.moved_bytes for counted in loads
+        )
+
     @property
     def has_l2(self) -> bool:
         """Whether a lookup may find something behind L1."""
@@ -317,8 +335,13 @@ class Engine:
         if self.pool.events_lost != self._events_lost:
             self._events_lost = self.pool.events_lost
             self.explainer.keys.lost_events()
+            if self.cluster is not None:
+                self.cluster.pool_events_lost()
         idle = not self._events
-        self._events.extend(self.pool.events())
+        events = self.pool.events()
+        if self.cluster is not None:
+            self.cluster.pool_events(events)
+        self._events.extend(events)
         if idle and self._events:
             self._take_events()
 

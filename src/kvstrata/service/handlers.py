@@ -104,6 +104,7 @@ _REFUSALS = {
     ReserveOutcome.QUOTA,
     ReserveOutcome.TOO_LARGE,
     ReserveOutcome.ENTRIES_FULL,
+    ReserveOutcome.FROZEN,
 }
 _NO_EXTENT = bytes(EXTENT.size)
 
@@ -408,6 +409,9 @@ class Handlers:
             engine.explainer.identities.stored(
                 request.probe, identity.root, identity.layout, identity.request
             )
+        if engine.frozen:
+            outcomes = bytes([ReserveOutcome.FROZEN]) * n_chunks
+            return self._reserved(call, keys, 0, outcomes, _NO_EXTENT * n_chunks)
         if n_chunks > KEYS_ON_LOOP:
             return self._reserve_on_lane(call, keys, arguments)
         return self._reserved(call, keys, *engine.pool.reserve(*arguments))

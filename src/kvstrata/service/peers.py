@@ -190,7 +190,7 @@ class PeerLeases:
             "limit_bytes": self._limit_bytes,
             "draining": self.draining,
             "read_bytes": self.read_bytes,
-            **self.counts,
+            **{("draining_refused" if word == DRAINING else word): n for word, n in self.counts.items()},
         }
 
     def _take(self, keys: bytes, n_slices: int) -> tuple[_Lease | None, bytes, str]:
@@ -266,7 +266,7 @@ class PeerServer:
         self,
         pool: Pool,
         clock: Clock,
-        server: ZmqServer,
+        server: ZmqServer | None,
         *,
         instance_id: str,
         incarnation: int,
@@ -274,7 +274,10 @@ class PeerServer:
         engine: str,
         metadata: Callable[[], bytes],
     ) -> None:
-        """`metadata`: of the transfer engine that reaches the pool, at this moment; empty while none does."""
+        """`server` is None where peers are not served and only pins are kept.
+
+        `metadata`: of the transfer engine that reaches the pool, at this moment; empty while none does.
+        """
         self.leases = PeerLeases(pool, limit_bytes)
         self._pool = pool
         self._clock = clock
@@ -291,11 +294,13 @@ class PeerServer:
 
     def start(self) -> None:
         """Begin to answer."""
-        self._server.start(self._on_frame, self._on_frame_count)
+        if self._server is not None:
+            self._server.start(self._on_frame, self._on_frame_count)
 
     def close(self) -> None:
         """Answer nobody any more, and end every lease."""
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         if self._timer is not None:
             self._timer.cancel()
         self.leases.draining = True
@@ -309,7 +314,11 @@ class PeerServer:
 
     def status(self) -> dict[str, Any]:
         """For status pages and metrics."""
-        return {**self.leases.stats(), "errors": self._errors, **self._server.stats()}
+        return {
+            **self.leases.stats(),
+            "errors": self._errors,
+            **({} if self._server is None else self._server.stats()),
+        }
 
     def _on_frame(self, address: Address, frame: bytes) -> None:
         try:
@@ -318,7 +327,8 @@ class PeerServer:
             reply = self._failure(seq_of(frame), BadRequest(f"no message of peers: {error}"))
         except KvstrataError as error:
             reply = self._failure(seq_of(frame), error)
-        self._server.send(address, encode(reply))
+        if self._server is not None:
+            self._server.send(address, encode(reply))
 
     def _on_frame_count(self, address: Address, count: int) -> bytes:
         return encode(self._failure(0, BadRequest(f"a message is one frame, found {count}")))

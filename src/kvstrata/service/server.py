@@ -18,6 +18,7 @@ import asyncio
 import functools
 import gc
 import getpass
+import importlib.util
 import os
 import platform
 import re
@@ -46,10 +47,12 @@ from kvstrata.process.listen import listen as http_listen
 from kvstrata.process.listen import read_token
 from kvstrata.process.listen import serve as http_serve
 from kvstrata.process.supervisor import PoolLane
-from kvstrata.rpc.zmq_server import ZmqServer, read_curve_file
+from kvstrata.rpc.zmq_server import ClusterKeys, ZmqServer, read_cluster_keys, read_curve_file
 from kvstrata.service.adapter_control import AdapterControl
-from kvstrata.service.engine import MAX_SESSION_SHARE, Engine
+from kvstrata.service.cluster import ClusterLink
+from kvstrata.service.engine import MAX_SESSION_SHARE, PEER_TYPE, Engine
 from kvstrata.service.handlers import Handlers
+from kvstrata.service.peers import PeerServer
 from kvstrata.service.prefetch import PrefetchController, PrefetchLimits
 from kvstrata.service.store import StoreController, StoreLimits
 from kvstrata.storage.base import AdapterContext
@@ -71,6 +74,7 @@ ADOPTED_KEYS = 2
 IN_FLIGHT_SHARE = 8
 """One adapter may have L1 / 8 under way to L1."""
 _RELATIVE_AGE = re.compile(r"[^A-Za-z0-9._-]")
+_PORT = re.compile(r":\d{1,5}$")
 
 
 class Plan(NamedTuple):
@@ -83,6 +87,9 @@ class Plan(NamedTuple):
     """The one adapter is the default one: the server runs without it where it cannot be opened."""
     tokens: TenantTokens
     http_token: str
+    cluster_keys: ClusterKeys | None
+    p2p_engine: str
+    """ucx, nixl, or empty: peers are neither read nor served."""
 
 
 def plan(settings: ServerSettings, environment: Mapping[str, str]) -> Plan:
@@ -105,7 +112,30 @@ def plan(settings: ServerSettings, environment: Mapping[str, str]) -> Plan:
         http_token = read_token(settings.http, insecure=settings.security.insecure)
     if settings.security.curve_secret_file:
         read_curve_file(settings.security.curve_secret_file)
-    return Plan(settings, extents_bytes, adapters, embedded, tokens, http_token)
+    keys_file = settings.controller.curve_file
+    keys = read_cluster_keys(keys_file, "controller.curve_file") if keys_file else None
+    return Plan(settings, extents_bytes, adapters, embedded, tokens, http_token, keys, _p2p_engine(settings))
+
+
+def _p2p_engine(settings: ServerSettings) -> str:
+    """What moves bytes between instances here. Raises ConfigError."""
+    p2p = settings.p2p
+    if not settings.controller.url or p2p.engine == "off":
+        return ""
+    host = p2p.listen.rpartition(":")[0]
+    if host in ("*", "0.0.0.0", "[::]") and not p2p.advertise:
+        raise ConfigError(
+            f"p2p.advertise: p2p.listen is {p2p.listen}, every address; say under which one peers find this instance "
+            "(--p2p-advertise HOST)",
+            field="p2p.advertise",
+        )
+    if p2p.engine != "auto":
+        return p2p.engine
+    found = [name for name, module in _P2P_MODULES.items() if importlib.util.find_spec(module) is not None]
+    return found[0] if found else ""
+
+
+_P2P_MODULES = {"ucx": "kvstrata.native.ucx", "nixl": "nixl"}
 
 
 def default_l1_bytes() -> int:
@@ -174,6 +204,8 @@ class Server(Process):
         self._ready_fd = ready_fd
         self._started_s = time.monotonic()
         self._clock = SystemClock()
+        self._peer_adapter = ""
+        """Name of the adapter that reads peers; empty where there is none."""
 
     # --- start -------------------------------------------------------------------------------------------
 
@@ -222,6 +254,7 @@ class Server(Process):
         )
         engine.http_port = http_port
         await self._open_adapters(instance_id, port, segment)
+        cluster = self._join_cluster(engine) if settings.controller.url else None
         handlers = Handlers(engine, loop)
         engine.send = zmq_server.send
         attach = AttachServer(
@@ -238,12 +271,68 @@ class Server(Process):
         self.supervisor.spawn(self._keep_house(lane), "housekeeping")
         if settings.l1.prefault_threads:
             pool.prefault_start(settings.l1.prefault_threads)
+        if cluster is not None:
+            cluster.start()
         if http_socket is not None:
             self.supervisor.spawn(http_serve(http_socket, self._make_app), "http")
         engine.set_ready()
         gc.collect()
         gc.freeze()
         self._announce(instance_id, port, http_port, directory, segment)
+
+    def _join_cluster(self, engine: Engine) -> ClusterLink:
+        """Listen for peers, and prepare the link to the controller. Raises ConfigError."""
+        settings, keys, p2p = self._settings, self._plan.cluster_keys, self._settings.p2p
+        peer_server, endpoint = None, ""
+        if self._peer_adapter:
+            peer_server = ZmqServer(self.loop)
+            self.closers.append(soon(peer_server.close))
+            host, _, port_text = p2p.listen.rpartition(":")
+            port = peer_server.bind_tcp(
+                host.strip("[]"),
+                int(port_text),
+                curve=keys and keys.curve,
+                insecure=settings.security.insecure,
+                host_setting="p2p.listen",
+                port_setting="p2p.listen",
+                flag="--p2p-listen",
+            )
+            advertised = p2p.advertise or f"{'127.0.0.1' if host == 'localhost' else host}:{port}"
+            endpoint = f"tcp://{advertised if _PORT.search(advertised) else f'{advertised}:{port}'}"
+        peers = PeerServer(
+            engine.pool,
+            self._clock,
+            peer_server,
+            instance_id=engine.instance_id,
+            incarnation=engine.epoch,
+            limit_bytes=int(engine.pool.extents_bytes * p2p.max_leased_share),
+            engine=self._plan.p2p_engine,
+            metadata=self._peer_metadata,
+        )
+        self.closers.append(soon(peers.close))
+        http_host = settings.http.host
+        cluster = ClusterLink(
+            engine,
+            settings.controller.url,
+            keys=keys,
+            incarnation=engine.epoch,
+            peers=peers,
+            peer_endpoint=endpoint,
+            zone=p2p.zone,
+            http_url=f"http://{http_host}:{engine.http_port}" if engine.http_port else "",
+        )
+        self.closers.append(cluster.stop)
+        engine.cluster = cluster
+        assert engine.store is not None
+        engine.store.watcher = cluster
+        engine.extra_status["cluster"] = cluster.status
+        engine.extra_status["peers_served"] = peers.status
+        peers.start()
+        return cluster
+
+    def _peer_metadata(self) -> bytes:
+        member = self._engine.adapters.get(self._peer_adapter)
+        return b"" if member is None else member.configured.advertisement()
 
     def _make_app(self) -> FastAPI:
         from kvstrata.service.http.app import make_app
@@ -306,6 +395,7 @@ class Server(Process):
         engine.store, engine.prefetch, engine.l2 = store, prefetch, control
         engine.extra_status["l2_adapters"] = control.status
         store.start()
+        await self._open_peer_adapter(control)
         adapters = self._plan.adapters
         if self._plan.embedded_l2:  # its directory is named by the port that was really taken
             adapters = [configure_adapter(embedded_adapter(port, os.environ), 0)]
@@ -316,6 +406,32 @@ class Server(Process):
                 if not self._plan.embedded_l2:
                     raise
                 self.log.warning("embedded_l2_off", reason=error.message)
+
+    async def _open_peer_adapter(self, control: AdapterControl) -> None:
+        """The tier that reads other instances, before all others: their RAM is nearer than a disk."""
+        settings = self._settings
+        if not self._plan.p2p_engine:
+            if settings.controller.url and settings.p2p.engine == "auto":
+                self.log.warning("p2p_off", reason="no transfer engine is installed (ucx or nixl)")
+            return
+        entry = {
+            "type": PEER_TYPE,
+            "controller": settings.controller.url,
+            "engine": self._plan.p2p_engine,
+            "lookup_timeout_ms": settings.p2p.lookup_timeout_ms,
+            "load_timeout_ms": settings.p2p.load_timeout_ms,
+            "max_mb_s": settings.p2p.max_read_mb_s,
+            **({"curve_file": settings.controller.curve_file} if settings.controller.curve_file else {}),
+        }
+        config = configure_adapter(entry, len(self._plan.adapters), path="p2p", by_server=True)
+        try:
+            await control.open(config)
+        except StorageError as error:
+            if settings.p2p.engine != "auto":
+                raise
+            self.log.warning("p2p_off", reason=error.message)
+        else:
+            self._peer_adapter = config.name
 
     def _dropped(self, adapter: str, key: bytes) -> None:
         """An adapter's cap dropped a key (any thread)."""
@@ -384,6 +500,8 @@ class Server(Process):
         """Take no new processes, and give L2 its time."""
         engine, drain_s = self._engine, self._settings.l2.drain_s
         engine.set_ready("stopping")
+        if engine.cluster is not None:
+            await engine.cluster.stop()
         if engine.store is not None:
             await engine.store.stop(drain_s)
         if engine.prefetch is not None:

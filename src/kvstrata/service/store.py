@@ -23,7 +23,7 @@ import asyncio
 import collections
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -105,6 +105,19 @@ class _Puts:
         return bool(self.queue or self.retrying or self.in_flight or self.making_room)
 
 
+class PlacementWatcher(Protocol):
+    """Who wants to know what adapters have; all on the event loop, at once."""
+
+    def put_there(self, adapter: str, key: bytes) -> None:
+        """The adapter has this chunk."""
+
+    def gone_there(self, adapter: str, keys: Sequence[bytes]) -> None:
+        """It has these no more."""
+
+    def cleared_there(self, adapter: str) -> None:
+        """It has none."""
+
+
 class StoreController:
     """See the module. All methods belong to the event loop.
 
@@ -131,6 +144,8 @@ class StoreController:
         """Of the members that take puts; a medium that is only read has none."""
         self._skipped = skipped
         self._trimmed = trimmed
+        self.watcher: PlacementWatcher | None = None
+        """Hears which adapter has which chunk, as far as this controller knows."""
         self._backlog = Backlog(limits.backlog_bytes)
         self._batch_bytes = min(limits.batch_bytes, limits.backlog_bytes // 4)
         self._waiting: collections.deque[tuple[bytes, bool]] = collections.deque()
@@ -174,6 +189,8 @@ class StoreController:
         if puts is not None:
             puts.planner.gone(keys)
             puts.ledger.gone(keys)
+            if self.watcher is not None:
+                self.watcher.gone_there(name, keys)
 
     def found(self, name: str, tenant: int, records: Sequence[tuple[bytes, int]]) -> None:
         """Records (key, bytes) of a tenant that were loaded from the adapter `name`."""
@@ -181,6 +198,8 @@ class StoreController:
         if puts is not None:
             for key, length_bytes in records:
                 puts.ledger.found(tenant, key, length_bytes)
+                if self.watcher is not None:
+                    self.watcher.put_there(name, key)
 
     # -- adapters come and go ------------------------------------------------------------------------------
 
@@ -284,6 +303,8 @@ class StoreController:
                 removed += await puts.adapter.clear()
                 puts.planner.forget()
                 puts.ledger.forget()
+                if self.watcher is not None:
+                    self.watcher.cleared_there(puts.name)
         return removed
 
     def stats(self) -> dict[str, Any]:
@@ -474,6 +495,8 @@ class StoreController:
         gone = [key for key, one in zip(keys, found, strict=True) if one.presence is Presence.ABSENT]
         puts.planner.gone(gone)
         puts.ledger.gone(gone)
+        if self.watcher is not None:
+            self.watcher.gone_there(puts.name, gone)
         puts.counts["trimmed"] += len(gone)
         self._trimmed(puts.name, gone)
         return bool(gone)
@@ -523,6 +546,8 @@ class StoreController:
             puts.counts[status.name.lower()] += 1
             puts.stored_bytes += pending.length_bytes if status is PutStatus.STORED else 0
             puts.planner.stored(pending.key)
+            if self.watcher is not None:
+                self.watcher.put_there(puts.name, pending.key)
             return
         attempts = pending.attempts + 1
         delay_s = self.limits.retry.delay_s(attempts) if status is PutStatus.THROTTLED else None

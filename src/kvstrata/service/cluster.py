@@ -1,0 +1,524 @@
+"""An instance as a member of a cluster: it registers, tells what it holds, lives visibly and carries out commands.
+
+    absent ── Register answered ──▶ member ── another epoch, a new connection, `unknown_instance` ──▶ absent
+                                      │ a full sync is wanted
+                                      ▼
+       SyncBegin(S) ─▶ parts: everything READY ─▶ SyncEnd ─▶ events from S + 1 on
+
+Rules:
+
+1. The controller can neither stop nor slow this instance: nothing here is awaited by a request, every question has a
+   time, every queue a bound.  What cannot be told in time is dropped, and a full sync makes up for it.
+2. Events are set operations in order.  A full sync reads the pool in slices while chunks come and go, and the events
+   since its begin follow it, so that each chunk ends as its last event says.
+3. Events that overflow during a full sync make the next one *frozen*: stores are refused with `frozen` until it ends,
+   at most FREEZE_S, and no longer than heartbeats are answered.
+4. A command is carried out once by its number; its result is told until the controller has answered that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvstrata import __version__
+from kvstrata.errors import Unavailable
+from kvstrata.native.copying import crc32c
+from kvstrata.observability.logging import EventLog
+from kvstrata.rpc.cluster_wire import (
+    CLUSTER_PROTOCOL_VERSION,
+    TAG_BYTES,
+    Beat,
+    Change,
+    Done,
+    Events,
+    Goodbye,
+    Heartbeat,
+    Load,
+    ModelInfo,
+    Nudge,
+    Register,
+    Registered,
+    SyncBegin,
+    SyncEnd,
+    SyncPart,
+    encode,
+)
+from kvstrata.rpc.zmq_link import AskLink, ClusterFailure, Links, PushLink
+from kvstrata.service.cluster_commands import Commands
+from kvstrata.service.cluster_events import L1_TIER, EventQueue, TierTags
+
+if TYPE_CHECKING:
+    from kvstrata.rpc.zmq_server import ClusterKeys
+    from kvstrata.service.engine import Engine
+    from kvstrata.service.peers import PeerServer
+
+ANSWER_S = 5.0
+"""For an answer of the controller to anything but a heartbeat."""
+AGAIN_S, AGAIN_MAX_S = 0.2, 5.0
+"""Between two attempts to register, doubling; a new connection ends the wait."""
+SEND_S = 0.1
+"""Between two looks at the queue of events."""
+SCAN_ENTRIES = 8_192
+"""Of the index, looked at in one turn of the loop (about 0.1 ms)."""
+PART_TAGS = 65_536
+PARTS_OPEN = 4
+PART_ATTEMPTS = 20
+FREEZE_S = 5.0
+MAX_MODELS = 64
+GOODBYE_S = 1.0
+
+
+class ClusterLink:
+    """See the module. Everything runs on the loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        url: str,
+        *,
+        keys: ClusterKeys | None,
+        incarnation: int,
+        peers: PeerServer,
+        peer_endpoint: str,
+        zone: str,
+        http_url: str,
+    ) -> None:
+        """`url`: of the controller's reply port. Raises Unavailable when it is no endpoint."""
+        self._engine = engine
+        self._url = url
+        self._keys = keys
+        self._incarnation = incarnation
+        self._peers = peers
+        self._peer_endpoint = peer_endpoint
+        self._zone = zone
+        self._http_url = http_url
+        self._loop = asyncio.get_running_loop()
+        self._log = EventLog("cluster")
+        self._links = Links(self._loop)
+        self._reply = self._links.ask(url, keys=keys, changed=self._connection_changed)
+        self._heart: AskLink | None = None
+        self._push: PushLink | None = None
+        self._ports = (0, 0)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._wake = asyncio.Event()
+        self._reconnected = False
+        self._member = False
+        self._epoch = 0
+        self._seq = 0
+        """Of the last batch of events that was sent."""
+        self._tiers: list[str] = []
+        self._queue = EventQueue()
+        self._frame: bytes | None = None
+        """A batch that the socket did not take yet."""
+        self._l2 = TierTags()
+        self._telling = False
+        """Events are kept for the controller: a full sync has begun, or has ended."""
+        self._syncing: asyncio.Task[None] | None = None
+        self._sync_number = 0
+        self._sync_wanted = ""
+        self._freeze_next_s = 0.0
+        self._unfreeze: asyncio.TimerHandle | None = None
+        self._synced = asyncio.Event()
+        self._stopped = False
+        self._heartbeat_s = 10.0
+        self.commands = Commands(engine, peers, self._command_ended, self._resync)
+        self._counts = dict.fromkeys(
+            ("registrations", "heartbeats", "unanswered", "event_batches", "events", "syncs", "syncs_failed", "freezes",
+             "overflows"), 0,
+        )  # fmt: skip
+
+    def start(self) -> None:
+        """Begin; the controller may be absent."""
+        spawn = self._engine.supervisor.spawn
+        self._tasks = [spawn(self._run(), "cluster"), spawn(self._send_events(), "cluster-events")]
+
+    async def stop(self) -> None:
+        """Lease nothing more, say goodbye if anybody listens, and close. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._peers.leases.draining = True
+        for task in (*self._tasks, *([self._syncing] if self._syncing is not None else [])):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.commands.stop()
+        self._thaw()
+        if self._member:
+            try:
+                request = Goodbye(0, self._engine.instance_id, self._incarnation)
+                await self._reply.ask(request, Done, GOODBYE_S)
+            except (Unavailable, ClusterFailure) as error:
+                self._log.info("goodbye_unheard", reason=error.message)
+        self._links.close()
+
+    def status(self) -> dict[str, Any]:
+        """For status pages and metrics."""
+        return {
+            "url": self._url,
+            "member": self._member,
+            "state": self._state(),
+            "last_event": self._seq,
+            "queued_tags": self._queue.n_tags,
+            "commands_waiting": len(self.commands),
+            "frozen": self._engine.frozen,
+            **self._counts,
+        }
+
+    # --- what happens in this instance ---------------------------------------------------------------------
+
+    def pool_events(self, events: Iterable[tuple[int, bytes, int]]) -> None:
+        """What the pool did, in order (Pool.events)."""
+        if self._telling:
+            for kind, key, _ in events:
+                change = _CHANGE_OF.get(kind)
+                if change is not None:
+                    self._queue.add(change, L1_TIER, key[:TAG_BYTES])
+
+    def pool_events_lost(self) -> None:
+        """The pool has forgotten some before they were taken."""
+        if self._telling:
+            self._want_sync("events_lost")
+
+    def put_there(self, adapter: str, key: bytes) -> None:
+        """An own L2 tier has acknowledged this chunk."""
+        if adapter in self._tiers:
+            self._l2.admit(adapter, [key])
+            if self._telling:
+                self._queue.add(Change.ADMIT, adapter, key[:TAG_BYTES])
+
+    def gone_there(self, adapter: str, keys: Sequence[bytes]) -> None:
+        """An own L2 tier has these no more."""
+        if adapter in self._tiers:
+            self._l2.evict(adapter, keys)
+            if self._telling:
+                self._queue.add(Change.EVICT, adapter, b"".join(key[:TAG_BYTES] for key in keys))
+
+    def cleared_there(self, adapter: str) -> None:
+        """An own L2 tier is empty."""
+        if adapter in self._tiers:
+            self._l2.clear(adapter)
+            if self._telling:
+                self._queue.add(Change.CLEAR, adapter)
+
+    # --- membership ----------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        again_s = AGAIN_S
+        while True:
+            self._member = self._reconnected = False
+            try:
+                registered = await self._register()
+            except ClusterFailure as refused:
+                again_s = max(min(2 * again_s, AGAIN_MAX_S), refused.failure.retry_after_ms / 1000)
+                self._log.repeated(
+                    logging.WARNING, "refused", "controller_refuses", code=refused.failure.code,
+                    reason=refused.failure.message,
+                )  # fmt: skip
+                await self._pause(again_s)
+                continue
+            except Unavailable as absent:
+                again_s = min(2 * again_s, AGAIN_MAX_S)
+                self._log.repeated(logging.WARNING, "absent", "controller_absent", reason=absent.message)
+                await self._pause(again_s)
+                continue
+            again_s = AGAIN_S
+            self._joined(registered)
+            await self._live()
+            self._thaw()
+
+    async def _register(self) -> Registered:
+        engine = self._engine
+        tiers = self._own_tiers()
+        if tiers != self._tiers:
+            self._tiers = tiers
+            self._telling = False
+        request = Register(
+            0, CLUSTER_PROTOCOL_VERSION, engine.instance_id, self._incarnation, __version__, tiers,
+            engine.pool.extents_bytes, engine.settings.chunk_size, self._peer_endpoint, self._http_url, self._zone,
+            platform.node()[:2000], os.getpid(), self._seq,
+        )  # fmt: skip
+        return await self._reply.ask(request, Registered, ANSWER_S)
+
+    def _joined(self, registered: Registered) -> None:
+        self._member = True
+        self._counts["registrations"] += 1
+        self._epoch = registered.epoch
+        self._heartbeat_s = max(0.05, registered.heartbeat_ms / 1000)
+        ports = (registered.pull_port, registered.heartbeat_port)
+        if ports != self._ports:
+            for link in (self._push, self._heart):
+                if link is not None:
+                    link.close()
+            host = self._url.rpartition(":")[0]
+            self._push = self._links.push(f"{host}:{ports[0]}", keys=self._keys)
+            self._heart = self._links.ask(f"{host}:{ports[1]}", keys=self._keys, told=self._nudged)
+            self._ports = ports
+        if registered.sync or not self._telling:
+            self._want_sync("registered")
+        self._log.info("member", controller=registered.controller, sync=bool(self._sync_wanted))
+
+    async def _live(self) -> None:
+        """Beat until it has to register again."""
+        while not self._reconnected:
+            self._wake.clear()
+            if self._sync_wanted and (self._syncing is None or self._syncing.done()):
+                self._syncing = self._engine.supervisor.spawn(self._sync(), "cluster-sync")
+            if not await self._beat() or self._own_tiers() != self._tiers:
+                return
+            await self._pause(self._heartbeat_s)
+
+    async def _beat(self) -> bool:
+        """One heartbeat; False when it has to register again."""
+        assert self._heart is not None
+        results = self.commands.results()
+        request = Heartbeat(
+            0, self._engine.instance_id, self._incarnation, self._seq, self._state(), self._load(), self._models(),
+            results,
+        )  # fmt: skip
+        try:
+            beat = await self._heart.ask(request, Beat, max(self._heartbeat_s, 1.0))
+        except Unavailable:
+            self._counts["unanswered"] += 1
+            self._thaw()
+            return True
+        except ClusterFailure as refused:
+            self._log.repeated(
+                logging.WARNING, "heartbeat", "heartbeat_refused", code=refused.failure.code,
+                reason=refused.failure.message,
+            )  # fmt: skip
+            return False
+        self._counts["heartbeats"] += 1
+        self.commands.told(results)
+        if beat.epoch != self._epoch:
+            return False
+        for command in beat.commands:
+            self.commands.take(command)
+        return True
+
+    async def _pause(self, seconds: float) -> None:
+        """Until there is something to tell, or for so long."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        self._wake.clear()
+
+    def _connection_changed(self, up: bool) -> None:
+        if up:  # perhaps to another process
+            self._reconnected = True
+            self._wake.set()
+
+    def _nudged(self, _: Nudge) -> None:
+        self._wake.set()
+
+    def _command_ended(self) -> None:
+        self._wake.set()
+
+    def _own_tiers(self) -> list[str]:
+        own = [
+            member.name[:32]
+            for member in self._engine.adapters
+            if not member.adapter.capabilities.shared and member.adapter.capabilities.takes_puts
+        ]
+        return [L1_TIER, *own[:15]]
+
+    def _state(self) -> str:
+        if not self._engine.readiness()[0]:
+            return "stopping"
+        if self._engine.frozen:
+            return "frozen"
+        if self._syncing is not None and not self._syncing.done():
+            return "syncing"
+        return "draining" if self._peers.leases.draining else "ready"
+
+    def _load(self) -> Load:
+        engine, pool = self._engine, self._engine.pool.stats()
+        counters = engine.counters
+        peer_chunks, peer_bytes = engine.peer_loads()
+        return Load(
+            chunks={L1_TIER: pool["entries"]["ready"], **{tier: self._l2.count(tier) for tier in self._tiers[1:]}},
+            used_bytes={L1_TIER: pool["used_bytes"]},
+            capacity_bytes={L1_TIER: pool["extents_bytes"]},
+            hits_total={
+                "l1": counters.l1_hit_chunks,
+                "l2": max(0, counters.l2_hit_chunks - peer_chunks),
+                "peer": peer_chunks,
+                "miss": counters.lookup_chunks - counters.l1_hit_chunks - counters.l2_hit_chunks,
+            },
+            peer_leased_bytes=self._peers.leases.leased_bytes,
+            peer_sent_bytes_total=self._peers.leases.read_bytes,
+            peer_read_bytes_total=peer_bytes,
+            sessions=len(engine.peers.members),
+        )  # fmt: skip
+
+    def _models(self) -> list[ModelInfo]:
+        found = {
+            (group.layout, group.packed_slices): group
+            for group in self._engine.peers.groups
+            if group.complete
+        }
+        return [ModelInfo(group.layout, group.slices) for group in list(found.values())[:MAX_MODELS]]
+
+    # --- events --------------------------------------------------------------------------------------------
+
+    async def _send_events(self) -> None:
+        while True:
+            due_s = self._loop.time() + SEND_S
+            await asyncio.sleep(SEND_S)
+            self.commands.lag_s = max(self._loop.time() - due_s, self.commands.lag_s * 0.99)
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what is queued, as far as the socket takes it."""
+        syncing = self._syncing is not None and not self._syncing.done()
+        if self._queue.overflowed and not syncing:
+            self._counts["overflows"] += 1
+            self._want_sync("overflow")
+        if not self._telling or syncing or not self._member or self._sync_wanted or self._push is None:
+            return
+        while True:
+            if self._frame is None:
+                runs = self._queue.take()
+                if not runs:
+                    return
+                self._frame = encode(Events(self._engine.instance_id, self._incarnation, self._seq + 1, runs))
+                self._counts["events"] += sum(len(run.tags) // TAG_BYTES for run in runs)
+            if not self._push.try_send(self._frame):
+                return
+            self._frame = None
+            self._seq += 1
+            self._counts["event_batches"] += 1
+
+    # --- full sync -----------------------------------------------------------------------------------------
+
+    async def _resync(self, freeze_ms: int) -> None:
+        """What a RESYNC asks for; returns when a full sync has ended."""
+        self._freeze_next_s = max(self._freeze_next_s, min(freeze_ms / 1000, FREEZE_S))
+        self._want_sync("asked")
+        self._synced.clear()
+        await self._synced.wait()
+
+    def _want_sync(self, why: str) -> None:
+        if not self._sync_wanted:
+            self._log.info("sync_wanted", reason=why)
+        self._sync_wanted = why
+        self._wake.set()
+
+    async def _sync(self) -> None:
+        """One attempt; what it did not bring about is still wanted afterwards."""
+        self._sync_wanted = ""
+        self._queue.clear()
+        self._frame = None
+        self._telling = True
+        if self._freeze_next_s:
+            self._freeze(self._freeze_next_s)
+            self._freeze_next_s = 0.0
+        self._sync_number += 1
+        try:
+            await self._tell_everything(self._sync_number)
+        except (Unavailable, ClusterFailure) as error:
+            self._counts["syncs_failed"] += 1
+            self._telling = False
+            self._log.warning("sync_failed", reason=error.message)
+            await asyncio.sleep(AGAIN_S)
+            self._want_sync("failed")
+            return
+        finally:
+            self._thaw()
+        if self._queue.overflowed:
+            self._counts["overflows"] += 1
+            self._freeze_next_s = FREEZE_S
+            self._want_sync("overflow")
+            return
+        self._counts["syncs"] += 1
+        self._synced.set()
+        self._wake.set()
+
+    async def _tell_everything(self, number: int) -> None:
+        me = (self._engine.instance_id, self._incarnation, number)
+        counts = dict.fromkeys(self._tiers, 0)
+        open_parts: set[asyncio.Task[None]] = set()
+        n_parts = 0
+        await self._reply.ask(SyncBegin(0, *me, self._seq), Done, ANSWER_S)
+        try:
+            async for tier, tags in self._everything():
+                if len(open_parts) >= PARTS_OPEN:
+                    done, open_parts = await asyncio.wait(open_parts, return_when=asyncio.FIRST_COMPLETED)
+                    for part in done:
+                        part.result()
+                request = SyncPart(0, *me, n_parts, tier, tags, crc32c(tags))
+                open_parts.add(asyncio.create_task(self._part(request), name="cluster-sync-part"))
+                n_parts += 1
+                counts[tier] += len(tags) // TAG_BYTES
+            await asyncio.gather(*open_parts)
+        finally:
+            for part in open_parts:
+                part.cancel()
+            await asyncio.gather(*open_parts, return_exceptions=True)
+        await self._reply.ask(SyncEnd(0, *me, n_parts, counts), Done, ANSWER_S)
+
+    async def _everything(self) -> Any:
+        """(tier, tags) in parts."""
+        collected = bytearray()
+        entry = 0
+        while True:
+            tags, entry = self._engine.pool.ready_tags(entry, SCAN_ENTRIES)
+            collected += tags
+            if len(collected) >= PART_TAGS * TAG_BYTES or (collected and not entry):
+                yield L1_TIER, bytes(collected)
+                collected.clear()
+            if not entry:
+                break
+            await asyncio.sleep(0)
+        for tier in self._tiers[1:]:
+            tags = self._l2.of(tier)
+            for at in range(0, len(tags), PART_TAGS * TAG_BYTES):
+                yield tier, tags[at : at + PART_TAGS * TAG_BYTES]
+
+    async def _part(self, part: SyncPart) -> None:
+        """Send a part until it is taken. A repeated one changes nothing. Raises Unavailable or ClusterFailure."""
+        for attempt in range(PART_ATTEMPTS):
+            try:
+                await self._reply.ask(part, Done, ANSWER_S)
+            except ClusterFailure as refused:
+                if (
+                    not refused.failure.retryable
+                    or refused.failure.code == "bad_sync"
+                    or attempt == PART_ATTEMPTS - 1
+                ):
+                    raise
+                await asyncio.sleep(max(AGAIN_S, min(refused.failure.retry_after_ms / 1000, ANSWER_S)))
+            else:
+                return
+
+    # --- freeze --------------------------------------------------------------------------------------------
+
+    def _freeze(self, seconds: float) -> None:
+        self._thaw()
+        self._engine.frozen = True
+        self._counts["freezes"] += 1
+        self._unfreeze = self._loop.call_later(seconds, self._thaw)
+        self._log.info("frozen", at_most_s=seconds)
+
+    def _thaw(self) -> None:
+        if self._unfreeze is not None:
+            self._unfreeze.cancel()
+            self._unfreeze = None
+        self._engine.frozen = False
+
+
+# Kinds of Pool.events: 1 evicted 2 cleared 3 corrupt 4 inserted 5 quarantined 6 verified.
+_CHANGE_OF = {
+    1: Change.EVICT,
+    2: Change.EVICT,
+    3: Change.EVICT,
+    4: Change.ADMIT,
+    5: Change.EVICT,
+    6: Change.ADMIT,
+}

@@ -1,0 +1,203 @@
+"""A real server in a cluster with a real controller: what it holds is known, and the controller costs it nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.native.hashing import chain_keys, storage_keys
+from kvstrata.rpc import cluster_wire, wire
+from kvstrata.service.cluster_events import MAX_QUEUED_TAGS
+from tests.harness.controller_process import ControllerProcess
+from tests.harness.rpc_client import CHUNK_TOKENS, RpcClient
+from tests.harness.server_process import ServerProcess
+
+pytestmark = pytest.mark.integration
+
+WAIT_S = 60.0
+QUICK = ("--heartbeat-s", "0.2", "--dead-after-s", "2")
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """Look until it holds."""
+    end_s = time.monotonic() + WAIT_S
+    while not (found := condition()):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    return found
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[ControllerProcess]:
+    with ControllerProcess(tmp_path / "controller", flags=QUICK) as process:
+        yield process
+
+
+@pytest.fixture
+def server(tmp_path: Path, controller: ControllerProcess) -> Iterator[ServerProcess]:
+    url = f"tcp://127.0.0.1:{controller.ports['reply']}"
+    flags = ("--controller-url", url, "--instance-id", "ours")
+    process = ServerProcess(tmp_path / "server", l1_mb=64, l2="fs", chunk_tokens=CHUNK_TOKENS, flags=flags)
+    with process:
+        process.start()
+        yield process
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[RpcClient]:
+    with RpcClient(server.socket_dir) as client:
+        yield client
+
+
+class Prompt:
+    """Chunks of one prompt, stored by one engine."""
+
+    def __init__(self, client: RpcClient, number: int, n_chunks: int) -> None:
+        self.client = client
+        self.identity = client.identify()
+        self.chain = chain_keys(self.identity.root, [number] * (n_chunks * CHUNK_TOKENS), CHUNK_TOKENS)
+        assert client.slice is not None
+        self.keys = storage_keys(self.chain, client.slice.digest())
+        self.tags = cluster_wire.tags_of(self.keys)
+
+    def store(self) -> bytes:
+        return self.client.store(self.identity, self.chain)
+
+    def hits(self) -> int:
+        reply = self.client.lookup(self.identity.identity_id, self.chain)
+        self.client.release([(self.client.session, self.client.seq)], group=True)
+        return reply.n_chunks
+
+
+def cluster_of(server: ServerProcess) -> dict[str, Any]:
+    """What the server's status tells of the cluster."""
+    with RpcClient(server.socket_dir) as client:
+        return client.status()["cluster"]
+
+
+def ours(controller: ControllerProcess) -> dict[str, Any]:
+    """What the controller tells of the server; empty while it does not know it."""
+    rows = controller.ask("/v1/instances")["instances"]
+    return next((row for row in rows if row["id"] == "ours"), {})
+
+
+def confirmed(controller: ControllerProcess) -> bool:
+    """Whether what it knows of the server is exact."""
+    return bool(ours(controller).get("confirmed"))
+
+
+def keys_in(controller: ControllerProcess, tier: str) -> int:
+    """Chunks of the server that it knows of in a tier."""
+    return int(ours(controller).get("keys", {}).get(tier, 0))
+
+
+def test_what_is_stored_and_dropped_is_known(controller, server, client):
+    until(lambda: confirmed(controller))
+    prompt = Prompt(client, 1, 20)
+    assert set(prompt.store()) == {wire.ReserveOutcome.RESERVED}
+    until(lambda: keys_in(controller, "l1") == 20)
+    until(lambda: keys_in(controller, "fs-0") == 20)
+    assert ours(controller)["capacity_bytes"]["l1"] == 64 << 20
+    answer = controller.ask("/v1/evict", {"keys": [key.hex() for key in split(prompt.keys[-32 * 5 :])]})
+    assert answer["commands"][0]["result"]["count"] == 5
+    until(lambda: keys_in(controller, "l1") == 15)
+    controller.ask("/v1/clear", {"tier": "all"})
+    until(lambda: keys_in(controller, "l1") == keys_in(controller, "fs-0") == 0)
+    assert confirmed(controller)
+    assert cluster_of(server)["syncs"] == 1
+
+
+def split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + 32] for at in range(0, len(keys), 32)]
+
+
+def test_a_server_that_stops_is_forgotten_and_one_that_comes_back_is_known_again(controller, server, client):
+    prompt = Prompt(client, 1, 20)
+    prompt.store()
+    until(lambda: keys_in(controller, "l1") == 20)
+    client.goodbye()
+    assert server.stop() == 0
+    assert ours(controller) == {}
+    server.start()
+    until(lambda: keys_in(controller, "l1") == 20)
+    until(lambda: confirmed(controller))
+
+
+def test_a_controller_that_was_killed_knows_everything_again(controller, server, client):
+    until(lambda: confirmed(controller))
+    prompts = [Prompt(client, number, 10) for number in range(6)]
+    for number, prompt in enumerate(prompts):
+        assert set(prompt.store()) == {wire.ReserveOutcome.RESERVED}
+        if number == 2:
+            controller.kill()
+        if number == 4:
+            controller.start()
+    until(lambda: keys_in(controller, "l1") == 60)
+    until(lambda: keys_in(controller, "fs-0") == 60)
+    until(lambda: confirmed(controller))
+    assert [prompt.hits() for prompt in prompts] == [10] * 6
+
+
+def test_a_frozen_controller_costs_the_server_nothing(controller, server, client):
+    until(lambda: confirmed(controller))
+    controller.freeze()
+    prompts = [Prompt(client, number, 40) for number in range(30)]  # more than L1 holds
+    for prompt in prompts:
+        assert set(prompt.store()) == {wire.ReserveOutcome.RESERVED}
+        assert prompt.hits() == 40
+    told = cluster_of(server)
+    assert told["queued_tags"] <= MAX_QUEUED_TAGS
+    assert not told["frozen"]
+    until(lambda: cluster_of(server)["unanswered"] > told["unanswered"])
+    controller.thaw()
+    until(lambda: confirmed(controller))
+    in_l1 = client.status()["pool"]["entries"]["ready"]
+    until(lambda: keys_in(controller, "l1") == in_l1)
+
+
+def test_commands_are_carried_out_and_answered(controller, server, client):
+    prompt = Prompt(client, 1, 5)
+    prompt.store()
+    until(lambda: keys_in(controller, "l1") == 5)
+    status = controller.ask("/v1/instances/ours/status")
+    assert status["ok"] and status["document"]["instance"]["instance_id"] == "ours"
+    runtime = controller.ask("/v1/instances/ours/runtime")["document"]
+    assert runtime["rss_bytes"] > 0 and runtime["threads"] > 1
+    assert "HOME" not in runtime["environment"]
+    client.lookup(prompt.identity.identity_id, prompt.chain, request_id="asked")
+    explained = controller.ask("/v1/instances/ours/explain/asked")["document"]
+    assert explained["lookups"][0]["hits"]["l1"] == 5
+    keys = [key.hex() for key in split(prompt.keys)]
+    pinned = controller.ask("/v1/pin", {"keys": keys, "instance": "ours", "ttl_s": 600})
+    assert pinned["commands"][0]["result"]["count"] == 5
+    client.release([(client.session, client.seq)], group=True)
+    answer = controller.ask("/v1/evict", {"keys": keys})
+    assert answer["commands"][0]["result"]["count"] == 0
+    controller.ask("/v1/unpin", {"claim": pinned["claim"]})
+    answer = controller.ask("/v1/evict", {"keys": keys})
+    assert answer["commands"][0]["result"]["count"] == 5
+    assert controller.ask("/v1/instances/ours/drain", {})["commands"][0]["state"] == "done"
+    until(lambda: ours(controller)["reported_state"] == "draining")
+    controller.ask("/v1/instances/ours/undrain", {})
+    until(lambda: ours(controller)["reported_state"] == "ready")
+    assert controller.ask("/v1/instances/ours/resync", {})["commands"][0]["state"] == "done"
+
+
+def test_a_server_without_a_controller_serves_and_joins_when_it_comes(tmp_path, controller):
+    controller.stop()
+    url = f"tcp://127.0.0.1:{controller.ports['reply']}"
+    flags = ("--controller-url", url, "--instance-id", "ours")
+    alone = ServerProcess(tmp_path / "alone", l1_mb=64, chunk_tokens=CHUNK_TOKENS, flags=flags)
+    with alone:
+        alone.start()
+        with RpcClient(alone.socket_dir) as client:
+            prompt = Prompt(client, 1, 20)
+            prompt.store()
+            assert prompt.hits() == 20
+            assert not cluster_of(alone)["member"]
+            controller.start()
+            until(lambda: keys_in(controller, "l1") == 20)
