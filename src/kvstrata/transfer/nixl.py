@@ -1,0 +1,432 @@
+"""Reads through NIXL's UCX backend.
+
+NIXL is used through its Python package (1.5.1 is what this was written with), by one thread of our own for each agent:
+an agent takes no lock, and posting a transfer can take tens of milliseconds.  It belongs into an adapter host: what
+UCX does when a peer disappears can end the process (see ucx.py), and only the end of the process stops a transfer.
+
+Invariants
+1. Every call of NIXL but the import is made by the owner thread.
+2. A read's `ended` is called when its transfer is DONE, or has failed and the peer was taken off the agent, which
+   closes the connection by force.  NIXL has no way to end one that is under way: until its peer goes on, or is found
+   to be gone, `ended` waits, also when `disconnect` has returned.  `close` leaves such transfers and the agent behind.
+3. A transfer that is over is kept for the next read of the same items of the same peer: its descriptor lists are
+   prepared once.
+
+NIXL takes UCX's settings from the environment when it is imported, so they are of the process, not of an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import queue
+import struct
+import sys
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata as installed
+from pathlib import Path
+from typing import Any, Literal
+
+from kvstrata.errors import TransferError
+from kvstrata.transfer.base import (
+    BUSY,
+    CANCELLED,
+    CLOSED,
+    DEADLINE,
+    MAX_ITEMS,
+    NOT_CONNECTED,
+    OUT_OF_RANGE,
+    PEER_GONE,
+    ReadItem,
+    Region,
+    TransferEngine,
+    check_regions,
+    in_range,
+    pack_metadata,
+    unpack_metadata,
+)
+
+log = logging.getLogger(__name__)
+
+INSTALL = "pip install --no-deps nixl==1.5.1 nixl-cu13==1.5.1 && pip install numpy"
+MAX_ITEMS_UNDER_WAY = 16 * MAX_ITEMS
+KEPT_TRANSFERS = 64
+CLOSE_WAITS_S = 2.0
+"""For what ends by itself."""
+POLL_S = 50e-6
+"""Between two looks at transfers that are under way."""
+_NICS = Path("/sys/class/infiniband")
+_PART = struct.Struct("<BBH")  # length of the version, regions, length of NIXL's own metadata
+
+
+class _Peer:
+    """One life of a peer, as the owner thread and the loop know it."""
+
+    def __init__(
+        self, metadata: bytes, region_bytes: tuple[int, ...], agent: str, bases: tuple[int, ...]
+    ) -> None:
+        self.metadata = metadata
+        self.region_bytes = region_bytes
+        self.agent = agent
+        self.bases = bases
+        self.broken = False
+        self.forgotten = False
+        # The owner thread's own.
+        self.under_way = 0
+        self.removed = False
+
+
+class _Read:
+    """One transfer; `over` runs on the loop."""
+
+    def __init__(self, peer: _Peer, items: tuple[ReadItem, ...], over: Callable[[str], None]) -> None:
+        self.peer = peer
+        self.items = items
+        self.over = over
+        self.handle: Any = None
+
+
+class NixlEngine(TransferEngine):
+    """See the module. `settings` are UCX's, with or without their prefix UCX_."""
+
+    name = "nixl"
+    quiesce: Literal["drain", "never"] = "never"
+
+    def __init__(self, settings: Mapping[str, str] | None = None) -> None:
+        self._settings = {f"UCX_{key.removeprefix('UCX_')}": value for key, value in (settings or {}).items()}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._peers: dict[str, _Peer] = {}
+        self._connecting = asyncio.Lock()
+        self._answers: dict[asyncio.Future[str], _Peer] = {}
+        self._regions: tuple[Region, ...] = ()
+        self._items_under_way = 0
+        self._closed = False
+        self._drained = asyncio.Event()
+        # The owner thread's own.
+        self._agent: Any = None
+        self._registered: Any = None
+        self._version = ""
+        self._reads: list[_Read] = []
+        self._kept: OrderedDict[tuple[str, tuple[ReadItem, ...]], Any] = OrderedDict()
+
+    # --- on the loop -------------------------------------------------------------------------------------
+
+    async def open(self, regions: Sequence[Region]) -> bytes:
+        """See the contract."""
+        check_regions(self.name, regions)
+        if self._loop is not None:
+            raise TransferError("nixl: an engine is opened once", field="engine")
+        self._loop = asyncio.get_running_loop()
+        self._regions = tuple(regions)
+        self._thread = threading.Thread(target=self._own, name="kvs-nixl", daemon=True)
+        self._thread.start()
+        try:
+            part: bytes = await self._do(self._set_up)
+        except TransferError:
+            await self.close()
+            raise
+        return pack_metadata(self.name, regions, part)
+
+    async def connect(self, peer: str, metadata: bytes) -> None:
+        """See the contract."""
+        known = unpack_metadata(self.name, peer, metadata)
+        async with self._connecting:
+            old = self._peers.get(peer)
+            if old is not None and old.metadata == metadata and not old.broken:
+                return
+            if self._loop is None or self._closed:
+                raise TransferError("nixl: the engine is not open", field="engine")
+            added = await self._do(lambda: self._add(peer, metadata, known.region_bytes, known.part))
+            old = self._peers.pop(peer, None)
+            self._peers[peer] = added
+            if old is not None:
+                self._forget(old)
+
+    async def read(
+        self, peer: str, items: Sequence[ReadItem], deadline_s: float, ended: Callable[[], None]
+    ) -> str:
+        """See the contract."""
+        known = self._peers.get(peer)
+        refused = ""
+        if self._loop is None or self._closed:
+            refused = CLOSED
+        elif known is None:
+            refused = NOT_CONNECTED
+        elif not in_range(items, [region.length for region in self._regions], known.region_bytes):
+            refused = OUT_OF_RANGE
+        elif known.broken:
+            refused = PEER_GONE
+        elif self._items_under_way + len(items) > MAX_ITEMS_UNDER_WAY:
+            refused = BUSY
+        if refused or known is None or self._loop is None:
+            ended()
+            return refused
+        count = len(items)
+        answer: asyncio.Future[str] = self._loop.create_future()
+
+        def over(reason: str) -> None:
+            self._items_under_way -= count
+            ended()
+            if self._items_under_way == 0:
+                self._drained.set()
+            if not answer.done():
+                answer.set_result(reason)
+
+        self._items_under_way += count
+        self._answers[answer] = known
+        read = _Read(known, tuple(items), over)
+        self._work.put(lambda: self._post(read))
+        try:
+            done, _ = await asyncio.wait([answer], timeout=max(0.0, deadline_s))
+        finally:
+            del self._answers[answer]
+        if done:
+            return answer.result()
+        answer.cancel()
+        return DEADLINE
+
+    async def disconnect(self, peer: str) -> None:
+        """See the contract: reads that are under way keep their bytes until they have ended."""
+        known = self._peers.pop(peer, None)
+        if known is not None:
+            self._forget(known)
+
+    async def close(self) -> None:
+        """See the contract. What is still under way stays registered until the process ends."""
+        if self._loop is None or self._closed:
+            return
+        self._closed = True
+        for known in self._peers.values():
+            self._answer_cancelled(known)
+        self._peers.clear()
+        assert self._thread is not None
+        if self._items_under_way:
+            self._drained.clear()
+            try:
+                await asyncio.wait_for(self._drained.wait(), CLOSE_WAITS_S)
+            except TimeoutError:
+                pass
+        left = await self._do(self._tear_down)
+        if left:
+            log.warning(
+                "nixl: %d reads were under way at the end; their bytes stay until this process ends", left
+            )
+        self._work.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _forget(self, known: _Peer) -> None:
+        known.forgotten = True
+        self._answer_cancelled(known)
+        self._work.put(lambda: self._remove(known))
+
+    def _answer_cancelled(self, known: _Peer) -> None:
+        for answer, of in self._answers.items():
+            if of is known and not answer.done():
+                answer.set_result(CANCELLED)
+
+    async def _do(self, work: Callable[[], Any]) -> Any:
+        """The result of work on the owner thread."""
+        assert self._loop is not None
+        loop = self._loop
+        future: asyncio.Future[Any] = loop.create_future()
+
+        def finish(result: Any, error: BaseException | None) -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        def run() -> None:
+            try:
+                result, error = work(), None
+            except TransferError as refused:
+                result, error = None, refused
+            loop.call_soon_threadsafe(finish, result, error)
+
+        self._work.put(run)
+        return await future
+
+    # --- on the owner thread -----------------------------------------------------------------------------
+
+    def _own(self) -> None:
+        while True:
+            try:
+                work = self._work.get(timeout=POLL_S) if self._reads else self._work.get()
+            except queue.Empty:
+                self._look()
+                continue
+            if work is None:
+                return
+            work()
+            self._look()
+
+    def _set_up(self) -> bytes:
+        nixl = self._import()
+        self._version = installed.version("nixl")
+        name = uuid.uuid4().hex
+        try:
+            self._agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
+            described = [(region.address, region.length, 0, "") for region in self._regions]
+            self._registered = self._agent.register_memory(described, "DRAM")
+            own: bytes = self._agent.get_agent_metadata()
+        except Exception as error:  # the plugin boundary: NIXL's exceptions have no common class of their own
+            self._agent = None
+            raise TransferError(f"nixl: {type(error).__name__}: {error}", field="engine") from error
+        version = self._version.encode()
+        bases = b"".join(struct.pack("<Q", region.address) for region in self._regions)
+        return _PART.pack(len(version), len(self._regions), len(own)) + version + bases + own
+
+    def _import(self) -> Any:
+        """NIXL's module, in an environment that it can live with."""
+        if "nixl" not in sys.modules:
+            os.environ.update(self._settings)
+            os.environ.setdefault("UCX_LOG_FILE", "stderr")
+            if "UCX_MODULES" not in os.environ and not (_NICS.is_dir() and any(_NICS.iterdir())):
+                # With libibverbs on a machine without a network card for it, UCX crashes when the process ends.
+                os.environ["UCX_MODULES"] = "^ib"
+        else:
+            for name, value in self._settings.items():
+                if os.environ.get(name) != value:
+                    what = f"{name}={value} must be set before the first engine of the process"
+                    raise TransferError(f"nixl: {what}", field="settings")
+        try:
+            module = importlib.import_module("nixl._api")
+        except ImportError as error:
+            raise TransferError(f"nixl: cannot be imported: {error}; {INSTALL}", field="engine") from None
+        # Its logger writes to stdout.
+        logger = logging.getLogger("nixl")
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(logging.WARNING)
+        return module
+
+    def _add(self, peer: str, metadata: bytes, region_bytes: tuple[int, ...], part: bytes) -> _Peer:
+        def wrong(what: str) -> TransferError:
+            return TransferError(f"nixl: metadata of peer {peer!r:.80}: {what}", field="metadata")
+
+        if len(part) < _PART.size:
+            raise wrong("the engine's part is cut")
+        version_bytes, regions, own_bytes = _PART.unpack_from(part)
+        rest = part[_PART.size :]
+        if len(rest) != version_bytes + 8 * regions + own_bytes or regions != len(region_bytes):
+            raise wrong("the engine's part is cut")
+        version = rest[:version_bytes].decode(errors="replace")
+        if version != self._version:
+            raise wrong(f"is of NIXL {version}, here is {self._version}; install the same on both sides")
+        bases = struct.unpack_from(f"<{regions}Q", rest, version_bytes)
+        try:
+            agent: str | bytes = self._agent.add_remote_agent(rest[version_bytes + 8 * regions :])
+        except Exception as error:  # the plugin boundary
+            raise wrong(f"{type(error).__name__}: {error}") from error
+        return _Peer(metadata, region_bytes, agent.decode() if isinstance(agent, bytes) else agent, bases)
+
+    def _post(self, read: _Read) -> None:
+        peer = read.peer
+        if peer.removed:
+            self._end(read, CANCELLED if peer.forgotten else PEER_GONE)
+            return
+        peer.under_way += 1
+        try:
+            read.handle = self._kept.pop((peer.agent, read.items), None) or self._prepare(read)
+            state = self._agent.transfer(read.handle)
+        except Exception as error:  # the plugin boundary
+            self._failed(read, error)
+            return
+        self._reads.append(read)
+        self._judge(read, state)
+
+    def _prepare(self, read: _Read) -> Any:
+        local = [
+            (self._regions[item.local_region].address + item.local_offset, item.length, 0)
+            for item in read.items
+        ]
+        remote = [
+            (read.peer.bases[item.remote_region] + item.remote_offset, item.length, 0) for item in read.items
+        ]
+        agent = self._agent
+        return agent.initialize_xfer(
+            "READ", agent.get_xfer_descs(local, "DRAM"), agent.get_xfer_descs(remote, "DRAM"), read.peer.agent
+        )
+
+    def _look(self) -> None:
+        for read in list(self._reads):
+            try:
+                state = self._agent.check_xfer_state(read.handle)
+            except Exception as error:  # the plugin boundary: a connection that broke is raised
+                self._reads.remove(read)
+                self._failed(read, error)
+                continue
+            self._judge(read, state)
+
+    def _judge(self, read: _Read, state: str) -> None:
+        if state == "PROC":
+            return
+        self._reads.remove(read)
+        if state != "DONE":
+            self._failed(read, None)
+            return
+        read.peer.under_way -= 1
+        self._kept[read.peer.agent, read.items] = read.handle
+        if len(self._kept) > KEPT_TRANSFERS:
+            self._release(self._kept.popitem(last=False)[1])
+        self._end(read, "")
+        if read.peer.forgotten:
+            self._remove(read.peer)
+
+    def _failed(self, read: _Read, error: BaseException | None) -> None:
+        """Nothing more is to be had of this peer; its connection is closed by force before the read counts as over."""
+        peer = read.peer
+        peer.under_way -= 1
+        peer.broken = True
+        log.info("nixl: a read failed: %s", error if error is not None else "the transfer is in error")
+        if read.handle is not None:
+            self._release(read.handle)
+        self._remove(peer, by_force=True)
+        self._end(read, CANCELLED if peer.forgotten else PEER_GONE)
+
+    def _remove(self, peer: _Peer, *, by_force: bool = False) -> None:
+        """Take a peer off the agent, once nothing of it is under way, or because it is gone."""
+        if peer.removed or (peer.under_way and not by_force):
+            return
+        peer.removed = True
+        for key in [key for key in self._kept if key[0] == peer.agent]:
+            self._release(self._kept.pop(key))
+        try:
+            self._agent.remove_remote_agent(peer.agent)
+        except Exception as error:  # the plugin boundary
+            log.info("nixl: a peer could not be taken off: %s: %s", type(error).__name__, error)
+
+    def _release(self, handle: Any) -> None:
+        try:
+            handle.release()
+        except Exception as error:  # the plugin boundary
+            log.info("nixl: a transfer could not be released: %s: %s", type(error).__name__, error)
+
+    def _end(self, read: _Read, reason: str) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(read.over, reason)
+
+    def _tear_down(self) -> int:
+        """Frees all, unless transfers are under way; how many are."""
+        left = len(self._reads)
+        if self._agent is None or left:
+            self._reads.clear()
+            return left
+        for handle in self._kept.values():
+            self._release(handle)
+        self._kept.clear()
+        try:
+            self._agent.deregister_memory(self._registered)
+        except Exception as error:  # the plugin boundary
+            log.info("nixl: memory could not be unregistered: %s: %s", type(error).__name__, error)
+        self._agent = self._registered = None
+        return 0
