@@ -29,7 +29,7 @@ from kvstrata.errors import WIRE_ERRORS
 from kvstrata.observability.metrics import FAMILIES, STATUS_NUMBERS, Family, gauge_name
 from kvstrata.policy.store import Skip, StorePolicy
 from kvstrata.process.http import HTTP_STATUS
-from kvstrata.rpc import wire
+from kvstrata.rpc import cluster_wire, wire
 from kvstrata.service.http.app import AdminEngine, make_app
 from kvstrata.types import LayoutIdentity, MissReason, RequestIdentity, Role, Slice
 
@@ -217,6 +217,70 @@ def wire_codes() -> str:
     return "".join(parts)
 
 
+def cluster_messages() -> str:
+    """docs/cluster-messages.md."""
+    parts = [
+        "# Messages of the cluster\n\n",
+        GENERATED.format("`src/kvstrata/rpc/cluster_wire.py`"),
+        f"\nProtocol {cluster_wire.CLUSTER_PROTOCOL_VERSION}. ZMQ over TCP, one msgpack array a frame, its name first; "
+        "off loopback with CURVE (RFC 26) or an explicit permission to go without. A request goes on with `seq`, its "
+        "answer with the same `seq` and the `epoch` of who answers, which changes whenever that process restarts; what "
+        "follows is listed here, in order. Each request has one answer: the one named here, or `failure`. Whoever asks "
+        "waits a bounded time, and then goes on without. Times are milliseconds left. Chunks are named by *tags*, the "
+        "first 8 bytes of a storage key, between instance and controller, and by whole keys between instances.\n",
+    ]
+    for title, rows in _CLUSTER_SOCKETS.items():
+        parts.append(f"\n## {title}\n")
+        for request, reply in rows:
+            more = inspect.cleandoc(request.__doc__ or "").split("\n\n")
+            name = request.__struct_config__.tag
+            parts.append(f"\n### {name}\n\n" + "".join(f"{_line(text)}\n\n" for text in more))
+            parts.append(
+                fields(request, ("seq",) if issubclass(request, cluster_wire.ClusterRequest) else ())
+            )
+            if reply is not None:
+                parts.append(f"\nAnswer `{reply.__struct_config__.tag}`: {_line(reply.__doc__)}\n\n")
+                parts.append(fields(reply, ("seq", "epoch")))
+    parts.append(f"\n## Failure\n\nInstead of any answer. {_line(cluster_wire.Failure.__doc__)}\n\n")
+    parts.append(fields(cluster_wire.Failure, ("seq", "epoch")))
+    parts.append("\n## Arrays inside messages\n")
+    for struct in (
+        cluster_wire.ModelInfo,
+        cluster_wire.Owner,
+        cluster_wire.Run,
+        cluster_wire.Command,
+        cluster_wire.CommandResult,
+        cluster_wire.Load,
+    ):
+        parts.append(f"\n### {struct.__name__}\n\n{_line(struct.__doc__)}\n\n{fields(struct)}")
+    parts.append("\n### LayoutIdentity\n\nAs in [wire-codes.md](wire-codes.md#layoutidentity).\n")
+    for words in (cluster_wire.Change, cluster_wire.CommandKind):
+        parts.append(f"\n## {words.__name__}\n\n{_line(words.__doc__)}\n\n{members(words)}")
+    return "".join(parts)
+
+
+_CLUSTER_SOCKETS: dict[str, list[tuple[type[msgspec.Struct], type[msgspec.Struct] | None]]] = {
+    "Controller, reply port (ROUTER)": [
+        (cluster_wire.Register, cluster_wire.Registered),
+        (cluster_wire.Goodbye, cluster_wire.Done),
+        (cluster_wire.SyncBegin, cluster_wire.Done),
+        (cluster_wire.SyncPart, cluster_wire.Done),
+        (cluster_wire.SyncEnd, cluster_wire.Done),
+        (cluster_wire.Where, cluster_wire.WhereReply),
+    ],
+    "Controller, pull port (PULL; no answer)": [(cluster_wire.Events, None)],
+    "Controller, heartbeat port (ROUTER)": [
+        (cluster_wire.Heartbeat, cluster_wire.Beat),
+        (cluster_wire.Nudge, None),
+    ],
+    "Instance, `p2p.listen` (ROUTER)": [
+        (cluster_wire.PeerHello, cluster_wire.PeerWelcome),
+        (cluster_wire.PeerLease, cluster_wire.PeerLeased),
+        (cluster_wire.PeerRelease, cluster_wire.PeerReleased),
+    ],
+}
+
+
 LABELS = {
     "instance_id": "`instance_id` of the configuration",
     "op": "operations of [wire-codes.md](wire-codes.md#operations)",
@@ -378,6 +442,7 @@ def _plain(value: Any, inside: str = "") -> Any:
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "cluster-messages.md": cluster_messages,
     "configuration.md": configuration,
     "controller-api.md": controller_api,
     "controller-openapi.json": controller_openapi,

@@ -314,7 +314,7 @@ class Beat(ClusterReply, frozen=True, tag="beat"):
 
 
 class Nudge(msgspec.Struct, array_like=True, frozen=True, tag="nudge"):
-    """There are commands: send a heartbeat now."""
+    """From the controller, unasked. There are commands: send a heartbeat now."""
 
     epoch: int
 
