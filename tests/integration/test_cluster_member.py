@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ from kvstrata.native.hashing import chain_keys, storage_keys
 from kvstrata.rpc import cluster_wire, wire
 from kvstrata.service.cluster_events import MAX_QUEUED_TAGS
 from tests.harness.controller_process import ControllerProcess
-from tests.harness.rpc_client import CHUNK_TOKENS, RpcClient
+from tests.harness.rpc_client import CHUNK_TOKENS, RECORD_BYTES, RpcClient
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
@@ -201,3 +203,40 @@ def test_a_server_without_a_controller_serves_and_joins_when_it_comes(tmp_path, 
             assert not cluster_of(alone)["member"]
             controller.start()
             until(lambda: keys_in(controller, "l1") == 20)
+
+
+def test_chunks_read_from_a_peer_stay_or_go_as_p2p_keep_says(tmp_path, controller):
+    pytest.importorskip(
+        "kvstrata.native.ucx", reason="this build has no UCX; install libucx-dev and build again"
+    )
+    url = f"tcp://127.0.0.1:{controller.ports['reply']}"
+    environments = {"owner": "true", "keeps": "true", "drops": "false"}
+    servers = [
+        ServerProcess(
+            tmp_path / name,
+            l1_mb=64,
+            chunk_tokens=CHUNK_TOKENS,
+            flags=("--controller-url", url, "--instance-id", name if name != "owner" else "ours"),
+            environment={**os.environ, "KVSTRATA_P2P_KEEP": keep},
+        )
+        for name, keep in environments.items()
+    ]
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for one in servers:
+            stack.enter_context(one)
+            one.start()
+            clients.append(stack.enter_context(RpcClient(one.socket_dir)))
+        prompts = [Prompt(client, 1, 20) for client in clients]
+        prompts[0].store()
+        until(lambda: keys_in(controller, "l1") == 20)
+        for prompt in prompts[1:]:
+            until(lambda prompt=prompt: prompt.hits() == 20)
+        until(lambda: clients[2].status()["pool"]["entries"]["ready"] == 0)
+        assert clients[1].status()["pool"]["entries"]["ready"] == 20
+        served = clients[0].status()["peers_served"]
+        assert served["read_bytes"] >= 2 * 20 * RECORD_BYTES
+        until(lambda: clients[0].status()["pool"]["leases"] == 0)
+        rows = {row["id"]: row for row in controller.ask("/v1/instances")["instances"]}
+        until(lambda: ours(controller)["peer_sent_bytes_total"] == served["read_bytes"])
+        assert rows["keeps"]["peer_endpoint"].startswith("tcp://127.0.0.1:")

@@ -160,6 +160,7 @@ STATUS_NUMBERS: dict[str, str] = {
     "cluster.syncs": "Full syncs that ended well since the start.",
     "cluster.syncs_failed": "Full syncs that did not.",
     "cluster.freezes": "Full syncs during which stores were refused.",
+    "cluster.freezes_cut": "Those that ended because heartbeats were not answered any more.",
     "cluster.overflows": "Times that more changed than could be kept until it was told.",
     "peers_served.leases": "Leases that readers of this instance have now.",
     "peers_served.pins": "Pins of the controller now.",

@@ -128,8 +128,8 @@ class ClusterLink:
         self._heartbeat_s = 10.0
         self.commands = Commands(engine, peers, self._command_ended, self._resync)
         self._counts = dict.fromkeys(
-            ("registrations", "heartbeats", "unanswered", "event_batches", "events", "syncs", "syncs_failed", "freezes",
-             "overflows"), 0,
+            ("registrations", "heartbeats", "unanswered", "event_batches", "events", "syncs", "syncs_failed",
+             "freezes", "freezes_cut", "overflows"), 0,
         )  # fmt: skip
 
     def start(self) -> None:
@@ -284,6 +284,7 @@ class ClusterLink:
             beat = await self._heart.ask(request, Beat, max(self._heartbeat_s, 1.0))
         except Unavailable:
             self._counts["unanswered"] += 1
+            self._counts["freezes_cut"] += self._engine.frozen
             self._thaw()
             return True
         except ClusterFailure as refused:
