@@ -41,6 +41,7 @@ cdef extern from *:
 cdef extern from "kvstrata/registry.h" namespace "kvstrata" nogil:
     int kTagBits
     unsigned int kMaxSlots
+    unsigned int kPartitions "kvstrata::kRegistryPartitions"
 
     cdef cppclass TagSpan:
         TagSpan() noexcept
@@ -309,14 +310,17 @@ cdef class Registry:
         cdef size_t i
         return [_row(rows[i]) for i in range(rows.size())]
 
-    def dump(self, uint64_t cursor=0, uint64_t max_cells=65_536):
+    def dump(self, cursor=0, uint64_t max_cells=65_536):
+        if not 0 <= cursor < kPartitions:
+            raise ValueError(f"cursor: must be 0 or one that dump answered, not {cursor}")
+        cdef uint64_t next_cursor = cursor
         cdef vector[uint64_t] tags
         cdef vector[uint16_t] slots
         with nogil:
-            cursor = self.core.get().dump(cursor, max_cells, &tags, &slots)
+            next_cursor = self.core.get().dump(next_cursor, max_cells, &tags, &slots)
         cdef array.array made = array.clone(U64, tags.size(), False)
         memcpy(made.data.as_voidptr, tags.data(), 8 * tags.size())
-        return made, _u16_array(slots), cursor
+        return made, _u16_array(slots), next_cursor
 
     def restore(self, tags, slots, slot_of):
         cdef _Items items = _Items("tags", tags, TAG_BYTES)

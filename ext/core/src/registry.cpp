@@ -1,5 +1,10 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// Slots, memory and numbers of the registry; registry_read.cpp looks up, registry_write.cpp
+// changes.
 #include "kvstrata/registry.h"
+
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <new>
@@ -8,223 +13,164 @@ namespace kvstrata {
 
 namespace {
 
-// What a placement takes in a std::unordered_map, about.
-constexpr std::uint64_t kPlacementBytes = 96;
+constexpr std::uint64_t kHugePageBytes = 2 << 20;
+// No list is longer: a reader that finds the beginning of one anywhere stays within the arena.
+constexpr std::uint64_t kLongestListBytes = 256 << 10;
+// A cell has 28 bits for the number of a list's first 64 bytes.
+constexpr std::uint64_t kMaxListsBytes = std::uint64_t{64} << 28;
 
-bool is_filled(const SlotRow& row) {
-  return row.state == SlotState::kHidden || row.state == SlotState::kVisible;
+std::uint32_t row_word(SlotState state, std::uint8_t rank, std::uint16_t group) {
+  return static_cast<std::uint32_t>(state) | std::uint32_t{rank} << 8 | std::uint32_t{group} << 16;
 }
 
-Status bad_slot(Slot slot) {
-  return {StatusCode::kNotFound, "slot: is neither hidden nor visible", slot};
+std::uint32_t with_state(std::uint32_t word, SlotState state) {
+  return (word & ~0xFFu) | static_cast<std::uint32_t>(state);
 }
 
 }  // namespace
 
+Registry::Arena::~Arena() {
+  if (mapped_ != nullptr) ::munmap(mapped_, mapped_bytes_);
+}
+
+bool Registry::Arena::reserve(std::uint64_t bytes) noexcept {
+  mapped_bytes_ = bytes + kHugePageBytes + kLongestListBytes;
+  void* const mapped = ::mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED) return false;
+  mapped_ = mapped;
+  auto address = reinterpret_cast<std::uintptr_t>(mapped);
+  address = (address + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+  begin_ = reinterpret_cast<std::uint8_t*>(address);
+  // Half of a look-up's time is finding the page; without huge pages it works all the same.
+  ::madvise(begin_, bytes, MADV_HUGEPAGE);
+  return true;
+}
+
+std::uint64_t Registry::Arena::touched_bytes(std::uint64_t used) noexcept {
+  return (used + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+}
+
 Status Registry::create(std::uint64_t max_bytes, std::uint32_t max_slots,
                         std::unique_ptr<Registry>* made) noexcept {
-  made->reset(new (std::nothrow) Registry);
-  if (*made == nullptr) return {StatusCode::kNoSpace, "no memory for the registry"};
-  (*made)->max_bytes_ = max_bytes;
-  (*made)->rows_.resize(max_slots + 1);
-  for (std::uint32_t slot = 0; slot <= max_slots; ++slot)
-    (*made)->rows_[slot].slot = static_cast<Slot>(slot);
+  std::unique_ptr<Registry> registry(new (std::nothrow) Registry);
+  const Status no_memory{StatusCode::kNoSpace, "max_bytes: no memory for so large a registry"};
+  if (registry == nullptr) return no_memory;
+  registry->max_bytes_ = max_bytes;
+  registry->max_slots_ = max_slots;
+  // Twice an even share.
+  registry->max_segments_ =
+      static_cast<std::uint32_t>(2 * max_bytes / kSegmentBytes / kPartitions) + 1;
+  registry->headers_.reset(new (std::nothrow) Header[kPartitions]{});
+  registry->segments_.reset(
+      new (std::nothrow)
+          std::atomic<std::uint32_t>[std::size_t{kPartitions} * registry->max_segments_] {});
+  registry->rows_.reset(new (std::nothrow) Row[max_slots + 1]);
+  if (!registry->headers_ || !registry->segments_ || !registry->rows_ ||
+      !registry->cells_.reserve(max_bytes) ||
+      !registry->lists_.reserve(std::min(max_bytes, kMaxListsBytes)))
+    return no_memory;
+  registry->count_bytes();
+  *made = std::move(registry);
   return {};
 }
 
-bool Registry::bound_reached() const noexcept {
-  return placements_ * kPlacementBytes >= max_bytes_;
+Registry::~Registry() = default;
+
+void Registry::count_bytes() noexcept {
+  std::uint64_t bytes = sizeof(Registry) + kPartitions * sizeof(Header) +
+                        std::uint64_t{kPartitions} * max_segments_ * sizeof(segments_[0]) +
+                        (max_slots_ + 1) * sizeof(Row) + free_segments_.capacity() * 4 +
+                        Arena::touched_bytes(used_cells_bytes_) +
+                        Arena::touched_bytes(used_lists_bytes_);
+  for (const auto& freed : free_lists_)
+    bytes += freed.capacity() * 4;
+  bytes_.store(bytes, std::memory_order_relaxed);
+}
+
+bool Registry::has_room_for(std::uint64_t segment_bytes, std::uint64_t list_bytes) const noexcept {
+  return used_cells_bytes_ + segment_bytes + used_lists_bytes_ + list_bytes <= max_bytes_ &&
+         used_lists_bytes_ + list_bytes <= kMaxListsBytes;
 }
 
 Slot Registry::open_slot(std::uint16_t group, std::uint8_t rank) noexcept {
-  const std::lock_guard lock(mutex_);
-  for (std::size_t slot = 1; slot < rows_.size(); ++slot) {
-    if (rows_[slot].state != SlotState::kFree) continue;
-    rows_[slot].state = SlotState::kHidden;
-    rows_[slot].group = group;
-    rows_[slot].rank = rank;
-    return static_cast<Slot>(slot);
+  const std::lock_guard lock(slots_mutex_);
+  Slot slot = kNoSlot;
+  if (!free_slots_.empty()) {
+    slot = free_slots_.back();
+    free_slots_.pop_back();
+  } else if (fresh_slot_ <= max_slots_) {
+    slot = static_cast<Slot>(fresh_slot_++);
+  } else {
+    return kNoSlot;
   }
-  return kNoSlot;
+  rows_[slot].word.store(row_word(SlotState::kHidden, rank, group), std::memory_order_release);
+  open_.fetch_add(1, std::memory_order_relaxed);
+  return slot;
+}
+
+bool Registry::can_be_filled(Slot slot) const noexcept {
+  if (slot == kNoSlot || slot > max_slots_) return false;
+  const SlotState state = state_of(rows_[slot].word.load(std::memory_order_acquire));
+  return state == SlotState::kHidden || state == SlotState::kVisible;
+}
+
+Status Registry::retire_locked(Slot slot) noexcept {
+  if (!can_be_filled(slot))
+    return {StatusCode::kNotFound, "slot: is neither hidden nor visible", slot};
+  std::atomic<std::uint32_t>& word = rows_[slot].word;
+  word.store(with_state(word.load(std::memory_order_relaxed), SlotState::kRetired),
+             std::memory_order_release);
+  retired_.fetch_add(1, std::memory_order_relaxed);
+  return {};
 }
 
 Status Registry::publish(Slot slot, Slot retired) noexcept {
-  const std::lock_guard lock(mutex_);
-  if (slot >= rows_.size() || rows_[slot].state != SlotState::kHidden)
-    return {StatusCode::kNotFound, "slot: is not hidden", slot};
-  if (retired != kNoSlot &&
-      (retired >= rows_.size() || retired == slot || !is_filled(rows_[retired])))
-    return bad_slot(retired);
-  rows_[slot].state = SlotState::kVisible;
-  if (retired != kNoSlot) rows_[retired].state = SlotState::kRetired;
-  return {};
+  const std::lock_guard lock(slots_mutex_);
+  if (!can_be_filled(slot) || retired == slot ||
+      state_of(rows_[slot].word.load(std::memory_order_relaxed)) != SlotState::kHidden)
+    return {StatusCode::kNotFound, "slot: is not hidden, or is the one to retire", slot};
+  if (retired != kNoSlot && !can_be_filled(retired))
+    return {StatusCode::kNotFound, "retire: is neither hidden nor visible", retired};
+  std::atomic<std::uint32_t>& word = rows_[slot].word;
+  word.store(with_state(word.load(std::memory_order_relaxed), SlotState::kVisible),
+             std::memory_order_release);
+  return retired == kNoSlot ? Status() : retire_locked(retired);
 }
 
 Status Registry::retire(Slot slot) noexcept {
-  const std::lock_guard lock(mutex_);
-  if (slot >= rows_.size() || !is_filled(rows_[slot])) return bad_slot(slot);
-  rows_[slot].state = SlotState::kRetired;
-  return {};
-}
-
-Status Registry::admit(Slot slot, TagSpan tags, std::uint64_t* added) noexcept {
-  const std::lock_guard lock(mutex_);
-  if (slot >= rows_.size() || !is_filled(rows_[slot])) return bad_slot(slot);
-  for (std::size_t at = 0; at < tags.size(); ++at) {
-    if (bound_reached()) return {StatusCode::kNoSpace, "max_bytes is reached"};
-    std::vector<Slot>& holders = holders_[tags[at]];
-    if (std::find(holders.begin(), holders.end(), slot) != holders.end()) continue;
-    holders.push_back(slot);
-    ++rows_[slot].keys;
-    ++placements_;
-    ++*added;
-  }
-  return {};
-}
-
-Status Registry::evict(Slot slot, TagSpan tags, std::uint64_t* removed) noexcept {
-  const std::lock_guard lock(mutex_);
-  if (slot >= rows_.size() || !is_filled(rows_[slot])) return bad_slot(slot);
-  for (std::size_t at = 0; at < tags.size(); ++at) {
-    const auto found = holders_.find(tags[at]);
-    if (found == holders_.end() || std::erase(found->second, slot) == 0) continue;
-    if (found->second.empty()) holders_.erase(found);
-    --rows_[slot].keys;
-    --placements_;
-    ++*removed;
-  }
-  return {};
-}
-
-Status Registry::restore(TagSpan tags, std::span<const Slot> slots, std::span<const Slot> slot_of,
-                         std::uint64_t* added) noexcept {
-  for (std::size_t at = 0; at < tags.size(); ++at) {
-    const Slot slot = slots[at] < slot_of.size() ? slot_of[slots[at]] : kNoSlot;
-    if (slot == kNoSlot) continue;
-    KVSTRATA_RETURN_IF_ERROR(admit(slot, tags.subspan(at, 1), added));
-  }
-  return {};
-}
-
-std::uint64_t Registry::sweep(std::uint64_t) noexcept {
-  const std::lock_guard lock(mutex_);
-  std::uint64_t retired = 0;
-  for (const SlotRow& row : rows_)
-    retired += row.state == SlotState::kRetired;
-  if (retired == 0) return 0;
-  for (auto found = holders_.begin(); found != holders_.end();) {
-    placements_ -= std::erase_if(
-        found->second, [this](Slot slot) { return rows_[slot].state == SlotState::kRetired; });
-    found = found->second.empty() ? holders_.erase(found) : std::next(found);
-  }
-  for (SlotRow& row : rows_) {
-    if (row.state == SlotState::kRetired) row = {.slot = row.slot};
-  }
-  return holders_.size() + 1;
-}
-
-void Registry::lookup(Tag tag, std::vector<Slot>* holders) noexcept {
-  const std::lock_guard lock(mutex_);
-  const auto found = holders_.find(tag & kTagMask);
-  if (found == holders_.end()) return;
-  std::copy_if(found->second.begin(), found->second.end(), std::back_inserter(*holders),
-               [this](Slot slot) { return rows_[slot].state == SlotState::kVisible; });
-}
-
-void Registry::lookup(TagSpan tags, std::vector<Slot>* holders,
-                      std::vector<std::size_t>* ends) noexcept {
-  for (std::size_t at = 0; at < tags.size(); ++at) {
-    lookup(tags[at], holders);
-    ends->push_back(holders->size());
-  }
-}
-
-std::vector<Candidate> Registry::lookup_prefix(TagSpan tags, const PrefixQuery& query) noexcept {
-  std::vector<Candidate> running;
-  std::vector<Candidate> ended;
-  std::vector<Slot> holders;
-  for (std::size_t at = 0; at < tags.size(); ++at) {
-    holders.clear();
-    lookup(tags[at], &holders);
-    std::erase_if(holders, [&](Slot slot) {
-      const bool allowed =
-          query.all_allowed || (static_cast<std::size_t>(slot >> 3) < query.allowed.size() &&
-                                (query.allowed[slot >> 3] >> (slot & 7) & 1) != 0);
-      return !allowed || rows_[slot].group == query.except_group;
-    });
-    std::sort(holders.begin(), holders.end(),
-              [&](Slot one, Slot other) { return rows_[one].rank < rows_[other].rank; });
-    if (at == 0) {
-      for (const Slot slot : holders) {
-        if (std::none_of(running.begin(), running.end(),
-                         [&](const Candidate& each) { return each.group == rows_[slot].group; }))
-          running.push_back({.group = rows_[slot].group});
-      }
-    }
-    for (auto each = running.begin(); each != running.end();) {
-      const auto found = std::find_if(holders.begin(), holders.end(),
-                                      [&](Slot slot) { return rows_[slot].group == each->group; });
-      if (found != holders.end()) {
-        each->slots.push_back(*found);
-        ++each;
-      } else {
-        ended.push_back(std::move(*each));
-        each = running.erase(each);
-      }
-    }
-    if (running.empty()) break;
-  }
-  std::move(running.begin(), running.end(), std::back_inserter(ended));
-  for (Candidate& each : ended) {
-    each.chunks = each.slots.size() / query.n_slices;
-    each.slots.resize(each.chunks * query.n_slices);
-  }
-  std::erase_if(ended, [](const Candidate& each) { return each.chunks == 0; });
-  std::stable_sort(ended.begin(), ended.end(), [](const Candidate& one, const Candidate& other) {
-    return one.chunks > other.chunks;
-  });
-  if (ended.size() > query.best) ended.resize(query.best);
-  return ended;
+  const std::lock_guard lock(slots_mutex_);
+  return retire_locked(slot);
 }
 
 SlotRow Registry::slot(Slot slot) noexcept {
-  const std::lock_guard lock(mutex_);
-  return slot < rows_.size() ? rows_[slot] : SlotRow{};
+  if (slot == kNoSlot || slot > max_slots_) return {};
+  const std::uint32_t word = rows_[slot].word.load(std::memory_order_acquire);
+  return {.slot = slot,
+          .state = state_of(word),
+          .rank = static_cast<std::uint8_t>(word >> 8),
+          .group = static_cast<std::uint16_t>(word >> 16),
+          .keys = rows_[slot].keys.load(std::memory_order_relaxed)};
 }
 
 std::vector<SlotRow> Registry::slots() noexcept {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(slots_mutex_);
   std::vector<SlotRow> open;
-  std::copy_if(rows_.begin(), rows_.end(), std::back_inserter(open),
-               [](const SlotRow& row) { return row.state != SlotState::kFree; });
+  for (std::uint32_t number = 1; number < fresh_slot_; ++number) {
+    const SlotRow row = slot(static_cast<Slot>(number));
+    if (row.state != SlotState::kFree) open.push_back(row);
+  }
   return open;
 }
 
-std::uint64_t Registry::dump(std::uint64_t cursor, std::uint64_t max_cells, std::vector<Tag>* tags,
-                             std::vector<Slot>* slots) noexcept {
-  const std::lock_guard lock(mutex_);
-  const std::uint64_t end = std::min<std::uint64_t>(holders_.bucket_count(),
-                                                    cursor + std::max<std::uint64_t>(1, max_cells));
-  for (; cursor < end; ++cursor) {
-    for (auto found = holders_.begin(cursor); found != holders_.end(cursor); ++found) {
-      for (const Slot slot : found->second) {
-        if (rows_[slot].state != SlotState::kVisible) continue;
-        tags->push_back(found->first);
-        slots->push_back(slot);
-      }
-    }
-  }
-  return cursor < holders_.bucket_count() ? cursor : 0;
-}
-
 RegistryUsage Registry::usage() noexcept {
-  const std::lock_guard lock(mutex_);
-  RegistryUsage usage{.bytes = placements_ * kPlacementBytes, .placements = placements_};
-  for (const SlotRow& row : rows_) {
-    usage.slots += row.state != SlotState::kFree;
-    usage.retired += row.state == SlotState::kRetired;
-  }
-  return usage;
+  return {.bytes = bytes_.load(std::memory_order_relaxed),
+          .placements = placements_.load(std::memory_order_relaxed),
+          .shared_tags = shared_tags_.load(std::memory_order_relaxed),
+          .slots = open_.load(std::memory_order_relaxed),
+          .retired = retired_.load(std::memory_order_relaxed),
+          .rebuilds = rebuilds_.load(std::memory_order_relaxed),
+          .refused = refused_.load(std::memory_order_relaxed)};
 }
 
 }  // namespace kvstrata

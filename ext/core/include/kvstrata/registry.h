@@ -3,17 +3,44 @@
 // The registry: which instance holds which chunk; see src/kvstrata/native/registry.pyi for what
 // tags, slots and groups are and for what is promised of them.
 //
+// Layout. The upper 10 bits of a tag name one of 1024 partitions, the next 48 are stored: 58 bits
+// count, and of n tags present a tag that nobody holds meets one with odds of n / 2^58. A partition
+// is an array of lines of eight 8-byte cells, (stored bits, slot) each, in segments of 16 KiB that
+// may lie anywhere in the arena. The upper 32 stored bits say in which line of its partition a tag
+// is at home; where that is full, in the next that is not, at most kMaxProbeLines on. So
+//
+//   (1) all lines between a cell's home and the line where it is are full,
+//   (2) in a line the cells in use come first,
+//
+// and a look-up ends at the first line whose last cell is empty. A tag with more than kMaxInline
+// holders has one cell, which names a list of slots in another arena.
+//
+// Growth. A partition that is kMaxLoad full is built anew in other segments while readers still use
+// the old ones, and swapped. Sizes differ from partition to partition, so that the turns of all are
+// spread over the whole time in which the table grows by kGrowth.
+//
+// Concurrency. One writer at a time, in turns of some microseconds. Each partition has a seqlock,
+// odd while cells are removed, moved or swapped; adding one is a single store and leaves it alone.
+// Memory that readers may look at is never unmapped, and every word of it is read and written
+// atomically; what a reader finds in segments or lists that serve somebody else by now, it drops
+// because the seqlock has changed. Acquire and release on the words themselves order them, so there
+// are no fences. After kSpins tries in vain a reader waits for the writer's turn to end.
+//
+// A slot's row (state, group, rank) is read after the cell and before the seqlock is looked at
+// again: a slot is used again only after its old cells were removed under the seqlock, so a cell
+// and a row that do not belong together are never answered.
+//
 // - Thread-safe. Nothing throws but std::bad_alloc, which ends the process.
-// - Lookups see a placement only where its slot is visible at that moment.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <span>
-#include <unordered_map>
 #include <vector>
 
 #include "kvstrata/status.h"
@@ -28,6 +55,8 @@ inline constexpr int kTagBits = 58;
 inline constexpr Tag kTagMask = ~Tag{0} << (64 - kTagBits);
 inline constexpr Slot kNoSlot = 0;
 inline constexpr std::uint32_t kMaxSlots = 65534;
+// A cursor of `dump` is below.
+inline constexpr std::uint32_t kRegistryPartitions = 1u << (kTagBits - 48);
 
 // Tags as they come in a message: whole, and aligned to nothing. Must not outlive the bytes.
 class TagSpan {
@@ -36,6 +65,7 @@ class TagSpan {
   TagSpan(const void* bytes, std::size_t count) noexcept
       : bytes_(static_cast<const std::uint8_t*>(bytes)), count_(count) {}
   TagSpan(std::span<const Tag> tags) noexcept : TagSpan(tags.data(), tags.size()) {}
+  TagSpan(std::span<Tag> tags) noexcept : TagSpan(tags.data(), tags.size()) {}
 
   std::size_t size() const noexcept { return count_; }
   Tag operator[](std::size_t at) const noexcept {
@@ -120,15 +150,175 @@ class Registry {
                      std::vector<Slot>* slots) noexcept;
   RegistryUsage usage() noexcept;
 
+  ~Registry();
+  Registry(const Registry&) = delete;
+  Registry& operator=(const Registry&) = delete;
+
  private:
+  static constexpr std::uint32_t kPartitions = kRegistryPartitions;
+  static constexpr std::uint32_t kLineCells = 8;
+  static constexpr std::uint32_t kSegmentLines = 256;
+  static constexpr std::uint32_t kSegmentCells = kSegmentLines * kLineCells;
+  static constexpr std::uint64_t kSegmentBytes = kSegmentCells * 8;
+  static constexpr std::uint32_t kMaxProbeLines = 64;
+  static constexpr std::uint32_t kMaxInline = 4;
+  static constexpr Slot kListed = 0xFFFF;  // in a cell: it names a list
+  static constexpr std::size_t kPieceKeys = 512;
+  static constexpr std::size_t kPrefetchKeys = 16;
+  static constexpr int kSpins = 64;
+  static constexpr std::uint32_t kListClasses = 12;
+
+  using Cell = std::uint64_t;
+
+  // Whose turn it is goes by who came first, about: a writer with many pieces takes a place behind
+  // each that waits.
+  class Turns {
+   public:
+    void lock() noexcept {
+      const std::lock_guard next(next_);
+      turn_.lock();
+    }
+    void unlock() noexcept { turn_.unlock(); }
+
+   private:
+    std::mutex next_;
+    std::mutex turn_;
+  };
+
+  // Address space of which no more than the beginning was ever touched.
+  class Arena {
+   public:
+    ~Arena();
+    bool reserve(std::uint64_t bytes) noexcept;
+    std::uint8_t* at(std::uint64_t offset) const noexcept { return begin_ + offset; }
+    // Bytes that the system gave for the first `used` ones.
+    static std::uint64_t touched_bytes(std::uint64_t used) noexcept;
+
+   private:
+    void* mapped_ = nullptr;
+    std::uint8_t* begin_ = nullptr;
+    std::uint64_t mapped_bytes_ = 0;
+  };
+
+  // What readers need of a partition in one word: count of its segments | sequence << 32.
+  using Header = std::atomic<std::uint64_t>;
+
+  struct PartitionRoom {
+    std::uint32_t cells = 0;  // in use
+    std::uint32_t limit = 0;  // grows when it has as many
+  };
+
+  struct Place {
+    Cell* line;
+    std::uint32_t number;  // of the line in its partition
+    std::uint32_t cell;
+  };
+
+  struct Row {
+    std::atomic<std::uint32_t> word{0};  // state | rank << 8 | group << 16
+    std::atomic<std::uint64_t> keys{0};
+  };
+
+  struct Holder {
+    Slot slot;
+    std::uint32_t row;
+  };
+
+  struct List;
+
   Registry() = default;
 
-  std::mutex mutex_;
-  std::vector<SlotRow> rows_;
-  std::unordered_map<Tag, std::vector<Slot>> holders_;
-  bool bound_reached() const noexcept;
+  // Of a tag, and back.
+  static std::uint32_t partition_of(Tag tag) noexcept {
+    return static_cast<std::uint32_t>(tag >> 54);
+  }
+  static std::uint64_t stored_of(Tag tag) noexcept { return tag << 10 >> 16; }
+  static std::uint32_t home_of(Tag tag, std::uint32_t lines) noexcept {
+    return static_cast<std::uint32_t>((tag >> 22 & 0xFFFFFFFF) * lines >> 32);
+  }
+  Tag tag_of(std::uint32_t partition, Cell cell) const noexcept;
+
+  static SlotState state_of(std::uint32_t row) noexcept { return SlotState(row & 0xFF); }
+  bool is_retired(Slot slot) const noexcept {
+    return state_of(rows_[slot].word.load(std::memory_order_acquire)) == SlotState::kRetired;
+  }
+  bool can_be_filled(Slot slot) const noexcept;
+  Status retire_locked(Slot slot) noexcept;
+
+  static std::uint32_t used_cells(const Cell* line) noexcept;
+  // Bit i: cell i may be one of the tag. An empty one may be among them.
+  static std::uint32_t alike_cells(const Cell* line, Cell wanted) noexcept;
+  Cell* line_at(std::uint32_t partition, std::uint32_t line) const noexcept;
+  List* list_of(Cell cell) const noexcept;
+  static constexpr std::uint64_t list_bytes(std::uint32_t cls) noexcept {
+    return std::uint64_t{64} << cls;
+  }
+
+  // Readers.
+  void prefetch(Tag tag) const noexcept;
+  template <typename Found>
+  bool try_read(Tag tag, Found found) const noexcept;
+  template <typename Found, typename Again>
+  void read(Tag tag, Found found, Again again) noexcept;
+
+  // The writer, in its turn.
+  template <typename Change>
+  void change(std::uint32_t partition, Change make) noexcept;
+  enum class Admitted : std::uint8_t { kAdded, kPresent, kRefused, kNoSpace };
+  Admitted admit_one(Slot slot, Tag tag) noexcept;
+  bool evict_one(Slot slot, Tag tag) noexcept;
+  bool admit_listed(Slot slot, std::uint32_t partition, const Place& place, bool* added) noexcept;
+  Admitted make_list(Slot slot, Tag tag) noexcept;
+  void erase_cell(std::uint32_t partition, Place place) noexcept;
+  void erase_listed(std::uint32_t partition, const Place& place, List* list,
+                    std::uint32_t at) noexcept;
+  bool put_cell(std::uint32_t partition, std::uint32_t lines, std::uint32_t home,
+                Cell cell) noexcept;
+  static std::uint32_t next_segments(std::uint32_t partition, std::uint32_t segments) noexcept;
+  bool rebuild(std::uint32_t partition, std::uint32_t segments) noexcept;
+  void sweep_partition(std::uint32_t partition) noexcept;
+  void count_keys(Slot slot, std::int64_t more) noexcept;
+  bool take_segments(std::uint32_t count, std::vector<std::uint32_t>* taken) noexcept;
+  List* take_list(std::uint32_t cls) noexcept;
+  void free_list(List* list) noexcept;
+  bool has_room_for(std::uint64_t segment_bytes, std::uint64_t list_bytes) const noexcept;
+  void count_bytes() noexcept;
+  template <typename Work>
+  Status in_turns(Slot slot, TagSpan tags, Work work) noexcept;
+
   std::uint64_t max_bytes_ = 0;
-  std::uint64_t placements_ = 0;
+  std::uint32_t max_slots_ = 0;
+  std::uint32_t max_segments_ = 0;  // of a partition
+
+  // For readers.
+  std::unique_ptr<Header[]> headers_;
+  std::unique_ptr<std::atomic<std::uint32_t>[]> segments_;  // max_segments_ for each partition
+  std::unique_ptr<Row[]> rows_;
+  Arena cells_;
+  Arena lists_;
+
+  // The writer's.
+  Turns turns_;
+  std::array<PartitionRoom, kPartitions> rooms_{};
+  std::uint64_t used_cells_bytes_ = 0;  // of the arena, free segments included
+  std::uint64_t used_lists_bytes_ = 0;
+  std::vector<std::uint32_t> free_segments_;
+  std::array<std::vector<std::uint32_t>, kListClasses> free_lists_;
+  std::uint32_t sweep_at_ = 0;  // partition; a pass begins at 0
+  std::vector<Slot> sweeping_;
+
+  // States of slots change under this one.
+  std::mutex slots_mutex_;
+  std::vector<Slot> free_slots_;
+  std::uint32_t fresh_slot_ = 1;  // from this one on none was ever used
+
+  std::atomic<std::uint64_t> bytes_{0};
+  std::atomic<std::uint64_t> placements_{0};
+  std::atomic<std::uint64_t> shared_tags_{0};
+  std::atomic<std::uint64_t> open_{0};
+  std::atomic<std::uint64_t> retired_{0};
+  std::atomic<std::uint64_t> rebuilds_{0};
+  std::atomic<std::uint64_t> refused_{0};
 };
 
 }  // namespace kvstrata

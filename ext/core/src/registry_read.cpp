@@ -1,0 +1,167 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <bit>
+
+#include "kvstrata/registry.h"
+#include "registry_cells.h"
+
+namespace kvstrata {
+
+void Registry::prefetch(Tag tag) const noexcept {
+  const std::uint32_t partition = partition_of(tag);
+  const auto segments =
+      static_cast<std::uint32_t>(headers_[partition].load(std::memory_order_acquire));
+  if (segments != 0) __builtin_prefetch(line_at(partition, home_of(tag, segments * kSegmentLines)));
+}
+
+// Calls found(slot, its row) for each visible holder. False: the writer was at this partition, and
+// what was found means nothing.
+template <typename Found>
+bool Registry::try_read(Tag tag, Found found) const noexcept {
+  const std::uint32_t partition = partition_of(tag);
+  const std::uint64_t header = headers_[partition].load(std::memory_order_acquire);
+  if ((header >> 32 & 1) != 0) return false;
+  const std::uint32_t lines = static_cast<std::uint32_t>(header) * kSegmentLines;
+  if (lines == 0) return true;
+  const Cell wanted = stored_of(tag) << 16;
+  const auto found_if_visible = [&](Slot slot) {
+    // Any number stands here once the memory serves somebody else.
+    if (slot > max_slots_) return;
+    const std::uint32_t row = rows_[slot].word.load(std::memory_order_acquire);
+    if (state_of(row) == SlotState::kVisible) found(slot, row);
+  };
+  std::uint32_t number = home_of(tag, lines);
+  for (std::uint32_t probed = 0; probed <= kMaxProbeLines; ++probed) {
+    const Cell* const line = line_at(partition, number);
+    const bool full = load_shared(line[kLineCells - 1]) != 0;
+    for (std::uint32_t alike = alike_cells(line, wanted); alike != 0; alike &= alike - 1) {
+      const Cell cell = load_shared(line[std::countr_zero(alike)]);
+      if (static_cast<Slot>(cell) != kListed) {
+        if ((cell ^ wanted) >> 16 == 0) found_if_visible(static_cast<Slot>(cell));
+        continue;
+      }
+      List* const list = list_of(cell);
+      if (list->tag() != tag) continue;
+      const std::uint32_t size = list->size();
+      for (std::uint32_t i = 0; i < size; ++i)
+        found_if_visible(load_shared(list->begin()[i]));
+    }
+    if (!full) break;
+    if (++number == lines) number = 0;
+  }
+  std::atomic_signal_fence(std::memory_order_acquire);
+  return headers_[partition].load(std::memory_order_relaxed) == header;
+}
+
+// `again` forgets what was found.
+template <typename Found, typename Again>
+void Registry::read(Tag tag, Found found, Again again) noexcept {
+  for (int spin = 0; spin < kSpins; ++spin) {
+    if (try_read(tag, found)) return;
+    again();
+  }
+  const std::lock_guard turn(turns_);
+  (void)try_read(tag, found);
+}
+
+void Registry::lookup(Tag tag, std::vector<Slot>* holders) noexcept {
+  const std::size_t before = holders->size();
+  read(
+      tag & kTagMask, [&](Slot slot, std::uint32_t) { holders->push_back(slot); },
+      [&] { holders->resize(before); });
+}
+
+void Registry::lookup(TagSpan tags, std::vector<Slot>* holders,
+                      std::vector<std::size_t>* ends) noexcept {
+  for (std::size_t at = 0; at < std::min(kPrefetchKeys, tags.size()); ++at)
+    prefetch(tags[at]);
+  for (std::size_t at = 0; at < tags.size(); ++at) {
+    if (at + kPrefetchKeys < tags.size()) prefetch(tags[at + kPrefetchKeys]);
+    lookup(tags[at], holders);
+    ends->push_back(holders->size());
+  }
+}
+
+std::vector<Candidate> Registry::lookup_prefix(TagSpan tags, const PrefixQuery& query) noexcept {
+  // Groups that held every key so far come first; a group that ended moves behind them.
+  std::vector<Candidate> candidates;
+  std::vector<std::uint8_t> ranks;  // of the last slot of each
+  std::size_t running = 0;
+  std::vector<Holder> holders;
+  // Where a group stands + 1; only made where there are many.
+  std::vector<std::uint16_t> place_of;
+  const auto place = [&](std::uint16_t group, std::size_t count) {
+    if (!place_of.empty()) return std::size_t{place_of[group]} - 1;
+    std::size_t at = 0;
+    while (at < count && candidates[at].group != group)
+      ++at;
+    return at < count ? at : ~std::size_t{0};
+  };
+  const auto counts = [&](const Holder& holder) {
+    if (static_cast<std::int32_t>(holder.row >> 16) == query.except_group) return false;
+    if (query.all_allowed) return true;
+    const std::size_t byte = holder.slot >> 3;
+    return byte < query.allowed.size() && (query.allowed[byte] >> (holder.slot & 7) & 1) != 0;
+  };
+  constexpr std::size_t kFewGroups = 8;
+
+  for (std::size_t at = 0; at < std::min(kPrefetchKeys, tags.size()); ++at)
+    prefetch(tags[at]);
+  for (std::size_t at = 0; at < tags.size() && (at == 0 || running != 0); ++at) {
+    if (at + kPrefetchKeys < tags.size()) prefetch(tags[at + kPrefetchKeys]);
+    holders.clear();
+    read(
+        tags[at], [&](Slot slot, std::uint32_t row) { holders.push_back({slot, row}); },
+        [&] { holders.clear(); });
+    for (const Holder& holder : holders) {
+      if (!counts(holder)) continue;
+      const auto group = static_cast<std::uint16_t>(holder.row >> 16);
+      const auto rank = static_cast<std::uint8_t>(holder.row >> 8);
+      std::size_t mine = place(group, running);
+      if (mine == ~std::size_t{0} && at == 0) {
+        mine = running++;
+        candidates.push_back({.group = group, .chunks = 0, .slots = {}});
+        ranks.push_back(0);
+        if (!place_of.empty()) {
+          place_of[group] = static_cast<std::uint16_t>(running);
+        } else if (running > kFewGroups) {
+          place_of.resize(1 << 16);
+          for (std::size_t i = 0; i < running; ++i)
+            place_of[candidates[i].group] = static_cast<std::uint16_t>(i + 1);
+        }
+      }
+      if (mine >= running) continue;
+      std::vector<Slot>& slots = candidates[mine].slots;
+      if (slots.size() == at) {
+        if (at == 0) slots.reserve(std::min<std::size_t>(tags.size(), 64));
+        slots.push_back(holder.slot);
+        ranks[mine] = rank;
+      } else if (rank < ranks[mine]) {
+        slots.back() = holder.slot;
+        ranks[mine] = rank;
+      }
+    }
+    for (std::size_t i = running; i-- > 0;) {
+      if (candidates[i].slots.size() > at) continue;
+      --running;
+      std::swap(candidates[i], candidates[running]);
+      std::swap(ranks[i], ranks[running]);
+      if (place_of.empty()) continue;
+      place_of[candidates[i].group] = static_cast<std::uint16_t>(i + 1);
+      place_of[candidates[running].group] = 0;
+    }
+  }
+  for (Candidate& each : candidates) {
+    each.chunks = each.slots.size() / query.n_slices;
+    each.slots.resize(each.chunks * query.n_slices);
+  }
+  std::erase_if(candidates, [](const Candidate& each) { return each.chunks == 0; });
+  const std::size_t best = std::min(query.best, candidates.size());
+  std::partial_sort(
+      candidates.begin(), candidates.begin() + static_cast<std::ptrdiff_t>(best), candidates.end(),
+      [](const Candidate& one, const Candidate& other) { return one.chunks > other.chunks; });
+  candidates.resize(best);
+  return candidates;
+}
+
+}  // namespace kvstrata
