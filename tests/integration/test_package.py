@@ -28,6 +28,7 @@ from tests.harness.server_process import ServerProcess
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = "src/kvstrata/controller/dashboard/**/*"
 BUILT_HERE = shutil.ignore_patterns(
     ".*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "*.o", "*.a", "fuzz-artifacts"
 )
@@ -56,7 +57,7 @@ def files_of(tree: Path, *patterns: str) -> set[str]:
 def test_sdist_holds_every_source_and_nothing_that_was_built(artifacts: dict[str, Path]) -> None:
     with tarfile.open(artifacts["sdist"]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = files_of(artifacts["tree"], "ext/**/*", "src/kvstrata/**/*.py", "src/kvstrata/**/*.pyi")
+    wanted = files_of(artifacts["tree"], "ext/**/*", "src/kvstrata/**/*.py", "src/kvstrata/**/*.pyi", PAGES)
     assert len(wanted) > 100
     wanted |= {"src/kvstrata/py.typed", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"}
     assert wanted - names == set()
@@ -78,6 +79,8 @@ def test_wheel_holds_the_package_its_compiled_modules_and_whole_headers_only(
         included = re.findall(r'^#include "(.*)"$', text, re.MULTILINE)
         assert {f"kvstrata/include/{other}" for other in included} <= headers, name
     modules = files_of(artifacts["tree"] / "src", "kvstrata/**/*.py", "kvstrata/**/*.pyi")
+    pages = files_of(artifacts["tree"], PAGES)
+    assert len(pages) > 10
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     native = {
         f"kvstrata/native/{path.stem}{suffix}" for path in (artifacts["tree"] / "ext/cython").glob("*.pyx")
@@ -88,6 +91,7 @@ def test_wheel_holds_the_package_its_compiled_modules_and_whole_headers_only(
         *modules,
         *native,
         *headers,
+        *(page.removeprefix("src/") for page in pages),
         "kvstrata/py.typed",
     }
 

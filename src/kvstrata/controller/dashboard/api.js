@@ -1,0 +1,80 @@
+// The controller's HTTP API. Where it asks for a token, so does the page, once, and keeps it for this browser tab.
+
+import { askToken } from "./dialog.js";
+
+const TOKEN = "kvstrata.token";
+let asking = null;
+
+/** An answer that is not a success; `status` 0: there was none. */
+export class ApiError extends Error {
+  constructor(status, message, code = "", field = "") {
+    super(message);
+    Object.assign(this, { status, code, field });
+  }
+}
+
+/** A response with a success status. Raises ApiError; asks for a token and tries again where one is needed. */
+export async function open(method, path, { body, signal, timeoutMs } = {}) {
+  for (;;) {
+    const token = sessionStorage.getItem(TOKEN);
+    const headers = { Accept: "application/json" };
+    if (token) headers.Authorization = `Bearer ${token}`;
+    if (body !== undefined) headers["Content-Type"] = "application/json";
+    let response;
+    try {
+      response = await fetch(path, {
+        method, headers, signal: timeoutMs ? AbortSignal.timeout(timeoutMs) : signal, cache: "no-store", body: body === undefined ? undefined : JSON.stringify(body),
+      });
+    } catch (error) {
+      if (signal?.aborted) throw error;
+      throw new ApiError(0, "The controller does not answer.");
+    }
+    if (response.ok) return response;
+    if (response.status === 401) {
+      await newToken(token);
+      continue;
+    }
+    const told = await response.json().catch(() => ({}));
+    throw new ApiError(response.status, told.message || `The controller answered ${response.status}.`, told.code, told.field);
+  }
+}
+
+async function newToken(refused) {
+  if (sessionStorage.getItem(TOKEN) !== refused) return; // another request has asked meanwhile
+  asking ??= askToken(refused !== null).finally(() => { asking = null; });
+  const given = await asking;
+  sessionStorage.setItem(TOKEN, given);
+}
+
+export async function get(path, options) {
+  return (await open("GET", path, options)).json();
+}
+
+export async function send(method, path, body) {
+  const response = await open(method, path, { body });
+  return response.status === 204 ? {} : response.json();
+}
+
+export const instancePath = (id) => `/v1/instances/${encodeURIComponent(id)}`;
+
+const COMMAND_POLL_MS = 500;
+const COMMAND_WAIT_MS = 60_000;
+
+/** Waits for what a command led to. Returns [{instance, ok, message, body}]; raises ApiError when it takes too long. */
+export async function outcomes(answer) {
+  if (!answer.commands) return answer.results ?? [];
+  const until = Date.now() + COMMAND_WAIT_MS;
+  const ended = [];
+  for (const number of answer.commands) {
+    for (;;) {
+      const command = await get(`/v1/commands/${number}`);
+      if (command.state !== "waiting") {
+        ended.push(command);
+        break;
+      }
+      if (Date.now() > until) throw new ApiError(0, `Command ${number} has no answer yet; its end will be in the events.`);
+      await new Promise((resolve) => setTimeout(resolve, COMMAND_POLL_MS));
+    }
+  }
+  return ended;
+}

@@ -1,0 +1,235 @@
+// Where the chunks of a prompt are, or why they were missed: by token ids, by keys, or by a request's id.
+
+import { get, send } from "../api.js";
+import { h } from "../dom.js";
+import { count, date, duration, exact } from "../format.js";
+import { facts, failure, instanceLink, noInstances } from "../parts.js";
+import { table } from "../table.js";
+
+const MODES = [["tokens", "Token ids"], ["keys", "Storage keys"], ["request", "Request id"]];
+const SHOWN_CHUNKS = 200;
+const REASONS = {
+  never_stored: "It was asked for before, and nobody has stored it.",
+  evicted: "It was there and made room for others.",
+  in_flight: "It is being stored or loaded right now.",
+  corrupt: "Its bytes failed their checksum, so it was dropped.",
+  deadline: "It was not loaded before the deadline of the request.",
+  refused: "Its store was refused: there was no room, or a limit stood in the way.",
+  put_skipped: "It was not put to L2, and left L1 since.",
+  breaker_open: "The tier that may have it is switched off for a while after failures.",
+  identity_differs: "The same tokens are stored under another identity.",
+  unknown_key: "Nobody has named this chunk here before.",
+  forgotten: "Too much happened since to know.",
+  frozen: "It came while the instance stored nothing because of a full report.",
+};
+
+const form = { mode: "tokens", text: "", request: "", model: "", revision: "", adapter: "", tenant: "", salt: "" };
+let answer = null; // {kind, document} or {error}
+let asking = false;
+let limit = SHOWN_CHUNKS;
+let run = 0;
+
+function wrong(field, message) {
+  return Object.assign(new Error(message), { field });
+}
+
+/** Token ids out of what people paste: numbers between commas, spaces or brackets. */
+export function tokensIn(text) {
+  const strange = /[^\d\s,[\]]+/.exec(text);
+  if (strange) throw wrong("tokens", `token ids are whole numbers, found ${JSON.stringify(strange[0].slice(0, 20))}`);
+  const found = (text.match(/\d+/g) ?? []).map(Number);
+  if (!found.length) throw wrong("tokens", "give the token ids of a prompt, such as 101, 2023, 2003");
+  return found;
+}
+
+function keysIn(text) {
+  const found = text.split(/[\s,"[\]]+/).filter(Boolean);
+  const bad = found.find((key) => !/^[0-9a-fA-F]{64}$/.test(key));
+  if (bad !== undefined) throw wrong("keys", `a storage key is 64 hexadecimal digits, found ${JSON.stringify(bad.slice(0, 20))}`);
+  if (!found.length) throw wrong("keys", "give at least one storage key");
+  return found;
+}
+
+async function ask(redraw) {
+  const mine = (run += 1);
+  asking = true;
+  redraw();
+  try {
+    let next;
+    if (form.mode === "request") {
+      const id = form.request.trim();
+      if (!id) throw wrong("request id", "give the id of a recent request, as the engine logs it");
+      next = { kind: "request", document: await get(`/v1/explain/${encodeURIComponent(id)}`) };
+    } else {
+      const body = form.mode === "tokens" ? { tokens: tokensIn(form.text) } : { keys: keysIn(form.text) };
+      for (const name of ["model", "revision", "tenant", "salt"]) if (form[name]) body[name] = form[name];
+      if (form.adapter) body.adapter = form.adapter;
+      next = { kind: "chunks", document: await send("POST", "/v1/lookup", body) };
+    }
+    if (mine === run) answer = next;
+  } catch (error) {
+    if (mine === run) answer = { error };
+  }
+  if (mine !== run) return;
+  asking = false;
+  limit = SHOWN_CHUNKS;
+  redraw();
+}
+
+const tone = (tier) => (tier === "l1" ? "tone-l1" : "tone-l2");
+
+/** Of each instance, which chunks it has whole: runs of the same tier, one after the other. */
+function holders(document) {
+  const found = new Map();
+  document.chunks.forEach((chunk, index) => {
+    for (const instance of chunk.complete_on) {
+      const places = chunk.slices.map((slice) => slice.placements.filter((place) => place.instance === instance));
+      // The slowest slice decides where the chunk is read from.
+      const tier = places.every((each) => each.some((place) => place.tier === "l1")) ? "l1" : (places.flat().find((place) => place.tier !== "l1")?.tier ?? "l1");
+      const confirmed = places.every((each) => each.some((place) => place.confirmed));
+      const runs = found.get(instance) ?? [];
+      const last = runs.at(-1);
+      if (last && last.to === index && last.tier === tier && last.confirmed === confirmed) last.to = index + 1;
+      else runs.push({ from: index, to: index + 1, tier, confirmed });
+      found.set(instance, runs);
+    }
+  });
+  return [...found.entries()].sort(([, one], [, other]) => leading(other) - leading(one));
+}
+
+function leading(runs) {
+  let next = 0;
+  for (const { from, to } of runs) {
+    if (from !== next) break;
+    next = to;
+  }
+  return next;
+}
+
+function strips(document) {
+  const all = document.chunks.length;
+  const rows = holders(document);
+  if (!rows.length) return null;
+  return h("section", { key: "strips" }, h("h2", {}, "Who has what"),
+    h("ul", { class: "strips" }, rows.map(([instance, runs]) => {
+      const tiers = new Map();
+      for (const { from, to, tier } of runs) tiers.set(tier, (tiers.get(tier) ?? 0) + to - from);
+      const waiting = runs.some(({ confirmed }) => !confirmed);
+      const text = `first ${leading(runs)} of ${all}; ${[...tiers].map(([tier, number]) => `${tier} ${number}`).join(", ")}${waiting ? "; not confirmed since the controller's restart" : ""}`;
+      return h("li", { key: instance }, instanceLink(instance),
+        h("svg", { class: "strip", viewBox: `0 0 ${all} 1`, preserveAspectRatio: "none", "aria-hidden": "true" },
+          h("rect", { class: "whole", width: all, height: 1 }),
+          runs.map(({ from, to, tier, confirmed }) => h("rect", { class: `swatch ${tone(tier)}${confirmed ? "" : " unconfirmed"}`, x: from, width: to - from, height: 1 }))),
+        h("span", { class: "quiet" }, text));
+    })),
+    h("ul", { class: "legend" }, [["tone-l1", "in L1"], ["tone-l2", "in another tier"], ["whole", "not there"]].map(([name, title]) => h("li", {},
+      h("svg", { class: "key", viewBox: "0 0 12 12", "aria-hidden": "true" }, h("rect", { class: `swatch ${name}`, width: 12, height: 12, rx: 2 })), title))));
+}
+
+function placements(chunk) {
+  const places = new Map();
+  for (const slice of chunk.slices) {
+    for (const { instance, tier, confirmed } of slice.placements) {
+      const id = `${instance} ${tier}`;
+      const place = places.get(id) ?? { instance, tier, slices: 0, confirmed: true };
+      place.slices += 1;
+      place.confirmed &&= confirmed;
+      places.set(id, place);
+    }
+  }
+  if (!places.size) return h("span", { class: "quiet" }, "nowhere");
+  return [...places.values()].map((place) => h("span", { class: `place ${tone(place.tier)}`, key: `${place.instance} ${place.tier}` }, instanceLink(place.instance), ` ${place.tier}`,
+    place.slices < chunk.slices.length ? ` (${place.slices} of ${chunk.slices.length} slices)` : "", place.confirmed ? "" : " · unconfirmed"));
+}
+
+function chunksView(document, redraw) {
+  const { chunks, best, missing } = document;
+  const hit = best[0];
+  return [
+    h("section", { class: `verdict ${missing ? (hit?.chunks ? "part" : "miss") : "hit"}`, key: "verdict", role: "status" },
+      h("h2", {}, !chunks.length ? "The prompt has no whole chunk"
+        : !hit?.chunks ? "Nobody has its first chunk" : missing ? `The first ${hit.chunks} of ${chunks.length} chunks are there` : `All ${chunks.length} chunks are there`),
+      !chunks.length ? h("p", {}, `A chunk has ${exact(document.chunk_tokens)} tokens; only whole chunks are cached.`) : null,
+      hit?.chunks ? h("p", {}, "Best: ", best.filter((one) => one.chunks === hit.chunks).slice(0, 8).map((one, index) => [index ? ", " : "", instanceLink(one.instance)]),
+        ` with ${count(hit.chunks)} chunks, ${exact(hit.tokens)} tokens.`) : null,
+      missing ? h("p", {}, `Chunk ${missing.index} is the first that is missing: `, h("b", {}, REASONS[missing.reason] ?? missing.reason)) : null),
+    strips(document),
+    chunks.length ? h("section", { key: "chunks" }, h("h2", {}, "Chunks"), table({
+      id: "chunks", caption: "Chunks of the prompt", rows: chunks.slice(0, limit), key: (chunk) => String(chunk.index), redraw,
+      mark: (chunk) => (chunk.complete_on.length ? null : "absent"), columns: [
+        { name: "index", title: "Chunk", number: true, sort: (chunk) => chunk.index, cell: (chunk) => String(chunk.index) },
+        { name: "tokens", title: "Tokens", cell: (chunk) => (chunk.tokens ? `${chunk.tokens[0]} to ${chunk.tokens[1] - 1}` : "–") },
+        { name: "where", title: "Where", cell: placements, wide: true },
+        { name: "key", title: "Key", cell: (chunk) => h("code", { title: chunk.key }, `${chunk.key.slice(0, 16)}…`) },
+      ] }),
+      chunks.length > limit && h("p", {}, h("button", { onclick: () => { limit += 1000; redraw(); } }, `Show more (${chunks.length - limit} are not shown)`))) : null,
+  ];
+}
+
+function requestView(document) {
+  const lookups = document.lookups ?? [];
+  return [
+    h("section", { key: "request" }, h("h2", { class: "break" }, `Request ${document.request_id ?? form.request}`),
+      h("p", {}, "Told by ", document.instance ? instanceLink(document.instance) : "the instance", `; it looked up ${lookups.length === 1 ? "once" : `${lookups.length} times`}.`)),
+    lookups.map((lookup, index) => {
+      const miss = lookup.first_miss;
+      const { hits } = lookup;
+      const fetched = Object.entries(hits).filter(([name]) => name !== "served");
+      return h("section", { key: `lookup-${index}`, class: `verdict ${miss ? (hits.served ? "part" : "miss") : "hit"}` },
+        h("h3", {}, miss ? `${hits.served} of ${lookup.chunks} chunks served` : `All ${lookup.chunks} chunks served`),
+        miss && h("p", {}, `Chunk ${miss.chunk} was missed: `, h("b", {}, REASONS[miss.reason] ?? miss.reason), miss.detail ? h("span", { class: "break" }, ` (${miss.detail})`) : ""),
+        facts([
+          ["When", date(lookup.unix_ms)], ["Took", duration(lookup.duration_ms)], ...fetched.map(([name, value]) => [`From ${name}`, `${exact(value)} chunks`]),
+          lookup.tenant && ["Tenant", lookup.tenant], ["Identity", h("code", { title: lookup.identity }, `${String(lookup.identity).slice(0, 16)}…`)],
+          miss && ["Reason", h("code", {}, miss.reason)], miss && ["Missing key", h("code", { class: "break" }, miss.storage_key)],
+        ]));
+    }),
+  ];
+}
+
+function field(name, title, attributes = {}, note = null) {
+  return h("div", { class: "field", key: name }, h("label", { for: `x-${name}` }, title), h("input", { id: `x-${name}`, value: form[name], autocomplete: "off", spellcheck: "false", ...attributes, oninput: (event) => { form[name] = event.target.value; } }), note);
+}
+
+export const explorerPage = {
+  title: () => "Explorer",
+  enter({ params, redraw }) {
+    answer = null;
+    const request = params.search.get("request");
+    if (request) {
+      form.mode = "request";
+      form.request = request;
+      ask(redraw);
+    }
+  },
+  view({ live, redraw }) {
+    const heading = h("h1", {}, "Explorer");
+    if (live.instances?.length === 0) return [heading, noInstances(live.cluster)];
+    const models = [...new Set((live.instances ?? []).flatMap((one) => (one.models ?? []).map((model) => model.model)))].sort();
+    if (!form.model && models.length === 1) [form.model] = models;
+    const choose = (mode) => {
+      form.mode = mode;
+      form.text = "";
+      answer = null;
+      redraw();
+    };
+    return [
+      heading,
+      h("form", { class: "panel", onsubmit: (event) => { event.preventDefault(); ask(redraw); } },
+        h("fieldset", { class: "choice" }, h("legend", { class: "unseen" }, "Ask by"), MODES.map(([mode, title]) => h("button", {
+          type: "button", key: mode, "aria-pressed": String(mode === form.mode), onclick: () => choose(mode) }, title))),
+        form.mode === "request"
+          ? field("request", "Request id", { required: true, placeholder: "cmpl-…" }, h("p", { class: "quiet" }, "As the engine logs it. Each instance remembers its last 1,024 lookups."))
+          : h("div", { class: "field", key: "text" }, h("label", { for: "x-text" }, form.mode === "tokens" ? "Token ids of the prompt" : "Storage keys"),
+            h("textarea", { id: "x-text", rows: 4, spellcheck: "false", value: form.text, "aria-describedby": "x-note", oninput: (event) => { form.text = event.target.value; } }),
+            h("p", { class: "quiet", id: "x-note" }, form.mode === "tokens" ? "Numbers between commas, spaces or brackets, as in prompt_token_ids." : "64 hexadecimal digits each, between commas or spaces.")),
+        form.mode === "tokens" && h("div", { class: "fields", key: "identity" },
+          field("model", "Model", { list: "models", required: true }), h("datalist", { id: "models" }, models.map((model) => h("option", { value: model }))),
+          field("revision", "Revision"), field("adapter", "Adapter (LoRA)"), field("tenant", "Tenant"), field("salt", "Salt")),
+        h("div", { class: "buttons" }, h("button", { class: "primary", "aria-disabled": asking ? "true" : null }, asking ? "Asking …" : form.mode === "request" ? "Explain" : "Look up"))),
+      answer?.error && failure(answer.error, answer.error.status === 404 ? "Nobody remembers it." : "That cannot be looked up."),
+      answer?.kind === "chunks" && h("div", { key: "answer", class: "page" }, chunksView(answer.document, redraw)),
+      answer?.kind === "request" && h("div", { key: "explained", class: "page" }, requestView(answer.document)),
+    ];
+  },
+};

@@ -1,0 +1,171 @@
+// One instance: what it is, what it holds, its workers, and what its process does.
+
+import { get, instancePath, outcomes } from "../api.js";
+import { h } from "../dom.js";
+import { bytes, count, date, duration, exact, named, percent, seconds, words } from "../format.js";
+import { actions, facts, failure, keysOf, noInstances, poller, state, syncText, tierOrder, usage } from "../parts.js";
+import { table } from "../table.js";
+
+const SECTIONS = [["", "Summary"], ["workers", "Workers"], ["runtime", "Runtime"]];
+const EVERY_MS = 5_000;
+
+let asked = {}; // section → poller
+let variables = "";
+
+// Numbers of the process come by a command: 202 names it when the instance has not answered yet.
+async function runtimeOf(path) {
+  const answer = await get(path);
+  if (!answer.commands) return answer;
+  const [result] = await outcomes(answer);
+  if (!result.ok) throw Object.assign(new Error(result.message || "The instance refused."), { field: "" });
+  return result.body;
+}
+
+function start(context) {
+  const [id, section = ""] = context.params.parts;
+  for (const [name, other] of Object.entries(asked)) {
+    if (name !== section) {
+      other.stop();
+      delete asked[name];
+    }
+  }
+  if (asked[section]) return;
+  if (section === "workers") asked.workers = poller(`${instancePath(id)}/workers`, EVERY_MS, context.redraw);
+  if (section === "runtime") asked.runtime = poller(`${instancePath(id)}/runtime`, EVERY_MS, context.redraw, runtimeOf);
+}
+
+function summary(one, redraw) {
+  const tiers = Object.entries(one.tiers ?? {}).map(([tier, numbers]) => ({ tier, ...numbers }));
+  const hits = Object.entries(one.hits_total ?? {});
+  const all = hits.reduce((sum, [, value]) => sum + value, 0);
+  return [
+    h("div", { class: "columns" },
+      h("section", { key: "is" }, h("h2", {}, "What it is"), facts([
+        ["Host", one.host || "–"], ["Zone", one.zone || "–"], ["Process", String(one.pid ?? "–")], ["Version", one.version],
+        ["Admin HTTP", one.http_url ? h("code", {}, one.http_url) : "–"], ["Peers ask at", one.peer_endpoint ? h("code", {}, one.peer_endpoint) : "not readable by peers"],
+        ["Incarnation", h("code", {}, String(one.incarnation))], ["Registered", date(one.registered_ms)],
+        ["Chunk", `${exact(one.chunk_tokens)} tokens`],
+      ])),
+      h("section", { key: "does" }, h("h2", {}, "What it does"), facts([
+        ["Heartbeat", `${seconds(one.heartbeat_age_ms)} ago`], ["Sync", syncText(one)],
+        ["Last event", `${exact(one.last_event)}${one.events_behind > 0 ? `, ${count(one.events_behind)} behind` : ""}`],
+        ["Commands waiting", exact(one.commands_waiting)], ["Workers", exact(one.sessions)],
+        ["Hit rate, 60 s", percent(one.hit_rate)],
+        ["Leased to peers", bytes(one.peer_leased_bytes)], ["Sent to peers", bytes(one.peer_sent_bytes_total)], ["Read from peers", bytes(one.peer_read_bytes_total)],
+      ]))),
+    h("section", { key: "tiers" }, h("h2", {}, "Tiers"), table({
+      id: "instance-tiers", caption: `Tiers of ${one.instance}`, rows: tiers, key: (tier) => tier.tier, redraw, columns: [
+        { name: "tier", title: "Tier", sort: (tier) => tierOrder(tier.tier), cell: (tier) => tier.tier },
+        { name: "keys", title: "Chunks", number: true, sort: (tier) => tier.keys, cell: (tier) => exact(tier.keys) },
+        { name: "used", title: "Bytes", wide: true, sort: (tier) => tier.used_bytes, cell: (tier) => usage(tier.used_bytes, tier.capacity_bytes) },
+      ] })),
+    h("section", { key: "hits" }, h("h2", {}, "Chunks looked up since it started"), hits.length ? table({
+      id: "instance-hits", caption: `Chunks looked up on ${one.instance}`, rows: hits, key: ([name]) => name, redraw, first: "count", down: true, columns: [
+        { name: "source", title: "Found in", sort: ([name]) => name, cell: ([name]) => (name === "miss" ? "nowhere (miss)" : name) },
+        { name: "count", title: "Chunks", number: true, sort: ([, value]) => value, cell: ([, value]) => exact(value) },
+        { name: "share", title: "Share", number: true, sort: ([, value]) => value, cell: ([, value]) => percent(all ? value / all : null) },
+      ] }) : h("p", { class: "quiet" }, "Nobody has asked it yet.")),
+    h("section", { key: "models" }, h("h2", {}, "Models"), one.models?.length ? table({
+      id: "instance-models", caption: `Models whose KV ${one.instance} serves`, rows: one.models.map((model, index) => ({ ...model, index })), key: (model) => `${model.index}`, redraw, columns: [
+        { name: "model", title: "Model", sort: (model) => model.model, cell: (model) => h("span", { class: "break" }, model.model) },
+        { name: "revision", title: "Revision", sort: (model) => model.revision, cell: (model) => model.revision || "–" },
+        { name: "dtype", title: "KV type", sort: (model) => model.dtype, cell: (model) => model.dtype },
+        { name: "slices", title: "Slices", number: true, sort: (model) => model.slices, cell: (model) => exact(model.slices) },
+        { name: "chunk", title: "Tokens a chunk", number: true, sort: (model) => model.chunk_tokens, cell: (model) => exact(model.chunk_tokens) },
+      ] }) : h("p", { class: "quiet" }, "No engine is attached. Engines attach when they start with the connector LMCacheConnectorV1.")),
+  ];
+}
+
+function answered(answer, what, view) {
+  if (!answer || answer.loading) return h("p", { class: "quiet" }, "Asking the instance …");
+  return [answer.error && failure(answer.error, what), answer.document && view(answer.document)];
+}
+
+const age = (document) => (typeof document.age_ms === "number" ? h("p", { class: "quiet" }, `As of ${duration(document.age_ms)} ago.`) : null);
+
+function workers(one, redraw) {
+  return answered(asked.workers, "The workers cannot be shown.", (document) => [age(document), document.workers.length ? table({
+    id: "workers", caption: `Workers of ${one.instance}`, rows: document.workers, key: (worker) => worker.session, redraw, columns: [
+      { name: "session", title: "Session", sort: (worker) => worker.session, cell: (worker) => h("code", { title: worker.session }, worker.session.slice(0, 12)) },
+      { name: "role", title: "Role", sort: (worker) => worker.role, cell: (worker) => worker.role },
+      { name: "model", title: "Model", sort: (worker) => worker.model, cell: (worker) => h("span", { class: "break" }, worker.model) },
+      { name: "group", title: "Engine", sort: (worker) => worker.group, cell: (worker) => h("code", { title: worker.group }, String(worker.group ?? "").slice(0, 12)) },
+      { name: "pid", title: "Process", number: true, sort: (worker) => worker.pid, cell: (worker) => String(worker.pid) },
+      { name: "attached", title: "Attached", sort: (worker) => Number(worker.detached), cell: (worker) => (worker.detached ? "detached, still alive" : "yes") },
+    ] }) : h("p", { class: "quiet" }, "No worker is attached. Engines attach when they start with the connector LMCacheConnectorV1.")]);
+}
+
+const plain = (value) => value === null || typeof value !== "object";
+
+function block(name, value) {
+  if (Array.isArray(value) || plain(value)) return h("section", { key: name }, h("h2", {}, words(name)), h("p", {}, named(name, value)));
+  const nested = Object.entries(value).filter(([, each]) => !plain(each));
+  return h("section", { key: name }, h("h2", {}, words(name)),
+    facts(Object.entries(value).filter(([, each]) => plain(each)).map(([key, each]) => [words(key), named(key, each)])),
+    nested.map(([key, each]) => (Array.isArray(each) && each.every((row) => !plain(row)) ? rowsOf(key, each) : facts([[words(key), JSON.stringify(each)]]))));
+}
+
+function rowsOf(name, rows, redraw = () => {}) {
+  const columns = [...new Set(rows.flatMap((row) => Object.keys(row)))];
+  return h("div", { key: name }, table({
+    id: `runtime-${name}`, caption: words(name), rows: rows.map((row, index) => ({ ...row, "\u0000": index })), key: (row) => String(row["\u0000"]), redraw, columns: columns.map((column) => ({
+      name: column, title: words(column), number: rows.every((row) => typeof row[column] === "number"), sort: (row) => row[column],
+      cell: (row) => (/(^|_)(id|tid|pid|ident)$/.test(column) ? String(row[column] ?? "–") : named(column, row[column])),
+    })),
+  }));
+}
+
+function runtime(one, redraw) {
+  return answered(asked.runtime, "The runtime cannot be shown.", (document) => {
+    const { threads = [], environment = {}, age_ms: ageMs, ...rest } = document;
+    const word = variables.toLowerCase();
+    const names = Object.entries(environment).filter(([name, value]) => `${name}=${value}`.toLowerCase().includes(word));
+    return [
+      age({ age_ms: ageMs }),
+      h("div", { class: "columns" }, ["loop", "memory", "gc"].filter((name) => name in rest).map((name) => block({ gc: "garbage_collector", loop: "event_loop" }[name] ?? name, rest[name])),
+        Object.entries(rest).filter(([name]) => !["loop", "memory", "gc"].includes(name)).map(([name, value]) => block(name, value))),
+      h("section", { key: "threads" }, h("h2", {}, `Threads (${threads.length})`),
+        threads.length === 0 ? h("p", { class: "quiet" }, "None were told.") : plain(threads[0]) ? h("p", {}, threads.join(", ")) : rowsOf("threads", threads, redraw)),
+      h("section", { key: "environment" }, h("h2", {}, "Environment"), h("p", { class: "quiet" }, "Allow-listed variables only; secrets are masked by the instance."),
+        h("div", { class: "filter" }, h("label", { for: "variables" }, "Filter"), h("input", { id: "variables", type: "search", value: variables, oninput: (event) => { variables = event.target.value; redraw(); } })),
+        names.length ? table({ id: "environment", caption: "Environment", rows: names, key: ([name]) => name, redraw, columns: [
+          { name: "name", title: "Variable", sort: ([name]) => name, cell: ([name]) => h("code", { class: "break" }, name) },
+          { name: "value", title: "Value", sort: ([, value]) => String(value), cell: ([, value]) => h("code", { class: "break" }, String(value)) },
+        ] }) : h("p", { class: "quiet" }, "No variable matches.")),
+    ];
+  });
+}
+
+export const instancePage = {
+  title: ({ params }) => params.parts[0],
+  enter() {
+    asked = {};
+    variables = "";
+  },
+  leave() {
+    for (const answer of Object.values(asked)) answer.stop();
+    asked = {};
+  },
+  view(context) {
+    const { live, params, redraw } = context;
+    const [id, section = ""] = params.parts;
+    const crumbs = h("p", { class: "crumbs" }, h("a", { href: "#/instances" }, "Instances"), " / ");
+    if (!live.instances) return [crumbs, h("h1", { class: "break" }, id), h("p", { class: "quiet" }, "Asking the controller …")];
+    const one = live.instances.find((each) => each.instance === id);
+    if (!one) {
+      return [crumbs, h("h1", { class: "break" }, id), live.instances.length === 0 ? noInstances(live.cluster)
+        : h("p", {}, "The controller knows no instance of this id. It may have left or been removed; ", h("a", { href: `#/events?instance=${encodeURIComponent(id)}` }, "its events"), " may say when.")];
+    }
+    start(context);
+    const views = { "": summary, workers, runtime };
+    return [
+      crumbs,
+      h("div", { class: "heading" }, h("h1", { class: "break" }, id), state(one.state),
+        h("span", { class: "quiet" }, `${count(keysOf(one))} chunks`), h("div", { class: "push" }, actions(one))),
+      h("nav", { class: "tabs", "aria-label": `Parts of ${id}` }, SECTIONS.map(([name, title]) => h("a", {
+        key: name, href: `#/instances/${encodeURIComponent(id)}${name && `/${name}`}`, "aria-current": name === section ? "page" : null,
+      }, title))),
+      h("div", { key: `section-${section}`, class: "page" }, views[section](one, redraw)),
+    ];
+  },
+};

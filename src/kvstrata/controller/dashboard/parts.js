@@ -1,0 +1,177 @@
+// What several pages show: states, bars, empty places, actions on an instance.
+
+import { get, instancePath, outcomes, send } from "./api.js";
+import { confirm } from "./dialog.js";
+import { h, toast } from "./dom.js";
+import { bytes, count, percent, seconds } from "./format.js";
+
+const STATES = {
+  ready: ["good", "Serves and reports."],
+  syncing: ["busy", "Sends its full report; what was known before serves until it ends."],
+  frozen: ["busy", "Stores nothing new for at most 5 s, until its full report ends."],
+  draining: ["calm", "Serves its own engines; leases nothing to peers."],
+  stopping: ["calm", "Is about to leave."],
+  unconfirmed: ["warn", "Known from before the controller's restart; not heard since."],
+  dead: ["bad", "Not heard for longer than the timeout; its chunks are forgotten."],
+};
+
+export function state(name) {
+  const [tone, note] = STATES[name] ?? ["calm", ""];
+  return h("span", { class: `state ${tone}`, title: note }, h("i", { "aria-hidden": "true" }), name);
+}
+
+/** A share of a whole, as a bar with its text beside it. */
+export function usage(used, capacity, brief = false) {
+  const share = capacity > 0 ? Math.min(1, used / capacity) : 0;
+  return h("div", { class: "usage" },
+    h("svg", { class: "meter", "aria-hidden": "true", preserveAspectRatio: "none", viewBox: "0 0 100 4" },
+      h("rect", { class: "whole", width: 100, height: 4 }),
+      h("rect", { class: share > 0.97 ? "part full" : "part", width: (share * 100).toFixed(2), height: 4 })),
+    h("span", {}, bytes(used), capacity > 0 ? h("span", { class: "quiet" }, brief ? ` · ${percent(used / capacity)}` : ` of ${bytes(capacity)} · ${percent(used / capacity)}`) : null));
+}
+
+export function facts(pairs) {
+  return h("dl", { class: "facts" }, pairs.filter(Boolean).map(([name, value, title]) => h("div", { key: name },
+    h("dt", {}, name), h("dd", { title }, value ?? "–"))));
+}
+
+export function tile(name, value, note, tone) {
+  return h("div", { class: `tile ${tone ?? ""}`, key: name }, h("dt", {}, name), h("dd", {}, h("b", {}, value), h("span", {}, note ?? "")));
+}
+
+/** A line for a shell, with a button that copies it. */
+export function line(text) {
+  const copy = async (event) => {
+    const code = event.currentTarget.previousElementSibling;
+    try {
+      await navigator.clipboard.writeText(text);
+      toast("Copied.");
+    } catch {
+      getSelection().selectAllChildren(code); // pages over plain HTTP may not write the clipboard
+      toast("Marked; press Ctrl+C to copy it.");
+    }
+  };
+  return h("div", { class: "line" }, h("code", {}, text), h("button", { onclick: copy }, "Copy", h("span", { class: "unseen" }, " the line")));
+}
+
+export function startLine(cluster) {
+  const port = cluster?.controller.monitor_ports?.reply ?? 8400;
+  const host = location.hostname.replace(/^\[|\]$/g, "");
+  const address = host.includes(":") ? `[${host}]` : host;
+  return `lmcache-server --controller-url tcp://${address}:${port}`;
+}
+
+export function noInstances(cluster) {
+  return h("section", { class: "empty", key: "empty" }, h("h2", {}, "No instance has registered yet"),
+    h("p", {}, "Start a cache server on each host that runs engines, and tell it where this controller is. It appears here within a second."),
+    line(startLine(cluster)),
+    h("p", { class: "quiet" }, "A server that runs already takes ", h("code", {}, "controller.url"), " in its settings file. Off this machine both sides need keys; see docs/operations.md."));
+}
+
+export function failure(error, what) {
+  return h("div", { class: "wrong", role: "alert", key: "failure" }, h("strong", {}, what), " ", error.field ? h("code", {}, error.field) : null, error.field ? ": " : "", error.message);
+}
+
+export function instanceLink(id) {
+  return h("a", { href: `#/instances/${encodeURIComponent(id)}` }, id);
+}
+
+export function keysOf(instance) {
+  return Object.values(instance.tiers ?? {}).reduce((sum, tier) => sum + (tier.keys ?? 0), 0);
+}
+
+export function l1(instance) {
+  return instance.tiers?.l1 ?? { keys: 0, used_bytes: 0, capacity_bytes: 0 };
+}
+
+/** L1 comes before all others. */
+export const tierOrder = (tier) => (tier === "l1" ? "" : tier);
+
+export function syncText(instance) {
+  const { sync } = instance;
+  if (instance.state === "dead") return "forgotten";
+  if (instance.state === "unconfirmed") return "waits for its report";
+  if (!sync) return "in sync";
+  return `${sync.state} · ${count(sync.keys)} keys · ${seconds(Date.now() - sync.started_ms)}`;
+}
+
+const tellOutcomes = (id, list, done) => {
+  for (const result of list) {
+    if (result.ok) toast(done);
+    else toast(`${result.instance ?? id}: ${result.message || "refused"}`, "bad");
+  }
+  if (!list.length) toast(done);
+};
+
+export async function drain(id, on) {
+  const sure = await confirm(on ? {
+    title: `Drain ${id}?`,
+    paragraphs: ["Peers get no more leases on its chunks, and read them elsewhere or compute them. Its own engines go on as before.", "It stays drained until somebody ends that here."],
+    action: "Drain",
+  } : {
+    title: `Let ${id} serve peers again?`,
+    paragraphs: ["Peers may lease its chunks from now on."],
+    action: "End draining",
+  });
+  if (!sure) return;
+  try {
+    tellOutcomes(id, await outcomes(await send("POST", `${instancePath(id)}/drain`, { on })), on ? `${id} is draining.` : `${id} serves peers again.`);
+  } catch (error) {
+    toast(`${id}: ${error.message}`, "bad");
+  }
+}
+
+export async function remove(instance) {
+  const id = instance.instance;
+  const alive = !["dead", "unconfirmed"].includes(instance.state);
+  const sure = await confirm({
+    title: `Remove ${id}?`,
+    paragraphs: [
+      `The directory forgets its ${count(keysOf(instance))} chunks at once, and nobody is sent to it any more. The chunks themselves stay where they are.`,
+      alive ? "It is alive: it comes back by itself as soon as it registers again. Stop the server first, or drain it, to keep it out." : "It comes back when its server is started again.",
+    ],
+    action: "Remove", danger: true,
+  });
+  if (!sure) return;
+  try {
+    await send("DELETE", instancePath(id));
+    toast(`${id} is removed.`);
+  } catch (error) {
+    toast(`${id}: ${error.message}`, "bad");
+  }
+}
+
+export function actions(instance) {
+  const id = instance.instance;
+  const draining = instance.state === "draining";
+  const here = !["dead", "unconfirmed", "stopping"].includes(instance.state);
+  return h("div", { class: "actions" },
+    here && h("button", { onclick: () => drain(id, !draining) }, draining ? "End draining" : "Drain", h("span", { class: "unseen" }, ` ${id}`)),
+    h("button", { class: "quiet-danger", onclick: () => remove(instance) }, "Remove", h("span", { class: "unseen" }, ` ${id}`)));
+}
+
+/** Asks for `path` again and again while a page is shown. */
+export function poller(path, everyMs, redraw, ask = get) {
+  const answer = { document: null, error: null, loading: true };
+  let stopped = false;
+  let timer = 0;
+  const again = async () => {
+    try {
+      const document = await ask(typeof path === "function" ? path() : path);
+      if (stopped) return;
+      Object.assign(answer, { document, error: null });
+    } catch (error) {
+      if (stopped) return;
+      answer.error = error;
+    }
+    answer.loading = false;
+    redraw();
+    timer = setTimeout(again, everyMs);
+  };
+  again();
+  answer.stop = () => {
+    stopped = true;
+    clearTimeout(timer);
+  };
+  return answer;
+}
