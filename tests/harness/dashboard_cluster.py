@@ -1,7 +1,7 @@
-"""A cluster for the dashboard's eyes: the controller's HTTP API over documents that a test changes as it likes.
+"""A cluster for the dashboard's eyes: the bodies of the controller's HTTP API, filled with what a test likes.
 
 It lets a test show what a real cluster shows only after hours, or never on one machine: forty instances, hostile names,
-a failed sync, a stream that a proxy swallows.  What the documents look like is docs/controller-api.md.
+a frozen report, a stream that a proxy swallows.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
+from kvstrata.controller.routes import bodies
 from kvstrata.controller.routes.dashboard import add_dashboard
 
 GIB = 1 << 30
 CHUNK_TOKENS = 256
 CHUNK_BYTES = 4 << 20
-KEPT_S = 900
+KEPT_S = 3_600
+LIVE_S = 0.2
 
 
 def now_ms() -> int:
@@ -35,45 +38,39 @@ def now_ms() -> int:
 
 
 def instance(name: str, number: int = 0, **changes: Any) -> dict[str, Any]:
-    """An instance as it is after some hours of work; `number` varies its figures."""
+    """A bodies.InstanceRow as it is after some hours of work; `number` varies its figures."""
     chance = random.Random(number)
-    l1_keys, disk_keys = chance.randint(2_000, 15_000), chance.randint(30_000, 50_000)
+    keys = {"l1": chance.randint(2_000, 15_000), "disk-0": chance.randint(30_000, 50_000)}
     return {
-        "instance": name,
-        "incarnation": 1_763_700_000_000 + number,
-        "state": "ready",
-        "zone": "abc"[number % 3],
+        "id": name,
+        "state": "live",
+        "reported_state": "ready",
+        "draining": False,
+        "confirmed": True,
+        "incarnation": str(1_763_700_000_000 + number),
+        "version": "0.1.0",
         "host": f"node-{number:02}.example.net",
         "pid": 4_000 + number,
-        "version": "0.1.0",
+        "zone": "abc"[number % 3],
         "http_url": f"http://node-{number:02}.example.net:8080",
         "peer_endpoint": f"tcp://node-{number:02}.example.net:5600",
-        "tiers": {
-            "l1": {"keys": l1_keys, "used_bytes": l1_keys * CHUNK_BYTES, "capacity_bytes": 64 * GIB},
-            "disk-0": {"keys": disk_keys, "used_bytes": disk_keys * CHUNK_BYTES, "capacity_bytes": 200 * GIB},
-        },
+        "tiers": list(keys),
+        "chunk_tokens": CHUNK_TOKENS,
+        "l1_bytes": 64 * GIB,
+        "heard_ago_s": chance.random() * 9.9,
+        "joined_ago_s": 7_200.0,
+        "keys": keys,
+        "used_bytes": {tier: count * CHUNK_BYTES for tier, count in keys.items()},
+        "capacity_bytes": {"l1": 64 * GIB, "disk-0": 200 * GIB},
         "hits_total": {"l1": 812_000 + number, "l2": 91_000, "peer": 44_000, "miss": 260_000},
-        "hit_rate": 0.6 + chance.random() * 0.3,
         "peer_leased_bytes": 12 * CHUNK_BYTES * number,
         "peer_sent_bytes_total": chance.randint(1, 900) * GIB // 7,
         "peer_read_bytes_total": chance.randint(1, 900) * GIB // 9,
         "sessions": 2,
-        "chunk_tokens": CHUNK_TOKENS,
-        "models": [
-            {
-                "model": "meta-llama/Llama-3.1-8B-Instruct",
-                "revision": "0e9e39f249a16976918f6564b8830bc894c89659",
-                "dtype": "bfloat16",
-                "slices": 2,
-                "chunk_tokens": CHUNK_TOKENS,
-            }
-        ],
-        "registered_ms": now_ms() - 7_200_000,
-        "heartbeat_age_ms": chance.randint(0, 9_900),
-        "last_event": 481_220 + number,
-        "events_behind": 0,
-        "sync": None,
-        "commands_waiting": 0,
+        "sync": {"state": "exact", "count": 2, "last_took_s": 0.081, "last_ended_ago_s": 6_100.0},
+        "event_batches": 48_120 + number,
+        "last_event": 48_120 + number,
+        "waiting_commands": 0,
         **changes,
     }
 
@@ -82,114 +79,136 @@ class Cluster:
     """What the API tells. Every field may be changed at any time; `requests` are those of methods other than GET."""
 
     def __init__(self, *instances: dict[str, Any], token: str = "") -> None:
-        self.instances = {one["instance"]: one for one in instances}
+        self.instances = {one["id"]: one for one in instances}
+        self.removed: list[str] = []
         self.token = token
         self.events: list[dict[str, Any]] = []
         self.requests: list[tuple[str, str, Any]] = []
         self.streams = True
-        self.lookup: dict[str, Any] = {
-            "chunk_tokens": CHUNK_TOKENS,
-            "chunks": [],
-            "best": [],
-            "missing": None,
-        }
-        self.explained: dict[str, Any] = {}
+        self.models = ["meta-llama/Llama-3.1-8B-Instruct"]
+        self.lookup: dict[str, Any] = {}
+        self.explained: dict[str, dict[str, Any]] = {}
+        """What one of the instances remembers, by request id."""
         self.slow_commands = False
-        self._changed = asyncio.Event()
-        self._started_ms = now_ms() - 86_400_000
 
-    def tell(self, kind: str, name: str, message: str) -> None:
+    def tell(self, kind: str, name: str = "", **facts: Any) -> None:
         """Something happened."""
-        cursor = len(self.events) + 1
+        number = len(self.events) + 1
         self.events.append(
-            {"cursor": cursor, "ms": now_ms(), "kind": kind, "instance": name, "message": message}
+            {"number": number, "unix_ms": now_ms(), "kind": kind, "instance": name, "facts": facts}
         )
-        self._changed.set()
-        self._changed = asyncio.Event()
 
-    def document(self) -> dict[str, Any]:
-        """/v1/cluster."""
-        states = [one["state"] for one in self.instances.values()]
-        counted = {
-            name: states.count(name) for name in ("syncing", "frozen", "draining", "unconfirmed", "dead")
-        }
-        tiers = self.tiers()
-        return {
-            "controller": {
-                "id": "controller-0",
-                "version": "0.1.0",
-                "epoch": 7,
-                "pid": 812,
-                "uptime_s": (now_ms() - self._started_ms) / 1000,
-                "started_ms": self._started_ms,
-                "monitor_ports": {"pull": 8300, "reply": 8400, "heartbeat": 8082},
-            },
-            "instances": {"live": len(states) - counted["dead"] - counted["unconfirmed"], **counted},
-            "keys": {tier["tier"]: tier["keys"] for tier in tiers},
-            "bytes": {
-                tier["tier"]: {"used": tier["used_bytes"], "capacity": tier["capacity_bytes"]}
-                for tier in tiers
-            },
-            "registry": {
-                "placements": sum(tier["keys"] for tier in tiers),
-                "bytes": 11 * sum(tier["keys"] for tier in tiers) + 65_536,
-                "slots_used": 2 * len(states),
-                "slots_free": 65_535 - 2 * len(states),
-                "slots_sweeping": 0,
-            },
-            "events": {
-                "keys_total": 12_884_231,
-                "batches_total": 402_133,
-                "gaps_total": 1,
-                "rejected_total": 0,
-            },
-            "lookups_total": 9_120_443,
-            "snapshot": {
-                "path": "/var/lib/kvstrata/controller.snapshot",
-                "last_ms": now_ms() - 12_000,
-                "placements": 391_000,
-                "state": "written",
-                "ignored_total": 0,
-            },
-        }
+    def tail(self, after: int | None, limit: int) -> bodies.EventsBody:
+        found = self.events[-limit:] if after is None else self.events[after : after + limit]
+        last = found[-1]["number"] if found else after if after is not None else len(self.events)
+        return bodies.EventsBody(events=found, next_after=last, lost=False)
 
-    def tiers(self) -> list[dict[str, Any]]:
-        """/v1/tiers."""
-        found: dict[str, dict[str, Any]] = {}
-        for one in self.instances.values():
-            for name, tier in one["tiers"].items():
-                row = found.setdefault(
-                    name, {"tier": name, "instances": 0, "keys": 0, "used_bytes": 0, "capacity_bytes": 0}
+    def members(self) -> bodies.InstancesBody:
+        rows = [self.instances[name] for name in sorted(self.instances)]
+        return bodies.InstancesBody(instances=rows, removed=self.removed)
+
+    def tiers(self) -> bodies.TiersBody:
+        rows, sums = [], dict[str, bodies.TierSum]()
+        for one in self.members().instances:
+            for tier in one.tiers if one.state != "dead" else ():
+                numbers = {
+                    "keys": one.keys[tier],
+                    "used_bytes": one.used_bytes[tier],
+                    "capacity_bytes": one.capacity_bytes[tier],
+                }
+                rows.append(bodies.TierRow(instance=one.id, tier=tier, confirmed=one.confirmed, **numbers))
+                found = sums.setdefault(
+                    tier, bodies.TierSum(tier=tier, instances=0, keys=0, used_bytes=0, capacity_bytes=0)
                 )
-                row["instances"] += 1
-                for number in ("keys", "used_bytes", "capacity_bytes"):
-                    row[number] += tier[number]
-        return [found[name] for name in sorted(found)]
+                found.instances += 1
+                for name, value in numbers.items():
+                    setattr(found, name, getattr(found, name) + value)
+        return bodies.TiersBody(tiers=list(sums.values()), rows=rows)
 
-    def series(self, seconds: int) -> dict[str, Any]:
-        """/v1/series: a day's wave, with a burst of misses in the middle."""
-        newest = now_ms() // 1000
-        times = list(range(newest - min(seconds, KEPT_S) + 1, newest + 1))
-        wave = [math.sin(at / 90) + 0.3 * math.sin(at / 11) for at in times]
-        noise = [random.Random(at).random() for at in times]
-        burst = [math.exp(-(((at % 600) - 300) ** 2) / 900) for at in times]
-        tiers = {tier["tier"]: tier for tier in self.tiers()}
-        grow = [1 - 0.1 * (newest - at) / KEPT_S for at in times]
-        series = {
-            "hits.l1": [620 + 140 * w + 30 * n for w, n in zip(wave, noise, strict=True)],
-            "hits.l2": [120 + 40 * w + 20 * n for w, n in zip(wave, noise, strict=True)],
-            "hits.peer": [90 - 30 * w + 25 * n for w, n in zip(wave, noise, strict=True)],
-            "hits.miss": [110 + 40 * n + 420 * b for n, b in zip(noise, burst, strict=True)],
-            "events": [
-                2_400 + 900 * w + 500 * n + 3_000 * b for w, n, b in zip(wave, noise, burst, strict=True)
-            ],
-            "lookups": [48 + 12 * w + 6 * n for w, n in zip(wave, noise, strict=True)],
-            "instances": [len(self.instances)] * len(times),
-        }
-        for name, tier in tiers.items():
-            series[f"bytes.{name}"] = [int(tier["used_bytes"] * part) for part in grow]
-            series[f"keys.{name}"] = [int(tier["keys"] * part) for part in grow]
-        return {"step_s": 1, "times_ms": [at * 1000 for at in times], "series": series}
+    def whole(self) -> bodies.ClusterBody:
+        members, tiers = self.members().instances, self.tiers().tiers
+        placements = sum(tier.keys for tier in tiers)
+        states = [one.state for one in members]
+        return bodies.ClusterBody(
+            name="controller-0",
+            version="0.1.0",
+            epoch=7,
+            unix_ms=now_ms(),
+            up_s=86_400.0,
+            ready=True,
+            why_not_ready="",
+            heartbeat_s=10.0,
+            dead_after_s=30.0,
+            instances={
+                **{state: states.count(state) for state in ("live", "dead", "restored")},
+                "draining": sum(one.draining for one in members),
+                "unconfirmed": sum(one.state == "live" and not one.confirmed for one in members),
+            },
+            keys={tier.tier: tier.keys for tier in tiers},
+            used_bytes={tier.tier: tier.used_bytes for tier in tiers},
+            capacity_bytes={tier.tier: tier.capacity_bytes for tier in tiers},
+            hits_total={"l1": 9_120_000, "l2": 812_000, "peer": 430_000, "miss": 2_100_000},
+            directory=bodies.DirectoryBody(
+                placements=placements,
+                bytes=11 * placements + 65_536,
+                max_bytes=4 * GIB,
+                shared_tags=210,
+                slots=2 * len(members),
+                retired_slots=0,
+                rebuilds=3,
+                admitted_keys_total=9_100_000,
+                evicted_keys_total=8_500_000,
+                synced_keys_total=1_200_000,
+                refused_keys_total=0,
+                waiting_bytes=0,
+            ),
+            lookups=bodies.LookupsBody(
+                total=9_120_443, hits_total=410_222, keys_total=88_000_000, mean_ms=0.031
+            ),
+            dropped_event_batches={},
+            refused_requests={},
+            sockets={},
+            monitor_ports={"pull": 8300, "reply": 8400, "heartbeat": 8082},
+            snapshot={
+                "path": "/var/lib/kvstrata/directory.snapshot",
+                "written_unix_ms": now_ms() - 12_000,
+                "written_bytes": 4_400_000,
+                "ignored_reason": "",
+            },
+            last_event=len(self.events),
+        )
+
+    def series(self, after_unix_ms: int) -> bodies.SeriesBody:
+        """A day's wave, with a burst of misses in each ten minutes."""
+        newest = now_ms() // 5_000 * 5
+        tiers = self.tiers().tiers
+        points = []
+        for at in range(newest - KEPT_S + 5, newest + 5, 5):
+            if at * 1000 <= after_unix_ms:
+                continue
+            wave, noise = math.sin(at / 90) + 0.3 * math.sin(at / 11), random.Random(at).random()
+            burst = math.exp(-(((at % 600) - 300) ** 2) / 900)
+            grown = 1 - 0.1 * (newest - at) / KEPT_S
+            points.append(
+                bodies.PointBody(
+                    unix_ms=at * 1000,
+                    live=len(self.instances),
+                    dead=0,
+                    keys={tier.tier: int(tier.keys * grown) for tier in tiers},
+                    used_bytes={tier.tier: int(tier.used_bytes * grown) for tier in tiers},
+                    hits_per_s={
+                        "l1": 620 + 140 * wave + 30 * noise,
+                        "l2": 120 + 40 * wave + 20 * noise,
+                        "peer": 90 - 30 * wave + 25 * noise,
+                        "miss": 110 + 40 * noise + 420 * burst,
+                    },
+                    event_keys_per_s=2_400 + 900 * wave + 500 * noise + 3_000 * burst,
+                    sync_keys_per_s=12_000.0 if at % 900 < 10 else 0.0,
+                    lookups_per_s=48 + 12 * wave + 6 * noise,
+                    directory_bytes=4_400_000,
+                )
+            )
+        return bodies.SeriesBody(sample_s=5.0, points=points)
 
 
 def make_app(cluster: Cluster) -> FastAPI:
@@ -198,7 +217,7 @@ def make_app(cluster: Cluster) -> FastAPI:
     registry = CollectorRegistry()
     Counter("kvstrata_controller_events", "Keys that instances told of.", registry=registry).inc(12_884_231)
     states = Gauge("kvstrata_controller_instances", "Instances by state.", ["state"], registry=registry)
-    for state in ("ready", "syncing", "dead"):
+    for state in ("live", "dead"):
         states.labels(state).set(sum(one["state"] == state for one in cluster.instances.values()))
     Gauge("kvstrata_controller_registry_bytes", "Memory of the directory.", registry=registry).set(4_400_000)
     answered = Histogram(
@@ -227,43 +246,69 @@ def make_app(cluster: Cluster) -> FastAPI:
 
     def one(name: str) -> dict[str, Any]:
         if name not in cluster.instances:
-            raise HTTPException(404, f"instance: {name!r:.80} is not a member")
+            raise HTTPException(404, f"instance: there is no {name!r:.80}")
         return cluster.instances[name]
 
-    def events(after: int | None, limit: int) -> dict[str, Any]:
-        found = cluster.events[-limit:] if after is None else cluster.events[after : after + limit]
-        return {"events": found, "cursor": len(cluster.events)}
+    def row(name: str, kind: str, state: str, message: str = "", **result: Any) -> dict[str, Any]:
+        return {"number": 41, "instance": name, "kind": kind, "state": state, "message": message, "age_s": 0.1,
+                "argument": {}, "result": result}  # fmt: skip
+
+    def ended(name: str, kind: str) -> Response:
+        rows = [row(name, kind, "sent" if cluster.slow_commands else "done")]
+        body = bodies.CommandsBody.model_validate({"done": not cluster.slow_commands, "commands": rows})
+        return JSONResponse(body.model_dump(), 202 if cluster.slow_commands else 200)
+
+    def document(name: str, content: dict[str, Any]) -> bodies.DocumentBody:
+        return bodies.DocumentBody(
+            instance=one(name)["id"], done=True, command=1, ok=True, message="", document=content
+        )
 
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type="text/plain")
 
     @app.get("/v1/cluster")
-    async def whole() -> dict[str, Any]:
-        return cluster.document()
+    async def whole() -> bodies.ClusterBody:
+        return cluster.whole()
 
     @app.get("/v1/series")
-    async def series(seconds: int = KEPT_S) -> dict[str, Any]:
-        return cluster.series(seconds)
+    async def series(after_unix_ms: int = 0) -> bodies.SeriesBody:
+        return cluster.series(after_unix_ms)
 
     @app.get("/v1/instances")
-    async def instances() -> dict[str, Any]:
-        return {"instances": [cluster.instances[name] for name in sorted(cluster.instances)]}
+    async def instances() -> bodies.InstancesBody:
+        return cluster.members()
 
-    @app.get("/v1/instances/{name}/workers")
-    async def workers(name: str) -> dict[str, Any]:
-        model = one(name)["models"][0]["model"] if one(name)["models"] else ""
+    @app.get("/v1/models")
+    async def models() -> bodies.ModelsBody:
+        layout = {
+            "revision": "0e9e39f249a16976918f6564b8830bc894c89659",
+            "kv_dtype": "bfloat16",
+            "chunk_tokens": 256,
+        }
         rows = [
+            {
+                "kind": kind,
+                "layout": {**layout, "model": model},
+                "slices": 2,
+                "instances": list(cluster.instances),
+            }
+            for kind, model in enumerate(cluster.models)
+        ]
+        return bodies.ModelsBody.model_validate({"models": rows})
+
+    @app.get("/v1/instances/{name}/status")
+    async def status(name: str) -> bodies.DocumentBody:
+        peers = [
             {"session": f"{number:02x}" * 16, "group": "ab" * 16, "role": role, "pid": 5_000 + number, "row": number,
-             "detached": False, "model": model, "complete": True}
-            for number, role in enumerate(["scheduler", "worker"] if model else [])
+             "detached": False, "model": cluster.models[0], "complete": True}
+            for number, role in enumerate(["scheduler", "worker"])
         ]  # fmt: skip
-        return {"workers": rows, "age_ms": 1_200}
+        return document(name, {"peers": peers})
 
     @app.get("/v1/instances/{name}/runtime")
-    async def runtime(name: str) -> dict[str, Any]:
-        one(name)
-        return {
+    async def runtime(name: str) -> bodies.DocumentBody:
+        content = {
             "threads": [
                 {"name": "MainThread", "id": 4_011, "daemon": False, "cpu_s": 122.4, "stack": "uvloop.run"},
                 {
@@ -282,56 +327,49 @@ def make_app(cluster: Cluster) -> FastAPI:
                 "KVSTRATA_HTTP_TOKEN": "(masked)",
                 "OMP_NUM_THREADS": "4",
             },
-            "age_ms": 240,
         }
+        return document(name, content)
 
-    @app.post("/v1/instances/{name}/drain")
-    async def drain(name: str, body: dict[str, bool]) -> Response:
-        one(name)["state"] = "draining" if body["on"] else "ready"
-        cluster.tell("drained", name, "leases nothing to peers" if body["on"] else "serves peers again")
-        if cluster.slow_commands:
-            return JSONResponse({"commands": [41]}, 202)
-        return JSONResponse({"results": [{"instance": name, "ok": True, "message": "", "body": {}}]})
+    @app.get("/v1/instances/{name}/explain/{request_id:path}")
+    async def explain(name: str, request_id: str) -> bodies.DocumentBody:
+        known = cluster.explained.get(request_id)
+        there = known is not None and name == min(cluster.instances)
+        return document(name, {"request_id": request_id, "known": there, "lookups": [known] if there else []})
+
+    @app.post("/v1/instances/{name}/{what}")
+    async def act(name: str, what: str) -> Response:
+        if what == "allow":
+            cluster.removed.remove(name)
+            return JSONResponse({"allowed": True})
+        if what in ("drain", "undrain"):
+            one(name)["draining"] = what == "drain"
+        cluster.tell(what, name)
+        return ended(name, what)
 
     @app.get("/v1/commands/{number}")
-    async def command(number: int) -> dict[str, Any]:
-        return {
-            "number": number,
-            "instance": "a",
-            "kind": "drain",
-            "state": "done",
-            "ok": True,
-            "message": "",
-            "body": {},
-        }
+    async def command(number: int) -> bodies.CommandRow:
+        return bodies.CommandRow.model_validate(row("a-0", "drain", "done"))
 
     @app.delete("/v1/instances/{name}")
-    async def remove(name: str) -> dict[str, str]:
-        one(name)
+    async def remove(name: str) -> bodies.RemovedBody:
+        was = one(name)["state"]
         del cluster.instances[name]
-        cluster.tell("removed", name, "removed by hand")
-        return {"removed": name}
+        if was != "dead":
+            cluster.removed.append(name)
+        cluster.tell("removed", name)
+        return bodies.RemovedBody(id=name, was=was, barred=was != "dead")
 
     @app.get("/v1/tiers")
-    async def tiers() -> dict[str, Any]:
-        return {"tiers": cluster.tiers()}
+    async def tiers() -> bodies.TiersBody:
+        return cluster.tiers()
 
     @app.post("/v1/lookup")
-    async def lookup() -> dict[str, Any]:
-        return cluster.lookup
-
-    @app.get("/v1/explain/{request_id:path}")
-    async def explain(request_id: str) -> dict[str, Any]:
-        if request_id not in cluster.explained:
-            raise HTTPException(
-                404, f"request_id: {request_id!r:.80} is not among the recent requests of any instance"
-            )
-        found: dict[str, Any] = cluster.explained[request_id]
-        return found
+    async def lookup() -> bodies.PlacementBody:
+        return bodies.PlacementBody.model_validate(cluster.lookup)
 
     @app.get("/v1/events")
-    async def tail(after: int | None = None, limit: int = 200) -> dict[str, Any]:
-        return events(after, limit)
+    async def tail(after: int | None = None, limit: int = 200) -> bodies.EventsBody:
+        return cluster.tail(after, limit)
 
     @app.get("/v1/live")
     async def live() -> Response:
@@ -339,19 +377,15 @@ def make_app(cluster: Cluster) -> FastAPI:
             raise HTTPException(404, "no stream here")
 
         async def told() -> AsyncIterator[str]:
-            cursor = len(cluster.events)
+            number = len(cluster.events)
             while True:
-                changed = cluster._changed
-                rows = {"instances": [cluster.instances[name] for name in sorted(cluster.instances)]}
-                for kind, document in (("cluster", cluster.document()), ("instances", rows)):
-                    yield f"event: {kind}\ndata: {json.dumps(document)}\n\n"
-                if len(cluster.events) > cursor:
-                    yield f"event: events\ndata: {json.dumps(events(cursor, 1_000))}\n\n"
-                    cursor = len(cluster.events)
-                try:
-                    await asyncio.wait_for(changed.wait(), 1.0)
-                except TimeoutError:
-                    pass
+                now: dict[str, BaseModel] = {"cluster": cluster.whole(), "instances": cluster.members()}
+                if len(cluster.events) > number:
+                    now["events"] = cluster.tail(number, 1_000)
+                    number = len(cluster.events)
+                for kind, body in now.items():
+                    yield f"event: {kind}\ndata: {body.model_dump_json()}\n\n"
+                await asyncio.sleep(LIVE_S)
 
         return StreamingResponse(
             told(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}

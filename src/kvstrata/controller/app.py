@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse
-from fastapi.staticfiles import StaticFiles
+from fastapi.responses import JSONResponse
 
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.instances import Denied
 from kvstrata.controller.operations import NotThere, Operations
 from kvstrata.controller.routes import act, live, look
+from kvstrata.controller.routes.dashboard import add_dashboard
 from kvstrata.process.http import HTTP_STATUS, make_base
 
-DASHBOARD = Path(__file__).parent / "dashboard"
-NO_DASHBOARD = """<!doctype html><html lang="en"><title>kvstrata controller</title>
-<p>This build has no dashboard. The API is described at <a href="/docs">/docs</a>;
-<code>kvstrata ctl cluster</code> asks it.
-</html>"""
 _STATUS = {error.code: status for error, status in HTTP_STATUS.items()}
 
 
@@ -44,13 +38,6 @@ def make_app(
 
     app.include_router(look.router(cluster, operations, sockets, guarded))
     app.include_router(act.router(cluster, operations, guarded))
-    app.include_router(live.router(cluster, guarded))
-    if (DASHBOARD / "index.html").is_file():
-        app.mount("/", StaticFiles(directory=DASHBOARD, html=True), name="dashboard")
-    else:
-
-        @app.get("/", include_in_schema=False)
-        async def no_dashboard() -> HTMLResponse:
-            return HTMLResponse(NO_DASHBOARD)
-
+    app.include_router(live.router(cluster, sockets, guarded))
+    add_dashboard(app)
     return app

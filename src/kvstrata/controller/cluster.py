@@ -45,6 +45,8 @@ NO_SLOTS_RETRY_S = 0.5
 CANDIDATES = 2 * MAX_OWNERS
 OF_EACH = frozenset({CommandKind.RESYNC})
 """Commands that concern the directory of the controller that sends them, whether it leads or not."""
+ONLY_ASKING = frozenset({CommandKind.EXPLAIN, CommandKind.RUNTIME, CommandKind.STATUS})
+"""Commands that change nothing: whoever watches an instance asks them again and again."""
 LOUD = frozenset(
     {"died", "superseded", "resync", "directory_full", "clock", "snapshot_ignored", "snapshot_failed"}
 )
@@ -78,6 +80,8 @@ class Cluster:
         self.lookup = Histogram()
         self.lookup_hits = 0
         self.lookup_keys = 0
+        self.ports: dict[str, int] = {}
+        """Of the sockets for instances, by name; filled by links.py."""
         self.denied: dict[str, int] = {}
         """Refused requests of instances, by code."""
         self._fills: dict[int, Fill] = {}
@@ -310,6 +314,8 @@ class Cluster:
             if waiting is not None and not waiting.done():
                 waiting.set_result(None)
             assert issued.result is not None
+            if issued.kind in ONLY_ASKING and issued.result.ok:
+                continue
             self.say("command", issued.instance, number=issued.number, command=str(issued.kind), ok=issued.result.ok,
                      message=issued.result.message)  # fmt: skip
         members.ended.clear()

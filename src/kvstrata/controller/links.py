@@ -68,7 +68,7 @@ class Links:
             )
 
         self._reply, self._pull, self._heartbeat = server(), server(receive_only=True), server()
-        self.ports: dict[str, int] = {}
+        self.ports = cluster.ports
         self.bad_frames: dict[str, int] = {}
         """Frames that are no message of their socket, by socket."""
         self._beat_from: dict[str, Address] = {}

@@ -60,21 +60,30 @@ export const instancePath = (id) => `/v1/instances/${encodeURIComponent(id)}`;
 const COMMAND_POLL_MS = 500;
 const COMMAND_WAIT_MS = 60_000;
 
-/** Waits for what a command led to. Returns [{instance, ok, message, body}]; raises ApiError when it takes too long. */
-export async function outcomes(answer) {
-  if (!answer.commands) return answer.results ?? [];
+/** Waits until a command has ended, and returns it; raises ApiError when it takes too long. */
+async function ended(number) {
   const until = Date.now() + COMMAND_WAIT_MS;
-  const ended = [];
-  for (const number of answer.commands) {
-    for (;;) {
-      const command = await get(`/v1/commands/${number}`);
-      if (command.state !== "waiting") {
-        ended.push(command);
-        break;
-      }
-      if (Date.now() > until) throw new ApiError(0, `Command ${number} has no answer yet; its end will be in the events.`);
-      await new Promise((resolve) => setTimeout(resolve, COMMAND_POLL_MS));
-    }
+  for (;;) {
+    const command = await get(`/v1/commands/${number}`);
+    if (command.state === "done" || command.state === "failed") return command;
+    if (Date.now() > until) throw new ApiError(0, `Command ${number} has no answer yet; its end will be in the events.`);
+    await new Promise((resolve) => setTimeout(resolve, COMMAND_POLL_MS));
   }
-  return ended;
+}
+
+/** The ended commands of an answer that names some. */
+export function outcomes(answer) {
+  return answer.done ? Promise.resolve(answer.commands) : Promise.all(answer.commands.map(({ number }) => ended(number)));
+}
+
+/** A document that an instance gives of itself. Raises ApiError where it refuses or does not answer. */
+export async function documentOf(path) {
+  const answer = await get(path);
+  if (answer.done) {
+    if (!answer.ok) throw new ApiError(422, answer.message || "The instance refused.");
+    return answer.document;
+  }
+  const { state, message, result } = await ended(answer.command);
+  if (state === "failed") throw new ApiError(422, message || "The instance refused.");
+  return result;
 }

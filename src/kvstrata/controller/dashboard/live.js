@@ -5,6 +5,8 @@
 
 import { get, open } from "./api.js";
 import { announce } from "./dom.js";
+import { named, words } from "./format.js";
+import { factsText, remember } from "./model.js";
 
 const SILENCE_MS = 6_000; // the stream tells something every second
 const ANSWER_MS = 4_000;
@@ -12,12 +14,13 @@ const POLL_MS = 2_000;
 const STREAM_AGAIN_MS = 30_000;
 const RETRY_MS = 1_000;
 export const MAX_EVENTS = 1_000;
-const TOLD = new Set(["registered", "left", "dead", "removed", "sync_failed", "superseded"]);
+const TOLD = new Set(["joined", "left", "died", "removed", "superseded", "came_back", "directory_full"]);
 
 export const live = {
   connection: { state: "connecting", sinceMs: Date.now() },
   cluster: null,
   instances: null,
+  removed: [],
   events: [],
 };
 let changed = () => {};
@@ -36,18 +39,25 @@ function connection(state, sinceMs = Date.now()) {
 }
 
 function tellCluster(document) {
-  if (live.cluster && live.cluster.controller.epoch !== document.controller.epoch) {
+  if (live.cluster && live.cluster.epoch !== document.epoch) {
     lastCursor = null; // another run of the controller counts its events anew
   }
   live.cluster = document;
 }
 
+function tellInstances(document) {
+  live.instances = document.instances;
+  live.removed = document.removed;
+  remember(live.instances, Date.now());
+}
+
 function tellEvents(document, aloud) {
-  const fresh = document.events.filter((event) => lastCursor === null || event.cursor > lastCursor);
-  if (document.cursor !== undefined) lastCursor = Math.max(lastCursor ?? 0, document.cursor);
+  const fresh = document.events.filter((event) => lastCursor === null || event.number > lastCursor);
+  lastCursor = Math.max(lastCursor ?? 0, document.next_after);
   if (!fresh.length) return;
+  for (const event of fresh) event.message = factsText(event.facts, named, words);
   live.events = [...live.events, ...fresh].slice(-MAX_EVENTS);
-  if (aloud) for (const event of fresh.slice(-3)) if (TOLD.has(event.kind)) announce(`${event.instance}: ${event.message || event.kind}`);
+  if (aloud) for (const event of fresh.slice(-3)) if (TOLD.has(event.kind)) announce(`${event.instance} ${event.kind.replaceAll("_", " ")}`);
 }
 
 async function catchUp() {
@@ -82,10 +92,10 @@ async function stream() {
         if (!data) continue;
         const document = JSON.parse(data);
         if (kind === "cluster") {
-          const restarted = live.cluster && live.cluster.controller.epoch !== document.controller.epoch;
+          const restarted = live.cluster && live.cluster.epoch !== document.epoch;
           tellCluster(document);
           if (!came || restarted) await catchUp();
-        } else if (kind === "instances") live.instances = document.instances;
+        } else if (kind === "instances") tellInstances(document);
         else if (kind === "events") tellEvents(document, true);
         came = true;
         connection("live");
@@ -108,7 +118,7 @@ async function poll() {
   ]);
   heardMs = Date.now();
   tellCluster(cluster);
-  live.instances = instances.instances;
+  tellInstances(instances);
   await catchUp();
 }
 

@@ -3,7 +3,8 @@
 import { get, instancePath, outcomes, send } from "./api.js";
 import { confirm } from "./dialog.js";
 import { h, toast } from "./dom.js";
-import { bytes, count, percent, seconds } from "./format.js";
+import { bytes, count, percent, plural } from "./format.js";
+import { sum } from "./model.js";
 
 const STATES = {
   ready: ["good", "Serves and reports."],
@@ -11,7 +12,8 @@ const STATES = {
   frozen: ["busy", "Stores nothing new for at most 5 s, until its full report ends."],
   draining: ["calm", "Serves its own engines; leases nothing to peers."],
   stopping: ["calm", "Is about to leave."],
-  unconfirmed: ["warn", "Known from before the controller's restart; not heard since."],
+  unconfirmed: ["warn", "What is known of its chunks may be wrong until its next full report has come."],
+  restored: ["warn", "Known from before the controller's restart; not heard since."],
   dead: ["bad", "Not heard for longer than the timeout; its chunks are forgotten."],
 };
 
@@ -55,7 +57,7 @@ export function line(text) {
 }
 
 export function startLine(cluster) {
-  const port = cluster?.controller.monitor_ports?.reply ?? 8400;
+  const port = cluster?.monitor_ports.reply ?? 8400;
   const host = location.hostname.replace(/^\[|\]$/g, "");
   const address = host.includes(":") ? `[${host}]` : host;
   return `lmcache-server --controller-url tcp://${address}:${port}`;
@@ -76,32 +78,13 @@ export function instanceLink(id) {
   return h("a", { href: `#/instances/${encodeURIComponent(id)}` }, id);
 }
 
-export function keysOf(instance) {
-  return Object.values(instance.tiers ?? {}).reduce((sum, tier) => sum + (tier.keys ?? 0), 0);
-}
-
-export function l1(instance) {
-  return instance.tiers?.l1 ?? { keys: 0, used_bytes: 0, capacity_bytes: 0 };
-}
-
-/** L1 comes before all others. */
-export const tierOrder = (tier) => (tier === "l1" ? "" : tier);
-
 export function syncText(instance) {
   const { sync } = instance;
   if (instance.state === "dead") return "forgotten";
-  if (instance.state === "unconfirmed") return "waits for its report";
-  if (!sync) return "in sync";
-  return `${sync.state} · ${count(sync.keys)} keys · ${seconds(Date.now() - sync.started_ms)}`;
+  if (sync.state === "running") return `full report: ${count(sync.keys)} keys in ${plural(sync.parts, "part")}`;
+  if (sync.state === "wanted") return `full report wanted: ${sync.wanted_because}`;
+  return sync.state === "exact" ? "in sync" : "waits for its report";
 }
-
-const tellOutcomes = (id, list, done) => {
-  for (const result of list) {
-    if (result.ok) toast(done);
-    else toast(`${result.instance ?? id}: ${result.message || "refused"}`, "bad");
-  }
-  if (!list.length) toast(done);
-};
 
 export async function drain(id, on) {
   const sure = await confirm(on ? {
@@ -113,22 +96,38 @@ export async function drain(id, on) {
     paragraphs: ["Peers may lease its chunks from now on."],
     action: "End draining",
   });
-  if (!sure) return;
+  if (sure) await command(id, on ? "drain" : "undrain", on ? `${id} is draining.` : `${id} serves peers again.`);
+}
+
+/** Tells an instance to do something, and how it went. */
+export async function command(id, what, done) {
   try {
-    tellOutcomes(id, await outcomes(await send("POST", `${instancePath(id)}/drain`, { on })), on ? `${id} is draining.` : `${id} serves peers again.`);
+    const failed = (await outcomes(await send("POST", `${instancePath(id)}/${what}`, {}))).filter(({ state: end }) => end !== "done");
+    for (const { message } of failed) toast(`${id}: ${message || "refused"}`, "bad");
+    if (!failed.length) toast(done);
+  } catch (error) {
+    toast(`${id}: ${error.message}`, "bad");
+  }
+}
+
+/** Lets a removed instance in again. */
+export async function allow(id) {
+  try {
+    await send("POST", `${instancePath(id)}/allow`);
+    toast(`${id} may come back.`);
   } catch (error) {
     toast(`${id}: ${error.message}`, "bad");
   }
 }
 
 export async function remove(instance) {
-  const id = instance.instance;
-  const alive = !["dead", "unconfirmed"].includes(instance.state);
+  const { id } = instance;
+  const alive = instance.state !== "dead";
   const sure = await confirm({
     title: `Remove ${id}?`,
     paragraphs: [
-      `The directory forgets its ${count(keysOf(instance))} chunks at once, and nobody is sent to it any more. The chunks themselves stay where they are.`,
-      alive ? "It is alive: it comes back by itself as soon as it registers again. Stop the server first, or drain it, to keep it out." : "It comes back when its server is started again.",
+      `The directory forgets its ${count(sum(instance.keys))} chunks at once, and nobody is sent to it any more. The chunks themselves stay where they are.`,
+      alive ? "It goes on alone for its own engines, and is not let in again until somebody allows it here." : "It comes back when its server is started again.",
     ],
     action: "Remove", danger: true,
   });
@@ -142,9 +141,8 @@ export async function remove(instance) {
 }
 
 export function actions(instance) {
-  const id = instance.instance;
-  const draining = instance.state === "draining";
-  const here = !["dead", "unconfirmed", "stopping"].includes(instance.state);
+  const { id, draining } = instance;
+  const here = instance.state === "live" && instance.reported_state !== "stopping";
   return h("div", { class: "actions" },
     here && h("button", { onclick: () => drain(id, !draining) }, draining ? "End draining" : "Drain", h("span", { class: "unseen" }, ` ${id}`)),
     h("button", { class: "quiet-danger", onclick: () => remove(instance) }, "Remove", h("span", { class: "unseen" }, ` ${id}`)));

@@ -180,6 +180,9 @@ class ClusterBody(BaseModel):
     dropped_event_batches: dict[str, int] = Field(description="By reason.")
     refused_requests: dict[str, int] = Field(description="Of instances, by code.")
     sockets: dict[str, dict[str, int]]
+    monitor_ports: dict[str, int] = Field(
+        description="Of the sockets; `reply` is the one for controller.url."
+    )
     snapshot: dict[str, Any] = Field(description="Empty without one.")
     election: ElectionBody
     last_event: int = Field(description="Cursor for /v1/events.")

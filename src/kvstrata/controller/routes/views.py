@@ -197,6 +197,7 @@ def cluster_body(cluster: Cluster, sockets: Callable[[], dict[str, dict[str, int
         dropped_event_batches=cluster.members.dropped,
         refused_requests=cluster.denied,
         sockets=sockets(),
+        monitor_ports=cluster.ports,
         snapshot=cluster.snapshot,
         election=election_body(cluster),
         last_event=cluster.events.last,

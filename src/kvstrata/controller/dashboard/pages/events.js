@@ -6,8 +6,8 @@ import { MAX_EVENTS } from "../live.js";
 import { instanceLink } from "../parts.js";
 
 const TONES = {
-  registered: "good", sync_done: "good", dead: "bad", sync_failed: "bad", gap: "warn", superseded: "warn", refused: "warn",
-  left: "calm", removed: "calm", frozen: "busy", sync_begun: "busy",
+  joined: "good", came_back: "good", synced: "good", died: "bad", directory_full: "bad", snapshot_failed: "bad", move_incomplete: "bad",
+  superseded: "warn", resync: "warn", clock: "warn", snapshot_ignored: "warn", state: "busy",
 };
 
 let wanted = "";
@@ -43,8 +43,8 @@ export const eventsPage = {
             frozen ? `Go on${missed ? ` (${missed} new)` : ""}` : "Stop the tail"))),
       h("p", { class: "quiet", role: "status" }, `${shown.length} of the last ${all.length} events${all.length >= MAX_EVENTS ? "; older ones are gone" : ""}`),
       shown.length === 0 ? h("p", { class: "quiet" }, all.length ? "No event matches the filter." : "Nothing has happened yet. An instance that registers is the first event.")
-        : h("ol", { class: "log", tabindex: "0", "aria-label": "Events, newest first" }, shown.slice(0, 500).map((event) => h("li", { key: `${event.ms}-${event.cursor}` },
-          h("time", { datetime: new Date(event.ms).toISOString(), title: date(event.ms) }, clock(event.ms, true)),
+        : h("ol", { class: "log", tabindex: "0", "aria-label": "Events, newest first" }, shown.slice(0, 500).map((event) => h("li", { key: event.number },
+          h("time", { datetime: new Date(event.unix_ms).toISOString(), title: date(event.unix_ms) }, clock(event.unix_ms, true)),
           h("span", { class: `state ${TONES[event.kind] ?? "calm"}` }, h("i", { "aria-hidden": "true" }), event.kind.replaceAll("_", " ")),
           h("span", { class: "who" }, event.instance ? instanceLink(event.instance) : ""),
           h("span", { class: "what" }, event.message))),

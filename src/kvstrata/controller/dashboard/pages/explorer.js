@@ -1,13 +1,14 @@
 // Where the chunks of a prompt are, or why they were missed: by token ids, by keys, or by a request's id.
 
-import { get, send } from "../api.js";
+import { documentOf, instancePath, send } from "../api.js";
 import { h } from "../dom.js";
-import { count, date, duration, exact } from "../format.js";
-import { facts, failure, instanceLink, noInstances } from "../parts.js";
+import { date, duration, exact, plural } from "../format.js";
+import { facts, failure, instanceLink, noInstances, poller } from "../parts.js";
 import { table } from "../table.js";
 
 const MODES = [["tokens", "Token ids"], ["keys", "Storage keys"], ["request", "Request id"]];
 const SHOWN_CHUNKS = 200;
+const MODELS_MS = 10_000;
 const REASONS = {
   never_stored: "It was asked for before, and nobody has stored it.",
   evicted: "It was there and made room for others.",
@@ -23,9 +24,11 @@ const REASONS = {
   frozen: "It came while the instance stored nothing because of a full report.",
 };
 
-const form = { mode: "tokens", text: "", request: "", model: "", revision: "", adapter: "", tenant: "", salt: "" };
-let answer = null; // {kind, document} or {error}
+const form = { mode: "tokens", text: "", request: "", model: "", adapter: "", tenant: "", salt: "" };
+let asked = null; // the models that are there
+let answer = null; // {kind, …} or {error}
 let asking = false;
+let linked = false; // a link names the request: it is asked for as soon as the instances are known
 let limit = SHOWN_CHUNKS;
 let run = 0;
 
@@ -50,7 +53,17 @@ function keysIn(text) {
   return found;
 }
 
-async function ask(redraw) {
+/** What the instances remember of a request: [{instance, lookups}]. Raises where none does. */
+async function explain(id, instances) {
+  const there = instances.filter((one) => one.state === "live");
+  const told = await Promise.allSettled(there.map((one) => documentOf(`${instancePath(one.id)}/explain/${encodeURIComponent(id)}`)));
+  const found = told.flatMap((each, index) => (each.status === "fulfilled" && each.value.lookups?.length ? [{ instance: there[index].id, lookups: each.value.lookups }] : []));
+  if (found.length) return found;
+  const failed = told.filter((each) => each.status === "rejected");
+  throw wrong("request id", `none of the ${plural(there.length, "instance")} that live remembers ${JSON.stringify(id)}${failed.length ? `; ${plural(failed.length, "instance")} did not answer` : ""}. Each remembers its last 1,024 lookups.`);
+}
+
+async function ask(redraw, instances) {
   const mine = (run += 1);
   asking = true;
   redraw();
@@ -59,11 +72,10 @@ async function ask(redraw) {
     if (form.mode === "request") {
       const id = form.request.trim();
       if (!id) throw wrong("request id", "give the id of a recent request, as the engine logs it");
-      next = { kind: "request", document: await get(`/v1/explain/${encodeURIComponent(id)}`) };
+      next = { kind: "request", id, told: await explain(id, instances) };
     } else {
       const body = form.mode === "tokens" ? { tokens: tokensIn(form.text) } : { keys: keysIn(form.text) };
-      for (const name of ["model", "revision", "tenant", "salt"]) if (form[name]) body[name] = form[name];
-      if (form.adapter) body.adapter = form.adapter;
+      for (const name of ["model", "adapter", "tenant", "salt"]) if (form[name] && form.mode === "tokens") body[name] = form[name];
       next = { kind: "chunks", document: await send("POST", "/v1/lookup", body) };
     }
     if (mine === run) answer = next;
@@ -81,12 +93,10 @@ const tone = (tier) => (tier === "l1" ? "tone-l1" : "tone-l2");
 /** Of each instance, which chunks it has whole: runs of the same tier, one after the other. */
 function holders(document) {
   const found = new Map();
-  document.chunks.forEach((chunk, index) => {
-    for (const instance of chunk.complete_on) {
-      const places = chunk.slices.map((slice) => slice.placements.filter((place) => place.instance === instance));
-      // The slowest slice decides where the chunk is read from.
-      const tier = places.every((each) => each.some((place) => place.tier === "l1")) ? "l1" : (places.flat().find((place) => place.tier !== "l1")?.tier ?? "l1");
-      const confirmed = places.every((each) => each.some((place) => place.confirmed));
+  document.chunks.forEach(({ places }, index) => {
+    const nearest = new Map();
+    for (const place of places) if (!nearest.has(place.instance) || place.tier === "l1") nearest.set(place.instance, place);
+    for (const { instance, tier, confirmed } of nearest.values()) {
       const runs = found.get(instance) ?? [];
       const last = runs.at(-1);
       if (last && last.to === index && last.tier === tier && last.confirmed === confirmed) last.to = index + 1;
@@ -126,65 +136,52 @@ function strips(document) {
       h("svg", { class: "key", viewBox: "0 0 12 12", "aria-hidden": "true" }, h("rect", { class: `swatch ${name}`, width: 12, height: 12, rx: 2 })), title))));
 }
 
-function placements(chunk) {
-  const places = new Map();
-  for (const slice of chunk.slices) {
-    for (const { instance, tier, confirmed } of slice.placements) {
-      const id = `${instance} ${tier}`;
-      const place = places.get(id) ?? { instance, tier, slices: 0, confirmed: true };
-      place.slices += 1;
-      place.confirmed &&= confirmed;
-      places.set(id, place);
-    }
-  }
-  if (!places.size) return h("span", { class: "quiet" }, "nowhere");
-  return [...places.values()].map((place) => h("span", { class: `place ${tone(place.tier)}`, key: `${place.instance} ${place.tier}` }, instanceLink(place.instance), ` ${place.tier}`,
-    place.slices < chunk.slices.length ? ` (${place.slices} of ${chunk.slices.length} slices)` : "", place.confirmed ? "" : " · unconfirmed"));
+function placements({ places }) {
+  if (!places.length) return h("span", { class: "quiet" }, "nowhere");
+  return places.map(({ instance, tier, confirmed }) => h("span", { class: `place ${tone(tier)}`, key: `${instance} ${tier}` }, instanceLink(instance), ` ${tier}`, confirmed ? "" : " · unconfirmed"));
 }
 
 function chunksView(document, redraw) {
-  const { chunks, best, missing } = document;
-  const hit = best[0];
+  const { chunks, longest, held_chunks: held, n_chunks: all, chunk_tokens: tokens } = document;
+  const best = longest.filter((one) => one.chunks > 0 && one.chunks === longest[0].chunks);
+  const whole = held >= all;
   return [
-    h("section", { class: `verdict ${missing ? (hit?.chunks ? "part" : "miss") : "hit"}`, key: "verdict", role: "status" },
-      h("h2", {}, !chunks.length ? "The prompt has no whole chunk"
-        : !hit?.chunks ? "Nobody has its first chunk" : missing ? `The first ${hit.chunks} of ${chunks.length} chunks are there` : `All ${chunks.length} chunks are there`),
-      !chunks.length ? h("p", {}, `A chunk has ${exact(document.chunk_tokens)} tokens; only whole chunks are cached.`) : null,
-      hit?.chunks ? h("p", {}, "Best: ", best.filter((one) => one.chunks === hit.chunks).slice(0, 8).map((one, index) => [index ? ", " : "", instanceLink(one.instance)]),
-        ` with ${count(hit.chunks)} chunks, ${exact(hit.tokens)} tokens.`) : null,
-      missing ? h("p", {}, `Chunk ${missing.index} is the first that is missing: `, h("b", {}, REASONS[missing.reason] ?? missing.reason)) : null),
+    h("section", { class: `verdict ${whole && all ? "hit" : held ? "part" : "miss"}`, key: "verdict", role: "status" },
+      h("h2", {}, !all ? "The prompt has no whole chunk" : !held ? "Nobody has its first chunk" : whole ? `All ${all} chunks are there` : `The first ${held} of ${all} chunks are there`),
+      !all ? h("p", {}, `A chunk has ${exact(tokens)} tokens; only whole chunks are cached.`) : null,
+      best.length ? h("p", {}, "Longest in one L1: ", best.slice(0, 8).map((one, index) => [index ? ", " : "", instanceLink(one.instance)]),
+        ` with ${plural(best[0].chunks, "chunk")}${best[0].tokens ? `, ${exact(best[0].tokens)} tokens` : ""}.`) : held ? h("p", {}, "No L1 has the first chunk: it has to come from a tier below.") : null,
+      !whole ? h("p", {}, `Chunk ${held} is the first that nobody has told of. `, h("span", { class: "quiet" }, "Why a request missed it, its request id tells.")) : null),
     strips(document),
     chunks.length ? h("section", { key: "chunks" }, h("h2", {}, "Chunks"), table({
       id: "chunks", caption: "Chunks of the prompt", rows: chunks.slice(0, limit), key: (chunk) => String(chunk.index), redraw,
-      mark: (chunk) => (chunk.complete_on.length ? null : "absent"), columns: [
+      mark: (chunk) => (chunk.places.length ? null : "absent"), columns: [
         { name: "index", title: "Chunk", number: true, sort: (chunk) => chunk.index, cell: (chunk) => String(chunk.index) },
-        { name: "tokens", title: "Tokens", cell: (chunk) => (chunk.tokens ? `${chunk.tokens[0]} to ${chunk.tokens[1] - 1}` : "–") },
+        ...(tokens ? [{ name: "tokens", title: "Tokens", cell: (chunk) => `${chunk.index * tokens} to ${(chunk.index + 1) * tokens - 1}` }] : []),
         { name: "where", title: "Where", cell: placements, wide: true },
-        { name: "key", title: "Key", cell: (chunk) => h("code", { title: chunk.key }, `${chunk.key.slice(0, 16)}…`) },
+        { name: "key", title: "Storage key", cell: (chunk) => [h("code", { title: chunk.keys.join(" ") }, `${chunk.keys[0].slice(0, 16)}…`), chunk.keys.length > 1 && h("small", {}, `and ${plural(chunk.keys.length - 1, "other slice")}`)] },
       ] }),
       chunks.length > limit && h("p", {}, h("button", { onclick: () => { limit += 1000; redraw(); } }, `Show more (${chunks.length - limit} are not shown)`))) : null,
   ];
 }
 
-function requestView(document) {
-  const lookups = document.lookups ?? [];
-  return [
-    h("section", { key: "request" }, h("h2", { class: "break" }, `Request ${document.request_id ?? form.request}`),
-      h("p", {}, "Told by ", document.instance ? instanceLink(document.instance) : "the instance", `; it looked up ${lookups.length === 1 ? "once" : `${lookups.length} times`}.`)),
+function requestView(id, told) {
+  return told.map(({ instance, lookups }) => [
+    h("section", { key: `request-${instance}` }, h("h2", { class: "break" }, `Request ${id}`),
+      h("p", {}, "Told by ", instanceLink(instance), `: it looked up ${lookups.length === 1 ? "once" : `${lookups.length} times`}.`)),
     lookups.map((lookup, index) => {
-      const miss = lookup.first_miss;
-      const { hits } = lookup;
+      const { hits, first_miss: miss } = lookup;
       const fetched = Object.entries(hits).filter(([name]) => name !== "served");
-      return h("section", { key: `lookup-${index}`, class: `verdict ${miss ? (hits.served ? "part" : "miss") : "hit"}` },
+      return h("section", { key: `lookup-${instance}-${index}`, class: `verdict ${miss ? (hits.served ? "part" : "miss") : "hit"}` },
         h("h3", {}, miss ? `${hits.served} of ${lookup.chunks} chunks served` : `All ${lookup.chunks} chunks served`),
         miss && h("p", {}, `Chunk ${miss.chunk} was missed: `, h("b", {}, REASONS[miss.reason] ?? miss.reason), miss.detail ? h("span", { class: "break" }, ` (${miss.detail})`) : ""),
         facts([
-          ["When", date(lookup.unix_ms)], ["Took", duration(lookup.duration_ms)], ...fetched.map(([name, value]) => [`From ${name}`, `${exact(value)} chunks`]),
-          lookup.tenant && ["Tenant", lookup.tenant], ["Identity", h("code", { title: lookup.identity }, `${String(lookup.identity).slice(0, 16)}…`)],
+          ["When", date(lookup.unix_ms)], ["Took", duration(lookup.duration_ms)], ...fetched.map(([name, value]) => [`From ${name.toUpperCase()}`, plural(value, "chunk")]),
+          lookup.tenant && ["Tenant", lookup.tenant], ["Identity", h("code", { title: lookup.identity }, `${lookup.identity.slice(0, 16)}…`)],
           miss && ["Reason", h("code", {}, miss.reason)], miss && ["Missing key", h("code", { class: "break" }, miss.storage_key)],
         ]));
     }),
-  ];
+  ]);
 }
 
 function field(name, title, attributes = {}, note = null) {
@@ -195,17 +192,25 @@ export const explorerPage = {
   title: () => "Explorer",
   enter({ params, redraw }) {
     answer = null;
+    asked = poller("/v1/models", MODELS_MS, redraw);
     const request = params.search.get("request");
     if (request) {
       form.mode = "request";
       form.request = request;
-      ask(redraw);
+      linked = true;
     }
+  },
+  leave() {
+    asked.stop();
   },
   view({ live, redraw }) {
     const heading = h("h1", {}, "Explorer");
     if (live.instances?.length === 0) return [heading, noInstances(live.cluster)];
-    const models = [...new Set((live.instances ?? []).flatMap((one) => (one.models ?? []).map((model) => model.model)))].sort();
+    if (linked && live.instances) {
+      linked = false;
+      ask(redraw, live.instances);
+    }
+    const models = [...new Set(asked.document?.models.map(({ layout }) => layout.model) ?? [])].sort();
     if (!form.model && models.length === 1) [form.model] = models;
     const choose = (mode) => {
       form.mode = mode;
@@ -215,7 +220,7 @@ export const explorerPage = {
     };
     return [
       heading,
-      h("form", { class: "panel", onsubmit: (event) => { event.preventDefault(); ask(redraw); } },
+      h("form", { class: "panel", onsubmit: (event) => { event.preventDefault(); ask(redraw, live.instances); } },
         h("fieldset", { class: "choice" }, h("legend", { class: "unseen" }, "Ask by"), MODES.map(([mode, title]) => h("button", {
           type: "button", key: mode, "aria-pressed": String(mode === form.mode), onclick: () => choose(mode) }, title))),
         form.mode === "request"
@@ -224,12 +229,12 @@ export const explorerPage = {
             h("textarea", { id: "x-text", rows: 4, spellcheck: "false", value: form.text, "aria-describedby": "x-note", oninput: (event) => { form.text = event.target.value; } }),
             h("p", { class: "quiet", id: "x-note" }, form.mode === "tokens" ? "Numbers between commas, spaces or brackets, as in prompt_token_ids." : "64 hexadecimal digits each, between commas or spaces.")),
         form.mode === "tokens" && h("div", { class: "fields", key: "identity" },
-          field("model", "Model", { list: "models", required: true }), h("datalist", { id: "models" }, models.map((model) => h("option", { value: model }))),
-          field("revision", "Revision"), field("adapter", "Adapter (LoRA)"), field("tenant", "Tenant"), field("salt", "Salt")),
+          field("model", "Model", { list: "models" }), h("datalist", { id: "models" }, models.map((model) => h("option", { value: model }))),
+          field("adapter", "Adapter (LoRA)"), field("tenant", "Tenant"), field("salt", "Salt")),
         h("div", { class: "buttons" }, h("button", { class: "primary", "aria-disabled": asking ? "true" : null }, asking ? "Asking …" : form.mode === "request" ? "Explain" : "Look up"))),
-      answer?.error && failure(answer.error, answer.error.status === 404 ? "Nobody remembers it." : "That cannot be looked up."),
+      answer?.error && failure(answer.error, "That cannot be looked up."),
       answer?.kind === "chunks" && h("div", { key: "answer", class: "page" }, chunksView(answer.document, redraw)),
-      answer?.kind === "request" && h("div", { key: "explained", class: "page" }, requestView(answer.document)),
+      answer?.kind === "request" && h("div", { key: "explained", class: "page" }, requestView(answer.id, answer.told)),
     ];
   },
 };

@@ -1,9 +1,10 @@
 // One instance: what it is, what it holds, its workers, and what its process does.
 
-import { get, instancePath, outcomes } from "../api.js";
+import { documentOf, instancePath } from "../api.js";
 import { h } from "../dom.js";
-import { bytes, count, date, duration, exact, named, percent, seconds, words } from "../format.js";
-import { actions, facts, failure, keysOf, noInstances, poller, state, syncText, tierOrder, usage } from "../parts.js";
+import { bytes, count, duration, exact, named, percent, seconds, words } from "../format.js";
+import { recentHits, stateOf, sum, tierOrder, tiersOf } from "../model.js";
+import { actions, command, facts, failure, noInstances, poller, state, syncText, usage } from "../parts.js";
 import { table } from "../table.js";
 
 const SECTIONS = [["", "Summary"], ["workers", "Workers"], ["runtime", "Runtime"]];
@@ -11,15 +12,6 @@ const EVERY_MS = 5_000;
 
 let asked = {}; // section → poller
 let variables = "";
-
-// Numbers of the process come by a command: 202 names it when the instance has not answered yet.
-async function runtimeOf(path) {
-  const answer = await get(path);
-  if (!answer.commands) return answer;
-  const [result] = await outcomes(answer);
-  if (!result.ok) throw Object.assign(new Error(result.message || "The instance refused."), { field: "" });
-  return result.body;
-}
 
 function start(context) {
   const [id, section = ""] = context.params.parts;
@@ -30,48 +22,51 @@ function start(context) {
     }
   }
   if (asked[section]) return;
-  if (section === "workers") asked.workers = poller(`${instancePath(id)}/workers`, EVERY_MS, context.redraw);
-  if (section === "runtime") asked.runtime = poller(`${instancePath(id)}/runtime`, EVERY_MS, context.redraw, runtimeOf);
+  if (section === "") asked[""] = poller("/v1/models", EVERY_MS, context.redraw);
+  if (section === "workers") asked.workers = poller(`${instancePath(id)}/status`, EVERY_MS, context.redraw, documentOf);
+  if (section === "runtime") asked.runtime = poller(`${instancePath(id)}/runtime`, EVERY_MS, context.redraw, documentOf);
 }
 
 function summary(one, redraw) {
-  const tiers = Object.entries(one.tiers ?? {}).map(([tier, numbers]) => ({ tier, ...numbers }));
-  const hits = Object.entries(one.hits_total ?? {});
+  const models = (asked[""]?.document?.models ?? []).filter(({ instances }) => instances.includes(one.id));
+  const tiers = tiersOf(one);
+  const hits = Object.entries(one.hits_total);
   const all = hits.reduce((sum, [, value]) => sum + value, 0);
   return [
     h("div", { class: "columns" },
       h("section", { key: "is" }, h("h2", {}, "What it is"), facts([
         ["Host", one.host || "–"], ["Zone", one.zone || "–"], ["Process", String(one.pid ?? "–")], ["Version", one.version],
         ["Admin HTTP", one.http_url ? h("code", {}, one.http_url) : "–"], ["Peers ask at", one.peer_endpoint ? h("code", {}, one.peer_endpoint) : "not readable by peers"],
-        ["Incarnation", h("code", {}, String(one.incarnation))], ["Registered", date(one.registered_ms)],
+        ["Incarnation", h("code", {}, String(one.incarnation))], ["Member for", duration(one.joined_ago_s * 1000)],
         ["Chunk", `${exact(one.chunk_tokens)} tokens`],
       ])),
       h("section", { key: "does" }, h("h2", {}, "What it does"), facts([
-        ["Heartbeat", `${seconds(one.heartbeat_age_ms)} ago`], ["Sync", syncText(one)],
-        ["Last event", `${exact(one.last_event)}${one.events_behind > 0 ? `, ${count(one.events_behind)} behind` : ""}`],
-        ["Commands waiting", exact(one.commands_waiting)], ["Workers", exact(one.sessions)],
-        ["Hit rate, 60 s", percent(one.hit_rate)],
+        ["Heartbeat", `${seconds(one.heard_ago_s * 1000)} ago`], ["Sync", syncText(one)],
+        ["Full reports", `${exact(one.sync.count)}${one.sync.count ? `, the last ${duration(one.sync.last_ended_ago_s * 1000)} ago in ${duration(one.sync.last_took_s * 1000)}` : ""}`],
+        ["Batches of events", exact(one.event_batches)],
+        ["Commands waiting", exact(one.waiting_commands)], ["Workers", exact(one.sessions)],
+        ["Hit rate, last minute", percent(recentHits(one))],
         ["Leased to peers", bytes(one.peer_leased_bytes)], ["Sent to peers", bytes(one.peer_sent_bytes_total)], ["Read from peers", bytes(one.peer_read_bytes_total)],
       ]))),
     h("section", { key: "tiers" }, h("h2", {}, "Tiers"), table({
-      id: "instance-tiers", caption: `Tiers of ${one.instance}`, rows: tiers, key: (tier) => tier.tier, redraw, columns: [
+      id: "instance-tiers", caption: `Tiers of ${one.id}`, rows: tiers, key: (tier) => tier.tier, redraw, columns: [
         { name: "tier", title: "Tier", sort: (tier) => tierOrder(tier.tier), cell: (tier) => tier.tier },
         { name: "keys", title: "Chunks", number: true, sort: (tier) => tier.keys, cell: (tier) => exact(tier.keys) },
         { name: "used", title: "Bytes", wide: true, sort: (tier) => tier.used_bytes, cell: (tier) => usage(tier.used_bytes, tier.capacity_bytes) },
       ] })),
     h("section", { key: "hits" }, h("h2", {}, "Chunks looked up since it started"), hits.length ? table({
-      id: "instance-hits", caption: `Chunks looked up on ${one.instance}`, rows: hits, key: ([name]) => name, redraw, first: "count", down: true, columns: [
+      id: "instance-hits", caption: `Chunks looked up on ${one.id}`, rows: hits, key: ([name]) => name, redraw, first: "count", down: true, columns: [
         { name: "source", title: "Found in", sort: ([name]) => name, cell: ([name]) => (name === "miss" ? "nowhere (miss)" : name) },
         { name: "count", title: "Chunks", number: true, sort: ([, value]) => value, cell: ([, value]) => exact(value) },
         { name: "share", title: "Share", number: true, sort: ([, value]) => value, cell: ([, value]) => percent(all ? value / all : null) },
       ] }) : h("p", { class: "quiet" }, "Nobody has asked it yet.")),
-    h("section", { key: "models" }, h("h2", {}, "Models"), one.models?.length ? table({
-      id: "instance-models", caption: `Models whose KV ${one.instance} serves`, rows: one.models.map((model, index) => ({ ...model, index })), key: (model) => `${model.index}`, redraw, columns: [
-        { name: "model", title: "Model", sort: (model) => model.model, cell: (model) => h("span", { class: "break" }, model.model) },
-        { name: "revision", title: "Revision", sort: (model) => model.revision, cell: (model) => model.revision || "–" },
-        { name: "dtype", title: "KV type", sort: (model) => model.dtype, cell: (model) => model.dtype },
+    h("section", { key: "models" }, h("h2", {}, "Models"), models.length ? table({
+      id: "instance-models", caption: `Models whose KV ${one.id} serves`, rows: models, key: (model) => String(model.kind), redraw, columns: [
+        { name: "model", title: "Model", sort: ({ layout }) => layout.model, cell: ({ layout }) => h("span", { class: "break" }, layout.model) },
+        { name: "revision", title: "Revision", sort: ({ layout }) => layout.revision, cell: ({ layout }) => h("span", { class: "break" }, layout.revision || "–") },
+        { name: "dtype", title: "KV type", sort: ({ layout }) => layout.kv_dtype, cell: ({ layout }) => layout.kv_dtype },
         { name: "slices", title: "Slices", number: true, sort: (model) => model.slices, cell: (model) => exact(model.slices) },
-        { name: "chunk", title: "Tokens a chunk", number: true, sort: (model) => model.chunk_tokens, cell: (model) => exact(model.chunk_tokens) },
+        { name: "chunk", title: "Tokens a chunk", number: true, sort: ({ layout }) => layout.chunk_tokens, cell: ({ layout }) => exact(layout.chunk_tokens) },
       ] }) : h("p", { class: "quiet" }, "No engine is attached. Engines attach when they start with the connector LMCacheConnectorV1.")),
   ];
 }
@@ -81,18 +76,16 @@ function answered(answer, what, view) {
   return [answer.error && failure(answer.error, what), answer.document && view(answer.document)];
 }
 
-const age = (document) => (typeof document.age_ms === "number" ? h("p", { class: "quiet" }, `As of ${duration(document.age_ms)} ago.`) : null);
-
 function workers(one, redraw) {
-  return answered(asked.workers, "The workers cannot be shown.", (document) => [age(document), document.workers.length ? table({
-    id: "workers", caption: `Workers of ${one.instance}`, rows: document.workers, key: (worker) => worker.session, redraw, columns: [
+  return answered(asked.workers, "The workers cannot be shown.", (document) => (document.peers.length ? table({
+    id: "workers", caption: `Workers of ${one.id}`, rows: document.peers, key: (worker) => worker.session, redraw, columns: [
       { name: "session", title: "Session", sort: (worker) => worker.session, cell: (worker) => h("code", { title: worker.session }, worker.session.slice(0, 12)) },
       { name: "role", title: "Role", sort: (worker) => worker.role, cell: (worker) => worker.role },
       { name: "model", title: "Model", sort: (worker) => worker.model, cell: (worker) => h("span", { class: "break" }, worker.model) },
       { name: "group", title: "Engine", sort: (worker) => worker.group, cell: (worker) => h("code", { title: worker.group }, String(worker.group ?? "").slice(0, 12)) },
       { name: "pid", title: "Process", number: true, sort: (worker) => worker.pid, cell: (worker) => String(worker.pid) },
       { name: "attached", title: "Attached", sort: (worker) => Number(worker.detached), cell: (worker) => (worker.detached ? "detached, still alive" : "yes") },
-    ] }) : h("p", { class: "quiet" }, "No worker is attached. Engines attach when they start with the connector LMCacheConnectorV1.")]);
+    ] }) : h("p", { class: "quiet" }, "No worker is attached. Engines attach when they start with the connector LMCacheConnectorV1.")));
 }
 
 const plain = (value) => value === null || typeof value !== "object";
@@ -117,11 +110,10 @@ function rowsOf(name, rows, redraw = () => {}) {
 
 function runtime(one, redraw) {
   return answered(asked.runtime, "The runtime cannot be shown.", (document) => {
-    const { threads = [], environment = {}, age_ms: ageMs, ...rest } = document;
+    const { threads = [], environment = {}, ...rest } = document;
     const word = variables.toLowerCase();
     const names = Object.entries(environment).filter(([name, value]) => `${name}=${value}`.toLowerCase().includes(word));
     return [
-      age({ age_ms: ageMs }),
       h("div", { class: "columns" }, ["loop", "memory", "gc"].filter((name) => name in rest).map((name) => block({ gc: "garbage_collector", loop: "event_loop" }[name] ?? name, rest[name])),
         Object.entries(rest).filter(([name]) => !["loop", "memory", "gc"].includes(name)).map(([name, value]) => block(name, value))),
       h("section", { key: "threads" }, h("h2", {}, `Threads (${threads.length})`),
@@ -151,7 +143,7 @@ export const instancePage = {
     const [id, section = ""] = params.parts;
     const crumbs = h("p", { class: "crumbs" }, h("a", { href: "#/instances" }, "Instances"), " / ");
     if (!live.instances) return [crumbs, h("h1", { class: "break" }, id), h("p", { class: "quiet" }, "Asking the controller …")];
-    const one = live.instances.find((each) => each.instance === id);
+    const one = live.instances.find((each) => each.id === id);
     if (!one) {
       return [crumbs, h("h1", { class: "break" }, id), live.instances.length === 0 ? noInstances(live.cluster)
         : h("p", {}, "The controller knows no instance of this id. It may have left or been removed; ", h("a", { href: `#/events?instance=${encodeURIComponent(id)}` }, "its events"), " may say when.")];
@@ -160,8 +152,9 @@ export const instancePage = {
     const views = { "": summary, workers, runtime };
     return [
       crumbs,
-      h("div", { class: "heading" }, h("h1", { class: "break" }, id), state(one.state),
-        h("span", { class: "quiet" }, `${count(keysOf(one))} chunks`), h("div", { class: "push" }, actions(one))),
+      h("div", { class: "heading" }, h("h1", { class: "break" }, id), state(stateOf(one)),
+        h("span", { class: "quiet" }, `${count(sum(one.keys))} chunks`), h("div", { class: "push actions" },
+          one.state === "live" && h("button", { onclick: () => command(id, "resync", `${id} sends a full report.`) }, "Resync", h("span", { class: "unseen" }, ` ${id}`)), actions(one))),
       h("nav", { class: "tabs", "aria-label": `Parts of ${id}` }, SECTIONS.map(([name, title]) => h("a", {
         key: name, href: `#/instances/${encodeURIComponent(id)}${name && `/${name}`}`, "aria-current": name === section ? "page" : null,
       }, title))),

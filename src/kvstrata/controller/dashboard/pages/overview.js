@@ -4,42 +4,27 @@ import { get } from "../api.js";
 import { chart } from "../chart.js";
 import { h } from "../dom.js";
 import { ago, bytes, count, date, duration, exact, percent, plural, rate } from "../format.js";
+import { hitShare, stateOf, sum, tierOrder } from "../model.js";
 import { facts, failure, instanceLink, noInstances, state, syncText, tile } from "../parts.js";
 
-const WINDOWS = [[60, "1 min"], [300, "5 min"], [900, "15 min"]];
-const KEPT_S = 900;
-const EVERY_MS = 2_000;
-const OVERLAP_S = 20;
+const WINDOWS = [[300, "5 min"], [900, "15 min"], [3600, "1 hour"]];
+const EVERY_MS = 5_000;
 // The order in which they lie on each other; the nearest source is at the bottom.
 const SOURCES = [["l1", "L1", "tone-l1"], ["l2", "L2", "tone-l2"], ["peer", "Peer", "tone-peer"], ["miss", "Miss", "tone-miss"]];
 const TIER_TONES = ["tone-l1", "tone-l2", "tone-peer", "tone-4", "tone-5"];
 
-let windowS = 300;
-let history = null; // {step, rows: Map time → {name: value}, names}
+let windowS = 900;
+let points = []; // of /v1/series, oldest first
 let error = null;
 let timer = 0;
 let run = 0;
 
-function take(document, restart) {
-  if (restart || !history) history = { rows: new Map(), names: new Set() };
-  document.times_ms.forEach((time, index) => {
-    const row = {};
-    for (const [name, values] of Object.entries(document.series)) {
-      row[name] = values[index];
-      history.names.add(name);
-    }
-    history.rows.set(time, row);
-  });
-  const newest = document.times_ms.at(-1) ?? 0;
-  for (const time of history.rows.keys()) if (time <= newest - KEPT_S * 1000) history.rows.delete(time);
-}
-
 async function load(mine, redraw) {
   try {
-    const all = !history || error;
-    const document = await get(`/v1/series?seconds=${all ? KEPT_S : OVERLAP_S}`);
+    const { points: more } = await get(`/v1/series?after_unix_ms=${points.at(-1)?.unix_ms ?? 0}`);
     if (mine !== run) return;
-    take(document, all);
+    points = [...points, ...more];
+    points = points.filter(({ unix_ms: time }) => time > points.at(-1).unix_ms - WINDOWS.at(-1)[0] * 1000);
     error = null;
   } catch (failed) {
     if (mine !== run) return;
@@ -49,87 +34,74 @@ async function load(mine, redraw) {
   timer = setTimeout(() => load(mine, redraw), EVERY_MS);
 }
 
-function columns() {
-  const times = [...(history?.rows.keys() ?? [])].sort((one, other) => one - other);
-  const newest = times.at(-1) ?? 0;
-  const shown = times.filter((time) => time > newest - windowS * 1000);
-  return { times: shown, values: (name) => shown.map((time) => history.rows.get(time)[name] ?? null) };
+function shownPoints() {
+  const newest = points.at(-1)?.unix_ms ?? 0;
+  return points.filter(({ unix_ms: time }) => time > newest - windowS * 1000);
 }
 
-const tiersOf = (prefix) => [...(history?.names ?? [])].filter((name) => name.startsWith(prefix)).map((name) => name.slice(prefix.length))
-  .sort((one, other) => (other === "l1") - (one === "l1") || one.localeCompare(other));
-
-function hitShare(now) {
-  const hits = SOURCES.slice(0, 3).reduce((sum, [name]) => sum + now(`hits.${name}`), 0);
-  const asked = hits + now("hits.miss");
-  return asked > 0 ? hits / asked : null;
-}
-
-function tiles(cluster, data) {
-  const recent = (name) => {
-    const last = data.values(name).slice(-10).filter((value) => value !== null);
-    return last.length ? last.reduce((sum, value) => sum + value, 0) / last.length : 0;
-  };
-  const { live = 0, syncing = 0, frozen = 0, draining = 0, unconfirmed = 0, dead = 0 } = cluster.instances;
-  const not = [[syncing, "syncing"], [frozen, "frozen"], [draining, "draining"], [unconfirmed, "unconfirmed"], [dead, "dead"]]
+function tiles(cluster) {
+  const { live, dead, restored, draining, unconfirmed } = cluster.instances;
+  const not = [[draining, "draining"], [unconfirmed, "unconfirmed"], [restored, "restored"], [dead, "dead"]]
     .filter(([number]) => number > 0).map(([number, name]) => `${number} ${name}`);
-  const l1 = cluster.bytes.l1 ?? { used: 0, capacity: 0 };
-  const share = hitShare(recent);
-  const all = Object.values(cluster.keys).reduce((sum, value) => sum + value, 0);
+  const { l1: used = 0 } = cluster.used_bytes;
+  const { l1: capacity = 0 } = cluster.capacity_bytes;
+  const newest = points.at(-1);
+  const share = newest ? hitShare(newest.hits_per_s) : null;
+  const dropped = sum(cluster.dropped_event_batches);
   return h("dl", { class: "tiles" },
-    tile("Instances", count(live), not.join(", ") || (live ? "all in sync" : "none yet"), dead || unconfirmed ? "warn" : ""),
-    tile("Chunks known", count(all), Object.entries(cluster.keys).map(([name, value]) => `${name} ${count(value)}`).join(" · ")),
-    tile("L1 in use", bytes(l1.used), l1.capacity ? `${percent(l1.used / l1.capacity)} of ${bytes(l1.capacity)}` : ""),
-    tile("Hit rate", percent(share), share === null ? "nobody asked in the last 10 s" : "of chunks, last 10 s"),
-    tile("Events", rate(recent("events"), "keys"), `${plural(cluster.events.gaps_total, "gap")}, ${count(cluster.events.rejected_total)} rejected`),
-    tile("Lookups", rate(recent("lookups")), `${count(cluster.lookups_total)} in all`));
+    tile("Instances", count(live), not.join(", ") || (live ? "all in sync" : "none yet"), dead || unconfirmed || restored ? "warn" : ""),
+    tile("Chunks known", count(sum(cluster.keys)), Object.entries(cluster.keys).map(([name, value]) => `${name} ${count(value)}`).join(" · ")),
+    tile("L1 in use", bytes(used), capacity ? `${percent(used / capacity)} of ${bytes(capacity)}` : ""),
+    tile("Hit rate", percent(share), share === null ? "nobody asked just now" : "of the chunks just looked up"),
+    tile("Events", rate(newest?.event_keys_per_s, "keys"), dropped ? `${plural(dropped, "batch", "batches")} dropped` : "no batch dropped", dropped ? "warn" : ""),
+    tile("Lookups", rate(newest?.lookups_per_s), `${count(cluster.lookups.total)} in all, ${duration(cluster.lookups.mean_ms)} each`));
 }
 
-function attention(cluster, instances) {
-  const rows = instances.filter((one) => one.state !== "ready" || one.sync || one.events_behind > 0);
+function attention(instances) {
+  const rows = instances.filter((one) => stateOf(one) !== "ready" || one.sync.state !== "exact");
   return h("section", { key: "attention" }, h("h2", {}, "Sync state"),
     rows.length === 0 ? h("p", { class: "fine" }, instances.length === 1 ? "The one instance is in sync." : `All ${instances.length} instances are in sync.`)
-      : h("ul", { class: "rows" }, rows.map((one) => h("li", { key: one.instance }, instanceLink(one.instance), state(one.state),
-        h("div", {}, syncText(one), one.events_behind > 0 && h("small", {}, `${plural(one.events_behind, "batch", "batches")} of events behind`))))));
+      : h("ul", { class: "rows" }, rows.map((one) => h("li", { key: one.id }, instanceLink(one.id), state(stateOf(one)), h("div", {}, syncText(one))))));
 }
 
 function aboutController(cluster) {
-  const { controller, registry, snapshot } = cluster;
+  const { directory, snapshot } = cluster;
   return h("section", { key: "controller" }, h("h2", {}, "Controller"), facts([
-    ["Id", h("code", {}, controller.id)],
-    ["Version", controller.version],
-    ["Runs since", `${date(controller.started_ms)} (${duration(controller.uptime_s * 1000)})`],
-    ["Process", exact(controller.pid).replaceAll(",", "")],
-    ["Directory", `${count(registry.placements)} placements in ${bytes(registry.bytes)}`],
-    ["Slots", `${exact(registry.slots_used)} used, ${exact(registry.slots_free)} free, ${exact(registry.slots_sweeping)} being swept`],
-    ["Snapshot", snapshot?.path ? h("span", {}, `${snapshot.state ?? ""}${snapshot.last_ms ? ` ${ago(snapshot.last_ms)}` : ""} `, h("code", {}, snapshot.path)) : "none"],
+    ["Name", h("code", {}, cluster.name)],
+    ["Version", cluster.version],
+    ["Runs since", `${date(cluster.unix_ms - cluster.up_s * 1000)} (${duration(cluster.up_s * 1000)})`],
+    !cluster.ready && ["Not ready", cluster.why_not_ready],
+    ["Directory", `${count(directory.placements)} placements in ${bytes(directory.bytes)} of at most ${bytes(directory.max_bytes)}`],
+    ["Slots", `${exact(directory.slots)} used, ${exact(directory.retired_slots)} retired`],
+    ["Heartbeats", `every ${duration(cluster.heartbeat_s * 1000)}, dead after ${duration(cluster.dead_after_s * 1000)}`],
+    ["Snapshot", snapshot.path ? h("span", {}, snapshot.written_unix_ms ? `${bytes(snapshot.written_bytes)} written ${ago(snapshot.written_unix_ms)} ` : "not written yet ", h("code", {}, snapshot.path)) : "none"],
+    snapshot.ignored_reason && ["Ignored snapshot", snapshot.ignored_reason],
   ]));
 }
 
-function charts(data) {
+function charts() {
+  const shown = shownPoints();
   const windowMs = windowS * 1000;
-  const { times } = data;
-  const sources = SOURCES.map(([name, title, tone]) => ({ name: title, tone, values: data.values(`hits.${name}`) }));
-  const shares = sources.map(({ name, tone, values }) => ({ name, tone, values: values.map((value, index) => {
-    const sum = sources.reduce((all, each) => all + (each.values[index] ?? 0), 0);
-    return sum > 0 ? (value ?? 0) / sum : 0;
-  }) }));
-  const tiers = (prefix) => tiersOf(prefix).map((tier, index) => ({ name: tier, tone: TIER_TONES[index % TIER_TONES.length], values: data.values(prefix + tier) }));
-  const one = (name, title, tone) => [{ name: title, tone, values: data.values(name) }];
+  const times = shown.map(({ unix_ms: time }) => time);
+  const sources = SOURCES.map(([source, name, tone]) => ({ name, tone, values: shown.map(({ hits_per_s: hits }) => hits[source] ?? 0) }));
+  const shares = SOURCES.map(([source, name, tone]) => ({ name, tone, values: shown.map(({ hits_per_s: hits }) => (sum(hits) > 0 ? (hits[source] ?? 0) / sum(hits) : 0)) }));
+  const tiers = (what) => [...new Set(shown.flatMap((point) => Object.keys(point[what])))].sort((one, other) => tierOrder(one).localeCompare(tierOrder(other)))
+    .map((tier, index) => ({ name: tier, tone: TIER_TONES[index % TIER_TONES.length], values: shown.map((point) => point[what][tier] ?? null) }));
+  const one = (what, name, tone) => ({ name, tone, values: shown.map((point) => point[what]) });
   return h("div", { class: "charts" },
     chart({ id: "share", title: "Hit rate by source", note: "share of the chunks that were looked up", times, series: shares, format: percent, stacked: true, max: 1, windowMs }),
     chart({ id: "found", title: "Chunks looked up, by source", note: "chunks per second", times, series: sources, format: (value) => rate(value), stacked: true, windowMs }),
-    chart({ id: "bytes", title: "Bytes by tier", times, series: tiers("bytes."), format: bytes, binary: true, windowMs }),
-    chart({ id: "keys", title: "Chunks by tier", times, series: tiers("keys."), format: count, windowMs }),
-    chart({ id: "events", title: "Events", note: "keys admitted and evicted per second", times, series: one("events", "Keys", "tone-l1"), format: (value) => rate(value), windowMs }),
-    chart({ id: "lookups", title: "Lookups at the directory", note: "questions per second", times, series: one("lookups", "Lookups", "tone-4"), format: (value) => rate(value), windowMs }));
+    chart({ id: "bytes", title: "Bytes by tier", times, series: tiers("used_bytes"), format: bytes, binary: true, windowMs }),
+    chart({ id: "keys", title: "Chunks by tier", times, series: tiers("keys"), format: count, windowMs }),
+    chart({ id: "events", title: "Events", note: "keys per second", times, series: [one("event_keys_per_s", "Admitted and evicted", "tone-l1"), one("sync_keys_per_s", "Full reports", "tone-peer")], format: (value) => rate(value), windowMs }),
+    chart({ id: "lookups", title: "Lookups at the directory", note: "questions per second", times, series: [one("lookups_per_s", "Lookups", "tone-4")], format: (value) => rate(value), windowMs }));
 }
 
 export const overviewPage = {
   title: () => "Overview",
   enter({ redraw }) {
     run += 1;
-    history = null;
+    points = [];
     load(run, redraw);
   },
   leave() {
@@ -140,17 +112,16 @@ export const overviewPage = {
     const { cluster, instances } = live;
     if (!cluster || !instances) return [h("h1", {}, "Overview"), h("p", { class: "quiet" }, "Asking the controller …")];
     if (instances.length === 0) return [h("h1", {}, "Overview"), noInstances(cluster), aboutController(cluster)];
-    const data = columns();
     return [
       h("div", { class: "heading" }, h("h1", {}, "Overview"),
         h("fieldset", { class: "choice" }, h("legend", { class: "unseen" }, "Time shown"), WINDOWS.map(([seconds, name]) => h("button", {
           key: seconds, "aria-pressed": String(seconds === windowS), onclick: () => { windowS = seconds; redraw(); },
         }, name)))),
-      tiles(cluster, data),
+      tiles(cluster),
       error && error.status !== 0 && failure(error, "The charts have no new numbers."),
       h("h2", { class: "unseen" }, "Over time"),
-      charts(data),
-      h("div", { class: "columns" }, attention(cluster, instances), aboutController(cluster)),
+      charts(),
+      h("div", { class: "columns" }, attention(instances), aboutController(cluster)),
     ];
   },
 };

@@ -2,7 +2,8 @@
 
 import { h } from "../dom.js";
 import { count, exact } from "../format.js";
-import { failure, instanceLink, noInstances, poller, tierOrder, usage } from "../parts.js";
+import { tierOrder } from "../model.js";
+import { failure, instanceLink, noInstances, poller, usage } from "../parts.js";
 import { table } from "../table.js";
 
 const EVERY_MS = 2_000;
@@ -20,8 +21,7 @@ export const tiersPage = {
     const heading = h("h1", {}, "Tiers");
     if (live.instances?.length === 0) return [heading, noInstances(live.cluster)];
     if (!asked.document) return [heading, asked.error && asked.error.status !== 0 ? failure(asked.error, "The tiers cannot be shown.") : h("p", { class: "quiet" }, "Asking the controller …")];
-    const { tiers } = asked.document;
-    const rows = (live.instances ?? []).flatMap((one) => Object.entries(one.tiers ?? {}).map(([tier, numbers]) => ({ instance: one.instance, tier, ...numbers })));
+    const { tiers, rows } = asked.document;
     return [
       heading,
       h("p", { class: "quiet" }, "L1 is shared memory and can be read by peers; the others are tiers of one instance that it reports."),
