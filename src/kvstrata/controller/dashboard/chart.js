@@ -114,7 +114,7 @@ export function chart({ id, title, note, times, series, format, stacked = false,
   const width = widths.get(id) ?? 560;
   const longest = Math.max(...series.map(({ name }) => name.length));
   const direct = !stacked && width >= 420 && series.length > 1;
-  const right = direct ? 16 + longest * 6.6 : 10;
+  const right = direct ? 18 + longest * 7.4 : 10;
   const to = times.at(-1);
   const from = Math.max(times[0], to - windowMs);
   const sums = times.map(() => 0);

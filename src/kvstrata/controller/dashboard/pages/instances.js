@@ -9,7 +9,7 @@ import { table } from "../table.js";
 let wanted = "";
 
 const COLUMNS = [
-  { name: "instance", title: "Instance", sort: (one) => one.id, cell: (one) => [instanceLink(one.id), h("small", {}, [one.host, one.zone && `zone ${one.zone}`].filter(Boolean).join(" · "))] },
+  { name: "instance", title: "Instance", sort: (one) => one.id, cell: (one) => [instanceLink(one.id), h("small", { class: "short", title: one.host }, one.host), one.zone && h("small", { class: "short", title: one.zone }, `zone ${one.zone}`)] },
   { name: "state", title: "State", sort: stateOf, cell: (one) => [state(stateOf(one)), one.sync.state !== "exact" && one.state !== "dead" && h("small", {}, syncText(one))] },
   { name: "l1", title: "L1", sort: (one) => one.used_bytes.l1, cell: (one) => h("div", { title: `of ${bytes(one.capacity_bytes.l1)}` }, usage(one.used_bytes.l1 ?? 0, one.capacity_bytes.l1 ?? 0, true)), wide: true },
   { name: "chunks", title: "Chunks", number: true, sort: (one) => sum(one.keys), cell: (one) => count(sum(one.keys)) },
@@ -23,7 +23,7 @@ const COLUMNS = [
 function removedOnes(removed) {
   return removed.length > 0 && h("section", { key: "removed" }, h("h2", {}, "Removed"),
     h("p", { class: "quiet" }, "They were removed while they lived, and are not let in again until they are allowed."),
-    h("ul", { class: "rows" }, removed.map((id) => h("li", { key: id }, h("span", {}, id), h("button", { onclick: () => allow(id) }, "Allow", h("span", { class: "unseen" }, ` ${id}`))))));
+    h("ul", { class: "rows pairs" }, removed.map((id) => h("li", { key: id }, h("span", {}, id), h("button", { onclick: () => allow(id) }, "Allow", h("span", { class: "unseen" }, ` ${id}`))))));
 }
 
 export const instancesPage = {

@@ -52,7 +52,7 @@ function tiles(cluster) {
     tile("Instances", count(live), not.join(", ") || (live ? "all in sync" : "none yet"), dead || unconfirmed || restored ? "warn" : ""),
     tile("Chunks known", count(sum(cluster.keys)), Object.entries(cluster.keys).map(([name, value]) => `${name} ${count(value)}`).join(" · ")),
     tile("L1 in use", bytes(used), capacity ? `${percent(used / capacity)} of ${bytes(capacity)}` : ""),
-    tile("Hit rate", percent(share), share === null ? "nobody asked just now" : "of the chunks just looked up"),
+    tile("Hit rate", percent(share), share === null ? "nobody asked just now" : "of chunks, last 5 s"),
     tile("Events", rate(newest?.event_keys_per_s, "keys"), dropped ? `${plural(dropped, "batch", "batches")} dropped` : "no batch dropped", dropped ? "warn" : ""),
     tile("Lookups", rate(newest?.lookups_per_s), `${count(cluster.lookups.total)} in all, ${duration(cluster.lookups.mean_ms)} each`));
 }
@@ -93,7 +93,7 @@ function charts() {
     chart({ id: "found", title: "Chunks looked up, by source", note: "chunks per second", times, series: sources, format: (value) => rate(value), stacked: true, windowMs }),
     chart({ id: "bytes", title: "Bytes by tier", times, series: tiers("used_bytes"), format: bytes, binary: true, windowMs }),
     chart({ id: "keys", title: "Chunks by tier", times, series: tiers("keys"), format: count, windowMs }),
-    chart({ id: "events", title: "Events", note: "keys per second", times, series: [one("event_keys_per_s", "Admitted and evicted", "tone-l1"), one("sync_keys_per_s", "Full reports", "tone-peer")], format: (value) => rate(value), windowMs }),
+    chart({ id: "events", title: "Events", note: "keys per second that instances told, as changes and in full reports", times, series: [one("event_keys_per_s", "Changes", "tone-l1"), one("sync_keys_per_s", "Full reports", "tone-peer")], format: (value) => rate(value), windowMs }),
     chart({ id: "lookups", title: "Lookups at the directory", note: "questions per second", times, series: [one("lookups_per_s", "Lookups", "tone-4")], format: (value) => rate(value), windowMs }));
 }
 
