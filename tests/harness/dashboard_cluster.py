@@ -90,6 +90,9 @@ class Cluster:
         self.explained: dict[str, dict[str, Any]] = {}
         """What one of the instances remembers, by request id."""
         self.slow_commands = False
+        self.election = bodies.ElectionBody(
+            leads=True, leader="controller-0", leader_url="", token=0, members=["controller-0"]
+        )
 
     def tell(self, kind: str, name: str = "", **facts: Any) -> None:
         """Something happened."""
@@ -175,6 +178,7 @@ class Cluster:
                 "written_bytes": 4_400_000,
                 "ignored_reason": "",
             },
+            election=self.election,
             last_event=len(self.events),
         )
 

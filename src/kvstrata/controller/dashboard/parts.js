@@ -74,6 +74,17 @@ export function failure(error, what) {
   return h("div", { class: "wrong", role: "alert", key: "failure" }, h("strong", {}, what), " ", error.field ? h("code", {}, error.field) : null, error.field ? ": " : "", error.message);
 }
 
+/** A controller that does not lead takes no orders: the one that does has a dashboard of its own. */
+export function leaderLink({ leader, leader_url: url }) {
+  return /^https?:\/\//.test(url) ? h("a", { href: url }, leader) : leader;
+}
+
+export function follower(cluster) {
+  if (!cluster || cluster.election.leads) return null;
+  return h("p", { class: "note", key: "follower" }, "This controller does not lead, so it takes no orders. ",
+    cluster.election.leader ? ["Give them to ", leaderLink(cluster.election), "."] : "Nobody leads at the moment.");
+}
+
 export function instanceLink(id) {
   return h("a", { href: `#/instances/${encodeURIComponent(id)}` }, id);
 }

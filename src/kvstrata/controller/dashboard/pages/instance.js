@@ -4,7 +4,7 @@ import { documentOf, instancePath } from "../api.js";
 import { h } from "../dom.js";
 import { bytes, count, duration, exact, named, percent, seconds, words } from "../format.js";
 import { recentHits, stateOf, sum, tierOrder, tiersOf } from "../model.js";
-import { actions, command, facts, failure, noInstances, poller, state, syncText, usage } from "../parts.js";
+import { actions, command, facts, failure, follower, noInstances, poller, state, syncText, usage } from "../parts.js";
 import { table } from "../table.js";
 
 const SECTIONS = [["", "Summary"], ["workers", "Workers"], ["runtime", "Runtime"]];
@@ -155,6 +155,7 @@ export const instancePage = {
       h("div", { class: "heading" }, h("h1", { class: "break" }, id), state(stateOf(one)),
         h("span", { class: "quiet" }, `${count(sum(one.keys))} chunks`), h("div", { class: "push actions" },
           one.state === "live" && h("button", { onclick: () => command(id, "resync", `${id} sends a full report.`) }, "Resync", h("span", { class: "unseen" }, ` ${id}`)), actions(one))),
+      follower(live.cluster),
       h("nav", { class: "tabs", "aria-label": `Parts of ${id}` }, SECTIONS.map(([name, title]) => h("a", {
         key: name, href: `#/instances/${encodeURIComponent(id)}${name && `/${name}`}`, "aria-current": name === section ? "page" : null,
       }, title))),

@@ -3,7 +3,7 @@
 import { h } from "../dom.js";
 import { bytes, count, percent, seconds } from "../format.js";
 import { recentHits, stateOf, sum } from "../model.js";
-import { actions, allow, instanceLink, noInstances, state, syncText, usage } from "../parts.js";
+import { actions, allow, follower, instanceLink, noInstances, state, syncText, usage } from "../parts.js";
 import { table } from "../table.js";
 
 let wanted = "";
@@ -40,6 +40,7 @@ export const instancesPage = {
         h("div", { class: "filter" }, h("label", { for: "wanted" }, "Filter"),
           h("input", { id: "wanted", type: "search", placeholder: "name, host, zone or state", value: wanted, oninput: (event) => { wanted = event.target.value; redraw(); } }),
           h("span", { class: "quiet", role: "status" }, shown.length === instances.length ? `${instances.length} in all` : `${shown.length} of ${instances.length}`))),
+      follower(cluster),
       shown.length ? table({ id: "instances", caption: "Instances", columns: COLUMNS, rows: shown, key: (one) => one.id, redraw, mark: (one) => (one.state === "dead" ? "dead" : null) })
         : h("p", { class: "quiet" }, "No instance matches. ", h("button", { onclick: () => { wanted = ""; redraw(); } }, "Show all")),
       removedOnes(live.removed),

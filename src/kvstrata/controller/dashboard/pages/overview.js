@@ -5,7 +5,7 @@ import { chart } from "../chart.js";
 import { h } from "../dom.js";
 import { ago, bytes, count, date, duration, exact, percent, plural, rate } from "../format.js";
 import { hitShare, stateOf, sum, tierOrder } from "../model.js";
-import { facts, failure, instanceLink, noInstances, state, syncText, tile } from "../parts.js";
+import { facts, failure, instanceLink, leaderLink, noInstances, state, syncText, tile } from "../parts.js";
 
 const WINDOWS = [[300, "5 min"], [900, "15 min"], [3600, "1 hour"]];
 const EVERY_MS = 5_000;
@@ -65,13 +65,15 @@ function attention(instances) {
 }
 
 function aboutController(cluster) {
-  const { directory, snapshot } = cluster;
+  const { directory, snapshot, election } = cluster;
   return h("section", { key: "controller" }, h("h2", {}, "Controller"), facts([
     ["Name", h("code", {}, cluster.name)],
     ["Version", cluster.version],
     ["Runs since", `${date(cluster.unix_ms - cluster.up_s * 1000)} (${duration(cluster.up_s * 1000)})`],
     !cluster.ready && ["Not ready", cluster.why_not_ready],
     ["Directory", `${count(directory.placements)} placements in ${bytes(directory.bytes)} of at most ${bytes(directory.max_bytes)}`],
+    election.members.length > 1 && ["Leads", election.leads ? "this one" : election.leader ? leaderLink(election) : "nobody at the moment"],
+    election.members.length > 1 && ["Controllers", election.members.join(", ")],
     ["Slots", `${exact(directory.slots)} used, ${exact(directory.retired_slots)} retired`],
     ["Heartbeats", `every ${duration(cluster.heartbeat_s * 1000)}, dead after ${duration(cluster.dead_after_s * 1000)}`],
     ["Snapshot", snapshot.path ? h("span", {}, snapshot.written_unix_ms ? `${bytes(snapshot.written_bytes)} written ${ago(snapshot.written_unix_ms)} ` : "not written yet ", h("code", {}, snapshot.path)) : "none"],
