@@ -261,10 +261,9 @@ def test_a_stopped_peer_ends_the_wait_and_no_byte_is_written_after_the_end(
     numbers = [reader.ask("begin_read", **begin) for _ in range(3)]
     answers = [reader.ask("finish_read", number=number)[0] for number in numbers]
     assert set(answers) <= {"", "deadline"}
-    if engine.drains:
-        reader.ask("disconnect", peer="owner")
-    else:
+    if not engine.drains:
         owner.signal(signal.SIGCONT)
+    # Over the transports here what was given up ends by itself; `disconnect` has a test of its own.
     until(lambda: all(reader.ask("times_ended", number=number) for number in numbers))
     reader.ask("poison", seed=77, offset=0, length=lengths[0])
     owner.signal(signal.SIGCONT)
