@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from kvstrata.native.hashing import chain_keys, storage_keys
 from kvstrata.rpc import cluster_wire, wire
 from kvstrata.service.cluster_events import MAX_QUEUED_TAGS
 from tests.harness.controller_process import ControllerProcess
 from tests.harness.rpc_client import CHUNK_TOKENS, RECORD_BYTES, RpcClient
-from tests.harness.server_process import ServerProcess
+from tests.harness.server_process import ServerFailed, ServerProcess
 
 pytestmark = pytest.mark.integration
 
@@ -240,3 +241,52 @@ def test_chunks_read_from_a_peer_stay_or_go_as_p2p_keep_says(tmp_path, controlle
         rows = {row["id"]: row for row in controller.ask("/v1/instances")["instances"]}
         until(lambda: ours(controller)["peer_sent_bytes_total"] == served["read_bytes"])
         assert rows["keeps"]["peer_endpoint"].startswith("tcp://127.0.0.1:")
+
+
+def test_off_loopback_members_have_the_clusters_key_and_others_stay_outside(tmp_path):
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    keys, ours_alone = tmp_path / "controller.keys", tmp_path / "member.keys"
+    for path, text in ((keys, f"secret {secret}\nclient {public}\n"), (ours_alone, f"secret {secret}\n")):
+        path.write_text(text)
+        path.chmod(0o600)
+    flags = (*QUICK, "--monitor-host", "0.0.0.0", "--curve-secret-file", str(keys))
+    with ControllerProcess(tmp_path / "controller", flags=flags) as controller:
+        url = ("--controller-url", f"tcp://127.0.0.1:{controller.ports['reply']}")
+        key = ("--cluster-curve-file", str(ours_alone))
+        with contextlib.ExitStack() as stack:
+            for name, more in (("ours", (*url, *key)), ("outside", url)):
+                one = ServerProcess(
+                    tmp_path / name,
+                    l1_mb=64,
+                    chunk_tokens=CHUNK_TOKENS,
+                    flags=(*more, "--instance-id", name, "--p2p-listen", "localhost:0"),
+                )
+                stack.enter_context(one)
+                one.start()
+            until(lambda: confirmed(controller))
+            assert [row["id"] for row in controller.ask("/v1/instances")["instances"]] == ["ours"]
+            assert not cluster_of(one)["member"]
+            with RpcClient(one.socket_dir) as client:
+                prompt = Prompt(client, 1, 5)
+                prompt.store()
+                assert prompt.hits() == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--p2p-listen", "0.0.0.0:0"), "p2p.advertise"),
+        (("--p2p-listen", "0.0.0.0:0", "--p2p-advertise", "here"), "controller.curve_file"),
+        (("--p2p-listen", "nowhere"), "p2p.listen"),
+        (("--controller-url", "http://there"), "controller.url"),
+        (("--cluster-curve-file", "/nothing"), "controller.curve_file"),
+    ],
+)
+def test_wrong_settings_of_a_member_stop_the_start_with_their_name(tmp_path, flags, says):
+    pytest.importorskip(
+        "kvstrata.native.ucx", reason="this build has no UCX; install libucx-dev and build again"
+    )
+    url = ("--controller-url", "tcp://127.0.0.1:1", "--p2p-engine", "ucx")
+    process = ServerProcess(tmp_path / "server", l1_mb=64, chunk_tokens=CHUNK_TOKENS, flags=(*url, *flags))
+    with process, pytest.raises(ServerFailed, match=says):
+        process.start()

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 
 import pytest
+import zmq
+import zmq.asyncio
 
 from kvstrata.clock import SystemClock
 from kvstrata.errors import Refused
+from kvstrata.native.pool import Pool
 from kvstrata.rpc.cluster_wire import (
+    ANSWERS,
     CLUSTER_PROTOCOL_VERSION,
+    Failure,
+    Goodbye,
     PeerHello,
     PeerLease,
     PeerLeased,
     PeerRelease,
     PeerReleased,
     PeerWelcome,
+    encode,
 )
 from kvstrata.rpc.zmq_link import AskLink, ClusterFailure, Links
 from kvstrata.rpc.zmq_server import ZmqServer
@@ -266,3 +274,45 @@ async def test_while_no_engine_is_up_the_reader_is_told_to_come_back(owner: Owne
     with pytest.raises(ClusterFailure) as refused:
         await link.ask(hello(), PeerWelcome, LONG_S)
     assert refused.value.failure.retryable
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        b"\x93\xabpeer_hello\x07",
+        b"\x92\xa2\xff\xff\x07",
+        b"\x91" * 5_000,
+        encode(Goodbye(7, "reader", 1)),
+        b"\x92\xaapeer_lease\xcf" + b"\xff" * 8,
+    ],
+)
+async def test_garbage_costs_its_sender_an_error_and_nobody_else_anything(
+    l1: L1, owner: Owner, link: AskLink, frame: bytes
+) -> None:
+    sender = zmq.asyncio.Context()
+    socket = sender.socket(zmq.DEALER)
+    socket.connect(owner.endpoint)
+    await socket.send(frame)
+    answer = ANSWERS.decode(await asyncio.wait_for(socket.recv(), LONG_S))
+    assert isinstance(answer, Failure)
+    assert answer.code == "bad_request"
+    sender.destroy(linger=0)
+    [key] = l1.store(chain("a", 1))
+    assert (await link.ask(PeerLease(0, "reader", key, 1, 1_000), PeerLeased, LONG_S)).lease
+
+
+def test_records_leased_to_peers_by_a_server_that_was_killed_are_free_for_the_next() -> None:
+    fds = [os.memfd_create(name) for name in ("index", "extents")]
+    first = L1.__new__(L1)
+    first.pool = Pool.create(*fds, extents_bytes=L1_BYTES, entry_capacity=1024)
+    first.row = first.pool.claim_row(b"s" * 16, b"g" * 16, os.getpid())
+    [key] = first.store(chain("a", 1))
+    assert PeerLeases(first.pool, QUARTER).lease(key, 1, 60.0, 0.0).number
+    assert first.pool.remove(key) == 0
+    second = Pool.adopt(*fds)
+    assert second.verify(key) == (1, 0)
+    assert second.remove(key) == 1
+    for fd in fds:
+        os.close(fd)

@@ -387,6 +387,10 @@ FromCluster = (
 )  # fmt: skip
 
 
+BAD_FRAME = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding a frame that is no message may raise."""
+
+
 def encode(message: msgspec.Struct) -> bytes:
     """One frame."""
     return _ENCODER.encode(message)
@@ -398,14 +402,14 @@ EVENTS: msgspec.msgpack.Decoder[Events] = msgspec.msgpack.Decoder(Events)
 HEARTBEATS: msgspec.msgpack.Decoder[Heartbeat] = msgspec.msgpack.Decoder(Heartbeat)
 PEER_REQUESTS: msgspec.msgpack.Decoder[ToPeer] = msgspec.msgpack.Decoder(ToPeer)
 ANSWERS: msgspec.msgpack.Decoder[FromCluster] = msgspec.msgpack.Decoder(FromCluster)
-"""What an instance, or a reader, may be told. All raise msgspec.MsgspecError for anything else."""
+"""What an instance, or a reader, may be told. All raise one of BAD_FRAME for anything else."""
 
 
 def seq_of(frame: bytes) -> int:
     """The seq of a request that is none of the protocol, as far as it can be told, so that its sender hears of it."""
     try:
         parts = msgspec.msgpack.decode(frame)
-    except msgspec.MsgspecError:
+    except BAD_FRAME:
         return 0
     seq = parts[1] if isinstance(parts, list) and len(parts) > 1 else 0
     return seq if isinstance(seq, int) and 0 <= seq < 1 << 63 else 0

@@ -24,6 +24,7 @@ import zmq
 from kvstrata.errors import KvstrataError, Unavailable
 from kvstrata.rpc.cluster_wire import (
     ANSWERS,
+    BAD_FRAME,
     MAX_CLUSTER_MESSAGE_BYTES,
     ClusterReply,
     ClusterRequest,
@@ -264,7 +265,7 @@ class AskLink(_Link):
     def _take(self, frames: list[bytes]) -> None:
         try:
             message = ANSWERS.decode(frames[0])
-        except msgspec.MsgspecError:
+        except BAD_FRAME:
             self.garbage_count += 1
             return
         if isinstance(message, Nudge):

@@ -125,6 +125,7 @@ class ZmqServer:
         host_setting: str = "host",
         port_setting: str = "port",
         flag: str = "--port",
+        keys_setting: str = "security.curve_secret_file (--curve-secret-file)",
     ) -> int:
         """Listen on host:port (0 takes a free one); returns the port.  The settings and the flag are for messages.
 
@@ -134,8 +135,8 @@ class ZmqServer:
         address, family = resolve(host, host_setting)
         if not ipaddress.ip_address(address).is_loopback and curve is None and not insecure:
             raise ConfigError(
-                f"{host_setting}: {host} is reachable from other machines; give security.curve_secret_file "
-                "(--curve-secret-file), listen on localhost, or allow it with --insecure",
+                f"{host_setting}: {host} is reachable from other machines; give {keys_setting}, "
+                "listen on localhost, or allow it with --insecure",
                 field=host_setting,
             )
         server = self._router(local=False)

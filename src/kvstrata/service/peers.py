@@ -20,11 +20,10 @@ import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
 from kvstrata.errors import BadRequest, KvstrataError, Refused, Unavailable, WrongVersion
 from kvstrata.observability.logging import EventLog
 from kvstrata.rpc.cluster_wire import (
+    BAD_FRAME,
     CLUSTER_PROTOCOL_VERSION,
     PEER_REQUESTS,
     ClusterReply,
@@ -323,7 +322,7 @@ class PeerServer:
     def _on_frame(self, address: Address, frame: bytes) -> None:
         try:
             reply = self._answer(PEER_REQUESTS.decode(frame))
-        except msgspec.MsgspecError as error:
+        except BAD_FRAME as error:
             reply = self._failure(seq_of(frame), BadRequest(f"no message of peers: {error}"))
         except KvstrataError as error:
             reply = self._failure(seq_of(frame), error)

@@ -297,6 +297,7 @@ class Server(Process):
                 host_setting="p2p.listen",
                 port_setting="p2p.listen",
                 flag="--p2p-listen",
+                keys_setting="controller.curve_file (--cluster-curve-file)",
             )
             advertised = p2p.advertise or f"{'127.0.0.1' if host == 'localhost' else host}:{port}"
             endpoint = f"tcp://{advertised if _PORT.search(advertised) else f'{advertised}:{port}'}"
