@@ -8,15 +8,22 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from playwright.async_api import Browser, async_playwright
+from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright, expect
 
 from tests.harness import fetch_debian
 
 PACKAGES = ("chromium", "fonts-dejavu-core")
 NAMES = ("chromium", "chromium-browser", "google-chrome")
+DESK = (1280, 860)
+WAIT_MS = 30_000
+"""Most that a page may take to show what a test waits for; the machine may be busy."""
+NO_ANSWER = "Failed to load resource"
 # Tests run as root in containers; they load nothing but pages of their own.
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
+
+expect.set_options(timeout=WAIT_MS)
 
 
 class Unavailable(Exception):
@@ -51,3 +58,42 @@ async def browser() -> AsyncIterator[Browser]:
             yield running
         finally:
             await running.close()
+
+
+@asynccontextmanager
+async def visit(
+    browser: Browser,
+    url: str,
+    size: tuple[int, int] = DESK,
+    theme: Any = "light",
+    unanswered: bool = False,
+    live: bool = True,
+) -> AsyncIterator[Page]:
+    """A page in a browser context of its own; it may have told no error and asked no other host.
+
+    `unanswered`: the browser itself reports answers that are no success, which the test is about.  `live`: wait
+    until the dashboard has its stream.
+    """
+    errors: list[str] = []
+    origin = urlsplit(url)._replace(path="", query="", fragment="").geturl()
+
+    def told(message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning") and not (unanswered and message.text.startswith(NO_ANSWER)):
+            errors.append(message.text)
+
+    context = await browser.new_context(
+        viewport={"width": size[0], "height": size[1]}, color_scheme=theme, reduced_motion="reduce"
+    )
+    try:
+        context.set_default_timeout(WAIT_MS)
+        page = await context.new_page()
+        page.on("console", told)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("request", lambda request: request.url.startswith(origin) or errors.append(request.url))
+        await page.goto(url)
+        if live:
+            await expect(page.locator("#connection.live")).to_be_visible()
+        yield page
+    finally:
+        await context.close()
+    assert errors == []

@@ -313,19 +313,16 @@ def make_app(cluster: Cluster) -> FastAPI:
     @app.get("/v1/instances/{name}/runtime")
     async def runtime(name: str) -> bodies.DocumentBody:
         content = {
-            "threads": [
-                {"name": "MainThread", "id": 4_011, "daemon": False, "cpu_s": 122.4, "stack": "uvloop.run"},
-                {
-                    "name": "lane-load-0",
-                    "id": 4_016,
-                    "daemon": True,
-                    "cpu_s": 61.2,
-                    "stack": "io_uring_enter",
-                },
-            ],
-            "memory": {"rss_bytes": 182 << 20, "peak_rss_bytes": 210 << 20, "shared_bytes": 64 * GIB},
-            "gc": {"enabled": True, "collections": 1_288, "uncollectable": 0, "tracked_objects": 91_202},
-            "loop": {"lag_ms": 0.21, "lag_p99_ms": 1.7, "tasks": 31},
+            "pid": 4_011,
+            "threads": 19,
+            "python_threads": ["MainThread", "lane-load-0"],
+            "rss_bytes": 182 << 20,
+            "gc_count": [12, 3, 1],
+            "gc_collections": [1_288, 117, 9],
+            "gc_frozen": 91_202,
+            "loop_lag_ms": 0.21,
+            "tasks": 31,
+            "open_files": 64,
             "environment": {
                 "KVSTRATA_L1_SIZE_GB": "64",
                 "KVSTRATA_HTTP_TOKEN": "(masked)",

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, ConsoleMessage, Page, expect
+from playwright.async_api import Browser, Page, expect
 
 from tests.harness import chromium, page_checks
 from tests.harness.dashboard_cluster import Cluster, instance, now_ms, served
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 
-DESK = (1280, 860)
+DESK = chromium.DESK
 PHONE = (390, 844)
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
-NO_ANSWER = "Failed to load resource"
-WAIT_MS = 20_000
-
-expect.set_options(timeout=WAIT_MS)
 
 Visit = Callable[..., AbstractAsyncContextManager[Page]]
 
@@ -40,46 +37,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 @pytest.fixture
 def visit(browser: Browser) -> Visit:
-    """Shows a page in a browser context of its own; it may have told no error and asked no other host.
-
-    `unanswered`: the browser itself reports answers that are no success, which the test is about.
-    """
-
-    @asynccontextmanager
-    async def visit(
-        url: str,
-        size: tuple[int, int] = DESK,
-        theme: Any = "light",
-        unanswered: bool = False,
-        live: bool = True,
-    ) -> AsyncIterator[Page]:
-        errors: list[str] = []
-        origin = urlsplit(url)._replace(path="", query="", fragment="").geturl()
-
-        def told(message: ConsoleMessage) -> None:
-            if message.type in ("error", "warning") and not (
-                unanswered and message.text.startswith(NO_ANSWER)
-            ):
-                errors.append(message.text)
-
-        context = await browser.new_context(
-            viewport={"width": size[0], "height": size[1]}, color_scheme=theme, reduced_motion="reduce"
-        )
-        try:
-            context.set_default_timeout(WAIT_MS)
-            page = await context.new_page()
-            page.on("console", told)
-            page.on("pageerror", lambda error: errors.append(str(error)))
-            page.on("request", lambda request: request.url.startswith(origin) or errors.append(request.url))
-            await page.goto(url)
-            if live:
-                await expect(page.locator("#connection.live")).to_be_visible()
-            yield page
-        finally:
-            await context.close()
-        assert errors == []
-
-    return visit
+    return partial(chromium.visit, browser)
 
 
 def twelve() -> Cluster:
@@ -496,7 +454,7 @@ async def test_metrics_are_searched_by_meaning_and_histograms_are_summed_up(visi
 async def test_runtime_page_shows_process_and_environment(visit: Visit) -> None:
     async with served(twelve()) as url, visit(f"{url}#/instances/a-0") as page:
         await page.get_by_role("link", name="Runtime").click()
-        for text in ("182\u00a0MiB", "210\u00a0µs", "lane-load-0", "(masked)"):
+        for text in ("182\u00a0MiB", "210\u00a0µs", "lane-load-0", "1,288 · 117 · 9", "(masked)"):
             await expect(page.locator("main")).to_contain_text(text)
         await page.get_by_label("Filter").fill("omp")
         await expect(page.get_by_role("row", name="OMP_NUM_THREADS")).to_be_visible()
@@ -534,3 +492,15 @@ async def test_every_file_is_small_local_and_under_a_strict_policy() -> None:
             "/dashboard/pages",
         ):
             assert (await client.get(path)).status_code == 404, path
+
+
+async def test_controller_that_does_not_lead_says_who_does(visit: Visit) -> None:
+    cluster = twelve()
+    cluster.election.leads = False
+    cluster.election.leader, cluster.election.leader_url = "controller-1", "http://other.example.net:9000"
+    cluster.election.members = ["controller-0", "controller-1"]
+    async with served(cluster) as url, visit(f"{url}#/instances") as page:
+        await expect(page.locator(".note")).to_contain_text("This controller does not lead")
+        link = page.locator(".note").get_by_role("link", name="controller-1")
+        await expect(link).to_have_attribute("href", "http://other.example.net:9000")
+        assert await page_checks.faults(page) == []

@@ -88,42 +88,30 @@ function workers(one, redraw) {
     ] }) : h("p", { class: "quiet" }, "No worker is attached. Engines attach when they start with the connector LMCacheConnectorV1.")));
 }
 
-const plain = (value) => value === null || typeof value !== "object";
+// What the runtime document has, by the place where it is shown; what it has besides goes to the first.
+const PLACES = [["Process", []], ["Event loop", ["loop_lag_ms", "tasks"]], ["Garbage collector", ["gc_count", "gc_collections", "gc_frozen"]]];
+const APART = ["python_threads", "environment"];
 
-function block(name, value) {
-  if (Array.isArray(value) || plain(value)) return h("section", { key: name }, h("h2", {}, words(name)), h("p", {}, named(name, value)));
-  const nested = Object.entries(value).filter(([, each]) => !plain(each));
-  return h("section", { key: name }, h("h2", {}, words(name)),
-    facts(Object.entries(value).filter(([, each]) => plain(each)).map(([key, each]) => [words(key), named(key, each)])),
-    nested.map(([key, each]) => (Array.isArray(each) && each.every((row) => !plain(row)) ? rowsOf(key, each) : facts([[words(key), JSON.stringify(each)]]))));
-}
-
-function rowsOf(name, rows, redraw = () => {}) {
-  const columns = [...new Set(rows.flatMap((row) => Object.keys(row)))];
-  return h("div", { key: name }, table({
-    id: `runtime-${name}`, caption: words(name), rows: rows.map((row, index) => ({ ...row, "\u0000": index })), key: (row) => String(row["\u0000"]), redraw, columns: columns.map((column) => ({
-      name: column, title: words(column), number: rows.every((row) => typeof row[column] === "number"), sort: (row) => row[column],
-      cell: (row) => (/(^|_)(id|tid|pid|ident)$/.test(column) ? String(row[column] ?? "–") : named(column, row[column])),
-    })),
-  }));
-}
+const shownValue = (name, value) => (Array.isArray(value) ? value.map((each) => named(name, each)).join(" · ") : /(^|_)pid$/.test(name) ? String(value) : named(name, value));
 
 function runtime(one, redraw) {
   return answered(asked.runtime, "The runtime cannot be shown.", (document) => {
-    const { threads = [], environment = {}, ...rest } = document;
+    const placed = new Set([...APART, ...PLACES.flatMap(([, names]) => names)]);
+    const others = Object.keys(document).filter((name) => !placed.has(name));
+    const { python_threads: threads = [], environment = {} } = document;
     const word = variables.toLowerCase();
-    const names = Object.entries(environment).filter(([name, value]) => `${name}=${value}`.toLowerCase().includes(word));
+    const found = Object.entries(environment).filter(([name, value]) => `${name}=${value}`.toLowerCase().includes(word));
     return [
-      h("div", { class: "columns" }, ["loop", "memory", "gc"].filter((name) => name in rest).map((name) => block({ gc: "garbage_collector", loop: "event_loop" }[name] ?? name, rest[name])),
-        Object.entries(rest).filter(([name]) => !["loop", "memory", "gc"].includes(name)).map(([name, value]) => block(name, value))),
-      h("section", { key: "threads" }, h("h2", {}, `Threads (${threads.length})`),
-        threads.length === 0 ? h("p", { class: "quiet" }, "None were told.") : plain(threads[0]) ? h("p", {}, threads.join(", ")) : rowsOf("threads", threads, redraw)),
-      h("section", { key: "environment" }, h("h2", {}, "Environment"), h("p", { class: "quiet" }, "Allow-listed variables only; secrets are masked by the instance."),
-        h("div", { class: "filter" }, h("label", { for: "variables" }, "Filter"), h("input", { id: "variables", type: "search", value: variables, oninput: (event) => { variables = event.target.value; redraw(); } })),
-        names.length ? table({ id: "environment", caption: "Environment", rows: names, key: ([name]) => name, redraw, columns: [
-          { name: "name", title: "Variable", sort: ([name]) => name, cell: ([name]) => h("code", { class: "break" }, name) },
-          { name: "value", title: "Value", sort: ([, value]) => String(value), cell: ([, value]) => h("code", { class: "break" }, String(value)) },
-        ] }) : h("p", { class: "quiet" }, "No variable matches.")),
+      h("div", { class: "columns" }, PLACES.map(([title, names]) => h("section", { key: title }, h("h2", {}, title),
+        facts([...names.filter((name) => name in document), ...(names.length ? [] : others)].map((name) => [words(name.replace(/^(gc|loop)_/, "")), shownValue(name, document[name])]))))),
+      h("section", { key: "threads" }, h("h2", {}, `Python threads (${threads.length})`), h("ul", { class: "names" }, threads.map((name, index) => h("li", { key: index }, name)))),
+      h("section", { key: "environment" }, h("h2", {}, "Environment"), h("p", { class: "quiet" }, "Allow-listed variables only; the instance leaves secrets out."),
+        Object.keys(environment).length === 0 ? h("p", {}, "None of them is set.") : [
+          h("div", { class: "filter" }, h("label", { for: "variables" }, "Filter"), h("input", { id: "variables", type: "search", value: variables, oninput: (event) => { variables = event.target.value; redraw(); } })),
+          found.length ? table({ id: "environment", caption: "Environment", rows: found, key: ([name]) => name, redraw, columns: [
+            { name: "name", title: "Variable", sort: ([name]) => name, cell: ([name]) => h("code", { class: "break" }, name) },
+            { name: "value", title: "Value", sort: ([, value]) => String(value), cell: ([, value]) => h("code", { class: "break" }, String(value)) },
+          ] }) : h("p", { class: "quiet" }, "No variable matches.")]),
     ];
   });
 }
