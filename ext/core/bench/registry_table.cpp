@@ -1,0 +1,271 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// The registry at the size of a large cluster, for benchmarks/registry.py:
+//
+//   registry_table INSTANCES CHUNKS
+//
+// Each instance reports its chunks in batches of kBatchKeys into two hidden slots, kL1Share of them
+// to L1 and the others to disk, and publishes them. kShared of the chunks are everybody's. The
+// table begins empty, so it grows all the while. Then come look-ups, reports that replace earlier
+// ones, and departures. Prints one line of JSON; times are in ns of CPU.
+#include <algorithm>
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kvstrata/registry.h"
+
+using namespace kvstrata;
+
+namespace {
+
+constexpr std::size_t kBatchKeys = 8192;
+constexpr std::size_t kChainKeys = 512;
+constexpr double kL1Share = 0.2;
+constexpr double kShared = 0.01;
+constexpr int kRepeats = 7;
+constexpr std::size_t kLookups = 400'000;
+
+// CPU time of the one thread there is, so that what others take of the machine does not count.
+struct Clock {
+  static double now() {
+    timespec time{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return static_cast<double>(time.tv_sec) * 1e9 + static_cast<double>(time.tv_nsec);
+  }
+};
+
+double ns_since(double begin) {
+  return Clock::now() - begin;
+}
+
+[[noreturn]] void fail(const char* why) {
+  std::fprintf(stderr, "registry_table: %s\n", why);
+  std::exit(1);
+}
+
+void must(const Status& status) {
+  if (!status.ok()) fail(status.message());
+}
+
+std::uint64_t mixed(std::uint64_t number) {
+  number += 0x9e3779b97f4a7c15;
+  number = (number ^ number >> 30) * 0xbf58476d1ce4e5b9;
+  number = (number ^ number >> 27) * 0x94d049bb133111eb;
+  return number ^ number >> 31;
+}
+
+std::uint64_t resident_bytes(const char* field) {
+  std::FILE* const status = std::fopen("/proc/self/status", "r");
+  char line[256];
+  std::uint64_t kb = 0;
+  while (std::fgets(line, sizeof line, status) != nullptr) {
+    if (std::strncmp(line, field, std::strlen(field)) == 0)
+      kb = std::strtoull(line + std::strlen(field) + 1, nullptr, 10);
+  }
+  std::fclose(status);
+  return kb << 10;
+}
+
+class Cluster {
+ public:
+  Cluster(std::uint32_t instances, std::uint32_t chunks) : chunks_(chunks), slots_(instances) {
+    must(Registry::create(std::uint64_t{4} << 30, kMaxSlots, &registry_));
+    tags_.resize(chunks);
+  }
+
+  Registry& registry() { return *registry_; }
+
+  // Of chunk `number` of an instance, everybody's ones scattered among its own.
+  Tag tag(std::uint32_t instance, std::uint32_t number) const {
+    const bool shared = mixed(number) < kShared * 18446744073709551615.0;
+    return mixed(std::uint64_t{shared ? 0 : instance + 1} << 32 | number);
+  }
+
+  double report(std::uint32_t instance) {
+    for (std::uint32_t number = 0; number < chunks_; ++number)
+      tags_[number] = tag(instance, number);
+    const auto in_l1 = static_cast<std::size_t>(chunks_ * kL1Share);
+    const Slots before = slots_[instance];
+    const auto begin = Clock::now();
+    const Slots now{registry_->open_slot(static_cast<std::uint16_t>(instance), 0),
+                    registry_->open_slot(static_cast<std::uint16_t>(instance), 1)};
+    std::uint64_t added = 0;
+    for (std::size_t at = 0; at < chunks_;) {
+      const bool l1 = at < in_l1;
+      const std::size_t count = std::min(kBatchKeys, (l1 ? in_l1 : chunks_) - at);
+      must(registry_->admit(l1 ? now.l1 : now.disk, std::span(tags_).subspan(at, count), &added));
+      at += count;
+    }
+    must(registry_->publish(now.l1, before.l1));
+    must(registry_->publish(now.disk, before.disk));
+    const double took_ns = ns_since(begin);
+    if (added != chunks_) fail("a placement was lost");
+    slots_[instance] = now;
+    return took_ns;
+  }
+
+  double depart(std::uint32_t instance) {
+    const Tag probe = own_tag(instance);
+    std::vector<Slot> holders;
+    registry_->lookup(probe, &holders);
+    if (holders.size() != 1) fail("a placement is missing");
+    holders.clear();
+    const auto begin = Clock::now();
+    must(registry_->retire(slots_[instance].l1));
+    must(registry_->retire(slots_[instance].disk));
+    registry_->lookup(probe, &holders);
+    const double took_ns = ns_since(begin);
+    if (!holders.empty()) fail("a placement is found after its instance has gone");
+    slots_[instance] = {};
+    return took_ns;
+  }
+
+  double sweep() {
+    const auto begin = Clock::now();
+    while (registry_->sweep(1 << 16) != 0) {
+    }
+    return ns_since(begin);
+  }
+
+  Tag own_tag(std::uint32_t instance) const {
+    std::uint32_t number = 0;
+    while (tag(instance, number) == tag(instance + 1, number))
+      ++number;
+    return tag(instance, number);
+  }
+
+ private:
+  struct Slots {
+    Slot l1 = kNoSlot;
+    Slot disk = kNoSlot;
+  };
+
+  std::uint32_t chunks_;
+  std::unique_ptr<Registry> registry_;
+  std::vector<Slots> slots_;
+  std::vector<Tag> tags_;
+};
+
+std::string listed(const std::vector<double>& values) {
+  std::string text = "[";
+  for (const double value : values)
+    text += (text.size() > 1 ? ", " : "") + std::to_string(value);
+  return text + "]";
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) fail("usage: registry_table INSTANCES CHUNKS");
+  const auto instances = static_cast<std::uint32_t>(std::strtoul(argv[1], nullptr, 10));
+  const auto chunks = static_cast<std::uint32_t>(std::strtoul(argv[2], nullptr, 10));
+  if (instances < 2 || chunks < 2 * kChainKeys) fail("too few");
+  Cluster cluster(instances, chunks);
+  Registry& registry = cluster.registry();
+  const std::uint64_t before_bytes = resident_bytes("VmRSS:");
+
+  std::vector<double> filled;
+  for (std::uint32_t instance = 0; instance < instances; ++instance)
+    filled.push_back(cluster.report(instance));
+  const RegistryUsage full = registry.usage();
+
+  std::vector<Tag> tags(kLookups);
+  std::vector<Slot> found;
+  std::vector<std::size_t> ends;
+  std::vector<double> one, one_after_other, absent, batch, prefix;
+  std::uint64_t seed = 1;
+  for (int repeat = 0; repeat < kRepeats; ++repeat) {
+    for (Tag& tag : tags) {
+      const std::uint64_t drawn = mixed(seed++);
+      tag = cluster.tag(static_cast<std::uint32_t>(drawn % instances),
+                        static_cast<std::uint32_t>((drawn >> 32) % chunks));
+    }
+    found.reserve(kLookups * 4);
+    found.clear();
+    std::uint64_t hits = 0;
+    auto begin = Clock::now();
+    for (const Tag tag : tags) {
+      found.clear();
+      registry.lookup(tag, &found);
+      hits += !found.empty();
+    }
+    one.push_back(ns_since(begin) / kLookups);
+    if (hits != kLookups) fail("a placement is missing");
+
+    // Each needs the one before.
+    std::uint64_t chained = 0;
+    begin = Clock::now();
+    for (std::size_t at = 0; at < kLookups; ++at) {
+      found.clear();
+      registry.lookup(tags[at + (chained & 1)], &found);
+      chained += found.empty() ? 1 : found[0] >> 15;
+    }
+    one_after_other.push_back(ns_since(begin) / kLookups);
+
+    begin = Clock::now();
+    for (const Tag tag : tags) {
+      found.clear();
+      registry.lookup(~tag * 0x9e3779b97f4a7c15, &found);
+      hits += !found.empty();
+    }
+    absent.push_back(ns_since(begin) / kLookups);
+    if (hits != kLookups) fail("an absent tag is found");
+
+    double spent_ns = 0;
+    for (std::size_t at = 0; at + kChainKeys <= kLookups; at += kChainKeys) {
+      found.clear();
+      ends.clear();
+      begin = Clock::now();
+      registry.lookup(std::span(tags).subspan(at, kChainKeys), &found, &ends);
+      spent_ns += ns_since(begin);
+      if (ends.size() != kChainKeys) fail("an answer is missing");
+    }
+    batch.push_back(spent_ns / static_cast<double>(kLookups / kChainKeys * kChainKeys));
+
+    spent_ns = 0;
+    std::vector<Tag> chain(kChainKeys);
+    for (std::size_t at = 0; at + kChainKeys <= kLookups; at += kChainKeys) {
+      const std::uint64_t drawn = mixed(seed++);
+      const auto instance = static_cast<std::uint32_t>(drawn % instances);
+      const auto first = static_cast<std::uint32_t>((drawn >> 32) % (chunks - kChainKeys));
+      for (std::uint32_t i = 0; i < kChainKeys; ++i)
+        chain[i] = cluster.tag(instance, first + i);
+      begin = Clock::now();
+      const std::vector<Candidate> best = registry.lookup_prefix(std::span(chain), {});
+      spent_ns += ns_since(begin);
+      if (best.size() != 1 || best[0].chunks != kChainKeys) fail("a prefix is missing");
+    }
+    prefix.push_back(spent_ns / static_cast<double>(kLookups / kChainKeys * kChainKeys));
+  }
+
+  std::vector<double> reported;
+  std::vector<double> swept;
+  for (int repeat = 0; repeat < kRepeats; ++repeat) {
+    reported.push_back(cluster.report(static_cast<std::uint32_t>(repeat) * 2 % instances));
+    swept.push_back(cluster.sweep());
+  }
+  std::vector<double> departed;
+  for (std::uint32_t instance = 0; instance < std::min(7u, instances / 2); ++instance)
+    departed.push_back(cluster.depart(instance * 2 + 1));
+  swept.push_back(cluster.sweep());
+  const RegistryUsage last = registry.usage();
+
+  std::printf(
+      "{\"fill_ns\": %s, \"one_ns\": %s, \"one_after_other_ns\": %s, \"absent_ns\": %s, "
+      "\"batch_ns\": %s, \"prefix_ns\": %s, \"report_ns\": %s, \"sweep_ns\": %s, "
+      "\"depart_ns\": %s, \"placements\": %" PRIu64 ", \"shared_tags\": %" PRIu64
+      ", \"rebuilds\": %" PRIu64 ", \"refused\": %" PRIu64 ", \"full_bytes\": %" PRIu64
+      ", \"registry_bytes\": %" PRIu64 ", \"resident_bytes\": %" PRIu64 "}\n",
+      listed(filled).c_str(), listed(one).c_str(), listed(one_after_other).c_str(),
+      listed(absent).c_str(), listed(batch).c_str(), listed(prefix).c_str(),
+      listed(reported).c_str(), listed(swept).c_str(), listed(departed).c_str(), full.placements,
+      full.shared_tags, last.rebuilds, last.refused, full.bytes, last.bytes,
+      resident_bytes("VmHWM:") - before_bytes);
+  return 0;
+}
