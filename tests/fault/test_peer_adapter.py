@@ -179,6 +179,38 @@ async def test_many_concurrent_reads_are_all_right(net, l1: L1) -> None:
     assert one.owner.leases == {}
 
 
+async def test_more_than_an_owner_leases_at_a_time_is_read_in_parts(net) -> None:
+    one = await net()
+    one.owner.max_leased = 3
+    assert await one.adapter.exists([*KEYS, *chain("b", 2)]) == [THERE] * 8 + [NOT_THERE] * 2
+    assert await one.adapter.exists(KEYS) == [THERE] * 8  # though our own lease is all that it leases
+    parts = await asyncio.gather(one.load(*KEYS[:2]), one.load(*KEYS[2:5]), one.load(*KEYS[5:]))
+    assert [outcome for part in parts for outcome in part] == [LOADED] * 8
+    assert one.owner.leases == {}
+
+
+async def test_what_others_have_leased_is_not_waited_for(net) -> None:
+    one = await net()
+    one.owner.max_leased = 3
+    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    assert await one.load(*KEYS[:3]) == [LOADED] * 3
+    one.owner.max_leased = 0
+    assert await one.load(*KEYS[3:]) == [failed("throttled")] * 5
+    assert await one.adapter.exists(KEYS) == [NOT_THERE] * 8  # no length is known
+
+
+async def test_a_window_that_is_full_of_our_own_reads_is_waited_for(net) -> None:
+    one = await net(limits=OwnerLimits(first_window_bytes=RECORD))
+    other = chain("b", 4)
+    one.l1.store(other)
+    one.directory.tell(one.owner, [*KEYS, *other])
+    assert await one.adapter.exists(KEYS[:4]) == [THERE] * 4
+    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    first = asyncio.create_task(one.load(*KEYS[:4]))
+    assert await one.load(*KEYS[4:]) == [LOADED] * 4
+    assert await first == [LOADED] * 4
+
+
 # -- a directory that is wrong, or not there ----------------------------------------------------------------
 
 
@@ -316,6 +348,23 @@ async def test_a_lease_that_ended_before_its_bytes_were_read_is_a_miss(net, l1: 
     one.engine.before_read = ends
     assert await one.load(*KEYS) == [ABSENT] * 8
     assert one.counted("leases_lost") == 1
+
+
+async def test_without_the_owners_word_what_was_read_is_a_miss(net) -> None:
+    """It is cut off after the last byte."""
+    one = await net()
+    assert await one.adapter.exists(KEYS) == [THERE] * 8
+
+    def cut_off() -> None:
+        one.owner.silent = True
+        one.patience(load_timeout_ms=50)
+
+    one.engine.before_read = cut_off
+    items = [load_item(key, SIZE) for key in KEYS]
+    assert await one.load(items=items) == [failed("peer_gone")] * 8
+    for item in items:
+        watched(item).check()
+    assert one.counted("read_records") == 8
 
 
 async def test_bytes_that_are_not_the_record_are_a_miss_though_the_lease_stood(net, l1: L1) -> None:

@@ -189,6 +189,8 @@ class TestOwner(_Endpoint):
         self.kept = 0
         """Releases that prolonged."""
         self.lies = False
+        self.max_leased = 1 << 20
+        """Records that it leases at a time."""
         self.refuses: dict[str, str] = {}
         """Failure codes by the name of a request."""
 
@@ -201,11 +203,14 @@ class TestOwner(_Endpoint):
         if isinstance(request, PeerLease):
             if self.lies:
                 return PeerLeased(seq, epoch, 1, b"\xff" * 24, 1_000, "")
-            ticket, n_chunks, extents, _, _ = self.pool.lease(request.keys, request.n_slices, [self.row])
+            room = self.max_leased - sum(self.leases.values())
+            keys = request.keys[: room * KEY_BYTES]
+            ticket, n_chunks, extents, _, _ = self.pool.lease(keys, request.n_slices, [self.row])
             if ticket:
                 self.leases[ticket] = n_chunks
             whole = n_chunks * KEY_BYTES == len(request.keys)
-            return PeerLeased(seq, epoch, ticket, extents, request.ttl_ms, "" if whole else "absent")
+            reason = "" if whole else "limit" if n_chunks * KEY_BYTES == len(keys) else "absent"
+            return PeerLeased(seq, epoch, ticket, extents, request.ttl_ms, reason)
         assert isinstance(request, PeerRelease)
         stood = request.lease in self.leases
         if request.keep_ms:

@@ -15,6 +15,9 @@ Invariants
 5. Nothing is ever put, deleted or cleared: what an owner has is the owner's.
 
 The keys of a question are a beginning: what an owner does not have from the first key on counts as not there.
+
+An owner leases a quarter of its L1 at most.  What a long prompt has beyond that is answered as there, of the length
+that its leased records have; it is leased while it is loaded, when our own leases there have ended.
 """
 
 from __future__ import annotations
@@ -96,6 +99,8 @@ ATTEMPTS = 2
 CONTROLLER_MAX_OPEN_S = 4.0
 """Longest pause between two questions to a controller that does not answer."""
 VERIFIERS = 4
+LIMIT = "limit"
+"""An owner's word: it has more, and leases no more of it now."""
 CLOSED, BAD_ITEM, READ_ONLY, THROTTLED, LENGTH = "closed", "bad_item", "read_only", "throttled", "length"
 CONTROLLER_DOWN, PEER_GONE, PEER_DEADLINE, TRANSFER = (
     "controller_down",
@@ -139,6 +144,15 @@ class PeerSettings(NamedTuple):
     max_bytes_per_s: float = 0.0
     """0: no bound."""
     limits: OwnerLimits = OwnerLimits()
+
+
+class _Asked(NamedTuple):
+    """What came of a question."""
+
+    reason: str = ""
+    """Why nobody could be asked."""
+    more: int = 0
+    """Leading keys that an owner has, by the directory's word, and leases only when others are given back."""
 
 
 class _Peer:
@@ -197,7 +211,9 @@ class PeerAdapter(StorageAdapter):
         self._controller_breaker = Breaker(1, 0.25, CONTROLLER_MAX_OPEN_S)
         self._pacer = Pacer(settings.max_bytes_per_s)
         self._peers: dict[str, _Peer] = {}
-        self._asking: dict[Question, asyncio.Task[str]] = {}
+        self._asking: dict[Question, asyncio.Task[_Asked]] = {}
+        self._lease_ended = asyncio.Event()
+        """Set whenever an owner has heard that a lease is over."""
         self._running: set[asyncio.Future[Any]] = set()
         self._counts = collections.Counter(dict.fromkeys(_COUNTED, 0))
         self._told: set[str] = set()
@@ -318,19 +334,19 @@ class PeerAdapter(StorageAdapter):
     # --- who has it --------------------------------------------------------------------------------------
 
     async def _find(self, keys: list[bytes]) -> list[Found]:
-        standing = self._leases.leading(keys, self._now_s() + STANDS_S)
-        reason = ""
-        if len(standing) < len(keys):
-            reason = await self._lease(keys[len(standing) :][:MAX_PEER_KEYS])
-            standing = self._leases.leading(keys, self._now_s())
-        rest = Found(Presence.UNKNOWN, 0, reason) if reason else _ABSENT
-        return [_present(extent.length_bytes) for extent in standing] + [rest] * (len(keys) - len(standing))
+        first = len(self._leases.leading(keys, self._now_s() + STANDS_S))
+        asked = _Asked()
+        if first < len(keys):
+            asked = await self._lease(keys[first:][:MAX_PEER_KEYS])
+        standing = self._leases.leading(keys, self._now_s())
+        found = [_present(extent.length_bytes) for extent in standing]
+        if len(set(found)) == 1:
+            found += found[:1] * (first + asked.more - len(found))
+        rest = Found(Presence.UNKNOWN, 0, asked.reason) if asked.reason else _ABSENT
+        return found + [rest] * (len(keys) - len(found))
 
-    async def _lease(self, keys: list[bytes]) -> str:
-        """Lease the leading ones of these keys somewhere; the same question is asked once at a time.
-
-        "" when that was tried, whatever came of it; else why nobody could be asked.
-        """
+    async def _lease(self, keys: list[bytes]) -> _Asked:
+        """Lease the leading ones of these keys somewhere; the same question is asked once at a time."""
         question = question_of(keys)
         task = self._asking.get(question)
         if task is None:
@@ -340,26 +356,29 @@ class PeerAdapter(StorageAdapter):
             task.add_done_callback(lambda _: self._asking.pop(question, None))
         return await asyncio.shield(task)
 
-    async def _ask(self, question: Question, keys: list[bytes]) -> str:
+    async def _ask(self, question: Question, keys: list[bytes]) -> _Asked:
         ends_s = self._now_s() + self.settings.lookup_timeout_ms / 1000
         if self._pacer.delay_s(self._now_s()) * 1000 > self.settings.load_timeout_ms / 2:
-            return THROTTLED
+            return _Asked(THROTTLED)
         owners = self._directory.recall(question, self._now_s())
         if owners is None:
             owners = await self._ask_directory(question, keys, ends_s)
             if owners is None:
-                return CONTROLLER_DOWN
+                return _Asked(CONTROLLER_DOWN)
         else:
             self._counts["recalled"] += 1
-        reason = ""
+        outcome = _Asked(more=self._owners.crowded(owners, self._now_s()))
         for owner in self._owners.in_order(owners, self._now_s())[:ATTEMPTS]:
             if not self._owners.admit(owner.instance, self._now_s()):
                 continue
-            count, reason = await self._lease_at(owner, keys[: owner.n_keys], ends_s)
+            count, word = await self._lease_at(owner, keys[: owner.n_keys], ends_s)
+            if word == LIMIT:
+                return _Asked(more=owner.n_keys)
             if count:
-                return ""
+                return _Asked()
+            outcome = outcome._replace(reason=word)
             self._directory.wrong(question)
-        return reason
+        return outcome
 
     async def _ask_directory(
         self, question: Question, keys: list[bytes], ends_s: float
@@ -384,7 +403,10 @@ class PeerAdapter(StorageAdapter):
         return owners
 
     async def _lease_at(self, owner: Owner, keys: list[bytes], ends_s: float) -> tuple[int, str]:
-        """How many of these keys this owner leases now, or why it did not say. Ends what `admit` began."""
+        """How many of these keys this owner leases now; LIMIT where that is all for now, or why it did not say.
+
+        Ends what `admit` began.
+        """
         now_s = self._now_s
         try:
             peer = await self._connected(owner, ends_s)
@@ -417,9 +439,10 @@ class PeerAdapter(StorageAdapter):
         if leased.epoch != peer.epoch:  # another process than the one whose memory is connected
             self._let_go(peer)
             return 0, PEER_GONE
+        word = LIMIT if leased.reason == LIMIT else ""
         if not extents:
             self._counts["leases_refused"] += 1
-            return 0, ""
+            return 0, word
         self._counts["leases"] += 1
         lease = Lease(
             owner.instance,
@@ -431,7 +454,7 @@ class PeerAdapter(StorageAdapter):
         )
         for over in self._leases.add(lease):
             self._keep(self._give_back(over))
-        return len(extents), ""
+        return len(extents), word
 
     # --- connections -------------------------------------------------------------------------------------
 
@@ -499,29 +522,51 @@ class PeerAdapter(StorageAdapter):
         wanted = [place for place, item in enumerate(items) if not self._not_ready() and self._fits(item)]
         for place in set(range(len(items))).difference(wanted):
             items[place].hold.drop()
-        reads: list[tuple[Lease, list[tuple[int, Extent]]]] = []
-        reason, asked = "", False
-        while wanted:
-            taken = self._leases.take([items[place].key for place in wanted], self._now_s())
-            reads += [
-                (lease, [(wanted[at], extent) for at, extent in extents]) for lease, extents in taken.items()
-            ]
-            begun = {place for _, extents in reads for place, _ in extents}
-            left = [place for place in wanted if place not in begun]
-            asked = asked and len(left) == len(wanted)
-            wanted = left
-            if asked or not wanted:
-                break  # nobody leases any of these
-            reason = await self._lease([items[place].key for place in wanted][:MAX_PEER_KEYS])
-            asked = True
+        ends_s = self._now_s() + self.settings.load_timeout_ms / 1000
+        reason, hopeless = "", False
+        while wanted and not hopeless:
+            done = await self._read_leased(items, wanted, outcomes)
+            wanted = [place for place in wanted if place not in done]
+            if not wanted:
+                break
+            self._lease_ended.clear()
+            keys = [items[place].key for place in wanted][:MAX_PEER_KEYS]
+            asked = await self._lease(keys)
+            reason = asked.reason
+            if not self._leases.leading(keys[:1], self._now_s()):
+                reason = reason or (THROTTLED if asked.more else "")
+                hopeless = not asked.more or not await self._other_lease_ends(ends_s)
         for place in wanted:
             items[place].hold.drop()
             outcomes[place] = LoadOutcome(LoadStatus.FAILED, reason) if reason else _NOT_THERE
+        return outcomes
+
+    async def _other_lease_ends(self, ends_s: float) -> bool:
+        """Wait for an own lease to end, which makes room for another; False: there is none, or the time is over."""
+        if self._now_s() >= ends_s or not (len(self._leases) or self._lease_ended.is_set()):
+            return False
+        try:
+            async with asyncio.timeout(max(0.0, ends_s - self._now_s())):
+                await self._lease_ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _read_leased(
+        self, items: list[LoadItem], wanted: list[int], outcomes: list[LoadOutcome]
+    ) -> set[int]:
+        """Read what is leased of the wanted places; the places that have an outcome then."""
+        taken = self._leases.take([items[place].key for place in wanted], self._now_s())
+        reads = [
+            (lease, [(wanted[at], extent) for at, extent in extents]) for lease, extents in taken.items()
+        ]
         works = [self._read(lease, items, extents) for lease, extents in reads]
+        done: set[int] = set()
         for (_, extents), ended in zip(reads, await asyncio.gather(*works), strict=True):
             for (place, _), outcome in zip(extents, ended, strict=True):
                 outcomes[place] = outcome
-        return outcomes
+                done.add(place)
+        return done
 
     def _fits(self, item: LoadItem) -> bool:
         hold, context = item.hold, self._context
@@ -630,6 +675,8 @@ class PeerAdapter(StorageAdapter):
             self._owners.failed(lease.owner, self._now_s())
             self._let_go(peer)
             return None
+        if over:
+            self._lease_ended.set()
         if released.epoch != lease.epoch or not released.stood:
             self._leases.lost(lease)
             return False
@@ -658,6 +705,7 @@ class PeerAdapter(StorageAdapter):
                 )
             except (Unavailable, ClusterFailure):
                 log.debug("%s: %s was not told that a lease is over", self.name, lease.owner)
+            self._lease_ended.set()
 
         return asyncio.create_task(tell(), name=f"{self.name}-release")
 

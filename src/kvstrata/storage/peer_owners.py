@@ -78,6 +78,19 @@ class OwnerBook:
         may = [place for place, owner in enumerate(owners) if owner.n_keys > 0 and owner.peer_endpoint]
         return [owners[place] for place in sorted(may, key=rank) if self._may(owners[place].instance, now_s)]
 
+    def crowded(self, owners: Sequence[Owner], now_s: float) -> int:
+        """Leading keys of an owner that is asked for no more until we have read what is under way; 0: there is none."""
+        return max(
+            (
+                owner.n_keys
+                for owner in owners
+                if owner.peer_endpoint
+                and self._record(owner.instance).breaker.would_admit(now_s)
+                and not self._may(owner.instance, now_s)
+            ),
+            default=0,
+        )
+
     def admit(self, instance: str, now_s: float) -> bool:
         """Whether to ask this owner now; each yes ends in `well` or `failed`."""
         return self._record(instance).breaker.admit(now_s)
