@@ -44,7 +44,7 @@ setup:  ## make or update .venv and the compiled modules
 	fi; \
 	"$$python" tests/harness/setup_env.py
 
-demo: setup  ## show what it does, with real vLLM where that is small to get (VLLM=1: in any case; REMOTE=mooncake, redis or s3: two servers that share such a tier)
+demo: setup  ## show what it does, with real vLLM where that is small to get (VLLM=1: in any case; REMOTE=mooncake, redis or s3: two servers that share such a tier; CLUSTER=1: a controller and two instances that read from each other, KEEP=1 leaves it open)
 	@$(if $(VLLM),KVSTRATA_VLLM=$(VLLM)) $(VENV_PYTHON) -m tests.harness.demo $(ARGS)
 
 test: setup test-native test-vllm-env  ## run every test, real vLLM included where it is there or small to get

@@ -4,7 +4,9 @@ Act 1 needs only the clone's `.venv`: a server on embedded defaults, several cli
 of a Llama-8B shape, SIGKILL, restart; every retrieved byte is compared.
 Act 2 is real vLLM on the CPU with a small random-weight Llama, the engine in a process of its own.
 With `REMOTE=mooncake` there is one act only: two servers that share a remote tier and nothing else, with real vLLM
-where act 2 would have it.
+where act 2 would have it.  With `CLUSTER=1` it is another one: a controller, two servers and two vLLM processes, of
+which the second one hits what the first one computed; `KEEP=1` leaves all of it running, dashboard included, until
+Ctrl-C.
 
 All state lies in a fresh folder under `build/`, the sockets under /tmp and the pool under /dev/shm, all named after
 this process; they are removed at the end, also after Ctrl-C, and at the next start after worse.  Exit status: 0 when
@@ -34,6 +36,7 @@ if __package__ in (None, ""):
 
 from tests.harness import remotes, vllm_env, vllm_model
 from tests.harness.child import Child, ChildEnded, ChildError
+from tests.harness.cluster import Cluster
 from tests.harness.daemon import Unavailable
 from tests.harness.server_process import ServerFailed, ServerProcess, sweep
 from tests.harness.vllm_run import VllmFailed, VllmProcess
@@ -394,6 +397,110 @@ def _put_chunks(server: ServerProcess) -> int:
     return int(adapter["outcomes"].get("stored", 0))
 
 
+# -- act 4 ---------------------------------------------------------------------------------------------------------
+
+CASES_4 = (
+    "first instance, cold",
+    "second instance, which never computed it",
+    "second instance again, from its own L1",
+    "first instance killed (SIGKILL): another prompt of it, computed",
+)
+
+
+def act_4(folder: Path, table: Table, size: str, *, with_vllm: bool, keep: bool) -> None:
+    """A cluster: what one instance has, the others hit."""
+    say("A controller and two instances: the first one's L1 serves the second one")
+    l1_mb = fitting_l1_mb(L1_MB_ACT_2, 160)
+    with Cluster(folder, l1_mb=l1_mb, n_servers=2) as cluster:
+        say(f"  controller ready, dashboard at {cluster.controller.url}/")
+        if with_vllm:
+            _cluster_vllm(folder, table, cluster, size)
+        else:
+            _cluster_clients(folder, table, cluster)
+        if keep:
+            say(f"  The dashboard stays at {cluster.controller.url}/ until Ctrl-C")
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.pause()
+
+
+def _cluster_vllm(folder: Path, table: Table, cluster: Cluster, size: str) -> None:
+    prompt, warm_up = prompts()
+    other = list(reversed(prompt))
+    model = vllm_model.ensure_model(size)
+    first_server, second_server = cluster.servers
+    chunks = HIT_TOKENS // CHUNK_TOKENS
+    with contextlib.ExitStack() as stack:
+        first, second = (
+            stack.enter_context(
+                # What is loaded by then is a hit; a slow machine gets the time for all of it.
+                begin_vllm(
+                    model, folder / f"vllm-{at}", server, warm, **{"kvstrata.lookup_timeout_ms": 30_000}
+                )
+            )
+            for at, (server, warm) in enumerate(
+                ((first_server, warm_up), (second_server, list(reversed(warm_up))))
+            )
+        )
+        expected: list[int] = []
+
+        def row(case: int, result: dict[str, Any], cached_tokens: int, *, ok: bool = True) -> None:
+            cached = result["cached_tokens"] or 0
+            equal = not expected or result["tokens"] == expected
+            table.add(
+                CASES_4[case],
+                4,
+                ok=ok and equal and cached == cached_tokens,
+                ttft_s=round(result["ttft_s"], 3),
+                cached_tokens=cached,
+                tokens_equal=equal,
+            )
+            say(
+                f"  {CASES_4[case]}: first token after {result['ttft_s']:.3f} s, {cached} tokens from a cache"
+            )
+
+        cold = first.generate(prompt, max_tokens=NEW_TOKENS)
+        expected = cold["tokens"]
+        row(0, cold, 0)
+        of_other = first.generate(other, max_tokens=NEW_TOKENS)
+        wait_for(lambda: stored_chunks(first_server) >= 2 * chunks, "the prompts were not stored")
+        cluster.until_known(0)
+        read = second.generate(prompt, max_tokens=NEW_TOKENS)
+        row(1, read, HIT_TOKENS, ok=cluster.peer_records(1) >= chunks)
+        second.ask("reset_prefix_cache")
+        row(2, second.generate(prompt, max_tokens=NEW_TOKENS), HIT_TOKENS)
+        first_server.kill()
+        expected = of_other["tokens"]
+        row(3, second.generate(other, max_tokens=NEW_TOKENS), 0)
+        for vllm in (first, second):
+            vllm.quit()
+
+
+def _cluster_clients(folder: Path, table: Table, cluster: Cluster) -> None:
+    chunks = 2
+    with contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(
+                Child(
+                    "tests.harness.load_client", str(server.socket_dir), str(chunks), str(number),
+                    log=folder / f"client-{number}.log",
+                )
+            )
+            for number, server in enumerate(cluster.servers)
+        ]  # fmt: skip
+        for client in clients:
+            wait_for(lambda client=client: client.ask("connected"), "a client did not attach")
+        stored = clients[0].ask("store", seed=3, chunks=chunks)
+        table.add(CASES_4[0], 4, ok=set(stored["outcomes"]) == {"stored"}, cached_tokens=0)
+        cluster.until_known(0)
+        for case in (1, 2):
+            found = clients[1].ask("retrieve", seed=3, chunks=chunks)
+            whole = found.get("chunks") == chunks and found["equal"]
+            read = cluster.peer_records(1) == chunks
+            table.add(
+                CASES_4[case], 4, ok=whole and read, cached_tokens=chunks * CHUNK_TOKENS, bytes_equal=whole
+            )
+
+
 def vllm_wanted(answer: str) -> str:
     """Why act 2 is not run; empty when it is. Prepares the environment where that is small or asked for."""
     if answer == "0":
@@ -453,6 +560,12 @@ def main() -> int:
     parser.add_argument("--vllm", default=wish, choices=("", "0", "1"))
     parser.add_argument("--remote", default=os.environ.get("REMOTE", ""), choices=("", *remotes.NAMES),
                         help="only that: two servers with this remote tier")  # fmt: skip
+    cluster = os.environ.get("CLUSTER", "") not in ("", "0")
+    parser.add_argument("--cluster", action="store_true", default=cluster,
+                        help="only that: a controller and two instances that read from each other")  # fmt: skip
+    keep = os.environ.get("KEEP", "") not in ("", "0")
+    parser.add_argument("--keep", action="store_true", default=keep,
+                        help="with --cluster: leave it running until Ctrl-C")  # fmt: skip
     parser.add_argument("--act", type=int, choices=(1, 2), help="only this act")
     parser.add_argument("--model", default=MODEL, choices=tuple(vllm_model.SIZES), help="of act 2")
     arguments = parser.parse_args()
@@ -463,13 +576,16 @@ def main() -> int:
     begun_s = time.monotonic()
     with fresh_folder() as folder:
         try:
-            if arguments.remote:
+            if arguments.remote or arguments.cluster:
                 reason = vllm_wanted(arguments.vllm)
                 if reason:
                     say(f"Without vLLM: {reason}")
-                act_3(folder, table, arguments.model, arguments.remote, with_vllm=not reason)
+                if arguments.cluster:
+                    act_4(folder, table, arguments.model, with_vllm=not reason, keep=arguments.keep)
+                else:
+                    act_3(folder, table, arguments.model, arguments.remote, with_vllm=not reason)
                 table.print(
-                    3,
+                    4 if arguments.cluster else 3,
                     [
                         ("ttft_s", "first token, s", lambda s: f"{s:.3f}"),
                         ("cached_tokens", "cached tokens", str),
@@ -488,7 +604,7 @@ def main() -> int:
                     ],
                 )
                 say(f"  Act 1 took {time.monotonic() - begun_s:.0f} s")
-            if arguments.act != 1 and not arguments.remote:
+            if arguments.act != 1 and not arguments.remote and not arguments.cluster:
                 reason = vllm_wanted(arguments.vllm)
                 if reason:
                     say(f"Act 2 is not run: {reason}")

@@ -425,9 +425,16 @@ class Server(Process):
             "type": PEER_TYPE,
             "controller": settings.controller.url,
             "engine": self._plan.p2p_engine,
+            # A read of NIXL's may hang for ever; the end of its process ends it.
+            "isolation": "process" if self._plan.p2p_engine == "nixl" else "in_process",
             "lookup_timeout_ms": settings.p2p.lookup_timeout_ms,
             "load_timeout_ms": settings.p2p.load_timeout_ms,
             "max_mb_s": settings.p2p.max_read_mb_s,
+            # It remembers by itself, and by questions instead of keys.
+            "presence_ttl_ms": 0,
+            "negative_ttl_ms": 0,
+            # Its own deadlines come first; the one around it is for its mistakes.
+            "deadline_ms": 2 * max(settings.p2p.lookup_timeout_ms, settings.p2p.load_timeout_ms) + 2_000,
             **({"curve_file": settings.controller.curve_file} if settings.controller.curve_file else {}),
         }
         config = configure_adapter(entry, len(self._plan.adapters), path="p2p", by_server=True)

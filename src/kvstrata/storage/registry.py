@@ -504,7 +504,7 @@ def _peer(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
         assert number is not None
         return int(number)
 
-    engine = fields.choice("engine", ["ucx"], "ucx")
+    engine = fields.choice("engine", ["nixl", "ucx"], "ucx")
     settings = PeerSettings(
         controller=fields.text("controller"),
         engine=engine,
@@ -517,9 +517,10 @@ def _peer(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
 
     def make() -> StorageAdapter:
         from kvstrata.storage.peer import PeerAdapter
+        from kvstrata.transfer.nixl import NixlEngine
         from kvstrata.transfer.ucx import UcxEngine
 
-        return PeerAdapter(settings, UcxEngine, name=name)
+        return PeerAdapter(settings, NixlEngine if engine == "nixl" else UcxEngine, name=name)
 
     return make
 

@@ -1,0 +1,98 @@
+"""A controller and servers that read from each other, as processes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests.harness.cache_engine import eventually
+from tests.harness.controller_process import ControllerProcess
+from tests.harness.server_process import ServerProcess
+
+
+class Cluster:
+    """Everything runs once the block is entered. `flags` and `settings`, variables of the environment, go to every
+    server; `l2` as for ServerProcess."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        l1_mb: int,
+        n_servers: int = 2,
+        chunk_tokens: int = 256,
+        l2: str = "none",
+        flags: tuple[str, ...] = (),
+        settings: dict[str, str] | None = None,
+        controller_flags: tuple[str, ...] = ("--heartbeat-s", "1", "--dead-after-s", "5"),
+    ) -> None:
+        self.controller = ControllerProcess(folder / "controller", flags=controller_flags)
+        self._folder = folder
+        self._arguments: dict[str, Any] = {
+            "l1_mb": l1_mb,
+            "chunk_tokens": chunk_tokens,
+            "l2": l2,
+            "environment": {**os.environ, **(settings or {})},
+        }
+        self._flags = flags
+        self._n_servers = n_servers
+        self._stack = contextlib.ExitStack()
+        self.servers: list[ServerProcess] = []
+
+    def __enter__(self) -> Self:
+        with self._stack:
+            self._stack.enter_context(self.controller)
+            for number in range(self._n_servers):
+                server = ServerProcess(
+                    self._folder / f"server-{number}",
+                    flags=(
+                        *("--controller-url", f"tcp://127.0.0.1:{self.controller.ports['reply']}"),
+                        *("--instance-id", f"instance-{number}"),
+                        *self._flags,
+                    ),
+                    **self._arguments,
+                )
+                self._stack.enter_context(server).start()
+                self.servers.append(server)
+            for number in range(self._n_servers):
+                eventually("an instance is registered", lambda number=number: self.member(number))
+                self.servers[number].get("/v1/status")  # what a start does beside it has ended
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def member(self, number: int) -> dict[str, Any] | None:
+        """The controller's row of an instance; None while it is none."""
+        rows = self.controller.ask("/v1/instances")["instances"]
+        return next(
+            (row for row in rows if row["id"] == f"instance-{number}" and row["state"] != "dead"), None
+        )
+
+    def until_known(self, number: int) -> None:
+        """Wait until the controller knows all that an instance has in L1."""
+        status = self.servers[number].get("/v1/status")
+        ready = int(status["pool"]["entries"]["ready"])
+        eventually("the controller knows the chunks", lambda: self.known(number) >= ready)
+
+    def known(self, number: int) -> int:
+        """Chunks in L1 of an instance, as the controller knows."""
+        row = self.member(number)
+        return 0 if row is None else int(row["keys"].get("l1", 0))
+
+    def peer_numbers(self, number: int) -> dict[str, int]:
+        """What an instance's reader of peers has counted."""
+        for name, adapter in self.servers[number].get("/v1/status")["l2_adapters"].items():
+            if name.startswith("peer"):
+                return dict(adapter["numbers"])
+        return {}
+
+    def peer_records(self, number: int) -> int:
+        """Records that an instance has read from its peers."""
+        return self.peer_numbers(number).get("read_records", 0)
