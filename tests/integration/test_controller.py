@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import zmq
 
+from kvstrata.cli import ctl
 from kvstrata.native.hashing import chain_keys, storage_keys
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.types import LayoutIdentity, RequestIdentity, Slice, identity_root
@@ -609,6 +610,32 @@ def test_wrong_requests_say_what_to_change(controller, path, body, status, says)
         controller.ask(path, body)
     answer = json.load(refused.value)
     assert refused.value.code == status and says in answer["message"], answer
+
+
+def test_ctl_shows_what_the_api_tells(controller, instance, capsys, tmp_path):
+    instance("a").join({"l1": tags_of([1])})
+    prompt = tmp_path / "keys"
+    prompt.write_text(json.dumps([key_of(1)]))
+    for arguments, says in (
+        (["status"], "placements"),
+        (["ready"], "ready"),
+        (["instances"], "exact"),
+        (["instance", "a"], "peer_endpoint"),
+        (["tiers"], "l1"),
+        (["models"], "models"),
+        (["events"], "joined"),
+        (["lookup", str(prompt)], "held_chunks"),
+        (["evict", str(prompt), "--wait-s", "0"], "waiting"),
+        (["commands"], "evict"),
+        (["pins"], "pins"),
+        (["drain", "a", "--wait-s", "0"], "waiting"),
+        (["remove", "a"], "barred"),
+        (["allow", "a"], "allowed"),
+    ):
+        assert ctl.main(["--url", controller.url, "cluster", *arguments]) == 0
+        assert says in capsys.readouterr().out, arguments
+    assert ctl.main(["--url", controller.url, "cluster", "instance", "b"]) == 1
+    assert "there is no 'b'" in capsys.readouterr().err
 
 
 def test_events_come_by_cursor_by_waiting_and_as_a_stream(controller, instance):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,6 +78,44 @@ def test_tokens_that_are_no_json_are_named(capsys, tmp_path):
 )
 def test_what_l2_commands_ask(arguments, asked):
     assert ctl._request(ctl.parser().parse_args(["l2", *arguments])) == asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        (["status"], ctl.Ask("/v1/cluster")),
+        (["instances"], ctl.Ask("/v1/instances")),
+        (["instance", "a/b"], ctl.Ask("/v1/instances/a%2Fb")),
+        (["events", "--after", "3"], ctl.Ask("/v1/events?wait_s=0.0&after=3")),
+        (["drain", "a", "--wait-s", "2"], ctl.Ask("/v1/instances/a/drain", {"wait_s": 2.0}, "", 32)),
+        (["remove", "a"], ctl.Ask("/v1/instances/a", None, "DELETE")),
+        (["allow", "a"], ctl.Ask("/v1/instances/a/allow", {})),
+        (["runtime", "a"], ctl.Ask("/v1/instances/a/runtime?wait_s=5.0", timeout_s=35)),
+        (["document", "a"], ctl.Ask("/v1/instances/a/status?wait_s=5.0", timeout_s=35)),
+        (["explain", "a", "r/1"], ctl.Ask("/v1/instances/a/explain/r%2F1?wait_s=5.0", timeout_s=35)),
+        (
+            ["clear", "--tier", "all", "--instance", "a", "--instance", "b"],
+            ctl.Ask(
+                "/v1/clear", {"tier": "all", "tenant": None, "instances": ["a", "b"], "wait_s": 5.0}, "", 35
+            ),
+        ),
+        (["unpin", "c"], ctl.Ask("/v1/unpin", {"claim": "c", "instance": None, "wait_s": 5.0}, "", 35)),
+    ],
+)
+def test_what_cluster_commands_ask(arguments, asked):
+    assert ctl._request(ctl.parser().parse_args(["cluster", *arguments])) == asked
+
+
+@pytest.mark.parametrize(
+    ("held", "field"), [("[1, 2]", "tokens"), (f'["{"0" * 64}"]', "keys"), ("[]", "tokens")]
+)
+def test_a_file_of_chunks_holds_tokens_or_keys(tmp_path, held, field):
+    file = tmp_path / "chunks"
+    file.write_text(held)
+    for action in (["lookup"], ["pin"], ["move", "--to", "b"], ["replicate", "--to", "b"], ["evict"]):
+        asked = ctl._request(ctl.parser().parse_args(["cluster", *action, str(file)]))
+        assert asked.path == f"/v1/{action[0]}" and asked.body is not None
+        assert asked.body[field] == json.loads(held)
 
 
 @pytest.mark.parametrize(

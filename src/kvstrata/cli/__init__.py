@@ -13,7 +13,7 @@ usage: kvstrata COMMAND [arguments]
 
   server      run a cache server (also: lmcache-server)
   controller  run a cluster's controller (also: lmcache-controller)
-  ctl         ask a running server: status, explain, prefetch, clear
+  ctl         ask a running server: status, explain, prefetch, clear; `ctl cluster`: the controller
   bench       measure a running server on this host; `bench l2`: one storage adapter, without a server
   doctor      check this machine: shared memory, limits, CPU, extension, ports
 

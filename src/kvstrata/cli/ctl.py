@@ -1,4 +1,4 @@
-"""`kvstrata ctl`: asks a running server's admin port; tables for people, `--json` for programs."""
+"""`kvstrata ctl`: asks the admin port of a running server or controller; tables for people, `--json` for programs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from kvstrata.cli import ctl_cluster
 from kvstrata.config.model import HttpSettings
 from kvstrata.errors import BadRequest, KvstrataError, Unavailable
 
@@ -52,7 +53,13 @@ def ask(url: str, asked: Ask, *, token: str = "") -> Any:
         raise BadRequest(_message(error)) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise Unavailable(f"--url: {url} does not answer ({reason}); is lmcache-server running?") from None
+        raise Unavailable(f"--url: {url} does not answer ({reason}); is it running?") from None
+
+
+def default_url() -> str:
+    """Where a server on this host answers."""
+    http = HttpSettings()
+    return f"http://{http.host}:{http.port}"
 
 
 def table(value: Any, indent: str = "") -> str:
@@ -83,9 +90,12 @@ def table(value: Any, indent: str = "") -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `kvstrata ctl`."""
-    http = HttpSettings()
     top = argparse.ArgumentParser(prog="kvstrata ctl", description=__doc__)
-    top.add_argument("--url", default=f"http://{http.host}:{http.port}", help="admin port (%(default)s)")
+    top.add_argument(
+        "--url",
+        default="",
+        help=f"admin port ({default_url()}), for `cluster` the controller's ({ctl_cluster.default_url()})",
+    )
     top.add_argument("--token-file", default="", help="file with the bearer token")
     top.add_argument("--json", action="store_true", help="print JSON")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -105,6 +115,8 @@ def parser() -> argparse.ArgumentParser:
     prefetch.add_argument("--budget-bytes", type=int, default=1 << 30)
     job = commands.add_parser("job", help="outcome of a prefetch")
     job.add_argument("number", type=int)
+    cluster = commands.add_parser("cluster", help="ask the controller of a cluster")
+    ctl_cluster.add(cluster, _seconds)
     l2 = commands.add_parser("l2", help="list, export, add, drain, resume or remove L2 adapters")
     actions = l2.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list", help="the adapters, nearest first; all that is known with --json")
@@ -150,7 +162,10 @@ def _seconds(text: str) -> float:
 def run(options: argparse.Namespace) -> Any:
     """Carry out one command; returns what the server said."""
     token = read_token("--token-file", options.token_file)
-    answer = ask(options.url, _request(options), token=token)
+    url = options.url or (ctl_cluster.default_url() if options.command == "cluster" else default_url())
+    answer = ask(url, _request(options), token=token)
+    if options.command == "cluster":
+        return answer if options.json else ctl_cluster.brief(options.action, answer)
     if options.command == "l2" and options.action == "export":
         return _export(answer["adapters"])
     brief = options.command == "l2" and options.action == "list" and not options.json
@@ -186,6 +201,9 @@ def _request(options: argparse.Namespace) -> Ask:
             return Ask("/v1/clear", {"tier": options.tier, "tenant": options.tenant})
         case "l2":
             return _l2_request(options)
+        case "cluster":
+            asked = ctl_cluster.request(options, _read)
+            return Ask(asked.path, asked.body, asked.method, asked.wait_s + TIMEOUT_S)
     try:
         tokens = json.loads(_read(options.tokens))
     except ValueError as error:

@@ -346,8 +346,9 @@ class Cluster:
             self.directory.abandon(fill)
 
     def _sync_failed(self, member: Member, sync: Sync, reason: str) -> None:
+        if member.sync is sync:
+            self._abandon(member)
         self.members.sync_failed(member, sync, reason)
-        self._abandon(member)
         self.settle()
 
     def _change_failed(self, group: int, reason: str) -> None:

@@ -30,6 +30,7 @@ from kvstrata.errors import BadRequest, NotPermitted, Refused, WrongVersion
 from kvstrata.native.copying import crc32c
 from kvstrata.rpc.cluster_wire import (
     CLUSTER_PROTOCOL_VERSION,
+    MAX_CLUSTER_MESSAGE_BYTES,
     MAX_COMMANDS,
     TAG_BYTES,
     Change,
@@ -58,6 +59,8 @@ MAX_PARTS_AHEAD = 4_096
 MAX_WAITING = 256
 """Commands of one member that have not ended."""
 MAX_ENDED = 1_024
+MAX_BEAT_BYTES = MAX_CLUSTER_MESSAGE_BYTES // 2
+"""Keys in the commands of one answer; the rest come with the next one."""
 COMMAND_TTL_S = 600.0
 LOST_EVENTS_S = 2.0
 """Events that a heartbeat told of and that did not come, with none before them coming either, are lost then."""
@@ -357,7 +360,7 @@ class Members:
         self._ticked_s = now_s
         if stood_still_s > PAUSE_S:
             for member in self._by_id.values():
-                member.heard_s += stood_still_s
+                member.heard_s = min(now_s, member.heard_s + stood_still_s)
             self._happened("clock", "", stood_still_s=round(stood_still_s, 1))
             return
         for member in list(self._by_id.values()):
@@ -388,8 +391,14 @@ class Members:
                 self._end(member, issued, result)
         self._look_for_lost_events(member, told.last_event, now_s)
         self._ask_for_sync(member, now_s)
-        commands = []
+        commands: list[Command] = []
+        n_bytes = 0
         for issued in list(member.waiting.values())[:MAX_COMMANDS]:
+            n_bytes += sum(
+                len(value) for value in issued.command.argument.values() if isinstance(value, bytes)
+            )
+            if commands and n_bytes > MAX_BEAT_BYTES:
+                break
             issued.sent = True
             commands.append(issued.command)
         return commands
@@ -449,7 +458,7 @@ class Members:
         if member.sync is not None and (member.sync.ending or told.seq > member.sync.events_seq):
             # Contained in what comes into force, or sent too early; a batch that is missing then is a gap.
             return self._drop("during_sync")
-        if told.seq > member.applied_seq + 1 and member.sync is None:
+        if told.seq > member.applied_seq + 1:
             self.want_sync(member, "gap", expected=member.applied_seq + 1, got=told.seq)
         member.applied_seq = told.seq
         member.lacking_since_s = None
@@ -480,6 +489,9 @@ class Members:
                 raise Denied("bad_sync", f"events_seq: sync {told.sync} began at {sync.events_seq}, not at "
                              f"{told.events_seq}; begin another one", field="events_seq")  # fmt: skip
             return member, None
+        if sync is not None and sync.ending:
+            raise Denied("bad_sync", f"sync: {sync.number} is coming into force; begin another when it was answered",
+                         field="sync", retryable=True, retry_after_s=0.1)  # fmt: skip
         if told.sync <= member.synced_number:
             raise Denied("bad_sync", f"sync: {told.sync} is not greater than {member.synced_number}, the last that "
                          "ended; begin one with a greater number", field="sync")  # fmt: skip

@@ -1,0 +1,161 @@
+"""`controller_events`: keys a second of events that a controller on one core takes in, over the real protocol.
+
+Eight instances send batches of 8,192 tags (7 of 8 admits, 1 evict of the batch before) as fast as the controller reads
+them; the time ends when the last tag is found by a lookup of each.  The controller has one core, who sends another.
+Sketch: 64 KiB a batch through a TCP socket and msgpack, and 8,192 placements in the registry; the ratio is to the
+registry alone doing the same changes on one thread.  `lookup_p99_ms`: round trips of a lookup of 512 tags (of a prompt
+of 128k tokens), one a millisecond, while another instance makes full syncs of a million keys one after another.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from multiprocessing.synchronize import Event
+from typing import Any
+
+from benchmarks.common import figure, median_spread, percentile, scratch
+from kvstrata.native.registry import Registry
+from kvstrata.rpc import cluster_wire as wire
+from tests.harness.cluster_instance import ClusterInstance
+from tests.harness.controller_process import ControllerProcess
+
+TARGET_KEYS = 500_000
+TARGET_P99_MS = 2.0
+INSTANCES = 8
+BATCH = 8_192
+BATCHES = 128
+"""Of each instance in one round: 8,388,608 keys in all."""
+ROUNDS = 5
+SYNC_KEYS = 1_000_000
+LOOKUP_TAGS = 512
+LOOKUPS = 3_000
+PAUSE_S = 0.001
+
+
+def batches(instance: int, round_number: int) -> list[list[wire.Run]]:
+    """Random tags, so that nothing is in a processor cache from the batch before."""
+    made: list[list[wire.Run]] = []
+    before = b""
+    for _ in range(BATCHES):
+        tags = os.urandom(8 * BATCH)
+        evict = before[: 8 * (BATCH // 8)]
+        runs = [wire.Run(wire.Change.ADMIT, "l1", tags[: 8 * (BATCH - len(evict) // 8)])]
+        if evict:
+            runs.append(wire.Run(wire.Change.EVICT, "l1", evict))
+        made.append(runs)
+        before = tags
+    return made
+
+
+def bare_seconds(rounds: list[list[list[wire.Run]]]) -> float:
+    """The same changes on a registry alone."""
+    registry = Registry()
+    slots = []
+    for group in range(len(rounds)):
+        slot = registry.open_slot(group)
+        assert slot is not None
+        registry.publish(slot)
+        slots.append(slot)
+    started = time.perf_counter()
+    for at in range(BATCHES):
+        for slot, made in zip(slots, rounds, strict=True):
+            for run in made[at]:
+                (registry.admit if run.change is wire.Change.ADMIT else registry.evict)(slot, run.tags)
+    return time.perf_counter() - started
+
+
+def keep_syncing(port: int, syncs: Any, stop: Event) -> None:
+    """In a process of its own: full syncs one after another."""
+    with ClusterInstance(port, "syncing") as one:
+        one.register()
+        while not stop.is_set():
+            one.sync({"l1": os.urandom(8 * SYNC_KEYS)}, part_bytes=8 * BATCH)
+            one.heartbeat()
+            syncs.value += 1
+
+
+def run() -> list[dict[str, Any]]:
+    """The figure."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise RuntimeError("needs two cores: one for the controller, one for who sends")
+    with (
+        scratch("controller") as folder,
+        ControllerProcess(folder, flags=("--heartbeat-s", "600", "--dead-after-s", "1200")) as controller,
+    ):
+        os.sched_setaffinity(controller.pid, {cores[0]})
+        for task in os.listdir(f"/proc/{controller.pid}/task"):
+            os.sched_setaffinity(int(task), {cores[0]})
+        os.sched_setaffinity(0, set(cores[1:]))
+        try:
+            return [measure(controller)]
+        finally:
+            os.sched_setaffinity(0, set(cores))
+
+
+def measure(controller: ControllerProcess) -> dict[str, Any]:
+    """Both parts."""
+    port = controller.ports["reply"]
+    reader = ClusterInstance(port, "reader").join({})
+    rates, bare = [], []
+    instances = [ClusterInstance(port, f"i{number}").join({}) for number in range(INSTANCES)]
+    for round_number in range(ROUNDS):
+        rounds = [batches(number, round_number) for number in range(INSTANCES)]
+        keys = sum(len(run.tags) // 8 for made in rounds for runs in made for run in runs)
+        started = time.perf_counter()
+        for at in range(BATCHES):
+            for one, made in zip(instances, rounds, strict=True):
+                one.tell(*made[at])
+        for made in rounds:
+            reader.until_where(made[-1][0].tags[:8], bool)
+        rates.append(keys / (time.perf_counter() - started))
+        bare.append(keys / bare_seconds(rounds))
+        for one in instances:
+            one.tell(wire.Run(wire.Change.CLEAR, "l1", b""))
+    told = controller.ask("/v1/cluster")
+    if told["dropped_event_batches"] or told["instances"]["unconfirmed"]:
+        raise RuntimeError(f"batches were lost: {told['dropped_event_batches']}")
+    for one in instances:
+        one.close()
+    context = multiprocessing.get_context("spawn")
+    stop, syncs = context.Event(), context.Value("i", 0)
+    process = context.Process(target=keep_syncing, args=(port, syncs, stop))
+    process.start()
+    holder = ClusterInstance(port, "holder")
+    held = os.urandom(8 * LOOKUP_TAGS)
+    holder.join({"l1": held})
+    while not syncs.value:
+        time.sleep(0.01)
+    first, seconds = syncs.value, []
+    started = time.perf_counter()
+    for _ in range(LOOKUPS):
+        asked = time.perf_counter()
+        owners = reader.where(held)
+        seconds.append(time.perf_counter() - asked)
+        if [owner.n_keys for owner in owners] != [LOOKUP_TAGS]:
+            raise RuntimeError(f"the lookup found {owners}")
+        time.sleep(PAUSE_S)
+    sync_keys = (syncs.value - first) * SYNC_KEYS / (time.perf_counter() - started)
+    stop.set()
+    process.join()
+    for one in (holder, reader):
+        one.close()
+    value, spread = median_spread(rates)
+    limit = median_spread(bare)[0]
+    p99_ms = percentile(seconds, 0.99) * 1e3
+    return figure(
+        "controller_events",
+        value=value,
+        unit="keys/s",
+        ratio=value / limit,
+        target=f"≥ {TARGET_KEYS:,} keys/s on one core; lookups p99 ≤ {TARGET_P99_MS:g} ms in a full sync",
+        ok=value >= TARGET_KEYS and p99_ms <= TARGET_P99_MS,
+        spread=spread,
+        ratio_to=f"the registry alone, {limit:,.0f} keys/s",
+        lookup_p50_ms=percentile(seconds, 0.5) * 1e3,
+        lookup_p99_ms=p99_ms,
+        lookup_max_ms=max(seconds) * 1e3,
+        sync_keys_per_s=sync_keys,
+    )

@@ -1,0 +1,202 @@
+"""`kvstrata ctl cluster`: asks a running controller; the same as its HTTP API."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import urllib.parse
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from kvstrata.config.model import ControllerHttpSettings
+from kvstrata.errors import BadRequest
+
+DEFAULT_WAIT_S = 5.0
+MAX_WAIT_S = 60.0
+
+
+class ClusterAsk(NamedTuple):
+    """One request: path, body and method, and how long the controller may wait for an instance."""
+
+    path: str
+    body: Mapping[str, Any] | None = None
+    method: str = ""
+    wait_s: float = 0.0
+
+
+def default_url() -> str:
+    """Where a controller on this host answers."""
+    http = ControllerHttpSettings()
+    return f"http://{http.host}:{http.port}"
+
+
+def add(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> None:
+    """The actions below `kvstrata ctl cluster`."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def action(name: str, text: str) -> argparse.ArgumentParser:
+        return actions.add_parser(name, help=text)
+
+    def named(name: str, text: str) -> argparse.ArgumentParser:
+        made = action(name, text)
+        made.add_argument("name", metavar="INSTANCE")
+        return made
+
+    def waiting(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        made.add_argument("--wait-s", type=seconds, default=DEFAULT_WAIT_S, metavar="S",
+                          help="longest wait for instances (%(default)s)")  # fmt: skip
+        return made
+
+    def chunks(made: argparse.ArgumentParser, *, required: bool = True) -> argparse.ArgumentParser:
+        made.add_argument("tokens", metavar="FILE", nargs=None if required else "?",
+                          help="JSON list of token ids, or of storage keys in hexadecimal; - reads stdin")  # fmt: skip
+        made.add_argument("--model", default="")
+        made.add_argument("--kind", type=int, help="number in `models`, where several match")
+        made.add_argument("--adapter", default="")
+        made.add_argument("--tenant", default="")
+        made.add_argument("--salt", default="")
+        return made
+
+    action("status", "the cluster at a glance")
+    action("ready", "whether requests are served")
+    action("instances", "a line each; all that is known with --json")
+    named("instance", "all that is known of one")
+    action("tiers", "chunks and bytes by tier")
+    action("models", "the kinds of KV that engines have")
+    events = action("events", "what happened")
+    events.add_argument("--after", type=int, help="number of the last event that is known")
+    events.add_argument("--wait-s", type=seconds, default=0.0, metavar="S", help="longest wait for one")
+    chunks(action("lookup", "where the chunks of a prompt are"))
+    pin = waiting(chunks(action("pin", "keep chunks in the L1 of one instance")))
+    pin.add_argument("--instance", help="by default who has the longest beginning")
+    pin.add_argument("--ttl-s", type=float, default=3_600.0, metavar="S")
+    action("pins", "pins that have not ended")
+    unpin = waiting(action("unpin", "end a pin"))
+    unpin.add_argument("claim")
+    unpin.add_argument("--instance", help="needed for pins made before the controller restarted")
+    for name, text in (
+        ("replicate", "copy chunks into the L1 of another instance"),
+        ("move", "the same, and drop them where they were"),
+    ):
+        copy = waiting(chunks(action(name, text)))
+        copy.add_argument("--to", required=True, metavar="INSTANCE")
+        copy.add_argument("--source", metavar="INSTANCE", help="by default who has the longest beginning")
+    clear = waiting(action("clear", "drop chunks that nobody uses"))
+    clear.add_argument("--tier", choices=("l1", "l2", "all"), default="l1")
+    clear.add_argument("--tenant")
+    evict = waiting(chunks(action("evict", "drop chunks from L1"), required=False))
+    evict.add_argument("--identity", metavar="HEX", help="all of an identity, as `lookup` tells its root")
+    evict.add_argument("--whole-identity", action="store_true", help="all that --model … --salt make")
+    evict.add_argument("--whole-tenant", action="store_true", help="all of --tenant")
+    for made in (clear, evict):
+        made.add_argument("--instance", action="append", dest="instances", metavar="INSTANCE",
+                          help="only there; repeatable")  # fmt: skip
+    waiting(named("drain", "send no peers to an instance any more"))
+    waiting(named("undrain", "use a drained instance as before"))
+    waiting(named("resync", "ask an instance for a full sync"))
+    named("remove", "forget an instance; one that lives is not let in again")
+    named("allow", "let a removed instance in again")
+    waiting(named("runtime", "threads, memory and environment of an instance"))
+    waiting(named("document", "status document of an instance"))
+    explain = waiting(named("explain", "why a recent request of an instance missed"))
+    explain.add_argument("request_id")
+    action("commands", "what instances were asked")
+    command = action("command", "what came of a command")
+    command.add_argument("number", type=int)
+
+
+def request(options: argparse.Namespace, read: Callable[[str], str]) -> ClusterAsk:
+    """What to ask. Raises BadRequest."""
+    action = options.action
+    if action in ("instances", "tiers", "models", "pins", "commands"):
+        return ClusterAsk(f"/v1/{action}")
+    match action:
+        case "status":
+            return ClusterAsk("/v1/cluster")
+        case "ready":
+            return ClusterAsk("/readyz")
+        case "events":
+            query = {"wait_s": options.wait_s}
+            if options.after is not None:
+                query["after"] = options.after
+            return ClusterAsk(f"/v1/events?{urllib.parse.urlencode(query)}", wait_s=options.wait_s)
+        case "command":
+            return ClusterAsk(f"/v1/commands/{options.number}")
+        case "lookup":
+            return ClusterAsk("/v1/lookup", _chunks(options, read))
+        case "pin":
+            body = {**_chunks(options, read), "instance": options.instance, "ttl_s": options.ttl_s}
+        case "unpin":
+            body = {"claim": options.claim, "instance": options.instance}
+        case "replicate" | "move":
+            body = {**_chunks(options, read), "to": options.to, "source": options.source}
+        case "clear":
+            body = {"tier": options.tier, "tenant": options.tenant, "instances": options.instances}
+        case "evict":
+            body = {
+                **_chunks(options, read),
+                "identity": options.identity,
+                "whole_identity": options.whole_identity,
+                "whole_tenant": options.whole_tenant,
+                "instances": options.instances,
+            }
+        case _:
+            return _of_instance(options)
+    return ClusterAsk(f"/v1/{action}", {**body, "wait_s": options.wait_s}, wait_s=options.wait_s)
+
+
+def _of_instance(options: argparse.Namespace) -> ClusterAsk:
+    path = f"/v1/instances/{urllib.parse.quote(options.name, safe='')}"
+    match options.action:
+        case "instance":
+            return ClusterAsk(path)
+        case "remove":
+            return ClusterAsk(path, method="DELETE")
+        case "allow":
+            return ClusterAsk(f"{path}/allow", {})
+        case "drain" | "undrain" | "resync":
+            return ClusterAsk(f"{path}/{options.action}", {"wait_s": options.wait_s}, wait_s=options.wait_s)
+    what = {"document": "status", "runtime": "runtime"}.get(options.action)
+    if what is None:
+        what = f"explain/{urllib.parse.quote(options.request_id, safe='')}"
+    return ClusterAsk(f"{path}/{what}?wait_s={options.wait_s}", wait_s=options.wait_s)
+
+
+def _chunks(options: argparse.Namespace, read: Callable[[str], str]) -> dict[str, Any]:
+    body = {name: getattr(options, name) for name in ("model", "kind", "adapter", "tenant", "salt")}
+    if options.tokens is None:
+        return body
+    try:
+        named = json.loads(read(options.tokens))
+    except ValueError as error:
+        raise BadRequest(f"FILE: {options.tokens}: not a JSON list: {error}") from None
+    keys = isinstance(named, list) and bool(named) and isinstance(named[0], str)
+    return {**body, "keys" if keys else "tokens": named}
+
+
+def brief(action: str, answer: Any) -> Any:
+    """What people want to see of an answer."""
+    if action == "instances":
+        return [
+            {
+                "id": row["id"],
+                "state": "draining" if row["draining"] else row["state"],
+                "sync": row["sync"]["state"],
+                "host": row["host"],
+                "zone": row["zone"] or "-",
+                "l1_keys": row["keys"].get("l1", 0),
+                "l2_keys": sum(count for tier, count in row["keys"].items() if tier != "l1"),
+                "l1_used_bytes": row["used_bytes"].get("l1", 0),
+                "heard_ago_s": row["heard_ago_s"],
+            }
+            for row in answer["instances"]
+        ] or "no instance"
+    if action == "events":
+        rows = [
+            {"number": row["number"], "kind": row["kind"], "instance": row["instance"] or "-", **row["facts"]}
+            for row in answer["events"]
+        ]
+        return rows or "nothing happened"
+    if action == "lookup":
+        return {key: value for key, value in answer.items() if key != "chunks"}
+    return answer
