@@ -80,10 +80,19 @@ function linePath(times, values, x, y) {
   return path;
 }
 
-function areaPath(times, below, above, x, y) {
-  const there = above.map((value, index) => `${x(times[index]).toFixed(1)} ${y(value).toFixed(1)}`);
-  const back = below.map((value, index) => `${x(times[index]).toFixed(1)} ${y(value).toFixed(1)}`).reverse();
-  return `M${[...there, ...back].join("L")}Z`;
+/** Areas between two edges, one for each run of times at which `values` has some. */
+function areaPath(times, values, below, above, x, y) {
+  let path = "";
+  let run = [];
+  const point = (edge) => (index) => `${x(times[index]).toFixed(1)} ${y(edge[index]).toFixed(1)}`;
+  for (let index = 0; index <= values.length; index += 1) {
+    if (index < values.length && values[index] !== null && values[index] !== undefined) run.push(index);
+    else if (run.length) {
+      path += `M${[...run.map(point(above)), ...run.reverse().map(point(below))].join("L")}Z`;
+      run = [];
+    }
+  }
+  return path;
 }
 
 /** Pushes labels apart that would overlap; `places` are sorted by y. */
@@ -154,7 +163,7 @@ export function chart({ id, title, note, times, series, format, stacked = false,
   }
   series.forEach((each, place) => {
     if (stacked) {
-      svg.append(h("path", { class: `area ${each.tone}`, d: areaPath(times, layers[place].below, layers[place].above, x, y) }));
+      svg.append(h("path", { class: `area ${each.tone}`, d: areaPath(times, each.values, layers[place].below, layers[place].above, x, y) }));
     } else {
       svg.append(h("path", { class: `line ${each.tone}`, d: linePath(times, each.values, x, y) }));
     }
@@ -170,7 +179,7 @@ export function chart({ id, title, note, times, series, format, stacked = false,
     const left = x(times[index]);
     svg.append(h("line", { class: "cursor", x1: left, x2: left, y1: TOP, y2: height - BOTTOM }));
     series.forEach((each, place) => {
-      const value = stacked ? layers[place].above[index] : each.values[index];
+      const value = stacked && each.values[index] !== null ? layers[place].above[index] : each.values[index];
       if (value !== null && value !== undefined) svg.append(h("circle", { class: `dot ${each.tone}`, cx: left, cy: y(value), r: 3 }));
     });
     const tipHeight = 24 + series.length * 15;

@@ -24,6 +24,7 @@ export function bytes(value) {
 
 export function count(value) {
   if (!known(value)) return NONE;
+  if (Number.isInteger(value) && Math.abs(value) < 10_000) return value.toLocaleString("en-US");
   const [number, unit] = scaled(value, 1000, COUNTS);
   return unit ? `${number}\u00a0${unit}` : number;
 }

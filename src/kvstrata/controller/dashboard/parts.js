@@ -24,6 +24,7 @@ export function state(name) {
 
 /** A share of a whole, as a bar with its text beside it. */
 export function usage(used, capacity, brief = false) {
+  if (!used && !capacity) return h("span", { class: "quiet" }, "not told");
   const share = capacity > 0 ? Math.min(1, used / capacity) : 0;
   return h("div", { class: "usage" },
     h("svg", { class: "meter", "aria-hidden": "true", preserveAspectRatio: "none", viewBox: "0 0 100 4" },

@@ -86,7 +86,7 @@ function charts() {
   const windowMs = windowS * 1000;
   const times = shown.map(({ unix_ms: time }) => time);
   const sources = SOURCES.map(([source, name, tone]) => ({ name, tone, values: shown.map(({ hits_per_s: hits }) => hits[source] ?? 0) }));
-  const shares = SOURCES.map(([source, name, tone]) => ({ name, tone, values: shown.map(({ hits_per_s: hits }) => (sum(hits) > 0 ? (hits[source] ?? 0) / sum(hits) : 0)) }));
+  const shares = SOURCES.map(([source, name, tone]) => ({ name, tone, values: shown.map(({ hits_per_s: hits }) => (sum(hits) > 0 ? (hits[source] ?? 0) / sum(hits) : null)) }));
   const tiers = (what) => [...new Set(shown.flatMap((point) => Object.keys(point[what])))].sort((one, other) => tierOrder(one).localeCompare(tierOrder(other)))
     .map((tier, index) => ({ name: tier, tone: TIER_TONES[index % TIER_TONES.length], values: shown.map((point) => point[what][tier] ?? null) }));
   const one = (what, name, tone) => ({ name, tone, values: shown.map((point) => point[what]) });
