@@ -186,3 +186,14 @@ def test_a_server_that_stops_says_goodbye_first(controller, server):
     [told] = controller.asked_for(Goodbye)
     assert told.instance == "ours"
     assert controller.asked_for(Register)[0].protocol == cluster_wire.CLUSTER_PROTOCOL_VERSION
+
+
+def test_a_controller_that_names_no_ports_costs_the_server_nothing(controller, server, client):
+    there = dict(controller.ports)
+    controller.ports.update(pull=0, heartbeat=70_000)
+    controller.epoch += 1
+    controller.until(lambda: len(controller.asked_for(Register)) >= 3)
+    prompt = Prompt(client, 1, 10)
+    assert outcomes(prompt) == {RESERVED}
+    controller.ports.update(there)
+    controller.until(lambda: controller.held.get("l1") == {key[:8] for key in split(prompt.keys)})

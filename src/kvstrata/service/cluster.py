@@ -71,6 +71,7 @@ PART_ATTEMPTS = 20
 FREEZE_S = 5.0
 MAX_MODELS = 64
 GOODBYE_S = 1.0
+MAX_HEARTBEAT_S = 3_600.0
 
 
 class ClusterLink:
@@ -212,7 +213,7 @@ class ClusterLink:
         while True:
             self._member = self._reconnected = False
             try:
-                registered = await self._register()
+                self._joined(await self._register())
             except ClusterFailure as refused:
                 again_s = max(min(2 * again_s, AGAIN_MAX_S), refused.failure.retry_after_ms / 1000)
                 self._log.repeated(
@@ -227,7 +228,6 @@ class ClusterLink:
                 await self._pause(again_s)
                 continue
             again_s = AGAIN_S
-            self._joined(registered)
             await self._live()
             self._thaw()
 
@@ -245,11 +245,14 @@ class ClusterLink:
         return await self._reply.ask(request, Registered, ANSWER_S)
 
     def _joined(self, registered: Registered) -> None:
+        """Raises Unavailable when the answer names no ports."""
+        ports = (registered.pull_port, registered.heartbeat_port)
+        if not all(0 < port <= 65_535 for port in ports):
+            raise Unavailable(f"the controller at {self._url} names the ports {ports}")
         self._member = True
         self._counts["registrations"] += 1
         self._epoch = registered.epoch
-        self._heartbeat_s = max(0.05, registered.heartbeat_ms / 1000)
-        ports = (registered.pull_port, registered.heartbeat_port)
+        self._heartbeat_s = min(max(0.05, registered.heartbeat_ms / 1000), MAX_HEARTBEAT_S)
         if ports != self._ports:
             for link in (self._push, self._heart):
                 if link is not None:
