@@ -58,7 +58,7 @@ class Net:
             "remember_none_ms": 0,
             **settings,
         }
-        self.settings = PeerSettings(self.directory.endpoint, "copy", **values)
+        self.settings = PeerSettings((self.directory.endpoint,), "copy", **values)
         self.adapter = PeerAdapter(self.settings, lambda: self.engine)
         l1.store(KEYS)
         self.directory.tell(self.owner, KEYS)

@@ -20,7 +20,7 @@ EPOCH = 5
 class ControllerDouble:
     """Answers as a controller would; `silent` names requests that get no answer, `commands` go with each beat."""
 
-    def __init__(self, *, heartbeat_ms: int = 100) -> None:
+    def __init__(self, *, heartbeat_ms: int = 100, token: int = 0) -> None:
         self._context = zmq.Context()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self.ports: dict[str, int] = {}
@@ -30,6 +30,7 @@ class ControllerDouble:
             self.ports[name] = socket.bind_to_random_port("tcp://127.0.0.1")
         self._heartbeat_ms = heartbeat_ms
         self.epoch = EPOCH
+        self.token = token
         self.silent: set[str] = set()
         self.slow: set[str] = set()
         """Names of requests whose answers wait for `release`."""
@@ -44,6 +45,11 @@ class ControllerDouble:
         self.held: dict[str, set[bytes]] = {}
         """Tags by tier, as the instance has told them."""
         self._fill: dict[str, set[bytes]] = {}
+
+    @property
+    def url(self) -> str:
+        """What instances are told."""
+        return f"tcp://127.0.0.1:{self.ports['reply']}"
 
     def until(self, condition: Callable[[], Any]) -> None:
         """Answer until it holds."""
@@ -125,7 +131,7 @@ class ControllerDouble:
                 self.beats.append(request)
                 self.results.update((result.number, result) for result in request.results)
                 waiting = [command for command in self.commands if command.number not in self.results]
-                return wire.Beat(request.seq, self.epoch, waiting)
+                return wire.Beat(request.seq, self.epoch, waiting, self.token)
             case wire.SyncBegin():
                 self._fill = {}
             case wire.SyncPart():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from kvstrata.rpc import cluster_wire as wire
 from tests.harness import etcd_server
 from tests.harness.cache_engine import eventually
 from tests.harness.cluster_instance import ClusterInstance, tags_of
+from tests.harness.controller_double import ControllerDouble
 from tests.harness.controller_process import ControllerProcess
 from tests.harness.etcd_server import EtcdServer
-from tests.harness.server_process import ServerFailed
+from tests.harness.rpc_client import CHUNK_TOKENS, RpcClient, chain_of
+from tests.harness.server_process import ServerFailed, ServerProcess
 
 pytestmark = pytest.mark.integration
 
@@ -181,3 +183,59 @@ def test_wrong_settings_stop_the_start(tmp_path, flags, says):
     controller = ControllerProcess(tmp_path, flags=flags)
     with pytest.raises(ServerFailed, match=says.replace("[", r"\[")):
         controller.start()
+
+
+def test_an_instance_refuses_commands_with_a_token_that_is_over(tmp_path):
+    drain = wire.CommandKind.DRAIN
+    with ControllerDouble(token=7) as old, ControllerDouble(token=0) as new:
+
+        def both(condition: Callable[[], Any]) -> None:
+            def served() -> Any:
+                old.serve(0.01)
+                new.serve(0.01)
+                return condition()
+
+            eventually("both controllers have seen it", served)
+
+        flags = ("--controller-url", f"{old.url},{new.url}", "--instance-id", "ours", "--p2p-engine", "off")
+        with ServerProcess(tmp_path / "server", l1_mb=16, flags=flags) as server:
+            server.start()
+            both(lambda: old.beats and new.beats)
+            old.commands = [wire.Command(1, drain, {"on": True})]
+            both(lambda: old.results)
+            assert old.results[1].ok
+            new.token, heard = 9, len(new.beats)
+            both(lambda: len(new.beats) > heard + 2)
+            old.commands = [
+                wire.Command(2, drain, {"on": False}),
+                wire.Command(3, wire.CommandKind.RESYNC, {}),
+            ]
+            both(lambda: {2, 3} <= set(old.results))
+            assert not old.results[2].ok and "token: 7" in old.results[2].message
+            assert old.results[3].ok, "a full sync concerns the asker alone"
+            new.commands = [wire.Command(2, drain, {"on": False})]
+            both(lambda: new.results)
+            assert new.results[2].ok
+
+
+def test_an_instance_tells_each_of_several_controllers(controllers, tmp_path):
+    leader = leader_of(controllers)
+    url = ",".join(f"tcp://127.0.0.1:{process.ports['reply']}" for process in controllers.values())
+    flags = ("--controller-url", url, "--instance-id", "ours")
+    with ServerProcess(tmp_path / "server", l1_mb=64, chunk_tokens=CHUNK_TOKENS, flags=flags) as server:
+        server.start()
+        with RpcClient(server.socket_dir) as client:
+            identity = client.identify()
+            client.store(identity, chain_of(identity.root, 12))
+
+            def keys_at(name: str) -> int:
+                rows = controllers[name].ask("/v1/instances")["instances"]
+                return sum(row["keys"].get("l1", 0) for row in rows)
+
+            eventually("both know", lambda: {keys_at(name) for name in controllers} == {12})
+            controllers.pop(leader).kill()
+            [left] = controllers
+            leader_of(controllers)
+            assert posted(controllers[left], "/v1/instances/ours/drain")[0] in (200, 202)
+            eventually("it obeys", lambda: controllers[left].ask("/v1/instances")["instances"][0]["state"])
+            assert keys_at(left) == 12

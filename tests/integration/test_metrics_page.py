@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstrata.observability.metrics import FAMILIES, STATUS_NUMBERS, numbers_in
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
+from tests.harness.daemon import free_port
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
@@ -21,12 +22,16 @@ ONLY_AFTER_A_FAULT = {"attach.refused.WORD"}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with three adapters (one in a process of its own, one shared) that has stored, evicted, and loaded."""
+    """A server with three adapters (one in a process of its own, one shared) that has stored, evicted, and loaded.
+
+    It is in a cluster whose controller is absent.
+    """
     folder = tmp_path_factory.mktemp("server")
     adapter = {"type": "fs", "base_path": str(folder / "l2"), "isolation": "process"}
     log = {"type": "disk", "base_path": str(folder / "log"), "capacity_gb": 0.1}
     shared = {"type": "object_store", "url": f"file://{folder}/shared"}
     flags = tuple(word for entry in (adapter, log, shared) for word in ("--l2-adapter", json.dumps(entry)))
+    flags += ("--controller-url", f"tcp://127.0.0.1:{free_port()}")
     with ServerProcess(folder, l1_mb=16, l2="embedded", chunk_tokens=CHUNK_TOKENS, flags=flags) as server:
         server.start()
         with CacheEngine(server.socket_dir) as engine:

@@ -34,7 +34,7 @@ class Pair:
         self.l1 = L1()
         self.directory = Directory()
         settings = PeerSettings(
-            self.directory.endpoint,
+            (self.directory.endpoint,),
             "ucx",
             lookup_timeout_ms=60_000,
             load_timeout_ms=60_000,

@@ -124,8 +124,9 @@ class ControllerLinkSettings(_Section, frozen=True, kw_only=True):
     url: Annotated[
         str,
         Meta(
-            pattern=r"^(tcp://[^\s/]+:\d{1,5})?$",
-            description="Reply port of the cluster's controller, as `tcp://HOST:8400`; empty: no cluster.",
+            pattern=r"^(tcp://[^\s/,]+:\d{1,5}(,tcp://[^\s/,]+:\d{1,5}){0,7})?$",
+            description="Reply port of the cluster's controller, as `tcp://HOST:8400`; of several, all with commas "
+            "between; empty: no cluster.",
         ),
     ] = ""
     curve_file: Annotated[

@@ -14,6 +14,8 @@ Rules:
 3. Events that overflow during a full sync make the next one *frozen*: stores are refused with `frozen` until it ends,
    at most FREEZE_S, and no longer than heartbeats are answered.
 4. A command is carried out once by its number; its result is told until the controller has answered that.
+5. With several controllers each is told everything by a link of its own.  One of them leads: a command that comes with
+   a smaller token than any of them has shown is refused.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from kvstrata.rpc.cluster_wire import (
     TAG_BYTES,
     Beat,
     Change,
+    CommandKind,
     Done,
     Events,
     Goodbye,
@@ -74,8 +77,72 @@ GOODBYE_S = 1.0
 MAX_HEARTBEAT_S = 3_600.0
 
 
+class Fence:
+    """The greatest token of a leadership that any controller has shown."""
+
+    def __init__(self) -> None:
+        self.token = 0
+
+    def admits(self, token: int) -> bool:
+        """Whether commands with this token are those of the leader, as far as is known here."""
+        self.token = max(self.token, token)
+        return token == self.token
+
+
+class Cluster:
+    """The links to all controllers; what happens here is told to each."""
+
+    def __init__(self, links: Sequence[ClusterLink]) -> None:
+        self._links = links
+
+    def start(self) -> None:
+        """Begin; the controllers may be absent."""
+        for link in self._links:
+            link.start()
+
+    async def stop(self) -> None:
+        """Say goodbye to those that listen, and close. Idempotent."""
+        await asyncio.gather(*(link.stop() for link in self._links))
+
+    def status(self) -> dict[str, Any]:
+        """For status pages and metrics: numbers of all links together, and what differs by controller."""
+        rows = [link.status() for link in self._links]
+        numbers: dict[str, Any] = {}
+        for name, value in rows[0].items():
+            if isinstance(value, bool):
+                numbers[name] = any(row[name] for row in rows)
+            elif isinstance(value, int):
+                numbers[name] = sum(row[name] for row in rows)
+        return {**numbers, "controllers": rows}
+
+    def pool_events(self, events: Sequence[tuple[int, bytes, int]]) -> None:
+        """What the pool did, in order (Pool.events)."""
+        for link in self._links:
+            link.pool_events(events)
+
+    def pool_events_lost(self) -> None:
+        """The pool has forgotten some before they were taken."""
+        for link in self._links:
+            link.pool_events_lost()
+
+    def put_there(self, adapter: str, key: bytes) -> None:
+        """An own L2 tier has acknowledged this chunk."""
+        for link in self._links:
+            link.put_there(adapter, key)
+
+    def gone_there(self, adapter: str, keys: Sequence[bytes]) -> None:
+        """An own L2 tier has these no more."""
+        for link in self._links:
+            link.gone_there(adapter, keys)
+
+    def cleared_there(self, adapter: str) -> None:
+        """An own L2 tier is empty."""
+        for link in self._links:
+            link.cleared_there(adapter)
+
+
 class ClusterLink:
-    """See the module. Everything runs on the loop."""
+    """One controller's. Everything runs on the loop."""
 
     def __init__(
         self,
@@ -88,8 +155,9 @@ class ClusterLink:
         peer_endpoint: str,
         zone: str,
         http_url: str,
+        fence: Fence,
     ) -> None:
-        """`url`: of the controller's reply port. Raises Unavailable when it is no endpoint."""
+        """`url`: of the controller's reply port; all links share one `fence`. Raises Unavailable for no endpoint."""
         self._engine = engine
         self._url = url
         self._keys = keys
@@ -98,6 +166,7 @@ class ClusterLink:
         self._peer_endpoint = peer_endpoint
         self._zone = zone
         self._http_url = http_url
+        self._fence = fence
         self._loop = asyncio.get_running_loop()
         self._log = EventLog("cluster")
         self._links = Links(self._loop)
@@ -166,7 +235,7 @@ class ClusterLink:
             "last_event": self._seq,
             "queued_tags": self._queue.n_tags,
             "commands_waiting": len(self.commands),
-            "frozen": self._engine.frozen,
+            "frozen": self._unfreeze is not None,
             **self._counts,
         }
 
@@ -287,7 +356,7 @@ class ClusterLink:
             beat = await self._heart.ask(request, Beat, max(self._heartbeat_s, 1.0))
         except Unavailable:
             self._counts["unanswered"] += 1
-            self._counts["freezes_cut"] += self._engine.frozen
+            self._counts["freezes_cut"] += self._unfreeze is not None
             self._thaw()
             return True
         except ClusterFailure as refused:
@@ -300,8 +369,15 @@ class ClusterLink:
         self.commands.told(results)
         if beat.epoch != self._epoch:
             return False
+        leads = self._fence.admits(beat.token)
         for command in beat.commands:
-            self.commands.take(command)
+            if leads or command.kind is CommandKind.RESYNC:
+                self.commands.take(command)
+            else:
+                seen = self._fence.token
+                self.commands.refuse(
+                    command, f"token: {beat.token} is of a leadership that is over, {seen} was seen"
+                )
         return True
 
     async def _pause(self, seconds: float) -> None:
@@ -335,7 +411,7 @@ class ClusterLink:
     def _state(self) -> str:
         if not self._engine.readiness()[0]:
             return "stopping"
-        if self._engine.frozen:
+        if self._unfreeze is not None:
             return "frozen"
         if self._syncing is not None and not self._syncing.done():
             return "syncing"
@@ -505,7 +581,7 @@ class ClusterLink:
 
     def _freeze(self, seconds: float) -> None:
         self._thaw()
-        self._engine.frozen = True
+        self._engine.frozen_by.add(self._url)
         self._counts["freezes"] += 1
         self._unfreeze = self._loop.call_later(seconds, self._thaw)
         self._log.info("frozen", at_most_s=seconds)
@@ -514,7 +590,7 @@ class ClusterLink:
         if self._unfreeze is not None:
             self._unfreeze.cancel()
             self._unfreeze = None
-        self._engine.frozen = False
+        self._engine.frozen_by.discard(self._url)
 
 
 # Kinds of Pool.events: 1 evicted 2 cleared 3 corrupt 4 inserted 5 quarantined 6 verified.

@@ -72,6 +72,11 @@ class Commands:
                 self._carry_out(command), name=f"command-{command.kind}"
             )
 
+    def refuse(self, command: Command, why: str) -> None:
+        """Do not carry it out, and say so."""
+        self._untold[command.number] = CommandResult(command.number, False, why)
+        self._ended()
+
     def results(self) -> list[CommandResult]:
         """Those that the controller has not acknowledged."""
         return list(self._untold.values())[:MAX_COMMANDS]

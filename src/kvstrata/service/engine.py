@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from kvstrata.process.supervisor import PoolLane, Supervisor
     from kvstrata.rpc.wire import AttachRequest
     from kvstrata.service.adapter_control import AdapterControl
-    from kvstrata.service.cluster import ClusterLink
+    from kvstrata.service.cluster import Cluster
     from kvstrata.service.prefetch import PrefetchController
     from kvstrata.service.store import StoreController
     from kvstrata.storage.wrap.metrics import OpReport
@@ -120,10 +120,10 @@ class Engine:
         self.leases = Leases()
         self.in_flight = InFlight()
         self.explainer = Explainer()
-        self.cluster: ClusterLink | None = None
-        """What tells the controller of this instance; None outside a cluster."""
-        self.frozen = False
-        """Nothing new is stored, while the controller takes stock (service/cluster.py)."""
+        self.cluster: Cluster | None = None
+        """What tells the controllers of this instance; None outside a cluster."""
+        self.frozen_by: set[str] = set()
+        """Controllers that take stock (service/cluster.py); while there are any, nothing new is stored."""
         self.counters = ServerCounters()
         self.send: Callable[[Any, bytes], None] = lambda address, reply: None
         self.work: dict[Call, asyncio.Task[None]] = {}

@@ -409,7 +409,7 @@ class Handlers:
             engine.explainer.identities.stored(
                 request.probe, identity.root, identity.layout, identity.request
             )
-        if engine.frozen:
+        if engine.frozen_by:
             outcomes = bytes([ReserveOutcome.FROZEN]) * n_chunks
             return self._reserved(call, keys, 0, outcomes, _NO_EXTENT * n_chunks)
         if n_chunks > KEYS_ON_LOOP:

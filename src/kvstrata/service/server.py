@@ -50,7 +50,7 @@ from kvstrata.process.supervisor import PoolLane
 from kvstrata.rpc.zmq_server import ClusterKeys, ZmqServer, read_cluster_keys, read_curve_file
 from kvstrata.service.adapter_control import AdapterControl
 from kvstrata.service.borrowed import Borrowed
-from kvstrata.service.cluster import ClusterLink
+from kvstrata.service.cluster import Cluster, ClusterLink, Fence
 from kvstrata.service.engine import MAX_SESSION_SHARE, PEER_TYPE, Engine
 from kvstrata.service.handlers import Handlers
 from kvstrata.service.peers import PeerServer
@@ -281,7 +281,7 @@ class Server(Process):
         gc.freeze()
         self._announce(instance_id, port, http_port, directory, segment)
 
-    def _join_cluster(self, engine: Engine) -> ClusterLink:
+    def _join_cluster(self, engine: Engine) -> Cluster:
         """Listen for peers, and prepare the link to the controller. Raises ConfigError."""
         settings, keys, p2p = self._settings, self._plan.cluster_keys, self._settings.p2p
         peer_server, endpoint = None, ""
@@ -313,15 +313,22 @@ class Server(Process):
         )
         self.closers.append(soon(peers.close))
         http_host = settings.http.host
-        cluster = ClusterLink(
-            engine,
-            settings.controller.url,
-            keys=keys,
-            incarnation=engine.epoch,
-            peers=peers,
-            peer_endpoint=endpoint,
-            zone=p2p.zone,
-            http_url=f"http://{http_host}:{engine.http_port}" if engine.http_port else "",
+        fence = Fence()
+        cluster = Cluster(
+            [
+                ClusterLink(
+                    engine,
+                    url,
+                    keys=keys,
+                    incarnation=engine.epoch,
+                    peers=peers,
+                    peer_endpoint=endpoint,
+                    zone=p2p.zone,
+                    http_url=f"http://{http_host}:{engine.http_port}" if engine.http_port else "",
+                    fence=fence,
+                )
+                for url in dict.fromkeys(settings.controller.url.split(","))
+            ]
         )
         self.closers.append(cluster.stop)
         engine.cluster = cluster

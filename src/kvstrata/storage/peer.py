@@ -129,8 +129,8 @@ _COUNTED = (
 class PeerSettings(NamedTuple):
     """Checked fields of an entry."""
 
-    controller: str
-    """Endpoint of the controller's reply socket."""
+    controllers: tuple[str, ...]
+    """Endpoints of the reply sockets; any of them may be asked."""
     engine: str
     """Name of the transfer engine."""
     curve_file: str = ""
@@ -208,7 +208,6 @@ class PeerAdapter(StorageAdapter):
         self._directory = DirectoryCache(
             ttl_s=settings.remember_ms / 1000, negative_ttl_s=settings.remember_none_ms / 1000
         )
-        self._controller_breaker = Breaker(1, 0.25, CONTROLLER_MAX_OPEN_S)
         self._pacer = Pacer(settings.max_bytes_per_s)
         self._peers: dict[str, _Peer] = {}
         self._asking: dict[Question, asyncio.Task[_Asked]] = {}
@@ -240,7 +239,10 @@ class PeerAdapter(StorageAdapter):
             raise StorageError(f"{self.name}: {error.message}", field="p2p.engine") from None
         self._links = Links(asyncio.get_running_loop())
         try:
-            self._controller = self._links.ask(self.settings.controller, keys=self._keys)
+            self._controllers = [
+                (self._links.ask(url, keys=self._keys), Breaker(1, 0.25, CONTROLLER_MAX_OPEN_S))
+                for url in self.settings.controllers
+            ]
         except Unavailable as error:
             self._closed = True
             self._links.close()
@@ -265,7 +267,8 @@ class PeerAdapter(StorageAdapter):
             await asyncio.wait(set(self._running))
         if self._opened:
             given_back = [self._give_back(lease) for lease in self._leases.all()]
-            self._controller.close()
+            for controller, _ in self._controllers:
+                controller.close()
             await asyncio.gather(*given_back)
             for peer in self._peers.values():
                 peer.link.close()
@@ -384,20 +387,23 @@ class PeerAdapter(StorageAdapter):
         self, question: Question, keys: list[bytes], ends_s: float
     ) -> list[Owner] | None:
         asked_s = self._now_s()
-        if not self._controller_breaker.admit(asked_s):
-            return None
-        self._counts["asked_directory"] += 1
         request = Where(0, self._context.instance_id, tags_of(b"".join(keys)), 1)
-        try:
-            reply = await self._controller.ask(request, WhereReply, ends_s - asked_s)
-        except Unavailable:
-            self._controller_breaker.ended(False, self._now_s())
+        reply = None
+        for controller, breaker in self._controllers:
+            left_s = ends_s - self._now_s()
+            if reply is not None or left_s <= 0 or not breaker.admit(self._now_s()):
+                continue
+            self._counts["asked_directory"] += 1
+            try:
+                reply = await controller.ask(request, WhereReply, left_s)
+            except Unavailable:
+                breaker.ended(False, self._now_s())
+                continue
+            except ClusterFailure as refused:
+                self._tell_once(f"the controller refuses lookups: {refused.message}")
+            breaker.ended(True, self._now_s())
+        if reply is None:
             return None
-        except ClusterFailure as refused:
-            self._controller_breaker.ended(True, self._now_s())
-            self._tell_once(f"the controller refuses lookups: {refused.message}")
-            return None
-        self._controller_breaker.ended(True, self._now_s())
         owners = [owner for owner in reply.owners if owner.instance != self._context.instance_id]
         self._directory.learn(question, owners, asked_s)
         return owners

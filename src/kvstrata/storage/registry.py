@@ -506,7 +506,7 @@ def _peer(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
 
     engine = fields.choice("engine", ["nixl", "ucx"], "ucx")
     settings = PeerSettings(
-        controller=fields.text("controller"),
+        controllers=tuple(dict.fromkeys(fields.text("controller").split(","))),
         engine=engine,
         curve_file=fields.text("curve_file", ""),
         lookup_timeout_ms=whole("lookup_timeout_ms", 250),
