@@ -125,7 +125,7 @@ async def test_what_an_owner_has_is_found_read_and_its_lease_given_back(net, l1:
     one = await net()
     assert await one.adapter.exists([*KEYS, *chain("b", 2)]) == [THERE] * 8 + [NOT_THERE] * 2
     assert await one.load(*KEYS) == [LOADED] * 8
-    assert one.owner.leases == {}
+    await until(lambda: one.owner.leases == {})
     assert one.directory.asked == {"Where": 1}
     assert one.owner.asked == {"PeerHello": 1, "PeerLease": 1, "PeerRelease": 1}
     assert one.counted("read_bytes") == 8 * RECORD
@@ -137,7 +137,7 @@ async def test_batches_of_one_lease_are_each_answered_and_the_last_one_ends_it(n
     assert await one.load(*KEYS[:3]) == [LOADED] * 3
     assert (one.owner.kept, len(one.owner.leases)) == (1, 1)
     assert await one.load(*KEYS[3:]) == [LOADED] * 5
-    assert one.owner.leases == {}
+    await until(lambda: one.owner.leases == {})
     assert one.owner.asked["PeerLease"] == 1
 
 
@@ -153,7 +153,7 @@ async def test_nothing_is_put_deleted_or_cleared(net) -> None:
 async def test_a_load_without_a_lookup_leases_by_itself_and_twice_the_same_key_is_read_twice(net) -> None:
     one = await net()
     assert await one.load(KEYS[0], KEYS[0], KEYS[1]) == [LOADED] * 3
-    assert one.owner.leases == {}
+    await until(lambda: one.owner.leases == {})
 
 
 async def test_concurrent_lookups_of_one_prompt_ask_once_and_all_find_it(net) -> None:
@@ -176,7 +176,7 @@ async def test_many_concurrent_reads_are_all_right(net, l1: L1) -> None:
         assert await one.load(*prompt) == [LOADED] * 4
 
     await asyncio.gather(*map(read, prompts))
-    assert one.owner.leases == {}
+    await until(lambda: one.owner.leases == {})
 
 
 async def test_more_than_an_owner_leases_at_a_time_is_read_in_parts(net) -> None:
@@ -186,7 +186,7 @@ async def test_more_than_an_owner_leases_at_a_time_is_read_in_parts(net) -> None
     assert await one.adapter.exists(KEYS) == [THERE] * 8  # though our own lease is all that it leases
     parts = await asyncio.gather(one.load(*KEYS[:2]), one.load(*KEYS[2:5]), one.load(*KEYS[5:]))
     assert [outcome for part in parts for outcome in part] == [LOADED] * 8
-    assert one.owner.leases == {}
+    await until(lambda: one.owner.leases == {})
 
 
 async def test_what_others_have_leased_is_not_waited_for(net) -> None:
@@ -437,7 +437,7 @@ async def test_after_close_nothing_is_asked_or_read(net) -> None:
     one = await net()
     await one.adapter.exists(KEYS)
     await one.adapter.close()
-    assert one.owner.leases == {}
+    await until(lambda: one.owner.leases == {})
     assert await one.adapter.exists(KEYS) == [unknown("closed")] * 8
     items = [load_item(KEYS[0], SIZE)]
     assert await one.load(items=items) == [failed("closed")]

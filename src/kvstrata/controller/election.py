@@ -23,11 +23,9 @@ import ipaddress
 import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import aetcd
 import msgspec
-from aetcd.exceptions import ClientError
 
 from kvstrata.clock import Clock
 from kvstrata.config.model import EtcdSettings
@@ -35,6 +33,9 @@ from kvstrata.config.private_file import read_private_file
 from kvstrata.errors import ConfigError, NotLeading
 from kvstrata.observability.logging import EventLog
 from kvstrata.rpc.zmq_server import resolve
+
+if TYPE_CHECKING:
+    import aetcd
 
 STEPS_PER_TTL = 9
 """Looks for a leader in one time to live; each third one refreshes the lease."""
@@ -62,7 +63,11 @@ class Election:
     """This controller's part in the election.  `changed` is called on the loop when `leader` or `token` changed."""
 
     def __init__(self, settings: EtcdSettings, me: Member, clock: Clock, changed: Callable[[], None]) -> None:
-        """Raises ConfigError for an endpoint or password file that cannot be used."""
+        """Raises ConfigError for an endpoint or password file that cannot be used, ImportError without the library."""
+        import aetcd
+
+        self._make_client = aetcd.Client
+        self._failures = (aetcd.exceptions.ClientError, OSError, TimeoutError)
         self._settings = settings
         self._me = me
         self._clock = clock
@@ -98,7 +103,7 @@ class Election:
             try:
                 await self._step(refresh=step % REFRESH_STEPS == 0)
                 step += 1
-            except (ClientError, OSError, TimeoutError) as error:
+            except self._failures as error:
                 self._log.repeated(
                     logging.WARNING, "etcd", "etcd_failed", error=str(error) or type(error).__name__
                 )
@@ -117,7 +122,7 @@ class Election:
         """The value of PREFIX/KEY. Raises NotLeading where etcd does not answer."""
         try:
             found = await self._call(self._connected().get(self._key(key)))
-        except (ClientError, OSError, TimeoutError) as error:
+        except self._failures as error:
             raise NotLeading(f"etcd does not answer: {error}") from None
         return None if found is None else bytes(found.value)
 
@@ -127,7 +132,7 @@ class Election:
         if lease and self._client is not None:
             try:
                 await self._call(self._client.revoke_lease(lease))
-            except (ClientError, OSError, TimeoutError):
+            except self._failures:
                 pass  # it ends by its time to live
         await self._disconnect()
 
@@ -180,7 +185,7 @@ class Election:
                     failure=[],
                 )
             )
-        except (ClientError, OSError, TimeoutError) as error:
+        except self._failures as error:
             raise NotLeading(f"etcd does not answer: {error}") from None
         return bool(done)
 
@@ -192,7 +197,7 @@ class Election:
         if self._client is None:
             host, port = self._endpoints[self._next_endpoint % len(self._endpoints)]
             self._next_endpoint += 1
-            self._client = aetcd.Client(
+            self._client = self._make_client(
                 host, port, self._settings.user or None, self._password, timeout=self._settings.ttl_s
             )
         return self._client
@@ -202,7 +207,7 @@ class Election:
         if client is not None:
             try:
                 await self._call(client.close())
-            except (ClientError, OSError, TimeoutError):
+            except self._failures:
                 pass
 
     def _key(self, name: str) -> bytes:

@@ -8,6 +8,7 @@ A snapshot is brought back beside the work: what it tells is served as unconfirm
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import platform
 import re
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvstrata import __version__
 from kvstrata.clock import SystemClock
 from kvstrata.config.model import ControllerSettings
+from kvstrata.controller import election
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.links import Links
 from kvstrata.controller.operations import Operations
@@ -32,8 +34,6 @@ from kvstrata.rpc.zmq_server import CurveKeys, read_curve_file
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-
-    from kvstrata.controller.election import Election
 
 _UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]")
 NO_SNAPSHOT = "none"
@@ -87,25 +87,21 @@ def snapshot_dir(settings: ControllerSettings, port: int, environment: Mapping[s
 
 def check_etcd(settings: ControllerSettings) -> None:
     """Raises ConfigError where no election can be held with these settings."""
-    try:
-        from kvstrata.controller import election
-    except ImportError as error:
+    if importlib.util.find_spec("aetcd") is None:
         raise ConfigError(
-            f"etcd.endpoints: the client library is missing ({error}); install it: pip install 'kvstrata[etcd]'",
+            "etcd.endpoints: the client library is missing; install it: pip install 'kvstrata[etcd]'",
             field="etcd.endpoints",
-        ) from None
+        )
     election.check(settings.etcd, insecure=settings.security.insecure)
 
 
-def make_election(settings: ControllerSettings, cluster: Cluster, http_port: int) -> Election:
+def make_election(settings: ControllerSettings, cluster: Cluster, http_port: int) -> election.Election:
     """This controller's part in the election; it has not begun."""
-    from kvstrata.controller.election import Election, Member
-
     host = settings.http.host
     shown = f"[{host}]" if ":" in host else platform.node() if host in ("*", "0.0.0.0") else host
     url = settings.etcd.advertise_url or f"http://{shown}:{http_port}"
-    me = Member(cluster.name, url.rstrip("/"))
-    return Election(settings.etcd, me, cluster.clock, cluster.leadership_changed)
+    me = election.Member(cluster.name, url.rstrip("/"))
+    return election.Election(settings.etcd, me, cluster.clock, cluster.leadership_changed)
 
 
 def run(settings: ControllerSettings, *, ready_fd: int = -1) -> int:
@@ -146,9 +142,9 @@ class Controller(Process):
             await self._snapshots.open()
         links.start()
         if settings.etcd.endpoints:
-            cluster.election = election = make_election(settings, cluster, http_port)
-            self.closers.append(election.close)
-            self.supervisor.spawn(election.run(), "election")
+            cluster.election = elected = make_election(settings, cluster, http_port)
+            self.closers.append(elected.close)
+            self.supervisor.spawn(elected.run(), "election")
         self.supervisor.spawn(cluster.keep_time(), "time")
         self.supervisor.spawn(cluster.directory.keep_swept(), "sweep")
         if self._snapshots is not None:
