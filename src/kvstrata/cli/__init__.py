@@ -14,7 +14,8 @@ usage: kvstrata COMMAND [arguments]
   server      run a cache server (also: lmcache-server)
   controller  run a cluster's controller (also: lmcache-controller)
   ctl         ask a running server: status, explain, prefetch, clear; `ctl cluster`: the controller
-  bench       measure a running server on this host; `bench l2`: one storage adapter, without a server
+  bench       measure a running server on this host; `bench l2`: one storage adapter, `bench serve`: engines,
+              `bench cluster`: a controller
   doctor      check this machine: shared memory, limits, CPU, extension, ports
 
 kvstrata COMMAND --help tells more; kvstrata --version prints the version, kvstrata --native-include-dir where the

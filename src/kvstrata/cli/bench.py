@@ -448,7 +448,7 @@ def parser() -> argparse.ArgumentParser:
         prog="kvstrata bench",
         description="Measure a running server on this host, as engines use it.",
         epilog="`kvstrata bench l2` measures one storage adapter without a server, `kvstrata bench serve` what users "
-        "of engines see: see their --help.",
+        "of engines see, `kvstrata bench cluster` a controller: see their --help.",
     )
     add = top.add_argument
     add("--port", type=int, default=settings.port, help="RPC port of the server (%(default)s)")
@@ -487,6 +487,10 @@ def main(arguments: Sequence[str]) -> int:
         from kvstrata.cli.bench_serve import main as bench_serve
 
         return bench_serve(arguments[1:])
+    if arguments[:1] == ["cluster"]:
+        from kvstrata.cli.bench_cluster import main as bench_cluster
+
+        return bench_cluster(arguments[1:])
     options = parser().parse_args(arguments)
     try:
         with _ctrl_c_on_sigterm():

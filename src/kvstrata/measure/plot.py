@@ -1,4 +1,4 @@
-"""The figures of `kvstrata bench l2` and `bench serve` as SVGs, drawn by matplotlib (the extra `bench`)."""
+"""The figures of `kvstrata bench` l2, serve and cluster as SVGs, drawn by matplotlib (the extra `bench`)."""
 
 from __future__ import annotations
 
@@ -123,4 +123,54 @@ def draw_serve(report: dict[str, Any], path: Path) -> None:
             tokens.legend(loc="upper center", bbox_to_anchor=(0.5, -0.07), ncols=4, frameon=False)
         label = f"{report['label']}: " if report["label"] else ""
         figure.suptitle(f"{label}{report['workload']}, {report['meaning']}\n{report['machine']}", fontsize=9)
+        figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+def draw_cluster(report: dict[str, Any], path: Path) -> None:
+    """What was taken of the changes offered, and lookups beside them and alone. OSError when unwritable."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    events, lookups = report["events"], report["lookups"]
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvstrata", "font.size": 9}):
+        figure = Figure(figsize=(11, 4.6), layout="constrained")
+        rates, times = figure.subplots(1, 2)
+        offered = [one["offered_keys_per_s"] for one in events]
+        rates.plot(offered, offered, "--", color="#8c8c8c", linewidth=1, label="offered")
+        rates.plot(offered, [one["taken_keys_per_s"] for one in events], "-o", color="#1f5fa8", label="taken")
+        rates.set_xscale("log")
+        rates.set_yscale("log")
+        rates.set_xlabel("changes/s offered (log)")
+        rates.set_ylabel("changes/s (log)")
+        rates.set_title(f"Events of {report['instances']} instances")
+        rates.grid(which="major", linewidth=0.4)
+        rates.legend(loc="upper left", frameon=False)
+        latency = rates.twinx()
+        latency.plot(
+            offered,
+            [one["p99_ms"] for one in events],
+            ":s",
+            color="#b35900",
+            label="lookups beside them: p99",
+        )
+        latency.set_ylabel("ms", color="#b35900")
+        latency.set_ylim(bottom=0)
+        latency.legend(loc="lower right", frameon=False)
+        for key, mark, colour in (("p50_ms", "o", "#3a7d34"), ("p99_ms", "s", "#b35900")):
+            label = key[:-3]
+            times.plot([one["per_s"] for one in lookups], [one[key] for one in lookups], f"-{mark}", color=colour,
+                       label=label)  # fmt: skip
+        for one in lookups:
+            times.annotate(
+                f"{one['at_a_time']}", (one["per_s"], one["p99_ms"]), (4, 4), textcoords="offset points"
+            )
+        times.set_yscale("log")
+        times.set_xlabel("lookups/s")
+        times.set_ylabel("ms (log)")
+        times.set_title(f"Lookups of {report['lookup_chunks']} chunks; numbers: at a time")
+        times.grid(which="major", linewidth=0.4)
+        times.legend(loc="upper left", frameon=False)
+        figure.suptitle(
+            f"{report['controller']}: {report['chunks_each']} chunks each\n{report['machine']}", fontsize=9
+        )
         figure.savefig(path, format="svg", metadata={"Date": None})

@@ -1,0 +1,295 @@
+"""Load on one controller by simulated instances: the real protocol, no KV bytes.
+
+    join        each instance registers and tells in a full sync that it holds `chunks` chunks
+    events      batches of admits and evicts are offered at a rate that doubles from step to step, beside lookups; the
+                limit is the last rate that the controller kept up with
+    lookups     so many lookups at a time, again doubling
+
+Tags are random, so nobody else's lookups find them; when the block is left every instance says goodbye.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from kvstrata import __version__
+from kvstrata.errors import Unavailable
+from kvstrata.measure.figures import percentile
+from kvstrata.native.copying import crc32c
+from kvstrata.rpc import cluster_wire as wire
+from kvstrata.rpc.zmq_link import AskLink, ClusterFailure, Links, PushLink
+from kvstrata.rpc.zmq_server import ClusterKeys
+
+ANSWER_S = 5.0
+PART_TAGS = 65_536
+JOIN_AT_A_TIME = 8
+SYNC_ATTEMPTS = 100
+EVICT_SHARE = 8
+"""One in so many changes is an evict of something that the batch before admitted."""
+KEPT_UP_SHARE = 0.95
+LAG_S = 1.0
+"""A controller that shows the last change of a step later than this has not kept up."""
+TICK_S = 0.005
+SEEN_S, SEEN_PAUSE_S = 30.0, 0.001
+NO_LOAD = wire.Load({}, {}, {}, {}, 0, 0, 0, 0)
+
+
+class Step(NamedTuple):
+    """One step of the ramp of events."""
+
+    offered_keys_per_s: float
+    taken_keys_per_s: float
+    """Until the last one was found by a lookup."""
+    lag_ms: float
+    """From the last batch until then."""
+    lookups: int
+    p50_ms: float
+    p99_ms: float
+
+    @property
+    def kept_up(self) -> bool:
+        """Whether the controller took in what was offered."""
+        return self.taken_keys_per_s >= KEPT_UP_SHARE * self.offered_keys_per_s and self.lag_ms <= LAG_S * 1e3
+
+
+class LookupStep(NamedTuple):
+    """One step of the ramp of lookups."""
+
+    at_a_time: int
+    per_s: float
+    p50_ms: float
+    p99_ms: float
+
+
+class Instance:
+    """One simulated instance."""
+
+    def __init__(self, links: Links, url: str, keys: ClusterKeys | None, name: str, chunks: int) -> None:
+        self.name = name
+        self.incarnation = secrets.randbelow(1 << 62) + 1
+        self.held = os.urandom(wire.TAG_BYTES * chunks)
+        """Tags that it told in its sync and never evicts."""
+        self.newest = b""
+        self._links = links
+        self._host = url.rpartition(":")[0]
+        self._keys = keys
+        self._reply = links.ask(url, keys=keys)
+        self._push: PushLink | None = None
+        self._heart: AskLink | None = None
+        self._seq = 0
+        self._before = b""
+        self._frame = b""
+
+    async def join(self) -> float:
+        """Register and tell everything; seconds between two heartbeats. Raises Unavailable or ClusterFailure."""
+        request = wire.Register(
+            0, wire.CLUSTER_PROTOCOL_VERSION, self.name, self.incarnation, __version__, ["l1"], len(self.held), 256,
+            "tcp://127.0.0.1:9", "", "bench", "bench", os.getpid(),
+        )  # fmt: skip
+        registered = await self._reply.ask(request, wire.Registered, ANSWER_S)
+        self._push = self._links.push(f"{self._host}:{registered.pull_port}", keys=self._keys)
+        self._heart = self._links.ask(f"{self._host}:{registered.heartbeat_port}", keys=self._keys)
+        me = (self.name, self.incarnation, 1)
+        await self._reply.ask(wire.SyncBegin(0, *me, 0), wire.Done, ANSWER_S)
+        size = PART_TAGS * wire.TAG_BYTES
+        parts = [self.held[at : at + size] for at in range(0, len(self.held), size)]
+        for index, tags in enumerate(parts):
+            await self._part(wire.SyncPart(0, *me, index, "l1", tags, crc32c(tags)))
+        counts = {"l1": len(self.held) // wire.TAG_BYTES}
+        await self._reply.ask(wire.SyncEnd(0, *me, len(parts), counts), wire.Done, ANSWER_S)
+        await self.beat()
+        return registered.heartbeat_ms / 1000
+
+    async def _part(self, part: wire.SyncPart) -> None:
+        for attempt in range(SYNC_ATTEMPTS):
+            try:
+                await self._reply.ask(part, wire.Done, ANSWER_S)
+            except ClusterFailure as refused:
+                if not refused.failure.retryable or attempt == SYNC_ATTEMPTS - 1:
+                    raise
+                await asyncio.sleep(refused.failure.retry_after_ms / 1000)
+            else:
+                return
+
+    async def beat(self) -> None:
+        """One heartbeat. Raises Unavailable or ClusterFailure."""
+        assert self._heart is not None
+        told = wire.Heartbeat(0, self.name, self.incarnation, self._seq, "ready", NO_LOAD, [], [])
+        await self._heart.ask(told, wire.Beat, ANSWER_S)
+
+    def try_tell(self, keys: int) -> bool:
+        """Send a batch of so many changes; False where the controller's socket takes no more now."""
+        assert self._push is not None
+        if not self._frame:
+            evicts = self._before[: wire.TAG_BYTES * (keys // EVICT_SHARE)]
+            admits = os.urandom(wire.TAG_BYTES * keys - len(evicts))
+            runs = [wire.Run(wire.Change.ADMIT, "l1", admits)]
+            if evicts:
+                runs.append(wire.Run(wire.Change.EVICT, "l1", evicts))
+            self._frame = wire.encode(wire.Events(self.name, self.incarnation, self._seq + 1, runs))
+            self._before = admits
+        if not self._push.try_send(self._frame):
+            return False
+        self._seq += 1
+        self._frame = b""
+        # The last tag of a batch is not among those that the next one evicts.
+        self.newest = self._before[-wire.TAG_BYTES :]
+        return True
+
+    async def where(self, tags: bytes) -> int:
+        """Leading keys that another instance holds. Raises Unavailable or ClusterFailure."""
+        found = await self._reply.ask(wire.Where(0, self.name, tags, 1), wire.WhereReply, ANSWER_S)
+        return found.owners[0].n_keys if found.owners else 0
+
+    async def leave(self) -> None:
+        """Say goodbye, where it has joined."""
+        if self._push is None:
+            return
+        try:
+            await self._reply.ask(wire.Goodbye(0, self.name, self.incarnation), wire.Done, ANSWER_S)
+        except (Unavailable, ClusterFailure):
+            pass  # it is forgotten when it is silent for long enough
+
+
+class SimulatedCluster:
+    """Simulated instances that have joined. Enter it once."""
+
+    def __init__(self, url: str, *, instances: int, chunks: int, keys: ClusterKeys | None = None) -> None:
+        """`url`: the controller's reply port, `tcp://HOST:PORT`; `instances` is 2 or more."""
+        self._links = Links(asyncio.get_running_loop())
+        run = secrets.token_hex(3)
+        self._instances = [
+            Instance(self._links, url, keys, f"bench-{run}-{number}", chunks) for number in range(instances)
+        ]
+        self.chunks = chunks
+        self.join_s = 0.0
+        """Until all had registered and told everything."""
+        self._beating: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        started_s = time.perf_counter()
+        turns = asyncio.Semaphore(JOIN_AT_A_TIME)
+
+        async def join(one: Instance) -> float:
+            async with turns:
+                return await one.join()
+
+        try:
+            pauses_s = await asyncio.gather(*(join(one) for one in self._instances))
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        self.join_s = time.perf_counter() - started_s
+        self._beating = asyncio.create_task(self._beat(min(pauses_s) / 2), name="heartbeats")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+            await asyncio.wait({self._beating})
+        await asyncio.gather(*(one.leave() for one in self._instances))
+        self._links.close()
+
+    async def _beat(self, pause_s: float) -> None:
+        while True:
+            await asyncio.sleep(pause_s)
+            await asyncio.gather(*(one.beat() for one in self._instances), return_exceptions=True)
+
+    async def events(
+        self, keys_per_s: float, seconds: float, *, batch: int, lookups_per_s: int, tags: int
+    ) -> Step:
+        """One step: this rate of changes for so long, beside lookups of `tags` tags.
+
+        Raises Unavailable, also when the last change never shows, or ClusterFailure.
+        """
+        loop = asyncio.get_running_loop()
+        looking = asyncio.create_task(self._look(lookups_per_s, tags), name="lookups")
+        started_s = loop.time()
+        sent, at = 0, 0
+        while (now_s := loop.time()) - started_s < seconds:
+            due = int(keys_per_s * (now_s - started_s)) // batch
+            while sent < due and self._instances[at].try_tell(batch):
+                sent += 1
+                at = (at + 1) % len(self._instances)
+            await asyncio.sleep(TICK_S if sent >= due else 0)
+        sent_s = loop.time()
+        for number, one in enumerate(self._instances):
+            if one.newest:
+                await self._until_seen(one.newest, self._instances[number - 1], sent_s + SEEN_S)
+        done_s = loop.time()
+        looking.cancel()
+        await asyncio.wait({looking})
+        if not looking.cancelled() and (error := looking.exception()) is not None:
+            raise error
+        times_ms = self._times_ms
+        taken = sent * batch / max(seconds, done_s - started_s - TICK_S)
+        return Step(
+            keys_per_s, taken, 1e3 * (done_s - sent_s), len(times_ms), _ms(times_ms, 0.5), _ms(times_ms, 0.99)
+        )
+
+    async def _until_seen(self, tag: bytes, asker: Instance, end_s: float) -> None:
+        """Ask until somebody holds this chunk. Raises Unavailable when nobody does by then."""
+        while not await asker.where(tag):
+            if asyncio.get_running_loop().time() > end_s:
+                raise Unavailable(
+                    "the controller never showed a change that it was told: it lost events and wants a full sync; "
+                    "offer less (--most-keys-per-s), and see its log"
+                )
+            await asyncio.sleep(SEEN_PAUSE_S)
+
+    async def lookups(self, at_a_time: int, seconds: float, *, tags: int) -> LookupStep:
+        """One step: so many lookups of `tags` tags at a time. Raises Unavailable or ClusterFailure."""
+        end_s = time.perf_counter() + seconds
+        times_ms: list[float] = []
+
+        async def ask(number: int) -> None:
+            while time.perf_counter() < end_s:
+                times_ms.append(await self._lookup(number, tags))
+                number += at_a_time
+
+        started_s = time.perf_counter()
+        await asyncio.gather(*(ask(number) for number in range(at_a_time)))
+        per_s = len(times_ms) / (time.perf_counter() - started_s)
+        return LookupStep(at_a_time, per_s, _ms(times_ms, 0.5), _ms(times_ms, 0.99))
+
+    async def _look(self, per_s: int, tags: int) -> None:
+        """Lookups at an even rate; one that is late is not made up for."""
+        self._times_ms: list[float] = []
+        number = 0
+        while True:
+            begun_s = time.perf_counter()
+            self._times_ms.append(await self._lookup(number, tags))
+            number += 1
+            await asyncio.sleep(max(0.0, begun_s + 1 / per_s - time.perf_counter()))
+
+    async def _lookup(self, number: int, tags: int) -> float:
+        """Milliseconds of one lookup of what another instance holds. Raises Unavailable where the answer is wrong."""
+        holder = self._instances[number % len(self._instances)]
+        asker = self._instances[(number + 1) % len(self._instances)]
+        first = number * tags % max(1, self.chunks - tags + 1)
+        wanted = holder.held[wire.TAG_BYTES * first : wire.TAG_BYTES * (first + tags)]
+        begun_s = time.perf_counter()
+        found = await asker.where(wanted)
+        took_ms = 1e3 * (time.perf_counter() - begun_s)
+        if found != len(wanted) // wire.TAG_BYTES:
+            raise Unavailable(
+                f"the controller found {found} of {len(wanted) // wire.TAG_BYTES} chunks of {holder.name}"
+            )
+        return took_ms
+
+
+def figures_of(step: Step | LookupStep) -> dict[str, Any]:
+    """For reports."""
+    more = {"kept_up": step.kept_up} if isinstance(step, Step) else {}
+    return {name: round(value, 3) for name, value in step._asdict().items()} | more
+
+
+def _ms(times_ms: list[float], share: float) -> float:
+    return percentile(times_ms, share) if times_ms else 0.0
