@@ -1,6 +1,6 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// How cells and lists of holders look; see kvstrata/registry.h.
+// How cells and lists of holders look and are read; see kvstrata/registry.h.
 //
 //   cell of one holder   stored bits of the tag << 16 | slot
 //   cell of a list       number of the list << 36 | the lowest 20 stored bits << 16 |
@@ -115,6 +115,45 @@ inline Registry::List* Registry::list_of(Cell cell) const noexcept {
 inline Tag Registry::tag_of(std::uint32_t partition, Cell cell) const noexcept {
   if (static_cast<Slot>(cell) == kListed) return list_of(cell)->tag();
   return Tag{partition} << 54 | cell >> 16 << 6;
+}
+
+// Calls found(slot, its row) for each visible holder. False: the writer was at this partition, and
+// what was found means nothing.
+template <typename Found>
+bool Registry::try_read(Tag tag, Found found) const noexcept {
+  const std::uint32_t partition = partition_of(tag);
+  const std::uint64_t header = headers_[partition].load(std::memory_order_acquire);
+  if ((header >> 32 & 1) != 0) return false;
+  const std::uint32_t lines = static_cast<std::uint32_t>(header) * kSegmentLines;
+  if (lines == 0) return true;
+  const Cell wanted = stored_of(tag) << 16;
+  const auto found_if_visible = [&](Slot slot) {
+    // Any number stands here once the memory serves somebody else.
+    if (slot > max_slots_) return;
+    const std::uint32_t row = rows_[slot].word.load(std::memory_order_acquire);
+    if (state_of(row) == SlotState::kVisible) found(slot, row);
+  };
+  std::uint32_t number = home_of(tag, lines);
+  for (std::uint32_t probed = 0; probed <= kMaxProbeLines; ++probed) {
+    const Cell* const line = line_at(partition, number);
+    const bool full = load_shared(line[kLineCells - 1]) != 0;
+    for (std::uint32_t alike = alike_cells(line, wanted); alike != 0; alike &= alike - 1) {
+      const Cell cell = load_shared(line[std::countr_zero(alike)]);
+      if (static_cast<Slot>(cell) != kListed) {
+        if ((cell ^ wanted) >> 16 == 0) found_if_visible(static_cast<Slot>(cell));
+        continue;
+      }
+      List* const list = list_of(cell);
+      if (list->tag() != tag) continue;
+      const std::uint32_t size = list->size();
+      for (std::uint32_t i = 0; i < size; ++i)
+        found_if_visible(load_shared(list->begin()[i]));
+    }
+    if (!full) break;
+    if (++number == lines) number = 0;
+  }
+  std::atomic_signal_fence(std::memory_order_acquire);
+  return headers_[partition].load(std::memory_order_relaxed) == header;
 }
 
 }  // namespace kvstrata

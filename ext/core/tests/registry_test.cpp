@@ -9,9 +9,23 @@
 #include <memory>
 #include <set>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "../src/registry_cells.h"
 #include "check.h"
+
+namespace kvstrata {
+
+// One try of a reader; `found` runs between its look at a cell and its second look at the seqlock.
+struct RegistryProbe {
+  template <typename Found>
+  static bool try_read(const Registry& registry, Tag tag, Found found) {
+    return registry.try_read(tag, [&](Slot slot, std::uint32_t) { found(slot); });
+  }
+};
+
+}  // namespace kvstrata
 
 using namespace kvstrata;
 
@@ -255,6 +269,44 @@ TEST(a_slot_retired_in_the_middle_of_a_pass_waits_for_the_next) {
 // Each tag belongs to one instance by its number, so a reader knows each wrong answer by itself. A
 // writer reports, evicts and departs, another sweeps and opens the slots again for other instances;
 // some tags are everybody's, and all lie in few partitions, which grow and shrink all the while.
+TEST(what_changes_under_a_reader_means_nothing_to_it) {
+  const auto registry = make();
+  const Slot slot = open(*registry);
+  const Tag tag = crowded(0);
+  CHECK_EQ(admit(*registry, slot, {tag}), 1u);
+
+  int calls = 0;
+  CHECK(RegistryProbe::try_read(*registry, tag, [&](Slot) { ++calls; }));
+  CHECK_EQ(calls, 1);
+
+  // A cell that is added does not make what was read wrong.
+  Tag other = 0;
+  for (std::uint64_t number = 1; (other ^ tag) >> 54 != 0 || other == 0; ++number)
+    other = crowded(number);
+  CHECK(RegistryProbe::try_read(*registry, tag, [&](Slot) { admit(*registry, slot, {other}); }));
+
+  // One that is removed does, and so does a partition that is built anew.
+  CHECK(!RegistryProbe::try_read(*registry, tag, [&](Slot) { evict(*registry, slot, {tag}); }));
+  CHECK_EQ(admit(*registry, slot, {tag}), 1u);
+  CHECK(!RegistryProbe::try_read(*registry, tag, [&](Slot) {
+    const std::uint64_t before = registry->usage().rebuilds;
+    for (std::uint64_t number = 1; registry->usage().rebuilds < before + 64; number += 4096)
+      admit(*registry, slot, crowded_tags(number, number + 4096));
+  }));
+
+  // And a list of many holders that loses one.
+  Slot last = kNoSlot;
+  for (std::uint16_t group = 1; group <= 8; ++group) {
+    last = open(*registry, group);
+    CHECK_EQ(admit(*registry, last, {tag}), 1u);
+  }
+  CHECK_EQ(registry->usage().shared_tags, 1u);
+  bool first = true;
+  CHECK(!RegistryProbe::try_read(*registry, tag, [&](Slot) {
+    if (std::exchange(first, false)) evict(*registry, last, {tag});
+  }));
+}
+
 TEST(readers_never_see_a_placement_that_was_not_admitted) {
   constexpr std::uint32_t kInstances = 6;
   constexpr std::uint64_t kKeys = 3000;

@@ -155,6 +155,8 @@ class Registry {
   Registry& operator=(const Registry&) = delete;
 
  private:
+  friend struct RegistryProbe;  // tests/registry_test.cpp
+
   static constexpr std::uint32_t kPartitions = kRegistryPartitions;
   static constexpr std::uint32_t kLineCells = 8;
   static constexpr std::uint32_t kSegmentLines = 256;
