@@ -127,8 +127,10 @@ async def examine(base: Path, capacity_bytes: int, said: Said) -> None:
         found = await adapter.exists([key_of(n) for n in numbers])
         present = {n for n, f in zip(numbers, found, strict=True) if f.presence is Presence.PRESENT}
         assert not present & said.deleted
+        # Of a small log some segments are empty, part of the others is what was loaded and written again, and batches
+        # are not acknowledged in the order in which they lie in it.
         must = (
-            said.stored if capacity_bytes == LARGE_BYTES else newest_within(said.stored, capacity_bytes // 2)
+            said.stored if capacity_bytes == LARGE_BYTES else newest_within(said.stored, capacity_bytes // 4)
         )
         assert set(must) - said.touched <= present
         assert disk_log.used_bytes(base) <= capacity_bytes
