@@ -33,12 +33,20 @@ TIER_OF = {"l1": "L1", "mooncake": "L2", "redis": "L2"}
 TARGET = 0.25
 
 
-def asked(case: str, folder: Path, engine: VllmApi, server: ServerProcess | None) -> dict[str, Any]:
+def asked(
+    case: str,
+    folder: Path,
+    engine: VllmApi,
+    server: ServerProcess | None,
+    *,
+    documents: int = DOCUMENTS,
+    tokens: int = DOCUMENT_TOKENS,
+) -> dict[str, Any]:
     """One round about the same documents as every time; what `kvstrata bench serve` reports of it."""
     report = folder / f"{case}.json"
     command = [
         *(Path(sys.executable).with_name("kvstrata"), "bench", "serve", "long-doc-qa", "--url", engine.url),
-        *("--documents", str(DOCUMENTS), "--document-tokens", str(DOCUMENT_TOKENS), "--rounds", "1"),
+        *("--documents", str(documents), "--document-tokens", str(tokens), "--rounds", "1"),
         *("--concurrency", "1", "--extra-body", '{"detokenize": false}', "--label", case),
         *("--json", str(report), "--svg", str(ROOT / "build" / f"serve_tiers_{case}.svg")),
         *(("--cache-server", server.url) if server else ()),
