@@ -578,6 +578,15 @@ def test_pin_replicate_move_and_evict_ask_the_right_instances(controller, instan
     assert (drop.kind, drop.argument) == (wire.CommandKind.EVICT, {"keys": bytes.fromhex(keys[0])})
     a.heartbeat([wire.CommandResult(drop.number, True, "", {"count": 1})])
 
+    controller.ask("/v1/move", {"keys": keys[:2], "to": "b", "source": "a", "wait_s": 0})
+    (pull,) = b.heartbeat()
+    b.heartbeat([wire.CommandResult(pull.number, True, "", {"count": 1, "reason": "evicted"})])
+    until(
+        lambda: "move_incomplete" in {row["kind"] for row in controller.ask("/v1/events")["events"]},
+        "it is said",
+    )
+    assert a.heartbeat() == [], "what did not arrive stays where it was"
+
     controller.ask("/v1/replicate", {"keys": [keys[1]], "to": "b", "source": "a", "wait_s": 0})
     (pull,) = b.heartbeat()
     b.heartbeat([wire.CommandResult(pull.number, False, "absent", {})])

@@ -192,7 +192,12 @@ class Operations:
         from kvstrata.controller.instances import COMMAND_TTL_S, Denied
 
         await self._cluster.outcome(commands, COMMAND_TTL_S + 1)
-        if leave is None or not all(one.result is not None and one.result.ok for one in commands):
+        if leave is None:
+            return
+        missing = [one.number for one in commands if not _all_arrived(one)]
+        if missing:
+            reason = f"not all chunks of the commands {missing} have arrived; nothing was dropped"
+            self._cluster.say("move_incomplete", leave.id, reason=reason)
             return
         try:
             drop = self._cluster.issue(leave, CommandKind.EVICT, {"keys": keys})
@@ -253,3 +258,10 @@ class Operations:
             if member is not None and member.state is MemberState.LIVE:
                 return member, one.n_chunks
         raise NotThere("no instance that peers may read has the first of these chunks in L1")
+
+
+def _all_arrived(pull: Issued) -> bool:
+    """Whether a pull ended with every chunk that it named in L1: a part of them is no failure of the command."""
+    result, argument = pull.result, pull.command.argument
+    n_chunks = len(argument["keys"]) // (KEY_BYTES * argument["n_slices"])
+    return result is not None and result.ok and result.body.get("count") == n_chunks
