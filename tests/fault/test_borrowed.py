@@ -74,3 +74,19 @@ async def test_what_left_by_itself_is_forgotten_and_the_oldest_are_beyond_the_bo
     assert await borrowed.drop_due() == 2
     assert len(borrowed) == 0
     assert l1.has(*keys[:2])
+
+
+async def test_what_was_asked_for_stays_whether_it_is_read_now_or_was_before(l1: L1, lane: PoolLane) -> None:
+    clock = TestClock()
+    borrowed = Borrowed(l1.pool, lane, clock)
+    keys = chain("read", 4)
+    l1.store(keys)
+    borrowed.read(keys[:2])
+    with borrowed.keeping(keys[:3]), borrowed.keeping(keys[:1]):
+        borrowed.read(keys)
+        assert len(borrowed) == 1
+    clock.now_s = LINGER_S
+    assert await borrowed.drop_due() == 1
+    assert l1.has(*keys[:3])
+    borrowed.read(keys[:3])
+    assert len(borrowed) == 3

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 
+import msgspec
 import pytest
 
 from kvstrata.native import copying
-from kvstrata.rpc.cluster_wire import Failure
+from kvstrata.rpc.cluster_wire import Failure, Owner
 from kvstrata.storage.base import Found, LoadItem, LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus
 from kvstrata.storage.peer import PeerAdapter, PeerSettings
 from kvstrata.storage.peer_owners import OwnerLimits
@@ -239,6 +240,69 @@ async def test_a_second_owner_is_asked_where_the_first_one_has_nothing(net, l1: 
     assert await one.adapter.exists(KEYS) == [THERE] * 8
     assert liar.asked["PeerLease"] == 1
     assert await one.load(*KEYS) == [LOADED] * 8
+
+
+@pytest.fixture
+async def second(l1: L1) -> AsyncIterator[tuple[L1, TestOwner, bytes]]:
+    """Another owner of the same records, and how it is named."""
+    pool = L1()
+    pool.store(KEYS)
+    owner = TestOwner("second", pool.pool)
+    yield pool, owner, msgspec.msgpack.encode(Owner("second", owner.epoch, owner.endpoint, len(KEYS), True))
+    for lease in list(owner.leases):
+        owner.expire(lease)
+    owner.close()
+    pool.pool.close()
+
+
+async def test_the_owner_that_is_named_is_asked_first_and_no_directory(net, second) -> None:
+    one = await net()
+    _, other, source = second
+    one.adapter.prefer(KEYS, source)
+    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    assert await one.load(*KEYS) == [LOADED] * 8
+    assert (other.asked["PeerLease"], one.owner.asked["PeerLease"], one.directory.asked["Where"]) == (1, 0, 0)
+    assert (one.counted("named_leases"), one.counted("named_refused")) == (1, 0)
+    one.adapter.prefer(KEYS, b"")
+    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    assert (other.asked["PeerLease"], one.owner.asked["PeerLease"]) == (1, 1)
+
+
+async def test_the_owner_that_is_named_is_read_in_parts_where_it_leases_little_at_a_time(net, second) -> None:
+    one = await net()
+    _, other, source = second
+    other.max_leased = 3
+    one.adapter.prefer(KEYS, source)
+    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    assert await one.load(*KEYS) == [LOADED] * 8
+    assert (other.asked["PeerLease"] > 2, one.owner.asked["PeerLease"]) == (True, 0)
+
+
+@pytest.mark.parametrize("how", ["refuses", "has nothing", "is full", "is silent"])
+async def test_others_are_asked_where_the_named_owner_leases_nothing_and_that_is_counted(
+    net, second, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = await net()
+    pool, other, source = second
+    match how:
+        case "refuses":
+            other.refuses["PeerLease"] = "refused"
+        case "has nothing":
+            pool.lose(KEYS)
+        case "is full":
+            other.max_leased = 0
+        case "is silent":
+            other.silent = True
+            one.patience(lookup_timeout_ms=50, load_timeout_ms=50)
+    one.adapter.prefer(KEYS, source)
+    asked = asyncio.create_task(one.adapter.exists(KEYS))
+    if how == "is silent":
+        await until(lambda: one.counted("named_refused"))
+    assert await asked == [THERE] * 8
+    one.patience(lookup_timeout_ms=60_000, load_timeout_ms=60_000)
+    assert await one.load(*KEYS) == [LOADED] * 8
+    assert (one.counted("named_leases"), one.counted("named_refused")) == (0, 1)
+    assert "second leases nothing of what it was named for; others are asked" in caplog.text
 
 
 async def test_without_a_controller_lookups_are_answered_and_go_on_when_it_is_back(net) -> None:

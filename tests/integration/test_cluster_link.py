@@ -152,6 +152,12 @@ def test_a_command_is_carried_out_once_however_often_it_is_said(controller, serv
         (CommandKind.PIN, {"keys": bytes(32), "ttl_ms": -1, "claim": "c"}, "ttl_ms"),
         (CommandKind.PIN, {"keys": bytes(32), "ttl_ms": 10}, "claim"),
         (CommandKind.PULL, {"keys": bytes(32), "n_slices": 2, "identity": bytes(32)}, "multiple"),
+        (CommandKind.PULL, {"keys": bytes(32), "n_slices": 1, "identity": b""}, "identity"),
+        (
+            CommandKind.PULL,
+            {"keys": bytes(32), "n_slices": 1, "identity": bytes(32), "owner": {"n": 1}},
+            "owner",
+        ),
         (CommandKind.EXPLAIN, {}, "request_id"),
     ],
 )

@@ -181,6 +181,18 @@ async def test_every_other_operation_is_asked_and_answered(pair) -> None:
         await answered(adapter.clear(), lambda n: host_channel.problem(Kind.RAISED, n, cannot), Kind.CLEAR)
 
 
+async def test_a_preferred_source_reaches_the_child_with_all_its_keys(pair) -> None:
+    adapter, child = pair
+    keys = [key_of(n) for n in range(MAX_ITEMS + 1)]
+    adapter.prefer(keys, b"there")
+    first, rest = await child.request(), await child.request()
+    assert [(r.kind, r.source) for r in (first, rest)] == [(Kind.PREFER, b"there")] * 2
+    assert first.keys + rest.keys == keys
+    adapter.prefer(keys[:1], b"")
+    last = await child.request()
+    assert (last.keys, last.source) == (keys[:1], b"")
+
+
 async def test_a_cancelled_wait_keeps_its_holds_until_the_child_has_dropped_them(pair) -> None:
     adapter, child = pair
     items = [load_item(key_of(n), 100) for n in range(2)]

@@ -245,8 +245,8 @@ class CommandKind(enum.StrEnum):
     UNPIN = "unpin"
     """{"claim": str}"""
     PULL = "pull"
-    """{"keys": bytes, "n_slices": int, "identity": bytes, "tenant": str, "owner": {…as Owner…}}: read from that peer
-    into L1 (replicate; move, when an EVICT at the owner follows)."""
+    """{"keys": bytes, "n_slices": int, "identity": bytes, "tenant": str, "owner": {…as Owner…}}: read into L1, from
+    that peer if it leases them, else from others (replicate; move, when an EVICT at the owner follows)."""
     DRAIN = "drain"
     """{"on": bool}: lease nothing to peers any more, and serve them again."""
     EXPLAIN = "explain"

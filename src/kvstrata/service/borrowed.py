@@ -1,5 +1,7 @@
 """Chunks that were read from peers and are not to stay (`p2p.keep` off): dropped once nobody uses them.
 
+What an admin has asked for (`keeping`) is not borrowed, whoever reads it.
+
 A chunk comes to L1 whatever happens, since engines load from there.  It gets LINGER_S, in which the lookup that it was
 read for leases it; after that it goes as soon as nobody has a lease on it, children before their parents.  Of more
 than `max_keys` the oldest are forgotten and leave as other chunks do, by eviction.
@@ -9,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,15 +36,31 @@ class Borrowed:
         self._max_keys = max_keys
         self._due_s: collections.OrderedDict[bytes, float] = collections.OrderedDict()
         """By key, in the order of these times."""
+        self._kept: collections.Counter[bytes] = collections.Counter()
 
     def __len__(self) -> int:
         return len(self._due_s)
 
     def read(self, keys: Iterable[bytes]) -> None:
         """These chunks were read from a peer just now."""
-        self._later(keys)
+        self._later(key for key in keys if key not in self._kept)
         while len(self._due_s) > self._max_keys:
             self._due_s.popitem(last=False)
+
+    @contextlib.contextmanager
+    def keeping(self, keys: Iterable[bytes]) -> Iterator[None]:
+        """What is read of these within the block stays, and so does what was read before."""
+        keys = list(keys)
+        self._kept.update(keys)
+        for key in keys:
+            self._due_s.pop(key, None)
+        try:
+            yield
+        finally:
+            self._kept.subtract(keys)
+            for key in keys:
+                if not self._kept[key]:
+                    del self._kept[key]
 
     async def drop_due(self) -> int:
         """Drop what has had its time and is not in use; returns how many went. The others get the time again."""
@@ -53,7 +72,7 @@ class Borrowed:
         removed = await asyncio.shield(self._lane.run(self._pool.remove, b"".join(reversed(due))))
         for key in due:
             self._due_s.pop(key, None)
-        self._later([key for key in due if self._pool.peek(key, 1)])
+        self.read([key for key in due if self._pool.peek(key, 1)])
         return removed
 
     def _later(self, keys: Iterable[bytes]) -> None:

@@ -15,10 +15,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvstrata.errors import BadRequest, KvstrataError
 from kvstrata.observability.logging import EventLog
 from kvstrata.policy.sessions import tenant_number
-from kvstrata.rpc.cluster_wire import MAX_COMMANDS, MAX_PEER_KEYS, Command, CommandKind, CommandResult
+from kvstrata.rpc.cluster_wire import MAX_COMMANDS, MAX_PEER_KEYS, Command, CommandKind, CommandResult, Owner
 from kvstrata.rpc.wire import Tier
 from kvstrata.service.adapter_control import REFERENCE, SECRET, SECRET_IN_URL, SECRET_LEFT_OUT
 from kvstrata.types import KEY_BYTES
@@ -155,7 +157,10 @@ class Commands:
         return await asyncio.shield(lane.run(pool.clear, -1, identity))
 
     async def _pull(self, argument: dict[str, Any]) -> dict[str, Any]:
-        """Load these chunks, as a prewarm does: what L1 lacks comes from whoever has it."""
+        """Load these chunks, as a prewarm does: what L1 lacks comes from the named owner, or else from whoever has it.
+
+        They stay here, also where what is read from peers does not.
+        """
         engine = self._engine
         keys, n_slices = _keys(argument), _whole(argument, "n_slices", least=1, most=4_096)
         identity = argument.get("identity")
@@ -163,19 +168,26 @@ class Commands:
             raise BadRequest(f"identity: must be {KEY_BYTES} bytes", field="identity")
         if len(keys) % (n_slices * KEY_BYTES):
             raise BadRequest(f"keys: their number must be a multiple of {n_slices}", field="keys")
-        n_there = engine.pool.peek(keys, n_slices)
+        owner = _owner(argument)
+        names = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
         step = n_slices * KEY_BYTES
         reason, loaded = "", 0
-        if n_there * step < len(keys) and engine.prefetch is not None:
-            fetched = await engine.prefetch.fetch(
-                keys[n_there * step :],
-                n_slices,
-                identity=identity,
-                tenant=tenant_number(str(argument.get("tenant", ""))),
-                parent=keys[(n_there - 1) * step : n_there * step] if n_there else b"",
-                deadline_s=engine.clock.monotonic_s() + PULL_S,
-            )
-            loaded, reason = fetched.l2_chunks, str(fetched.reason)
+        with engine.borrowed.keeping(names):
+            n_there = engine.pool.peek(keys, n_slices)
+            if n_there * step < len(keys) and engine.prefetch is not None:
+                engine.prefer_peer(names, owner)
+                try:
+                    fetched = await engine.prefetch.fetch(
+                        keys[n_there * step :],
+                        n_slices,
+                        identity=identity,
+                        tenant=tenant_number(str(argument.get("tenant", ""))),
+                        parent=keys[(n_there - 1) * step : n_there * step] if n_there else b"",
+                        deadline_s=engine.clock.monotonic_s() + PULL_S,
+                    )
+                finally:
+                    engine.prefer_peer(names, None)
+                loaded, reason = fetched.l2_chunks, str(fetched.reason)
         return {"count": n_there + loaded, "loaded": loaded, "reason": reason}
 
     def _runtime(self) -> dict[str, Any]:
@@ -220,6 +232,17 @@ def _keys(argument: dict[str, Any]) -> bytes:
     ):
         raise BadRequest(f"keys: must be 1 to {MAX_PEER_KEYS} keys of {KEY_BYTES} bytes", field="keys")
     return keys
+
+
+def _owner(argument: dict[str, Any]) -> Owner | None:
+    told = argument.get("owner")
+    if told is None:
+        return None
+    try:
+        owner = Owner(**told)
+        return msgspec.convert(msgspec.to_builtins(owner), Owner)
+    except (TypeError, msgspec.ValidationError) as error:
+        raise BadRequest(f"owner: must be an Owner: {error}", field="owner") from None
 
 
 def _text(argument: dict[str, Any], field: str) -> str:

@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvstrata import __version__
 from kvstrata.errors import BadRequest, LayoutRefused, Refused, Unavailable
 from kvstrata.native.hashing import chain_keys, storage_keys
@@ -31,6 +33,7 @@ from kvstrata.policy.sessions import Group, Registry, TenantTokens, tenant_numbe
 from kvstrata.rpc.session import Call, Effect, Session, Sessions, Undoing
 from kvstrata.rpc.wire import Error, Pong, Tier, encode
 from kvstrata.service.adapters import AdapterSet
+from kvstrata.service.borrowed import Borrowed
 from kvstrata.service.effects import InFlight, Lease, Leases, Reservation
 from kvstrata.service.payload_kinds import PayloadKinds
 from kvstrata.types import FORMAT_VERSION, KEY_BYTES, MissReason, RequestIdentity, identity_root
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from kvstrata.memory.linux import Peer
     from kvstrata.native.pool import Pool
     from kvstrata.process.supervisor import PoolLane, Supervisor
+    from kvstrata.rpc.cluster_wire import Owner
     from kvstrata.rpc.wire import AttachRequest
     from kvstrata.service.adapter_control import AdapterControl
     from kvstrata.service.cluster import Cluster
@@ -116,6 +120,7 @@ class Engine:
         self.epoch: int = pool.epoch
         self.peers = Registry(self.epoch)
         self.payload_kinds = PayloadKinds(self.peers)
+        self.borrowed = Borrowed(pool, lane, clock)
         self.sessions = Sessions(self.error_frame)
         self.leases = Leases()
         self.in_flight = InFlight()
@@ -322,6 +327,13 @@ class Engine:
         return sum(counted.outcomes.get("loaded", 0) for counted in loads), sum(
             counted.moved_bytes for counted in loads
         )
+
+    def prefer_peer(self, keys: Sequence[bytes], owner: Owner | None) -> None:
+        """Read these chunks from this peer if it leases them; None: from whoever has them again."""
+        source = b"" if owner is None else msgspec.msgpack.encode(owner)
+        for member in self.adapters:
+            if member.name.startswith(f"{PEER_TYPE}-"):
+                member.configured.prefer(keys, source)
 
     @property
     def has_l2(self) -> bool:

@@ -49,7 +49,6 @@ from kvstrata.process.listen import serve as http_serve
 from kvstrata.process.supervisor import PoolLane
 from kvstrata.rpc.zmq_server import ClusterKeys, ZmqServer, read_cluster_keys, read_curve_file
 from kvstrata.service.adapter_control import AdapterControl
-from kvstrata.service.borrowed import Borrowed
 from kvstrata.service.cluster import Cluster, ClusterLink, Fence
 from kvstrata.service.engine import MAX_SESSION_SHARE, PEER_TYPE, Engine
 from kvstrata.service.handlers import Handlers
@@ -365,11 +364,10 @@ class Server(Process):
             quotas={tenant_number(tenant): int(gb * GB) for tenant, gb in settings.l2.quotas_gb.items()},
             trimmed=engine.trimmed_from_l2,
         )
-        self._borrowed = Borrowed(pool, engine.lane, self._clock)
 
         def found(name: str, tenant: int, records: Sequence[tuple[bytes, int]]) -> None:
             if name == self._peer_adapter and not settings.p2p.keep:
-                self._borrowed.read(key for key, _ in records)
+                engine.borrowed.read(key for key, _ in records)
             store.found(name, tenant, records)
 
         prefetch = PrefetchController(pool, engine.adapters, load_limits, self._clock, store.dropped, found)
@@ -513,7 +511,7 @@ class Server(Process):
             if engine.verified and engine.store is not None and (offering is None or offering.done()):
                 offering = self.supervisor.spawn(self._put_adopted(engine.store), "puts of adopted chunks")
             await asyncio.shield(lane.run(pool.evict_to_watermark))
-            await self._borrowed.drop_due()
+            await engine.borrowed.drop_due()
             await asyncio.sleep(0.0 if unverified else TICK_S)
 
     # --- stop --------------------------------------------------------------------------------------------

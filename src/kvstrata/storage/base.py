@@ -248,6 +248,13 @@ class StorageAdapter(ABC):
         """
         return b""
 
+    def prefer(self, keys: Sequence[bytes], source: bytes) -> None:
+        """Read these keys from `source`, which only this adapter understands, rather than from its other places.
+
+        It holds until the same keys come with an empty source. Never blocks; whoever has one place ignores it.
+        """
+        return
+
     @abstractmethod
     async def usage(self) -> Usage:
         """Bytes and records held now."""

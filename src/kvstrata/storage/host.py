@@ -206,6 +206,12 @@ class HostedAdapter(StorageAdapter):
         """As the adapter in the child that is up; empty while there is none."""
         return self._advertisement if self._state is HostState.UP else b""
 
+    def prefer(self, keys: Sequence[bytes], source: bytes) -> None:
+        """As the adapter in the child that is up."""
+        if self._state is HostState.UP and self._queued_bytes <= QUEUE_BYTES:
+            for part in host_channel.parts_of(keys):
+                self._send(host_channel.prefer(pack_keys(part), source))
+
     # --- the contract ------------------------------------------------------------------------------------
 
     async def open(self, context: AdapterContext) -> None:

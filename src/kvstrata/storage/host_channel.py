@@ -7,6 +7,7 @@
     EXISTS, DELETE   count × key                       FOUND; COUNTED
     PUT, LOAD        count × (key, u64 offset, u32 length)   PUT_ENDED; LOAD_ENDED
     KINDS            count × (identity root, slice digest, u16 element bytes, 6 × u32 fp8)   nothing; request is 0
+    PREFER           count × key, source               nothing; request is 0
     CLEAR, USAGE     nothing                           COUNTED; USED
     CLOSE            nothing                           the host's end, with exit status 0
 
@@ -91,6 +92,7 @@ class Kind(enum.IntEnum):
     USAGE = 7
     CLOSE = 8
     KINDS = 9
+    PREFER = 10
 
     OPENED = 65
     REFUSED = 66
@@ -164,6 +166,7 @@ class Request(NamedTuple):
     config: HostConfig | None
     kinds: list[tuple[bytes, PayloadKind | None]]
     """By identity root ‖ slice digest."""
+    source: bytes = b""
 
 
 class KnownKinds:
@@ -248,6 +251,11 @@ def kinds(known: Sequence[tuple[bytes, PayloadKind | None]]) -> bytes:
     return _head(Kind.KINDS, len(rows), 0) + b"".join(rows)
 
 
+def prefer(keys: bytes, source: bytes) -> bytes:
+    """PREFER of packed keys. REQUIRES at most MAX_ITEMS of them."""
+    return _head(Kind.PREFER, len(keys) // KEY_BYTES, 0) + keys + source
+
+
 def bare(kind: Kind, number: int) -> bytes:
     """CLEAR, USAGE or CLOSE."""
     return _head(kind, 0, number)
@@ -255,24 +263,27 @@ def bare(kind: Kind, number: int) -> bytes:
 
 def read_request(frame: bytes) -> Request:
     """A frame of the server. Raises ValueError, struct.error or msgspec.MsgspecError if it is none."""
-    kind, _, _, _, number = _HEAD.unpack_from(frame)
+    kind, _, count, _, number = _HEAD.unpack_from(frame)
     body = memoryview(frame)[_HEAD.size :]
     kind = Kind(kind)
     keys: list[bytes] = []
     items: list[Item] = []
     config = None
     kinds: list[tuple[bytes, PayloadKind | None]] = []
+    source = b""
     if kind in (Kind.EXISTS, Kind.DELETE):
         keys = split_keys(body)
     elif kind in (Kind.PUT, Kind.LOAD):
         items = [Item(*fields) for fields in _ITEM.iter_unpack(body)]
+    elif kind is Kind.PREFER:
+        keys, source = split_keys(body[: count * KEY_BYTES]), bytes(body[count * KEY_BYTES :])
     elif kind is Kind.CONFIGURE:
         config = _JSON_OF_CONFIG.decode(body)
     elif kind is Kind.KINDS:
         for whose, element_bytes, *fp8 in _KIND.iter_unpack(body):
             known = PayloadKind(element_bytes, tuple(fp8) if any(fp8) else None)
             kinds.append((whose, known if element_bytes else None))
-    return Request(kind, number, keys, items, config, kinds)
+    return Request(kind, number, keys, items, config, kinds, source)
 
 
 # --- what the host sends ----------------------------------------------------------------------------------

@@ -175,9 +175,19 @@ class Host:
             if request.kind is Kind.KINDS:
                 self._kinds.learn(request.kinds)
                 continue
+            if request.kind is Kind.PREFER:
+                self._prefer(request)
+                continue
             task = self._loop.create_task(self._answer(request))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def _prefer(self, request: Request) -> None:
+        assert self._adapter is not None
+        try:
+            self._adapter.prefer(request.keys, request.source)
+        except Exception as error:  # the plugin boundary
+            log_broken_contract(self._config.name, "prefer", error)
 
     async def _answer(self, request: Request) -> None:
         assert self._adapter is not None

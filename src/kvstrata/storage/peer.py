@@ -16,6 +16,9 @@ Invariants
 
 The keys of a question are a beginning: what an owner does not have from the first key on counts as not there.
 
+Keys for which an owner was named (`prefer`) are asked of that one first, whatever the directory says; of others only
+when it leases none of them, which is counted and logged.
+
 An owner leases a quarter of its L1 at most.  What a long prompt has beyond that is answered as there, of the length
 that its leased records have; it is leased while it is loaded, when our own leases there have ended.
 """
@@ -29,6 +32,8 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import msgspec
 
 from kvstrata.errors import ConfigError, StorageError, TransferError, Unavailable
 from kvstrata.native.copying import CopyOutcome, Verifier
@@ -68,6 +73,7 @@ from kvstrata.storage.peer_owners import (
     DirectoryCache,
     Lease,
     LeaseBook,
+    NamedOwners,
     OwnerBook,
     OwnerLimits,
     Pacer,
@@ -122,7 +128,7 @@ _NOT_THERE = LoadOutcome(LoadStatus.ABSENT)
 _LOADED = LoadOutcome(LoadStatus.LOADED)
 _COUNTED = (
     "asked_directory", "recalled", "leases", "leases_refused", "leases_lost", "reads", "read_records", "read_bytes",
-    "read_failures", "unsound_records", "hellos", "owners", "owners_let_alone",
+    "read_failures", "unsound_records", "hellos", "owners", "owners_let_alone", "named_leases", "named_refused",
 )  # fmt: skip
 
 
@@ -208,6 +214,7 @@ class PeerAdapter(StorageAdapter):
         self._directory = DirectoryCache(
             ttl_s=settings.remember_ms / 1000, negative_ttl_s=settings.remember_none_ms / 1000
         )
+        self._named = NamedOwners()
         self._pacer = Pacer(settings.max_bytes_per_s)
         self._peers: dict[str, _Peer] = {}
         self._asking: dict[Question, asyncio.Task[_Asked]] = {}
@@ -310,6 +317,10 @@ class PeerAdapter(StorageAdapter):
         """The engine's metadata."""
         return self._metadata
 
+    def prefer(self, keys: Sequence[bytes], source: bytes) -> None:
+        """`source`: an Owner in msgpack. Raises msgspec.MsgspecError for anything else."""
+        self._named.name(keys, _OWNER.decode(source) if source else None)
+
     def numbers(self) -> dict[str, int]:
         """See `_COUNTED`."""
         return {**self._counts, **self._owners.states()}
@@ -363,6 +374,12 @@ class PeerAdapter(StorageAdapter):
         ends_s = self._now_s() + self.settings.lookup_timeout_ms / 1000
         if self._pacer.delay_s(self._now_s()) * 1000 > self.settings.load_timeout_ms / 2:
             return _Asked(THROTTLED)
+        named = self._named.of(keys[0])
+        if named is not None:
+            asked = await self._ask_named(named, keys, ends_s)
+            if asked is not None:
+                return asked
+            ends_s = self._now_s() + self.settings.lookup_timeout_ms / 1000
         owners = self._directory.recall(question, self._now_s())
         if owners is None:
             owners = await self._ask_directory(question, keys, ends_s)
@@ -382,6 +399,21 @@ class PeerAdapter(StorageAdapter):
             outcome = outcome._replace(reason=word)
             self._directory.wrong(question)
         return outcome
+
+    async def _ask_named(self, owner: Owner, keys: list[bytes], ends_s: float) -> _Asked | None:
+        """Lease at the owner that was named for these keys; None: it leases none of them."""
+        now_s = self._now_s()
+        if self._owners.crowded([owner], now_s):
+            return _Asked(more=len(keys))
+        if self._owners.admit(owner.instance, now_s):
+            count, word = await self._lease_at(owner, keys, ends_s)
+            if count:
+                self._counts["named_leases"] += 1
+            if count or (word == LIMIT and self._leases.under_way_bytes(owner.instance)):
+                return _Asked(more=len(keys) if word == LIMIT else 0)
+        self._counts["named_refused"] += 1
+        self._tell_once(f"{owner.instance} leases nothing of what it was named for; others are asked")
+        return None
 
     async def _ask_directory(
         self, question: Question, keys: list[bytes], ends_s: float
@@ -721,6 +753,7 @@ class PeerAdapter(StorageAdapter):
             log.warning("%s: %s", self.name, what)
 
 
+_OWNER = msgspec.msgpack.Decoder(Owner)
 _OUTCOME_OF = {
     int(CopyOutcome.OK): _LOADED,
     int(CopyOutcome.MISMATCH): LoadOutcome(LoadStatus.FAILED, "mismatch"),

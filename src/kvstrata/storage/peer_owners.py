@@ -177,6 +177,27 @@ class DirectoryCache:
         self._known.pop(question, None)
 
 
+class NamedOwners:
+    """Owners that were named for keys, bounded: of more, the oldest are forgotten."""
+
+    def __init__(self, *, max_keys: int = 65_536) -> None:
+        self._max_keys = max_keys
+        self._owners: dict[bytes, Owner] = {}
+
+    def name(self, keys: Iterable[bytes], owner: Owner | None) -> None:
+        """From now on this one; None: whoever has them."""
+        for key in keys:
+            self._owners.pop(key, None)
+            if owner is not None:
+                self._owners[key] = owner
+        for key in list(itertools.islice(self._owners, max(0, len(self._owners) - self._max_keys))):
+            del self._owners[key]
+
+    def of(self, key: bytes) -> Owner | None:
+        """Whom to ask for what begins with this key."""
+        return self._owners.get(key)
+
+
 class Lease:
     """Records that an owner keeps for us, as far as they are not read yet."""
 

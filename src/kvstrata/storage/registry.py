@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvstrata.clock import Clock
@@ -119,6 +119,12 @@ class ConfiguredAdapter(NamedTuple):
         """What other instances need to reach the memory that the adapter has registered."""
         adapter = self.codec or self.host
         return b"" if adapter is None else adapter.advertisement()
+
+    def prefer(self, keys: Sequence[bytes], source: bytes) -> None:
+        """See StorageAdapter.prefer."""
+        adapter = self.codec or self.host
+        if adapter is not None:
+            adapter.prefer(keys, source)
 
     def status(self) -> dict[str, Any]:
         """For status pages."""

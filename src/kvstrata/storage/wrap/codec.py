@@ -230,6 +230,10 @@ class CodecAdapter(StorageAdapter):
         """As the inner adapter."""
         return self.inner.advertisement()
 
+    def prefer(self, keys: Sequence[bytes], source: bytes) -> None:
+        """As the inner adapter."""
+        self.inner.prefer(keys, source)
+
     async def usage(self) -> Usage:
         """As the inner adapter: bytes as stored."""
         return await self.inner.usage()
