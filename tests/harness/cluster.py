@@ -1,4 +1,8 @@
-"""A controller and servers that read from each other, as processes of this machine."""
+"""A controller and servers that read from each other, as processes of this machine.
+
+On a network of their own the controller runs on its hub and each server on a host, with the keys that addresses off
+loopback need.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import zmq
+
 from tests.harness.cache_engine import eventually
 from tests.harness.controller_process import ControllerProcess
+from tests.harness.network import Network
 from tests.harness.server_process import ServerProcess
+
+
+def _keys(folder: Path) -> tuple[Path, Path]:
+    """Files with the keys of the controller and of its members."""
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    folder.mkdir(parents=True, exist_ok=True)
+    controllers, members = folder / "controller.keys", folder / "members.keys"
+    for path, text in ((controllers, f"secret {secret}\nclient {public}\n"), (members, f"secret {secret}\n")):
+        path.touch(0o600)
+        path.write_text(text)
+    return controllers, members
 
 
 class Cluster:
     """Everything runs once the block is entered. `flags` and `settings`, variables of the environment, go to every
-    server; `l2` as for ServerProcess."""
+    server; `l2` as for ServerProcess. A network has a host for each server, and is the caller's."""
 
     def __init__(
         self,
@@ -28,8 +46,16 @@ class Cluster:
         flags: tuple[str, ...] = (),
         settings: dict[str, str] | None = None,
         controller_flags: tuple[str, ...] = ("--heartbeat-s", "1", "--dead-after-s", "5"),
+        network: Network | None = None,
     ) -> None:
-        self.controller = ControllerProcess(folder / "controller", flags=controller_flags)
+        self._network = network
+        self._address, hub, key_flags = "127.0.0.1", None, ()
+        if network is not None:
+            self._address, hub = network.hub.address, network.hub
+            controllers, members = _keys(folder)
+            controller_flags += ("--monitor-host", self._address, "--curve-secret-file", str(controllers))
+            key_flags = ("--cluster-curve-file", str(members))
+        self.controller = ControllerProcess(folder / "controller", flags=controller_flags, host=hub)
         self._folder = folder
         self._arguments: dict[str, Any] = {
             "l1_mb": l1_mb,
@@ -37,7 +63,7 @@ class Cluster:
             "l2": l2,
             "environment": {**os.environ, **(settings or {})},
         }
-        self._flags = flags
+        self._flags = (*flags, *key_flags)
         self._n_servers = n_servers
         self._stack = contextlib.ExitStack()
         self.servers: list[ServerProcess] = []
@@ -46,13 +72,16 @@ class Cluster:
         with self._stack:
             self._stack.enter_context(self.controller)
             for number in range(self._n_servers):
+                host = None if self._network is None else self._network.hosts[number]
                 server = ServerProcess(
                     self._folder / f"server-{number}",
                     flags=(
-                        *("--controller-url", f"tcp://127.0.0.1:{self.controller.ports['reply']}"),
+                        *("--controller-url", f"tcp://{self._address}:{self.controller.ports['reply']}"),
                         *("--instance-id", f"instance-{number}"),
+                        *(() if host is None else ("--p2p-listen", f"{host.address}:0")),
                         *self._flags,
                     ),
+                    host=host,
                     **self._arguments,
                 )
                 self._stack.enter_context(server).start()
@@ -86,13 +115,7 @@ class Cluster:
         row = self.member(number)
         return 0 if row is None else int(row["keys"].get("l1", 0))
 
-    def peer_numbers(self, number: int) -> dict[str, int]:
-        """What an instance's reader of peers has counted."""
-        for name, adapter in self.servers[number].get("/v1/status")["l2_adapters"].items():
-            if name.startswith("peer"):
-                return dict(adapter["numbers"])
-        return {}
-
     def peer_records(self, number: int) -> int:
-        """Records that an instance has read from its peers."""
-        return self.peer_numbers(number).get("read_records", 0)
+        """Records that an instance has read from its peers, where it has no other L2."""
+        counts = self.servers[number].get("/v1/status")["l2_prefetch"]["counts"]
+        return int(counts.get("loaded", 0))

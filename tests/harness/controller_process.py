@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from tests.harness.daemon import Spawned, free_port
+from tests.harness.http import read
+from tests.harness.network import Host
 from tests.harness.server_process import ServerFailed, ready_line
 
 PORTS = ("pull", "reply", "heartbeat")
@@ -21,13 +22,20 @@ class ControllerProcess(Spawned):
     """`start`, `kill`, `freeze`, `thaw`, `stop`, any number of times. `folder` receives the log and the snapshot."""
 
     def __init__(
-        self, folder: Path, *, flags: tuple[str, ...] = (), environment: dict[str, str] | None = None
+        self,
+        folder: Path,
+        *,
+        flags: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+        host: Host | None = None,
     ) -> None:
+        """It runs on `host` (None: this one)."""
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "controller.log"
         self.snapshot = folder / "state" / "directory.snapshot"
         self._environment = dict(os.environ if environment is None else environment)
         self._flags = flags
+        self._host = host
         self.ready: dict[str, Any] = {}
         self.http_port = 0
         self.ports = dict.fromkeys(PORTS, 0)
@@ -49,6 +57,7 @@ class ControllerProcess(Spawned):
         assert self._process is None or self._process.poll() is not None
         reader, writer = os.pipe()
         command = [
+            *(() if self._host is None else self._host.under),
             *(sys.executable, "-m", "kvstrata.cli.controller"),
             *("--port", str(self.http_port), "--monitor-ports", json.dumps(self.ports)),
             *("--snapshot-dir", str(self.snapshot.parent), "--ready-fd", str(writer)),
@@ -82,17 +91,8 @@ class ControllerProcess(Spawned):
         return self._read(path, None, "", "").decode()
 
     def _read(self, path: str, body: Any, method: str, token: str) -> bytes:
-        request = urllib.request.Request(
-            self.url + path, method=method or ("GET" if body is None else "POST")
-        )
-        if body is not None:
-            request.data = json.dumps(body).encode()
-            request.add_header("Content-Type", "application/json")
-        if token:
-            request.add_header("Authorization", f"Bearer {token}")
-        with urllib.request.urlopen(request, timeout=30) as reply:
-            content: bytes = reply.read()
-            return content
+        send = read if self._host is None else self._host.http
+        return send(self.url + path, body=body, method=method, token=token)
 
     def stop(self) -> int:
         """SIGTERM, and wait for its end; the exit status."""

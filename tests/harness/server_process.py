@@ -14,12 +14,13 @@ import shutil
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from tests.harness.daemon import Spawned
+from tests.harness.http import read
+from tests.harness.network import Host
 
 READY_S = 30.0
 L2_GB = 4
@@ -67,7 +68,7 @@ class ServerProcess(Spawned):
 
     `folder` receives the log and the L2 directory; the caller owns and removes it.  The socket directory is made
     under /tmp (a unix socket's path may have 100 bytes).  `l2` is `none`, `fs`, or `embedded`: what a server
-    that was told nothing has.
+    that was told nothing has.  It runs on `host` (None: this one).
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class ServerProcess(Spawned):
         flags: tuple[str, ...] = (),
         environment: dict[str, str] | None = None,
         python: Path = Path(sys.executable),
+        host: Host | None = None,
     ) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,6 +91,7 @@ class ServerProcess(Spawned):
         self.log = folder / "server.log"
         self.port = 0
         self._python = python
+        self._host = host
         self.ready: dict[str, Any] = {}
         self._environment = dict(os.environ if environment is None else environment)
         self._environment["KVSTRATA_L1_SEGMENT_DIR"] = str(self.segment_dir)
@@ -112,7 +115,8 @@ class ServerProcess(Spawned):
         """Start it and wait until it is ready; what it said about itself. Raises ServerFailed."""
         assert self._process is None or self._process.poll() is not None
         reader, writer = os.pipe()
-        command = [str(self._python), "-m", "kvstrata.cli.server", "--port", str(self.port)]
+        under = () if self._host is None else self._host.under
+        command = [*under, str(self._python), "-m", "kvstrata.cli.server", "--port", str(self.port)]
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
                 [*command, *self._flags, "--ready-fd", str(writer)],
@@ -153,8 +157,8 @@ class ServerProcess(Spawned):
 
     def get(self, path: str) -> Any:
         """A JSON document from the admin port."""
-        with urllib.request.urlopen(f"{self.url}{path}", timeout=10) as reply:
-            return json.loads(reply.read())
+        send = read if self._host is None else self._host.http
+        return json.loads(send(f"{self.url}{path}"))
 
     def connector_config(self, **more: Any) -> dict[str, Any]:
         """`kv_connector_extra_config` for an engine that uses this server."""

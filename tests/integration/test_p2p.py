@@ -1,5 +1,6 @@
 """Two real servers and a real controller: what one instance stored the other one reads out of its memory, and whatever
-happens to the owner, the controller or the directory, nobody gets wrong bytes and everybody goes on.
+happens to the owner, the controller or the directory, nobody gets wrong bytes and everybody goes on.  With each engine:
+UCX in the server's process, NIXL in an adapter host.
 """
 
 from __future__ import annotations
@@ -22,9 +23,16 @@ SETTINGS = {"KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": "5000"}
 """A busy machine gets the time; tests of owners that are silent wait for it."""
 
 
+@pytest.fixture(params=["ucx", "nixl"])
+def engine(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Settings with which servers use an engine."""
+    more = request.getfixturevalue("nixl_environment") if request.param == "nixl" else {}
+    return {**SETTINGS, **more, "KVSTRATA_P2P_ENGINE": request.param}
+
+
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with Cluster(tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, settings=SETTINGS) as made:
+def cluster(tmp_path: Path, engine: dict[str, str]) -> Iterator[Cluster]:
+    with Cluster(tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, settings=engine) as made:
         yield made
 
 
@@ -172,9 +180,9 @@ def test_what_the_owner_has_cleared_is_a_miss(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_an_owner_that_goes_while_it_is_read_costs_misses_and_frees_every_byte(
-    tmp_path: Path, how: str
+    tmp_path: Path, engine: dict[str, str], how: str
 ) -> None:
-    settings = {**SETTINGS, "KVSTRATA_P2P_LOAD_TIMEOUT_MS": "1000"}
+    settings = {**engine, "KVSTRATA_P2P_LOAD_TIMEOUT_MS": "1000"}
     with (
         Cluster(tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, settings=settings) as cluster,
         engines(cluster) as (one, other),
@@ -205,8 +213,8 @@ def test_an_owner_that_goes_while_it_is_read_costs_misses_and_frees_every_byte(
             read(other, late)
 
 
-def test_what_is_not_to_be_kept_leaves_when_nobody_uses_it(tmp_path: Path) -> None:
-    settings = {**SETTINGS, "KVSTRATA_P2P_KEEP": "false"}
+def test_what_is_not_to_be_kept_leaves_when_nobody_uses_it(tmp_path: Path, engine: dict[str, str]) -> None:
+    settings = {**engine, "KVSTRATA_P2P_KEEP": "false"}
     with (
         Cluster(tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, settings=settings) as cluster,
         engines(cluster) as (one, other),
