@@ -29,7 +29,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
 from kvstrata.process.lifecycle import run as run_process
-from kvstrata.process.listen import listen, read_token, serve
+from kvstrata.process.listen import listen, prepare, read_token, serve
 from kvstrata.rpc.zmq_server import CurveKeys, read_curve_file
 
 if TYPE_CHECKING:
@@ -140,6 +140,7 @@ class Controller(Process):
             self._snapshots = Snapshots(loop, cluster, folder, settings.directory)
             self.closers.append(self._snapshots.close)
             await self._snapshots.open()
+        http_server = await prepare(self._make_app)
         links.start()
         if settings.etcd.endpoints:
             cluster.election = elected = make_election(settings, cluster, http_port)
@@ -149,7 +150,7 @@ class Controller(Process):
         self.supervisor.spawn(cluster.directory.keep_swept(), "sweep")
         if self._snapshots is not None:
             self.supervisor.spawn(self._snapshots.keep(), "snapshots")
-        self.supervisor.spawn(serve(http_socket, self._make_app), "http")
+        self.supervisor.spawn(serve(http_socket, http_server), "http")
         cluster.set_ready()
         gc.collect()
         gc.freeze()

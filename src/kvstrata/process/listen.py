@@ -1,7 +1,7 @@
 """Runs an HTTP API on the process's own loop.
 
-FastAPI takes longer to import than the rest of a process takes to start, so it is imported on a thread once
-the process is ready.
+`prepare` imports FastAPI, which takes longer than the rest of a start and holds the interpreter meanwhile: so it comes
+before the process says that it is ready, and on a thread, where signals are still answered.
 """
 
 from __future__ import annotations
@@ -75,9 +75,17 @@ def listen(settings: ListenSettings, *, flag: str = "--http-port") -> socket.soc
     return listener
 
 
-async def serve(listener: socket.socket, make_app: Callable[[], FastAPI]) -> None:
-    """Serve until cancelled; the listener is closed at the end. `make_app` is called on a thread."""
+async def prepare(make_app: Callable[[], FastAPI]) -> uvicorn.Server:
+    """What `serve` serves. `make_app` is called on a thread."""
     server = await asyncio.get_running_loop().run_in_executor(None, _make_server, make_app)
+    from anyio import to_thread
+
+    to_thread.current_default_thread_limiter()  # or the first request would import the rest of anyio
+    return server
+
+
+async def serve(listener: socket.socket, server: uvicorn.Server) -> None:
+    """Serve until cancelled; the listener is closed at the end."""
     try:
         await server.serve(sockets=[listener])
     finally:
@@ -102,4 +110,5 @@ def _make_server(make_app: Callable[[], FastAPI]) -> uvicorn.Server:
         limit_concurrency=64,
         h11_max_incomplete_event_size=64 << 10,
     )
+    config.load()
     return _Server(config)

@@ -1,6 +1,6 @@
 """The server process: what it starts, in which order, and how it ends.
 
-    settings ─▶ ports bound ─▶ segment and pool ─▶ adapters open ─▶ attach socket ─▶ RPC ─▶ ready ─▶ stop
+    settings ─▶ ports bound ─▶ segment and pool ─▶ adapters open ─▶ HTTP made ─▶ attach socket ─▶ RPC ─▶ ready ─▶ stop
 
 Rules:
 
@@ -44,6 +44,7 @@ from kvstrata.policy.sessions import TenantTokens, tenant_number
 from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
 from kvstrata.process.lifecycle import run as run_process
 from kvstrata.process.listen import listen as http_listen
+from kvstrata.process.listen import prepare as http_prepare
 from kvstrata.process.listen import read_token
 from kvstrata.process.listen import serve as http_serve
 from kvstrata.process.supervisor import PoolLane
@@ -263,6 +264,7 @@ class Server(Process):
         engine.extra_status["attach"] = attach.stats
         engine.extra_status["rpc"] = zmq_server.stats
         self.closers.append(attach.stop)
+        http_server = None if http_socket is None else await http_prepare(self._make_app)
         zmq_server.bind_ipc(directory / RPC_SOCKET)
         await attach.start()
         zmq_server.start(handlers.on_frame, handlers.on_frame_count)
@@ -273,8 +275,8 @@ class Server(Process):
             pool.prefault_start(settings.l1.prefault_threads)
         if cluster is not None:
             cluster.start()
-        if http_socket is not None:
-            self.supervisor.spawn(http_serve(http_socket, self._make_app), "http")
+        if http_socket is not None and http_server is not None:
+            self.supervisor.spawn(http_serve(http_socket, http_server), "http")
         engine.set_ready()
         gc.collect()
         gc.freeze()
