@@ -12,7 +12,7 @@ PYTEST ?= $(VENV_PYTHON) -m pytest -n $(JOBS)
 # make test ARGS="-k name" hands ARGS to pytest; with "-n0" one test runs at a time, in pytest's own process.
 ARGS ?=
 LINTED := src tests benchmarks examples setup.py
-CLANG_FORMATTED = $(shell git ls-files --cached --others --exclude-standard 'ext/*.h' 'ext/*.cpp' 'ext/*.cu')
+CLANG_FORMATTED = $(shell git ls-files --cached --others --exclude-standard 'ext/*.h' 'ext/*.cpp' 'ext/*.cu' 'tests/*.cpp')
 
 # CUDA code must compile in CI wherever a compiler for it is there.
 ifeq ($(CI),true)

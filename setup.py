@@ -4,7 +4,8 @@
 - Every `ext/cython/NAME.pyx` becomes the module `kvstrata.native.NAME`, linked with that library.
 - `ext/core/include` in part goes into `kvstrata/include`, for connectors that others write in C++.
 - `ext/ucx` becomes `kvstrata.native.ucx` where UCX's headers are found; libucp itself is loaded at run time.
-- Every `ext/cuda/*.cu` goes into `kvstrata/native/libkvstrata_cuda.so` where nvcc is found.
+- `ext/cuda/*.cpp` go into `kvstrata.native.cuda`, which needs nothing of CUDA to be built or loaded; its kernels,
+  `ext/cuda/kernels.cu`, become `kvstrata/native/kvstrata_cuda.fatbin` where nvcc is found.
 
 Sources are found by pattern: a new file needs no edit here. Object files are kept under `build/native/` and
 are remade when their source, a header they include, or the command line changes.
@@ -40,9 +41,10 @@ CORE_SOURCES = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/core/src/**/*.
 CORE_HEADERS = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/core/**/*.h"))
 CYTHON_SOURCES = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/cython/*.pyx"))
 CYTHON_HEADERS = sorted(
-    p.relative_to(ROOT) for pattern in ("pxd", "pxi", "h") for p in ROOT.glob(f"ext/cython/*.{pattern}")
+    p.relative_to(ROOT) for pattern in ("pxd", "pxi", "h") for p in ROOT.glob(f"ext/cython/**/*.{pattern}")
 )
-CUDA_SOURCES = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/cuda/*.cu"))
+CUDA_KERNELS = Path("ext/cuda/kernels.cu")
+CUDA_SOURCES = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/cuda/*.cpp"))
 CUDA_HEADERS = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/cuda/*.h"))
 UCX_SOURCES = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/ucx/*.cpp"))
 UCX_HEADERS = sorted(p.relative_to(ROOT) for p in ROOT.glob("ext/ucx/*.h"))
@@ -51,7 +53,8 @@ PUBLIC_HEADERS = ("connector.h", "digest.h")
 """What an extension outside needs; goes into the package, see `kvstrata --native-include-dir`."""
 UCX_MODULE = "kvstrata.native.ucx"
 OLDEST_UCX = [1, 16]
-CUDA_LIBRARY = "libkvstrata_cuda.so"
+CUDA_MODULE = "kvstrata.native.cuda"
+CUDA_FATBIN = "kvstrata_cuda.fatbin"
 CUDA_ARCHITECTURES = (80, 90, 100)
 
 WARNINGS = ["-Wall", "-Wextra"] + (["-Werror"] if os.environ.get("KVSTRATA_WERROR") == "1" else [])
@@ -143,33 +146,44 @@ def compile_core(jobs: int) -> Path:
     return library
 
 
-def find_nvcc() -> Path | None:
-    """nvcc of $CUDA_HOME, else the one on PATH, else the one of the usual folder."""
+def find_nvcc() -> list[str] | None:
+    """nvcc of $CUDA_HOME, else on PATH, else of the usual folder, else of the packages `nvidia-cuda-nvcc` and
+    `nvidia-cuda-cccl` of the Python that builds; with the options that it needs to find its own files."""
     home = os.environ.get("CUDA_HOME")
-    candidates = [Path(home) / "bin" / "nvcc"] if home else []
     on_path = shutil.which("nvcc")
+    candidates = [Path(home) / "bin" / "nvcc"] if home else []
     candidates += [Path(on_path)] if on_path else []
     candidates.append(Path("/usr/local/cuda/bin/nvcc"))
-    return next((path for path in candidates if os.access(path, os.X_OK)), None)
+    if found := next((path for path in candidates if os.access(path, os.X_OK)), None):
+        return [str(found)]
+    package = importlib.util.find_spec("nvidia")
+    for place in (package and package.submodule_search_locations) or ():
+        # One folder for all packages since CUDA 13 (nvidia/cu13), before that one for each.
+        for nvcc in sorted(Path(place).glob("*/bin/nvcc")):
+            if os.access(nvcc, os.X_OK):
+                includes = [f"-I{folder}" for folder in sorted(Path(place).glob("*/include"))]
+                return [str(nvcc), *includes]
+    return None
 
 
 def compile_cuda() -> Path | None:
-    """Brings the CUDA library up to date under build/ and returns its path.
+    """Brings the kernels up to date under build/ and returns their path.
 
     Without nvcc, or where it fails, returns None after one line that says so; with KVSTRATA_CUDA=require that
     is an error instead. The code for each GPU generation that this nvcc knows goes in, and portable code for
-    later ones; the CUDA runtime is linked statically, so the library needs nothing but the driver.
+    later ones.
     """
     wish = os.environ.get("KVSTRATA_CUDA", "auto")
     if wish not in ("auto", "require", "off"):
         raise BuildFailed(f"KVSTRATA_CUDA={wish}: use auto, require or off")
-    if wish == "off" or not CUDA_SOURCES:
+    if wish == "off":
         return None
     nvcc = find_nvcc()
     if nvcc is None:
         if wish == "require":
             raise BuildFailed(
-                "KVSTRATA_CUDA=require: no nvcc in $CUDA_HOME/bin, on PATH or in /usr/local/cuda/bin"
+                "KVSTRATA_CUDA=require: no nvcc in $CUDA_HOME/bin, on PATH, in /usr/local/cuda/bin or of the "
+                "package nvidia-cuda-nvcc"
             )
         print(
             "cuda: no nvcc found, the GPU kernels are left out (the server and CPU engines do not need them)"
@@ -177,38 +191,26 @@ def compile_cuda() -> Path | None:
         return None
     try:
         known = subprocess.run(
-            [nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True
+            [nvcc[0], "--list-gpu-code"], capture_output=True, text=True, check=True
         ).stdout.split()
         generations = [number for number in CUDA_ARCHITECTURES if f"sm_{number}" in known]
         if not generations:
-            raise BuildFailed(f"{nvcc} knows none of the GPU generations {CUDA_ARCHITECTURES}")
+            raise BuildFailed(f"{nvcc[0]} knows none of the GPU generations {CUDA_ARCHITECTURES}")
         code = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in generations]
         code.append(f"-gencode=arch=compute_{generations[-1]},code=compute_{generations[-1]}")
-        host_flags = "-fPIC,-fvisibility=hidden,-Wall,-Wextra" + (",-Werror" if "-Werror" in WARNINGS else "")
-        command = [
-            str(nvcc),
-            "-std=c++20",
-            "-O3",
-            "-shared",
-            "-cudart=static",
-            *code,
-            "-Xcompiler",
-            host_flags,
-        ]
-        command += ["-Xlinker", "--exclude-libs,ALL", *(str(source) for source in CUDA_SOURCES)]
-        inputs = [*CUDA_SOURCES, *CUDA_HEADERS]
+        command = [*nvcc, "-std=c++20", "-O3", "-fatbin", *code, "-Xcompiler", "-Wall,-Wextra"]
+        if "-Werror" in WARNINGS:
+            command += ["-Werror", "all-warnings"]
+        command.append(str(CUDA_KERNELS))
         folder = ROOT / "build" / "native" / "cuda"
-        target, stamp = folder / CUDA_LIBRARY, folder / "command.txt"
+        target, stamp = folder / CUDA_FATBIN, folder / "command.txt"
         unchanged = stamp.exists() and stamp.read_text() == shlex.join(command)
-        if (
-            unchanged
-            and target.exists()
-            and newest_mtime_ns([ROOT / p for p in inputs]) <= target.stat().st_mtime_ns
-        ):
+        inputs = [ROOT / path for path in (CUDA_KERNELS, *CUDA_HEADERS)]
+        if unchanged and target.exists() and newest_mtime_ns(inputs) <= target.stat().st_mtime_ns:
             return target
         folder.mkdir(parents=True, exist_ok=True)
         print(
-            f"compiling {CUDA_LIBRARY} for {', '.join(f'sm_{number}' for number in generations)}", flush=True
+            f"compiling {CUDA_FATBIN} for {', '.join(f'sm_{number}' for number in generations)}", flush=True
         )
         run_tool([*command, "-o", str(target.relative_to(ROOT))])
         stamp.write_text(shlex.join(command))
@@ -217,7 +219,7 @@ def compile_cuda() -> Path | None:
         if wish == "require":
             raise
         (ROOT / "build" / "native" / "cuda-error.log").write_text(str(error))
-        print(f"cuda: {nvcc} failed (see build/native/cuda-error.log), the GPU kernels are left out")
+        print(f"cuda: {nvcc[0]} failed (see build/native/cuda-error.log), the GPU kernels are left out")
         return None
 
 
@@ -244,7 +246,7 @@ def find_ucx() -> Path | None:
 
 
 class BuildNative(build_ext):
-    """Compiles the core library first, then the Cython modules, then the CUDA library where nvcc is there."""
+    """Compiles the core library first, then the Cython modules, then the GPU kernels where nvcc is there."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -276,19 +278,19 @@ class BuildNative(build_ext):
                 extension.depends.append(str(library))
         super().build_extensions()
 
-    def _place_cuda(self, library: Path | None) -> None:
-        """Puts the library beside the compiled modules, or removes one that this build does not include."""
+    def _place_cuda(self, fatbin: Path | None) -> None:
+        """Puts the kernels beside the compiled modules, or removes those that this build does not include."""
         folders = [Path(self.build_lib) / "kvstrata" / "native"]
         if self.inplace or self.editable_mode:
             folders.append(ROOT / "src" / "kvstrata" / "native")
         for folder in folders:
-            target = folder / CUDA_LIBRARY
-            if library is None:
+            target = folder / CUDA_FATBIN
+            if fatbin is None:
                 target.unlink(missing_ok=True)
-            elif newest_mtime_ns([library]) > (target.stat().st_mtime_ns if target.exists() else 0):
+            elif newest_mtime_ns([fatbin]) > (target.stat().st_mtime_ns if target.exists() else 0):
                 folder.mkdir(parents=True, exist_ok=True)
                 partial = target.with_suffix(".partial")
-                shutil.copy2(library, partial)
+                shutil.copy2(fatbin, partial)
                 partial.rename(target)
 
     def _remove(self, module: str) -> None:
@@ -305,8 +307,8 @@ class BuildNative(build_ext):
         return [(ROOT / CORE_INCLUDE / "kvstrata" / name, folder / name) for name in PUBLIC_HEADERS]
 
     def get_outputs(self) -> list[str]:
-        library = Path(self.build_lib) / "kvstrata" / "native" / CUDA_LIBRARY
-        placed = [library, *(target for _, target in self._headers())]
+        fatbin = Path(self.build_lib) / "kvstrata" / "native" / CUDA_FATBIN
+        placed = [fatbin, *(target for _, target in self._headers())]
         return [*super().get_outputs(), *(str(path) for path in placed if path.exists())]
 
     def _translate_cython(self) -> None:
@@ -343,6 +345,8 @@ def extension(name: str, sources: list[Path], includes: list[Path], depends: lis
 
 def extensions() -> list[Extension]:
     found = [extension(f"kvstrata.native.{source.stem}", [source], [], []) for source in CYTHON_SOURCES]
+    sources = [Path("ext/cuda/cuda.pyx"), *CUDA_SOURCES]
+    found.append(extension(CUDA_MODULE, sources, [Path("ext/cuda")], CUDA_HEADERS))
     if ucx := find_ucx():
         sources = [Path("ext/ucx/ucx.pyx"), *UCX_SOURCES]
         found.append(extension(UCX_MODULE, sources, [Path("ext/ucx"), ucx], UCX_HEADERS))

@@ -61,7 +61,7 @@ from kvstrata.errors import KvstrataError
 
 # Below this many bytes giving up the GIL costs more than the work.
 cdef size_t SHORT_BYTES = 16384
-cdef double LONGEST_WAIT_S = 31_536_000.0
+LONGEST_WAIT_S = 31_536_000.0
 
 
 class CopyOutcome(enum.IntEnum):
@@ -163,8 +163,6 @@ def record_bytes(section_count, payload_bytes):
 
 
 cdef class CopyPlan:
-    cdef shared_ptr[const CCopyPlan] plan
-
     def __cinit__(self, section_bases, num_blocks, block_stride, dims, run_bytes):
         cdef vector[CopySection] sections
         cdef vector[CopyDim] outer
@@ -221,8 +219,6 @@ cdef class CopyPlan:
 
 
 cdef class RecordSpec:
-    cdef CRecordSpec spec
-
     def __cinit__(self, key, identity, slice_digest, parent_key, chunk_tokens, created_unix_ms=0):
         set_digest(self.spec.key, key, "key")
         set_digest(self.spec.identity, identity, "identity")
@@ -497,6 +493,18 @@ cdef list codes_of(const vector[CopyResult]& results):
     return codes
 
 
+cdef int check_job(const Status& status) except -1:
+    """Like check, but detail(2) is the index of an item."""
+    if status.ok():
+        return 0
+    if status.code() == StatusCode.kNoSpace:
+        raise MemoryError(status.message().decode())
+    where = f"items[{status.detail(2)}]." if status.detail(2) >= 0 else ""
+    text = status.message().decode()
+    values = f" (got {status.detail(0)}, limit {status.detail(1)})" if status.detail(1) else ""
+    raise ValueError(f"{where}{text}{values}")
+
+
 cdef class CopyEngine:
     cdef unique_ptr[CCopyEngine] engine
     cdef readonly int event_fd
@@ -511,17 +519,6 @@ cdef class CopyEngine:
         with nogil:  # joins the threads
             self.engine.reset()
 
-    cdef int check_job(self, const Status& status) except -1:
-        """Like check, but detail(2) is the index of an item."""
-        if status.ok():
-            return 0
-        if status.code() == StatusCode.kNoSpace:
-            raise MemoryError(status.message().decode())
-        where = f"items[{status.detail(2)}]." if status.detail(2) >= 0 else ""
-        text = status.message().decode()
-        values = f" (got {status.detail(0)}, limit {status.detail(1)})" if status.detail(1) else ""
-        raise ValueError(f"{where}{text}{values}")
-
     def submit(self, job_id, kind, CopyPlan plan not None, items):
         cdef uint64_t number = whole(job_id, "job_id")
         cdef CopyKind which = kind_of(kind)
@@ -532,7 +529,7 @@ cdef class CopyEngine:
             status = self.engine.get().submit(number, which, plan.plan, move(list_of))
         if status.code() == StatusCode.kQueueFull:
             return False
-        self.check_job(status)
+        check_job(status)
         return True
 
     def completions(self):
@@ -551,7 +548,7 @@ cdef class CopyEngine:
         set_items(list_of, which, items)
         with nogil:
             status = self.engine.get().run(which, plan.plan, move(list_of), &results)
-        self.check_job(status)
+        check_job(status)
         return codes_of(results)
 
     def wait(self, job_id, timeout_s):

@@ -145,7 +145,7 @@ def native_sources() -> list[Path]:
 
 def native_modules_present() -> bool:
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    names = [source.stem for source in (ROOT / "ext" / "cython").glob("*.pyx")]
+    names = ["cuda", *(source.stem for source in (ROOT / "ext" / "cython").glob("*.pyx"))]
     return all((ROOT / "src" / "kvstrata" / "native" / f"{name}{suffix}").exists() for name in names)
 
 

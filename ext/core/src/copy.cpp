@@ -181,19 +181,11 @@ void CopyPlan::copy(std::span<const std::uint32_t> blocks, std::uint64_t payload
         packed += block_bytes_;
         continue;
       }
-      const std::uint64_t base = sections_[s].base + block * sections_[s].block_stride;
       if (runs_per_block_ == 1) {
-        push(base);
+        push(sections_[s].base + block * sections_[s].block_stride);
         continue;
       }
-      for (std::uint64_t i = 0; i < dims_[0].count; ++i) {
-        for (std::uint64_t j = 0; j < dims_[1].count; ++j) {
-          const std::uint64_t row = base + i * dims_[0].stride + j * dims_[1].stride;
-          for (std::uint64_t k = 0; k < dims_[2].count; ++k) {
-            push(row + k * dims_[2].stride);
-          }
-        }
-      }
+      each_run(sections_[s], block, push);
     }
     crcs[s - begin] = copy_crc32c_runs(runs.data(), filled, run_bytes_, crc, hint);
   }

@@ -38,6 +38,35 @@ CopyOutcome copy_outcome(const Status& status) noexcept {
   }
 }
 
+Status check_items(CopyKind kind, const CopyPlan& plan, std::span<const CopyItem> items) noexcept {
+  if (items.empty() || items.size() > CopyEngine::kMaxItems) {
+    return Status(StatusCode::kBadArgument, "items: must have between 1 and 65536 entries",
+                  static_cast<std::int64_t>(items.size()), CopyEngine::kMaxItems, -1);
+  }
+  const auto check = [&](const CopyItem& item) -> Status {
+    std::uint64_t needed = 0;
+    KVSTRATA_RETURN_IF_ERROR(plan.record_bytes(item.blocks.size(), &needed));
+    KVSTRATA_RETURN_IF_ERROR(plan.check_blocks(item.blocks, kind == CopyKind::kScatter));
+    KVSTRATA_RETURN_IF_ERROR(check_record_address(item.record));
+    if (item.length < needed) {
+      return Status(StatusCode::kBadArgument, "extent_len: too small for the record",
+                    static_cast<std::int64_t>(item.length), static_cast<std::int64_t>(needed));
+    }
+    return Status();
+  };
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    if (const Status status = check(items[i]); !status.ok()) {
+      return Status(status.code(), status.message(), status.detail(0), status.detail(1),
+                    static_cast<std::int64_t>(i));
+    }
+  }
+  return Status();
+}
+
+std::size_t sections_per_unit(const CopyPlan& plan, std::uint64_t section_bytes) noexcept {
+  return std::clamp<std::size_t>(CopyEngine::kUnitBytes / section_bytes, 1, plan.section_count());
+}
+
 namespace {
 
 // What the threads know of one item while it runs.
@@ -87,39 +116,16 @@ void note(std::atomic<std::uint64_t>& bad, CopyOutcome outcome, std::int64_t sec
 
 Status make_job(CopyKind kind, std::shared_ptr<const CopyPlan> plan, std::vector<CopyItem> items,
                 std::shared_ptr<Job>* out) noexcept {
-  if (items.empty() || items.size() > CopyEngine::kMaxItems) {
-    return Status(StatusCode::kBadArgument, "items: must have between 1 and 65536 entries",
-                  static_cast<std::int64_t>(items.size()), CopyEngine::kMaxItems, -1);
-  }
+  KVSTRATA_RETURN_IF_ERROR(check_items(kind, *plan, items));
   std::uint64_t largest = 1;
-  for (std::size_t i = 0; i < items.size(); ++i) {
-    const auto index = static_cast<std::int64_t>(i);
-    const CopyItem& item = items[i];
-    std::uint64_t needed = 0;
-    Status status = plan->record_bytes(item.blocks.size(), &needed);
-    if (!status.ok()) {
-      return Status(status.code(), status.message(), status.detail(0), status.detail(1), index);
-    }
-    status = plan->check_blocks(item.blocks, kind == CopyKind::kScatter);
-    if (!status.ok()) {
-      return Status(status.code(), status.message(), status.detail(0), status.detail(1), index);
-    }
-    status = check_record_address(item.record);
-    if (!status.ok()) {
-      return Status(status.code(), status.message(), status.detail(0), status.detail(1), index);
-    }
-    if (item.length < needed) {
-      return Status(StatusCode::kBadArgument, "extent_len: too small for the record",
-                    static_cast<std::int64_t>(item.length), static_cast<std::int64_t>(needed),
-                    index);
-    }
+  for (const CopyItem& item : items) {
     largest = std::max<std::uint64_t>(largest, item.blocks.size() * plan->block_bytes());
   }
   try {
     auto job = std::make_shared<Job>();
     const std::size_t sections = plan->section_count();
     job->kind = kind;
-    job->sections_per_unit = std::clamp<std::size_t>(CopyEngine::kUnitBytes / largest, 1, sections);
+    job->sections_per_unit = sections_per_unit(*plan, largest);
     job->units_per_item = (sections + job->sections_per_unit - 1) / job->sections_per_unit;
     job->progress = std::make_unique<Progress[]>(items.size());
     job->results.resize(items.size());

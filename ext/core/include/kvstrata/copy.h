@@ -53,6 +53,11 @@ class CopyPlan {
   [[nodiscard]] std::uint64_t num_blocks() const noexcept { return num_blocks_; }
   // Bytes that one block contributes to one section.
   [[nodiscard]] std::uint64_t block_bytes() const noexcept { return block_bytes_; }
+  // The description itself, for engines of other kinds of memory: what is contiguous is merged, and
+  // dimensions that are not used have the count 1. Valid as long as the plan.
+  [[nodiscard]] std::span<const CopySection> sections() const noexcept { return sections_; }
+  [[nodiscard]] std::span<const CopyDim, kMaxDims> dims() const noexcept { return dims_; }
+  [[nodiscard]] std::uint64_t run_bytes() const noexcept { return run_bytes_; }
 
   // kBadArgument when n_blocks is 0 or a section would not fit its 32-bit length.
   Status section_bytes(std::uint64_t n_blocks, std::uint32_t* out) const noexcept;
@@ -70,6 +75,21 @@ class CopyPlan {
   // The other direction; crcs receives what was read, for the caller to compare.
   void scatter(std::span<const std::uint32_t> blocks, const void* payload, std::size_t begin,
                std::size_t end, std::uint32_t* crcs) const noexcept;
+
+  // Where each run of one block of a section begins in the engine's memory, in the order in which
+  // they are stored.
+  template <typename Visit>
+  void each_run(const CopySection& section, std::uint64_t block, Visit visit) const {
+    const std::uint64_t base = section.base + block * section.block_stride;
+    for (std::uint64_t i = 0; i < dims_[0].count; ++i) {
+      for (std::uint64_t j = 0; j < dims_[1].count; ++j) {
+        const std::uint64_t row = base + i * dims_[0].stride + j * dims_[1].stride;
+        for (std::uint64_t k = 0; k < dims_[2].count; ++k) {
+          visit(row + k * dims_[2].stride);
+        }
+      }
+    }
+  }
 
  private:
   CopyPlan() = default;

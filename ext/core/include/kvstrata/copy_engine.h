@@ -24,6 +24,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "kvstrata/copy.h"
@@ -40,7 +41,7 @@ enum class CopyOutcome : std::uint8_t {
   kMismatch = 3,    // a sound record that this plan cannot take: other shape, version or encoding
   kUnverified = 4,  // its CRCs are pending, so it cannot be checked
   kCancelled = 5,   // nothing was copied
-  kFailed = 6,      // out of memory
+  kFailed = 6,      // out of memory; on a GPU, an error of CUDA
 };
 
 // What a Status of scatter_record or verify_record says about the record.
@@ -62,6 +63,13 @@ struct CopyCompletion {
   std::uint64_t job_id;
   std::vector<CopyResult> results;
 };
+
+// What submit() demands of its items: between 1 and kMaxItems, each fitting the plan. kBadArgument
+// / kOutOfRange with detail(2) = index of the item, or -1.
+Status check_items(CopyKind kind, const CopyPlan& plan, std::span<const CopyItem> items) noexcept;
+
+// Sections in one unit of work, so that it has about CopyEngine::kUnitBytes.
+std::size_t sections_per_unit(const CopyPlan& plan, std::uint64_t section_bytes) noexcept;
 
 class CopyEngine {
  public:

@@ -1,0 +1,155 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// One GPU as this process sees it: its primary context (the one that the engine uses as well), our
+// kernels in it, a pool of events, and ranges of host memory registered with it.
+//
+// Thread-safe. A driver does not survive a fork: in a child these objects do nothing and leave what
+// they own behind.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "driver.h"
+
+namespace kvstrata::cuda {
+
+struct DeviceFacts {
+  int ordinal = 0;
+  std::string name;
+  int capability_major = 0;
+  int capability_minor = 0;
+  std::uint64_t memory_bytes = 0;
+  int multiprocessors = 0;
+  int copy_engines = 0;
+  std::string pci_bus_id;
+  int numa_node = -1;
+  bool can_register_host = false;
+};
+
+// Does not touch the device's context. A failure's text names the ordinal.
+Failure read_facts(int ordinal, DeviceFacts* out);
+
+class Moment;
+
+class Device : public std::enable_shared_from_this<Device> {
+ public:
+  // The device, shared by all who open it while anybody has it. `image` is the fatbin of our
+  // kernels, used by the first; empty: there are none, `reason` says why.
+  static Failure open(int ordinal, const std::string& image, const std::string& reason,
+                      std::shared_ptr<Device>* out);
+  ~Device();
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  [[nodiscard]] const Driver& driver() const noexcept { return *driver_; }
+  [[nodiscard]] int ordinal() const noexcept { return ordinal_; }
+  [[nodiscard]] Context context() const noexcept { return context_; }
+  // The kernel that copies by vectors of so many bytes (1, 2, 4, 8, 16); null without kernels.
+  [[nodiscard]] Function kernel(unsigned vector_bytes) const noexcept;
+  // "", or why there are no kernels.
+  [[nodiscard]] const std::string& no_kernels() const noexcept { return no_kernels_; }
+  // False in a forked child.
+  [[nodiscard]] bool owned() const noexcept;
+
+  // An event for any stream of this device, recorded nowhere yet.
+  Failure take_event(std::shared_ptr<Moment>* out);
+
+  // Makes a failure out of a result.
+  static Failure check(const char* call, Result number) { return Failure{number, call, ""}; }
+
+ private:
+  friend class Moment;
+
+  Device() = default;
+  void load_kernels(const std::string& image, const std::string& reason);
+
+  const Driver* driver_ = nullptr;
+  int ordinal_ = 0;
+  DeviceId id_ = 0;
+  Context context_ = nullptr;
+  Module module_ = nullptr;
+  std::array<Function, 5> kernels_{};
+  std::string no_kernels_;
+  int owner_ = 0;
+  std::mutex mutex_;
+  std::vector<Event> idle_events_;
+};
+
+// Makes the device's context current for this thread while it lives.
+class CurrentContext {
+ public:
+  explicit CurrentContext(const Device& device) : device_(device) {
+    pushed_ = device.driver().context_push(device.context());
+  }
+  ~CurrentContext() {
+    Context before = nullptr;
+    if (pushed_ == kSuccess) static_cast<void>(device_.driver().context_pop(&before));
+  }
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+
+  [[nodiscard]] Failure failure() const { return Failure{pushed_, "cuCtxPushCurrent", ""}; }
+
+ private:
+  const Device& device_;
+  Result pushed_;
+};
+
+// A point in a stream's work. Goes back to the device's pool with its last owner, which is sound
+// even while streams wait for it: a wait means the record that it saw.
+class Moment {
+ public:
+  Moment(std::shared_ptr<Device> device, Event event) noexcept
+      : device_(std::move(device)), event_(event) {}
+  ~Moment();
+  Moment(const Moment&) = delete;
+  Moment& operator=(const Moment&) = delete;
+
+  [[nodiscard]] Device& device() const noexcept { return *device_; }
+  [[nodiscard]] Event event() const noexcept { return event_; }
+
+  // REQUIRES, for all: the device's context is current.
+  Failure record(Stream stream);
+  Failure make_wait(Stream stream) const;  // later work of `stream` begins after the moment
+  Failure wait() const;                    // blocks this thread
+
+ private:
+  std::shared_ptr<Device> device_;
+  Event event_;
+};
+
+// Host memory that the device reaches by DMA and under an address of its own. Whoever owns the
+// memory keeps it mapped until unregister().
+class HostRegion {
+ public:
+  static Failure create(std::shared_ptr<Device> device, std::uint64_t address, std::uint64_t length,
+                        std::shared_ptr<HostRegion>* out);
+  ~HostRegion();
+  HostRegion(const HostRegion&) = delete;
+  HostRegion& operator=(const HostRegion&) = delete;
+
+  [[nodiscard]] std::uint64_t address() const noexcept { return address_; }
+  [[nodiscard]] std::uint64_t length() const noexcept { return length_; }
+  [[nodiscard]] DeviceAddress device_address() const noexcept { return device_address_; }
+  [[nodiscard]] bool registered() const noexcept { return registered_.load(); }
+
+  // Idempotent. REQUIRES: no copy from or to it is under way.
+  Failure unregister();
+
+ private:
+  HostRegion() = default;
+
+  std::shared_ptr<Device> device_;
+  std::uint64_t address_ = 0;
+  std::uint64_t length_ = 0;
+  DeviceAddress device_address_ = 0;
+  std::atomic<bool> registered_{false};
+};
+
+}  // namespace kvstrata::cuda

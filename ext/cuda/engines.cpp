@@ -1,0 +1,367 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "engines.h"
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+
+#include "kernel_body.h"
+
+namespace kvstrata::cuda {
+namespace {
+
+// Copies handed to the driver in one call.
+constexpr std::size_t kBatchCopies = 4096;
+
+// The widest vector of which all addresses and distances of the copy are multiples.
+unsigned vector_bytes(const CopyPlan& plan, DeviceAddress packed, std::size_t begin,
+                      std::size_t end) {
+  std::uint64_t bits = 16 | packed | plan.run_bytes();
+  for (const CopyDim& dim : plan.dims()) {
+    if (dim.count > 1) bits |= dim.stride;
+  }
+  for (std::size_t s = begin; s < end; ++s) {
+    bits |= plan.sections()[s].base | plan.sections()[s].block_stride;
+  }
+  return 1U << std::countr_zero(bits);
+}
+
+}  // namespace
+
+static_assert(kSkippedBlock == kSkipBlock);
+
+Mover::~Mover() {
+  if (!device_->owned()) return;
+  const CurrentContext current(*device_);
+  give_back();
+  if (stream_ != nullptr) static_cast<void>(device_->driver().stream_destroy(stream_));
+}
+
+Failure Mover::open(bool urgent) {
+  const Driver& driver = device_->driver();
+  int least = 0;
+  int greatest = 0;
+  if (Failure failure = Device::check("cuCtxGetStreamPriorityRange",
+                                      driver.stream_priorities(&least, &greatest))) {
+    return failure;
+  }
+  return Device::check("cuStreamCreate", driver.stream_create(&stream_, kStreamNonBlocking,
+                                                              urgent ? greatest : least));
+}
+
+Failure Mover::reserve(std::uint64_t staging_bytes) {
+  Failure failure =
+      Device::check("cuMemAlloc", device_->driver().memory_allocate(&staging_, staging_bytes));
+  staging_bytes_ = failure ? 0 : staging_bytes;
+  return failure;
+}
+
+void Mover::give_back() noexcept {
+  if (staging_bytes_ != 0) static_cast<void>(device_->driver().memory_free(staging_));
+  staging_bytes_ = 0;
+}
+
+Failure Mover::queue(Way way, CopyKind kind, const CopyPlan& plan,
+                     std::span<const std::uint32_t> blocks, std::uint64_t payload,
+                     const Pinning& pinning, std::size_t begin, std::size_t end) {
+  const std::uint64_t section_bytes = blocks.size() * plan.block_bytes();
+  if (way == Way::kKernel && pinning.mapped) {
+    return launch(kind, plan, blocks, pinning.device_address + begin * section_bytes, begin, end);
+  }
+  if (way == Way::kStaged && section_bytes <= staging_bytes_) {
+    return queue_staged(kind, plan, blocks, payload, pinning, begin, end);
+  }
+  return queue_dma(kind, plan, blocks, payload, pinning, begin, end);
+}
+
+Failure Mover::copy(CopyKind kind, DeviceAddress device, std::uint64_t host, std::uint64_t bytes) {
+  const Driver& driver = device_->driver();
+  void* const there = reinterpret_cast<void*>(host);
+  return kind == CopyKind::kGather
+             ? Device::check("cuMemcpyDtoHAsync",
+                             driver.copy_to_host(there, device, bytes, stream_))
+             : Device::check("cuMemcpyHtoDAsync",
+                             driver.copy_to_device(device, there, bytes, stream_));
+}
+
+Failure Mover::queue_dma(CopyKind kind, const CopyPlan& plan, std::span<const std::uint32_t> blocks,
+                         std::uint64_t payload, const Pinning& pinning, std::size_t begin,
+                         std::size_t end) {
+  const Driver& driver = device_->driver();
+  const bool batched = driver.copy_batch != nullptr && pinning.whole;
+  const bool gather = kind == CopyKind::kGather;
+  Failure failure;
+  targets_.clear();
+  sources_.clear();
+  sizes_.clear();
+
+  const auto flush = [&] {
+    if (sizes_.empty() || failure) return;
+    CopyAttributes attributes{kSourceInStreamOrder, {0, 0}, {0, 0}, kPreferOverlapWithCompute};
+    std::size_t first = 0;
+    std::size_t failed = 0;
+    failure =
+        Device::check("cuMemcpyBatchAsync",
+                      driver.copy_batch(targets_.data(), sources_.data(), sizes_.data(),
+                                        sizes_.size(), &attributes, &first, 1, &failed, stream_));
+    targets_.clear();
+    sources_.clear();
+    sizes_.clear();
+  };
+  // A run that waits for the next one to be joined with it.
+  DeviceAddress device = 0;
+  std::uint64_t host = 0;
+  std::uint64_t bytes = 0;
+  const auto send = [&] {
+    auto border = std::ranges::upper_bound(pinning.borders, host);
+    while (bytes != 0 && !failure) {
+      const std::uint64_t piece =
+          border == pinning.borders.end() ? bytes : std::min(bytes, *border - host);
+      if (batched) {
+        targets_.push_back(gather ? host : device);
+        sources_.push_back(gather ? device : host);
+        sizes_.push_back(piece);
+        if (sizes_.size() == kBatchCopies) flush();
+      } else {
+        failure = copy(kind, device, host, piece);
+      }
+      device += piece;
+      host += piece;
+      bytes -= piece;
+      if (border != pinning.borders.end()) ++border;
+    }
+  };
+  std::uint64_t packed = payload + begin * blocks.size() * plan.block_bytes();
+  for (std::size_t s = begin; s < end && !failure; ++s) {
+    for (const std::uint32_t block : blocks) {
+      if (block == kSkipBlock) {
+        packed += plan.block_bytes();
+        continue;
+      }
+      plan.each_run(plan.sections()[s], block, [&](std::uint64_t run) {
+        if (bytes == 0 || run != device + bytes || packed != host + bytes) {
+          send();
+          device = run;
+          host = packed;
+          bytes = 0;
+        }
+        bytes += plan.run_bytes();
+        packed += plan.run_bytes();
+      });
+    }
+  }
+  send();
+  flush();
+  return failure;
+}
+
+Failure Mover::queue_staged(CopyKind kind, const CopyPlan& plan,
+                            std::span<const std::uint32_t> blocks, std::uint64_t payload,
+                            const Pinning& pinning, std::size_t begin, std::size_t end) {
+  const std::uint64_t section_bytes = blocks.size() * plan.block_bytes();
+  const std::size_t at_once = staging_bytes_ / section_bytes;
+  const auto transfer = [&](std::size_t first, std::size_t last) -> Failure {
+    std::uint64_t host = payload + first * section_bytes;
+    const std::uint64_t stop = payload + last * section_bytes;
+    DeviceAddress device = staging_;
+    auto border = std::ranges::upper_bound(pinning.borders, host);
+    while (host != stop) {
+      const std::uint64_t next = border == pinning.borders.end() ? stop : std::min(stop, *border++);
+      if (Failure failure = copy(kind, device, host, next - host)) return failure;
+      device += next - host;
+      host = next;
+    }
+    return Failure{};
+  };
+  // Rounds follow each other in the stream, so the buffer of one is free when the next begins.
+  for (std::size_t s = begin; s < end; s += at_once) {
+    const std::size_t last = std::min(end, s + at_once);
+    if (kind == CopyKind::kGather) {
+      if (Failure failure = launch(kind, plan, blocks, staging_, s, last)) return failure;
+      if (Failure failure = transfer(s, last)) return failure;
+    } else {
+      if (Failure failure = transfer(s, last)) return failure;
+      if (Failure failure = launch(kind, plan, blocks, staging_, s, last)) return failure;
+    }
+  }
+  return Failure{};
+}
+
+Failure Mover::launch(CopyKind kind, const CopyPlan& plan, std::span<const std::uint32_t> blocks,
+                      DeviceAddress packed, std::size_t begin, std::size_t end) {
+  const unsigned vector = vector_bytes(plan, packed, begin, end);
+  const auto dims = plan.dims();
+  Launch launch{};
+  for (int i = 0; i < 2; ++i) {
+    launch.dims[i] = {dims[i + 1].stride, static_cast<std::uint32_t>(dims[i + 1].count), 0};
+  }
+  launch.outer_stride = dims[0].stride;
+  launch.section_bytes = blocks.size() * plan.block_bytes();
+  launch.block_vectors = static_cast<std::uint32_t>(plan.block_bytes() / vector);
+  launch.run_vectors = static_cast<std::uint32_t>(plan.run_bytes() / vector);
+  launch.gather = kind == CopyKind::kGather ? 1 : 0;
+  constexpr std::uint64_t kTile = kThreads * kUnroll;
+  for (std::size_t s = begin; s < end; s += kLaunchSections) {
+    launch.section_count =
+        static_cast<std::uint32_t>(std::min<std::size_t>(kLaunchSections, end - s));
+    for (std::uint32_t i = 0; i < launch.section_count; ++i) {
+      const CopySection& section = plan.sections()[s + i];
+      launch.sections[i] = {section.base, section.block_stride};
+    }
+    for (std::size_t b = 0; b < blocks.size(); b += kLaunchBlocks) {
+      launch.block_count =
+          static_cast<std::uint32_t>(std::min<std::size_t>(kLaunchBlocks, blocks.size() - b));
+      std::copy_n(blocks.begin() + static_cast<std::ptrdiff_t>(b), launch.block_count,
+                  launch.blocks);
+      launch.packed = packed + (s - begin) * launch.section_bytes + b * plan.block_bytes();
+      const std::uint64_t vectors = std::uint64_t{launch.block_count} * launch.block_vectors;
+      launch.tiles_per_section = static_cast<std::uint32_t>((vectors + kTile - 1) / kTile);
+      const std::uint64_t tiles = std::uint64_t{launch.tiles_per_section} * launch.section_count;
+      void* parameters[] = {&launch};
+      const Result error = device_->driver().launch(
+          device_->kernel(vector),
+          static_cast<unsigned>(std::min<std::uint64_t>(tiles, max_thread_blocks_)), 1, 1, kThreads,
+          1, 1, 0, stream_, parameters, nullptr);
+      if (error != kSuccess) return Failure{error, "cuLaunchKernel", ""};
+    }
+  }
+  return Failure{};
+}
+
+namespace {
+
+// Device memory of the measurement at most, and bytes moved in each direction at least.
+constexpr std::uint64_t kScratchBytes = 64 << 20;
+constexpr std::uint64_t kMeasuredBytes = 64 << 20;
+
+// Memory of the measurement; ends with it.
+struct Scratch {
+  const Driver& driver;
+  DeviceAddress device = 0;
+  void* host = nullptr;
+
+  ~Scratch() {
+    if (device != 0) static_cast<void>(driver.memory_free(device));
+    if (host != nullptr) static_cast<void>(driver.host_free(host));
+  }
+};
+
+// As many other blocks, neighbours where those are.
+std::vector<std::uint32_t> like(std::span<const std::uint32_t> blocks, std::uint32_t* used) {
+  std::vector<std::uint32_t> known(blocks.begin(), blocks.end());
+  std::erase(known, kSkipBlock);
+  std::ranges::sort(known);
+  known.erase(std::unique(known.begin(), known.end()), known.end());
+  std::vector<std::uint32_t> mine;
+  mine.reserve(blocks.size());
+  std::vector<std::uint32_t> place(known.size());
+  for (std::size_t i = 1; i < known.size(); ++i) {
+    place[i] = place[i - 1] + (known[i] == known[i - 1] + 1 ? 1 : 2);
+  }
+  for (const std::uint32_t block : blocks) {
+    const auto found = std::ranges::lower_bound(known, block);
+    mine.push_back(block == kSkipBlock ? kSkipBlock
+                                       : place[static_cast<std::size_t>(found - known.begin())]);
+  }
+  *used = place.empty() ? 1 : place.back() + 1;
+  return mine;
+}
+
+}  // namespace
+
+Failure measure(const std::shared_ptr<Device>& device, const CopyPlan& plan,
+                std::span<const std::uint32_t> blocks, std::uint64_t host, std::uint64_t host_bytes,
+                const PinnedMemory& pinned, unsigned max_thread_blocks, std::uint64_t staging_bytes,
+                Measured* out) {
+  const Driver& driver = device->driver();
+  const CurrentContext current(*device);
+  if (Failure failure = current.failure()) return failure;
+  std::uint64_t payload = 0;
+  if (const Status status = plan.payload_bytes(blocks.size(), &payload); !status.ok()) {
+    return Failure{-1, "", status.message()};
+  }
+  std::uint32_t used = 1;
+  const std::vector<std::uint32_t> mine = like(blocks, &used);
+
+  // A plan of the same shape on memory of our own: sections share it where there is not enough.
+  std::uint64_t block_stride = plan.run_bytes();
+  for (const CopyDim& dim : plan.dims())
+    block_stride += (dim.count - 1) * dim.stride;
+  for (const CopySection& section : plan.sections())
+    block_stride = std::max(block_stride, section.block_stride);
+  const std::uint64_t area = used * block_stride;
+  if (area > kScratchBytes) {
+    return Failure{-1, "", "blocks: too far apart in memory to measure with copies of them"};
+  }
+  const std::size_t areas = std::min<std::size_t>(kScratchBytes / area, plan.section_count());
+  Scratch scratch{driver};
+  if (Failure failure =
+          Device::check("cuMemAlloc", driver.memory_allocate(&scratch.device, areas * area))) {
+    return failure;
+  }
+  std::vector<CopySection> sections;
+  for (std::size_t s = 0; s < plan.section_count(); ++s) {
+    sections.push_back({scratch.device + s % areas * area, block_stride});
+  }
+  std::shared_ptr<const CopyPlan> alike;
+  if (const Status status =
+          CopyPlan::create(std::move(sections), used, plan.dims(), plan.run_bytes(), &alike);
+      !status.ok()) {
+    return Failure{-1, "", status.message()};
+  }
+  Pinning pinning;
+  if (host_bytes == 0) {
+    if (Failure failure =
+            Device::check("cuMemHostAlloc", driver.host_allocate(&scratch.host, payload, 0))) {
+      return failure;
+    }
+    host = reinterpret_cast<std::uint64_t>(scratch.host);
+    pinning = Pinning{.whole = true, .mapped = true, .device_address = host, .borders = {}};
+  } else if (host_bytes < payload) {
+    return Failure{-1, "",
+                   "length: " + std::to_string(host_bytes) + " bytes, a record's payload has " +
+                       std::to_string(payload)};
+  } else {
+    pinning = pinned.find(host, payload);
+  }
+
+  Mover mover(device, max_thread_blocks);
+  if (Failure failure = mover.open(true)) return failure;
+  for (const Way way : {Way::kDma, Way::kKernel, Way::kStaged}) {
+    const auto index = static_cast<std::size_t>(way);
+    if (way != Way::kDma && !device->no_kernels().empty()) {
+      out->why_not[index] = device->no_kernels();
+      continue;
+    }
+    if (way == Way::kKernel && !pinning.mapped) {
+      out->why_not[index] = "the host memory is not registered";
+      continue;
+    }
+    if (way == Way::kStaged) {
+      if (Failure failure = mover.reserve(staging_bytes)) {
+        out->why_not[index] = driver.explain(failure);
+        continue;
+      }
+    }
+    const auto round = [&](std::uint64_t bytes) -> Failure {
+      for (std::uint64_t done = 0; done < bytes; done += payload) {
+        for (const CopyKind kind : {CopyKind::kGather, CopyKind::kScatter}) {
+          if (Failure failure =
+                  mover.queue(way, kind, *alike, mine, host, pinning, 0, alike->section_count())) {
+            return failure;
+          }
+        }
+      }
+      return Device::check("cuStreamSynchronize", driver.stream_synchronize(mover.stream()));
+    };
+    if (Failure failure = round(1)) return failure;  // warm
+    const auto begun = std::chrono::steady_clock::now();
+    if (Failure failure = round(kMeasuredBytes)) return failure;
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begun;
+    const std::uint64_t rounds = (kMeasuredBytes + payload - 1) / payload;
+    out->gb_per_s[index] = 2e-9 * static_cast<double>(rounds * payload) / took.count();
+  }
+  return Failure{};
+}
+
+}  // namespace kvstrata::cuda

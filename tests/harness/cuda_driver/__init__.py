@@ -1,0 +1,167 @@
+"""A CUDA driver for machines without a GPU (driver.cpp): the shipped code runs on it in a process of its own.
+
+`environment()` gives a child process that finds it as libcuda.so.1.  Inside such a process `SimulatedGpu` is the
+hand of the test: memory, streams and the controls that the environment variables cannot change later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import inspect
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.harness import provision
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCES = [Path(__file__).with_name("driver.cpp"), ROOT / "ext" / "cuda" / "driver.cpp"]
+HEADERS = [ROOT / "ext" / "cuda" / name for name in ("driver.h", "kernel_body.h")]
+LIBRARY = "libcuda.so.1"
+
+
+def build(folder: Path | None = None, *flags: str) -> Path:
+    """Compiles the driver into `folder` (default: one under build/ that is kept) unless it is current."""
+    folder = folder or ROOT / "build" / "cuda-driver"
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / LIBRARY
+    with provision.exclusive(folder / ".lock", "waiting for another build of the simulated CUDA driver"):
+        newest_ns = max(path.stat().st_mtime_ns for path in [*SOURCES, *HEADERS])
+        if target.exists() and target.stat().st_mtime_ns >= newest_ns:
+            return folder
+        partial = target.with_suffix(".partial")
+        command = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++20", "-O2", "-g", "-shared", "-fPIC"]
+        command += ["-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Werror", *flags]
+        command += [f"-I{ROOT / 'ext' / 'cuda'}", *map(str, SOURCES), f"-Wl,-soname,{LIBRARY}"]
+        subprocess.run([*command, "-o", str(partial)], check=True)
+        partial.rename(target)
+    return folder
+
+
+def environment(**options: object) -> dict[str, str]:
+    """For a child process: this driver, with the options of driver.cpp (`delay_us=100`, `fail="copy:3:700"`)."""
+    variables = {f"SIMULATED_CUDA_{name.upper()}": str(value) for name, value in options.items()}
+    paths = [str(build()), os.environ.get("LD_LIBRARY_PATH", "")]
+    return {**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, paths)), **variables}
+
+
+class Gpu:
+    """Memory and streams of the first device through the driver's own interface, simulated or real."""
+
+    def __init__(self) -> None:
+        self.driver = ctypes.CDLL(LIBRARY)
+        self.call("cuInit", 0)
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self.call("cuDeviceGet", ctypes.byref(device), 0)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self.call("cuCtxSetCurrent", context)
+
+    def call(self, name: str, *arguments: object) -> None:
+        error = getattr(self.driver, name)(*arguments)
+        assert error == 0, f"{name}: CUDA driver error {error}"
+
+    def stream(self) -> int:
+        stream = ctypes.c_void_p()
+        self.call("cuStreamCreateWithPriority", ctypes.byref(stream), 1, 0)
+        assert stream.value is not None
+        return stream.value
+
+    def synchronize(self, stream: int) -> None:
+        self.call("cuStreamSynchronize", ctypes.c_void_p(stream))
+
+    def allocate(self, length: int) -> int:
+        address = ctypes.c_uint64()
+        self.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(length))
+        return address.value
+
+    def free(self, address: int) -> None:
+        self.call("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def write(self, address: int, content: bytes) -> None:
+        self.call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), content, ctypes.c_size_t(len(content)))
+
+    def read(self, address: int, length: int) -> bytes:
+        target = ctypes.create_string_buffer(length)
+        self.call("cuMemcpyDtoH_v2", target, ctypes.c_uint64(address), ctypes.c_size_t(length))
+        return target.raw
+
+    def copy_later(self, target: int, content: int, length: int, stream: int) -> None:
+        """Queues a copy from (registered) host memory to the device, as an engine's kernel would write there."""
+        arguments = (ctypes.c_uint64(target), ctypes.c_void_p(content), ctypes.c_size_t(length))
+        self.call("cuMemcpyHtoDAsync_v2", *arguments, ctypes.c_void_p(stream))
+
+
+class SimulatedGpu(Gpu):
+    def set(self, name: str, value: object) -> None:
+        """An option of driver.cpp. Setting `fail` begins to count calls anew."""
+        self.driver.simulated_cuda_set(name.encode(), str(value).encode())
+
+    def calls(self, name: str) -> int:
+        """Calls of a function (`cuMemcpyDtoHAsync`), or of "copy", "kernel", "pageable" (driver.cpp)."""
+        self.driver.simulated_cuda_calls.restype = ctypes.c_uint64
+        return int(self.driver.simulated_cuda_calls(name.encode()))
+
+    def adopt(self, address: int, length: int, device: int = 0) -> None:
+        """Makes memory of the test (a tensor on the CPU) a part of the device's."""
+        self.driver.simulated_cuda_adopt(ctypes.c_uint64(address), ctypes.c_uint64(length), device)
+
+    def hold(self, held: bool) -> None:
+        """While held, no stream begins another piece of work."""
+        self.driver.simulated_cuda_hold(int(held))
+
+
+def simulated(**options: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test run in a process of its own on this driver, with these options; its arguments are plain data."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**arguments: object) -> None:
+            run_body(body, arguments, environment(**options))
+
+        test.body = body  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def on_gpu(body: Callable[..., None]) -> Callable[..., None]:
+    """Makes a test run on this driver and, where the machine has a GPU, on the real one; likewise."""
+
+    @pytest.mark.parametrize("driver", ["simulated", pytest.param("real", marks=pytest.mark.gpu)])
+    @functools.wraps(body)
+    def test(driver: str, **arguments: object) -> None:
+        if driver == "real":
+            try:
+                failed = ctypes.CDLL(LIBRARY).cuInit(0)
+            except OSError as error:
+                pytest.skip(f"needs an NVIDIA GPU and its driver ({error})")
+            if failed:
+                pytest.skip("needs an NVIDIA GPU (the driver finds none)")
+        run_body(body, arguments, environment() if driver == "simulated" else {**os.environ})
+
+    signature = inspect.signature(body)
+    parameter = inspect.Parameter("driver", inspect.Parameter.KEYWORD_ONLY)
+    test.__signature__ = signature.replace(parameters=[*signature.parameters.values(), parameter])  # type: ignore[attr-defined]
+    test.body = body  # type: ignore[attr-defined]
+    return test
+
+
+def run_body(body: Callable[..., None], arguments: dict[str, object], variables: dict[str, str]) -> None:
+    code = "import sys; from tests.harness.cuda_driver import call_body; call_body(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, body.__module__, body.__name__, json.dumps(arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, (
+        f"the test's process ended with {done.returncode}\n{done.stdout}{done.stderr}"
+    )
+
+
+def call_body(module: str, name: str, arguments: str) -> None:
+    getattr(importlib.import_module(module), name).body(**json.loads(arguments))
