@@ -190,6 +190,28 @@ def test_commands_are_carried_out_and_answered(controller, server, client):
     assert controller.ask("/v1/instances/ours/resync", {})["commands"][0]["state"] == "done"
 
 
+def test_a_pin_outlives_the_controller_that_made_it_and_can_be_ended_by_the_next(controller, server, client):
+    prompt = Prompt(client, 1, 5)
+    prompt.store()
+    until(lambda: keys_in(controller, "l1") == 5)
+    keys = [key.hex() for key in split(prompt.keys)]
+    kept = controller.ask("/v1/pin", {"keys": keys, "instance": "ours", "ttl_s": 600})["claim"]
+    ended = controller.ask("/v1/pin", {"keys": keys[:1], "instance": "ours", "ttl_s": 600})["claim"]
+    controller.ask("/v1/unpin", {"claim": ended})
+    controller.kill()
+    controller.start()
+    until(lambda: confirmed(controller))
+    (pin,) = controller.ask("/v1/pins")["pins"]
+    assert (pin["claim"], pin["instance"], pin["keys"]) == (kept, "ours", 5)
+    assert 0 < pin["left_s"] <= 600
+    dropped = controller.ask("/v1/evict", {"keys": keys, "wait_s": 30})
+    assert dropped["commands"][0]["result"]["count"] == 0, "the instance has kept them all the time"
+    assert controller.ask("/v1/unpin", {"claim": kept, "wait_s": 30})["done"]
+    assert controller.ask("/v1/pins")["pins"] == []
+    dropped = controller.ask("/v1/evict", {"keys": keys, "wait_s": 30})
+    assert dropped["commands"][0]["result"]["count"] == 5
+
+
 def test_a_server_without_a_controller_serves_and_joins_when_it_comes(tmp_path, controller):
     controller.stop()
     url = f"tcp://127.0.0.1:{controller.ports['reply']}"

@@ -451,6 +451,45 @@ def test_a_snapshot_that_cannot_be_served_is_ignored_counted_and_said(tmp_path, 
         assert metric in controller.text("/metrics")
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b'{"version": 1, "pins": [', "cannot be read"),
+        (b'{"version": 1, "pins": [{"claim": 1}]}', "claim"),
+        (b'{"version": 2, "pins": []}', "format version 2"),
+    ],
+)
+def test_a_list_of_pins_that_cannot_be_read_is_ignored_counted_and_said(tmp_path, content, says):
+    with ControllerProcess(tmp_path / "controller") as controller:
+        controller.kill()
+        pins = controller.snapshot.with_name("pins.json")
+        pins.write_bytes(content)
+        controller.start()
+        assert controller.ask("/v1/pins")["pins"] == []
+        (said,) = [row for row in controller.ask("/v1/events")["events"] if row["kind"] == "snapshot_ignored"]
+        assert says in said["facts"]["reason"] and said["facts"]["path"] == str(pins)
+        assert controller.ask("/v1/cluster")["snapshot"]["ignored"] == 1
+        with ClusterInstance(controller.ports["reply"], "a") as a:
+            a.join({})
+            claim = controller.ask(
+                "/v1/pin", {"keys": [key_of(1)], "instance": "a", "ttl_s": 60, "wait_s": 0}
+            )["claim"]
+        controller.kill()
+        controller.start()
+        assert [row["claim"] for row in controller.ask("/v1/pins")["pins"]] == [claim]
+
+
+def test_a_pin_whose_time_is_over_is_not_listed_after_a_restart(tmp_path):
+    with ControllerProcess(tmp_path / "controller") as controller:
+        controller.kill()
+        pins = controller.snapshot.with_name("pins.json")
+        rows = [("over", 1), ("left", 1 << 50)]
+        told = [{"claim": claim, "instance": "a", "n_keys": 1, "expires_unix_ms": end} for claim, end in rows]
+        pins.write_text(json.dumps({"version": 1, "pins": told}))
+        controller.start()
+        assert [row["claim"] for row in controller.ask("/v1/pins")["pins"]] == ["left"]
+
+
 def test_a_stopped_controller_blames_nobody_for_its_own_absence(tmp_path):
     flags = ("--heartbeat-s", "2", "--dead-after-s", "5.5")
     with (

@@ -293,8 +293,8 @@ class DirectorySettings(_Section, frozen=True, kw_only=True):
     snapshot_dir: Annotated[
         str,
         Meta(
-            description="Directory of the snapshot; empty: kvstrata/controller-PORT in XDG_STATE_HOME, or in "
-            "~/.local/state; `none`: no snapshot."
+            description="Directory of the snapshot and of the list of pins; empty: kvstrata/controller-PORT in "
+            "XDG_STATE_HOME, or in ~/.local/state; `none`: neither is kept."
         ),
     ] = ""
     snapshot_s: Annotated[

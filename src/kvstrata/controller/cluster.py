@@ -17,6 +17,7 @@ from kvstrata.config.model import ControllerSettings
 from kvstrata.controller.directory import Directory, Fill, Found, SlotsExhausted
 from kvstrata.controller.history import SAMPLE_S, EventTail, Point, Series
 from kvstrata.controller.instances import Denied, Issued, Member, Members, MemberState, Sync
+from kvstrata.controller.pins import Pins
 from kvstrata.errors import NotLeading
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.metrics import Histogram
@@ -98,6 +99,7 @@ class Cluster:
         self.sync_keys = 0
         self.election: Election | None = None
         """None where this is the only controller."""
+        self.pins = Pins(clock)
         self.snapshot: dict[str, Any] = {}
         """What snapshot.py tells of itself; empty without a snapshot."""
         self._ready = "starting"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -15,13 +14,13 @@ from kvstrata.controller import prompts
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.directory import Found, Place
 from kvstrata.controller.instances import Issued, Member, MemberState
+from kvstrata.controller.pins import Pin
 from kvstrata.controller.prompts import Named
-from kvstrata.errors import BadRequest, Refused, Unavailable
+from kvstrata.errors import BadRequest, Unavailable
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, CommandKind, tags_of
 from kvstrata.types import KEY_BYTES, RequestIdentity
 
-MAX_PINS = 4_096
 MAX_LONGEST = 16
 
 
@@ -54,22 +53,12 @@ class Placement(NamedTuple):
         return next((index for index, places in enumerate(self.places) if not places), len(self.places))
 
 
-class Pin(NamedTuple):
-    """Chunks that an instance was asked to keep."""
-
-    claim: str
-    instance: str
-    n_keys: int
-    expires_s: float
-
-
 class Operations:
     """Over one cluster."""
 
     def __init__(self, cluster: Cluster, supervisor: Supervisor) -> None:
         self._cluster = cluster
         self._supervisor = supervisor
-        self._pins: OrderedDict[str, Pin] = OrderedDict()
 
     # --- finding --------------------------------------------------------------------------------------------
 
@@ -113,36 +102,28 @@ class Operations:
 
     async def pin(self, named: Named, instance: str | None, ttl_s: float) -> tuple[Pin, list[Issued]]:
         """Keep the leading chunks that an instance has in L1. Raises BadRequest, NotThere, Refused, Denied."""
-        now_s = self._cluster.clock.monotonic_s()
-        for claim in [claim for claim, pin in self._pins.items() if pin.expires_s <= now_s]:
-            del self._pins[claim]
-        if len(self._pins) >= MAX_PINS:
-            raise Refused(f"{MAX_PINS} pins are there already; end some first")
+        cluster = self._cluster
+        cluster.pins.check_room()
         if instance is None:
             member, n_chunks = await self._longest(named, None)
             keys = named.keys[: n_chunks * named.n_slices * KEY_BYTES]
         else:
             member, keys = self.member(instance), named.keys
-        pin = Pin(secrets.token_hex(8), member.id, len(keys) // KEY_BYTES, now_s + ttl_s)
-        argument = {"keys": keys, "ttl_ms": round(1000 * ttl_s), "claim": pin.claim}
-        issued = self._cluster.issue(member, CommandKind.PIN, argument)
-        self._pins[pin.claim] = pin
+        ttl_ms = round(1000 * ttl_s)
+        pin = Pin(secrets.token_hex(8), member.id, len(keys) // KEY_BYTES, cluster.clock.unix_ms() + ttl_ms)
+        issued = cluster.issue(member, CommandKind.PIN, {"keys": keys, "ttl_ms": ttl_ms, "claim": pin.claim})
+        await cluster.pins.add(pin)
         return pin, [issued]
 
-    def unpin(self, claim: str, instance: str | None) -> list[Issued]:
+    async def unpin(self, claim: str, instance: str | None) -> list[Issued]:
         """End a pin. Raises NotThere, Denied."""
-        pin = self._pins.get(claim)
+        pin = self._cluster.pins.get(claim)
         if pin is None and instance is None:
             raise NotThere(f"claim: there is no pin {claim!r:.80} made here; name its instance")
         member = self.member(pin.instance if instance is None and pin is not None else instance or "")
         issued = self._cluster.issue(member, CommandKind.UNPIN, {"claim": claim})
-        self._pins.pop(claim, None)
+        await self._cluster.pins.end(claim)
         return [issued]
-
-    def pins(self) -> list[Pin]:
-        """Those that have not ended."""
-        now_s = self._cluster.clock.monotonic_s()
-        return [pin for pin in self._pins.values() if pin.expires_s > now_s]
 
     # --- copying --------------------------------------------------------------------------------------------
 

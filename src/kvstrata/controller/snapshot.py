@@ -1,5 +1,7 @@
 """The directory on disk: written whole every while, read once at the start.  Nothing else rests on it.
 
+Beside it lies the list of pins (pins.py).
+
     magic (8) · blocks: n u32, n tags u64, n slots u16 · end: n = 0 · document (JSON) · footer
 
 Little-endian.  The document names the members and which slot number stands for which of their tiers; it is written
@@ -29,9 +31,11 @@ from typing import Any, BinaryIO
 import msgspec
 
 from kvstrata.config.model import DirectorySettings
+from kvstrata.controller import pins as pins_file
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.directory import Place
 from kvstrata.controller.instances import MemberState
+from kvstrata.controller.pins import sync_folder
 from kvstrata.errors import ConfigError
 from kvstrata.native.copying import crc32c
 from kvstrata.observability.logging import EventLog
@@ -94,6 +98,10 @@ class Snapshots:
                 "write, or `none`",
                 field="directory.snapshot_dir",
             ) from None
+        pins = folder / pins_file.FILE
+        ignored = await self._cluster.pins.keep_in(pins, self._failed)
+        if ignored:
+            self._ignore(ignored, pins)
         try:
             document = await self._loop.run_in_executor(self._thread, read_document, self._path)
             self._check_age(document)
@@ -120,8 +128,7 @@ class Snapshots:
         try:
             n_bytes = await asyncio.shield(self._writing)
         except OSError as error:
-            self.status["failed_writes"] += 1
-            self._cluster.say("snapshot_failed", path=str(self._path), reason=error.strerror or str(error))
+            self._failed(self._path, error)
             return
         finally:
             self._writing = None
@@ -129,6 +136,10 @@ class Snapshots:
         self.status["written_bytes"] = n_bytes
         self.status["written_unix_ms"] = self._cluster.clock.unix_ms()
         self.status["written_took_s"] = round(self._cluster.clock.monotonic_s() - started_s, 4)
+
+    def _failed(self, path: Path, error: OSError) -> None:
+        self.status["failed_writes"] += 1
+        self._cluster.say("snapshot_failed", path=str(path), reason=error.strerror or str(error))
 
     async def finish(self) -> None:
         """Write the last one, after one that is being written."""
@@ -172,11 +183,7 @@ class Snapshots:
             os.fsync(file.fileno())
             n_bytes = file.tell()
         os.replace(fresh, self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(self._path.parent)
         return n_bytes
 
     async def _document(self, before: dict[int, Place]) -> bytes:
@@ -257,10 +264,10 @@ class Snapshots:
         finally:
             self._restoring = False
 
-    def _ignore(self, reason: str) -> None:
+    def _ignore(self, reason: str, path: Path | None = None) -> None:
         self.status["ignored"] += 1
         self.status["ignored_reason"] = reason
-        self._cluster.say("snapshot_ignored", path=str(self._path), reason=reason)
+        self._cluster.say("snapshot_ignored", path=str(path or self._path), reason=reason)
 
 
 class _Checked:

@@ -137,7 +137,7 @@ def router(cluster: Cluster, operations: Operations, guarded: list[Any]) -> APIR
     @routes.post("/v1/unpin", tags=["chunks"])
     async def unpin(body: bodies.UnpinBody, response: Response) -> bodies.CommandsBody:
         """End a pin."""
-        return await ended(operations.unpin(body.claim, body.instance), body.wait_s, response)
+        return await ended(await operations.unpin(body.claim, body.instance), body.wait_s, response)
 
     async def copied(body: bodies.CopyBody, response: Response, *, move: bool) -> bodies.CommandsBody:
         named = await operations.name(asked(body))

@@ -334,7 +334,7 @@ class UnpinBody(Wait):
 
     claim: str = Field(max_length=64)
     instance: InstanceName | None = Field(
-        None, description="Needed for pins made before the controller restarted."
+        None, description="Needed for pins that this controller does not know: those of another one."
     )
 
 
@@ -348,7 +348,7 @@ class PinRow(BaseModel):
 
 
 class PinsBody(BaseModel):
-    """Pins made here that have not ended."""
+    """Pins made here that have not ended, those of before a restart too."""
 
     pins: list[PinRow]
 

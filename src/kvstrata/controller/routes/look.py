@@ -129,17 +129,17 @@ def router(
 
     @routes.get("/v1/pins", tags=["chunks"])
     async def pins() -> bodies.PinsBody:
-        """Pins made here that have not ended."""
-        now_s = cluster.clock.monotonic_s()
+        """Pins made here that have not ended, those of before a restart too."""
+        now_ms = cluster.clock.unix_ms()
         return bodies.PinsBody(
             pins=[
                 bodies.PinRow(
                     claim=pin.claim,
                     instance=pin.instance,
                     keys=pin.n_keys,
-                    left_s=round(pin.expires_s - now_s, 1),
+                    left_s=round((pin.expires_unix_ms - now_ms) / 1000, 1),
                 )
-                for pin in operations.pins()
+                for pin in cluster.pins.all()
             ]
         )
 
