@@ -13,7 +13,7 @@ import pytest
 from kvstrata.client import copies
 from kvstrata.client.copies import Copier, CopyLedger
 from kvstrata.measure.blocks import PagedBlocks
-from kvstrata.native.copying import RecordSpec, buffer_address, record_bytes
+from kvstrata.native.copying import CopyEngine, RecordSpec, buffer_address, record_bytes
 from kvstrata.types import LeaseName
 
 POOL, OTHER_POOL = b"p" * 16, b"q" * 16
@@ -58,7 +58,7 @@ def test_an_older_epoch_stays_open_until_it_is_quiesced(ledger):
     ledger.attached(8, POOL, lambda: Mapped(POOL))
     assert ledger.begin_gather(7) is not None
     ledger.end_gather(7)
-    assert ledger.quiesce(8)
+    assert ledger.quiesce(8) == set(), "the pool is still in use"
     assert ledger.begin_gather(7) is None
     assert ledger.begin_load(lease()) is None
     assert ledger.begin_gather(8) is not None
@@ -71,18 +71,18 @@ def test_a_running_copy_forbids_to_quiesce_its_epoch(ledger, kind):
     else:
         ledger.begin_load(lease())
     ledger.attached(8, POOL, lambda: Mapped(POOL))
-    assert not ledger.quiesce(8)
+    assert ledger.quiesce(8) is None
     if kind == "gather":
         ledger.end_gather(7)
     else:
         ledger.end_load(lease())
-    assert ledger.quiesce(8)
+    assert ledger.quiesce(8) == set()
 
 
 def test_copies_of_the_present_epoch_do_not_hinder(ledger):
     ledger.attached(8, POOL, lambda: Mapped(POOL))
     ledger.begin_gather(8)
-    assert ledger.quiesce(8)
+    assert ledger.quiesce(8) == set()
     ledger.end_gather(8)
     assert ledger.n_running == 0
 
@@ -91,9 +91,9 @@ def test_a_mapping_lives_while_a_copy_uses_it_and_no_longer(ledger):
     held = ledger.begin_gather(7)
     gone = weakref.ref(held)
     ledger.attached(8, OTHER_POOL, lambda: Mapped(OTHER_POOL))
-    assert not ledger.quiesce(8)
+    assert ledger.quiesce(8) is None
     ledger.end_gather(7)
-    assert ledger.quiesce(8)
+    assert ledger.quiesce(8) == {held}
     assert gone() is held
     del held
     gc.collect()
@@ -124,19 +124,19 @@ class Gathers:
     """Gathers of one block into an extent each, into memory of our own."""
 
     def __init__(self) -> None:
-        self.copier = Copier(1)
+        self.copier = Copier(CopyEngine(threads=1))
         self.blocks = PagedBlocks(layers=1, num_blocks=1, block_bytes=64)
         self.blocks.fill([0], "written")
         self.length = record_bytes(1, self.blocks.plan.payload_bytes(1))
         self.memory = mmap.mmap(-1, (QUEUE + 8) * self.length)
         self.codes: dict[int, list[int]] = {}
 
-    def begin(self) -> int:
+    def begin(self, *, may_wait: bool = True) -> int:
         at = len(self.codes)
         self.codes[at] = []
         spec = RecordSpec(bytes(32), bytes(32), bytes(32), bytes(32), 16)
         item = ([0], buffer_address(self.memory) + at * self.length, self.length, spec)
-        return self.copier.begin("gather", self.blocks.plan, [item], self.codes[at].extend)
+        return self.copier.begin("gather", self.blocks.plan, [item], self.codes[at].extend, may_wait=may_wait)
 
     def written(self, at: int) -> bool:
         return any(self.memory[at * self.length : (at + 1) * self.length])
@@ -174,6 +174,16 @@ def test_the_end_of_a_cancelled_job_that_waited_is_told_while_the_queue_stays_fu
     gathers.copier.cancel(second)
     gathers.collect()
     assert gathers.codes == {0: [copies.REFUSED], 1: [copies.REFUSED]}
+
+
+def test_a_job_that_may_not_wait_for_room_ends_at_once(gathers, monkeypatch):
+    monkeypatch.setattr(gathers.copier, "_engine", FullEngine())
+    waiting = gathers.begin()
+    gathers.begin(may_wait=False)
+    gathers.copier.collect()
+    assert gathers.codes == {0: [], 1: [copies.REFUSED]}
+    gathers.copier.cancel(waiting)
+    gathers.collect()
 
 
 class FullEngine:

@@ -12,7 +12,7 @@ from kvstrata.client.requests import Kind, Pending, RequestTable
 from kvstrata.client.stores import BATCHES_IN_FLIGHT, StoreQueue, StoreRequest
 from kvstrata.errors import Unavailable
 from kvstrata.measure.blocks import PagedBlocks
-from kvstrata.native.copying import record_bytes
+from kvstrata.native.copying import CopyEngine, record_bytes
 from kvstrata.rpc import wire
 from kvstrata.types import EXTENT, KEY_BYTES, LayoutIdentity, RequestIdentity
 
@@ -45,7 +45,7 @@ class Stores:
 
     def __init__(self) -> None:
         self.link = Link()
-        self.copier = Copier(1)
+        self.copier = Copier(CopyEngine(threads=1))
         self.blocks = PagedBlocks(layers=1, num_blocks=CHUNKS, block_bytes=4096)
         self.identity = Identity(
             None, LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=16), RequestIdentity()

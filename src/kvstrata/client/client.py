@@ -34,7 +34,7 @@ from kvstrata.client.calls import (
     StoreOutcome,
     miss,
 )
-from kvstrata.client.copies import Copier, CopyLedger, Mapping, ScatterItem
+from kvstrata.client.copies import Copier, CopyLedger, Engine, Mapping, Pages, Plan, ScatterItem
 from kvstrata.client.identities import IdentityTable
 from kvstrata.client.link import Link
 from kvstrata.client.releases import ReleaseQueue
@@ -47,7 +47,7 @@ from kvstrata.errors import DeadlineExceeded, KvstrataError, Unavailable, Unknow
 from kvstrata.keys import ChunkHasher
 from kvstrata.memory.attach_client import Attachment
 from kvstrata.memory.paths import socket_dir
-from kvstrata.native.copying import CopyPlan, record_bytes
+from kvstrata.native.copying import CopyEngine, record_bytes
 from kvstrata.native.hashing import storage_keys
 from kvstrata.native.pool import IndexReader
 from kvstrata.rpc import wire
@@ -88,11 +88,14 @@ class CacheClient:
         engine_slices: int,
         slice: Slice | None = None,
         facts: dict[str, Any] | None = None,
+        engine: Engine | None = None,
+        pages: Pages | None = None,
     ) -> None:
         """`group` are 16 bytes that all processes of one engine share, `engine_slices` how many slices they hold.
 
-        `slice` is what this process reads and writes, None for a scheduler.  Raises ValueError for senseless
-        arguments and ConfigError for unusable settings; never because of the server.
+        `slice` is what this process reads and writes, None for a scheduler.  `engine` copies and
+        `pages` prepares the pool's pages for it (the client closes both); by default blocks are in host memory.
+        Raises ValueError for senseless arguments and ConfigError for unusable settings; never because of the server.
         """
         if len(group) != wire.SESSION_BYTES:
             raise ValueError(f"group has {len(group)} bytes, must have {wire.SESSION_BYTES}")
@@ -122,8 +125,8 @@ class CacheClient:
         self._asking: dict[LookupCall, Pending] = {}
         self._lookups = self._hits = self._revoked = self._loaded_bytes = self._corrupt = 0
         self._ledger = CopyLedger()
-        self._copier = Copier(settings.copy_threads)
-        self._warmer = PageWarmer()
+        self._copier = Copier(engine or CopyEngine(threads=settings.copy_threads))
+        self._pages: Pages = pages or PageWarmer()
         self._warmed_pool = b""
         self._link = Link(socket_dir(settings.socket_dir, settings.port), self.session, self)
         only = (self.slice_digest,) if slice is not None and engine_slices == 1 else ()
@@ -156,11 +159,10 @@ class CacheClient:
         self._closing = True
         self._index = None
         if not self._link.alive:
-            self._ledger.close()
-            self._copier.close()
+            self._end_copies(timeout_s)
             return
         ends_s = time.monotonic() + timeout_s
-        self._warmer.close(0.1 * timeout_s)
+        self._pages.stop()
         self._link.post(self._close_asking)
         self._drained.wait(0.8 * timeout_s)
         quiet = self._ledger.n_running == 0
@@ -170,7 +172,11 @@ class CacheClient:
                 "the cache client did not end within %.1f s; its threads end with the process", timeout_s
             )
             return
+        self._end_copies(max(0.1, ends_s - time.monotonic()))
+
+    def _end_copies(self, timeout_s: float) -> None:
         self._ledger.close()
+        self._pages.close(timeout_s)
         self._copier.close()
 
     @property
@@ -273,7 +279,7 @@ class CacheClient:
         identity: Identity,
         parent_chain: bytes,
         chain: bytes,
-        plan: CopyPlan,
+        plan: Plan,
         blocks: Sequence[Sequence[int]],
         *,
         on_done: Callable[[StoreJob], Any] | None = None,
@@ -319,14 +325,21 @@ class CacheClient:
         return job
 
     def load(
-        self, lease: LeaseName, items: Sequence[LoadItem], plan: CopyPlan, *, sync: bool = False
+        self,
+        lease: LeaseName,
+        items: Sequence[LoadItem],
+        plan: Plan,
+        *,
+        sync: bool = False,
+        whole: bool = False,
     ) -> LoadJob:
         """Copy leased chunks into the engine's blocks, each verified; then this process's share of the lease ends.
 
         `sync`: in the calling thread (and the copy threads), done on return; no further chunks are begun after
-        1 s.  Otherwise in the background.  Items that could not be copied whole are in `failed`; their blocks may
-        hold anything.  A lease serves one load; without one (released, revoked, of a server that is gone for good)
-        all items fail.  Raises ValueError when plan and blocks do not fit; nothing is written then.
+        1 s.  Otherwise in the background, with `whole` as one native copy, so that its sections can be awaited
+        (it fails where the engine's queue is full).  Items that could not be copied whole are in `failed`; their
+        blocks may hold anything.  A lease serves one load; without one (released, revoked, of a server that is gone for
+        good) all items fail.  Raises ValueError when plan and blocks do not fit; nothing is written then.
         """
         job = LoadJob(self._cancel_load)
         if self._slice is None:
@@ -343,7 +356,7 @@ class CacheClient:
                 work.codes.extend(self._scatter_now(job, plan, work.scatter))
                 self._loaded(work)
             else:
-                self._scatter_later(work)
+                self._scatter_later(work, whole)
         except ValueError:
             self._ledger.end_load(lease)
             self._link.post(lambda: self._releases.add([lease], group=False))
@@ -363,10 +376,10 @@ class CacheClient:
             "loaded_bytes": self._loaded_bytes,
             "corrupt_chunks": self._corrupt,
             "copies_running": self._ledger.n_running,
-            "mapped_ahead_bytes": self._warmer.mapped_bytes,
             "requests_under_way": len(self._link.table),
             "store_backlog_bytes": self._stores.waiting_bytes,
             "error": self.error,
+            **self._pages.stats(),
             **stores,
         }
 
@@ -404,7 +417,7 @@ class CacheClient:
         self._index = mapping.index
         if self._slice is not None and self._warmed_pool != seen.pool_id:
             self._warmed_pool = seen.pool_id
-            self._warmer.warm(mapping)
+            self._pages.warm(mapping)
 
     def link_ready(self, hello: wire.HelloReply) -> None:
         """See LinkOwner."""
@@ -444,8 +457,11 @@ class CacheClient:
         self._releases.tick(now_s)
         if self._link.connected:
             self._identities.tick(now_s)
-            if self._must_quiesce and self._ledger.quiesce(self._link.epoch):
+            closed = self._ledger.quiesce(self._link.epoch) if self._must_quiesce else None
+            if closed is not None:
                 self._must_quiesce = False
+                for mapping in closed:
+                    self._pages.forget(mapping)
                 self._settle(lambda seq, _: wire.Quiesced(self.session, seq))
         unsaid = len(self._link.table) or self._releases.due_s() < math.inf
         answered = not self._link.usable or not unsaid
@@ -568,7 +584,7 @@ class CacheClient:
             for copy_job in job.copy_jobs:
                 self._copier.cancel(copy_job)
 
-    def _scatter_now(self, job: LoadJob, plan: CopyPlan, items: Sequence[ScatterItem]) -> list[int]:
+    def _scatter_now(self, job: LoadJob, plan: Plan, items: Sequence[ScatterItem]) -> list[int]:
         """Group after group, until all are copied or the time is over."""
         codes: list[int] = []
         ends_s = time.monotonic() + SYNC_LOAD_S
@@ -578,12 +594,12 @@ class CacheClient:
             codes += self._copier.run_scatter(plan, group)
         return codes
 
-    def _scatter_later(self, work: _LoadWork) -> None:
-        """One native job for each group, so that a cancel finds some that have not begun."""
+    def _scatter_later(self, work: _LoadWork, whole: bool) -> None:
+        """One native job for each group, so that a cancel finds some that have not begun; or one for all."""
         if not work.scatter:
             self._loaded(work)
             return
-        groups = list(_groups(work.scatter))
+        groups = [work.scatter] if whole else list(_groups(work.scatter))
         work.groups_left = len(groups)
         work.codes = [NOT_BEGUN] * len(work.scatter)
         position = 0
@@ -591,7 +607,8 @@ class CacheClient:
             ended = partial(self._group_loaded, work, position)
             position += len(group)
             try:
-                work.job.copy_jobs.append(self._copier.begin("scatter", work.plan, group, ended))
+                job = self._copier.begin("scatter", work.plan, group, ended, may_wait=not whole)
+                work.job.copy_jobs.append(job)
             except ValueError as error:
                 if group is groups[0]:
                     raise
@@ -649,7 +666,7 @@ class _LoadWork:
 
     __slots__ = ("codes", "copied", "groups_left", "items", "job", "lease", "plan", "scatter")
 
-    def __init__(self, job: LoadJob, lease: LeaseName, items: Sequence[LoadItem], plan: CopyPlan) -> None:
+    def __init__(self, job: LoadJob, lease: LeaseName, items: Sequence[LoadItem], plan: Plan) -> None:
         self.job = job
         self.lease = lease
         self.items = items

@@ -18,10 +18,10 @@ import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from kvstrata.errors import SegmentError
-from kvstrata.native.copying import CopyEngine, CopyPlan, RecordSpec
+from kvstrata.native.copying import RecordSpec
 from kvstrata.native.pool import ExtentsMap, IndexReader
 from kvstrata.types import LeaseName
 
@@ -37,6 +37,26 @@ GatherItem = tuple[Sequence[int], int, int, RecordSpec]
 """(block ids, extent address, extent length, what to write into the record's header)"""
 ScatterItem = tuple[Sequence[int], int, int, bytes]
 """(block ids, extent address, extent length, expected storage key)"""
+
+
+class Plan(Protocol):
+    """Describes an engine's blocks for the copy engine that goes with it; to the client only sizes."""
+
+    @property
+    def section_count(self) -> int: ...
+    def payload_bytes(self, n_blocks: int) -> int: ...
+
+
+class Engine(Protocol):
+    """What copies between blocks and records: `native.copying.CopyEngine`, or one for blocks on a device."""
+
+    @property
+    def event_fd(self) -> int: ...
+    def submit(self, job_id: int, kind: Kind, plan: Any, items: Any) -> bool: ...
+    def completions(self) -> list[tuple[int, list[int]]]: ...
+    def run(self, kind: Kind, plan: Any, items: Any) -> list[int]: ...
+    def cancel(self, job_id: int) -> bool: ...
+    def close(self) -> None: ...
 
 
 class Mapping:
@@ -63,6 +83,16 @@ class Mapping:
                 f"{self.extents.length} bytes"
             )
         return self.extents.address + offset_bytes
+
+
+class Pages(Protocol):
+    """What prepares a mapping's pages for copies, in the background: `PageWarmer`, or `Pinner` for a device."""
+
+    def warm(self, mapping: Mapping) -> None: ...
+    def forget(self, mapping: Mapping) -> None: ...
+    def stop(self) -> None: ...
+    def close(self, timeout_s: float) -> None: ...
+    def stats(self) -> dict[str, int | float | str]: ...
 
 
 class CopyLedger:
@@ -132,16 +162,20 @@ class CopyLedger:
             self._spend(lease)
             return True
 
-    def quiesce(self, epoch: int) -> bool:
-        """Close all epochs but this one if no copy of them runs; whether they are closed now."""
+    def quiesce(self, epoch: int) -> set[Mapping] | None:
+        """Close all epochs but this one if no copy of them runs, else None.
+
+        Returns the mappings that no copy will touch any more.
+        """
         with self._lock:
             older = [e for e in self._open if e != epoch]
             if any(self._running[e] for e in older):
-                return False
+                return None
+            closed = set()
             for e in older:
-                del self._open[e]
+                closed.add(self._open.pop(e))
                 del self._running[e]
-            return True
+            return closed - set(self._open.values())
 
     def close(self) -> None:
         """No epoch is open any more, and what no copy uses is unmapped."""
@@ -161,18 +195,20 @@ class CopyLedger:
 
 
 class Copier:
-    """The native copy engine: jobs are begun from any thread, their ends are told in the I/O thread.
+    """Jobs for a copy engine: begun from any thread, their ends are told in the I/O thread.
+
+    The engine is this object's from now on.  Plans must be of its kind, and are only handed through.
 
     A job that the engine's queue has no room for waits here and begins when another one ends, unless it was cancelled
     by then.
     """
 
-    def __init__(self, threads: int) -> None:
-        self._engine = CopyEngine(threads=threads)
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
         self._ended: dict[int, Callable[[list[int]], None]] = {}
-        self._waiting: dict[int, tuple[Kind, CopyPlan, Sequence[GatherItem] | Sequence[ScatterItem]]] = {}
+        self._waiting: dict[int, tuple[Kind, Plan, Sequence[GatherItem] | Sequence[ScatterItem]]] = {}
         self._refused: dict[int, int] = {}
         """Jobs that ended without the engine, and how many items they had; not told yet."""
         self.event_fd = self._engine.event_fd
@@ -186,23 +222,28 @@ class Copier:
     def begin(
         self,
         kind: Kind,
-        plan: CopyPlan,
+        plan: Plan,
         items: Sequence[GatherItem] | Sequence[ScatterItem],
         ended: Callable[[list[int]], None],
+        *,
+        may_wait: bool = True,
     ) -> int:
         """Copy in the background; `ended(codes)` is called in the I/O thread, 0 for each item that was copied.
 
-        Returns the job's number.  Raises ValueError when the engine refuses the items; nothing is copied then.
+        A job that may not wait for room in the engine's queue ends uncopied where there is none.  Returns the job's
+        number.  Raises ValueError when the engine refuses the items; nothing is copied then.
         """
         job = next(self._ids)
         self._ended[job] = ended
         try:
             with self._lock:
-                if self._waiting or not self._engine.submit(job, kind, plan, items):
+                if (may_wait and self._waiting) or not self._engine.submit(job, kind, plan, items):
                     self._waiting[job] = (kind, plan, items)
         except ValueError:
             del self._ended[job]
             raise
+        if not may_wait and job in self._waiting:
+            self.cancel(job)
         return job
 
     def cancel(self, job: int) -> None:
@@ -237,7 +278,7 @@ class Copier:
                 self._refused[job] = len(items)
             del self._waiting[job]
 
-    def run_scatter(self, plan: CopyPlan, items: Sequence[ScatterItem]) -> list[int]:
+    def run_scatter(self, plan: Plan, items: Sequence[ScatterItem]) -> list[int]:
         """Copy now, in this thread and the engine's; one code per item. Raises ValueError as `begin`."""
         return self._engine.run("scatter", plan, items)
 

@@ -25,11 +25,11 @@ from functools import partial
 from typing import NamedTuple
 
 from kvstrata.client.calls import OUTCOME_OF_RESERVE, Declared, Identity, StoreJob, StoreOutcome
-from kvstrata.client.copies import Copier, CopyLedger, GatherItem
+from kvstrata.client.copies import Copier, CopyLedger, GatherItem, Plan
 from kvstrata.client.link import Link
 from kvstrata.client.requests import Kind, Pending
 from kvstrata.errors import KvstrataError, UnknownIdentity
-from kvstrata.native.copying import CopyPlan, RecordSpec
+from kvstrata.native.copying import RecordSpec
 from kvstrata.native.hashing import storage_keys
 from kvstrata.rpc import wire
 from kvstrata.types import EXTENT, KEY_BYTES, Extent, unpack_extents
@@ -51,7 +51,7 @@ class StoreRequest(NamedTuple):
     parent: bytes
     """Chain key before the first chunk, b"" at the start."""
     chain: bytes
-    plan: CopyPlan
+    plan: Plan
     blocks: Sequence[Sequence[int]]
     record_bytes: int
     payload_bytes: int

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Callable, Iterator
 
 from kvstrata.client.copies import Mapping
 from kvstrata.native.paging import map_present_pages
@@ -43,43 +44,63 @@ class PageWarmer:
         )
         self._thread.start()
 
+    def forget(self, mapping: Mapping) -> None:
+        """No copy touches this mapping any more. It was not kept alive here."""
+
+    def stop(self) -> None:
+        """Map nothing more ahead of use."""
+        self._stop.set()
+
     def close(self, timeout_s: float) -> None:
         """Stop, and wait for the step under way."""
-        self._stop.set()
+        self.stop()
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def _run(self, mapping_ref: weakref.ref[Mapping], stop: threading.Event) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        missing: list[tuple[int, int]] | None = None
-        wait_s = FIRST_WAIT_S
+    def stats(self) -> dict[str, int | float | str]:
+        """Counters and present state."""
+        return {"mapped_ahead_bytes": self.mapped_bytes}
+
+    def _run(self, mapping: Callable[[], Mapping | None], stop: threading.Event) -> None:
         mapped_bytes = 0
-        for _ in range(WALKS):
-            mapping = mapping_ref()
-            if mapping is None:
+        for _, size in present_steps(mapping, stop, STEP_BYTES):
+            mapped_bytes += size
+            self.mapped_bytes = mapped_bytes
+
+
+def present_steps(
+    find: Callable[[], Mapping | None], stop: threading.Event, step_bytes: int, walks: int = WALKS
+) -> Iterator[tuple[int, int]]:
+    """(offset, length) of the parts of a mapping, each as soon as all its pages exist; they are mapped then.
+
+    Ends when all are, after `walks` over what is missing, or when `find` finds the mapping no more: it is held for one
+    step at a time, so that it ends when its last user ends.  Makes its thread one of low priority.
+    """
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    mapping = find()
+    if mapping is None:
+        return
+    length = mapping.extents.length
+    del mapping
+    missing = [(at, min(step_bytes, length - at)) for at in range(0, length, step_bytes)]
+    wait_s = FIRST_WAIT_S
+    for _ in range(walks):
+        left = []
+        for offset, size in missing:
+            mapping = find()
+            if mapping is None or stop.is_set():
                 return
-            if missing is None:
-                length = mapping.extents.length
-                missing = [(at, min(STEP_BYTES, length - at)) for at in range(0, length, STEP_BYTES)]
+            try:
+                mapped = map_present_pages(mapping.extents.address + offset, size)
+            except OSError as error:
+                log.warning("cannot map the pool's pages ahead of use: %s", error)
+                return
             del mapping
-            left = []
-            for offset, size in missing:
-                # The mapping is held for one step at a time, so that it ends when its last user ends.
-                mapping = mapping_ref()
-                if mapping is None or stop.is_set():
-                    return
-                try:
-                    mapped = map_present_pages(mapping.extents.address + offset, size)
-                except OSError as error:
-                    log.warning("cannot map the pool's pages ahead of use: %s", error)
-                    return
-                del mapping
-                if mapped < size:
-                    left.append((offset, size))
-                else:
-                    mapped_bytes += mapped
-                    self.mapped_bytes = mapped_bytes
-            missing = left
-            if not missing or stop.wait(wait_s):
-                return
-            wait_s *= 2
+            if mapped < size:
+                left.append((offset, size))
+            else:
+                yield offset, size
+        missing = left
+        if not missing or stop.wait(wait_s):
+            return
+        wait_s *= 2
