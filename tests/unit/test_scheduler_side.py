@@ -389,17 +389,6 @@ def test_load_mode_decides_between_waiting_and_not(mode, expected):
     assert hit(side, request) == (40, expected)
 
 
-@pytest.mark.parametrize(("computed", "promised"), [(0, 24), (4, 24), (76, 20)])
-def test_no_more_is_promised_than_a_worker_can_load_at_once(computed, promised):
-    side = make_side(FakeClient(hits=12), max_load_bytes=450)
-    request = make_request(100)
-    side.on_new_request(request)
-    tokens, _ = hit(side, request, computed)
-    assert tokens == promised
-    (load,) = load_of(side, request, computed, tokens, list(range(1, 30)))
-    assert len(load.chain) // 32 * 100 <= 450
-
-
 # -- leases that the server takes back
 
 
@@ -1132,3 +1121,18 @@ class Scheduling(RuleBasedStateMachine):
 
 TestScheduling = Scheduling.TestCase
 TestScheduling.settings = hypothesis_settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+def test_a_worker_that_copies_nothing_any_more_ends_the_use_of_the_cache(caplog):
+    client = FakeClient(hits=5)
+    side = make_side(client)
+    first = make_request(100)
+    side.on_new_request(first)
+    assert hit(side, first) == (40, False)
+    for _ in range(2):
+        side.heard([WorkerReport(1, broken=True)], [], [])
+    assert len([line for line in caplog.records if "cache is off" in line.message]) == 1
+    again = make_request(100, request_id="again")
+    side.on_new_request(again)
+    assert hit(side, again) == (0, False)
+    assert hit(side, first) == (0, False)

@@ -74,6 +74,8 @@ class Fake:
         self.now_s = 0.0
         self.stores, self.loads, self.released, self.closed = [], [], [], False
         self.next_failed, self.next_takes_s = set(), 0.0
+        self.sections, self.broken = {}, False
+        self.ordered, self.unordered = [], set()
 
     def __call__(self):
         return self.now_s
@@ -93,6 +95,10 @@ class Fake:
             job.done.set()
         self.loads.append((lease, items, job))
         return job
+
+    def await_section(self, job, section, timeout_s):
+        self.ordered.append((job, section))
+        return section not in self.unordered
 
     def release(self, leases, *, group=False):
         self.released.extend(leases)
@@ -288,3 +294,81 @@ def test_counts_are_sums_since_the_last_time(fake, side):
     counts = side.take_counts()
     assert (counts["loaded_chunks"], counts["load_failed_chunks"], counts["loaded_bytes"]) == (1, 1, 100)
     assert side.take_counts() == {}
+
+
+# -- blocks on a device -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device_side(fake):
+    """Two sections; layer `shared` lies in that of `first`."""
+    fake.sections = {"first": 0, "second": 1, "shared": 0}
+    return WorkerSide(fake, fake, slice_digest=MINE, chunk_blocks=2, make_item=LoadItem, now=fake)
+
+
+def device_step(side, plan, layers=("first", "second", "shared"), *, layerwise=True):
+    """What vLLM calls in one step of a model with these layers; (report, bad blocks)."""
+    side.before_step(plan)
+    side.start_loads(layerwise=layerwise)
+    for layer in layers:
+        side.wait_layer(layer)
+    side.start_stores()
+    side.finished()
+    return side.report(), side.take_bad_blocks()
+
+
+def test_each_layer_is_put_behind_its_own_section_and_nothing_is_waited_for_before_the_model(
+    fake, device_side
+):
+    fake.next_takes_s = 0.3
+    device_side.before_step(StepPlan(1, loads=[load_of("a"), load_of("b", seq=2)]))
+    device_side.start_loads(layerwise=True)
+    assert (fake.ordered, fake.now_s) == ([], 0.0)
+    jobs = [job for _, _, job in fake.loads]
+    for layer, section in fake.sections.items():
+        del fake.ordered[:]
+        device_side.wait_layer(layer)
+        assert fake.ordered == [(job, section) for job in jobs]
+    device_side.wait_layer("of no KV")
+    assert fake.now_s == 0.0
+    device_side.start_stores()
+    assert 0.3 <= fake.now_s < 0.7 and device_side.take_bad_blocks() == set()
+    assert device_side.report().failures == 0
+
+
+def test_without_layers_that_ask_the_whole_model_is_put_behind_all_sections(fake, device_side):
+    report, bad = device_step(device_side, StepPlan(1, loads=[load_of()]), (), layerwise=False)
+    assert [section for _, section in fake.ordered] == [None]
+    assert (report.failures, bad) == (0, set())
+
+
+@pytest.mark.parametrize("layers", [("first", "shared"), ()])
+def test_a_layer_that_did_not_ask_fails_the_load(fake, device_side, layers):
+    report, bad = device_step(device_side, StepPlan(1, loads=[load_of()]), layers)
+    assert (report.failures, bad) == (1, {4, 5, 6})
+    report, bad = device_step(device_side, StepPlan(2, loads=[load_of(seq=2)]))
+    assert (report.failures, bad) == (1, set())
+
+
+@pytest.mark.parametrize(("section", "layerwise"), [(1, True), (None, False)])
+def test_a_model_that_could_not_be_put_behind_its_load_in_time_computes_it_again(
+    fake, device_side, section, layerwise
+):
+    fake.unordered = {section}
+    loads, stores = [load_of()], [store_of(7)]
+    report, bad = device_step(device_side, StepPlan(1, loads=loads, stores=stores), layerwise=layerwise)
+    assert (report.failures, bad, report.dropped) == (1, {4, 5, 6}, [7])
+    assert not fake.stores, "what was computed on it is not stored"
+
+
+def test_the_blocks_of_a_load_on_a_device_are_not_let_go_before_its_copies_ended(fake, device_side):
+    fake.next_takes_s = 50.0
+    device_step(device_side, StepPlan(1, loads=[load_of()]))
+    [(_, _, job)] = fake.loads
+    assert job.cancelled and job.done.is_set() and fake.now_s < 1.1
+
+
+def test_a_broken_worker_says_so_in_each_report(fake, device_side):
+    assert device_step(device_side, StepPlan(1))[0] is None
+    fake.broken = True
+    assert device_step(device_side, StepPlan(2))[0].broken

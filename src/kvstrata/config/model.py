@@ -389,6 +389,27 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
             "apart from that of engines that do not."
         ),
     ] = "lossless"
+    gpu_copy_engine: Annotated[
+        Literal["auto", "dma", "kernel", "staged"],
+        Meta(
+            description="How KV is copied between a GPU and the pool: `dma` batched copies that use no SM, `kernel` a "
+            "gather kernel straight on host memory, `staged` a kernel into a buffer on the GPU and one large copy, "
+            "`auto` the fastest of them, as measured at the start."
+        ),
+    ] = "auto"
+    gpu_copy_max_sms: Annotated[
+        int, Meta(ge=1, le=1024, description="Most SMs that a kernel of ours takes from the model.")
+    ] = 4
+    gpu_staging_mb: Annotated[
+        int, Meta(ge=1, le=65_536, description="GPU memory of the copy engine `staged`.")
+    ] = 64
+    gpu_pin: Annotated[
+        bool,
+        Meta(
+            description="Register the pool with the GPU's driver, slab by slab in the background, so that the GPU "
+            "reads and writes it itself; such memory cannot be swapped."
+        ),
+    ] = True
     max_store_backlog_gb: Annotated[
         float,
         Meta(gt=0, description="Bytes waiting to be copied into the pool; stores above it are skipped."),

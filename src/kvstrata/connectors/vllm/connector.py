@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -23,11 +25,17 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstrata.client import CacheClient, LoadItem
 from kvstrata.connectors.vllm.identity import engine_group, layout_identity
-from kvstrata.connectors.vllm.kv_view import Heads, build_view, check_chunk_size, check_groups, heads_of
+from kvstrata.connectors.vllm.kv_view import (
+    Heads,
+    KvView,
+    build_view,
+    check_chunk_size,
+    check_groups,
+    heads_of,
+)
 from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport
 from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
 from kvstrata.connectors.vllm.settings import load_settings
-from kvstrata.connectors.vllm.staging import MAX_STAGED_BYTES, StagingMover
 from kvstrata.connectors.vllm.statistics import KvstrataPromMetrics, KvstrataStats
 from kvstrata.connectors.vllm.worker import HostMover, Mover, WorkerSide
 from kvstrata.errors import ConfigError
@@ -40,9 +48,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger("vllm.kvstrata")
-
-DEVICE_SYNC_LOAD_BYTES = 32 << 20
-"""As `SYNC_LOAD_BYTES`, for engines whose blocks are in device memory."""
 
 
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
@@ -116,7 +121,6 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             engine_slices=self._heads(tp_rank=0).engine_slices,
         )
         client.start()
-        on_host = vllm_config.device_config.device_type == "cpu"
         events = vllm_config.kv_events_config
         wants_events = self._settings.enable_kv_events or bool(events and events.enable_kv_cache_events)
         self._scheduler = SchedulerSide(
@@ -128,9 +132,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             world_size=parallel.world_size,
             may_load=transfer.is_kv_consumer,
             may_store=transfer.is_kv_producer,
-            sync_load_bytes=self._sync_load_bytes(on_host),
-            # Loads into device memory pass through a buffer of bounded size.
-            max_load_bytes=None if on_host else MAX_STAGED_BYTES,
+            sync_load_bytes=self._sync_load_bytes(),
             events=self._event if wants_events else None,
             server_seen=(socket_dir(self._settings.socket_dir, self._settings.port) / ATTACH_SOCKET).exists,
         )
@@ -153,7 +155,9 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             fidelity=self._settings.fidelity,
             head_size=self._vllm_config.model_config.get_head_size(),
         )
-        client = CacheClient(
+        plan = CopyPlan(view.section_bases, view.num_blocks, view.block_strides, view.dims, view.run_bytes)
+        make_client = partial(
+            CacheClient,
             self._settings,
             role=Role.WORKER,
             layout=self._layout,
@@ -162,15 +166,19 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             slice=view.slice,
             facts=view.facts,
         )
-        tensors = {name: kv_caches[name] for name in view.layer_names}
-        device = next(iter(tensors.values())).device
-        if device.type == "cpu":
-            plan = CopyPlan(
-                view.section_bases, view.num_blocks, view.block_strides, view.dims, view.run_bytes
+        devices = {tensor.device for tensor in kv_caches.values()}
+        if len(devices) != 1:
+            raise ConfigError(
+                f"KV cache: layers lie on {', '.join(sorted(map(str, devices)))}; only one device per worker is "
+                "supported",
+                field="device",
             )
+        [device] = devices
+        if device.type == "cpu":
+            client = make_client()
             mover: Mover = HostMover(client, plan)
         elif device.type == "cuda":
-            mover = StagingMover(client, view, tensors)
+            client, mover = self._on_device(make_client, plan, view, kv_caches, device)
         else:
             raise ConfigError(f"device: {device.type} is not supported, only cpu and cuda", field="device")
         client.start()
@@ -191,18 +199,72 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             view.slice.digest().hex()[:12],
         )
 
+    def _on_device(
+        self,
+        make_client: Callable[..., CacheClient],
+        plan: CopyPlan,
+        view: KvView,
+        kv_caches: dict[str, torch.Tensor],
+        device: torch.device,
+    ) -> tuple[CacheClient, Mover]:
+        """Client and mover for blocks in the memory of a GPU. Raises ConfigError where that cannot work."""
+        # Engines on the CPU must never load the driver.
+        from kvstrata.client.pinning import Pinner
+        from kvstrata.client.warmup import PageWarmer
+        from kvstrata.connectors.vllm.device import DeviceMover
+        from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, CudaError
+
+        settings = self._settings
+        ordinal = torch.cuda.current_device() if device.index is None else device.index
+        try:
+            device_plan = CudaCopyPlan(plan, ordinal)
+            engine = CudaCopyEngine(
+                ordinal,
+                engine=settings.gpu_copy_engine,
+                threads=settings.copy_threads,
+                max_sms=settings.gpu_copy_max_sms,
+                staging_bytes=settings.gpu_staging_mb << 20,
+            )
+        except CudaError as error:
+            raise ConfigError(f"device: KV of {device} cannot be copied: {error}", field="device") from error
+        try:
+            engine.choose(device_plan, 0, 0, range(view.chunk_blocks))
+        except CudaError as error:
+            logger.warning("the ways to copy KV could not be measured: %s", error)
+        logger.info("KV of %s is copied by %s: %s", device, engine.engine, engine.reason)
+        pages = Pinner(engine, ordinal) if settings.gpu_pin else PageWarmer()
+        client = make_client(engine=engine, pages=pages)
+        section_at = {base: section for section, base in enumerate(view.section_bases)}
+        mover = DeviceMover(
+            client,
+            engine,
+            device_plan,
+            sections={name: section_at[tensor.data_ptr()] for name, tensor in kv_caches.items()},
+            current_stream=lambda: int(torch.cuda.current_stream(device).cuda_stream),
+        )
+        return client, mover
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """First call of each step."""
         if self._worker is not None:
             self._worker.before_step(kv_connector_metadata.plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin loads; synchronous ones have ended on return."""
+        """Begin loads; the forward pass comes behind the synchronous ones, layer by layer where it can."""
         if self._worker is not None:
-            self._worker.start_loads()
+            # A whole captured graph is replayed without asking for its layers, and a draft model's layers are
+            # asked for by a graph of its own: there everything comes first. Piecewise graphs ask.
+            layerwise = (
+                forward_context.attn_metadata is not None
+                and forward_context.cudagraph_runtime_mode != CUDAGraphMode.FULL
+                and self._vllm_config.speculative_config is None
+            )
+            self._worker.start_loads(layerwise=layerwise)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: synchronous loads ended before the forward pass."""
+        """Puts the layer behind its load."""
+        if self._worker is not None:
+            self._worker.wait_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -210,7 +272,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         """Nothing per layer: whole chunks are copied after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Begin stores; they go on in the background."""
+        """End synchronous loads and begin stores, which go on in the background."""
         if self._worker is not None:
             self._worker.start_stores()
 
@@ -317,14 +379,13 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         """Our counters on vLLM's /metrics."""
         return KvstrataPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    def _sync_load_bytes(self, on_host: bool) -> int:
+    def _sync_load_bytes(self) -> int:
         """Up to where `auto` loads synchronously."""
         if self._vllm_config.scheduler_config.async_scheduling:
             # vLLM plans the next step before it knows how this one's synchronous loads ended, and would sample
             # from what was computed on a failed one. An asynchronous load is over before anything rests on it.
             return 0
-        # A device idles while a load is waited for.
-        return SYNC_LOAD_BYTES if on_host else DEVICE_SYNC_LOAD_BYTES
+        return SYNC_LOAD_BYTES
 
     def _heads(self, tp_rank: int) -> Heads:
         model, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config

@@ -76,6 +76,9 @@ class WorkerReport:
     failures: int = 0
     """Steps of this worker, since its start, in which a synchronous load failed."""
 
+    broken: bool = False
+    """This worker copies nothing any more, until it is started again."""
+
     def says_something(self) -> bool:
         """Whether the report is worth sending."""
-        return bool(self.gathered or self.stored or self.dropped)
+        return bool(self.gathered or self.stored or self.dropped or self.broken)

@@ -130,8 +130,8 @@ class SchedulerSide:
     """Decisions for all requests of one engine. Belongs to the scheduler's thread.
 
     `client` is started by the caller and closed by `close`.  `chunk_bytes` is what one worker moves per
-    chunk, `world_size` how many workers report.  `may_load` and `may_store` follow vLLM's kv_role.  A worker is never
-    asked to load more than `max_load_bytes` for one request.  `server_seen` tells whether a server left traces.
+    chunk, `world_size` how many workers report.  `may_load` and `may_store` follow vLLM's kv_role.  `server_seen`
+    tells whether a server left traces.
     """
 
     def __init__(
@@ -146,7 +146,6 @@ class SchedulerSide:
         may_load: bool = True,
         may_store: bool = True,
         sync_load_bytes: int = SYNC_LOAD_BYTES,
-        max_load_bytes: int | None = None,
         events: Callable[[Sequence[int], bytes, Sequence[bytes], Any], Any] | None = None,
         server_seen: Callable[[], bool] = lambda: False,
         now: Callable[[], float] = time.monotonic,
@@ -161,11 +160,6 @@ class SchedulerSide:
         self._may_load = may_load
         self._may_store = may_store
         self._sync_load_bytes = sync_load_bytes
-        self._max_load_tokens = (
-            max(1, max_load_bytes // chunk_bytes - 1) * self._chunk_tokens
-            if max_load_bytes is not None
-            else None
-        )
         self._make_event = events
         self._now = now
         self._server_seen = server_seen
@@ -265,8 +259,6 @@ class SchedulerSide:
         hit_tokens = tracked.hit.n_chunks * self._chunk_tokens
         # At least one token must be computed, or there is nothing to sample from.
         tokens = min(hit_tokens, request.num_tokens - 1) - computed_tokens
-        if self._max_load_tokens is not None:
-            tokens = min(tokens, self._max_load_tokens)
         if tokens <= 0 or tokens < self._settings.min_retrieve_tokens:
             return 0, False
         assert tracked.call is not None
@@ -375,6 +367,9 @@ class SchedulerSide:
         for report in reports:
             self._unconfirmed.discard(report.step)
             self._failures_seen = max(self._failures_seen, report.failures)
+            if report.broken and (self._may_load or self._may_store):
+                logger.error("the cache is off for this engine: a worker copies nothing any more")
+                self._may_load = self._may_store = False
             for store_id in report.gathered:
                 self._gathered(store_id)
             for store_id in report.dropped:

@@ -1,8 +1,8 @@
 """The side of the connector that lives in a vLLM worker: copies between the engine's blocks and the pool.
 
-Order within a step: `before_step` (preempted blocks are let go), `start_loads`, the forward pass,
-`start_stores`, `report`.  Stores and asynchronous loads go on by themselves between steps, on the client's
-threads, so nothing is lost when vLLM stops stepping.
+Order within a step: `before_step` (preempted blocks are let go), `start_loads`, the forward pass with `wait_layer`
+before each layer, `end_loads`, `start_stores`, `report`.  Stores and asynchronous loads go on by themselves between
+steps, on the client's threads, so nothing is lost when vLLM stops stepping.
 
 Invariants
 1. A block is written only by a load whose step has not ended (synchronous), or that was not reported yet.
@@ -11,13 +11,15 @@ Invariants
 3. Nothing computed in a step whose synchronous load failed is stored, nor in steps planned before the
    scheduler knew (they may rest on what failed).
 4. All waiting in one step is for copies already begun, one second in all at most; then they are cancelled.
+5. A layer that the model computed before its load was ordered ahead of it fails the load.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, Store, WorkerReport
@@ -38,11 +40,25 @@ IDENTITIES_REMEMBERED = 1024
 class Mover(Protocol):
     """Moves whole chunks between the engine's blocks and the pool, wherever the blocks live."""
 
+    @property
+    def sections(self) -> Mapping[str, int]:
+        """Section of each layer, where synchronous loads go on beside the model; empty where they end before it."""
+
+    @property
+    def broken(self) -> bool:
+        """Nothing is copied any more, for good."""
+
     def store(self, identity: Identity, store: Store, blocks: Sequence[Sequence[int]]) -> StoreJob:
         """Begin to copy a store's chunks into L1. Never blocks; blocks are read until the job is `gathered`."""
 
     def load(self, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:
         """Begin to copy chunks into blocks, which are written until the job is `done`. Never blocks."""
+
+    def await_section(self, job: LoadJob, section: int | None, timeout_s: float) -> bool:
+        """What the model computes from now on comes behind the copies of this section, of all with None.
+
+        Waits at most `timeout_s`; False when that is not so.
+        """
 
     def close(self) -> None:
         """Free what the mover holds."""
@@ -50,6 +66,9 @@ class Mover(Protocol):
 
 class HostMover:
     """Blocks in host memory: the client's native threads copy them straight into and out of the pool."""
+
+    sections: Mapping[str, int] = {}
+    broken = False
 
     def __init__(self, client: CacheClient, plan: Any) -> None:
         self._client = client
@@ -63,6 +82,10 @@ class HostMover:
         """See `Mover.load`."""
         return self._client.load(lease, items, self._plan, sync=sync)
 
+    def await_section(self, job: LoadJob, section: int | None, timeout_s: float) -> bool:
+        """See `Mover.await_section`."""
+        return job.wait(timeout_s)
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -72,11 +95,14 @@ class _Stored(NamedTuple):
     job: StoreJob
 
 
-class _Loading(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class _Loading:
     load: Load
     items: list[LoadItem]
     job: LoadJob
     begun_s: float
+    late: bool = False
+    """Something was computed before the copy that it rests on."""
 
 
 class WorkerSide:
@@ -106,6 +132,12 @@ class WorkerSide:
         self._loads: list[_Loading] = []
         self._awaited: set[str] = set()
         self._bad_blocks: set[int] = set()
+        self._synchronous: list[_Loading] = []
+        """Loads that the step's forward pass rests on, until `end_loads`."""
+        self._waits_end_s = 0.0
+        self._unordered: set[int] = set()
+        """Sections that the forward pass must still be put behind."""
+        self._begun_too_late = False
         self._failures = 0
         self._report = WorkerReport(0)
         self._step = StepPlan(0)
@@ -129,36 +161,63 @@ class WorkerSide:
                 logger.warning("a copy of request %s outlasted its blocks", entry.store.request_id)
             self._count("stores_preempted")
 
-    def start_loads(self) -> None:
-        """Begin the step's loads and finish the synchronous ones."""
+    def start_loads(self, *, layerwise: bool = False) -> None:
+        """Begin the step's loads and put the forward pass behind the synchronous ones.
+
+        With `layerwise` that is done layer after layer: `wait_layer` will be called before each.
+        """
         self._loads.extend(self._begin_load(load) for load in self._step.loads if load.asynchronous)
         synchronous = [load for load in self._step.loads if not load.asynchronous]
         if not synchronous:
             return
         started = self._now()
-        waiting = []
-        failed = False
+        self._waits_end_s = started + WAIT_S
         for load in synchronous:
-            if self._now() - started < WAIT_S:
-                waiting.append(self._begin_load(load))
+            if self._now() < self._waits_end_s:
+                self._synchronous.append(self._begin_load(load))
             else:
                 self._client.release([load.lease])
                 self._bad_blocks.update(block for block in load.blocks if block != SKIP_BLOCK)
                 self._count("load_failed_chunks", len(load.chain) // KEY_BYTES)
-                failed = True
-        for loading in waiting:
-            if not loading.job.wait(max(0.0, started + WAIT_S - self._now())):
+                self._begun_too_late = True
+        if not self._mover.sections:
+            self.end_loads()
+        elif layerwise:
+            self._unordered = set(self._mover.sections.values())
+        else:
+            self._order(None)
+        self._count("load_wait_s", self._now() - started)
+
+    def wait_layer(self, name: str) -> None:
+        """The model comes to this layer. May be called several times for one."""
+        section = self._mover.sections.get(name) if self._synchronous else None
+        if section is not None:
+            self._order(section)
+            self._unordered.discard(section)
+
+    def end_loads(self) -> None:
+        """After the forward pass was given to the device: learn how the synchronous loads ended."""
+        failed, self._begun_too_late = self._begun_too_late, False
+        if self._unordered:
+            logger.error(
+                "the model ran over KV that was being loaded, without asking; its tokens are computed again"
+            )
+        for loading in self._synchronous:
+            if not loading.job.wait(max(0.0, self._waits_end_s - self._now())):
                 loading.job.cancel()
-        for loading in waiting:
-            # What was begun must end before the blocks are computed on; these are copies of one chunk each.
+        for loading in self._synchronous:
+            # What was begun must end before the blocks are computed on; these are copies of a few chunks each.
             while not loading.job.wait(WAIT_S):
                 logger.warning("a copy into blocks of request %s is slow", loading.load.request_id)
+            if loading.late or self._unordered:
+                loading.job.failed.update(range(len(loading.items)))
             failed |= self._ended_load(loading)
+        self._synchronous, self._unordered = [], set()
         self._failures += failed
-        self._count("load_wait_s", self._now() - started)
 
     def start_stores(self) -> None:
         """After the forward pass: begin the step's stores."""
+        self.end_loads()
         for store in self._step.stores:
             if self._step.failures_seen < self._failures:
                 self._report.dropped.append(store.store_id)
@@ -196,6 +255,7 @@ class WorkerSide:
     def report(self) -> WorkerReport | None:
         """The step's report, or None when the scheduler need not know."""
         self._report.failures = self._failures
+        self._report.broken = self._mover.broken
         confirms = any(not load.asynchronous for load in self._step.loads)
         return self._report if confirms or self._report.says_something() else None
 
@@ -218,6 +278,12 @@ class WorkerSide:
         self._client.close(0.5)
 
     # -- inside ----------------------------------------------------------------------------------------------
+
+    def _order(self, section: int | None) -> None:
+        """Put what the model computes from now on behind this section of the synchronous loads, None: behind all."""
+        for loading in self._synchronous:
+            left_s = max(0.0, self._waits_end_s - self._now())
+            loading.late |= not self._mover.await_section(loading.job, section, left_s)
 
     def _begin_load(self, load: Load) -> _Loading:
         begun = self._now()

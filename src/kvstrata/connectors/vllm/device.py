@@ -1,0 +1,125 @@
+"""Blocks in device memory: chunks go straight between them and the pool, on streams of our own.
+
+    store   engine's stream ──moment──▶ store stream: blocks ──▶ extents ──▶ CRCs and header on the host
+    load    engine's stream ──moment──▶ load stream: extents ──▶ blocks, the CRCs are verified meanwhile
+            engine's stream ◀──event of a section── as soon as the engine comes to that layer
+
+Both begin behind what the engine's stream had to do at the call: a store behind the forward pass that computed it, a
+load behind whatever still reads, writes or zeroes the blocks it was given.  No stream is ever synchronised; what the
+engine's thread waits for is the end of loads that it could not go on without (`worker.WorkerSide`).
+
+After a sticky error of the driver nothing is copied any more: stores are refused, loads fail, and the engine computes.
+
+No torch here: a stream is the driver's handle as an int.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvstrata.client.calls import LoadItem, LoadJob, StoreJob, StoreOutcome
+from kvstrata.connectors.vllm.metadata import Store
+from kvstrata.native.cuda import CudaError
+from kvstrata.types import LeaseName
+
+if TYPE_CHECKING:
+    from kvstrata.client import CacheClient, Identity
+    from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan
+
+logger = logging.getLogger("vllm.kvstrata")
+
+
+class DeviceMover:
+    """See the module and `worker.Mover`."""
+
+    def __init__(
+        self,
+        client: CacheClient,
+        engine: CudaCopyEngine,
+        plan: CudaCopyPlan,
+        *,
+        sections: Mapping[str, int],
+        current_stream: Callable[[], int],
+    ) -> None:
+        """`engine` is the client's, `sections` the record's section of each layer; `current_stream()` is the stream on
+        which the calling thread gives work to the device.
+        """
+        self._client = client
+        self._engine = engine
+        self._plan = plan
+        self._layerwise_plan = plan.layerwise()
+        self._current_stream = current_stream
+        self._told = False
+        self.sections = sections
+
+    def store(self, identity: Identity, store: Store, blocks: Sequence[Sequence[int]]) -> StoreJob:
+        """Reads the blocks behind what is on the current stream now."""
+        plan = self._behind_now(self._plan)
+        if plan is None:
+            job = StoreJob(len(blocks), lambda job: None)
+            job.refuse(StoreOutcome.UNAVAILABLE)
+            return job
+        return self._client.store(identity, store.parent, store.chain, plan, blocks, probe=store.probe)
+
+    def load(self, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:
+        """Writes the blocks behind what is on the current stream now; with `sync` layer after layer."""
+        plan = self._behind_now(self._layerwise_plan if sync else self._plan)
+        if plan is None:
+            job = LoadJob(lambda job: None)
+            job.finish(range(len(items)), 0)
+            self._client.release([lease])
+            return job
+        return self._client.load(lease, items, plan, whole=sync)
+
+    def await_section(self, job: LoadJob, section: int | None, timeout_s: float) -> bool:
+        """Put the current stream behind these copies, which this thread waits for only until they are queued."""
+        if job.done.is_set():
+            return True
+        ends_s = time.monotonic() + timeout_s
+        which = range(self._plan.section_count) if section is None else (section,)
+        stream = self._current_stream()
+        try:
+            queued = all(
+                self._engine.await_section(copy, number, stream, max(0.0, ends_s - time.monotonic()))
+                for number in which
+                for copy in job.copy_jobs
+            )
+        except CudaError as error:
+            self._tell(error)
+            queued = False
+        # A copy that has ended meanwhile is not known to the engine any more.
+        return queued or job.wait(max(0.0, ends_s - time.monotonic()))
+
+    @property
+    def broken(self) -> bool:
+        """Nothing is copied any more, for good."""
+        return self._engine.failed is not None
+
+    def close(self) -> None:
+        """The client closes the engine."""
+
+    def _behind_now(self, plan: CudaCopyPlan) -> CudaCopyPlan | None:
+        """The plan for copies behind what is on the current stream now; None when there are to be none."""
+        if self._engine.failed is None:
+            try:
+                return plan.behind(self._engine.moment(self._current_stream()))
+            except CudaError as error:
+                if self._engine.failed is None:
+                    logger.warning("a copy of KV cannot begin: %s", error)
+                    return None
+        if self._engine.failed is not None:
+            self._tell(self._engine.failed)
+        return None
+
+    def _tell(self, error: CudaError) -> None:
+        if self._engine.failed is None:
+            logger.warning("KV could not be loaded: %s", error)
+        elif not self._told:
+            self._told = True
+            logger.error(
+                "the cache is off for this worker until it is started again, the engine goes on without it: %s",
+                error,
+            )

@@ -1,0 +1,195 @@
+"""An engine whose blocks are in device memory, with a real server: what it stores is what it loads, whatever happens.
+
+The device is simulated (`tests/harness/cuda_driver`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.child import Child, ChildError
+from tests.harness.cuda_driver import environment
+from tests.harness.server_process import ServerProcess
+
+pytestmark = pytest.mark.integration
+
+L1_MB = 256
+SLAB_BYTES = 64 << 20
+CHUNK_BLOCKS = 2
+LAYERS = 3
+ENGINES = ("dma", "kernel", "staged")
+
+Start = Callable[..., Child]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(tmp_path / "server", l1_mb=L1_MB, chunk_tokens=16) as server:
+        server.start()
+        yield server
+
+
+@pytest.fixture
+def engine(server: ServerProcess, tmp_path: Path) -> Iterator[Start]:
+    """Starts engines; keywords in capitals are options of the simulated driver, others arguments of the engine."""
+    children: list[Child] = []
+
+    def start(**arguments: Any) -> Child:
+        options = {name.lower(): arguments.pop(name) for name in list(arguments) if name.isupper()}
+        log = tmp_path / "engine.log"
+        child = Child("tests.harness.gpu_engine", log=log, environment=environment(**options))
+        children.append(child)
+        child.ask("start", socket_dir=str(server.socket_dir), **arguments)
+        child.ask("connect")
+        return child
+
+    yield start
+    for child in children:
+        child.__exit__(None, None, None)
+
+
+def blocks(n_chunks: int) -> int:
+    """Blocks of all layers that are compared when so many chunks are loaded."""
+    return n_chunks * CHUNK_BLOCKS * LAYERS
+
+
+@pytest.mark.parametrize("way", ENGINES)
+def test_what_was_stored_is_loaded_byte_for_byte_by_another_engine(engine: Start, way: str) -> None:
+    first = engine(engine=way)
+    assert first.ask("store", seed=1, n_chunks=6) == 6
+    assert first.ask("store", seed=1, n_chunks=6) == 6, "present is as good as stored"
+    second = engine(engine=way)
+    for asynchronous, layerwise in ((True, False), (False, True), (False, False)):
+        found = second.ask("load", seed=1, n_chunks=6, asynchronous=asynchronous, layerwise=layerwise)
+        assert found == {"chunks": 6, "right": blocks(6), "bad": 0}
+    assert second.ask("load", seed=2, n_chunks=6) == {"chunks": 0, "right": 0, "bad": 0}
+    first.ask("close")
+    second.ask("close")
+
+
+@pytest.mark.parametrize("way", ENGINES)
+def test_records_from_a_device_are_those_from_host_memory(engine: Start, way: str) -> None:
+    device = engine(engine=way)
+    assert device.ask("store", seed=1, n_chunks=4) == 4
+    assert device.ask("host_load", seed=1, n_chunks=4) == 4
+    assert device.ask("host_store", seed=2, n_chunks=4) == 4
+    assert device.ask("load", seed=2, n_chunks=4) == {"chunks": 4, "right": blocks(4), "bad": 0}
+
+
+@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_preempted_aborted_and_ended_requests_leave_no_wrong_byte(engine: Start, way: str, seed: int) -> None:
+    child = engine(engine=way, DELAY_US=300, SEED=seed)
+    counts = child.ask("churn", seed=seed, steps=150)
+    assert counts["right blocks"] > 100 and counts["stored"] > 20 and "bad blocks" not in counts
+    child.ask("host_check", seeds=12, n_chunks=8)
+    child.ask("close")
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_server_killed_in_mid_copy_leaves_no_wrong_byte(
+    engine: Start, server: ServerProcess, seed: int
+) -> None:
+    child = engine(DELAY_US=300, SEED=seed)
+    over = threading.Event()
+
+    def kill_and_start() -> None:
+        while not over.wait(0.7):
+            server.kill()
+            server.start()
+
+    killer = threading.Thread(target=kill_and_start)
+    killer.start()
+    try:
+        counts = child.ask("churn", seed=seed, steps=400)
+    finally:
+        over.set()
+        killer.join()
+    assert counts["right blocks"] > 0
+    child.ask("connect")
+    child.ask("host_check", seeds=12, n_chunks=8)
+    assert child.ask("store", seed=99, n_chunks=4) == 4
+    assert child.ask("load", seed=99, n_chunks=4)["right"] == blocks(4)
+    child.ask("close")
+
+
+# -- pinning ------------------------------------------------------------------------------------------------------
+
+
+def test_the_pool_is_pinned_whole_and_let_go_with_the_server_that_owned_it(
+    engine: Start, server: ServerProcess
+) -> None:
+    child = engine()
+    child.ask("wait_pinned", n_bytes=L1_MB << 20)
+    server.kill()
+    server.wipe_segment()
+    server.start()
+    child.ask("connect")
+    child.ask("wait_pinned", n_bytes=L1_MB << 20)
+    child.ask("wait_registrations", count=L1_MB * (1 << 20) // SLAB_BYTES)
+    assert child.ask("store", seed=1, n_chunks=4) == 4
+    assert child.ask("load", seed=1, n_chunks=4)["right"] == blocks(4)
+    child.ask("close")
+    assert child.ask("registrations") == 0
+
+
+@pytest.mark.parametrize("way", ENGINES)
+def test_where_pinning_is_refused_the_rest_of_the_pool_is_copied_unpinned(engine: Start, way: str) -> None:
+    child = engine(engine=way, REGISTER=2 * SLAB_BYTES)
+    refusal = child.ask("wait_stat", name="pin_refusal")
+    assert "cuMemHostRegister" in refusal
+    assert child.ask("stats")["pinned_bytes"] <= 2 * SLAB_BYTES
+    counts = child.ask("churn", seed=5, steps=60)
+    assert counts["right blocks"] > 0 and "bad blocks" not in counts
+    child.ask("close")
+
+
+def test_without_pinning_everything_works(engine: Start) -> None:
+    child = engine(pin=False)
+    assert child.ask("store", seed=1, n_chunks=4) == 4
+    assert child.ask("load", seed=1, n_chunks=4)["right"] == blocks(4)
+
+
+# -- bad devices --------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_that_the_driver_refuses_costs_its_request_alone(engine: Start) -> None:
+    child = engine(engine="dma")
+    assert child.ask("store", seed=1, n_chunks=4) == 4
+    child.ask("set_driver", name="fail", value="cuMemcpyBatchAsync:1+:1")
+    assert child.ask("load", seed=1, n_chunks=4) == {"chunks": 4, "right": 0, "bad": blocks(4)}
+    assert child.ask("store", seed=7, n_chunks=2) == 0
+    child.ask("set_driver", name="fail", value="")
+    assert child.ask("load", seed=1, n_chunks=4) == {"chunks": 4, "right": blocks(4), "bad": 0}
+    assert child.ask("store", seed=7, n_chunks=2) == 2
+    assert not child.ask("broken")
+
+
+def test_a_sticky_error_switches_the_cache_off_and_the_engine_goes_on(engine: Start, tmp_path: Path) -> None:
+    child = engine()
+    assert child.ask("store", seed=1, n_chunks=4) == 4
+    told = child.ask("break_device", seed=1, n_chunks=4, fault="copy:1+:700")
+    assert told == {"bad": True, "none": True, "broken": True}
+    log = (tmp_path / "engine.log").read_text()
+    assert log.count("the cache is off for this worker") == 1 and "CUDA_ERROR" in log
+    child.ask("close")
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "says"),
+    [
+        ({"DEVICES": 0}, {}, "finds no GPU"),
+        ({"VERSION": 9000}, {}, "driver"),
+    ],
+)
+def test_a_device_that_cannot_serve_is_named_at_the_start(
+    engine: Start, variables: dict[str, int], arguments: dict[str, str], says: str
+) -> None:
+    with pytest.raises(ChildError, match=says) as caught:
+        engine(**variables, **arguments)
+    assert caught.value.code == "cuda"
