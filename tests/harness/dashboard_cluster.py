@@ -88,6 +88,9 @@ class Cluster:
         self.models = ["meta-llama/Llama-3.1-8B-Instruct"]
         self.lookup: dict[str, Any] = {}
         self.explained: dict[str, dict[str, Any]] = {}
+        self.misses: list[dict[str, Any]] = []
+        self.silent: list[str] = []
+        """Instances that do not answer when a chunk or a request is to be explained."""
         """What one of the instances remembers, by request id."""
         self.slow_commands = False
         self.election = bodies.ElectionBody(
@@ -331,12 +334,6 @@ def make_app(cluster: Cluster) -> FastAPI:
         }
         return document(name, content)
 
-    @app.get("/v1/instances/{name}/explain/{request_id:path}")
-    async def explain(name: str, request_id: str) -> bodies.DocumentBody:
-        known = cluster.explained.get(request_id)
-        there = known is not None and name == min(cluster.instances)
-        return document(name, {"request_id": request_id, "known": there, "lookups": [known] if there else []})
-
     @app.post("/v1/instances/{name}/{what}")
     async def act(name: str, what: str) -> Response:
         if what == "allow":
@@ -364,9 +361,20 @@ def make_app(cluster: Cluster) -> FastAPI:
     async def tiers() -> bodies.TiersBody:
         return cluster.tiers()
 
-    @app.post("/v1/lookup")
-    async def lookup() -> bodies.PlacementBody:
-        return bodies.PlacementBody.model_validate(cluster.lookup)
+    @app.post("/v1/explain")
+    async def explain(body: bodies.ExplainBody) -> bodies.ExplainedBody:
+        live = sorted(name for name, row in cluster.instances.items() if row["state"] == "live")
+        known = cluster.explained.get(body.request_id or "")
+        there = [{"instance": live[0], "document": known, "missing_now": []}] if known else []
+        return bodies.ExplainedBody.model_validate(
+            {
+                "lookups": there,
+                "placement": None if body.request_id else cluster.lookup,
+                "misses": [] if body.request_id else cluster.misses,
+                "answered": [name for name in live if name not in cluster.silent],
+                "unanswered": [{"instance": name, "why": "no answer within 5 s"} for name in cluster.silent],
+            }
+        )
 
     @app.get("/v1/events")
     async def tail(after: int | None = None, limit: int = 200) -> bodies.EventsBody:

@@ -538,14 +538,88 @@ def test_documents_come_through_commands_while_http_waits(controller, instance):
     answered: dict[str, Any] = {}
 
     def ask() -> None:
-        answered.update(controller.ask("/v1/instances/a/explain/req%2F1?wait_s=30"))
+        answered.update(controller.ask("/v1/instances/a/status?wait_s=30"))
 
     thread = threading.Thread(target=ask)
     thread.start()
-    commands = a.answer_commands(lambda command: {"request": command.argument["request_id"]})
+    commands = a.answer_commands(lambda command: {"pool": {"entries": 3}})
     thread.join()
-    assert commands[0].kind is wire.CommandKind.EXPLAIN
-    assert answered["done"] and answered["ok"] and answered["document"] == {"request": "req/1"}
+    assert commands[0].kind is wire.CommandKind.STATUS
+    assert answered["done"] and answered["ok"] and answered["document"] == {"pool": {"entries": 3}}
+
+
+def test_chunks_are_explained_by_all_instances_and_who_does_not_answer_is_named(controller, instance):
+    held, gone, never = key_of(1), key_of(2), key_of(3)
+    a = instance("a").join({"l1": wire.tags_of(bytes.fromhex(held))})
+    b, c, d = instance("b").join({}), instance("c").join({}), instance("d").join({})
+    answered: dict[str, Any] = {}
+
+    def ask() -> None:
+        answered.update(controller.ask("/v1/explain", {"keys": [held, gone, never], "wait_s": 3}))
+
+    def row(reason: str, tier: str = "") -> dict[str, str]:
+        return {"tier": tier, "reason": reason, "detail": f"{reason or tier} it says"}
+
+    says = {
+        "a": {"keys": [row("unknown_key"), row("never_stored")]},
+        "b": {"keys": [row("evicted"), row("", "l1")]},
+        "d": {"keys": [row("evicted")]},
+    }
+    thread = threading.Thread(target=ask)
+    thread.start()
+    for one in (a, b, d):
+        (command,) = one.answer_commands(lambda command, name=one.name: says[name])
+        assert command.kind is wire.CommandKind.EXPLAIN
+        assert command.argument == {"keys": bytes.fromhex(gone + never)}, "what is there needs no reason"
+    assert c.nudged()
+    thread.join()
+    assert answered["placement"]["held_chunks"] == 1
+    assert answered["answered"] == ["a", "b"]
+    assert [row["instance"] for row in answered["unanswered"]] == ["c", "d"]
+    silent, strange = [row["why"] for row in answered["unanswered"]]
+    assert silent == "no answer within 3 s" and "1 keys instead of 2" in strange
+    evicted, there = answered["misses"]
+    assert (evicted["chunk"], evicted["key"], evicted["reason"]) == (1, gone, "evicted")
+    assert [(row["instance"], row["detail"]) for row in evicted["told"]] == [
+        ("b", "evicted it says"),
+        ("a", "unknown_key it says"),
+    ]
+    assert (there["chunk"], there["reason"], there["told"][0]["tier"]) == (2, "", "l1")
+
+
+def test_chunks_that_are_all_there_are_explained_without_asking_anybody(controller, instance):
+    key = key_of(1)
+    instance("a").join({"l1": wire.tags_of(bytes.fromhex(key))})
+    told = controller.ask("/v1/explain", {"keys": [key], "wait_s": 30})
+    assert told["placement"]["held_chunks"] == 1
+    assert not told["misses"] and not told["answered"] and not told["unanswered"]
+    assert controller.ask("/v1/commands")["commands"] == []
+
+
+def test_a_request_is_explained_with_who_has_the_missed_chunk_now(tmp_path):
+    key = key_of(7)
+    with ControllerProcess(tmp_path / "controller") as controller:
+        ports = controller.ports["reply"]
+        miss = {"chunk": 0, "reason": "evicted", "detail": "by lru", "storage_key": key}
+        document = {"request_id": "r/1", "unix_ms": 5, "first_miss": miss, "hits": {}}
+        earlier = {**document, "unix_ms": 4, "first_miss": None}
+        with ClusterInstance(ports, "a") as a, ClusterInstance(ports, "b") as b:
+            a.join({})
+            b.join({"l1": wire.tags_of(bytes.fromhex(key))})
+            answered: dict[str, Any] = {}
+
+            def ask() -> None:
+                answered.update(controller.ask("/v1/explain", {"request_id": "r/1", "wait_s": 30}))
+
+            thread = threading.Thread(target=ask)
+            thread.start()
+            a.answer_commands(lambda command: {"known": True, "lookups": [document]})
+            b.answer_commands(lambda command: {"known": True, "lookups": [earlier]})
+            thread.join()
+    assert [row["instance"] for row in answered["lookups"]] == ["b", "a"], "oldest first"
+    (place,) = answered["lookups"][1]["missing_now"]
+    assert (place["instance"], place["tier"]) == ("b", "l1")
+    assert answered["placement"] is None and answered["unanswered"] == []
 
 
 def test_draining_and_removing_an_instance(controller, instance):

@@ -61,8 +61,15 @@ def twelve() -> Cluster:
     cluster.tell("died", "a-6", silent_s=30.2)
     cluster.tell("snapshot_restored", members=11, path="/var/lib/kvstrata/directory.snapshot")
     cluster.lookup = lookup(40, {"a-0": 28, "b-1": 16})
+    cluster.misses = [miss(28, "evicted", "by lru"), miss(29, "unknown_key", "")]
     cluster.explained["cmpl-1"] = explained("evicted")
     return cluster
+
+
+def miss(chunk: int, reason: str, detail: str) -> dict[str, Any]:
+    """A chunk that nobody has, as one instance explains it."""
+    told = [{"instance": "a-0", "tier": "", "reason": reason, "detail": detail}]
+    return {"chunk": chunk, "key": "cd" * 32, "reason": reason, "told": told}
 
 
 def lookup(n_chunks: int, holders: dict[str, int]) -> dict[str, Any]:
@@ -238,6 +245,11 @@ async def test_explorer_shows_where_a_prompt_is_and_what_is_missing(visit: Visit
         verdict = page.locator(".verdict")
         await expect(verdict).to_contain_text("The first 28 of 40 chunks are there")
         await expect(verdict).to_contain_text("Chunk 28 is the first that nobody has told of")
+        await expect(verdict).to_contain_text("It was there and made room for others. (a-0: by lru)")
+        await expect(page.get_by_role("row", name="7424 to 7679")).to_contain_text("Nobody has named this")
+        cluster.silent = ["b-1"]
+        await page.get_by_role("button", name="Look up").click()
+        await expect(page.get_by_text("b-1: no answer within 5 s")).to_be_visible()
         await expect(page.get_by_role("row", name="2048 to 2303")).to_contain_text("b-1 l1 · unconfirmed")
         await expect(page.get_by_role("row", name="7168 to 7423")).to_contain_text("nowhere")
         await expect(page.locator(".strips li").first).to_contain_text("first 28 of 40")
@@ -248,7 +260,7 @@ async def test_explorer_shows_where_a_prompt_is_and_what_is_missing(visit: Visit
         await page.get_by_role("button", name="Look up").click()
         await expect(verdict).to_contain_text("Nobody has its first chunk")
     sent = {"tokens": [1, 2, 3], "model": "meta-llama/Llama-3.1-8B-Instruct"}
-    assert [body for _, _, body in cluster.requests] == [sent] * 3
+    assert [body for _, _, body in cluster.requests] == [sent] * 4
 
 
 async def test_explorer_explains_a_request_by_its_id(visit: Visit) -> None:
@@ -263,7 +275,7 @@ async def test_explorer_explains_a_request_by_its_id(visit: Visit) -> None:
         await page.get_by_label("Request id", exact=True).fill("cmpl-2")
         await page.get_by_role("button", name="Explain").click()
         await expect(page.get_by_role("alert")).to_contain_text(
-            'none of the 10 instances that live remembers "cmpl-2"'
+            'none of the 10 instances that answered remembers "cmpl-2"'
         )
 
 

@@ -42,6 +42,9 @@ def test_no_server_is_one_line(capsys):
     assert "http://127.0.0.1:9 does not answer" in error and error.count("\n") == 1
 
 
+ANY_KIND = {"model": "", "kind": None, "adapter": "", "tenant": "", "salt": ""}
+
+
 @pytest.mark.parametrize("text", ["", "first-secret\nsecond-secret", "sécret"])
 def test_a_file_that_holds_no_token_is_named_and_its_secret_is_not_told(capsys, tmp_path, text):
     file = tmp_path / "token"
@@ -92,7 +95,12 @@ def test_what_l2_commands_ask(arguments, asked):
         (["allow", "a"], ctl.Ask("/v1/instances/a/allow", {})),
         (["runtime", "a"], ctl.Ask("/v1/instances/a/runtime?wait_s=5.0", timeout_s=35)),
         (["document", "a"], ctl.Ask("/v1/instances/a/status?wait_s=5.0", timeout_s=35)),
-        (["explain", "a", "r/1"], ctl.Ask("/v1/instances/a/explain/r%2F1?wait_s=5.0", timeout_s=35)),
+        (
+            ["explain", "--request-id", "r/1", "--wait-s", "2", "--instance", "a"],
+            ctl.Ask(
+                "/v1/explain", {**ANY_KIND, "request_id": "r/1", "instances": ["a"], "wait_s": 2.0}, "", 32
+            ),
+        ),
         (
             ["clear", "--tier", "all", "--instance", "a", "--instance", "b"],
             ctl.Ask(

@@ -88,9 +88,6 @@ def add(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> Non
     evict.add_argument("--identity", metavar="HEX", help="all of an identity, as `lookup` tells its root")
     evict.add_argument("--whole-identity", action="store_true", help="all that --model … --salt make")
     evict.add_argument("--whole-tenant", action="store_true", help="all of --tenant")
-    for made in (clear, evict):
-        made.add_argument("--instance", action="append", dest="instances", metavar="INSTANCE",
-                          help="only there; repeatable")  # fmt: skip
     waiting(named("drain", "send no peers to an instance any more"))
     waiting(named("undrain", "use a drained instance as before"))
     waiting(named("resync", "ask an instance for a full sync"))
@@ -98,8 +95,13 @@ def add(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> Non
     named("allow", "let a removed instance in again")
     waiting(named("runtime", "threads, memory and environment of an instance"))
     waiting(named("document", "status document of an instance"))
-    explain = waiting(named("explain", "why a recent request of an instance missed"))
-    explain.add_argument("request_id")
+    explain = waiting(chunks(action("explain", "where chunks are or why they are missing"), required=False))
+    explain.add_argument(
+        "--request-id", metavar="ID", help="instead of FILE: what became of a recent request"
+    )
+    for made in (clear, evict, explain):
+        made.add_argument("--instance", action="append", dest="instances", metavar="INSTANCE",
+                          help="only there; repeatable")  # fmt: skip
     action("commands", "what instances were asked")
     command = action("command", "what came of a command")
     command.add_argument("number", type=int)
@@ -130,6 +132,14 @@ def request(options: argparse.Namespace, read: Callable[[str], str]) -> ClusterA
             body = {"claim": options.claim, "instance": options.instance}
         case "replicate" | "move":
             body = {**_chunks(options, read), "to": options.to, "source": options.source}
+        case "explain":
+            if (options.tokens is None) == (options.request_id is None):
+                raise BadRequest("FILE: give either FILE or --request-id", field="FILE")
+            body = {
+                **_chunks(options, read),
+                "request_id": options.request_id,
+                "instances": options.instances,
+            }
         case "clear":
             body = {"tier": options.tier, "tenant": options.tenant, "instances": options.instances}
         case "evict":
@@ -156,9 +166,7 @@ def _of_instance(options: argparse.Namespace) -> ClusterAsk:
             return ClusterAsk(f"{path}/allow", {})
         case "drain" | "undrain" | "resync":
             return ClusterAsk(f"{path}/{options.action}", {"wait_s": options.wait_s}, wait_s=options.wait_s)
-    what = {"document": "status", "runtime": "runtime"}.get(options.action)
-    if what is None:
-        what = f"explain/{urllib.parse.quote(options.request_id, safe='')}"
+    what = "status" if options.action == "document" else options.action
     return ClusterAsk(f"{path}/{what}?wait_s={options.wait_s}", wait_s=options.wait_s)
 
 
@@ -197,6 +205,9 @@ def brief(action: str, answer: Any) -> Any:
             for row in answer["events"]
         ]
         return rows or "nothing happened"
+    if action == "explain":
+        placed = answer["placement"]
+        return {**answer, "placement": placed and brief("lookup", placed)}
     if action == "lookup":
         return {key: value for key, value in answer.items() if key != "chunks"}
     return answer

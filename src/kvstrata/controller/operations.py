@@ -70,6 +70,10 @@ class Operations:
             raise NotThere(f"instance: there is no {instance!r:.80}; there are: {there:.500}")
         return member
 
+    def named(self, instances: Sequence[str] | None) -> list[Member]:
+        """These, or all, dead ones for a while too. Raises NotThere."""
+        return list(self._cluster.members) if instances is None else [self.member(one) for one in instances]
+
     async def name(self, asked: Asked) -> Named:
         """The chunks that a request names. Raises BadRequest."""
         if (asked.tokens is None) == (asked.keys is None):
@@ -192,13 +196,15 @@ class Operations:
 
     def clear(self, tier: str, tenant: str | None, instances: Sequence[str] | None) -> list[Issued]:
         """Drop what nobody uses. Raises NotThere, Denied."""
-        return self._ask_all(self._named(instances), CommandKind.CLEAR, {"tier": tier, "tenant": tenant})
+        return self._ask_all(
+            self._live_or_named(instances), CommandKind.CLEAR, {"tier": tier, "tenant": tenant}
+        )
 
     def evict_identity(self, root: bytes, instances: Sequence[str] | None) -> list[Issued]:
         """Drop all chunks of an identity from L1. Raises BadRequest, NotThere, Denied."""
         if len(root) != KEY_BYTES:
             raise BadRequest(f"identity: has {len(root)} bytes, must have {KEY_BYTES}", field="identity")
-        return self._ask_all(self._named(instances), CommandKind.EVICT, {"identity": root})
+        return self._ask_all(self._live_or_named(instances), CommandKind.EVICT, {"identity": root})
 
     def identity_of(self, asked: Asked) -> bytes:
         """The root that model, adapter, tenant and salt make. Raises BadRequest."""
@@ -207,7 +213,7 @@ class Operations:
     async def evict_chunks(self, named: Named, instances: Sequence[str] | None) -> list[Issued]:
         """Drop chunks from L1, by default wherever some of them are. Raises NotThere, Denied."""
         if instances is not None:
-            return self._ask_all(self._named(instances), CommandKind.EVICT, {"keys": named.keys})
+            return self._ask_all(self._live_or_named(instances), CommandKind.EVICT, {"keys": named.keys})
         rows = await self._cluster.directory.holders(tags_of(named.keys))
         groups = {place.group for row in rows for place in row if place.tier == "l1"}
         there = [self._cluster.members.of_group(group) for group in groups]
@@ -216,10 +222,8 @@ class Operations:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _named(self, instances: Sequence[str] | None) -> list[Member]:
-        if instances is None:
-            return self._cluster.live()
-        return [self.member(instance) for instance in instances]
+    def _live_or_named(self, instances: Sequence[str] | None) -> list[Member]:
+        return self._cluster.live() if instances is None else self.named(instances)
 
     def _ask_all(
         self, members: Iterable[Member], kind: CommandKind, argument: dict[str, object]

@@ -191,20 +191,24 @@ class Explainer:
         `key`: storage key of its first missing slice; `first`: it is the prompt's first chunk;
         `in_flight`: somebody is writing or loading it now; `policy`: the eviction policy's name.
         """
-        if in_flight:
-            return MissReason.IN_FLIGHT, "being stored or loaded"
         note = self.keys.get(key)
-        if note is not None and note.reason is not MissReason.NEVER_STORED:
-            if note.reason is MissReason.EVICTED:
-                detail = f"by {note.detail or policy} at {note.unix_ms} (unix ms)"
-                return MissReason.EVICTED, detail
-            return note.reason, note.detail
-        if first:
+        if first and not in_flight and (note is None or note.reason is MissReason.NEVER_STORED):
             difference = self.identities.difference(probe, root, layout, request)
             if difference is not None:
                 name, shown = difference
                 detail = f"{name}: stored with {shown!r}" if shown else name
                 return MissReason.IDENTITY_DIFFERS, detail
+        return self.why_key(key, in_flight=in_flight, policy=policy)
+
+    def why_key(self, key: bytes, *, in_flight: bool, policy: str) -> tuple[MissReason, str]:
+        """The same as far as the key alone tells."""
+        if in_flight:
+            return MissReason.IN_FLIGHT, "being stored or loaded"
+        note = self.keys.get(key)
+        if note is not None and note.reason is MissReason.EVICTED:
+            return MissReason.EVICTED, f"by {note.detail or policy} at {note.unix_ms} (unix ms)"
+        if note is not None and note.reason is not MissReason.NEVER_STORED:
+            return note.reason, note.detail
         if note is not None:
             return MissReason.NEVER_STORED, "asked for before, never stored since"
         if self.keys.overflowed:

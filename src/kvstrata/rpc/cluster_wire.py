@@ -32,6 +32,7 @@ MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_TAGS = 262_144
 """Tags in one message (2 MiB)."""
 MAX_PEER_KEYS = 4_096
+MAX_EXPLAINED_KEYS = 256
 """Keys in one lease of a peer."""
 MAX_RUNS = 4_096
 MAX_COMMANDS = 64
@@ -250,7 +251,8 @@ class CommandKind(enum.StrEnum):
     DRAIN = "drain"
     """{"on": bool}: lease nothing to peers any more, and serve them again."""
     EXPLAIN = "explain"
-    """{"request_id": str}: the document of /v1/explain."""
+    """{"request_id": str}: the document of /v1/explain; or {"keys": bytes}, at most 256: of each one that it is in L1,
+    or why it is not."""
     RUNTIME = "runtime"
     """{}: threads, memory, garbage collector, lag of the loop, allow-listed environment."""
     STATUS = "status"

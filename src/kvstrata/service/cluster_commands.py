@@ -20,7 +20,15 @@ import msgspec
 from kvstrata.errors import BadRequest, KvstrataError
 from kvstrata.observability.logging import EventLog
 from kvstrata.policy.sessions import tenant_number
-from kvstrata.rpc.cluster_wire import MAX_COMMANDS, MAX_PEER_KEYS, Command, CommandKind, CommandResult, Owner
+from kvstrata.rpc.cluster_wire import (
+    MAX_COMMANDS,
+    MAX_EXPLAINED_KEYS,
+    MAX_PEER_KEYS,
+    Command,
+    CommandKind,
+    CommandResult,
+    Owner,
+)
 from kvstrata.rpc.wire import Tier
 from kvstrata.service.adapter_control import REFERENCE, SECRET, SECRET_IN_URL, SECRET_LEFT_OUT
 from kvstrata.types import KEY_BYTES
@@ -140,6 +148,8 @@ class Commands:
             case CommandKind.DRAIN:
                 leases.draining = bool(argument.get("on", True))
                 return {"leases": len(leases)}
+            case CommandKind.EXPLAIN if "keys" in argument:
+                return {"keys": engine.explain_keys(_keys(argument, MAX_EXPLAINED_KEYS))}
             case CommandKind.EXPLAIN:
                 return engine.explain(_text(argument, "request_id")) or {"known": False}
             case CommandKind.RUNTIME:
@@ -222,15 +232,10 @@ def _masked(name: str, value: str) -> str:
     return SECRET_IN_URL.sub(f"://{SECRET_LEFT_OUT}@", value)[:2000]
 
 
-def _keys(argument: dict[str, Any]) -> bytes:
+def _keys(argument: dict[str, Any], most: int = MAX_PEER_KEYS) -> bytes:
     keys = argument.get("keys")
-    if (
-        not isinstance(keys, bytes)
-        or not keys
-        or len(keys) % KEY_BYTES
-        or len(keys) > MAX_PEER_KEYS * KEY_BYTES
-    ):
-        raise BadRequest(f"keys: must be 1 to {MAX_PEER_KEYS} keys of {KEY_BYTES} bytes", field="keys")
+    if not isinstance(keys, bytes) or not keys or len(keys) % KEY_BYTES or len(keys) > most * KEY_BYTES:
+        raise BadRequest(f"keys: must be 1 to {most} keys of {KEY_BYTES} bytes", field="keys")
     return keys
 
 

@@ -26,7 +26,7 @@ import msgspec
 from kvstrata import __version__
 from kvstrata.errors import BadRequest, LayoutRefused, Refused, Unavailable
 from kvstrata.native.hashing import chain_keys, storage_keys
-from kvstrata.observability.explain import Explainer
+from kvstrata.observability.explain import Explainer, split_keys
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.metrics import ServerCollector, ServerCounters
 from kvstrata.policy.sessions import Group, Registry, TenantTokens, tenant_number
@@ -444,6 +444,19 @@ class Engine:
         """What a recent request hit and why its first missing chunk missed; None if it is not remembered."""
         document = self.explainer.explain(request_id, None)
         return document if document["known"] else None
+
+    def explain_keys(self, keys: bytes) -> list[dict[str, str]]:
+        """Of each storage key: that it is in L1, or why it is not, as far as is remembered."""
+        told = []
+        for key in split_keys(keys):
+            if self.pool.peek(key, 1):
+                told.append({"tier": "l1", "reason": "", "detail": ""})
+                continue
+            reason, detail = self.explainer.why_key(
+                key, in_flight=key in self.in_flight, policy=self.settings.l1.eviction_policy
+            )
+            told.append({"tier": "", "reason": reason.value, "detail": detail})
+        return told
 
     async def prewarm(
         self, *, model: str, request: RequestIdentity, tokens: list[int], budget_bytes: int, ttl_ms: int

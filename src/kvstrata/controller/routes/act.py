@@ -118,13 +118,6 @@ def router(cluster: Cluster, operations: Operations, guarded: list[Any]) -> APIR
         """Threads, memory, garbage collector, lag of the loop and allow-listed environment of an instance."""
         return await document(name, CommandKind.RUNTIME, {}, wait_s, response)
 
-    @routes.get("/v1/instances/{name}/explain/{request_id:path}", tags=["instances"])
-    async def explain(
-        name: Name, request_id: str, response: Response, wait_s: WaitS = bodies.DEFAULT_WAIT_S
-    ) -> bodies.DocumentBody:
-        """How many chunks of a recent request of this instance hit where, and why the first missing one missed."""
-        return await document(name, CommandKind.EXPLAIN, {"request_id": request_id}, wait_s, response)
-
     # --- chunks -----------------------------------------------------------------------------------------------
 
     @routes.post("/v1/pin", tags=["chunks"])

@@ -320,6 +320,61 @@ class PlacementBody(BaseModel):
     chunks: list[ChunkPlaces]
 
 
+class ExplainBody(ChunksBody, Wait):
+    """What is to be explained: a prompt's chunks, keys, or a recent request."""
+
+    request_id: str | None = Field(
+        None, min_length=1, max_length=256, description="Of the engine, instead of tokens or keys."
+    )
+    instances: list[InstanceName] | None = Field(None, description="Who is asked; by default all.")
+    limit: int = Field(1_024, ge=1, le=65_536, description="Most chunks told one by one.")
+
+
+class ToldBody(BaseModel):
+    """What one instance says of a chunk."""
+
+    instance: str
+    tier: str = Field(description="`l1`: it is there, the directory has not heard of it yet; else empty.")
+    reason: str = Field(description="See docs/wire-codes.md, reasons of a miss; empty where it is there.")
+    detail: str
+
+
+class MissBody(BaseModel):
+    """A chunk that nobody is known to have whole."""
+
+    chunk: int
+    key: str = Field(description="Storage key of its first slice.")
+    reason: str = Field(
+        description="The most telling one; empty where some instance has it, or nobody answered."
+    )
+    told: list[ToldBody] = Field(description="The most telling first.")
+
+
+class LookupTold(BaseModel):
+    """One lookup of a request."""
+
+    instance: str
+    document: dict[str, Any] = Field(description="As the instance's own `/v1/explain` tells it.")
+    missing_now: list[PlaceBody] = Field(description="Who has the chunk now that it missed first.")
+
+
+class UnansweredBody(BaseModel):
+    """An instance that did not answer."""
+
+    instance: str
+    why: str
+
+
+class ExplainedBody(BaseModel):
+    """What the directory knows and instances remember."""
+
+    lookups: list[LookupTold] = Field(description="Of the request, oldest first.")
+    placement: PlacementBody | None = Field(description="Of the chunks, as /v1/lookup tells it.")
+    misses: list[MissBody] = Field(description="The first chunks that nobody is known to have whole.")
+    answered: list[str] = Field(description="Instances; none is asked about chunks that are all there.")
+    unanswered: list[UnansweredBody]
+
+
 class PinBody(ChunksBody, Wait):
     """Chunks to be kept in L1."""
 

@@ -8,14 +8,15 @@ from typing import Annotated, Any
 from fastapi import APIRouter, HTTPException, Path, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from kvstrata.controller import explaining
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.metrics import ControllerCollector
 from kvstrata.controller.operations import Asked, Operations
 from kvstrata.controller.routes import bodies, views
+from kvstrata.errors import BadRequest
 from kvstrata.types import RequestIdentity
 
 Name = Annotated[str, Path(description="Of an instance.", max_length=64)]
-MAX_PLACES = 65_536
 
 
 def asked(body: bodies.ChunksBody) -> Asked:
@@ -71,47 +72,25 @@ def router(
         """Where the chunks of a prompt, or some keys, are, as far as the directory knows."""
         named = await operations.name(asked(body))
         found = await operations.find(named)
-        members = {member.group: member for member in cluster.members}
-        longest = [
-            bodies.HolderBody(
-                instance=members[one.group].id,
-                chunks=one.n_chunks,
-                tokens=one.n_chunks * named.chunk_tokens,
-                confirmed=members[one.group].confirmed,
-            )
-            for one in found.longest
-            if one.group in members
-        ]
-        keys, chunks, told = named.keys, [], 0
-        for index, places in enumerate(found.places[: body.limit]):
-            told += len(places)
-            if told > MAX_PLACES:
-                break
-            first = index * named.n_slices * 32
-            chunks.append(
-                bodies.ChunkPlaces(
-                    index=index,
-                    keys=[keys[at : at + 32].hex() for at in range(first, first + named.n_slices * 32, 32)],
-                    places=[
-                        bodies.PlaceBody(
-                            instance=members[place.group].id,
-                            tier=place.tier,
-                            confirmed=members[place.group].confirmed,
-                        )
-                        for place in places
-                        if place.group in members
-                    ],
-                )
-            )
-        return bodies.PlacementBody(
-            n_chunks=named.n_chunks,
-            n_slices=named.n_slices,
-            chunk_tokens=named.chunk_tokens,
-            identity=named.root.hex(),
-            held_chunks=found.held_chunks,
-            longest=longest,
-            chunks=chunks,
-        )
+        return views.placement(cluster, found, body.limit)
+
+    @routes.post("/v1/explain", tags=["chunks"])
+    async def explain(body: bodies.ExplainBody) -> bodies.ExplainedBody:
+        """Where the chunks of a prompt are or why they are missing, or what became of a recent request.
+
+        Every instance is asked at once, for `wait_s` at most; those that did not answer are named.  A controller that
+        does not lead asks nobody.
+        """
+        members = operations.named(body.instances)
+        if body.request_id is not None:
+            if body.tokens is not None or body.keys is not None:
+                raise BadRequest("request_id: give one of request_id, tokens and keys", field="request_id")
+            lookups, answers = await explaining.of_request(cluster, members, body.request_id, body.wait_s)
+            return views.explained(cluster, lookups, None, [], answers)
+        found = await operations.find(await operations.name(asked(body)))
+        misses, answers = await explaining.of_chunks(cluster, members, found, body.wait_s)
+        placement = views.placement(cluster, found, body.limit)
+        return views.explained(cluster, [], placement, misses, answers)
 
     @routes.get("/v1/commands", tags=["commands"])
     async def commands() -> bodies.CommandsBody:

@@ -10,9 +10,13 @@ import msgspec
 from kvstrata import __version__
 from kvstrata.controller import prompts
 from kvstrata.controller.cluster import Cluster
+from kvstrata.controller.directory import Place
+from kvstrata.controller.explaining import Answers, Lookup, Miss
 from kvstrata.controller.history import Happened
 from kvstrata.controller.instances import Issued, Member, MemberState
+from kvstrata.controller.operations import Placement
 from kvstrata.controller.routes import bodies
+from kvstrata.types import KEY_BYTES
 
 
 def instance_row(cluster: Cluster, member: Member, keys: Mapping[str, int]) -> bodies.InstanceRow:
@@ -234,6 +238,92 @@ def command_row(cluster: Cluster, issued: Issued) -> bodies.CommandRow:
     )
 
 
+def placement(cluster: Cluster, found: Placement, limit: int) -> bodies.PlacementBody:
+    """Where chunks are; so many of them one by one."""
+    named = found.named
+    members = {member.group: member for member in cluster.members}
+    longest = [
+        bodies.HolderBody(
+            instance=members[one.group].id,
+            chunks=one.n_chunks,
+            tokens=one.n_chunks * named.chunk_tokens,
+            confirmed=members[one.group].confirmed,
+        )
+        for one in found.longest
+        if one.group in members
+    ]
+    keys, chunks, told = named.keys, [], 0
+    for index, places in enumerate(found.places[:limit]):
+        told += len(places)
+        if told > MAX_PLACES:
+            break
+        first = index * named.n_slices * KEY_BYTES
+        end = first + named.n_slices * KEY_BYTES
+        chunks.append(
+            bodies.ChunkPlaces(
+                index=index,
+                keys=[keys[at : at + KEY_BYTES].hex() for at in range(first, end, KEY_BYTES)],
+                places=_places(members, places),
+            )
+        )
+    return bodies.PlacementBody(
+        n_chunks=named.n_chunks,
+        n_slices=named.n_slices,
+        chunk_tokens=named.chunk_tokens,
+        identity=named.root.hex(),
+        held_chunks=found.held_chunks,
+        longest=longest,
+        chunks=chunks,
+    )
+
+
+def explained(
+    cluster: Cluster,
+    lookups: list[Lookup],
+    placed: bodies.PlacementBody | None,
+    misses: list[Miss],
+    answers: Answers,
+) -> bodies.ExplainedBody:
+    """What the directory knows and instances remember."""
+    members = {member.group: member for member in cluster.members}
+    return bodies.ExplainedBody(
+        lookups=[
+            bodies.LookupTold(
+                instance=one.instance,
+                document=plain(one.document),
+                missing_now=_places(members, one.places),
+            )
+            for one in lookups
+        ],
+        placement=placed,
+        misses=[
+            bodies.MissBody(
+                chunk=miss.chunk,
+                key=miss.key.hex(),
+                reason=miss.told[0].reason if miss.told else "",
+                told=[bodies.ToldBody(**one._asdict()) for one in miss.told],
+            )
+            for miss in misses
+        ],
+        answered=list(answers.told),
+        unanswered=[
+            bodies.UnansweredBody(instance=instance, why=why)
+            for instance, why in sorted(answers.unanswered.items())
+        ],
+    )
+
+
+def _places(members: Mapping[int, Member], places: list[Place]) -> list[bodies.PlaceBody]:
+    return [
+        bodies.PlaceBody(
+            instance=members[place.group].id, tier=place.tier, confirmed=members[place.group].confirmed
+        )
+        for place in places
+        if place.group in members
+    ]
+
+
+MAX_PLACES = 65_536
 MAX_SHOWN_BYTES = 64
 
 

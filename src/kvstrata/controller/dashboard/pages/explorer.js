@@ -1,6 +1,6 @@
 // Where the chunks of a prompt are, or why they were missed: by token ids, by keys, or by a request's id.
 
-import { documentOf, instancePath, send } from "../api.js";
+import { send } from "../api.js";
 import { h } from "../dom.js";
 import { date, duration, exact, plural } from "../format.js";
 import { facts, failure, instanceLink, noInstances, poller } from "../parts.js";
@@ -53,17 +53,19 @@ function keysIn(text) {
   return found;
 }
 
-/** What the instances remember of a request: [{instance, lookups}]. Raises where none does. */
-async function explain(id, instances) {
-  const there = instances.filter((one) => one.state === "live");
-  const told = await Promise.allSettled(there.map((one) => documentOf(`${instancePath(one.id)}/explain/${encodeURIComponent(id)}`)));
-  const found = told.flatMap((each, index) => (each.status === "fulfilled" && each.value.lookups?.length ? [{ instance: there[index].id, lookups: each.value.lookups }] : []));
-  if (found.length) return found;
-  const failed = told.filter((each) => each.status === "rejected");
-  throw wrong("request id", `none of the ${plural(there.length, "instance")} that live remembers ${JSON.stringify(id)}${failed.length ? `; ${plural(failed.length, "instance")} did not answer` : ""}. Each remembers its last 1,024 lookups.`);
+function forgotten(id, { answered, unanswered }) {
+  const silent = unanswered.length ? `; no answer came from ${unanswered.map(({ instance, why }) => `${instance} (${why})`).join(", ")}` : "";
+  return `none of the ${plural(answered.length, "instance")} that answered remembers ${JSON.stringify(id)}${silent}. Each remembers its last 1,024 lookups.`;
 }
 
-async function ask(redraw, instances) {
+/** Who was asked and has not answered: what they know is not shown. */
+function silence({ unanswered }) {
+  if (!unanswered.length) return null;
+  return h("section", { class: "panel", key: "silent" }, h("h2", {}, "Without an answer"),
+    h("ul", {}, unanswered.map(({ instance, why }) => h("li", { key: instance }, instanceLink(instance), `: ${why}`))));
+}
+
+async function ask(redraw) {
   const mine = (run += 1);
   asking = true;
   redraw();
@@ -72,11 +74,13 @@ async function ask(redraw, instances) {
     if (form.mode === "request") {
       const id = form.request.trim();
       if (!id) throw wrong("request id", "give the id of a recent request, as the engine logs it");
-      next = { kind: "request", id, told: await explain(id, instances) };
+      const told = await send("POST", "/v1/explain", { request_id: id });
+      if (!told.lookups.length) throw wrong("request id", forgotten(id, told));
+      next = { kind: "request", id, told };
     } else {
       const body = form.mode === "tokens" ? { tokens: tokensIn(form.text) } : { keys: keysIn(form.text) };
       for (const name of ["model", "adapter", "tenant", "salt"]) if (form[name] && form.mode === "tokens") body[name] = form[name];
-      next = { kind: "chunks", document: await send("POST", "/v1/lookup", body) };
+      next = { kind: "chunks", told: await send("POST", "/v1/explain", body) };
     }
     if (mine === run) answer = next;
   } catch (error) {
@@ -136,12 +140,21 @@ function strips(document) {
       h("svg", { class: "key", viewBox: "0 0 12 12", "aria-hidden": "true" }, h("rect", { class: `swatch ${name}`, width: 12, height: 12, rx: 2 })), title))));
 }
 
-function placements({ places }) {
-  if (!places.length) return h("span", { class: "quiet" }, "nowhere");
+/** Why nobody has a chunk: what the instance says that knows most of it. */
+function because(miss) {
+  const [first] = miss?.told ?? [];
+  if (!first) return null;
+  if (first.tier) return ["It is in L1 of ", instanceLink(first.instance), ", which the directory has not heard of yet."];
+  return [REASONS[first.reason] ?? first.reason, h("span", { class: "quiet break" }, " (", instanceLink(first.instance), first.detail ? `: ${first.detail})` : ")")];
+}
+
+function placements({ places }, miss) {
+  if (!places.length) return [h("span", { class: "quiet" }, "nowhere"), miss?.told.length ? h("small", {}, because(miss)) : null];
   return places.map(({ instance, tier, confirmed }) => h("span", { class: `place ${tone(tier)}`, key: `${instance} ${tier}` }, instanceLink(instance), ` ${tier}`, confirmed ? "" : " · unconfirmed"));
 }
 
-function chunksView(document, redraw) {
+function chunksView({ placement: document, misses, ...told }, redraw) {
+  const missing = new Map(misses.map((miss) => [miss.chunk, miss]));
   const { chunks, longest, held_chunks: held, n_chunks: all, chunk_tokens: tokens } = document;
   const best = longest.filter((one) => one.chunks > 0 && one.chunks === longest[0].chunks);
   const whole = held >= all;
@@ -151,14 +164,15 @@ function chunksView(document, redraw) {
       !all ? h("p", {}, `A chunk has ${exact(tokens)} tokens; only whole chunks are cached.`) : null,
       best.length ? h("p", {}, "Longest in one L1: ", best.slice(0, 8).map((one, index) => [index ? ", " : "", instanceLink(one.instance)]),
         ` with ${plural(best[0].chunks, "chunk")}${best[0].tokens ? `, ${exact(best[0].tokens)} tokens` : ""}.`) : held ? h("p", {}, "No L1 has the first chunk: it has to come from a tier below.") : null,
-      !whole ? h("p", {}, `Chunk ${held} is the first that nobody has told of. `, h("span", { class: "quiet" }, "Why a request missed it, its request id tells.")) : null),
+      !whole ? h("p", {}, `Chunk ${held} is the first that nobody has told of. `, because(missing.get(held)) ?? h("span", { class: "quiet" }, "Why a request missed it, its request id tells.")) : null),
+    silence(told),
     strips(document),
     chunks.length ? h("section", { key: "chunks" }, h("h2", {}, "Chunks"), table({
       id: "chunks", caption: "Chunks of the prompt", rows: chunks.slice(0, limit), key: (chunk) => String(chunk.index), redraw,
       mark: (chunk) => (chunk.places.length ? null : "absent"), columns: [
         { name: "index", title: "Chunk", number: true, sort: (chunk) => chunk.index, cell: (chunk) => String(chunk.index) },
         ...(tokens ? [{ name: "tokens", title: "Tokens", cell: (chunk) => `${chunk.index * tokens} to ${(chunk.index + 1) * tokens - 1}` }] : []),
-        { name: "where", title: "Where", cell: placements, wide: true },
+        { name: "where", title: "Where", cell: (chunk) => placements(chunk, missing.get(chunk.index)), wide: true },
         { name: "key", title: "Storage key", cell: (chunk) => [h("code", { title: chunk.keys.join(" ") }, `${chunk.keys[0].slice(0, 16)}…`), chunk.keys.length > 1 && h("small", {}, `and ${plural(chunk.keys.length - 1, "other slice")}`)] },
       ] }),
       chunks.length > limit && h("p", {}, h("button", { onclick: () => { limit += 1000; redraw(); } }, `Show more (${chunks.length - limit} are not shown)`))) : null,
@@ -166,22 +180,20 @@ function chunksView(document, redraw) {
 }
 
 function requestView(id, told) {
-  return told.map(({ instance, lookups }) => [
-    h("section", { key: `request-${instance}` }, h("h2", { class: "break" }, `Request ${id}`),
-      h("p", {}, "Told by ", instanceLink(instance), `: it looked up ${lookups.length === 1 ? "once" : `${lookups.length} times`}.`)),
-    lookups.map((lookup, index) => {
-      const { hits, first_miss: miss } = lookup;
-      const fetched = Object.entries(hits).filter(([name]) => name !== "served");
-      return h("section", { key: `lookup-${instance}-${index}`, class: `verdict ${miss ? (hits.served ? "part" : "miss") : "hit"}` },
-        h("h3", {}, miss ? `${hits.served} of ${lookup.chunks} chunks served` : `All ${lookup.chunks} chunks served`),
-        miss && h("p", {}, `Chunk ${miss.chunk} was missed: `, h("b", {}, REASONS[miss.reason] ?? miss.reason), miss.detail ? h("span", { class: "break" }, ` (${miss.detail})`) : ""),
-        facts([
-          ["When", date(lookup.unix_ms)], ["Took", duration(lookup.duration_ms)], ...fetched.map(([name, value]) => [`From ${name.toUpperCase()}`, plural(value, "chunk")]),
-          lookup.tenant && ["Tenant", lookup.tenant], ["Identity", h("code", { title: lookup.identity }, `${lookup.identity.slice(0, 16)}…`)],
-          miss && ["Reason", h("code", {}, miss.reason)], miss && ["Missing key", h("code", { class: "break" }, miss.storage_key)],
-        ]));
-    }),
-  ]);
+  return [silence(told), told.lookups.map(({ instance, document: lookup, missing_now: places }, index) => {
+    const { hits, first_miss: miss } = lookup;
+    const fetched = Object.entries(hits).filter(([name]) => name !== "served");
+    return h("section", { key: `lookup-${instance}-${index}`, class: `verdict ${miss ? (hits.served ? "part" : "miss") : "hit"}` },
+      h("h2", { class: "break" }, miss ? `${hits.served} of ${lookup.chunks} chunks served` : `All ${lookup.chunks} chunks served`),
+      h("p", { class: "break" }, `Request ${id}, looked up by `, instanceLink(instance), "."),
+      miss && h("p", {}, `Chunk ${miss.chunk} was missed: `, h("b", {}, REASONS[miss.reason] ?? miss.reason), miss.detail ? h("span", { class: "break" }, ` (${miss.detail})`) : ""),
+      places.length ? h("p", {}, "Now it is at: ", placements({ places })) : null,
+      facts([
+        ["When", date(lookup.unix_ms)], ["Took", duration(lookup.duration_ms)], ...fetched.map(([name, value]) => [`From ${name.toUpperCase()}`, plural(value, "chunk")]),
+        lookup.tenant && ["Tenant", lookup.tenant], ["Identity", h("code", { title: lookup.identity }, `${lookup.identity.slice(0, 16)}…`)],
+        miss && ["Reason", h("code", {}, miss.reason)], miss && ["Missing key", h("code", { class: "break" }, miss.storage_key)],
+      ]));
+  })];
 }
 
 function field(name, title, attributes = {}, note = null) {
@@ -208,7 +220,7 @@ export const explorerPage = {
     if (live.instances?.length === 0) return [heading, noInstances(live.cluster)];
     if (linked && live.instances) {
       linked = false;
-      ask(redraw, live.instances);
+      ask(redraw);
     }
     const models = [...new Set(asked.document?.models.map(({ layout }) => layout.model) ?? [])].sort();
     if (!form.model && models.length === 1) [form.model] = models;
@@ -220,7 +232,7 @@ export const explorerPage = {
     };
     return [
       heading,
-      h("form", { class: "panel", onsubmit: (event) => { event.preventDefault(); ask(redraw, live.instances); } },
+      h("form", { class: "panel", onsubmit: (event) => { event.preventDefault(); ask(redraw); } },
         h("fieldset", { class: "choice" }, h("legend", { class: "unseen" }, "Ask by"), MODES.map(([mode, title]) => h("button", {
           type: "button", key: mode, "aria-pressed": String(mode === form.mode), onclick: () => choose(mode) }, title))),
         form.mode === "request"
@@ -233,7 +245,7 @@ export const explorerPage = {
           field("adapter", "Adapter (LoRA)"), field("tenant", "Tenant"), field("salt", "Salt")),
         h("div", { class: "buttons" }, h("button", { class: "primary", "aria-disabled": asking ? "true" : null }, asking ? "Asking …" : form.mode === "request" ? "Explain" : "Look up"))),
       answer?.error && failure(answer.error, "That cannot be looked up."),
-      answer?.kind === "chunks" && h("div", { key: "answer", class: "page" }, chunksView(answer.document, redraw)),
+      answer?.kind === "chunks" && h("div", { key: "answer", class: "page" }, chunksView(answer.told, redraw)),
       answer?.kind === "request" && h("div", { key: "explained", class: "page" }, requestView(answer.id, answer.told)),
     ];
   },
