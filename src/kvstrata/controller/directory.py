@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from array import array
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,8 +31,11 @@ MASK_BYTES = 8_192
 
 
 def _yield_to_loop() -> None:
-    """Where cores are scarce, whoever asks for a lookup goes before whoever changes placements."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+    """Where cores are scarce, whoever asks for a lookup goes before whoever changes placements.
+
+    The registry gives way after each turn besides: a scheduler lets what runs go on for milliseconds.
+    """
+    os.nice(10)  # of the calling thread only, on Linux
 
 
 class SlotsExhausted(Exception):
@@ -74,6 +76,7 @@ class Directory:
         self._failed = failed
         self.registry = Registry(max_bytes=max_bytes)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-directory", initializer=_yield_to_loop)
+        self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="kv-sweep", initializer=_yield_to_loop)
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="kv-lookup")
         self._slots: dict[tuple[int, str], int] = {}
         self._places: dict[int, Place] = {}
@@ -256,7 +259,7 @@ class Directory:
             await self._retired.wait()
             self._retired.clear()
             while self.registry.usage().retired:
-                step = self._loop.run_in_executor(self._readers, self.registry.sweep, SWEEP_CELLS)
+                step = self._loop.run_in_executor(self._sweeper, self.registry.sweep, SWEEP_CELLS)
                 await asyncio.shield(step)
 
     async def idle(self) -> None:
@@ -266,6 +269,7 @@ class Directory:
     def close(self) -> None:
         """Wait for what runs; drop what waits."""
         self._writer.shutdown(wait=True, cancel_futures=True)
+        self._sweeper.shutdown(wait=True, cancel_futures=True)
         self._readers.shutdown(wait=True, cancel_futures=True)
 
     # --- inside ---------------------------------------------------------------------------------------------

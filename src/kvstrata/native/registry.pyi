@@ -109,6 +109,7 @@ class Registry:
 
         Raises RegistryError: `bad_slot` where the slot is neither hidden nor visible (also when it is retired
         meanwhile), `no_space` at the bound on bytes.  What came before in the batch stays; repeating it is harmless.
+        Every 512 tags other threads that wait for this processor go first.
         """
 
     def evict(self, slot: int, tags: Buffer) -> int:
@@ -117,8 +118,8 @@ class Registry:
     def sweep(self, max_cells: int = 65_536) -> int:
         """One step of the background pass that makes retired slots free; the cells (8 bytes each) it looked at.
 
-        A step looks at no more than one partition (1/1024 of all placements) beyond `max_cells`.  0: nothing is
-        retired; call again when something is.
+        A step looks at no more than one partition (1/1024 of all placements) beyond `max_cells`; after each one other
+        threads that wait for this processor go first.  0: nothing is retired; call again when something is.
         """
 
     def lookup(self, tag: int) -> tuple[int, ...]:
