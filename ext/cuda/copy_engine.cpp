@@ -642,6 +642,11 @@ Failure CudaCopyEngine::Impl::await_section(std::uint64_t job_id, std::size_t se
     *queued = found == unread_.end();
     if (*queued) return Failure{};
     const std::shared_ptr<Job> job = found->second;
+    if (const std::size_t count = job->plan.copy->section_count(); section >= count) {
+      return Failure{
+          -1, "",
+          "section: " + std::to_string(section) + " of a plan with " + std::to_string(count)};
+    }
     const std::size_t index = job->layerwise() ? section : 0;
     const auto ready = [&] { return job->lost || job->sections_queued.size() > index; };
     progress_.wait_until(lock, deadline, [&] { return ready() || job->done; });

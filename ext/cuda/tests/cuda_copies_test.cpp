@@ -1,0 +1,432 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// The copy engine on the simulated driver (tests/harness/cuda_driver), whose device memory is host
+// memory: so that the sanitizers see every access of the copies, and ThreadSanitizer every checksum
+// that is begun before its bytes are there.
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <map>
+#include <random>
+#include <set>
+#include <thread>
+
+#include "check.h"
+#include "copy_engine.h"
+
+extern "C" {
+void simulated_cuda_set(const char* name, const char* value);
+std::uint64_t simulated_cuda_calls(const char* name);
+void simulated_cuda_hold(int held);
+}
+
+using namespace kvstrata;
+using namespace kvstrata::cuda;
+
+namespace {
+
+constexpr auto kLong = std::chrono::seconds(120);
+// What begins like a fatbin: the simulated driver brings its own kernels.
+const std::string kImage = "\x50\xed\x55\xba";
+
+void check_cuda(const Failure& failure) {
+  if (failure) {
+    testing::fail(
+        __FILE__, __LINE__,
+        std::string(failure.call) + " " + failure.text + " " + std::to_string(failure.number));
+  }
+}
+
+Digest key_of(std::uint64_t chunk) {
+  Digest key{};
+  std::memcpy(key.data(), &chunk, sizeof chunk);
+  return key;
+}
+
+std::shared_ptr<Device> open_device() {
+  std::shared_ptr<Device> device;
+  check_cuda(Device::open(0, kImage, "", &device));
+  return device;
+}
+
+std::unique_ptr<CudaCopyEngine> open_engine(const std::shared_ptr<Device>& device, Way way,
+                                            std::size_t queue = 256) {
+  EngineOptions options;
+  options.choose = false;
+  options.way = way;
+  options.staging_bytes = 32 << 10;
+  options.queue = queue;
+  Status status;
+  std::unique_ptr<CudaCopyEngine> engine;
+  check_cuda(CudaCopyEngine::create(device, options, &status, &engine));
+  CHECK_OK(status);
+  CHECK(engine->choice().way == way);
+  return engine;
+}
+
+// Blocks on the device and extents of host memory, registered in two regions that meet inside one.
+struct World {
+  static constexpr std::size_t kBlocks = 64;
+  static constexpr std::size_t kSections = 5;
+  static constexpr std::size_t kChunkBlocks = 6;
+  static constexpr std::size_t kExtents = 24;
+
+  std::shared_ptr<Device> device = open_device();
+  DeviceAddress memory = 0;
+  std::size_t memory_bytes = 0;
+  CudaPlan plan;
+  std::uint64_t extent_bytes = 0;   // of a record
+  std::uint64_t extent_stride = 0;  // from an extent to the next
+  unsigned char* extents = nullptr;
+  std::vector<std::shared_ptr<HostRegion>> regions;
+
+  explicit World(std::size_t run = 96) {
+    const CurrentContext current(*device);
+    const CopyDim dims[] = {{2, 4 * run}, {3, run + 16}};
+    const std::size_t stride = 8 * run;
+    memory_bytes = kSections * kBlocks * stride + 64;
+    check_cuda(
+        Device::check("cuMemAlloc", device->driver().memory_allocate(&memory, memory_bytes)));
+    std::mt19937_64 random(run);
+    for (std::size_t i = 0; i < memory_bytes; ++i)
+      block_bytes()[i] = static_cast<unsigned char>(random());
+    std::vector<CopySection> sections;
+    for (std::size_t s = 0; s < kSections; ++s)
+      sections.push_back({memory + s * kBlocks * stride, stride});
+    std::shared_ptr<const CopyPlan> copy;
+    CHECK_OK(CopyPlan::create(sections, kBlocks, dims, run, &copy));
+    check_cuda(CudaPlan::create(copy, device, &plan));
+    CHECK_OK(copy->record_bytes(kChunkBlocks, &extent_bytes));
+    extent_stride = (extent_bytes + 63) / 64 * 64;
+    extents =
+        static_cast<unsigned char*>(mmap(nullptr, kExtents * extent_stride, PROT_READ | PROT_WRITE,
+                                         MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    CHECK(extents != MAP_FAILED);
+  }
+
+  ~World() {
+    regions.clear();
+    const CurrentContext current(*device);
+    static_cast<void>(device->driver().memory_free(memory));
+    munmap(extents, kExtents * extent_stride);
+  }
+
+  [[nodiscard]] unsigned char* block_bytes() const {
+    return reinterpret_cast<unsigned char*>(memory);
+  }
+  [[nodiscard]] unsigned char* extent(std::size_t i) const { return extents + i * extent_stride; }
+
+  void pin(CudaCopyEngine& engine) {
+    const std::uint64_t begin = reinterpret_cast<std::uint64_t>(extents);
+    const std::uint64_t border = begin + (kExtents / 2) * extent_stride + extent_bytes / 2;
+    const std::uint64_t end = begin + kExtents * extent_stride;
+    const std::pair<std::uint64_t, std::uint64_t> halves[] = {{begin, border}, {border, end}};
+    for (const auto& [from, to] : halves) {
+      std::shared_ptr<HostRegion> region;
+      check_cuda(HostRegion::create(device, from, to - from, &region));
+      engine.pinned().add(region);
+      regions.push_back(std::move(region));
+    }
+  }
+
+  CopyItem item(std::size_t to, std::uint64_t key, std::mt19937_64& random, std::size_t first,
+                std::size_t last) const {
+    CopyItem item;
+    std::set<std::uint32_t> used;
+    while (item.blocks.size() < kChunkBlocks) {
+      const auto block = static_cast<std::uint32_t>(first + random() % (last - first));
+      if (used.insert(block).second) item.blocks.push_back(block);
+    }
+    item.record = extent(to);
+    item.length = extent_bytes;
+    item.spec.key = key_of(key);
+    item.spec.created_unix_ms = 77;
+    return item;
+  }
+
+  // The record that the CPU's copies write of the same blocks.
+  [[nodiscard]] std::vector<unsigned char> record_of(const CopyItem& item) const {
+    std::vector<unsigned char> record(extent_bytes + 8);
+    CHECK_OK(gather_record(*plan.copy, item.blocks, record.data(), extent_bytes, item.spec));
+    record.resize(extent_bytes);
+    return record;
+  }
+
+  // Whether the item's blocks hold what its record says.
+  [[nodiscard]] bool blocks_are_of(const CopyItem& item) const {
+    const std::vector<unsigned char> now = record_of(item);
+    const std::size_t header = record_header_bytes(kSections);
+    return std::memcmp(now.data() + header, static_cast<unsigned char*>(item.record) + header,
+                       extent_bytes - header) == 0;
+  }
+};
+
+CopyResult result_of(CudaCopyEngine& engine, std::uint64_t job) {
+  CHECK(engine.wait(job, kLong));
+  std::vector<CopyCompletion> done;
+  engine.completions(&done);
+  CHECK_EQ(done.size(), 1U);
+  CHECK_EQ(done[0].job_id, job);
+  return done[0].results[0];
+}
+
+void calm() {
+  for (const char* name : {"fail", "delay_us"})
+    simulated_cuda_set(name, *name == 'f' ? "" : "0");
+  simulated_cuda_hold(0);
+}
+
+// Several jobs on both directions at once, some cancelled, some records bad: what comes back is
+// what the CPU says, and nothing is touched that must not be.
+void storm(Way way, bool pinned, std::uint64_t seed) {
+  calm();
+  World world(seed % 3 == 0 ? 33 : 96);
+  const auto engine = open_engine(world.device, way, 64);
+  if (pinned) world.pin(*engine);
+  simulated_cuda_set("delay_us", "300");
+  std::mt19937_64 random(seed);
+  enum class Bad { kNo, kStale, kPayload, kHeader };
+  struct Flying {
+    CopyKind kind;
+    std::vector<CopyItem> items;
+    std::vector<Bad> bad;
+    bool cancelled = false;
+    std::vector<std::size_t> extents;
+  };
+  std::map<std::uint64_t, Flying> flying;
+  std::set<std::size_t> busy;
+  std::uint64_t next = 1;
+  // Gathers read blocks [0, 32); scatters write [32, 64), each its own eighth at a time.
+  std::set<std::size_t> free_groups = {0, 1, 2, 3};
+  std::map<std::uint64_t, std::size_t> group_of;
+  const auto settle = [&](const CopyCompletion& done) {
+    const Flying job = flying.at(done.job_id);
+    for (std::size_t i = 0; i < job.items.size(); ++i) {
+      const CopyOutcome outcome = done.results[i].outcome;
+      if (outcome == CopyOutcome::kCancelled) {
+        CHECK(job.cancelled);
+        continue;
+      }
+      if (job.kind == CopyKind::kGather) {
+        CHECK_EQ(outcome, CopyOutcome::kOk);
+        const std::vector<unsigned char> expected = world.record_of(job.items[i]);
+        CHECK(std::memcmp(expected.data(), job.items[i].record, expected.size()) == 0);
+        continue;
+      }
+      switch (job.bad[i]) {
+        case Bad::kNo:
+          CHECK_EQ(outcome, CopyOutcome::kOk);
+          CHECK(world.blocks_are_of(job.items[i]));
+          break;
+        case Bad::kStale:
+          CHECK_EQ(outcome, CopyOutcome::kStale);
+          break;
+        case Bad::kPayload:
+          CHECK_EQ(outcome, CopyOutcome::kCorrupt);
+          CHECK_EQ(done.results[i].section, 3);
+          break;
+        case Bad::kHeader:
+          CHECK(outcome == CopyOutcome::kCorrupt || outcome == CopyOutcome::kMismatch);
+          CHECK_EQ(done.results[i].section, -1);
+          break;
+      }
+    }
+    for (const std::size_t extent : job.extents)
+      busy.erase(extent);
+    if (job.kind == CopyKind::kScatter) free_groups.insert(group_of.at(done.job_id));
+    flying.erase(done.job_id);
+  };
+  const auto collect = [&] {
+    std::vector<CopyCompletion> done;
+    engine->completions(&done);
+    for (const CopyCompletion& one : done)
+      settle(one);
+  };
+  for (int round = 0; round < 60; ++round) {
+    const bool gather = random() % 2 == 0 || free_groups.empty();
+    Flying job{gather ? CopyKind::kGather : CopyKind::kScatter, {}, {}, false, {}};
+    const std::size_t group = gather ? 0 : *free_groups.begin();
+    const std::size_t count = gather ? 1 + random() % 3 : 1;
+    for (std::size_t i = 0; i < count && busy.size() < World::kExtents; ++i) {
+      std::size_t extent = random() % World::kExtents;
+      while (busy.contains(extent))
+        extent = (extent + 1) % World::kExtents;
+      busy.insert(extent);
+      job.extents.push_back(extent);
+      job.bad.push_back(Bad::kNo);
+      if (gather) {
+        job.items.push_back(world.item(extent, next * 8 + i, random, 0, 32));
+        continue;
+      }
+      CopyItem item = world.item(extent, next * 8, random, 32 + group * 8, 40 + group * 8);
+      CHECK_OK(gather_record(*world.plan.copy, world.item(extent, 0, random, 0, 32).blocks,
+                             item.record, item.length, item.spec));
+      auto* const bytes = static_cast<unsigned char*>(item.record);
+      Bad& bad = job.bad.back();
+      switch (random() % 8) {
+        case 0:
+          bad = Bad::kStale;
+          item.spec.key = key_of(~next);
+          break;
+        case 1: {
+          bad = Bad::kPayload;
+          const std::size_t section =
+              World::kChunkBlocks * static_cast<std::size_t>(world.plan.copy->block_bytes());
+          bytes[record_header_bytes(World::kSections) + 3 * section + random() % section] ^= 4;
+          break;
+        }
+        case 2:
+          bad = Bad::kHeader;
+          bytes[random() % 200] ^= 1;
+          break;
+        default:
+          break;
+      }
+      job.items.push_back(item);
+    }
+    if (job.items.empty()) {
+      collect();
+      continue;
+    }
+    CudaPlan plan = world.plan;
+    plan.layerwise = random() % 2 == 0;
+    if (random() % 2 == 0) check_cuda(engine->moment(nullptr, &plan.behind));
+    const std::uint64_t id = next++;
+    if (!gather) {
+      free_groups.erase(group);
+      group_of[id] = group;
+    }
+    CHECK_OK(engine->submit(id, job.kind, plan, job.items));
+    Flying& now = flying[id] = std::move(job);
+    if (random() % 4 == 0) {
+      if (random() % 2 == 0) usleep(static_cast<useconds_t>(random() % 500));
+      now.cancelled = engine->cancel(id);
+    }
+    if (random() % 4 == 0 && !gather) {
+      bool queued = false;
+      check_cuda(engine->await_section(id, random() % World::kSections, nullptr, kLong, &queued));
+      CHECK(queued || flying.at(id).cancelled);
+    }
+    if (random() % 3 == 0) collect();
+  }
+  engine->drain();
+  collect();
+  CHECK(flying.empty());
+  calm();
+}
+
+}  // namespace
+
+TEST(copies_of_both_directions_at_once_are_what_the_cpu_says_by_dma) {
+  for (const std::uint64_t seed : {1, 2, 3}) {
+    storm(Way::kDma, true, seed);
+    storm(Way::kDma, false, seed);
+  }
+}
+
+TEST(copies_of_both_directions_at_once_are_what_the_cpu_says_by_kernel) {
+  for (const std::uint64_t seed : {4, 5, 6})
+    storm(Way::kKernel, true, seed);
+}
+
+TEST(copies_of_both_directions_at_once_are_what_the_cpu_says_staged) {
+  for (const std::uint64_t seed : {7, 8, 9}) {
+    storm(Way::kStaged, true, seed);
+    storm(Way::kStaged, false, seed);
+  }
+}
+
+TEST(an_engine_that_is_closed_with_jobs_in_flight_ends_them_all_and_touches_nothing_afterwards) {
+  for (const Way way : {Way::kDma, Way::kKernel, Way::kStaged}) {
+    calm();
+    World world;
+    std::mt19937_64 random(5);
+    auto engine = open_engine(world.device, way);
+    world.pin(*engine);
+    simulated_cuda_hold(1);
+    for (std::uint64_t id = 0; id < 12; ++id) {
+      CHECK_OK(engine->submit(id, id % 2 == 0 ? CopyKind::kGather : CopyKind::kScatter, world.plan,
+                              {world.item(id, id, random, 0, 32)}));
+    }
+    std::thread later([] {
+      usleep(2000);
+      simulated_cuda_hold(0);
+    });
+    engine->close();
+    later.join();
+    std::vector<CopyCompletion> done;
+    engine->completions(&done);
+    CHECK_EQ(done.size(), 12U);
+    engine.reset();
+    std::memset(world.extents, 0xee, World::kExtents * world.extent_stride);
+  }
+}
+
+TEST(an_item_of_a_cancelled_job_that_has_begun_is_copied_to_its_end) {
+  calm();
+  World world;
+  std::mt19937_64 random(6);
+  const auto engine = open_engine(world.device, Way::kDma);
+  world.pin(*engine);
+  simulated_cuda_hold(1);
+  const CopyItem item = world.item(0, 9, random, 0, 32);
+  CHECK_OK(engine->submit(1, CopyKind::kGather, world.plan, {item}));
+  bool queued = false;
+  check_cuda(engine->await_section(1, 0, nullptr, kLong, &queued));
+  CHECK(queued);
+  CHECK(!engine->cancel(1));
+  CHECK(!engine->wait(1, std::chrono::milliseconds(1)));
+  simulated_cuda_hold(0);
+  CHECK_EQ(result_of(*engine, 1).outcome, CopyOutcome::kOk);
+  CHECK(world.record_of(item) ==
+        std::vector<unsigned char>(world.extent(0), world.extent(0) + world.extent_bytes));
+}
+
+TEST(a_forked_child_leaves_the_engine_behind) {
+  calm();
+  World world;
+  std::mt19937_64 random(7);
+  auto engine = open_engine(world.device, Way::kDma);
+  simulated_cuda_set("delay_us", "2000");
+  CHECK_OK(engine->submit(1, CopyKind::kGather, world.plan, {world.item(0, 1, random, 0, 32)}));
+  const pid_t child = fork();
+  if (child == 0) {
+    engine->close();
+    engine.reset();
+    _exit(0);
+  }
+  int status = 0;
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  CHECK_EQ(status, 0);
+  CHECK_EQ(result_of(*engine, 1).outcome, CopyOutcome::kOk);
+  calm();
+}
+
+// The last test: nothing works in this process after it.
+TEST(zz_a_sticky_error_fails_what_is_under_way_and_all_that_follows) {
+  calm();
+  // Not destroyed: after such an error nothing on the device can be given back.
+  static auto* const world = new World;
+  std::mt19937_64 random(8);
+  const auto engine = open_engine(world->device, Way::kKernel);
+  world->pin(*engine);
+  simulated_cuda_set("delay_us", "300");
+  simulated_cuda_set("fail", "kernel:4:719");
+  std::size_t failed = 0;
+  for (std::uint64_t id = 0; id < 12; ++id) {
+    CHECK_OK(
+        engine->submit(id, CopyKind::kGather, world->plan, {world->item(id, id, random, 0, 32)}));
+  }
+  engine->drain();
+  std::vector<CopyCompletion> done;
+  engine->completions(&done);
+  CHECK_EQ(done.size(), 12U);
+  for (const CopyCompletion& one : done)
+    failed += one.results[0].outcome == CopyOutcome::kFailed ? 1 : 0;
+  CHECK(failed >= 9);
+  CHECK_EQ(engine->failed().number, 719);
+  CHECK_OK(engine->submit(20, CopyKind::kScatter, world->plan, {world->item(0, 1, random, 0, 32)}));
+  CHECK_EQ(result_of(*engine, 20).outcome, CopyOutcome::kFailed);
+}
