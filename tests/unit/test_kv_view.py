@@ -271,7 +271,8 @@ def test_tensor_parallel_ranks_split_the_heads_and_replicas_share_a_slice():
 
 def group(kind, **fields):
     return SimpleNamespace(
-        kv_cache_spec=type(kind, (), {"block_size": 128, "tokens_per_state": 1, **fields})()
+        kv_cache_spec=type(kind, (), {"block_size": 128, "tokens_per_state": 1, **fields})(),
+        layer_names=["model.layers.0.attn"],
     )
 
 

@@ -31,8 +31,10 @@ from kvstrata.connectors.vllm.kv_view import (
     build_view,
     check_chunk_size,
     check_groups,
+    chunk_bytes,
     heads_of,
 )
+from kvstrata.connectors.vllm.layer_kinds import layer_kinds
 from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport
 from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
 from kvstrata.connectors.vllm.settings import load_settings
@@ -111,8 +113,6 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
                 '"recompute" in --kv-transfer-config to have it computed instead',
                 transfer.kv_load_failure_policy,
             )
-        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
         client = CacheClient(
             self._settings,
             role=Role.SCHEDULER,
@@ -128,7 +128,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             self._settings,
             block_tokens=self._block_tokens,
             chunk_blocks=chunk_blocks,
-            chunk_bytes=spec.page_size_bytes * layers * chunk_blocks,
+            chunk_bytes=chunk_bytes(kv_cache_config.kv_cache_groups[0], chunk_blocks),
             world_size=parallel.world_size,
             may_load=transfer.is_kv_consumer,
             may_store=transfer.is_kv_producer,
@@ -154,6 +154,10 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             dtype=self._layout.kv_dtype,
             fidelity=self._settings.fidelity,
             head_size=self._vllm_config.model_config.get_head_size(),
+            kinds=layer_kinds(
+                self._kv_cache_config.kv_cache_groups,
+                self._vllm_config.compilation_config.static_forward_context,
+            ),
         )
         plan = CopyPlan(view.section_bases, view.num_blocks, view.block_strides, view.dims, view.run_bytes)
         make_client = partial(

@@ -1,16 +1,12 @@
 """Where the bytes of a chunk lie in an engine's paged KV cache: from shapes, strides and its configuration.
 
-Nothing here assumes a layout.  vLLM registers one tensor per layer whose axes differ by attention backend:
-
-    CPU                (blocks, kv_heads, block_tokens, 2 × head)      one contiguous run per block
-    FlashAttention     (2, blocks, block_tokens, kv_heads, head)       K and V apart: one run each
-    FlashInfer         (blocks, 2, block_tokens, kv_heads, head)
-    MLA                (blocks, block_tokens, latent)
-
-and the physical order of those axes may differ again.  The block axis is found by its size, the other axes
-by their strides.  A record holds one section per layer; a section holds the blocks of the chunk in order,
-each block its axes in physical order (outermost first), so equal facts mean equal bytes, and a reader with
-other facts has another slice digest.
+vLLM registers one tensor per layer, logically (blocks, heads, tokens, content) for every attention backend, whose
+strides tell the physical order: six of them exist (`docs/layouts.md`), kernel blocks may be smaller than blocks, and
+pages may be padded.  Nothing here assumes one of them; where vLLM's description of a layer is not given, any shape is
+taken whose block axis can be told by its size, as those of older backends: (2, blocks, tokens, heads, head) or
+(blocks, 2, tokens, heads, head).  A record holds one section per layer; a section holds the blocks of the chunk in
+order, each block its axes in physical order (outermost first).  The facts name those axes and what else decides the
+meaning of the bytes, so equal facts mean equal bytes, and a reader with other facts has another slice digest.
 
 No torch here: a tensor is anything with `shape`, `stride()`, `element_size()`, `data_ptr()` and `dtype`.
 """
@@ -22,12 +18,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from kvstrata.connectors.vllm.layer_kinds import LayerKind
 from kvstrata.errors import ConfigError
 from kvstrata.types import Slice, facts_digest
 
 MAX_DIMS = 3
 """Strided loops that one copy run may sit in (the copy plan's limit)."""
-FORMAT = "paged-blocks/1"
+FORMAT = "paged-blocks/2"
 """Names the arrangement of blocks in a section; part of the facts."""
 
 
@@ -126,15 +123,22 @@ def heads_of(
     return Heads(layers, (head, head + 1), total_kv_heads * pp_size)
 
 
-def find_block_axis(name: str, tensor: TensorLike, num_blocks: int, block_tokens: int) -> tuple[int, int]:
+def find_block_axis(
+    name: str, tensor: TensorLike, num_blocks: int, block_tokens: int, kind: LayerKind | None = None
+) -> tuple[int, int]:
     """(axis, pieces): the axis that counts blocks, and how many equal pieces make a block of the block table.
 
     Some backends split a block of the block table into smaller kernel blocks; then the axis has a multiple of
-    `num_blocks`.  Where several axes fit by their size, it is the one that lies outermost or just inside the pair of
+    `num_blocks`.  A tensor of the shape that its `kind` announces has its blocks in front.  For others, where several
+    axes fit by their size, it is the one that lies outermost or just inside the pair of
     K and V, and of those the one of exactly that size.  Raises ConfigError naming the shape when that leaves none
     or more than one.
     """
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    if kind is not None and len(shape) == 4 and shape[1] == kind.heads:
+        pieces, rest = divmod(shape[0], num_blocks)
+        if pieces and not rest and shape[2] * pieces == kind.block_tokens:
+            return 0, pieces
     fitting = [
         (axis, size // num_blocks)
         for axis, size in enumerate(shape)
@@ -168,9 +172,11 @@ def _elements_outside(axis: int, shape: Sequence[int], strides: Sequence[int]) -
     return product
 
 
-def layer_runs(name: str, tensor: TensorLike, num_blocks: int, block_tokens: int) -> LayerRuns:
+def layer_runs(
+    name: str, tensor: TensorLike, num_blocks: int, block_tokens: int, kind: LayerKind | None = None
+) -> LayerRuns:
     """How to walk the bytes of one block of one layer. Raises ConfigError naming layer and shape."""
-    axis, pieces = find_block_axis(name, tensor, num_blocks, block_tokens)
+    axis, pieces = find_block_axis(name, tensor, num_blocks, block_tokens, kind)
     element = tensor.element_size()
     strides = [stride * element for stride in tensor.stride()]
     loops = [
@@ -203,6 +209,13 @@ def layer_runs(name: str, tensor: TensorLike, num_blocks: int, block_tokens: int
             "supported",
             field="kv_cache",
         )
+    block_bytes = run * math.prod(count for count, _ in dims)
+    if kind is not None and block_bytes != kind.page_bytes:
+        raise ConfigError(
+            f"KV cache of layer {name!r}: a block of shape {list(tensor.shape)} has {block_bytes} bytes, but vLLM "
+            f"announces {kind.page_bytes}; this layout is not supported",
+            field="kv_cache",
+        )
     return LayerRuns(
         base=tensor.data_ptr(),
         block_stride_bytes=strides[axis] * pieces,
@@ -210,6 +223,33 @@ def layer_runs(name: str, tensor: TensorLike, num_blocks: int, block_tokens: int
         run_bytes=run,
         axes=tuple((index, size) for index, size, _ in loops),
     )
+
+
+def axis_names(runs: LayerRuns, kind: LayerKind | None) -> list[list[Any]]:
+    """The axes of a block in physical order as [name, size], for the facts; of two `tokens` the first is the outer.
+
+    Names as in `LayerKind.axes`, but for the halves K and V of a content, which are an axis `kv` of their own.  Kernel
+    blocks that are dense in tokens are not seen in the bytes, nor here.
+    """
+    named: list[list[Any]] = []
+    for index, size in runs.axes:
+        name = f"axis{index}" if kind is None else (kind.axes[1], *kind.axes)[index]
+        if name == "k+v":
+            named += [["kv", 2], ["dim", size // 2]]
+        elif name == "tokens" and named and named[-1][0] == name:
+            named[-1][1] *= size
+        else:
+            named.append([name, size])
+    if kind is not None and kind.axes[1] == "tokens" and kind.block_tokens == 1:
+        # Axes of one element are not seen in the bytes, but whether tokens are apart is a promise.
+        named.insert(0, ["tokens", 1])
+    return named
+
+
+def layer_number(name: str) -> int | None:
+    """The first number in a layer's name, as vLLM counts layers."""
+    found = re.search(r"\d+", name)
+    return int(found[0]) if found else None
 
 
 def natural_order(name: str) -> tuple[Any, ...]:
@@ -255,44 +295,55 @@ def build_view(
     dtype: str,
     fidelity: str = "lossless",
     head_size: int = 0,
+    kinds: Mapping[str, LayerKind] | None = None,
 ) -> KvView:
     """The view of all registered layers of one KV cache group. `head_size` is needed for the fidelity `fp8`.
 
     Layers that share one tensor with another layer are taken once.  All layers must have blocks of the same
-    make-up; a model where they differ is refused with the names of two layers that do.
+    make-up; a model where they differ is refused with the names of two layers that do.  Without `kinds` the facts do
+    not say what the axes mean, and such records cannot be recut.
     """
+    if kinds is not None:
+        tensors = _layers_of_groups(tensors, kinds)
+    kinds = kinds or {}
     if not tensors:
         raise ConfigError("KV cache: vLLM registered no layer", field="kv_cache")
     chunk_blocks = check_chunk_size(chunk_tokens, block_tokens)
     runs: dict[str, LayerRuns] = {}
     seen: set[LayerRuns] = set()
     for name in sorted(tensors, key=natural_order):
-        layer = layer_runs(name, tensors[name], num_blocks, block_tokens)
+        layer = layer_runs(name, tensors[name], num_blocks, block_tokens, kinds.get(name))
         if layer in seen:
             continue
         seen.add(layer)
         runs[name] = layer
     first_name, first = next(iter(runs.items()))
     for name, layer in runs.items():
-        if (layer.dims, layer.run_bytes, layer.axes) != (first.dims, first.run_bytes, first.axes):
+        if _make_up(layer, tensors[name], kinds.get(name)) != _make_up(
+            first, tensors[first_name], kinds.get(first_name)
+        ):
             raise ConfigError(
-                f"KV cache: the blocks of layer {name!r} (shape {list(tensors[name].shape)}, strides "
-                f"{list(tensors[name].stride())}) differ from those of layer {first_name!r} (shape "
-                f"{list(tensors[first_name].shape)}, strides {list(tensors[first_name].stride())}); models "
-                "whose layers differ are not supported yet",
+                f"KV cache: the blocks of layer {name!r} ({_described(tensors[name], kinds.get(name))}) differ from "
+                f"those of layer {first_name!r} ({_described(tensors[first_name], kinds.get(first_name))}); models "
+                "whose layers differ are not supported yet, so run this one without this connector",
                 field="kv_cache",
             )
-    block_bytes = first.run_bytes
-    for count, _ in first.dims:
-        block_bytes *= count
+    block_bytes = first.run_bytes * math.prod(count for count, _ in first.dims)
     section_bytes = block_bytes * chunk_blocks
+    first_kind = kinds.get(first_name)
+    numbers = [layer_number(name) for name in runs]
     facts: dict[str, int | str | list[Any]] = {
         "format": FORMAT,
         "dtype": dtype,
+        "stored_dtype": str(tensors[first_name].dtype).removeprefix("torch."),
+        "quantisation": first_kind.quantisation if first_kind is not None else "",
         "element_bytes": tensors[first_name].element_size(),
         "chunk_tokens": chunk_tokens,
         "block_tokens": block_tokens,
-        "axes": [list(axis) for axis in first.axes],
+        "axes": axis_names(first, first_kind),
+        # The layer that each section is of.
+        "layers": [heads.layers[0] + i if number is None else number for i, number in enumerate(numbers)],
+        "scales": [list(kinds[name].scales) for name in runs] if first_kind and first_kind.scales else [],
         "sections": len(runs),
         "section_bytes": section_bytes,
         "payload_bytes": section_bytes * len(runs),
@@ -317,6 +368,35 @@ def build_view(
     )
 
 
+def _layers_of_groups(
+    tensors: Mapping[str, TensorLike], kinds: Mapping[str, LayerKind]
+) -> dict[str, TensorLike]:
+    """The tensors that have a kind. Any other must be that of a layer which uses another one's blocks."""
+    known = {name: tensors[name] for name in kinds if name in tensors}
+    places = {_place(tensor) for tensor in known.values()}
+    for name, tensor in tensors.items():
+        if name not in kinds and _place(tensor) not in places:
+            raise ConfigError(
+                f"KV cache of {name!r} ({_described(tensor, None)}): vLLM names it in no cache group, so what it holds "
+                "is not known; run this model without this connector",
+                field="kv_cache",
+            )
+    return known
+
+
+def _place(tensor: TensorLike) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _make_up(layer: LayerRuns, tensor: TensorLike, kind: LayerKind | None) -> tuple[Any, ...]:
+    return layer.dims, layer.run_bytes, layer.axes, str(tensor.dtype), kind and kind._replace(scales=())
+
+
+def _described(tensor: TensorLike, kind: LayerKind | None) -> str:
+    made = f"shape {list(tensor.shape)}, strides {list(tensor.stride())}, {tensor.dtype}"
+    return made if kind is None else f"{made}, {kind.axes[2]}"
+
+
 FULL_ATTENTION_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
 """vLLM's cache kinds that keep every block of a request until it ends."""
 
@@ -334,17 +414,29 @@ def check_groups(groups: Sequence[Any]) -> int:
             field="kv_cache_groups",
         )
     spec = groups[0].kv_cache_spec
-    kind = type(spec).__name__
-    if kind not in FULL_ATTENTION_SPECS:
-        raise ConfigError(
-            f"kv_cache_groups[0]: {kind} is not supported so far (supported: "
-            f"{', '.join(FULL_ATTENTION_SPECS)}), so run this model without this connector",
-            field="kv_cache_groups",
-        )
-    per_state = getattr(spec, "tokens_per_state", 1)
-    if per_state != 1:
-        raise ConfigError(
-            f"kv_cache_groups[0]: {per_state} tokens per stored state is not supported so far, only 1",
-            field="kv_cache_groups",
-        )
+    for each in layer_specs(groups[0]):
+        kind = type(each).__name__
+        if kind not in FULL_ATTENTION_SPECS:
+            raise ConfigError(
+                f"kv_cache_groups[0]: {kind} is not supported so far (supported: "
+                f"{', '.join(FULL_ATTENTION_SPECS)}), so run this model without this connector",
+                field="kv_cache_groups",
+            )
+        per_state = getattr(each, "tokens_per_state", 1)
+        if per_state != 1:
+            raise ConfigError(
+                f"kv_cache_groups[0]: {per_state} tokens per stored state is not supported so far, only 1",
+                field="kv_cache_groups",
+            )
     return int(spec.block_size)
+
+
+def layer_specs(group: Any) -> list[Any]:
+    """The description of each layer of a group: vLLM gives one for all, or one for each."""
+    each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return list(each.values()) if each else [group.kv_cache_spec] * len(group.layer_names)
+
+
+def chunk_bytes(group: Any, chunk_blocks: int) -> int:
+    """Bytes of one chunk of one worker, before any tensor exists."""
+    return chunk_blocks * sum(int(spec.unpadded_page_size_bytes) for spec in layer_specs(group))

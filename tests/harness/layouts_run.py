@@ -1,0 +1,261 @@
+"""Run by the Python of the vLLM environment: KV caches as vLLM's own code lays them out, in real torch tensors.
+
+For every attention backend that can be imported without its device, every cache dtype and every physical layout that it
+takes: vLLM makes description, placement and tensors; our view of them is read, blocks are gathered and scattered with
+native plans, and compared with what torch says those blocks hold. One JSON line per case.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+    get_kv_quant_mode,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view, check_groups, chunk_bytes
+from kvstrata.connectors.vllm.layer_kinds import layer_kinds
+from kvstrata.errors import ConfigError
+from kvstrata.native.copying import (
+    CopyPlan,
+    RecordSpec,
+    buffer_address,
+    gather_record,
+    record_header,
+    scatter_record,
+)
+
+LAYERS, BLOCKS, CHUNK_BLOCKS = 3, 11, 2
+HEADS, HEAD_SIZE, LATENT = 4, 64, 576
+KEY = b"k" * 32
+SPEC = RecordSpec(KEY, b"i" * 32, b"s" * 32, b"", 1)
+
+
+class Case(NamedTuple):
+    backend: str
+    cls: str
+    dtype: str
+    block_tokens: int
+    kernel_tokens: int
+    mla: bool = False
+
+
+CASES = [
+    *(Case("flash_attn", "FlashAttentionBackend", "auto", *tokens) for tokens in ((16, 16), (64, 16))),
+    Case("flash_attn", "FlashAttentionBackend", "fp8", 32, 32),
+    Case("flash_attn_diffkv", "FlashAttentionDiffKVBackend", "auto", 16, 16),
+    Case("triton_attn", "TritonAttentionBackend", "auto", 16, 16),
+    Case("triton_attn", "TritonAttentionBackend", "fp8_per_token_head", 16, 16),
+    Case("triton_attn", "TritonAttentionBackend", "int4_per_token_head", 16, 16),
+    Case("flex_attention", "FlexAttentionBackend", "auto", 32, 32),
+    Case("turboquant_attn", "TurboQuantAttentionBackend", "turboquant_k8v4", 16, 16),
+    Case("cpu_attn", "CPUAttentionBackend", "auto", 128, 32),
+    Case("b12x", "B12xPagedAttentionBackend", "auto", 64, 64),
+    Case("rocm_attn", "RocmAttentionBackend", "auto", 16, 16),
+    Case("mla.flashmla", "FlashMLABackend", "auto", 64, 64, mla=True),
+    Case("mla.flashmla", "FlashMLABackend", "auto", 256, 64, mla=True),
+    Case("mla.triton_mla", "TritonMLABackend", "fp8", 16, 16, mla=True),
+    Case("mla.flashmla_sparse", "FlashMLASparseBackend", "fp8_ds_mla", 64, 64, mla=True),
+]
+
+
+def backend_of(case: Case) -> Any:
+    module = importlib.import_module("vllm.v1.attention.backends." + case.backend)
+    return getattr(module, case.cls)
+
+
+def spec_of(case: Case, heads: int = HEADS) -> Any:
+    """vLLM's description of a layer, as its attention layers make it, packed as the backend wants it."""
+    dtype = torch.bfloat16 if case.dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[case.dtype]
+    common = {
+        "block_size": case.block_tokens,
+        "dtype": dtype,
+        "kv_quant_mode": get_kv_quant_mode(case.dtype),
+    }
+    if case.mla:
+        spec: Any = MLAAttentionSpec(
+            num_kv_heads=1,
+            head_size=LATENT,
+            cache_dtype_str=case.dtype,
+            state_content_bytes={"fp8_ds_mla": 656}.get(case.dtype),
+            **common,
+        )
+    else:
+        values = HEAD_SIZE // 2 if "diffkv" in case.backend else HEAD_SIZE
+        spec = FullAttentionSpec(num_kv_heads=heads, head_size=HEAD_SIZE, head_size_v=values, **common)
+    return backend_of(case).customize_spec(spec)
+
+
+def layouts_of(case: Case) -> list[KVCacheLayout]:
+    supported = backend_of(case).supported_kv_cache_layouts()
+    return list(KVCacheLayout) if supported is None else list(dict.fromkeys(supported))
+
+
+class Engine:
+    """The KV cache of one worker, of random bytes, and our view of it."""
+
+    def __init__(
+        self, case: Case, layout: KVCacheLayout, *, heads: int = HEADS, chunk_blocks: int = CHUNK_BLOCKS
+    ):
+        self.case, self.layout = case, layout
+        names = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
+        spec = spec_of(case, heads)
+        self.group = KVCacheGroupSpec(names, spec)
+        config = SimpleNamespace(
+            attention_config=SimpleNamespace(hisparse_config=None),
+            cache_config=SimpleNamespace(
+                get_resolved_kv_cache_layout=lambda: layout,
+                prefix_cache_retention_interval=None,
+                num_gpu_blocks_override=BLOCKS,
+            ),
+        )
+        memory = spec.page_size_bytes * LAYERS * BLOCKS
+        self.config = get_kv_cache_config_from_groups(config, [self.group], memory)
+        self.tensors = allocate_kv_cache(
+            self.config, torch.device("cpu"), layout, kernel_block_sizes=[case.kernel_tokens]
+        )
+        for i, tensor in enumerate(self.tensors.values()):
+            raw = torch.randint(
+                0,
+                256,
+                (*tensor.shape[:3], tensor.shape[3] * tensor.element_size()),
+                dtype=torch.uint8,
+                generator=torch.Generator().manual_seed(i),
+            )
+            tensor.copy_(raw.view(tensor.dtype))
+        module = SimpleNamespace(
+            get_attn_backend=lambda: backend_of(case),
+            isa="amx" if case.backend == "cpu_attn" else None,
+            _k_scale=torch.tensor(0.5),
+            _v_scale=torch.tensor(2.0),
+        )
+        self.view: KvView = build_view(
+            self.tensors,
+            num_blocks=self.config.num_blocks,
+            block_tokens=check_groups(self.config.kv_cache_groups),
+            chunk_tokens=case.block_tokens * chunk_blocks,
+            heads=Heads((0, LAYERS), (0, heads), 1),
+            dtype=case.dtype,
+            kinds=layer_kinds(self.config.kv_cache_groups, dict.fromkeys(names, module)),
+        )
+        view = self.view
+        self.plan = CopyPlan(
+            view.section_bases, view.num_blocks, view.block_strides, view.dims, view.run_bytes
+        )
+
+    def gather(self, blocks: list[int]) -> bytearray:
+        record = bytearray(self.plan.record_bytes(len(blocks)) + 8)
+        gather_record(self.plan, blocks, buffer_address(record, writable=True), len(record), SPEC)
+        return record
+
+    def block(self, layer: int, block: int) -> bytes:
+        """The bytes of one block as torch finds them, axes in the order in which they lie in memory."""
+        tensor = list(self.tensors.values())[layer]
+        pieces = tensor.shape[0] // self.config.num_blocks
+        block_tensor = tensor[block * pieces : (block + 1) * pieces]
+        order = sorted(range(4), key=lambda axis: -tensor.stride(axis))
+        return bytes(block_tensor.permute(order).contiguous().view(torch.uint8).flatten().tolist())
+
+
+def copies_are_right(engine: Engine) -> dict[str, Any]:
+    blocks = [7, 2]
+    record = engine.gather(blocks)
+    address = buffer_address(record, writable=True)
+    header = record_header(address, len(record))
+    payload = memoryview(record)[header.header_bytes :]
+    expected = [b"".join(engine.block(layer, block) for block in blocks) for layer in range(LAYERS)]
+    gathered = all(
+        payload[offset : offset + length] == section
+        for (offset, length, _), section in zip(header.sections, expected, strict=True)
+    )
+    before = {name: tensor.clone() for name, tensor in engine.tensors.items()}
+    for tensor in engine.tensors.values():
+        tensor.view(torch.uint8).fill_(0)
+    scattered = scatter_record(engine.plan, blocks, address, len(record), KEY) == 0
+    pieces = next(iter(before.values())).shape[0] // engine.config.num_blocks
+    for name, tensor in engine.tensors.items():
+        now, then = (t.view(torch.uint8).unflatten(0, (-1, pieces)) for t in (tensor, before[name]))
+        rest = [block for block in range(engine.config.num_blocks) if block not in blocks]
+        scattered &= bool((now[blocks] == then[blocks]).all()) and not now[rest].any()
+    facts = engine.view.facts
+    return {
+        "gathered": gathered,
+        "scattered": scattered,
+        "loops": len(engine.view.dims),
+        "axes": facts["axes"],
+        "stored": facts["stored_dtype"],
+        "quantisation": facts["quantisation"],
+        "scales": facts["scales"],
+        "chunk_bytes": facts["payload_bytes"] == chunk_bytes(engine.group, CHUNK_BLOCKS),
+    }
+
+
+def results() -> Iterator[dict[str, Any]]:
+    for case in CASES:
+        for layout in layouts_of(case):
+            named = {
+                "case": f"{backend_of(case).get_name()} {case.dtype} {case.block_tokens}/{case.kernel_tokens}"
+            }
+            named["layout"] = layout.name
+            try:
+                engine = Engine(case, layout)
+            except ValueError as error:
+                # vLLM itself does not make it: kernel blocks smaller than blocks that are not dense.
+                yield {**named, "vllm_refuses": str(error)}
+                continue
+            yield {**named, **copies_are_right(engine)}
+    yield mixed()
+
+
+def mixed() -> dict[str, Any]:
+    """A model whose layers have blocks of different make-up, in one group: latents and an indexer beside them."""
+    latent = spec_of(CASES[-1])
+    indexer = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=132, dtype=torch.uint8)
+    specs = {"model.layers.0.self_attn.attn": latent, "model.layers.0.self_attn.indexer.k_cache": indexer}
+    group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs.from_specs(specs))
+    memory = torch.zeros(BLOCKS, 64 * (656 + 132), dtype=torch.uint8)
+    tensors = {
+        name: memory[:, start : start + spec.page_size_bytes].view(BLOCKS, 1, 64, -1)
+        for start, (name, spec) in zip((0, 64 * 656), specs.items(), strict=True)
+    }
+    names = dict(zip(specs, ("mla.flashmla_sparse", "mla.indexer"), strict=True))
+    classes = {"mla.flashmla_sparse": "FlashMLASparseBackend", "mla.indexer": "DeepseekV32IndexerBackend"}
+    modules = {
+        name: SimpleNamespace(
+            get_attn_backend=lambda where=where: backend_of(
+                Case(where, classes[where], "fp8_ds_mla", 64, 64, mla=True)
+            )
+        )
+        for name, where in names.items()
+    }
+    try:
+        build_view(
+            tensors,
+            num_blocks=BLOCKS,
+            block_tokens=check_groups([group]),
+            chunk_tokens=128,
+            heads=Heads((0, 1), (0, 1), 1),
+            dtype="fp8_ds_mla",
+            kinds=layer_kinds([group], modules),
+        )
+    except ConfigError as error:
+        return {"case": "mixed", "layout": "BLNHC", "refused": str(error)}
+    return {"case": "mixed", "layout": "BLNHC", "refused": ""}
+
+
+if __name__ == "__main__":
+    for result in results():
+        print(json.dumps(result), flush=True)

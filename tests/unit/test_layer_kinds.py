@@ -1,0 +1,173 @@
+"""What vLLM says about a layer, as facts: an axis has a meaning only where its backend is known to give it one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvstrata.connectors.vllm.kv_view import Heads, build_view, check_groups, chunk_bytes
+from kvstrata.connectors.vllm.layer_kinds import layer_kinds
+from kvstrata.errors import ConfigError
+from tests.unit.test_kv_view import FakeTensor
+
+NAME = "model.layers.7.self_attn.attn"
+
+
+class FakeScale:
+    """A scale as the part of a torch tensor that is read."""
+
+    def __init__(self, *numbers):
+        self.numbers = numbers
+
+    def detach(self):
+        return self
+
+    def cpu(self):
+        return self
+
+    def reshape(self, size):
+        assert size == -1
+        return self
+
+    def tolist(self):
+        return list(self.numbers)
+
+
+def spec(**changes):
+    """As vLLM's FullAttentionSpec."""
+    fields = {
+        "block_size": 16,
+        "num_heads": 4,
+        "head_size": 64,
+        "head_size_v": 64,
+        "kv_quant_mode": SimpleNamespace(name="NONE"),
+        "num_head_slots": None,
+        "state_content_bytes": None,
+        "unpadded_page_size_bytes": 4 * 16 * 128 * 2,
+        "tokens_per_state": 1,
+    }
+    return type("FullAttentionSpec", (), fields | changes)()
+
+
+def module(backend="FLASH_ATTN", **attributes):
+    """As vLLM's Attention."""
+    return SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend), **attributes)
+
+
+def group(layer_spec, names=(NAME,)):
+    return SimpleNamespace(kv_cache_spec=layer_spec, layer_names=list(names))
+
+
+def kind_of(layer_spec, layer_module):
+    return layer_kinds([group(layer_spec)], {NAME: layer_module})[NAME]
+
+
+QUANTISED = {
+    "kv_quant_mode": SimpleNamespace(name="FP8_PER_TENSOR"),
+    "unpadded_page_size_bytes": 4 * 16 * 128,
+}
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"])
+def test_backends_that_keep_k_then_v_for_each_head_and_token_mean_the_same(backend):
+    assert kind_of(spec(), module(backend)) == kind_of(spec(), module())
+    assert kind_of(spec(), module(backend)).axes == ("kv_heads", "tokens", "k+v")
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend", "axes"),
+    [
+        ({}, "CPU_ATTN", ("kv_heads", "cpu_attn/amx.tokens", "cpu_attn/amx.content")),
+        ({}, "SOMETHING", ("something/amx.heads", "something/amx.tokens", "something/amx.content")),
+        ({"num_head_slots": 2}, "FLASH_ATTN", ("flash_attn/amx.heads",)),
+        ({"kv_quant_mode": SimpleNamespace(name="NVFP4")}, "FLASHINFER", ("flashinfer/amx.heads",)),
+        ({"head_size_v": 32}, "FLASH_ATTN_DIFFKV", ("kv_heads", "tokens", "k64+v32")),
+        ({"head_size_v": 0}, "FLASHMLA", ("kv_heads", "tokens", "latent")),
+        (
+            {"head_size_v": 0, "state_content_bytes": 656, "cache_dtype_str": "fp8_ds_mla"},
+            "FLASHMLA_SPARSE",
+            ("kv_heads", "tokens", "latent/fp8_ds_mla"),
+        ),
+    ],
+)
+def test_another_arrangement_has_another_name(changes, backend, axes):
+    found = kind_of(spec(**changes), module(backend, isa="amx", _k_scale=FakeScale(1.0)))
+    assert found.axes[: len(axes)] == axes
+
+
+def view(kinds, tensors=None, **changes):
+    options = {"num_blocks": 40, "block_tokens": 16, "chunk_tokens": 64, "heads": Heads((7, 8), (0, 4), 1)}
+    tensors = tensors or {NAME: FakeTensor((40, 4, 16, 128))}
+    return build_view(tensors, dtype="bfloat16", kinds=kinds, **(options | changes))
+
+
+def test_two_instruction_sets_of_one_cpu_backend_share_nothing():
+    made = [view(layer_kinds([group(spec())], {NAME: module("CPU_ATTN", isa=isa)})) for isa in ("amx", "vec")]
+    assert made[0].slice != made[1].slice
+
+
+def test_scales_are_facts_of_quantised_layers_alone():
+    scales = {"_k_scale": FakeScale(0.25), "_v_scale": FakeScale(1.0, 2.0)}
+    assert kind_of(spec(), module(**scales)).scales == ()
+    found = kind_of(spec(**QUANTISED), module(**scales))
+    assert [float.fromhex(scale) for scale in found.scales] == [0.25, 1.0, 2.0]
+    tensors = {NAME: FakeTensor((40, 4, 16, 128), element=1)}
+    made = view({NAME: found}, tensors)
+    assert made.facts["scales"] == [list(found.scales)] and made.facts["layers"] == [7]
+    assert view({NAME: found._replace(scales=("0x1p+0",))}, tensors).slice != made.slice
+
+
+def test_blocks_are_in_front_where_the_shape_is_as_announced_though_other_axes_fit():
+    # Heads outermost in memory, as many as there are blocks: by size alone the heads would be taken for the blocks.
+    kind = kind_of(spec(num_heads=4), module())
+    tensors = {NAME: FakeTensor((4, 4, 16, 128), order=(1, 0, 2, 3))}
+    made = view({NAME: kind}, tensors, num_blocks=4)
+    assert made.block_strides == [16 * 128 * 2] and made.dims == [(4, 4 * 16 * 128 * 2)]
+
+
+def test_kernel_blocks_dense_in_tokens_are_not_seen_in_the_bytes():
+    kinds = layer_kinds([group(spec())], {NAME: module()})
+    whole = view(kinds, {NAME: FakeTensor((40, 4, 16, 128), order=(0, 2, 1, 3))})
+    halves = view(kinds, {NAME: FakeTensor((80, 4, 8, 128), order=(0, 2, 1, 3))})
+    assert halves.slice == whole.slice
+    assert halves.facts["axes"] == [["tokens", 16], ["kv_heads", 4], ["kv", 2], ["dim", 64]]
+    heads_first = view(kinds, {NAME: FakeTensor((80, 4, 8, 128))})
+    assert heads_first.facts["axes"][:3] == [["tokens", 2], ["kv_heads", 4], ["tokens", 8]]
+
+
+def test_a_block_of_another_size_than_announced_is_refused():
+    kinds = {NAME: kind_of(spec(unpadded_page_size_bytes=999), module())}
+    with pytest.raises(ConfigError, match=r"layers\.7.* 16384 bytes, but vLLM announces 999"):
+        view(kinds)
+
+
+def test_a_layer_without_a_module_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"layers\.7.* no attention layer of that name"):
+        layer_kinds([group(spec())], {})
+
+
+def test_a_group_may_describe_each_layer():
+    names = [f"model.layers.{i}.attn" for i in range(3)]
+    # As two descriptions that differ in nothing that the bytes show.
+    each = type(
+        "UniformTypeKVCacheSpecs", (), {"block_size": 16, "kv_cache_specs": {n: spec() for n in names}}
+    )()
+    both = [group(each, names), group(spec(), names)]
+    assert [check_groups([one]) for one in both] == [16, 16]
+    assert [chunk_bytes(one, 4) for one in both] == [3 * 4 * 16384] * 2
+    modules = dict.fromkeys(names, module())
+    assert layer_kinds(both[:1], modules) == layer_kinds(both[1:], modules)
+    each.kv_cache_specs[names[1]] = type("MambaSpec", (), {})()
+    with pytest.raises(ConfigError, match="MambaSpec is not supported"):
+        check_groups([both[0]])
+
+
+def test_a_tensor_of_no_group_is_refused_unless_it_is_another_layers():
+    kinds = layer_kinds([group(spec())], {NAME: module()})
+    blocks = FakeTensor((40, 4, 16, 128))
+    shared = "model.layers.8.self_attn.attn"
+    assert view(kinds, {NAME: blocks, shared: blocks}).layer_names == (NAME,)
+    scales = FakeTensor((40, 4, 16), base=1 << 30, element=4)
+    with pytest.raises(ConfigError, match=r"'model.layers.7.scales' .*40, 4, 16.* in no cache group"):
+        view(kinds, {NAME: blocks, "model.layers.7.scales": scales})

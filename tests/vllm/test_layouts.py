@@ -1,0 +1,86 @@
+"""The view of blocks on KV caches that vLLM's own code lays out, for the attention backends that it has."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.harness import vllm_env
+
+pytestmark = pytest.mark.vllm
+
+SCRIPT = Path(__file__).resolve().parents[1] / "harness" / "layouts_run.py"
+
+ALL = {"LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"}
+LATENTS = ["FLASHMLA auto 64/64", "TRITON_MLA fp8 16/16", "FLASHMLA_SPARSE fp8_ds_mla 64/64"]
+
+
+@pytest.fixture(scope="module")
+def results(vllm_python, tmp_path_factory):
+    """One line a case, see the script."""
+    environment = vllm_env.environment(tmp_path_factory.mktemp("layouts"))
+    done = subprocess.run(
+        [str(vllm_python), "-P", str(SCRIPT)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def made(results):
+    return [result for result in results if "gathered" in result]
+
+
+def test_blocks_of_every_backend_in_every_layout_are_copied_as_torch_sees_them(results):
+    assert len(made(results)) > 50
+    for result in made(results):
+        assert result["gathered"] and result["scattered"] and result["chunk_bytes"], result
+        assert result["loops"] == (result["layout"] in ("LHBNC", "BHLNC") and "MLA" not in result["case"]), (
+            result
+        )
+
+
+def test_a_backend_that_leaves_the_choice_is_tried_in_all_layouts(results):
+    for case in ("FLASH_ATTN auto 16/16", "FLASH_ATTN fp8 32/32", "TRITON_ATTN auto 16/16", *LATENTS):
+        assert {result["layout"] for result in made(results) if result["case"] == case} == ALL
+
+
+def test_axes_mean_heads_and_tokens_only_where_that_is_known(results):
+    axes = {(result["case"], result["layout"]): result["axes"] for result in made(results)}
+    heads, tokens, content = ["kv_heads", 4], ["tokens", 16], [["kv", 2], ["dim", 64]]
+    assert axes["FLASH_ATTN auto 16/16", "LBNHC"] == [tokens, heads, *content]
+    assert axes["FLASH_ATTN auto 16/16", "LHBNC"] == [heads, tokens, *content]
+    assert axes["FLASH_ATTN auto 64/16", "LBHNC"] == [["tokens", 4], heads, tokens, *content]
+    assert axes["FLASH_ATTN auto 64/16", "LBNHC"] == [["tokens", 64], heads, *content]
+    assert axes["TRITON_ATTN fp8_per_token_head 16/16", "LBHNC"] == [heads, tokens, ["kv", 2], ["dim", 68]]
+    assert axes["FLASH_ATTN_DIFFKV auto 16/16", "LBNHC"] == [tokens, heads, ["k64+v32", 96]]
+    assert axes["FLASHMLA auto 64/64", "BLNHC"] == [["tokens", 64], ["latent", 576]]
+    assert axes["CPU_ATTN auto 128/32", "LBHNC"] == [
+        ["cpu_attn/amx.tokens", 4],
+        heads,
+        ["cpu_attn/amx.tokens", 32],
+        ["cpu_attn/amx.content", 128],
+    ]
+    for unknown in ("TURBOQUANT turboquant_k8v4 16/16", "TRITON_ATTN int4_per_token_head 16/16"):
+        assert not {"tokens", "kv_heads", "kv"} & {name for name, _ in axes[unknown, "LBNHC"]}
+    assert {size for name, size in axes["B12X auto 64/64", "LBHNC"] if name == "b12x.heads"} == {2}
+
+
+def test_scales_of_quantised_layers_are_facts(results):
+    for result in made(results):
+        layer = [(0.5).hex(), (2.0).hex()]
+        assert result["scales"] == ([] if result["quantisation"] == "NONE" else [layer] * 3), result
+    fp8 = [result for result in made(results) if result["case"] == "FLASH_ATTN fp8 32/32"]
+    assert {(result["stored"], result["quantisation"]) for result in fp8} == {("uint8", "FP8_PER_TENSOR")}
+
+
+def test_layers_of_different_make_up_are_refused_by_name(results):
+    [mixed] = [result["refused"] for result in results if result["case"] == "mixed"]
+    assert "indexer.k_cache" in mixed and "self_attn.attn" in mixed and "[11, 1, 64, 656]" in mixed
