@@ -20,6 +20,7 @@ from kvstrata.testing.strategies import (
     loaded_payload,
     payload_of,
     put_item,
+    record_length,
     watched,
 )
 from kvstrata.transfer import base as transfer
@@ -487,6 +488,26 @@ async def test_a_record_of_another_length_than_was_reserved_is_not_read(net) -> 
     items = [load_item(KEYS[0], SIZE - 1), load_item(KEYS[1], SIZE)]
     assert await one.load(items=items) == [failed("length"), LOADED]
     watched(items[0]).check()
+
+
+@pytest.mark.parametrize("size", [SIZE - 4096, SIZE + 4096])
+async def test_a_length_that_was_taken_for_granted_and_is_another_is_a_miss(net, l1: L1, size: int) -> None:
+    """Beyond what the owner leases at a time; its records have one length there, and another one here."""
+    one = await net()
+    one.owner.max_leased = 3
+    l1.lose(KEYS[4:])
+    assert l1.store(KEYS, first=4, size=size) == KEYS[4:]
+    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    assert await one.load(*KEYS) == [LOADED] * 4 + [failed("length")] * 4
+    await until(lambda: one.owner.leases == {})
+    # Leased together they are told as they are, and nothing behind them is guessed.
+    one.owner.max_leased = 6
+    other = Found(Presence.PRESENT, record_length(size))
+    assert await one.adapter.exists(KEYS) == [THERE] * 4 + [other] * 2 + [NOT_THERE] * 2
+    items = [load_item(key, SIZE) for key in KEYS[:4]] + [load_item(key, size) for key in KEYS[4:6]]
+    assert await one.adapter.load(items) == [LOADED] * 6
+    for item, of in zip(items, [SIZE] * 4 + [size] * 2, strict=True):
+        assert loaded_payload(item, of) == payload_of(item.key, of)
 
 
 async def test_leases_that_nobody_reads_are_given_back(net) -> None:

@@ -37,7 +37,13 @@ class L1:
         self.row = self.pool.claim_row(b"s" * 16, b"g" * 16, os.getpid())
 
     def store(
-        self, keys: list[bytes], n_slices: int = 1, *, identity: bytes = IDENTITY, first: int = 0
+        self,
+        keys: list[bytes],
+        n_slices: int = 1,
+        *,
+        identity: bytes = IDENTITY,
+        first: int = 0,
+        size: int = SIZE,
     ) -> list[bytes]:
         """Write chunks from number `first` on as a worker does; returns the keys that became visible."""
         stored: list[bytes] = []
@@ -45,21 +51,23 @@ class L1:
             mine = keys[s::n_slices]
             for i in range(first, len(mine)):
                 parent = mine[i - 1] if i else b""
-                ticket, outcomes, packed = self.pool.reserve(mine[i], parent, RECORD, self.row, identity, 1)
+                ticket, outcomes, packed = self.pool.reserve(
+                    mine[i], parent, record_length(size), self.row, identity, 1
+                )
                 if outcomes[0] != ReserveOutcome.RESERVED:
                     continue
                 [extent] = unpack_extents(packed)
-                self.write(mine[i], extent.offset_bytes, identity)
+                self.write(mine[i], extent.offset_bytes, identity, size)
                 assert self.pool.commit(ticket, [0]) == bytes([CommitOutcome.COMMITTED])
                 stored.append(mine[i])
         return stored
 
-    def write(self, key: bytes, offset: int, identity: bytes) -> None:
-        address = self.pool.extents_address + offset
-        payload = payload_of(key, SIZE)
-        ctypes.memmove(address + RECORD - SIZE, payload, SIZE)
+    def write(self, key: bytes, offset: int, identity: bytes, size: int = SIZE) -> None:
+        address, length = self.pool.extents_address + offset, record_length(size)
+        payload = payload_of(key, size)
+        ctypes.memmove(address + length - size, payload, size)
         spec = copying.RecordSpec(key, identity, bytes(32), bytes(32), 256)
-        copying.seal_record(address, RECORD, spec, section_lengths(SIZE))
+        copying.seal_record(address, length, spec, section_lengths(size))
 
     def read(self, key: bytes) -> bytes | None:
         """The payload of a visible record, None when it is not there."""
