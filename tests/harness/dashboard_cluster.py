@@ -81,6 +81,7 @@ class Cluster:
     def __init__(self, *instances: dict[str, Any], token: str = "") -> None:
         self.instances = {one["id"]: one for one in instances}
         self.removed: list[str] = []
+        self.asked_every_s = 5
         self.token = token
         self.events: list[dict[str, Any]] = []
         self.requests: list[tuple[str, str, Any]] = []
@@ -203,7 +204,9 @@ class Cluster:
                     dead=0,
                     keys={tier.tier: int(tier.keys * grown) for tier in tiers},
                     used_bytes={tier.tier: int(tier.used_bytes * grown) for tier in tiers},
-                    hits_per_s={
+                    hits_per_s={}
+                    if at % self.asked_every_s
+                    else {
                         "l1": 620 + 140 * wave + 30 * noise,
                         "l2": 120 + 40 * wave + 20 * noise,
                         "peer": 90 - 30 * wave + 25 * noise,

@@ -350,6 +350,19 @@ async def test_hostile_names_are_text(visit: Visit) -> None:
         assert await page.evaluate("window.hacked") is None
 
 
+async def test_who_was_asked_for_a_moment_only_can_be_seen_to_have_been(visit: Visit) -> None:
+    cluster = twelve()
+    cluster.asked_every_s = 300
+    async with served(cluster) as url, visit(url) as page:
+        area = page.locator("[data-plot=share] svg .area").first
+        await area.wait_for()
+        path = await area.get_attribute("d")
+        assert path is not None
+        for run in path.removesuffix("Z").split("Z"):
+            across = [float(place.split()[0]) for place in run.removeprefix("M").split("L")]
+            assert max(across) - min(across) >= 1.5
+
+
 async def test_all_is_done_by_keyboard(visit: Visit) -> None:
     async with served(twelve()) as url, visit(url) as page:
         await page.locator("[data-plot=found] svg .area").first.wait_for()

@@ -80,15 +80,17 @@ function linePath(times, values, x, y) {
   return path;
 }
 
-/** Areas between two edges, one for each run of times at which `values` has some. */
+/** Areas between two edges, one for each run of times at which `values` has some, up to halfway to its neighbours. */
 function areaPath(times, values, below, above, x, y) {
   let path = "";
   let run = [];
-  const point = (edge) => (index) => `${x(times[index]).toFixed(1)} ${y(edge[index]).toFixed(1)}`;
+  const half = (index, to) => (x(times[index]) + x(times[to] ?? times[index])) / 2;
   for (let index = 0; index <= values.length; index += 1) {
     if (index < values.length && values[index] !== null && values[index] !== undefined) run.push(index);
     else if (run.length) {
-      path += `M${[...run.map(point(above)), ...run.reverse().map(point(below))].join("L")}Z`;
+      const [first, last] = [run[0], run.at(-1)];
+      const edge = (of) => [[half(first, first - 1), of[first]], ...run.map((each) => [x(times[each]), of[each]]), [half(last, last + 1), of[last]]];
+      path += `M${[...edge(above), ...edge(below).reverse()].map(([at, value]) => `${at.toFixed(1)} ${y(value).toFixed(1)}`).join("L")}Z`;
       run = [];
     }
   }
