@@ -418,6 +418,8 @@ def act_4(folder: Path, table: Table, size: str, *, with_vllm: bool, keep: bool)
         else:
             _cluster_clients(folder, table, cluster)
         if keep:
+            if with_vllm:
+                cluster.servers[0].start()  # it was killed; its L1 is still there
             say(f"  The dashboard stays at {cluster.controller.url}/ until Ctrl-C")
             with contextlib.suppress(KeyboardInterrupt):
                 signal.pause()
