@@ -25,6 +25,8 @@ _NEEDED = (
     "tc qdisc add dev one0 root tbf rate 1mbit burst 9k latency 1s",
 )
 BURST_BYTES = 32 << 10
+SENDS_BYTES = 256 << 10
+"""What a connection has under way at most: the kernel sends it though its process is gone."""
 
 
 def why_not() -> str:
@@ -66,6 +68,8 @@ class Host:
                 hub.ip("link", "add", self._port, "type", "veth", "peer", *peer)
                 hub.ip("link", "set", self._port, "master", "switch", "up")
                 self._up("eth0")
+                limits = f"4096 65536 {SENDS_BYTES}"
+                self._run("sh", "-c", f"echo {limits} > /proc/sys/net/ipv4/tcp_wmem")
             self.ip("link", "set", "lo", "up")
             self._reader = self._stack.enter_context(
                 Child("tests.harness.network", under=self.under, log=log)

@@ -73,12 +73,12 @@ class Rig(NamedTuple):
         reading.start()
         eventually("a part has passed", lambda: self.sent_bytes() - before > PASSED_BYTES)
         happens()
+        assert self.sent_bytes() - before < CHUNKS * CHUNK_BYTES
         # The engine beside it is served meanwhile.
         own = prompt(2, seed=77)
         assert set(self.reader.stored(own)) <= {"stored", "present"}
         assert self.reader.hit(own) == 2
         reading.join()
-        assert self.sent_bytes() - before < CHUNKS * CHUNK_BYTES
         return hits[0]
 
     def sent_bytes(self) -> int:

@@ -1,4 +1,7 @@
-"""Two engines with a server each and a controller: what one computed the other one hits through its memory."""
+"""Two engines with a server each on two hosts and a controller: what one computed the other one hits through its L1.
+
+The hosts are network namespaces, with tcp between them.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,41 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.harness import network
 from tests.harness.cluster import Cluster
+from tests.harness.network import Network
 from tests.harness.vllm_run import VllmProcess
 from tests.vllm.conftest import EXACT, Rig, until
 from tests.vllm.test_degraded import check_calls
 
-pytestmark = pytest.mark.vllm
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(bool(network.why_not()), reason=network.why_not() or "-"),
+]
 
 PROMPT, CACHED = 1_400, 1_280
+SETTINGS = {
+    "UCX_TLS": "tcp",
+    "KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": "5000",
+    "KVSTRATA_P2P_LOAD_TIMEOUT_MS": "30000",
+}
+READ_S = 8
+"""What a prompt takes over a link that is made slow for that."""
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    settings = {"KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": "5000"}
-    with Cluster(tmp_path_factory.mktemp("cluster"), l1_mb=64, settings=settings) as made:
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    with Network(tmp_path_factory.mktemp("network"), 2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def cluster(hosts: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    with Cluster(folder, l1_mb=64, settings=SETTINGS, network=hosts) as made:
         yield made
 
 
@@ -58,24 +78,25 @@ def test_the_other_engine_hits_with_the_same_tokens(cluster: Cluster, rigs: list
     assert cluster.peer_records(1) == CACHED // 256
 
 
-def test_an_owner_killed_while_it_is_read_is_computed_with_the_same_tokens(
-    cluster: Cluster, rigs: list[Rig]
+def test_an_owner_killed_in_mid_read_is_computed_with_the_same_tokens(
+    hosts: Network, cluster: Cluster, rigs: list[Rig]
 ) -> None:
     one, other = rigs
-    prompts = [one.fresh_prompt(PROMPT) for _ in range(6)]
-    cold = [one.stored(prompt)["tokens"] for prompt in prompts]
+    prompt = one.fresh_prompt(PROMPT)
+    cold = one.stored(prompt)
     cluster.until_known(0)
+    pool = cluster.servers[0].get("/v1/status")["pool"]
+    whole_bytes = CACHED // 256 * pool["bytes"]["ready"] // pool["entries"]["ready"]
+    owner = hosts.hosts[0]
+    owner.slow(whole_bytes // READ_S)
     other.vllm.ask("take_calls")
-    before = cluster.peer_records(1)
-    results: list[dict[str, Any]] = []
-
-    def ask() -> None:
-        results.extend(other.vllm.generate(prompt) for prompt in prompts)
-
-    asking = threading.Thread(target=ask)
+    before, results = owner.sent_bytes(), []
+    asking = threading.Thread(target=lambda: results.append(other.vllm.generate(prompt)))
     asking.start()
-    until(lambda: cluster.peer_records(1) > before or not asking.is_alive(), "reading the owner")
+    until(lambda: owner.sent_bytes() - before > whole_bytes // 2, "the first half of the prompt")
     cluster.servers[0].kill()
+    assert owner.sent_bytes() - before < whole_bytes
     asking.join()
-    assert [result["tokens"] for result in results] == cold
+    assert results[0]["cached_tokens"] < CACHED
+    assert results[0]["tokens"] == cold["tokens"]
     check_calls(other)
