@@ -183,6 +183,7 @@ class Cluster:
             raise Denied(
                 "bad_sync", f"sync: {told.sync} was ended from elsewhere; begin again", retryable=True
             )
+        self.directory.forget_tiers_but(member.group, member.told.tiers)
         self.settle()
 
     def where_now(self, told: Where) -> list[Owner]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -224,7 +224,11 @@ class Directory:
     def forget(self, group: int) -> None:
         """All placements of a group; no lookup finds one of them from now on."""
         self._readable_groups.discard(group)
-        for name in [name for name in self._slots if name[0] == group]:
+        self.forget_tiers_but(group, ())
+
+    def forget_tiers_but(self, group: int, tiers: Collection[str]) -> None:
+        """All placements of a group in other tiers than these: it has them no more."""
+        for name in [name for name in self._slots if name[0] == group and name[1] not in tiers]:
             slot = self._slots.pop(name)
             self._unname(slot)
             self._retire(slot)
