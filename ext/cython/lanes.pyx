@@ -95,7 +95,7 @@ cdef extern from "kvstrata/connector.h" namespace "kvstrata" nogil:
 
     cdef cppclass ConnectorCapabilities:
         cbool persistent, shared, can_delete, can_clear, wants_registered_memory, exists_is_quick
-        cbool has_heads
+        cbool has_heads, lists
         Quiesce quiesce
         uint32_t max_batch, items_per_piece
 
@@ -137,6 +137,9 @@ cdef extern from "kvstrata/connector_jobs.h" namespace "kvstrata" nogil:
         vector[ExistsItem] items
     cdef cppclass HeadsJob:
         vector[HeadItem] items
+    cdef cppclass ListJob:
+        uint64_t cursor
+        vector[Digest] keys
     cdef cppclass PutJob:
         vector[PutItem] items
         vector[Digest] evicted
@@ -155,6 +158,7 @@ cdef extern from "python_jobs.h" namespace "kvstrata::python":
     unique_ptr[LaneJob] make_call(PyObject*, void (*)(PyObject*) noexcept) except +
     unique_ptr[LaneJob] make_exists(PyObject*, shared_ptr[CConnector], vector[ExistsItem]&) except +
     unique_ptr[LaneJob] make_heads(PyObject*, shared_ptr[CConnector], vector[HeadItem]&) except +
+    unique_ptr[LaneJob] make_list(PyObject*, shared_ptr[CConnector], uint64_t, size_t) except +
     cdef cppclass BytesItem:
         Digest key
         uint8_t* bytes
@@ -175,7 +179,7 @@ cdef extern from "python_jobs.h" namespace "kvstrata::python":
 
 
 cdef enum Kind:
-    CALL, EXISTS, HEADS, PUT, LOAD, DELETE, OPEN, CLEAR, USAGE, CLOSE
+    CALL, EXISTS, HEADS, LIST, PUT, LOAD, DELETE, OPEN, CLEAR, USAGE, CLOSE
 
 
 cdef class _Token:
@@ -280,6 +284,7 @@ cdef list _heads(vector[HeadItem]& items):
 
 cdef object _outcome(_Token token, LaneJob* job):
     """What a job that is done says, as lanes.pyi has it."""
+    cdef ListJob* listed
     cdef PutJob* put
     cdef LoadJob* load
     cdef DeleteJob* gone
@@ -290,6 +295,9 @@ cdef object _outcome(_Token token, LaneJob* job):
         return _found(job_as[ExistsJob](job).items, token.work)
     if token.kind == HEADS:
         return _heads(job_as[HeadsJob](job).items)
+    if token.kind == LIST:
+        listed = job_as[ListJob](job)
+        return _keys(listed.keys), listed.cursor
     if token.kind == PUT:
         put = job_as[PutJob](job)
         outcomes = [
@@ -342,10 +350,15 @@ cdef class NativeConnector:
             "can_clear": bool(can.can_clear),
             "wants_registered_memory": bool(can.wants_registered_memory),
             "has_heads": bool(can.has_heads),
+            "lists": bool(can.lists),
             "quiesce": "never" if can.quiesce == Quiesce.kNever else "drain",
             "exists_is_quick": bool(can.exists_is_quick),
             "max_batch": can.max_batch,
         }
+
+    @property
+    def ready(self):
+        return bool(self.connector.get().ready())
 
     def exists_now(self, keys, found):
         cdef vector[ExistsItem] items
@@ -444,6 +457,14 @@ cdef class NativeLanes:
             _set_key(items[i].key, key)
             i += 1
         job = make_heads(<PyObject*>owner, connector.connector, items)
+        return self._submit(lane, job, False)
+
+    def submit_list(self, int lane, NativeConnector connector not None, cursor, most, token):
+        cdef _Token owner = _Token(token, LIST)
+        cdef unique_ptr[LaneJob] job
+        if most < 1:
+            raise ValueError(f"most: must be at least 1, not {most}")
+        job = make_list(<PyObject*>owner, connector.connector, cursor, most)
         return self._submit(lane, job, False)
 
     def submit_put(self, int lane, NativeConnector connector not None, items, token):

@@ -80,6 +80,11 @@ inline std::unique_ptr<LaneJob> make_heads(PyObject* token, std::shared_ptr<Conn
   return make_job<HeadsJob>(token, std::move(connector), std::move(items));
 }
 
+inline std::unique_ptr<LaneJob> make_list(PyObject* token, std::shared_ptr<Connector> connector,
+                                          std::uint64_t cursor, std::size_t most) {
+  return make_job<ListJob>(token, std::move(connector), cursor, most);
+}
+
 // A record to put or a place to load one into, as Python gives it.
 struct BytesItem {
   Digest key{};

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import socket
 import struct
@@ -16,6 +17,7 @@ from kvstrata.storage import host, host_channel
 from kvstrata.storage.base import (
     Capabilities,
     Found,
+    KeyPage,
     LoadOutcome,
     LoadStatus,
     PayloadKind,
@@ -176,6 +178,9 @@ async def test_every_other_operation_is_asked_and_answered(pair) -> None:
     assert await answered(adapter.clear(), lambda n: host_channel.counted(n, 0), Kind.CLEAR) == 0
     usage = Usage(1, 2, 3)
     assert await answered(adapter.usage(), lambda n: host_channel.used(n, usage), Kind.USAGE) == usage
+    for page in (KeyPage(keys, 9), KeyPage([], 9), None):
+        said = functools.partial(host_channel.listed, page=page)
+        assert await answered(adapter.list_keys(7, 5), said, Kind.LIST) == page
     cannot = StorageError("cannot be cleared")
     with pytest.raises(StorageError, match="cannot be cleared"):
         await answered(adapter.clear(), lambda n: host_channel.problem(Kind.RAISED, n, cannot), Kind.CLEAR)
@@ -232,6 +237,8 @@ UNTRUE: dict[str, Callable[[int], Sequence[bytes]]] = {
     "unknown kind": lambda n: [head(200, 0, n)],
     "a kind of the server's": lambda n: [host_channel.bare(Kind.CLOSE, n)],
     "unknown request": lambda n: [host_channel.counted(n + 1, 0)],
+    "a page": lambda n: [host_channel.listed(n, KeyPage([key_of(1)], 1))],
+    "a page of cut keys": lambda n: [host_channel.listed(n, KeyPage([key_of(1)], 1))[:-1]],
     "another operation's answer": lambda n: [host_channel.counted(n, 0)],
     "a load's answer": lambda n: [host_channel.ended(Kind.LOAD_ENDED, n, [LOADED] * 2, [True] * 2)],
     "too few outcomes": lambda n: [host_channel.ended(Kind.PUT_ENDED, n, [STORED], [True])],

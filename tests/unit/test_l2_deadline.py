@@ -16,6 +16,7 @@ from kvstrata.storage.base import (
     AdapterContext,
     Capabilities,
     Found,
+    KeyPage,
     LoadItem,
     LoadOutcome,
     LoadStatus,
@@ -56,6 +57,7 @@ class Scripted(StorageAdapter):
         self.raises = False
         self.too_few = 0
         self.says_nothing = False
+        self.page: Any = None
 
     async def _act(self, call: str) -> None:
         self.calls.append(call)
@@ -88,6 +90,10 @@ class Scripted(StorageAdapter):
     async def delete(self, keys: Sequence[bytes]) -> int:
         await self._act("delete")
         return len(keys)
+
+    async def list_keys(self, cursor: int, most: int) -> Any:
+        await self._act("list_keys")
+        return self.page
 
     async def usage(self) -> Usage:
         return Usage(1, 2, 3)
@@ -352,3 +358,37 @@ async def test_every_operation_is_reported_however_it_ends() -> None:
         ("exists", 1, 0, {"cancelled": 1}),
     ]
     assert {r.adapter for r in reports} == {"scripted-0"}
+
+
+@pytest.mark.parametrize(
+    ("page", "passed"),
+    [
+        (KeyPage([key_of(1), key_of(2)], 7), True),
+        (KeyPage([], 7), True),
+        (None, True),
+        (KeyPage([key_of(1)] * 3, 7), True),
+        (KeyPage([key_of(1)] * 67, 7), False),
+        (KeyPage([b"short"], 7), False),
+        (KeyPage([key_of(1)], -1), False),
+        (KeyPage([key_of(1)], 1 << 64), False),
+        ([key_of(1)], False),
+    ],
+)
+async def test_a_page_of_keys_is_passed_on_if_it_is_one(page: Any, passed: bool) -> None:
+    inner = Scripted()
+    inner.page = page
+    assert await guard(inner).list_keys(0, 2) == (page if passed else None)
+
+
+async def test_a_page_that_does_not_come_in_time_or_at_all_is_none_and_opens_no_breaker() -> None:
+    inner = Scripted()
+    inner.page = KeyPage([], 1)
+    inner.go.clear()
+    one = guard(inner, deadline_ms=1, failures=1)
+    assert await one.list_keys(0, 2) is None
+    inner.go.set()
+    inner.raises = True
+    assert await one.list_keys(0, 2) is None
+    inner.raises = False
+    assert await one.list_keys(0, 2) == inner.page
+    assert set(one.breaker_states().values()) == {"closed"}

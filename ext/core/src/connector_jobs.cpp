@@ -27,6 +27,10 @@ void HeadsJob::run(std::size_t /*index*/) {
   connector_->heads(items);
 }
 
+void ListJob::run(std::size_t /*index*/) {
+  cursor = connector_->list(cursor, most_, &keys);
+}
+
 void PutJob::run(std::size_t index) {
   connector().put(piece(index));
 }

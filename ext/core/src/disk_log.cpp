@@ -52,6 +52,7 @@ ConnectorCapabilities DiskLog::capabilities() const noexcept {
   can.persistent = true;
   can.can_clear = true;
   can.has_heads = true;
+  can.lists = true;
   can.exists_is_quick = true;
   return can;
 }
@@ -68,6 +69,13 @@ void DiskLog::exists(std::span<ExistsItem> items) noexcept {
     item.presence = place == nullptr ? Presence::kAbsent : Presence::kPresent;
     item.record_bytes = place == nullptr ? 0 : place->record_bytes;
   }
+}
+
+std::uint64_t DiskLog::list(std::uint64_t cursor, std::size_t most,
+                            std::vector<Digest>* keys) noexcept {
+  keys->reserve(keys->size() + most);
+  const Lock lock(mutex_);
+  return index_.list(cursor, most, keys);
 }
 
 // -- put

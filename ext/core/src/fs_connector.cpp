@@ -83,7 +83,11 @@ FsConnector::~FsConnector() {
 }
 
 ConnectorCapabilities FsConnector::capabilities() const noexcept {
-  return {.persistent = true, .can_clear = true, .has_heads = true, .exists_is_quick = true};
+  return {.persistent = true,
+          .can_clear = true,
+          .has_heads = true,
+          .lists = true,
+          .exists_is_quick = true};
 }
 
 std::string FsConnector::open(const ConnectorContext& context) {
@@ -128,6 +132,13 @@ void FsConnector::exists(std::span<ExistsItem> items) noexcept {
 void FsConnector::heads(std::span<HeadItem> items) noexcept {
   for (HeadItem& item : items)
     files_.read_head(item);
+}
+
+std::uint64_t FsConnector::list(std::uint64_t cursor, std::size_t most,
+                                std::vector<Digest>* keys) noexcept {
+  keys->reserve(keys->size() + most);
+  const Lock lock(mutex_);
+  return index_.list(cursor, most, keys);
 }
 
 void FsConnector::put(std::span<PutItem> piece) noexcept {

@@ -20,6 +20,9 @@ class NativeConnector:
     capabilities: dict[str, Any]
     """The fields of `kvstrata::ConnectorCapabilities` by name, without `items_per_piece`."""
 
+    ready: bool
+    """Whether `exists_now` would answer at once, and `submit_list` be right to ask: the medium has been read in."""
+
     def exists_now(self, keys: Sequence[bytes], found: Callable[[int, int, str], T]) -> list[T] | None:
         """What `found(presence, record_bytes, reason)` makes of each key; equal ones share one.
 
@@ -81,6 +84,11 @@ class NativeLanes:
         self, lane: int, connector: NativeConnector, keys: Sequence[bytes], token: object
     ) -> bool:
         """The result is the first bytes of each record, at most 512 (`StorageAdapter.heads`)."""
+
+    def submit_list(
+        self, lane: int, connector: NativeConnector, cursor: int, most: int, token: object
+    ) -> bool:
+        """The result is (keys, where to go on: 0 after the last). REQUIRES `connector.ready`."""
 
     def submit_put(
         self, lane: int, connector: NativeConnector, items: Sequence[tuple[bytes, Any]], token: object

@@ -284,7 +284,9 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     chunks: dict[str, int]
     """Records by tier."""
     used_bytes: dict[str, int]
+    """By tier, a moment ago; without those that could not say."""
     capacity_bytes: dict[str, int]
+    """By tier; without those that have no cap."""
     hits_total: dict[str, int]
     """Chunks that lookups found, by source: `l1`, `l2`, `peer`; and `miss`."""
     peer_leased_bytes: int

@@ -54,6 +54,7 @@ from kvstrata.rpc.cluster_wire import (
 from kvstrata.rpc.zmq_link import AskLink, ClusterFailure, Links, PushLink
 from kvstrata.service.cluster_commands import Commands
 from kvstrata.service.cluster_events import L1_TIER, EventQueue, TierTags
+from kvstrata.service.cluster_tiers import NotListed, OwnTiers
 
 if TYPE_CHECKING:
     from kvstrata.rpc.zmq_server import ClusterKeys
@@ -72,6 +73,8 @@ PART_TAGS = 65_536
 PARTS_OPEN = 4
 PART_ATTEMPTS = 20
 FREEZE_S = 5.0
+LIST_AGAIN_S, LIST_AGAIN_MAX_S = 1.0, 60.0
+"""Between two looks at a tier that could not be listed, doubling."""
 MAX_MODELS = 64
 GOODBYE_S = 1.0
 MAX_HEARTBEAT_S = 3_600.0
@@ -92,17 +95,19 @@ class Fence:
 class Cluster:
     """The links to all controllers; what happens here is told to each."""
 
-    def __init__(self, links: Sequence[ClusterLink]) -> None:
+    def __init__(self, links: Sequence[ClusterLink], tiers: OwnTiers) -> None:
         self._links = links
+        self._tiers = tiers
 
     def start(self) -> None:
         """Begin; the controllers may be absent."""
+        self._tiers.start()
         for link in self._links:
             link.start()
 
     async def stop(self) -> None:
         """Say goodbye to those that listen, and close. Idempotent."""
-        await asyncio.gather(*(link.stop() for link in self._links))
+        await asyncio.gather(self._tiers.stop(), *(link.stop() for link in self._links))
 
     def status(self) -> dict[str, Any]:
         """For status pages and metrics: numbers of all links together, and what differs by controller."""
@@ -156,8 +161,12 @@ class ClusterLink:
         zone: str,
         http_url: str,
         fence: Fence,
+        own: OwnTiers,
     ) -> None:
-        """`url`: of the controller's reply port; all links share one `fence`. Raises Unavailable for no endpoint."""
+        """`url`: of the controller's reply port; all links share `fence` and `own`.
+
+        Raises Unavailable for no endpoint.
+        """
         self._engine = engine
         self._url = url
         self._keys = keys
@@ -167,6 +176,7 @@ class ClusterLink:
         self._zone = zone
         self._http_url = http_url
         self._fence = fence
+        self._own = own
         self._loop = asyncio.get_running_loop()
         self._log = EventLog("cluster")
         self._links = Links(self._loop)
@@ -186,6 +196,10 @@ class ClusterLink:
         self._frame: bytes | None = None
         """A batch that the socket did not take yet."""
         self._l2 = TierTags()
+        """Of the tiers that do not list what is there."""
+        self._unlisted: list[str] = []
+        """Those that list, and did not in the last full sync."""
+        self._listing_again: asyncio.Task[None] | None = None
         self._telling = False
         """Events are kept for the controller: a full sync has begun, or has ended."""
         self._syncing: asyncio.Task[None] | None = None
@@ -213,8 +227,9 @@ class ClusterLink:
             return
         self._stopped = True
         self._peers.leases.draining = True
-        for task in (*self._tasks, *([self._syncing] if self._syncing is not None else [])):
-            task.cancel()
+        for task in (*self._tasks, self._syncing, self._listing_again):
+            if task is not None:
+                task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.commands.stop()
         self._thaw()
@@ -257,7 +272,8 @@ class ClusterLink:
     def put_there(self, adapter: str, key: bytes) -> None:
         """An own L2 tier has acknowledged this chunk."""
         if adapter in self._tiers:
-            self._l2.admit(adapter, [key])
+            if not self._own.lists(adapter):
+                self._l2.admit(adapter, [key])
             if self._telling:
                 self._queue.add(Change.ADMIT, adapter, key[:TAG_BYTES])
 
@@ -401,12 +417,7 @@ class ClusterLink:
         self._wake.set()
 
     def _own_tiers(self) -> list[str]:
-        own = [
-            member.name[:32]
-            for member in self._engine.adapters
-            if not member.adapter.capabilities.shared and member.adapter.capabilities.takes_puts
-        ]
-        return [L1_TIER, *own[:15]]
+        return [L1_TIER, *self._own.names()]
 
     def _state(self) -> str:
         if not self._engine.readiness()[0]:
@@ -421,10 +432,20 @@ class ClusterLink:
         engine, pool = self._engine, self._engine.pool.stats()
         counters = engine.counters
         peer_chunks, peer_bytes = engine.peer_loads()
+        usage = self._own.usage()
         return Load(
-            chunks={L1_TIER: pool["entries"]["ready"], **{tier: self._l2.count(tier) for tier in self._tiers[1:]}},
-            used_bytes={L1_TIER: pool["used_bytes"]},
-            capacity_bytes={L1_TIER: pool["extents_bytes"]},
+            chunks={
+                L1_TIER: pool["entries"]["ready"],
+                **{
+                    tier: usage[tier].records if tier in usage else self._l2.count(tier)
+                    for tier in self._tiers[1:]
+                },
+            },
+            used_bytes={L1_TIER: pool["used_bytes"], **{tier: one.used_bytes for tier, one in usage.items()}},
+            capacity_bytes={
+                L1_TIER: pool["extents_bytes"],
+                **{tier: one.capacity_bytes for tier, one in usage.items() if one.capacity_bytes},
+            },
             hits_total={
                 "l1": counters.l1_hit_chunks,
                 "l2": max(0, counters.l2_hit_chunks - peer_chunks),
@@ -492,6 +513,10 @@ class ClusterLink:
 
     async def _sync(self) -> None:
         """One attempt; what it did not bring about is still wanted afterwards."""
+        if self._listing_again is not None:
+            self._listing_again.cancel()
+            await asyncio.gather(self._listing_again, return_exceptions=True)
+            self._listing_again = None
         self._sync_wanted = ""
         self._queue.clear()
         self._frame = None
@@ -519,6 +544,19 @@ class ClusterLink:
         self._counts["syncs"] += 1
         self._synced.set()
         self._wake.set()
+        if self._unlisted:
+            self._log.info("tiers_not_listed", tiers=self._unlisted)
+            self._listing_again = self._engine.supervisor.spawn(self._list_again(), "cluster-listing")
+
+    async def _list_again(self) -> None:
+        """Want another full sync once a tier that was left out can be listed."""
+        again_s = LIST_AGAIN_S
+        while True:
+            await asyncio.sleep(again_s)
+            again_s = min(2 * again_s, LIST_AGAIN_MAX_S)
+            if any([await self._own.can_list(tier) for tier in self._unlisted]):
+                self._want_sync("listed")
+                return
 
     async def _tell_everything(self, number: int) -> None:
         me = (self._engine.instance_id, self._incarnation, number)
@@ -556,10 +594,18 @@ class ClusterLink:
             if not entry:
                 break
             await asyncio.sleep(0)
+        self._unlisted.clear()
         for tier in self._tiers[1:]:
-            tags = self._l2.of(tier)
-            for at in range(0, len(tags), PART_TAGS * TAG_BYTES):
-                yield tier, tags[at : at + PART_TAGS * TAG_BYTES]
+            if not self._own.lists(tier):
+                tags = self._l2.of(tier)
+                for at in range(0, len(tags), PART_TAGS * TAG_BYTES):
+                    yield tier, tags[at : at + PART_TAGS * TAG_BYTES]
+                continue
+            try:
+                async for part in self._own.parts(tier, PART_TAGS):
+                    yield tier, part
+            except NotListed:
+                self._unlisted.append(tier)
 
     async def _part(self, part: SyncPart) -> None:
         """Send a part until it is taken. A repeated one changes nothing. Raises Unavailable or ClusterFailure."""

@@ -13,7 +13,7 @@ BATCH_TAGS = 8_192
 MAX_QUEUED_TAGS = 262_144
 MAX_QUEUED_RUNS = 65_536
 MAX_L2_TAGS = 262_144
-"""Tags remembered of one L2 tier, for full syncs; the oldest are forgotten first."""
+"""Tags remembered of one L2 tier that does not list its keys, for full syncs; the oldest are forgotten first."""
 
 
 class EventQueue:
@@ -67,7 +67,7 @@ class EventQueue:
 
 
 class TierTags:
-    """The tags that own L2 tiers are known to have since this process started."""
+    """The tags that own L2 tiers which do not list their keys are known to have since this process started."""
 
     def __init__(self) -> None:
         self._tags: dict[str, collections.OrderedDict[bytes, None]] = {}

@@ -51,6 +51,7 @@ from kvstrata.process.supervisor import PoolLane
 from kvstrata.rpc.zmq_server import ClusterKeys, ZmqServer, read_cluster_keys, read_curve_file
 from kvstrata.service.adapter_control import AdapterControl
 from kvstrata.service.cluster import Cluster, ClusterLink, Fence
+from kvstrata.service.cluster_tiers import OwnTiers
 from kvstrata.service.engine import MAX_SESSION_SHARE, PEER_TYPE, Engine
 from kvstrata.service.handlers import Handlers
 from kvstrata.service.peers import PeerServer
@@ -314,7 +315,7 @@ class Server(Process):
         )
         self.closers.append(soon(peers.close))
         http_host = settings.http.host
-        fence = Fence()
+        fence, own = Fence(), OwnTiers(engine)
         cluster = Cluster(
             [
                 ClusterLink(
@@ -327,9 +328,11 @@ class Server(Process):
                     zone=p2p.zone,
                     http_url=f"http://{http_host}:{engine.http_port}" if engine.http_port else "",
                     fence=fence,
+                    own=own,
                 )
                 for url in dict.fromkeys(settings.controller.url.split(","))
-            ]
+            ],
+            own,
         )
         self.closers.append(cluster.stop)
         engine.cluster = cluster

@@ -131,6 +131,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     can_delete: bool = True
     has_heads: bool = False
     """`heads` tells: what is needed before records may be stored encoded there."""
+    lists: bool = False
+    """`list_keys` names what is there: what a cluster's controller is told of records from before this start."""
     quiesce: Literal["drain", "never"] = "drain"
     """What ends an operation in flight: it does so by itself, or only killing its process does."""
 
@@ -195,6 +197,17 @@ def log_broken_contract(name: str, operation: str, error: BaseException) -> None
     traceback.clear_frames(error.__traceback__)
 
 
+MORE_KEYS = 64
+"""So many more than were asked for may be in a page, where an index cannot tell some of its keys apart."""
+
+
+class KeyPage(NamedTuple):
+    """Some of the keys that are there, and where to go on; 0 after the last."""
+
+    keys: Sequence[bytes]
+    cursor: int
+
+
 class StorageAdapter(ABC):
     """One L2 medium.  Called on the server's event loop; must not block it."""
 
@@ -217,6 +230,15 @@ class StorageAdapter(ABC):
         only where `capabilities.has_heads`.
         """
         return [b""] * len(keys)
+
+    async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
+        """Keys of records that are there, from `cursor` on (0: from the beginning): `most`, or up to MORE_KEYS more.
+
+        A record that is there from the first page's call to the last one's is named at least once; what comes or goes
+        meanwhile may be named.  A page may be empty and not the last.  None: not now, ask from the beginning later.
+        Quick, from an index; only where `capabilities.lists`.
+        """
+        return None
 
     @abstractmethod
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:

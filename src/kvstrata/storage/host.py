@@ -41,9 +41,11 @@ from kvstrata.errors import ConfigError, StorageError
 from kvstrata.native.batches import pack_keys
 from kvstrata.storage import host_channel
 from kvstrata.storage.base import (
+    MORE_KEYS,
     AdapterContext,
     Capabilities,
     Found,
+    KeyPage,
     LoadItem,
     LoadOutcome,
     LoadStatus,
@@ -56,6 +58,7 @@ from kvstrata.storage.base import (
 )
 from kvstrata.storage.host_channel import (
     MAX_FRAME_BYTES,
+    MAX_ITEMS,
     MAX_KINDS,
     Answer,
     ChannelError,
@@ -102,6 +105,7 @@ _ANSWER_TO = {
     Kind.DELETE: Kind.COUNTED,
     Kind.CLEAR: Kind.COUNTED,
     Kind.USAGE: Kind.USED,
+    Kind.LIST: Kind.LISTED,
 }
 
 
@@ -237,6 +241,13 @@ class HostedAdapter(StorageAdapter):
         for (future, why_not), part in zip(waits, host_channel.parts_of(keys), strict=True):
             found += await _outcome(future, [Found(Presence.UNKNOWN, 0, why_not or HOST_DIED)] * len(part))
         return found
+
+    async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
+        """As the adapter in the child; None while there is none."""
+        most = min(most, MAX_ITEMS - MORE_KEYS)
+        future, _ = self._ask(Kind.LIST, 0, [], lambda number: host_channel.list_keys(number, cursor, most))
+        page: KeyPage | None = await _outcome(future, None)
+        return page
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """As the adapter in the child. A cancelled wait lets the batch go on to its end."""
@@ -525,9 +536,7 @@ class HostedAdapter(StorageAdapter):
         self._drop(request, answer.dropped)
         request.future = None
         if not future.done():
-            future.set_result(
-                answer.outcomes if request.kind in _WITH_OUTCOMES else answer.usage or answer.count
-            )
+            future.set_result(_result_of(request.kind, answer))
 
     def _drop(self, request: _Request, indices: list[int]) -> None:
         for index in indices:
@@ -679,6 +688,12 @@ class HostedError(Exception):
 
 
 _WITH_OUTCOMES = (Kind.EXISTS, Kind.PUT, Kind.LOAD)
+
+
+def _result_of(kind: Kind, answer: Answer) -> Any:
+    if kind in _WITH_OUTCOMES:
+        return answer.outcomes
+    return answer.page if kind is Kind.LIST else answer.usage or answer.count
 
 
 async def _outcome(future: asyncio.Future[T | None] | None, otherwise: T) -> T:

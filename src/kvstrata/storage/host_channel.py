@@ -8,6 +8,7 @@
     PUT, LOAD        count × (key, u64 offset, u32 length)   PUT_ENDED; LOAD_ENDED
     KINDS            count × (identity root, slice digest, u16 element bytes, 6 × u32 fp8)   nothing; request is 0
     PREFER           count × key, source               nothing; request is 0
+    LIST             u64 cursor, u32 most              LISTED
     CLEAR, USAGE     nothing                           COUNTED; USED
     CLOSE            nothing                           the host's end, with exit status 0
 
@@ -17,6 +18,7 @@
     FOUND            count × (u8 presence, u32 record bytes, reason)
     PUT_ENDED, LOAD_ENDED   count × (u8 status | 128 where the hold is dropped, reason)
     COUNTED          u64
+    LISTED           u8 (0: not now), u64 where to go on, count × key
     USED             u64 used bytes, u64 capacity bytes, u64 records
     RAISED           JSON: kind, message, field; the answer to any request
     DROPPED          count × u16: items of a PUT or LOAD whose bytes the adapter has finished with
@@ -44,11 +46,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvstrata.errors import KvstrataError, StorageError
-from kvstrata.native.batches import pack_found, read_found, split_keys
+from kvstrata.native.batches import pack_found, pack_keys, read_found, split_keys
 from kvstrata.storage.base import (
     Capabilities,
     Counts,
     Found,
+    KeyPage,
     LoadItem,
     LoadOutcome,
     LoadStatus,
@@ -77,6 +80,8 @@ _KIND = struct.Struct("<64sH6I")
 _OUTCOME = struct.Struct("<BB")
 _COUNT = struct.Struct("<Q")
 _USAGE = struct.Struct("<QQQ")
+_LIST = struct.Struct("<QI")
+_LISTED = struct.Struct("<BQ")
 _DROPPED = 128
 
 
@@ -93,6 +98,7 @@ class Kind(enum.IntEnum):
     CLOSE = 8
     KINDS = 9
     PREFER = 10
+    LIST = 11
 
     OPENED = 65
     REFUSED = 66
@@ -105,6 +111,7 @@ class Kind(enum.IntEnum):
     DROPPED = 73
     EVICTED = 74
     COUNTS = 75
+    LISTED = 76
 
 
 class ChannelError(Exception):
@@ -167,6 +174,8 @@ class Request(NamedTuple):
     kinds: list[tuple[bytes, PayloadKind | None]]
     """By identity root ‖ slice digest."""
     source: bytes = b""
+    cursor: int = 0
+    most: int = 0
 
 
 class KnownKinds:
@@ -206,6 +215,7 @@ class Answer(msgspec.Struct, frozen=True):
     keys: list[bytes] = []
     count: int = 0
     usage: Usage | None = None
+    page: KeyPage | None = None
     problem: Problem | None = None
     capabilities: Capabilities | None = None
     advertisement: bytes = b""
@@ -256,6 +266,11 @@ def prefer(keys: bytes, source: bytes) -> bytes:
     return _head(Kind.PREFER, len(keys) // KEY_BYTES, 0) + keys + source
 
 
+def list_keys(number: int, cursor: int, most: int) -> bytes:
+    """LIST. REQUIRES `most` of at most MAX_ITEMS."""
+    return _head(Kind.LIST, 0, number) + _LIST.pack(cursor, most)
+
+
 def bare(kind: Kind, number: int) -> bytes:
     """CLEAR, USAGE or CLOSE."""
     return _head(kind, 0, number)
@@ -270,20 +285,22 @@ def read_request(frame: bytes) -> Request:
     items: list[Item] = []
     config = None
     kinds: list[tuple[bytes, PayloadKind | None]] = []
-    source = b""
+    source, cursor, most = b"", 0, 0
     if kind in (Kind.EXISTS, Kind.DELETE):
         keys = split_keys(body)
     elif kind in (Kind.PUT, Kind.LOAD):
         items = [Item(*fields) for fields in _ITEM.iter_unpack(body)]
     elif kind is Kind.PREFER:
         keys, source = split_keys(body[: count * KEY_BYTES]), bytes(body[count * KEY_BYTES :])
+    elif kind is Kind.LIST:
+        cursor, most = _LIST.unpack(body)
     elif kind is Kind.CONFIGURE:
         config = _JSON_OF_CONFIG.decode(body)
     elif kind is Kind.KINDS:
         for whose, element_bytes, *fp8 in _KIND.iter_unpack(body):
             known = PayloadKind(element_bytes, tuple(fp8) if any(fp8) else None)
             kinds.append((whose, known if element_bytes else None))
-    return Request(kind, number, keys, items, config, kinds, source)
+    return Request(kind, number, keys, items, config, kinds, source, cursor, most)
 
 
 # --- what the host sends ----------------------------------------------------------------------------------
@@ -337,6 +354,13 @@ def used(number: int, usage: Usage) -> bytes:
     return _head(Kind.USED, 0, number) + _USAGE.pack(*usage)
 
 
+def listed(number: int, page: KeyPage | None) -> bytes:
+    """LISTED. REQUIRES at most MAX_ITEMS keys."""
+    keys = page.keys if page is not None else ()
+    body = _LISTED.pack(page is not None, page.cursor if page is not None else 0)
+    return _head(Kind.LISTED, len(keys), number) + body + pack_keys(keys)
+
+
 def dropped(number: int, indices: Sequence[int]) -> bytes:
     """DROPPED."""
     return _head(Kind.DROPPED, len(indices), number) + struct.pack(f"<{len(indices)}H", *indices)
@@ -379,6 +403,12 @@ def _read_answer(frame: bytes) -> Answer:
         if len(body) != count * KEY_BYTES:
             raise ValueError("keys are cut")
         return Answer(kind, number, keys=split_keys(body))
+    if kind is Kind.LISTED:
+        there, cursor = _LISTED.unpack_from(body)
+        if len(body) != _LISTED.size + count * KEY_BYTES:
+            raise ValueError("keys are cut")
+        page = KeyPage(split_keys(body[_LISTED.size :]), cursor) if there else None
+        return Answer(kind, number, page=page)
     if count:
         raise ValueError("its head counts items that it cannot have")
     if kind is Kind.COUNTED:

@@ -38,6 +38,7 @@ from kvstrata.memory.segment import HOSTS_BYTE
 from kvstrata.native.pool import ExtentsMap, Hold, LentHold
 from kvstrata.storage import host_channel
 from kvstrata.storage.base import (
+    MORE_KEYS,
     AdapterContext,
     Found,
     LoadItem,
@@ -224,6 +225,11 @@ class Host:
             return host_channel.counted(number, await adapter.delete(request.keys))
         if kind is Kind.CLEAR:
             return host_channel.counted(number, await adapter.clear())
+        if kind is Kind.LIST:
+            page = await adapter.list_keys(request.cursor, request.most)
+            if page is not None and len(page.keys) > request.most + MORE_KEYS:
+                raise TypeError(f"{len(page.keys)} keys are listed, {request.most} were asked for")
+            return host_channel.listed(number, page)
         assert kind is Kind.USAGE
         return host_channel.used(number, await adapter.usage())
 

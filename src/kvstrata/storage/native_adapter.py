@@ -22,6 +22,7 @@ from kvstrata.storage.base import (
     AdapterContext,
     Capabilities,
     Found,
+    KeyPage,
     LoadItem,
     LoadOutcome,
     LoadStatus,
@@ -116,6 +117,16 @@ class NativeAdapter(StorageAdapter):
         lane = self._lanes.number(Lane.LOOKUP)
         future = self._take(lambda native, future: native.submit_heads(lane, self._connector, keys, future))
         return [b""] * len(keys) if future is None else list(await asyncio.shield(future))
+
+    async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
+        """Of the connector, in the lookup lane; None while it reads its medium in, or the lane is full."""
+        if self._not_ready() or not self.capabilities.lists or not self._connector.ready:
+            return None
+        lane = self._lanes.number(Lane.LOOKUP)
+        future = self._take(
+            lambda native, future: native.submit_list(lane, self._connector, cursor, most, future)
+        )
+        return None if future is None else KeyPage(*await asyncio.shield(future))
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """See the contract. A cancelled wait lets the batch go on to its end."""
@@ -235,6 +246,6 @@ class NativeAdapter(StorageAdapter):
         if future.cancelled() or future.exception() is not None or self._context is None:
             return
         result = future.result()
-        if isinstance(result, tuple) and isinstance(result[0], list):  # of a put or a load
+        if isinstance(result, tuple) and isinstance(result[1], list):  # of a put or a load
             for key in result[1]:
                 self._context.record_evicted(key)

@@ -22,7 +22,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ import pytest
 
 from kvstrata.errors import StorageError
 from kvstrata.storage.base import (
+    MORE_KEYS,
     LoadOutcome,
     LoadStatus,
     Presence,
@@ -232,6 +233,64 @@ class AdapterContract(ABC):
             assert await self.load(adapter, 1) == [ABSENT]
             assert await self.put(adapter, 1) == [STORED]
             assert await self.load(adapter, 1) == [LOADED]
+
+    # -- listing -------------------------------------------------------------------------------------------
+
+    async def listed(
+        self, adapter: StorageAdapter, most: int, between: Callable[[], Awaitable[object]] | None = None
+    ) -> list[bytes]:
+        """All keys, so many at a time, with something done between the pages; waits until it can be listed."""
+        keys: list[bytes] = []
+        cursor = 0
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                page = await adapter.list_keys(cursor, most)
+                if page is None:
+                    assert not keys, "a listing that had begun ended"
+                    await asyncio.sleep(0.001)
+                    continue
+                assert len(page.keys) <= most + MORE_KEYS
+                keys += page.keys
+                cursor = page.cursor
+                if not cursor:
+                    return keys
+                if between is not None:
+                    await between()
+
+    async def test_everything_that_is_there_is_listed(self, medium: Medium) -> None:
+        numbers = range(30)
+        async with self.opened(medium) as adapter:
+            if not adapter.capabilities.lists:
+                assert await adapter.list_keys(0, 8) is None
+                return
+            assert await self.listed(adapter, 8) == []
+            assert await self.put(adapter, *numbers, size=100) == [STORED] * 30
+            for most in (1, 7, 8, 1000):
+                assert set(await self.listed(adapter, most)) == {key_of(n) for n in numbers}
+            if adapter.capabilities.can_delete:
+                await adapter.delete([key_of(n) for n in range(10)])
+                assert set(await self.listed(adapter, 8)) == {key_of(n) for n in range(10, 30)}
+        assert await adapter.list_keys(0, 8) is None
+        if adapter.capabilities.persistent:
+            async with self.opened(medium) as adapter:
+                assert set(await self.listed(adapter, 8)) == medium.keys()
+
+    async def test_what_is_there_all_the_time_is_listed_while_others_come_and_go(
+        self, medium: Medium
+    ) -> None:
+        async with self.opened(medium) as adapter:
+            if not (adapter.capabilities.lists and adapter.capabilities.can_delete):
+                return
+            stay, go, new = range(20), list(range(20, 40)), iter(range(40, 400))
+            await self.put(adapter, *stay, *go, size=100)
+
+            async def churn() -> None:
+                if go:
+                    await adapter.delete([key_of(go.pop())])
+                await self.put(adapter, *(n for n, _ in zip(new, range(3), strict=False)), size=100)
+
+            found = set(await self.listed(adapter, 5, churn))
+            assert {key_of(n) for n in stay} <= found <= {key_of(n) for n in range(400)}
 
     # -- corruption ----------------------------------------------------------------------------------------
 

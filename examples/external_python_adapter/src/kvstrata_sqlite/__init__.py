@@ -27,6 +27,7 @@ from kvstrata.storage.base import (
     AdapterContext,
     Capabilities,
     Found,
+    KeyPage,
     LoadItem,
     LoadOutcome,
     LoadStatus,
@@ -68,7 +69,7 @@ class SqliteAdapter(StorageAdapter):
 
     def __init__(self, path: str, capacity_gb: float = 0) -> None:
         self.name = "sqlite"  # the server puts its own name here: type and index
-        self.capabilities = Capabilities(persistent=True, shared=False, max_batch=16)
+        self.capabilities = Capabilities(persistent=True, shared=False, max_batch=16, lists=True)
         self._path = path
         self._capacity_bytes = int(capacity_gb * GB)
         self._index: collections.OrderedDict[bytes, int] = collections.OrderedDict()
@@ -125,6 +126,12 @@ class SqliteAdapter(StorageAdapter):
             Found(Presence.ABSENT) if length is None else Found(Presence.PRESENT, length)
             for length in lengths
         ]
+
+    async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
+        """By row: a record keeps its own as long as it is there."""
+        if self._closed:
+            return None
+        return await self._own(self._in_lane(Lane.LOOKUP, lambda: self._read_keys(cursor, most)))
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """One transaction a record: STORED means that it is on the disk."""
@@ -264,6 +271,15 @@ class SqliteAdapter(StorageAdapter):
             )
             rows = sql.execute("SELECT key, length(record) FROM records ORDER BY id")
             return collections.OrderedDict((key, length) for key, length in rows if len(key) == KEY_BYTES)
+
+    def _read_keys(self, cursor: int, most: int) -> KeyPage | None:
+        question = "SELECT id, key FROM records WHERE id > ? ORDER BY id LIMIT ?"
+        try:
+            with self._connection() as sql:
+                rows = sql.execute(question, (cursor, most)).fetchall()
+        except sqlite3.Error:
+            return None
+        return KeyPage([key for _, key in rows], rows[-1][0] if len(rows) == most else 0)
 
     def _write_row(self, item: PutItem, victims: list[bytes]) -> PutOutcome | None:
         """None when it is committed."""

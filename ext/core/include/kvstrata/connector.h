@@ -17,6 +17,7 @@
 // `reason` is a string literal: a short word (full, io, throttled, ...), empty where all is well.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -28,7 +29,7 @@
 namespace kvstrata {
 
 // The name names the version of everything in this header.
-inline constexpr const char* connector_capsule_name = "kvstrata.Connector.3";
+inline constexpr const char* connector_capsule_name = "kvstrata.Connector.4";
 
 // The numbers of these are part of the binding.
 enum class Presence : std::uint8_t { kAbsent = 0, kPresent = 1, kUnknown = 2 };
@@ -86,6 +87,7 @@ struct ConnectorCapabilities {
   bool can_delete = true;
   bool can_clear = false;
   bool has_heads = false;                // heads() tells; records may be encoded only then
+  bool lists = false;                    // list() tells what is there
   bool wants_registered_memory = false;  // uses ConnectorContext::region
   // What ends a call or a transfer: it does so by itself, or only the end of its process does. Of
   // the latter an adapter host ends the process; in the server it keeps its thread and its bytes.
@@ -143,6 +145,17 @@ class Connector {
   // The first kHeadBytes of stored records: what tells the length of an encoded one. Only called
   // where capabilities().has_heads, in the lane of lookups.
   virtual void heads(std::span<HeadItem> /*items*/) noexcept {}
+
+  // Names the records that are there: appends `most` keys, or a few more that cannot be told apart
+  // (64 at most), and returns where to go on; `cursor` 0 is the beginning, and 0 is answered after
+  // the last. A record that is there from the first call to the last is named at least once. What
+  // comes or goes meanwhile may be named; a call may name nothing. Only called where
+  // capabilities().lists, while ready(), in the lane of lookups: no I/O, and little at a time.
+  // REQUIRES: most > 0.
+  [[nodiscard]] virtual std::uint64_t list(std::uint64_t /*cursor*/, std::size_t /*most*/,
+                                           std::vector<Digest>* /*keys*/) noexcept {
+    return 0;
+  }
 
   // Stores some items of a batch.
   virtual void put(std::span<PutItem> piece) noexcept = 0;

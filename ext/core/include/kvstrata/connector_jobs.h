@@ -40,6 +40,20 @@ class HeadsJob : public LaneJob {
   std::shared_ptr<Connector> connector_;
 };
 
+class ListJob : public LaneJob {
+ public:
+  ListJob(std::shared_ptr<Connector> connector, std::uint64_t cursor, std::size_t most) noexcept
+      : cursor(cursor), connector_(std::move(connector)), most_(most) {}
+  void run(std::size_t index) override;
+
+  std::uint64_t cursor;  // where to begin, then where to go on
+  std::vector<Digest> keys;
+
+ private:
+  std::shared_ptr<Connector> connector_;
+  std::size_t most_;
+};
+
 // A batch of puts or loads, cut into pieces that threads take side by side.
 template <typename T>
 class BatchJob : public LaneJob {

@@ -5,6 +5,7 @@
 // digests: their own bits are the hash.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <utility>
@@ -60,6 +61,42 @@ class DiskIndex {
     return nullptr;
   }
 
+  // See Connector::list(). A cursor is a shard, how large it was, and a home in it; a shard that
+  // has grown since is begun again, as its homes are others. Where an entry stands beside its home
+  // changes nothing.
+  std::uint64_t list(std::uint64_t cursor, std::size_t most, std::vector<Digest>* keys) const {
+    constexpr int kShardShift = 56;
+    constexpr int kSizeShift = 48;
+    const std::size_t before = keys->size();
+    std::size_t looked = 0;
+    std::size_t at_home = cursor & ((std::uint64_t{1} << kSizeShift) - 1);
+    std::uint64_t size_then = cursor >> kSizeShift & 0xff;
+    for (std::size_t number = cursor >> kShardShift; number < kShards; ++number) {
+      const Shard& shard = shards_[number];
+      const auto size_now = static_cast<std::uint64_t>(std::countr_zero(shard.slots.size()));
+      if (size_now != size_then) at_home = 0;
+      for (; at_home < shard.slots.size(); ++at_home) {
+        const std::uint64_t here = std::uint64_t{number} << kShardShift | size_now << kSizeShift |
+                                   static_cast<std::uint64_t>(at_home);
+        const std::size_t so_far = keys->size();
+        if (so_far - before == most || looked > kLookedPerKey * most) return here;
+        const std::size_t mask = shard.slots.size() - 1;
+        for (std::size_t at = at_home; shard.slots[at].place.sequence != 0; at = (at + 1) & mask) {
+          looked += 1;
+          if (home(shard.slots[at].key, shard) == at_home) keys->push_back(shard.slots[at].key);
+        }
+        looked += 1;
+        if (keys->size() - before > most && so_far > before) {
+          keys->resize(so_far);
+          return here;
+        }
+      }
+      at_home = 0;
+      size_then = 0;
+    }
+    return 0;
+  }
+
   // Replaces what is there. REQUIRES: place.sequence > 0. Throws std::bad_alloc, changing nothing.
   void set(const Digest& key, const DiskPlace& place) {
     if (DiskPlace* const found = find(key)) {
@@ -103,6 +140,7 @@ class DiskIndex {
 
  private:
   static constexpr std::size_t kShards = 64;
+  static constexpr std::size_t kLookedPerKey = 16;  // slots that list() looks at in one call
 
   struct Shard {
     std::vector<Entry> slots;  // a power of two of them, or none

@@ -87,6 +87,8 @@ class DiskLog final : public Connector {
   std::string open(const ConnectorContext& context) override;
   void exists(std::span<ExistsItem> items) noexcept override;
   void heads(std::span<HeadItem> items) noexcept override;
+  std::uint64_t list(std::uint64_t cursor, std::size_t most,
+                     std::vector<Digest>* keys) noexcept override;
   void put(std::span<PutItem> piece) noexcept override;
   void put_end(std::span<PutItem> batch) noexcept override;
   void load(std::span<LoadItem> piece) noexcept override;

@@ -73,6 +73,8 @@ class FsConnector final : public Connector {
   [[nodiscard]] bool ready() noexcept override;
   void exists(std::span<ExistsItem> items) noexcept override;
   void heads(std::span<HeadItem> items) noexcept override;
+  std::uint64_t list(std::uint64_t cursor, std::size_t most,
+                     std::vector<Digest>* keys) noexcept override;
   void put(std::span<PutItem> piece) noexcept override;
   void put_end(std::span<PutItem> batch) noexcept override;
   void load(std::span<LoadItem> piece) noexcept override;

@@ -43,6 +43,32 @@ class FsIndex {
   // Sum of fs_charge() over all.
   [[nodiscard]] std::uint64_t charge() const noexcept { return charge_; }
 
+  // See Connector::list(). A cursor is a bucket and how often their number had changed; since they
+  // are others after a change, everything is named again then.
+  std::uint64_t list(std::uint64_t cursor, std::size_t most, std::vector<Digest>* keys) {
+    constexpr int kChangesShift = 48;
+    const std::size_t buckets = records_.bucket_count();
+    if (buckets != buckets_) changes_ += 1;
+    buckets_ = buckets;
+    const std::uint64_t changes = (changes_ & 0xffff) << kChangesShift;
+    std::size_t bucket = cursor & ((std::uint64_t{1} << kChangesShift) - 1);
+    if (cursor - bucket != changes) bucket = 0;
+    const std::size_t before = keys->size();
+    std::size_t looked = 0;
+    for (; bucket < buckets; ++bucket) {
+      const std::size_t so_far = keys->size();
+      if (so_far - before == most || looked > kLookedPerKey * most) return changes | bucket;
+      for (auto at = records_.cbegin(bucket); at != records_.cend(bucket); ++at)
+        keys->push_back(at->first);
+      looked += 1;
+      if (keys->size() - before > most && so_far > before) {
+        keys->resize(so_far);
+        return changes | bucket;
+      }
+    }
+    return 0;
+  }
+
   void reserve(std::size_t count) { records_.reserve(count); }
 
   // As the newest, with a copy number of its own. REQUIRES: not there.
@@ -78,7 +104,11 @@ class FsIndex {
   void used(FsRecord& record) { ages_.splice(ages_.end(), ages_, record.age); }
 
  private:
+  static constexpr std::size_t kLookedPerKey = 16;  // buckets that list() looks at in one call
+
   std::unordered_map<Digest, FsRecord, FsKeyHash> records_;
+  std::size_t buckets_ = 0;  // when list() looked last
+  std::uint64_t changes_ = 0;
   std::list<Digest> ages_;
   std::uint64_t charge_ = 0;
   std::uint64_t copies_ = 0;

@@ -35,6 +35,7 @@ from kvstrata.storage.base import (
     AdapterContext,
     Counts,
     Found,
+    KeyPage,
     LoadItem,
     LoadOutcome,
     LoadStatus,
@@ -198,6 +199,10 @@ class CodecAdapter(StorageAdapter):
     async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
         """As the inner adapter."""
         return await self.inner.heads(keys)
+
+    async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
+        """As the inner adapter."""
+        return await self.inner.list_keys(cursor, most)
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """Encode, then as the inner adapter. What is there already is not encoded."""

@@ -30,9 +30,11 @@ import msgspec
 
 from kvstrata.clock import Clock
 from kvstrata.storage.base import (
+    MORE_KEYS,
     NOT_THE_MEDIUM,
     AdapterContext,
     Found,
+    KeyPage,
     LoadItem,
     LoadOutcome,
     LoadStatus,
@@ -44,6 +46,7 @@ from kvstrata.storage.base import (
     Usage,
     log_broken_contract,
 )
+from kvstrata.types import KEY_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +162,17 @@ class DeadlineAdapter(StorageAdapter):
     async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
         """As the inner adapter. Asked only by the codec wrapper, which lies inside this one."""
         return await self.inner.heads(keys)
+
+    async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
+        """As the inner adapter; None when it does not say in time, or says what is no page."""
+        try:
+            page = await self._in_time("", self.inner.list_keys(cursor, most), 0, lambda page: True)
+        except _Failed:
+            return None
+        if page is None or _is_page(page, most):
+            return page
+        log.error("%s: list_keys answered %.200r, which is no page of %d keys", self.name, page, most)
+        return None
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """As the inner adapter; FAILED at the deadline and while the breaker is open."""
@@ -344,6 +358,16 @@ class _Failed(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+def _is_page(page: object, most: int) -> bool:
+    return (
+        isinstance(page, KeyPage)
+        and isinstance(page.cursor, int)
+        and 0 <= page.cursor < 1 << 64
+        and len(page.keys) <= most + MORE_KEYS
+        and all(isinstance(key, bytes) and len(key) == KEY_BYTES for key in page.keys)
+    )
 
 
 def _found_says_why_not(found: Found) -> str | None:

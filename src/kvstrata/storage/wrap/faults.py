@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 from kvstrata.storage.base import (
     AdapterContext,
     Found,
+    KeyPage,
     LoadItem,
     LoadOutcome,
     LoadStatus,
@@ -89,6 +90,10 @@ class FaultyAdapter(StorageAdapter):
     async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
         """As the inner adapter, always: it belongs to an `exists` or a load that has had its fault."""
         return await self.inner.heads(keys)
+
+    async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
+        """As the inner adapter, always."""
+        return await self.inner.list_keys(cursor, most)
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """As the inner adapter, or not."""

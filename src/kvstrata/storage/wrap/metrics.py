@@ -11,6 +11,7 @@ from kvstrata.clock import Clock
 from kvstrata.storage.base import (
     AdapterContext,
     Found,
+    KeyPage,
     LoadItem,
     LoadOutcome,
     LoadStatus,
@@ -63,6 +64,10 @@ class MeteredAdapter(StorageAdapter):
     async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
         """As the inner adapter."""
         return await self.inner.heads(keys)
+
+    async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
+        """As the inner adapter."""
+        return await self.inner.list_keys(cursor, most)
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """As the inner adapter."""

@@ -31,6 +31,7 @@ from kvstrata.errors import StorageError
 from kvstrata.storage.base import (
     AdapterContext,
     Found,
+    KeyPage,
     LoadItem,
     LoadOutcome,
     LoadStatus,
@@ -128,6 +129,10 @@ class PresenceAdapter(StorageAdapter):
     async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
         """As the inner adapter."""
         return await self.inner.heads(keys)
+
+    async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
+        """As the inner adapter."""
+        return await self.inner.list_keys(cursor, most)
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """As the inner adapter; what the keys' presence was is forgotten, whatever became of them."""
