@@ -208,6 +208,17 @@ async def test_drain_is_done_only_when_confirmed(visit: Visit, slow: bool) -> No
     assert paths == ["/v1/instances/a-0/drain", "/v1/instances/a-0/undrain"]
 
 
+async def test_instances_of_long_names_that_drain_fit_a_desk(visit: Visit) -> None:
+    long = instance("gpu-node-0123456789.rack-17.example.net-instance-0123456789-5555"[:64], 0)
+    rows = [long, instance("a-0", 0), instance("b-1", 1)]
+    wide = {"draining": True, "peer_sent_bytes_total": 1023 << 40, "peer_read_bytes_total": 1023 << 40}
+    cluster = Cluster(*({**row, **wide} for row in rows))
+    async with served(cluster) as url, visit(f"{url}#/instances") as page:
+        await expect(page.get_by_role("button", name="End draining")).to_have_count(3)
+        table = page.locator(".scroll")
+        assert await table.evaluate("(box) => box.scrollWidth - box.clientWidth") == 0
+
+
 async def test_remove_is_done_only_when_confirmed(visit: Visit) -> None:
     cluster = Cluster(instance("a-0", 0), instance("b-1", 1))
     async with served(cluster) as url, visit(f"{url}#/instances") as page:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -11,14 +12,20 @@ import pytest_asyncio
 from playwright.async_api import Browser, expect
 
 from kvstrata.native.hashing import chain_keys
-from tests.harness import chromium, page_checks
+from kvstrata.rpc.cluster_wire import tags_of
+from tests.harness import chromium, etcd_server, page_checks
+from tests.harness.cache_engine import eventually
+from tests.harness.cluster_instance import ClusterInstance
 from tests.harness.controller_process import ControllerProcess
+from tests.harness.etcd_server import EtcdServer
 from tests.harness.rpc_client import CHUNK_TOKENS, RpcClient
 from tests.harness.server_process import ServerProcess
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 
 QUICK = ("--heartbeat-s", "0.2", "--dead-after-s", "2")
+PATIENT = ("--heartbeat-s", "600", "--dead-after-s", "1200")
+"""For instances that say one word only."""
 CHUNKS = 20
 
 
@@ -93,6 +100,65 @@ async def test_server_is_seen_from_its_first_word_to_a_request_that_missed(
                 await page.evaluate("(hash) => { location.hash = hash; }", path)
                 await expect(page.locator("main")).to_contain_text(text)
                 assert await page_checks.faults(page) == [], path
+
+
+async def test_page_of_a_controller_with_a_token_asks_for_it_and_then_acts_with_it(
+    browser: Browser, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("t" * 32)
+    flags = (*PATIENT, "--token-file", str(token))
+    with ControllerProcess(tmp_path / "controller", flags=flags) as controller:
+        url = f"{controller.url}/#/instances"
+        with ClusterInstance(controller.ports["reply"], "told") as instance:
+            instance.join({})
+            async with chromium.visit(browser, url, unanswered=True, live=False) as page:
+                field = page.get_by_label("Bearer token")
+                await field.fill("u" * 32)
+                await page.keyboard.press("Enter")
+                await expect(page.get_by_role("alert")).to_contain_text("refused")
+                await expect(page.get_by_role("row", name="told")).to_have_count(0)
+                await field.fill("t" * 32)
+                await page.keyboard.press("Enter")
+                await expect(page.locator("#connection.live")).to_be_visible()
+                await page.get_by_role("button", name="Drain told").click()
+                await page.get_by_role("alertdialog").get_by_role("button", name="Drain").click()
+                await expect(page.get_by_role("row", name="told")).to_contain_text("draining")
+        assert controller.ask("/v1/instances/told", token="t" * 32)["draining"]
+
+
+async def test_page_of_a_follower_names_the_leader_and_finds_chunks_without_it(
+    browser: Browser, tmp_path: Path
+) -> None:
+    try:
+        etcd_server.ensure()
+    except etcd_server.Unavailable as unavailable:
+        pytest.skip(str(unavailable))
+    with contextlib.ExitStack() as stack:
+        etcd = stack.enter_context(EtcdServer(tmp_path / "etcd"))
+        config = tmp_path / "controller.yaml"
+        config.write_text(f"etcd:\n  endpoints: ['{etcd.address}']\n  ttl_s: 2\n")
+        flags = (*PATIENT, "--config", str(config))
+        leader, follower = (
+            stack.enter_context(ControllerProcess(tmp_path / name, flags=(*flags, "--name", name)))
+            for name in ("first", "second")
+        )
+        eventually("the first leads", lambda: follower.ask("/v1/cluster")["election"]["leader"] == "first")
+        one = stack.enter_context(ClusterInstance(follower.ports["reply"], "told"))
+        key = "ab" * 32
+        one.join({"l1": tags_of(bytes.fromhex(key))})
+        async with chromium.visit(browser, f"{follower.url}/#/instances") as page:
+            note = page.locator(".note")
+            await expect(note).to_contain_text("This controller does not lead")
+            link = note.get_by_role("link", name="first")
+            await expect(link).to_have_attribute("href", f"http://localhost:{leader.http_port}")
+            assert await page_checks.faults(page) == []
+            await page.evaluate("() => { location.hash = '#/explorer'; }")
+            await page.get_by_role("button", name="Storage keys").click()
+            await page.get_by_role("textbox", name="Storage keys").fill(f"{key} {'cd' * 32}")
+            await page.get_by_role("button", name="Look up").click()
+            await expect(page.locator(".verdict")).to_contain_text("The first 1 of 2 chunks are there")
+            await expect(page.locator("main")).to_contain_text("this controller does not lead; first does")
 
 
 async def test_server_is_drained_removed_and_allowed_again(
