@@ -48,6 +48,9 @@ CONTROLLER_FAMILIES: dict[str, Family] = {
         "counter", ("socket",), "Frames that were no message of their socket."
     ),
     "kvstrata_controller_dropped_replies": Family("counter", ("socket",), "Answers that found no receiver."),
+    "kvstrata_controller_refused_handshakes": Family(
+        "counter", ("socket",), "Connections that broke off before they had shown the right keys."
+    ),
     "kvstrata_controller_directory_bytes": Family("gauge", (), "Memory of the directory's placements."),
     "kvstrata_controller_directory_placements": Family(
         "gauge", (), "Placements in it, those not yet swept included."
@@ -113,6 +116,10 @@ class ControllerCollector:
         yield prefix + "received_frames", [([name], one["received"]) for name, one in sockets.items()]
         yield prefix + "bad_frames", [([name], one["bad_frames"]) for name, one in sockets.items()]
         yield prefix + "dropped_replies", [([name], one["dropped_replies"]) for name, one in sockets.items()]
+        yield (
+            prefix + "refused_handshakes",
+            [([name], one["refused_handshakes"]) for name, one in sockets.items()],
+        )
         yield prefix + "directory_bytes", [([], usage.bytes)]
         yield prefix + "directory_placements", [([], usage.placements)]
         yield prefix + "waiting_bytes", [([], directory.waiting_bytes)]

@@ -177,8 +177,10 @@ STATUS_NUMBERS: dict[str, str] = {
     "peers_served.errors": "Requests of peers that were refused.",
     "peers_served.received": "Frames received from peers since the start.",
     "peers_served.dropped_replies": "Replies to peers that found no receiver.",
+    "peers_served.refused_handshakes": "Connections of peers that broke off before they had shown the right keys.",
     "rpc.received": "Frames received since the start.",
     "rpc.dropped_replies": "Replies that found no receiver.",
+    "rpc.refused_handshakes": "Connections that broke off before they had shown the right keys.",
 }
 """Numbers of the status document that are served as gauges, and what they tell. ADAPTER stands for an adapter's
 name (`fs-0`), WORD for one of several words."""

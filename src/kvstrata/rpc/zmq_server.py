@@ -13,13 +13,15 @@ there is no answer, and no address.  A message is one frame; the handler gets (a
 4. While reading is paused, what arrives waits in bounded queues, at last in those of the senders.
 
 Off loopback the tcp socket needs CURVE (RFC 26): the server's secret key and the public keys of the clients
-that may connect, or an explicit permission to go without.
+that may connect, or an explicit permission to go without.  Who comes without the right keys is refused by libzmq
+before it can send anything; that is counted, and said.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import os
 import socket
 import time
@@ -29,9 +31,11 @@ from typing import NamedTuple
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
 
 from kvstrata.config.private_file import read_private_file
 from kvstrata.errors import ConfigError, Unavailable
+from kvstrata.observability.logging import EventLog
 from kvstrata.rpc.ports import port_holder
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
 
@@ -42,6 +46,11 @@ SEND_QUEUE = 2_048
 RECEIVE_QUEUE = 64
 """Requests of one peer read ahead; with the size limit this bounds what one peer can make us hold."""
 MAX_PEERS = 1024
+REFUSED_HANDSHAKES = (
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+)
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 Z85_CHARS = 40
 
@@ -98,6 +107,10 @@ class ZmqServer:
         """Sockets other than the one being read to which a handler sent."""
         self.received_count = 0
         self.dropped_replies_count = 0
+        self.refused_handshakes_count = 0
+        """Connections that broke off before they had shown the right keys."""
+        self._handshakes: zmq.Socket[bytes] | None = None
+        self._log = EventLog("zmq")
 
     def bind_ipc(self, path: Path) -> None:
         """Listen on a unix socket that only this user can open. A dead server's leftover file is replaced."""
@@ -147,6 +160,7 @@ class ZmqServer:
             server.setsockopt(zmq.CURVE_SERVER, 1)
             server.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)
             server.setsockopt_string(zmq.ZAP_DOMAIN, "kvstrata")
+            self._watch_handshakes(server, port_setting)
         shown = f"[{address}]" if family == socket.AF_INET6 else address
         try:
             server.bind(f"tcp://{shown}:{port or '*'}")
@@ -199,11 +213,19 @@ class ZmqServer:
 
     def stats(self) -> dict[str, int]:
         """Counts for status and metrics."""
-        return {"received": self.received_count, "dropped_replies": self.dropped_replies_count}
+        return {
+            "received": self.received_count,
+            "dropped_replies": self.dropped_replies_count,
+            "refused_handshakes": self.refused_handshakes_count,
+        }
 
     def close(self) -> None:
         """Stop reading, give queued replies a moment to leave, free everything."""
         self._reading = False
+        if self._handshakes is not None:
+            self._loop.remove_reader(self._handshakes.fileno())
+            self._sockets[False].disable_monitor()
+            self._handshakes.close(linger=0)
         for server in self._sockets.values():
             self._loop.remove_reader(server.fileno())
             server.close(linger=200)
@@ -287,6 +309,25 @@ class ZmqServer:
             server.send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError:
             self.dropped_replies_count += 1
+
+    def _watch_handshakes(self, server: zmq.Socket[bytes], setting: str) -> None:
+        """libzmq tells of those that failed; nobody else hears of them."""
+        watch = self._handshakes = server.get_monitor_socket(REFUSED_HANDSHAKES)
+        self._loop.add_reader(watch.fileno(), self._count_handshakes, watch, setting)
+        self._loop.call_soon(self._count_handshakes, watch, setting)
+
+    def _count_handshakes(self, watch: zmq.Socket[bytes], setting: str) -> None:
+        while not watch.closed:
+            try:
+                event = parse_monitor_message(watch.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.Again:
+                return
+            self.refused_handshakes_count += 1
+            unknown = event == zmq.Event.HANDSHAKE_FAILED_AUTH
+            why = "unknown client key" if unknown else "no key, or one of another cluster"
+            self._log.repeated(
+                logging.WARNING, f"refused {setting} {why}", "connection_refused", port=setting, why=why
+            )
 
     def _start_zap(self, curve: CurveKeys) -> None:
         """Answer libzmq's question who may connect (RFC 27) from the list of client keys."""
