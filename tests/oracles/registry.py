@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-TAG_MASK = 2**64 - 2**6
+TAG_MASK = 2**64 - 2**7
 
 
 class OracleRegistry:

@@ -129,7 +129,7 @@ def test_a_hidden_slot_replaces_another_one_at_once() -> None:
 
 
 def test_tags_meet_as_seldom_as_the_page_says() -> None:
-    assert TAG_BITS == 58
+    assert TAG_BITS == 57
     registry = Registry()
     slot = visible(registry)
     tag = 0x0123456789ABCDEF

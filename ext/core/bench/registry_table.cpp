@@ -6,8 +6,13 @@
 //
 // Each instance reports its chunks in batches of kBatchKeys into two hidden slots, kL1Share of them
 // to L1 and the others to disk, and publishes them. kShared of the chunks are everybody's. The
-// table begins empty, so it grows all the while. Then come look-ups, reports that replace earlier
-// ones, and departures. Prints one line of JSON; times are in ns of CPU.
+// table begins empty, so it grows all the while. Then come reports that replace earlier ones,
+// look-ups, and departures. Prints one line of JSON; times are in ns of CPU.
+//
+// Between the look-ups, as many lines anywhere in other memory of the same size are read: one after
+// the other, and each where the one before says. So much is the machine's.
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cinttypes>
 #include <cstdio>
@@ -31,13 +36,15 @@ constexpr double kShared = 0.01;
 constexpr int kRepeats = 7;
 constexpr std::size_t kLookups = 400'000;
 
-// CPU time of the one thread there is, so that what others take of the machine does not count.
+// CPU time of this thread, so that what others take of the machine does not count.
 struct Clock {
-  static double now() {
+  static double now(clockid_t clock = CLOCK_THREAD_CPUTIME_ID) {
     timespec time{};
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    clock_gettime(clock, &time);
     return static_cast<double>(time.tv_sec) * 1e9 + static_cast<double>(time.tv_nsec);
   }
+  // Of the registry's own thread, which touches memory before it is needed.
+  static double touching() { return now(CLOCK_PROCESS_CPUTIME_ID) - now(); }
 };
 
 double ns_since(double begin) {
@@ -152,6 +159,42 @@ class Cluster {
   std::vector<Tag> tags_;
 };
 
+// Random reads of lines, without any table.
+class Memory {
+ public:
+  explicit Memory(std::uint64_t bytes) : lines_(bytes / kLineBytes), mapped_bytes_(bytes + kHuge) {
+    void* const mapped = ::mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped == MAP_FAILED) fail("no memory");
+    const auto begin = (reinterpret_cast<std::uintptr_t>(mapped) + kHuge - 1) / kHuge * kHuge;
+    begin_ = reinterpret_cast<std::uint8_t*>(begin);
+    ::madvise(begin_, bytes, MADV_HUGEPAGE);
+    std::memset(begin_, 0, bytes);
+    at_.resize(kLookups);
+  }
+
+  double read(std::uint64_t seed, bool each_needs_the_one_before) {
+    for (std::uint64_t& at : at_)
+      at = mixed(seed++) % lines_ * kLineBytes;
+    std::uint64_t found = 0;
+    const double begin = Clock::now();
+    for (const std::uint64_t at : at_)
+      found += begin_[at + (each_needs_the_one_before ? found : 0)];
+    const double took_ns = ns_since(begin) / kLookups;
+    if (found != 0) fail("memory is not what was written");
+    return took_ns;
+  }
+
+ private:
+  static constexpr std::uint64_t kLineBytes = 64;
+  static constexpr std::uint64_t kHuge = 2 << 20;
+
+  std::uint64_t lines_;
+  std::uint64_t mapped_bytes_;
+  std::uint8_t* begin_ = nullptr;
+  std::vector<std::uint64_t> at_;
+};
+
 std::string listed(const std::vector<double>& values) {
   std::string text = "[";
   for (const double value : values)
@@ -171,16 +214,32 @@ int main(int argc, char** argv) {
   const std::uint64_t before_bytes = resident_bytes("VmRSS:");
 
   std::vector<double> filled;
-  for (std::uint32_t instance = 0; instance < instances; ++instance)
+  std::vector<double> touched;
+  for (std::uint32_t instance = 0; instance < instances; ++instance) {
+    const double before_ns = Clock::touching();
     filled.push_back(cluster.report(instance));
+    touched.push_back(Clock::touching() - before_ns);
+  }
   const RegistryUsage full = registry.usage();
 
+  std::vector<double> reported;
+  std::vector<double> swept;
+  for (int repeat = 0; repeat < kRepeats; ++repeat) {
+    reported.push_back(cluster.report(static_cast<std::uint32_t>(repeat) * 2 % instances));
+    swept.push_back(cluster.sweep());
+  }
+  const std::uint64_t peak_bytes = resident_bytes("VmHWM:") - before_bytes;
+
+  Memory memory(registry.usage().bytes);
+  std::vector<double> raw, raw_one_after_other;
   std::vector<Tag> tags(kLookups);
   std::vector<Slot> found;
   std::vector<std::size_t> ends;
   std::vector<double> one, one_after_other, absent, batch, prefix;
   std::uint64_t seed = 1;
   for (int repeat = 0; repeat < kRepeats; ++repeat) {
+    raw.push_back(memory.read(seed, false));
+    raw_one_after_other.push_back(memory.read(seed + kLookups, true));
     for (Tag& tag : tags) {
       const std::uint64_t drawn = mixed(seed++);
       tag = cluster.tag(static_cast<std::uint32_t>(drawn % instances),
@@ -244,12 +303,6 @@ int main(int argc, char** argv) {
     prefix.push_back(spent_ns / static_cast<double>(kLookups / kChainKeys * kChainKeys));
   }
 
-  std::vector<double> reported;
-  std::vector<double> swept;
-  for (int repeat = 0; repeat < kRepeats; ++repeat) {
-    reported.push_back(cluster.report(static_cast<std::uint32_t>(repeat) * 2 % instances));
-    swept.push_back(cluster.sweep());
-  }
   std::vector<double> departed;
   for (std::uint32_t instance = 0; instance < std::min(7u, instances / 2); ++instance)
     departed.push_back(cluster.depart(instance * 2 + 1));
@@ -257,15 +310,18 @@ int main(int argc, char** argv) {
   const RegistryUsage last = registry.usage();
 
   std::printf(
-      "{\"fill_ns\": %s, \"one_ns\": %s, \"one_after_other_ns\": %s, \"absent_ns\": %s, "
+      "{\"fill_ns\": %s, \"touch_ns\": %s, \"one_ns\": %s, \"one_after_other_ns\": %s, "
+      "\"absent_ns\": %s, "
       "\"batch_ns\": %s, \"prefix_ns\": %s, \"report_ns\": %s, \"sweep_ns\": %s, "
-      "\"depart_ns\": %s, \"placements\": %" PRIu64 ", \"shared_tags\": %" PRIu64
-      ", \"rebuilds\": %" PRIu64 ", \"refused\": %" PRIu64 ", \"full_bytes\": %" PRIu64
-      ", \"registry_bytes\": %" PRIu64 ", \"resident_bytes\": %" PRIu64 "}\n",
-      listed(filled).c_str(), listed(one).c_str(), listed(one_after_other).c_str(),
-      listed(absent).c_str(), listed(batch).c_str(), listed(prefix).c_str(),
-      listed(reported).c_str(), listed(swept).c_str(), listed(departed).c_str(), full.placements,
-      full.shared_tags, last.rebuilds, last.refused, full.bytes, last.bytes,
-      resident_bytes("VmHWM:") - before_bytes);
+      "\"depart_ns\": %s, \"raw_ns\": %s, \"raw_one_after_other_ns\": %s, \"placements\": %" PRIu64
+      ", \"shared_tags\": %" PRIu64 ", \"rebuilds\": %" PRIu64 ", \"refused\": %" PRIu64
+      ", \"full_bytes\": %" PRIu64 ", \"registry_bytes\": %" PRIu64 ", \"resident_bytes\": %" PRIu64
+      "}\n",
+      listed(filled).c_str(), listed(touched).c_str(), listed(one).c_str(),
+      listed(one_after_other).c_str(), listed(absent).c_str(), listed(batch).c_str(),
+      listed(prefix).c_str(), listed(reported).c_str(), listed(swept).c_str(),
+      listed(departed).c_str(), listed(raw).c_str(), listed(raw_one_after_other).c_str(),
+      full.placements, full.shared_tags, last.rebuilds, last.refused, full.bytes, last.bytes,
+      peak_bytes);
   return 0;
 }

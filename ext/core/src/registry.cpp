@@ -8,16 +8,25 @@
 
 #include <algorithm>
 #include <new>
+#include <system_error>
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
 
 namespace kvstrata {
 
 namespace {
 
 constexpr std::uint64_t kHugePageBytes = 2 << 20;
-// No list is longer: a reader that finds the beginning of one anywhere stays within the arena.
+// No list is longer.
 constexpr std::uint64_t kLongestListBytes = 256 << 10;
 // A cell has 28 bits for the number of a list's first 64 bytes.
 constexpr std::uint64_t kMaxListsBytes = std::uint64_t{64} << 28;
+// A report of one of 100 instances is as much.
+constexpr std::uint64_t kAheadShare = 64;
+// What the map takes for one, about.
+constexpr std::uint64_t kFreeLinesBytes = 64;
 
 std::uint32_t row_word(SlotState state, std::uint8_t rank, std::uint16_t group) {
   return static_cast<std::uint32_t>(state) | std::uint32_t{rank} << 8 | std::uint32_t{group} << 16;
@@ -30,11 +39,15 @@ std::uint32_t with_state(std::uint32_t word, SlotState state) {
 }  // namespace
 
 Registry::Arena::~Arena() {
+  if (thread_.joinable()) {
+    touch(kEnd);
+    thread_.join();
+  }
   if (mapped_ != nullptr) ::munmap(mapped_, mapped_bytes_);
 }
 
-bool Registry::Arena::reserve(std::uint64_t bytes) noexcept {
-  mapped_bytes_ = bytes + kHugePageBytes + kLongestListBytes;
+bool Registry::Arena::reserve(std::uint64_t bytes, std::uint64_t beyond_bytes) noexcept {
+  mapped_bytes_ = bytes + kHugePageBytes + beyond_bytes;
   void* const mapped = ::mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE,
                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapped == MAP_FAILED) return false;
@@ -51,6 +64,32 @@ std::uint64_t Registry::Arena::touched_bytes(std::uint64_t used) noexcept {
   return (used + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
 }
 
+bool Registry::Arena::start_touching() noexcept try {
+  thread_ = std::thread([this] { touch_all(); });
+  return true;
+} catch (const std::system_error&) {
+  return false;
+}
+
+void Registry::Arena::touch(std::uint64_t bytes) noexcept {
+  wanted_bytes_.store(bytes, std::memory_order_relaxed);
+  wanted_bytes_.notify_one();
+}
+
+void Registry::Arena::touch_all() noexcept {
+  std::uint64_t touched = 0;
+  for (std::uint64_t wanted = 0; wanted != kEnd;
+       wanted = wanted_bytes_.load(std::memory_order_relaxed)) {
+    if (touched >= wanted) {
+      wanted_bytes_.wait(wanted, std::memory_order_relaxed);
+    } else {
+      // A kernel before 5.14 knows no such advice; then the writer touches them.
+      ::madvise(begin_ + touched, kHugePageBytes, MADV_POPULATE_WRITE);
+      touched += kHugePageBytes;
+    }
+  }
+}
+
 Status Registry::create(std::uint64_t max_bytes, std::uint32_t max_slots,
                         std::unique_ptr<Registry>* made) noexcept {
   std::unique_ptr<Registry> registry(new (std::nothrow) Registry);
@@ -59,17 +98,20 @@ Status Registry::create(std::uint64_t max_bytes, std::uint32_t max_slots,
   registry->max_bytes_ = max_bytes;
   registry->max_slots_ = max_slots;
   // Twice an even share.
-  registry->max_segments_ =
-      static_cast<std::uint32_t>(2 * max_bytes / kSegmentBytes / kPartitions) + 1;
+  registry->max_lines_ =
+      (static_cast<std::uint32_t>(2 * max_bytes / kLineBytes / kPieceLines / kPartitions) + 1) *
+      kPieceLines;
   registry->headers_.reset(new (std::nothrow) Header[kPartitions]{});
-  registry->segments_.reset(
-      new (std::nothrow)
-          std::atomic<std::uint32_t>[std::size_t{kPartitions} * registry->max_segments_] {});
-  registry->rows_.reset(new (std::nothrow) Row[max_slots + 1]);
-  if (!registry->headers_ || !registry->segments_ || !registry->rows_ ||
-      !registry->cells_.reserve(max_bytes) ||
-      !registry->lists_.reserve(std::min(max_bytes, kMaxListsBytes)))
+  registry->rows_.reset(new (std::nothrow) Row[max_slots + 1]{});
+  registry->keys_.reset(new (std::nothrow) std::atomic<std::uint64_t>[max_slots + 1] {});
+  // A reader may take a partition's new beginning for the old count of lines, and any list's words
+  // for the beginning of another one.
+  if (!registry->headers_ || !registry->rows_ || !registry->keys_ ||
+      !registry->cells_.reserve(max_bytes, registry->max_lines_ * kLineBytes) ||
+      !registry->lists_.reserve(std::min(max_bytes, kMaxListsBytes), kLongestListBytes))
     return no_memory;
+  if (!registry->cells_.start_touching())
+    return {StatusCode::kNoSpace, "max_bytes: no thread for the registry"};
   registry->count_bytes();
   *made = std::move(registry);
   return {};
@@ -78,18 +120,21 @@ Status Registry::create(std::uint64_t max_bytes, std::uint32_t max_slots,
 Registry::~Registry() = default;
 
 void Registry::count_bytes() noexcept {
-  std::uint64_t bytes = sizeof(Registry) + kPartitions * sizeof(Header) +
-                        std::uint64_t{kPartitions} * max_segments_ * sizeof(segments_[0]) +
-                        (max_slots_ + 1) * sizeof(Row) + free_segments_.capacity() * 4 +
-                        Arena::touched_bytes(used_cells_bytes_) +
-                        Arena::touched_bytes(used_lists_bytes_);
+  std::uint64_t bytes =
+      sizeof(Registry) + kPartitions * sizeof(Header) +
+      (max_slots_ + 1) * (sizeof(Row) + sizeof(keys_[0])) + free_lines_.size() * kFreeLinesBytes +
+      Arena::touched_bytes(soon_used_bytes()) + Arena::touched_bytes(used_lists_bytes_);
   for (const auto& freed : free_lists_)
     bytes += freed.capacity() * 4;
   bytes_.store(bytes, std::memory_order_relaxed);
 }
 
-bool Registry::has_room_for(std::uint64_t segment_bytes, std::uint64_t list_bytes) const noexcept {
-  return used_cells_bytes_ + segment_bytes + used_lists_bytes_ + list_bytes <= max_bytes_ &&
+std::uint64_t Registry::soon_used_bytes() const noexcept {
+  return std::min(used_cells_bytes_ + used_cells_bytes_ / kAheadShare, max_bytes_);
+}
+
+bool Registry::has_room_for(std::uint64_t line_bytes, std::uint64_t list_bytes) const noexcept {
+  return used_cells_bytes_ + line_bytes + used_lists_bytes_ + list_bytes <= max_bytes_ &&
          used_lists_bytes_ + list_bytes <= kMaxListsBytes;
 }
 
@@ -104,21 +149,21 @@ Slot Registry::open_slot(std::uint16_t group, std::uint8_t rank) noexcept {
   } else {
     return kNoSlot;
   }
-  rows_[slot].word.store(row_word(SlotState::kHidden, rank, group), std::memory_order_release);
+  rows_[slot].store(row_word(SlotState::kHidden, rank, group), std::memory_order_release);
   open_.fetch_add(1, std::memory_order_relaxed);
   return slot;
 }
 
 bool Registry::can_be_filled(Slot slot) const noexcept {
   if (slot == kNoSlot || slot > max_slots_) return false;
-  const SlotState state = state_of(rows_[slot].word.load(std::memory_order_acquire));
+  const SlotState state = state_of(rows_[slot].load(std::memory_order_acquire));
   return state == SlotState::kHidden || state == SlotState::kVisible;
 }
 
 Status Registry::retire_locked(Slot slot) noexcept {
   if (!can_be_filled(slot))
     return {StatusCode::kNotFound, "slot: is neither hidden nor visible", slot};
-  std::atomic<std::uint32_t>& word = rows_[slot].word;
+  Row& word = rows_[slot];
   word.store(with_state(word.load(std::memory_order_relaxed), SlotState::kRetired),
              std::memory_order_release);
   retired_.fetch_add(1, std::memory_order_relaxed);
@@ -128,11 +173,11 @@ Status Registry::retire_locked(Slot slot) noexcept {
 Status Registry::publish(Slot slot, Slot retired) noexcept {
   const std::lock_guard lock(slots_mutex_);
   if (!can_be_filled(slot) || retired == slot ||
-      state_of(rows_[slot].word.load(std::memory_order_relaxed)) != SlotState::kHidden)
+      state_of(rows_[slot].load(std::memory_order_relaxed)) != SlotState::kHidden)
     return {StatusCode::kNotFound, "slot: is not hidden, or is the one to retire", slot};
   if (retired != kNoSlot && !can_be_filled(retired))
     return {StatusCode::kNotFound, "retire: is neither hidden nor visible", retired};
-  std::atomic<std::uint32_t>& word = rows_[slot].word;
+  Row& word = rows_[slot];
   word.store(with_state(word.load(std::memory_order_relaxed), SlotState::kVisible),
              std::memory_order_release);
   return retired == kNoSlot ? Status() : retire_locked(retired);
@@ -145,12 +190,12 @@ Status Registry::retire(Slot slot) noexcept {
 
 SlotRow Registry::slot(Slot slot) noexcept {
   if (slot == kNoSlot || slot > max_slots_) return {};
-  const std::uint32_t word = rows_[slot].word.load(std::memory_order_acquire);
+  const std::uint32_t word = rows_[slot].load(std::memory_order_acquire);
   return {.slot = slot,
           .state = state_of(word),
           .rank = static_cast<std::uint8_t>(word >> 8),
           .group = static_cast<std::uint16_t>(word >> 16),
-          .keys = rows_[slot].keys.load(std::memory_order_relaxed)};
+          .keys = keys_[slot].load(std::memory_order_relaxed)};
 }
 
 std::vector<SlotRow> Registry::slots() noexcept {

@@ -2,9 +2,8 @@
 //
 // How cells and lists of holders look and are read; see kvstrata/registry.h.
 //
-//   cell of one holder   stored bits of the tag << 16 | slot
-//   cell of a list       number of the list << 36 | the lowest 20 stored bits << 16 |
-//                        kListed
+//   cell of one holder   stored bits of the tag << 17 | kMore where it may have others | slot
+//   cell of a list       number of the list << 36 | the lowest 19 stored bits << 17 | kListed
 //   empty                0
 #pragma once
 
@@ -12,6 +11,7 @@
 #include <emmintrin.h>
 #endif
 
+#include <algorithm>
 #include <bit>
 
 #include "kvstrata/registry.h"
@@ -28,7 +28,11 @@ inline void store_shared(T& word, T value) noexcept {
 }
 
 // The bits in which all cells of a tag agree, those of them that are looked at first.
-inline constexpr std::uint64_t kCommonCellBits = 0xFFFF0000;
+inline constexpr std::uint64_t kCommonCellBits = 0xFFFE0000;
+// A tag has more than this cell, or had: look on behind it.
+inline constexpr int kMoreShift = 16;
+inline constexpr std::uint64_t kMore = std::uint64_t{1} << kMoreShift;
+inline constexpr int kStoredShift = 17;
 
 struct Registry::List {
   std::uint64_t tag_and_class;  // the bits of a tag that do not count hold the size class
@@ -101,11 +105,8 @@ inline std::uint32_t Registry::alike_cells(const Cell* line, Cell wanted) noexce
 
 inline Registry::Cell* Registry::line_at(std::uint32_t partition,
                                          std::uint32_t line) const noexcept {
-  const std::uint32_t segment =
-      segments_[std::size_t{partition} * max_segments_ + line / kSegmentLines].load(
-          std::memory_order_acquire);
-  return reinterpret_cast<Cell*>(cells_.at(segment * kSegmentBytes)) +
-         line % kSegmentLines * kLineCells;
+  const std::uint64_t begin = headers_[partition].begin.load(std::memory_order_acquire);
+  return reinterpret_cast<Cell*>(cells_.at(begin + line * kLineBytes));
 }
 
 inline Registry::List* Registry::list_of(Cell cell) const noexcept {
@@ -114,46 +115,99 @@ inline Registry::List* Registry::list_of(Cell cell) const noexcept {
 
 inline Tag Registry::tag_of(std::uint32_t partition, Cell cell) const noexcept {
   if (static_cast<Slot>(cell) == kListed) return list_of(cell)->tag();
-  return Tag{partition} << 54 | cell >> 16 << 6;
+  return Tag{partition} << 54 | cell >> kStoredShift << (64 - kTagBits);
 }
 
 // Calls found(slot, its row) for each visible holder. False: the writer was at this partition, and
 // what was found means nothing.
+//
+// A tag with no holder or one, in its home line, takes few instructions, and no branch that is
+// seldom taken: so a processor asks for the lines of several look-ups before it has the first.
 template <typename Found>
-bool Registry::try_read(Tag tag, Found found) const noexcept {
+inline bool Registry::try_read(Tag tag, Found found) const noexcept {
+  const Header& header = headers_[partition_of(tag)];
+  const std::uint64_t word = header.word.load(std::memory_order_acquire);
+  const auto* const line = reinterpret_cast<const Cell*>(
+      cells_.at(header.begin.load(std::memory_order_acquire) +
+                home_of(tag, static_cast<std::uint32_t>(word)) * kLineBytes));
+  const Cell wanted = cell_of(tag);
+  const std::uint32_t alike = alike_cells(line, wanted);
+  if ((word >> 32 & 1) != 0 || (alike & (alike - 1)) != 0) [[unlikely]]
+    return try_read_all(tag, found);
+  if (alike != 0) [[likely]] {
+    const Cell cell = load_shared(line[std::countr_zero(alike)]);
+    const auto slot = static_cast<Slot>(cell);
+    if ((cell ^ wanted) >> kMoreShift != 0 || slot > max_slots_) [[unlikely]]
+      return try_read_all(tag, found);
+    const std::uint32_t row = rows_[slot].load(std::memory_order_acquire);
+    if (state_of(row) == SlotState::kVisible) found(slot, row);
+  } else if (load_shared(line[kLineCells - 1]) != 0) [[unlikely]] {
+    return try_read_all(tag, found);
+  }
+  std::atomic_signal_fence(std::memory_order_acquire);
+  return header.word.load(std::memory_order_relaxed) == word;
+}
+
+template <typename Found>
+[[gnu::noinline]] bool Registry::try_read_all(Tag tag, Found found) const noexcept {
   const std::uint32_t partition = partition_of(tag);
-  const std::uint64_t header = headers_[partition].load(std::memory_order_acquire);
+  const std::uint64_t header = headers_[partition].word.load(std::memory_order_acquire);
   if ((header >> 32 & 1) != 0) return false;
-  const std::uint32_t lines = static_cast<std::uint32_t>(header) * kSegmentLines;
-  if (lines == 0) return true;
-  const Cell wanted = stored_of(tag) << 16;
+  const auto lines = static_cast<std::uint32_t>(header);
+  const Cell wanted = cell_of(tag);
   const auto found_if_visible = [&](Slot slot) {
     // Any number stands here once the memory serves somebody else.
     if (slot > max_slots_) return;
-    const std::uint32_t row = rows_[slot].word.load(std::memory_order_acquire);
+    const std::uint32_t row = rows_[slot].load(std::memory_order_acquire);
     if (state_of(row) == SlotState::kVisible) found(slot, row);
   };
   std::uint32_t number = home_of(tag, lines);
   for (std::uint32_t probed = 0; probed <= kMaxProbeLines; ++probed) {
     const Cell* const line = line_at(partition, number);
-    const bool full = load_shared(line[kLineCells - 1]) != 0;
+    bool last = load_shared(line[kLineCells - 1]) == 0;
     for (std::uint32_t alike = alike_cells(line, wanted); alike != 0; alike &= alike - 1) {
       const Cell cell = load_shared(line[std::countr_zero(alike)]);
       if (static_cast<Slot>(cell) != kListed) {
-        if ((cell ^ wanted) >> 16 == 0) found_if_visible(static_cast<Slot>(cell));
+        if ((cell ^ wanted) >> kStoredShift != 0) continue;
+        last |= (cell & kMore) == 0;
+        found_if_visible(static_cast<Slot>(cell));
         continue;
       }
       List* const list = list_of(cell);
       if (list->tag() != tag) continue;
+      last = true;
       const std::uint32_t size = list->size();
       for (std::uint32_t i = 0; i < size; ++i)
         found_if_visible(load_shared(list->begin()[i]));
     }
-    if (!full) break;
+    if (last) break;
     if (++number == lines) number = 0;
   }
   std::atomic_signal_fence(std::memory_order_acquire);
-  return headers_[partition].load(std::memory_order_relaxed) == header;
+  return headers_[partition].word.load(std::memory_order_relaxed) == header;
+}
+
+// The memory answers many at once, and none of them while something waits for it: so all lines of
+// a group are asked for first, then the next one where a line is full, and only then looked at.
+template <typename Work>
+bool Registry::in_groups(TagSpan tags, Work work) const noexcept {
+  std::array<const Cell*, kGroupKeys> lines;
+  for (std::size_t begin = 0; begin < tags.size(); begin += kGroupKeys) {
+    const std::size_t end = std::min(begin + kGroupKeys, tags.size());
+    for (std::size_t at = begin; at < end; ++at) {
+      const std::uint32_t partition = partition_of(tags[at]);
+      lines[at - begin] = line_at(partition, home_of(tags[at], lines_of(partition)));
+      __builtin_prefetch(lines[at - begin]);
+    }
+    for (std::size_t at = begin; at < end; ++at) {
+      const Cell* const line = lines[at - begin];
+      __builtin_prefetch(line + (load_shared(line[kLineCells - 1]) != 0 ? kLineCells : 0));
+    }
+    for (std::size_t at = begin; at < end; ++at) {
+      if (!work(tags[at])) return false;
+    }
+  }
+  return true;
 }
 
 }  // namespace kvstrata

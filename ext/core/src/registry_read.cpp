@@ -7,40 +7,55 @@
 
 namespace kvstrata {
 
-void Registry::prefetch(Tag tag) const noexcept {
-  const std::uint32_t partition = partition_of(tag);
-  const auto segments =
-      static_cast<std::uint32_t>(headers_[partition].load(std::memory_order_acquire));
-  if (segments != 0) __builtin_prefetch(line_at(partition, home_of(tag, segments * kSegmentLines)));
-}
-
 // `again` forgets what was found.
 template <typename Found, typename Again>
-void Registry::read(Tag tag, Found found, Again again) noexcept {
-  for (int spin = 0; spin < kSpins; ++spin) {
-    if (try_read(tag, found)) return;
+inline void Registry::read(Tag tag, Found found, Again again) noexcept {
+  if (try_read(tag, found)) [[likely]]
+    return;
+  read_again(tag, found, again);
+}
+
+template <typename Found, typename Again>
+[[gnu::noinline]] void Registry::read_again(Tag tag, Found found, Again again) noexcept {
+  for (int spin = 1; spin < kSpins; ++spin) {
     again();
+    if (try_read(tag, found)) return;
   }
+  again();
   const std::lock_guard turn(turns_);
   (void)try_read(tag, found);
 }
 
+namespace {
+
+[[gnu::noinline]] void grow_and_append(Slot slot, std::vector<Slot>* slots) noexcept {
+  slots->push_back(slot);
+}
+
+inline void append(Slot slot, std::vector<Slot>* slots) noexcept {
+  if (slots->size() == slots->capacity()) [[unlikely]]
+    return grow_and_append(slot, slots);
+  slots->push_back(slot);
+}
+
+}  // namespace
+
 void Registry::lookup(Tag tag, std::vector<Slot>* holders) noexcept {
   const std::size_t before = holders->size();
+  // By value, and out of line what is seldom needed: so it all stays in registers.
   read(
-      tag & kTagMask, [&](Slot slot, std::uint32_t) { holders->push_back(slot); },
-      [&] { holders->resize(before); });
+      tag & kTagMask, [holders](Slot slot, std::uint32_t) { append(slot, holders); },
+      [holders, before] { holders->resize(before); });
 }
 
 void Registry::lookup(TagSpan tags, std::vector<Slot>* holders,
                       std::vector<std::size_t>* ends) noexcept {
-  for (std::size_t at = 0; at < std::min(kPrefetchKeys, tags.size()); ++at)
-    prefetch(tags[at]);
-  for (std::size_t at = 0; at < tags.size(); ++at) {
-    if (at + kPrefetchKeys < tags.size()) prefetch(tags[at + kPrefetchKeys]);
-    lookup(tags[at], holders);
+  ends->reserve(ends->size() + tags.size());
+  in_groups(tags, [&](Tag tag) {
+    lookup(tag, holders);
     ends->push_back(holders->size());
-  }
+    return true;
+  });
 }
 
 std::vector<Candidate> Registry::lookup_prefix(TagSpan tags, const PrefixQuery& query) noexcept {
@@ -66,13 +81,11 @@ std::vector<Candidate> Registry::lookup_prefix(TagSpan tags, const PrefixQuery& 
   };
   constexpr std::size_t kFewGroups = 8;
 
-  for (std::size_t at = 0; at < std::min(kPrefetchKeys, tags.size()); ++at)
-    prefetch(tags[at]);
-  for (std::size_t at = 0; at < tags.size() && (at == 0 || running != 0); ++at) {
-    if (at + kPrefetchKeys < tags.size()) prefetch(tags[at + kPrefetchKeys]);
+  std::size_t at = 0;
+  in_groups(tags, [&](Tag tag) {
     holders.clear();
     read(
-        tags[at], [&](Slot slot, std::uint32_t row) { holders.push_back({slot, row}); },
+        tag, [&](Slot slot, std::uint32_t row) { holders.push_back({slot, row}); },
         [&] { holders.clear(); });
     for (const Holder& holder : holders) {
       if (!counts(holder)) continue;
@@ -111,7 +124,9 @@ std::vector<Candidate> Registry::lookup_prefix(TagSpan tags, const PrefixQuery& 
       place_of[candidates[i].group] = static_cast<std::uint16_t>(i + 1);
       place_of[candidates[running].group] = 0;
     }
-  }
+    ++at;
+    return running != 0;
+  });
   for (Candidate& each : candidates) {
     each.chunks = each.slots.size() / query.n_slices;
     each.slots.resize(each.chunks * query.n_slices);

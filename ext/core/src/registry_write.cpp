@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <iterator>
 
 #include "kvstrata/registry.h"
 #include "registry_cells.h"
@@ -12,11 +13,11 @@ namespace {
 
 // Of a cell that names a list, all but its number.
 constexpr std::uint64_t kListCellBits = (std::uint64_t{1} << 36) - 1;
-// A line overflows into the next one more often the fuller the table: at 0.8 a look-up reads 1.1
-// lines.
-constexpr double kMaxLoad = 0.8;
-// Between a partition's turns; the table is full to 0.64 in the mean.
-constexpr double kGrowth = 1.6;
+// A line overflows into the next one more often the fuller the table: so full, 3 % of the cells lie
+// beyond their home (8 % at 0.8), and a look-up of one takes twice as long.
+constexpr double kMaxLoad = 0.65;
+// Between a partition's turns; the table is full to 0.53 in the mean.
+constexpr double kGrowth = 1.5;
 // Where there is no memory to grow, a partition takes so many.
 constexpr double kFullLoad = 0.9;
 // Several cells of each tag make long chains early; a partition that is so full grows for them.
@@ -29,39 +30,53 @@ constexpr double kMinLoad = 0.25;
 // Readers that saw anything of what `make` does look again.
 template <typename Change>
 void Registry::change(std::uint32_t partition, Change make) noexcept {
-  Header& header = headers_[partition];
-  const std::uint64_t before = header.load(std::memory_order_relaxed);
-  header.store(before + (std::uint64_t{1} << 32), std::memory_order_relaxed);
+  std::atomic<std::uint64_t>& word = headers_[partition].word;
+  const std::uint64_t before = word.load(std::memory_order_relaxed);
+  word.store(before + (std::uint64_t{1} << 32), std::memory_order_relaxed);
   make();
-  const std::uint64_t segments = header.load(std::memory_order_relaxed) & 0xFFFFFFFF;
-  header.store(((before >> 32) + 2) << 32 | segments, std::memory_order_release);
+  const std::uint64_t lines = word.load(std::memory_order_relaxed) & 0xFFFFFFFF;
+  word.store(((before >> 32) + 2) << 32 | lines, std::memory_order_release);
 }
 
 void Registry::count_keys(Slot slot, std::int64_t more) noexcept {
-  std::atomic<std::uint64_t>& keys = rows_[slot].keys;
+  std::atomic<std::uint64_t>& keys = keys_[slot];
   keys.store(keys.load(std::memory_order_relaxed) + static_cast<std::uint64_t>(more),
              std::memory_order_relaxed);
   placements_.store(placements_.load(std::memory_order_relaxed) + static_cast<std::uint64_t>(more),
                     std::memory_order_relaxed);
 }
 
-bool Registry::take_segments(std::uint32_t count, std::vector<std::uint32_t>* taken) noexcept {
-  const std::uint64_t fresh = count - std::min<std::uint64_t>(count, free_segments_.size());
-  if (!has_room_for(fresh * kSegmentBytes, 0)) return false;
-  for (std::uint32_t i = 0; i < count; ++i) {
-    if (free_segments_.empty()) {
-      taken->push_back(static_cast<std::uint32_t>(used_cells_bytes_ / kSegmentBytes));
-      used_cells_bytes_ += kSegmentBytes;
-      continue;
-    }
-    const std::uint32_t segment = free_segments_.back();
-    free_segments_.pop_back();
-    auto* const cells = reinterpret_cast<Cell*>(cells_.at(segment * kSegmentBytes));
-    for (std::uint32_t at = 0; at < kSegmentCells; ++at)
-      store_shared(cells[at], Cell{0});
-    taken->push_back(segment);
+// First fit. What was used before is emptied.
+bool Registry::take_lines(std::uint64_t bytes, std::uint64_t* begin) noexcept {
+  for (auto run = free_lines_.begin(); run != free_lines_.end(); ++run) {
+    if (run->second < bytes) continue;
+    *begin = run->first;
+    const std::uint64_t left = run->second - bytes;
+    free_lines_.erase(run);
+    if (left != 0) free_lines_.emplace(*begin + bytes, left);
+    for (std::uint64_t at = 0; at < bytes; at += sizeof(Cell))
+      store_shared(*reinterpret_cast<Cell*>(cells_.at(*begin + at)), Cell{0});
+    return true;
   }
+  if (!has_room_for(bytes, 0)) return false;
+  *begin = used_cells_bytes_;
+  used_cells_bytes_ += bytes;
+  cells_.touch(soon_used_bytes());
   return true;
+}
+
+void Registry::free_lines(std::uint64_t begin, std::uint64_t bytes) noexcept {
+  if (bytes == 0) return;
+  auto next = free_lines_.lower_bound(begin);
+  if (next != free_lines_.end() && next->first == begin + bytes) {
+    bytes += next->second;
+    next = free_lines_.erase(next);
+  }
+  if (next != free_lines_.begin() && std::prev(next)->first + std::prev(next)->second == begin) {
+    std::prev(next)->second += bytes;
+  } else {
+    free_lines_.emplace(begin, bytes);
+  }
 }
 
 Registry::List* Registry::take_list(std::uint32_t cls) noexcept {
@@ -98,35 +113,33 @@ bool Registry::put_cell(std::uint32_t partition, std::uint32_t lines, std::uint3
   return false;
 }
 
-// Sizes of partition p are the least whole numbers from kGrowth^(i + p / kPartitions), so that
-// those of all partitions are spread evenly.
-std::uint32_t Registry::next_segments(std::uint32_t partition, std::uint32_t segments) noexcept {
-  if (segments == 0) return 1;
+// Sizes of partition p, in pieces, are the least whole numbers from kGrowth^(i + p / kPartitions),
+// so that those of all partitions are spread evenly.
+std::uint32_t Registry::next_lines(std::uint32_t partition, std::uint32_t lines) noexcept {
+  if (lines == 0) return kPieceLines;
   double size = std::pow(kGrowth, static_cast<double>(partition) / kPartitions);
-  while (std::ceil(size) <= segments)
+  while (std::ceil(size) * kPieceLines <= lines)
     size *= kGrowth;
-  return static_cast<std::uint32_t>(std::ceil(size));
+  return static_cast<std::uint32_t>(std::ceil(size)) * kPieceLines;
 }
 
-// Moves all that is not retired to so many new segments; false, and nothing is changed, where
-// there is no memory for them.
-bool Registry::rebuild(std::uint32_t partition, std::uint32_t segments) noexcept {
-  std::vector<std::uint32_t> taken;
-  if (segments > max_segments_ || !take_segments(segments, &taken)) return false;
-  const auto before =
-      static_cast<std::uint32_t>(headers_[partition].load(std::memory_order_relaxed));
-  const std::uint32_t lines = segments * kSegmentLines;
+// Moves all that is not retired to so many new lines; false, and nothing is changed, where there is
+// no memory for them.
+bool Registry::rebuild(std::uint32_t partition, std::uint32_t lines) noexcept {
+  std::uint64_t begin = 0;
+  if (lines > max_lines_ || !take_lines(lines * kLineBytes, &begin)) return false;
+  Header& header = headers_[partition];
+  const std::uint32_t lines_before = lines_of(partition);
+  const std::uint64_t begin_before = header.begin.load(std::memory_order_relaxed);
+  Cell* const made = reinterpret_cast<Cell*>(cells_.at(begin));
   PartitionRoom& room = rooms_[partition];
   room.cells = 0;
+  line_cells_.assign(lines, 0);
   const auto place = [&](Cell cell) {
     std::uint32_t home = home_of(tag_of(partition, cell), lines);
     for (std::uint32_t probed = 0; probed <= kMaxProbeLines && probed < lines; ++probed) {
-      Cell* const line =
-          reinterpret_cast<Cell*>(cells_.at(taken[home / kSegmentLines] * kSegmentBytes)) +
-          home % kSegmentLines * kLineCells;
-      const std::uint32_t used = used_cells(line);
-      if (used < kLineCells) {
-        store_shared(line[used], cell);
+      if (line_cells_[home] < kLineCells) {
+        store_shared(made[std::size_t{home} * kLineCells + line_cells_[home]++], cell);
         ++room.cells;
         return true;
       }
@@ -135,14 +148,15 @@ bool Registry::rebuild(std::uint32_t partition, std::uint32_t segments) noexcept
     return false;
   };
   std::vector<List*> dropped;
-  for (std::uint32_t number = 0; number < before * kSegmentLines; ++number) {
+  for (std::uint32_t number = 0; number < lines_before; ++number) {
     const Cell* const line = line_at(partition, number);
     for (std::uint32_t at = 0; at < kLineCells; ++at) {
       const Cell cell = load_shared(line[at]);
       const auto slot = static_cast<Slot>(cell);
       if (cell == 0) continue;
       const bool listed = slot == kListed;
-      if (!listed && is_retired(slot)) {
+      // Where its tag has others, the sweep removes it, which looks after them.
+      if (!listed && (cell & kMore) == 0 && is_retired(slot)) {
         count_keys(slot, -1);
       } else if (!place(cell)) {
         refused_.fetch_add(1, std::memory_order_relaxed);
@@ -155,22 +169,18 @@ bool Registry::rebuild(std::uint32_t partition, std::uint32_t segments) noexcept
     }
   }
   change(partition, [&] {
-    std::atomic<std::uint32_t>* const mine = &segments_[std::size_t{partition} * max_segments_];
-    for (std::uint32_t at = 0; at < before; ++at)
-      free_segments_.push_back(mine[at].load(std::memory_order_relaxed));
-    for (std::uint32_t at = 0; at < segments; ++at)
-      mine[at].store(taken[at], std::memory_order_release);
-    Header& header = headers_[partition];
-    const std::uint64_t sequence = header.load(std::memory_order_relaxed) >> 32;
-    header.store(sequence << 32 | segments, std::memory_order_relaxed);
+    header.begin.store(begin, std::memory_order_release);
+    const std::uint64_t sequence = header.word.load(std::memory_order_relaxed) >> 32;
+    header.word.store(sequence << 32 | lines, std::memory_order_relaxed);
   });
+  free_lines(begin_before, lines_before * kLineBytes);
   for (List* const list : dropped) {
     for (std::uint32_t at = 0; at < list->size(); ++at)
       count_keys(list->begin()[at], -1);
     free_list(list);
     shared_tags_.fetch_sub(1, std::memory_order_relaxed);
   }
-  room.limit = static_cast<std::uint32_t>(kMaxLoad * segments * kSegmentCells);
+  room.limit = static_cast<std::uint32_t>(kMaxLoad * lines * kLineCells);
   rebuilds_.fetch_add(1, std::memory_order_relaxed);
   count_bytes();
   return true;
@@ -179,8 +189,7 @@ bool Registry::rebuild(std::uint32_t partition, std::uint32_t segments) noexcept
 // Keeps (1) and (2): what may move back into the gap does, until the gap is in a line that nothing
 // behind it needs full. REQUIRES: within `change`.
 void Registry::erase_cell(std::uint32_t partition, Place place) noexcept {
-  const auto lines = kSegmentLines * static_cast<std::uint32_t>(
-                                         headers_[partition].load(std::memory_order_relaxed));
+  const std::uint32_t lines = lines_of(partition);
   // Whether the line was full before; then its last cell is the gap.
   const auto erase_in_line = [](const Place& at) {
     const std::uint32_t last = used_cells(at.line) - 1;
@@ -214,6 +223,31 @@ void Registry::erase_cell(std::uint32_t partition, Place place) noexcept {
       gap = used == kLineCells;
     }
   }
+}
+
+// The one of its tag that is left, if it is one, says so (3). REQUIRES: within `change`.
+void Registry::erase_holder(std::uint32_t partition, const Place& place) noexcept {
+  const Cell erased = load_shared(place.line[place.cell]);
+  count_keys(static_cast<Slot>(erased), -1);
+  erase_cell(partition, place);
+  if ((erased & kMore) == 0) return;
+  const std::uint32_t lines = lines_of(partition);
+  std::uint32_t number = home_of(tag_of(partition, erased), lines);
+  Cell* left = nullptr;
+  bool full = true;
+  for (std::uint32_t probed = 0; probed <= kMaxProbeLines && full; ++probed) {
+    Cell* const line = line_at(partition, number);
+    const std::uint32_t used = used_cells(line);
+    for (std::uint32_t at = 0; at < used; ++at) {
+      const Cell cell = load_shared(line[at]);
+      if ((cell ^ erased) >> kStoredShift != 0 || static_cast<Slot>(cell) == kListed) continue;
+      if (left != nullptr) return;
+      left = &line[at];
+    }
+    full = used == kLineCells;
+    if (++number == lines) number = 0;
+  }
+  if (left != nullptr) store_shared(*left, load_shared(*left) & ~kMore);
 }
 
 // REQUIRES: within `change`.
@@ -262,10 +296,9 @@ Registry::Admitted Registry::make_list(Slot slot, Tag tag) noexcept {
   List* const list = take_list(0);
   if (list == nullptr) return Admitted::kNoSpace;
   const std::uint32_t partition = partition_of(tag);
-  const auto lines = kSegmentLines * static_cast<std::uint32_t>(
-                                         headers_[partition].load(std::memory_order_relaxed));
+  const std::uint32_t lines = lines_of(partition);
   const std::uint32_t home = home_of(tag, lines);
-  const Cell wanted = stored_of(tag) << 16;
+  const Cell wanted = cell_of(tag);
   std::uint32_t size = 0;
   bool placed = false;
   store_shared(list->tag_and_class, tag);
@@ -280,7 +313,8 @@ Registry::Admitted Registry::make_list(Slot slot, Tag tag) noexcept {
       for (place.cell = 0; place.cell < kLineCells && !erased; ++place.cell) {
         const Cell cell = load_shared(place.line[place.cell]);
         full &= cell != 0;
-        if (cell == 0 || static_cast<Slot>(cell) == kListed || (cell ^ wanted) >> 16 != 0) continue;
+        if (cell == 0 || static_cast<Slot>(cell) == kListed || (cell ^ wanted) >> kStoredShift != 0)
+          continue;
         store_shared(list->begin()[size++], static_cast<Slot>(cell));
         erase_cell(partition, place);
         erased = true;
@@ -314,16 +348,14 @@ Registry::Admitted Registry::make_list(Slot slot, Tag tag) noexcept {
 Registry::Admitted Registry::admit_one(Slot slot, Tag tag) noexcept {
   const std::uint32_t partition = partition_of(tag);
   PartitionRoom& room = rooms_[partition];
-  const auto segments_now = [&] {
-    return static_cast<std::uint32_t>(headers_[partition].load(std::memory_order_relaxed));
-  };
-  if (room.cells >= room.limit && !rebuild(partition, next_segments(partition, segments_now())) &&
-      room.cells >= kFullLoad * segments_now() * kSegmentCells)
+  if (room.cells >= room.limit && !rebuild(partition, next_lines(partition, lines_of(partition))) &&
+      room.cells >= kFullLoad * lines_of(partition) * kLineCells)
     return Admitted::kNoSpace;
-  const std::uint32_t lines = segments_now() * kSegmentLines;
-  const Cell wanted = stored_of(tag) << 16;
+  const std::uint32_t lines = lines_of(partition);
+  const Cell wanted = cell_of(tag);
   Place place{nullptr, home_of(tag, lines), 0};
   Cell* gap = nullptr;
+  Cell* holder = nullptr;
   std::uint32_t holders = 0;
   for (std::uint32_t probed = 0; probed <= kMaxProbeLines && gap == nullptr; ++probed) {
     place.line = line_at(partition, place.number);
@@ -340,8 +372,9 @@ Registry::Admitted Registry::admit_one(Slot slot, Tag tag) noexcept {
         if (added) count_keys(slot, 1);
         return added ? Admitted::kAdded : Admitted::kPresent;
       }
-      if ((cell ^ wanted) >> 16 != 0) continue;
+      if ((cell ^ wanted) >> kStoredShift != 0) continue;
       if (static_cast<Slot>(cell) == slot) return Admitted::kPresent;
+      holder = &place.line[place.cell];
       ++holders;
     }
     if (++place.number == lines) place.number = 0;
@@ -350,11 +383,12 @@ Registry::Admitted Registry::admit_one(Slot slot, Tag tag) noexcept {
     const Admitted admitted = make_list(slot, tag);
     if (admitted != Admitted::kAdded) return admitted;
   } else if (gap != nullptr) {
-    store_shared(*gap, wanted | slot);
+    store_shared(*gap, wanted | (holders != 0 ? kMore : 0) | slot);
+    if (holders == 1) store_shared(*holder, load_shared(*holder) | kMore);
     ++room.cells;
   } else if (room.cells <= kCrowdedLoad * lines * kLineCells) {
     return Admitted::kRefused;
-  } else if (rebuild(partition, next_segments(partition, segments_now()))) {
+  } else if (rebuild(partition, next_lines(partition, lines))) {
     return admit_one(slot, tag);
   } else {
     return Admitted::kNoSpace;
@@ -365,10 +399,9 @@ Registry::Admitted Registry::admit_one(Slot slot, Tag tag) noexcept {
 
 bool Registry::evict_one(Slot slot, Tag tag) noexcept {
   const std::uint32_t partition = partition_of(tag);
-  const auto lines = kSegmentLines * static_cast<std::uint32_t>(
-                                         headers_[partition].load(std::memory_order_relaxed));
+  const std::uint32_t lines = lines_of(partition);
   if (lines == 0) return false;
-  const Cell wanted = stored_of(tag) << 16;
+  const Cell wanted = cell_of(tag);
   Place place{nullptr, home_of(tag, lines), 0};
   bool full = true;
   for (std::uint32_t probed = 0; probed <= kMaxProbeLines && full; ++probed) {
@@ -387,9 +420,8 @@ bool Registry::evict_one(Slot slot, Tag tag) noexcept {
         change(partition, [&] { erase_listed(partition, place, list, at); });
         return true;
       }
-      if (cell != (wanted | slot)) continue;
-      change(partition, [&] { erase_cell(partition, place); });
-      count_keys(slot, -1);
+      if ((cell & ~kMore) != (wanted | slot)) continue;
+      change(partition, [&] { erase_holder(partition, place); });
       return true;
     }
     if (++place.number == lines) place.number = 0;
@@ -401,17 +433,13 @@ bool Registry::evict_one(Slot slot, Tag tag) noexcept {
 // on: a sweep, which begins in a turn of its own, finds all that came into it.
 template <typename Work>
 Status Registry::in_turns(Slot slot, TagSpan tags, Work work) noexcept {
-  for (std::size_t begin = 0; begin == 0 || begin < tags.size(); begin += kPieceKeys) {
-    const std::size_t end = std::min(begin + kPieceKeys, tags.size());
+  for (std::size_t begin = 0; begin == 0 || begin < tags.size(); begin += kTurnKeys) {
     const std::lock_guard turn(turns_);
     if (!can_be_filled(slot))
       return {StatusCode::kNotFound, "slot: is neither hidden nor visible", slot};
-    for (std::size_t at = begin; at < std::min(begin + kPrefetchKeys, end); ++at)
-      prefetch(tags[at]);
-    for (std::size_t at = begin; at < end; ++at) {
-      if (at + kPrefetchKeys < end) prefetch(tags[at + kPrefetchKeys]);
-      if (!work(tags[at])) return {StatusCode::kNoSpace, "max_bytes: the registry has no more"};
-    }
+    const std::size_t keys = std::min(kTurnKeys, tags.size() - begin);
+    if (!in_groups(tags.subspan(begin, keys), work))
+      return {StatusCode::kNoSpace, "max_bytes: the registry has no more"};
   }
   return {};
 }
@@ -442,10 +470,9 @@ Status Registry::restore(TagSpan tags, std::span<const Slot> slots, std::span<co
 }
 
 void Registry::sweep_partition(std::uint32_t partition) noexcept {
-  const auto segments =
-      static_cast<std::uint32_t>(headers_[partition].load(std::memory_order_relaxed));
+  const std::uint32_t lines = lines_of(partition);
   Place place{nullptr, 0, 0};
-  for (; place.number < segments * kSegmentLines; ++place.number) {
+  for (; place.number < lines; ++place.number) {
     place.line = line_at(partition, place.number);
     for (place.cell = 0; place.cell < kLineCells;) {
       const Cell cell = load_shared(place.line[place.cell]);
@@ -463,19 +490,18 @@ void Registry::sweep_partition(std::uint32_t partition) noexcept {
         if (left > 0) ++place.cell;
       } else if (is_retired(slot)) {
         // Something from a line behind may stand here now.
-        change(partition, [&] { erase_cell(partition, place); });
-        count_keys(slot, -1);
+        change(partition, [&] { erase_holder(partition, place); });
       } else {
         ++place.cell;
       }
     }
   }
   const PartitionRoom& room = rooms_[partition];
-  if (segments > 1 && room.cells < kMinLoad * segments * kSegmentCells) {
-    std::uint32_t smaller = 1;
-    while (room.cells > kMaxLoad / kGrowth * smaller * kSegmentCells)
-      smaller = next_segments(partition, smaller);
-    if (smaller < segments) (void)rebuild(partition, smaller);
+  if (lines > kPieceLines && room.cells < kMinLoad * lines * kLineCells) {
+    std::uint32_t smaller = kPieceLines;
+    while (room.cells > kMaxLoad / kGrowth * smaller * kLineCells)
+      smaller = next_lines(partition, smaller);
+    if (smaller < lines) (void)rebuild(partition, smaller);
   }
 }
 
@@ -491,15 +517,13 @@ std::uint64_t Registry::sweep(std::uint64_t max_cells) noexcept {
       }
       if (sweeping_.empty()) break;
     }
-    const auto segments =
-        static_cast<std::uint32_t>(headers_[sweep_at_].load(std::memory_order_relaxed));
+    looked_at += std::uint64_t{lines_of(sweep_at_)} * kLineCells + 1;
     sweep_partition(sweep_at_);
-    looked_at += std::uint64_t{segments} * kSegmentCells + 1;
     if (++sweep_at_ < kPartitions) continue;
     sweep_at_ = 0;
     const std::lock_guard lock(slots_mutex_);
     for (const Slot slot : sweeping_) {
-      rows_[slot].word.store(0, std::memory_order_release);
+      rows_[slot].store(0, std::memory_order_release);
       free_slots_.push_back(slot);
     }
     retired_.fetch_sub(sweeping_.size(), std::memory_order_relaxed);
@@ -515,14 +539,13 @@ std::uint64_t Registry::dump(std::uint64_t cursor, std::uint64_t max_cells, std:
        cursor < kPartitions && looked_at < std::max(max_cells, std::uint64_t{1}); ++cursor) {
     const auto partition = static_cast<std::uint32_t>(cursor);
     const std::lock_guard turn(turns_);
-    const auto segments =
-        static_cast<std::uint32_t>(headers_[partition].load(std::memory_order_relaxed));
+    const std::uint32_t lines = lines_of(partition);
     const auto add = [&](Tag tag, Slot slot) {
-      if (state_of(rows_[slot].word.load(std::memory_order_acquire)) != SlotState::kVisible) return;
+      if (state_of(rows_[slot].load(std::memory_order_acquire)) != SlotState::kVisible) return;
       tags->push_back(tag);
       slots->push_back(slot);
     };
-    for (std::uint32_t number = 0; number < segments * kSegmentLines; ++number) {
+    for (std::uint32_t number = 0; number < lines; ++number) {
       const Cell* const line = line_at(partition, number);
       for (std::uint32_t at = 0; at < kLineCells; ++at) {
         const Cell cell = load_shared(line[at]);
@@ -537,7 +560,7 @@ std::uint64_t Registry::dump(std::uint64_t cursor, std::uint64_t max_cells, std:
           add(tag, list->begin()[i]);
       }
     }
-    looked_at += std::uint64_t{segments} * kSegmentCells + 1;
+    looked_at += std::uint64_t{lines} * kLineCells + 1;
   }
   return cursor < kPartitions ? cursor : 0;
 }

@@ -21,7 +21,20 @@ namespace kvstrata {
 struct RegistryProbe {
   template <typename Found>
   static bool try_read(const Registry& registry, Tag tag, Found found) {
-    return registry.try_read(tag, [&](Slot slot, std::uint32_t) { found(slot); });
+    const auto found_slot = [&](Slot slot, std::uint32_t) { found(slot); };
+    return registry.try_read(tag, found_slot);
+  }
+
+  // Whether the first cell of a tag, in its home line, says that it may have others.
+  static bool says_more(const Registry& registry, Tag tag) {
+    const std::uint32_t partition = Registry::partition_of(tag);
+    const Registry::Cell* const line =
+        registry.line_at(partition, Registry::home_of(tag, registry.lines_of(partition)));
+    for (std::uint32_t at = 0; at < Registry::kLineCells; ++at) {
+      if ((line[at] ^ Registry::cell_of(tag)) >> kStoredShift == 0) return (line[at] & kMore) != 0;
+    }
+    CHECK(false);
+    return false;
   }
 };
 
@@ -204,7 +217,7 @@ TEST(tags_that_are_no_digests_are_refused_and_cost_others_nothing) {
   const Slot slot = open(*registry);
   std::vector<Tag> crowd;
   for (std::uint64_t number = 0; number < 100'000; ++number)
-    crowd.push_back(number << 6);  // one partition, one home
+    crowd.push_back(number << (64 - kTagBits));  // one partition, one home
   std::uint64_t added = 0;
   CHECK(registry->admit(slot, std::span(crowd), &added).ok());
   CHECK(added < 1000);
@@ -234,6 +247,47 @@ TEST(tags_that_are_no_digests_are_refused_and_cost_others_nothing) {
   sweep_all(*registry);
   CHECK_EQ(registry->usage().placements, 0u);
   CHECK_EQ(registry->usage().shared_tags, 0u);
+}
+
+TEST(holders_of_one_tag_in_several_lines_are_all_found_whichever_goes) {
+  for (const bool swept : {false, true}) {
+    const auto registry = make();
+    const Slot filler = open(*registry);
+    const std::vector<Slot> slots{open(*registry), open(*registry), open(*registry)};
+    const Tag tag = 0;
+    const auto go = [&](Slot slot) {
+      if (swept) {
+        CHECK(registry->retire(slot).ok());
+        sweep_all(*registry);
+      } else {
+        CHECK_EQ(evict(*registry, slot, {tag}), 1u);
+      }
+    };
+    // The first fills the home line up, so the others lie behind it.
+    CHECK_EQ(admit(*registry, slots[0], {tag}), 1u);
+    for (Tag number = 1; number < 8; ++number)
+      CHECK_EQ(admit(*registry, filler, {number << (64 - kTagBits)}), 1u);
+    CHECK(!RegistryProbe::says_more(*registry, tag));
+    CHECK_EQ(admit(*registry, slots[1], {tag}), 1u);
+    CHECK_EQ(admit(*registry, slots[2], {tag}), 1u);
+    CHECK(holders_of(*registry, tag) == slots);
+    CHECK(RegistryProbe::says_more(*registry, tag));
+    go(slots[1]);
+    CHECK(holders_of(*registry, tag) == (std::vector<Slot>{slots[0], slots[2]}));
+    CHECK(RegistryProbe::says_more(*registry, tag));
+    go(slots[0]);
+    CHECK(holders_of(*registry, tag) == std::vector<Slot>{slots[2]});
+    CHECK(!RegistryProbe::says_more(*registry, tag));
+  }
+}
+
+TEST(a_partition_that_is_empty_finds_nothing_of_another_one) {
+  const auto registry = make();
+  const Tag tag = Tag{1} << (64 - kTagBits);
+  CHECK_EQ(admit(*registry, open(*registry), {tag}), 1u);
+  CHECK_EQ(holders_of(*registry, tag).size(), 1u);
+  for (Tag partition = 1; partition < kRegistryPartitions; ++partition)
+    CHECK_EQ(holders_of(*registry, tag | partition << 54).size(), 0u);
 }
 
 TEST(a_slot_comes_back_only_after_a_whole_pass) {

@@ -1,8 +1,8 @@
 """The registry of the controller's directory: which instance holds which chunk, and in which tier.
 
 A *placement* is (tag, slot).  A *tag* is the first 8 bytes of a 32-byte storage key, little-endian; batches of tags
-are bytes-like objects of 8 bytes each.  Of a tag, `TAG_BITS` bits count (the lowest 6 do not): two tags that differ in
-those only are one.  With n tags present, a tag that nobody holds is found with odds of n / 2**58 (3.5e-10 for 10**8);
+are bytes-like objects of 8 bytes each.  Of a tag, `TAG_BITS` bits count (the lowest 7 do not): two tags that differ in
+those only are one.  With n tags present, a tag that nobody holds is found with odds of n / 2**57 (6.9e-10 for 10**8);
 the owner confirms by the full key, so that is a refused lease and never wrong KV.
 
 A *slot* is a number from 1 to `MAX_SLOTS` that stands for one (incarnation of an instance, tier), or for a full sync
