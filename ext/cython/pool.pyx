@@ -102,6 +102,7 @@ cdef extern from "kvstrata/pool.h" namespace "kvstrata" nogil:
         Id16 group
         uint64_t pid
         cbool old
+        cbool registers_memory
 
     cdef cppclass ClassStats:
         uint64_t extent_bytes
@@ -166,9 +167,10 @@ cdef extern from "kvstrata/pool.h" namespace "kvstrata" nogil:
         PoolId pool_id() noexcept
         uint64_t extents_bytes() noexcept
         uint8_t* extents_address() noexcept
-        Status claim_row(const uint8_t*, const uint8_t*, uint64_t, uint32_t*) noexcept
+        Status claim_row(const uint8_t*, const uint8_t*, uint64_t, cbool, uint32_t*) noexcept
         vector[RowInfo] rows() noexcept
         Status row_gone(uint32_t) noexcept
+        Status row_stranded(uint32_t, uint64_t*) noexcept
         Status row_quiesced(uint32_t) noexcept
         size_t peek(const uint8_t*, size_t, size_t) noexcept
         Status lease(const uint8_t*, size_t, size_t, U32Span, LeaseResult*) noexcept
@@ -447,11 +449,13 @@ cdef class Pool:
 
     # rows
 
-    def claim_row(self, session, group, pid):
+    def claim_row(self, session, group, pid, registers_memory=False):
         cdef const uint8_t* session_bytes = <const uint8_t*>PyBytes_AS_STRING(_id16(session, "session"))
         cdef const uint8_t* group_bytes = <const uint8_t*>PyBytes_AS_STRING(_id16(group, "group"))
         cdef uint32_t row = 0
-        cdef Status status = self.pool.get().claim_row(session_bytes, group_bytes, pid, &row)
+        cdef Status status = self.pool.get().claim_row(
+            session_bytes, group_bytes, pid, registers_memory, &row
+        )
         if not status.ok():
             raise _error(status)
         return row
@@ -466,6 +470,7 @@ cdef class Pool:
                 "group": PyBytes_FromStringAndSize(<char*>rows[i].group.data(), 16),
                 "pid": rows[i].pid,
                 "old": bool(rows[i].old),
+                "registers_memory": bool(rows[i].registers_memory),
             }
             for i in range(rows.size())
         ]
@@ -477,6 +482,16 @@ cdef class Pool:
             status = self.pool.get().row_gone(number)
         if not status.ok():
             raise _error(status)
+
+    def row_stranded(self, row):
+        cdef uint32_t number = _row(row)
+        cdef uint64_t kept_bytes = 0
+        cdef Status status
+        with nogil:
+            status = self.pool.get().row_stranded(number, &kept_bytes)
+        if not status.ok():
+            raise _error(status)
+        return kept_bytes
 
     def row_quiesced(self, row):
         cdef uint32_t number = _row(row)

@@ -107,6 +107,26 @@ class Handlers:
     def quiesced(self, row: int) -> None:
         self._pool.row_quiesced(row)
 
+    def stranded(self) -> list[dict[str, Any]]:
+        return [
+            {"row": one.seen.row, "session": encode(one.seen.session), "kept_bytes": one.kept_bytes}
+            for one in self._attach.stranded()
+        ]
+
+    def clear_stranded(self, sessions: list[str] | None) -> None:
+        """Begins it; `cleared` is an event."""
+        chosen = None if sessions is None else [decode(name) for name in sessions]
+
+        async def clear() -> None:
+            try:
+                cleared = await self._attach.clear_stranded(chosen)
+            except KeyError:
+                tell("cleared", rows=None)
+            else:
+                tell("cleared", rows=[one.seen.row for one in cleared])
+
+        self._clearing = asyncio.ensure_future(clear())
+
     def heartbeat(self) -> None:
         self._pool.heartbeat()
 

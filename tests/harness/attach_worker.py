@@ -34,6 +34,7 @@ def make_request(
     engine_slices: int = 1,
     protocol: int = PROTOCOL_VERSION,
     token: str = "",
+    registers_memory: bool = False,
 ) -> AttachRequest:
     """A request that a server accepts, but for what the test changes."""
     facts = facts or FACTS
@@ -49,6 +50,7 @@ def make_request(
         slice=None if is_scheduler else part,
         facts=None if is_scheduler else facts,
         token=token,
+        registers_memory=registers_memory,
     )
 
 

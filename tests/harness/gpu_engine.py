@@ -205,6 +205,7 @@ class GpuEngine:
             self.blocks.part,
             engine=self.engine,
             pages=Pinner(self.engine, 0) if pin else PageWarmer(),
+            registers_memory=True,
         )
         mover = DeviceMover(
             self.client,
@@ -425,6 +426,13 @@ class GpuEngine:
             "bad": self.counts["bad blocks"] - before["bad blocks"],
         }
 
+    def begin_store(self, seed: int, n_chunks: int) -> bool:
+        """Compute a prompt and begin to store it; returns when its extents are reserved."""
+        admitted = self.admit(seed, n_chunks, look=False)
+        assert admitted is not None
+        self.step(compute=[admitted[0]])
+        return bool(eventually("a copy begins", lambda: self.client.stats()["copies_running"]))
+
     def break_device(self, seed: int, n_chunks: int, fault: str) -> dict[str, Any]:
         """The device breaks while a prompt is loaded; what the worker says of it, and of the store after it."""
         admitted = self.admit(seed, n_chunks)
@@ -618,7 +626,7 @@ def main() -> None:
     child = _Child()
     own = [name for name in dir(_Child) if not name.startswith("_")]
     handlers = {name: getattr(child, name) for name in own}
-    for name in ("store", "load", "churn", "break_device"):
+    for name in ("store", "load", "churn", "break_device", "begin_store"):
         handlers[name] = partial(_on_engine, child, name)
     serve(handlers)
 

@@ -82,6 +82,7 @@ class RpcClient:
         identity: LayoutIdentity | None = None,
         token: str = "",
         facts: dict[str, Any] | None = None,
+        registers_memory: bool = False,
     ) -> None:
         self.socket_dir = socket_dir
         self.facts = facts or FACTS
@@ -92,6 +93,7 @@ class RpcClient:
         self.layout = identity or layout()
         self.engine_slices = engine_slices
         self.token = token
+        self.registers_memory = registers_memory
         self.seq = 0
         self.epoch = 0
         self.attachment: Attachment | None = None
@@ -117,6 +119,7 @@ class RpcClient:
                 slice=self.slice,
                 facts=None if self.slice is None else self.facts,
                 old_epoch=self.epoch,
+                registers_memory=self.registers_memory,
                 token=self.token,
             ),
             process_locks(),

@@ -281,6 +281,9 @@ def test_a_session_comes_back_as_what_it_was(server: AttachServerChild, place: P
     with pytest.raises(ChildError) as caught:
         attach(worker, place, name("one"), layers=[0, 1])
     assert (caught.value.code, caught.value.field) == ("bad_request", "slice.layers")
+    with pytest.raises(ChildError) as caught:
+        attach(worker, place, name("one"), registers_memory=True)
+    assert (caught.value.code, caught.value.field) == ("bad_request", "registers_memory")
 
 
 @pytest.mark.fast
@@ -555,6 +558,70 @@ def test_an_old_process_that_dies_later_is_noticed(
         assert second.event("gone")["row"] == row
         until(lambda: rows_of(second) == {})
         assert pool_bytes(second, "quarantined") == 0
+
+
+def restarted_while_it_dies(
+    place: Place, log: Path, servers: contextlib.ExitStack, **request: Any
+) -> tuple[AttachServerChild, int]:
+    """A server, and the row of a process that reserved two extents and died between it and the server before."""
+    with AttachServerChild(place, log=log) as first, new_worker(log) as worker:
+        row = attach(worker, place, name("one"), **request)
+        reserve(first, row, 1, 2)
+        first.kill()
+        worker.kill()
+    second = servers.enter_context(AttachServerChild(place, log=log))
+    assert second.event("gone")["row"] == row
+    return second, row
+
+
+def test_what_the_device_of_a_process_that_died_unseen_may_write_is_kept_until_somebody_clears_it(
+    place: Place, log: Path
+) -> None:
+    with contextlib.ExitStack() as servers:
+        second, row = restarted_while_it_dies(place, log, servers, registers_memory=True)
+        kept = {"row": row, "session": name("one"), "kept_bytes": 2 * RECORD_BYTES}
+        until(lambda: second.ask("stranded") == [kept])
+        assert second.ask("stats")["stranded_bytes"] == 2 * RECORD_BYTES
+        assert pool_bytes(second, "quarantined") == 2 * RECORD_BYTES
+        second.kill()
+        with AttachServerChild(place, log=log) as third, new_worker(log) as other:
+            until(lambda: third.ask("stranded") == [kept])
+            assert pool_bytes(third, "quarantined") == 2 * RECORD_BYTES
+            with pytest.raises(ChildError, match="choose another") as caught:
+                attach(other, place, name("one"))
+            assert (caught.value.code, caught.value.field) == ("refused", "session")
+            assert attach(other, place, name("two")) != row
+            third.ask("clear_stranded", sessions=[name("one"), name("two")])
+            assert third.event("cleared")["rows"] is None
+            assert pool_bytes(third, "quarantined") == 2 * RECORD_BYTES
+            third.ask("clear_stranded", sessions=[name("one")])
+            assert third.event("cleared")["rows"] == [row]
+            assert pool_bytes(third, "quarantined") == 0
+            assert third.ask("stranded") == []
+            assert row not in rows_of(third)
+            third.ask("validate")
+
+
+def test_only_registered_memory_strands(place: Place, log: Path) -> None:
+    with contextlib.ExitStack() as servers:
+        second, _ = restarted_while_it_dies(place, log, servers)
+        until(lambda: rows_of(second) == {})
+        assert (second.ask("stranded"), pool_bytes(second, "quarantined")) == ([], 0)
+
+
+@pytest.mark.parametrize("end", ["kill", "goodbye"])
+def test_an_end_that_the_server_sees_strands_nothing(place: Place, log: Path, end: str) -> None:
+    with AttachServerChild(place, log=log) as first, new_worker(log) as worker:
+        row = attach(worker, place, name("one"), registers_memory=True)
+        reserve(first, row, 1)
+        first.kill()
+        with AttachServerChild(place, log=log) as second:
+            attach(worker, place, name("one"), registers_memory=True)
+            assert pool_bytes(second, "quarantined") == RECORD_BYTES
+            worker.kill() if end == "kill" else worker.ask("goodbye", session=name("one"))
+            assert second.event("gone")["row"] == row
+            until(lambda: rows_of(second) == {})
+            assert (second.ask("stranded"), pool_bytes(second, "quarantined")) == ([], 0)
 
 
 def test_an_old_session_is_no_other_process_to_have(place: Place, worker: Child, log: Path) -> None:

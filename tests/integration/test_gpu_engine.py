@@ -118,6 +118,20 @@ def test_a_server_killed_in_mid_copy_leaves_no_wrong_byte(
     child.ask("close")
 
 
+def test_an_engine_killed_in_mid_copy_while_no_server_runs_is_stranded(
+    engine: Start, server: ServerProcess
+) -> None:
+    child = engine(DELAY_US=300_000)
+    session = child.ask("connect")
+    assert child.ask("begin_store", seed=1, n_chunks=4)
+    server.kill()
+    child.kill()
+    server.start()
+    [row] = server.get("/v1/stranded")["stranded"]
+    assert row["session"] == session
+    assert server.get("/v1/status")["pool"]["quarantined_bytes"] == row["kept_bytes"] > 0
+
+
 # -- pinning ------------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import pytest
 from kvstrata.errors import LayoutRefused, NotPermitted
 from kvstrata.rpc import wire
 from kvstrata.types import KEY_BYTES, Role, unpack_extents
+from tests.harness.cache_engine import eventually
+from tests.harness.child import Child
 from tests.harness.rpc_client import (
     CHUNK_TOKENS,
     PAYLOAD_BYTES,
@@ -890,6 +893,36 @@ def test_after_sigkill_the_next_server_serves_what_was_there(start: Callable[...
         for extent, key in zip(unpack_extents(reply.extents), keys_of(chain), strict=True):
             assert client.read(extent) == payload(key)
         assert client.release([(client.session, reply.seq)]) == 1
+
+
+def test_an_admin_sees_and_frees_what_a_device_may_still_write(tmp_path: Path) -> None:
+    def ctl(server: ServerProcess, *arguments: str) -> Any:
+        command = [sys.executable, "-m", "kvstrata", "ctl", "--url", server.url, "--json"]
+        found = subprocess.run([*command, "stranded", *arguments], capture_output=True, text=True)
+        return json.loads(found.stdout) if found.returncode == 0 else found.stderr
+
+    with (
+        ServerProcess(tmp_path / "server", l1_mb=16) as server,
+        Child("tests.harness.rpc_holder", log=tmp_path / "holder.log") as holder,
+    ):
+        server.start()
+        session = holder.ask("reserve", socket_dir=str(server.socket_dir), n_chunks=3)
+        server.kill()
+        holder.kill()
+        server.start()
+        eventually("the session is stranded", lambda: ctl(server, "list")["stranded"])
+        [row] = ctl(server, "list")["stranded"]
+        pool = server.get("/v1/status")["pool"]
+        assert (row["session"], row["kept_bytes"]) == (session, pool["quarantined_bytes"])
+        assert pool["quarantined_bytes"] >= 3 * RECORD_BYTES
+        with urllib.request.urlopen(f"{server.url}/metrics") as page:
+            assert f"kvstrata_attach_stranded_bytes {float(row['kept_bytes'])}" in page.read().decode()
+        assert session in server.log_tail()
+        for wrong in ("ab" * 16, "x", "ab"):
+            assert f"session: '{wrong}' is not stranded" in ctl(server, "clear", wrong)
+        assert ctl(server, "clear", "all") == {"cleared": [row]}
+        assert ctl(server, "list") == {"stranded": []}
+        assert server.get("/v1/status")["pool"]["quarantined_bytes"] == 0
 
 
 def test_a_chunk_damaged_while_no_server_ran_is_a_miss(start: Callable[..., ServerProcess]) -> None:

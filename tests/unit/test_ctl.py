@@ -61,6 +61,14 @@ def test_tokens_that_are_no_json_are_named(capsys, tmp_path):
     assert str(file) in capsys.readouterr().err
 
 
+def test_what_stranded_commands_ask():
+    def asked(*arguments):
+        return ctl._request(ctl.parser().parse_args(["stranded", *arguments]))
+
+    assert asked("list") == ctl.Ask("/v1/stranded")
+    assert asked("clear", "ab12") == ctl.Ask("/v1/stranded/clear", {"session": "ab12"})
+
+
 @pytest.mark.parametrize(
     ("arguments", "asked"),
     [

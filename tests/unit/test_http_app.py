@@ -74,6 +74,12 @@ class PlainEngine:
     async def clear(self, tier: str, tenant: str | None) -> dict[str, int]:
         return {"l1": 3}
 
+    def stranded(self) -> list[dict[str, Any]]:
+        return [{"session": "ab"}]
+
+    async def clear_stranded(self, session: str) -> list[dict[str, Any]]:
+        return [{"session": session}]
+
 
 @pytest.fixture
 def engine() -> PlainEngine:
@@ -95,6 +101,9 @@ async def test_every_route_answers(engine):
         assert (await http.post("/v1/prefetch", json={"tokens": [1, 2]})).json() == {"job": 7}
         assert (await http.get("/v1/prefetch/7")).json() == {"job": 7}
         assert (await http.post("/v1/clear", json={"tier": "l1"})).json() == {"l1": 3}
+        assert (await http.get("/v1/stranded")).json() == {"stranded": [{"session": "ab"}]}
+        cleared = await http.post("/v1/stranded/clear", json={"session": "ab"})
+        assert cleared.json() == {"cleared": [{"session": "ab"}]}
         assert (await http.get("/openapi.json")).status_code == 200
 
 

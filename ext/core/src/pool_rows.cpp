@@ -14,7 +14,7 @@ bool Pool::is_row(std::uint32_t row) const noexcept {
 }
 
 Status Pool::claim_row(const std::uint8_t* session, const std::uint8_t* group, std::uint64_t pid,
-                       std::uint32_t* out) noexcept {
+                       bool registers_memory, std::uint32_t* out) noexcept {
   const std::lock_guard lock(mutex_);
   KVSTRATA_RETURN_IF_ERROR(check_open());
   std::uint32_t chosen = 0;
@@ -33,6 +33,9 @@ Status Pool::claim_row(const std::uint8_t* session, const std::uint8_t* group, s
   std::memcpy(record.session, session, sizeof record.session);
   std::memcpy(record.group, group, sizeof record.group);
   store_word(record.pid, pid);
+  // What an earlier epoch's attach said of the same process holds on.
+  const std::uint64_t flags = registers_memory ? kRowFlagRegistersMemory : 0;
+  store_word(record.flags, known ? load_word(record.flags) | flags : flags);
   if (!known) {
     store_word(record.epoch, epoch_);
     store_word<std::uint64_t>(record.claimed, 1);
@@ -53,16 +56,23 @@ std::vector<RowInfo> Pool::rows() noexcept {
     std::copy(std::begin(record.group), std::end(record.group), info.group.begin());
     info.pid = load_word(record.pid);
     info.old = load_word(record.epoch) != epoch_;
+    info.registers_memory = (load_word(record.flags) & kRowFlagRegistersMemory) != 0;
     result.push_back(info);
   }
   return result;
 }
 
-// Entries of earlier epochs need not wait for this row any more.
-void Pool::forget_old_row(std::uint32_t row) {
+// Entries of earlier epochs need not wait for this row any more; with `keep_quarantine` only those
+// that others read. Returns the bytes of those that go on waiting for it.
+std::uint64_t Pool::forget_old_row(std::uint32_t row, bool keep_quarantine) {
   std::vector<std::uint32_t> settled;
+  std::uint64_t kept_bytes = 0;
   for (auto& [entry, mask] : old_rows_) {
     if (!mask.test(row)) continue;
+    if (keep_quarantine && index_.state(entry) == EntryState::kQuarantined) {
+      kept_bytes += extent_bytes(entry);
+      continue;
+    }
     mask.clear(row);
     if (!mask.any()) settled.push_back(entry);
     if (local_[entry].leases == 0) set_rows(entry, mask);
@@ -72,12 +82,10 @@ void Pool::forget_old_row(std::uint32_t row) {
     change_blockers(entry, true, [](EntryLocal& local) { local.held_back -= 1; });
     free_if_untouched(entry);
   }
+  return kept_bytes;
 }
 
-Status Pool::row_gone(std::uint32_t row) noexcept {
-  const std::lock_guard lock(mutex_);
-  KVSTRATA_RETURN_IF_ERROR(check_open());
-  if (row == 0 || !is_row(row)) return Status(StatusCode::kNotFound, "row: not claimed", row);
+void Pool::end_row(std::uint32_t row) {
   for (auto lease = leases_.begin(); lease != leases_.end();) {
     const auto next = std::next(lease);
     if (lease->second.rows.test(row)) {
@@ -96,12 +104,28 @@ Status Pool::row_gone(std::uint32_t row) noexcept {
     }
     reservation = reservations_.erase(reservation);
   }
-  forget_old_row(row);
+  forget_old_row(row, false);
   // What is still held here is no longer this process's debt.
   for (const std::uint32_t entry : quarantine_) {
     if (load_word(index_.cold(entry).owner) == row) release_owner(entry);
   }
   store_word<std::uint64_t>(index_.row(row).claimed, 0);
+}
+
+Status Pool::row_gone(std::uint32_t row) noexcept {
+  const std::lock_guard lock(mutex_);
+  KVSTRATA_RETURN_IF_ERROR(check_open());
+  if (row == 0 || !is_row(row)) return Status(StatusCode::kNotFound, "row: not claimed", row);
+  end_row(row);
+  return Status();
+}
+
+Status Pool::row_stranded(std::uint32_t row, std::uint64_t* kept_bytes) noexcept {
+  const std::lock_guard lock(mutex_);
+  KVSTRATA_RETURN_IF_ERROR(check_open());
+  if (row == 0 || !is_row(row)) return Status(StatusCode::kNotFound, "row: not claimed", row);
+  *kept_bytes = forget_old_row(row, true);
+  if (*kept_bytes == 0) end_row(row);
   return Status();
 }
 
@@ -109,7 +133,7 @@ Status Pool::row_quiesced(std::uint32_t row) noexcept {
   const std::lock_guard lock(mutex_);
   KVSTRATA_RETURN_IF_ERROR(check_open());
   if (row == 0 || !is_row(row)) return Status(StatusCode::kNotFound, "row: not claimed", row);
-  forget_old_row(row);
+  forget_old_row(row, false);
   store_word(index_.row(row).epoch, epoch_);
   return Status();
 }

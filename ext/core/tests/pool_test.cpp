@@ -74,10 +74,10 @@ struct Fixture {
     options.policy = policy;
     CHECK_OK(Pool::create(files.index, files.extents, options, &pool));
   }
-  std::uint32_t row(std::uint8_t name) {
+  std::uint32_t row(std::uint8_t name, bool registers_memory = false) {
     std::uint8_t id[16] = {name};
     std::uint32_t result = 0;
-    CHECK_OK(pool->claim_row(id, id, 1000 + name, &result));
+    CHECK_OK(pool->claim_row(id, id, 1000 + name, registers_memory, &result));
     return result;
   }
   Pool::ReserveResult reserve(const std::vector<Key>& keys, std::uint32_t row = 0,
@@ -556,14 +556,14 @@ TEST(rows_run_out_with_an_error) {
   for (std::uint32_t i = 1; i < kRowCount; ++i) {
     std::uint8_t id[16] = {static_cast<std::uint8_t>(i), 1};
     std::uint32_t row = 0;
-    CHECK_OK(f.pool->claim_row(id, id, i, &row));
+    CHECK_OK(f.pool->claim_row(id, id, i, false, &row));
     CHECK_EQ(row, i);
   }
   std::uint8_t id[16] = {0, 2};
   std::uint32_t row = 0;
-  CHECK_EQ(f.pool->claim_row(id, id, 1, &row).code(), StatusCode::kNoSpace);
+  CHECK_EQ(f.pool->claim_row(id, id, 1, false, &row).code(), StatusCode::kNoSpace);
   std::uint8_t known[16] = {5, 1};
-  CHECK_OK(f.pool->claim_row(known, known, 99, &row));
+  CHECK_OK(f.pool->claim_row(known, known, 99, false, &row));
   CHECK_EQ(row, 5);
 }
 
@@ -631,6 +631,55 @@ TEST(a_second_crash_forgets_nobody) {
   }
   CHECK_OK(f.pool->row_quiesced(a));
   CHECK_EQ(f.count(EntryState::kQuarantined), 0);
+  CHECK_OK(f.pool->validate());
+}
+
+TEST(what_a_device_may_still_write_stays_quarantined_until_its_row_is_said_to_be_gone) {
+  Fixture f;
+  const std::uint32_t gpu = f.row(1, true), host = f.row(2);
+  const auto leased = chain(1, 3);
+  f.store(leased);
+  f.lease(leased, {gpu});
+  f.reserve(chain(2, 2), gpu);
+  f.reserve(chain(3, 1), host);
+  for (int crash = 0; crash < 2; ++crash) {
+    f.adopt();
+    CHECK_EQ(f.row(1), gpu);  // attached again without saying it: the flag stays
+    for (const RowInfo& row : f.pool->rows())
+      CHECK_EQ(row.registers_memory, row.row == gpu);
+    std::uint64_t kept = 0;
+    CHECK_OK(f.pool->row_stranded(gpu, &kept));
+    CHECK_EQ(kept, 2 * kRecordBytes);
+    CHECK_EQ(f.count(EntryState::kQuarantined), crash == 0 ? 3 : 2);
+    CHECK_OK(f.pool->validate());
+    if (crash == 0) CHECK_OK(f.pool->row_gone(host));
+    CHECK_EQ(f.pool->rows().size(), 1);
+  }
+  // What it only read is like any other chunk again.
+  for (std::uint64_t p = 10; p < 60; ++p)
+    f.store(chain(p, 4));
+  CHECK_EQ(f.count(EntryState::kUnverified), 0);
+  CHECK_EQ(f.count(EntryState::kQuarantined), 2);
+  CHECK_OK(f.pool->row_gone(gpu));
+  CHECK_EQ(f.count(EntryState::kQuarantined), 0);
+  CHECK_EQ(f.pool->rows().size(), 0);
+  CHECK_OK(f.pool->validate());
+  // A new session in this row starts afresh.
+  CHECK_EQ(f.row(3), gpu);
+  CHECK(!f.pool->rows()[0].registers_memory);
+}
+
+TEST(a_stranded_row_with_nothing_to_keep_ends) {
+  Fixture f;
+  const std::uint32_t gpu = f.row(1, true);
+  f.store(chain(1, 2));
+  f.lease(chain(1, 2), {gpu});
+  f.adopt();
+  std::uint64_t kept = 9;
+  CHECK_OK(f.pool->row_stranded(gpu, &kept));
+  CHECK_EQ(kept, 0);
+  CHECK_EQ(f.pool->rows().size(), 0);
+  CHECK_EQ(f.pool->row_stranded(gpu, &kept).code(), StatusCode::kNotFound);
   CHECK_OK(f.pool->validate());
 }
 
@@ -807,7 +856,7 @@ TEST(a_closed_pool_refuses) {
   f.pool->close();
   std::uint8_t id[16] = {};
   std::uint32_t row = 0;
-  CHECK_EQ(f.pool->claim_row(id, id, 1, &row).code(), StatusCode::kClosed);
+  CHECK_EQ(f.pool->claim_row(id, id, 1, false, &row).code(), StatusCode::kClosed);
   CHECK_EQ(f.pool->validate().code(), StatusCode::kClosed);
   CHECK_EQ(f.peek(chain(1, 1)), 0);
 }

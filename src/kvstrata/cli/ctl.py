@@ -115,6 +115,13 @@ def parser() -> argparse.ArgumentParser:
     prefetch.add_argument("--budget-bytes", type=int, default=1 << 30)
     job = commands.add_parser("job", help="outcome of a prefetch")
     job.add_argument("number", type=int)
+    stranded = commands.add_parser(
+        "stranded", help="sessions that ended unseen and whose device may still write into L1"
+    )
+    steps = stranded.add_subparsers(dest="action", required=True, metavar="ACTION")
+    steps.add_parser("list", help="what they keep in quarantine")
+    free = steps.add_parser("clear", help="free it: their devices do not write any more")
+    free.add_argument("session", help="as `list` tells it, or all")
     cluster = commands.add_parser("cluster", help="ask the controller of a cluster")
     ctl_cluster.add(cluster, _seconds)
     l2 = commands.add_parser("l2", help="list, export, add, drain, resume or remove L2 adapters")
@@ -199,6 +206,10 @@ def _request(options: argparse.Namespace) -> Ask:
             return Ask(f"/v1/prefetch/{options.number}")
         case "clear":
             return Ask("/v1/clear", {"tier": options.tier, "tenant": options.tenant})
+        case "stranded" if options.action == "list":
+            return Ask("/v1/stranded")
+        case "stranded":
+            return Ask("/v1/stranded/clear", {"session": options.session})
         case "l2":
             return _l2_request(options)
         case "cluster":

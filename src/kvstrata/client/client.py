@@ -90,11 +90,13 @@ class CacheClient:
         facts: dict[str, Any] | None = None,
         engine: Engine | None = None,
         pages: Pages | None = None,
+        registers_memory: bool = False,
     ) -> None:
         """`group` are 16 bytes that all processes of one engine share, `engine_slices` how many slices they hold.
 
         `slice` is what this process reads and writes, None for a scheduler.  `engine` copies and
         `pages` prepares the pool's pages for it (the client closes both); by default blocks are in host memory.
+        With `registers_memory` a device may access the pool on behalf of this process, see `wire.AttachRequest`.
         Raises ValueError for senseless arguments and ConfigError for unusable settings; never because of the server.
         """
         if len(group) != wire.SESSION_BYTES:
@@ -111,6 +113,7 @@ class CacheClient:
         self._engine_slices = engine_slices
         self._slice = slice
         self._facts = facts
+        self._registers_memory = registers_memory
         self.session = secrets.token_bytes(wire.SESSION_BYTES)
         self.slice_digest = slice.digest() if slice is not None else b""
         """Of the own slice; b"" for a scheduler."""
@@ -397,6 +400,7 @@ class CacheClient:
             slice=self._slice,
             facts=self._facts,
             old_epoch=old_epoch,
+            registers_memory=self._registers_memory,
             token=_token(self._settings),
         )
 

@@ -11,7 +11,9 @@ Invariants
 1. A row belongs to a process, not to a connection or a clock.  A closed connection only *detaches* the
    session. The row ends (`Pool.row_gone`) when the process is dead: its pidfd is readable, or, for rows
    from before a server restart, nobody locks the row's byte of sessions.lock.  Other than that only its
-   owner's "bye" ends it.
+   owner's "bye" ends it.  A free byte does not say that a device has stopped: the kernel drops the locks of a
+   dying process before its driver tears its contexts down.  So a row from before the restart whose session
+   registered memory is then *stranded*: what is quarantined because of it stays so until `clear_stranded`.
 2. A row that was claimed but never locked was never announced to the rest of the server, so nothing can be
    reserved by it; it ends with its connection.
 3. `on_gone` has returned before `row_gone` is called: no operation of that session runs any more.
@@ -33,6 +35,7 @@ import logging
 import os
 import socket
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -80,6 +83,15 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     """Tenants it may use, None = all."""
     resumed: bool = False
     """It was attached before: to this server, or to one whose pool was adopted."""
+    registers_memory: bool = False
+    """A device may access the extents on its behalf."""
+
+
+class Stranded(NamedTuple):
+    """A row that keeps extents in quarantine although its process has ended."""
+
+    seen: SessionRow
+    kept_bytes: int
 
 
 class AttachHooks(Protocol):
@@ -181,6 +193,7 @@ class AttachServer:
         self._sessions: dict[bytes, _Session] = {}
         self._retiring: set[int] = set()  # rows whose row_gone is under way
         self._old_rows: dict[int, SessionRow] = {}  # from before the restart, owner not yet known
+        self._stranded: dict[int, Stranded] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
@@ -196,7 +209,12 @@ class AttachServer:
         for row in self._pool.rows():
             if row["old"]:
                 self._old_rows[row["row"]] = SessionRow(
-                    row=row["row"], session=row["session"], group=row["group"], pid=row["pid"], request=None
+                    row=row["row"],
+                    session=row["session"],
+                    group=row["group"],
+                    pid=row["pid"],
+                    request=None,
+                    registers_memory=row["registers_memory"],
                 )
         await self.sweep_old_rows()
         if self._old_rows:
@@ -240,6 +258,26 @@ class AttachServer:
         """Sessions whose handshake was completed and whose processes live, attached or detached."""
         return [session.seen for session in self._sessions.values() if session.announced]
 
+    def stranded(self) -> list[Stranded]:
+        """Sessions that ended unseen and whose device may still write, as far as anybody knows."""
+        return list(self._stranded.values())
+
+    async def clear_stranded(self, sessions: Sequence[bytes] | None = None) -> list[Stranded]:
+        """Somebody knows that no device writes for these (None: all) any more; their extents are free.
+
+        Returns those that were stranded. Raises KeyError, and clears none, for a session that is not.
+        """
+        by_name = {one.seen.session: one for one in self._stranded.values()}
+        chosen = (
+            list(by_name.values())
+            if sessions is None
+            else [by_name[name] for name in dict.fromkeys(sessions)]
+        )
+        for one in chosen:
+            del self._stranded[one.seen.row]
+        await asyncio.shield(asyncio.gather(*(self._retire(one.seen) for one in chosen)))
+        return chosen
+
     def stats(self) -> dict[str, Any]:
         """Counts of connections and sessions by state, and of refusals by error code."""
         announced = [session for session in self._sessions.values() if session.announced]
@@ -248,6 +286,8 @@ class AttachServer:
             "attached": sum(session.attached for session in announced),
             "detached": sum(not session.attached for session in announced),
             "old_rows": len(self._old_rows),
+            "stranded": len(self._stranded),
+            "stranded_bytes": sum(one.kept_bytes for one in self._stranded.values()),
             "refused": dict(self._refused),
         }
 
@@ -430,7 +470,7 @@ class AttachServer:
         if known is not None:
             self._check_old_row(known, peer, request)
         try:
-            row = self._pool.claim_row(request.session, request.group, peer.pid)
+            row = self._pool.claim_row(request.session, request.group, peer.pid, request.registers_memory)
         except PoolError as error:
             raise Refused(f"no row for this session: {error}; end other engines", field="session") from error
         seen = SessionRow(
@@ -441,6 +481,7 @@ class AttachServer:
             request=request,
             tenants=tenants,
             resumed=known is not None,
+            registers_memory=request.registers_memory,
         )
         session = _Session(seen, request, pidfd, from_old_row=known is not None)
         self._sessions[request.session] = session
@@ -449,6 +490,8 @@ class AttachServer:
 
     def _check_old_row(self, known: Row, peer: linux.Peer, request: AttachRequest) -> None:
         row = known["row"]
+        if row in self._stranded:
+            raise Refused("session: its earlier process has ended; choose another", field="session")
         if row in self._retiring:
             raise Refused("session: its earlier process is being cleaned up; try again", field="session")
         locker = linux.byte_locker(self._fds.sessions_lock, row)
@@ -544,17 +587,35 @@ class AttachServer:
         self._loop.remove_reader(session.pidfd)
         os.close(session.pidfd)
 
-    def _retire(self, seen: SessionRow, link: _Link | None = None) -> asyncio.Task[None]:
-        """Starts the end of a row nobody owns any more; `link` gets an "ok" when it is over."""
+    def _retire(
+        self, seen: SessionRow, link: _Link | None = None, *, unseen: bool = False
+    ) -> asyncio.Task[None]:
+        """Starts the end of a row nobody owns any more; `link` gets an "ok" when it is over.
+
+        `unseen`: only its lock tells that the process has ended.
+        """
         self._retiring.add(seen.row)
-        task = asyncio.create_task(self._end_row(seen, link), name=f"attach-end-row-{seen.row}")
+        task = asyncio.create_task(self._end_row(seen, link, unseen), name=f"attach-end-row-{seen.row}")
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
-    async def _end_row(self, seen: SessionRow, link: _Link | None) -> None:
+    async def _end_row(self, seen: SessionRow, link: _Link | None, unseen: bool) -> None:
         await self._hooks.on_gone(seen)
-        await self._loop.run_in_executor(self._lane, self._pool.row_gone, seen.row)
+        if unseen and seen.registers_memory:
+            kept_bytes = await self._loop.run_in_executor(self._lane, self._pool.row_stranded, seen.row)
+            if kept_bytes:
+                self._stranded[seen.row] = Stranded(seen, kept_bytes)
+                _log.warning(
+                    "attach: process %d of session %s ended while no server watched, and its device may still write "
+                    "into %d bytes of L1; when you know that it does not, free them: kvstrata ctl stranded clear %s",
+                    seen.pid,
+                    seen.session.hex(),
+                    kept_bytes,
+                    seen.session.hex(),
+                )
+        else:
+            await self._loop.run_in_executor(self._lane, self._pool.row_gone, seen.row)
         self._retiring.discard(seen.row)
         if link is not None and link in self._links:
             with contextlib.suppress(OSError):
@@ -576,7 +637,7 @@ class AttachServer:
         for row, seen in list(self._old_rows.items()):
             if row not in claimed and linux.byte_locker(self._fds.sessions_lock, row) is None:
                 del self._old_rows[row]
-                ending.append(self._retire(seen))
+                ending.append(self._retire(seen, unseen=True))
         await asyncio.gather(*ending, return_exceptions=True)
         return len(self._old_rows)
 

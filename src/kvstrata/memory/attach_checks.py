@@ -98,7 +98,7 @@ def check_company(request: AttachRequest, others: Iterable[AttachRequest]) -> No
 
 def check_resumed(request: AttachRequest, earlier: AttachRequest) -> None:
     """Raises BadRequest when a session that attaches again declares something else than before."""
-    fields = ("group", "role", "layout", "engine_slices", "slice")
+    fields = ("group", "role", "layout", "engine_slices", "slice", "registers_memory")
     _check_same(request, earlier, fields, "this session before")
 
 

@@ -46,13 +46,17 @@ class PoolFormatError(SegmentError):
     def __init__(self, field: str, found: int, expected: int) -> None: ...
 
 class Row(TypedDict):
-    """An attached process. `old`: claimed in an earlier epoch and not quiesced yet."""
+    """An attached process. `old`: claimed in an earlier epoch and not quiesced yet.
+
+    `registers_memory`: a device may access the extents on its behalf.
+    """
 
     row: int
     session: bytes
     group: bytes
     pid: int
     old: bool
+    registers_memory: bool
 
 class Hold:
     """A reference on an extent: while it lives, the bytes belong to `key`. Comes from `Pool.hold`.
@@ -141,11 +145,20 @@ class Pool:
         """The server's own mapping of the extents, valid until the pool and its last hold are gone."""
     @property
     def closed(self) -> bool: ...
-    def claim_row(self, session: bytes, group: bytes, pid: int) -> int:
-        """Row of a session (16-byte ids): its old one where it has one. PoolError `sessions_full`."""
+    def claim_row(self, session: bytes, group: bytes, pid: int, registers_memory: bool = False) -> int:
+        """Row of a session (16-byte ids): its old one where it has one. PoolError `sessions_full`.
+
+        `registers_memory` stays true for a row that said so once.
+        """
     def rows(self) -> list[Row]: ...
     def row_gone(self, row: int) -> None:
         """The process is dead: ends its reservations, its shares of leases, its quarantine, and frees the row."""
+    def row_stranded(self, row: int) -> int:
+        """As `row_gone`, where a device may still write on the process's behalf.
+
+        What is quarantined because of the row stays so; its bytes are returned.  When there are any, the row stays
+        claimed, over restarts too, until `row_gone`.
+        """
     def row_quiesced(self, row: int) -> None:
         """The live process touches nothing of earlier epochs any more."""
     def peek(self, keys: Buffer, n_slices: int = 1) -> int:

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity, Role, Slice
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 8 << 20
 """A larger request is dropped by the socket and its sender disconnected."""
 MAX_CHUNKS = 65_536
@@ -429,6 +429,9 @@ class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Derived layout facts behind `slice.layout`: the same identity with other facts is refused, naming the field."""
     old_epoch: int = 0
     """Epoch of the attachment before, 0 for none."""
+    registers_memory: bool = False
+    """Whether a device may access the extents on behalf of this process (they are registered with its driver). Such
+    access may outlast the locks of a process that dies, though not its pidfd."""
     token: Annotated[str, Meta(max_length=256)] = ""
     """Proves which tenants this process may use, where the server was given a tenants file."""
     held_locks: Annotated[list[tuple[int, int]], Meta(max_length=MAX_HELD_LOCKS)] = []

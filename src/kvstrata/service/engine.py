@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvstrata.clock import Clock
     from kvstrata.config.model import ServerSettings
     from kvstrata.errors import KvstrataError
-    from kvstrata.memory.attach import SessionRow
+    from kvstrata.memory.attach import AttachServer, SessionRow, Stranded
     from kvstrata.memory.linux import Peer
     from kvstrata.native.pool import Pool
     from kvstrata.process.supervisor import PoolLane, Supervisor
@@ -125,6 +125,8 @@ class Engine:
         self.leases = Leases()
         self.in_flight = InFlight()
         self.explainer = Explainer()
+        self.attach: AttachServer | None = None
+        """Who knows the stranded sessions; None while the server starts."""
         self.cluster: Cluster | None = None
         """What tells the controllers of this instance; None outside a cluster."""
         self.frozen_by: set[str] = set()
@@ -513,6 +515,29 @@ class Engine:
         self._log.info("cleared", tier=tier, tenant="*" if tenant is None else tenant, **dropped)
         return dropped
 
+    def stranded(self) -> list[dict[str, Any]]:
+        """Sessions that ended unseen and keep extents in quarantine, since their device may still write."""
+        return [] if self.attach is None else [_stranded_row(one) for one in self.attach.stranded()]
+
+    async def clear_stranded(self, session: str) -> list[dict[str, Any]]:
+        """Free what a stranded session keeps, or all of them with `session` "all"; those that were cleared.
+
+        Raises BadRequest for a session that is not stranded.
+        """
+        if self.attach is None:
+            raise Unavailable("the server is starting")
+        try:
+            chosen = None if session == "all" else [bytes.fromhex(session)]
+            cleared = await self.attach.clear_stranded(chosen)
+        except (ValueError, KeyError):
+            raise BadRequest(
+                f'session: {session!r:.80} is not stranded; name one that GET /v1/stranded lists, or "all"',
+                field="session",
+            ) from None
+        for one in cleared:
+            self._log.info("stranded_cleared", session=one.seen.session, kept_bytes=one.kept_bytes)
+        return [_stranded_row(one) for one in cleared]
+
     def error_frame(self, seq: int, error: KvstrataError) -> bytes:
         """The reply that carries an error."""
         counters = self.counters.errors
@@ -601,6 +626,17 @@ class Engine:
             **({"l2_prefetch": self.prefetch.stats()} if self.prefetch is not None else {}),
             **{name: section() for name, section in self.extra_status.items()},
         }
+
+
+def _stranded_row(one: Stranded) -> dict[str, Any]:
+    seen = one.seen
+    return {
+        "session": seen.session.hex(),
+        "group": seen.group.hex(),
+        "pid": seen.pid,
+        "row": seen.row,
+        "kept_bytes": one.kept_bytes,
+    }
 
 
 EVENT_EVICTED, EVENT_CLEARED, EVENT_CORRUPT, EVENT_INSERTED, EVENT_QUARANTINED, EVENT_VERIFIED = range(1, 7)

@@ -262,6 +262,7 @@ class Server(Process):
         attach = AttachServer(
             directory / ATTACH_SOCKET, pool, segment.descriptors, engine, instance_id=instance_id
         )
+        engine.attach = attach
         engine.extra_status["attach"] = attach.stats
         engine.extra_status["rpc"] = zmq_server.stats
         self.closers.append(attach.stop)

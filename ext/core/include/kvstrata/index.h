@@ -38,7 +38,7 @@
 namespace kvstrata {
 
 inline constexpr std::uint64_t kIndexMagic = 0x315845444E49564BULL;  // "KVINDEX1"
-inline constexpr std::uint32_t kIndexFormatVersion = 1;
+inline constexpr std::uint32_t kIndexFormatVersion = 2;
 inline constexpr std::size_t kKeyBytes = 32;
 inline constexpr std::uint32_t kRowCount = 128;
 inline constexpr std::uint32_t kMaxSlabs = 64;
@@ -54,6 +54,9 @@ inline constexpr std::uint64_t kHeartbeatLimitNs = 1'000'000'000;
 inline constexpr std::uint32_t kNoEntry = 0xFFFFFFFFu;
 
 inline constexpr std::uint64_t kIndexFlagHasL2 = 1;
+
+// A device may access the extents on behalf of the row's process.
+inline constexpr std::uint64_t kRowFlagRegistersMemory = 1;
 
 enum class EntryState : std::uint8_t {
   kFree = 0,
@@ -107,7 +110,7 @@ struct RowRecord {
   std::uint8_t group[16];
   std::uint64_t epoch;  // the row's process may touch nothing of epochs before this one
   std::uint64_t pid;
-  std::uint64_t unused;
+  std::uint64_t flags;  // kRowFlag…
 };
 static_assert(sizeof(RowRecord) == 64);
 

@@ -115,6 +115,7 @@ struct RowInfo {
   std::array<std::uint8_t, 16> group;
   std::uint64_t pid;
   bool old;
+  bool registers_memory;
 };
 
 struct ClassStats {
@@ -207,9 +208,13 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   // Rows. Row 0 is the server itself.
   [[nodiscard]] Status claim_row(const std::uint8_t* session, const std::uint8_t* group,
-                                 std::uint64_t pid, std::uint32_t* row) noexcept;
+                                 std::uint64_t pid, bool registers_memory,
+                                 std::uint32_t* row) noexcept;
   std::vector<RowInfo> rows() noexcept;
   [[nodiscard]] Status row_gone(std::uint32_t row) noexcept;
+  // As row_gone, but of a process whose device may still write: what is quarantined because of it,
+  // `kept_bytes`, stays so, and then the row stays claimed until row_gone.
+  [[nodiscard]] Status row_stranded(std::uint32_t row, std::uint64_t* kept_bytes) noexcept;
   [[nodiscard]] Status row_quiesced(std::uint32_t row) noexcept;
 
   // Reading.
@@ -395,7 +400,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void free_if_untouched(std::uint32_t entry);
   void release_owner(std::uint32_t entry) noexcept;
   void end_lease(std::unordered_map<std::uint64_t, Lease>::iterator lease);
-  void forget_old_row(std::uint32_t row);
+  std::uint64_t forget_old_row(std::uint32_t row, bool keep_quarantine);
+  void end_row(std::uint32_t row);
 
   // writing
   ReserveOutcome reserve_one(const ReserveRequest& request, const Key& key, std::uint64_t bytes,

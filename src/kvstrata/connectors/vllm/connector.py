@@ -237,7 +237,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             logger.warning("the ways to copy KV could not be measured: %s", error)
         logger.info("KV of %s is copied by %s: %s", device, engine.engine, engine.reason)
         pages = Pinner(engine, ordinal) if settings.gpu_pin else PageWarmer()
-        client = make_client(engine=engine, pages=pages)
+        client = make_client(engine=engine, pages=pages, registers_memory=True)
         section_at = {base: section for section, base in enumerate(view.section_bases)}
         mover = DeviceMover(
             client,

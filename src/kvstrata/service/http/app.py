@@ -76,6 +76,12 @@ class AdminEngine(Protocol):
     async def clear(self, tier: str, tenant: str | None) -> dict[str, int]:
         """Drop what nobody uses; returns how many chunks left each tier."""
 
+    def stranded(self) -> list[dict[str, Any]]:
+        """Sessions that ended unseen and whose device may still write."""
+
+    async def clear_stranded(self, session: str) -> list[dict[str, Any]]:
+        """Free what they keep; those that were cleared."""
+
 
 class PrefetchBody(BaseModel):
     """Which prompt to bring into L1 before any user asks."""
@@ -96,6 +102,13 @@ class ClearBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
     tier: Literal["l1", "l2", "all"]
     tenant: str | None = None
+
+
+class ClearStrandedBody(BaseModel):
+    """Whose extents no device writes any more."""
+
+    model_config = ConfigDict(extra="forbid")
+    session: str = Field(description="As listed, or `all`.", min_length=1, max_length=64)
 
 
 class AddAdapterBody(BaseModel):
@@ -182,6 +195,19 @@ def make_app(engine: AdminEngine, *, token: str = "") -> FastAPI:
     async def clear(body: ClearBody) -> dict[str, int]:
         """Drop the chunks that nobody uses from a tier."""
         return await engine.clear(body.tier, body.tenant)
+
+    @app.get("/v1/stranded", dependencies=guarded)
+    async def stranded() -> dict[str, list[Any]]:
+        """Sessions with registered memory that ended while no server watched, and what they keep in quarantine.
+
+        Nobody saw their device stop: it may still write there until whoever runs the host says otherwise.
+        """
+        return {"stranded": engine.stranded()}
+
+    @app.post("/v1/stranded/clear", dependencies=guarded)
+    async def clear_stranded(body: ClearStrandedBody) -> dict[str, list[Any]]:
+        """Free what a stranded session keeps: only when neither the system nor the driver lists its process."""
+        return {"cleared": await engine.clear_stranded(body.session)}
 
     def adapters() -> AdapterAdmin:
         if engine.l2 is None:
