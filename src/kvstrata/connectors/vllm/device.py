@@ -45,8 +45,10 @@ class DeviceMover:
         current_stream: Callable[[], int],
     ) -> None:
         """`engine` is the client's, `sections` the record's section of each layer; `current_stream()` is the stream on
-        which the calling thread gives work to the device.
+        which the calling thread gives work to the device.  Raises ValueError where no layer waits for a section.
         """
+        if set(sections.values()) != set(range(plan.section_count)):
+            raise ValueError(f"sections: {sorted(set(sections.values()))}, not all of {plan.section_count}")
         self._client = client
         self._engine = engine
         self._plan = plan
