@@ -14,6 +14,8 @@ from libcpp.vector cimport vector
 
 from core_copying cimport (
     BlockSpan,
+    ByteSpan,
+    ByteSpans,
     CCopyEngine,
     CCopyOutcome,
     CCopyPlan,
@@ -23,6 +25,7 @@ from core_copying cimport (
     CopyKind,
     CopyResult,
     CopySection,
+    CopySpan,
     CRecordHeader,
     CRecordSpec,
     Crc32cPath,
@@ -30,6 +33,10 @@ from core_copying cimport (
     DimSpan,
     Section,
     StoreHint,
+    StridedCopy,
+    StridedLoop,
+    WritableSpan,
+    c_copy_strided,
     c_gather_record,
     c_record_bytes,
     c_scatter_record,
@@ -40,6 +47,7 @@ from core_copying cimport (
     copy_outcome,
     kCrc32cPathCount,
     kMaxSections,
+    kMaxStridedLoops,
     kSkipBlock,
     nanoseconds,
     read_record_header,
@@ -611,6 +619,45 @@ def copy_at(destination, source, length, crc=0, *, cached=False):
     with nogil:
         state = copy_crc32c(dst, src, n, state, hint)
     return state
+
+
+def copy_strided(target_address, target_length, sources, copies):
+    cdef vector[ByteSpan] spans
+    cdef vector[StridedCopy] all_copies
+    cdef StridedCopy* copy
+    cdef StridedLoop* loop
+    cdef Status status
+    cdef unsigned char* target = <unsigned char*><size_t>whole(target_address, "target_address")
+    cdef size_t length = whole(target_length, "target_length")
+    if target == NULL:
+        raise ValueError("target_address: may not be 0")
+    for address, n in sources:
+        if address == 0:
+            raise ValueError("sources: an address may not be 0")
+        spans.push_back(ByteSpan(<const unsigned char*><size_t>whole(address, "sources"), whole(n, "sources")))
+    for source, source_offset, target_offset, loops, run_bytes in copies:
+        if len(loops) > kMaxStridedLoops:
+            raise ValueError(f"copies: at most {kMaxStridedLoops} loops, not {len(loops)}")
+        all_copies.emplace_back()
+        copy = &all_copies.back()
+        copy.source = whole32(source, "copies")
+        copy.source_offset = whole(source_offset, "copies")
+        copy.target_offset = whole(target_offset, "copies")
+        copy.run_bytes = whole(run_bytes, "copies")
+        copy.loop_count = <uint32_t>len(loops)
+        loop = copy.loops_data()
+        for count, source_stride, target_stride in loops:
+            loop.count = whole(count, "copies")
+            loop.source_stride = whole(source_stride, "copies")
+            loop.target_stride = whole(target_stride, "copies")
+            loop += 1
+    with nogil:
+        status = c_copy_strided(
+            CopySpan(all_copies.data(), all_copies.size()),
+            ByteSpans(spans.data(), spans.size()),
+            WritableSpan(target, length),
+        )
+    check(status)
 
 
 def libc_copy_at(destination, source, length):

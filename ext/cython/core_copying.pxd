@@ -157,3 +157,27 @@ cdef inline int set_digest(Digest& digest, object value, str name) except -1:
         raise ValueError(f"{name}: must be 32 bytes, not {PyBytes_GET_SIZE(value)}")
     memcpy(digest.data(), PyBytes_AS_STRING(value), 32)
     return 0
+
+
+cdef extern from "kvstrata/strided.h" namespace "kvstrata" nogil:
+    struct StridedLoop:
+        uint64_t count
+        uint64_t source_stride
+        uint64_t target_stride
+    cdef cppclass StridedCopy:
+        uint32_t source
+        uint32_t loop_count
+        uint64_t source_offset
+        uint64_t target_offset
+        uint64_t run_bytes
+        StridedLoop* loops_data "loops.data" ()
+    const size_t kMaxStridedLoops "kvstrata::StridedCopy::kMaxLoops"
+    cdef cppclass ByteSpan "std::span<const unsigned char>":
+        ByteSpan(const unsigned char* data, size_t n)
+    cdef cppclass ByteSpans "std::span<const std::span<const unsigned char>>":
+        ByteSpans(const ByteSpan* data, size_t n)
+    cdef cppclass WritableSpan "std::span<unsigned char>":
+        WritableSpan(unsigned char* data, size_t n)
+    cdef cppclass CopySpan "std::span<const kvstrata::StridedCopy>":
+        CopySpan(const StridedCopy* data, size_t n)
+    Status c_copy_strided "kvstrata::copy_strided"(CopySpan copies, ByteSpans sources, WritableSpan target)

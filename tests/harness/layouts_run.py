@@ -29,6 +29,8 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view, check_groups, chunk_bytes
 from kvstrata.connectors.vllm.layer_kinds import layer_kinds
 from kvstrata.errors import ConfigError
+from kvstrata.keys.layout import Part, plan_recut
+from kvstrata.memory.recut import recut_record
 from kvstrata.native.copying import (
     CopyPlan,
     RecordSpec,
@@ -41,7 +43,7 @@ from kvstrata.native.copying import (
 LAYERS, BLOCKS, CHUNK_BLOCKS = 3, 11, 2
 HEADS, HEAD_SIZE, LATENT = 4, 64, 576
 KEY = b"k" * 32
-SPEC = RecordSpec(KEY, b"i" * 32, b"s" * 32, b"", 1)
+SPEC = RecordSpec(KEY, b"i" * 32, b"s" * 32, b"", 1, 1)
 
 
 class Case(NamedTuple):
@@ -108,8 +110,14 @@ class Engine:
     """The KV cache of one worker, of random bytes, and our view of it."""
 
     def __init__(
-        self, case: Case, layout: KVCacheLayout, *, heads: int = HEADS, chunk_blocks: int = CHUNK_BLOCKS
-    ):
+        self,
+        case: Case,
+        layout: KVCacheLayout,
+        *,
+        kv_heads: tuple[int, int] = (0, HEADS),
+        chunk_blocks: int = CHUNK_BLOCKS,
+    ) -> None:
+        heads = kv_heads[1] - kv_heads[0]
         self.case, self.layout = case, layout
         names = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
         spec = spec_of(case, heads)
@@ -147,7 +155,7 @@ class Engine:
             num_blocks=self.config.num_blocks,
             block_tokens=check_groups(self.config.kv_cache_groups),
             chunk_tokens=case.block_tokens * chunk_blocks,
-            heads=Heads((0, LAYERS), (0, heads), 1),
+            heads=Heads((0, LAYERS), kv_heads, 1),
             dtype=case.dtype,
             kinds=layer_kinds(self.config.kv_cache_groups, dict.fromkeys(names, module)),
         )
@@ -155,6 +163,17 @@ class Engine:
         self.plan = CopyPlan(
             view.section_bases, view.num_blocks, view.block_strides, view.dims, view.run_bytes
         )
+
+    def fill(self, kv: torch.Tensor, blocks: list[int]) -> None:
+        """Write a chunk of `kv`, (layers, heads, tokens, content), as the attention layers would."""
+        heads = slice(*self.view.slice.kv_heads)
+        kernel = self.case.kernel_tokens
+        pieces = self.case.block_tokens // kernel
+        for tensor, layer in zip(self.tensors.values(), kv, strict=True):
+            for token in range(kv.shape[2]):
+                block = blocks[token // self.case.block_tokens] * pieces
+                block += token % self.case.block_tokens // kernel
+                tensor[block, :, token % kernel] = layer[heads, token]
 
     def gather(self, blocks: list[int]) -> bytearray:
         record = bytearray(self.plan.record_bytes(len(blocks)) + 8)
@@ -218,6 +237,42 @@ def results() -> Iterator[dict[str, Any]]:
                 continue
             yield {**named, **copies_are_right(engine)}
     yield mixed()
+    yield from recuts()
+
+
+def recuts() -> Iterator[dict[str, Any]]:
+    """Records of two workers of one backend, recut for one worker of another backend and layout."""
+    kv = torch.randn(LAYERS, HEADS, 128, 2 * HEAD_SIZE, generator=torch.Generator().manual_seed(7)).bfloat16()
+    flash = Case("flash_attn", "FlashAttentionBackend", "auto", 16, 16)
+    pairs = [
+        (flash, KVCacheLayout.LBNHC, Case("triton_attn", "TritonAttentionBackend", "auto", 64, 64), layout)
+        for layout in KVCacheLayout
+    ]
+    pairs.append((pairs[0][2], KVCacheLayout.BHLNC, flash._replace(block_tokens=64), KVCacheLayout.LBHNC))
+    for case, layout, other, other_layout in pairs:
+        halves = [
+            Engine(case, layout, kv_heads=half, chunk_blocks=128 // case.block_tokens)
+            for half in ((0, HEADS // 2), (HEADS // 2, HEADS))
+        ]
+        whole = Engine(other, other_layout, chunk_blocks=128 // other.block_tokens)
+        records = []
+        for engine in (*halves, whole):
+            blocks = list(range(10, 10 - 128 // engine.case.block_tokens, -1))
+            engine.fill(kv, blocks)
+            records.append(engine.gather(blocks))
+        made = plan_recut(
+            [Part(engine.view.slice, engine.view.facts) for engine in halves],
+            Part(whole.view.slice, whole.view.facts),
+        )
+        record = bytearray(len(records[-1]))
+        places = [(buffer_address(r, writable=True), len(r), KEY) for r in records[:2]]
+        outcome = recut_record(made, places, buffer_address(record, writable=True), len(record), SPEC)
+        yield {
+            "recut": f"{case.backend} {layout.name} -> {other.backend} {other_layout.name}",
+            "outcome": int(outcome),
+            "same": record == records[-1],
+            "copies": len(made.copies),
+        }
 
 
 def mixed() -> dict[str, Any]:

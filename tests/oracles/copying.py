@@ -5,6 +5,7 @@ Memory is one bytearray, so addresses are offsets in it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -53,3 +54,16 @@ def scatter(plan: Plan, memory: bytearray, block_ids: Sequence[int], sections: S
             for at in plan.runs(section, block):
                 memory[at : at + plan.run_bytes] = stored[at_stored : at_stored + plan.run_bytes]
                 at_stored += plan.run_bytes
+
+
+def copy_strided(
+    target: bytearray,
+    sources: Sequence[bytes | bytearray],
+    copies: Sequence[tuple[int, int, int, Sequence[tuple[int, int, int]], int]],
+) -> None:
+    """As `copying.copy_strided`, on buffers."""
+    for source, source_offset, target_offset, loops, run_bytes in copies:
+        for index in itertools.product(*(range(count) for count, _, _ in loops)):
+            here = source_offset + sum(i * stride for i, (_, stride, _) in zip(index, loops, strict=True))
+            there = target_offset + sum(i * stride for i, (_, _, stride) in zip(index, loops, strict=True))
+            target[there : there + run_bytes] = sources[source][here : here + run_bytes]

@@ -360,3 +360,36 @@ def test_a_forked_child_with_an_engine_ends_normally() -> None:
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     copies.close()
+
+
+@st.composite
+def strided_copies(
+    draw: st.DrawFn,
+) -> tuple[list[bytearray], list[tuple[int, int, int, list[tuple[int, int, int]], int]]]:
+    """Sources, and copies out of them; they may overlap in the target, the last one then counts."""
+    sources = [bytearray(random.Random(i).randbytes(draw(st.integers(1, 400)))) for i in range(3)]
+    copies = []
+    for _ in range(draw(st.integers(0, 4))):
+        source = draw(st.integers(0, 2))
+        run = draw(st.integers(1, len(sources[source])))
+        left = [len(sources[source]) - run, 600 - run]
+        loops = []
+        for _ in range(draw(st.integers(0, 8))):
+            count = draw(st.integers(1, 3))
+            strides = [draw(st.integers(0, space // max(1, count - 1))) for space in left]
+            left = [space - (count - 1) * stride for space, stride in zip(left, strides, strict=True)]
+            loops.append((count, strides[0], strides[1]))
+        copies.append((source, draw(st.integers(0, left[0])), draw(st.integers(0, left[1])), loops, run))
+    return sources, copies
+
+
+@given(strided_copies())
+def test_strided_copies_are_what_their_loops_say(
+    drawn: tuple[list[bytearray], list[tuple[int, int, int, list[tuple[int, int, int]], int]]],
+) -> None:
+    sources, copies = drawn
+    target, expected = bytearray(600), bytearray(600)
+    oracle.copy_strided(expected, sources, copies)
+    places = [(copying.buffer_address(source, writable=True), len(source)) for source in sources]
+    copying.copy_strided(copying.buffer_address(target, writable=True), len(target), places, copies)
+    assert target == expected

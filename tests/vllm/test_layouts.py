@@ -82,5 +82,12 @@ def test_scales_of_quantised_layers_are_facts(results):
 
 
 def test_layers_of_different_make_up_are_refused_by_name(results):
-    [mixed] = [result["refused"] for result in results if result["case"] == "mixed"]
+    [mixed] = [result["refused"] for result in results if result.get("case") == "mixed"]
     assert "indexer.k_cache" in mixed and "self_attn.attn" in mixed and "[11, 1, 64, 656]" in mixed
+
+
+def test_records_are_recut_between_backends_layouts_and_numbers_of_workers(results):
+    recuts = [result for result in results if "recut" in result]
+    assert len(recuts) == 7
+    for result in recuts:
+        assert (result["outcome"], result["same"], result["copies"]) == (0, True, 2), result

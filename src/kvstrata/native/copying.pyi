@@ -245,6 +245,19 @@ def crc32c_at(address: int, length: int, crc: int = 0) -> int:
 def copy_at(destination: int, source: int, length: int, crc: int = 0, *, cached: bool = False) -> int:
     """Copies memory (not overlapping) and returns its CRC32C; streaming stores unless `cached`."""
 
+def copy_strided(
+    target_address: int,
+    target_length: int,
+    sources: Sequence[tuple[int, int]],
+    copies: Sequence[tuple[int, int, int, Sequence[tuple[int, int, int]], int]],
+) -> None:
+    """Copies runs of bytes from sources, each (address, length), to a target that overlaps none of them.
+
+    A copy is (source, offset in it, offset in the target, loops, bytes of a run); a loop is (count, stride in the
+    source, stride in the target), at most 8, outermost first.  ValueError when one leaves its source or the target;
+    nothing was written then.
+    """
+
 def libc_copy_at(destination: int, source: int, length: int) -> None:
     """libc's memcpy, the yardstick of benchmarks."""
 
