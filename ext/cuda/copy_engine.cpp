@@ -463,10 +463,11 @@ Failure CudaCopyEngine::Impl::queue_copies(Lane& lane, Job& job, Way way,
       if (Failure failure = mover.queue(way, job.kind, plan, job.items[i].blocks,
                                         reinterpret_cast<std::uint64_t>(job.payload(i)),
                                         pinnings[n], begin, end)) {
+        mover.forget();
         return failure;
       }
     }
-    return Failure{};
+    return mover.flush();
   };
   if (!job.layerwise()) return queue(0, count);
   for (std::size_t s = 0; s < count; ++s) {

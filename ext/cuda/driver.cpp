@@ -89,6 +89,8 @@ const char* remedy(const char* call, Result number) {
     }
   }
   switch (number) {
+    case kNotInitialized:
+      return "CUDA does not survive a fork: start the process anew (multiprocessing: spawn)";
     case kOutOfMemory:
       return "the GPU's memory is used up: lower gpu_memory_utilization of the engine or the "
              "staging of the copy engine";

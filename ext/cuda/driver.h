@@ -33,6 +33,7 @@ struct CopyAttributes {
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kInvalidValue = 1;
 inline constexpr Result kOutOfMemory = 2;
+inline constexpr Result kNotInitialized = 3;
 inline constexpr Result kNoDevice = 100;
 inline constexpr Result kInvalidDevice = 101;
 inline constexpr Result kNoBinary = 209;

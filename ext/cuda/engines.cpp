@@ -87,27 +87,9 @@ Failure Mover::copy(CopyKind kind, DeviceAddress device, std::uint64_t host, std
 Failure Mover::queue_dma(CopyKind kind, const CopyPlan& plan, std::span<const std::uint32_t> blocks,
                          std::uint64_t payload, const Pinning& pinning, std::size_t begin,
                          std::size_t end) {
-  const Driver& driver = device_->driver();
-  const bool batched = driver.copy_batch != nullptr && pinning.whole;
+  const bool batched = device_->driver().copy_batch != nullptr && pinning.whole;
   const bool gather = kind == CopyKind::kGather;
   Failure failure;
-  targets_.clear();
-  sources_.clear();
-  sizes_.clear();
-
-  const auto flush = [&] {
-    if (sizes_.empty() || failure) return;
-    CopyAttributes attributes{kSourceInStreamOrder, {0, 0}, {0, 0}, kPreferOverlapWithCompute};
-    std::size_t first = 0;
-    std::size_t failed = 0;
-    failure =
-        Device::check("cuMemcpyBatchAsync",
-                      driver.copy_batch(targets_.data(), sources_.data(), sizes_.data(),
-                                        sizes_.size(), &attributes, &first, 1, &failed, stream_));
-    targets_.clear();
-    sources_.clear();
-    sizes_.clear();
-  };
   // A run that waits for the next one to be joined with it.
   DeviceAddress device = 0;
   std::uint64_t host = 0;
@@ -121,7 +103,7 @@ Failure Mover::queue_dma(CopyKind kind, const CopyPlan& plan, std::span<const st
         targets_.push_back(gather ? host : device);
         sources_.push_back(gather ? device : host);
         sizes_.push_back(piece);
-        if (sizes_.size() == kBatchCopies) flush();
+        if (sizes_.size() == kBatchCopies) failure = flush();
       } else {
         failure = copy(kind, device, host, piece);
       }
@@ -151,8 +133,26 @@ Failure Mover::queue_dma(CopyKind kind, const CopyPlan& plan, std::span<const st
     }
   }
   send();
-  flush();
   return failure;
+}
+
+Failure Mover::flush() {
+  if (sizes_.empty()) return Failure{};
+  CopyAttributes attributes{kSourceInStreamOrder, {0, 0}, {0, 0}, kPreferOverlapWithCompute};
+  std::size_t first = 0;
+  std::size_t failed = 0;
+  Failure failure = Device::check(
+      "cuMemcpyBatchAsync",
+      device_->driver().copy_batch(targets_.data(), sources_.data(), sizes_.data(), sizes_.size(),
+                                   &attributes, &first, 1, &failed, stream_));
+  forget();
+  return failure;
+}
+
+void Mover::forget() noexcept {
+  targets_.clear();
+  sources_.clear();
+  sizes_.clear();
 }
 
 Failure Mover::queue_staged(CopyKind kind, const CopyPlan& plan,
@@ -350,6 +350,7 @@ Failure measure(const std::shared_ptr<Device>& device, const CopyPlan& plan,
                   mover.queue(way, kind, *alike, mine, host, pinning, 0, alike->section_count())) {
             return failure;
           }
+          if (Failure failure = mover.flush()) return failure;
         }
       }
       return Device::check("cuStreamSynchronize", driver.stream_synchronize(mover.stream()));

@@ -46,9 +46,13 @@ class Mover {
   [[nodiscard]] Stream stream() const noexcept { return stream_; }
 
   // Queues the copies of sections [begin, end) of one record whose payload lies at `payload` and is
-  // registered as `pinning` says. After a failure a part of them may be queued.
+  // registered as `pinning` says; flush() must follow, after one record or many, which may then
+  // share a call of the driver. After a failure a part of them may be queued.
   Failure queue(Way way, CopyKind kind, const CopyPlan& plan, std::span<const std::uint32_t> blocks,
                 std::uint64_t payload, const Pinning& pinning, std::size_t begin, std::size_t end);
+  Failure flush();
+  // Drops what flush() would hand to the driver.
+  void forget() noexcept;
 
  private:
   Failure queue_dma(CopyKind kind, const CopyPlan& plan, std::span<const std::uint32_t> blocks,

@@ -450,6 +450,42 @@ def test_kernels_that_the_driver_cannot_load_leave_dma_with_the_reason() -> None
     assert "rebuild with this machine's nvcc" in copies.reason
 
 
+@simulated()
+def test_a_forked_child_is_told_that_cuda_does_not_survive_a_fork_and_the_parent_goes_on() -> None:
+    gpu = SimulatedGpu()
+    shape, plan, _, content = small(gpu)
+    copies = cuda.CudaCopyEngine(0, engine="dma")
+    host = Host(plan.record_bytes(1))
+    region = host.pin(copies)[0]
+    child = os.fork()
+    if child == 0:
+        with pytest.raises(cuda.CudaError, match=r"NOT_INITIALIZED.*does not survive a fork"):
+            cuda.HostRegion(0, host.address, 4096)
+        region.unregister()
+        copies.close()
+        del copies, region, plan
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert region.registered
+    assert copies.run("gather", plan, [([9], host.address, host.length, spec())]) == [OK]
+    assert host.read(0, host.length) == record_of_cpu(shape, content, [9])
+
+
+@simulated()
+def test_records_of_a_layerwise_load_share_a_call_for_each_section() -> None:
+    gpu = SimulatedGpu()
+    _, plan, _, _ = small(gpu)
+    length = plan.record_bytes(2)
+    host = Host(8 * length)
+    copies = cuda.CudaCopyEngine(0, engine="dma")
+    host.pin(copies)
+    places = [([i, i + 8], host.address + i * length, length) for i in range(8)]
+    assert copies.run("gather", plan, [(*place, spec()) for place in places]) == [OK] * 8
+    before = gpu.calls("cuMemcpyBatchAsync")
+    assert copies.run("scatter", plan.layerwise(), [(*place, KEY) for place in places]) == [OK] * 8
+    assert gpu.calls("cuMemcpyBatchAsync") - before == 4
+
+
 @simulated(devices=0)
 def test_a_machine_without_a_gpu_is_told_what_is_missing() -> None:
     for call in (cuda.driver_facts, lambda: cuda.device_facts(0), lambda: cuda.CudaCopyEngine(0)):

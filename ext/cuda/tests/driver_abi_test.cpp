@@ -53,6 +53,7 @@ static_assert(ours::kPreferOverlapWithCompute == CU_MEMCPY_FLAG_PREFER_OVERLAP_W
 
 static_assert(ours::kInvalidValue == CUDA_ERROR_INVALID_VALUE);
 static_assert(ours::kOutOfMemory == CUDA_ERROR_OUT_OF_MEMORY);
+static_assert(ours::kNotInitialized == CUDA_ERROR_NOT_INITIALIZED);
 static_assert(ours::kNoDevice == CUDA_ERROR_NO_DEVICE);
 static_assert(ours::kInvalidDevice == CUDA_ERROR_INVALID_DEVICE);
 static_assert(ours::kNoBinary == CUDA_ERROR_NO_BINARY_FOR_GPU);

@@ -49,7 +49,6 @@ using namespace kvstrata::cuda;
 
 namespace {
 
-constexpr Result kNotInitialized = 3;
 constexpr Result kInvalidImage = 200;
 constexpr Result kInvalidContext = 201;
 constexpr Result kInvalidHandle = 400;
