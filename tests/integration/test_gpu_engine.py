@@ -174,6 +174,7 @@ def test_without_pinning_everything_works(engine: Start) -> None:
 
 def test_a_copy_that_the_driver_refuses_costs_its_request_alone(engine: Start) -> None:
     child = engine(engine="dma")
+    child.ask("wait_pinned", n_bytes=L1_MB << 20)  # other memory is not copied in batches
     assert child.ask("store", seed=1, n_chunks=4) == 4
     child.ask("set_driver", name="fail", value="cuMemcpyBatchAsync:1+:1")
     assert child.ask("load", seed=1, n_chunks=4) == {"chunks": 4, "right": 0, "bad": blocks(4)}
