@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.harness.daemon import Spawned, free_port
-from tests.harness.http import read
+from tests.harness.http_read import read
 from tests.harness.network import Host
 from tests.harness.server_process import ServerFailed, ready_line
 

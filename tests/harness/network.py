@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from tests.harness import child
 from tests.harness.child import Child
-from tests.harness.http import read
+from tests.harness.http_read import read
 
 NET = "10.73.0"
 _SAY_AND_WAIT = ("sh", "-c", "echo made; exec cat")
@@ -83,7 +83,7 @@ class Host:
         return ("nsenter", "--preserve-credentials", "-U", "-n", "-t", str(self._holder.pid))
 
     def http(self, url: str, *, body: Any = None, method: str = "", token: str = "") -> bytes:
-        """As `tests.harness.http.read`, from this host. Raises ChildError."""
+        """As `tests.harness.http_read.read`, from this host. Raises ChildError."""
         content: str = self._reader.ask("read", url=url, body=body, method=method, token=token)
         return content.encode()
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.harness.daemon import Spawned
-from tests.harness.http import read
+from tests.harness.http_read import read
 from tests.harness.network import Host
 
 READY_S = 30.0
