@@ -104,7 +104,7 @@ class CudaCopyEngine::Impl {
   bool cancel(std::uint64_t job_id);
   void drain();
   void close();
-  Failure choose(const CudaPlan& plan, std::span<const std::uint32_t> blocks, std::uint64_t host,
+  Failure choose(const CopyPlan& plan, std::span<const std::uint32_t> blocks, std::uint64_t host,
                  std::uint64_t host_bytes);
   Failure moment(Stream stream, std::shared_ptr<Moment>* out);
   Failure await_section(std::uint64_t job_id, std::size_t section, Stream stream,
@@ -718,12 +718,12 @@ Failure CudaCopyEngine::Impl::moment(Stream stream, std::shared_ptr<Moment>* out
   return Failure{};
 }
 
-Failure CudaCopyEngine::Impl::choose(const CudaPlan& plan, std::span<const std::uint32_t> blocks,
+Failure CudaCopyEngine::Impl::choose(const CopyPlan& plan, std::span<const std::uint32_t> blocks,
                                      std::uint64_t host, std::uint64_t host_bytes) {
   const std::lock_guard choosing(choose_mutex_);
   Measured measured;
-  if (Failure failure = measure(device_, *plan.copy, blocks, host, host_bytes, pinned_,
-                                options_.max_sms, options_.staging_bytes, &measured)) {
+  if (Failure failure = measure(device_, plan, blocks, host, host_bytes, pinned_, options_.max_sms,
+                                options_.staging_bytes, &measured)) {
     if (is_sticky(failure.number)) {
       const Lock lock(mutex_);
       fail(failure);
@@ -824,7 +824,7 @@ Choice CudaCopyEngine::choice() const {
   return impl_->choice();
 }
 
-Failure CudaCopyEngine::choose(const CudaPlan& plan, std::span<const std::uint32_t> blocks,
+Failure CudaCopyEngine::choose(const CopyPlan& plan, std::span<const std::uint32_t> blocks,
                                std::uint64_t host, std::uint64_t host_bytes) {
   return impl_->choose(plan, blocks, host, host_bytes);
 }

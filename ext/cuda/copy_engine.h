@@ -77,7 +77,7 @@ class CudaCopyEngine {
   [[nodiscard]] Choice choice() const;
   // Measures the ways that this engine may take and chooses one; an engine with a way of its own
   // only measures.
-  Failure choose(const CudaPlan& plan, std::span<const std::uint32_t> blocks, std::uint64_t host,
+  Failure choose(const CopyPlan& plan, std::span<const std::uint32_t> blocks, std::uint64_t host,
                  std::uint64_t host_bytes);
 
   // What was queued on `stream`, the caller's, until now.

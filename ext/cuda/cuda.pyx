@@ -133,7 +133,7 @@ cdef extern from "copy_engine.h" namespace "kvstrata::cuda" nogil:
         void drain() except +
         void close() except +
         Choice choice() except +
-        Failure choose(const CudaPlan& plan, BlockSpan blocks, uint64_t host, uint64_t host_bytes) except +
+        Failure choose(const CCopyPlan& plan, BlockSpan blocks, uint64_t host, uint64_t host_bytes) except +
         Failure moment(Stream stream, shared_ptr[CMoment]* out) except +
         Failure await_section(
             uint64_t job_id, size_t section, Stream stream, nanoseconds timeout, cbool* queued
@@ -393,14 +393,19 @@ cdef class CudaCopyEngine:
         cdef Failure failure = self.native.get().failed()
         return error_of(failure) if failure.number != 0 else None
 
-    def choose(self, CudaCopyPlan plan not None, host_address, length, blocks):
+    def choose(self, plan, host_address, length, blocks):
+        cdef CopyPlan shape = (<CudaCopyPlan>plan).host_plan if isinstance(plan, CudaCopyPlan) else plan
         cdef uint64_t host = whole(host_address, "host_address")
         cdef uint64_t count = whole(length, "length")
         cdef vector[uint32_t] ids
         cdef Failure failure
+        if shape is None:
+            raise TypeError("plan: may not be None")
         set_blocks(ids, blocks, True)
         with nogil:
-            failure = self.native.get().choose(plan.plan, BlockSpan(ids.data(), ids.size()), host, count)
+            failure = self.native.get().choose(
+                shape.plan.get()[0], BlockSpan(ids.data(), ids.size()), host, count
+            )
         check_cuda(failure)
 
     def moment(self, stream):

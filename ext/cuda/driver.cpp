@@ -34,7 +34,7 @@ Failure fill(Driver* driver) {
   driver->name = reinterpret_cast<decltype(driver->name)>(dlsym(library, #symbol)); \
   if (driver->name == nullptr) {                                                    \
     return unusable(std::string(kLibrary) + " has no " #symbol                      \
-                                            ": update the driver to CUDA 12.0 "     \
+                                            "; update the driver to CUDA 12.0 "     \
                                             "(525) or newer");                      \
   }
   KVSTRATA_CUDA_FUNCTIONS(KVSTRATA_FIND)
@@ -44,12 +44,11 @@ Failure fill(Driver* driver) {
   }
   if (driver->version < kOldestVersion) {
     return unusable("the driver supports CUDA " + version_text(driver->version) +
-                    ": update it to CUDA 12.0 (525) or newer");
+                    "; update it to CUDA 12.0 (525) or newer");
   }
   if (const Result error = driver->init(0); error == kNoDevice) {
     return unusable(
-        "the driver finds no GPU (nvidia-smi lists them; CUDA_VISIBLE_DEVICES may hide "
-        "them)");
+        "the driver finds no GPU; nvidia-smi lists them, CUDA_VISIBLE_DEVICES may hide them");
   } else if (error != kSuccess) {
     return Failure{error, "cuInit", ""};
   }
@@ -58,8 +57,7 @@ Failure fill(Driver* driver) {
   }
   if (driver->devices == 0) {
     return unusable(
-        "the driver finds no GPU (nvidia-smi lists them; CUDA_VISIBLE_DEVICES may hide "
-        "them)");
+        "the driver finds no GPU; nvidia-smi lists them, CUDA_VISIBLE_DEVICES may hide them");
   }
   void* batch = nullptr;
   int found = 0;

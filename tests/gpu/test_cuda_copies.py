@@ -495,7 +495,7 @@ def test_a_machine_without_a_gpu_is_told_what_is_missing() -> None:
 
 @simulated(version=11_080)
 def test_a_driver_that_is_too_old_is_told_to_be_updated() -> None:
-    with pytest.raises(cuda.CudaUnavailable, match=r"supports CUDA 11\.8: update it to CUDA 12\.0"):
+    with pytest.raises(cuda.CudaUnavailable, match=r"supports CUDA 11\.8; update it to CUDA 12\.0"):
         cuda.driver_facts()
 
 

@@ -16,7 +16,7 @@ usage: kvstrata COMMAND [arguments]
   ctl         ask a running server: status, explain, prefetch, clear; `ctl cluster`: the controller
   bench       measure a running server on this host; `bench l2`: one storage adapter, `bench serve`: engines,
               `bench cluster`: a controller
-  doctor      check this machine: shared memory, limits, CPU, extension, ports
+  doctor      check this machine: shared memory, limits, CPU, GPUs, extension, ports
 
 kvstrata COMMAND --help tells more; kvstrata --version prints the version, kvstrata --native-include-dir where the
 headers for storage connectors in C++ are."""

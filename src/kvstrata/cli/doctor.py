@@ -12,21 +12,13 @@ import resource
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
+from kvstrata.cli.doctor_gpu import check_gpus
+from kvstrata.cli.finding import Finding, cgroup_limit_bytes
 from kvstrata.config.model import GB, ServerSettings
 from kvstrata.errors import KvstrataError
 
 SUPPORTED_VLLM = "0.32"
-
-
-class Finding(NamedTuple):
-    """One line of the report. `state` is ok, warn or fail; `advice` says what to change."""
-
-    check: str
-    state: str
-    found: str
-    advice: str = ""
 
 
 def check_extension() -> Finding:
@@ -52,7 +44,7 @@ def check_shared_memory() -> Finding:
 def check_memory() -> Finding:
     """Memory that the pool can be made of."""
     pages, page = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    limit = _cgroup_limit()
+    limit = cgroup_limit_bytes()
     found = f"{pages * page / GB:.1f} GB free" + (f", cgroup limit {limit / GB:.1f} GB" if limit else "")
     if limit and limit < 5 * GB:
         return Finding("memory", "warn", found, "set --l1-size-gb well below the cgroup's limit")
@@ -132,6 +124,7 @@ CHECKS: Sequence[Callable[[], Finding | list[Finding]]] = (
     check_directories,
     check_ports,
     check_vllm,
+    check_gpus,
 )
 
 
@@ -158,14 +151,3 @@ def main(arguments: Sequence[str]) -> int:
             advice = f"  → {finding.advice}" if finding.advice else ""
             print(f"{finding.state:<5} {finding.check:<{width}}  {finding.found}{advice}")
     return 1 if any(finding.state == "fail" for finding in found) else 0
-
-
-def _cgroup_limit() -> int:
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 1 << 50:
-            return int(text)
-    return 0

@@ -154,12 +154,14 @@ class CudaCopyEngine:
     def failed(self) -> CudaError | None:
         """The sticky error that ended this engine's use of the GPU; every job after it ends FAILED."""
 
-    def choose(self, plan: CudaCopyPlan, host_address: int, length: int, blocks: Sequence[int]) -> None:
+    def choose(
+        self, plan: CopyPlan | CudaCopyPlan, host_address: int, length: int, blocks: Sequence[int]
+    ) -> None:
         """Measures the engines with records of so many blocks and, where "auto" was asked for, takes the best.
 
-        Works on device memory of its own and on `length` bytes at `host_address`, which must be nobody else's now
-        (length 0: on pinned memory of its own).  Takes some 10 ms without the GIL; copies under way go on.  Raises
-        CudaError, and then nothing changes.
+        Of the plan only the shape counts: it works on device memory of its own and on `length` bytes at
+        `host_address`, which must be nobody else's now (length 0: on pinned memory of its own).  Takes some 10 ms
+        without the GIL; copies under way go on.  Raises CudaError, and then nothing changes.
         """
 
     def moment(self, stream: int) -> Moment:
