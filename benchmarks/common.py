@@ -16,6 +16,7 @@ from typing import Any
 from kvstrata.measure.figures import chain_of, machine, median_spread, percentile
 
 __all__ = [
+    "NotHere",
     "chain_of",
     "chains",
     "commit",
@@ -32,6 +33,10 @@ __all__ = [
 ROOT = Path(__file__).resolve().parents[1]
 WAIT_S = 60.0
 """Longest wait for anything that the product should do in milliseconds; beyond it the benchmark has failed."""
+
+
+class NotHere(Exception):
+    """This machine lacks what a benchmark needs; the message says what, and where it comes from."""
 
 
 def figure(

@@ -1,0 +1,262 @@
+"""`gpu_store_*`, `gpu_retrieve_*`, `gpu_both_*`: chunks between paged KV on a GPU and pinned records, against one copy.
+
+The way of copying is the one that the engine chooses by measuring, as in a worker; records are sealed and verified on
+the way.  The yardstick, in turn in the same run, is one pinned copy by the bare driver of as many bytes as the whole
+cache of 64 chunks has; for both directions, two such copies of half as much at once.  `gpu_gemm_slowdown_*`: what
+matrix products on a stream of their own lose while copies go in both directions.
+
+Sketch: every byte goes over the link once; checksums are computed on the host in the shadow of the copies.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.common import NotHere, figure, median_spread
+from benchmarks.gpu import (
+    CHUNK_TOKENS,
+    RETRIEVE,
+    SHAPES,
+    STORE,
+    BareCopies,
+    PagedGpu,
+    Shape,
+    on_gpu,
+    require_gpu,
+)
+from kvstrata.config.model import ClientSettings
+from kvstrata.native.copying import RecordSpec, buffer_address
+from kvstrata.native.cuda import CudaCopyEngine, DeviceFacts, HostRegion
+from tests.harness.cuda_driver import Gpu
+
+BLOCK_TOKENS = (16, 64, 128)
+CHUNKS = (1, 8, 64)
+REPEATS = 7
+WAIT_S = 60.0
+TARGET = 0.9
+TARGET_BOTH = 0.85
+MANY_CHUNKS = 8
+"""From so many on the target holds."""
+
+GEMM_WIDTH = 8192
+GEMMS = 200
+GEMM_TARGETS = {"dma": 0.03, "kernel": 0.08}
+
+
+class Copies:
+    """A cache on the device, as many records in pinned host memory, and an engine between them."""
+
+    def __init__(
+        self, gpu: Gpu, shape: Shape, block_tokens: int, n_chunks: int, engine: str = "auto"
+    ) -> None:
+        self.paged = PagedGpu(gpu, shape, block_tokens, n_chunks)
+        page = mmap.PAGESIZE
+        self._step = (self.paged.record_bytes + page - 1) // page * page
+        length = max(n_chunks * self._step, self.paged.length)
+        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        self._memory = mmap.mmap(-1, length, flags=flags)
+        self._host = buffer_address(self._memory)
+        self._region = HostRegion(0, self._host, length)
+        self.engine = CudaCopyEngine(0, engine=engine, threads=ClientSettings().copy_threads)  # type: ignore[arg-type]
+        self.engine.pin(self._region)
+        self.engine.choose(self.paged.plan, 0, 0, self.paged.blocks[0])
+        self.bare = BareCopies(gpu, self.paged.base, self._host)
+        self._job = 0
+
+    def seconds(self, *jobs: tuple[str, range]) -> float:
+        """Time until these chunks are stored and retrieved, all jobs at the same time."""
+        plan, blocks = self.paged.plan, self.paged.blocks
+        submitted = []
+        started = time.perf_counter()
+        for direction, chunks in jobs:
+            self._job += 1
+            kind = "gather" if direction == STORE else "scatter"
+            items: list[Any] = []
+            for at in chunks:
+                key = at.to_bytes(32, "little")
+                spec = RecordSpec(key, bytes(32), bytes(32), b"", CHUNK_TOKENS) if direction == STORE else key
+                items.append((blocks[at], self._host + at * self._step, self.paged.record_bytes, spec))
+            if not self.engine.submit(self._job, kind, plan, items):  # type: ignore[arg-type]
+                raise RuntimeError("the engine's queue is full")
+            submitted.append(self._job)
+        for job in submitted:
+            if not self.engine.wait(job, WAIT_S):
+                raise RuntimeError(f"a copy did not end within {WAIT_S:.0f} s")
+        took_s = time.perf_counter() - started
+        outcomes = {outcome for _, found in self.engine.completions() for outcome in found}
+        if outcomes != {0}:
+            raise RuntimeError(f"copies ended as {sorted(outcomes)}: {self.engine.failed}")
+        return took_s
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.engine.close()
+        self._region.unregister()
+        self._memory.close()
+        self.paged.close()
+
+
+def measure(
+    gpu: Gpu,
+    name: str,
+    shape: Shape,
+    block_tokens: int,
+    *,
+    chunks: Sequence[int] = CHUNKS,
+    repeats: int = REPEATS,
+    **more: Any,
+) -> list[dict[str, Any]]:
+    """The three figures of one shape and block size; `more` goes into each. `chunks` ascend."""
+    most = chunks[-1]
+    copies = Copies(gpu, shape, block_tokens, most)
+    ratios: dict[tuple[str, int], list[float]] = {}
+    rates: dict[tuple[str, int], list[float]] = {}
+    floors: dict[str, list[float]] = {}
+    try:
+        whole = copies.paged.length
+        for repeat in range(repeats + 1):
+            # The bare copies leave no record whole, so they come first.
+            bare = {
+                STORE: whole / copies.bare.seconds(whole, STORE),
+                RETRIEVE: whole / copies.bare.seconds(whole, RETRIEVE),
+                "both": whole / copies.bare.seconds(whole // 2, STORE, RETRIEVE),
+            }
+            ours = {}
+            for n in chunks:
+                for direction in (STORE, RETRIEVE):
+                    seconds = copies.seconds((direction, range(n)))
+                    ours[direction, n] = n * copies.paged.payload_bytes / seconds
+            half = most // 2
+            seconds = copies.seconds((STORE, range(half)), (RETRIEVE, range(half, 2 * half)))
+            ours["both", most] = 2 * half * copies.paged.payload_bytes / seconds
+            if repeat == 0:
+                continue  # warm
+            for direction, rate in bare.items():
+                floors.setdefault(direction, []).append(rate / 1e9)
+            for key, rate in ours.items():
+                rates.setdefault(key, []).append(rate / 1e9)
+                ratios.setdefault(key, []).append(rate / bare[key[0]])
+        engine, reason, measured = copies.engine.engine, copies.engine.reason, copies.engine.measured
+    finally:
+        copies.close()
+    figures = []
+    for direction in (STORE, RETRIEVE, "both"):
+        by_chunks = {n: median_spread(found)[0] for (which, n), found in ratios.items() if which == direction}
+        counted = {n: ratio for n, ratio in by_chunks.items() if n >= min(MANY_CHUNKS, most)}
+        target = TARGET_BOTH if direction == "both" else TARGET
+        value, spread = median_spread(rates[direction, most])
+        figures.append(
+            figure(
+                f"gpu_{direction}_{name}_b{block_tokens}",
+                value=value,
+                unit="GB/s",
+                ratio=min(counted.values()),
+                target=f"≥ {target} × bare copies, the least of {MANY_CHUNKS} chunks and more",
+                ok=min(counted.values()) >= target,
+                spread=spread,
+                ratio_to=f"one pinned copy{' each way' if direction == 'both' else ''} beside it, "
+                f"{median_spread(floors[direction])[0]:.1f} GB/s",
+                ratio_by_chunks=by_chunks,
+                engine=engine,
+                reason=reason,
+                measured=measured,
+                **more,
+            )
+        )
+    return figures
+
+
+def gemm_slowdown(gpu: Gpu, engine: str, facts: DeviceFacts) -> dict[str, Any]:
+    """What matrix products lose while this engine copies 16 chunks each way, again and again."""
+    import cupy
+
+    copies = Copies(gpu, SHAPES["8b"], 16, 32, engine)
+    first, second = (cupy.random.rand(GEMM_WIDTH, GEMM_WIDTH, dtype=cupy.float32) for _ in range(2))
+    first, second = first.astype(cupy.float16), second.astype(cupy.float16)
+    out = cupy.empty_like(first)
+    stream = cupy.cuda.Stream(non_blocking=True)
+
+    def products_ms() -> float:
+        begun, ended = cupy.cuda.Event(), cupy.cuda.Event()
+        with stream:
+            begun.record()
+            for _ in range(GEMMS):
+                cupy.matmul(first, second, out=out)
+            ended.record()
+        ended.synchronize()
+        return float(cupy.cuda.get_elapsed_time(begun, ended))
+
+    stop, going = threading.Event(), threading.Event()
+    failures: list[RuntimeError] = []
+    copied = [0]
+
+    def keep_copying() -> None:
+        try:
+            while not stop.is_set():
+                copies.seconds((STORE, range(16)), (RETRIEVE, range(16, 32)))
+                copied[0] += 32 * copies.paged.payload_bytes
+                going.set()
+        except RuntimeError as error:
+            failures.append(error)
+            going.set()
+
+    try:
+        copies.seconds((STORE, range(32)))
+        cupy.cuda.Device(0).synchronize()
+        products_ms()
+        slowdowns, gb_per_s = [], []
+        for _ in range(REPEATS):
+            alone_ms = products_ms()
+            stop.clear()
+            going.clear()
+            thread = threading.Thread(target=keep_copying, name="copies")
+            thread.start()
+            going.wait()
+            before, begun_s = copied[0], time.perf_counter()
+            beside_ms = products_ms()
+            gb_per_s.append((copied[0] - before) / (time.perf_counter() - begun_s) / 1e9)
+            stop.set()
+            thread.join()
+            if failures:
+                raise failures[0]
+            slowdowns.append(beside_ms / alone_ms - 1)
+        used = copies.engine.engine
+        if used != engine:
+            raise NotHere(f"needs copies by {engine!r}: {copies.engine.reason}")
+    finally:
+        copies.close()
+    value, spread = median_spread(slowdowns)
+    target = GEMM_TARGETS[engine]
+    return figure(
+        f"gpu_gemm_slowdown_{engine}",
+        value=100 * value,
+        unit="%",
+        ratio=1 + value,
+        target=f"≤ {100 * target:.0f} %",
+        ok=value <= target,
+        spread=[100 * end for end in spread],
+        ratio_to=f"the same {GEMMS} products of {GEMM_WIDTH}² float16 alone, before each",
+        copies_gb_per_s=median_spread(gb_per_s)[0],
+        **on_gpu(facts),
+    )
+
+
+def run() -> list[dict[str, Any]]:
+    """See the module."""
+    facts = require_gpu()
+    try:
+        import cupy  # noqa: F401
+    except ImportError as error:
+        raise NotHere(
+            f"needs CuPy, which computes beside the copies: pip install 'kvstrata[gpu]' ({error})"
+        ) from error
+    gpu = Gpu()
+    figures = []
+    for name, shape in SHAPES.items():
+        for block_tokens in BLOCK_TOKENS:
+            figures += measure(gpu, name, shape, block_tokens, **on_gpu(facts))
+    return figures + [gemm_slowdown(gpu, engine, facts) for engine in GEMM_TARGETS]
