@@ -3,7 +3,8 @@
 The way of copying is the one that the engine chooses by measuring, as in a worker; records are sealed and verified on
 the way.  The yardstick, in turn in the same run, is one pinned copy by the bare driver of as many bytes as the whole
 cache of 64 chunks has; for both directions, two such copies of half as much at once.  `gpu_gemm_slowdown_*`: what
-matrix products on a stream of their own lose while copies go in both directions.
+matrix products on a stream of their own lose while copies go in both directions.  `gpu_load_hidden`: the share of a
+load, section by section, that does not lengthen the forward pass that waits for it layer by layer.
 
 Sketch: every byte goes over the link once; checksums are computed on the host in the shadow of the copies.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.common import NotHere, figure, median_spread
@@ -29,8 +30,8 @@ from benchmarks.gpu import (
     require_gpu,
 )
 from kvstrata.config.model import ClientSettings
-from kvstrata.native.copying import RecordSpec, buffer_address
-from kvstrata.native.cuda import CudaCopyEngine, DeviceFacts, HostRegion
+from kvstrata.native.copying import CopyOutcome, RecordSpec, buffer_address
+from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, DeviceFacts, HostRegion
 from tests.harness.cuda_driver import Gpu
 
 BLOCK_TOKENS = (16, 64, 128)
@@ -42,6 +43,9 @@ TARGET_BOTH = 0.85
 MANY_CHUNKS = 8
 """From so many on the target holds."""
 
+HIDDEN_CHUNKS = 24
+"""6,144 tokens."""
+TARGET_HIDDEN = 0.8
 GEMM_WIDTH = 8192
 GEMMS = 200
 GEMM_TARGETS = {"dma": 0.03, "kernel": 0.08}
@@ -67,30 +71,35 @@ class Copies:
         self.bare = BareCopies(gpu, self.paged.base, self._host)
         self._job = 0
 
-    def seconds(self, *jobs: tuple[str, range]) -> float:
-        """Time until these chunks are stored and retrieved, all jobs at the same time."""
-        plan, blocks = self.paged.plan, self.paged.blocks
-        submitted = []
-        started = time.perf_counter()
-        for direction, chunks in jobs:
-            self._job += 1
-            kind = "gather" if direction == STORE else "scatter"
-            items: list[Any] = []
-            for at in chunks:
-                key = at.to_bytes(32, "little")
-                spec = RecordSpec(key, bytes(32), bytes(32), b"", CHUNK_TOKENS) if direction == STORE else key
-                items.append((blocks[at], self._host + at * self._step, self.paged.record_bytes, spec))
-            if not self.engine.submit(self._job, kind, plan, items):  # type: ignore[arg-type]
-                raise RuntimeError("the engine's queue is full")
-            submitted.append(self._job)
-        for job in submitted:
+    def submit(self, direction: str, chunks: range, plan: CudaCopyPlan) -> int:
+        """Begin to store or retrieve these chunks; the number of the job."""
+        self._job += 1
+        kind = "gather" if direction == STORE else "scatter"
+        items: list[Any] = []
+        for at in chunks:
+            key = at.to_bytes(32, "little")
+            spec = RecordSpec(key, bytes(32), bytes(32), b"", CHUNK_TOKENS) if direction == STORE else key
+            where = self._host + at * self._step
+            items.append((self.paged.blocks[at], where, self.paged.record_bytes, spec))
+        if not self.engine.submit(self._job, kind, plan, items):  # type: ignore[arg-type]
+            raise RuntimeError("the engine's queue is full")
+        return self._job
+
+    def finish(self, *jobs: int) -> None:
+        """Wait for all that was begun. Raises RuntimeError unless every record is good."""
+        for job in jobs:
             if not self.engine.wait(job, WAIT_S):
                 raise RuntimeError(f"a copy did not end within {WAIT_S:.0f} s")
-        took_s = time.perf_counter() - started
         outcomes = {outcome for _, found in self.engine.completions() for outcome in found}
-        if outcomes != {0}:
+        if outcomes != {CopyOutcome.OK}:
             raise RuntimeError(f"copies ended as {sorted(outcomes)}: {self.engine.failed}")
-        return took_s
+
+    def seconds(self, *jobs: tuple[str, range]) -> float:
+        """Time until these chunks are stored and retrieved, all jobs at the same time."""
+        started = time.perf_counter()
+        submitted = [self.submit(direction, chunks, self.paged.plan) for direction, chunks in jobs]
+        self.finish(*submitted)
+        return time.perf_counter() - started
 
     def close(self) -> None:
         """Give everything back."""
@@ -170,6 +179,95 @@ def measure(
     return figures
 
 
+def hidden(
+    copies: Copies,
+    stream: int,
+    layer: Callable[[], None],
+    finish: Callable[[], None],
+    n_chunks: int,
+    repeats: int,
+) -> tuple[list[float], dict[str, float]]:
+    """The share of a load that hides behind a forward pass, and medians of its parts in ms.
+
+    `layer` queues one layer of the pass on `stream`, `finish` waits for the stream.  As in a worker, the load begins
+    behind what the stream had to do, and the stream waits for each section as the pass comes to it.
+    """
+    chunks, layers = range(n_chunks), copies.paged.layers
+    copies.seconds((STORE, chunks))
+
+    def begin() -> int:
+        plan = copies.paged.plan.layerwise().behind(copies.engine.moment(stream))
+        return copies.submit(RETRIEVE, chunks, plan)
+
+    taken: dict[str, list[float]] = {"load": [], "forward": [], "both": []}
+    for repeat in range(repeats + 1):
+        started = time.perf_counter()
+        copies.finish(begin())
+        load_s = time.perf_counter() - started
+        started = time.perf_counter()
+        for _ in range(layers):
+            layer()
+        finish()
+        forward_s = time.perf_counter() - started
+        started = time.perf_counter()
+        job = begin()
+        for section in range(layers):
+            if not copies.engine.await_section(job, section, stream, WAIT_S):
+                raise RuntimeError(f"section {section} was not queued: {copies.engine.failed}")
+            layer()
+        finish()
+        both_s = time.perf_counter() - started
+        copies.finish(job)
+        if repeat:
+            for what, seconds in (("load", load_s), ("forward", forward_s), ("both", both_s)):
+                taken[what].append(seconds)
+    shares = [
+        1 - (both - forward) / load
+        for load, forward, both in zip(taken["load"], taken["forward"], taken["both"], strict=True)
+    ]
+    return shares, {f"{what}_ms": 1e3 * median_spread(found)[0] for what, found in taken.items()}
+
+
+def load_hidden(gpu: Gpu, facts: DeviceFacts) -> dict[str, Any]:
+    """A prompt's first 6,000 tokens are loaded while 2,048 more go through the layers of Llama 8B."""
+    import cupy
+
+    def matrix(rows: int, columns: int) -> Any:
+        return cupy.random.rand(rows, columns, dtype=cupy.float32).astype(cupy.float16)
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    # Queries, keys and values; their projection; gate and up; down. Attention itself is left out.
+    sizes = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)]
+    products = [(matrix(2048, rows), matrix(rows, columns)) for rows, columns in sizes]
+    outs = [cupy.empty((2048, columns), dtype=cupy.float16) for _, columns in sizes]
+
+    def layer() -> None:
+        with stream:
+            for (first, second), out in zip(products, outs, strict=True):
+                cupy.matmul(first, second, out=out)
+
+    cupy.cuda.Device(0).synchronize()
+    copies = Copies(gpu, SHAPES["8b"], 16, HIDDEN_CHUNKS)
+    try:
+        shares, parts = hidden(copies, stream.ptr, layer, stream.synchronize, HIDDEN_CHUNKS, REPEATS)
+    finally:
+        copies.close()
+    value, spread = median_spread(shares)
+    return figure(
+        "gpu_load_hidden",
+        value=100 * value,
+        unit="%",
+        ratio=value,
+        target=f"≥ {100 * TARGET_HIDDEN:.0f} %",
+        ok=value >= TARGET_HIDDEN,
+        spread=[100 * end for end in spread],
+        ratio_to="the load alone",
+        **parts,
+        engine=copies.engine.engine,
+        **on_gpu(facts),
+    )
+
+
 def gemm_slowdown(gpu: Gpu, engine: str, facts: DeviceFacts) -> dict[str, Any]:
     """What matrix products lose while this engine copies 16 chunks each way, again and again."""
     import cupy
@@ -183,10 +281,10 @@ def gemm_slowdown(gpu: Gpu, engine: str, facts: DeviceFacts) -> dict[str, Any]:
     def products_ms() -> float:
         begun, ended = cupy.cuda.Event(), cupy.cuda.Event()
         with stream:
-            begun.record()
+            begun.record(stream)
             for _ in range(GEMMS):
                 cupy.matmul(first, second, out=out)
-            ended.record()
+            ended.record(stream)
         ended.synchronize()
         return float(cupy.cuda.get_elapsed_time(begun, ended))
 
@@ -245,18 +343,25 @@ def gemm_slowdown(gpu: Gpu, engine: str, facts: DeviceFacts) -> dict[str, Any]:
     )
 
 
-def run() -> list[dict[str, Any]]:
-    """See the module."""
-    facts = require_gpu()
+def require_cupy() -> None:
+    """Raises NotHere unless CuPy and the libraries that it computes with are installed."""
     try:
-        import cupy  # noqa: F401
+        # It looks for its libraries only when they are asked for.
+        from cupy.cuda import cublas, curand  # noqa: F401
     except ImportError as error:
         raise NotHere(
             f"needs CuPy, which computes beside the copies: pip install 'kvstrata[gpu]' ({error})"
         ) from error
+
+
+def run() -> list[dict[str, Any]]:
+    """See the module."""
+    facts = require_gpu()
+    require_cupy()
     gpu = Gpu()
     figures = []
     for name, shape in SHAPES.items():
         for block_tokens in BLOCK_TOKENS:
             figures += measure(gpu, name, shape, block_tokens, **on_gpu(facts))
+    figures.append(load_hidden(gpu, facts))
     return figures + [gemm_slowdown(gpu, engine, facts) for engine in GEMM_TARGETS]
