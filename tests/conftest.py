@@ -42,7 +42,9 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    required = any(item.get_closest_marker(kind) for kind in REQUIRED_IN_CI)
+    required = not item.get_closest_marker("gpu") and any(
+        item.get_closest_marker(kind) for kind in REQUIRED_IN_CI
+    )
     if (
         IN_CI
         and required

@@ -1,6 +1,6 @@
 """An engine whose blocks are in device memory, with a real server: what it stores is what it loads, whatever happens.
 
-The device is simulated (`tests/harness/cuda_driver`).
+The device is simulated (`tests/harness/cuda_driver`); what needs no fault of it runs on a real one, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.harness.child import Child, ChildError
-from tests.harness.cuda_driver import environment
+from tests.harness.cuda_driver import DRIVERS, environment_of
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
@@ -36,13 +36,16 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def engine(server: ServerProcess, tmp_path: Path) -> Iterator[Start]:
-    """Starts engines; keywords in capitals are options of the simulated driver, others arguments of the engine."""
+    """Starts engines; keywords in capitals are options of the simulated driver, others arguments of the engine.
+
+    A real driver takes its time without options.
+    """
     children: list[Child] = []
 
-    def start(**arguments: Any) -> Child:
+    def start(driver: str = "simulated", **arguments: Any) -> Child:
         options = {name.lower(): arguments.pop(name) for name in list(arguments) if name.isupper()}
         log = tmp_path / "engine.log"
-        child = Child("tests.harness.gpu_engine", log=log, environment=environment(**options))
+        child = Child("tests.harness.gpu_engine", log=log, environment=environment_of(driver, **options))
         children.append(child)
         child.ask("start", socket_dir=str(server.socket_dir), **arguments)
         child.ask("connect")
@@ -58,12 +61,15 @@ def blocks(n_chunks: int) -> int:
     return n_chunks * CHUNK_BLOCKS * LAYERS
 
 
+@DRIVERS
 @pytest.mark.parametrize("way", ENGINES)
-def test_what_was_stored_is_loaded_byte_for_byte_by_another_engine(engine: Start, way: str) -> None:
-    first = engine(engine=way)
+def test_what_was_stored_is_loaded_byte_for_byte_by_another_engine(
+    engine: Start, way: str, driver: str
+) -> None:
+    first = engine(driver, engine=way)
     assert first.ask("store", seed=1, n_chunks=6) == 6
     assert first.ask("store", seed=1, n_chunks=6) == 6, "present is as good as stored"
-    second = engine(engine=way)
+    second = engine(driver, engine=way)
     for asynchronous, layerwise in ((True, False), (False, True), (False, False)):
         found = second.ask("load", seed=1, n_chunks=6, asynchronous=asynchronous, layerwise=layerwise)
         assert found == {"chunks": 6, "right": blocks(6), "bad": 0}
@@ -72,30 +78,35 @@ def test_what_was_stored_is_loaded_byte_for_byte_by_another_engine(engine: Start
     second.ask("close")
 
 
+@DRIVERS
 @pytest.mark.parametrize("way", ENGINES)
-def test_records_from_a_device_are_those_from_host_memory(engine: Start, way: str) -> None:
-    device = engine(engine=way)
+def test_records_from_a_device_are_those_from_host_memory(engine: Start, way: str, driver: str) -> None:
+    device = engine(driver, engine=way)
     assert device.ask("store", seed=1, n_chunks=4) == 4
     assert device.ask("host_load", seed=1, n_chunks=4) == 4
     assert device.ask("host_store", seed=2, n_chunks=4) == 4
     assert device.ask("load", seed=2, n_chunks=4) == {"chunks": 4, "right": blocks(4), "bad": 0}
 
 
+@DRIVERS
 @pytest.mark.parametrize("way", ENGINES)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_preempted_aborted_and_ended_requests_leave_no_wrong_byte(engine: Start, way: str, seed: int) -> None:
-    child = engine(engine=way, DELAY_US=300, SEED=seed)
+def test_preempted_aborted_and_ended_requests_leave_no_wrong_byte(
+    engine: Start, way: str, seed: int, driver: str
+) -> None:
+    child = engine(driver, engine=way, DELAY_US=300, SEED=seed)
     counts = child.ask("churn", seed=seed, steps=150)
     assert counts["right blocks"] > 100 and counts["stored"] > 20 and "bad blocks" not in counts
     child.ask("host_check", seeds=12, n_chunks=8)
     child.ask("close")
 
 
+@DRIVERS
 @pytest.mark.parametrize("seed", [3, 4])
 def test_a_server_killed_in_mid_copy_leaves_no_wrong_byte(
-    engine: Start, server: ServerProcess, seed: int
+    engine: Start, server: ServerProcess, seed: int, driver: str
 ) -> None:
-    child = engine(DELAY_US=300, SEED=seed)
+    child = engine(driver, DELAY_US=300, SEED=seed)
     over = threading.Event()
 
     def kill_and_start() -> None:

@@ -132,20 +132,29 @@ def simulated(**options: object) -> Callable[[Callable[..., None]], Callable[...
     return decorate
 
 
+DRIVERS = pytest.mark.parametrize("driver", ["simulated", pytest.param("real", marks=pytest.mark.gpu)])
+
+
+def environment_of(driver: str, **options: object) -> dict[str, str]:
+    """For a child process: `simulated`, with these options, or `real`; the test is skipped where there is no GPU."""
+    if driver == "simulated":
+        return environment(**options)
+    try:
+        failed = ctypes.CDLL(LIBRARY).cuInit(0)
+    except OSError as error:
+        pytest.skip(f"needs an NVIDIA GPU and its driver ({error})")
+    if failed:
+        pytest.skip("needs an NVIDIA GPU (the driver finds none)")
+    return {**os.environ}
+
+
 def on_gpu(body: Callable[..., None]) -> Callable[..., None]:
     """Makes a test run on this driver and, where the machine has a GPU, on the real one; likewise."""
 
-    @pytest.mark.parametrize("driver", ["simulated", pytest.param("real", marks=pytest.mark.gpu)])
+    @DRIVERS
     @functools.wraps(body)
     def test(driver: str, **arguments: object) -> None:
-        if driver == "real":
-            try:
-                failed = ctypes.CDLL(LIBRARY).cuInit(0)
-            except OSError as error:
-                pytest.skip(f"needs an NVIDIA GPU and its driver ({error})")
-            if failed:
-                pytest.skip("needs an NVIDIA GPU (the driver finds none)")
-        run_body(body, arguments, environment() if driver == "simulated" else {**os.environ})
+        run_body(body, arguments, environment_of(driver))
 
     signature = inspect.signature(body)
     parameter = inspect.Parameter("driver", inspect.Parameter.KEYWORD_ONLY)
