@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.harness.daemon import Spawned
+from tests.harness.daemon import Spawned, free_port
 from tests.harness.http_read import read
 from tests.harness.network import Host
 
@@ -89,7 +89,7 @@ class ServerProcess(Spawned):
         self.socket_dir = ROOTS[0] / name
         self.segment_dir = ROOTS[1] / name
         self.log = folder / "server.log"
-        self.port = 0
+        self.port = free_port()
         self._python = python
         self._host = host
         self.ready: dict[str, Any] = {}
@@ -162,7 +162,7 @@ class ServerProcess(Spawned):
 
     def connector_config(self, **more: Any) -> dict[str, Any]:
         """`kv_connector_extra_config` for an engine that uses this server."""
-        return {"lmcache.mp.port": max(1, self.port), "kvstrata.socket_dir": str(self.socket_dir), **more}
+        return {"lmcache.mp.port": self.port, "kvstrata.socket_dir": str(self.socket_dir), **more}
 
     def log_tail(self) -> str:
         """The end of its log."""

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvstrata import failpoints
+from kvstrata.cli.ctl import Ask, ask
+from kvstrata.errors import Unavailable
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import VllmProcess
 from tests.vllm.conftest import Rig, until
@@ -82,6 +84,15 @@ def attached_again(server: ServerProcess) -> bool:
         return False
 
 
+def forgotten_in_l1(server: ServerProcess) -> bool:
+    """Never true. What was computed before its lookup was answered is in L1 by now, and L2 would not be asked again."""
+    try:
+        ask(server.url, Ask("/v1/clear", {"tier": "l1"}, timeout_s=2.0))
+    except Unavailable:
+        pass  # it halts only now
+    return False
+
+
 @pytest.mark.parametrize(("point", "action"), cases())
 def test_the_engine_does_not_notice(
     rig: Rig, known: tuple[list[int], list[int]], point: str, action: str
@@ -99,7 +110,7 @@ def test_the_engine_does_not_notice(
     def reached() -> bool:
         assert rig.again(prompt)["tokens"] == expected
         said.append(rig.again(new)["tokens"])
-        return rig.server.halted()
+        return rig.server.halted() or forgotten_in_l1(rig.server)
 
     until(reached, f"reaching {point}")
     assert rig.again(prompt)["tokens"] == expected
