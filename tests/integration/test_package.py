@@ -82,7 +82,9 @@ def test_wheel_holds_the_package_its_compiled_modules_and_whole_headers_only(
     pages = files_of(artifacts["tree"], PAGES)
     assert len(pages) > 10
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    sources = [path for folder in ("cython", "cuda") for path in (artifacts["tree"] / "ext" / folder).glob("*.pyx")]
+    sources = [
+        path for folder in ("cython", "cuda") for path in (artifacts["tree"] / "ext" / folder).glob("*.pyx")
+    ]
     native = {f"kvstrata/native/{path.stem}{suffix}" for path in sources}
     if importlib.util.find_spec("libucx") is not None:
         native.add(f"kvstrata/native/ucx{suffix}")
