@@ -79,8 +79,8 @@ def restart(server: ServerProcess, armed: str) -> None:
 
 def attached_again(server: ServerProcess) -> bool:
     try:
-        return int(server.get("/v1/status")["sessions"]["attached"]) >= 2
-    except (OSError, ValueError):  # it halted meanwhile
+        return int(ask(server.url, Ask("/v1/status", timeout_s=2.0))["sessions"]["attached"]) >= 2
+    except Unavailable:  # it halted meanwhile
         return False
 
 
