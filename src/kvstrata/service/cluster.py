@@ -54,7 +54,7 @@ from kvstrata.rpc.cluster_wire import (
 from kvstrata.rpc.zmq_link import AskLink, ClusterFailure, Links, PushLink
 from kvstrata.service.cluster_commands import Commands
 from kvstrata.service.cluster_events import L1_TIER, EventQueue, TierTags
-from kvstrata.service.cluster_tiers import NotListed, OwnTiers
+from kvstrata.service.cluster_tiers import NotListed, OwnTiers, tier_name
 
 if TYPE_CHECKING:
     from kvstrata.rpc.zmq_server import ClusterKeys
@@ -133,17 +133,17 @@ class Cluster:
     def put_there(self, adapter: str, key: bytes) -> None:
         """An own L2 tier has acknowledged this chunk."""
         for link in self._links:
-            link.put_there(adapter, key)
+            link.put_there(tier_name(adapter), key)
 
     def gone_there(self, adapter: str, keys: Sequence[bytes]) -> None:
         """An own L2 tier has these no more."""
         for link in self._links:
-            link.gone_there(adapter, keys)
+            link.gone_there(tier_name(adapter), keys)
 
     def cleared_there(self, adapter: str) -> None:
         """An own L2 tier is empty."""
         for link in self._links:
-            link.cleared_there(adapter)
+            link.cleared_there(tier_name(adapter))
 
 
 class ClusterLink:
@@ -269,27 +269,27 @@ class ClusterLink:
         if self._telling:
             self._want_sync("events_lost")
 
-    def put_there(self, adapter: str, key: bytes) -> None:
+    def put_there(self, tier: str, key: bytes) -> None:
         """An own L2 tier has acknowledged this chunk."""
-        if adapter in self._tiers:
-            if not self._own.lists(adapter):
-                self._l2.admit(adapter, [key])
+        if tier in self._tiers:
+            if not self._own.lists(tier):
+                self._l2.admit(tier, [key])
             if self._telling:
-                self._queue.add(Change.ADMIT, adapter, key[:TAG_BYTES])
+                self._queue.add(Change.ADMIT, tier, key[:TAG_BYTES])
 
-    def gone_there(self, adapter: str, keys: Sequence[bytes]) -> None:
+    def gone_there(self, tier: str, keys: Sequence[bytes]) -> None:
         """An own L2 tier has these no more."""
-        if adapter in self._tiers:
-            self._l2.evict(adapter, keys)
+        if tier in self._tiers:
+            self._l2.evict(tier, keys)
             if self._telling:
-                self._queue.add(Change.EVICT, adapter, b"".join(key[:TAG_BYTES] for key in keys))
+                self._queue.add(Change.EVICT, tier, b"".join(key[:TAG_BYTES] for key in keys))
 
-    def cleared_there(self, adapter: str) -> None:
+    def cleared_there(self, tier: str) -> None:
         """An own L2 tier is empty."""
-        if adapter in self._tiers:
-            self._l2.clear(adapter)
+        if tier in self._tiers:
+            self._l2.clear(tier)
             if self._telling:
-                self._queue.add(Change.CLEAR, adapter)
+                self._queue.add(Change.CLEAR, tier)
 
     # --- membership ----------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ nothing of it is remembered here.  Of the others what was put or found since the
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,14 @@ PAGE_KEYS = 256
 MAX_PAGES = 1 << 22
 """Of one tier: whoever has more goes round in circles."""
 COUNT_S = 5.0
+
+
+def tier_name(adapter: str) -> str:
+    """What controllers call the tier of this adapter: its name, or a shorter one that no other adapter has."""
+    if len(adapter) <= MAX_NAME_CHARS:
+        return adapter
+    digest = hashlib.sha256(adapter.encode()).hexdigest()[:8]
+    return f"{adapter[: MAX_NAME_CHARS - 9]}-{digest}"
 
 
 class NotListed(Exception):
@@ -88,7 +97,7 @@ class OwnTiers:
 
     def _members(self) -> dict[str, Member]:
         own = [
-            (member.name[:MAX_NAME_CHARS], member)
+            (tier_name(member.name), member)
             for member in self._engine.adapters
             if not member.adapter.capabilities.shared and member.adapter.capabilities.takes_puts
         ]
