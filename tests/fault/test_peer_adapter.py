@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvstrata.native import copying
-from kvstrata.rpc.cluster_wire import Failure, Owner
+from kvstrata.rpc.cluster_wire import Failure, Owner, PeerRelease
 from kvstrata.storage.base import Found, LoadItem, LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus
 from kvstrata.storage.peer import PeerAdapter, PeerSettings
 from kvstrata.storage.peer_owners import OwnerLimits
@@ -189,6 +189,21 @@ async def test_more_than_an_owner_leases_at_a_time_is_read_in_parts(net) -> None
     parts = await asyncio.gather(one.load(*KEYS[:2]), one.load(*KEYS[2:5]), one.load(*KEYS[5:]))
     assert [outcome for part in parts for outcome in part] == [LOADED] * 8
     await until(lambda: one.owner.leases == {})
+
+
+async def test_room_that_an_owner_has_not_heard_of_yet_is_waited_for(net) -> None:
+    one = await net()
+    one.owner.max_leased = 3
+    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    one.owner.postponed = (PeerRelease,)
+    first = asyncio.create_task(one.load(*KEYS[:3]))
+    await until(lambda: one.owner.later)  # everything is read, and the owner does not know it
+    leases = one.owner.asked["PeerLease"]
+    second = asyncio.create_task(one.load(*KEYS[3:5]))
+    await until(lambda: one.owner.asked["PeerLease"] > leases)  # and is refused
+    await asyncio.wait({second}, timeout=0.05)
+    one.owner.catch_up()
+    assert (await first, await second) == ([LOADED] * 3, [LOADED] * 2)
 
 
 async def test_what_others_have_leased_is_not_waited_for(net) -> None:

@@ -128,11 +128,27 @@ class _Endpoint:
         self.endpoint = f"tcp://127.0.0.1:{port}"
         self.asked: collections.Counter[str] = collections.Counter()
         self.silent = False
+        self.postponed: tuple[type, ...] = ()
+        """Requests that are answered at `catch_up`."""
+        self.later: list[tuple[Address, Any]] = []
         self._server.start(self._take, lambda address, frames: b"")
 
     def _take(self, address: Address, frame: bytes) -> None:
         request = self._decoder.decode(frame)
         self.asked[type(request).__name__] += 1
+        if isinstance(request, self.postponed):
+            self.later.append((address, request))
+        else:
+            self._reply(address, request)
+
+    def catch_up(self) -> None:
+        """Answer what was postponed, and all that comes from now on at once."""
+        self.postponed = ()
+        later, self.later = self.later, []
+        for address, request in later:
+            self._reply(address, request)
+
+    def _reply(self, address: Address, request: Any) -> None:
         reply = None if self.silent else self.answer(request)
         if reply is not None:
             self._server.send(address, encode(reply))

@@ -698,6 +698,7 @@ class PeerAdapter(StorageAdapter):
         """Whether the lease has stood until now, by its owner's word; None without one."""
         peer = self._peers.get(lease.owner)
         if peer is None or peer.epoch != lease.epoch:
+            self._ended(lease)
             return None
         keep_ms = 0 if over else self.settings.lease_ms
         asked_s = self._now_s()
@@ -713,8 +714,9 @@ class PeerAdapter(StorageAdapter):
             self._owners.failed(lease.owner, self._now_s())
             self._let_go(peer)
             return None
-        if over:
-            self._lease_ended.set()
+        finally:
+            if over:
+                self._ended(lease)
         if released.epoch != lease.epoch or not released.stood:
             self._leases.lost(lease)
             return False
@@ -736,6 +738,7 @@ class PeerAdapter(StorageAdapter):
         async def tell() -> None:
             peer = self._peers.get(lease.owner)
             if peer is None or peer.epoch != lease.epoch:
+                self._ended(lease)
                 return
             try:
                 await peer.link.ask(
@@ -743,9 +746,15 @@ class PeerAdapter(StorageAdapter):
                 )
             except (Unavailable, ClusterFailure):
                 log.debug("%s: %s was not told that a lease is over", self.name, lease.owner)
-            self._lease_ended.set()
+            finally:
+                self._ended(lease)
 
         return asyncio.create_task(tell(), name=f"{self.name}-release")
+
+    def _ended(self, lease: Lease) -> None:
+        """Its room at the owner is free, or not ours to free: who waits for room asks again."""
+        self._leases.ended(lease)
+        self._lease_ended.set()
 
     def _tell_once(self, what: str) -> None:
         if what not in self._told and len(self._told) < MAX_PEERS:

@@ -227,10 +227,13 @@ class LeaseBook:
     def __init__(self) -> None:
         self._by_key: dict[bytes, Lease] = {}
         self._leases: dict[tuple[str, int, int], Lease] = {}
+        self._ending: set[Lease] = set()
+        """Over, and their owners have not heard it yet."""
         self._bytes: collections.Counter[str] = collections.Counter()
 
     def __len__(self) -> int:
-        return len(self._leases)
+        """Leases that take room at their owners."""
+        return len(self._leases) + len(self._ending)
 
     def add(self, lease: Lease) -> list[Lease]:
         """Take a lease in; returns those that are over because of it."""
@@ -243,7 +246,7 @@ class LeaseBook:
                 replaced.add(older)
             self._by_key[key] = lease
             self._bytes[lease.owner] += lease.unread[key].length_bytes
-        return [older for older in replaced if older.over and self._remove(older)]
+        return [older for older in replaced if older.over and self._end(older)]
 
     def under_way_bytes(self, owner: str) -> int:
         """Leased from an owner and not read to its end."""
@@ -277,7 +280,11 @@ class LeaseBook:
         self._bytes[lease.owner] -= n_bytes
         lease.readers -= 1
         lease.used_s = now_s
-        return lease.over and self._remove(lease)
+        return lease.over and self._end(lease)
+
+    def ended(self, lease: Lease) -> None:
+        """Its owner has heard that it is over, or will not hear it from us."""
+        self._ending.discard(lease)
 
     def renewed(self, lease: Lease, until_s: float) -> None:
         """The owner keeps it longer."""
@@ -294,14 +301,15 @@ class LeaseBook:
             self.lost(lease)
 
     def unused(self, now_s: float, idle_s: float) -> list[Lease]:
-        """Take out the leases that nobody has read of for so long, or that have run out."""
+        """Take out the leases that nobody has read of for so long, or that have run out: they are over."""
         idle = [
             lease
             for lease in self._leases.values()
             if not lease.readers and (lease.used_s + idle_s <= now_s or lease.until_s <= now_s)
         ]
         for lease in idle:
-            self.lost(lease)
+            self._forget_keys(lease)
+            self._end(lease)
         return idle
 
     def all(self) -> list[Lease]:
@@ -313,6 +321,13 @@ class LeaseBook:
             del self._by_key[key]
             self._bytes[lease.owner] -= extent.length_bytes
         lease.unread.clear()
+
+    def _end(self, lease: Lease) -> bool:
+        """It is over, and takes room until `ended`; False: it was taken out before."""
+        removed = self._remove(lease)
+        if removed:
+            self._ending.add(lease)
+        return removed
 
     def _remove(self, lease: Lease) -> bool:
         return self._leases.pop((lease.owner, lease.epoch, lease.number), None) is not None
