@@ -606,7 +606,7 @@ async def test_at_the_deadline_it_answers_with_what_is_there_and_the_rest_arrive
     await in_l2(l1, one, keys)
     loads = Loads(l1, one, in_flight_bytes=RECORD)  # one record at a time
     plan.schedule(None, None, None, Fault.HANG)  # what is there; two records; the third hangs
-    outcome = await loads.fetch(keys, within_s=0.5)
+    outcome = await loads.fetch(keys, within_s=2.0)
     assert outcome == FetchOutcome(2, 2, MissReason.DEADLINE, "deadline")
     one.faults.release()
     await loads.controller.idle()

@@ -309,7 +309,7 @@ async def test_others_are_asked_where_the_named_owner_leases_nothing_and_that_is
             other.max_leased = 0
         case "is silent":
             other.silent = True
-            one.patience(lookup_timeout_ms=50, load_timeout_ms=50)
+            one.patience(lookup_timeout_ms=500, load_timeout_ms=500)
     one.adapter.prefer(KEYS, source)
     asked = asyncio.create_task(one.adapter.exists(KEYS))
     if how == "is silent":
@@ -357,7 +357,7 @@ async def test_a_silent_owner_costs_one_deadline_and_is_let_alone(net) -> None:
     one = await net(limits=OwnerLimits(open_s=600, max_open_s=600))
     assert await one.adapter.exists(KEYS[:1]) == [THERE]
     one.owner.silent = True
-    one.patience(lookup_timeout_ms=50)
+    one.patience(lookup_timeout_ms=500)
     # With the connection the lease that stood is given up.
     assert await one.adapter.exists(KEYS) == [unknown("peer_deadline")] * 8
     asked = one.owner.asked["PeerLease"]

@@ -438,7 +438,7 @@ class Cutter:
 @pytest.mark.parametrize("hang_up", [True, False])
 async def test_what_was_answered_before_a_connection_broke_stands(server: RedisServer, hang_up: bool) -> None:
     async with Cutter(server.port) as cutter:
-        entry = server.entry(port=cutter.port, request_timeout=0.3, connection_timeout=0.3)
+        entry = server.entry(port=cutter.port, request_timeout=1.0, connection_timeout=1.0)
         async with opened(entry) as adapter:
             await put(adapter, *range(8), size=300_000)
             whole = record_length(300_000)
@@ -463,7 +463,7 @@ async def test_a_server_behind_tls_that_is_stopped_costs_the_time_limit_and_come
 ) -> None:
     tls = certificates(tmp_path / "certificates")
     with RedisServer(tmp_path / "redis", tls=tls) as server:
-        async with opened(server.entry(request_timeout=0.2, connection_timeout=0.2)) as adapter:
+        async with opened(server.entry(request_timeout=1.0, connection_timeout=1.0)) as adapter:
             await put(adapter, 1)
             server.freeze()
             try:

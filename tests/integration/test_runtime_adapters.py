@@ -295,7 +295,7 @@ def test_adapters_that_hang_by_injection_go_and_take_nothing_with_them(server, t
 
 def test_an_adapter_whose_process_stands_still_is_removed_and_its_bytes_come_back(server, tmp_path):
     add(server, fs(tmp_path / "l2"))
-    hosted = fs(tmp_path / "hosted", isolation="process", deadline_ms=200, host_kill_ms=1000)
+    hosted = fs(tmp_path / "hosted", isolation="process", deadline_ms=2_000, host_kill_ms=3_000)
     bad = add(server, hosted, position=0)["name"]
     with CacheEngine(server.socket_dir) as engine:
         engine.connect()
