@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import weakref
 from collections.abc import Iterator
 
 import pytest
 
-from kvstrata.client.warmup import STEP_BYTES, PageWarmer
+from kvstrata.client.pinning import SLAB_BYTES
+from kvstrata.client.warmup import STEP_BYTES, PageWarmer, present_steps
+from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.native.paging import map_present_pages
 from kvstrata.native.pool import ExtentsMap
 from tests.harness.cache_engine import eventually
@@ -72,6 +75,15 @@ def test_it_keeps_no_mapping_alive(file):
     gc.collect()
     eventually("the mapping is gone", lambda: gone() is None)
     warmer.close(10)
+
+
+def test_a_pool_of_huge_pages_is_registered_in_whole_huge_pages(file):
+    os.write(file, bytes(BYTES))
+    assert BYTES % HUGE_PAGE_BYTES == 0 and BYTES % SLAB_BYTES
+    mapping = Mapped(file)
+    slabs = list(present_steps(lambda: mapping, threading.Event(), SLAB_BYTES))
+    assert sum(size for _, size in slabs) == BYTES
+    assert all(offset % HUGE_PAGE_BYTES == size % HUGE_PAGE_BYTES == 0 for offset, size in slabs)
 
 
 def test_impossible_ranges_are_refused(file):

@@ -51,6 +51,20 @@ def check_memory() -> Finding:
     return Finding("memory", "ok", found)
 
 
+def check_numa() -> Finding:
+    """Nodes that the pool may lie on, and whether GPUs are next to some of them only."""
+    from kvstrata.memory import numa
+
+    nodes, allowed = numa.nodes_with_memory(), numa.allowed_nodes()
+    near = sorted(set(numa.nodes_of_gpus()))
+    found = f"{len(nodes)} with memory, {len(set(nodes) & set(allowed))} of them for this process"
+    if near:
+        found += f", GPUs next to {', '.join('an unknown one' if node < 0 else str(node) for node in near)}"
+    if near and -1 not in near and len(near) < len(nodes):
+        return Finding("NUMA nodes", "warn", found, "for engines with their KV on a GPU: --l1-numa gpu")
+    return Finding("NUMA nodes", "ok", found)
+
+
 def check_limits() -> Finding:
     """Open files: each engine process costs a handful."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -120,6 +134,7 @@ CHECKS: Sequence[Callable[[], Finding | list[Finding]]] = (
     check_cpu,
     check_memory,
     check_shared_memory,
+    check_numa,
     check_limits,
     check_directories,
     check_ports,

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.cli.finding import Finding, cgroup_limit_bytes
 from kvstrata.config.model import GB
+from kvstrata.memory.numa import nodes_of_gpus
 
 if TYPE_CHECKING:
     from kvstrata.native.cuda import DeviceFacts
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
-NVIDIA = "0x10de"
-DISPLAY = "0x03"
-"""First byte of the class of display and 3D controllers."""
 GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 PINNED_BYTES = 64 << 20
 """As much as a worker registers at once (client/pinning.py)."""
@@ -204,13 +202,8 @@ def _refused(name: str, error: Exception, otherwise: str, state: str = "warn") -
 
 def _gpu_expected() -> bool:
     """An NVIDIA device is on the bus, or the driver's library is there."""
-    for device in PCI_DEVICES.glob("*"):
-        try:
-            vendor, kind = ((device / file).read_text() for file in ("vendor", "class"))
-        except OSError:
-            continue
-        if vendor.startswith(NVIDIA) and kind.startswith(DISPLAY):
-            return True
+    if nodes_of_gpus():
+        return True
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -50,6 +50,8 @@ def server_parser() -> argparse.ArgumentParser:
         help="shared memory for KV (4, or what fits)",
     )
     add("--l1-use-hugepages", dest="l1.use_hugepages", action="store_true", help="L1 in pages of 2 MiB")
+    add("--l1-numa", dest="l1.numa", metavar="NODES",
+        help="NUMA nodes of L1: default, interleave, gpu, or such as 0 or 0-1 (default)")  # fmt: skip
     add("--eviction-policy", dest="l1.eviction_policy", metavar="NAME", help="LRU, ARC, S3FIFO or noop (LRU)")
     add("--eviction-trigger-watermark", dest="l1.eviction_trigger_watermark", type=float, metavar="SHARE",
         help="occupancy above which eviction starts ahead of need (0.8)")  # fmt: skip

@@ -49,6 +49,15 @@ class L1Settings(_Section, frozen=True, kw_only=True):
             "error. The pool is then kept by a holder process instead of under `segment_dir`."
         ),
     ] = False
+    numa: Annotated[
+        str,
+        Meta(
+            pattern=r"^(default|interleave|gpu|\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)$",
+            description="NUMA nodes that L1's pages come from: `default` (the kernel's choice), `interleave` (all that "
+            "the server may use, in turn), `gpu` (those next to this machine's NVIDIA GPUs) or nodes, as `'0'`, "
+            "`'0,2'` or `'0-1'`. Pages that an earlier server left stay where they are.",
+        ),
+    ] = "default"
     prefault_threads: Annotated[
         int,
         Meta(ge=0, le=64, description="Threads that fault the pool in at start; 0 leaves it to first use."),

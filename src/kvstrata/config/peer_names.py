@@ -169,7 +169,7 @@ CLIENT_KEYS: dict[str, Name] = {
     "cache_policy": Name(Fate.REPLACED, "", f"{_ON_SERVER}: --eviction-policy"),
     "storage_plugins": Name(Fate.REPLACED, "", f"{_ON_SERVER}: --l2-adapter"),
     "remote_storage_plugins": Name(Fate.REPLACED, "", f"{_ON_SERVER}: --l2-adapter"),
-    "numa_mode": Name(Fate.REPLACED, "", f"{_ON_SERVER}, which follows the machine's default placement"),
+    "numa_mode": Name(Fate.REPLACED, "", f"{_ON_SERVER}: --l1-numa"),
     "use_layerwise": _noted("loads are overlapped where that is faster"),
     "enable_async_loading": _noted("load_mode chooses between synchronous and asynchronous loads"),
     "pre_caching_hash_algorithm": _noted("chunk keys are SHA-256"),

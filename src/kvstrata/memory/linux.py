@@ -33,12 +33,16 @@ MSG_CMSG_CLOEXEC = 0x40000000
 SO_PEERPIDFD = 77
 PIDFD_THREAD = os.O_EXCL
 PR_SET_PDEATHSIG = 1
+MPOL_DEFAULT, MPOL_BIND, MPOL_INTERLEAVE, MPOL_LOCAL = 0, 2, 3, 4
+MAX_NODES = 1024
 
 _FLOCK = struct.Struct("@hhqqi0q")  # l_type, l_whence, l_start, l_len, l_pid
 _TIMEVAL = struct.Struct("@ll")
 _UCRED = struct.Struct("@iII")
 _SYSCALL_PIDFD_OPEN = 434
 _SYSCALL_MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
+_SYSCALL_MBIND = {"x86_64": 237, "aarch64": 235}
+_SYSCALL_MOVE_PAGES = {"x86_64": 279, "aarch64": 239}
 
 
 def _syscall(number: int, *arguments: int | bytes) -> int:
@@ -148,6 +152,30 @@ def _memfd_create(name: str, flags: int) -> int:
 def seal_size(fd: int) -> None:
     """Forbids everybody, us included, to resize a memfd: a mapping of it can never fault past the end."""
     fcntl.fcntl(fd, ADD_SEALS, SEAL_SHRINK | SEAL_GROW | SEAL_SEAL)
+
+
+# --- NUMA -------------------------------------------------------------------------------------------------
+
+
+def place_memory(address: int, length: int, policy: int, nodes: tuple[int, ...]) -> None:
+    """mbind: where the pages of a whole mapping go that do not exist yet; others stay where they are.
+
+    For files on tmpfs and memfds the policy is the file's and holds for every process; for huge pages it is this
+    mapping's (Linux 6.18 and before), so only pages that this mapping touches first follow it.
+    """
+    mask = array.array("Q", bytes(MAX_NODES // 8))
+    for node in nodes:
+        mask[node // 64] |= 1 << node % 64
+    number = _SYSCALL_MBIND.get(platform.machine(), -1)
+    _syscall(number, address, length, policy, mask.buffer_info()[0], MAX_NODES + 1, 0)
+
+
+def nodes_of_pages(addresses: list[int]) -> list[int]:
+    """The node of the page at each address; negative where this process has not touched it."""
+    pages, nodes = array.array("Q", addresses), array.array("i", [-1] * len(addresses))
+    number = _SYSCALL_MOVE_PAGES.get(platform.machine(), -1)
+    _syscall(number, 0, len(pages), pages.buffer_info()[0], 0, nodes.buffer_info()[0], 0)
+    return nodes.tolist()
 
 
 # --- processes --------------------------------------------------------------------------------------------

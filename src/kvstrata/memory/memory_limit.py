@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
 
+HUGE_PAGES = f"hugepages-{HUGE_PAGE_BYTES >> 10}kB"
+"""The kernel's name of their folder."""
 _UNLIMITED = 1 << 60
 """A cgroup without a limit reports a number near 2^63."""
 
@@ -20,14 +22,14 @@ class MemoryLimit(NamedTuple):
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit:
     """The least of physical memory and the memory limits of our cgroup and those above it (v1, v2)."""
-    limits = [MemoryLimit(_meminfo_bytes(root, "MemTotal"), "this machine's memory")]
+    limits = [MemoryLimit(meminfo_bytes(root / "proc/meminfo", "MemTotal"), "this machine's memory")]
     limits += _cgroup_limits(root)
     return min(limits)
 
 
 def available_bytes(root: Path = Path("/")) -> int:
     """Memory that can be had now without swapping, as the kernel estimates it (not looking at cgroups)."""
-    return _meminfo_bytes(root, "MemAvailable")
+    return meminfo_bytes(root / "proc/meminfo", "MemAvailable")
 
 
 class HugePages(NamedTuple):
@@ -39,7 +41,7 @@ class HugePages(NamedTuple):
 
 def huge_pages(root: Path = Path("/")) -> HugePages:
     """The machine's reserve of 2 MiB pages; none where the kernel has no such pages."""
-    pool = root / f"sys/kernel/mm/hugepages/hugepages-{HUGE_PAGE_BYTES >> 10}kB"
+    pool = root / "sys/kernel/mm/hugepages" / HUGE_PAGES
     try:
         total, free, reserved = (
             int((pool / name).read_text()) for name in ("nr_hugepages", "free_hugepages", "resv_hugepages")
@@ -49,12 +51,13 @@ def huge_pages(root: Path = Path("/")) -> HugePages:
     return HugePages(total, free - reserved)
 
 
-def _meminfo_bytes(root: Path, field: str) -> int:
-    for line in (root / "proc/meminfo").read_text().splitlines():
+def meminfo_bytes(path: Path, field: str) -> int:
+    """One amount out of /proc/meminfo, or out of a node's, where `Node 0` stands before the name."""
+    for line in path.read_text().splitlines():
         name, _, value = line.partition(":")
-        if name == field:
+        if name.split()[-1:] == [field]:
             return int(value.split()[0]) * 1024
-    raise ValueError(f"/proc/meminfo has no {field}")
+    raise ValueError(f"{path} has no {field}")
 
 
 def _cgroup_limits(root: Path) -> list[MemoryLimit]:

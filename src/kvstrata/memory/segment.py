@@ -30,7 +30,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvstrata.errors import ConfigError, SegmentError
-from kvstrata.memory import holder_client, linux
+from kvstrata.memory import holder_client, linux, numa
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.memory_limit import available_bytes, huge_pages, memory_limit
 from kvstrata.memory.paths import HOLDER_SOCKET, PID_FILE, check_private_dir, make_private_dir
@@ -65,6 +65,8 @@ class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_session_share: int = 8
     huge_pages: bool = False
     """Extents in pages of 2 MiB, of which `extents_bytes` is then a multiple."""
+    placement: numa.Placement = numa.Placement()
+    """Where pages of the extents go that do not exist yet."""
 
     def entries(self) -> int:
         """Entry capacity of a new segment."""
@@ -113,6 +115,7 @@ class Segment:
         self._settings = settings
         self._parts = found.parts
         self._instance_lock = instance_lock
+        self._gpu_nodes = sorted(set(numa.nodes_of_gpus()))
         self._closed = False
 
     @classmethod
@@ -137,11 +140,28 @@ class Segment:
         except BaseException:
             os.close(instance_lock)
             raise
+        try:
+            numa.place(settings.placement, segment.pool.extents_address, settings.extents_bytes)
+        except SegmentError:
+            if not found.adopted:
+                segment.destroy()
+            segment.close()
+            raise
         _log.info(
             "segment: %s (%s), %d bytes, epoch %d", found.reason, found.backing, settings.extents_bytes,
-            found.pool.epoch,
+            segment.pool.epoch,
         )  # fmt: skip
         return segment
+
+    def numa_status(self) -> dict[str, object]:
+        """Where the extents shall lie, where some of their pages do, and the nodes next to GPUs."""
+        wanted = self._settings.placement
+        return {
+            "setting": wanted.setting,
+            "nodes": list(wanted.nodes),
+            "gpu_nodes": self._gpu_nodes,
+            "sampled_pages": numa.sampled_nodes(self.pool.extents_address, self._settings.extents_bytes),
+        }
 
     def close(self) -> None:
         """Lets go of the segment; its bytes stay for the next server.  Idempotent.
@@ -199,8 +219,20 @@ def check_size(settings: SegmentSettings) -> None:
             f"{limit.limit_bytes} bytes; set --l1-size-gb to less than {limit.limit_bytes / _GB:.2f}",
             field="l1_size_gb",
         )
+    _check_nodes(settings)
     if not settings.huge_pages and needed > (free := available_bytes()):
         _log.warning("segment: L1 needs %d bytes, but only %d are available now", needed, free)
+
+
+def _check_nodes(settings: SegmentSettings) -> None:
+    """Raises ConfigError when the nodes that L1 is bound to do not hold it: the kernel would kill processes."""
+    there = settings.placement.memory_bytes
+    if there is not None and settings.extents_bytes > there:
+        raise ConfigError(
+            f"l1.numa: {settings.placement.setting!r}: L1 of {settings.extents_bytes} bytes is to lie on nodes of "
+            f"{there} bytes; add nodes, choose interleave, or lower --l1-size-gb",
+            field="l1.numa",
+        )
 
 
 # --- locks ------------------------------------------------------------------------------------------------
@@ -296,7 +328,7 @@ def _find(settings: SegmentSettings) -> _Found:
         if held:
             _log.warning("segment: what the holder kept was given up: %s", held)
             _dismiss_holder(settings.socket_dir)  # its huge pages are needed for the new one
-        _check_huge_pages(settings.extents_bytes)
+        _check_huge_pages(settings)
         return _make_held(settings, "huge pages were asked for")
     try:
         filed = _adopt_or_make_files(settings)
@@ -310,15 +342,23 @@ def _find(settings: SegmentSettings) -> _Found:
     return _make_held(settings, "; ".join(filter(None, [held, filed])))
 
 
-def _check_huge_pages(size_bytes: int) -> None:
-    """Raises SegmentError when the machine's reserve of huge pages does not hold L1."""
-    reserve, needed = huge_pages(), size_bytes // HUGE_PAGE_BYTES
+def _check_huge_pages(settings: SegmentSettings) -> None:
+    """Raises SegmentError when the reserve of huge pages, the machine's or that of the nodes, does not hold L1."""
+    reserve, needed = huge_pages(), settings.extents_bytes // HUGE_PAGE_BYTES
     if needed > reserve.free:
         raise SegmentError(
             f"l1.use_hugepages: L1 needs {needed} huge pages of 2 MiB, {reserve.free} of {reserve.total} are free; "
             f"reserve them with `sysctl -w vm.nr_hugepages={reserve.total - reserve.free + needed}`, lower "
             "--l1-size-gb or leave --l1-use-hugepages away",
             field="l1.use_hugepages",
+        )
+    wanted = settings.placement
+    if wanted.policy == linux.MPOL_BIND and needed > (free := numa.free_huge_pages(wanted.nodes)):
+        raise SegmentError(
+            f"l1.numa: {wanted.setting!r}: L1 needs {needed} huge pages of 2 MiB, {free} are free on nodes "
+            f"{', '.join(map(str, wanted.nodes))}; reserve them there (nr_hugepages below "
+            "/sys/devices/system/node/nodeN/hugepages) or choose interleave",
+            field="l1.numa",
         )
 
 

@@ -142,6 +142,7 @@ STATUS_NUMBERS: dict[str, str] = {
     "l2_adapters.ADAPTER.host.pid": "Process of an adapter that runs in one of its own; 0 while there is none.",
     "l2_adapters.ADAPTER.host.restarts": "Such processes started since the start in place of one that had ended.",
     "l2_adapters.ADAPTER.host.requests": "What that process was asked and has not ended yet.",
+    "numa.sampled_pages.WORD": "Of some pages spread over L1 that the server has touched: those on this NUMA node.",
     "attach.pending": "Handshakes under way.",
     "attach.attached": "Sessions with an open attach connection.",
     "attach.detached": "Sessions without one whose process lives.",

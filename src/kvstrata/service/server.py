@@ -36,6 +36,7 @@ from kvstrata.errors import ConfigError, StorageError
 from kvstrata.memory.attach import AttachServer
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.memory_limit import memory_limit
+from kvstrata.memory.numa import placement
 from kvstrata.memory.paths import ATTACH_SOCKET, RPC_SOCKET, segment_dir, socket_dir
 from kvstrata.memory.segment import Segment, SegmentSettings, check_size
 from kvstrata.observability.logging import EventLog
@@ -96,6 +97,7 @@ class Plan(NamedTuple):
 
 def plan(settings: ServerSettings, environment: Mapping[str, str]) -> Plan:
     """Check all that can be checked without opening anything. Raises ConfigError."""
+    _check_first_touch(settings)
     size_gb = settings.l1.size_gb
     alignment = HUGE_PAGE_BYTES if settings.l1.use_hugepages else L1_ALIGNMENT
     extents_bytes = (default_l1_bytes() if size_gb is None else round(size_gb * GB)) & ~(alignment - 1)
@@ -117,6 +119,17 @@ def plan(settings: ServerSettings, environment: Mapping[str, str]) -> Plan:
     keys_file = settings.controller.curve_file
     keys = read_cluster_keys(keys_file, "controller.curve_file") if keys_file else None
     return Plan(settings, extents_bytes, adapters, embedded, tokens, http_token, keys, _p2p_engine(settings))
+
+
+def _check_first_touch(settings: ServerSettings) -> None:
+    """Raises ConfigError where pages would be placed by the engines that touch them, not by `l1.numa`."""
+    l1 = settings.l1
+    if l1.use_hugepages and l1.numa != "default" and not l1.prefault_threads:
+        raise ConfigError(
+            f"l1.prefault_threads: 0 with l1.use_hugepages and l1.numa {l1.numa!r}: huge pages lie where the server "
+            "asks for them only if it touches them first; set it to 1 or more",
+            field="l1.prefault_threads",
+        )
 
 
 def _p2p_engine(settings: ServerSettings) -> str:
@@ -265,6 +278,7 @@ class Server(Process):
         engine.attach = attach
         engine.extra_status["attach"] = attach.stats
         engine.extra_status["rpc"] = zmq_server.stats
+        engine.extra_status["numa"] = segment.numa_status
         self.closers.append(attach.stop)
         http_server = None if http_socket is None else await http_prepare(self._make_app)
         zmq_server.bind_ipc(directory / RPC_SOCKET)
@@ -548,6 +562,7 @@ def _segment_settings(
         watermark=watermark,
         max_session_share=MAX_SESSION_SHARE,
         huge_pages=l1.use_hugepages,
+        placement=placement(l1.numa),
     )
 
 
