@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import stat
@@ -36,6 +37,7 @@ def reopen(settings: SegmentSettings, **change: object) -> Segment:
 
 
 def open_fds() -> set[str]:
+    gc.collect()  # what earlier tests of this process left to it may not go in between
     return set(os.listdir("/proc/self/fd"))
 
 
