@@ -193,6 +193,7 @@ class GpuEngine:
         num_blocks: int = 128,
         engine: str = "auto",
         pin: bool = True,
+        measure: bool = False,
         **settings: Any,
     ) -> None:
         chosen = ClientSettings(socket_dir=socket_dir, chunk_size=CHUNK_TOKENS, **settings)
@@ -207,10 +208,13 @@ class GpuEngine:
             pages=Pinner(self.engine, 0) if pin else PageWarmer(),
             registers_memory=True,
         )
+        plan = CudaCopyPlan(self.blocks.plan, 0)
+        if measure:
+            self.engine.choose(plan, 0, 0, range(CHUNK_BLOCKS))
         mover = DeviceMover(
             self.client,
             self.engine,
-            CudaCopyPlan(self.blocks.plan, 0),
+            plan,
             sections={f"layer {number}": number for number in range(LAYERS)},
             current_stream=lambda: self.device.computes,
         )
@@ -581,6 +585,10 @@ class _Child:
 
     def stats(self) -> dict[str, Any]:
         return self.engine.client.stats()
+
+    def take_counts(self) -> dict[str, int | float]:
+        """What vLLM would collect from this worker."""
+        return self.engine.worker.take_counts()
 
     def wait_pinned(self, n_bytes: int) -> None:
         eventually("the pool is pinned", lambda: self.engine.client.stats()["pinned_bytes"] == n_bytes)

@@ -186,8 +186,8 @@ def wire_codes() -> str:
         more = inspect.cleandoc(reply.__doc__ or "").split("\n\n")
         parts.append(f"\n### {reply.__struct_config__.tag}\n\n{_line(reply.__doc__)}\n\n")
         parts.append("".join(f"{_line(text)}\n\n" for text in more[1:]) + fields(reply, ("seq", "epoch")))
-    parts.append("\n## Maps inside messages\n")
-    for struct in (LayoutIdentity, RequestIdentity, Slice):
+    parts.append("\n## Inside messages\n")
+    for struct in (LayoutIdentity, RequestIdentity, Slice, wire.DeviceCopies):
         parts.append(f"\n### {struct.__name__}\n\n{_line(struct.__doc__)}\n\n{fields(struct)}")
     parts.append(
         "\n## Error codes\n\nIn error replies, attach replies and the JSON of the admin HTTP port (with that status)."

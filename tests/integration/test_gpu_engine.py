@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.cache_engine import eventually
 from tests.harness.child import Child, ChildError
 from tests.harness.cuda_driver import DRIVERS, environment_of
 from tests.harness.server_process import ServerProcess
@@ -164,14 +165,52 @@ def test_the_pool_is_pinned_whole_and_let_go_with_the_server_that_owned_it(
 
 
 @pytest.mark.parametrize("way", ENGINES)
-def test_where_pinning_is_refused_the_rest_of_the_pool_is_copied_unpinned(engine: Start, way: str) -> None:
+def test_where_pinning_is_refused_the_rest_of_the_pool_is_copied_unpinned(
+    engine: Start, server: ServerProcess, way: str
+) -> None:
     child = engine(engine=way, REGISTER=2 * SLAB_BYTES)
     refusal = child.ask("wait_stat", name="pin_refusal")
     assert "cuMemHostRegister" in refusal
     assert child.ask("stats")["pinned_bytes"] <= 2 * SLAB_BYTES
+    eventually("the server was told", lambda: (copies_of(server) or {}).get("pin_refusal") == refusal)
+    assert child.ask("take_counts")["pin_refusals"] == 1
+    assert "pin_refusals" not in child.ask("take_counts")
     counts = child.ask("churn", seed=5, steps=60)
     assert counts["right blocks"] > 0 and "bad blocks" not in counts
     child.ask("close")
+
+
+@DRIVERS
+def test_how_an_engine_copies_is_told_to_every_server_and_counted_once(
+    engine: Start, server: ServerProcess, driver: str
+) -> None:
+    child = engine(driver, measure=True)
+    child.ask("wait_pinned", n_bytes=L1_MB << 20)
+    stats = child.ask("stats")
+    measured = [way for way in ENGINES if f"copy_{way}_gb_per_s" in stats]
+    assert stats["copy_engine"] in measured
+    wanted = {
+        "engine": stats["copy_engine"],
+        "reason": stats["copy_reason"],
+        "mb_per_s": {way: round(1000 * stats[f"copy_{way}_gb_per_s"]) for way in measured},
+        "pinned_bytes": L1_MB << 20,
+        "pin_refusal": "",
+    }
+    eventually("the server was told", lambda: copies_of(server) == wanted)
+    server.kill()
+    server.start()
+    child.ask("connect")
+    eventually("the server that came back was told", lambda: copies_of(server) == wanted)
+    counts = child.ask("take_counts")
+    assert counts == {f"copy_{stats['copy_engine']}_workers": 1, "pinned_bytes": L1_MB << 20}
+    assert child.ask("take_counts") == {}
+    child.ask("close")
+
+
+def copies_of(server: ServerProcess) -> Any:
+    """What the only peer of a server said of its copies."""
+    peers = server.get("/v1/status")["peers"]
+    return peers[0]["copies"] if peers else None
 
 
 def test_without_pinning_everything_works(engine: Start) -> None:

@@ -798,6 +798,7 @@ def test_status_tells_who_is_attached(client: RpcClient) -> None:
     status = client.status()
     [peer] = [peer for peer in status["peers"] if peer["session"] == client.session.hex()]
     assert (peer["role"], peer["model"], peer["complete"]) == ("client", "tiny", True)
+    assert peer["copies"] is None, "its blocks are in host memory"
     assert status["instance"]["ready"] is True
 
 

@@ -76,6 +76,7 @@ class Fake:
         self.next_failed, self.next_takes_s = set(), 0.0
         self.sections, self.broken = {}, False
         self.ordered, self.unordered = [], set()
+        self.counted = {}
 
     def __call__(self):
         return self.now_s
@@ -102,6 +103,10 @@ class Fake:
 
     def release(self, leases, *, group=False):
         self.released.extend(leases)
+
+    def take_counts(self):
+        counts, self.counted = self.counted, {}
+        return counts
 
     def close(self, timeout_s=0.0):
         self.closed = True
@@ -289,9 +294,10 @@ def test_closing_gives_stores_a_moment_and_loads_none(fake, side):
 
 
 def test_counts_are_sums_since_the_last_time(fake, side):
-    fake.next_failed = {1}
+    fake.next_failed, fake.counted = {1}, {"pinned_bytes": 7}
     step(side, StepPlan(1, loads=[load_of()]))
     counts = side.take_counts()
+    assert counts["pinned_bytes"] == 7
     assert (counts["loaded_chunks"], counts["load_failed_chunks"], counts["loaded_bytes"]) == (1, 1, 100)
     assert side.take_counts() == {}
 

@@ -34,7 +34,16 @@ from kvstrata.client.calls import (
     StoreOutcome,
     miss,
 )
-from kvstrata.client.copies import Copier, CopyLedger, Engine, Mapping, Pages, Plan, ScatterItem
+from kvstrata.client.copies import (
+    Copier,
+    CopyLedger,
+    DeviceEngine,
+    Engine,
+    Mapping,
+    Pages,
+    Plan,
+    ScatterItem,
+)
 from kvstrata.client.identities import IdentityTable
 from kvstrata.client.link import Link
 from kvstrata.client.releases import ReleaseQueue
@@ -128,6 +137,7 @@ class CacheClient:
         self._asking: dict[LookupCall, Pending] = {}
         self._lookups = self._hits = self._revoked = self._loaded_bytes = self._corrupt = 0
         self._ledger = CopyLedger()
+        self._device = engine if isinstance(engine, DeviceEngine) else None
         self._copier = Copier(engine or CopyEngine(threads=settings.copy_threads))
         self._pages: Pages = pages or PageWarmer()
         self._warmed_pool = b""
@@ -383,8 +393,16 @@ class CacheClient:
             "store_backlog_bytes": self._stores.waiting_bytes,
             "error": self.error,
             **self._pages.stats(),
+            **self._device_stats(),
             **stores,
         }
+
+    def _device_stats(self) -> dict[str, int | float | str]:
+        device = self._device
+        if device is None:
+            return {}
+        measured = {f"copy_{way}_gb_per_s": round(rate, 3) for way, rate in device.measured.items()}
+        return {"copy_engine": device.engine, "copy_reason": device.reason, **measured}
 
     # What the link calls, in the I/O thread.
 
@@ -451,6 +469,20 @@ class CacheClient:
     def live_lookups(self) -> list[int]:
         """See LinkOwner."""
         return list(self._live)
+
+    def device_copies(self) -> wire.DeviceCopies | None:
+        """See LinkOwner; any thread may ask."""
+        device = self._device
+        if device is None:
+            return None
+        pages = self._pages.stats()
+        return wire.DeviceCopies(
+            device.engine,
+            device.reason[: wire.MAX_SHORT_TEXT],
+            {way: round(1000 * rate) for way, rate in device.measured.items()},
+            int(pages.get("pinned_bytes", 0)),
+            str(pages.get("pin_refusal", ""))[: wire.MAX_SHORT_TEXT],
+        )
 
     def link_due_s(self) -> float:
         """See LinkOwner."""

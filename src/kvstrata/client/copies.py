@@ -18,7 +18,7 @@ import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from kvstrata.errors import SegmentError
 from kvstrata.native.copying import RecordSpec
@@ -57,6 +57,18 @@ class Engine(Protocol):
     def run(self, kind: Kind, plan: Any, items: Any) -> list[int]: ...
     def cancel(self, job_id: int) -> bool: ...
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class DeviceEngine(Engine, Protocol):
+    """One for blocks on a device, `native.cuda.CudaCopyEngine`: it tells which of its ways of copying it took."""
+
+    @property
+    def engine(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def measured(self) -> dict[str, float]: ...
 
 
 class Mapping:

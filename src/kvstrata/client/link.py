@@ -76,6 +76,9 @@ class LinkOwner(Protocol):
     def live_lookups(self) -> list[int]:
         """Numbers of the lookups still wanted."""
 
+    def device_copies(self) -> wire.DeviceCopies | None:
+        """What the server is told of them; None where blocks are in host memory."""
+
     def link_due_s(self) -> float:
         """When `link_pass` has something to do without anything else happening."""
 
@@ -106,6 +109,7 @@ class Link:
         self._waiter: Waiter | None = None
         self._dealer: Dealer | None = None
         self._attachment: Attachment | None = None
+        self._copies_told: wire.DeviceCopies | None = None
         self._stop_attaching = threading.Event()
         self._attacher: threading.Thread | None = None
         self._thread: threading.Thread | None = None
@@ -259,7 +263,10 @@ class Link:
         if self.breaker.ping_due_s(self.table.awaited) <= now_s:
             live = self._owner.live_lookups()
             named = live if len(live) <= wire.MAX_LIVE else None
-            dealer.try_send(wire.encode(wire.Ping(self.session, self.table.next_seq(), named)))
+            copies = self._owner.device_copies()
+            news = None if copies == self._copies_told else copies
+            if dealer.try_send(wire.encode(wire.Ping(self.session, self.table.next_seq(), named, news))):
+                self._copies_told = copies
             self.breaker.pinged(now_s)
 
     def _receive(self, dealer: Dealer) -> None:
@@ -356,6 +363,7 @@ class Link:
         if self.epoch != old_epoch:
             self.table.fail_all(Unavailable("the server restarted"), Kind.SETTLE)
         self._attachment = attachment
+        self._copies_told = None
         attachment.close_pool_fds()
         self._waiter.watch(attachment.fileno())
         self.table.repeat_now()

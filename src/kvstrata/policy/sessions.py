@@ -95,6 +95,7 @@ class Member:
     """One attached process. `digest` is empty for a scheduler; `detached` while its socket is closed."""
 
     __slots__ = (
+        "copies",
         "detached",
         "digest",
         "group",
@@ -121,6 +122,8 @@ class Member:
         """Tenants that it may name; None: any."""
         self.detached = False
         self.identities: dict[int, Identity] = {}
+        self.copies: dict[str, object] | None = None
+        """How it copies, as it said last; None where its blocks are in host memory."""
 
 
 class TenantTokens:

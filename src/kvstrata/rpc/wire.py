@@ -48,6 +48,8 @@ DeadlineMs = Annotated[int, Meta(ge=0, le=MAX_DEADLINE_MS)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Index = Annotated[int, Meta(ge=0, lt=MAX_RESERVE_CHUNKS)]
 Indices = Annotated[list[Index], Meta(max_length=MAX_RESERVE_CHUNKS)]
+MAX_SHORT_TEXT = 512
+ShortText = Annotated[str, Meta(max_length=MAX_SHORT_TEXT)]
 RequestId = Annotated[str, Meta(max_length=256)]
 LeaseId = tuple[SessionName, Seq]
 """(session that looked up, its lookup's seq)"""
@@ -111,6 +113,21 @@ class IdentifyReply(Reply, frozen=True, tag="identify"):
     """All `engine_slices` of the group are known; until then every lookup answers 0."""
 
 
+class DeviceCopies(msgspec.Struct, array_like=True, frozen=True):
+    """A list: how a process whose blocks are on a device copies between them and L1."""
+
+    engine: Annotated[str, Meta(max_length=32)]
+    """The way of copying: `dma`, `kernel` or `staged`."""
+    reason: ShortText
+    """Why that one."""
+    mb_per_s: Annotated[dict[Annotated[str, Meta(max_length=32)], Count], Meta(max_length=16)]
+    """What each way reached when they were measured, in 10^6 bytes per second."""
+    pinned_bytes: Count
+    """Bytes of L1 that are registered with the device's driver."""
+    pin_refusal: ShortText
+    """Why no more are, in the driver's words; empty: nothing was refused."""
+
+
 class Ping(Request, frozen=True, tag="ping"):
     """Liveness. `live` names the lookups this session still wants, among those older than this ping.
 
@@ -119,6 +136,8 @@ class Ping(Request, frozen=True, tag="ping"):
     """
 
     live: Annotated[list[Seq], Meta(max_length=MAX_LIVE)] | None = None
+    copies: DeviceCopies | None = None
+    """Told when it has changed, and again to another server."""
 
 
 class Pong(Reply, frozen=True, tag="ping"):

@@ -436,6 +436,7 @@ class Engine:
                     "detached": member.detached,
                     "model": member.group.layout.model,
                     "complete": member.group.complete,
+                    "copies": member.copies,
                 }
                 for member in members
             ],

@@ -315,6 +315,8 @@ class Handlers:
             raise UnknownSession(
                 "session: not attached to this instance; attach, then send again", field="session"
             )
+        if request.copies is not None:
+            member.copies = msgspec.structs.asdict(request.copies)
         if request.live is not None:
             engine.carry_out(engine.sessions.ping(request.session, request.seq, request.live))
         leases = engine.leases

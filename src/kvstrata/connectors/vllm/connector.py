@@ -235,7 +235,14 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             engine.choose(device_plan, 0, 0, range(view.chunk_blocks))
         except CudaError as error:
             logger.warning("the ways to copy KV could not be measured: %s", error)
-        logger.info("KV of %s is copied by %s: %s", device, engine.engine, engine.reason)
+        rates = ", ".join(f"{way} {rate:.1f}" for way, rate in engine.measured.items()) or "nothing"
+        logger.info(
+            "KV of %s is copied by %s: %s (measured, in GB/s: %s)",
+            device,
+            engine.engine,
+            engine.reason,
+            rates,
+        )
         pages = Pinner(engine, ordinal) if settings.gpu_pin else PageWarmer()
         client = make_client(engine=engine, pages=pages, registers_memory=True)
         section_at = {base: section for section, base in enumerate(view.section_bases)}

@@ -28,6 +28,7 @@ from kvstrata.types import LeaseName
 if TYPE_CHECKING:
     from kvstrata.client import CacheClient, Identity
     from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan
+    from kvstrata.rpc.wire import DeviceCopies
 
 logger = logging.getLogger("vllm.kvstrata")
 
@@ -55,6 +56,7 @@ class DeviceMover:
         self._layerwise_plan = plan.layerwise()
         self._current_stream = current_stream
         self._told = False
+        self._counted: DeviceCopies | None = None
         self.sections = sections
 
     def store(self, identity: Identity, store: Store, blocks: Sequence[Sequence[int]]) -> StoreJob:
@@ -99,6 +101,18 @@ class DeviceMover:
     def broken(self) -> bool:
         """Nothing is copied any more, for good."""
         return self._engine.failed is not None
+
+    def take_counts(self) -> dict[str, int]:
+        """By which way this worker copies, once; bytes that were pinned, and whether more were refused."""
+        before, now = self._counted, self._client.device_copies()
+        assert now is not None
+        self._counted = now
+        refused = now.pin_refusal and (before is None or before.pin_refusal != now.pin_refusal)
+        return {
+            f"copy_{now.engine}_workers": int(before is None),
+            "pinned_bytes": max(0, now.pinned_bytes - (before.pinned_bytes if before else 0)),
+            "pin_refusals": int(bool(refused)),
+        }
 
     def close(self) -> None:
         """The client closes the engine."""

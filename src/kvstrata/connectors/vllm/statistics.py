@@ -21,6 +21,11 @@ COUNTERS = {
     "store_present_chunks": "Chunks that were stored already.",
     "stored_bytes": "Bytes copied out of the engine's blocks.",
     "stores_preempted": "Stores given up because their request was preempted.",
+    "copy_dma_workers": "Workers since the start whose KV is copied by the GPU's copy engines.",
+    "copy_kernel_workers": "Workers since the start whose KV is copied by a kernel straight on host memory.",
+    "copy_staged_workers": "Workers since the start whose KV is copied by a kernel through a buffer on the GPU.",
+    "pinned_bytes": "Bytes of the pool registered with a GPU's driver since the start, of every pool there was.",
+    "pin_refusals": "Pools that the driver did not register whole.",
     "stores_dropped": "Stores given up because a load they may rest on failed.",
 }
 """What is exported as counters; other counts appear in the log only."""

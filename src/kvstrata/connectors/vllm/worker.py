@@ -60,6 +60,9 @@ class Mover(Protocol):
         Waits at most `timeout_s`; False when that is not so.
         """
 
+    def take_counts(self) -> dict[str, int]:
+        """What it counts itself, since the last call."""
+
     def close(self) -> None:
         """Free what the mover holds."""
 
@@ -85,6 +88,10 @@ class HostMover:
     def await_section(self, job: LoadJob, section: int | None, timeout_s: float) -> bool:
         """See `Mover.await_section`."""
         return job.wait(timeout_s)
+
+    def take_counts(self) -> dict[str, int]:
+        """Nothing."""
+        return {}
 
     def close(self) -> None:
         """Nothing is held."""
@@ -261,6 +268,8 @@ class WorkerSide:
 
     def take_counts(self) -> dict[str, int | float]:
         """Counts since the last call."""
+        for name, amount in self._mover.take_counts().items():
+            self._count(name, amount)
         counts, self.counts = self.counts, {}
         return counts
 
