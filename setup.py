@@ -56,6 +56,9 @@ OLDEST_UCX = [1, 16]
 CUDA_MODULE = "kvstrata.native.cuda"
 CUDA_FATBIN = "kvstrata_cuda.fatbin"
 CUDA_ARCHITECTURES = (80, 90, 100)
+# One IEEE operation for each in the source: kernels and the CPU's codec make the same bits.
+CUDA_FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-ftz=false", "-prec-div=true", f"-I{CORE_INCLUDE}"]
+CUDA_SHARED_HEADERS = [Path(CORE_INCLUDE) / "kvstrata" / "fp8_scalar.h"]
 
 WARNINGS = ["-Wall", "-Wextra"] + (["-Werror"] if os.environ.get("KVSTRATA_WERROR") == "1" else [])
 # Python's own flags carry -DNDEBUG, which would remove every assert. The baseline of the platform's ABI is
@@ -198,14 +201,14 @@ def compile_cuda() -> Path | None:
             raise BuildFailed(f"{nvcc[0]} knows none of the GPU generations {CUDA_ARCHITECTURES}")
         code = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in generations]
         code.append(f"-gencode=arch=compute_{generations[-1]},code=compute_{generations[-1]}")
-        command = [*nvcc, "-std=c++20", "-O3", "-fatbin", *code, "-Xcompiler", "-Wall,-Wextra"]
+        command = [*nvcc, *CUDA_FLAGS, "-fatbin", *code, "-Xcompiler", "-Wall,-Wextra"]
         if "-Werror" in WARNINGS:
             command += ["-Werror", "all-warnings"]
         command.append(str(CUDA_KERNELS))
         folder = ROOT / "build" / "native" / "cuda"
         target, stamp = folder / CUDA_FATBIN, folder / "command.txt"
         unchanged = stamp.exists() and stamp.read_text() == shlex.join(command)
-        inputs = [ROOT / path for path in (CUDA_KERNELS, *CUDA_HEADERS)]
+        inputs = [ROOT / path for path in (CUDA_KERNELS, *CUDA_HEADERS, *CUDA_SHARED_HEADERS)]
         if unchanged and target.exists() and newest_mtime_ns(inputs) <= target.stat().st_mtime_ns:
             return target
         folder.mkdir(parents=True, exist_ok=True)

@@ -88,6 +88,7 @@ inline constexpr unsigned kPreferOverlapWithCompute = 1;
   X(event_synchronize, cuEventSynchronize, Event)                                                 \
   X(memory_allocate, cuMemAlloc_v2, DeviceAddress*, std::size_t)                                  \
   X(memory_free, cuMemFree_v2, DeviceAddress)                                                     \
+  X(memory_fill, cuMemsetD32Async, DeviceAddress, unsigned, std::size_t, Stream)                  \
   X(host_allocate, cuMemHostAlloc, void**, std::size_t, unsigned)                                 \
   X(host_free, cuMemFreeHost, void*)                                                              \
   X(host_register, cuMemHostRegister_v2, void*, std::size_t, unsigned)                            \

@@ -1,9 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 #include "kvstrata/fp8.h"
 
-#include <bit>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <new>
 
@@ -22,41 +20,11 @@ struct Kernel {
 
 namespace scalar {
 
-template <Fp8Source kType>
-inline float number_of(std::uint16_t bits) {
-  if constexpr (kType == Fp8Source::kBfloat16) {
-    return std::bit_cast<float>(std::uint32_t{bits} << 16);
-  } else {
-    const std::uint32_t magnitude = bits & 0x7fffu;
-    const float normal = std::bit_cast<float>((magnitude << 13) + (112u << 23));
-    const float small = static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-24f;
-    const float value = magnitude < 0x400u ? small : normal;
-    return std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) | ((bits & 0x8000u) << 16));
-  }
-}
-
-template <Fp8Source kType>
-inline std::uint16_t bits_of(float value) {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  if constexpr (kType == Fp8Source::kBfloat16) {
-    return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-  } else {
-    const std::uint32_t magnitude = bits & 0x7fffffffu;
-    const std::uint32_t normal =
-        ((magnitude + 0xfffu + ((magnitude >> 13) & 1u)) >> 13) - (112u << 10);
-    // Adding 1/2 leaves units of 2^-24 as the last place.
-    const std::uint32_t small =
-        std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
-    const std::uint32_t code = magnitude < 0x38800000u ? small : normal;
-    return static_cast<std::uint16_t>((code < 0x7bffu ? code : 0x7bffu) | ((bits >> 16) & 0x8000u));
-  }
-}
-
 // The largest magnitude of n numbers as bits, which order as the magnitudes do.
 std::uint16_t largest(const std::uint16_t* from, std::size_t n) {
   std::uint16_t largest = 0;
   for (std::size_t i = 0; i < n; ++i) {
-    const auto magnitude = static_cast<std::uint16_t>(from[i] & 0x7fffu);
+    const std::uint16_t magnitude = fp8::magnitude_of(from[i]);
     largest = magnitude > largest ? magnitude : largest;
   }
   return largest;
@@ -64,30 +32,14 @@ std::uint16_t largest(const std::uint16_t* from, std::size_t n) {
 
 template <Fp8Source kType>
 void encode(const std::uint16_t* from, std::uint8_t* to, std::size_t n, float factor) {
-  for (std::size_t i = 0; i < n; ++i) {
-    const auto bits = std::bit_cast<std::uint32_t>(number_of<kType>(from[i]) * factor);
-    std::uint32_t magnitude = bits & 0x7fffffffu;
-    magnitude = magnitude < 0x43e00000u ? magnitude : 0x43e00000u;  // 448
-    const std::uint32_t normal = ((magnitude + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20) - 960u;
-    // Adding 2^14 leaves units of 2^-9, those below the least normal number, as the last place.
-    const std::uint32_t small =
-        std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 16384.0f) - 0x46800000u;
-    const std::uint32_t code = magnitude < 0x3c800000u ? small : normal;
-    to[i] = static_cast<std::uint8_t>(code | ((bits >> 24) & 0x80u));
-  }
+  for (std::size_t i = 0; i < n; ++i)
+    to[i] = fp8::encode<kType>(from[i], factor);
 }
 
 template <Fp8Source kType>
 void decode(const std::uint8_t* from, std::uint16_t* to, std::size_t n, float scale) {
-  for (std::size_t i = 0; i < n; ++i) {
-    const std::uint32_t code = from[i];
-    const std::uint32_t magnitude = code & 0x7fu;
-    const float normal = std::bit_cast<float>((magnitude << 20) + (120u << 23));
-    const float small = static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-9f;
-    const float value = (magnitude < 8u ? small : normal) * scale;
-    to[i] = bits_of<kType>(
-        std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) | ((code & 0x80u) << 24)));
-  }
+  for (std::size_t i = 0; i < n; ++i)
+    to[i] = fp8::decode<kType>(from[i], scale);
 }
 
 constexpr Kernel kKernel = {
@@ -134,8 +86,6 @@ const Kernel* kernel_of(Fp8Path path) noexcept {
 
 using Paths = Dispatch<Fp8Path, kFp8PathCount, kernel_of>;
 
-constexpr float kLargestCode = 448.0f;
-
 // Calls visit(first number, count, scale's index) for each run of numbers with one scale, in order.
 template <typename Visit>
 void for_runs(const Fp8Shape& shape, const Visit& visit) {
@@ -160,11 +110,6 @@ float load_scale(const void* scales, std::size_t index) noexcept {
   std::memcpy(&scale, static_cast<const unsigned char*>(scales) + index * sizeof scale,
               sizeof scale);
   return scale;
-}
-
-float number(Fp8Source type, std::uint16_t bits) noexcept {
-  return type == Fp8Source::kBfloat16 ? scalar::number_of<Fp8Source::kBfloat16>(bits)
-                                      : scalar::number_of<Fp8Source::kFloat16>(bits);
 }
 
 }  // namespace
@@ -201,16 +146,14 @@ Status fp8_encode(const Fp8Shape& shape, Fp8Source type, const void* numbers, vo
     const std::uint16_t found = kernel.largest(from + at, n);
     largest[scale] = found > largest[scale] ? found : largest[scale];
   });
-  const std::uint16_t infinity = type == Fp8Source::kBfloat16 ? 0x7f80 : 0x7c00;
   for (std::size_t i = 0; i < count; ++i) {
-    if (largest[i] >= infinity) {
+    const float scale = fp8::scale_of(type, largest[i]);
+    if (scale != scale) {
       return Status(StatusCode::kUnsupported, "numbers: one is infinite or none",
                     static_cast<std::int64_t>(i));
     }
-    float scale = number(type, largest[i]) / kLargestCode;
-    scale = scale > std::numeric_limits<float>::min() ? scale : std::numeric_limits<float>::min();
     std::memcpy(static_cast<unsigned char*>(scales) + i * sizeof scale, &scale, sizeof scale);
-    factors[i] = 1.0f / scale;
+    factors[i] = fp8::factor_of(scale);
   }
   const auto encode = kernel.encode[static_cast<int>(type) - 1];
   for_runs(shape, [&](std::size_t at, std::size_t n, std::size_t scale) {

@@ -24,7 +24,9 @@ from tests.harness import provision
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = [Path(__file__).with_name("driver.cpp"), ROOT / "ext" / "cuda" / "driver.cpp"]
-HEADERS = [ROOT / "ext" / "cuda" / name for name in ("driver.h", "kernel_body.h")]
+INCLUDES = [ROOT / "ext" / "cuda", ROOT / "ext" / "core" / "include"]
+HEADERS = [INCLUDES[0] / name for name in ("driver.h", "kernel_body.h", "fp8_kernel_body.h")]
+HEADERS.append(INCLUDES[1] / "kvstrata" / "fp8_scalar.h")
 LIBRARY = "libcuda.so.1"
 
 
@@ -40,7 +42,7 @@ def build(folder: Path | None = None, *flags: str) -> Path:
         partial = target.with_suffix(".partial")
         command = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++20", "-O2", "-g", "-shared", "-fPIC"]
         command += ["-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Werror", *flags]
-        command += [f"-I{ROOT / 'ext' / 'cuda'}", *map(str, SOURCES), f"-Wl,-soname,{LIBRARY}"]
+        command += [*(f"-I{folder}" for folder in INCLUDES), *map(str, SOURCES), f"-Wl,-soname,{LIBRARY}"]
         subprocess.run([*command, "-o", str(partial)], check=True)
         partial.rename(target)
     return folder

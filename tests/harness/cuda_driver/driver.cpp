@@ -41,6 +41,7 @@
 #include <vector>
 
 #include "driver.h"
+#include "fp8_kernel_body.h"
 #include "kernel_body.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -84,8 +85,12 @@ struct EventTag {
 
 struct ModuleTag {};
 
+// One kernel: of the copies (`number` counts kKernelNames) or of those that round
+// (kFp8KernelNames).
 struct FunctionTag {
-  unsigned vector = 0;
+  const char* name = nullptr;
+  bool fp8 = false;
+  unsigned number = 0;
 };
 
 }  // namespace kvstrata::cuda
@@ -113,7 +118,7 @@ struct SimulatedDriver {
   std::map<std::uint64_t, Range> memory;      // of devices
   std::map<std::uint64_t, Range> registered;  // of the host
   std::vector<ContextTag> contexts;
-  FunctionTag functions[5] = {{1}, {2}, {4}, {8}, {16}};
+  std::vector<FunctionTag> functions;
   Result sticky = kSuccess;
   bool held = false;
   pid_t initialised_by = 0;
@@ -128,6 +133,10 @@ struct SimulatedDriver {
         c = static_cast<char>(std::toupper(c));
       if (const char* value = std::getenv(variable.c_str())) set(name, value);
     }
+    for (unsigned i = 0; i < std::size(kKernelNames); ++i)
+      functions.push_back({kKernelNames[i], false, i});
+    for (unsigned i = 0; i < kFp8Kernels; ++i)
+      functions.push_back({kFp8KernelNames[i], true, i});
     contexts.resize(static_cast<std::size_t>(option("devices", 1)));
     for (std::size_t i = 0; i < contexts.size(); ++i)
       contexts[i].ordinal = static_cast<int>(i);
@@ -337,7 +346,14 @@ Result queue_copy(std::unique_lock<std::mutex>& lock, const Copy& copy, Stream s
   return d.sticky;
 }
 
-Result check_launch(const Launch& launch, unsigned vector) {
+// Whether a kernel may touch all of that.
+bool reachable(std::uint64_t at, std::uint64_t length) {
+  return SimulatedDriver::inside(driver().memory, at, length) ||
+         SimulatedDriver::covered(driver().registered, at, length);
+}
+
+// All blocks of a launch; `bits` receives those of their addresses.
+Result check_blocks(const Launch& launch, unsigned vector, std::uint64_t* bits) {
   SimulatedDriver& d = driver();
   const std::uint64_t runs = launch.block_vectors / launch.run_vectors;
   const std::uint64_t inner = std::uint64_t{launch.dims[0].count} * launch.dims[1].count;
@@ -345,23 +361,49 @@ Result check_launch(const Launch& launch, unsigned vector) {
                              (launch.dims[0].count - 1) * launch.dims[0].stride +
                              (launch.dims[1].count - 1) * launch.dims[1].stride +
                              std::uint64_t{launch.run_vectors} * vector;
-  std::uint64_t bits = launch.packed | launch.section_bytes;
   for (std::uint32_t s = 0; s < launch.section_count; ++s) {
     const LaunchSection& section = launch.sections[s];
     for (std::uint32_t b = 0; b < launch.block_count; ++b) {
       if (launch.blocks[b] == kSkippedBlock) continue;
       const std::uint64_t at = section.base + launch.blocks[b] * section.block_stride;
-      bits |= at;
+      *bits |= at;
       if (!SimulatedDriver::inside(d.memory, at, span)) return kIllegalAddress;
     }
-    const std::uint64_t packed = launch.packed + s * launch.section_bytes;
+  }
+  return kSuccess;
+}
+
+Result check_launch(const Launch& launch, unsigned vector) {
+  std::uint64_t bits = launch.packed | launch.section_bytes;
+  if (const Result error = check_blocks(launch, vector, &bits); error != kSuccess) return error;
+  for (std::uint32_t s = 0; s < launch.section_count; ++s) {
     const std::uint64_t length = std::uint64_t{launch.block_count} * launch.block_vectors * vector;
-    if (!SimulatedDriver::inside(d.memory, packed, length) &&
-        !SimulatedDriver::covered(d.registered, packed, length)) {
-      return kIllegalAddress;
-    }
+    if (!reachable(launch.packed + s * launch.section_bytes, length)) return kIllegalAddress;
   }
   return bits % vector == 0 ? kSuccess : kMisalignedAddress;
+}
+
+Result check_fp8(const Fp8Launch& launch, Fp8Pass pass, unsigned numbers) {
+  const Launch& copy = launch.copy;
+  const std::uint64_t scales = 4 * std::uint64_t{launch.scales_per_section};
+  if (!SimulatedDriver::inside(driver().memory, launch.words, copy.section_count * scales)) {
+    return kIllegalAddress;
+  }
+  const bool codes = pass == Fp8Pass::kEncode || pass == Fp8Pass::kDecode;
+  const bool of_record = pass == Fp8Pass::kScales || launch.writes_scales != 0;
+  for (std::uint32_t s = 0; s < copy.section_count; ++s) {
+    const std::uint64_t at = codes_address(launch, s);
+    const std::uint64_t length = std::uint64_t{copy.block_count} * copy.block_vectors * numbers;
+    if ((of_record && !reachable(at - launch.before_codes, scales)) ||
+        (codes && !reachable(at, length))) {
+      return kIllegalAddress;
+    }
+    if (codes && at % numbers != 0) return kMisalignedAddress;
+  }
+  if (pass == Fp8Pass::kScales) return kSuccess;
+  std::uint64_t bits = 0;
+  if (const Result error = check_blocks(copy, 2 * numbers, &bits); error != kSuccess) return error;
+  return bits % (2 * numbers) == 0 ? kSuccess : kMisalignedAddress;
 }
 
 template <typename Vector>
@@ -386,6 +428,38 @@ void run_kernel(const Launch& launch, unsigned vector, unsigned thread_blocks) {
       return run_threads<std::uint64_t>(launch, thread_blocks);
     default:
       return run_threads<Vector16>(launch, thread_blocks);
+  }
+}
+
+template <Fp8Pass kPass, unsigned kNumbers>
+void run_fp8(const Fp8Launch& launch, unsigned thread_blocks) {
+  if (!begin_work("kernel", [&] { return check_fp8(launch, kPass, kNumbers); })) return;
+  for (std::uint32_t block = thread_blocks; block-- > 0;) {
+    for (std::uint32_t thread = 0; thread < kThreads; ++thread)
+      fp8_thread<kPass, kNumbers>(launch, thread, block, thread_blocks);
+  }
+}
+
+using RunFp8 = void (*)(const Fp8Launch& launch, unsigned thread_blocks);
+
+template <Fp8Pass kPass>
+RunFp8 fp8_of(unsigned width) {
+  const RunFp8 runs[] = {run_fp8<kPass, 1>, run_fp8<kPass, 2>, run_fp8<kPass, 4>,
+                         run_fp8<kPass, 8>};
+  return runs[width];
+}
+
+// In the order of kFp8KernelNames.
+RunFp8 fp8_kernel(unsigned number) {
+  switch (static_cast<Fp8Pass>(number / 4)) {
+    case Fp8Pass::kLargest:
+      return fp8_of<Fp8Pass::kLargest>(number % 4);
+    case Fp8Pass::kEncode:
+      return fp8_of<Fp8Pass::kEncode>(number % 4);
+    case Fp8Pass::kDecode:
+      return fp8_of<Fp8Pass::kDecode>(number % 4);
+    default:
+      return run_fp8<Fp8Pass::kScales, 1>;
   }
 }
 
@@ -681,6 +755,20 @@ EXPORT Result cuMemFree_v2(DeviceAddress address) {
   return kSuccess;
 }
 
+EXPORT Result cuMemsetD32Async(DeviceAddress to, unsigned word, std::size_t count, Stream stream) {
+  ENTER_CONTEXT("cuMemsetD32Async");
+  if (!SimulatedDriver::inside(d.memory, to, 4 * count) || to % 4 != 0) return kInvalidValue;
+  push(real(stream), [to, word, count] {
+    if (begin_work("fill", [&] {
+          return SimulatedDriver::inside(driver().memory, to, 4 * count) ? kSuccess
+                                                                         : kIllegalAddress;
+        })) {
+      std::fill_n(reinterpret_cast<std::uint32_t*>(to), count, word);
+    }
+  });
+  return kSuccess;
+}
+
 EXPORT Result cuMemHostAlloc(void** memory, std::size_t length, unsigned) {
   ENTER_CONTEXT("cuMemHostAlloc");
   *memory = std::aligned_alloc(4096, (length + 4095) / 4096 * 4096);
@@ -766,9 +854,9 @@ EXPORT Result cuModuleUnload(Module module) {
 
 EXPORT Result cuModuleGetFunction(Function* function, Module, const char* name) {
   ENTER_CONTEXT("cuModuleGetFunction");
-  for (std::size_t i = 0; i < 5; ++i) {
-    if (std::strcmp(name, kKernelNames[i]) == 0) {
-      *function = &d.functions[i];
+  for (FunctionTag& known : d.functions) {
+    if (std::strcmp(name, known.name) == 0) {
+      *function = &known;
       return kSuccess;
     }
   }
@@ -780,10 +868,18 @@ EXPORT Result cuLaunchKernel(Function function, unsigned grid, unsigned, unsigne
                              void**) {
   ENTER_CONTEXT("cuLaunchKernel");
   if (threads != kThreads || grid == 0) return kInvalidValue;
-  const auto launch = std::make_shared<Launch>();
-  std::memcpy(launch.get(), parameters[0], sizeof *launch);
-  const unsigned vector = function->vector;
-  push(real(stream), [launch, vector, grid] { run_kernel(*launch, vector, grid); });
+  const auto queue = [&](auto launch, auto run) {
+    std::memcpy(launch.get(), parameters[0], sizeof *launch);
+    push(real(stream), [launch, run, grid] { run(*launch, grid); });
+  };
+  if (function->fp8) {
+    queue(std::make_shared<Fp8Launch>(), fp8_kernel(function->number));
+  } else {
+    const unsigned vector = 1U << function->number;
+    queue(std::make_shared<Launch>(), [vector](const Launch& launch, unsigned thread_blocks) {
+      run_kernel(launch, vector, thread_blocks);
+    });
+  }
   return kSuccess;
 }
 

@@ -17,11 +17,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kvstrata/fp8_scalar.h"
 #include "kvstrata/status.h"
 
 namespace kvstrata {
-
-enum class Fp8Source : std::uint8_t { kBfloat16 = 1, kFloat16 = 2 };
 
 // A section as an array [blocks][groups][tokens][heads][dim] of numbers, packed; there is one scale
 // for each pair of group and head, shared by all blocks, tokens and the whole dim. Where K and V or
