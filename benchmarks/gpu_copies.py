@@ -67,7 +67,7 @@ class Copies:
         self._region = HostRegion(0, self._host, length)
         self.engine = CudaCopyEngine(0, engine=engine, threads=ClientSettings().copy_threads)  # type: ignore[arg-type]
         self.engine.pin(self._region)
-        self.engine.choose(self.paged.plan, 0, 0, self.paged.blocks[0])
+        self.engine.choose(self.paged.plan.host_plan, 0, 0, self.paged.blocks[0])
         self.bare = BareCopies(gpu, self.paged.base, self._host)
         self._job = 0
 

@@ -59,7 +59,7 @@ def measure(
         pool_bytes = status(server)["pool"]["extents_bytes"]
         settings = ClientSettings(socket_dir=str(server.socket_dir), port=server.port)
         engine = CudaCopyEngine(0, threads=settings.copy_threads)
-        engine.choose(paged.plan, 0, 0, paged.blocks[0])
+        engine.choose(paged.plan.host_plan, 0, 0, paged.blocks[0])
         client = CacheClient(
             settings,
             role=Role.CLIENT,

@@ -63,11 +63,8 @@ struct Job {
     const auto sections = static_cast<std::uint32_t>(plan.copy->section_count());
     return static_cast<unsigned char*>(items[item].record) + record_header_bytes(sections);
   }
-  [[nodiscard]] std::uint64_t section_bytes(std::size_t item) const noexcept {
-    return items[item].blocks.size() * plan.copy->block_bytes();
-  }
   [[nodiscard]] std::uint64_t payload_bytes(std::size_t item) const noexcept {
-    return section_bytes(item) * plan.copy->section_count();
+    return plan.copy->section_offset(plan.copy->section_count(), items[item].blocks.size());
   }
 };
 
@@ -383,8 +380,8 @@ void CudaCopyEngine::Impl::begin(Lane& lane, const std::shared_ptr<Job>& job, st
     Progress& progress = job->progress[i];
     if (job->kind == CopyKind::kGather) {
       invalidate_record(item.record);
-      const auto length = static_cast<std::uint32_t>(job->section_bytes(i));
-      progress.sections.assign(count, Section{0, length, 0});
+      for (std::size_t s = 0; s < count; ++s)
+        progress.sections.push_back(Section{0, plan.section_bytes(s, item.blocks.size()), 0});
     } else {
       progress.expected.resize(count);
       const Status status =
@@ -520,10 +517,9 @@ void CudaCopyEngine::Impl::finish_items(Lane& lane) {
 }
 
 void CudaCopyEngine::Impl::add_units(const std::shared_ptr<Job>& job, std::size_t item) {
-  const std::size_t count = job->plan.copy->section_count();
-  const std::size_t at_once = sections_per_unit(*job->plan.copy, job->section_bytes(item));
-  for (std::size_t s = 0; s < count; s += at_once) {
-    units_.push_back(Unit{job, item, s, std::min(count, s + at_once)});
+  const CopyPlan& plan = *job->plan.copy;
+  for (std::size_t s = 0; s < plan.section_count(); s = units_.back().end) {
+    units_.push_back(Unit{job, item, s, unit_end(plan, job->items[item].blocks.size(), s)});
     ++job->progress[item].parts_left;
   }
   work_.notify_all();
@@ -546,11 +542,13 @@ void CudaCopyEngine::Impl::help() {
 void CudaCopyEngine::Impl::compute(const Unit& unit) {
   Job& job = *unit.job;
   Progress& progress = job.progress[unit.item];
-  const std::uint64_t bytes = job.section_bytes(unit.item);
+  const CopyPlan& plan = *job.plan.copy;
+  const std::size_t n_blocks = job.items[unit.item].blocks.size();
   const unsigned char* const payload = job.payload(unit.item);
   std::size_t s = unit.begin;
   for (; s < unit.end; ++s) {
-    const std::uint32_t crc = crc32c(payload + s * bytes, bytes);
+    const std::uint32_t crc =
+        crc32c(payload + plan.section_offset(s, n_blocks), plan.section_bytes(s, n_blocks));
     if (job.kind == CopyKind::kGather) {
       progress.sections[s].crc = crc;
     } else if (crc != progress.expected[s]) {

@@ -318,12 +318,8 @@ cdef class CudaCopyPlan:
     def num_blocks(self):
         return self.host_plan.num_blocks
 
-    @property
-    def block_bytes(self):
-        return self.host_plan.block_bytes
-
-    def section_bytes(self, n_blocks):
-        return self.host_plan.section_bytes(n_blocks)
+    def section_bytes(self, section, n_blocks):
+        return self.host_plan.section_bytes(section, n_blocks)
 
     def payload_bytes(self, n_blocks):
         return self.host_plan.payload_bytes(n_blocks)
@@ -393,18 +389,15 @@ cdef class CudaCopyEngine:
         cdef Failure failure = self.native.get().failed()
         return error_of(failure) if failure.number != 0 else None
 
-    def choose(self, plan, host_address, length, blocks):
-        cdef CopyPlan shape = (<CudaCopyPlan>plan).host_plan if isinstance(plan, CudaCopyPlan) else plan
+    def choose(self, CopyPlan plan not None, host_address, length, blocks):
         cdef uint64_t host = whole(host_address, "host_address")
         cdef uint64_t count = whole(length, "length")
         cdef vector[uint32_t] ids
         cdef Failure failure
-        if shape is None:
-            raise TypeError("plan: may not be None")
         set_blocks(ids, blocks, True)
         with nogil:
             failure = self.native.get().choose(
-                shape.plan.get()[0], BlockSpan(ids.data(), ids.size()), host, count
+                plan.plan.get()[0], BlockSpan(ids.data(), ids.size()), host, count
             )
         check_cuda(failure)
 

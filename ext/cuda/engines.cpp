@@ -13,15 +13,15 @@ namespace {
 // Copies handed to the driver in one call.
 constexpr std::size_t kBatchCopies = 4096;
 
-// The widest vector of which all addresses and distances of the copy are multiples.
-unsigned vector_bytes(const CopyPlan& plan, DeviceAddress packed, std::size_t begin,
-                      std::size_t end) {
-  std::uint64_t bits = 16 | packed | plan.run_bytes();
-  for (const CopyDim& dim : plan.dims()) {
+// The widest vector of which all addresses and distances of the launch are multiples.
+unsigned vector_bytes(const BlockShape& shape, const Launch& launch) {
+  std::uint64_t bits = 16 | shape.run_bytes();
+  for (const CopyDim& dim : shape.dims()) {
     if (dim.count > 1) bits |= dim.stride;
   }
-  for (std::size_t s = begin; s < end; ++s) {
-    bits |= plan.sections()[s].base | plan.sections()[s].block_stride;
+  for (std::uint32_t i = 0; i < launch.section_count; ++i) {
+    const LaunchSection& section = launch.sections[i];
+    bits |= section.base | section.block_stride | section.packed;
   }
   return 1U << std::countr_zero(bits);
 }
@@ -64,11 +64,11 @@ void Mover::give_back() noexcept {
 Failure Mover::queue(Way way, CopyKind kind, const CopyPlan& plan,
                      std::span<const std::uint32_t> blocks, std::uint64_t payload,
                      const Pinning& pinning, std::size_t begin, std::size_t end) {
-  const std::uint64_t section_bytes = blocks.size() * plan.block_bytes();
   if (way == Way::kKernel && pinning.mapped) {
-    return launch(kind, plan, blocks, pinning.device_address + begin * section_bytes, begin, end);
+    return launch(kind, plan, blocks,
+                  pinning.device_address + plan.section_offset(begin, blocks.size()), begin, end);
   }
-  if (way == Way::kStaged && section_bytes <= staging_bytes_) {
+  if (way == Way::kStaged && blocks.size() * plan.largest_block_bytes() <= staging_bytes_) {
     return queue_staged(kind, plan, blocks, payload, pinning, begin, end);
   }
   return queue_dma(kind, plan, blocks, payload, pinning, begin, end);
@@ -113,22 +113,24 @@ Failure Mover::queue_dma(CopyKind kind, const CopyPlan& plan, std::span<const st
       if (border != pinning.borders.end()) ++border;
     }
   };
-  std::uint64_t packed = payload + begin * blocks.size() * plan.block_bytes();
+  std::uint64_t packed = payload + plan.section_offset(begin, blocks.size());
   for (std::size_t s = begin; s < end && !failure; ++s) {
+    const CopySection& section = plan.sections()[s];
+    const BlockShape& shape = plan.shape_of(s);
     for (const std::uint32_t block : blocks) {
       if (block == kSkipBlock) {
-        packed += plan.block_bytes();
+        packed += shape.block_bytes();
         continue;
       }
-      plan.each_run(plan.sections()[s], block, [&](std::uint64_t run) {
+      shape.each_run(section.base + block * section.block_stride, [&](std::uint64_t run) {
         if (bytes == 0 || run != device + bytes || packed != host + bytes) {
           send();
           device = run;
           host = packed;
           bytes = 0;
         }
-        bytes += plan.run_bytes();
-        packed += plan.run_bytes();
+        bytes += shape.run_bytes();
+        packed += shape.run_bytes();
       });
     }
   }
@@ -158,11 +160,9 @@ void Mover::forget() noexcept {
 Failure Mover::queue_staged(CopyKind kind, const CopyPlan& plan,
                             std::span<const std::uint32_t> blocks, std::uint64_t payload,
                             const Pinning& pinning, std::size_t begin, std::size_t end) {
-  const std::uint64_t section_bytes = blocks.size() * plan.block_bytes();
-  const std::size_t at_once = staging_bytes_ / section_bytes;
   const auto transfer = [&](std::size_t first, std::size_t last) -> Failure {
-    std::uint64_t host = payload + first * section_bytes;
-    const std::uint64_t stop = payload + last * section_bytes;
+    std::uint64_t host = payload + plan.section_offset(first, blocks.size());
+    const std::uint64_t stop = payload + plan.section_offset(last, blocks.size());
     DeviceAddress device = staging_;
     auto border = std::ranges::upper_bound(pinning.borders, host);
     while (host != stop) {
@@ -174,8 +174,10 @@ Failure Mover::queue_staged(CopyKind kind, const CopyPlan& plan,
     return Failure{};
   };
   // Rounds follow each other in the stream, so the buffer of one is free when the next begins.
-  for (std::size_t s = begin; s < end; s += at_once) {
-    const std::size_t last = std::min(end, s + at_once);
+  for (std::size_t s = begin, last = begin; s < end; s = last) {
+    const std::uint64_t limit = plan.section_offset(s, blocks.size()) + staging_bytes_;
+    while (last < end && plan.section_offset(last + 1, blocks.size()) <= limit)
+      ++last;
     if (kind == CopyKind::kGather) {
       if (Failure failure = launch(kind, plan, blocks, staging_, s, last)) return failure;
       if (Failure failure = transfer(s, last)) return failure;
@@ -189,31 +191,43 @@ Failure Mover::queue_staged(CopyKind kind, const CopyPlan& plan,
 
 Failure Mover::launch(CopyKind kind, const CopyPlan& plan, std::span<const std::uint32_t> blocks,
                       DeviceAddress packed, std::size_t begin, std::size_t end) {
-  const unsigned vector = vector_bytes(plan, packed, begin, end);
-  const auto dims = plan.dims();
+  const std::uint64_t before = plan.section_offset(begin, blocks.size());
+  std::vector<LaunchSection> sections;
+  for (std::uint32_t index = 0; index < plan.shapes().size(); ++index) {
+    sections.clear();
+    for (std::size_t s = begin; s < end; ++s) {
+      const CopySection& section = plan.sections()[s];
+      if (section.shape != index) continue;
+      sections.push_back({section.base, section.block_stride,
+                          packed + plan.section_offset(s, blocks.size()) - before});
+    }
+    if (Failure failure = launch(kind, plan.shapes()[index], blocks, sections)) return failure;
+  }
+  return Failure{};
+}
+
+Failure Mover::launch(CopyKind kind, const BlockShape& shape, std::span<const std::uint32_t> blocks,
+                      std::span<const LaunchSection> sections) {
   Launch launch{};
   for (int i = 0; i < 2; ++i) {
-    launch.dims[i] = {dims[i + 1].stride, static_cast<std::uint32_t>(dims[i + 1].count), 0};
+    const CopyDim& dim = shape.dims()[static_cast<std::size_t>(i) + 1];
+    launch.dims[i] = {dim.stride, static_cast<std::uint32_t>(dim.count), 0};
   }
-  launch.outer_stride = dims[0].stride;
-  launch.section_bytes = blocks.size() * plan.block_bytes();
-  launch.block_vectors = static_cast<std::uint32_t>(plan.block_bytes() / vector);
-  launch.run_vectors = static_cast<std::uint32_t>(plan.run_bytes() / vector);
+  launch.outer_stride = shape.dims()[0].stride;
   launch.gather = kind == CopyKind::kGather ? 1 : 0;
   constexpr std::uint64_t kTile = kThreads * kUnroll;
-  for (std::size_t s = begin; s < end; s += kLaunchSections) {
+  for (; !sections.empty(); sections = sections.subspan(launch.section_count)) {
     launch.section_count =
-        static_cast<std::uint32_t>(std::min<std::size_t>(kLaunchSections, end - s));
-    for (std::uint32_t i = 0; i < launch.section_count; ++i) {
-      const CopySection& section = plan.sections()[s + i];
-      launch.sections[i] = {section.base, section.block_stride};
-    }
-    for (std::size_t b = 0; b < blocks.size(); b += kLaunchBlocks) {
+        static_cast<std::uint32_t>(std::min<std::size_t>(kLaunchSections, sections.size()));
+    std::copy_n(sections.begin(), launch.section_count, launch.sections);
+    const unsigned vector = vector_bytes(shape, launch);
+    launch.block_vectors = static_cast<std::uint32_t>(shape.block_bytes() / vector);
+    launch.run_vectors = static_cast<std::uint32_t>(shape.run_bytes() / vector);
+    for (std::size_t b = 0; b < blocks.size(); b += launch.block_count) {
       launch.block_count =
           static_cast<std::uint32_t>(std::min<std::size_t>(kLaunchBlocks, blocks.size() - b));
       std::copy_n(blocks.begin() + static_cast<std::ptrdiff_t>(b), launch.block_count,
                   launch.blocks);
-      launch.packed = packed + (s - begin) * launch.section_bytes + b * plan.block_bytes();
       const std::uint64_t vectors = std::uint64_t{launch.block_count} * launch.block_vectors;
       launch.tiles_per_section = static_cast<std::uint32_t>((vectors + kTile - 1) / kTile);
       const std::uint64_t tiles = std::uint64_t{launch.tiles_per_section} * launch.section_count;
@@ -223,6 +237,9 @@ Failure Mover::launch(CopyKind kind, const CopyPlan& plan, std::span<const std::
           static_cast<unsigned>(std::min<std::uint64_t>(tiles, max_thread_blocks_)), 1, 1, kThreads,
           1, 1, 0, stream_, parameters, nullptr);
       if (error != kSuccess) return Failure{error, "cuLaunchKernel", ""};
+      for (std::uint32_t i = 0; i < launch.section_count; ++i) {
+        launch.sections[i].packed += launch.block_count * shape.block_bytes();
+      }
     }
   }
   return Failure{};
@@ -283,10 +300,10 @@ Failure measure(const std::shared_ptr<Device>& device, const CopyPlan& plan,
   std::uint32_t used = 1;
   const std::vector<std::uint32_t> mine = like(blocks, &used);
 
-  // A plan of the same shape on memory of our own: sections share it where there is not enough.
-  std::uint64_t block_stride = plan.run_bytes();
-  for (const CopyDim& dim : plan.dims())
-    block_stride += (dim.count - 1) * dim.stride;
+  // A plan of the same shapes on memory of our own: sections share it where there is not enough.
+  std::uint64_t block_stride = 0;
+  for (const BlockShape& shape : plan.shapes())
+    block_stride = std::max(block_stride, shape.span_bytes());
   for (const CopySection& section : plan.sections())
     block_stride = std::max(block_stride, section.block_stride);
   const std::uint64_t area = used * block_stride;
@@ -301,11 +318,10 @@ Failure measure(const std::shared_ptr<Device>& device, const CopyPlan& plan,
   }
   std::vector<CopySection> sections;
   for (std::size_t s = 0; s < plan.section_count(); ++s) {
-    sections.push_back({scratch.device + s % areas * area, block_stride});
+    sections.push_back({scratch.device + s % areas * area, block_stride, plan.sections()[s].shape});
   }
   std::shared_ptr<const CopyPlan> alike;
-  if (const Status status =
-          CopyPlan::create(std::move(sections), used, plan.dims(), plan.run_bytes(), &alike);
+  if (const Status status = CopyPlan::create(std::move(sections), used, plan.shapes(), &alike);
       !status.ok()) {
     return Failure{-1, "", status.message()};
   }

@@ -24,6 +24,8 @@
 
 namespace kvstrata::cuda {
 
+struct LaunchSection;
+
 enum class Way : std::uint8_t { kDma = 0, kKernel = 1, kStaged = 2 };
 inline constexpr const char* kWayNames[] = {"dma", "kernel", "staged"};
 
@@ -61,9 +63,11 @@ class Mover {
   Failure queue_staged(CopyKind kind, const CopyPlan& plan, std::span<const std::uint32_t> blocks,
                        std::uint64_t payload, const Pinning& pinning, std::size_t begin,
                        std::size_t end);
-  // `packed` is the device's address of section `begin`.
+  // `packed` is the device's address of section `begin`. Takes a launch for each shape.
   Failure launch(CopyKind kind, const CopyPlan& plan, std::span<const std::uint32_t> blocks,
                  DeviceAddress packed, std::size_t begin, std::size_t end);
+  Failure launch(CopyKind kind, const BlockShape& shape, std::span<const std::uint32_t> blocks,
+                 std::span<const LaunchSection> sections);
   Failure copy(CopyKind kind, DeviceAddress device, std::uint64_t host, std::uint64_t bytes);
 
   const std::shared_ptr<Device> device_;

@@ -34,9 +34,9 @@ inline constexpr const char* kFp8KernelNames[kFp8Kernels] = {
     "kvstrata_fp8_decode_2",  "kvstrata_fp8_decode_4",  "kvstrata_fp8_decode_8",
     "kvstrata_fp8_scales"};
 
-// The parameter of one launch. In `copy` all sizes of blocks and runs count vectors of numbers;
-// `packed` is the first code of its first block, all of them, and `section_bytes`, as many bytes
-// as a vector has numbers.
+// The parameter of one launch. In `copy` all sizes of blocks and runs count vectors of numbers; the
+// `packed` of a section is the first code of its first block, a multiple of as many bytes as a
+// vector has numbers.
 struct Fp8Launch {
   Launch copy;
   std::uint64_t words;         // address of a word for each scale, section after section
@@ -52,7 +52,7 @@ static_assert(sizeof(Fp8Launch) <= 4096, "the parameters of a kernel are limited
 
 // Where the codes of a section's first block in this launch lie.
 KVSTRATA_HOST_DEVICE inline std::uint64_t codes_address(const Fp8Launch& launch, std::uint32_t s) {
-  return launch.copy.packed + s * launch.copy.section_bytes;
+  return launch.copy.sections[s].packed;
 }
 
 template <unsigned kNumbers>

@@ -3,10 +3,11 @@
 // What one thread of the copy kernels does, in code that the host compiles as well: nvcc makes the
 // kernels of it (kernels.cu), the tests' driver runs it as it stands.
 //
-// A launch copies a rectangle of at most kLaunchSections x kLaunchBlocks blocks between their place
-// in the engine and a packed buffer; all that it needs travels in its parameters (4 KB at most), so
-// no upload precedes it and no array must outlive it. The packed bytes of a section (below 4 GiB)
-// are cut into tiles of kThreads * kUnroll vectors; thread block i of n takes the tiles i, i + n,
+// A launch copies a rectangle of at most kLaunchSections x kLaunchBlocks blocks of one shape
+// between their place in the engine and a packed buffer; all that it needs travels in its
+// parameters (4 KB at most), so no upload precedes it and no array must outlive it. The packed
+// bytes of a section (below 4 GiB) are cut into tiles of kThreads * kUnroll vectors; thread block i
+// of n takes the tiles i, i + n,
 // ... A thread issues all its loads of a tile before its first store, so that a few thread blocks
 // keep a host link busy.
 #pragma once
@@ -22,7 +23,7 @@
 namespace kvstrata::cuda {
 
 inline constexpr std::uint32_t kLaunchSections = 112;
-inline constexpr std::uint32_t kLaunchBlocks = 512;
+inline constexpr std::uint32_t kLaunchBlocks = 320;
 inline constexpr std::uint32_t kThreads = 512;
 inline constexpr std::uint32_t kUnroll = 4;
 inline constexpr std::uint32_t kSkippedBlock = UINT32_MAX;
@@ -34,6 +35,7 @@ inline constexpr const char* kKernelNames[] = {
 struct LaunchSection {
   std::uint64_t base;
   std::uint64_t block_stride;
+  std::uint64_t packed;  // address of the launch's first block in the packed buffer
 };
 
 struct LaunchDim {
@@ -47,10 +49,8 @@ struct LaunchDim {
 struct Launch {
   LaunchSection sections[kLaunchSections];
   std::uint32_t blocks[kLaunchBlocks];
-  LaunchDim dims[2];            // the two inner ones, outer first; the outermost needs no count
-  std::uint64_t outer_stride;   // of the outermost
-  std::uint64_t packed;         // address of block 0 of section 0
-  std::uint64_t section_bytes;  // from a section to the next in the packed buffer
+  LaunchDim dims[2];           // the two inner ones, outer first; the outermost needs no count
+  std::uint64_t outer_stride;  // of the outermost
   std::uint32_t section_count;
   std::uint32_t block_count;
   std::uint32_t block_vectors;
@@ -121,7 +121,6 @@ KVSTRATA_HOST_DEVICE inline void copy_tiles(const Launch& launch, std::uint32_t 
     const auto first =
         (tile - std::uint64_t{s} * launch.tiles_per_section) * (kThreads * kUnroll) + thread;
     const LaunchSection& section = launch.sections[s];
-    const std::uint64_t packed = launch.packed + s * launch.section_bytes;
     std::uint64_t target[kUnroll];
     Vector held[kUnroll];
 #ifdef __CUDA_ARCH__
@@ -131,7 +130,7 @@ KVSTRATA_HOST_DEVICE inline void copy_tiles(const Launch& launch, std::uint32_t 
       const std::uint64_t v = first + i * kThreads;
       target[i] = 0;
       if (v >= vectors) continue;
-      const std::uint64_t there = packed + v * sizeof(Vector);
+      const std::uint64_t there = section.packed + v * sizeof(Vector);
       const std::uint64_t here =
           engine_address<Vector>(launch, section, static_cast<std::uint32_t>(v));
       if (here == 0) continue;

@@ -13,6 +13,7 @@ from libcpp.utility cimport move
 from libcpp.vector cimport vector
 
 from core_copying cimport (
+    BlockShape,
     BlockSpan,
     ByteSpan,
     ByteSpans,
@@ -170,33 +171,47 @@ def record_bytes(section_count, payload_bytes):
     return result
 
 
+cdef BlockShape shape_of(object dims, object run_bytes, str where) except *:
+    cdef vector[CopyDim] outer
+    cdef CopyDim dim
+    cdef BlockShape shape
+    cdef Status status
+    for count, stride in dims:
+        dim.count = whole(count, where + "dims")
+        dim.stride = whole(stride, where + "dims")
+        outer.push_back(dim)
+    status = BlockShape.create(DimSpan(outer.data(), outer.size()), whole(run_bytes, where + "run_bytes"), &shape)
+    if not status.ok():
+        raise ValueError(where + message_of(status))
+    return shape
+
+
 cdef class CopyPlan:
-    def __cinit__(self, section_bases, num_blocks, block_stride, dims, run_bytes):
+    def __cinit__(
+        self, section_bases, num_blocks, block_stride, dims=(), run_bytes=None, *, shapes=None, section_shapes=None
+    ):
         cdef vector[CopySection] sections
-        cdef vector[CopyDim] outer
+        cdef vector[BlockShape] all_shapes
         cdef CopySection section
-        cdef CopyDim dim
-        if len(section_bases) != len(block_stride):
-            raise ValueError(
-                f"block_stride: must have one entry per section, {len(section_bases)}, not {len(block_stride)}"
-            )
-        for base, stride in zip(section_bases, block_stride):
+        if shapes is None:
+            all_shapes.push_back(shape_of(dims, run_bytes, ""))
+            section_shapes = [0] * len(section_bases)
+        elif dims or run_bytes is not None:
+            raise TypeError("shapes: describe every section, so dims and run_bytes may not be given with them")
+        else:
+            for index, (dims, run_bytes) in enumerate(shapes):
+                all_shapes.push_back(shape_of(dims, run_bytes, f"shapes[{index}]."))
+        for name, entries in (("block_stride", block_stride), ("section_shapes", section_shapes)):
+            if len(section_bases) != len(entries):
+                raise ValueError(
+                    f"{name}: must have one entry per section, {len(section_bases)}, not {len(entries)}"
+                )
+        for base, stride, shape in zip(section_bases, block_stride, section_shapes):
             section.base = whole(base, "section_bases")
             section.block_stride = whole(stride, "block_stride")
+            section.shape = whole32(shape, "section_shapes")
             sections.push_back(section)
-        for count, stride in dims:
-            dim.count = whole(count, "dims")
-            dim.stride = whole(stride, "dims")
-            outer.push_back(dim)
-        check(
-            CCopyPlan.create(
-                move(sections),
-                whole(num_blocks, "num_blocks"),
-                DimSpan(outer.data(), outer.size()),
-                whole(run_bytes, "run_bytes"),
-                &self.plan,
-            )
-        )
+        check(CCopyPlan.create(move(sections), whole(num_blocks, "num_blocks"), move(all_shapes), &self.plan))
 
     @property
     def section_count(self):
@@ -206,14 +221,14 @@ cdef class CopyPlan:
     def num_blocks(self):
         return self.plan.get().num_blocks()
 
-    @property
-    def block_bytes(self):
-        return self.plan.get().block_bytes()
-
-    def section_bytes(self, n_blocks):
-        cdef uint32_t result = 0
-        check(self.plan.get().section_bytes(whole(n_blocks, "n_blocks"), &result))
-        return result
+    def section_bytes(self, section, n_blocks):
+        cdef uint64_t which = whole(section, "section")
+        cdef uint64_t count = whole(n_blocks, "n_blocks")
+        cdef uint64_t payload = 0
+        if which >= self.plan.get().section_count():
+            raise ValueError(f"section: {which} of a plan with {self.plan.get().section_count()}")
+        check(self.plan.get().payload_bytes(count, &payload))
+        return self.plan.get().section_bytes(which, count)
 
     def payload_bytes(self, n_blocks):
         cdef uint64_t result = 0

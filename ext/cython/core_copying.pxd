@@ -80,6 +80,7 @@ cdef extern from "kvstrata/copy.h" namespace "kvstrata" nogil:
     struct CopySection:
         uint64_t base
         uint64_t block_stride
+        uint32_t shape
     struct CopyDim:
         uint64_t count
         uint64_t stride
@@ -87,15 +88,17 @@ cdef extern from "kvstrata/copy.h" namespace "kvstrata" nogil:
         DimSpan(const CopyDim* data, size_t n)
     cdef cppclass BlockSpan "std::span<const std::uint32_t>":
         BlockSpan(const uint32_t* data, size_t n)
+    cdef cppclass BlockShape:
+        @staticmethod
+        Status create(DimSpan dims, uint64_t run_bytes, BlockShape* out)
     const uint32_t kSkipBlock
     cdef cppclass CCopyPlan "kvstrata::CopyPlan":
         @staticmethod
-        Status create(vector[CopySection] sections, uint64_t num_blocks, DimSpan dims, uint64_t run_bytes,
+        Status create(vector[CopySection] sections, uint64_t num_blocks, vector[BlockShape] shapes,
                       shared_ptr[const CCopyPlan]* out)
         size_t section_count()
         uint64_t num_blocks()
-        uint64_t block_bytes()
-        Status section_bytes(uint64_t n_blocks, uint32_t* out)
+        uint32_t section_bytes(size_t section, uint64_t n_blocks)
         Status payload_bytes(uint64_t n_blocks, uint64_t* out)
         Status record_bytes(uint64_t n_blocks, uint64_t* out)
     Status c_gather_record "kvstrata::gather_record"(

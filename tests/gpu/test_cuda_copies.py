@@ -82,14 +82,33 @@ class Shape:
         span = run + sum((count - 1) * stride for count, stride in dims)
         stride = span + gap
         bases = tuple(offset + section * blocks * stride for section in range(sections))
-        plan = oracle.Plan(bases, blocks, (stride,) * sections, dims, run)
+        plan = oracle.Plan(bases, blocks, (stride,) * sections, ((dims, run),) * sections)
         return cls(plan, offset + sections * blocks * stride)
+
+    @classmethod
+    def beside(cls, shapes: Sequence[Shape], times: int) -> Shape:
+        """Sections of all the shapes, which have as many blocks, in turn: so often the first of each."""
+        bases: list[int] = []
+        end = 0
+        for _ in range(times):
+            for shape in shapes:
+                bases.append(end + shape.plan.section_bases[0])
+                end += shape.length
+        strides = [shape.plan.block_stride[0] for shape in shapes] * times
+        of_sections = [shape.plan.shapes[0] for shape in shapes] * times
+        blocks = shapes[0].plan.num_blocks
+        return cls(oracle.Plan(tuple(bases), blocks, tuple(strides), tuple(of_sections)), end)
 
     def host_plan(self, base: int) -> copying.CopyPlan:
         plan = self.plan
         bases = [base + at for at in plan.section_bases]
+        shapes = sorted(set(plan.shapes))
         return copying.CopyPlan(
-            bases, plan.num_blocks, list(plan.block_stride), list(plan.dims), plan.run_bytes
+            bases,
+            plan.num_blocks,
+            list(plan.block_stride),
+            shapes=shapes,
+            section_shapes=[shapes.index(shape) for shape in plan.shapes],
         )
 
 
@@ -104,6 +123,21 @@ SHAPES = {
     "long-runs": Shape.of(2, 5, (), 3 * 32_768 + 48, gap=16),
     "more-sections-than-one-launch": Shape.of(300, 6, (), 64),
     "more-blocks-than-one-launch": Shape.of(2, 1300, (), 48, gap=16),
+    "latents-with-an-indexer": Shape.beside(
+        [Shape.of(1, 20, (), 64 * 656), Shape.of(1, 20, (), 64 * 132)], 4
+    ),
+    "unlike-in-everything": Shape.beside(
+        [
+            Shape.of(1, 30, ((7, 10),), 6, offset=2),
+            Shape.of(1, 30, (), 4096),
+            Shape.of(1, 30, ((5, 37),), 13, gap=7, offset=3),
+            Shape.of(1, 30, ((2, 4096), (3, 512)), 128, gap=64),
+        ],
+        2,
+    ),
+    "more-unlike-sections-than-one-launch": Shape.beside(
+        [Shape.of(1, 6, (), 64), Shape.of(1, 6, (), 36)], 150
+    ),
 }
 
 
@@ -147,7 +181,7 @@ def test_a_gather_writes_the_cpus_record_and_a_scatter_writes_exactly_its_blocks
         length = plan.record_bytes(len(sources))
         host = Host(length + 4096)
         # A staging buffer of two sections, so that a record takes several rounds.
-        staging = 2 * plan.section_bytes(len(sources))
+        staging = 2 * max(map(len, oracle.gather(shape.plan, content, sources)))
         copies = cuda.CudaCopyEngine(0, engine=engine, staging_bytes=staging)  # type: ignore[arg-type]
         assert copies.engine == engine, copies.reason
         regions = host.pin(copies, pinned) if pinned else []
@@ -509,17 +543,19 @@ def test_without_a_driver_the_module_loads_and_says_what_is_missing() -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("name", ["heads-major", "latents-with-an-indexer"])
 @on_gpu
-def test_choose_measures_on_memory_of_its_own_and_takes_the_fastest_or_dma() -> None:
+def test_choose_measures_on_memory_of_its_own_and_takes_the_fastest_or_dma(name: str) -> None:
     gpu = Gpu()
-    shape = SHAPES["heads-major"]
+    shape = SHAPES[name]
     base = gpu.allocate(shape.length)
     content = random.Random(3).randbytes(shape.length)
     gpu.write(base, content)
-    plan = cuda.CudaCopyPlan(shape.host_plan(base), 0)
+    host_plan = shape.host_plan(base)
+    plan = cuda.CudaCopyPlan(host_plan, 0)
     copies = cuda.CudaCopyEngine(0)
     assert copies.measured == {}
-    copies.choose(plan, 0, 0, [1, 2, 5, 7])
+    copies.choose(host_plan, 0, 0, [1, 2, 5, 7])
     best = max(copies.measured, key=lambda name: copies.measured[name])
     fast_enough = copies.measured["dma"] >= 0.9 * copies.measured[best]
     assert copies.engine == ("dma" if fast_enough else best)
@@ -527,10 +563,10 @@ def test_choose_measures_on_memory_of_its_own_and_takes_the_fastest_or_dma() -> 
     assert set(copies.measured) == set(ENGINES)
     assert gpu.read(base, shape.length) == content
     host = Host(plan.record_bytes(4))
-    copies.choose(plan, host.address, host.length, [1, 2, 5, 7])  # not registered
+    copies.choose(host_plan, host.address, host.length, [1, 2, 5, 7])  # not registered
     assert "kernel" not in copies.measured
     assert "not kernel: the host memory is not registered" in copies.reason
     with pytest.raises(cuda.CudaError, match="length: 64 bytes"):
-        copies.choose(plan, host.address, 64, [1, 2, 5, 7])
+        copies.choose(host_plan, host.address, 64, [1, 2, 5, 7])
     assert copies.run("gather", plan, [([1, 2, 5, 7], host.address, host.length, spec())]) == [OK]
     assert host.read(0, host.length) == record_of_cpu(shape, content, [1, 2, 5, 7])

@@ -17,12 +17,14 @@ class Plan:
     section_bases: tuple[int, ...]
     num_blocks: int
     block_stride: tuple[int, ...]
-    dims: tuple[tuple[int, int], ...]
-    run_bytes: int
+    shapes: tuple[tuple[tuple[tuple[int, int], ...], int], ...]
+    """(dims, run_bytes) of each section."""
 
-    def runs(self, section: int, block: int) -> Iterator[int]:
-        """Where the runs of one block begin, in the order in which they are stored."""
-        yield from self._runs(self.section_bases[section] + block * self.block_stride[section], self.dims)
+    def runs(self, section: int, block: int) -> Iterator[tuple[int, int]]:
+        """(beginning, end) of the runs of one block, in the order in which they are stored."""
+        dims, run_bytes = self.shapes[section]
+        for at in self._runs(self.section_bases[section] + block * self.block_stride[section], dims):
+            yield at, at + run_bytes
 
     def _runs(self, at: int, dims: tuple[tuple[int, int], ...]) -> Iterator[int]:
         if not dims:
@@ -36,24 +38,22 @@ class Plan:
 def gather(plan: Plan, memory: bytes | bytearray, block_ids: Sequence[int]) -> list[bytes]:
     """What each section stores."""
     return [
-        b"".join(
-            bytes(memory[at : at + plan.run_bytes]) for block in block_ids for at in plan.runs(section, block)
-        )
+        b"".join(bytes(memory[at:end]) for block in block_ids for at, end in plan.runs(section, block))
         for section in range(len(plan.section_bases))
     ]
 
 
 def scatter(plan: Plan, memory: bytearray, block_ids: Sequence[int], sections: Sequence[bytes]) -> None:
     """Write the sections into the blocks; a negative block id skips that block."""
-    per_block = len(sections[0]) // len(block_ids)
     for section, stored in enumerate(sections):
+        per_block = len(stored) // len(block_ids)
         for position, block in enumerate(block_ids):
             if block < 0:
                 continue
             at_stored = position * per_block
-            for at in plan.runs(section, block):
-                memory[at : at + plan.run_bytes] = stored[at_stored : at_stored + plan.run_bytes]
-                at_stored += plan.run_bytes
+            for at, end in plan.runs(section, block):
+                memory[at:end] = stored[at_stored : at_stored + end - at]
+                at_stored += end - at
 
 
 def copy_strided(

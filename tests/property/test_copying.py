@@ -54,26 +54,46 @@ class Engine:
         return copying.scatter_record(self.plan, block_ids, address, len(extent), key)
 
 
+def block_shapes(max_run: int) -> st.SearchStrategy[tuple[tuple[tuple[int, int], ...], int]]:
+    """(dims, run_bytes) of a block whose runs do not overlap."""
+
+    @st.composite
+    def shape(draw: st.DrawFn) -> tuple[tuple[tuple[int, int], ...], int]:
+        run = draw(st.integers(1, max_run))
+        dims, span = [], run
+        for _ in range(draw(st.integers(0, 3))):
+            count = draw(st.integers(1, 4))
+            stride = draw(st.sampled_from([span, span, span + 64, span + draw(st.integers(0, 100))]))
+            dims.insert(0, (count, stride))
+            span += (count - 1) * stride
+        return tuple(dims), run
+
+    return shape()
+
+
 @st.composite
 def engines(draw: st.DrawFn, max_run: int = 700) -> Engine:
-    run = draw(st.integers(1, max_run))
-    dims, span = [], run
-    for _ in range(draw(st.integers(0, 3))):
-        count = draw(st.integers(1, 4))
-        stride = draw(st.sampled_from([span, span, span + 64, span + draw(st.integers(0, 100))]))
-        dims.insert(0, (count, stride))
-        span += (count - 1) * stride
+    """Sections of one shape or of several, some of the same."""
+    shapes = draw(st.lists(block_shapes(max_run), min_size=1, max_size=3))
     blocks = draw(st.integers(1, 6))
-    bases, strides, end = [], [], draw(st.integers(0, 70))
+    bases, strides, section_shapes, end = [], [], [], draw(st.integers(0, 70))
     for _ in range(draw(st.integers(1, 4))):
+        section_shapes.append(draw(st.integers(0, len(shapes) - 1)))
+        dims, run = shapes[section_shapes[-1]]
+        span = run + sum((count - 1) * stride for count, stride in dims)
         stride = span + draw(st.sampled_from([0, 0, 64, 13]))
         bases.append(end)
         strides.append(stride)
         end += stride * (blocks - 1) + span + draw(st.integers(0, 70))
     memory = bytearray(random.Random(draw(st.integers(0, 1 << 30))).randbytes(end))
     start = copying.buffer_address(memory, writable=True)
-    plan = CopyPlan([start + base for base in bases], blocks, strides, dims, run)
-    return Engine(memory, plan, oracle.Plan(tuple(bases), blocks, tuple(strides), tuple(dims), run))
+    places = [start + base for base in bases]
+    if len(shapes) == 1:
+        plan = CopyPlan(places, blocks, strides, *shapes[0])
+    else:
+        plan = CopyPlan(places, blocks, strides, shapes=shapes, section_shapes=section_shapes)
+    of_sections = tuple(shapes[index] for index in section_shapes)
+    return Engine(memory, plan, oracle.Plan(tuple(bases), blocks, tuple(strides), of_sections))
 
 
 def small_engine(sections: int = 3, blocks: int = 8, block_bytes: int = 1024) -> Engine:
@@ -82,7 +102,8 @@ def small_engine(sections: int = 3, blocks: int = 8, block_bytes: int = 1024) ->
     bases = [section * blocks * block_bytes for section in range(sections)]
     strides = [block_bytes] * sections
     plan = CopyPlan([start + base for base in bases], blocks, strides, [], block_bytes)
-    return Engine(memory, plan, oracle.Plan(tuple(bases), blocks, tuple(strides), (), block_bytes))
+    twin = oracle.Plan(tuple(bases), blocks, tuple(strides), (((), block_bytes),) * sections)
+    return Engine(memory, plan, twin)
 
 
 @given(data=st.binary(max_size=700), more=st.binary(max_size=700), offset=st.integers(0, 63))
@@ -117,7 +138,8 @@ def test_a_gathered_record_is_what_the_format_says(data: st.DataObject, engine: 
     twin = record_oracle.Record(KEY, b"i" * 32, b"s" * 32, b"p" * 32, 256, 1_700_000_000_000, sections)
     assert bytes(extent) == record_oracle.build(twin)
     assert engine.plan.payload_bytes(len(ids)) == sum(map(len, sections))
-    assert engine.plan.section_bytes(len(ids)) == len(sections[0])
+    for section, stored in enumerate(sections):
+        assert engine.plan.section_bytes(section, len(ids)) == len(stored)
 
 
 @given(data=st.data(), engine=engines())
@@ -200,6 +222,28 @@ BAD_PLANS = {
 def test_an_impossible_plan_is_refused_with_the_argument_named(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CopyPlan(*BAD_PLANS[message])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "section_shapes", "message"),
+    [
+        ([([], 64)], [0], "section_shapes: must have one entry per section, 2, not 1"),
+        ([([], 64)], [0, 1], r"section_shapes: not one of the shapes \(got 1, limit 1, at index 1\)"),
+        ([([], 64), ([], 0)], [0, 1], r"shapes\[1\]\.run_bytes: must be positive"),
+        ([([(0, 64)], 64)], [0, 0], r"shapes\[0\]\.dims: a count must be positive"),
+        ([([(1, -1)], 64)], [0, 0], r"shapes\[0\]\.dims: must be between 0"),
+    ],
+)
+def test_an_impossible_shape_is_refused_with_its_place_among_the_shapes(
+    shapes: list[tuple[list[tuple[int, int]], int]], section_shapes: list[int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        CopyPlan([4096, 8192], 8, [64, 64], shapes=shapes, section_shapes=section_shapes)
+
+
+def test_a_section_that_the_plan_does_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="section: 3 of a plan with 3"):
+        small_engine().plan.section_bytes(3, 1)
 
 
 @pytest.mark.parametrize(

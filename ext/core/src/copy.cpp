@@ -34,24 +34,16 @@ constexpr std::uint64_t kAddressLimit = std::uint64_t{1} << 62;
 
 }  // namespace
 
-Status CopyPlan::create(std::vector<CopySection> sections, std::uint64_t num_blocks,
-                        std::span<const CopyDim> dims, std::uint64_t run_bytes,
-                        std::shared_ptr<const CopyPlan>* out) noexcept {
-  if (sections.empty() || sections.size() > kMaxSections) {
-    return bad("section_bases: must have between 1 and 65536 entries", sections.size(),
-               kMaxSections);
-  }
-  if (num_blocks == 0 || num_blocks > UINT32_MAX) {
-    return bad("num_blocks: must be between 1 and 2^32 - 1", num_blocks, UINT32_MAX);
-  }
+Status BlockShape::create(std::span<const CopyDim> dims, std::uint64_t run_bytes,
+                          BlockShape* out) noexcept {
   if (run_bytes == 0) {
     return bad("run_bytes: must be positive", run_bytes);
   }
   if (dims.size() > kMaxDims) {
     return bad("dims: at most 3 outer dimensions", dims.size(), kMaxDims);
   }
-  // The last byte of a block, counted from its base.
-  std::uint64_t span_bytes = run_bytes;
+  BlockShape shape;
+  shape.span_bytes_ = run_bytes;
   std::uint64_t runs = 1;
   for (std::size_t i = 0; i < dims.size(); ++i) {
     std::uint64_t reach = 0;
@@ -59,33 +51,14 @@ Status CopyPlan::create(std::vector<CopySection> sections, std::uint64_t num_blo
       return bad("dims: a count must be positive", 0, 1, i);
     }
     if (!multiply(dims[i].count - 1, dims[i].stride, &reach) ||
-        !add(span_bytes, reach, &span_bytes) || !multiply(runs, dims[i].count, &runs)) {
+        !add(shape.span_bytes_, reach, &shape.span_bytes_) ||
+        !multiply(runs, dims[i].count, &runs)) {
       return bad("dims: the block leaves the address space", dims[i].stride, kAddressLimit, i);
     }
   }
-  std::uint64_t block_bytes = 0;
-  if (!multiply(runs, run_bytes, &block_bytes) || block_bytes > UINT32_MAX) {
+  if (!multiply(runs, run_bytes, &shape.block_bytes_) || shape.block_bytes_ > UINT32_MAX) {
     return bad("run_bytes: a block holds at most 4 GiB - 1 per section", run_bytes, UINT32_MAX);
   }
-  for (std::size_t i = 0; i < sections.size(); ++i) {
-    std::uint64_t end = 0;
-    if (sections[i].base == 0) {
-      return bad("section_bases: an address may not be 0", 0, 0, i);
-    }
-    if (!multiply(num_blocks - 1, sections[i].block_stride, &end) || !add(end, span_bytes, &end) ||
-        !add(end, sections[i].base, &end) || end > kAddressLimit) {
-      return bad("block_stride: the last block leaves the address space", sections[i].block_stride,
-                 kAddressLimit, i);
-    }
-  }
-
-  auto* plan = new (std::nothrow) CopyPlan;
-  if (plan == nullptr) {
-    return Status(StatusCode::kNoSpace, "no memory for the plan");
-  }
-  plan->sections_ = std::move(sections);
-  plan->num_blocks_ = num_blocks;
-  plan->block_bytes_ = block_bytes;
   // Innermost first: what is contiguous becomes part of the run, what has one element vanishes, and
   // two dimensions that are one in memory become one.
   std::array<CopyDim, kMaxDims> kept;
@@ -104,35 +77,68 @@ Status CopyPlan::create(std::vector<CopySection> sections, std::uint64_t num_blo
     }
   }
   for (std::size_t i = 0; i < n; ++i) {
-    plan->dims_[kMaxDims - 1 - i] = kept[i];
+    shape.dims_[kMaxDims - 1 - i] = kept[i];
   }
-  plan->run_bytes_ = run_bytes;
-  plan->runs_per_block_ = block_bytes / run_bytes;
+  shape.run_bytes_ = run_bytes;
+  *out = shape;
+  return Status();
+}
+
+Status CopyPlan::create(std::vector<CopySection> sections, std::uint64_t num_blocks,
+                        std::vector<BlockShape> shapes,
+                        std::shared_ptr<const CopyPlan>* out) noexcept {
+  if (sections.empty() || sections.size() > kMaxSections) {
+    return bad("section_bases: must have between 1 and 65536 entries", sections.size(),
+               kMaxSections);
+  }
+  if (num_blocks == 0 || num_blocks > UINT32_MAX) {
+    return bad("num_blocks: must be between 1 and 2^32 - 1", num_blocks, UINT32_MAX);
+  }
+  for (std::size_t i = 0; i < sections.size(); ++i) {
+    std::uint64_t end = 0;
+    if (sections[i].base == 0) {
+      return bad("section_bases: an address may not be 0", 0, 0, i);
+    }
+    if (sections[i].shape >= shapes.size()) {
+      return bad("section_shapes: not one of the shapes", sections[i].shape, shapes.size(), i);
+    }
+    if (!multiply(num_blocks - 1, sections[i].block_stride, &end) ||
+        !add(end, shapes[sections[i].shape].span_bytes(), &end) ||
+        !add(end, sections[i].base, &end) || end > kAddressLimit) {
+      return bad("block_stride: the last block leaves the address space", sections[i].block_stride,
+                 kAddressLimit, i);
+    }
+  }
   try {
-    out->reset(plan);  // frees the plan itself if it cannot
+    const std::shared_ptr<CopyPlan> plan(new CopyPlan);
+    plan->bytes_before_.reserve(sections.size() + 1);
+    std::uint64_t before = 0;  // at most 65536 times 4 GiB
+    for (const CopySection& section : sections) {
+      const std::uint64_t block_bytes = shapes[section.shape].block_bytes();
+      plan->bytes_before_.push_back(before);
+      before += block_bytes;
+      plan->largest_block_bytes_ = std::max(plan->largest_block_bytes_, block_bytes);
+    }
+    plan->bytes_before_.push_back(before);
+    plan->sections_ = std::move(sections);
+    plan->shapes_ = std::move(shapes);
+    plan->num_blocks_ = num_blocks;
+    *out = plan;
   } catch (const std::bad_alloc&) {
     return Status(StatusCode::kNoSpace, "no memory for the plan");
   }
   return Status();
 }
 
-Status CopyPlan::section_bytes(std::uint64_t n_blocks, std::uint32_t* out) const noexcept {
-  std::uint64_t bytes = 0;
+Status CopyPlan::payload_bytes(std::uint64_t n_blocks, std::uint64_t* out) const noexcept {
   if (n_blocks == 0) {
     return bad("block_ids: must not be empty", 0, 1);
   }
-  if (!multiply(n_blocks, block_bytes_, &bytes) || bytes > UINT32_MAX) {
+  if (n_blocks > UINT32_MAX / largest_block_bytes_) {
     return bad("block_ids: a section holds at most 4 GiB - 1; use smaller chunks", n_blocks,
-               UINT32_MAX / block_bytes_);
+               UINT32_MAX / largest_block_bytes_);
   }
-  *out = static_cast<std::uint32_t>(bytes);
-  return Status();
-}
-
-Status CopyPlan::payload_bytes(std::uint64_t n_blocks, std::uint64_t* out) const noexcept {
-  std::uint32_t section = 0;
-  KVSTRATA_RETURN_IF_ERROR(section_bytes(n_blocks, &section));
-  *out = std::uint64_t{section} * sections_.size();
+  *out = section_offset(sections_.size(), n_blocks);
   return Status();
 }
 
@@ -155,39 +161,44 @@ Status CopyPlan::check_blocks(std::span<const std::uint32_t> blocks, bool may_sk
 template <bool kGather>
 void CopyPlan::copy(std::span<const std::uint32_t> blocks, std::uint64_t payload, std::size_t begin,
                     std::size_t end, std::uint32_t* crcs) const noexcept {
-  const std::uint64_t section_bytes = blocks.size() * block_bytes_;
-  const StoreHint hint =
-      section_bytes * (end - begin) <= kCachedCopyBytes ? StoreHint::kCached : StoreHint::kStream;
+  const std::uint64_t first = section_offset(begin, blocks.size());
+  const std::uint64_t bytes = section_offset(end, blocks.size()) - first;
+  const StoreHint hint = bytes <= kCachedCopyBytes ? StoreHint::kCached : StoreHint::kStream;
   std::array<CopyRun, kRunBatch> runs;
-  std::uint64_t packed = payload + begin * section_bytes;
+  std::uint64_t packed = payload + first;
   for (std::size_t s = begin; s < end; ++s) {
+    const CopySection& section = sections_[s];
+    const BlockShape& shape = shapes_[section.shape];
+    const std::uint64_t run_bytes = shape.run_bytes();
+    const std::uint64_t block_bytes = shape.block_bytes();
     std::uint32_t crc = 0;
     std::size_t filled = 0;
     const auto push = [&](std::uint64_t engine) {
       auto* const here = reinterpret_cast<void*>(engine);
       auto* const there = reinterpret_cast<void*>(packed);
       runs[filled++] = kGather ? CopyRun{there, here} : CopyRun{here, there};
-      packed += run_bytes_;
+      packed += run_bytes;
       if (filled == kRunBatch) {
-        crc = copy_crc32c_runs(runs.data(), filled, run_bytes_, crc, hint);
+        crc = copy_crc32c_runs(runs.data(), filled, run_bytes, crc, hint);
         filled = 0;
       }
     };
     for (const std::uint32_t block : blocks) {
       if (!kGather && block == kSkipBlock) {
-        crc = copy_crc32c_runs(runs.data(), filled, run_bytes_, crc, hint);
+        crc = copy_crc32c_runs(runs.data(), filled, run_bytes, crc, hint);
         filled = 0;
-        crc = crc32c(reinterpret_cast<const void*>(packed), block_bytes_, crc);
-        packed += block_bytes_;
+        crc = crc32c(reinterpret_cast<const void*>(packed), block_bytes, crc);
+        packed += block_bytes;
         continue;
       }
-      if (runs_per_block_ == 1) {
-        push(sections_[s].base + block * sections_[s].block_stride);
-        continue;
+      const std::uint64_t base = section.base + block * section.block_stride;
+      if (block_bytes == run_bytes) {
+        push(base);
+      } else {
+        shape.each_run(base, push);
       }
-      each_run(sections_[s], block, push);
     }
-    crcs[s - begin] = copy_crc32c_runs(runs.data(), filled, run_bytes_, crc, hint);
+    crcs[s - begin] = copy_crc32c_runs(runs.data(), filled, run_bytes, crc, hint);
   }
   copy_fence();
 }
@@ -205,8 +216,6 @@ void CopyPlan::scatter(std::span<const std::uint32_t> blocks, const void* payloa
 Status gather_record(const CopyPlan& plan, std::span<const std::uint32_t> blocks, void* record,
                      std::uint64_t length, const RecordSpec& spec) noexcept {
   std::uint64_t needed = 0;
-  std::uint32_t section_bytes = 0;
-  KVSTRATA_RETURN_IF_ERROR(plan.section_bytes(blocks.size(), &section_bytes));
   KVSTRATA_RETURN_IF_ERROR(plan.record_bytes(blocks.size(), &needed));
   KVSTRATA_RETURN_IF_ERROR(plan.check_blocks(blocks, false));
   KVSTRATA_RETURN_IF_ERROR(check_record_address(record));
@@ -223,7 +232,7 @@ Status gather_record(const CopyPlan& plan, std::span<const std::uint32_t> blocks
   const std::uint64_t header_bytes = record_header_bytes(static_cast<std::uint32_t>(count));
   plan.gather(blocks, static_cast<unsigned char*>(record) + header_bytes, 0, count, crcs.get());
   for (std::size_t i = 0; i < count; ++i) {
-    sections[i] = Section{0, section_bytes, crcs[i]};
+    sections[i] = Section{0, plan.section_bytes(i, blocks.size()), crcs[i]};
   }
   return write_record_header(record, length, spec, sections.get(), count);
 }
@@ -231,8 +240,6 @@ Status gather_record(const CopyPlan& plan, std::span<const std::uint32_t> blocks
 Status check_record_for_scatter(const CopyPlan& plan, std::uint64_t n_blocks, const void* record,
                                 std::uint64_t length, const Digest& expected_key, std::size_t begin,
                                 std::size_t end, std::uint32_t* expected_crcs) noexcept {
-  std::uint32_t section_bytes = 0;
-  KVSTRATA_RETURN_IF_ERROR(plan.section_bytes(n_blocks, &section_bytes));
   constexpr std::size_t kUsual = 256;  // sections of all but the largest models
   const std::size_t count = plan.section_count();
   std::array<Section, kUsual> few;
@@ -258,6 +265,7 @@ Status check_record_for_scatter(const CopyPlan& plan, std::uint64_t n_blocks, co
                   header.section_count, static_cast<std::int64_t>(count), -1);
   }
   for (std::size_t i = 0; i < count; ++i) {
+    const std::uint32_t section_bytes = plan.section_bytes(i, n_blocks);
     if (sections[i].length != section_bytes) {
       return Status(StatusCode::kIncompatible, "sections: one has another length than the plan's",
                     sections[i].length, section_bytes, static_cast<std::int64_t>(i));

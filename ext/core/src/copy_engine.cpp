@@ -63,8 +63,13 @@ Status check_items(CopyKind kind, const CopyPlan& plan, std::span<const CopyItem
   return Status();
 }
 
-std::size_t sections_per_unit(const CopyPlan& plan, std::uint64_t section_bytes) noexcept {
-  return std::clamp<std::size_t>(CopyEngine::kUnitBytes / section_bytes, 1, plan.section_count());
+std::size_t unit_end(const CopyPlan& plan, std::uint64_t n_blocks, std::size_t begin) noexcept {
+  const std::uint64_t limit = plan.section_offset(begin, n_blocks) + CopyEngine::kUnitBytes;
+  std::size_t end = begin + 1;
+  while (end < plan.section_count() && plan.section_offset(end + 1, n_blocks) <= limit) {
+    ++end;
+  }
+  return end;
 }
 
 namespace {
@@ -85,14 +90,14 @@ struct Job {
   std::vector<CopyItem> items;
   std::unique_ptr<Progress[]> progress;
   std::vector<CopyResult> results;
-  std::size_t sections_per_unit = 1;
-  std::size_t units_per_item = 1;
+  std::vector<std::size_t> unit_begins;  // sections; of every item, and where the last unit ends
   // Guarded by the engine's mutex.
   std::size_t next_unit = 0;
   std::size_t end_unit = 0;    // smaller than all units once the job was cancelled
   std::size_t units_left = 0;  // not executed yet, of [0, end_unit)
   bool done = false;
 
+  [[nodiscard]] std::size_t units_per_item() const noexcept { return unit_begins.size() - 1; }
   [[nodiscard]] bool all_taken() const noexcept { return next_unit == end_unit; }
 };
 
@@ -117,20 +122,22 @@ void note(std::atomic<std::uint64_t>& bad, CopyOutcome outcome, std::int64_t sec
 Status make_job(CopyKind kind, std::shared_ptr<const CopyPlan> plan, std::vector<CopyItem> items,
                 std::shared_ptr<Job>* out) noexcept {
   KVSTRATA_RETURN_IF_ERROR(check_items(kind, *plan, items));
-  std::uint64_t largest = 1;
+  std::size_t most_blocks = 0;
   for (const CopyItem& item : items) {
-    largest = std::max<std::uint64_t>(largest, item.blocks.size() * plan->block_bytes());
+    most_blocks = std::max(most_blocks, item.blocks.size());
   }
   try {
     auto job = std::make_shared<Job>();
     const std::size_t sections = plan->section_count();
     job->kind = kind;
-    job->sections_per_unit = sections_per_unit(*plan, largest);
-    job->units_per_item = (sections + job->sections_per_unit - 1) / job->sections_per_unit;
+    job->unit_begins.push_back(0);
+    while (job->unit_begins.back() != sections) {
+      job->unit_begins.push_back(unit_end(*plan, most_blocks, job->unit_begins.back()));
+    }
     job->progress = std::make_unique<Progress[]>(items.size());
     job->results.resize(items.size());
     for (std::size_t i = 0; i < items.size(); ++i) {
-      job->progress[i].units_left.store(static_cast<std::uint32_t>(job->units_per_item),
+      job->progress[i].units_left.store(static_cast<std::uint32_t>(job->units_per_item()),
                                         std::memory_order_relaxed);
       if (kind == CopyKind::kGather) {
         job->progress[i].sections.resize(sections);
@@ -138,7 +145,7 @@ Status make_job(CopyKind kind, std::shared_ptr<const CopyPlan> plan, std::vector
     }
     job->plan = std::move(plan);
     job->items = std::move(items);
-    job->end_unit = job->items.size() * job->units_per_item;
+    job->end_unit = job->items.size() * job->units_per_item();
     job->units_left = job->end_unit;
     *out = std::move(job);
   } catch (const std::bad_alloc&) {
@@ -149,9 +156,8 @@ Status make_job(CopyKind kind, std::shared_ptr<const CopyPlan> plan, std::vector
 
 Unit take_unit(Job& job) noexcept {
   const std::size_t unit = job.next_unit++;
-  const std::size_t begin = unit % job.units_per_item * job.sections_per_unit;
-  return Unit{unit / job.units_per_item, begin,
-              std::min(begin + job.sections_per_unit, job.plan->section_count())};
+  const std::size_t index = unit % job.units_per_item();
+  return Unit{unit / job.units_per_item(), job.unit_begins[index], job.unit_begins[index + 1]};
 }
 
 void execute(Job& job, const Unit& unit) noexcept {
@@ -169,9 +175,9 @@ void execute(Job& job, const Unit& unit) noexcept {
     // Several units may do this; the header is only written after the last one.
     invalidate_record(item.record);
     plan.gather(item.blocks, payload, unit.begin, unit.end, crcs.get());
-    const auto length = static_cast<std::uint32_t>(item.blocks.size() * plan.block_bytes());
     for (std::size_t i = 0; i < count; ++i) {
-      progress.sections[unit.begin + i] = Section{0, length, crcs[i]};
+      const std::size_t s = unit.begin + i;
+      progress.sections[s] = Section{0, plan.section_bytes(s, item.blocks.size()), crcs[i]};
     }
   } else if (progress.bad.load(std::memory_order_relaxed) == 0) {
     std::uint32_t* const expected = crcs.get() + count;
@@ -451,16 +457,16 @@ bool CopyEngine::Impl::wait(std::uint64_t job_id, std::chrono::nanoseconds timeo
 }
 
 bool CopyEngine::Impl::cancel_rest(const std::shared_ptr<Job>& job) noexcept {
-  const std::size_t begun = (job->next_unit + job->units_per_item - 1) / job->units_per_item;
-  const std::size_t items = job->end_unit / job->units_per_item;
+  const std::size_t begun = (job->next_unit + job->units_per_item() - 1) / job->units_per_item();
+  const std::size_t items = job->end_unit / job->units_per_item();
   if (begun == items) {
     return false;
   }
   std::fill(job->results.begin() + static_cast<std::ptrdiff_t>(begun),
             job->results.begin() + static_cast<std::ptrdiff_t>(items),
             CopyResult{CopyOutcome::kCancelled, -1});
-  job->units_left -= (items - begun) * job->units_per_item;
-  job->end_unit = begun * job->units_per_item;
+  job->units_left -= (items - begun) * job->units_per_item();
+  job->end_unit = begun * job->units_per_item();
   if (job->all_taken()) {
     queue_.erase(std::find(queue_.begin(), queue_.end(), job));
   }

@@ -50,7 +50,9 @@ struct World {
     for (std::size_t i = 0; i < sections; ++i) {
       list.push_back({reinterpret_cast<std::uint64_t>(memory.data()) + i * section_bytes, block});
     }
-    CHECK_OK(CopyPlan::create(list, blocks, {}, block, &plan));
+    std::vector<BlockShape> shape(1);
+    CHECK_OK(BlockShape::create({}, block, &shape[0]));
+    CHECK_OK(CopyPlan::create(list, blocks, shape, &plan));
     CHECK_OK(plan->record_bytes(blocks_per_chunk, &extent_bytes));
     extents.resize(extent_bytes * chunks);
   }

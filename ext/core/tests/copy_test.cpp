@@ -35,55 +35,66 @@ RecordSpec spec(unsigned char fill = 1) {
   return s;
 }
 
+struct Shape {
+  std::vector<CopyDim> dims;
+  std::size_t run;
+  std::size_t stride;  // from one block to the next
+};
+
 // An engine's memory: sections one after the other, and the plan over it.
 struct Engine {
   Bytes memory;
   PlanPtr plan;
   std::vector<std::size_t> bases;
-  std::size_t block_stride;
-  std::vector<CopyDim> dims;
-  std::size_t run;
+  std::vector<Shape> shapes;  // of each section
 
-  Engine(std::size_t sections, std::size_t blocks, std::vector<CopyDim> shape,
-         std::size_t run_bytes, std::size_t stride, unsigned seed)
-      : block_stride(stride), dims(std::move(shape)), run(run_bytes) {
-    std::size_t span = run_bytes;
-    for (const CopyDim& d : dims) {
-      span += (d.count - 1) * d.stride;
+  Engine(std::size_t sections, std::size_t blocks, std::vector<CopyDim> dims, std::size_t run,
+         std::size_t stride, unsigned seed)
+      : Engine(std::vector<Shape>(sections, Shape{std::move(dims), run, stride}), blocks, seed) {}
+
+  Engine(std::vector<Shape> of_sections, std::size_t blocks, unsigned seed)
+      : shapes(std::move(of_sections)) {
+    std::size_t end = 0;
+    for (const Shape& shape : shapes) {
+      bases.push_back(end);
+      end += shape.stride * (blocks - 1) + shape.run + seed % 7;
+      for (const CopyDim& d : shape.dims) {
+        end += (d.count - 1) * d.stride;
+      }
     }
-    const std::size_t section = stride * (blocks - 1) + span + seed % 7;
-    memory = noise(section * sections, seed);
-    std::vector<CopySection> list;
-    for (std::size_t i = 0; i < sections; ++i) {
-      bases.push_back(section * i);
-      list.push_back(CopySection{address(memory.data()) + section * i, stride});
+    memory = noise(end, seed);
+    std::vector<CopySection> sections;
+    std::vector<BlockShape> described;
+    for (std::size_t i = 0; i < shapes.size(); ++i) {
+      sections.push_back(CopySection{address(memory.data()) + bases[i], shapes[i].stride,
+                                     static_cast<std::uint32_t>(described.size())});
+      CHECK_OK(BlockShape::create(shapes[i].dims, shapes[i].run, &described.emplace_back()));
     }
-    CHECK_OK(CopyPlan::create(list, blocks, dims, run_bytes, &plan));
+    CHECK_OK(CopyPlan::create(sections, blocks, described, &plan));
   }
 
-  // The definition of the stored bytes.
+  // The definition of the stored bytes: visits (offset in memory, bytes) of each run.
   template <typename Visit>
   void each_run(const std::vector<std::uint32_t>& ids, Visit visit) const {
-    for (const std::size_t base : bases) {
+    for (std::size_t s = 0; s < shapes.size(); ++s) {
       for (const std::uint32_t id : ids) {
-        const std::size_t at = base + id * block_stride;
-        each(at, 0, visit);
+        each(bases[s] + id * shapes[s].stride, shapes[s], 0, visit);
       }
     }
   }
   template <typename Visit>
-  void each(std::size_t at, std::size_t dim, Visit& visit) const {
-    if (dim == dims.size()) {
-      visit(at);
+  void each(std::size_t at, const Shape& shape, std::size_t dim, Visit& visit) const {
+    if (dim == shape.dims.size()) {
+      visit(at, shape.run);
       return;
     }
-    for (std::size_t i = 0; i < dims[dim].count; ++i) {
-      each(at + i * dims[dim].stride, dim + 1, visit);
+    for (std::size_t i = 0; i < shape.dims[dim].count; ++i) {
+      each(at + i * shape.dims[dim].stride, shape, dim + 1, visit);
     }
   }
   Bytes packed(const std::vector<std::uint32_t>& ids) const {
     Bytes out;
-    each_run(ids, [&](std::size_t at) {
+    each_run(ids, [&](std::size_t at, std::size_t run) {
       out.insert(out.end(), memory.begin() + static_cast<std::ptrdiff_t>(at),
                  memory.begin() + static_cast<std::ptrdiff_t>(at + run));
     });
@@ -99,12 +110,6 @@ Bytes gathered(const Engine& engine, const std::vector<std::uint32_t>& ids) {
   return record;
 }
 
-struct Shape {
-  std::vector<CopyDim> dims;
-  std::size_t run;
-  std::size_t stride;
-};
-
 std::vector<Shape> shapes() {
   return {
       {{}, 4096, 4096},                                 // one contiguous run, blocks adjacent
@@ -117,6 +122,16 @@ std::vector<Shape> shapes() {
       {{{3, 0}}, 64, 64},                               // a repeated run
       {{{300, 24}}, 8, 7200},                           // more runs than a batch
   };
+}
+
+// Each shape twice, the second time after all the others.
+std::vector<Shape> unlike() {
+  std::vector<Shape> all = shapes();
+  const std::size_t once = all.size();
+  for (std::size_t i = 0; i < once; ++i) {
+    all.push_back(all[i]);
+  }
+  return all;
 }
 
 }  // namespace
@@ -148,11 +163,63 @@ TEST(scatter_restores_exactly_the_blocks_and_nothing_else) {
     const Bytes record = gathered(engine, ids);
     const Bytes before = engine.memory;
     Bytes wiped = before;
-    engine.each_run(ids, [&](std::size_t at) { std::memset(wiped.data() + at, 0, shape.run); });
+    engine.each_run(
+        ids, [&](std::size_t at, std::size_t run) { std::memset(wiped.data() + at, 0, run); });
     engine.memory.assign(wiped.begin(), wiped.end());  // same storage: the plan holds its address
     CHECK_OK(scatter_record(*engine.plan, ids, record.data(), record.size(), spec().key));
     CHECK(engine.memory == before);
   }
+}
+
+TEST(sections_of_unlike_blocks_follow_each_other_in_the_record) {
+  Engine engine(unlike(), 9, 300);
+  const std::vector<std::uint32_t> ids = {7, 2, 4};
+  const Bytes record = gathered(engine, ids);
+  const Bytes expected = engine.packed(ids);
+  const std::size_t count = engine.shapes.size();
+  const std::size_t header = record_header_bytes(static_cast<std::uint32_t>(count));
+  CHECK_EQ(record.size(), header + expected.size());
+  CHECK(std::memcmp(record.data() + header, expected.data(), expected.size()) == 0);
+  const Digest key = spec().key;
+  CHECK_OK(verify_record(record.data(), record.size(), &key));
+  std::uint64_t at = 0;
+  for (std::size_t s = 0; s < count; ++s) {
+    CHECK_EQ(engine.plan->section_offset(s, ids.size()), at);
+    at += engine.plan->section_bytes(s, ids.size());
+  }
+  CHECK_EQ(at, expected.size());
+
+  const Bytes before = engine.memory;
+  Bytes wiped = before;
+  engine.each_run({7, 4}, [&](std::size_t where, std::size_t run) {
+    std::memset(wiped.data() + where, 0, run);
+  });
+  engine.memory.assign(wiped.begin(), wiped.end());
+  const std::vector<std::uint32_t> some = {7, kSkipBlock, 4};
+  CHECK_OK(scatter_record(*engine.plan, some, record.data(), record.size(), spec().key));
+  CHECK(engine.memory == before);
+  for (const std::size_t bad : {std::size_t{0}, count / 2, count - 1}) {
+    Bytes flipped = record;
+    flipped[header + engine.plan->section_offset(bad + 1, ids.size()) - 1] ^= 1;
+    const Status status =
+        scatter_record(*engine.plan, some, flipped.data(), flipped.size(), spec().key);
+    CHECK(status.code() == StatusCode::kCorrupt);
+    CHECK_EQ(status.detail(2), static_cast<std::int64_t>(bad));
+  }
+}
+
+TEST(a_record_whose_sections_have_the_lengths_in_another_order_is_refused) {
+  const Shape wide{{}, 600, 600};
+  const Shape narrow{{}, 200, 200};
+  Engine engine({wide, narrow}, 4, 7);
+  const Engine other({narrow, wide}, 4, 7);
+  const std::vector<std::uint32_t> ids = {1, 2};
+  const Bytes record = gathered(other, ids);
+  const Bytes before = engine.memory;
+  const Status status = scatter_record(*engine.plan, ids, record.data(), record.size(), spec().key);
+  CHECK(status.code() == StatusCode::kIncompatible);
+  CHECK_EQ(status.detail(2), 0);
+  CHECK(engine.memory == before);
 }
 
 TEST(blocks_can_move_to_other_places) {
@@ -172,7 +239,8 @@ TEST(a_skipped_block_is_verified_but_written_nowhere) {
     const std::vector<std::uint32_t> ids = {7, 2, 4};
     const Bytes record = gathered(engine, ids);
     const Bytes before = engine.memory;
-    engine.each_run({2}, [&](std::size_t at) { std::memset(&engine.memory[at], 0, shape.run); });
+    engine.each_run(
+        {2}, [&](std::size_t at, std::size_t run) { std::memset(&engine.memory[at], 0, run); });
     for (const std::vector<std::uint32_t>& some :
          {std::vector<std::uint32_t>{kSkipBlock, 2, kSkipBlock},
           {kSkipBlock, 2, 4},
@@ -251,7 +319,11 @@ TEST(impossible_plans_name_what_is_wrong) {
   const auto refused = [](std::vector<CopySection> sections, std::uint64_t blocks,
                           std::vector<CopyDim> dims, std::uint64_t run, const char* field) {
     PlanPtr plan;
-    const Status status = CopyPlan::create(std::move(sections), blocks, dims, run, &plan);
+    BlockShape shape;
+    Status status = BlockShape::create(dims, run, &shape);
+    if (status.ok()) {
+      status = CopyPlan::create(std::move(sections), blocks, {shape}, &plan);
+    }
     CHECK(status.code() == StatusCode::kBadArgument);
     CHECK(std::strncmp(status.message(), field, std::strlen(field)) == 0);
     CHECK(plan == nullptr);
@@ -272,16 +344,20 @@ TEST(impossible_plans_name_what_is_wrong) {
   refused({{max - 100, 64}}, 1, {}, 64, "block_stride");
   refused({{4096, max}}, 3, {}, 64, "block_stride");
   refused({{4096, std::uint64_t{1} << 40}}, 0xffffffff, {}, 64, "block_stride");
+  refused({ok, {4096, 64, 1}}, 1, {}, 64, "section_shapes");
 }
 
 TEST(a_section_beyond_32_bits_is_refused) {
   PlanPtr plan;
-  const std::vector<CopySection> sections = {{4096, std::uint64_t{1} << 30}};
-  CHECK_OK(CopyPlan::create(sections, 8, {}, std::uint64_t{1} << 30, &plan));
-  std::uint32_t bytes = 0;
-  CHECK_OK(plan->section_bytes(3, &bytes));
-  CHECK_EQ(bytes, 3u << 30);
-  CHECK(plan->section_bytes(4, &bytes).code() == StatusCode::kBadArgument);
+  const std::uint64_t huge = std::uint64_t{1} << 30;
+  std::vector<BlockShape> two(2);
+  CHECK_OK(BlockShape::create({}, 64, &two[0]));
+  CHECK_OK(BlockShape::create({}, huge, &two[1]));
+  CHECK_OK(CopyPlan::create({{4096, 64, 0}, {4096, huge, 1}}, 8, two, &plan));
   std::uint64_t total = 0;
+  CHECK_OK(plan->payload_bytes(3, &total));
+  CHECK_EQ(total, 3 * 64 + 3 * huge);
+  CHECK_EQ(plan->section_bytes(1, 3), 3u << 30);
+  CHECK(plan->payload_bytes(4, &total).code() == StatusCode::kBadArgument);
   CHECK(plan->payload_bytes(~std::uint64_t{0}, &total).code() == StatusCode::kBadArgument);
 }

@@ -66,7 +66,8 @@ std::unique_ptr<CudaCopyEngine> open_engine(const std::shared_ptr<Device>& devic
   return engine;
 }
 
-// Blocks on the device and extents of host memory, registered in two regions that meet inside one.
+// Blocks of two shapes on the device, and extents of host memory, registered in two regions that
+// meet inside one.
 struct World {
   static constexpr std::size_t kBlocks = 64;
   static constexpr std::size_t kSections = 5;
@@ -93,10 +94,13 @@ struct World {
     for (std::size_t i = 0; i < memory_bytes; ++i)
       block_bytes()[i] = static_cast<unsigned char>(random());
     std::vector<CopySection> sections;
-    for (std::size_t s = 0; s < kSections; ++s)
-      sections.push_back({memory + s * kBlocks * stride, stride});
+    for (std::uint32_t s = 0; s < kSections; ++s)
+      sections.push_back({memory + s * kBlocks * stride, stride, s % 2});
+    std::vector<BlockShape> shapes(2);
+    CHECK_OK(BlockShape::create(dims, run, &shapes[0]));
+    CHECK_OK(BlockShape::create({}, 2 * run + 4, &shapes[1]));
     std::shared_ptr<const CopyPlan> copy;
-    CHECK_OK(CopyPlan::create(sections, kBlocks, dims, run, &copy));
+    CHECK_OK(CopyPlan::create(sections, kBlocks, shapes, &copy));
     check_cuda(CudaPlan::create(copy, device, &plan));
     CHECK_OK(copy->record_bytes(kChunkBlocks, &extent_bytes));
     extent_stride = (extent_bytes + 63) / 64 * 64;
@@ -272,9 +276,10 @@ void storm(Way way, bool pinned, std::uint64_t seed) {
           break;
         case 1: {
           bad = Bad::kPayload;
-          const std::size_t section =
-              World::kChunkBlocks * static_cast<std::size_t>(world.plan.copy->block_bytes());
-          bytes[record_header_bytes(World::kSections) + 3 * section + random() % section] ^= 4;
+          const CopyPlan& plan = *world.plan.copy;
+          const std::size_t section = plan.section_bytes(3, World::kChunkBlocks);
+          bytes[record_header_bytes(World::kSections) +
+                plan.section_offset(3, World::kChunkBlocks) + random() % section] ^= 4;
           break;
         }
         case 2:

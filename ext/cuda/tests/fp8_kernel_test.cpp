@@ -73,14 +73,13 @@ struct World {
     const std::uint32_t block_numbers = shape.groups * shape.tokens * shape.heads * shape.dim;
     Launch& copy = launch.copy;
     for (std::uint32_t s = 0; s < what.sections; ++s) {
-      copy.sections[s] = {reinterpret_cast<std::uint64_t>(first() + s * section_stride),
-                          block_stride};
+      copy.sections[s] = {
+          reinterpret_cast<std::uint64_t>(first() + s * section_stride), block_stride,
+          reinterpret_cast<std::uint64_t>(record) + 4 * shape.scales() + s * record_section()};
     }
     std::copy(blocks.begin(), blocks.end(), copy.blocks);
     copy.dims[0] = {0, 1, 0};
     copy.dims[1] = {2 * std::uint64_t{what.run} + what.gap, block_numbers / what.run, 0};
-    copy.packed = reinterpret_cast<std::uint64_t>(record) + 4 * shape.scales();
-    copy.section_bytes = record_section();
     copy.section_count = what.sections;
     copy.block_count = shape.blocks;
     copy.block_vectors = block_numbers / numbers;

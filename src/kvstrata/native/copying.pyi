@@ -7,7 +7,7 @@ the GIL.  Every ValueError names the argument.
 
 import enum
 from collections.abc import Sequence
-from typing import ClassVar, Literal, NamedTuple, final
+from typing import ClassVar, Literal, NamedTuple, final, overload
 
 from typing_extensions import Buffer
 
@@ -58,12 +58,14 @@ class CopyPlan:
     """Describes an engine's blocks once; immutable, for any number of copies and threads.
 
     A plan has sections (typically one a layer): `section_bases[i]` is the address of block 0,
-    `block_stride[i]` the bytes from one block to the next.  Inside a block all sections have the same
-    shape: up to three outer dimensions `(count, stride in bytes)`, outermost first, around `run_bytes`
-    contiguous bytes.  A section stores, for each block in the order given, its runs in the order of the
-    dimensions, packed.
+    `block_stride[i]` the bytes from one block to the next.  A shape of a block is up to three outer
+    dimensions `(count, stride in bytes)`, outermost first, around `run_bytes` contiguous bytes; either
+    all sections have the one given, or `section_shapes[i]` is the index of one of the `shapes`, each
+    `(dims, run_bytes)`.  A section stores, for each block in the order given, its runs in the order of
+    the dimensions, packed.
     """
 
+    @overload
     def __new__(
         cls,
         section_bases: Sequence[int],
@@ -72,16 +74,22 @@ class CopyPlan:
         dims: Sequence[tuple[int, int]],
         run_bytes: int,
     ) -> CopyPlan: ...
+    @overload
+    def __new__(
+        cls,
+        section_bases: Sequence[int],
+        num_blocks: int,
+        block_stride: Sequence[int],
+        *,
+        shapes: Sequence[tuple[Sequence[tuple[int, int]], int]],
+        section_shapes: Sequence[int],
+    ) -> CopyPlan: ...
     @property
     def section_count(self) -> int: ...
     @property
     def num_blocks(self) -> int: ...
-    @property
-    def block_bytes(self) -> int:
-        """Bytes that one block contributes to one section."""
-
-    def section_bytes(self, n_blocks: int) -> int:
-        """Bytes of one section of a chunk of so many blocks; ValueError from 4 GiB on."""
+    def section_bytes(self, section: int, n_blocks: int) -> int:
+        """Bytes of one section of a chunk of so many blocks; ValueError from 4 GiB on of the largest."""
 
     def payload_bytes(self, n_blocks: int) -> int:
         """Bytes of all sections."""

@@ -94,9 +94,7 @@ class CudaCopyPlan:
     def section_count(self) -> int: ...
     @property
     def num_blocks(self) -> int: ...
-    @property
-    def block_bytes(self) -> int: ...
-    def section_bytes(self, n_blocks: int) -> int: ...
+    def section_bytes(self, section: int, n_blocks: int) -> int: ...
     def payload_bytes(self, n_blocks: int) -> int: ...
     def record_bytes(self, n_blocks: int) -> int: ...
     def behind(self, moment: Moment) -> CudaCopyPlan:
@@ -154,12 +152,10 @@ class CudaCopyEngine:
     def failed(self) -> CudaError | None:
         """The sticky error that ended this engine's use of the GPU; every job after it ends FAILED."""
 
-    def choose(
-        self, plan: CopyPlan | CudaCopyPlan, host_address: int, length: int, blocks: Sequence[int]
-    ) -> None:
+    def choose(self, plan: CopyPlan, host_address: int, length: int, blocks: Sequence[int]) -> None:
         """Measures the engines with records of so many blocks and, where "auto" was asked for, takes the best.
 
-        Of the plan only the shape counts: it works on device memory of its own and on `length` bytes at
+        Of the plan only the shapes count: it works on device memory of its own and on `length` bytes at
         `host_address`, which must be nobody else's now (length 0: on pinned memory of its own).  Takes some 10 ms
         without the GIL; copies under way go on.  Raises CudaError, and then nothing changes.
         """

@@ -374,11 +374,12 @@ Result check_blocks(const Launch& launch, unsigned vector, std::uint64_t* bits) 
 }
 
 Result check_launch(const Launch& launch, unsigned vector) {
-  std::uint64_t bits = launch.packed | launch.section_bytes;
+  std::uint64_t bits = 0;
   if (const Result error = check_blocks(launch, vector, &bits); error != kSuccess) return error;
   for (std::uint32_t s = 0; s < launch.section_count; ++s) {
+    bits |= launch.sections[s].packed;
     const std::uint64_t length = std::uint64_t{launch.block_count} * launch.block_vectors * vector;
-    if (!reachable(launch.packed + s * launch.section_bytes, length)) return kIllegalAddress;
+    if (!reachable(launch.sections[s].packed, length)) return kIllegalAddress;
   }
   return bits % vector == 0 ? kSuccess : kMisalignedAddress;
 }

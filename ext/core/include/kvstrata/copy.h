@@ -4,10 +4,10 @@
 // included.
 //
 // A plan describes the engine's memory once. It has sections (typically one a layer); each is a
-// base address and a distance between blocks. Inside a block all sections have the same shape: up
-// to three outer dimensions (count, stride), outermost first, around a contiguous run of bytes.
-// What a section stores is, for each block in the order given, its runs in the order of the
-// dimensions, packed: so the stored bytes do not depend on the engine's strides.
+// base address, a distance between blocks, and one of the plan's shapes of a block: up to three
+// outer dimensions (count, stride), outermost first, around a contiguous run of bytes. What a
+// section stores is, for each block in the order given, its runs in the order of the dimensions,
+// packed: so the stored bytes do not depend on the engine's strides.
 //
 // The engine's memory and the extent are the caller's; both must stay mapped during a call. Plans
 // are immutable and may be shared by threads.
@@ -28,6 +28,7 @@ namespace kvstrata {
 struct CopySection {
   std::uint64_t base;          // address of block 0
   std::uint64_t block_stride;  // bytes from one block to the next
+  std::uint32_t shape = 0;     // index of a shape of the plan
 };
 
 struct CopyDim {
@@ -35,52 +36,26 @@ struct CopyDim {
   std::uint64_t stride;  // bytes
 };
 
-// In the block list of a scatter: this block's bytes are verified but written nowhere, because the
-// engine has them already.
-inline constexpr std::uint32_t kSkipBlock = UINT32_MAX;
-
-class CopyPlan {
+// How the bytes that a section stores of one block lie in the engine's memory.
+class BlockShape {
  public:
   static constexpr std::size_t kMaxDims = 3;
 
-  // kBadArgument names the argument: no section, more than kMaxSections, a base of 0, num_blocks or
-  // run_bytes of 0, more than kMaxDims dimensions, a count of 0, a block beyond the address space.
-  static Status create(std::vector<CopySection> sections, std::uint64_t num_blocks,
-                       std::span<const CopyDim> dims, std::uint64_t run_bytes,
-                       std::shared_ptr<const CopyPlan>* out) noexcept;
+  // kBadArgument names the argument: run_bytes of 0, more than kMaxDims dimensions, a count of 0, a
+  // block beyond the address space or of 4 GiB.
+  static Status create(std::span<const CopyDim> dims, std::uint64_t run_bytes,
+                       BlockShape* out) noexcept;
 
-  [[nodiscard]] std::size_t section_count() const noexcept { return sections_.size(); }
-  [[nodiscard]] std::uint64_t num_blocks() const noexcept { return num_blocks_; }
-  // Bytes that one block contributes to one section.
-  [[nodiscard]] std::uint64_t block_bytes() const noexcept { return block_bytes_; }
-  // The description itself, for engines of other kinds of memory: what is contiguous is merged, and
-  // dimensions that are not used have the count 1. Valid as long as the plan.
-  [[nodiscard]] std::span<const CopySection> sections() const noexcept { return sections_; }
+  // What is contiguous is merged, and dimensions that are not used have the count 1.
   [[nodiscard]] std::span<const CopyDim, kMaxDims> dims() const noexcept { return dims_; }
   [[nodiscard]] std::uint64_t run_bytes() const noexcept { return run_bytes_; }
+  [[nodiscard]] std::uint64_t block_bytes() const noexcept { return block_bytes_; }
+  // From the first byte of a block to the end of the last one.
+  [[nodiscard]] std::uint64_t span_bytes() const noexcept { return span_bytes_; }
 
-  // kBadArgument when n_blocks is 0 or a section would not fit its 32-bit length.
-  Status section_bytes(std::uint64_t n_blocks, std::uint32_t* out) const noexcept;
-  Status payload_bytes(std::uint64_t n_blocks, std::uint64_t* out) const noexcept;
-  Status record_bytes(std::uint64_t n_blocks, std::uint64_t* out) const noexcept;
-  // kOutOfRange: detail is (block id, num_blocks, its index). Only a scatter may skip blocks.
-  Status check_blocks(std::span<const std::uint32_t> blocks, bool may_skip) const noexcept;
-
-  // Copies sections [begin, end) of the blocks into their place in the payload, and writes the CRC
-  // of section s to crcs[s - begin]. Ends with the stores ordered. REQUIRES: check_blocks(blocks)
-  // and section_bytes(blocks.size()) are ok; the payload is large enough; begin <= end <=
-  // section_count().
-  void gather(std::span<const std::uint32_t> blocks, void* payload, std::size_t begin,
-              std::size_t end, std::uint32_t* crcs) const noexcept;
-  // The other direction; crcs receives what was read, for the caller to compare.
-  void scatter(std::span<const std::uint32_t> blocks, const void* payload, std::size_t begin,
-               std::size_t end, std::uint32_t* crcs) const noexcept;
-
-  // Where each run of one block of a section begins in the engine's memory, in the order in which
-  // they are stored.
+  // Where each run of a block at `base` begins, in the order in which they are stored.
   template <typename Visit>
-  void each_run(const CopySection& section, std::uint64_t block, Visit visit) const {
-    const std::uint64_t base = section.base + block * section.block_stride;
+  void each_run(std::uint64_t base, Visit visit) const {
     for (std::uint64_t i = 0; i < dims_[0].count; ++i) {
       for (std::uint64_t j = 0; j < dims_[1].count; ++j) {
         const std::uint64_t row = base + i * dims_[0].stride + j * dims_[1].stride;
@@ -92,6 +67,64 @@ class CopyPlan {
   }
 
  private:
+  CopyDim dims_[kMaxDims] = {{1, 0}, {1, 0}, {1, 0}};  // outermost first, what can be merged merged
+  std::uint64_t run_bytes_ = 0;
+  std::uint64_t block_bytes_ = 0;
+  std::uint64_t span_bytes_ = 0;
+};
+
+// In the block list of a scatter: this block's bytes are verified but written nowhere, because the
+// engine has them already.
+inline constexpr std::uint32_t kSkipBlock = UINT32_MAX;
+
+class CopyPlan {
+ public:
+  // kBadArgument names the argument: no section, more than kMaxSections, a base of 0, a shape that
+  // is not among the shapes, num_blocks of 0, a block beyond the address space.
+  static Status create(std::vector<CopySection> sections, std::uint64_t num_blocks,
+                       std::vector<BlockShape> shapes,
+                       std::shared_ptr<const CopyPlan>* out) noexcept;
+
+  [[nodiscard]] std::size_t section_count() const noexcept { return sections_.size(); }
+  [[nodiscard]] std::uint64_t num_blocks() const noexcept { return num_blocks_; }
+  // The description itself, for engines of other kinds of memory. Valid as long as the plan.
+  [[nodiscard]] std::span<const CopySection> sections() const noexcept { return sections_; }
+  [[nodiscard]] const std::vector<BlockShape>& shapes() const noexcept { return shapes_; }
+  [[nodiscard]] const BlockShape& shape_of(std::size_t section) const noexcept {
+    return shapes_[sections_[section].shape];
+  }
+
+  [[nodiscard]] std::uint64_t largest_block_bytes() const noexcept { return largest_block_bytes_; }
+
+  // REQUIRES, for both: payload_bytes(n_blocks) is ok.
+  // Bytes of a section of so many blocks.
+  [[nodiscard]] std::uint32_t section_bytes(std::size_t section,
+                                            std::uint64_t n_blocks) const noexcept {
+    return static_cast<std::uint32_t>(n_blocks * shape_of(section).block_bytes());
+  }
+  // Where a section begins in such a payload; for section_count(), where the payload ends.
+  [[nodiscard]] std::uint64_t section_offset(std::size_t section,
+                                             std::uint64_t n_blocks) const noexcept {
+    return n_blocks * bytes_before_[section];
+  }
+
+  // kBadArgument when n_blocks is 0 or a section would not fit its 32-bit length.
+  Status payload_bytes(std::uint64_t n_blocks, std::uint64_t* out) const noexcept;
+  Status record_bytes(std::uint64_t n_blocks, std::uint64_t* out) const noexcept;
+  // kOutOfRange: detail is (block id, num_blocks, its index). Only a scatter may skip blocks.
+  Status check_blocks(std::span<const std::uint32_t> blocks, bool may_skip) const noexcept;
+
+  // Copies sections [begin, end) of the blocks into their place in the payload, and writes the CRC
+  // of section s to crcs[s - begin]. Ends with the stores ordered. REQUIRES: check_blocks(blocks)
+  // and payload_bytes(blocks.size()) are ok; the payload is large enough; begin <= end <=
+  // section_count().
+  void gather(std::span<const std::uint32_t> blocks, void* payload, std::size_t begin,
+              std::size_t end, std::uint32_t* crcs) const noexcept;
+  // The other direction; crcs receives what was read, for the caller to compare.
+  void scatter(std::span<const std::uint32_t> blocks, const void* payload, std::size_t begin,
+               std::size_t end, std::uint32_t* crcs) const noexcept;
+
+ private:
   CopyPlan() = default;
 
   template <bool kGather>
@@ -99,11 +132,10 @@ class CopyPlan {
             std::size_t end, std::uint32_t* crcs) const noexcept;
 
   std::vector<CopySection> sections_;
+  std::vector<BlockShape> shapes_;
+  std::vector<std::uint64_t> bytes_before_;  // of one block, in the sections before each; the sum
   std::uint64_t num_blocks_ = 0;
-  CopyDim dims_[kMaxDims] = {{1, 0}, {1, 0}, {1, 0}};  // outermost first, what can be merged merged
-  std::uint64_t run_bytes_ = 0;
-  std::uint64_t runs_per_block_ = 1;
-  std::uint64_t block_bytes_ = 0;
+  std::uint64_t largest_block_bytes_ = 0;
 };
 
 // Gathers the blocks into a whole record: payload, CRCs and sealed header. While it runs the extent

@@ -68,8 +68,10 @@ struct CopyCompletion {
 // / kOutOfRange with detail(2) = index of the item, or -1.
 Status check_items(CopyKind kind, const CopyPlan& plan, std::span<const CopyItem> items) noexcept;
 
-// Sections in one unit of work, so that it has about CopyEngine::kUnitBytes.
-std::size_t sections_per_unit(const CopyPlan& plan, std::uint64_t section_bytes) noexcept;
+// Where the unit of work ends that begins with section `begin`, so that it has at most
+// CopyEngine::kUnitBytes or is one section. REQUIRES: plan.payload_bytes(n_blocks) is ok; begin <
+// plan.section_count().
+std::size_t unit_end(const CopyPlan& plan, std::uint64_t n_blocks, std::size_t begin) noexcept;
 
 class CopyEngine {
  public:

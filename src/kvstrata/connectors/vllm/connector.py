@@ -232,7 +232,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         except CudaError as error:
             raise ConfigError(f"device: KV of {device} cannot be copied: {error}", field="device") from error
         try:
-            engine.choose(device_plan, 0, 0, range(view.chunk_blocks))
+            engine.choose(plan, 0, 0, range(view.chunk_blocks))
         except CudaError as error:
             logger.warning("the ways to copy KV could not be measured: %s", error)
         rates = ", ".join(f"{way} {rate:.1f}" for way, rate in engine.measured.items()) or "nothing"
