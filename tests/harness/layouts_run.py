@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
     MLAAttentionSpec,
+    SparseCacheRole,
     UniformTypeKVCacheSpecs,
     get_kv_quant_mode,
 )
@@ -28,11 +29,9 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view, check_groups, chunk_bytes
 from kvstrata.connectors.vllm.layer_kinds import layer_kinds
-from kvstrata.errors import ConfigError
 from kvstrata.keys.layout import Part, plan_recut
 from kvstrata.memory.recut import recut_record
 from kvstrata.native.copying import (
-    CopyPlan,
     RecordSpec,
     buffer_address,
     gather_record,
@@ -72,6 +71,7 @@ CASES = [
     Case("mla.triton_mla", "TritonMLABackend", "fp8", 16, 16, mla=True),
     Case("mla.flashmla_sparse", "FlashMLASparseBackend", "fp8_ds_mla", 64, 64, mla=True),
 ]
+INDEXER = Case("mla.indexer", "DeepseekV32IndexerBackend", "auto", 64, 64, mla=True)
 
 
 def backend_of(case: Case) -> Any:
@@ -101,6 +101,20 @@ def spec_of(case: Case, heads: int = HEADS) -> Any:
     return backend_of(case).customize_spec(spec)
 
 
+def indexer_spec() -> Any:
+    """What DeepSeek V3.2 declares beside its latents: 128 numbers of 8 bits and their scale for each token."""
+    return backend_of(INDEXER).customize_spec(
+        MLAAttentionSpec(
+            block_size=64,
+            num_kv_heads=1,
+            max_tp_shards=1,
+            head_size=132,
+            dtype=torch.uint8,
+            cache_role=SparseCacheRole.INDEXER,
+        )
+    )
+
+
 def layouts_of(case: Case) -> list[KVCacheLayout]:
     supported = backend_of(case).supported_kv_cache_layouts()
     return list(KVCacheLayout) if supported is None else list(dict.fromkeys(supported))
@@ -116,12 +130,28 @@ class Engine:
         *,
         kv_heads: tuple[int, int] = (0, HEADS),
         chunk_blocks: int = CHUNK_BLOCKS,
+        indexer: bool = False,
     ) -> None:
         heads = kv_heads[1] - kv_heads[0]
         self.case, self.layout = case, layout
-        names = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
+        module = SimpleNamespace(
+            get_attn_backend=lambda: backend_of(case),
+            isa="amx" if case.backend == "cpu_attn" else None,
+            _k_scale=torch.tensor(0.5),
+            _v_scale=torch.tensor(2.0),
+        )
         spec = spec_of(case, heads)
-        self.group = KVCacheGroupSpec(names, spec)
+        specs = {f"model.layers.{i}.self_attn.attn": spec for i in range(LAYERS)}
+        modules = dict.fromkeys(specs, module)
+        if indexer:
+            beside = {f"model.layers.{i}.self_attn.indexer.k_cache": indexer_spec() for i in range(LAYERS)}
+            modules |= dict.fromkeys(beside, SimpleNamespace(get_attn_backend=lambda: backend_of(INDEXER)))
+            specs |= beside
+            whole = UniformTypeKVCacheSpecs.from_specs(specs)
+            assert whole is not None, "vLLM has these layers in groups of their own"
+            self.group = KVCacheGroupSpec(list(specs), whole)
+        else:
+            self.group = KVCacheGroupSpec(list(specs), spec)
         config = SimpleNamespace(
             attention_config=SimpleNamespace(hisparse_config=None),
             cache_config=SimpleNamespace(
@@ -130,7 +160,7 @@ class Engine:
                 num_gpu_blocks_override=BLOCKS,
             ),
         )
-        memory = spec.page_size_bytes * LAYERS * BLOCKS
+        memory = sum(each.page_size_bytes for each in specs.values()) * BLOCKS
         self.config = get_kv_cache_config_from_groups(config, [self.group], memory)
         self.tensors = allocate_kv_cache(
             self.config, torch.device("cpu"), layout, kernel_block_sizes=[case.kernel_tokens]
@@ -144,12 +174,6 @@ class Engine:
                 generator=torch.Generator().manual_seed(i),
             )
             tensor.copy_(raw.view(tensor.dtype))
-        module = SimpleNamespace(
-            get_attn_backend=lambda: backend_of(case),
-            isa="amx" if case.backend == "cpu_attn" else None,
-            _k_scale=torch.tensor(0.5),
-            _v_scale=torch.tensor(2.0),
-        )
         self.view: KvView = build_view(
             self.tensors,
             num_blocks=self.config.num_blocks,
@@ -157,12 +181,9 @@ class Engine:
             chunk_tokens=case.block_tokens * chunk_blocks,
             heads=Heads((0, LAYERS), kv_heads, 1),
             dtype=case.dtype,
-            kinds=layer_kinds(self.config.kv_cache_groups, dict.fromkeys(names, module)),
+            kinds=layer_kinds(self.config.kv_cache_groups, modules),
         )
-        view = self.view
-        self.plan = CopyPlan(
-            view.section_bases, view.num_blocks, view.block_strides, view.dims, view.run_bytes
-        )
+        self.plan = self.view.plan()
 
     def fill(self, kv: torch.Tensor, blocks: list[int]) -> None:
         """Write a chunk of `kv`, (layers, heads, tokens, content), as the attention layers would."""
@@ -180,9 +201,9 @@ class Engine:
         gather_record(self.plan, blocks, buffer_address(record, writable=True), len(record), SPEC)
         return record
 
-    def block(self, layer: int, block: int) -> bytes:
+    def block(self, layer: str, block: int) -> bytes:
         """The bytes of one block as torch finds them, axes in the order in which they lie in memory."""
-        tensor = list(self.tensors.values())[layer]
+        tensor = self.tensors[layer]
         pieces = tensor.shape[0] // self.config.num_blocks
         block_tensor = tensor[block * pieces : (block + 1) * pieces]
         order = sorted(range(4), key=lambda axis: -tensor.stride(axis))
@@ -195,7 +216,7 @@ def copies_are_right(engine: Engine) -> dict[str, Any]:
     address = buffer_address(record, writable=True)
     header = record_header(address, len(record))
     payload = memoryview(record)[header.header_bytes :]
-    expected = [b"".join(engine.block(layer, block) for block in blocks) for layer in range(LAYERS)]
+    expected = [b"".join(engine.block(layer, block) for block in blocks) for layer in engine.view.layers]
     gathered = all(
         payload[offset : offset + length] == section
         for (offset, length, _), section in zip(header.sections, expected, strict=True)
@@ -213,30 +234,29 @@ def copies_are_right(engine: Engine) -> dict[str, Any]:
     return {
         "gathered": gathered,
         "scattered": scattered,
-        "loops": len(engine.view.dims),
-        "axes": facts["axes"],
-        "stored": facts["stored_dtype"],
-        "quantisation": facts["quantisation"],
+        "loops": max(len(layer.dims) for layer in engine.view.layers.values()),
+        **{name: facts.get(name) for name in ("axes", "quantisation", "makes", "section_makes")},
+        "stored": facts.get("stored_dtype"),
         "scales": facts["scales"],
         "chunk_bytes": facts["payload_bytes"] == chunk_bytes(engine.group, CHUNK_BLOCKS),
     }
 
 
 def results() -> Iterator[dict[str, Any]]:
-    for case in CASES:
+    # vLLM has latents and the indexer beside them in one cache group.
+    for case, indexer in (*((case, False) for case in CASES), (CASES[-1], True)):
         for layout in layouts_of(case):
-            named = {
-                "case": f"{backend_of(case).get_name()} {case.dtype} {case.block_tokens}/{case.kernel_tokens}"
-            }
+            backend = backend_of(case).get_name() + (" and indexer" if indexer else "")
+            named = {"case": f"{backend} {case.dtype} {case.block_tokens}/{case.kernel_tokens}"}
             named["layout"] = layout.name
             try:
-                engine = Engine(case, layout)
+                engine = Engine(case, layout, indexer=indexer)
             except ValueError as error:
-                # vLLM itself does not make it: kernel blocks smaller than blocks that are not dense.
+                # vLLM itself does not make it: kernel blocks smaller than blocks that are not dense, blocks of
+                # several sizes where layers lie outside blocks.
                 yield {**named, "vllm_refuses": str(error)}
                 continue
             yield {**named, **copies_are_right(engine)}
-    yield mixed()
     yield from recuts()
 
 
@@ -273,42 +293,6 @@ def recuts() -> Iterator[dict[str, Any]]:
             "same": record == records[-1],
             "copies": len(made.copies),
         }
-
-
-def mixed() -> dict[str, Any]:
-    """A model whose layers have blocks of different make-up, in one group: latents and an indexer beside them."""
-    latent = spec_of(CASES[-1])
-    indexer = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=132, dtype=torch.uint8)
-    specs = {"model.layers.0.self_attn.attn": latent, "model.layers.0.self_attn.indexer.k_cache": indexer}
-    group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs.from_specs(specs))
-    memory = torch.zeros(BLOCKS, 64 * (656 + 132), dtype=torch.uint8)
-    tensors = {
-        name: memory[:, start : start + spec.page_size_bytes].view(BLOCKS, 1, 64, -1)
-        for start, (name, spec) in zip((0, 64 * 656), specs.items(), strict=True)
-    }
-    names = dict(zip(specs, ("mla.flashmla_sparse", "mla.indexer"), strict=True))
-    classes = {"mla.flashmla_sparse": "FlashMLASparseBackend", "mla.indexer": "DeepseekV32IndexerBackend"}
-    modules = {
-        name: SimpleNamespace(
-            get_attn_backend=lambda where=where: backend_of(
-                Case(where, classes[where], "fp8_ds_mla", 64, 64, mla=True)
-            )
-        )
-        for name, where in names.items()
-    }
-    try:
-        build_view(
-            tensors,
-            num_blocks=BLOCKS,
-            block_tokens=check_groups([group]),
-            chunk_tokens=128,
-            heads=Heads((0, 1), (0, 1), 1),
-            dtype="fp8_ds_mla",
-            kinds=layer_kinds([group], modules),
-        )
-    except ConfigError as error:
-        return {"case": "mixed", "layout": "BLNHC", "refused": str(error)}
-    return {"case": "mixed", "layout": "BLNHC", "refused": ""}
 
 
 if __name__ == "__main__":

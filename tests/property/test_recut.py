@@ -18,7 +18,7 @@ from kvstrata.connectors.vllm.layer_kinds import LayerKind
 from kvstrata.keys.layout import CannotRecut, Part, Recut, RecutReason, plan_recut
 from kvstrata.memory.recut import record_bytes, recut_record
 from kvstrata.native import copying
-from kvstrata.native.copying import CopyOutcome, CopyPlan, RecordSpec
+from kvstrata.native.copying import CopyOutcome, RecordSpec
 
 CHUNK, DIM = 96, 4
 KEY = b"k" * 32
@@ -102,6 +102,7 @@ def view_of(geometry: Geometry, tensors: dict[str, Tensor], blocks: int) -> KvVi
         page_bytes=heads * geometry.block_tokens * 2 * DIM * 2,
         axes=("kv_heads", "tokens", geometry.content),
         quantisation="NONE",
+        latent=False,
         scales=geometry.scales,
     )
     return build_view(
@@ -154,7 +155,7 @@ def store(kv: KV, geometry: Geometry, seed: int) -> Stored:
             kv[layer, head, token],
         )
     view = view_of(geometry, cache.tensors, cache.blocks)
-    plan = CopyPlan(view.section_bases, view.num_blocks, view.block_strides, view.dims, view.run_bytes)
+    plan = view.plan()
     record = bytearray(plan.record_bytes(used))
     copying.gather_record(plan, table, copying.buffer_address(record, writable=True), len(record), SPEC)
     return Stored(Part(view.slice, view.facts), record)
@@ -286,6 +287,7 @@ def refused(sources: Sequence[Part], target: Part) -> tuple[RecutReason, str]:
         ("chunk_tokens", 48, RecutReason.FACTS),
         ("scales", [["0x1p+0", "0x1p+1"]] * 32, RecutReason.SCALES),
         ("fp8", [1, 6, 2, 16, 2, 4], RecutReason.LOSSY),
+        ("makes", [{"section_bytes": 5}, {"section_bytes": 6}], RecutReason.ARRANGEMENT),
         ("block_tokens", 0, RecutReason.FACTS),
         ("section_bytes", 5, RecutReason.FACTS),
         ("axes", [["tokens", 16]], RecutReason.FACTS),

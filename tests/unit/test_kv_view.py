@@ -198,8 +198,9 @@ def test_sections_follow_layer_numbers_not_names():
     tensors = layers(12)
     shuffled = dict(reversed(tensors.items()))
     made = view(shuffled)
-    assert made.layer_names == tuple(tensors)
-    assert made.section_bases == sorted(made.section_bases)
+    assert list(made.layers) == list(tensors)
+    bases = [layer.base for layer in made.layers.values()]
+    assert bases == sorted(bases)
     assert made.payload_bytes == 12 * 2 * 4 * 128 * 64 * 2
     assert made.facts["payload_bytes"] == made.payload_bytes
     assert sorted(["l10", "l9"], key=natural_order) == ["l9", "l10"]
@@ -208,14 +209,81 @@ def test_sections_follow_layer_numbers_not_names():
 def test_layers_that_share_a_tensor_are_taken_once():
     tensors = layers(2)
     tensors["model.layers.2.self_attn.attn"] = tensors["model.layers.1.self_attn.attn"]
-    assert len(view(tensors).section_bases) == 2
+    assert len(view(tensors).layers) == 2
 
 
-def test_layers_that_differ_are_refused_with_both_names():
+def unlike_layers():
+    """Every second layer with half the heads."""
+    tensors = layers(4)
+    for i in (1, 3):
+        name = f"model.layers.{i}.self_attn.attn"
+        tensors[name] = FakeTensor((40, 2, 128, 64), base=tensors[name].data_ptr())
+    return tensors
+
+
+def test_layers_that_differ_have_facts_and_a_shape_of_their_own():
+    made = view(unlike_layers())
+    wide, narrow = (heads * 128 * 64 * 2 for heads in (4, 2))
+    assert made.facts["makes"] == [
+        {"axes": [["axis1", heads], ["axis2", 128], ["axis3", 64]], "section_bytes": 2 * block}
+        for heads, block in ((4, wide), (2, narrow))
+    ]
+    assert made.facts["section_makes"] == [0, 1, 0, 1]
+    assert made.facts["element_bytes"] == 2
+    assert not {"axes", "section_bytes"} & made.facts.keys()
+    assert made.payload_bytes == made.facts["payload_bytes"] == 4 * (wide + narrow)
+    plan = made.plan()
+    assert [plan.section_bytes(section, 2) for section in range(4)] == [2 * wide, 2 * narrow] * 2
+    assert plan.payload_bytes(2) == made.payload_bytes
+
+
+def test_which_layers_differ_changes_the_slice():
+    tensors = unlike_layers()
+    turned = dict(
+        zip(tensors, [*list(tensors.values())[1:], tensors["model.layers.0.self_attn.attn"]], strict=True)
+    )
+    assert view(turned).slice.digest() != view(tensors).slice.digest()
+
+
+def test_layers_that_are_alike_keep_the_facts_by_which_their_records_are_found():
+    made = view(layers(2))
+    assert made.facts == {
+        "format": "paged-blocks/2",
+        "dtype": "bfloat16",
+        "stored_dtype": "bfloat16",
+        "quantisation": "",
+        "element_bytes": 2,
+        "chunk_tokens": 256,
+        "block_tokens": 128,
+        "axes": [["axis1", 4], ["axis2", 128], ["axis3", 64]],
+        "layers": [0, 1],
+        "scales": [],
+        "sections": 2,
+        "section_bytes": 131072,
+        "payload_bytes": 262144,
+    }
+    assert made.slice.layout == "62546b1c2ed46ad54616478242e9936f3cb23428920022fc8a1459a554a6f517"
+
+
+def test_layers_that_differ_in_place_alone_are_of_one_make_up():
     tensors = layers(2)
-    tensors["model.layers.1.self_attn.attn"] = FakeTensor((40, 2, 128, 64))
-    with pytest.raises(ConfigError, match=r"layers\.1.*layers\.0"):
-        view(tensors)
+    spread = FakeTensor((40, 4, 128, 64), order=(1, 0, 2, 3), base=1 << 30)
+    tensors["model.layers.1.self_attn.attn"] = spread
+    made = view(tensors)
+    assert made.slice == view(layers(2)).slice
+    assert len({layer.shape for layer in made.layers.values()}) == 2
+
+
+def test_fp8_of_layers_that_differ_is_refused_with_what_differs():
+    with pytest.raises(ConfigError, match=r"fidelity: 'fp8' .* axes, section_bytes; use 'lossless'"):
+        view(unlike_layers(), fidelity="fp8", head_size=64)
+
+
+def test_ranks_that_share_records_must_hold_alike_layers():
+    shared = HEADS._replace(replicas=2)
+    assert view(layers(2), heads=shared).slice == view(layers(2)).slice
+    with pytest.raises(ConfigError, match=r"layers\.1.*layers\.0.*2 tensor-parallel ranks"):
+        view(unlike_layers(), heads=shared)
 
 
 @pytest.mark.parametrize(
@@ -262,9 +330,9 @@ def test_tensor_parallel_ranks_split_the_heads_and_replicas_share_a_slice():
     assert heads_of(total_kv_heads=8, tp_rank=1, tp_size=2, **options) == Heads((0, 32), (4, 8), 2)
     replicas = [heads_of(total_kv_heads=2, tp_rank=rank, tp_size=4, **options) for rank in range(4)]
     assert [r.kv_heads for r in replicas] == [(0, 1), (0, 1), (1, 2), (1, 2)]
-    assert {r.engine_slices for r in replicas} == {2}
+    assert {(r.engine_slices, r.replicas) for r in replicas} == {(2, 2)}
     latent = heads_of(total_kv_heads=1, tp_rank=3, tp_size=4, layers=(0, 30), mla=True, pp_size=2)
-    assert latent == Heads((0, 30), (0, 1), 2)
+    assert latent == Heads((0, 30), (0, 1), 2, replicas=4)
     with pytest.raises(ConfigError, match="3 does not divide 8"):
         heads_of(total_kv_heads=8, tp_rank=0, tp_size=3, **options)
 

@@ -123,7 +123,8 @@ def test_blocks_are_in_front_where_the_shape_is_as_announced_though_other_axes_f
     kind = kind_of(spec(num_heads=4), module())
     tensors = {NAME: FakeTensor((4, 4, 16, 128), order=(1, 0, 2, 3))}
     made = view({NAME: kind}, tensors, num_blocks=4)
-    assert made.block_strides == [16 * 128 * 2] and made.dims == [(4, 4 * 16 * 128 * 2)]
+    [layer] = made.layers.values()
+    assert layer.block_stride_bytes == 16 * 128 * 2 and layer.dims == ((4, 4 * 16 * 128 * 2),)
 
 
 def test_kernel_blocks_dense_in_tokens_are_not_seen_in_the_bytes():
@@ -167,7 +168,67 @@ def test_a_tensor_of_no_group_is_refused_unless_it_is_another_layers():
     kinds = layer_kinds([group(spec())], {NAME: module()})
     blocks = FakeTensor((40, 4, 16, 128))
     shared = "model.layers.8.self_attn.attn"
-    assert view(kinds, {NAME: blocks, shared: blocks}).layer_names == (NAME,)
+    assert view(kinds, {NAME: blocks, shared: blocks}).layers.keys() == {NAME}
     scales = FakeTensor((40, 4, 16), base=1 << 30, element=4)
     with pytest.raises(ConfigError, match=r"'model.layers.7.scales' .*40, 4, 16.* in no cache group"):
         view(kinds, {NAME: blocks, "model.layers.7.scales": scales})
+
+
+INDEXER = "model.layers.7.self_attn.indexer.k_cache"
+
+
+def latents_with_an_indexer():
+    """(kinds, tensors) of one layer of such a model."""
+    latent = {"block_size": 64, "num_heads": 1, "head_size_v": 0, "unpadded_page_size_bytes": 64 * 656}
+    specs = {
+        NAME: spec(head_size=576, state_content_bytes=656, cache_dtype_str="fp8_ds_mla", **latent),
+        INDEXER: spec(head_size=132, **latent | {"unpadded_page_size_bytes": 64 * 132}),
+    }
+    each = type("UniformTypeKVCacheSpecs", (), {"block_size": 64, "kv_cache_specs": specs})()
+    modules = {NAME: module("FLASHMLA_SPARSE"), INDEXER: module("DEEPSEEK_V32_INDEXER")}
+    tensors = {
+        NAME: FakeTensor((40, 1, 64, 656), element=1),
+        INDEXER: FakeTensor((40, 1, 64, 132), element=1, base=1 << 30),
+    }
+    return layer_kinds([group(each, tuple(specs))], modules), tensors
+
+
+def test_latents_and_the_indexer_beside_them_are_two_sections_of_one_layer():
+    kinds, tensors = latents_with_an_indexer()
+    made = view(kinds, tensors, block_tokens=64, heads=Heads((0, 8), (0, 1), 1, replicas=8))
+    assert list(made.layers) == [NAME, INDEXER]
+    assert made.facts["layers"] == [7, 7]
+    assert made.facts["makes"] == [
+        {"axes": [["tokens", 64], ["latent/fp8_ds_mla", 656]], "section_bytes": 64 * 656},
+        {
+            "axes": [["deepseek_v32_indexer.tokens", 64], ["deepseek_v32_indexer.content", 132]],
+            "section_bytes": 64 * 132,
+        },
+    ]
+
+
+def test_a_layer_with_heads_beside_latents_is_refused_where_ranks_share_records():
+    kinds, tensors = latents_with_an_indexer()
+    draft = "model.layers.8.self_attn.attn"
+    kinds[draft] = kind_of(spec(block_size=64, num_heads=1, unpadded_page_size_bytes=64 * 256), module())
+    tensors[draft] = FakeTensor((40, 1, 64, 128), base=1 << 32)
+    assert len(view(kinds, tensors, block_tokens=64, heads=Heads((0, 9), (0, 1), 1)).layers) == 3
+    with pytest.raises(ConfigError, match="8 tensor-parallel ranks count as holding the same KV heads"):
+        view(kinds, tensors, block_tokens=64, heads=Heads((0, 9), (0, 1), 1, replicas=8))
+
+
+def test_scales_of_quantised_layers_beside_one_that_was_left_out_are_facts():
+    other = "model.layers.8.self_attn.attn"
+    modules = {NAME: module(), other: module(_k_scale=FakeScale(0.5), _v_scale=FakeScale(2.0))}
+    each = type(
+        "UniformTypeKVCacheSpecs",
+        (),
+        {"block_size": 16, "kv_cache_specs": {NAME: spec(), other: spec(**QUANTISED)}},
+    )()
+    tensors = {
+        NAME: FakeTensor((40, 4, 16, 128)),
+        other: FakeTensor((40, 4, 16, 128), element=1, base=1 << 30),
+    }
+    made = view(layer_kinds([group(each, (NAME, other))], modules), tensors)
+    assert made.facts["scales"] == [[], [(0.5).hex(), (2.0).hex()]]
+    assert [make["quantisation"] for make in made.facts["makes"]] == ["NONE", "FP8_PER_TENSOR"]

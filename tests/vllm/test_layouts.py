@@ -76,14 +76,21 @@ def test_axes_mean_heads_and_tokens_only_where_that_is_known(results):
 def test_scales_of_quantised_layers_are_facts(results):
     for result in made(results):
         layer = [(0.5).hex(), (2.0).hex()]
-        assert result["scales"] == ([] if result["quantisation"] == "NONE" else [layer] * 3), result
+        quantised = [layer, []] * 3 if "indexer" in result["case"] else [layer] * 3
+        assert result["scales"] == ([] if result["quantisation"] == "NONE" else quantised), result
     fp8 = [result for result in made(results) if result["case"] == "FLASH_ATTN fp8 32/32"]
     assert {(result["stored"], result["quantisation"]) for result in fp8} == {("uint8", "FP8_PER_TENSOR")}
 
 
-def test_layers_of_different_make_up_are_refused_by_name(results):
-    [mixed] = [result["refused"] for result in results if result.get("case") == "mixed"]
-    assert "indexer.k_cache" in mixed and "self_attn.attn" in mixed and "[11, 1, 64, 656]" in mixed
+def test_latents_and_an_indexer_are_sections_of_one_record_with_facts_of_their_own(results):
+    mixed = [result for result in made(results) if "indexer" in result["case"]]
+    assert {result["layout"] for result in mixed} == {"LBHNC", "LBNHC", "BLHNC", "BLNHC"}
+    for result in mixed:
+        assert result["section_makes"] == [0, 1] * 3
+        assert [make["axes"] for make in result["makes"]] == [
+            [["tokens", 64], ["latent/fp8_ds_mla", 656]],
+            [["deepseek_v32_indexer.tokens", 64], ["deepseek_v32_indexer.content", 132]],
+        ]
 
 
 def test_records_are_recut_between_backends_layouts_and_numbers_of_workers(results):

@@ -152,6 +152,12 @@ def _read(part: Part) -> _Record:
             "fp8",
             "the record was rounded in groups of its own geometry; only lossless ones are recut",
         )
+    if "makes" in facts:
+        raise CannotRecut(
+            RecutReason.ARRANGEMENT,
+            "makes",
+            "its layers have blocks of unlike make-up; only records of layers that are alike are recut",
+        )
     try:
         named = [(str(name), int(size)) for name, size in facts["axes"]]
         element_bytes, layers = int(facts["element_bytes"]), [int(layer) for layer in facts["layers"]]

@@ -105,6 +105,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         self._group = engine_group(vllm_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._layers_ask = False
         if role is KVConnectorRole.WORKER:
             return
         if transfer.kv_load_failure_policy != "recompute":
@@ -144,7 +145,9 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         walk.
         """
         from vllm.distributed.parallel_state import get_tp_group
+        from vllm.model_executor.layers.attention import Attention, MLAAttention
 
+        modules = self._vllm_config.compilation_config.static_forward_context
         view = build_view(
             kv_caches,
             num_blocks=self._kv_cache_config.num_blocks,
@@ -154,12 +157,10 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             dtype=self._layout.kv_dtype,
             fidelity=self._settings.fidelity,
             head_size=self._vllm_config.model_config.get_head_size(),
-            kinds=layer_kinds(
-                self._kv_cache_config.kv_cache_groups,
-                self._vllm_config.compilation_config.static_forward_context,
-            ),
+            kinds=layer_kinds(self._kv_cache_config.kv_cache_groups, modules),
         )
-        plan = CopyPlan(view.section_bases, view.num_blocks, view.block_strides, view.dims, view.run_bytes)
+        plan = view.plan()
+        self._layers_ask = all(isinstance(modules[name], (Attention, MLAAttention)) for name in view.layers)
         make_client = partial(
             CacheClient,
             self._settings,
@@ -195,7 +196,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         )
         logger.info(
             "KV of %d layers, %d blocks of %d tokens, %.2f MiB a chunk of %d tokens, slice %s",
-            len(view.layer_names),
+            len(view.layers),
             view.num_blocks,
             view.block_tokens,
             view.payload_bytes / (1 << 20),
@@ -245,7 +246,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         )
         pages = Pinner(engine, ordinal) if settings.gpu_pin else PageWarmer()
         client = make_client(engine=engine, pages=pages, registers_memory=True)
-        section_at = {base: section for section, base in enumerate(view.section_bases)}
+        section_at = {layer.base: section for section, layer in enumerate(view.layers.values())}
         mover = DeviceMover(
             client,
             engine,
@@ -264,9 +265,11 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         """Begin loads; the forward pass comes behind the synchronous ones, layer by layer where it can."""
         if self._worker is not None:
             # A whole captured graph is replayed without asking for its layers, and a draft model's layers are
-            # asked for by a graph of its own: there everything comes first. Piecewise graphs ask.
+            # asked for by a graph of its own: there everything comes first. Piecewise graphs ask. Caches beside the
+            # attention layers' own (an indexer's) are read without asking.
             layerwise = (
-                forward_context.attn_metadata is not None
+                self._layers_ask
+                and forward_context.attn_metadata is not None
                 and forward_context.cudagraph_runtime_mode != CUDAGraphMode.FULL
                 and self._vllm_config.speculative_config is None
             )

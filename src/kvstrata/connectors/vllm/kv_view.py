@@ -5,8 +5,9 @@ strides tell the physical order: six of them exist (`docs/layouts.md`), kernel b
 pages may be padded.  Nothing here assumes one of them; where vLLM's description of a layer is not given, any shape is
 taken whose block axis can be told by its size, as those of older backends: (2, blocks, tokens, heads, head) or
 (blocks, 2, tokens, heads, head).  A record holds one section per layer; a section holds the blocks of the chunk in
-order, each block its axes in physical order (outermost first).  The facts name those axes and what else decides the
-meaning of the bytes, so equal facts mean equal bytes, and a reader with other facts has another slice digest.
+order, each block its axes in physical order (outermost first), which may differ from layer to layer.  The facts name
+those axes and what else decides the meaning of the bytes, so equal facts mean equal bytes, and a reader with other
+facts has another slice digest.
 
 No torch here: a tensor is anything with `shape`, `stride()`, `element_size()`, `data_ptr()` and `dtype`.
 """
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvstrata.connectors.vllm.layer_kinds import LayerKind
 from kvstrata.errors import ConfigError
+from kvstrata.native.copying import CopyPlan
 from kvstrata.types import Slice, facts_digest
 
 MAX_DIMS = 3
@@ -46,6 +48,8 @@ class Heads(NamedTuple):
     layers: tuple[int, int]
     kv_heads: tuple[int, int]
     engine_slices: int
+    replicas: int = 1
+    """Tensor-parallel ranks that hold this very slice."""
 
 
 class LayerRuns(NamedTuple):
@@ -58,6 +62,15 @@ class LayerRuns(NamedTuple):
     run_bytes: int
     axes: tuple[tuple[int, int], ...]
 
+    @property
+    def shape(self) -> tuple[tuple[tuple[int, int], ...], int]:
+        """As `CopyPlan` takes it."""
+        return self.dims, self.run_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return self.run_bytes * math.prod(count for count, _ in self.dims)
+
 
 class KvView(NamedTuple):
     """Everything about one worker's KV cache that copies, identity and attach need.
@@ -65,20 +78,27 @@ class KvView(NamedTuple):
     The addresses point into the engine's tensors and are valid as long as the engine keeps them.
     """
 
-    layer_names: tuple[str, ...]
-    section_bases: list[int]
-    block_strides: list[int]
-    dims: list[tuple[int, int]]
-    run_bytes: int
+    layers: dict[str, LayerRuns]
+    """By name, in the order of the record's sections."""
     num_blocks: int
     block_tokens: int
     chunk_blocks: int
     payload_bytes: int
     """Bytes of one chunk in this worker's slice."""
-    axes: tuple[tuple[int, int], ...]
-    """Axes of a block in physical order, as (axis, size)."""
     facts: dict[str, int | str | list[Any]]
     slice: Slice
+
+    def plan(self) -> CopyPlan:
+        """What copies between these blocks and records."""
+        layers = self.layers.values()
+        shapes = list(dict.fromkeys(layer.shape for layer in layers))
+        return CopyPlan(
+            [layer.base for layer in layers],
+            self.num_blocks,
+            [layer.block_stride_bytes for layer in layers],
+            shapes=shapes,
+            section_shapes=[shapes.index(layer.shape) for layer in layers],
+        )
 
 
 def check_chunk_size(chunk_tokens: int, block_tokens: int) -> int:
@@ -109,7 +129,7 @@ def heads_of(
     tensor-parallel rank.
     """
     if mla:
-        return Heads(layers, (0, 1), pp_size)
+        return Heads(layers, (0, 1), pp_size, tp_size)
     if tp_size <= total_kv_heads:
         if total_kv_heads % tp_size:
             raise ConfigError(
@@ -120,7 +140,7 @@ def heads_of(
         return Heads(layers, (tp_rank * per_rank, (tp_rank + 1) * per_rank), tp_size * pp_size)
     replicas = tp_size // total_kv_heads
     head = tp_rank // replicas
-    return Heads(layers, (head, head + 1), total_kv_heads * pp_size)
+    return Heads(layers, (head, head + 1), total_kv_heads * pp_size, replicas)
 
 
 def find_block_axis(
@@ -209,20 +229,20 @@ def layer_runs(
             "supported",
             field="kv_cache",
         )
-    block_bytes = run * math.prod(count for count, _ in dims)
-    if kind is not None and block_bytes != kind.page_bytes:
-        raise ConfigError(
-            f"KV cache of layer {name!r}: a block of shape {list(tensor.shape)} has {block_bytes} bytes, but vLLM "
-            f"announces {kind.page_bytes}; this layout is not supported",
-            field="kv_cache",
-        )
-    return LayerRuns(
+    runs = LayerRuns(
         base=tensor.data_ptr(),
         block_stride_bytes=strides[axis] * pieces,
         dims=tuple(dims),
         run_bytes=run,
         axes=tuple((index, size) for index, size, _ in loops),
     )
+    if kind is not None and runs.block_bytes != kind.page_bytes:
+        raise ConfigError(
+            f"KV cache of layer {name!r}: a block of shape {list(tensor.shape)} has {runs.block_bytes} bytes, but vLLM "
+            f"announces {kind.page_bytes}; this layout is not supported",
+            field="kv_cache",
+        )
+    return runs
 
 
 def axis_names(runs: LayerRuns, kind: LayerKind | None) -> list[list[Any]]:
@@ -299,9 +319,8 @@ def build_view(
 ) -> KvView:
     """The view of all registered layers of one KV cache group. `head_size` is needed for the fidelity `fp8`.
 
-    Layers that share one tensor with another layer are taken once.  All layers must have blocks of the same
-    make-up; a model where they differ is refused with the names of two layers that do.  Without `kinds` the facts do
-    not say what the axes mean, and such records cannot be recut.
+    Layers that share one tensor with another layer are taken once.  What differs between layers is in the facts for
+    each of them.  Without `kinds` the facts do not say what the axes mean, and such records cannot be recut.
     """
     if kinds is not None:
         tensors = _layers_of_groups(tensors, kinds)
@@ -317,55 +336,89 @@ def build_view(
             continue
         seen.add(layer)
         runs[name] = layer
-    first_name, first = next(iter(runs.items()))
-    for name, layer in runs.items():
-        if _make_up(layer, tensors[name], kinds.get(name)) != _make_up(
-            first, tensors[first_name], kinds.get(first_name)
-        ):
-            raise ConfigError(
-                f"KV cache: the blocks of layer {name!r} ({_described(tensors[name], kinds.get(name))}) differ from "
-                f"those of layer {first_name!r} ({_described(tensors[first_name], kinds.get(first_name))}); models "
-                "whose layers differ are not supported yet, so run this one without this connector",
-                field="kv_cache",
-            )
-    block_bytes = first.run_bytes * math.prod(count for count, _ in first.dims)
-    section_bytes = block_bytes * chunk_blocks
-    first_kind = kinds.get(first_name)
+    _check_replicas(runs, tensors, kinds, heads)
     numbers = [layer_number(name) for name in runs]
+    makes: list[dict[str, int | str | list[Any]]] = [
+        {
+            "stored_dtype": str(tensors[name].dtype).removeprefix("torch."),
+            "quantisation": kinds[name].quantisation if name in kinds else "",
+            "element_bytes": tensors[name].element_size(),
+            "axes": axis_names(layer, kinds.get(name)),
+            "section_bytes": layer.block_bytes * chunk_blocks,
+        }
+        for name, layer in runs.items()
+    ]
+    # Facts of engines whose layers are alike must stay what they are: records are found by their digest.
+    differing = {fact for fact, value in makes[0].items() if any(make[fact] != value for make in makes)}
+    payload_bytes = sum(layer.block_bytes for layer in runs.values()) * chunk_blocks
     facts: dict[str, int | str | list[Any]] = {
         "format": FORMAT,
         "dtype": dtype,
-        "stored_dtype": str(tensors[first_name].dtype).removeprefix("torch."),
-        "quantisation": first_kind.quantisation if first_kind is not None else "",
-        "element_bytes": tensors[first_name].element_size(),
+        **{fact: value for fact, value in makes[0].items() if fact not in differing},
         "chunk_tokens": chunk_tokens,
         "block_tokens": block_tokens,
-        "axes": axis_names(first, first_kind),
         # The layer that each section is of.
         "layers": [heads.layers[0] + i if number is None else number for i, number in enumerate(numbers)],
-        "scales": [list(kinds[name].scales) for name in runs] if first_kind and first_kind.scales else [],
+        "scales": [list(kinds[name].scales) for name in runs]
+        if any(name in kinds and kinds[name].scales for name in runs)
+        else [],
         "sections": len(runs),
-        "section_bytes": section_bytes,
-        "payload_bytes": section_bytes * len(runs),
+        "payload_bytes": payload_bytes,
     }
+    if differing:
+        of_sections = [{fact: make[fact] for fact in sorted(differing)} for make in makes]
+        unlike = [make for i, make in enumerate(of_sections) if make not in of_sections[:i]]
+        facts["makes"] = unlike
+        facts["section_makes"] = [unlike.index(make) for make in of_sections]
     if fidelity == "fp8":
+        if differing:
+            raise ConfigError(
+                "fidelity: 'fp8' rounds layers of one make-up, and those of this model differ in their "
+                f"{', '.join(sorted(differing))}; use 'lossless'",
+                field="fidelity",
+            )
         facts["fp8"] = fp8_shape(
-            first.axes, chunk_blocks=chunk_blocks, block_tokens=block_tokens, head_size=head_size, dtype=dtype
+            next(iter(runs.values())).axes,
+            chunk_blocks=chunk_blocks,
+            block_tokens=block_tokens,
+            head_size=head_size,
+            dtype=dtype,
         )
     return KvView(
-        layer_names=tuple(runs),
-        section_bases=[layer.base for layer in runs.values()],
-        block_strides=[layer.block_stride_bytes for layer in runs.values()],
-        dims=list(first.dims),
-        run_bytes=first.run_bytes,
+        layers=runs,
         num_blocks=num_blocks,
         block_tokens=block_tokens,
         chunk_blocks=chunk_blocks,
-        payload_bytes=section_bytes * len(runs),
-        axes=first.axes,
+        payload_bytes=payload_bytes,
         facts=facts,
         slice=Slice(layers=heads.layers, kv_heads=heads.kv_heads, layout=facts_digest(facts)),
     )
+
+
+def _check_replicas(
+    runs: Mapping[str, LayerRuns],
+    tensors: Mapping[str, TensorLike],
+    kinds: Mapping[str, LayerKind],
+    heads: Heads,
+) -> None:
+    """Ranks that share records must hold the same of every layer, not of most.
+
+    The number of heads is known for the model, not for each layer; where layers differ, only latents are sure to be
+    the same on every rank.
+    """
+    if heads.replicas == 1 or all(name in kinds and kinds[name].latent for name in runs):
+        return
+    first_name, *names = runs
+    first = _make_up(runs[first_name], tensors[first_name], kinds.get(first_name))
+    for name in names:
+        if _make_up(runs[name], tensors[name], kinds.get(name)) != first:
+            raise ConfigError(
+                f"KV cache: the blocks of layer {name!r} ({_described(tensors[name], kinds.get(name))}) differ from "
+                f"those of layer {first_name!r} ({_described(tensors[first_name], kinds.get(first_name))}), while "
+                f"{heads.replicas} tensor-parallel ranks count as holding the same KV heads; lower "
+                "--tensor-parallel-size to the number of KV heads, or run this model without this connector",
+                field="kv_cache",
+            )
 
 
 def _layers_of_groups(

@@ -52,6 +52,8 @@ class LayerKind(NamedTuple):
     """Names of the axes heads, tokens and content: `kv_heads`, `tokens` and `k+v` (two halves) mean just that; any
     other name stands for an arrangement that is only known to whoever wrote it."""
     quantisation: str
+    latent: bool
+    """One state a token, which every tensor-parallel rank holds, without a V of its own."""
     scales: tuple[str, ...]
     """Scales of K and of V that hold for the whole layer or each head, as hexadecimal floats; () where none apply."""
 
@@ -101,6 +103,7 @@ def _kind(spec: Any, module: Any) -> LayerKind:
         page_bytes=int(spec.unpadded_page_size_bytes),
         axes=(axes[0], axes[1], content),
         quantisation=quantisation,
+        latent=not spec.head_size_v,
         scales=() if quantisation == "NONE" else _scales(module),
     )
 
