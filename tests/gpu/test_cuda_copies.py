@@ -475,6 +475,21 @@ def test_many_runs_go_in_one_call_and_neighbours_in_one_copy() -> None:
 
 
 @needs_kernels
+@simulated()
+def test_layers_of_several_shapes_in_turn_take_a_launch_for_each_shape() -> None:
+    gpu = SimulatedGpu()
+    shape = SHAPES["latents-with-an-indexer"]
+    base = gpu.allocate(shape.length)
+    plan = cuda.CudaCopyPlan(shape.host_plan(base), 0)
+    copies = cuda.CudaCopyEngine(0, engine="kernel")
+    host = Host(plan.record_bytes(2))
+    host.pin(copies)
+    before = gpu.calls("cuLaunchKernel")
+    assert copies.run("gather", plan, [([3, 1], host.address, host.length, spec())]) == [OK]
+    assert gpu.calls("cuLaunchKernel") - before == 2
+
+
+@needs_kernels
 @simulated(fail="cuModuleLoadData:1:209")
 def test_kernels_that_the_driver_cannot_load_leave_dma_with_the_reason() -> None:
     SimulatedGpu()
