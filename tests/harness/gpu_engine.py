@@ -210,7 +210,7 @@ class GpuEngine:
         )
         plan = CudaCopyPlan(self.blocks.plan, 0)
         if measure:
-            self.engine.choose(plan, 0, 0, range(CHUNK_BLOCKS))
+            self.engine.choose(self.blocks.plan, 0, 0, range(CHUNK_BLOCKS))
         mover = DeviceMover(
             self.client,
             self.engine,
