@@ -9,13 +9,12 @@ from __future__ import annotations
 import ctypes
 import random
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.common import NotHere
-from kvstrata.native.copying import CopyPlan
 from kvstrata.native.cuda import CudaCopyPlan, CudaError, DeviceFacts, device_facts, driver_facts
-from kvstrata.types import Slice, facts_digest
 from tests.harness.cuda_driver import Gpu
+from tests.harness.gpu_kv import PagedKv, Shape
 
 CHUNK_TOKENS = 256
 STORE, RETRIEVE = "store", "retrieve"
@@ -35,56 +34,80 @@ def require_gpu() -> DeviceFacts:
     return facts
 
 
+def require_cupy() -> None:
+    """Raises NotHere unless CuPy and the libraries that it computes with are installed."""
+    try:
+        # It looks for its libraries only when they are asked for.
+        from cupy.cuda import cublas, curand  # noqa: F401
+    except ImportError as error:
+        raise NotHere(
+            f"needs CuPy, which computes beside the copies: pip install 'kvstrata[gpu]' ({error})"
+        ) from error
+
+
+def random_matrix(rows: int, columns: int) -> Any:
+    """Of CuPy, in float16."""
+    import cupy
+
+    return cupy.random.rand(rows, columns, dtype=cupy.float32).astype(cupy.float16)
+
+
+class LayerProducts:
+    """The matrix products of one layer of a model, on a stream of the caller's; attention itself is left out."""
+
+    def __init__(self, shape: Shape, most_tokens: int, stream: int) -> None:
+        import cupy
+
+        self._matmul = cupy.matmul
+        self._stream = cupy.cuda.ExternalStream(stream)
+        self._products = [
+            (
+                random_matrix(most_tokens, rows),
+                random_matrix(rows, columns),
+                cupy.empty((most_tokens, columns), dtype=cupy.float16),
+            )
+            for rows, columns in shape.products
+        ]
+        cupy.cuda.Device(0).synchronize()
+
+    def __call__(self, tokens: int) -> None:
+        """Queue them for so many tokens."""
+        with self._stream:
+            for first, second, out in self._products:
+                self._matmul(first[:tokens], second, out=out[:tokens])
+
+
 def on_gpu(facts: DeviceFacts) -> dict[str, Any]:
     """For a figure: what it was measured on."""
     version = driver_facts().version
     return {"gpu": facts.name, "driver": f"CUDA {version // 1000}.{version % 1000 // 10}"}
 
 
-class Shape(NamedTuple):
-    """What one worker holds of a model."""
-
-    layers: int
-    token_bytes: int
-    """Keys, or values, of one token in one layer."""
-
-
-SHAPES = {
-    "8b": Shape(32, 8 * 128 * 2),
-    "70b_tp8": Shape(80, 1 * 128 * 2),
-}
-"""Llama 8B, and one of eight workers of Llama 70B; bf16, 8 and 1 kv heads of 128."""
-
-
-class PagedGpu:
-    """The KV of `n_chunks` chunks on the first device, each layer (2, blocks, block) as FlashAttention has it.
+class PagedGpu(PagedKv):
+    """The KV of `n_chunks` chunks on the first device, each layer (2, blocks, tokens, heads, dim).
 
     The blocks of a chunk lie anywhere, as in a cache that has been in use for long.
     """
 
     def __init__(self, gpu: Gpu, shape: Shape, block_tokens: int, n_chunks: int) -> None:
-        self._gpu = gpu
         per_chunk = CHUNK_TOKENS // block_tokens
         num_blocks = n_chunks * per_chunk
-        run_bytes = block_tokens * shape.token_bytes
-        self.length = shape.layers * 2 * num_blocks * run_bytes
-        self.base = gpu.allocate(self.length)
-        bases = [self.base + layer * 2 * num_blocks * run_bytes for layer in range(shape.layers)]
-        host_plan = CopyPlan(
-            bases, num_blocks, [run_bytes] * shape.layers, [(2, num_blocks * run_bytes)], run_bytes
+        self._gpu = gpu
+        self.length = self.memory_bytes(shape, block_tokens, num_blocks)
+        super().__init__(
+            gpu.allocate(self.length),
+            shape,
+            layout="L2BNHD",
+            block_tokens=block_tokens,
+            num_blocks=num_blocks,
+            chunk_tokens=CHUNK_TOKENS,
         )
-        self.plan = CudaCopyPlan(host_plan, 0)
+        self.plan = CudaCopyPlan(self.host_plan, 0)
         ids = list(range(num_blocks))
         random.Random(block_tokens).shuffle(ids)
         self.blocks = [ids[at * per_chunk : (at + 1) * per_chunk] for at in range(n_chunks)]
         self.payload_bytes = self.plan.payload_bytes(per_chunk)
         self.record_bytes = self.plan.record_bytes(per_chunk)
-        self.layers = shape.layers
-        self.facts = {"layers": shape.layers, "run_bytes": run_bytes}
-
-    def slice(self) -> Slice:
-        """The slice that these blocks hold."""
-        return Slice(layers=(0, self.layers), kv_heads=(0, 1), layout=facts_digest(self.facts))
 
     def close(self) -> None:
         """Free the memory; no copy may run."""

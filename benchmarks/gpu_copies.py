@@ -15,24 +15,27 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from benchmarks.common import NotHere, figure, median_spread
 from benchmarks.gpu import (
     CHUNK_TOKENS,
     RETRIEVE,
-    SHAPES,
     STORE,
     BareCopies,
+    LayerProducts,
     PagedGpu,
-    Shape,
     on_gpu,
+    random_matrix,
+    require_cupy,
     require_gpu,
 )
 from kvstrata.config.model import ClientSettings
 from kvstrata.native.copying import CopyOutcome, RecordSpec, buffer_address
-from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, DeviceFacts, HostRegion
+from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, HostRegion
 from tests.harness.cuda_driver import Gpu
+from tests.harness.gpu_kv import SHAPES, Shape
 
 BLOCK_TOKENS = (16, 64, 128)
 CHUNKS = (1, 8, 64)
@@ -44,7 +47,8 @@ MANY_CHUNKS = 8
 """From so many on the target holds."""
 
 HIDDEN_CHUNKS = 24
-"""6,144 tokens."""
+"""6,144 tokens, loaded while `HIDDEN_TOKENS` more go through the layers."""
+HIDDEN_TOKENS = 2048
 TARGET_HIDDEN = 0.8
 GEMM_WIDTH = 8192
 GEMMS = 200
@@ -192,7 +196,7 @@ def hidden(
     `layer` queues one layer of the pass on `stream`, `finish` waits for the stream.  As in a worker, the load begins
     behind what the stream had to do, and the stream waits for each section as the pass comes to it.
     """
-    chunks, layers = range(n_chunks), copies.paged.layers
+    chunks, layers = range(n_chunks), copies.paged.shape.layers
     copies.seconds((STORE, chunks))
 
     def begin() -> int:
@@ -228,28 +232,20 @@ def hidden(
     return shares, {f"{what}_ms": 1e3 * median_spread(found)[0] for what, found in taken.items()}
 
 
-def load_hidden(gpu: Gpu, facts: DeviceFacts) -> dict[str, Any]:
-    """A prompt's first 6,000 tokens are loaded while 2,048 more go through the layers of Llama 8B."""
-    import cupy
-
-    def matrix(rows: int, columns: int) -> Any:
-        return cupy.random.rand(rows, columns, dtype=cupy.float32).astype(cupy.float16)
-
-    stream = cupy.cuda.Stream(non_blocking=True)
-    # Queries, keys and values; their projection; gate and up; down. Attention itself is left out.
-    sizes = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)]
-    products = [(matrix(2048, rows), matrix(rows, columns)) for rows, columns in sizes]
-    outs = [cupy.empty((2048, columns), dtype=cupy.float16) for _, columns in sizes]
-
-    def layer() -> None:
-        with stream:
-            for (first, second), out in zip(products, outs, strict=True):
-                cupy.matmul(first, second, out=out)
-
-    cupy.cuda.Device(0).synchronize()
-    copies = Copies(gpu, SHAPES["8b"], 16, HIDDEN_CHUNKS)
+def load_hidden(
+    gpu: Gpu,
+    shape: Shape,
+    layer: Callable[[], None],
+    stream: int,
+    *,
+    n_chunks: int = HIDDEN_CHUNKS,
+    repeats: int = REPEATS,
+    **more: Any,
+) -> dict[str, Any]:
+    """The figure of a prompt whose first chunks are loaded while `layer` queues more of it; see `hidden`."""
+    copies = Copies(gpu, shape, 16, n_chunks)
     try:
-        shares, parts = hidden(copies, stream.ptr, layer, stream.synchronize, HIDDEN_CHUNKS, REPEATS)
+        shares, parts = hidden(copies, stream, layer, lambda: gpu.synchronize(stream), n_chunks, repeats)
     finally:
         copies.close()
     value, spread = median_spread(shares)
@@ -264,30 +260,25 @@ def load_hidden(gpu: Gpu, facts: DeviceFacts) -> dict[str, Any]:
         ratio_to="the load alone",
         **parts,
         engine=copies.engine.engine,
-        **on_gpu(facts),
+        **more,
     )
 
 
-def gemm_slowdown(gpu: Gpu, engine: str, facts: DeviceFacts) -> dict[str, Any]:
-    """What matrix products lose while this engine copies 16 chunks each way, again and again."""
-    import cupy
+def gemm_slowdown(
+    gpu: Gpu,
+    shape: Shape,
+    engine: str,
+    products_ms: Callable[[], float],
+    *,
+    n_chunks: int = 16,
+    repeats: int = REPEATS,
+    **more: Any,
+) -> dict[str, Any]:
+    """What matrix products lose while this engine copies `n_chunks` each way, again and again.
 
-    copies = Copies(gpu, SHAPES["8b"], 16, 32, engine)
-    first, second = (cupy.random.rand(GEMM_WIDTH, GEMM_WIDTH, dtype=cupy.float32) for _ in range(2))
-    first, second = first.astype(cupy.float16), second.astype(cupy.float16)
-    out = cupy.empty_like(first)
-    stream = cupy.cuda.Stream(non_blocking=True)
-
-    def products_ms() -> float:
-        begun, ended = cupy.cuda.Event(), cupy.cuda.Event()
-        with stream:
-            begun.record(stream)
-            for _ in range(GEMMS):
-                cupy.matmul(first, second, out=out)
-            ended.record(stream)
-        ended.synchronize()
-        return float(cupy.cuda.get_elapsed_time(begun, ended))
-
+    `products_ms()` is how long the device took for them.
+    """
+    copies = Copies(gpu, shape, 16, 2 * n_chunks, engine)
     stop, going = threading.Event(), threading.Event()
     failures: list[RuntimeError] = []
     copied = [0]
@@ -295,19 +286,18 @@ def gemm_slowdown(gpu: Gpu, engine: str, facts: DeviceFacts) -> dict[str, Any]:
     def keep_copying() -> None:
         try:
             while not stop.is_set():
-                copies.seconds((STORE, range(16)), (RETRIEVE, range(16, 32)))
-                copied[0] += 32 * copies.paged.payload_bytes
+                copies.seconds((STORE, range(n_chunks)), (RETRIEVE, range(n_chunks, 2 * n_chunks)))
+                copied[0] += 2 * n_chunks * copies.paged.payload_bytes
                 going.set()
         except RuntimeError as error:
             failures.append(error)
             going.set()
 
     try:
-        copies.seconds((STORE, range(32)))
-        cupy.cuda.Device(0).synchronize()
+        copies.seconds((STORE, range(2 * n_chunks)))
         products_ms()
         slowdowns, gb_per_s = [], []
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             alone_ms = products_ms()
             stop.clear()
             going.clear()
@@ -339,19 +329,30 @@ def gemm_slowdown(gpu: Gpu, engine: str, facts: DeviceFacts) -> dict[str, Any]:
         spread=[100 * end for end in spread],
         ratio_to=f"the same {GEMMS} products of {GEMM_WIDTH}² float16 alone, before each",
         copies_gb_per_s=median_spread(gb_per_s)[0],
-        **on_gpu(facts),
+        **more,
     )
 
 
-def require_cupy() -> None:
-    """Raises NotHere unless CuPy and the libraries that it computes with are installed."""
-    try:
-        # It looks for its libraries only when they are asked for.
-        from cupy.cuda import cublas, curand  # noqa: F401
-    except ImportError as error:
-        raise NotHere(
-            f"needs CuPy, which computes beside the copies: pip install 'kvstrata[gpu]' ({error})"
-        ) from error
+def square_products() -> Callable[[], float]:
+    """The products of `gpu_gemm_slowdown_*`, timed by the device's own clock."""
+    import cupy
+
+    first, second = (random_matrix(GEMM_WIDTH, GEMM_WIDTH) for _ in range(2))
+    out = cupy.empty_like(first)
+    stream = cupy.cuda.Stream(non_blocking=True)
+
+    def products_ms() -> float:
+        begun, ended = cupy.cuda.Event(), cupy.cuda.Event()
+        with stream:
+            begun.record(stream)
+            for _ in range(GEMMS):
+                cupy.matmul(first, second, out=out)
+            ended.record(stream)
+        ended.synchronize()
+        return float(cupy.cuda.get_elapsed_time(begun, ended))
+
+    cupy.cuda.Device(0).synchronize()
+    return products_ms
 
 
 def run() -> list[dict[str, Any]]:
@@ -359,9 +360,13 @@ def run() -> list[dict[str, Any]]:
     facts = require_gpu()
     require_cupy()
     gpu = Gpu()
+    more = on_gpu(facts)
     figures = []
     for name, shape in SHAPES.items():
         for block_tokens in BLOCK_TOKENS:
-            figures += measure(gpu, name, shape, block_tokens, **on_gpu(facts))
-    figures.append(load_hidden(gpu, facts))
-    return figures + [gemm_slowdown(gpu, engine, facts) for engine in GEMM_TARGETS]
+            figures += measure(gpu, name, shape, block_tokens, **more)
+    shape, stream = SHAPES["8b"], gpu.stream()
+    products = LayerProducts(shape, HIDDEN_TOKENS, stream)
+    figures.append(load_hidden(gpu, shape, partial(products, HIDDEN_TOKENS), stream, **more))
+    squares = square_products()
+    return figures + [gemm_slowdown(gpu, shape, engine, squares, **more) for engine in GEMM_TARGETS]

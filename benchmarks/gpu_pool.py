@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.common import figure, median_spread, scratch, wait_until
 from benchmarks.copy_path import Path8B
-from benchmarks.gpu import RETRIEVE, SHAPES, STORE, BareCopies, PagedGpu, Shape, on_gpu, require_gpu
+from benchmarks.gpu import RETRIEVE, STORE, BareCopies, PagedGpu, on_gpu, require_gpu
 from benchmarks.raw_session import start_faulted, status
 from kvstrata.client import CacheClient
 from kvstrata.client.pinning import Pinner
@@ -25,6 +25,7 @@ from kvstrata.native.copying import buffer_address
 from kvstrata.native.cuda import CudaCopyEngine, HostRegion
 from kvstrata.types import LayoutIdentity, Role
 from tests.harness.cuda_driver import Gpu
+from tests.harness.gpu_kv import SHAPES, Shape
 from tests.harness.server_process import ServerProcess
 
 POOL_MB = 64 << 10
@@ -66,8 +67,8 @@ def measure(
             layout=LayoutIdentity(model="bench", kv_dtype="bf16", chunk_tokens=settings.chunk_size),
             group=secrets.token_bytes(16),
             engine_slices=1,
-            slice=paged.slice(),
-            facts=paged.facts,
+            slice=paged.view.slice,
+            facts=paged.view.facts,
             engine=engine,
             pages=Pinner(engine, 0),
             registers_memory=True,

@@ -1,647 +1,694 @@
-"""An engine without a model whose blocks are in device memory, as a child process: steps as vLLM takes them.
+"""A simulator of vLLM whose blocks are in device memory: scheduler, block tables and steps, without a model or torch.
 
-The child's CUDA driver is the simulated one (`tests/harness/cuda_driver`).  No torch.  The KV of a chunk follows
-from its key, so right bytes can be told from wrong ones; blocks that the engine may reuse are poisoned at once.
+The connector's two sides are the real ones, on real clients, and are called as vLLM 0.32 calls them
+(`v1/core/sched/scheduler.py`, `v1/worker/kv_connector_model_runner_mixin.py`).  A step has a budget of tokens: running
+requests come first, one token each or the next piece of their prompt; what is left goes to waiting ones.  Where blocks
+run out, the newest running request is preempted and computed again later.
+
+Attention is left out, and so are vLLM's own prefix cache and its sampling: what a request will answer is known when it
+comes.  What the model would write into a block follows from the tokens (`gpu_kv`), layer after layer on the engine's
+stream; between them `products` may compute what a layer computes.  With `checks` everything loaded is read by that
+stream at the layer that needs it and compared, all that a request had in its blocks is read when it gives them up, and
+then they are poisoned.
 """
 
 from __future__ import annotations
 
 import collections
-import ctypes
 import dataclasses
-import hashlib
-import mmap
 import random
 import secrets
 import time
-from collections.abc import Sequence
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
-from kvstrata.client import CacheClient, Identity, LoadItem, LookupCall
+from kvstrata.client import CacheClient, LoadItem
 from kvstrata.client.pinning import Pinner
 from kvstrata.client.warmup import PageWarmer
 from kvstrata.config.model import ClientSettings
 from kvstrata.connectors.vllm.device import DeviceMover
-from kvstrata.connectors.vllm.metadata import Load, StepPlan, Store
+from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, WorkerReport
+from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
 from kvstrata.connectors.vllm.worker import WorkerSide
-from kvstrata.keys import ChunkHasher
-from kvstrata.native.copying import CopyPlan, buffer_address
 from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan
-from kvstrata.types import (
-    KEY_BYTES,
-    LayoutIdentity,
-    RequestIdentity,
-    Role,
-    Slice,
-    facts_digest,
-    unpack_extents,
-)
+from kvstrata.types import LayoutIdentity, RequestIdentity, Role
 from tests.harness.cache_engine import PATIENCE_S, eventually
-from tests.harness.child import serve
-from tests.harness.cuda_driver import SimulatedGpu
-
-CHUNK_TOKENS = 16
-CHUNK_BLOCKS = 2
-LAYERS = 3
-HALF_BYTES = 2048
-"""A block of a layer is a half with keys and one with values, which lie apart as FlashAttention has them."""
-BLOCK_BYTES = 2 * HALF_BYTES
-POISON = 0xDE
-FACTS = {"layers": LAYERS, "block_bytes": BLOCK_BYTES}
+from tests.harness.gpu_kv import POISON, TINY, Device, DeviceKv, Later, PagedKv, Shape, block_keys
 
 
-ARENA_BYTES = 64 << 20
+@dataclasses.dataclass(slots=True, eq=False)
+class Request:
+    """One request; the connector reads it by the names that vLLM has."""
 
+    request_id: str
+    tokens: list[int]
+    """The prompt, and all that will be answered."""
+    num_prompt_tokens: int
+    keys: list[int]
+    """Of its blocks, see `block_keys`."""
+    arrived_s: float
+    answered: int = 0
+    num_computed_tokens: int = 0
+    blocks: list[int] = dataclasses.field(default_factory=list)
+    external_tokens: int = 0
+    """Loaded, or being loaded, since it last began."""
+    cached_tokens: int = 0
+    """Of its prompt: what came from the cache at its first begin."""
+    receiving: bool = False
+    first_token_s: float | None = None
+    ended: bool = False
 
-class Later(NamedTuple):
-    """Bytes in the arena that are there after `Device.finish`, until something else is queued."""
-
-    address: int
-    length: int
+    prompt_embeds: ClassVar[None] = None
+    resumable: ClassVar[bool] = False
+    lora_request: ClassVar[None] = None
+    cache_salt: ClassVar[None] = None
+    skip_reading_prefix_cache: ClassVar[bool] = False
+    mm_features: ClassVar[tuple[()]] = ()
+    kv_transfer_params: ClassVar[None] = None
 
     @property
-    def raw(self) -> bytes:
-        return ctypes.string_at(self.address, self.length)
+    def num_tokens(self) -> int:
+        """Prompt, and what is answered by now."""
+        return self.num_prompt_tokens + self.answered
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        """Those of `num_tokens`."""
+        return self.tokens[: self.num_tokens]
 
 
-class Device(SimulatedGpu):
-    """The device, and the stream on which the engine computes: what is given to it runs later."""
+class Step(NamedTuple):
+    """What a step did, and the seconds until the device had done it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.computes = self.stream()
-        arena = ctypes.c_void_p()
-        self.call("cuMemHostAlloc", ctypes.byref(arena), ctypes.c_size_t(ARENA_BYTES), 0)
-        assert arena.value is not None
-        self._arena = arena.value
-        self._used = 0
-
-    def _take(self, length: int) -> int:
-        """Pinned memory, since a copy of any other would be waited for by the driver."""
-        self._used += length
-        assert self._used <= ARENA_BYTES, "too much is queued at once"
-        return self._arena + self._used - length
-
-    def write_later(self, address: int, data: bytes) -> None:
-        """On the engine's stream."""
-        source = self._take(len(data))
-        ctypes.memmove(source, data, len(data))
-        self.copy_later(address, source, len(data), self.computes)
-
-    def read_later(self, address: int, length: int) -> Later:
-        """On the engine's stream."""
-        target = self._take(length)
-        where, count = ctypes.c_uint64(address), ctypes.c_size_t(length)
-        self.call(
-            "cuMemcpyDtoHAsync_v2", ctypes.c_void_p(target), where, count, ctypes.c_void_p(self.computes)
-        )
-        return Later(target, length)
-
-    def finish(self) -> None:
-        """Wait for the engine's stream."""
-        self.synchronize(self.computes)
-        self._used = 0
-
-    def make_room(self) -> None:
-        """For what one step queues."""
-        if self._used > ARENA_BYTES // 2:
-            self.finish()
+    prefill_tokens: int
+    decodes: int
+    seconds: float
+    copies: bool
+    """Loads or stores were under way at its begin or its end."""
 
 
-class DeviceBlocks:
-    """Blocks of all layers, (2, blocks, half) each."""
+class Heard(NamedTuple):
+    """What the worker says after a step."""
 
-    def __init__(self, device: Device, num_blocks: int) -> None:
-        self.device = device
-        self.num_blocks = num_blocks
-        self.bases = [device.allocate(num_blocks * BLOCK_BYTES) for _ in range(LAYERS)]
-        self.plan = CopyPlan(
-            self.bases, num_blocks, [HALF_BYTES] * LAYERS, [(2, num_blocks * HALF_BYTES)], HALF_BYTES
-        )
-        self.part = Slice(layers=(0, LAYERS), kv_heads=(0, 1), layout=facts_digest(FACTS))
-
-    def _halves(self, layer: int, block: int) -> tuple[int, int]:
-        first = self.bases[layer] + block * HALF_BYTES
-        return first, first + self.num_blocks * HALF_BYTES
-
-    def write(self, layer: int, block: int, data: bytes) -> None:
-        """One block of a layer, on the engine's stream."""
-        for at, address in enumerate(self._halves(layer, block)):
-            self.device.write_later(address, data[at * HALF_BYTES : (at + 1) * HALF_BYTES])
-
-    def read(self, layer: int, block: int) -> list[Later]:
-        """Buffers of a block that are filled by the engine's stream."""
-        return [self.device.read_later(address, HALF_BYTES) for address in self._halves(layer, block)]
-
-    def poison(self, blocks: Sequence[int]) -> None:
-        """They belong to nobody any more, so somebody may write anything into them, on the engine's stream."""
-        for layer in range(LAYERS):
-            for block in blocks:
-                self.write(layer, block, bytes([POISON]) * BLOCK_BYTES)
+    sent: set[str]
+    received: set[str]
+    bad_blocks: set[int]
+    report: WorkerReport | None
 
 
-@lru_cache(4096)
-def kv(key: bytes, layer: int, block: int) -> bytes:
-    """The KV of a chunk in one of its blocks."""
-    return hashlib.shake_128(key + bytes([layer, block])).digest(BLOCK_BYTES)
+class NoCache:
+    """An engine without a connector."""
+
+    def arrived(self, request: Request) -> None:
+        """vLLM's `add_request`."""
+
+    def matched(self, request: Request) -> tuple[int | None, bool]:
+        """Tokens that can be loaded (None: ask again), and whether beside other work."""
+        return 0, False
+
+    def allocated(self, request: Request) -> None:
+        """Its blocks are there, `external_tokens` are to be loaded."""
+
+    def plan(self, output: Any) -> StepPlan:
+        """Of the step."""
+        return StepPlan(0)
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Before anything of the step runs: blocks of preempted requests are let go."""
+
+    def begin_loads(self, *, layerwise: bool) -> None:
+        """Before the forward pass."""
+
+    def layer(self, name: str) -> None:
+        """Before the layer."""
+
+    def end_step(self) -> Heard:
+        """After the forward pass was given to the device."""
+        return Heard(set(), set(), set(), None)
+
+    def heard(self, heard: Heard) -> None:
+        """The scheduler learns of it."""
+
+    def finished(self, request: Request) -> bool:
+        """Whether the blocks of a request that is over must be kept."""
+        return False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a store or a load is under way."""
+        return False
+
+    def close(self) -> None:
+        """Leave the server."""
 
 
-@dataclasses.dataclass(slots=True)
-class Request:
-    """A prompt on its way."""
-
-    name: str
-    hasher: ChunkHasher
-    blocks: list[int]
-    n_chunks: int
-    n_loaded: int = 0
-    """Leading chunks that are loaded, and on the device unless `received` is still to come."""
-    n_computed: int = 0
-    loading: bool = False
-    stores: set[int] = dataclasses.field(default_factory=set)
-
-
-def make_client(settings: ClientSettings, part: Slice, **more: Any) -> CacheClient:
-    """A client of an engine of its own."""
+def client_of(settings: ClientSettings, kv: PagedKv, role: Role, group: bytes, **more: Any) -> CacheClient:
+    """A client of the engine whose blocks these are."""
+    worker = role is not Role.SCHEDULER
     return CacheClient(
         settings,
-        role=Role.CLIENT,
-        layout=LayoutIdentity(model="test-model", kv_dtype="bf16", chunk_tokens=CHUNK_TOKENS),
-        group=secrets.token_bytes(16),
+        role=role,
+        layout=LayoutIdentity(model="simulated", kv_dtype="bfloat16", chunk_tokens=settings.chunk_size),
+        group=group,
         engine_slices=1,
-        slice=part,
-        facts=FACTS,
+        slice=kv.view.slice if worker else None,
+        facts=kv.view.facts if worker else None,
         **more,
     )
 
 
-def hasher_of(identity: Identity, seed: int, n_chunks: int) -> ChunkHasher:
-    """Keys of a prompt; two with other seeds share no chunk."""
-    hasher = identity.hasher()
-    hasher.feed([seed * 1_000_003 + at for at in range(n_chunks * CHUNK_TOKENS)])
-    return hasher
-
-
-class GpuEngine:
-    """One worker with a scheduler of its own, too simple to be wrong."""
+class Cache(NoCache):
+    """The connector's two sides, as `connectors/vllm/connector.py` makes them."""
 
     def __init__(
         self,
-        socket_dir: str,
+        settings: ClientSettings,
+        engine: CudaCopyEngine,
+        device: Device,
+        kv: PagedKv,
         *,
-        num_blocks: int = 128,
-        engine: str = "auto",
         pin: bool = True,
         measure: bool = False,
-        **settings: Any,
+        sync_load_bytes: int = SYNC_LOAD_BYTES,
+        mover: type[DeviceMover] = DeviceMover,
     ) -> None:
-        chosen = ClientSettings(socket_dir=socket_dir, chunk_size=CHUNK_TOKENS, **settings)
-        self.engine = CudaCopyEngine(0, engine=engine, threads=2)  # type: ignore[arg-type]
-        self.device = Device()
-        self.blocks = DeviceBlocks(self.device, num_blocks)
-        self.blocks.poison(range(num_blocks))
-        self.client = make_client(
-            chosen,
-            self.blocks.part,
+        group = secrets.token_bytes(16)
+        self.engine = engine
+        plan = CudaCopyPlan(kv.host_plan, 0)
+        if measure:
+            engine.choose(kv.host_plan, 0, 0, range(kv.view.chunk_blocks))
+        self.client = client_of(
+            settings,
+            kv,
+            Role.WORKER,
+            group,
             engine=self.engine,
             pages=Pinner(self.engine, 0) if pin else PageWarmer(),
             registers_memory=True,
         )
-        plan = CudaCopyPlan(self.blocks.plan, 0)
-        if measure:
-            self.engine.choose(self.blocks.plan, 0, 0, range(CHUNK_BLOCKS))
-        mover = DeviceMover(
+        self.mover = mover(
             self.client,
             self.engine,
             plan,
-            sections={f"layer {number}": number for number in range(LAYERS)},
-            current_stream=lambda: self.device.computes,
+            sections=kv.sections,
+            current_stream=lambda: device.computes,
         )
         self.worker = WorkerSide(
             self.client,
-            mover,
-            slice_digest=self.blocks.part.digest(),
-            chunk_blocks=CHUNK_BLOCKS,
+            self.mover,
+            slice_digest=kv.view.slice.digest(),
+            chunk_blocks=kv.view.chunk_blocks,
             make_item=LoadItem,
         )
-        self.identity_of = RequestIdentity()
+        self.scheduler_client = client_of(settings, kv, Role.SCHEDULER, group)
+        self.scheduler = SchedulerSide(
+            self.scheduler_client,
+            settings,
+            block_tokens=kv.block_tokens,
+            chunk_blocks=kv.view.chunk_blocks,
+            chunk_bytes=kv.view.payload_bytes,
+            world_size=1,
+            sync_load_bytes=sync_load_bytes,
+        )
         self.client.start()
-        self.chance = random.Random(num_blocks)
-        self.free = list(range(num_blocks))
-        self.running: dict[str, Request] = {}
-        self.ended: dict[str, Request] = {}
-        """Requests that are over, whose blocks the worker still needs."""
-        self.step_number = self.store_number = self.name_number = 0
-        self.counts: collections.Counter[str] = collections.Counter()
-        self.failures_seen = 0
-
-    @property
-    def identity(self) -> Identity:
-        return self.client.identity(self.identity_of)
+        self.scheduler_client.start()
+        self.identity = self.scheduler_client.identity(RequestIdentity(tenant=settings.tenant))
 
     def connect(self) -> None:
-        eventually("the client connects", lambda: self.client.connected)
+        """Wait until the cache is in use."""
+        for client in (self.client, self.scheduler_client):
+            eventually("the client connects", lambda client=client: client.connected)
         eventually("the identity is ready", lambda: self.identity.ready)
 
-    def looked_up(self, hasher: ChunkHasher, timeout_s: float = PATIENCE_S) -> LookupCall:
-        self.name_number += 1
-        call = self.client.lookup(self.identity, hasher, request_id=f"request-{self.name_number}")
-        assert call.wait(timeout_s), "the lookup never ended"
-        return call
+    def arrived(self, request: Request) -> None:
+        self.scheduler.on_new_request(request)
 
-    # -- one step --------------------------------------------------------------------------------------------
+    def matched(self, request: Request) -> tuple[int | None, bool]:
+        return self.scheduler.matched_tokens(request, 0)
 
-    def admit(
-        self, seed: int, n_chunks: int, *, look: bool = True, asynchronous: bool = False
-    ) -> tuple[Request, Load | None] | None:
-        """A new request and what it is to load; None without room."""
-        hasher = hasher_of(self.identity, seed, n_chunks)
-        if len(self.free) < n_chunks * CHUNK_BLOCKS:
-            return None
-        call = self.looked_up(hasher) if look else None
-        blocks = [self.free.pop() for _ in range(n_chunks * CHUNK_BLOCKS)]
-        request = Request(f"request-{self.name_number}-{seed}", hasher, blocks, n_chunks)
-        self.running[request.name] = request
-        if call is None or call.result.lease is None or not call.claim():
-            return request, None
-        n = request.n_loaded = call.result.n_chunks
-        request.loading = asynchronous
-        load = Load(
-            request.name,
-            call.result.lease,
-            hasher.chain[: n * KEY_BYTES],
-            call.result.extents,
-            self.identity.slices,
-            blocks[: n * CHUNK_BLOCKS],
-            asynchronous,
-        )
-        return request, load
+    def allocated(self, request: Request) -> None:
+        self.scheduler.allocated(request, request.blocks, request.external_tokens)
 
-    def step(
-        self,
-        loads: Sequence[Load] = (),
-        compute: Sequence[Request] = (),
-        preempted: Sequence[Request] = (),
-        awaited: Sequence[Request] = (),
-        *,
-        layerwise: bool = True,
-    ) -> set[str]:
-        """One step of the engine; the requests whose asynchronous loads ended in it."""
-        self.step_number += 1
-        self.device.make_room()
-        plan = StepPlan(
-            self.step_number, list(loads), [], {one.name for one in preempted}, set(), self.failures_seen
-        )
-        for one in compute:
-            first = one.n_loaded
-            self.store_number += 1
-            one.stores.add(self.store_number)
-            plan.stores.append(
-                Store(
-                    self.store_number,
-                    one.name,
-                    self.identity_of,
-                    one.hasher.key(first - 1) if first else b"",
-                    one.hasher.chain[first * KEY_BYTES : one.n_chunks * KEY_BYTES],
-                    one.blocks[first * CHUNK_BLOCKS :],
-                    one.hasher.probe,
-                )
-            )
-        for one in awaited:
-            if one.stores:
-                plan.awaited.add(one.name)
-                self.ended[one.name] = self.running.pop(one.name)
-            else:
-                self.give_back(one)
+    def plan(self, output: Any) -> StepPlan:
+        return self.scheduler.plan_step(output)
+
+    def begin_step(self, plan: StepPlan) -> None:
         self.worker.before_step(plan)
-        for one in preempted:
-            self.give_back(one)
+
+    def begin_loads(self, *, layerwise: bool) -> None:
         self.worker.start_loads(layerwise=layerwise)
-        resting = [(load, self.running[load.request_id]) for load in loads if not load.asynchronous]
-        seen = self.forward(resting, compute)
+
+    def layer(self, name: str) -> None:
+        self.worker.wait_layer(name)
+
+    def end_step(self) -> Heard:
         self.worker.start_stores()
         sent, received = self.worker.finished()
-        bad = self.worker.take_bad_blocks()
-        report = self.worker.report()
-        if report is not None:
-            self.failures_seen = max(self.failures_seen, report.failures)
-            for number in [*report.gathered, *report.dropped]:
-                for one in [*self.running.values(), *self.ended.values()]:
-                    one.stores.discard(number)
-            self.counts["stored"] += sum(mask.bit_count() for _, mask in report.stored)
-            self.counts["broken"] = int(report.broken)
-        self.check(seen, bad)
-        for name in sent:
-            self.give_back(self.ended.pop(name))
-        for name in received:
-            one = self.running[name]
-            one.loading = False
-            self.check([(one, self.read(one, range(LAYERS)))], bad)
-        return received
+        return Heard(sent, received, self.worker.take_bad_blocks(), self.worker.report())
 
-    def forward(
-        self, resting: Sequence[tuple[Load, Request]], compute: Sequence[Request]
-    ) -> list[tuple[Request, Any]]:
-        """Layer after layer: read what was loaded, write what is computed. Only given to the device, not waited for."""
-        seen: list[tuple[Request, Any]] = []
-        for layer in range(LAYERS):
-            self.worker.wait_layer(f"layer {layer}")
-            seen += [(one, self.read(one, [layer])) for _, one in resting]
-            for one in compute:
-                for at in range(one.n_loaded * CHUNK_BLOCKS, one.n_chunks * CHUNK_BLOCKS):
-                    key = one.hasher.key(at // CHUNK_BLOCKS)
-                    self.blocks.write(layer, one.blocks[at], kv(key, layer, at % CHUNK_BLOCKS))
-        for one in compute:
-            one.n_computed = one.n_chunks
-        return seen
+    def heard(self, heard: Heard) -> None:
+        reports = [heard.report] if heard.report is not None else []
+        self.scheduler.heard(reports, heard.received, heard.bad_blocks)
 
-    def read(self, one: Request, layers: Sequence[int]) -> list[tuple[int, int, Any]]:
-        """(layer, number of the block, buffers) of what was loaded for a request."""
-        return [
-            (layer, at, self.blocks.read(layer, one.blocks[at]))
-            for layer in layers
-            for at in range(one.n_loaded * CHUNK_BLOCKS)
-        ]
+    def finished(self, request: Request) -> bool:
+        return self.scheduler.finished(request, request.blocks)
 
-    def check(self, seen: Sequence[tuple[Request, Any]], bad: set[int]) -> None:
-        """What the model read of loaded blocks is right, unless it is told to compute them again."""
-        if seen:
-            self.device.finish()
-        for one, parts in seen:
-            for layer, at, buffers in parts:
-                if one.blocks[at] in bad:
-                    self.counts["bad blocks"] += 1
-                    continue
-                found = b"".join(buffer.raw for buffer in buffers)
-                wanted = kv(one.hasher.key(at // CHUNK_BLOCKS), layer, at % CHUNK_BLOCKS)
-                what = "poison" if bytes([POISON]) * 16 in found else "wrong"
-                assert found == wanted, f"{one.name}: layer {layer}, block {at} of the request is {what}"
-                self.counts["right blocks"] += 1
-
-    def give_back(self, one: Request) -> None:
-        """The request's blocks are nobody's."""
-        self.running.pop(one.name, None)
-        self.blocks.poison(one.blocks)
-        if self.chance.random() < 0.5:
-            self.device.finish()
-        assert not set(self.free) & set(one.blocks), "blocks were given back twice"
-        self.free += one.blocks
-
-    # -- what tests ask ----------------------------------------------------------------------------------------
-
-    def store(self, seed: int, n_chunks: int) -> int:
-        """Compute a prompt, store it, and end it; the chunks that are in L1 now."""
-        before = self.counts["stored"]
-        admitted = self.admit(seed, n_chunks, look=False)
-        assert admitted is not None
-        self.step(compute=[admitted[0]])
-        self.settle([admitted[0]])
-        return self.counts["stored"] - before
-
-    def settle(self, requests: Sequence[Request]) -> None:
-        """End these requests and wait until nothing is under way for them."""
-        self.step(awaited=requests)
-        names = {one.name for one in requests}
-        ends_s = time.monotonic() + PATIENCE_S
-        while names & self.ended.keys() or self.worker._stores or self.worker._loads:
-            assert time.monotonic() < ends_s, "copies never ended"
-            self.step()
-            time.sleep(0.001)
-
-    def load(
-        self, seed: int, n_chunks: int, *, asynchronous: bool = False, layerwise: bool = True
-    ) -> dict[str, int]:
-        """Load what is there of a prompt; asserts that it is right. Chunks found, blocks that were right and bad."""
-        before = self.counts.copy()
-        admitted = self.admit(seed, n_chunks, asynchronous=asynchronous)
-        assert admitted is not None
-        request, load = admitted
-        self.step([load] if load is not None else [], layerwise=layerwise)
-        ends_s = time.monotonic() + PATIENCE_S
-        while request.loading:
-            assert time.monotonic() < ends_s, "the load never ended"
-            self.step()
-            time.sleep(0.001)
-        self.settle([request])
-        return {
-            "chunks": request.n_loaded,
-            "right": self.counts["right blocks"] - before["right blocks"],
-            "bad": self.counts["bad blocks"] - before["bad blocks"],
-        }
-
-    def begin_store(self, seed: int, n_chunks: int) -> bool:
-        """Compute a prompt and begin to store it; returns when its extents are reserved."""
-        admitted = self.admit(seed, n_chunks, look=False)
-        assert admitted is not None
-        self.step(compute=[admitted[0]])
-        return bool(eventually("a copy begins", lambda: self.client.stats()["copies_running"]))
-
-    def break_device(self, seed: int, n_chunks: int, fault: str) -> dict[str, Any]:
-        """The device breaks while a prompt is loaded; what the worker says of it, and of the store after it."""
-        admitted = self.admit(seed, n_chunks)
-        assert admitted is not None and admitted[1] is not None
-        request, load = admitted
-        self.device.finish()
-        self.device.set("fail", fault)
-        told = []
-        for plan in (
-            StepPlan(1, loads=[load]),
-            StepPlan(
-                2,
-                failures_seen=1,
-                stores=[
-                    Store(1, request.name, self.identity_of, b"", request.hasher.chain, request.blocks, b"")
-                ],
-            ),
-            StepPlan(3),
-        ):
-            self.worker.before_step(plan)
-            self.worker.start_loads(layerwise=True)
-            for layer in range(LAYERS):
-                self.worker.wait_layer(f"layer {layer}")
-            self.worker.start_stores()
-            self.worker.finished()
-            report = self.worker.report()
-            told.append((sorted(self.worker.take_bad_blocks()), report is not None and report.broken))
-        [(bad, _), (none, broken), (_, still)] = told
-        return {"bad": bad == sorted(request.blocks), "none": none == [], "broken": broken and still}
-
-    def churn(self, seed: int, steps: int) -> dict[str, int]:
-        """Random requests, preempted, aborted and ended at random; every block that is free is poisoned at once."""
-        chance = random.Random(seed)
-        for _ in range(steps):
-            loads, compute, fresh = [], [], []
-            for _ in range(chance.randrange(3)):
-                admitted = self.admit(
-                    chance.randrange(12), chance.randint(1, 8), asynchronous=chance.random() < 0.5
-                )
-                if admitted is None:
-                    continue
-                request, load = admitted
-                fresh.append(request)
-                if load is not None:
-                    loads.append(load)
-                if not request.loading and request.n_loaded < request.n_chunks:
-                    compute.append(request)
-            idle = [one for one in self.running.values() if one not in fresh and not one.loading]
-            chance.shuffle(idle)
-            for one in idle[:]:
-                if one.n_loaded < one.n_chunks and not one.n_computed and chance.random() < 0.7:
-                    idle.remove(one)
-                    compute.append(one)
-            cut = chance.randrange(len(idle) + 1)
-            over = idle[:cut]
-            preempted = [one for one in over if chance.random() < 0.4]
-            self.step(
-                loads,
-                compute,
-                preempted,
-                [one for one in over if one not in preempted],
-                layerwise=chance.random() < 0.7,
-            )
-        while any(one.loading for one in self.running.values()):
-            self.step()
-            time.sleep(0.001)
-        self.settle(list(self.running.values()))
-        assert len(self.free) == self.blocks.num_blocks
-        return dict(self.counts)
-
-
-class HostEngine:
-    """The same KV with its blocks in host memory, on the client's own copy threads."""
-
-    def __init__(self, socket_dir: str, num_blocks: int = 64) -> None:
-        self.memory = mmap.mmap(-1, LAYERS * num_blocks * BLOCK_BYTES)
-        self.num_blocks = num_blocks
-        first = buffer_address(self.memory)
-        bases = [first + layer * num_blocks * BLOCK_BYTES for layer in range(LAYERS)]
-        dims = [(2, num_blocks * HALF_BYTES)]
-        self.plan = CopyPlan(bases, num_blocks, [HALF_BYTES] * LAYERS, dims, HALF_BYTES)
-        self.part = Slice(layers=(0, LAYERS), kv_heads=(0, 1), layout=facts_digest(FACTS))
-        self.client = make_client(ClientSettings(socket_dir=socket_dir, chunk_size=CHUNK_TOKENS), self.part)
-        self.client.start()
-        self.identity = self.client.identity(RequestIdentity())
-        eventually("the host's identity is ready", lambda: self.identity.ready)
-
-    def _halves(self, layer: int, block: int) -> list[slice]:
-        first = layer * self.num_blocks * BLOCK_BYTES + block * HALF_BYTES
-        return [slice(at, at + HALF_BYTES) for at in (first, first + self.num_blocks * HALF_BYTES)]
-
-    def store(self, seed: int, n_chunks: int) -> int:
-        """Chunks of a prompt that were stored."""
-        hasher = hasher_of(self.identity, seed, n_chunks)
-        for layer in range(LAYERS):
-            for block in range(n_chunks * CHUNK_BLOCKS):
-                data = kv(hasher.key(block // CHUNK_BLOCKS), layer, block % CHUNK_BLOCKS)
-                for at, where in enumerate(self._halves(layer, block)):
-                    self.memory[where] = data[at * HALF_BYTES : (at + 1) * HALF_BYTES]
-        job = self.client.store(self.identity, b"", hasher.chain, self.plan, self._blocks(n_chunks))
-        assert job.done.wait(PATIENCE_S), "the store never ended"
-        return [str(outcome) for outcome in job.outcomes].count("stored")
-
-    def load(self, seed: int, n_chunks: int) -> int:
-        """Chunks of a prompt that are there; asserts that they are right."""
-        hasher = hasher_of(self.identity, seed, n_chunks)
-        call = self.client.lookup(self.identity, hasher, request_id="host")
-        assert call.wait(PATIENCE_S), "the lookup never ended"
-        result = call.result
-        if result.lease is None:
-            return 0
-        items = [
-            LoadItem(hasher.key(chunk), extent.offset_bytes, extent.length_bytes, ids)
-            for chunk, (extent, ids) in enumerate(
-                zip(unpack_extents(result.extents), self._blocks(result.n_chunks), strict=True)
-            )
-        ]
-        job = self.client.load(result.lease, items, self.plan, sync=True)
-        assert not job.failed
-        for layer in range(LAYERS):
-            for block in range(result.n_chunks * CHUNK_BLOCKS):
-                found = b"".join(self.memory[where] for where in self._halves(layer, block))
-                wanted = kv(hasher.key(block // CHUNK_BLOCKS), layer, block % CHUNK_BLOCKS)
-                assert found == wanted, f"prompt {seed}: layer {layer}, block {block} is wrong"
-        return result.n_chunks
-
-    def _blocks(self, n_chunks: int) -> list[list[int]]:
-        return [[chunk * CHUNK_BLOCKS + at for at in range(CHUNK_BLOCKS)] for chunk in range(n_chunks)]
-
-
-class _Child:
-    """Handlers of the child process."""
-
-    def __init__(self) -> None:
-        self.engine: GpuEngine
-        self.host: HostEngine | None = None
-
-    def start(self, socket_dir: str, **more: Any) -> dict[str, Any]:
-        self.socket_dir = socket_dir
-        self.engine = GpuEngine(socket_dir, **more)
-        return {"engine": self.engine.engine.engine, "reason": self.engine.engine.reason}
-
-    def connect(self) -> str:
-        self.engine.connect()
-        return self.engine.client.session.hex()
-
-    def stats(self) -> dict[str, Any]:
-        return self.engine.client.stats()
-
-    def take_counts(self) -> dict[str, int | float]:
-        """What vLLM would collect from this worker."""
-        return self.engine.worker.take_counts()
-
-    def wait_pinned(self, n_bytes: int) -> None:
-        eventually("the pool is pinned", lambda: self.engine.client.stats()["pinned_bytes"] == n_bytes)
-
-    def wait_stat(self, name: str) -> Any:
-        return eventually(f"{name} says something", lambda: self.engine.client.stats()[name])
-
-    def broken(self) -> bool:
-        return self.engine.engine.failed is not None
-
-    def set_driver(self, name: str, value: str) -> None:
-        self.engine.device.set(name, value)
-
-    def registrations(self) -> int:
-        """Slabs that are registered with the simulated driver."""
-        return self.engine.device.calls("cuMemHostRegister") - self.engine.device.calls("cuMemHostUnregister")
-
-    def wait_registrations(self, count: int) -> None:
-        eventually("so much is registered", lambda: self.registrations() == count)
-
-    def host_store(self, seed: int, n_chunks: int) -> int:
-        return self._on_host().store(seed, n_chunks)
-
-    def host_load(self, seed: int, n_chunks: int) -> int:
-        return self._on_host().load(seed, n_chunks)
-
-    def host_check(self, seeds: int, n_chunks: int) -> int:
-        """All that is there of these prompts is right; chunks found."""
-        return sum(self._on_host().load(seed, n_chunks) for seed in range(seeds))
-
-    def _on_host(self) -> HostEngine:
-        if self.host is None:
-            self.host = HostEngine(self.socket_dir)
-        return self.host
+    @property
+    def busy(self) -> bool:
+        return bool(self.worker._stores or self.worker._loads)
 
     def close(self) -> None:
-        if self.host is not None:
-            self.host.client.close()
-        self.engine.worker.close()
+        self.worker.close()
+        self.scheduler.close()
 
 
-def main() -> None:
-    child = _Child()
-    own = [name for name in dir(_Child) if not name.startswith("_")]
-    handlers = {name: getattr(child, name) for name in own}
-    for name in ("store", "load", "churn", "break_device", "begin_store"):
-        handlers[name] = partial(_on_engine, child, name)
-    serve(handlers)
+class _Check(NamedTuple):
+    """What was read on the engine's stream, and what has to be there."""
+
+    what: str
+    block: int
+    parts: list[Later]
+    wanted: bytes
 
 
-def _on_engine(child: _Child, name: str, **arguments: Any) -> Any:
-    return getattr(child.engine, name)(**arguments)
+class GpuEngine:
+    """One engine of one worker. Belongs to the thread that made it."""
 
+    def __init__(
+        self,
+        settings: ClientSettings | None,
+        *,
+        shape: Shape = TINY,
+        layout: str = "LBNHC",
+        block_tokens: int = 8,
+        num_blocks: int = 96,
+        budget_tokens: int = 64,
+        max_running: int = 16,
+        products: Callable[[int], None] = lambda tokens: None,
+        checks: bool = True,
+        write_tokens: bool = True,
+        device: Device | None = None,
+        cache: type[Cache] = Cache,
+        **more: Any,
+    ) -> None:
+        """`settings` None: no cache; `more` goes to `cache`.
 
-if __name__ == "__main__":
-    main()
+        `products(tokens)` gives one layer's products to `device.computes`.  Without `write_tokens` the KV of a block is
+        written whole with its first token, which takes fewer copies.
+        """
+        chunk_tokens = settings.chunk_size if settings is not None else block_tokens
+        if settings is not None:
+            engine = CudaCopyEngine(0, engine=settings.gpu_copy_engine, threads=settings.copy_threads)
+        self.device = device or Device()
+        self.kv = DeviceKv(
+            self.device,
+            shape,
+            layout=layout,
+            block_tokens=block_tokens,
+            num_blocks=num_blocks,
+            chunk_tokens=chunk_tokens,
+        )
+        self.cache = NoCache()
+        if settings is not None:
+            self.cache = cache(settings, engine, self.device, self.kv, **more)
+        self.chance = random.Random(0)
+        self.layerwise: bool | None = True
+        """None: as it comes."""
+        self.preempt_share = 0.0
+        """Of the steps: in so many a request is preempted though there are blocks."""
+        self.wait_share = 1.0
+        """Of the steps: the others begin while the device still computes the last one."""
+        self.free = list(range(1, num_blocks))  # vLLM's block 0 stands for "no block"
+        self.running: list[Request] = []
+        self.skipped: list[Request] = []
+        """Waiting requests that wait for something: their lookup or their load."""
+        self.waiting: collections.deque[Request] = collections.deque()
+        self.requests: dict[str, Request] = {}
+        """All whose blocks are not free yet."""
+        self.received: set[str] = set()
+        self.ended: list[Request] = []
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.steps: list[Step] = []
+        self._budget = budget_tokens
+        self._max_running = max_running
+        self._products = products
+        self._checks = checks
+        self._write_tokens = write_tokens
+        self._pending: list[_Check] = []
+        self._given_up: list[tuple[Request, list[int], int]] = []
+        """Preempted in this step: request, blocks and computed tokens it had."""
+        self._number = 0
+        if checks:
+            self.kv.poison(range(num_blocks))
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def submit(self, tokens: Sequence[int], output_tokens: int, arrived_s: float | None = None) -> Request:
+        """A prompt, and how many tokens will be answered."""
+        self._number += 1
+        answer = [1_000_000_000 + (at * 7919 + len(tokens)) % 32_000 for at in range(output_tokens)]
+        whole = [*tokens, *answer]
+        assert len(whole) <= (self.kv.num_blocks - 1) * self.kv.block_tokens, "the request never fits"
+        request = Request(
+            f"request-{self._number}",
+            whole,
+            len(tokens),
+            block_keys(whole, self.kv.block_tokens),
+            time.perf_counter() if arrived_s is None else arrived_s,
+        )
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+        self.cache.arrived(request)
+        self.counts["requests"] += 1
+        return request
+
+    def abort(self, request: Request) -> None:
+        """Its client went away."""
+        for queue in (self.running, self.skipped, self.waiting):
+            if request in queue:
+                queue.remove(request)
+        self.counts["aborted"] += 1
+        self._end(request)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs and nothing waits, and no block is kept."""
+        return not self.requests
+
+    def _end(self, request: Request) -> None:
+        request.ended = True
+        self.ended.append(request)
+        received = request.request_id in self.received
+        self.received.discard(request.request_id)
+        keep = self.cache.finished(request)
+        if not keep and (not request.receiving or received):
+            self._give_back(request)
+
+    def _give_back(self, request: Request) -> None:
+        """The request is over, its blocks are nobody's."""
+        del self.requests[request.request_id]
+        self._free_blocks(request, request.blocks, 0 if request.receiving else request.num_computed_tokens)
+        self.free += request.blocks
+
+    def _free_blocks(self, request: Request, blocks: Sequence[int], computed_tokens: int) -> None:
+        """Look at what was in them for the last time, and let anybody write into them."""
+        if self._checks:
+            self._read(request, blocks, 0, computed_tokens, range(self.kv.shape.layers), self._pending)
+            self.kv.poison(blocks)
+        assert not set(self.free) & set(blocks), "blocks were given back twice"
+
+    # -- scheduling --------------------------------------------------------------------------------------------
+
+    def _blocks_for(self, request: Request, tokens: int) -> bool:
+        """Give it blocks for so many tokens; False and nothing changed where there are too few."""
+        missing = -(-tokens // self.kv.block_tokens) - len(request.blocks)
+        if missing > len(self.free):
+            return False
+        request.blocks += [self.free.pop() for _ in range(missing)]
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.counts["preempted"] += 1
+        self._given_up.append((request, request.blocks, request.num_computed_tokens))
+        self.free += request.blocks
+        request.blocks = []
+        request.num_computed_tokens = request.external_tokens = 0
+        self.waiting.appendleft(request)
+
+    def _schedule(self) -> dict[Request, int]:
+        """Tokens of each request in this step; blocks are theirs afterwards."""
+        budget = self._budget
+        scheduled: dict[Request, int] = {}
+        at = 0
+        if self.running and self.chance.random() < self.preempt_share:
+            self._preempt(self.running.pop(self.chance.randrange(len(self.running))))
+        while at < len(self.running) and budget:
+            request = self.running[at]
+            tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            while not self._blocks_for(request, request.num_computed_tokens + tokens):
+                victim = self.running.pop()
+                self._preempt(victim)
+                if victim is request:
+                    break
+            else:
+                scheduled[request] = tokens
+                budget -= tokens
+                at += 1
+        if not self._given_up:
+            self._admit(scheduled, budget)
+        return scheduled
+
+    def _admit(self, scheduled: dict[Request, int], budget: int) -> None:
+        """Begin what waits, in its order."""
+        queue = collections.deque([*self.skipped, *self.waiting])
+        skipped: list[Request] = []
+        while queue and budget and len(self.running) < self._max_running:
+            request = queue[0]
+            name = request.request_id
+            if request.receiving:
+                if name not in self.received:
+                    skipped.append(queue.popleft())
+                    continue
+                self.received.remove(name)
+                request.receiving = False
+                # The last token is computed in any case: something has to be sampled from.
+                request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+            external, beside = 0, False
+            if not request.num_computed_tokens:
+                found, beside = self.cache.matched(request)
+                if found is None:
+                    skipped.append(queue.popleft())
+                    continue
+                external = found
+            there = request.num_computed_tokens + external
+            tokens = 0 if beside else min(request.num_tokens - there, budget)
+            fits = not beside or -(-request.num_tokens // self.kv.block_tokens) <= len(self.free)
+            if not fits or not self._blocks_for(request, there + tokens):
+                break
+            queue.popleft()
+            request.external_tokens = external
+            self.cache.allocated(request)
+            request.num_computed_tokens = there
+            if request.first_token_s is None:
+                request.cached_tokens = max(request.cached_tokens, external)
+            if beside:
+                request.receiving = True
+                skipped.append(request)
+                continue
+            self.running.append(request)
+            scheduled[request] = tokens
+            budget -= tokens
+        self.skipped = skipped + [one for one in queue if one in self.skipped]
+        self.waiting = collections.deque(one for one in queue if one not in self.skipped)
+        holding = [one for one in self.skipped if one.blocks]
+        if (
+            holding
+            and not self.running
+            and all(not one.receiving or one.request_id in self.received for one in holding)
+        ):
+            # What was loaded for some keeps all from going on.
+            victim = holding[-1]
+            self.skipped.remove(victim)
+            self.received.discard(victim.request_id)
+            victim.receiving = False
+            self._preempt(victim)
+
+    # -- one step ----------------------------------------------------------------------------------------------
+
+    def step(self) -> int:
+        """One step of the engine; the tokens that it computed."""
+        if self.device.is_full:
+            self.look()
+        scheduled = self._schedule()
+        output = SimpleNamespace(
+            num_scheduled_tokens={one.request_id: tokens for one, tokens in scheduled.items()},
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[one.request_id for one in scheduled],
+                num_computed_tokens=[one.num_computed_tokens for one in scheduled],
+            ),
+            preempted_req_ids={one.request_id for one, _, _ in self._given_up},
+            kv_connector_block_state=SimpleNamespace(
+                get_block_ids=lambda name: (self.requests[name].blocks,)
+            ),
+        )
+        plan = self.cache.plan(output)
+        self._check_stores(plan, scheduled)
+        n_tokens = sum(scheduled.values())
+        copies = self.cache.busy
+        begun_s = time.perf_counter()
+        self.cache.begin_step(plan)
+        for request, blocks, computed_tokens in self._given_up:
+            if self._checks:
+                self._read(request, blocks, 0, computed_tokens, range(self.kv.shape.layers), self._pending)
+                self.kv.poison(blocks)
+        self._given_up.clear()
+        layerwise = self.chance.random() < 0.7 if self.layerwise is None else self.layerwise
+        self.cache.begin_loads(layerwise=layerwise and bool(scheduled))
+        seen = self._forward(plan.loads, scheduled)
+        heard = self.cache.end_step()
+        waits = self.chance.random() < self.wait_share
+        if waits:
+            self.device.synchronize(self.device.computes)
+        seconds = time.perf_counter() - begun_s
+        decodes = sum(
+            tokens == 1 and one.num_computed_tokens >= one.num_prompt_tokens
+            for one, tokens in scheduled.items()
+        )
+        if scheduled:
+            self.steps.append(Step(n_tokens - decodes, decodes, seconds, copies or self.cache.busy))
+        self.counts["steps"] += 1
+        self._update(scheduled, heard, seen)
+        if waits:
+            self.look()
+        return n_tokens
+
+    def _check_stores(self, plan: StepPlan, scheduled: dict[Request, int]) -> None:
+        """Only what this step completes is stored."""
+        for store in plan.stores:
+            request = self.requests.get(store.request_id)
+            assert request is not None, "a request is stored whose blocks are free"
+            computed = request.num_computed_tokens + scheduled.get(request, 0)
+            last = request.blocks.index(store.blocks[-1])
+            assert (last + 1) * self.kv.block_tokens <= computed, "a block is stored before it is computed"
+
+    def _forward(self, loads: Iterable[Load], scheduled: dict[Request, int]) -> list[_Check]:
+        """Layer after layer: read what was loaded, compute, write. Given to the device, not waited for."""
+        seen: list[_Check] = []
+        resting = [(self.requests[load.request_id], load.blocks) for load in loads if not load.asynchronous]
+        n_tokens = sum(scheduled.values())
+        for layer in range(self.kv.shape.layers):
+            if not scheduled:
+                break
+            self.cache.layer(f"layers.{layer}")
+            for request, blocks in resting if self._checks else ():
+                self._read(request, blocks, 0, request.external_tokens, [layer], seen)
+            self._products(n_tokens)
+            for request, tokens in scheduled.items():
+                self._write(request, layer, request.num_computed_tokens, tokens)
+        return seen
+
+    def _write(self, request: Request, layer: int, start: int, tokens: int) -> None:
+        block_tokens = self.kv.block_tokens
+        end = start + tokens
+        for at in range(start // block_tokens, -(-end // block_tokens)):
+            first, last = max(0, start - at * block_tokens), min(block_tokens, end - at * block_tokens)
+            if not self._write_tokens:
+                if first:
+                    continue
+                last = block_tokens
+            self.kv.write(request.keys[at], layer, request.blocks[at], first, last)
+
+    def _read(
+        self,
+        request: Request,
+        blocks: Sequence[int],
+        start: int,
+        end: int,
+        layers: Iterable[int],
+        checks: list[_Check],
+    ) -> None:
+        """Read tokens of a request on the engine's stream, to be compared when they are there."""
+        block_tokens = self.kv.block_tokens
+        for layer in layers:
+            for at in range(start // block_tokens, -(-end // block_tokens)):
+                if blocks[at] == SKIP_BLOCK:
+                    continue
+                last = min(block_tokens, end - at * block_tokens)
+                checks.append(
+                    _Check(
+                        f"{request.request_id}: layer {layer}, block {at} of the request",
+                        blocks[at],
+                        self.kv.read(layer, blocks[at], 0, last),
+                        self.kv.expected(request.keys[at], layer, 0, last),
+                    )
+                )
+
+    def look(self) -> None:
+        """Wait for the device and compare all that was read."""
+        self.device.finish()
+        for check in self._pending:
+            found = b"".join(part.raw for part in check.parts)
+            what = "poison" if bytes([POISON]) * 16 in found else "wrong"
+            assert found == check.wanted, f"{check.what} is {what}"
+        self.counts["compared blocks"] += len(self._pending)
+        self._pending.clear()
+
+    def _update(self, scheduled: dict[Request, int], heard: Heard, seen: list[_Check]) -> None:
+        """What vLLM's scheduler does with a step's outcome, in its order."""
+        for request, tokens in scheduled.items():
+            request.num_computed_tokens += tokens
+        failed = self._lost(heard.bad_blocks)
+        right = [check for check in seen if check.block not in heard.bad_blocks]
+        self.counts["bad blocks"] += len(seen) - len(right)
+        self.counts["loaded blocks"] += len(right)
+        self._pending += right
+        now_s = time.perf_counter()
+        for request in scheduled:
+            if request in failed or request.num_computed_tokens < request.num_tokens:
+                continue
+            request.answered += 1
+            if request.first_token_s is None:
+                request.first_token_s = now_s
+            if request.num_tokens == len(request.tokens):
+                self.running.remove(request)
+                self._end(request)
+        self.cache.heard(heard)
+        if heard.report is not None:
+            self.counts["stored"] += sum(mask.bit_count() for _, mask in heard.report.stored)
+            self.counts["broken"] = int(heard.report.broken)
+        for name in heard.received:
+            request = self.requests[name]
+            if request.ended:
+                self._give_back(request)
+                continue
+            self.received.add(name)
+            self.counts["received"] += 1
+            if self._checks:
+                before = len(self._pending)
+                end = request.num_computed_tokens  # less where a part failed
+                self._read(request, request.blocks, 0, end, range(self.kv.shape.layers), self._pending)
+                self.counts["loaded blocks"] += len(self._pending) - before
+        for name in heard.sent:
+            self._give_back(self.requests[name])
+
+    def _lost(self, bad_blocks: set[int]) -> set[Request]:
+        """Requests that go back to before the first of these blocks."""
+        failed = set()
+        if bad_blocks:
+            for request in self.requests.values():
+                at = next((at for at, block in enumerate(request.blocks) if block in bad_blocks), None)
+                if at is not None and not request.ended:
+                    failed.add(request)
+                    if request.receiving:
+                        self.counts["bad blocks"] += (
+                            len(bad_blocks & set(request.blocks)) * self.kv.shape.layers
+                        )
+                    request.num_computed_tokens = min(request.num_computed_tokens, at * self.kv.block_tokens)
+        return failed
+
+    # -- many steps --------------------------------------------------------------------------------------------
+
+    def run_until(self, holds: Callable[[], bool]) -> None:
+        """Steps until it holds; RuntimeError when nothing was computed for `PATIENCE_S`."""
+        moved_s = time.monotonic()
+        while not holds():
+            if self.step():
+                moved_s = time.monotonic()
+            elif time.monotonic() - moved_s > PATIENCE_S:
+                raise RuntimeError(f"the engine stands still: {self.requests}")
+            else:
+                time.sleep(0.0005)
+
+    def settle(self) -> None:
+        """Until all is over and no store is under way, and all that was read is right."""
+        self.run_until(lambda: self.idle and not self.cache.busy)
+        self.look()
+        assert sorted(self.free) == list(range(1, self.kv.num_blocks)), "blocks were lost"
+
+    def close(self) -> None:
+        """Leave the server and free the memory."""
+        self.cache.close()
+        self.device.finish()
+        self.kv.close()

@@ -69,10 +69,19 @@ struct ContextTag {
   Stream null_stream = nullptr;
 };
 
+struct Copy {
+  std::uint64_t to, from, length;
+  bool to_host;
+
+  [[nodiscard]] std::uint64_t host() const { return to_host ? to : from; }
+  [[nodiscard]] std::uint64_t device() const { return to_host ? from : to; }
+};
+
 struct StreamTag {
   int ordinal = 0;
   int priority = 0;
   std::deque<std::function<void()>> work;
+  std::shared_ptr<std::vector<Copy>> open;  // the last of the work, when it may still grow
   bool running = false;
   bool ending = false;
   std::thread thread;
@@ -284,6 +293,7 @@ Stream real(Stream stream) {
 }
 
 void push(Stream stream, std::function<void()> next) {
+  stream->open = nullptr;
   stream->work.push_back(std::move(next));
   driver().changed.notify_all();
 }
@@ -305,14 +315,6 @@ bool begin_work(const char* name, const std::function<Result()>& allowed) {
   d.changed.notify_all();
   return false;
 }
-
-struct Copy {
-  std::uint64_t to, from, length;
-  bool to_host;
-
-  [[nodiscard]] std::uint64_t host() const { return to_host ? to : from; }
-  [[nodiscard]] std::uint64_t device() const { return to_host ? from : to; }
-};
 
 void run_copy(const Copy& copy, bool pageable) {
   if (begin_work("copy", [&] {
@@ -346,7 +348,7 @@ Result queue_copy(std::unique_lock<std::mutex>& lock, const Copy& copy, Stream s
   return d.sticky;
 }
 
-// Whether a kernel may touch all of that.
+// Whether a kernel may touch all of that. REQUIRES: the mutex is held.
 bool reachable(std::uint64_t at, std::uint64_t length) {
   return SimulatedDriver::inside(driver().memory, at, length) ||
          SimulatedDriver::covered(driver().registered, at, length);
@@ -821,6 +823,36 @@ EXPORT Result cuMemcpyDtoHAsync_v2(void* to, DeviceAddress from, std::size_t len
   ENTER_CONTEXT("cuMemcpyDtoHAsync");
   const Copy copy{reinterpret_cast<std::uint64_t>(to), from, length, true};
   return queue_copy(call_.lock, copy, real(stream));
+}
+
+// Between any addresses, as engines copy by kernels of their own: what was queued without a pause
+// is one piece of work.
+EXPORT Result cuMemcpyAsync(DeviceAddress to, DeviceAddress from, std::size_t length,
+                            Stream caller) {
+  ENTER_CONTEXT("cuMemcpyAsync");
+  const Copy copy{to, from, length, false};
+  if (!reachable(to, length) || !reachable(from, length)) return kInvalidValue;
+  const Stream stream = real(caller);
+  if (stream->open != nullptr) {
+    stream->open->push_back(copy);
+    return kSuccess;
+  }
+  const auto batch = std::make_shared<std::vector<Copy>>(1, copy);
+  push(stream, [stream, batch] {
+    if (begin_work("copy", [&] {
+          if (stream->open == batch) stream->open = nullptr;
+          const bool there = std::all_of(batch->begin(), batch->end(), [](const Copy& one) {
+            return reachable(one.to, one.length) && reachable(one.from, one.length);
+          });
+          return there ? kSuccess : kIllegalAddress;
+        })) {
+      for (const Copy& one : *batch)
+        std::memcpy(reinterpret_cast<void*>(one.to), reinterpret_cast<const void*>(one.from),
+                    one.length);
+    }
+  });
+  stream->open = batch;
+  return kSuccess;
 }
 
 // For the tests themselves: not queued, no fault.
