@@ -9,11 +9,12 @@ import time
 
 import pytest
 
-from benchmarks import gpu_copies, gpu_pool
+from benchmarks import gpu_copies, gpu_engine, gpu_pool
 from benchmarks.common import NotHere
 from benchmarks.gpu import require_cupy
+from kvstrata.measure.workloads import long_documents
 from tests.harness.cuda_driver import ROOT, Gpu, environment, simulated
-from tests.harness.gpu_kv import Shape
+from tests.harness.gpu_kv import Device, Shape
 
 RESULTS = ROOT / "build" / "bench.json"
 SMALL = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128)
@@ -85,13 +86,43 @@ def test_a_pool_is_pinned_and_chunks_go_through_it() -> None:
     assert all(one["value"] > 0 for one in figures.values())
 
 
+@pytest.mark.integration
+@simulated(delay_us=100)
+def test_an_engines_traffic_is_timed_with_a_cache_and_without() -> None:
+    device = Device()
+    layers: list[int] = []
+    workload = long_documents(3, 64, 8, 6, rounds=2, endpoints=1)
+    found = gpu_engine.measure(
+        device,
+        "small",
+        SMALL,
+        workload,
+        layers.append,
+        pool_mb=256,
+        chunk_tokens=16,
+        num_blocks=32,
+        block_tokens=8,
+        budget_tokens=32,
+        per_s=200.0,
+        checks=True,
+        more={"gpu": "none"},
+    )
+    figures = {one["name"].removesuffix("_small").removeprefix("gpu_engine_"): one for one in found}
+    assert {"ttft", "requests", "from_cache", "store_lag"} <= set(figures)
+    assert figures["from_cache"]["value"] == pytest.approx(100 * 3 * 64 / (6 * 72))
+    assert all(one["value"] > 0 for one in figures.values())
+    assert figures["store_lag"]["stores"] > 0 and figures["ttft"]["gpu"] == "none"
+    bare, cached = 6 * (72 + 5), 6 * (72 + 5) - 3 * 64
+    assert sum(layers) == SMALL.layers * (bare + cached)
+
+
 def test_without_cupy_the_benchmark_says_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(NotHere, match=r"needs CuPy, .* pip install 'kvstrata\[gpu\]'"):
         require_cupy()
 
 
-@pytest.mark.parametrize("name", ["gpu_copies", "gpu_pool"])
+@pytest.mark.parametrize("name", ["gpu_copies", "gpu_engine", "gpu_pool"])
 @pytest.mark.parametrize(
     ("options", "why"),
     [({}, "'Simulated GPU 0' is the driver of the tests"), ({"devices": 0}, "the driver finds no GPU")],

@@ -1,0 +1,316 @@
+"""`gpu_engine_*`: the traffic of an engine with its KV on a GPU, with the cache against without it.
+
+A simulated vLLM (`tests/harness/gpu_engine`): chunked prefill and decode in steps of at most 2,048 tokens, the matrix
+products of the model's layers by CuPy, the real connector on a real server.  40 documents of 6,000 tokens are asked
+about in four rounds, Poisson arrivals, another question each time.  The GPU's own blocks hold eight such requests and
+keep nothing of those that ended.  The same traffic runs once without a cache and once with an empty one, on a server
+that was started for it.  Time to the first token counts from a request's arrival.
+
+A step's time is from its plan to the end of its work on the device.  `gpu_engine_decode_step_*` compares the medians of
+steps that only decode, while a store or a load is under way and while none is.  A store's lag is the time from the end
+of the step that computed it to its records being ready for others.
+
+Left out of the model: attention, sampling, CUDA graphs, and vLLM's own prefix cache.  Sketch: (rounds - 1) / rounds of
+the tokens in whole chunks of documents can come from the cache, and so much less is computed.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.common import WAIT_S, figure, median_spread, percentile, scratch, wait_until
+from benchmarks.gpu import CHUNK_TOKENS, LayerProducts, on_gpu, require_cupy, require_gpu
+from benchmarks.raw_session import start_faulted, status
+from kvstrata.client import Identity, StoreJob
+from kvstrata.config.model import ClientSettings
+from kvstrata.connectors.vllm.device import DeviceMover
+from kvstrata.connectors.vllm.metadata import Store
+from kvstrata.measure.workloads import Workload, long_documents
+from tests.harness.gpu_engine import Cache, GpuEngine, Request, Step
+from tests.harness.gpu_kv import SHAPES, Device, Shape
+from tests.harness.server_process import ServerProcess
+
+DOCUMENTS = 40
+DOCUMENT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 6000, 64, 64
+ROUNDS = 4
+PER_S = 4.0
+BUDGET_TOKENS = 2048
+MAX_RUNNING = 64
+BLOCK_TOKENS = 16
+RUNNING_PROMPTS = 8
+"""Requests of this length for which the GPU has blocks."""
+POOL_MB = 48 << 10
+VOCABULARY = range(1000, 32_000)
+PIN_S = 600.0
+
+
+class Run(NamedTuple):
+    """What one run of the traffic gave."""
+
+    requests: list[Request]
+    steps: list[Step]
+    seconds: float
+    lags_s: list[float]
+
+
+class WatchedMover(DeviceMover):
+    """Notes when the records of each store became ready."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.ready: list[tuple[StoreJob, float]] = []
+        self.begun: list[StoreJob] = []
+        self._jobs: queue.SimpleQueue[StoreJob | None] = queue.SimpleQueue()
+        self._watcher = threading.Thread(target=self._watch, name="stores")
+        self._watcher.start()
+
+    def store(self, identity: Identity, store: Store, blocks: Sequence[Sequence[int]]) -> StoreJob:
+        """See `DeviceMover.store`."""
+        job = super().store(identity, store, blocks)
+        self.begun.append(job)
+        self._jobs.put(job)
+        return job
+
+    def _watch(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.done.wait(WAIT_S)
+            self.ready.append((job, time.perf_counter()))
+
+    def close(self) -> None:
+        """All stores have ended."""
+        self._jobs.put(None)
+        self._watcher.join()
+        super().close()
+
+
+def traffic(
+    engine: GpuEngine, workload: Workload, *, per_s: float, seed: int
+) -> tuple[list[Request], float, dict[int, float]]:
+    """Send all rounds, each after the last has ended; requests, seconds, and when the step of each store ended.
+
+    Within a round they arrive at random times, `per_s` of them a second on average.
+    """
+    chance = random.Random(seed)
+    requests, ends_s = [], {}
+    mover = engine.cache.mover if isinstance(engine.cache, Cache) else None
+    begun_s = time.perf_counter()
+    for sent in workload.rounds:
+        at_s = time.perf_counter()
+        coming = []
+        for one in sent:
+            at_s += chance.expovariate(per_s)
+            coming.append((at_s, one))
+        coming.reverse()
+        while coming or not engine.idle or engine.cache.busy:
+            now_s = time.perf_counter()
+            while coming and coming[-1][0] <= now_s:
+                arrived_s, one = coming.pop()
+                requests.append(engine.submit(one.prompt(seed, VOCABULARY), one.output_tokens, arrived_s))
+            if engine.idle and not engine.cache.busy:
+                time.sleep(max(0.0, coming[-1][0] - now_s))
+                continue
+            engine.step()
+            if isinstance(mover, WatchedMover):
+                ended_s = time.perf_counter()
+                ends_s.update({id(job): ended_s for job in mover.begun[len(ends_s) :]})
+    return requests, time.perf_counter() - begun_s, ends_s
+
+
+def run_traffic(
+    device: Device,
+    shape: Shape,
+    workload: Workload,
+    settings: ClientSettings | None,
+    products: Callable[[int], None],
+    *,
+    pool_bytes: int = 0,
+    num_blocks: int,
+    budget_tokens: int = BUDGET_TOKENS,
+    block_tokens: int = BLOCK_TOKENS,
+    per_s: float = PER_S,
+    checks: bool = False,
+) -> tuple[Run, dict[str, Any]]:
+    """The traffic on an engine of its own, with a cache where there are settings; and how KV was copied."""
+    more: dict[str, Any] = {"mover": WatchedMover, "measure": True} if settings is not None else {}
+    engine = GpuEngine(
+        settings,
+        shape=shape,
+        block_tokens=block_tokens,
+        num_blocks=num_blocks,
+        budget_tokens=budget_tokens,
+        max_running=MAX_RUNNING,
+        products=products,
+        checks=checks,
+        write_tokens=checks,
+        device=device,
+        **more,
+    )
+    cache = engine.cache
+    try:
+        if not isinstance(cache, Cache):
+            requests, seconds, _ = traffic(engine, workload, per_s=per_s, seed=1)
+            engine.settle()
+            return Run(requests, engine.steps, seconds, []), {}
+        cache.connect()
+        stats = cache.client.stats
+        wait_until(
+            lambda: bool(stats()["pin_refusal"]) or int(stats()["pinned_bytes"]) >= pool_bytes,
+            "the pool is pinned",
+            PIN_S,
+        )
+        requests, seconds, ends_s = traffic(engine, workload, per_s=per_s, seed=1)
+        engine.settle()
+        assert isinstance(cache.mover, WatchedMover)
+        wait_until(lambda: len(cache.mover.ready) == len(cache.mover.begun), "all stores have ended")
+        lags_s = [
+            max(0.0, ready_s - ends_s[id(job)])
+            for job, ready_s in cache.mover.ready
+            if "stored" in job.outcomes
+        ]
+        copies = cache.engine
+        copied = {"engine": copies.engine, "reason": copies.reason, "measured": copies.measured}
+        return Run(requests, engine.steps, seconds, lags_s), copied
+    finally:
+        engine.close()
+
+
+def figures_of(name: str, bare: Run, cached: Run, **more: Any) -> list[dict[str, Any]]:
+    """The figures of the same traffic without and with a cache; `more` goes into each."""
+
+    def first_tokens_ms(run: Run) -> list[float]:
+        return [1e3 * (one.first_token_s - one.arrived_s) for one in run.requests if one.first_token_s]
+
+    def times(values: Sequence[float]) -> dict[str, float]:
+        return {
+            "mean": sum(values) / len(values),
+            "p50": percentile(values, 0.5),
+            "p99": percentile(values, 0.99),
+        }
+
+    ours, theirs = times(first_tokens_ms(cached)), times(first_tokens_ms(bare))
+    prompts = sum(one.num_prompt_tokens for one in cached.requests)
+    share = sum(one.cached_tokens for one in cached.requests) / prompts
+    rates = [len(run.requests) / run.seconds for run in (cached, bare)]
+    decodes = [step for step in cached.steps if step.decodes and not step.prefill_tokens]
+    beside, alone = ([1e3 * s.seconds for s in decodes if s.copies is which] for which in (True, False))
+    reported = {"target": "reported", "ok": True, **more}
+    figures = [
+        figure(
+            f"gpu_engine_ttft_{name}",
+            value=ours["mean"],
+            unit="ms",
+            ratio=theirs["mean"] / ours["mean"],
+            ratio_to="the same traffic with no cache: so many times as quick",
+            with_cache=ours,
+            without=theirs,
+            **reported,
+        ),
+        figure(
+            f"gpu_engine_requests_{name}",
+            value=rates[0],
+            unit="1/s",
+            ratio=rates[0] / rates[1],
+            ratio_to=f"the same traffic with no cache, {rates[1]:.2f} 1/s",
+            **reported,
+        ),
+        figure(
+            f"gpu_engine_from_cache_{name}",
+            value=100 * share,
+            unit="%",
+            ratio=share,
+            ratio_to="all tokens of all prompts",
+            **reported,
+        ),
+    ]
+    if beside and alone:
+        value, spread = median_spread(beside)
+        figures.append(
+            figure(
+                f"gpu_engine_decode_step_{name}",
+                value=value,
+                unit="ms",
+                ratio=value / median_spread(alone)[0],
+                spread=spread,
+                ratio_to=f"{len(alone)} steps that only decode, while nothing is copied",
+                steps=len(beside),
+                **reported,
+            )
+        )
+    if cached.lags_s:
+        lags = times([1e3 * lag for lag in cached.lags_s])
+        median_step = median_spread([1e3 * step.seconds for step in cached.steps])[0]
+        figures.append(
+            figure(
+                f"gpu_engine_store_lag_{name}",
+                value=lags["p50"],
+                unit="ms",
+                ratio=lags["p50"] / median_step,
+                ratio_to=f"the median step, {median_step:.1f} ms",
+                lags=lags,
+                stores=len(cached.lags_s),
+                **reported,
+            )
+        )
+    return figures
+
+
+def measure(
+    device: Device,
+    name: str,
+    shape: Shape,
+    workload: Workload,
+    products: Callable[[int], None],
+    *,
+    pool_mb: int,
+    chunk_tokens: int = CHUNK_TOKENS,
+    more: dict[str, Any],
+    **engine: Any,
+) -> list[dict[str, Any]]:
+    """All figures of one shape; `more` goes into each, `engine` to `run_traffic`."""
+    bare, _ = run_traffic(device, shape, workload, None, products, **engine)
+    with (
+        scratch("gpu-engine") as folder,
+        ServerProcess(Path(folder), l1_mb=pool_mb, chunk_tokens=chunk_tokens) as server,
+    ):
+        start_faulted(server)
+        pool_bytes = status(server)["pool"]["extents_bytes"]
+        settings = ClientSettings(
+            socket_dir=str(server.socket_dir), port=server.port, chunk_size=chunk_tokens
+        )
+        cached, copied = run_traffic(
+            device, shape, workload, settings, products, pool_bytes=pool_bytes, **engine
+        )
+    return figures_of(name, bare, cached, workload=workload.meaning, **copied, **more)
+
+
+def run() -> list[dict[str, Any]]:
+    """See the module."""
+    facts = require_gpu()
+    require_cupy()
+    workload = long_documents(
+        DOCUMENTS, DOCUMENT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS, rounds=ROUNDS, endpoints=1
+    )
+    prompt_blocks = -(-(DOCUMENT_TOKENS + QUESTION_TOKENS + ANSWER_TOKENS) // BLOCK_TOKENS)
+    free_mb = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+    figures = []
+    for name, shape in SHAPES.items():
+        device = Device()
+        products = LayerProducts(shape, BUDGET_TOKENS, device.computes)
+        figures += measure(
+            device,
+            name,
+            shape,
+            workload,
+            products,
+            pool_mb=min(POOL_MB, free_mb // 2),
+            num_blocks=1 + RUNNING_PROMPTS * prompt_blocks,
+            more=on_gpu(facts),
+        )
+    return figures
