@@ -222,6 +222,9 @@ Failure CudaCopyEngine::Impl::create(std::shared_ptr<Device> device, const Engin
     if (const Failure failure = lane->mover.reserve(options.staging_bytes)) {
       choice.way = Way::kDma;
       choice.reason = "not staged: " + device->driver().explain(failure);
+      for (const auto& other : engine->lanes_) {
+        if (other != nullptr) other->mover.give_back();
+      }
     }
   }
   engine->event_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
