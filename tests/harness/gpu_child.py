@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import random
 import secrets
@@ -305,6 +306,13 @@ class _Child:
     def set_driver(self, name: str, value: str) -> None:
         self._engine.device.set(name, value)
 
+    def wait_call(self, name: str) -> None:
+        eventually(f"{name} is called", lambda: self._engine.device.calls(name))
+
+    def room(self, n_bytes: int) -> None:
+        """Asserts that the device has so much memory left."""
+        self._engine.device.free(self._engine.device.allocate(n_bytes))
+
     def registrations(self) -> int:
         """Slabs that are registered with the simulated driver."""
         device = self._engine.device
@@ -337,6 +345,7 @@ class _Child:
 
 
 def main() -> None:
+    logging.basicConfig(level=logging.INFO)
     child = _Child()
     own = [name for name in dir(_Child) if not name.startswith("_")]
     handlers: dict[str, Callable[..., Any]] = {name: getattr(child, name) for name in own}

@@ -27,7 +27,7 @@ from kvstrata.client import CacheClient, LoadItem
 from kvstrata.client.pinning import Pinner
 from kvstrata.client.warmup import PageWarmer
 from kvstrata.config.model import ClientSettings
-from kvstrata.connectors.vllm.device import DeviceMover
+from kvstrata.connectors.vllm.device import DeviceMover, choose_way
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, WorkerReport
 from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
 from kvstrata.connectors.vllm.worker import WorkerSide
@@ -177,7 +177,7 @@ class Cache(NoCache):
         self.engine = engine
         plan = CudaCopyPlan(kv.host_plan, 0)
         if measure:
-            engine.choose(kv.host_plan, 0, 0, range(kv.view.chunk_blocks))
+            choose_way(engine, "GPU 0", kv.host_plan, kv.view.chunk_blocks)
         self.client = client_of(
             settings,
             kv,

@@ -193,6 +193,22 @@ def test_where_pinning_is_refused_the_rest_of_the_pool_is_copied_unpinned(
     child.ask("close")
 
 
+def test_an_engine_attaches_and_works_while_pinning_stands_still(engine: Start) -> None:
+    held = engine(HOLD_REGISTER=1)
+    held.ask("wait_call", name="cuMemHostRegister")
+    other = engine()
+    for child, seed in ((other, 1), (held, 2)):
+        assert child.ask("store", seed=seed, n_chunks=4) == 4
+    assert held.ask("load", seed=1, n_chunks=4)["right"] == blocks(4)
+    assert other.ask("load", seed=2, n_chunks=4)["right"] == blocks(4)
+    other.ask("wait_pinned", n_bytes=L1_MB << 20)
+    assert held.ask("stats")["pinned_bytes"] == 0
+    held.ask("set_driver", name="hold_register", value="0")
+    held.ask("wait_pinned", n_bytes=L1_MB << 20)
+    held.ask("close")
+    other.ask("close")
+
+
 @DRIVERS
 def test_how_an_engine_copies_is_told_to_every_server_and_counted_once(
     engine: Start, server: ServerProcess, driver: str
@@ -233,6 +249,23 @@ def test_without_pinning_everything_works(engine: Start) -> None:
 
 
 # -- bad devices --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory_mb", [32, 96], ids=["for none", "for one direction"])
+def test_without_room_for_staging_copies_go_by_dma_and_the_log_says_why(
+    engine: Start, server: ServerProcess, tmp_path: Path, memory_mb: int
+) -> None:
+    child = engine(engine="staged", measure=True, MEMORY=memory_mb << 20)
+    child.ask("room", n_bytes=(memory_mb - 8) << 20)
+    assert child.ask("store", seed=1, n_chunks=6) == 6
+    assert child.ask("load", seed=1, n_chunks=6) == {"chunks": 6, "right": blocks(6), "bad": 0}
+    counts = child.ask("churn", seed=5, steps=60)
+    assert counts["loaded blocks"] > 0 and not counts["bad blocks"]
+    log = (tmp_path / "engine.log").read_text()
+    assert "KV of GPU 0 is copied by dma: not staged: cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY" in log
+    assert child.ask("stats")["copy_engine"] == "dma"
+    eventually("the server was told", lambda: (copies_of(server) or {}).get("engine") == "dma")
+    child.ask("close")
 
 
 def test_a_copy_that_the_driver_refuses_costs_its_request_alone(engine: Start) -> None:

@@ -17,6 +17,7 @@
 //   SIMULATED_CUDA_DEVICES=1         SIMULATED_CUDA_VERSION=13000
 //   SIMULATED_CUDA_MEMORY=1073741824 bytes of each device
 //   SIMULATED_CUDA_REGISTER=bytes    that may be registered at once
+//   SIMULATED_CUDA_HOLD_REGISTER=0   1: calls that register memory do not return
 //   SIMULATED_CUDA_DELAY_US=0        before each piece of work, at most; random,
 //   SIMULATED_CUDA_SEED SIMULATED_CUDA_FAIL=call:n:number[,...]
 //       the n-th call (n+: and all later ones) of this function returns that error. "copy" and
@@ -134,8 +135,8 @@ struct SimulatedDriver {
   std::mt19937_64 random;
 
   SimulatedDriver() {
-    const char* const names[] = {"devices",  "version", "memory", "register",
-                                 "delay_us", "seed",    "fail"};
+    const char* const names[] = {"devices",       "version",  "memory", "register",
+                                 "hold_register", "delay_us", "seed",   "fail"};
     for (const char* name : names) {
       std::string variable = std::string("SIMULATED_CUDA_") + name;
       for (char& c : variable)
@@ -507,6 +508,7 @@ Result copy_batch_of_13(DeviceAddress* to, DeviceAddress* from, std::size_t* siz
 EXPORT void simulated_cuda_set(const char* name, const char* value) {
   const std::lock_guard lock(driver().mutex);
   driver().set(name, value);
+  driver().changed.notify_all();
 }
 
 // Calls of a function so far, or "copy", "kernel", "pageable".
@@ -789,6 +791,7 @@ EXPORT Result cuMemFreeHost(void* memory) {
 
 EXPORT Result cuMemHostRegister_v2(void* memory, std::size_t length, unsigned) {
   ENTER_CONTEXT("cuMemHostRegister");
+  d.changed.wait(call_.lock, [&] { return d.option("hold_register", 0) == 0; });
   const auto address = reinterpret_cast<std::uint64_t>(memory);
   std::uint64_t sum = length;
   for (const auto& [at, range] : d.registered)

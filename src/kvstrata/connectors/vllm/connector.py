@@ -216,7 +216,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         # Engines on the CPU must never load the driver.
         from kvstrata.client.pinning import Pinner
         from kvstrata.client.warmup import PageWarmer
-        from kvstrata.connectors.vllm.device import DeviceMover
+        from kvstrata.connectors.vllm.device import DeviceMover, choose_way
         from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, CudaError
 
         settings = self._settings
@@ -232,18 +232,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             )
         except CudaError as error:
             raise ConfigError(f"device: KV of {device} cannot be copied: {error}", field="device") from error
-        try:
-            engine.choose(plan, 0, 0, range(view.chunk_blocks))
-        except CudaError as error:
-            logger.warning("the ways to copy KV could not be measured: %s", error)
-        rates = ", ".join(f"{way} {rate:.1f}" for way, rate in engine.measured.items()) or "nothing"
-        logger.info(
-            "KV of %s is copied by %s: %s (measured, in GB/s: %s)",
-            device,
-            engine.engine,
-            engine.reason,
-            rates,
-        )
+        choose_way(engine, device, plan, view.chunk_blocks)
         pages = Pinner(engine, ordinal) if settings.gpu_pin else PageWarmer()
         client = make_client(engine=engine, pages=pages, registers_memory=True)
         section_at = {layer.base: section for section, layer in enumerate(view.layers.values())}

@@ -27,10 +27,23 @@ from kvstrata.types import LeaseName
 
 if TYPE_CHECKING:
     from kvstrata.client import CacheClient, Identity
+    from kvstrata.native.copying import CopyPlan
     from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan
     from kvstrata.rpc.wire import DeviceCopies
 
 logger = logging.getLogger("vllm.kvstrata")
+
+
+def choose_way(engine: CudaCopyEngine, device: object, plan: CopyPlan, chunk_blocks: int) -> None:
+    """Measure with records of `chunk_blocks` blocks, take the best way where none is configured, and tell the log."""
+    try:
+        engine.choose(plan, 0, 0, range(chunk_blocks))
+    except CudaError as error:
+        logger.warning("the ways to copy KV could not be measured: %s", error)
+    rates = ", ".join(f"{way} {rate:.1f}" for way, rate in engine.measured.items()) or "nothing"
+    logger.info(
+        "KV of %s is copied by %s: %s (measured, in GB/s: %s)", device, engine.engine, engine.reason, rates
+    )
 
 
 class DeviceMover:
