@@ -150,23 +150,19 @@ def compile_core(jobs: int) -> Path:
 
 
 def find_nvcc() -> list[str] | None:
-    """nvcc of $CUDA_HOME, else on PATH, else of the usual folder, else of the packages `nvidia-cuda-nvcc` and
-    `nvidia-cuda-cccl` of the Python that builds; with the options that it needs to find its own files."""
+    """nvcc of $CUDA_HOME, else on PATH, else of the packages `nvidia-cuda-nvcc` and `nvidia-cuda-cccl` of the Python
+    that builds, else of the usual folder; with the options that it needs to find its own files."""
     home = os.environ.get("CUDA_HOME")
     on_path = shutil.which("nvcc")
-    candidates = [Path(home) / "bin" / "nvcc"] if home else []
-    candidates += [Path(on_path)] if on_path else []
-    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
-    if found := next((path for path in candidates if os.access(path, os.X_OK)), None):
-        return [str(found)]
+    candidates = [[str(Path(home) / "bin" / "nvcc")]] if home else []
+    candidates += [[on_path]] if on_path else []
     package = importlib.util.find_spec("nvidia")
     for place in (package and package.submodule_search_locations) or ():
         # One folder for all packages since CUDA 13 (nvidia/cu13), before that one for each.
-        for nvcc in sorted(Path(place).glob("*/bin/nvcc")):
-            if os.access(nvcc, os.X_OK):
-                includes = [f"-I{folder}" for folder in sorted(Path(place).glob("*/include"))]
-                return [str(nvcc), *includes]
-    return None
+        includes = [f"-I{folder}" for folder in sorted(Path(place).glob("*/include"))]
+        candidates += [[str(nvcc), *includes] for nvcc in sorted(Path(place).glob("*/bin/nvcc"))]
+    candidates.append(["/usr/local/cuda/bin/nvcc"])
+    return next((command for command in candidates if os.access(command[0], os.X_OK)), None)
 
 
 def compile_cuda() -> Path | None:
@@ -185,8 +181,8 @@ def compile_cuda() -> Path | None:
     if nvcc is None:
         if wish == "require":
             raise BuildFailed(
-                "KVSTRATA_CUDA=require: no nvcc in $CUDA_HOME/bin, on PATH, in /usr/local/cuda/bin or of the "
-                "package nvidia-cuda-nvcc"
+                "KVSTRATA_CUDA=require: no nvcc in $CUDA_HOME/bin, on PATH, of the package nvidia-cuda-nvcc or in "
+                "/usr/local/cuda/bin; pip install nvidia-cuda-nvcc nvidia-cuda-cccl"
             )
         print(
             "cuda: no nvcc found, the GPU kernels are left out (the server and CPU engines do not need them)"

@@ -20,6 +20,15 @@ UCX = ("libucx-cu13==1.22.0",)
 NIXL = ("nixl==1.5.1", "nixl-cu13==1.5.1", "numpy>=1.26")
 """All that its UCX backend needs; what the packages themselves ask for is 5.9 GB."""
 
+NVCC = (
+    "nvidia-cuda-nvcc==13.5.37",
+    "nvidia-cuda-cccl==13.3.5.0.6",
+    "nvidia-cuda-crt==13.5.37",
+    "nvidia-cuda-runtime==13.5.37",
+    "nvidia-nvvm==13.5.37",
+)
+"""What `pip install nvidia-cuda-nvcc nvidia-cuda-cccl` brings."""
+
 
 class Unavailable(Exception):
     """The packages cannot be had here; the message says why and which line installs them."""
