@@ -22,7 +22,7 @@ endif
 export KVSTRATA_WERROR ?= 1
 endif
 
-.PHONY: help setup demo test test-fast test-native test-vllm-env lint format sanitize docs bench cuda wheel clean
+.PHONY: help setup setup-packages setup-built demo test test-fast test-native test-vllm-env lint format sanitize docs bench cuda wheel clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -30,6 +30,9 @@ help:  ## show this list
 # PYTHON=... names another interpreter; without it the one that made .venv is kept. A name on PATH may be a shim that
 # only prints an error: run it to be sure.
 setup:  ## make or update .venv and the compiled modules
+setup-packages: SETUP_ONLY := --only packages
+setup-built: SETUP_ONLY := --only built
+setup setup-packages setup-built:
 	@python="$(PYTHON)"; \
 	if [ -z "$$python" ]; then \
 	    kept=$$(.venv/bin/python -c 'import sys; print(sys._base_executable)' 2>/dev/null); \
@@ -42,7 +45,7 @@ setup:  ## make or update .venv and the compiled modules
 	    echo "no Python 3.11, 3.12 or 3.13 was found; on Debian or Ubuntu:" \
 	         "sudo apt-get update && sudo apt-get install -y python3 python3-dev python3-venv g++"; exit 2; \
 	fi; \
-	"$$python" tests/harness/setup_env.py
+	"$$python" tests/harness/setup_env.py $(SETUP_ONLY)
 
 demo: setup  ## show what it does, with real vLLM where that is small to get (VLLM=1: in any case; REMOTE=mooncake, redis or s3: two servers that share such a tier; CLUSTER=1: a controller and two instances that read from each other, KEEP=1 leaves it open)
 	@$(if $(VLLM),KVSTRATA_VLLM=$(VLLM)) $(VENV_PYTHON) -m tests.harness.demo $(ARGS)
@@ -60,14 +63,14 @@ test-native:  ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanit
 test-vllm-env: setup
 	@$(VENV_PYTHON) tests/harness/vllm_env.py --ensure >/dev/null || [ "$(CI)" != true ]
 
-lint: setup  ## ruff, mypy and clang-format; changes nothing
+lint: setup-packages  ## ruff, mypy and clang-format; changes nothing
 	@$(VENV_PYTHON) -m ruff check --output-format concise $(wildcard $(LINTED))
 	@$(VENV_PYTHON) -m ruff format --check $(wildcard $(LINTED))
 	@$(VENV_PYTHON) -m mypy src
 	@files=($(CLANG_FORMATTED)); [ $${#files[@]} = 0 ] || \
 	    .venv/bin/clang-format --dry-run -Werror "$${files[@]}"
 
-format: setup  ## format Python and C++ and apply what ruff can mend
+format: setup-packages  ## format Python and C++ and apply what ruff can mend
 	@$(VENV_PYTHON) -m ruff format $(wildcard $(LINTED))
 	@$(VENV_PYTHON) -m ruff check --fix $(wildcard $(LINTED))
 	@files=($(CLANG_FORMATTED)); [ $${#files[@]} = 0 ] || .venv/bin/clang-format -i "$${files[@]}"
@@ -75,7 +78,7 @@ format: setup  ## format Python and C++ and apply what ruff can mend
 sanitize: test-native  ## the C++ tests under ASan + UBSan, then under ThreadSanitizer
 	@$(MAKE) -C ext/core -j$(JOBS) check SANITIZER=thread
 
-docs: setup  ## write the pages that are generated from the code
+docs: setup-built  ## write the pages that are generated from the code; compiles only what was never compiled
 	@$(VENV_PYTHON) -m tests.harness.pages
 
 bench: setup  ## measure everything (BENCH=name: one); asks first; figures go to build/bench.json

@@ -5,11 +5,15 @@ line that installs all that is missing (exit status 2). Then one line a step, th
 `build/setup.log`, and a failed step ends it with exit status 1. What is already current is recognised by the
 content of the files it was made from and not done again, so a second run takes well under a second.
 
+`--only packages` makes .venv and installs packages, which is all that ruff, mypy and clang-format need. `--only built`
+compiles nothing where compiled modules are there already, whatever they were made from: enough to import the package.
+
 Only the standard library is used, and Python 3.11 or newer.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -55,17 +59,17 @@ int main(int argc, char**) {
 """
 
 
-def missing_packages() -> list[str]:
+def missing_packages(compiles: bool) -> list[str]:
     """What must be installed first, as this system's package tool names it; empty when all is there."""
     minor = f"python{sys.version_info.major}.{sys.version_info.minor}"
     apt, dnf = [], []
-    if not compiler_works():
+    if compiles and not compiler_works():
         apt += ["g++", "libc6-dev"]
         dnf += ["gcc-c++", "libasan", "libubsan", "libtsan"]
     if shutil.which("make") is None:
         apt.append("make")
         dnf.append("make")
-    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+    if compiles and not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         apt.append(f"{minor}-dev")
         dnf.append(f"{minor}-devel")
     if not venv_works():
@@ -107,14 +111,14 @@ def install_line(packages: list[str]) -> str:
     return f"install, under the names your system gives them: {' '.join(packages)}"
 
 
-def check_machine() -> list[str]:
+def check_machine(compiles: bool) -> list[str]:
     """What stands in the way of a setup, one complete sentence each, the line to run first."""
     problems = []
     if sys.version_info[:2] not in {(3, minor) for minor in SUPPORTED_MINORS}:
         problems.append(
             f"Python {sys.version.split()[0]} is not supported: make PYTHON=python3.11 (or 3.12, 3.13)"
         )
-    packages = missing_packages()
+    packages = missing_packages(compiles)
     if packages:
         problems.append(install_line(packages))
     free = provision.free_disk_bytes(ROOT)
@@ -176,7 +180,8 @@ def wanted_state() -> dict[str, str]:
 
 def nvcc_found() -> bool:
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    return shutil.which("nvcc") is not None or (Path(home) / "bin" / "nvcc").exists()
+    packaged = VENV.glob("lib/python*/site-packages/nvidia/*/bin/nvcc")
+    return shutil.which("nvcc") is not None or (Path(home) / "bin" / "nvcc").exists() or any(packaged)
 
 
 def declared_requirements() -> list[str]:
@@ -195,6 +200,11 @@ def read_stamp() -> dict[str, str]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=("packages", "built"))
+    only = parser.parse_args().only
     start_s = time.monotonic()
     with provision.exclusive(ROOT / "build" / ".setup.lock", "waiting for another setup in this clone"):
         wanted, done = wanted_state(), read_stamp()
@@ -202,8 +212,12 @@ def main() -> int:
             done.pop("native", None)
         if not METADATA.exists():
             done.pop("install", None)
-        if done != wanted:
-            problems = check_machine()
+        if only == "packages":
+            wanted = {step: wanted[step] for step in ("environment", "packages")}
+        elif only == "built" and "native" in done:
+            wanted |= {step: done[step] for step in ("ucx", "native") if step in done}
+        if due(wanted, done):
+            problems = check_machine("native" in due(wanted, done))
             if problems:
                 print("\n".join(problems))
                 return 2
@@ -220,6 +234,12 @@ def main() -> int:
     return 0
 
 
+def due(wanted: dict[str, str], done: dict[str, str]) -> list[str]:
+    """Steps to do. Another environment makes all that follows necessary."""
+    again = done.get("environment") != wanted["environment"]
+    return [step for step, made_from in wanted.items() if again or done.get(step) != made_from]
+
+
 def bring_up_to_date(steps: Steps, wanted: dict[str, str], done: dict[str, str]) -> None:
     """Does the steps whose inputs changed, in order, and notes each one as soon as it is done."""
     environment = provision.download_environment()
@@ -229,30 +249,30 @@ def bring_up_to_date(steps: Steps, wanted: dict[str, str], done: dict[str, str])
         done[step] = wanted[step]
         STAMP.write_text(json.dumps(done))
 
-    if done.get("environment") != wanted["environment"]:
+    if "environment" in due(wanted, done):
         done.clear()
         if not venv_is_usable():
             with steps.step("create .venv"):
                 shutil.rmtree(VENV, ignore_errors=True)
                 steps.run([sys.executable, "-m", "venv", VENV])
         finished("environment")
-    if done.get("packages") != wanted["packages"]:
+    if "packages" in due(wanted, done):
         with steps.step("install packages"):
             for requirements in (BUILD_TOOLS, declared_requirements()):
                 steps.run([*pip_install, *requirements], attempts=DOWNLOAD_ATTEMPTS, environment=environment)
         finished("packages")
-    if done.get("ucx") != wanted["ucx"]:
+    if "ucx" in due(wanted, done):
         provide_ucx()
         done.pop("native", None)
         finished("ucx")
-    if done.get("native") != wanted["native"]:
+    if "native" in due(wanted, done):
         with steps.step("compile the native modules"):
             output = steps.run([VENV_PYTHON, "setup.py", "build_ext", "--inplace"], environment=environment)
         for line in output.splitlines():
             if line.startswith(("cuda:", "ucx:")):
                 print(f"             {line}", file=sys.stderr)
         finished("native")
-    if done.get("install") != wanted["install"]:
+    if "install" in due(wanted, done):
         with steps.step("install kvstrata in place"):
             steps.run(
                 [*pip_install, "--no-build-isolation", "--no-deps", "--editable", "."],

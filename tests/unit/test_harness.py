@@ -22,6 +22,20 @@ def steps(tmp_path: Path) -> provision.Steps:
     return provision.Steps(tmp_path / "log" / "steps.log")
 
 
+def test_what_needs_no_compiled_module_asks_for_no_compiler(monkeypatch):
+    monkeypatch.setattr(setup_env, "compiler_works", lambda: False)
+    asked = set(setup_env.missing_packages(True)) - set(setup_env.missing_packages(False))
+    assert asked & {"g++", "gcc-c++"}
+
+
+def test_only_what_was_made_from_something_else_is_due_and_all_of_it_in_another_environment():
+    wanted = {"environment": "python 3.11", "packages": "list 2", "native": "sources 1"}
+    done = {"environment": "python 3.11", "packages": "list 1", "native": "sources 1", "install": "older"}
+    assert setup_env.due(wanted, done) == ["packages"]
+    assert setup_env.due(wanted, wanted) == []
+    assert setup_env.due(wanted, {**done, "environment": "python 3.12"}) == list(wanted)
+
+
 def test_a_failing_download_is_tried_again_and_then_reported_with_its_output(
     steps: provision.Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,21 +90,21 @@ def test_setup_depends_on_the_content_of_sources_not_on_their_times(
 
 
 def test_all_that_a_machine_lacks_is_installed_by_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup_env, "missing_packages", lambda: ["g++", "python3.11-dev"])
+    monkeypatch.setattr(setup_env, "missing_packages", lambda compiles: ["g++", "python3.11-dev"])
     monkeypatch.setattr(setup_env.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(
         setup_env.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "apt-get" else None
     )
-    assert setup_env.check_machine() == [
+    assert setup_env.check_machine(True) == [
         "sudo apt-get update && sudo apt-get install -y g++ python3.11-dev",
     ]
 
 
 def test_too_little_disk_or_memory_stops_the_setup_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup_env, "missing_packages", list)
+    monkeypatch.setattr(setup_env, "missing_packages", lambda compiles: [])
     monkeypatch.setattr(setup_env.provision, "free_disk_bytes", lambda _: 1 << 30)
     monkeypatch.setattr(setup_env.provision, "available_memory_bytes", lambda: 1 << 29)
-    disk, memory = setup_env.check_machine()
+    disk, memory = setup_env.check_machine(True)
     assert "has 1.0 GiB" in disk
     assert "0.5 GiB are available" in memory
 
