@@ -10,6 +10,7 @@
 #include <array>
 #include <cerrno>
 #include <condition_variable>
+#include <cstring>
 #include <deque>
 #include <mutex>
 #include <new>
@@ -68,6 +69,16 @@ struct Job {
   }
 };
 
+// Whether a rounded section could be rounded; true where there are no scales.
+bool all_scales(const unsigned char* scales, std::uint64_t bytes) {
+  for (std::uint64_t at = 0; at < bytes; at += sizeof(std::uint32_t)) {
+    std::uint32_t scale = 0;
+    std::memcpy(&scale, scales + at, sizeof scale);
+    if (!fp8::is_scale(scale)) return false;
+  }
+  return true;
+}
+
 // Checksums of sections [begin, end) of one item.
 struct Unit {
   std::shared_ptr<Job> job;
@@ -95,6 +106,8 @@ class CudaCopyEngine::Impl {
   Status start(std::uint64_t job_id, bool reported, CopyKind kind, CudaPlan plan,
                std::vector<CopyItem> items, std::shared_ptr<Job>* out);
   void completions(std::vector<CopyCompletion>* out);
+  // Whether the engine can take a plan with a rounding.
+  [[nodiscard]] Status check_rounding(const CopyPlan& plan, std::span<const CopyItem> items) const;
   Status run(CopyKind kind, CudaPlan plan, std::vector<CopyItem> items,
              std::vector<CopyResult>* results);
   bool wait(std::uint64_t job_id, std::chrono::nanoseconds timeout);
@@ -189,6 +202,12 @@ Failure CudaCopyEngine::Impl::create(std::shared_ptr<Device> device, const Engin
   if (options.max_sms == 0 || options.max_sms > 1024) {
     return limit("max_sms: must be between 1 and 1024", options.max_sms, 1024);
   }
+  if (options.rounds && !options.choose && options.way == Way::kDma) {
+    return Failure{-1, "", "engine: 'dma' cannot round KV; use 'kernel', 'staged' or 'auto'"};
+  }
+  if (options.rounds && !device->no_kernels().empty()) {
+    return Failure{-1, "", "kernels: needed to round KV, and " + device->no_kernels()};
+  }
   std::unique_ptr<Impl> engine(new Impl);
   engine->owner_ = getpid();
   engine->device_ = device;
@@ -200,7 +219,10 @@ Failure CudaCopyEngine::Impl::create(std::shared_ptr<Device> device, const Engin
   choice.way = options.way;
   if (options.choose) {
     choice.reason = "not measured yet: ";
-    if (device->driver().copy_batch == nullptr && device->no_kernels().empty()) {
+    if (options.rounds) {
+      choice.way = Way::kKernel;
+      choice.reason += "the kernels round";
+    } else if (device->driver().copy_batch == nullptr && device->no_kernels().empty()) {
       choice.way = Way::kKernel;
       choice.reason += "the driver has no batched copies (CUDA 12.8)";
     } else {
@@ -218,8 +240,11 @@ Failure CudaCopyEngine::Impl::create(std::shared_ptr<Device> device, const Engin
     auto& lane = engine->lanes_[static_cast<std::size_t>(kind)];
     lane = std::make_unique<Lane>(device, options.max_sms);
     if (Failure failure = lane->mover.open(kind == CopyKind::kScatter)) return failure;
-    if (choice.way != Way::kStaged) continue;
+    if (choice.way != Way::kStaged && !options.rounds) continue;
     if (const Failure failure = lane->mover.reserve(options.staging_bytes)) {
+      if (options.rounds) {
+        return Failure{-1, "", "staging_bytes: " + device->driver().explain(failure)};
+      }
       choice.way = Way::kDma;
       choice.reason = "not staged: " + device->driver().explain(failure);
       for (const auto& other : engine->lanes_) {
@@ -273,6 +298,9 @@ Status CudaCopyEngine::Impl::start(std::uint64_t job_id, bool reported, CopyKind
                   plan.device->ordinal(), device_->ordinal(), -1);
   }
   KVSTRATA_RETURN_IF_ERROR(check_items(kind, *plan.copy, items));
+  if (plan.copy->rounding()) {
+    KVSTRATA_RETURN_IF_ERROR(check_rounding(*plan.copy, items));
+  }
   auto job = std::make_shared<Job>();
   job->id = job_id;
   job->reported = reported;
@@ -304,6 +332,23 @@ Status CudaCopyEngine::Impl::start(std::uint64_t job_id, bool reported, CopyKind
     lane.queued.notify_all();
   }
   *out = std::move(job);
+  return Status();
+}
+
+Status CudaCopyEngine::Impl::check_rounding(const CopyPlan& plan,
+                                            std::span<const CopyItem> items) const {
+  if (!options_.rounds) {
+    return Status(StatusCode::kBadArgument, "plan: rounds KV, and the engine was not made for that",
+                  0, 0, -1);
+  }
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    if (!lanes_[0]->mover.cannot_round(plan, items[i].blocks.size()).empty()) {
+      return Status(StatusCode::kBadArgument,
+                    "block_ids: a rounded section is larger than the staging buffer",
+                    static_cast<std::int64_t>(items[i].blocks.size()), 0,
+                    static_cast<std::int64_t>(i));
+    }
+  }
   return Status();
 }
 
@@ -550,10 +595,11 @@ void CudaCopyEngine::Impl::compute(const Unit& unit) {
   const unsigned char* const payload = job.payload(unit.item);
   std::size_t s = unit.begin;
   for (; s < unit.end; ++s) {
-    const std::uint32_t crc =
-        crc32c(payload + plan.section_offset(s, n_blocks), plan.section_bytes(s, n_blocks));
+    const unsigned char* const section = payload + plan.section_offset(s, n_blocks);
+    const std::uint32_t crc = crc32c(section, plan.section_bytes(s, n_blocks));
     if (job.kind == CopyKind::kGather) {
       progress.sections[s].crc = crc;
+      if (!all_scales(section, plan.scale_bytes())) break;
     } else if (crc != progress.expected[s]) {
       break;
     }
@@ -563,14 +609,16 @@ void CudaCopyEngine::Impl::compute(const Unit& unit) {
   CopyResult& result = progress.result;
   const auto section = static_cast<std::int32_t>(s);
   if (result.outcome == CopyOutcome::kOk || section < result.section) {
-    result = CopyResult{CopyOutcome::kCorrupt, section};
+    const bool gather = job.kind == CopyKind::kGather;
+    result = CopyResult{gather ? CopyOutcome::kFailed : CopyOutcome::kCorrupt, section};
   }
 }
 
 void CudaCopyEngine::Impl::end_part(Lock& lock, Job& job, std::size_t item) {
   Progress& progress = job.progress[item];
   if (--progress.parts_left != 0) return;
-  if (job.kind == CopyKind::kGather && !progress.device_failed) {
+  if (job.kind == CopyKind::kGather && !progress.device_failed &&
+      progress.result.outcome == CopyOutcome::kOk) {
     const CopyItem& what = job.items[item];
     lock.unlock();
     const Status status = write_record_header(what.record, what.length, what.spec,
@@ -735,6 +783,9 @@ Failure CudaCopyEngine::Impl::choose(const CopyPlan& plan, std::span<const std::
   const double* const speed = measured.gb_per_s;
   auto best = static_cast<std::size_t>(std::max_element(speed, speed + 3) - speed);
   if (speed[0] >= kAsFast * speed[best]) best = 0;
+  if (options_.rounds && best == 0) {
+    return Failure{-1, "", "plan: nothing that can round it could be measured"};
+  }
   Choice choice;
   choice.way = static_cast<Way>(best);
   choice.reason = best == 0 ? "measured: as fast as the others or nearly so, and it takes nothing "
@@ -747,7 +798,8 @@ Failure CudaCopyEngine::Impl::choose(const CopyPlan& plan, std::span<const std::
     }
   }
   Failure no_room;
-  if (options_.choose && choice.way == Way::kStaged && choice_.way != Way::kStaged) {
+  if (options_.choose && !options_.rounds && choice.way == Way::kStaged &&
+      choice_.way != Way::kStaged) {
     // REQUIRES of reserve(): nobody queues; staged is not in use before the choice below.
     const CurrentContext current(*device_);
     for (const auto& lane : lanes_) {

@@ -16,6 +16,8 @@
 //   layerwise scatter: the items of a job begin together and go section by section, an event after
 //            each, so that another stream can wait for a section (await_section).
 //
+// A gather of numbers that cannot be rounded (infinite or none) ends as kFailed, without a header.
+//
 // Invariants. (1) A job that was accepted ends in exactly one completion. (2) An item ends only
 // when its event has come, whatever was cancelled or failed; until then its extent and its blocks
 // are in use. The exception is a sticky error: the context is gone and touches them no more.
@@ -46,6 +48,7 @@ struct EngineOptions {
   unsigned max_sms = 4;  // thread blocks of a kernel, each filling a multiprocessor's share
   std::uint64_t staging_bytes = 64 << 20;  // for each direction
   std::size_t queue = 256;
+  bool rounds = false;  // takes plans with a rounding: never dma, and staging is always there
 };
 
 struct Choice {
@@ -56,7 +59,8 @@ struct Choice {
 
 class CudaCopyEngine {
  public:
-  // kBadArgument of the options goes to `status`.
+  // kBadArgument of the options goes to `status`. An engine that rounds fails where it has no
+  // kernels, no room for staging, or the way is dma.
   static Failure create(std::shared_ptr<Device> device, const EngineOptions& options,
                         Status* status, std::unique_ptr<CudaCopyEngine>* out);
   ~CudaCopyEngine();

@@ -10,7 +10,17 @@ from libcpp.string cimport string
 from libcpp.utility cimport move
 from libcpp.vector cimport vector
 
-from core_copying cimport BlockSpan, CCopyPlan, CopyCompletion, CopyItem, CopyKind, CopyResult, nanoseconds
+from core_copying cimport (
+    BlockSpan,
+    CCopyPlan,
+    CopyCompletion,
+    CopyItem,
+    CopyKind,
+    CopyResult,
+    Fp8Source,
+    Rounding,
+    nanoseconds,
+)
 from core_status cimport Status, StatusCode
 from kvstrata.native.copying cimport (
     LONGEST_WAIT_S,
@@ -113,6 +123,7 @@ cdef extern from "copy_engine.h" namespace "kvstrata::cuda" nogil:
         unsigned max_sms
         uint64_t staging_bytes
         size_t queue
+        cbool rounds
 
     cdef cppclass Choice:
         Way way
@@ -290,15 +301,25 @@ cdef class CudaCopyPlan:
     cdef CudaPlan plan
     cdef readonly CopyPlan host_plan
 
-    def __cinit__(self, CopyPlan plan not None, device):
+    def __cinit__(self, CopyPlan plan not None, device, *, fp8=None):
         cdef shared_ptr[Device] on
+        cdef shared_ptr[const CCopyPlan] copy = plan.plan
+        cdef Rounding rounding
         cdef Failure failure
         self.host_plan = plan
         if device is None:  # filled by derived()
             return
+        if fp8 is not None:
+            dtype, *array = fp8
+            if dtype not in (1, 2) or len(array) != 4:
+                raise ValueError(f"fp8: must be (1 or 2, groups, tokens, heads, dim), not {fp8!r:.100}")
+            rounding.type = Fp8Source.kBfloat16 if dtype == 1 else Fp8Source.kFloat16
+            rounding.block.blocks = 1
+            rounding.block.groups, rounding.block.tokens, rounding.block.heads, rounding.block.dim = array
+            check(CCopyPlan.rounded(plan.plan.get()[0], rounding, &copy))
         on = open_device(device)
         with nogil:
-            failure = CudaPlan.create(plan.plan, on, &self.plan)
+            failure = CudaPlan.create(copy, on, &self.plan)
         check_cuda(failure)
 
     cdef CudaCopyPlan derived(self):
@@ -319,13 +340,18 @@ cdef class CudaCopyPlan:
         return self.host_plan.num_blocks
 
     def section_bytes(self, section, n_blocks):
-        return self.host_plan.section_bytes(section, n_blocks)
+        self.host_plan.section_bytes(section, n_blocks)  # checks both
+        return self.plan.copy.get().section_bytes(section, n_blocks)
 
     def payload_bytes(self, n_blocks):
-        return self.host_plan.payload_bytes(n_blocks)
+        cdef uint64_t result = 0
+        check(self.plan.copy.get().payload_bytes(whole(n_blocks, "n_blocks"), &result))
+        return result
 
     def record_bytes(self, n_blocks):
-        return self.host_plan.record_bytes(n_blocks)
+        cdef uint64_t result = 0
+        check(self.plan.copy.get().record_bytes(whole(n_blocks, "n_blocks"), &result))
+        return result
 
     def behind(self, Moment moment not None):
         cdef CudaCopyPlan other = self.derived()
@@ -343,7 +369,7 @@ cdef class CudaCopyEngine:
     cdef readonly int event_fd
     cdef readonly int threads
 
-    def __cinit__(self, device, *, engine="auto", threads=2, max_sms=4, staging_bytes=64 << 20, queue=256):
+    def __cinit__(self, device, *, engine="auto", threads=2, max_sms=4, staging_bytes=64 << 20, queue=256, fp8=False):
         cdef EngineOptions options
         cdef shared_ptr[Device] on
         cdef Status status
@@ -358,6 +384,7 @@ cdef class CudaCopyEngine:
         options.max_sms = <unsigned>min(whole(max_sms, "max_sms"), <uint64_t>100_000)
         options.staging_bytes = whole(staging_bytes, "staging_bytes")
         options.queue = whole(queue, "queue")
+        options.rounds = bool(fp8)
         if options.staging_bytes == 0:
             raise ValueError("staging_bytes: may not be 0")
         on = open_device(device)
@@ -389,15 +416,20 @@ cdef class CudaCopyEngine:
         cdef Failure failure = self.native.get().failed()
         return error_of(failure) if failure.number != 0 else None
 
-    def choose(self, CopyPlan plan not None, host_address, length, blocks):
+    def choose(self, plan, host_address, length, blocks):
+        cdef shared_ptr[const CCopyPlan] shape
         cdef uint64_t host = whole(host_address, "host_address")
         cdef uint64_t count = whole(length, "length")
         cdef vector[uint32_t] ids
         cdef Failure failure
+        if isinstance(plan, CudaCopyPlan):
+            shape = (<CudaCopyPlan>plan).plan.copy
+        else:
+            shape = (<CopyPlan?>plan).plan
         set_blocks(ids, blocks, True)
         with nogil:
             failure = self.native.get().choose(
-                plan.plan.get()[0], BlockSpan(ids.data(), ids.size()), host, count
+                shape.get()[0], BlockSpan(ids.data(), ids.size()), host, count
             )
         check_cuda(failure)
 

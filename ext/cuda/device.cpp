@@ -6,8 +6,6 @@
 #include <bit>
 #include <map>
 
-#include "kernel_body.h"
-
 namespace kvstrata::cuda {
 namespace {
 
@@ -99,8 +97,13 @@ void Device::load_kernels(const std::string& image, const std::string& reason) {
     failure = check("cuModuleGetFunction",
                     driver_->module_function(&kernels_[i], module_, kKernelNames[i]));
   }
+  for (std::size_t i = 0; i < fp8_kernels_.size() && !failure; ++i) {
+    failure = check("cuModuleGetFunction",
+                    driver_->module_function(&fp8_kernels_[i], module_, kFp8KernelNames[i]));
+  }
   if (failure) {
     kernels_ = {};
+    fp8_kernels_ = {};
     no_kernels_ = driver_->explain(failure);
   }
 }

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "driver.h"
+#include "fp8_kernel_body.h"
 
 namespace kvstrata::cuda {
 
@@ -52,6 +53,8 @@ class Device : public std::enable_shared_from_this<Device> {
   [[nodiscard]] Context context() const noexcept { return context_; }
   // The kernel that copies by vectors of so many bytes (1, 2, 4, 8, 16); null without kernels.
   [[nodiscard]] Function kernel(unsigned vector_bytes) const noexcept;
+  // Of kFp8KernelNames, likewise.
+  [[nodiscard]] Function fp8_kernel(unsigned number) const noexcept { return fp8_kernels_[number]; }
   // "", or why there are no kernels.
   [[nodiscard]] const std::string& no_kernels() const noexcept { return no_kernels_; }
   // False in a forked child.
@@ -75,6 +78,7 @@ class Device : public std::enable_shared_from_this<Device> {
   Context context_ = nullptr;
   Module module_ = nullptr;
   std::array<Function, 5> kernels_{};
+  std::array<Function, kFp8Kernels> fp8_kernels_{};
   std::string no_kernels_;
   int owner_ = 0;
   std::mutex mutex_;

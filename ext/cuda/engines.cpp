@@ -5,13 +5,16 @@
 #include <bit>
 #include <chrono>
 
-#include "kernel_body.h"
+#include "fp8_kernel_body.h"
 
 namespace kvstrata::cuda {
 namespace {
 
 // Copies handed to the driver in one call.
 constexpr std::size_t kBatchCopies = 4096;
+
+// Scales of the sections that one pair of launches rounds, at most.
+constexpr std::uint64_t kFp8Words = 1 << 18;
 
 // The widest vector of which all addresses and distances of the launch are multiples.
 unsigned vector_bytes(const BlockShape& shape, const Launch& launch) {
@@ -34,6 +37,7 @@ Mover::~Mover() {
   if (!device_->owned()) return;
   const CurrentContext current(*device_);
   give_back();
+  if (words_ != 0) static_cast<void>(device_->driver().memory_free(words_));
   if (stream_ != nullptr) static_cast<void>(device_->driver().stream_destroy(stream_));
 }
 
@@ -68,10 +72,23 @@ Failure Mover::queue(Way way, CopyKind kind, const CopyPlan& plan,
     return launch(kind, plan, blocks,
                   pinning.device_address + plan.section_offset(begin, blocks.size()), begin, end);
   }
-  if (way == Way::kStaged && blocks.size() * plan.largest_block_bytes() <= staging_bytes_) {
+  if (plan.rounding() ||
+      (way == Way::kStaged && blocks.size() * plan.largest_block_bytes() <= staging_bytes_)) {
     return queue_staged(kind, plan, blocks, payload, pinning, begin, end);
   }
   return queue_dma(kind, plan, blocks, payload, pinning, begin, end);
+}
+
+std::string Mover::cannot_round(const CopyPlan& plan, std::size_t n_blocks) const {
+  const std::uint64_t bytes = plan.section_bytes(0, n_blocks);
+  if (plan.scale_bytes() > sizeof(std::uint32_t) * kFp8Words) {
+    return "rounding: a section has more than " + std::to_string(kFp8Words) + " scales";
+  }
+  if (bytes > staging_bytes_) {
+    return "staging_bytes: " + std::to_string(staging_bytes_) + ", a rounded section has " +
+           std::to_string(bytes);
+  }
+  return "";
 }
 
 Failure Mover::copy(CopyKind kind, DeviceAddress device, std::uint64_t host, std::uint64_t bytes) {
@@ -201,21 +218,50 @@ Failure Mover::launch(CopyKind kind, const CopyPlan& plan, std::span<const std::
       sections.push_back({section.base, section.block_stride,
                           packed + plan.section_offset(s, blocks.size()) - before});
     }
-    if (Failure failure = launch(kind, plan.shapes()[index], blocks, sections)) return failure;
+    Failure failure = plan.rounding() ? launch_rounding(kind, plan, blocks, sections)
+                                      : launch(kind, plan.shapes()[index], blocks, sections);
+    if (failure) return failure;
   }
   return Failure{};
 }
 
-Failure Mover::launch(CopyKind kind, const BlockShape& shape, std::span<const std::uint32_t> blocks,
-                      std::span<const LaunchSection> sections) {
+namespace {
+
+// What all launches for sections of a shape share, but for the vector.
+Launch launch_of(const BlockShape& shape) {
   Launch launch{};
   for (int i = 0; i < 2; ++i) {
     const CopyDim& dim = shape.dims()[static_cast<std::size_t>(i) + 1];
     launch.dims[i] = {dim.stride, static_cast<std::uint32_t>(dim.count), 0};
   }
   launch.outer_stride = shape.dims()[0].stride;
-  launch.gather = kind == CopyKind::kGather ? 1 : 0;
+  return launch;
+}
+
+// Gives the launch the next of the blocks, from the b-th on, as it takes.
+void take_blocks(Launch& launch, std::span<const std::uint32_t> blocks, std::size_t b) {
   constexpr std::uint64_t kTile = kThreads * kUnroll;
+  launch.block_count =
+      static_cast<std::uint32_t>(std::min<std::size_t>(kLaunchBlocks, blocks.size() - b));
+  std::copy_n(blocks.begin() + static_cast<std::ptrdiff_t>(b), launch.block_count, launch.blocks);
+  const std::uint64_t vectors = std::uint64_t{launch.block_count} * launch.block_vectors;
+  launch.tiles_per_section = static_cast<std::uint32_t>((vectors + kTile - 1) / kTile);
+}
+
+}  // namespace
+
+Failure Mover::start(Function kernel, std::uint64_t tiles, void* parameter) {
+  void* parameters[] = {parameter};
+  const Result error = device_->driver().launch(
+      kernel, static_cast<unsigned>(std::min<std::uint64_t>(tiles, max_thread_blocks_)), 1, 1,
+      kThreads, 1, 1, 0, stream_, parameters, nullptr);
+  return Device::check("cuLaunchKernel", error);
+}
+
+Failure Mover::launch(CopyKind kind, const BlockShape& shape, std::span<const std::uint32_t> blocks,
+                      std::span<const LaunchSection> sections) {
+  Launch launch = launch_of(shape);
+  launch.gather = kind == CopyKind::kGather ? 1 : 0;
   for (; !sections.empty(); sections = sections.subspan(launch.section_count)) {
     launch.section_count =
         static_cast<std::uint32_t>(std::min<std::size_t>(kLaunchSections, sections.size()));
@@ -224,25 +270,98 @@ Failure Mover::launch(CopyKind kind, const BlockShape& shape, std::span<const st
     launch.block_vectors = static_cast<std::uint32_t>(shape.block_bytes() / vector);
     launch.run_vectors = static_cast<std::uint32_t>(shape.run_bytes() / vector);
     for (std::size_t b = 0; b < blocks.size(); b += launch.block_count) {
-      launch.block_count =
-          static_cast<std::uint32_t>(std::min<std::size_t>(kLaunchBlocks, blocks.size() - b));
-      std::copy_n(blocks.begin() + static_cast<std::ptrdiff_t>(b), launch.block_count,
-                  launch.blocks);
-      const std::uint64_t vectors = std::uint64_t{launch.block_count} * launch.block_vectors;
-      launch.tiles_per_section = static_cast<std::uint32_t>((vectors + kTile - 1) / kTile);
+      take_blocks(launch, blocks, b);
       const std::uint64_t tiles = std::uint64_t{launch.tiles_per_section} * launch.section_count;
-      void* parameters[] = {&launch};
-      const Result error = device_->driver().launch(
-          device_->kernel(vector),
-          static_cast<unsigned>(std::min<std::uint64_t>(tiles, max_thread_blocks_)), 1, 1, kThreads,
-          1, 1, 0, stream_, parameters, nullptr);
-      if (error != kSuccess) return Failure{error, "cuLaunchKernel", ""};
+      if (Failure failure = start(device_->kernel(vector), tiles, &launch)) return failure;
       for (std::uint32_t i = 0; i < launch.section_count; ++i) {
         launch.sections[i].packed += launch.block_count * shape.block_bytes();
       }
     }
   }
   return Failure{};
+}
+
+Failure Mover::launch_rounding(CopyKind kind, const CopyPlan& plan,
+                               std::span<const std::uint32_t> blocks,
+                               std::span<const LaunchSection> sections) {
+  if (words_ == 0) {
+    if (Failure failure = Device::check(
+            "cuMemAlloc",
+            device_->driver().memory_allocate(&words_, sizeof(std::uint32_t) * kFp8Words))) {
+      words_ = 0;
+      return failure;
+    }
+  }
+  const std::size_t at_once =
+      std::min<std::size_t>(kLaunchSections, kFp8Words / plan.rounding()->block.scales());
+  // Rounds follow each other in the stream, so the words of one are free when the next begins.
+  while (!sections.empty()) {
+    const std::size_t count = std::min(at_once, sections.size());
+    if (Failure failure = launch_passes(kind, plan, blocks, sections.first(count))) return failure;
+    sections = sections.subspan(count);
+  }
+  return Failure{};
+}
+
+Failure Mover::launch_passes(CopyKind kind, const CopyPlan& plan,
+                             std::span<const std::uint32_t> blocks,
+                             std::span<const LaunchSection> sections) {
+  const BlockShape& shape = plan.shapes().front();
+  const Fp8Shape& array = plan.rounding()->block;
+  Fp8Launch launch{};
+  launch.copy = launch_of(shape);
+  launch.copy.section_count = static_cast<std::uint32_t>(sections.size());
+  launch.words = words_;
+  launch.scales_per_section = static_cast<std::uint32_t>(array.scales());
+  launch.heads = array.heads;
+  launch.type = static_cast<std::uint32_t>(plan.rounding()->type);
+  // Numbers of a vector: all that lies together in the blocks, in the record and under one scale.
+  const std::uint32_t head = array.dim * (array.heads == 1 ? array.tokens : 1);
+  std::uint64_t bits = 8 | head | shape.run_bytes() / 2;
+  for (const CopyDim& dim : shape.dims()) {
+    if (dim.count > 1) bits |= dim.stride / 2;
+  }
+  for (std::uint32_t i = 0; i < launch.copy.section_count; ++i) {
+    LaunchSection& section = launch.copy.sections[i] = sections[i];
+    section.packed += plan.scale_bytes();
+    bits |= section.base / 2 | section.block_stride / 2 | section.packed;
+  }
+  const auto width = static_cast<unsigned>(std::countr_zero(bits));
+  const auto block_numbers = static_cast<std::uint32_t>(array.numbers());
+  launch.copy.block_vectors = block_numbers >> width;
+  launch.copy.run_vectors = static_cast<std::uint32_t>(shape.run_bytes() / 2) >> width;
+  launch.head_vectors = head >> width;
+  launch.group_vectors = (array.tokens * array.heads * array.dim) >> width;
+
+  const auto blockwise = [&](Fp8Pass pass) -> Failure {
+    Fp8Launch piece = launch;
+    piece.before_codes = plan.scale_bytes();
+    piece.writes_scales = pass == Fp8Pass::kEncode ? 1 : 0;
+    const Function kernel = device_->fp8_kernel(4 * static_cast<unsigned>(pass) + width);
+    for (std::size_t b = 0; b < blocks.size(); b += piece.copy.block_count) {
+      take_blocks(piece.copy, blocks, b);
+      const std::uint64_t tiles =
+          std::uint64_t{piece.copy.tiles_per_section} * piece.copy.section_count;
+      if (Failure failure = start(kernel, tiles, &piece)) return failure;
+      piece.writes_scales = 0;
+      for (std::uint32_t i = 0; i < piece.copy.section_count; ++i)
+        piece.copy.sections[i].packed += std::uint64_t{piece.copy.block_count} * block_numbers;
+    }
+    return Failure{};
+  };
+  if (kind == CopyKind::kGather) {
+    if (Failure failure = Device::check(
+            "cuMemsetD32Async",
+            device_->driver().memory_fill(words_, 0, sections.size() * array.scales(), stream_))) {
+      return failure;
+    }
+    if (Failure failure = blockwise(Fp8Pass::kLargest)) return failure;
+    return blockwise(Fp8Pass::kEncode);
+  }
+  launch.before_codes = plan.scale_bytes();
+  const std::uint64_t tiles = (sections.size() * array.scales() + kThreads - 1) / kThreads;
+  if (Failure failure = start(device_->fp8_kernel(kFp8Kernels - 1), tiles, &launch)) return failure;
+  return blockwise(Fp8Pass::kDecode);
 }
 
 namespace {
@@ -325,6 +444,11 @@ Failure measure(const std::shared_ptr<Device>& device, const CopyPlan& plan,
       !status.ok()) {
     return Failure{-1, "", status.message()};
   }
+  if (plan.rounding()) {
+    if (const Status status = CopyPlan::rounded(*alike, *plan.rounding(), &alike); !status.ok()) {
+      return Failure{-1, "", status.message()};
+    }
+  }
   Pinning pinning;
   if (host_bytes == 0) {
     if (Failure failure =
@@ -345,6 +469,10 @@ Failure measure(const std::shared_ptr<Device>& device, const CopyPlan& plan,
   if (Failure failure = mover.open(true)) return failure;
   for (const Way way : {Way::kDma, Way::kKernel, Way::kStaged}) {
     const auto index = static_cast<std::size_t>(way);
+    if (way == Way::kDma && plan.rounding()) {
+      out->why_not[index] = "it cannot round";
+      continue;
+    }
     if (way != Way::kDma && !device->no_kernels().empty()) {
       out->why_not[index] = device->no_kernels();
       continue;
@@ -356,6 +484,11 @@ Failure measure(const std::shared_ptr<Device>& device, const CopyPlan& plan,
     if (way == Way::kStaged) {
       if (Failure failure = mover.reserve(staging_bytes)) {
         out->why_not[index] = driver.explain(failure);
+        continue;
+      }
+      if (std::string why = mover.cannot_round(*alike, mine.size());
+          alike->rounding() && !why.empty()) {
+        out->why_not[index] = std::move(why);
         continue;
       }
     }

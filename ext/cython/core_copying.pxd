@@ -76,6 +76,14 @@ cdef extern from "kvstrata/record.h" namespace "kvstrata" nogil:
         const void* record, uint64_t length, const Digest* expected_key)
 
 
+cdef extern from "kvstrata/fp8.h" namespace "kvstrata" nogil:
+    enum class Fp8Source(unsigned char):
+        kBfloat16
+        kFloat16
+    cdef cppclass Fp8Shape:
+        uint32_t blocks, groups, tokens, heads, dim
+
+
 cdef extern from "kvstrata/copy.h" namespace "kvstrata" nogil:
     struct CopySection:
         uint64_t base
@@ -91,11 +99,16 @@ cdef extern from "kvstrata/copy.h" namespace "kvstrata" nogil:
     cdef cppclass BlockShape:
         @staticmethod
         Status create(DimSpan dims, uint64_t run_bytes, BlockShape* out)
+    cdef cppclass Rounding:
+        Fp8Shape block
+        Fp8Source type
     const uint32_t kSkipBlock
     cdef cppclass CCopyPlan "kvstrata::CopyPlan":
         @staticmethod
         Status create(vector[CopySection] sections, uint64_t num_blocks, vector[BlockShape] shapes,
                       shared_ptr[const CCopyPlan]* out)
+        @staticmethod
+        Status rounded(const CCopyPlan& plan, const Rounding& rounding, shared_ptr[const CCopyPlan]* out)
         size_t section_count()
         uint64_t num_blocks()
         uint32_t section_bytes(size_t section, uint64_t n_blocks)

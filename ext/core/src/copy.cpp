@@ -130,6 +130,32 @@ Status CopyPlan::create(std::vector<CopySection> sections, std::uint64_t num_blo
   return Status();
 }
 
+Status CopyPlan::rounded(const CopyPlan& plan, const Rounding& rounding,
+                         std::shared_ptr<const CopyPlan>* out) noexcept {
+  const BlockShape& shape = plan.shapes_.front();
+  if (plan.shapes_.size() != 1) {
+    return bad("rounding: the sections have blocks of several shapes", plan.shapes_.size(), 1);
+  }
+  KVSTRATA_RETURN_IF_ERROR(rounding.block.check());
+  if (rounding.block.numbers() * 2 != shape.block_bytes()) {
+    return bad("rounding: a block has another size than so many numbers of 16 bits",
+               shape.block_bytes(), rounding.block.numbers() * 2);
+  }
+  std::uint64_t bits = shape.run_bytes();
+  for (const CopyDim& dim : shape.dims())
+    bits |= dim.count > 1 ? dim.stride : 0;
+  for (const CopySection& section : plan.sections_)
+    bits |= section.base | section.block_stride;
+  if (bits % 2 != 0) {
+    return bad("rounding: the numbers of 16 bits do not lie at even addresses", bits % 2, 0);
+  }
+  std::shared_ptr<CopyPlan> made(new (std::nothrow) CopyPlan(plan));
+  if (made == nullptr) return Status(StatusCode::kNoSpace, "no memory for the plan");
+  made->rounding_ = rounding;
+  *out = std::move(made);
+  return Status();
+}
+
 Status CopyPlan::payload_bytes(std::uint64_t n_blocks, std::uint64_t* out) const noexcept {
   if (n_blocks == 0) {
     return bad("block_ids: must not be empty", 0, 1);

@@ -83,8 +83,15 @@ class Moment:
 class CudaCopyPlan:
     """A `CopyPlan` whose sections lie on a device; one description for every engine; immutable."""
 
-    def __new__(cls, plan: CopyPlan, device: int) -> CudaCopyPlan:
-        """CudaError names the first section that is not memory of this device."""
+    def __new__(
+        cls, plan: CopyPlan, device: int, *, fp8: tuple[int, int, int, int, int] | None = None
+    ) -> CudaCopyPlan:
+        """CudaError names the first section that is not memory of this device.
+
+        With `fp8`, (dtype, groups, tokens, heads, dim) of one block as `codec.fp8_encode` takes them, records hold
+        numbers rounded to 8 bits: for each section its scales and then its codes.  Raises ValueError naming what does
+        not fit the plan.
+        """
 
     @property
     def host_plan(self) -> CopyPlan: ...
@@ -109,7 +116,8 @@ class CudaCopyEngine:
 
     Loads and stores have a stream and threads each.  An item has ended when the GPU is done with its extent and
     its blocks and the checksums are: OK of a store means a sealed record, OK of a load verified blocks.  FAILED is
-    an error of CUDA; it costs that item, unless it is sticky (`failed`), then all that follow.  An item that has
+    an error of CUDA, or a number that cannot be rounded (infinite or none); it costs that item, unless it is sticky
+    (`failed`), then all that follow.  An item that has
     begun is copied to its end; `cancel` takes the others.  A negative block id of a load is verified, not written.
     """
 
@@ -122,12 +130,14 @@ class CudaCopyEngine:
         max_sms: int = 4,
         staging_bytes: int = 64 << 20,
         queue: int = 256,
+        fp8: bool = False,
     ) -> CudaCopyEngine:
         """`threads` (1 to 64) compute checksums; a kernel fills at most `max_sms` multiprocessors.
 
         `staging_bytes` of device memory for each direction, taken only where the engine is "staged".  What cannot be
-        (no kernels, no room for staging) becomes "dma", and `reason` says why.  Raises CudaUnavailable, CudaError,
-        ValueError.
+        (no kernels, no room for staging) becomes "dma", and `reason` says why.  An engine with `fp8` takes plans that
+        round, too; it has its staging always, is never "dma", and what cannot be raises CudaError.  Raises
+        CudaUnavailable, CudaError, ValueError.
         """
 
     @property
@@ -152,12 +162,14 @@ class CudaCopyEngine:
     def failed(self) -> CudaError | None:
         """The sticky error that ended this engine's use of the GPU; every job after it ends FAILED."""
 
-    def choose(self, plan: CopyPlan, host_address: int, length: int, blocks: Sequence[int]) -> None:
+    def choose(
+        self, plan: CopyPlan | CudaCopyPlan, host_address: int, length: int, blocks: Sequence[int]
+    ) -> None:
         """Measures the engines with records of so many blocks and, where "auto" was asked for, takes the best.
 
-        Of the plan only the shapes count: it works on device memory of its own and on `length` bytes at
-        `host_address`, which must be nobody else's now (length 0: on pinned memory of its own).  Takes some 10 ms
-        without the GIL; copies under way go on.  Raises CudaError, and then nothing changes.
+        Of the plan only the shapes count, and whether it rounds: it works on device memory of its own and on `length`
+        bytes at `host_address`, which must be nobody else's now (length 0: on pinned memory of its own).  Takes some
+        10 ms without the GIL; copies under way go on.  Raises CudaError, and then nothing changes.
         """
 
     def moment(self, stream: int) -> Moment:

@@ -16,10 +16,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "kvstrata/crc32c.h"
+#include "kvstrata/fp8.h"
 #include "kvstrata/record.h"
 #include "kvstrata/status.h"
 
@@ -77,6 +79,13 @@ class BlockShape {
 // engine has them already.
 inline constexpr std::uint32_t kSkipBlock = UINT32_MAX;
 
+// How sections are rounded on their way into a record: fp8_encode of the packed section, its scales
+// first and then its codes. The shape is that of one block.
+struct Rounding {
+  Fp8Shape block;
+  Fp8Source type = Fp8Source::kBfloat16;
+};
+
 class CopyPlan {
  public:
   // kBadArgument names the argument: no section, more than kMaxSections, a base of 0, a shape that
@@ -84,6 +93,13 @@ class CopyPlan {
   static Status create(std::vector<CopySection> sections, std::uint64_t num_blocks,
                        std::vector<BlockShape> shapes,
                        std::shared_ptr<const CopyPlan>* out) noexcept;
+
+  // The same blocks for records whose sections are rounded; only an engine that can do that takes
+  // such a plan, gather and scatter below cannot. kBadArgument, "rounding: ...": the plan has
+  // several shapes, a block is no array of so many numbers of 16 bits, they do not lie at even
+  // addresses.
+  static Status rounded(const CopyPlan& plan, const Rounding& rounding,
+                        std::shared_ptr<const CopyPlan>* out) noexcept;
 
   [[nodiscard]] std::size_t section_count() const noexcept { return sections_.size(); }
   [[nodiscard]] std::uint64_t num_blocks() const noexcept { return num_blocks_; }
@@ -96,16 +112,23 @@ class CopyPlan {
 
   [[nodiscard]] std::uint64_t largest_block_bytes() const noexcept { return largest_block_bytes_; }
 
+  [[nodiscard]] const std::optional<Rounding>& rounding() const noexcept { return rounding_; }
+  // Bytes of a section's scales, 0 where it is not rounded.
+  [[nodiscard]] std::uint64_t scale_bytes() const noexcept {
+    return rounding_ ? sizeof(float) * rounding_->block.scales() : 0;
+  }
+
   // REQUIRES, for both: payload_bytes(n_blocks) is ok.
-  // Bytes of a section of so many blocks.
+  // Bytes of a section of so many blocks in a record.
   [[nodiscard]] std::uint32_t section_bytes(std::size_t section,
                                             std::uint64_t n_blocks) const noexcept {
-    return static_cast<std::uint32_t>(n_blocks * shape_of(section).block_bytes());
+    return static_cast<std::uint32_t>(section_offset(section + 1, n_blocks) -
+                                      section_offset(section, n_blocks));
   }
   // Where a section begins in such a payload; for section_count(), where the payload ends.
   [[nodiscard]] std::uint64_t section_offset(std::size_t section,
                                              std::uint64_t n_blocks) const noexcept {
-    return n_blocks * bytes_before_[section];
+    return section * scale_bytes() + n_blocks * bytes_before_[section] / (rounding_ ? 2 : 1);
   }
 
   // kBadArgument when n_blocks is 0 or a section would not fit its 32-bit length.
@@ -115,9 +138,9 @@ class CopyPlan {
   Status check_blocks(std::span<const std::uint32_t> blocks, bool may_skip) const noexcept;
 
   // Copies sections [begin, end) of the blocks into their place in the payload, and writes the CRC
-  // of section s to crcs[s - begin]. Ends with the stores ordered. REQUIRES: check_blocks(blocks)
-  // and payload_bytes(blocks.size()) are ok; the payload is large enough; begin <= end <=
-  // section_count().
+  // of section s to crcs[s - begin]. Ends with the stores ordered. REQUIRES: nothing is rounded;
+  // check_blocks(blocks) and payload_bytes(blocks.size()) are ok; the payload is large enough;
+  // begin <= end <= section_count().
   void gather(std::span<const std::uint32_t> blocks, void* payload, std::size_t begin,
               std::size_t end, std::uint32_t* crcs) const noexcept;
   // The other direction; crcs receives what was read, for the caller to compare.
@@ -136,6 +159,7 @@ class CopyPlan {
   std::vector<std::uint64_t> bytes_before_;  // of one block, in the sections before each; the sum
   std::uint64_t num_blocks_ = 0;
   std::uint64_t largest_block_bytes_ = 0;
+  std::optional<Rounding> rounding_;
 };
 
 // Gathers the blocks into a whole record: payload, CRCs and sealed header. While it runs the extent
