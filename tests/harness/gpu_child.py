@@ -157,15 +157,20 @@ class _Child:
         load_mode: str = "auto",
         save_decode_cache: bool = False,
         bug: str = "",
+        settings: dict[str, Any] | None = None,
         **more: Any,
     ) -> dict[str, Any]:
         self._socket_dir, self._layout = socket_dir, layout
-        settings = settings_of(
-            socket_dir, gpu_copy_engine=engine, load_mode=load_mode, save_decode_cache=save_decode_cache
+        chosen_settings = settings_of(
+            socket_dir,
+            gpu_copy_engine=engine,
+            load_mode=load_mode,
+            save_decode_cache=save_decode_cache,
+            **(settings or {}),
         )
         chunk_bytes = LAYERS * CHUNK_TOKENS * TINY.token_bytes
         self._engine = GpuEngine(
-            settings,
+            chosen_settings,
             layout=layout,
             block_tokens=BLOCK_TOKENS,
             pin=pin,

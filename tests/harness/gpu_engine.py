@@ -27,11 +27,12 @@ from kvstrata.client import CacheClient, LoadItem
 from kvstrata.client.pinning import Pinner
 from kvstrata.client.warmup import PageWarmer
 from kvstrata.config.model import ClientSettings
-from kvstrata.connectors.vllm.device import DeviceMover, choose_way
+from kvstrata.connectors.vllm.device import DeviceMover, choose_way, open_engine
+from kvstrata.connectors.vllm.kv_view import ENCODING
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, WorkerReport
 from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
 from kvstrata.connectors.vllm.worker import WorkerSide
-from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan
+from kvstrata.native.cuda import device_facts
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role
 from tests.harness.cache_engine import PATIENCE_S, eventually
 from tests.harness.gpu_kv import POISON, TINY, Device, DeviceKv, Later, PagedKv, Shape, block_keys
@@ -149,7 +150,12 @@ def client_of(settings: ClientSettings, kv: PagedKv, role: Role, group: bytes, *
     return CacheClient(
         settings,
         role=role,
-        layout=LayoutIdentity(model="simulated", kv_dtype="bfloat16", chunk_tokens=settings.chunk_size),
+        layout=LayoutIdentity(
+            model="simulated",
+            kv_dtype="bfloat16",
+            fidelity=ENCODING if settings.gpu_fp8 else settings.fidelity,
+            chunk_tokens=settings.chunk_size,
+        ),
         group=group,
         engine_slices=1,
         slice=kv.view.slice if worker else None,
@@ -164,7 +170,6 @@ class Cache(NoCache):
     def __init__(
         self,
         settings: ClientSettings,
-        engine: CudaCopyEngine,
         device: Device,
         kv: PagedKv,
         *,
@@ -174,10 +179,9 @@ class Cache(NoCache):
         mover: type[DeviceMover] = DeviceMover,
     ) -> None:
         group = secrets.token_bytes(16)
-        self.engine = engine
-        plan = CudaCopyPlan(kv.host_plan, 0)
+        self.engine, plan = open_engine(settings, kv.view, "GPU 0", 0)
         if measure:
-            choose_way(engine, "GPU 0", kv.host_plan, kv.view.chunk_blocks)
+            choose_way(self.engine, "GPU 0", plan, kv.view.chunk_blocks)
         self.client = client_of(
             settings,
             kv,
@@ -298,8 +302,7 @@ class GpuEngine:
         written whole with its first token, which takes fewer copies.
         """
         chunk_tokens = settings.chunk_size if settings is not None else block_tokens
-        if settings is not None:
-            engine = CudaCopyEngine(0, engine=settings.gpu_copy_engine, threads=settings.copy_threads)
+        device_facts(0)  # says it where there is none
         self.device = device or Device()
         self.kv = DeviceKv(
             self.device,
@@ -308,10 +311,11 @@ class GpuEngine:
             block_tokens=block_tokens,
             num_blocks=num_blocks,
             chunk_tokens=chunk_tokens,
+            rounded=settings is not None and settings.gpu_fp8,
         )
         self.cache = NoCache()
         if settings is not None:
-            self.cache = cache(settings, engine, self.device, self.kv, **more)
+            self.cache = cache(settings, self.device, self.kv, **more)
         self.chance = random.Random(0)
         self.layerwise: bool | None = True
         """None: as it comes."""

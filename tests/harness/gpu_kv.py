@@ -2,6 +2,8 @@
 
 The KV of a block follows from the tokens of its prompt up to its end, and from its layer: it is a piece of a fixed
 random pattern, so right bytes can be told from those of any other block. A block that belongs to nobody is poisoned.
+All numbers of the pattern have 8 bits as bfloat16, and each piece has the largest of them, so that an engine that
+rounds KV to 8 bits loads the same bytes.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import hashlib
 import itertools
 import math
 import random
+import struct
 from array import array
 from collections.abc import Sequence
 from functools import cache
@@ -18,11 +21,14 @@ from typing import NamedTuple
 
 from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view
 from kvstrata.connectors.vllm.layer_kinds import LayerKind
+from kvstrata.native import codec
 from tests.harness.cuda_driver import SimulatedGpu
 
 ELEMENT_BYTES = 2
 POISON = 0xDE
 PATTERN_BYTES = 1 << 20
+BFLOAT16 = 1
+"""As the codec numbers it."""
 PIECE_BYTES = 16
 """Pieces of the pattern begin at multiples of it."""
 ARENA_BYTES = 64 << 20
@@ -119,7 +125,18 @@ def pattern() -> bytes:
     return _pattern
 
 
-_pattern = random.Random(0).randbytes(PATTERN_BYTES)
+def _make_pattern() -> bytes:
+    count = PATTERN_BYTES // ELEMENT_BYTES
+    codes = bytearray(random.Random(0).randbytes(count).translate(_NO_NAN))
+    codes[:: PIECE_BYTES // ELEMENT_BYTES] = bytes([_LARGEST]) * (PATTERN_BYTES // PIECE_BYTES)
+    numbers = bytearray(PATTERN_BYTES)
+    codec.fp8_decode((1, 1, count, 1, 1), BFLOAT16, codes, struct.pack("<f", 1.0), numbers)
+    return bytes(numbers)
+
+
+_NO_NAN = bytes(code - 1 if code & 0x7F == 0x7F else code for code in range(256))
+_LARGEST = 0x7E
+_pattern = _make_pattern()
 
 
 def block_keys(tokens: Sequence[int], block_tokens: int) -> list[int]:
@@ -149,7 +166,9 @@ class PagedKv:
         block_tokens: int,
         num_blocks: int,
         chunk_tokens: int,
+        rounded: bool = False,
     ) -> None:
+        """`rounded`: as the setting `gpu_fp8`."""
         tensors = layer_tensors(base, shape, layout, block_tokens, num_blocks)
         self.base = base
         self.shape = shape
@@ -173,6 +192,9 @@ class PagedKv:
             chunk_tokens=chunk_tokens,
             heads=Heads((0, shape.layers), (0, shape.kv_heads), 1),
             dtype="bfloat16",
+            fidelity="fp8" if rounded else "lossless",
+            head_size=shape.head_dim,
+            gpu_fp8=rounded,
             kinds=None if "2" in layout else dict.fromkeys(tensors, kind),
         )
         self.layers = list(self.view.layers.values())

@@ -106,6 +106,47 @@ def test_preempted_aborted_and_ended_requests_leave_no_wrong_byte(
     child.ask("close")
 
 
+ROUNDED = {"fidelity": "fp8", "gpu_fp8": True}
+
+
+@DRIVERS
+@pytest.mark.parametrize(
+    ("way", "layout"), [("kernel", "LBNHC"), ("kernel", "L2BNHD"), ("staged", "LHBNC"), ("auto", "BLHNC")]
+)
+def test_kv_that_the_gpu_rounds_takes_less_room_and_is_loaded_by_engines_that_round_alone(
+    engine: Start, server: ServerProcess, way: str, layout: str, driver: str
+) -> None:
+    def stored_bytes(child: Child, n_chunks: int) -> int:
+        before = server.get("/v1/status")["pool"]["used_bytes"]
+        assert child.ask("store", seed=1, n_chunks=n_chunks) == n_chunks
+        return int(server.get("/v1/status")["pool"]["used_bytes"]) - int(before)
+
+    first = engine(driver, engine=way, layout=layout, settings=ROUNDED)
+    rounded_bytes = stored_bytes(first, 5)
+    for load_mode, layerwise in (("async", False), ("sync", True), ("sync", False)):
+        second = engine(driver, layout=layout, load_mode=load_mode, settings=ROUNDED, measure=True)
+        found = second.ask("load", seed=1, n_chunks=5, layerwise=layerwise)
+        assert found == {"chunks": 5, "right": blocks(5), "bad": 0}
+    others = [engine(driver, layout=layout, settings=other) for other in ({"fidelity": "fp8"}, {})]
+    for other in others:
+        assert stored_bytes(other, 5) > rounded_bytes, "nothing was there for it"
+        assert other.ask("load", seed=1, n_chunks=5) == {"chunks": 5, "right": blocks(5), "bad": 0}
+
+
+@pytest.mark.parametrize(("way", "layout"), [("kernel", "LBNHC"), ("staged", "LBHNC")])
+def test_requests_whose_kv_the_gpu_rounds_are_preempted_and_aborted_without_a_wrong_byte(
+    engine: Start, way: str, layout: str
+) -> None:
+    child = engine(engine=way, layout=layout, settings=ROUNDED, DELAY_US=300, SEED=1)
+    counts = child.ask("churn", seed=1, steps=200)
+    assert counts["loaded blocks"] > 50 and counts["stored"] > 20 and not counts["bad blocks"]
+
+
+def test_an_engine_that_has_no_room_to_round_does_not_start(engine: Start) -> None:
+    with pytest.raises(ChildError, match="gpu_staging_mb: KV of GPU 0 cannot be copied"):
+        engine(settings=ROUNDED, MEMORY=96 << 20)
+
+
 @pytest.mark.parametrize("bug", ["copies are not ordered", "blocks are reused too early"])
 def test_the_simulated_engine_sees_a_planted_bug(engine: Start, bug: str) -> None:
     child = engine(engine="dma", bug=bug, DELAY_US=300, SEED=1)

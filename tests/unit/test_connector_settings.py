@@ -20,6 +20,23 @@ def test_nothing_said_gives_the_defaults():
     assert load_settings({}, {}) == (ClientSettings(), [])
 
 
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({}, r"gpu_fp8: .* fidelity is 'lossless'; set fidelity to 'fp8'"),
+        (
+            {"kvstrata.fidelity": "fp8", "kvstrata.gpu_copy_engine": "dma"},
+            r"gpu_fp8: the gpu_copy_engine 'dma' cannot round; set it to 'auto'",
+        ),
+    ],
+)
+def test_what_cannot_go_with_rounding_on_a_gpu_is_refused_with_both_names(more, says):
+    with pytest.raises(ConfigError, match=says):
+        load_settings({"kvstrata.gpu_fp8": True, **more}, {})
+    fine, _ = load_settings({"kvstrata.gpu_fp8": True, "kvstrata.fidelity": "fp8"}, {})
+    assert fine.gpu_fp8
+
+
 def test_extra_config_wins_over_environment_over_file(tmp_path):
     file = tmp_path / "kv strata.yaml"
     file.write_text("chunk_size: 128\nlookup_timeout_ms: 1\nmin_retrieve_tokens: 7\nport: 1000\n")

@@ -20,6 +20,7 @@ from kvstrata.connectors.vllm.kv_view import (
     layer_runs,
     natural_order,
 )
+from kvstrata.connectors.vllm.layer_kinds import LayerKind
 from kvstrata.errors import ConfigError
 
 HEADS = Heads((0, 2), (0, 4), 1)
@@ -192,6 +193,47 @@ def test_fp8_of_numbers_that_are_not_of_16_bits_is_refused():
         ConfigError, match=r"fidelity: 'fp8' rounds KV of bfloat16 or float16, .* has fp8_e4m3"
     ):
         view(layers(1), fidelity="fp8", head_size=64, dtype="fp8_e4m3")
+
+
+@pytest.mark.parametrize("head_size", [0, 64])
+def test_facts_of_kv_rounded_on_a_gpu_are_those_of_its_records(head_size):
+    plain = view(layers(2), fidelity="fp8", head_size=head_size)
+    rounded = view(layers(2), fidelity="fp8", head_size=head_size, gpu_fp8=True)
+    shape = plain.facts["fp8"]
+    section_bytes = 4 * shape[2] * shape[4] + math.prod(shape[1:])
+    changed = {
+        "element_bytes": 1,
+        "encoding": "fp8-e4m3/1",
+        "encoded": shape,
+        "section_bytes": section_bytes,
+        "payload_bytes": 2 * section_bytes,
+    }
+    assert rounded.facts == {**{k: v for k, v in plain.facts.items() if k != "fp8"}, **changed}
+    assert rounded.slice.layout != plain.slice.layout
+    assert rounded.payload_bytes == 2 * section_bytes
+    assert rounded.rounding == (shape[0], *shape[2:])
+    assert plain.rounding is None
+
+
+def test_layers_that_are_not_known_to_be_16_bit_numbers_are_not_rounded_on_a_gpu():
+    for name, kind in (("packed", ("kv_heads", "tokens", "turbo.content")), ("quantised", None)):
+        quantisation = "NONE" if kind else "FP8_PER_TENSOR"
+        tensors = {"layers.0": FakeTensor((20, 2, 16, 128))}
+        kinds = {
+            "layers.0": LayerKind(
+                heads=2,
+                block_tokens=16,
+                page_bytes=2 * 16 * 128 * 2,
+                axes=kind or ("kv_heads", "tokens", "k+v"),
+                quantisation=quantisation,
+                scales=(),
+                latent=False,
+            )
+        }
+        with pytest.raises(
+            ConfigError, match=r"gpu_fp8: KV cache of layer 'layers.0' .* set gpu_fp8 to false"
+        ):
+            view(tensors, kinds=kinds, num_blocks=20, fidelity="fp8", head_size=64, gpu_fp8=True), name
 
 
 def test_sections_follow_layer_numbers_not_names():

@@ -398,6 +398,13 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
             "apart from that of engines that do not."
         ),
     ] = "lossless"
+    gpu_fp8: Annotated[
+        bool,
+        Meta(
+            description="With `fidelity: fp8` and KV of 16 bits on a GPU: round it there, so that the link and L1 "
+            "carry half the bytes. Such chunks are shared with engines of the same setting only."
+        ),
+    ] = False
     gpu_copy_engine: Annotated[
         Literal["auto", "dma", "kernel", "staged"],
         Meta(
@@ -410,7 +417,7 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
         int, Meta(ge=1, le=1024, description="Most SMs that a kernel of ours takes from the model.")
     ] = 4
     gpu_staging_mb: Annotated[
-        int, Meta(ge=1, le=65_536, description="GPU memory of the copy engine `staged`.")
+        int, Meta(ge=1, le=65_536, description="GPU memory of the copy engine `staged`, and of `gpu_fp8`.")
     ] = 64
     gpu_pin: Annotated[
         bool,

@@ -146,10 +146,10 @@ def plan_recut(sources: Sequence[Part], target: Part) -> Recut:
 
 def _read(part: Part) -> _Record:
     facts = part.facts
-    if "fp8" in facts:
+    if lossy := next((name for name in ("fp8", "encoding") if name in facts), None):
         raise CannotRecut(
             RecutReason.LOSSY,
-            "fp8",
+            lossy,
             "the record was rounded in groups of its own geometry; only lossless ones are recut",
         )
     if "makes" in facts:

@@ -26,6 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvstrata.client import CacheClient, LoadItem
 from kvstrata.connectors.vllm.identity import engine_group, layout_identity
 from kvstrata.connectors.vllm.kv_view import (
+    ENCODING,
     Heads,
     KvView,
     build_view,
@@ -42,7 +43,6 @@ from kvstrata.connectors.vllm.statistics import KvstrataPromMetrics, KvstrataSta
 from kvstrata.connectors.vllm.worker import HostMover, Mover, WorkerSide
 from kvstrata.errors import ConfigError
 from kvstrata.memory.paths import ATTACH_SOCKET, socket_dir
-from kvstrata.native.copying import CopyPlan
 from kvstrata.types import Role
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             vllm_config,
             kv_dtype=_kv_dtype(vllm_config),
             chunk_tokens=self._settings.chunk_size,
-            fidelity=self._settings.fidelity,
+            # Such records are no others' to round, or to read.
+            fidelity=ENCODING if self._settings.gpu_fp8 else self._settings.fidelity,
         )
         self._group = engine_group(vllm_config)
         self._scheduler: SchedulerSide | None = None
@@ -129,7 +130,8 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             self._settings,
             block_tokens=self._block_tokens,
             chunk_blocks=chunk_blocks,
-            chunk_bytes=chunk_bytes(kv_cache_config.kv_cache_groups[0], chunk_blocks),
+            chunk_bytes=chunk_bytes(kv_cache_config.kv_cache_groups[0], chunk_blocks)
+            // (2 if self._settings.gpu_fp8 else 1),
             world_size=parallel.world_size,
             may_load=transfer.is_kv_consumer,
             may_store=transfer.is_kv_producer,
@@ -157,9 +159,9 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             dtype=self._layout.kv_dtype,
             fidelity=self._settings.fidelity,
             head_size=self._vllm_config.model_config.get_head_size(),
+            gpu_fp8=self._settings.gpu_fp8,
             kinds=layer_kinds(self._kv_cache_config.kv_cache_groups, modules),
         )
-        plan = view.plan()
         self._layers_ask = all(isinstance(modules[name], (Attention, MLAAttention)) for name in view.layers)
         make_client = partial(
             CacheClient,
@@ -179,11 +181,16 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
                 field="device",
             )
         [device] = devices
+        if self._settings.gpu_fp8 and device.type != "cuda":
+            raise ConfigError(
+                f"gpu_fp8: KV of this engine lies on {device}, not on a GPU; set gpu_fp8 to false",
+                field="gpu_fp8",
+            )
         if device.type == "cpu":
             client = make_client()
-            mover: Mover = HostMover(client, plan)
+            mover: Mover = HostMover(client, view.plan())
         elif device.type == "cuda":
-            client, mover = self._on_device(make_client, plan, view, kv_caches, device)
+            client, mover = self._on_device(make_client, view, kv_caches, device)
         else:
             raise ConfigError(f"device: {device.type} is not supported, only cpu and cuda", field="device")
         client.start()
@@ -207,7 +214,6 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
     def _on_device(
         self,
         make_client: Callable[..., CacheClient],
-        plan: CopyPlan,
         view: KvView,
         kv_caches: dict[str, torch.Tensor],
         device: torch.device,
@@ -216,22 +222,11 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         # Engines on the CPU must never load the driver.
         from kvstrata.client.pinning import Pinner
         from kvstrata.client.warmup import PageWarmer
-        from kvstrata.connectors.vllm.device import DeviceMover, choose_way
-        from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, CudaError
+        from kvstrata.connectors.vllm.device import DeviceMover, choose_way, open_engine
 
         settings = self._settings
         ordinal = torch.cuda.current_device() if device.index is None else device.index
-        try:
-            device_plan = CudaCopyPlan(plan, ordinal)
-            engine = CudaCopyEngine(
-                ordinal,
-                engine=settings.gpu_copy_engine,
-                threads=settings.copy_threads,
-                max_sms=settings.gpu_copy_max_sms,
-                staging_bytes=settings.gpu_staging_mb << 20,
-            )
-        except CudaError as error:
-            raise ConfigError(f"device: KV of {device} cannot be copied: {error}", field="device") from error
+        engine, plan = open_engine(settings, view, device, ordinal)
         choose_way(engine, device, plan, view.chunk_blocks)
         pages = Pinner(engine, ordinal) if settings.gpu_pin else PageWarmer()
         client = make_client(engine=engine, pages=pages, registers_memory=True)
@@ -239,7 +234,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         mover = DeviceMover(
             client,
             engine,
-            device_plan,
+            plan,
             sections={name: section_at[tensor.data_ptr()] for name, tensor in kv_caches.items()},
             current_stream=lambda: int(torch.cuda.current_stream(device).cuda_stream),
         )

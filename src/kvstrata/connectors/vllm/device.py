@@ -22,19 +22,52 @@ from typing import TYPE_CHECKING
 
 from kvstrata.client.calls import LoadItem, LoadJob, StoreJob, StoreOutcome
 from kvstrata.connectors.vllm.metadata import Store
-from kvstrata.native.cuda import CudaError
+from kvstrata.errors import ConfigError
+from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, CudaError
 from kvstrata.types import LeaseName
 
 if TYPE_CHECKING:
     from kvstrata.client import CacheClient, Identity
-    from kvstrata.native.copying import CopyPlan
-    from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan
+    from kvstrata.config.model import ClientSettings
+    from kvstrata.connectors.vllm.kv_view import KvView
     from kvstrata.rpc.wire import DeviceCopies
 
 logger = logging.getLogger("vllm.kvstrata")
 
 
-def choose_way(engine: CudaCopyEngine, device: object, plan: CopyPlan, chunk_blocks: int) -> None:
+def open_engine(
+    settings: ClientSettings, view: KvView, device: object, ordinal: int
+) -> tuple[CudaCopyEngine, CudaCopyPlan]:
+    """What copies these blocks, and its plan. `device` names the GPU `ordinal` in errors.
+
+    Raises ConfigError where that cannot work.
+    """
+    try:
+        plan = CudaCopyPlan(view.plan(), ordinal, fp8=view.rounding)
+        engine = CudaCopyEngine(
+            ordinal,
+            engine=settings.gpu_copy_engine,
+            threads=settings.copy_threads,
+            max_sms=settings.gpu_copy_max_sms,
+            staging_bytes=settings.gpu_staging_mb << 20,
+            fp8=view.rounding is not None,
+        )
+    except CudaError as error:
+        field = "gpu_staging_mb" if error.field == "staging_bytes" else "device"
+        raise ConfigError(f"{field}: KV of {device} cannot be copied: {error}", field=field) from error
+    except ValueError as error:
+        raise ConfigError(f"gpu_fp8: KV of {device} cannot be rounded: {error}", field="gpu_fp8") from error
+    section_bytes = plan.section_bytes(0, view.chunk_blocks)
+    if view.rounding is not None and section_bytes > settings.gpu_staging_mb << 20:
+        raise ConfigError(
+            f"gpu_staging_mb: {settings.gpu_staging_mb}, and gpu_fp8 needs room for the {section_bytes} bytes of a "
+            f"chunk in one layer; set it to {-(-section_bytes >> 20)} or more",
+            field="gpu_staging_mb",
+        )
+    return engine, plan
+
+
+def choose_way(engine: CudaCopyEngine, device: object, plan: CudaCopyPlan, chunk_blocks: int) -> None:
     """Measure with records of `chunk_blocks` blocks, take the best way where none is configured, and tell the log."""
     try:
         engine.choose(plan, 0, 0, range(chunk_blocks))

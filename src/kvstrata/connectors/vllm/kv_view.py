@@ -28,6 +28,8 @@ MAX_DIMS = 3
 """Strided loops that one copy run may sit in (the copy plan's limit)."""
 FORMAT = "paged-blocks/2"
 """Names the arrangement of blocks in a section; part of the facts."""
+ENCODING = "fp8-e4m3/1"
+"""Names what `gpu_fp8` makes of a section (docs/formats.md): fidelity of such engines and a fact of their slices."""
 
 
 class TensorLike(Protocol):
@@ -87,6 +89,8 @@ class KvView(NamedTuple):
     """Bytes of one chunk in this worker's slice."""
     facts: dict[str, int | str | list[Any]]
     slice: Slice
+    rounding: tuple[int, int, int, int, int] | None = None
+    """With `gpu_fp8`: dtype, groups, tokens, heads, dim of a block, as `CudaCopyPlan` takes them."""
 
     def plan(self) -> CopyPlan:
         """What copies between these blocks and records."""
@@ -316,8 +320,12 @@ def build_view(
     fidelity: str = "lossless",
     head_size: int = 0,
     kinds: Mapping[str, LayerKind] | None = None,
+    gpu_fp8: bool = False,
 ) -> KvView:
     """The view of all registered layers of one KV cache group. `head_size` is needed for the fidelity `fp8`.
+
+    With `gpu_fp8`, for that fidelity only, sections hold what `fp8_encode` makes of the blocks, and the facts are those
+    of such records.
 
     Layers that share one tensor with another layer are taken once.  What differs between layers is in the facts for
     each of them.  Without `kinds` the facts do not say what the axes mean, and such records cannot be recut.
@@ -370,6 +378,7 @@ def build_view(
         unlike = [make for i, make in enumerate(of_sections) if make not in of_sections[:i]]
         facts["makes"] = unlike
         facts["section_makes"] = [unlike.index(make) for make in of_sections]
+    rounding = None
     if fidelity == "fp8":
         if differing:
             raise ConfigError(
@@ -377,13 +386,29 @@ def build_view(
                 f"{', '.join(sorted(differing))}; use 'lossless'",
                 field="fidelity",
             )
-        facts["fp8"] = fp8_shape(
+        shape = fp8_shape(
             next(iter(runs.values())).axes,
             chunk_blocks=chunk_blocks,
             block_tokens=block_tokens,
             head_size=head_size,
             dtype=dtype,
         )
+        if gpu_fp8:
+            for name in runs:
+                _check_numbers(name, tensors[name], kinds.get(name))
+            kind, _, groups, tokens, per_token, dim = shape
+            rounding = (kind, groups, tokens, per_token, dim)
+            section_bytes = 4 * groups * per_token + math.prod(shape[1:])
+            payload_bytes = section_bytes * len(runs)
+            facts |= {
+                "element_bytes": 1,
+                "encoding": ENCODING,
+                "encoded": list(shape),
+                "section_bytes": section_bytes,
+                "payload_bytes": payload_bytes,
+            }
+        else:
+            facts["fp8"] = shape
     return KvView(
         layers=runs,
         num_blocks=num_blocks,
@@ -392,7 +417,19 @@ def build_view(
         payload_bytes=payload_bytes,
         facts=facts,
         slice=Slice(layers=heads.layers, kv_heads=heads.kv_heads, layout=facts_digest(facts)),
+        rounding=rounding,
     )
+
+
+def _check_numbers(name: str, tensor: TensorLike, kind: LayerKind | None) -> None:
+    """Whether the blocks of a layer are arrays of 16-bit numbers and nothing else."""
+    known = kind is None or (kind.quantisation == "NONE" and "." not in kind.axes[2])
+    if tensor.element_size() != 2 or not known:
+        raise ConfigError(
+            f"gpu_fp8: KV cache of layer {name!r} ({_described(tensor, kind)}) is not known to hold 16-bit numbers "
+            "alone; set gpu_fp8 to false",
+            field="gpu_fp8",
+        )
 
 
 def _check_replicas(

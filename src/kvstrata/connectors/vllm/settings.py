@@ -61,6 +61,18 @@ def load_settings(
         convert(ClientSettings, layer, source)  # so that an error names the layer that is wrong
         merged.update(layer)
     settings = convert(ClientSettings, merged, "settings")
+    if settings.gpu_fp8 and settings.fidelity != "fp8":
+        raise ConfigError(
+            f"gpu_fp8: rounds KV to 8 bits, and fidelity is {settings.fidelity!r}; set fidelity to 'fp8', or "
+            "gpu_fp8 to false",
+            field="gpu_fp8",
+        )
+    if settings.gpu_fp8 and settings.gpu_copy_engine == "dma":
+        raise ConfigError(
+            "gpu_fp8: the gpu_copy_engine 'dma' cannot round; set it to 'auto', 'kernel' or 'staged', or gpu_fp8 "
+            "to false",
+            field="gpu_fp8",
+        )
     if settings.host not in LOOPBACK:
         where = settings.socket_dir or "the default socket directory"
         notes.append(
