@@ -27,6 +27,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
@@ -131,7 +132,7 @@ struct SimulatedDriver {
   std::vector<FunctionTag> functions;
   Result sticky = kSuccess;
   bool held = false;
-  pid_t initialised_by = 0;
+  std::atomic<pid_t> initialised_by = 0;
   std::mt19937_64 random;
 
   SimulatedDriver() {
@@ -151,6 +152,9 @@ struct SimulatedDriver {
     for (std::size_t i = 0; i < contexts.size(); ++i)
       contexts[i].ordinal = static_cast<int>(i);
   }
+
+  // In a forked child no lock may be taken: one that another thread held is never free there.
+  [[nodiscard]] bool forked() const { return initialised_by != 0 && initialised_by != getpid(); }
 
   std::int64_t option(const char* name, std::int64_t otherwise) {
     const auto found = options.find(name);
@@ -233,11 +237,14 @@ thread_local std::vector<Context> current;
 
 // What every call begins with.
 struct Call {
-  explicit Call(const char* name) : lock(driver().mutex), result(driver().count(name)) {
-    if (result == kSuccess && driver().initialised_by != getpid()) result = kNotInitialized;
+  explicit Call(const char* name) : lock(driver().mutex, std::defer_lock) {
+    if (driver().forked()) return;
+    lock.lock();
+    result = driver().count(name);
+    if (result == kSuccess && driver().initialised_by == 0) result = kNotInitialized;
   }
   std::unique_lock<std::mutex> lock;
-  Result result;
+  Result result = kNotInitialized;
 };
 
 #define ENTER(name)                                  \
@@ -534,8 +541,8 @@ EXPORT void simulated_cuda_hold(int held) {
 
 EXPORT Result cuInit(unsigned) {
   SimulatedDriver& d = driver();
+  if (d.forked()) return kNotInitialized;
   const std::lock_guard lock(d.mutex);
-  if (d.initialised_by != 0 && d.initialised_by != getpid()) return kNotInitialized;
   if (d.contexts.empty()) return kNoDevice;
   d.initialised_by = getpid();
   return d.count("cuInit");
