@@ -52,9 +52,10 @@ std::shared_ptr<Device> open_device() {
 }
 
 std::unique_ptr<CudaCopyEngine> open_engine(const std::shared_ptr<Device>& device, Way way,
-                                            std::size_t queue = 256) {
+                                            std::size_t queue = 256, bool rounds = false) {
   EngineOptions options;
   options.choose = false;
+  options.rounds = rounds;
   options.way = way;
   options.staging_bytes = 32 << 10;
   options.queue = queue;
@@ -66,8 +67,8 @@ std::unique_ptr<CudaCopyEngine> open_engine(const std::shared_ptr<Device>& devic
   return engine;
 }
 
-// Blocks of two shapes on the device, and extents of host memory, registered in two regions that
-// meet inside one.
+// Blocks of two shapes on the device, or of one with finite numbers that are rounded, and extents
+// of host memory, registered in two regions that meet inside one.
 struct World {
   static constexpr std::size_t kBlocks = 64;
   static constexpr std::size_t kSections = 5;
@@ -78,12 +79,13 @@ struct World {
   DeviceAddress memory = 0;
   std::size_t memory_bytes = 0;
   CudaPlan plan;
+  std::shared_ptr<const CopyPlan> unrounded;
   std::uint64_t extent_bytes = 0;   // of a record
   std::uint64_t extent_stride = 0;  // from an extent to the next
   unsigned char* extents = nullptr;
   std::vector<std::shared_ptr<HostRegion>> regions;
 
-  explicit World(std::size_t run = 96) {
+  explicit World(std::size_t run = 96, bool rounds = false) {
     const CurrentContext current(*device);
     const CopyDim dims[] = {{2, 4 * run}, {3, run + 16}};
     const std::size_t stride = 8 * run;
@@ -92,15 +94,21 @@ struct World {
         Device::check("cuMemAlloc", device->driver().memory_allocate(&memory, memory_bytes)));
     std::mt19937_64 random(run);
     for (std::size_t i = 0; i < memory_bytes; ++i)
-      block_bytes()[i] = static_cast<unsigned char>(random());
+      block_bytes()[i] = static_cast<unsigned char>(random() & (rounds ? 0xbf : 0xff));
     std::vector<CopySection> sections;
     for (std::uint32_t s = 0; s < kSections; ++s)
-      sections.push_back({memory + s * kBlocks * stride, stride, s % 2});
-    std::vector<BlockShape> shapes(2);
+      sections.push_back({memory + s * kBlocks * stride, stride, rounds ? 0 : s % 2});
+    std::vector<BlockShape> shapes(rounds ? 1 : 2);
     CHECK_OK(BlockShape::create(dims, run, &shapes[0]));
-    CHECK_OK(BlockShape::create({}, 2 * run + 4, &shapes[1]));
-    std::shared_ptr<const CopyPlan> copy;
-    CHECK_OK(CopyPlan::create(sections, kBlocks, shapes, &copy));
+    if (!rounds) CHECK_OK(BlockShape::create({}, 2 * run + 4, &shapes[1]));
+    CHECK_OK(CopyPlan::create(sections, kBlocks, shapes, &unrounded));
+    std::shared_ptr<const CopyPlan> copy = unrounded;
+    if (rounds) {
+      // Six runs of two heads in a block.
+      const Rounding rounding{{1, 2, 3, 2, static_cast<std::uint32_t>(run / 4)},
+                              Fp8Source::kBfloat16};
+      CHECK_OK(CopyPlan::rounded(*unrounded, rounding, &copy));
+    }
     check_cuda(CudaPlan::create(copy, device, &plan));
     CHECK_OK(copy->record_bytes(kChunkBlocks, &extent_bytes));
     extent_stride = (extent_bytes + 63) / 64 * 64;
@@ -150,20 +158,58 @@ struct World {
     return item;
   }
 
-  // The record that the CPU's copies write of the same blocks.
+  // The payload of the blocks as they are, section after section.
+  [[nodiscard]] std::vector<unsigned char> packed(const CopyItem& item) const {
+    std::vector<unsigned char> payload(unrounded->section_offset(kSections, kChunkBlocks) + 8);
+    std::uint32_t crcs[kSections];
+    unrounded->gather(item.blocks, payload.data(), 0, kSections, crcs);
+    payload.resize(payload.size() - 8);
+    return payload;
+  }
+
+  // The array of a section of a chunk.
+  [[nodiscard]] Fp8Shape chunk() const {
+    Fp8Shape shape = plan.copy->rounding()->block;
+    shape.blocks = kChunkBlocks;
+    return shape;
+  }
+
+  // The record that the CPU makes of the same blocks.
   [[nodiscard]] std::vector<unsigned char> record_of(const CopyItem& item) const {
     std::vector<unsigned char> record(extent_bytes + 8);
-    CHECK_OK(gather_record(*plan.copy, item.blocks, record.data(), extent_bytes, item.spec));
+    if (plan.copy->rounding()) {
+      const std::vector<unsigned char> payload = packed(item);
+      Section sections[kSections];
+      for (std::size_t s = 0; s < kSections; ++s) {
+        const std::uint32_t length = plan.copy->section_bytes(s, kChunkBlocks);
+        unsigned char* const section = record.data() + record_header_bytes(kSections) +
+                                       plan.copy->section_offset(s, kChunkBlocks);
+        CHECK_OK(fp8_encode(chunk(), Fp8Source::kBfloat16,
+                            payload.data() + unrounded->section_offset(s, kChunkBlocks),
+                            section + plan.copy->scale_bytes(), section));
+        sections[s] = Section{0, length, crc32c(section, length)};
+      }
+      CHECK_OK(write_record_header(record.data(), extent_bytes, item.spec, sections, kSections));
+    } else {
+      CHECK_OK(gather_record(*plan.copy, item.blocks, record.data(), extent_bytes, item.spec));
+    }
     record.resize(extent_bytes);
     return record;
   }
 
   // Whether the item's blocks hold what its record says.
   [[nodiscard]] bool blocks_are_of(const CopyItem& item) const {
-    const std::vector<unsigned char> now = record_of(item);
-    const std::size_t header = record_header_bytes(kSections);
-    return std::memcmp(now.data() + header, static_cast<unsigned char*>(item.record) + header,
-                       extent_bytes - header) == 0;
+    const std::vector<unsigned char> now = packed(item);
+    std::vector<unsigned char> expected(now.size());
+    const auto* const payload =
+        static_cast<const unsigned char*>(item.record) + record_header_bytes(kSections);
+    if (!plan.copy->rounding()) return std::memcmp(now.data(), payload, now.size()) == 0;
+    for (std::size_t s = 0; s < kSections; ++s) {
+      const unsigned char* const section = payload + plan.copy->section_offset(s, kChunkBlocks);
+      fp8_decode(chunk(), Fp8Source::kBfloat16, section + plan.copy->scale_bytes(), section,
+                 expected.data() + unrounded->section_offset(s, kChunkBlocks));
+    }
+    return now == expected;
   }
 };
 
@@ -184,10 +230,10 @@ void calm() {
 
 // Several jobs on both directions at once, some cancelled, some records bad: what comes back is
 // what the CPU says, and nothing is touched that must not be.
-void storm(Way way, bool pinned, std::uint64_t seed) {
+void storm(Way way, bool pinned, std::uint64_t seed, bool rounds = false) {
   calm();
-  World world(seed % 3 == 0 ? 33 : 96);
-  const auto engine = open_engine(world.device, way, 64);
+  World world(seed % 3 != 0 ? 96 : rounds ? 36 : 33, rounds);
+  const auto engine = open_engine(world.device, way, 64, rounds);
   if (pinned) world.pin(*engine);
   simulated_cuda_set("delay_us", "300");
   std::mt19937_64 random(seed);
@@ -265,9 +311,10 @@ void storm(Way way, bool pinned, std::uint64_t seed) {
         continue;
       }
       CopyItem item = world.item(extent, next * 8, random, 32 + group * 8, 40 + group * 8);
-      CHECK_OK(gather_record(*world.plan.copy, world.item(extent, 0, random, 0, 32).blocks,
-                             item.record, item.length, item.spec));
+      CopyItem source = world.item(extent, 0, random, 0, 32);
+      source.spec = item.spec;
       auto* const bytes = static_cast<unsigned char*>(item.record);
+      std::memcpy(bytes, world.record_of(source).data(), world.extent_bytes);
       Bad& bad = job.bad.back();
       switch (random() % 8) {
         case 0:
@@ -340,6 +387,14 @@ TEST(copies_of_both_directions_at_once_are_what_the_cpu_says_staged) {
   for (const std::uint64_t seed : {7, 8, 9}) {
     storm(Way::kStaged, true, seed);
     storm(Way::kStaged, false, seed);
+  }
+}
+
+TEST(copies_that_round_are_what_the_codec_of_the_cpu_says) {
+  for (const std::uint64_t seed : {10, 11, 12}) {
+    storm(Way::kKernel, true, seed, true);
+    storm(Way::kStaged, true, seed, true);
+    storm(Way::kStaged, false, seed, true);
   }
 }
 
