@@ -28,7 +28,7 @@ from kvstrata.client.pinning import Pinner
 from kvstrata.client.warmup import PageWarmer
 from kvstrata.config.model import ClientSettings
 from kvstrata.connectors.vllm.device import DeviceMover, choose_way, open_engine
-from kvstrata.connectors.vllm.kv_view import ENCODING
+from kvstrata.connectors.vllm.identity import fidelity_of
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, WorkerReport
 from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
 from kvstrata.connectors.vllm.worker import WorkerSide
@@ -153,7 +153,7 @@ def client_of(settings: ClientSettings, kv: PagedKv, role: Role, group: bytes, *
         layout=LayoutIdentity(
             model="simulated",
             kv_dtype="bfloat16",
-            fidelity=ENCODING if settings.gpu_fp8 else settings.fidelity,
+            fidelity=fidelity_of(settings),
             chunk_tokens=settings.chunk_size,
         ),
         group=group,

@@ -24,9 +24,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstrata.client import CacheClient, LoadItem
-from kvstrata.connectors.vllm.identity import engine_group, layout_identity
+from kvstrata.connectors.vllm.identity import engine_group, fidelity_of, layout_identity
 from kvstrata.connectors.vllm.kv_view import (
-    ENCODING,
     Heads,
     KvView,
     build_view,
@@ -100,8 +99,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             vllm_config,
             kv_dtype=_kv_dtype(vllm_config),
             chunk_tokens=self._settings.chunk_size,
-            # Such records are no others' to round, or to read.
-            fidelity=ENCODING if self._settings.gpu_fp8 else self._settings.fidelity,
+            fidelity=fidelity_of(self._settings),
         )
         self._group = engine_group(vllm_config)
         self._scheduler: SchedulerSide | None = None
@@ -149,6 +147,19 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         from vllm.distributed.parallel_state import get_tp_group
         from vllm.model_executor.layers.attention import Attention, MLAAttention
 
+        devices = {tensor.device for tensor in kv_caches.values()}
+        if len(devices) != 1:
+            raise ConfigError(
+                f"KV cache: layers lie on {', '.join(sorted(map(str, devices)))}; only one device per worker is "
+                "supported",
+                field="device",
+            )
+        [device] = devices
+        if self._settings.gpu_fp8 and device.type != "cuda":
+            raise ConfigError(
+                f"gpu_fp8: KV of this engine lies on {device}, not on a GPU; set gpu_fp8 to false",
+                field="gpu_fp8",
+            )
         modules = self._vllm_config.compilation_config.static_forward_context
         view = build_view(
             kv_caches,
@@ -173,19 +184,6 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             slice=view.slice,
             facts=view.facts,
         )
-        devices = {tensor.device for tensor in kv_caches.values()}
-        if len(devices) != 1:
-            raise ConfigError(
-                f"KV cache: layers lie on {', '.join(sorted(map(str, devices)))}; only one device per worker is "
-                "supported",
-                field="device",
-            )
-        [device] = devices
-        if self._settings.gpu_fp8 and device.type != "cuda":
-            raise ConfigError(
-                f"gpu_fp8: KV of this engine lies on {device}, not on a GPU; set gpu_fp8 to false",
-                field="gpu_fp8",
-            )
         if device.type == "cpu":
             client = make_client()
             mover: Mover = HostMover(client, view.plan())

@@ -13,10 +13,14 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kvstrata.connectors.vllm.kv_view import ENCODING
 from kvstrata.errors import ConfigError
 from kvstrata.types import LayoutIdentity, canonical_json
+
+if TYPE_CHECKING:
+    from kvstrata.config.model import ClientSettings
 
 SAMPLE_BYTES = 4096
 SAMPLES_PER_FILE = 256
@@ -54,6 +58,14 @@ def fingerprint(folder: str | os.PathLike[str]) -> str:
             raise ConfigError(f"model: {path} cannot be read: {error}", field="model") from None
         found = found or weight
     return digest.hexdigest() if found else ""
+
+
+def fidelity_of(settings: ClientSettings) -> str:
+    """What this engine's KV has gone through or may go through.
+
+    Records that a GPU has rounded (`gpu_fp8`) have one of their own: nobody else reads them or rounds them again.
+    """
+    return ENCODING if settings.gpu_fp8 else settings.fidelity
 
 
 def layout_identity(
