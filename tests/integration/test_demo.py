@@ -6,11 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
 from tests.harness.cache_engine import eventually
+from tests.harness.child import Child
+from tests.harness.server_process import ServerProcess
+from tests.harness.signals import send
 
 pytestmark = pytest.mark.integration
 
@@ -84,3 +88,25 @@ def test_an_interrupted_demo_leaves_nothing() -> None:
     assert demo.returncode == 130, output
     assert "interrupted" in output
     assert left_by(demo.pid) == []
+
+
+def test_a_server_that_was_silent_for_a_while_gets_a_store_again(tmp_path: Path) -> None:
+    """As happens on a crowded machine; the cache refuses at once, and its clients ask again."""
+    with ServerProcess(tmp_path, l1_mb=96) as server:
+        server.start()
+        with Child(
+            "tests.harness.load_client", str(server.socket_dir), "1", "1", log=tmp_path / "log"
+        ) as client:
+            eventually("it attached", lambda: client.ask("connected"))
+            send(server.pid, signal.SIGSTOP)
+            with ThreadPoolExecutor(1) as thread:
+                stored = thread.submit(client.ask, "store", seed=1, chunks=1)
+                assert not wait([stored], timeout=1.5).done
+                send(server.pid, signal.SIGCONT)
+                assert stored.result(60)["outcomes"] == ["stored"]
+            send(server.pid, signal.SIGSTOP)
+            with ThreadPoolExecutor(1) as thread:
+                found = thread.submit(client.ask, "retrieve", seed=1, chunks=1)
+                assert not wait([found], timeout=1.5).done
+                send(server.pid, signal.SIGCONT)
+                assert found.result(60)["equal"]
