@@ -14,6 +14,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.attention.attention import unified_attention_with_output
+from vllm.model_executor.layers.attention.mla_attention import unified_mla_attention_with_output
+from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import (
@@ -27,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvstrata.connectors.vllm.connector import layers_ask
 from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view, check_groups, chunk_bytes
 from kvstrata.connectors.vllm.layer_kinds import layer_kinds
 from kvstrata.keys.layout import Part, plan_recut
@@ -258,6 +263,31 @@ def results() -> Iterator[dict[str, Any]]:
                 continue
             yield {**named, **copies_are_right(engine)}
     yield from recuts()
+    yield {"asks": asks()}
+
+
+def asks() -> dict[str, bool]:
+    """Whether loads may come layer by layer, by what the cached layers are."""
+    attention, latents, indexer = (
+        cls.__new__(cls) for cls in (Attention, MLAAttention, DeepseekV32IndexerCache)
+    )
+    return {
+        "attention": layers_ask([attention, attention]),
+        "latents": layers_ask([latents]),
+        "latents and indexer": layers_ask([latents, indexer]),
+        # vLLM's reason: what runs the first two is wrapped in calls of the connector.
+        "vllm waits": all(
+            any("wait_for_layer_load" in function.__code__.co_names for function in wrappings(op))
+            for op in (unified_attention_with_output, unified_mla_attention_with_output)
+        ),
+    }
+
+
+def wrappings(function: Any) -> Iterator[Any]:
+    """A function and what its decorators wrapped, outermost first."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 def recuts() -> Iterator[dict[str, Any]]:

@@ -98,3 +98,8 @@ def test_records_are_recut_between_backends_layouts_and_numbers_of_workers(resul
     assert len(recuts) == 7
     for result in recuts:
         assert (result["outcome"], result["same"], result["copies"]) == (0, True, 2), result
+
+
+def test_loads_come_layer_by_layer_only_where_vllm_waits_for_each_layer(results):
+    [asks] = [result["asks"] for result in results if "asks" in result]
+    assert asks == {"attention": True, "latents": True, "latents and indexer": False, "vllm waits": True}

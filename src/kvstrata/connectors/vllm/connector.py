@@ -145,7 +145,6 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         walk.
         """
         from vllm.distributed.parallel_state import get_tp_group
-        from vllm.model_executor.layers.attention import Attention, MLAAttention
 
         devices = {tensor.device for tensor in kv_caches.values()}
         if len(devices) != 1:
@@ -173,7 +172,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             gpu_fp8=self._settings.gpu_fp8,
             kinds=layer_kinds(self._kv_cache_config.kv_cache_groups, modules),
         )
-        self._layers_ask = all(isinstance(modules[name], (Attention, MLAAttention)) for name in view.layers)
+        self._layers_ask = layers_ask(modules[name] for name in view.layers)
         make_client = partial(
             CacheClient,
             self._settings,
@@ -247,8 +246,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         """Begin loads; the forward pass comes behind the synchronous ones, layer by layer where it can."""
         if self._worker is not None:
             # A whole captured graph is replayed without asking for its layers, and a draft model's layers are
-            # asked for by a graph of its own: there everything comes first. Piecewise graphs ask. Caches beside the
-            # attention layers' own (an indexer's) are read without asking.
+            # asked for by a graph of its own: there everything comes first. Piecewise graphs ask.
             layerwise = (
                 self._layers_ask
                 and forward_context.attn_metadata is not None
@@ -404,6 +402,16 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             medium=MEDIUM_CPU,
             lora_name=lora.lora_name if lora is not None else None,
         )
+
+
+def layers_ask(modules: Iterable[object]) -> bool:
+    """Whether vLLM calls `wait_for_layer_load` before it reads any of these layers' caches.
+
+    It does so in what runs its attention layers.  A cache beside them, an indexer's, is read without asking.
+    """
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    return all(isinstance(module, (Attention, MLAAttention)) for module in modules)
 
 
 def _kv_dtype(vllm_config: VllmConfig) -> str:
