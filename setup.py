@@ -58,7 +58,7 @@ CUDA_FATBIN = "kvstrata_cuda.fatbin"
 CUDA_ARCHITECTURES = (80, 90, 100)
 # One IEEE operation for each in the source: kernels and the CPU's codec make the same bits.
 CUDA_FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-ftz=false", "-prec-div=true", f"-I{CORE_INCLUDE}"]
-CUDA_SHARED_HEADERS = [Path(CORE_INCLUDE) / "kvstrata" / "fp8_scalar.h"]
+CUDA_SHARED_HEADERS = [Path(CORE_INCLUDE) / "kvstrata" / name for name in ("fp8_scalar.h", "host_device.h")]
 
 WARNINGS = ["-Wall", "-Wextra"] + (["-Werror"] if os.environ.get("KVSTRATA_WERROR") == "1" else [])
 # Python's own flags carry -DNDEBUG, which would remove every assert. The baseline of the platform's ABI is

@@ -26,9 +26,6 @@ namespace {
 // has begun cannot be cancelled.
 constexpr std::uint64_t kAheadBytes = 128 << 20;
 
-// Among ways that are about as fast the copy engines win: they take nothing from the model.
-constexpr double kAsFast = 0.9;
-
 // What the threads know of one item.
 struct Progress {
   // Guarded by the engine's mutex.
@@ -202,12 +199,8 @@ Failure CudaCopyEngine::Impl::create(std::shared_ptr<Device> device, const Engin
   if (options.max_sms == 0 || options.max_sms > 1024) {
     return limit("max_sms: must be between 1 and 1024", options.max_sms, 1024);
   }
-  if (options.rounds && !options.choose && options.way == Way::kDma) {
-    return Failure{-1, "", "engine: 'dma' cannot round KV; use 'kernel', 'staged' or 'auto'"};
-  }
-  if (options.rounds && !device->no_kernels().empty()) {
-    return Failure{-1, "", "kernels: needed to round KV, and " + device->no_kernels()};
-  }
+  Choice choice;
+  if (Failure failure = first_choice(*device, options, &choice)) return failure;
   std::unique_ptr<Impl> engine(new Impl);
   engine->owner_ = getpid();
   engine->device_ = device;
@@ -215,27 +208,6 @@ Failure CudaCopyEngine::Impl::create(std::shared_ptr<Device> device, const Engin
   engine->ended_.reserve(options.queue);
   const CurrentContext current(*device);
   if (Failure failure = current.failure()) return failure;
-  Choice& choice = engine->choice_;
-  choice.way = options.way;
-  if (options.choose) {
-    choice.reason = "not measured yet: ";
-    if (options.rounds) {
-      choice.way = Way::kKernel;
-      choice.reason += "the kernels round";
-    } else if (device->driver().copy_batch == nullptr && device->no_kernels().empty()) {
-      choice.way = Way::kKernel;
-      choice.reason += "the driver has no batched copies (CUDA 12.8)";
-    } else {
-      choice.way = Way::kDma;
-      choice.reason += "the copy engines take nothing from the model";
-    }
-  } else if (choice.way != Way::kDma && !device->no_kernels().empty()) {
-    choice.reason =
-        std::string("not ") + kWayNames[static_cast<int>(choice.way)] + ": " + device->no_kernels();
-    choice.way = Way::kDma;
-  } else {
-    choice.reason = "configured";
-  }
   for (const CopyKind kind : {CopyKind::kGather, CopyKind::kScatter}) {
     auto& lane = engine->lanes_[static_cast<std::size_t>(kind)];
     lane = std::make_unique<Lane>(device, options.max_sms);
@@ -252,6 +224,7 @@ Failure CudaCopyEngine::Impl::create(std::shared_ptr<Device> device, const Engin
       }
     }
   }
+  engine->choice_ = std::move(choice);
   engine->event_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (engine->event_fd_ < 0) {
     *status = Status(StatusCode::kOsError, "eventfd: cannot create", errno);
@@ -771,32 +744,16 @@ Failure CudaCopyEngine::Impl::choose(const CopyPlan& plan, std::span<const std::
                                      std::uint64_t host, std::uint64_t host_bytes) {
   const std::lock_guard choosing(choose_mutex_);
   Measured measured;
-  if (Failure failure = measure(device_, plan, blocks, host, host_bytes, pinned_, options_.max_sms,
-                                options_.staging_bytes, &measured)) {
+  if (Failure failure =
+          measure(device_, plan, blocks, host, host_bytes, pinned_, options_, &measured)) {
     if (is_sticky(failure.number)) {
       const Lock lock(mutex_);
       fail(failure);
     }
     return failure;
   }
-  // Between 0 and 2: the fastest, but the copy engines where they are nearly so.
-  const double* const speed = measured.gb_per_s;
-  auto best = static_cast<std::size_t>(std::max_element(speed, speed + 3) - speed);
-  if (speed[0] >= kAsFast * speed[best]) best = 0;
-  if (options_.rounds && best == 0) {
-    return Failure{-1, "", "plan: nothing that can round it could be measured"};
-  }
   Choice choice;
-  choice.way = static_cast<Way>(best);
-  choice.reason = best == 0 ? "measured: as fast as the others or nearly so, and it takes nothing "
-                              "from the model"
-                            : "measured: the fastest";
-  for (std::size_t i = 0; i < 3; ++i) {
-    choice.gb_per_s[i] = speed[i];
-    if (!measured.why_not[i].empty()) {
-      choice.reason += std::string("; not ") + kWayNames[i] + ": " + measured.why_not[i];
-    }
-  }
+  if (Failure failure = best_choice(measured, options_.rounds, &choice)) return failure;
   Failure no_room;
   if (options_.choose && !options_.rounds && choice.way == Way::kStaged &&
       choice_.way != Way::kStaged) {
@@ -808,13 +765,12 @@ Failure CudaCopyEngine::Impl::choose(const CopyPlan& plan, std::span<const std::
     if (no_room) {
       for (const auto& lane : lanes_)
         lane->mover.give_back();
-      choice.way = speed[1] > speed[0] ? Way::kKernel : Way::kDma;
-      choice.reason = "not staged: " + device_->driver().explain(no_room);
+      choose_without_staging(device_->driver().explain(no_room), &choice);
     }
   }
   const Lock lock(mutex_);
   if (!options_.choose) {
-    std::copy_n(speed, 3, choice_.gb_per_s);
+    std::copy_n(measured.gb_per_s, 3, choice_.gb_per_s);
   } else {
     choice_ = std::move(choice);
   }

@@ -34,28 +34,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
-#include "engines.h"
+#include "choice.h"
 
 namespace kvstrata::cuda {
-
-struct EngineOptions {
-  bool choose = true;  // `way` is then only where to begin
-  Way way = Way::kDma;
-  int threads = 2;       // that compute checksums
-  unsigned max_sms = 4;  // thread blocks of a kernel, each filling a multiprocessor's share
-  std::uint64_t staging_bytes = 64 << 20;  // for each direction
-  std::size_t queue = 256;
-  bool rounds = false;  // takes plans with a rounding: never dma, and staging is always there
-};
-
-struct Choice {
-  Way way = Way::kDma;
-  std::string reason;
-  double gb_per_s[3] = {0, 0, 0};  // measured, by Way; 0: not tried
-};
 
 class CudaCopyEngine {
  public:

@@ -92,17 +92,4 @@ class Mover {
   std::vector<std::size_t> sizes_;
 };
 
-// GB/s of copies shaped as records of so many blocks, both directions one after the other, for each
-// way that works here. Works on memory of its own on the device and on the given host memory, or
-// its own where host_bytes is 0; the plan's blocks are not touched. Blocks its thread for some
-// 10 ms.
-struct Measured {
-  double gb_per_s[3] = {0, 0, 0};  // by Way; 0: was not tried
-  std::string why_not[3];
-};
-Failure measure(const std::shared_ptr<Device>& device, const CopyPlan& plan,
-                std::span<const std::uint32_t> blocks, std::uint64_t host, std::uint64_t host_bytes,
-                const PinnedMemory& pinned, unsigned max_thread_blocks, std::uint64_t staging_bytes,
-                Measured* out);
-
 }  // namespace kvstrata::cuda

@@ -4,9 +4,9 @@
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stddef cimport size_t
-from libc.stdint cimport uint32_t
 from libcpp cimport bool as cbool
 
+from core_copying cimport Fp8Shape, Fp8Source
 from core_status cimport Status, StatusCode
 
 
@@ -24,14 +24,6 @@ cdef extern from "kvstrata/planes.h" namespace "kvstrata" nogil:
 
 
 cdef extern from "kvstrata/fp8.h" namespace "kvstrata" nogil:
-    enum class Fp8Source(unsigned char):
-        kBfloat16
-        kFloat16
-    cdef cppclass Fp8Shape:
-        uint32_t blocks, groups, tokens, heads, dim
-        Status check()
-        size_t numbers()
-        size_t scales()
     enum class Fp8Path(unsigned char):
         pass
     const int kFp8PathCount

@@ -1,5 +1,5 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-"""ext/core/include/kvstrata/{crc32c,record,copy,copy_engine}.h, as far as copying.pyx uses them."""
+"""ext/core/include/kvstrata/{crc32c,record,fp8,copy,copy_engine}.h, as far as modules share them."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from libc.stddef cimport size_t
@@ -82,6 +82,9 @@ cdef extern from "kvstrata/fp8.h" namespace "kvstrata" nogil:
         kFloat16
     cdef cppclass Fp8Shape:
         uint32_t blocks, groups, tokens, heads, dim
+        Status check()
+        size_t numbers()
+        size_t scales()
 
 
 cdef extern from "kvstrata/copy.h" namespace "kvstrata" nogil:

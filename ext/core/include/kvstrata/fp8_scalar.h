@@ -9,11 +9,7 @@
 #include <bit>
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define KVSTRATA_HOST_DEVICE __host__ __device__
-#else
-#define KVSTRATA_HOST_DEVICE
-#endif
+#include "kvstrata/host_device.h"
 
 namespace kvstrata {
 
