@@ -29,7 +29,7 @@ from tests.harness.child import serve
 
 PATIENCE_S = 30.0
 """For things that must come to pass; no test waits for this to run out."""
-SILENCE_S = 2.0
+SILENCE_S = 5.0
 """For which a crowded machine may keep a server that is well from answering: longer than a client has patience."""
 AGAIN_S = 0.05
 CHUNK_TOKENS = 16
@@ -176,9 +176,9 @@ class CacheEngine:
             deadline_ms=deadline_ms,
         )
 
-    def looked_up(self, tokens: Sequence[int], salt: str = "") -> LookupResult:
-        """Ask and wait.  Asks again when the client did not ask, since the server was silent."""
-        ends_s = time.monotonic() + SILENCE_S
+    def looked_up(self, tokens: Sequence[int], salt: str = "", again_s: float = SILENCE_S) -> LookupResult:
+        """Ask and wait.  Asks again, for `again_s`, when the client did not ask since the server was silent."""
+        ends_s = time.monotonic() + again_s
         while True:
             call = self.lookup(tokens, salt)
             assert call.wait(PATIENCE_S), "the lookup never ended"

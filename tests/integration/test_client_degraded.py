@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,18 @@ def test_a_stopped_server_ends_what_waits_for_it_and_is_used_again_when_it_goes_
         eventually("connected again", lambda: engine.client.connected)
         assert engine.hit(prompt(4)) == 4
         eventually("the lookup nobody waited for left no lease", lambda: nothing_leased(server))
+
+
+def test_engines_of_the_tests_ask_again_what_a_silent_server_did_not_take(server):
+    server.start()
+    with CacheEngine(server.socket_dir) as engine, ThreadPoolExecutor(1) as thread:
+        engine.connect()
+        for ask, expected in ((engine.stored, ["stored"] * 4), (engine.hit, 4)):
+            server.freeze()
+            asked = thread.submit(ask, prompt(4))
+            eventually("the server is given up", lambda: not engine.client.connected)
+            server.thaw()
+            assert asked.result(PATIENCE_S) == expected
 
 
 def test_stopped_again_and_again(server):
@@ -211,7 +224,7 @@ def work(engine: CacheEngine) -> None:
     assert call.wait(PATIENCE_S)
     call.cancel()
     for damage in (False, True):
-        result = engine.looked_up(tokens)
+        result = engine.looked_up(tokens, again_s=0.0)
         if result.n_chunks:
             items = engine.items(tokens, result)
             if damage:  # another chunk's key: reported as corrupt, found sound by the server

@@ -328,7 +328,11 @@ def test_wrong_registrations_name_their_field(controller, instance):
 
 def test_slots_exhausted_says_when_to_come_again(tmp_path):
     """An instance of 16 tiers takes 16 slots, and 16 more while it syncs; 65,534 are for 2,047 of them."""
-    environment = {**os.environ, "KVSTRATA_CONTROLLER_MAX_INSTANCES": "3000"}
+    environment = {
+        **os.environ,
+        "KVSTRATA_CONTROLLER_MAX_INSTANCES": "3000",
+        "KVSTRATA_CONTROLLER_DEAD_AFTER_S": "3600",  # none of them sends heartbeats
+    }
     tiers = ("l1", *(f"disk-{number}" for number in range(15)))
     with (
         ControllerProcess(tmp_path, environment=environment) as controller,
