@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstrata.memory.paths import segment_dir
 from tests.harness import redis_server, vllm_env
 from tests.harness.cache_engine import eventually
 from tests.harness.daemon import free_port, free_ports
@@ -45,11 +46,12 @@ def test_the_second_engine_hits_what_the_first_put_to_redis(redis_folder, small_
         str(command.parent),
         os.environ["PATH"],
     ]
+    ports = range(first_port := free_ports(6), first_port + 6)
     environment = {
         **vllm_env.environment(tmp_path),
         **{name: value for name, value in variables.items() if name == "LD_LIBRARY_PATH"},
         "PATH": ":".join(path),
-        "FIRST_PORT": str(free_ports(6)),
+        "FIRST_PORT": str(first_port),
         "REDIS_PORT": str(free_port()),
         "L1_GB": "0.1",
         "DOCUMENTS": str(DOCUMENTS),
@@ -65,12 +67,14 @@ def test_the_second_engine_hits_what_the_first_put_to_redis(redis_folder, small_
         env=environment, start_new_session=True,
     )  # fmt: skip
     try:
-        output = script.communicate(timeout=400)[0]
+        output = script.communicate(timeout=900)[0]
         # vLLM's own processes end a little after it.
         eventually("everything that it started has ended", lambda: not left_of(script.pid))
     finally:
         for pid in left_of(script.pid):
             os.kill(pid, signal.SIGKILL)
+        for port in ports:  # the pools, which a server leaves to its successor
+            shutil.rmtree(segment_dir(port), ignore_errors=True)
     assert script.returncode == 0, output
     rows = dict(re.findall(r"^(from .*?)  +(.*)$", output, re.MULTILINE))
     chunks = DOCUMENTS * (DOCUMENT_TOKENS // 256)
