@@ -5,6 +5,7 @@ The segment lies in a folder of its own under /dev/shm, named after the state fo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -33,8 +34,11 @@ def sweep() -> None:
     for root in ROOTS:
         for left in root.glob(f"{NAME}*"):
             owner = re.fullmatch(rf"{NAME}(\d+)-[0-9a-f]+", left.name)
-            if owner and left.stat().st_uid == os.getuid() and not Path(f"/proc/{owner[1]}").exists():
-                shutil.rmtree(left, ignore_errors=True)
+            if owner is None or Path(f"/proc/{owner[1]}").exists():
+                continue
+            with contextlib.suppress(FileNotFoundError):  # somebody else sweeps too
+                if left.stat().st_uid == os.getuid():
+                    shutil.rmtree(left, ignore_errors=True)
 
 
 class ServerFailed(Exception):

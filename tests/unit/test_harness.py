@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import contain, fetch_debian, provision, setup_env, vllm_env, vllm_model, vllm_run
+from tests.harness import (
+    contain,
+    fetch_debian,
+    provision,
+    server_process,
+    setup_env,
+    vllm_env,
+    vllm_model,
+    vllm_run,
+)
 
 CONTAIN = Path(contain.__file__)
 
@@ -258,3 +267,18 @@ def test_calls_are_charged_with_what_they_would_wait_for_not_with_the_time_they_
         "get_finished": pytest.approx(0.001),
     }
     assert calls.take()["methods"] == {}
+
+
+def test_sweeps_at_once_remove_what_dead_runs_left_and_nothing_of_a_living_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_process, "ROOTS", (tmp_path,))
+    no_process = 2**22 + 1  # above the highest number that Linux gives
+    living = tmp_path / f"{server_process.NAME}{os.getpid()}-00"
+    living.mkdir()
+    for at in range(300):
+        (tmp_path / f"{server_process.NAME}{no_process}-{at:x}").mkdir()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for sweep in [pool.submit(server_process.sweep) for _ in range(4)]:
+            sweep.result()
+    assert list(tmp_path.iterdir()) == [living]
