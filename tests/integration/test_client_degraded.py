@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import pytest
 
 from kvstrata import failpoints
 from kvstrata.client import StoreOutcome
+from kvstrata.client.breaker import PING_PATIENCE_S
 from kvstrata.client.stores import BATCHES_IN_FLIGHT
+from kvstrata.rpc.zmq_client import Waiter
 from tests.harness.cache_engine import CHUNK_TOKENS, PATIENCE_S, CacheEngine, eventually, prompt
 from tests.harness.fault_proxy import FaultProxy
 from tests.harness.server_process import ServerProcess
@@ -94,6 +97,29 @@ def test_engines_of_the_tests_ask_again_what_a_silent_server_did_not_take(server
             eventually("the server is given up", lambda: not engine.client.connected)
             server.thaw()
             assert asked.result(PATIENCE_S) == expected
+
+
+def test_a_client_that_seldom_runs_does_not_call_the_server_silent(server, monkeypatch):
+    """As where an engine's threads take the cores or hold the interpreter lock: each look is late."""
+    wait = Waiter.wait
+
+    def oversleep(waiter: Waiter, timeout_s: float) -> Iterable[int]:
+        ready = wait(waiter, 0.0)
+        time.sleep(1.5 * PING_PATIENCE_S)
+        return ready
+
+    def nothing_lost() -> bool:
+        before = engine.client.stats()["breaker_trips"]
+        found = [engine.hit(prompt(4)) for _ in range(3)]
+        return found == [4] * 3 and engine.client.stats()["breaker_trips"] == before
+
+    server.start()
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        engine.stored(prompt(4))
+        with monkeypatch.context() as patch:
+            patch.setattr(Waiter, "wait", oversleep)
+            eventually("some lookups without a false alarm", nothing_lost)
 
 
 def test_stopped_again_and_again(server):

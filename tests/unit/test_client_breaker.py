@@ -6,7 +6,15 @@ import math
 
 import pytest
 
-from kvstrata.client.breaker import BUSY_PING_S, IDLE_PING_S, OPEN_PING_S, PING_PATIENCE_S, Breaker
+from kvstrata.client.breaker import (
+    BUSY_PING_S,
+    IDLE_PING_S,
+    LATE_S,
+    OPEN_PING_S,
+    PING_PATIENCE_S,
+    SECOND_LOOK_S,
+    Breaker,
+)
 
 
 @pytest.fixture
@@ -50,9 +58,28 @@ def test_anything_heard_answers_all_pings(closed):
     assert not closed.check(100.0)
 
 
+def test_who_looks_late_looks_again_before_it_calls_the_server_silent(closed):
+    late_s = 10.0 + PING_PATIENCE_S + 2 * LATE_S
+    closed.pinged(10.0)
+    assert not closed.check(late_s), "the answer may have come while this process did not run"
+    assert closed.check_due_s() == late_s + SECOND_LOOK_S
+    closed.heard()
+    closed.pinged(20.0)
+    assert not closed.check(30.0), "and so after each answer"
+
+
+def test_a_process_that_is_always_late_notices_a_silent_server_at_its_second_look(closed):
+    closed.pinged(10.0)
+    assert not closed.check(15.0)
+    closed.pinged(15.0)
+    assert not closed.check(15.0 + SECOND_LOOK_S / 2)
+    assert closed.check(20.0)
+    assert closed.trips == 1
+
+
 def test_it_opens_once_and_closes_when_the_server_speaks(closed):
     closed.pinged(10.0)
-    assert closed.check(11.0)
+    assert closed.check(10.0 + PING_PATIENCE_S)
     assert not closed.check(12.0), "it opens only once"
     closed.heard()
     assert not closed.is_open
@@ -67,7 +94,7 @@ def test_pings_are_frequent_while_requests_are_outstanding(closed):
 
 def test_an_open_breaker_goes_on_pinging_less_than_a_second_apart(closed):
     closed.pinged(10.0)
-    closed.check(11.0)
+    closed.check(10.0 + PING_PATIENCE_S)
     assert closed.ping_due_s(busy=False) == closed.ping_due_s(busy=True) == 10.0 + OPEN_PING_S
     assert OPEN_PING_S + PING_PATIENCE_S < 1.0
 

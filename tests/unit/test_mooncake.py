@@ -322,13 +322,14 @@ async def test_a_server_that_is_not_there_is_named(
     package: Callable[[str], Path], server: Callable[[bytes], str], field: str
 ) -> None:
     package(RECORDER)
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # it does not listen, and nobody else can
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
-    fields = {"master_server_addr": server(READY) if field == "metadata_server" else address}
-    if field == "metadata_server":
-        fields["metadata_server"] = f"http://{address}/metadata"
-    with pytest.raises(StorageError, match=f"{field}: nothing can be reached at {address}"):
-        await adapter_of(configure(**fields)).open(lent_context(lambda key: None))
+        fields = {"master_server_addr": server(READY) if field == "metadata_server" else address}
+        if field == "metadata_server":
+            fields["metadata_server"] = f"http://{address}/metadata"
+        with pytest.raises(StorageError, match=f"{field}: nothing can be reached at {address}"):
+            await adapter_of(configure(**fields)).open(lent_context(lambda key: None))
 
 
 async def test_a_master_that_accepts_and_says_nothing_is_said(package: Callable[[str], Path]) -> None:

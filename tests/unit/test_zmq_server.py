@@ -236,9 +236,9 @@ async def test_a_taken_port_is_refused_with_its_holder() -> None:
 
 
 def test_a_free_port_has_no_holder() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    assert port_holder(port) == ""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # it does not listen, and nobody else can
+        assert port_holder(bound.getsockname()[1]) == ""
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "192.0.2.7", "::"])

@@ -214,8 +214,7 @@ class Link:
             call()
 
     def _pass(self, waiter: Waiter) -> None:
-        frames, descriptors = waiter.wait(0.0 if self._inbox else self._timeout_s(time.monotonic()))
-        for fd in descriptors:
+        for fd in waiter.wait(0.0 if self._inbox else self._timeout_s(time.monotonic())):
             if fd == self._wake_fd:
                 os.eventfd_read(fd)
             elif fd in self._watched:
@@ -224,9 +223,9 @@ class Link:
                 self._lose("the server closed the connection")
         self._woken = False
         self._drain()
-        if frames and self._dealer is not None:
+        now_s = time.monotonic()  # before receiving: an answer that is here is never called silence
+        if self._dealer is not None:
             self._receive(self._dealer)
-        now_s = time.monotonic()
         if self.breaker.check(now_s):
             log.warning("the cache server does not answer; going on without it until it does")
             self._silence("the server does not answer")
@@ -267,7 +266,7 @@ class Link:
             news = None if copies == self._copies_told else copies
             if dealer.try_send(wire.encode(wire.Ping(self.session, self.table.next_seq(), named, news))):
                 self._copies_told = copies
-            self.breaker.pinged(now_s)
+            self.breaker.pinged(time.monotonic())
 
     def _receive(self, dealer: Dealer) -> None:
         for frame in dealer.receive(FRAMES_PER_PASS):

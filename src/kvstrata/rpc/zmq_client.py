@@ -95,11 +95,10 @@ class Waiter:
         """No longer. Call before the descriptor is closed."""
         self._poller.unregister(fd)
 
-    def wait(self, timeout_s: float) -> tuple[bool, Iterable[int]]:
-        """(frames are here, readable descriptors); both empty after `timeout_s`."""
+    def wait(self, timeout_s: float) -> Iterable[int]:
+        """Until a frame is here, a descriptor is readable, or `timeout_s` are over: the readable descriptors."""
         ready = self._poller.poll(max(0, round(timeout_s * 1000 + 0.5)))
-        descriptors = [item for item, _ in ready if isinstance(item, int)]
-        return len(descriptors) < len(ready), descriptors
+        return [item for item, _ in ready if isinstance(item, int)]
 
     def close(self) -> None:
         """Everything, without waiting for anything unsent."""
