@@ -31,6 +31,7 @@ from kvstrata.memory.segment import Segment, SegmentSettings
 from kvstrata.rpc.wire import AttachRequest
 from kvstrata.types import unpack_extents
 from tests.harness.child import Child, answer, tell
+from tests.harness.open_files import open_files
 
 
 class Place(NamedTuple):
@@ -78,9 +79,7 @@ class Handlers:
 
     def open_files(self) -> list[str]:
         """What this process has open, without sockets of connections."""
-        return sorted(
-            os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry.path)
-        )
+        return sorted(open_files())
 
     def reserve(self, row: int, keys: str, record_bytes: int) -> dict[str, Any]:
         ticket, outcomes, extents = self._pool.reserve(decode(keys), b"", record_bytes, row, bytes(32), 0)

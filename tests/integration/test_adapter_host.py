@@ -21,6 +21,7 @@ from kvstrata.memory.segment import HOSTS_BYTE
 from kvstrata.types import KEY_BYTES
 from tests.harness.bad_adapter import entry_of
 from tests.harness.l2_load import check_and_release, clear_l1
+from tests.harness.open_files import open_files
 from tests.harness.rpc_client import HANG_S, RpcClient, chain_of, until
 from tests.harness.server_process import ServerFailed, ServerProcess
 from tests.harness.signals import send
@@ -307,9 +308,7 @@ def test_a_host_has_of_the_server_nothing_but_the_extents_and_a_shared_lock(
     server = start()
     with RpcClient(server.socket_dir) as client:
         pid = host_of(client.status())["pid"]
-    descriptors, servers = (
-        [os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()] for process in (pid, server.pid)
-    )
+    descriptors, servers = open_files(pid), open_files(server.pid)
     of_the_pool = [name for name in descriptors if str(server.segment_dir) in name]
     assert of_the_pool == [str(server.segment_dir / "sessions.lock")]
     mapped = Path(f"/proc/{pid}/maps").read_text()

@@ -4,7 +4,6 @@ it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import shutil
@@ -23,6 +22,7 @@ from kvstrata.memory.holder import MAX_PEERS
 from tests.harness import namespaces
 from tests.harness.attach_server import AttachServerChild, Place
 from tests.harness.child import HANG_S, Child, ChildEnded
+from tests.harness.open_files import open_files
 from tests.harness.signals import send
 from tests.integration.test_attach import attach, b64, name, new_worker, reserve, rows_of
 
@@ -69,13 +69,9 @@ def held_words(path: Path) -> list[str]:
         linux.close_all(fds)
 
 
-def open_files(pid: int) -> list[str]:
-    """What a process has open, without sockets: a connection may close a moment after its answer."""
-    links = []
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            links.append(os.readlink(link))
-    return sorted(link for link in links if not link.startswith("socket:"))
+def files_without_sockets(pid: int) -> list[str]:
+    """What a process has open; a connection may close a moment after its answer."""
+    return sorted(name for name in open_files(pid) if not name.startswith("socket:"))
 
 
 def test_what_was_given_survives_sigkill_of_the_giver_and_its_process_group(
@@ -168,7 +164,7 @@ def test_bad_messages_cost_the_holder_nothing(
     with Child("tests.harness.holder_starter", log=tmp_path / "log") as starter:
         starter.ask("keep", path=str(path), words=WORDS, start=True)
     pid = holder_client.process_id(path)
-    before = open_files(pid)
+    before = files_without_sockets(pid)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, open(os.devnull) as null:
         sock.settimeout(HANG_S)
         sock.connect(os.fspath(path))
@@ -177,7 +173,7 @@ def test_bad_messages_cost_the_holder_nothing(
         linux.close_all(received.fds)
         assert received.data != b"ok"
     assert held_words(path) == WORDS
-    assert open_files(pid) == before
+    assert files_without_sockets(pid) == before
 
 
 def test_silent_peers_do_not_keep_others_out(path: Path) -> None:
