@@ -411,7 +411,9 @@ def act_4(folder: Path, table: Table, size: str, *, with_vllm: bool, keep: bool)
     """A cluster: what one instance has, the others hit."""
     say("A controller and two instances: the first one's L1 serves the second one")
     l1_mb = fitting_l1_mb(L1_MB_ACT_2, 160)
-    with Cluster(folder, l1_mb=l1_mb, n_servers=2) as cluster:
+    # As for vLLM's lookups below: an owner that gets no core for a moment is no miss.
+    settings = {"KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": "3000"}
+    with Cluster(folder, l1_mb=l1_mb, n_servers=2, settings=settings) as cluster:
         say(f"  controller ready, dashboard at {cluster.controller.url}/")
         if with_vllm:
             _cluster_vllm(folder, table, cluster, size)
