@@ -103,7 +103,7 @@ def test_a_client_that_seldom_runs_does_not_call_the_server_silent(server, monke
     """As where an engine's threads take the cores or hold the interpreter lock: each look is late."""
     wait = Waiter.wait
 
-    def oversleep(waiter: Waiter, timeout_s: float) -> Iterable[int]:
+    def oversleep(waiter: Waiter, timeout_s: float) -> tuple[bool, Iterable[int]]:
         ready = wait(waiter, 0.0)
         time.sleep(1.5 * PING_PATIENCE_S)
         return ready

@@ -214,7 +214,8 @@ class Link:
             call()
 
     def _pass(self, waiter: Waiter) -> None:
-        for fd in waiter.wait(0.0 if self._inbox else self._timeout_s(time.monotonic())):
+        frames, descriptors = waiter.wait(0.0 if self._inbox else self._timeout_s(time.monotonic()))
+        for fd in descriptors:
             if fd == self._wake_fd:
                 os.eventfd_read(fd)
             elif fd in self._watched:
@@ -223,8 +224,9 @@ class Link:
                 self._lose("the server closed the connection")
         self._woken = False
         self._drain()
-        now_s = time.monotonic()  # before receiving: an answer that is here is never called silence
-        if self._dealer is not None:
+        now_s = time.monotonic()
+        # An answer that came since the wait is no silence, however long this thread has slept since.
+        if self._dealer is not None and (frames or self.breaker.check_due_s() <= now_s):
             self._receive(self._dealer)
         if self.breaker.check(now_s):
             log.warning("the cache server does not answer; going on without it until it does")

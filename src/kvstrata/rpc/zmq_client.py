@@ -95,10 +95,11 @@ class Waiter:
         """No longer. Call before the descriptor is closed."""
         self._poller.unregister(fd)
 
-    def wait(self, timeout_s: float) -> Iterable[int]:
-        """Until a frame is here, a descriptor is readable, or `timeout_s` are over: the readable descriptors."""
+    def wait(self, timeout_s: float) -> tuple[bool, Iterable[int]]:
+        """(frames are here, readable descriptors); both empty after `timeout_s`."""
         ready = self._poller.poll(max(0, round(timeout_s * 1000 + 0.5)))
-        return [item for item, _ in ready if isinstance(item, int)]
+        descriptors = [item for item, _ in ready if isinstance(item, int)]
+        return len(descriptors) < len(ready), descriptors
 
     def close(self) -> None:
         """Everything, without waiting for anything unsent."""
