@@ -78,7 +78,7 @@ class Handlers:
         self._pool.validate()
 
     def open_files(self) -> list[str]:
-        """What this process has open, without sockets of connections."""
+        """What this process has open, sockets included."""
         return sorted(open_files())
 
     def reserve(self, row: int, keys: str, record_bytes: int) -> dict[str, Any]:
