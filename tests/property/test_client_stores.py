@@ -272,6 +272,11 @@ class Stores(RuleBasedStateMachine):
             copying = {ended.args[0].request.job for _, ended in self.copier.jobs.values()}
             assert all(job.done.is_set() or job in copying for job, _ in self.jobs)
 
+    @invariant()
+    def who_waits_waits_for_something(self):
+        if not self.link.pending and not self.copier.jobs:
+            assert all(job.done.is_set() for job, _ in self.jobs)
+
     def teardown(self):
         if not hasattr(self, "queue"):
             return

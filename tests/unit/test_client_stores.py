@@ -130,6 +130,19 @@ def test_a_cancelled_store_makes_way_for_the_next(stores):
     assert not any(job.gathered.is_set() for job in jobs[1:])
 
 
+def test_a_store_goes_on_when_a_reserve_that_nobody_waits_for_any_more_was_taken_back(stores):
+    job = stores.store()
+    stores.queue.max_reserved_bytes = stores.queue.waiting_bytes
+    [reserve] = stores.link.said()
+    stores.link.table.fail_all(Unavailable("silent for a moment"), Kind.ASK)
+    assert job.outcomes == [StoreOutcome.UNAVAILABLE] * CHUNKS
+    stores.store(1)
+    [undone] = stores.link.said()  # the next has no room yet
+    assert isinstance(undone, wire.Cancel) and undone.target == reserve.seq
+    stores.ok(undone)
+    assert {type(message) for message in stores.link.said()} == {wire.Reserve}
+
+
 @pytest.mark.parametrize("outcomes", [b"\x01\x63", b"\x01", b"\x01\x01\x01"])
 def test_an_answer_that_makes_no_sense_settles_every_chunk_and_takes_the_reserve_back(stores, outcomes):
     job = stores.store()

@@ -420,6 +420,7 @@ class StoreQueue:
 
         def ended(_: object) -> None:
             self._freed(batch)
+            self.pump()  # the batch has left already, and what is queued may have waited for its bytes
 
         self._link.ask(Pending(Kind.SETTLE, lambda seq, _: wire.Cancel(session, seq, target), ended, ended))
 
