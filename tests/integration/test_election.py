@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import pytest
 from kvstrata.clock import SystemClock
 from kvstrata.config.model import EtcdSettings
 from kvstrata.controller.election import Election, Member, read_endpoint
-from kvstrata.errors import ConfigError
+from kvstrata.errors import ConfigError, NotLeading
 from tests.harness import etcd_server
 from tests.harness.cache_engine import eventually
 from tests.harness.child import Child
@@ -122,6 +123,29 @@ def test_while_etcd_is_away_nobody_leads_and_afterwards_one_does(start, etcd):
     etcd.start()
     assert leading(children[one_leads(children)]) >= token
     assert next(iter(children.values())).ask("read", key="state") is None
+
+
+def test_a_write_whose_connection_is_closed_meanwhile_says_so_and_is_not_cancelled(etcd):
+    async def play() -> None:
+        settings = EtcdSettings(endpoints=[etcd.address], ttl_s=600)
+        election = Election(settings, Member("a", ""), SystemClock(), lambda: None)
+        await election._step(refresh=True)
+        assert election.token
+        etcd.freeze()
+        writing = asyncio.create_task(election.write("state", b"x"))
+        await asyncio.sleep(0)
+        await election._disconnect()
+        with pytest.raises(NotLeading, match="closed"):
+            await writing
+        again = asyncio.create_task(election.write("state", b"x"))
+        await asyncio.sleep(0)
+        again.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await again
+        etcd.thaw()
+        await election.close()
+
+    asyncio.run(play())
 
 
 def test_while_etcd_is_stopped_nobody_leads_and_afterwards_one_does(start, etcd):

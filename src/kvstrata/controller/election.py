@@ -190,8 +190,15 @@ class Election:
         return bool(done)
 
     async def _call(self, operation: Any) -> Any:
-        async with asyncio.timeout(self._settings.ttl_s / CALLS_PER_TTL):
-            return await operation
+        try:
+            async with asyncio.timeout(self._settings.ttl_s / CALLS_PER_TTL):
+                return await operation
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # gRPC's word for it: another call found etcd away, and closed the connection of both.
+            raise ConnectionError("the connection was closed") from None
 
     def _connected(self) -> aetcd.Client:
         if self._client is None:
