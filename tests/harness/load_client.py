@@ -35,7 +35,8 @@ CHUNK_BLOCKS = CHUNK_TOKENS // BLOCK_TOKENS
 BLOCK_BYTES = 2 * KV_HEADS * HEAD * ELEMENT_BYTES * BLOCK_TOKENS
 CHUNK_BYTES = LAYERS * CHUNK_BLOCKS * BLOCK_BYTES
 """32 MiB."""
-WAIT_S = 60.0
+WAIT_S = 40.0
+"""Less than those who ask us wait, so that they learn what it came to."""
 AGAIN_S = 0.1
 NOT_NOW = {StoreOutcome.UNAVAILABLE, StoreOutcome.FAILED, StoreOutcome.IN_FLIGHT}
 """The server was silent for 0.3 s, as on a crowded machine.  An engine goes on without; we ask again."""
@@ -94,7 +95,7 @@ class Engine:
         while True:
             begun = time.perf_counter()
             job = self.client.store(self.identity, b"", hasher.chain, self.plan, blocks, probe=hasher.probe)
-            job.done.wait(WAIT_S)
+            job.done.wait(give_up_s - begun)
             seconds = time.perf_counter() - begun
             stored.update(i for i, outcome in enumerate(job.outcomes) if outcome is StoreOutcome.STORED)
             if NOT_NOW.isdisjoint(job.outcomes) or time.perf_counter() >= give_up_s:
@@ -139,7 +140,7 @@ class Engine:
         while True:
             begun = time.perf_counter()
             call = self.client.lookup(self.identity, hasher, request_id=f"prompt-{seed}")
-            call.wait(WAIT_S)
+            call.wait(give_up_s - begun)
             seconds = time.perf_counter() - begun
             if call.result.lease or call.result.reason not in NO_ANSWER or time.perf_counter() >= give_up_s:
                 return call.result, seconds
