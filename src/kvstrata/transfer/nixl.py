@@ -2,7 +2,7 @@
 
 NIXL is used through its Python package (1.5.1 is what this was written with), by one thread of our own for each agent:
 an agent takes no lock, and posting a transfer can take tens of milliseconds.  It belongs into an adapter host: what
-UCX does when a peer disappears can end the process (see ucx.py), and only the end of the process stops a transfer.
+UCX does when a peer disappears can end the process (docs/p2p.md), and only the end of the process stops a transfer.
 
 Invariants
 1. Every call of NIXL but the import is made by the owner thread.
