@@ -391,6 +391,19 @@ async def test_draining_ends_by_itself_when_nobody_waits_for_it(start: Start, l1
     await until(lambda: rig.states() == {name: "drained"})
 
 
+async def test_a_backfill_that_cannot_begin_is_logged(
+    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = start()
+
+    def refuse(*work: Any) -> None:
+        raise Refused("too much waits")
+
+    monkeypatch.setattr(rig.lane, "run", refuse)
+    await rig.add("a", backfill=True)
+    await until(lambda: "adapter_task_failed" in caplog.text)
+
+
 async def test_draining_ends_a_backfill(start: Start, l1: L1) -> None:
     rig = start()
     await rig.put(chain("a", 40))

@@ -34,6 +34,7 @@ class EngineInProcess:
         os.close(extents)
         self.supervisor = Supervisor(self.loop)
         self.lane = PoolLane(self.loop)
+        self.own_lane = PoolLane(self.loop, threads=1, queue=None)
         self.engine = Engine(
             self.pool,
             ServerSettings(),
@@ -42,6 +43,7 @@ class EngineInProcess:
             port=0,
             supervisor=self.supervisor,
             lane=self.lane,
+            own_lane=self.own_lane,
             clock=SystemClock(),
         )
         self.engine.set_ready()
@@ -139,5 +141,6 @@ class EngineInProcess:
         assert not any(held.values()), held
         assert len(self.engine.leases) == len(self.engine.in_flight) == 0
         self.lane.close()
+        self.own_lane.close()
         self.pool.close()
         self.loop.close()

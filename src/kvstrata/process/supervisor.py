@@ -1,4 +1,4 @@
-"""Owner of all tasks of a process, and the thread lane for pool calls that take longer than the loop may.
+"""Owner of all tasks of a process, and the thread lanes for pool calls that take longer than the loop may.
 
 A task that ends with an exception is our own mistake: the supervisor keeps the first one in `failure`, and
 the process ends with it.  Request tasks answer their errors themselves (service/handlers.py).
@@ -64,21 +64,34 @@ class Supervisor:
 
 
 class PoolLane:
-    """A few threads and a bounded queue for long pool calls (all of them drop the GIL)."""
+    """A few threads and a queue for long pool calls (all of them drop the GIL).
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, threads: int = 2, queue: int = 128) -> None:
+    A server has two.  What clients ask for shares one with a bounded queue.  The server's own work has one that
+    never refuses: its callers are a known number of tasks, each of which waits for its call.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        threads: int = 2,
+        queue: int | None = 128,
+        name: str = "kv-pool",
+    ) -> None:
+        """`queue`: calls that may wait; None where the callers bound their number themselves."""
         self._loop = loop
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kv-pool")
-        self._free = threads + queue
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._free = None if queue is None else threads + queue
 
     def run(self, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
         """Run `work` on a thread. Await it shielded: cancelling does not stop the thread.
 
         Raises Refused when too much waits already.
         """
-        if self._free <= 0:
-            raise Refused("the server is busy with long operations on the pool; try again")
-        self._free -= 1
+        if self._free is not None:
+            if self._free <= 0:
+                raise Refused("the server is busy with long operations on the pool; try again")
+            self._free -= 1
         future = self._loop.run_in_executor(self._threads, work, *arguments)
         future.add_done_callback(self._done)
         return future
@@ -88,4 +101,5 @@ class PoolLane:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _done(self, future: asyncio.Future[Any]) -> None:
-        self._free += 1
+        if self._free is not None:
+            self._free += 1

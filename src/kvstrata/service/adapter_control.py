@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -179,7 +180,9 @@ class AdapterControl:
                 f"there are {MAX_ADAPTERS} adapters, being opened or removed ones included; remove one first",
                 field=FIELD,
             )
-        return await asyncio.shield(self._own(self._add(dict(entry), position, backfill), "add-adapter"))
+        return await asyncio.shield(
+            self._own(self._add(dict(entry), position, backfill), "add-adapter", answers=True)
+        )
 
     async def drain(self, name: str, *, loads: bool, wait_s: float) -> dict[str, Any] | None:
         """Give a member nothing new, and without `loads` ask it nothing; its row once that is done or after `wait_s`.
@@ -263,7 +266,7 @@ class AdapterControl:
         number = self._next_number
         self._next_number += 1
         self._opening += 1
-        opening = self._own(self._open(entry, number), "open-adapter")
+        opening = self._own(self._open(entry, number), "open-adapter", answers=True)
         try:
             done, _ = await asyncio.wait({opening}, timeout=self._open_s)
         except asyncio.CancelledError:
@@ -441,15 +444,18 @@ class AdapterControl:
         if self._closed:
             raise Unavailable("this server is stopping")
 
-    def _own(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+    def _own(self, work: Coroutine[Any, Any, T], name: str, *, answers: bool = False) -> asyncio.Task[T]:
+        """`answers`: a caller waits for the result, so a KvstrataError is told there and not logged."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(functools.partial(self._ended, answers))
         return task
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _ended(self, answers: bool, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if task.cancelled() or task.exception() is None or isinstance(task.exception(), KvstrataError):
+        if task.cancelled() or task.exception() is None:
+            return
+        if answers and isinstance(task.exception(), KvstrataError):
             return
         self._log.error("adapter_task_failed", task=task.get_name(), error=repr(task.exception()))
 

@@ -158,7 +158,7 @@ class Commands:
                 return engine.status()
 
     async def _evict(self, argument: dict[str, Any]) -> int:
-        pool, lane = self._engine.pool, self._engine.lane
+        pool, lane = self._engine.pool, self._engine.own_lane
         identity = argument.get("identity", b"")
         if not identity:
             return await asyncio.shield(lane.run(pool.remove, _keys(argument)))

@@ -1,7 +1,7 @@
 """The instance's state and what may be asked of it: sessions, leases, reservations, explain, admin.
 
 The engine decides nothing about messages (service/handlers.py) or lookups (service/lookup.py); it owns what
-they share.  Everything here runs on the event loop and is quick; pool calls that are not go to `lane`.
+they share.  Everything here runs on the event loop and is quick; pool calls that are not go to a lane.
 
 Invariants:
 
@@ -100,6 +100,7 @@ class Engine:
         port: int,
         supervisor: Supervisor,
         lane: PoolLane,
+        own_lane: PoolLane,
         clock: Clock,
         tokens: TenantTokens | None = None,
     ) -> None:
@@ -111,6 +112,9 @@ class Engine:
         self.http_port = 0
         self.supervisor = supervisor
         self.lane = lane
+        """For requests of clients; refuses when too many wait."""
+        self.own_lane = own_lane
+        """For housekeeping, admins and controllers; never refuses."""
         self.clock = clock
         self.adapters = AdapterSet()
         self.l2: AdapterControl | None = None
@@ -120,7 +124,7 @@ class Engine:
         self.epoch: int = pool.epoch
         self.peers = Registry(self.epoch)
         self.payload_kinds = PayloadKinds(self.peers)
-        self.borrowed = Borrowed(pool, lane, clock)
+        self.borrowed = Borrowed(pool, own_lane, clock)
         self.sessions = Sessions(self.error_frame)
         self.leases = Leases()
         self.in_flight = InFlight()
@@ -144,6 +148,7 @@ class Engine:
         self._events: collections.deque[tuple[int, bytes, int]] = collections.deque()
         self.verified: collections.deque[bytes] = collections.deque()
         """Adopted chunks whose verification has ended well and that no adapter was offered yet."""
+        self._clearing = asyncio.Lock()
         self._jobs: dict[int, Job] = {}
         self._next_job = 1
         self._metrics: CollectorRegistry | None = None
@@ -506,7 +511,7 @@ class Engine:
         dropped = {}
         number = -1 if tenant is None else tenant_number(tenant)
         if tier in (Tier.L1, Tier.ALL):
-            dropped["l1"] = await asyncio.shield(self.lane.run(self.pool.clear, number))
+            dropped["l1"] = await self._clear_l1(number)
         if tier in (Tier.L2, Tier.ALL):
             if tenant is not None:
                 raise BadRequest(
@@ -515,6 +520,10 @@ class Engine:
             dropped["l2"] = 0 if self.store is None else await self.store.clear()
         self._log.info("cleared", tier=tier, tenant="*" if tenant is None else tenant, **dropped)
         return dropped
+
+    async def _clear_l1(self, tenant: int) -> int:
+        async with self._clearing:  # so that clients who clear do not queue on the server's own lane
+            return await asyncio.shield(self.own_lane.run(self.pool.clear, tenant))
 
     def stranded(self) -> list[dict[str, Any]]:
         """Sessions that ended unseen and keep extents in quarantine, since their device may still write."""

@@ -163,13 +163,19 @@ class Lookups:
         return self._answer(asked, all_keys, held, l1_chunks, reason, detail)
 
     async def _lease(self, asked: Asked, all_keys: bytes, held: Granted) -> Granted:
-        """Lease again from the start, then end `held`. On cancellation nothing stays leased."""
+        """Lease again from the start, then end `held`; where too much waits on the lane, `held` stays as it is.
+
+        On cancellation nothing stays leased.
+        """
         engine = self._engine
         rows = list(asked.member.group.rows)
         if asked.n_chunks * asked.n_slices <= KEYS_ON_LOOP:
             again = _granted(engine.pool.lease(all_keys, asked.n_slices, rows), rows)
         else:
-            future = engine.lane.run(engine.pool.lease, all_keys, asked.n_slices, rows)
+            try:
+                future = engine.lane.run(engine.pool.lease, all_keys, asked.n_slices, rows)
+            except Refused:
+                return held
             try:
                 again = _granted(await asyncio.shield(future), rows)
             except asyncio.CancelledError:

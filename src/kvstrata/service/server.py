@@ -55,6 +55,7 @@ from kvstrata.service.cluster import Cluster, ClusterLink, Fence
 from kvstrata.service.cluster_tiers import OwnTiers
 from kvstrata.service.engine import MAX_SESSION_SHARE, PEER_TYPE, Engine
 from kvstrata.service.handlers import Handlers
+from kvstrata.service.housekeeping import Housekeeping
 from kvstrata.service.peers import PeerServer
 from kvstrata.service.prefetch import PrefetchController, PrefetchLimits
 from kvstrata.service.store import StoreController, StoreLimits
@@ -70,10 +71,6 @@ DEFAULT_L2_GB = 20
 L1_ALIGNMENT = 1 << 20
 TICK_S = 0.1
 """Between two heartbeats in the index; readers take a heartbeat older than 1 s for a dead server."""
-VERIFY_BYTES = 64 << 20
-"""Adopted bytes that the background check takes at a time."""
-ADOPTED_KEYS = 2
-"""Adopted chunks that are offered to L2 at a time."""
 IN_FLIGHT_SHARE = 8
 """One adapter may have L1 / 8 under way to L1."""
 _RELATIVE_AGE = re.compile(r"[^A-Za-z0-9._-]")
@@ -255,7 +252,8 @@ class Server(Process):
         instance_id = settings.instance_id or _RELATIVE_AGE.sub("-", f"{platform.node()}-{port}")[:64]
         pool = segment.pool
         lane = PoolLane(loop)
-        self.closers.append(soon(lane.close))
+        own_lane = PoolLane(loop, threads=1, queue=None, name="kv-own")
+        self.closers += [soon(lane.close), soon(own_lane.close)]
         self._engine = engine = Engine(
             pool,
             settings,
@@ -264,6 +262,7 @@ class Server(Process):
             port=port,
             supervisor=self.supervisor,
             lane=lane,
+            own_lane=own_lane,
             clock=self._clock,
             tokens=self._plan.tokens,
         )
@@ -286,7 +285,7 @@ class Server(Process):
         zmq_server.start(handlers.on_frame, handlers.on_frame_count)
         pool.heartbeat()
         self.supervisor.spawn(self._beat(), "heartbeat")
-        self.supervisor.spawn(self._keep_house(lane), "housekeeping")
+        self.supervisor.spawn(Housekeeping(engine).run(), "housekeeping")
         if settings.l1.prefault_threads:
             pool.prefault_start(settings.l1.prefault_threads)
         if cluster is not None:
@@ -416,7 +415,7 @@ class Server(Process):
         control = AdapterControl(
             engine.adapters,
             pool,
-            engine.lane,
+            engine.own_lane,
             store,
             prefetch,
             build=build,
@@ -504,35 +503,6 @@ class Server(Process):
             engine.pool.heartbeat()
             engine.drain_events()
             await asyncio.sleep(TICK_S)
-
-    async def _put_adopted(self, store: StoreController) -> None:
-        """Offer what a killed server may not have put to L2 yet; what L2 has is answered from its index.
-
-        Leased chunks too: nobody writes what is verified.  In small parts, so that they never fill the backlog.
-        """
-        verified = self._engine.verified
-        chunks = 0
-        while verified:
-            await store.idle()
-            keys = [verified.popleft() for _ in range(min(ADOPTED_KEYS, len(verified)))]
-            store.committed(keys)
-            chunks += len(keys)
-        self.log.info("adopted_chunks_offered_to_l2", chunks=chunks)
-
-    async def _keep_house(self, lane: PoolLane) -> None:
-        """Check adopted chunks a piece at a time, offer them to L2, and evict ahead of need."""
-        engine, pool = self._engine, self._engine.pool
-        unverified = 1
-        offering: asyncio.Task[None] | None = None
-        while True:
-            if unverified:
-                unverified = await asyncio.shield(lane.run(pool.verify_next, VERIFY_BYTES))
-                engine.drain_events()  # what was verified; the pool keeps so many events and no more
-            if engine.verified and engine.store is not None and (offering is None or offering.done()):
-                offering = self.supervisor.spawn(self._put_adopted(engine.store), "puts of adopted chunks")
-            await asyncio.shield(lane.run(pool.evict_to_watermark))
-            await engine.borrowed.drop_due()
-            await asyncio.sleep(0.0 if unverified else TICK_S)
 
     # --- stop --------------------------------------------------------------------------------------------
 
