@@ -131,3 +131,46 @@ def test_a_lost_connection_refuses_no_identity(link, table, identity, how):
     assert identity.error == ""
     assert table.declared(identity) is None
     assert len(link.said()) == 1
+
+
+@pytest.mark.parametrize("code", ["bad_request", "internal"])
+def test_a_refused_identity_used_last_does_not_keep_the_slices_unknown(link, code, monkeypatch):
+    monkeypatch.setattr(identities, "MISTAKE_RETRY_S", 3600.0)
+    table = IdentityTable(link, ())
+    good = table.put(Identity(None, LAYOUT, RequestIdentity(tenant="t")))
+    bad = table.put(Identity(None, LAYOUT, RequestIdentity(tenant="t", salt="too long")))
+    table.declare(good)
+    [seq] = link.said()
+    # The engine's workers are not there yet.
+    link.table.reply(wire.IdentifyReply(seq, EPOCH, 5, good.root, [], False))
+    table.declare(bad)
+    [seq] = link.said()
+    refuse(link, seq, code)
+    assert table.due_s() < math.inf
+    table.tick(table.due_s())
+    [seq] = link.said(LAST_REPEAT_S)
+    accept(link, seq, good)
+    assert table.slices == (bytes(32),)
+
+
+def test_slices_are_asked_for_once_the_only_identity_is_not_refused_any_more(link, monkeypatch):
+    monkeypatch.setattr(identities, "MISTAKE_RETRY_S", 3600.0)
+    table = IdentityTable(link, ())
+    only = table.put(Identity(None, LAYOUT, RequestIdentity()))
+    table.declare(only)
+    [seq] = link.said()
+    refuse(link, seq, "internal")
+    table.tick(table.due_s())
+    assert link.said(LAST_REPEAT_S) == []
+    only.refused_until_s = time.monotonic()
+    table.tick(table.due_s())
+    assert len(link.said(LAST_REPEAT_S)) == 1
+
+
+def test_the_log_never_shows_a_salt(link, table, caplog):
+    secret = table.put(Identity(None, LAYOUT, RequestIdentity(tenant="blue", salt="s3cret")))
+    table.declare(secret)
+    [seq] = link.said()
+    refuse(link, seq, "not_permitted")
+    assert "'blue'" in caplog.text and "it says not_permitted" in caplog.text
+    assert "s3cret" not in caplog.text

@@ -71,8 +71,7 @@ class IdentityTable:
         known = identity.declared
         if known is not None and known.epoch == self._link.epoch:
             return known
-        refused = identity.refused_epoch == self._link.epoch and time.monotonic() < identity.refused_until_s
-        if identity.error and refused:
+        if self._refused(identity):
             raise Refused(identity.error)
         self.declare(identity)
         return None
@@ -108,9 +107,15 @@ class IdentityTable:
         if now_s < self._slices_due_s:
             return
         self._slices_due_s = math.inf
+        if self.slices:
+            return
         with self._lock:
-            latest = next(reversed(self._known.values()), None)
-        if latest is not None and not self.slices:
+            known = list(self._known.values())
+        # A refused identity is never answered with slices, so the latest one that this server accepts is asked for.
+        latest = next((each for each in reversed(known) if not self._refused(each)), None)
+        if latest is None:
+            self._ask_slices_later()
+        else:
             self.declare(latest)
 
     def _answered(self, identity: Identity, reply: wire.AnyReply) -> None:
@@ -126,8 +131,7 @@ class IdentityTable:
             self.slices = tuple(reply.slices)
             self._slices_retry_s = SLICES_RETRY_FIRST_S
         elif not self.slices:
-            self._slices_due_s = time.monotonic() + self._slices_retry_s
-            self._slices_retry_s = min(2 * self._slices_retry_s, SLICES_RETRY_LAST_S)
+            self._ask_slices_later()
         self._link.table.wake_unsent()
 
     def _failed(self, identity: Identity, error: KvstrataError) -> None:
@@ -135,9 +139,28 @@ class IdentityTable:
         if isinstance(error, (Unavailable, UnknownSession)):
             return  # the connection is lost; told anew to the next one
         if identity.error != error.message:
-            log.error("the server refused identity %r (%s): %s", identity.request, error.code, error.message)
+            # A salt is a secret of whoever sent it.
+            log.error(
+                "the server refused the identity with adapter %r, tenant %r and %s salt (%s): %s",
+                identity.request.adapter,
+                identity.request.tenant,
+                "a" if identity.request.salt else "no",
+                error.code,
+                error.message,
+            )
         identity.error = error.message
         identity.refused_epoch = self._link.epoch
         mistake = isinstance(error, InternalError)
         identity.refused_until_s = time.monotonic() + MISTAKE_RETRY_S if mistake else math.inf
         self._link.table.wake_unsent()
+        if not self.slices:
+            self._ask_slices_later()
+
+    def _refused(self, identity: Identity) -> bool:
+        """Whether the present server has refused it, for good or for a while that is not over."""
+        refused = identity.refused_epoch == self._link.epoch and time.monotonic() < identity.refused_until_s
+        return bool(identity.error) and refused
+
+    def _ask_slices_later(self) -> None:
+        self._slices_due_s = time.monotonic() + self._slices_retry_s
+        self._slices_retry_s = min(2 * self._slices_retry_s, SLICES_RETRY_LAST_S)
