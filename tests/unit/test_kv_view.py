@@ -394,3 +394,5 @@ def test_more_than_one_kind_of_cache_is_refused_with_what_was_found():
         check_groups([group("SlidingWindowSpec")])
     with pytest.raises(ConfigError, match="4 tokens per stored state"):
         check_groups([group("MLAAttentionSpec", tokens_per_state=4)])
+    with pytest.raises(ConfigError, match=r"not causal .* run this model without this connector"):
+        check_groups([group("FullAttentionSpec", non_causal=True)])

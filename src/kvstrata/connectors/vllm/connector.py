@@ -36,6 +36,7 @@ from kvstrata.connectors.vllm.kv_view import (
 )
 from kvstrata.connectors.vllm.layer_kinds import layer_kinds
 from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport
+from kvstrata.connectors.vllm.reuse import no_reuse_reason
 from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
 from kvstrata.connectors.vllm.settings import load_settings
 from kvstrata.connectors.vllm.statistics import KvstrataPromMetrics, KvstrataStats
@@ -122,6 +123,9 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         )
         client.start()
         events = vllm_config.kv_events_config
+        unusable = no_reuse_reason(vllm_config)
+        if unusable:
+            logger.warning("the cache is off for this engine, nothing is loaded or stored: %s", unusable)
         wants_events = self._settings.enable_kv_events or bool(events and events.enable_kv_cache_events)
         self._scheduler = SchedulerSide(
             client,
@@ -131,8 +135,8 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             chunk_bytes=chunk_bytes(kv_cache_config.kv_cache_groups[0], chunk_blocks)
             // (2 if self._settings.gpu_fp8 else 1),
             world_size=parallel.world_size,
-            may_load=transfer.is_kv_consumer,
-            may_store=transfer.is_kv_producer,
+            may_load=transfer.is_kv_consumer and not unusable,
+            may_store=transfer.is_kv_producer and not unusable,
             sync_load_bytes=self._sync_load_bytes(),
             events=self._event if wants_events else None,
             server_seen=(socket_dir(self._settings.socket_dir, self._settings.port) / ATTACH_SOCKET).exists,

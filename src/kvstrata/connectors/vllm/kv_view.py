@@ -512,6 +512,12 @@ def check_groups(groups: Sequence[Any]) -> int:
                 f"{', '.join(FULL_ATTENTION_SPECS)}), so run this model without this connector",
                 field="kv_cache_groups",
             )
+        if getattr(each, "non_causal", False):
+            raise ConfigError(
+                "kv_cache_groups[0]: attention is not causal (prefix-LM), so the KV of a token depends on later tokens "
+                "and must not be reused; run this model without this connector",
+                field="kv_cache_groups",
+            )
         per_state = getattr(each, "tokens_per_state", 1)
         if per_state != 1:
             raise ConfigError(
