@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -108,6 +108,22 @@ async def start(l1: L1):
 
 
 Start = Callable[..., Any]
+
+
+class Watcher:
+    """The directory, as far as one adapter goes."""
+
+    def __init__(self) -> None:
+        self.there: set[bytes] = set()
+
+    def put_there(self, adapter: str, key: bytes) -> None:
+        self.there.add(key)
+
+    def gone_there(self, adapter: str, keys: Sequence[bytes]) -> None:
+        self.there.difference_update(keys)
+
+    def cleared_there(self, adapter: str) -> None:
+        self.there.clear()
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -249,6 +265,43 @@ async def test_clearing_forgets_what_was_counted_and_what_waits(start: Start, l1
     rig.shelf.let_go()
     await rig.store.idle()
     assert rig.skipped == [(key, "cleared") for key in more] and rig.used_records == 0
+
+
+@pytest.mark.parametrize(("put_first", "ends_after"), [(True, False), (False, False), (False, True)])
+async def test_a_put_that_ends_while_its_adapter_is_cleared_is_counted_as_what_is_there(
+    start: Start, l1: L1, put_first: bool, ends_after: bool
+) -> None:
+    rig = await start(4)
+    watcher = Watcher()
+    rig.store.watcher = watcher
+    may_clear = asyncio.Event()
+
+    async def clear() -> int:
+        if not put_first:
+            rig.shelf.records.clear()
+        await may_clear.wait()
+        if put_first:
+            rig.shelf.records.clear()
+        return 0
+
+    rig.guard.inner.clear = clear  # type: ignore[method-assign]
+    rig.shelf.shut("put")
+    keys = l1.store(chain("a", 2))
+    rig.store.committed(keys)
+    await until(lambda: rig.shelf.waiting["put"])
+    clearing = asyncio.create_task(rig.store.clear())
+    await asyncio.sleep(0)
+    if not ends_after:
+        rig.shelf.let_go()
+        await until(lambda: rig.shelf.records)
+    may_clear.set()
+    await clearing
+    rig.shelf.let_go()
+    await rig.store.idle()
+    there = set() if put_first else set(keys)
+    assert rig.used_records == len(there) == len(rig.shelf.records)
+    assert watcher.there == there
+    assert rig.skipped == [(key, "cleared") for key in keys if key not in there]
 
 
 @pytest.mark.parametrize("seed", range(6))

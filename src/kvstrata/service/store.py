@@ -46,6 +46,9 @@ MAKING_ROOM_KEYS = 1024
 """Chunks per adapter that wait until their tenant has room there."""
 
 
+_THERE = (PutStatus.STORED, PutStatus.EXISTS)
+
+
 class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one instance's puts."""
 
@@ -92,6 +95,11 @@ class _Puts:
         self.unpinned: collections.OrderedDict[bytes, None] = collections.OrderedDict()
         """Skipped because the backlog was full: put after all once it is empty, if they are in L1 still."""
         self.in_flight = 0
+        self.not_clearing = asyncio.Event()
+        """Set except while the adapter is being cleared."""
+        self.not_clearing.set()
+        self.clears = 0
+        """How often it was."""
         self.work_there = asyncio.Event()
         self.quiet = asyncio.Event()
         """Set whenever it has ceased to be busy."""
@@ -156,6 +164,7 @@ class StoreController:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._stopping = False
+        self._clear_lock = asyncio.Lock()
         for member in adapters:
             self.join(member)
 
@@ -294,17 +303,28 @@ class StoreController:
 
         Raises StorageError when an adapter cannot be cleared; those before it are cleared then.
         """
-        for puts in self._puts.values():
-            self._drop_queued(puts, Skip.CLEARED)
-        self._note_progress()
-        removed = 0
-        for puts in list(self._puts.values()):
-            if puts.name in self._puts:  # it may have left while another was cleared
-                removed += await puts.adapter.clear()
-                puts.planner.forget()
-                puts.ledger.forget()
-                if self.watcher is not None:
-                    self.watcher.cleared_there(puts.name)
+        async with self._clear_lock:
+            for puts in self._puts.values():
+                self._drop_queued(puts, Skip.CLEARED)
+            self._note_progress()
+            removed = 0
+            for puts in list(self._puts.values()):
+                if puts.name in self._puts:  # it may have left while another was cleared
+                    removed += await self._clear(puts)
+        return removed
+
+    async def _clear(self, puts: _Puts) -> int:
+        """A put that is under way meanwhile is accounted for afterwards (`_still_there`)."""
+        puts.not_clearing.clear()
+        try:
+            removed = await puts.adapter.clear()
+            puts.planner.forget()
+            puts.ledger.forget()
+            if self.watcher is not None:
+                self.watcher.cleared_there(puts.name)
+        finally:
+            puts.clears += 1
+            puts.not_clearing.set()
         return removed
 
     def stats(self) -> dict[str, Any]:
@@ -514,10 +534,13 @@ class StoreController:
         """Put one batch and account for it. Nothing here refers to its holds afterwards."""
         puts.in_flight += len(batch)
         outcomes: list[PutOutcome] = []
+        clears = puts.clears
         failpoints.hit("put.started")
         try:
             outcomes = await puts.adapter.put([PutItem(p.key, p.hold) for p in batch])
             failpoints.hit("put.stored")
+            if puts.clears != clears or not puts.not_clearing.is_set():
+                outcomes = await self._still_there(puts, batch, outcomes)
         except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
             log_broken_contract(puts.name, "put", error)
             outcomes = [PutOutcome(PutStatus.FAILED, "adapter_error")] * len(batch)
@@ -527,6 +550,19 @@ class StoreController:
             for pending, (status, reason) in zip(batch, outcomes, strict=True):
                 self._ended(puts, pending, status, reason)
             self._note_progress()
+
+    async def _still_there(
+        self, puts: _Puts, batch: list[_Pending], outcomes: list[PutOutcome]
+    ) -> list[PutOutcome]:
+        """Outcomes of puts during which their adapter was cleared: only the adapter knows which came first."""
+        await puts.not_clearing.wait()
+        found = await puts.adapter.exists([pending.key for pending in batch])
+        return [
+            PutOutcome(PutStatus.FAILED, Skip.CLEARED)
+            if outcome.status in _THERE and one.presence is Presence.ABSENT
+            else outcome
+            for outcome, one in zip(outcomes, found, strict=True)
+        ]
 
     def _next_batch(self, puts: _Puts) -> list[_Pending]:
         batch = [puts.queue.popleft()]
@@ -540,7 +576,7 @@ class StoreController:
 
     def _ended(self, puts: _Puts, pending: _Pending, status: PutStatus, reason: str) -> None:
         """Count how one put ended, or prepare its retry."""
-        there = status in (PutStatus.STORED, PutStatus.EXISTS)
+        there = status in _THERE
         self._end(puts, pending, there=there)
         if there:
             puts.counts[status.name.lower()] += 1
