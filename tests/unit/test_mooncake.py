@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import shlex
@@ -344,6 +345,38 @@ async def test_an_address_without_a_port_is_refused(package: Callable[[str], Pat
     package(RECORDER)
     with pytest.raises(StorageError, match="master_server_addr: must be host:port, found 'node01'"):
         await adapter_of(configure(master_server_addr="node01")).open(lent_context(lambda key: None))
+
+
+# --- a client that raises ---
+
+
+async def test_one_exception_of_mooncakes_client_leaves_its_keys_to_later_puts(
+    package: Callable[[str], Path], server: Callable[[bytes], str]
+) -> None:
+    raises_once = """
+    def batch_is_exist(self, names):
+        if not self.calls or self.calls[-1][0] != "raised":
+            self.note("raised")
+            raise RuntimeError("the client's mistake")
+        return [0] * len(names)
+    def batch_put_from(self, names, addresses, lengths, config):
+        return [0] * len(names)
+"""
+    package(RECORDER + raises_once)
+    adapter = adapter_of(configure(master_server_addr=server(READY)))
+    await adapter.open(lent_context(lambda key: None))
+    gate = threading.Event()
+    first, same, later = (put_item(key_of(1), 1_000) for _ in range(3))
+    adapter._lanes.submit(Lane.PUT, gate.wait)  # so that both puts are there before the client raises
+    together = asyncio.gather(adapter.put([first]), adapter.put([same]), return_exceptions=True)
+    await asyncio.sleep(0)
+    gate.set()
+    raised, waited = await together
+    assert isinstance(raised, RuntimeError)
+    assert waited == [PutOutcome(PutStatus.THROTTLED, "throttled")]
+    assert await adapter.put([later]) == [PutOutcome(PutStatus.STORED)]
+    assert all(watched(item).dropped.is_set() for item in (first, same, later))
+    await adapter.close()
 
 
 # --- bytes in flight ---------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ KNOWN_LENGTHS = 1 << 17
 LARGEST_RECORD_BYTES = (1 << 32) - 1
 VERIFIERS = 4
 """Threads that check the records of a batch, that of its lane included."""
-CLOSED, BAD_ITEM, QUEUE_FULL = "closed", "bad_item", "queue_full"
+CLOSED, BAD_ITEM, QUEUE_FULL, RAISED = "closed", "bad_item", "queue_full", "raised"
 
 _NICS = Path("/sys/class/infiniband")
 _APT = {"libibverbs": "libibverbs1", "libnuma": "libnuma1", "libcurl": "libcurl4", "libnl-3": "libnl-3-200"}
@@ -306,13 +306,15 @@ class MooncakeAdapter(StorageAdapter):
                 self._putting[key] = loop.create_future()
                 firsts.append(place)
         batch = [items[place] for place in firsts]
-        if batch:
-            future = self._lanes.submit(Lane.PUT, lambda: self._write(batch))
-            if future is None:
+        stored = [PutOutcome(PutStatus.FAILED, RAISED)] * len(batch)
+        try:
+            future = self._lanes.submit(Lane.PUT, lambda: self._write(batch)) if batch else None
+            if future is not None:
+                stored = await future
+            elif batch:
                 self._drop(batch)
                 stored = [PutOutcome(PutStatus.THROTTLED, QUEUE_FULL)] * len(batch)
-            else:
-                stored = await future
+        finally:  # also when Mooncake's client raises: puts that wait for these keys go on
             for place, outcome in zip(firsts, stored, strict=True):
                 outcomes[place] = outcome
                 self._putting.pop(items[place].key).set_result(outcome.status)
