@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -82,7 +83,7 @@ async def test_what_was_asked_for_stays_whether_it_is_read_now_or_was_before(l1:
     keys = chain("read", 4)
     l1.store(keys)
     borrowed.read(keys[:2])
-    with borrowed.keeping(keys[:3]), borrowed.keeping(keys[:1]):
+    async with borrowed.keeping(keys[:3]), borrowed.keeping(keys[:1]):
         borrowed.read(keys)
         assert len(borrowed) == 1
     clock.now_s = LINGER_S
@@ -90,3 +91,30 @@ async def test_what_was_asked_for_stays_whether_it_is_read_now_or_was_before(l1:
     assert l1.has(*keys[:3])
     borrowed.read(keys[:3])
     assert len(borrowed) == 3
+
+
+async def test_what_is_being_dropped_when_it_is_asked_for_is_gone_before_the_asker_looks(
+    l1: L1, lane: PoolLane
+) -> None:
+    clock = TestClock()
+    one_thread = PoolLane(asyncio.get_running_loop(), threads=1)
+    borrowed = Borrowed(l1.pool, one_thread, clock)
+    keys = chain("read", 4)
+    l1.store(keys)
+    borrowed.read(keys)
+    clock.now_s = LINGER_S
+    may_drop = threading.Event()
+    one_thread.run(may_drop.wait, 60)
+    dropping = asyncio.create_task(borrowed.drop_due())
+    await asyncio.sleep(0)
+
+    async def ask() -> int:
+        async with borrowed.keeping(keys):
+            return l1.pool.peek(b"".join(keys), 1)
+
+    asking = asyncio.create_task(ask())
+    await asyncio.sleep(0)
+    may_drop.set()
+    assert await dropping == 4
+    assert await asking == 0
+    one_thread.close()

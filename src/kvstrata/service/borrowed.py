@@ -13,7 +13,7 @@ import asyncio
 import collections
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class Borrowed:
         self._max_keys = max_keys
         self._due_s: collections.OrderedDict[bytes, float] = collections.OrderedDict()
         """By key, in the order of these times."""
+        self._dropping: asyncio.Future[int] | None = None
+        """The removal that runs."""
         self._kept: collections.Counter[bytes] = collections.Counter()
 
     def __len__(self) -> int:
@@ -47,14 +49,19 @@ class Borrowed:
         while len(self._due_s) > self._max_keys:
             self._due_s.popitem(last=False)
 
-    @contextlib.contextmanager
-    def keeping(self, keys: Iterable[bytes]) -> Iterator[None]:
-        """What is read of these within the block stays, and so does what was read before."""
+    @contextlib.asynccontextmanager
+    async def keeping(self, keys: Iterable[bytes]) -> AsyncIterator[None]:
+        """What is read of these within the block stays, and so does what was read before.
+
+        A drop that had begun has ended when the block begins: what is in L1 then is not about to be dropped.
+        """
         keys = list(keys)
         self._kept.update(keys)
         for key in keys:
             self._due_s.pop(key, None)
         try:
+            if self._dropping is not None:
+                await asyncio.wait({self._dropping})
             yield
         finally:
             self._kept.subtract(keys)
@@ -69,7 +76,9 @@ class Borrowed:
         due = [key for key, due_s in first if due_s <= now_s]
         if not due:
             return 0
-        removed = await asyncio.shield(self._lane.run(self._pool.remove, b"".join(reversed(due))))
+        self._dropping = self._lane.run(self._pool.remove, b"".join(reversed(due)))
+        removed = await asyncio.shield(self._dropping)
+        self._dropping = None
         for key in due:
             self._due_s.pop(key, None)
         self.read([key for key in due if self._pool.peek(key, 1)])

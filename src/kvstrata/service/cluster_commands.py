@@ -182,7 +182,7 @@ class Commands:
         names = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
         step = n_slices * KEY_BYTES
         reason, loaded = "", 0
-        with engine.borrowed.keeping(names):
+        async with engine.borrowed.keeping(names):
             n_there = engine.pool.peek(keys, n_slices)
             if n_there * step < len(keys) and engine.prefetch is not None:
                 engine.prefer_peer(names, owner)
@@ -198,7 +198,8 @@ class Commands:
                 finally:
                     engine.prefer_peer(names, None)
                 loaded, reason = fetched.l2_chunks, str(fetched.reason)
-        return {"count": n_there + loaded, "loaded": loaded, "reason": reason}
+        # Counted in the end: a move drops the chunks at their source because of this number.
+        return {"count": engine.pool.peek(keys, n_slices), "loaded": loaded, "reason": reason}
 
     def _runtime(self) -> dict[str, Any]:
         status = dict(

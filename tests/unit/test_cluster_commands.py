@@ -1,0 +1,51 @@
+"""What a controller's commands answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvstrata.native.hashing import storage_keys
+from kvstrata.rpc import wire
+from kvstrata.rpc.cluster_wire import CommandKind
+from kvstrata.service.cluster_commands import Commands
+from kvstrata.service.prefetch import FetchOutcome
+from kvstrata.types import RequestIdentity
+from tests.harness.engine_in_process import EngineInProcess
+from tests.harness.rpc_client import chain_of, part
+
+SESSION, GROUP = b"s" * 16, b"g" * 16
+
+
+@pytest.fixture
+def server() -> Iterator[EngineInProcess]:
+    server = EngineInProcess()
+    server.attach(SESSION, GROUP)
+    yield server
+    server.close()
+
+
+def test_a_pull_counts_what_is_there_when_it_ends(server: EngineInProcess) -> None:
+    [identity] = server.feed(wire.encode(wire.Identify(SESSION, 1, RequestIdentity())))
+    assert isinstance(identity, wire.IdentifyReply)
+    chain = chain_of(identity.root, 4)
+    server.store(SESSION, 2, identity, chain[:64])
+    keys = storage_keys(chain, part().digest())
+    engine = server.engine
+
+    class PrefetchWhileTheSecondChunkLeaves:
+        async def fetch(self, asked: bytes, n_slices: int, **more: Any) -> FetchOutcome:
+            assert engine.pool.remove(keys[32:64]) == 1
+            return FetchOutcome(2, 2, "")
+
+    engine.prefetch = PrefetchWhileTheSecondChunkLeaves()  # type: ignore[assignment]
+
+    class Peers:
+        leases = None
+
+    commands = Commands(engine, Peers(), lambda: None, None)  # type: ignore[arg-type]
+    argument = {"keys": keys, "n_slices": 1, "identity": identity.root}
+    body = server.loop.run_until_complete(commands._do(CommandKind.PULL, argument))
+    assert body == {"count": 1, "loaded": 2, "reason": ""}
