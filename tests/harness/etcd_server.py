@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import shutil
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.harness import fetch_debian
 from tests.harness.daemon import Daemon, Unavailable
@@ -27,27 +31,101 @@ def ensure() -> tuple[str, dict[str, str]]:
         return installed, dict(os.environ)
 
 
-class EtcdServer(Daemon):
-    """One member, alone in its cluster, whose data lie in `folder` and outlive it."""
+ROOT_PASSWORD = "root password of the tests"
 
-    def __init__(self, folder: Path) -> None:
+
+class EtcdServer(Daemon):
+    """One member, alone in its cluster, whose data lie in `folder` and outlive it.
+
+    `tls`: a folder of `certificates`; then clients speak TLS, and show a certificate of the same authority.  Its name
+    is no user of etcd (`--client-cert-auth`): the JSON gateway refuses certificates with a name then.
+    """
+
+    def __init__(self, folder: Path, *, tls: Path | None = None) -> None:
         self.folder = folder
+        self._tls = tls
+        self._root_token = ""
         folder.mkdir(parents=True, exist_ok=True)
         super().__init__(folder / "etcd.log", 2)
 
+    @property
+    def url(self) -> str:
+        """Where clients reach it."""
+        return f"{'https' if self._tls else 'http'}://{self.address}"
+
     def _command(self) -> tuple[Sequence[str], Mapping[str, str] | None]:
         program, environment = ensure()
-        clients, peers = (f"http://127.0.0.1:{port}" for port in self.ports)
-        return [
+        peers = f"http://127.0.0.1:{self.ports[1]}"
+        command = [
             *(program, "--name", "only", "--data-dir", str(self.folder / "data")),
-            *("--listen-client-urls", clients, "--advertise-client-urls", clients),
+            *("--listen-client-urls", self.url, "--advertise-client-urls", self.url),
             *("--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers),
             *("--initial-cluster", f"only={peers}", "--log-level", "warn"),
-        ], environment
+        ]
+        if self._tls is not None:
+            files = {"cert": "server.crt", "key": "server.key", "trusted-ca": "ca.crt"}
+            command += [
+                part for name, file in files.items() for part in (f"--{name}-file", str(self._tls / file))
+            ]
+        return command, environment
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://{self.address}/health", timeout=1) as answer:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=1, context=self._context()) as answer:
                 return b'"true"' in answer.read()
         except (OSError, urllib.error.URLError):
             return False
+
+    def _context(self) -> ssl.SSLContext | None:
+        if self._tls is None:
+            return None
+        context = ssl.create_default_context(cafile=str(self._tls / "ca.crt"))
+        context.load_cert_chain(self._tls / "server.crt", self._tls / "server.key")
+        return context
+
+    def ask(self, path: str, **body: Any) -> dict[str, Any]:
+        """One call of etcd's JSON gateway, below /v3/. Raises urllib.error.HTTPError."""
+        headers = {"Authorization": self._root_token} if self._root_token else {}
+        request = urllib.request.Request(f"{self.url}/v3/{path}", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=30, context=self._context()) as answer:
+            told: dict[str, Any] = json.load(answer)
+            return told
+
+    def put(self, key: str, value: str, lease: int = 0) -> None:
+        """Write a key, as an administrator does."""
+        self.ask("kv/put", key=_base64(key), value=_base64(value), lease=lease)
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """A key with its revisions and lease, as the gateway tells it; None where it is not there."""
+        [found] = self.ask("kv/range", key=_base64(key)).get("kvs", [None])
+        return None if found is None else dict(found)
+
+    def delete(self, key: str, end: str = "") -> None:
+        """Remove a key, or all from it up to `end`."""
+        self.ask("kv/deleterange", key=_base64(key), range_end=_base64(end))
+
+    def add_user(self, user: str, password: str) -> None:
+        """One that may do nothing yet. The first one switches authentication on."""
+        if not self._root_token:
+            self.ask("auth/role/add", name="root")
+            self.ask("auth/user/add", name="root", password=ROOT_PASSWORD)
+            self.ask("auth/user/grant", user="root", role="root")
+            self.ask("auth/enable")
+            self._root_token = self.ask("auth/authenticate", name="root", password=ROOT_PASSWORD)["token"]
+        self.ask("auth/user/add", name=user, password=password)
+
+    def grant(self, user: str, prefix: str) -> None:
+        """Let a user read and write all keys that begin with `prefix`."""
+        self.ask("auth/role/add", name=user)
+        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        self.ask("auth/role/grant", name=user,
+                 perm={"permType": "READWRITE", "key": _base64(prefix), "range_end": _base64(end)})  # fmt: skip
+        self.ask("auth/user/grant", user=user, role=user)
+
+    def take_rights(self, user: str) -> None:
+        """Undo `grant`."""
+        self.ask("auth/role/delete", role=user)
+
+
+def _base64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()

@@ -174,7 +174,6 @@ def test_with_etcd_away_lookups_go_on_and_writes_say_so(controllers, etcd):
     ("flags", "says"),
     [
         (("--etcd", "127.0.0.1"), "etcd.endpoints: '127.0.0.1': write HOST:PORT"),
-        (("--etcd", "https://127.0.0.1:1"), "etcd.endpoints: 'https://127.0.0.1:1'"),
         (("--etcd", "192.0.2.1:2379"), "etcd.endpoints: 192.0.2.1:2379: is on another machine"),
         (("--etcd", "127.0.0.1:1", "--advertise-url", "me"), "etcd.advertise_url"),
     ],

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvstrata.clock import SystemClock
 from kvstrata.config.model import EtcdSettings
-from kvstrata.controller.election import Election, Member, read_endpoint
+from kvstrata.controller.election import Election, Member, check
+from kvstrata.controller.etcd import EtcdFailed, read_endpoint
 from kvstrata.errors import ConfigError, NotLeading
 from tests.harness import etcd_server
 from tests.harness.cache_engine import eventually
 from tests.harness.child import Child
 from tests.harness.etcd_server import EtcdServer
+from tests.harness.redis_server import certificates
 
 pytestmark = pytest.mark.integration
 
@@ -157,10 +161,124 @@ def test_while_etcd_is_stopped_nobody_leads_and_afterwards_one_does(start, etcd)
     one_leads(children)
 
 
+@contextlib.contextmanager
+def secured(folder: Path) -> Iterator[tuple[EtcdServer, EtcdSettings]]:
+    """An etcd that wants certificates and a user, and settings that have both."""
+    try:
+        etcd_server.ensure()
+    except etcd_server.Unavailable as unavailable:
+        pytest.skip(str(unavailable))
+    tls = certificates(folder / "tls")
+    (tls / "server.key").chmod(0o600)
+    password = folder / "password"
+    password.touch(0o600)
+    password.write_text("of the controllers\n")
+    with EtcdServer(folder / "etcd", tls=tls) as etcd:
+        etcd.add_user("kv", "of the controllers")
+        etcd.grant("kv", "kvstrata/")
+        yield (
+            etcd,
+            EtcdSettings(
+                endpoints=[etcd.url],
+                ttl_s=600,
+                user="kv",
+                password_file=str(password),
+                ca_file=str(tls / "ca.crt"),
+                cert_file=str(tls / "server.crt"),
+                key_file=str(tls / "server.key"),
+            ),
+        )
+
+
+def election_of(settings: EtcdSettings, name: str = "a") -> Election:
+    return Election(settings, Member(name, ""), SystemClock(), lambda: None)
+
+
+async def refused(settings: EtcdSettings) -> str:
+    """Why a controller with these settings cannot take part."""
+    election = election_of(settings)
+    with pytest.raises(EtcdFailed) as failed:
+        await election._step(refresh=True)
+    await election.close()
+    return str(failed.value)
+
+
+async def test_by_tls_with_certificates_and_a_user_one_leads_and_who_lacks_one_does_not(tmp_path):
+    with secured(tmp_path) as (etcd, settings):
+        election = election_of(settings)
+        await election._step(refresh=True)
+        assert election.token
+        await election.write("state", b"written")
+        stored = etcd.get("kvstrata/state")
+        assert stored is not None and base64.b64decode(stored["value"]) == b"written"
+        # Its token of etcd ends: as after a restart of etcd, or after a change of anybody's rights.
+        election._connected()._login = (("token", "nobody's.1"),)
+        await election.write("state", b"after another login")
+        etcd.add_user("somebody", "else")
+        await election.write("state", b"after a change of rights")
+        await election.close()
+
+        replace = msgspec.structs.replace
+        wrong = tmp_path / "wrong"
+        wrong.touch(0o600)
+        wrong.write_text("another password")
+        foreign = certificates(tmp_path / "foreign")
+        assert "authentication failed" in await refused(replace(settings, password_file=str(wrong)))
+        assert "user name is empty" in await refused(replace(settings, user="", password_file=""))
+        assert "ertificate" in await refused(replace(settings, ca_file=str(foreign / "ca.crt")))
+        assert await refused(replace(settings, cert_file="", key_file=""))
+        plain = replace(settings, endpoints=[etcd.address], ca_file="", cert_file="", key_file="")
+        assert await refused(plain)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"ca_file": "FOLDER/none"}, r"etcd.ca_file: .*/none: cannot be read: .*No such file"),
+        ({"ca_file": "FOLDER"}, r"etcd.ca_file: .*: cannot be read: .*directory"),
+        ({"ca_file": "FOLDER/text"}, r"etcd.ca_file: .*/text: holds no certificates in PEM"),
+        ({"cert_file": "FOLDER/server.crt"}, r"etcd.key_file: is missing"),
+        ({"key_file": "FOLDER/server.key"}, r"etcd.cert_file: is missing"),
+        (
+            {"cert_file": "FOLDER/server.crt", "key_file": "FOLDER/open.key"},
+            r"open.key can be read by others",
+        ),
+        (
+            {"cert_file": "FOLDER/ca.crt", "key_file": "FOLDER/server.key"},
+            r"etcd.cert_file: .*ca.crt and .*its key",
+        ),
+        ({"cert_file": "FOLDER/text", "key_file": "FOLDER/server.key"}, r"etcd.cert_file: .*/text"),
+        (
+            {"endpoints": ["127.0.0.1:1"], "ca_file": "FOLDER/ca.crt"},
+            r"etcd.endpoints: '127.0.0.1:1': .*https://",
+        ),
+        ({"user": "kv"}, r"etcd.password_file: is missing"),
+        ({"password_file": "FOLDER/server.key"}, r"etcd.user: is missing"),
+        ({"user": "kv", "password_file": "FOLDER/none"}, r"etcd.password_file: .*cannot be read"),
+        ({"user": "kv", "password_file": "FOLDER/empty"}, r"etcd.password_file: .*/empty is empty"),
+        ({"user": "kv", "password_file": "FOLDER/open.key"}, r"etcd.password_file: .*can be read by others"),
+    ],
+)
+def test_credentials_that_cannot_be_used_are_refused_by_name(tmp_path, change, says):
+    folder = certificates(tmp_path)
+    for name, mode in (("server.key", 0o600), ("open.key", 0o644), ("empty", 0o600), ("text", 0o600)):
+        (folder / name).touch()
+        (folder / name).chmod(mode)
+    (folder / "text").write_text("no certificate")
+
+    def named(value: object) -> object:
+        return value.replace("FOLDER", str(folder)) if isinstance(value, str) else value
+
+    settings = EtcdSettings(
+        **{"endpoints": ["https://127.0.0.1:1"], **{name: named(value) for name, value in change.items()}}
+    )
+    with pytest.raises(ConfigError, match=says):
+        check(settings, insecure=False)
+
+
 @pytest.mark.parametrize(
     ("endpoint", "says"),
     [
-        ("https://a:2379", "TLS"),
         ("a", "HOST:PORT"),
         (":2379", "HOST:PORT"),
         ("a:0", "HOST:PORT"),
@@ -171,8 +289,3 @@ def test_while_etcd_is_stopped_nobody_leads_and_afterwards_one_does(start, etcd)
 def test_endpoints_that_cannot_be_used_are_refused_by_name(endpoint, says):
     with pytest.raises(ConfigError, match=f"etcd.endpoints.*{says}"):
         read_endpoint(endpoint)
-
-
-def test_a_user_needs_a_password():
-    with pytest.raises(ConfigError, match=r"etcd: user and password_file"):
-        Election(EtcdSettings(user="a", endpoints=["a:1"]), Member("a", ""), SystemClock(), lambda: None)

@@ -100,7 +100,7 @@ def controller_parser() -> argparse.ArgumentParser:
         help="directory of the directory's snapshot; `none` for none")  # fmt: skip
     add("--token-file", dest="http.token_file", metavar="FILE", help="bearer token for the HTTP port")
     add("--etcd", dest="etcd.endpoints", action="append", metavar="HOST:PORT",
-        help="an etcd server, repeatable: of the controllers that share it one leads")  # fmt: skip
+        help="an etcd server (https:// before it: TLS), repeatable")  # fmt: skip
     add("--advertise-url", dest="etcd.advertise_url", metavar="URL",
         help="where the other controllers and users reach this one's HTTP API")  # fmt: skip
     _add_common(parser)

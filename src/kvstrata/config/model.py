@@ -245,7 +245,10 @@ class EtcdSettings(_Section, frozen=True, kw_only=True):
 
     endpoints: Annotated[
         list[str],
-        Meta(description="etcd servers as HOST:PORT, tried in turn; empty: this controller is the only one."),
+        Meta(
+            description="etcd servers as HOST:PORT, or https://HOST:PORT for TLS, tried in turn; empty: this "
+            "controller is the only one."
+        ),
     ] = []
     prefix: Annotated[
         str, Meta(pattern=r"^[A-Za-z0-9._/-]{1,200}$", description="What the names of all keys begin with.")
@@ -265,6 +268,22 @@ class EtcdSettings(_Section, frozen=True, kw_only=True):
     user: Annotated[str, Meta(description="User of etcd, where it asks for one.")] = ""
     password_file: Annotated[
         str, Meta(description="File with that user's password, readable by its owner alone.")
+    ] = ""
+    ca_file: Annotated[
+        str,
+        Meta(
+            description="Certificates (PEM) of the authorities that etcd's certificate is checked against; empty: "
+            "those that gRPC ships."
+        ),
+    ] = ""
+    cert_file: Annotated[
+        str,
+        Meta(
+            description="This controller's certificate (PEM), where etcd asks for one (`--client-cert-auth`)."
+        ),
+    ] = ""
+    key_file: Annotated[
+        str, Meta(description="Key of `cert_file` (PEM, no passphrase), readable by its owner alone.")
     ] = ""
 
 

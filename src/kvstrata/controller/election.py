@@ -23,19 +23,17 @@ import ipaddress
 import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from kvstrata.clock import Clock
 from kvstrata.config.model import EtcdSettings
-from kvstrata.config.private_file import read_private_file
+from kvstrata.controller import etcd
+from kvstrata.controller.etcd import Etcd, EtcdFailed
 from kvstrata.errors import ConfigError, NotLeading
 from kvstrata.observability.logging import EventLog
 from kvstrata.rpc.zmq_server import resolve
-
-if TYPE_CHECKING:
-    import aetcd
 
 STEPS_PER_TTL = 9
 """Looks for a leader in one time to live; each third one refreshes the lease."""
@@ -63,20 +61,16 @@ class Election:
     """This controller's part in the election.  `changed` is called on the loop when `leader` or `token` changed."""
 
     def __init__(self, settings: EtcdSettings, me: Member, clock: Clock, changed: Callable[[], None]) -> None:
-        """Raises ConfigError for an endpoint or password file that cannot be used, ImportError without the library."""
-        import aetcd
-
-        self._make_client = aetcd.Client
-        self._failures = (aetcd.exceptions.ClientError, OSError, TimeoutError)
+        """Raises ConfigError for endpoints or credentials that cannot be used."""
+        etcd.check_credentials(settings)
         self._settings = settings
         self._me = me
         self._clock = clock
         self._changed = changed
         self._log = EventLog("election")
-        self._endpoints = [read_endpoint(endpoint) for endpoint in settings.endpoints]
-        self._password = _password(settings)
+        self._endpoints = [etcd.read_endpoint(endpoint) for endpoint in settings.endpoints]
         self._next_endpoint = 0
-        self._client: aetcd.Client | None = None
+        self._connection: Etcd | None = None
         self._lease = 0
         self._lease_until_s = float("-inf")
         self._token = 0
@@ -103,10 +97,8 @@ class Election:
             try:
                 await self._step(refresh=step % REFRESH_STEPS == 0)
                 step += 1
-            except self._failures as error:
-                self._log.repeated(
-                    logging.WARNING, "etcd", "etcd_failed", error=str(error) or type(error).__name__
-                )
+            except EtcdFailed as error:
+                self._log.repeated(logging.WARNING, "etcd", "etcd_failed", error=str(error))
                 self.leader = None
                 step = 0
                 await self._disconnect()
@@ -115,107 +107,83 @@ class Election:
 
     async def write(self, key: str, value: bytes) -> None:
         """Put PREFIX/KEY. Raises NotLeading, and changes nothing, unless this controller leads at that moment."""
-        if not await self._transact(lambda client: [client.transactions.put(self._key(key), value)]):
+        if not await self._transact([etcd.put(self._key(key), value)]):
             raise NotLeading("this controller does not lead; ask the one that does")
 
     async def read(self, key: str) -> bytes | None:
         """The value of PREFIX/KEY. Raises NotLeading where etcd does not answer."""
         try:
-            found = await self._call(self._connected().get(self._key(key)))
-        except self._failures as error:
+            answer = await self._connected().transact([], [etcd.read(self._key(key))])
+        except EtcdFailed as error:
             raise NotLeading(f"etcd does not answer: {error}") from None
-        return None if found is None else bytes(found.value)
+        found = answer.rows.get(self._key(key))
+        return None if found is None else found.value
 
     async def close(self) -> None:
         """Leave: another controller may lead at once. Idempotent."""
         lease, self._lease, self._lease_until_s = self._lease, 0, float("-inf")
-        if lease and self._client is not None:
+        if lease and self._connection is not None:
             try:
-                await self._call(self._client.revoke_lease(lease))
-            except self._failures:
+                await self._connection.revoke(lease)
+            except EtcdFailed:
                 pass  # it ends by its time to live
         await self._disconnect()
 
     async def _step(self, *, refresh: bool) -> None:
-        client = self._connected()
+        connection = self._connected()
         if refresh or not self._lease:
-            await self._refresh(client)
-        transactions = client.transactions
+            await self._refresh(connection)
         key, me = self._key("leader"), msgspec.json.encode(self._me)
-        won, answers = await self._call(
-            client.transaction(
-                compare=[transactions.create(key) == 0],
-                success=[transactions.put(key, me, lease=self._lease), transactions.get(key)],
-                failure=[transactions.get(key)],
-            )
+        answer = await connection.transact(
+            [etcd.created(key, 0)],
+            [etcd.put(key, me, self._lease), etcd.read(key)],
+            [etcd.read(key)],
         )
-        (_, found), *_ = answers[-1]
-        self._token = found.create_revision if won or found.lease == self._lease else 0
+        found = answer.rows[key]
+        self._token = found.create_revision if found.lease == self._lease else 0
         self.leader = Leader(_member(found.value), found.create_revision)
         if refresh:
-            rows = await self._call(client.get_prefix(self._key("members/")))
-            self._members = sorted((_member(row.value) for row in rows), key=lambda member: member.name)
+            members = await connection.transact([], [etcd.read_all(self._key("members/"))])
+            self._members = sorted(
+                (_member(row.value) for row in members.rows.values()), key=lambda member: member.name
+            )
 
-    async def _refresh(self, client: aetcd.Client) -> None:
+    async def _refresh(self, connection: Etcd) -> None:
         """Keep the lease, or take one: counted from before it was asked for."""
         asked_s = self._clock.monotonic_s()
         if self._lease:
-            kept = await self._call(client.refresh_lease(self._lease))
-            if kept is not None and kept.TTL > 0:
-                self._lease_until_s = asked_s + kept.TTL
+            ttl_s = await connection.keep_alive(self._lease)
+            if ttl_s:
+                self._lease_until_s = asked_s + ttl_s
                 return
             self._lease, self._lease_until_s, self._token = 0, float("-inf"), 0
         asked_s = self._clock.monotonic_s()
-        lease = await self._call(client.lease(self._settings.ttl_s))
-        await self._call(
-            client.put(self._key(f"members/{self._me.name}"), msgspec.json.encode(self._me), lease.id)
-        )
-        self._lease, self._lease_until_s = lease.id, asked_s + lease.ttl
+        lease, ttl_s = await connection.grant(self._settings.ttl_s)
+        key = self._key(f"members/{self._me.name}")
+        await connection.transact([], [etcd.put(key, msgspec.json.encode(self._me), lease)])
+        self._lease, self._lease_until_s = lease, asked_s + ttl_s
 
-    async def _transact(self, operations: Callable[[aetcd.Client], Sequence[Any]]) -> bool:
+    async def _transact(self, operations: Sequence[Any]) -> bool:
         token = self.token
         if not token:
             return False
-        client = self._connected()
         try:
-            done, _ = await self._call(
-                client.transaction(
-                    compare=[client.transactions.create(self._key("leader")) == token],
-                    success=operations(client),
-                    failure=[],
-                )
-            )
-        except self._failures as error:
+            answer = await self._connected().transact([etcd.created(self._key("leader"), token)], operations)
+        except EtcdFailed as error:
             raise NotLeading(f"etcd does not answer: {error}") from None
-        return bool(done)
+        return answer.succeeded
 
-    async def _call(self, operation: Any) -> Any:
-        try:
-            async with asyncio.timeout(self._settings.ttl_s / CALLS_PER_TTL):
-                return await operation
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            # gRPC's word for it: another call found etcd away, and closed the connection of both.
-            raise ConnectionError("the connection was closed") from None
-
-    def _connected(self) -> aetcd.Client:
-        if self._client is None:
-            host, port = self._endpoints[self._next_endpoint % len(self._endpoints)]
+    def _connected(self) -> Etcd:
+        if self._connection is None:
+            endpoint = self._endpoints[self._next_endpoint % len(self._endpoints)]
             self._next_endpoint += 1
-            self._client = self._make_client(
-                host, port, self._settings.user or None, self._password, timeout=self._settings.ttl_s
-            )
-        return self._client
+            self._connection = Etcd(endpoint, self._settings, self._settings.ttl_s / CALLS_PER_TTL)
+        return self._connection
 
     async def _disconnect(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            try:
-                await self._call(client.close())
-            except self._failures:
-                pass
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
 
     def _key(self, name: str) -> bytes:
         return f"{self._settings.prefix}/{name}".encode()
@@ -231,41 +199,16 @@ class Election:
 
 def check(settings: EtcdSettings, *, insecure: bool) -> None:
     """Raises ConfigError for endpoints or credentials that cannot be used."""
-    for endpoint in settings.endpoints:
-        host, _ = read_endpoint(endpoint)
-        address, _ = resolve(host, "etcd.endpoints")
-        if not ipaddress.ip_address(address).is_loopback and not insecure:
+    for text in settings.endpoints:
+        endpoint = etcd.read_endpoint(text)
+        address, _ = resolve(endpoint.host, "etcd.endpoints")
+        if not endpoint.tls and not ipaddress.ip_address(address).is_loopback and not insecure:
             raise ConfigError(
-                f"etcd.endpoints: {endpoint}: is on another machine, and what goes there is not encrypted; use an "
-                "etcd proxy on this host, or allow it with --insecure",
+                f"etcd.endpoints: {text}: is on another machine, and what goes there is not encrypted; write "
+                f"https://{text.removeprefix('http://')} if that etcd speaks TLS, or allow it with --insecure",
                 field="etcd.endpoints",
             )
-    _password(settings)
-
-
-def _password(settings: EtcdSettings) -> str | None:
-    file = settings.password_file
-    password = read_private_file(file, "etcd.password_file").strip() if file else None
-    if bool(settings.user) != bool(password):
-        raise ConfigError(
-            "etcd: user and password_file belong together; give both or none", field="etcd.user"
-        )
-    return password
-
-
-def read_endpoint(endpoint: str) -> tuple[str, int]:
-    """(host, port) of `HOST:PORT` or `http://HOST:PORT`. Raises ConfigError."""
-    field = "etcd.endpoints"
-    if endpoint.startswith("https://"):
-        raise ConfigError(
-            f"{field}: {endpoint!r}: the client library speaks no TLS; use a proxy of etcd on this host "
-            "(`etcd grpc-proxy`) and http://",
-            field=field,
-        )
-    host, colon, port = endpoint.removeprefix("http://").rstrip("/").rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"{field}: {endpoint!r}: write HOST:PORT, for example 127.0.0.1:2379", field=field)
-    return host.strip("[]"), int(port)
+    etcd.check_credentials(settings)
 
 
 def _member(value: bytes) -> Member:

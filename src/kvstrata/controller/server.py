@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvstrata import __version__
 from kvstrata.clock import SystemClock
 from kvstrata.config.model import ControllerSettings
-from kvstrata.controller import election
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.links import Links
 from kvstrata.controller.operations import Operations
@@ -34,6 +33,8 @@ from kvstrata.rpc.zmq_server import CurveKeys, read_curve_file
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from kvstrata.controller.election import Election
 
 _UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]")
 NO_SNAPSHOT = "none"
@@ -92,11 +93,15 @@ def check_etcd(settings: ControllerSettings) -> None:
             "etcd.endpoints: the client library is missing; install it: pip install 'kvstrata[etcd]'",
             field="etcd.endpoints",
         )
+    from kvstrata.controller import election  # needs the extra
+
     election.check(settings.etcd, insecure=settings.security.insecure)
 
 
-def make_election(settings: ControllerSettings, cluster: Cluster, http_port: int) -> election.Election:
+def make_election(settings: ControllerSettings, cluster: Cluster, http_port: int) -> Election:
     """This controller's part in the election; it has not begun."""
+    from kvstrata.controller import election
+
     host = settings.http.host
     shown = f"[{host}]" if ":" in host else platform.node() if host in ("*", "0.0.0.0") else host
     url = settings.etcd.advertise_url or f"http://{shown}:{http_port}"

@@ -1,0 +1,316 @@
+"""A connection to one etcd server: gRPC over TCP or TLS, with or without a user.
+
+The messages are the generated ones that aetcd ships; aetcd's own client opens insecure channels only.
+
+Every call ends within `call_s`.  A call whose outcome is not known raises EtcdFailed, like one that was refused: etcd
+may have carried it out.  Certificates are read again for each connection, so renewed files need no restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+from aetcd import rpc
+
+from kvstrata.config.model import EtcdSettings
+from kvstrata.config.private_file import read_private_file
+from kvstrata.errors import ConfigError
+
+_STALE_LOGIN = ("invalid auth token", "revision of auth store is old")
+"""What etcd says when the user has to log in again; both come without any fault of ours."""
+
+
+class EtcdFailed(Exception):
+    """etcd did not answer, or refused; the message says why."""
+
+    def __init__(self, message: str, *, lease_lost: bool = False) -> None:
+        super().__init__(message)
+        self.lease_lost = lease_lost
+        """The lease that the call named has ended."""
+
+
+class Endpoint(NamedTuple):
+    """Where one etcd server listens."""
+
+    host: str
+    port: int
+    tls: bool
+
+    @property
+    def target(self) -> str:
+        """For gRPC."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Row(NamedTuple):
+    """A key that is there."""
+
+    value: bytes
+    create_revision: int
+    mod_revision: int
+    lease: int
+
+
+class Answer(NamedTuple):
+    """Outcome of a transaction."""
+
+    succeeded: bool
+    """The comparisons held."""
+    revision: int
+    """Of etcd when the transaction was carried out."""
+    rows: dict[bytes, Row]
+    """Everything that its reads found, by key."""
+
+
+class Etcd:
+    """One connection, opened by the first call."""
+
+    def __init__(self, endpoint: Endpoint, settings: EtcdSettings, call_s: float) -> None:
+        self._endpoint = endpoint
+        self._settings = settings
+        self._call_s = call_s
+        self._channel: grpc.aio.Channel | None = None
+        self._login: tuple[tuple[str, str], ...] | None = None
+        self._closed = False
+
+    async def transact(
+        self, compare: Sequence[Any], success: Sequence[Any], failure: Sequence[Any] = ()
+    ) -> Answer:
+        """One transaction of the comparisons and operations below. Raises EtcdFailed."""
+        request = rpc.TxnRequest(compare=compare, success=success, failure=failure)
+        told = await self._ask(lambda channel, login: rpc.KVStub(channel).Txn(request, metadata=login))
+        rows = {
+            bytes(row.key): Row(bytes(row.value), row.create_revision, row.mod_revision, row.lease)
+            for one in told.responses
+            for row in one.response_range.kvs
+        }
+        return Answer(told.succeeded, told.header.revision, rows)
+
+    async def grant(self, ttl_s: int) -> tuple[int, int]:
+        """A new lease, and its time to live in seconds. Raises EtcdFailed."""
+        request = rpc.LeaseGrantRequest(TTL=ttl_s)
+        told = await self._ask(
+            lambda channel, login: rpc.LeaseStub(channel).LeaseGrant(request, metadata=login)
+        )
+        return told.ID, told.TTL
+
+    async def keep_alive(self, lease: int) -> int:
+        """The time to live of a lease, in seconds from now on; 0 where it has ended. Raises EtcdFailed."""
+        request = rpc.LeaseKeepAliveRequest(ID=lease)
+
+        async def one(channel: grpc.aio.Channel, login: Any) -> Any:
+            call = rpc.LeaseStub(channel).LeaseKeepAlive(metadata=login)
+            try:
+                await call.write(request)
+                return await call.read()
+            finally:
+                call.cancel()
+
+        told = await self._ask(one)
+        if told is grpc.aio.EOF:
+            raise EtcdFailed("etcd ended the stream that keeps the lease")
+        ttl_s: int = told.TTL
+        return max(0, ttl_s)
+
+    async def revoke(self, lease: int) -> None:
+        """End a lease, and with it the keys that it owns. Raises EtcdFailed."""
+        request = rpc.LeaseRevokeRequest(ID=lease)
+        await self._ask(lambda channel, login: rpc.LeaseStub(channel).LeaseRevoke(request, metadata=login))
+
+    async def close(self) -> None:
+        """Calls under way fail. Idempotent."""
+        self._closed = True
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    async def _ask(self, call: Any) -> Any:
+        """What etcd answers to `call(channel, login)`, after another login where it asks for one."""
+        if self._closed:
+            raise EtcdFailed("the connection was closed")
+        try:
+            async with asyncio.timeout(self._call_s):
+                channel = self._open()
+                try:
+                    return await call(channel, await self._logged_in(channel))
+                except grpc.aio.AioRpcError as error:
+                    if self._login is None or not any(
+                        words in (error.details() or "") for words in _STALE_LOGIN
+                    ):
+                        raise
+                self._login = None
+                return await call(channel, await self._logged_in(channel))
+        except grpc.aio.AioRpcError as error:
+            raise EtcdFailed(
+                (error.details() or error.code().name).removeprefix("etcdserver: "),
+                lease_lost="lease not found" in (error.details() or ""),
+            ) from None
+        except TimeoutError:
+            raise EtcdFailed(f"{self._endpoint.target} did not answer within {self._call_s:.2g} s") from None
+        except (ConfigError, OSError, grpc.aio.InternalError, grpc.aio.UsageError) as error:
+            raise EtcdFailed(str(error) or type(error).__name__) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # gRPC's word for it: another call found etcd away, and closed the connection of both.
+            raise EtcdFailed("the connection was closed") from None
+
+    def _open(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            # A pool of its own: gRPC would hand a new channel the back-off of the one that failed.
+            options = (("grpc.use_local_subchannel_pool", 1),)
+            if self._endpoint.tls:
+                made = grpc.ssl_channel_credentials(**_read_certificates(self._settings))
+                self._channel = grpc.aio.secure_channel(self._endpoint.target, made, options)
+            else:
+                self._channel = grpc.aio.insecure_channel(self._endpoint.target, options)
+        return self._channel
+
+    async def _logged_in(self, channel: grpc.aio.Channel) -> tuple[tuple[str, str], ...]:
+        if self._login is None:
+            self._login = ()
+            if self._settings.user:
+                self._login = None
+                request = rpc.AuthenticateRequest(
+                    name=self._settings.user, password=read_password(self._settings)
+                )
+                told = await rpc.AuthStub(channel).Authenticate(request)
+                self._login = (("token", told.token),)
+        return self._login
+
+
+# --- what transactions are made of ------------------------------------------------------------------------------
+
+
+def created(key: bytes, revision: int) -> Any:
+    """Whether the key was created at this revision; 0: whether it is absent."""
+    return rpc.Compare(key=key, target=rpc.Compare.CREATE, result=rpc.Compare.EQUAL, create_revision=revision)
+
+
+def modified(key: bytes, revision: int) -> Any:
+    """Whether the key was written last at this revision; 0: whether it is absent."""
+    return rpc.Compare(key=key, target=rpc.Compare.MOD, result=rpc.Compare.EQUAL, mod_revision=revision)
+
+
+def owned(key: bytes, lease: int) -> Any:
+    """Whether the key ends with this lease."""
+    return rpc.Compare(key=key, target=rpc.Compare.LEASE, result=rpc.Compare.EQUAL, lease=lease)
+
+
+def read(key: bytes) -> Any:
+    """One key."""
+    return rpc.RequestOp(request_range=rpc.RangeRequest(key=key))
+
+
+def read_all(prefix: bytes) -> Any:
+    """All keys that begin with `prefix`, whose last byte is not 255."""
+    end = prefix[:-1] + bytes([prefix[-1] + 1])
+    return rpc.RequestOp(request_range=rpc.RangeRequest(key=prefix, range_end=end))
+
+
+def put(key: bytes, value: bytes, lease: int = 0) -> Any:
+    """Write a key; it ends with the lease, where one is named."""
+    return rpc.RequestOp(request_put=rpc.PutRequest(key=key, value=value, lease=lease))
+
+
+def delete(key: bytes) -> Any:
+    """Remove a key."""
+    return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key))
+
+
+# --- settings ---------------------------------------------------------------------------------------------------
+
+
+def read_endpoint(endpoint: str) -> Endpoint:
+    """Of `HOST:PORT`, `http://HOST:PORT` or `https://HOST:PORT`. Raises ConfigError."""
+    field = "etcd.endpoints"
+    tls = endpoint.startswith("https://")
+    host, colon, port = endpoint.removeprefix("https://" if tls else "http://").rstrip("/").rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(
+            f"{field}: {endpoint!r}: write HOST:PORT, for example 127.0.0.1:2379, or https://HOST:PORT for TLS",
+            field=field,
+        )
+    return Endpoint(host.strip("[]"), int(port), tls)
+
+
+def check_credentials(settings: EtcdSettings) -> None:
+    """Raises ConfigError for a user, password or certificates that cannot be used."""
+    if bool(settings.user) != bool(settings.password_file):
+        missing = "password_file" if settings.user else "user"
+        raise ConfigError(
+            f"etcd.{missing}: is missing; etcd.user and etcd.password_file belong together, give both or none",
+            field=f"etcd.{missing}",
+        )
+    if settings.user and not read_password(settings):
+        raise ConfigError(
+            f"etcd.password_file: {settings.password_file} is empty; write the password of {settings.user} into it",
+            field="etcd.password_file",
+        )
+    if bool(settings.cert_file) != bool(settings.key_file):
+        missing = "key_file" if settings.cert_file else "cert_file"
+        raise ConfigError(
+            f"etcd.{missing}: is missing; etcd.cert_file and etcd.key_file belong together, give both or none",
+            field=f"etcd.{missing}",
+        )
+    plain = [endpoint for endpoint in settings.endpoints if not read_endpoint(endpoint).tls]
+    given = [name for name in ("ca_file", "cert_file") if getattr(settings, name)]
+    if given and plain:
+        raise ConfigError(
+            f"etcd.endpoints: {plain[0]!r}: etcd.{given[0]} is given, but this endpoint is not reached by TLS; write "
+            "https:// before it",
+            field="etcd.endpoints",
+        )
+    _read_certificates(settings)
+    _check_certificates(settings)
+
+
+def read_password(settings: EtcdSettings) -> str:
+    """Raises ConfigError."""
+    return read_private_file(settings.password_file, "etcd.password_file").strip()
+
+
+def _read_certificates(settings: EtcdSettings) -> Mapping[str, bytes | None]:
+    """What gRPC wants. Raises ConfigError."""
+    key = read_private_file(settings.key_file, "etcd.key_file").encode() if settings.key_file else None
+    return {
+        "root_certificates": _read(settings.ca_file, "etcd.ca_file"),
+        "private_key": key,
+        "certificate_chain": _read(settings.cert_file, "etcd.cert_file"),
+    }
+
+
+def _read(path: str, field: str) -> bytes | None:
+    if not path:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{field}: {path}: cannot be read: {error}", field=field) from None
+
+
+def _check_certificates(settings: EtcdSettings) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if settings.ca_file:
+        try:
+            context.load_verify_locations(settings.ca_file)
+        except (ssl.SSLError, ValueError) as error:
+            raise ConfigError(
+                f"etcd.ca_file: {settings.ca_file}: holds no certificates in PEM: {error}",
+                field="etcd.ca_file",
+            ) from None
+    if settings.cert_file:
+        try:
+            context.load_cert_chain(settings.cert_file, settings.key_file, password="")
+        except (ssl.SSLError, ValueError) as error:
+            raise ConfigError(
+                f"etcd.cert_file: {settings.cert_file} and etcd.key_file: {settings.key_file}: must be a certificate "
+                f"in PEM and its key, without a passphrase: {error}",
+                field="etcd.cert_file",
+            ) from None
