@@ -378,3 +378,31 @@ def test_a_broken_worker_says_so_in_each_report(fake, device_side):
     assert device_step(device_side, StepPlan(1))[0] is None
     fake.broken = True
     assert device_step(device_side, StepPlan(2))[0].broken
+
+
+# -- a step that is reported before its stores begin ----------------------------------------------------------------
+
+
+def step_with_draft_model(side, plan):
+    """What vLLM calls where a draft model runs behind the report; (report, bad blocks)."""
+    side.before_step(plan)
+    side.start_loads()
+    side.finished()
+    bad = side.take_bad_blocks()
+    report = side.report()
+    side.start_stores()
+    return report, bad
+
+
+def test_a_failed_load_is_told_in_its_own_step_also_when_the_report_precedes_the_stores(fake, device_side):
+    fake.next_failed = {0}
+    report, bad = step_with_draft_model(device_side, StepPlan(1, loads=[load_of()]))
+    assert (report.step, report.failures, bad) == (1, 1, {4})
+
+
+def test_a_store_dropped_after_the_report_is_told_in_the_next_one(fake, device_side):
+    fake.next_failed = {0}
+    plans = [StepPlan(1, loads=[load_of()], stores=[store_of(1)]), StepPlan(2, stores=[store_of(2)]), StepPlan(3)]
+    reports = [step_with_draft_model(device_side, plan)[0] for plan in plans]
+    assert [(report.step, report.dropped) for report in reports] == [(1, []), (2, [1]), (3, [2])]
+    assert device_side.report() is None, "each is told once"

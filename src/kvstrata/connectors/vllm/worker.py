@@ -1,8 +1,10 @@
 """The side of the connector that lives in a vLLM worker: copies between the engine's blocks and the pool.
 
 Order within a step: `before_step` (preempted blocks are let go), `start_loads`, the forward pass with `wait_layer`
-before each layer, `end_loads`, `start_stores`, `report`.  Stores and asynchronous loads go on by themselves between
-steps, on the client's threads, so nothing is lost when vLLM stops stepping.
+before each layer, then `start_stores`, `finished`, `take_bad_blocks`, `report`.  With a draft model vLLM may call
+`start_stores` last, behind that model, when the step has been reported.  Whichever of `start_stores` and `finished`
+comes first ends the synchronous loads.  Stores and asynchronous loads go on by themselves between steps, on the
+client's threads, so nothing is lost when vLLM stops stepping.
 
 Invariants
 1. A block is written only by a load whose step has not ended (synchronous), or that was not reported yet.
@@ -10,8 +12,9 @@ Invariants
    reported as sent.
 3. Nothing computed in a step whose synchronous load failed is stored, nor in steps planned before the
    scheduler knew (they may rest on what failed).
-4. All waiting in one step is for copies already begun, one second in all at most; then they are cancelled.
-5. A layer that the model computed before its load was ordered ahead of it fails the load.
+4. A step is reported only after its synchronous loads have ended, so a failed one is never confirmed.
+5. All waiting in one step is for copies already begun, one second in all at most; then they are cancelled.
+6. A layer that the model computed before its load was ordered ahead of it fails the load.
 """
 
 from __future__ import annotations
@@ -147,6 +150,7 @@ class WorkerSide:
         self._begun_too_late = False
         self._failures = 0
         self._report = WorkerReport(0)
+        """What the next report will say."""
         self._step = StepPlan(0)
         self.counts: dict[str, int | float] = {}
 
@@ -155,7 +159,7 @@ class WorkerSide:
     def before_step(self, plan: StepPlan) -> None:
         """Before anything of the step runs: let go of the blocks of preempted requests."""
         self._step = plan
-        self._report = WorkerReport(plan.step)
+        self._report.step = plan.step
         if not plan.preempted:
             return
         lost = [entry for entry in self._stores if entry.store.request_id in plan.preempted]
@@ -203,7 +207,7 @@ class WorkerSide:
             self._unordered.discard(section)
 
     def end_loads(self) -> None:
-        """After the forward pass was given to the device: learn how the synchronous loads ended."""
+        """After the forward pass was given to the device: learn how the synchronous loads ended. Idempotent."""
         failed, self._begun_too_late = self._begun_too_late, False
         if self._unordered:
             logger.error(
@@ -240,6 +244,8 @@ class WorkerSide:
 
     def finished(self) -> tuple[set[str], set[str]]:
         """(requests whose blocks may be freed, requests whose asynchronous load ended), each told once."""
+        # A report of this step may follow before `start_stores`, and it confirms the synchronous loads.
+        self.end_loads()
         received = set()
         running = []
         for loading in self._loads:
@@ -260,11 +266,18 @@ class WorkerSide:
         return bad
 
     def report(self) -> WorkerReport | None:
-        """The step's report, or None when the scheduler need not know."""
-        self._report.failures = self._failures
-        self._report.broken = self._mover.broken
+        """The step's report, or None when the scheduler need not know.
+
+        What happens after it, in a step whose stores begin behind a draft model, is in the next report.
+        """
+        report = self._report
+        report.failures = self._failures
+        report.broken = self._mover.broken
         confirms = any(not load.asynchronous for load in self._step.loads)
-        return self._report if confirms or self._report.says_something() else None
+        if not confirms and not report.says_something():
+            return None
+        self._report = WorkerReport(report.step)
+        return report
 
     def take_counts(self) -> dict[str, int | float]:
         """Counts since the last call."""
