@@ -19,7 +19,6 @@ from vllm.model_executor.layers.attention.attention import unified_attention_wit
 from vllm.model_executor.layers.attention.mla_attention import unified_mla_attention_with_output
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
@@ -43,6 +42,11 @@ from kvstrata.native.copying import (
     record_header,
     scatter_record,
 )
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
+except ImportError:  # before vLLM 0.33
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 
 LAYERS, BLOCKS, CHUNK_BLOCKS = 3, 11, 2
 HEADS, HEAD_SIZE, LATENT = 4, 64, 576

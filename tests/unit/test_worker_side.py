@@ -402,7 +402,11 @@ def test_a_failed_load_is_told_in_its_own_step_also_when_the_report_precedes_the
 
 def test_a_store_dropped_after_the_report_is_told_in_the_next_one(fake, device_side):
     fake.next_failed = {0}
-    plans = [StepPlan(1, loads=[load_of()], stores=[store_of(1)]), StepPlan(2, stores=[store_of(2)]), StepPlan(3)]
+    plans = [
+        StepPlan(1, loads=[load_of()], stores=[store_of(1)]),
+        StepPlan(2, stores=[store_of(2)]),
+        StepPlan(3),
+    ]
     reports = [step_with_draft_model(device_side, plan)[0] for plan in plans]
     assert [(report.step, report.dropped) for report in reports] == [(1, []), (2, [1]), (3, [2])]
     assert device_side.report() is None, "each is told once"

@@ -1,0 +1,119 @@
+"""Our connector inside the classes of each version of vLLM that we support, without a model (`versions_run.py`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.harness import vllm_env
+from tests.harness import vllm_python as pythons
+
+pytestmark = pytest.mark.vllm
+
+SCRIPT = Path(__file__).resolve().parents[1] / "harness" / "versions_run.py"
+INSTALLED = vllm_env.VLLM_REQUIREMENT.partition("==")[2]
+VERSIONS = (INSTALLED, "0.33.0")
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def results(request, vllm_python, tmp_path_factory):
+    """One dictionary a result, see the script."""
+    folder = tmp_path_factory.mktemp("versions")
+    environment = vllm_env.environment(folder)
+    if request.param != INSTALLED:
+        try:
+            python = pythons.ensure(request.param)
+        except pythons.Unavailable as unavailable:
+            pytest.skip(str(unavailable))
+        environment["PYTHONPATH"] = f"{python}{os.pathsep}{environment['PYTHONPATH']}"
+    done = subprocess.run(
+        [str(vllm_python), "-P", str(SCRIPT), str(folder)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert found[0] == {"check": "version", "version": request.param}
+    return found
+
+
+def of(results, check):
+    found = [result for result in results if result["check"] == check]
+    assert found, f"the script gave no result of {check}"
+    return found
+
+
+def test_every_module_of_the_connector_can_be_imported(results):
+    [imports] = of(results, "imports")
+    assert {"connector", "scheduler", "worker", "plugin"} <= set(imports["modules"])
+
+
+def test_each_method_takes_what_vllm_gives_it(results):
+    methods = of(results, "signature")
+    assert len(methods) > 20
+    for method in methods:
+        assert not method["wrong"], method
+        assert len(set(method["kinds"])) == 1, method
+    [abstract] = of(results, "abstract")
+    assert abstract["methods"] == []
+
+
+def test_a_request_is_stored_loaded_and_recovered_step_by_step(results):
+    """With vLLM's scheduler and both of its model runners' ways to call a connector."""
+    fresh = [
+        {"scheduled": {"r1": 512}, "stores": [["r1", 2, [1, 2, 3, 4]]]},
+        {"scheduled": {"r1": 488}, "stores": [["r1", 1, [5, 6]]]},
+    ]
+    for trace in of(results, "trace"):
+        asynchronous = trace["asynchronous"]
+        assert trace["fresh"][:2] == fresh, trace
+        blocks = [8, 9, 10, 11, 12, 13]
+        loads = {"loads": [["r2", 3, asynchronous, blocks]]}
+        hit = (
+            [{**loads, "received": ["r2"]}, {"scheduled": {"r2": 232}}]
+            if asynchronous
+            else [{"scheduled": {"r2": 232}, **loads}, {"scheduled": {"r2": 1}}]
+        )
+        assert trace["hit"][:2] == hit, trace
+        failed, again = trace["failed"][:2]
+        assert failed["bad"] == failed["loads"][0][3] and "stores" not in failed, trace
+        assert again["scheduled"] == {"r3": 512} and again["stores"][0][1] == 2, trace
+        assert trace["left"] == {"blocks": 0, "leases": 0, "tracked": 0}, trace
+
+
+def test_only_models_that_vllm_keeps_in_one_group_of_full_attention_are_taken(results):
+    verdicts = {result["case"]: (result["kinds"], result["verdict"]) for result in of(results, "groups")}
+    uniform = ["UniformTypeKVCacheSpecs"]
+    assert verdicts.pop("full") == (["FullAttentionSpec"], 128)
+    assert verdicts.pop("latents") == (["MLAAttentionSpec"], 128)
+    assert verdicts.pop("latents and indexer") == (uniform, 128)
+    assert verdicts.pop("full of two sizes") == (uniform, 128)
+    # vLLM turns its hybrid manager off for us: windows are then kept whole.
+    assert verdicts.pop("windows and full") == (["FullAttentionSpec"], 128)
+    kinds, verdict = verdicts.pop("windows")
+    assert kinds == ["SlidingWindowSpec"] and "SlidingWindowSpec is not supported" in verdict
+    assert not verdicts
+
+
+def test_a_failed_load_is_told_in_its_own_step_and_nothing_that_rests_on_it_is_stored(results):
+    """However late vLLM ends the step's copies: with a draft model, it reports before."""
+    reports = of(results, "reports")
+    assert {(each["runner"], each["drafts"], each["on_device"]) for each in reports} == {
+        (runner, drafts, on_device)
+        for runner in ("v1", "v2")
+        for drafts in (False, True)
+        for on_device in (False, True)
+    }
+    for each in reports:
+        assert each["bad"] == [[4, 5, 6, 7], [], [], [], []], each
+        assert each["failures"][0] == [1], each
+        assert (each["dropped"], each["stored"], each["made"]) == ([1, 2], [3], [3]), each
+        assert [request for sent in each["sent"] for request in sent] == ["ended"], each
