@@ -95,7 +95,13 @@ class Cluster:
         """What one of the instances remembers, by request id."""
         self.slow_commands = False
         self.election = bodies.ElectionBody(
-            leads=True, leader="controller-0", leader_url="", token=0, members=["controller-0"]
+            leads=True,
+            leader="controller-0",
+            leader_url="",
+            token=0,
+            members=["controller-0"],
+            no_leader_s=0.0,
+            problem="",
         )
 
     def tell(self, kind: str, name: str = "", **facts: Any) -> None:

@@ -53,12 +53,12 @@ class Elector:
     def write_believing(self, key: str, value: str, token: int) -> bool:
         """The same for one that still believes to lead under `token`, whatever the clock says."""
         election = self._election
-        kept = election._token, election._lease_until_s
-        election._token, election._lease_until_s = token, float("inf")
+        kept = election._token, election._sure_until_s
+        election._token, election._sure_until_s = token, float("inf")
         try:
             return self.write(key, value)
         finally:
-            election._token, election._lease_until_s = kept
+            election._token, election._sure_until_s = kept
 
     def read(self, key: str) -> str | None:
         """What is there."""

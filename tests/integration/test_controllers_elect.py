@@ -166,6 +166,12 @@ def test_with_etcd_away_lookups_go_on_and_writes_say_so(controllers, etcd):
         b.join({})
         assert [owner.instance for owner in b.where(tags_of(range(3)))] == ["a"]
         eventually("nobody is said to lead", lambda: posted(one, "/v1/instances/a/drain")[0] == 503)
+    election = one.ask("/v1/cluster")["election"]
+    assert election["no_leader_s"] > 0 and "failed to connect" in election["problem"]
+    values = dict(line.split() for line in one.text("/metrics").splitlines() if line.count(" ") == 1)
+    assert float(values["kvstrata_controller_leads"]) == 0
+    assert float(values["kvstrata_controller_no_leader_seconds"]) > 0
+    assert float(values["kvstrata_controller_election_failures_total"]) > 0
     etcd.start()
     leader_of(controllers)
 

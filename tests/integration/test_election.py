@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,7 +20,7 @@ from kvstrata.controller.election import Election, Member, check
 from kvstrata.controller.etcd import EtcdFailed, read_endpoint
 from kvstrata.errors import ConfigError, NotLeading
 from tests.harness import etcd_server
-from tests.harness.cache_engine import eventually
+from tests.harness.cache_engine import PATIENCE_S, eventually
 from tests.harness.child import Child
 from tests.harness.etcd_server import EtcdServer
 from tests.harness.redis_server import certificates
@@ -159,6 +161,79 @@ def test_while_etcd_is_stopped_nobody_leads_and_afterwards_one_does(start, etcd)
     eventually("nobody leads", lambda: not any(leading(child) for child in children.values()))
     etcd.thaw()
     one_leads(children)
+
+
+@contextlib.asynccontextmanager
+async def running(*elections: Election) -> AsyncIterator[None]:
+    """These take part meanwhile."""
+    tasks = [asyncio.create_task(election.run()) for election in elections]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for election in elections:
+            await election.close()
+
+
+async def until(what: str, holds: Callable[[], Any]) -> None:
+    """Let them go on until it holds."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds():  # noqa: ASYNC110 (what is waited for is in another process)
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"never came to pass: {what}") from None
+
+
+async def test_a_leader_that_loses_its_rights_leads_no_more_and_another_one_does(etcd, tmp_path):
+    elections = []
+    for name in ("a", "b"):
+        password = tmp_path / name
+        password.touch(0o600)
+        password.write_text(name)
+        etcd.add_user(name, name)
+        etcd.grant(name, "kvstrata/")
+        settings = EtcdSettings(endpoints=[etcd.address], ttl_s=1, user=name, password_file=str(password))
+        elections.append(election_of(settings, name))
+    async with running(*elections):
+        await until("one leads", lambda: any(one.token for one in elections))
+        old, new = sorted(elections, key=lambda one: not one.token)
+        token = old.token
+        etcd.take_rights(old._me.name)
+        await until("the other leads", lambda: new.token)
+        assert new.token > token
+        assert not old.token and "permission denied" in old.problem
+        etcd.grant(old._me.name, "kvstrata/")
+        await until("it takes part again", lambda: old.leader == new.leader and not old.problem)
+
+
+@pytest.mark.parametrize("leased", [False, True])
+async def test_a_leaders_key_of_nobody_who_lives_is_taken_over(etcd, leased):
+    lease = int(etcd.ask("lease/grant", TTL=600)["ID"]) if leased else 0
+    etcd.put("kvstrata/leader", '{"name": "nobody", "http_url": ""}', lease)
+    stale = int(etcd.get("kvstrata/leader")["mod_revision"])
+    election = election_of(EtcdSettings(endpoints=[etcd.address], ttl_s=1))
+    async with running(election):
+        await until("it leads", lambda: election.token)
+        assert election.token > stale
+        await until("it is sure", lambda: not election.problem)
+
+
+async def test_a_controller_that_cannot_take_part_says_why_and_for_how_long(etcd, tmp_path, caplog):
+    password = tmp_path / "password"
+    password.touch(0o600)
+    password.write_text("of a user that this etcd does not have")
+    settings = EtcdSettings(endpoints=[etcd.address], ttl_s=1, user="kv", password_file=str(password))
+    election = election_of(settings)
+    logging.getLogger("kvstrata").propagate = True
+    async with running(election):
+        await until("it has waited for a leader", lambda: election.no_leader_s > 1 and election.failures > 1)
+        assert election.leader is None and not election.token
+        assert "authentication is not enabled" in election.problem
+        await until("the log says so", lambda: "no_leader for_s=" in caplog.text)
+        assert "authentication is not enabled" in caplog.text
 
 
 @contextlib.contextmanager

@@ -1,19 +1,23 @@
 """Which of several controllers leads, by etcd: a lease for membership, a key for leadership, a token for every write.
 
-    PREFIX/members/ID    what a controller is, as long as its lease lives
-    PREFIX/leader        the member that leads, likewise
+    PREFIX/members/LEASE  what a controller is, as long as its lease lives
+    PREFIX/leader         the member that leads, likewise
 
-A controller that finds no leader writes the key in one transaction that demands its absence; the same transaction tells
-it who leads otherwise.  The *token* of a leadership is the revision of etcd that created the key: each leadership has a
-greater one than all before.
+Each *step* is one transaction, which reads all of this and writes the leader's key where there is none; each third step
+then refreshes the lease.  The *token* of a leadership is the revision of etcd that created the key: each leadership has
+a greater one than all before.
 
 Invariants
 1. `token` is 0 unless etcd surely keeps the lease: the time to live is counted from before the refresh was sent.  A
    process that was stopped and goes on later finds its time over before it can believe that it leads.
-2. `write` changes nothing unless the key of the leadership is still the one that `token` names.
-3. Instances keep the greatest token that they have seen and refuse commands with a smaller one.  So what a leader sent
+2. The lease is refreshed only by a step whose transaction succeeded.  A controller that has lost its rights, while etcd
+   would still keep its lease, is no member and no leader after one time to live.
+3. `write` changes nothing unless the key of the leadership is still the one that `token` names.
+4. Instances keep the greatest token that they have seen and refuse commands with a smaller one.  So what a leader sent
    just before it was stopped, and what arrives late, does nothing either.
-4. With etcd away nobody leads after one time to live; reads go on, and the next leader is found when it is back.
+5. With etcd away nobody leads after one time to live; reads go on, and the next leader is found when it is back.
+6. A leader's key whose lease is not that of a living member is nobody's: it is removed, unless it was written again
+   meanwhile, and the next step elects.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ STEPS_PER_TTL = 9
 """Looks for a leader in one time to live; each third one refreshes the lease."""
 REFRESH_STEPS = 3
 CALLS_PER_TTL = 6
-"""A call that takes more than this part of the time to live has failed."""
+"""A call that takes more than this part of the time to live has failed; a login may take longer."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -72,17 +76,34 @@ class Election:
         self._next_endpoint = 0
         self._connection: Etcd | None = None
         self._lease = 0
-        self._lease_until_s = float("-inf")
+        self._lease_ends_s = float("-inf")
+        """Until then etcd keeps the lease, unless somebody revokes it."""
+        self._sure_until_s = float("-inf")
+        """The same, as of the last step that succeeded as a whole."""
         self._token = 0
         self._told: tuple[Leader | None, int] = (None, 0)
         self._members: list[Member] = []
-        self.leader: Leader | None = None
-        """As last seen; None while nobody leads or etcd does not answer."""
+        self._leader: Leader | None = None
+        self._leader_seen_s = clock.monotonic_s()
+        self.problem = ""
+        """Why the last step failed; empty: it did not."""
+        self.failures = 0
+        """Steps that failed."""
 
     @property
     def token(self) -> int:
         """Of this controller's leadership; 0 while it does not lead, or cannot be sure that it does."""
-        return self._token if self._clock.monotonic_s() < self._lease_until_s else 0
+        return self._token if self._clock.monotonic_s() < self._sure_until_s else 0
+
+    @property
+    def leader(self) -> Leader | None:
+        """As last seen; None while nobody leads or etcd does not answer."""
+        return None if self._token and not self.token else self._leader
+
+    @property
+    def no_leader_s(self) -> float:
+        """For how long this controller has known of no leader; 0 while it knows of one."""
+        return 0.0 if self.leader is not None else max(0.0, self._clock.monotonic_s() - self._leader_seen_s)
 
     @property
     def members(self) -> list[Member]:
@@ -98,10 +119,10 @@ class Election:
                 await self._step(refresh=step % REFRESH_STEPS == 0)
                 step += 1
             except EtcdFailed as error:
-                self._log.repeated(logging.WARNING, "etcd", "etcd_failed", error=str(error))
-                self.leader = None
+                self._step_failed(error)
                 step = 0
-                await self._disconnect()
+                if not error.refused:
+                    await self._disconnect()
             self._tell()
             await asyncio.sleep(pause_s)
 
@@ -121,47 +142,70 @@ class Election:
 
     async def close(self) -> None:
         """Leave: another controller may lead at once. Idempotent."""
-        lease, self._lease, self._lease_until_s = self._lease, 0, float("-inf")
+        await self._give_up_lease()
+        await self._disconnect()
+
+    async def _step(self, *, refresh: bool) -> None:
+        """Look who leads, or begin to; then refresh the lease, if that is due. Raises EtcdFailed."""
+        if self._clock.monotonic_s() >= self._lease_ends_s:
+            await self._give_up_lease()
+        connection = self._connected()
+        if not self._lease:
+            asked_s = self._clock.monotonic_s()
+            self._lease, ttl_s = await connection.grant(self._settings.ttl_s)
+            self._lease_ends_s = asked_s + ttl_s
+        key, members, me = self._key("leader"), self._key("members/"), msgspec.json.encode(self._me)
+        mine = b"%s%x" % (members, self._lease)
+        reads = [etcd.read(key), etcd.read_all(members)]
+        answer = await connection.transact(
+            [etcd.created(key, 0)],
+            [etcd.put(mine, me, self._lease), etcd.put(key, me, self._lease), *reads],
+            reads,
+        )
+        if mine not in answer.rows:
+            await connection.transact([], [etcd.put(mine, me, self._lease)])
+        found = answer.rows.pop(key)
+        if found.lease not in {self._lease, *(row.lease for row in answer.rows.values() if row.lease)}:
+            await self._remove_leader(connection, key, found)
+            return
+        if refresh:
+            asked_s = self._clock.monotonic_s()
+            ttl_s = await connection.keep_alive(self._lease)
+            if not ttl_s:
+                raise EtcdFailed("the lease has ended", refused=True, lease_lost=True)
+            self._lease_ends_s = asked_s + ttl_s
+        self._token = found.create_revision if found.lease == self._lease else 0
+        self._sure_until_s = self._lease_ends_s
+        self._leader = Leader(_member(found.value), found.create_revision)
+        self._members = sorted({_member(row.value) for row in answer.rows.values()}, key=lambda one: one.name)
+        self.problem = ""
+
+    async def _remove_leader(self, connection: Etcd, key: bytes, found: etcd.Row) -> None:
+        """The key names nobody who lives; the next step elects."""
+        self._leader, self._token = None, 0
+        self.problem = f"{key.decode()} named no living controller: {_member(found.value).name}"
+        self._log.warning("leader_key_removed", key=key.decode(), value=found.value.decode(errors="replace"),
+                          lease=found.lease)  # fmt: skip
+        await connection.transact([etcd.modified(key, found.mod_revision)], [etcd.delete(key)])
+
+    def _step_failed(self, error: EtcdFailed) -> None:
+        self.problem = str(error)
+        self.failures += 1
+        self._log.repeated(logging.WARNING, "etcd", "etcd_failed", error=self.problem)
+        if error.lease_lost:
+            self._lease, self._lease_ends_s, self._sure_until_s = 0, float("-inf"), float("-inf")
+        if not self.token:
+            self._leader = None
+
+    async def _give_up_lease(self) -> None:
+        """End the lease, or leave it to its time to live."""
+        lease, self._lease = self._lease, 0
+        self._lease_ends_s = self._sure_until_s = float("-inf")
         if lease and self._connection is not None:
             try:
                 await self._connection.revoke(lease)
             except EtcdFailed:
-                pass  # it ends by its time to live
-        await self._disconnect()
-
-    async def _step(self, *, refresh: bool) -> None:
-        connection = self._connected()
-        if refresh or not self._lease:
-            await self._refresh(connection)
-        key, me = self._key("leader"), msgspec.json.encode(self._me)
-        answer = await connection.transact(
-            [etcd.created(key, 0)],
-            [etcd.put(key, me, self._lease), etcd.read(key)],
-            [etcd.read(key)],
-        )
-        found = answer.rows[key]
-        self._token = found.create_revision if found.lease == self._lease else 0
-        self.leader = Leader(_member(found.value), found.create_revision)
-        if refresh:
-            members = await connection.transact([], [etcd.read_all(self._key("members/"))])
-            self._members = sorted(
-                (_member(row.value) for row in members.rows.values()), key=lambda member: member.name
-            )
-
-    async def _refresh(self, connection: Etcd) -> None:
-        """Keep the lease, or take one: counted from before it was asked for."""
-        asked_s = self._clock.monotonic_s()
-        if self._lease:
-            ttl_s = await connection.keep_alive(self._lease)
-            if ttl_s:
-                self._lease_until_s = asked_s + ttl_s
-                return
-            self._lease, self._lease_until_s, self._token = 0, float("-inf"), 0
-        asked_s = self._clock.monotonic_s()
-        lease, ttl_s = await connection.grant(self._settings.ttl_s)
-        key = self._key(f"members/{self._me.name}")
-        await connection.transact([], [etcd.put(key, msgspec.json.encode(self._me), lease)])
-        self._lease, self._lease_until_s = lease, asked_s + ttl_s
+                pass
 
     async def _transact(self, operations: Sequence[Any]) -> bool:
         token = self.token
@@ -190,9 +234,15 @@ class Election:
 
     def _tell(self) -> None:
         now = (self.leader, self.token)
+        if self.leader is not None:
+            self._leader_seen_s = self._clock.monotonic_s()
+        elif self.no_leader_s >= self._settings.ttl_s:
+            self._log.repeated(
+                logging.WARNING, "no_leader", "no_leader", for_s=round(self.no_leader_s), reason=self.problem
+            )
         if now != self._told:
             self._told = now
-            leader = self.leader.member.name if self.leader else ""
+            leader = now[0].member.name if now[0] else ""
             self._log.info("leadership", leader=leader, token=now[1], leads=bool(now[1]))
             self._changed()
 

@@ -2,7 +2,8 @@
 
 The messages are the generated ones that aetcd ships; aetcd's own client opens insecure channels only.
 
-Every call ends within `call_s`.  A call whose outcome is not known raises EtcdFailed, like one that was refused: etcd
+Every call ends within `call_s`, and one that has to log in before within LOGIN_S more: etcd hashes passwords slowly on
+purpose.  A call whose outcome is not known raises EtcdFailed, like one that was refused: etcd
 may have carried it out.  Certificates are read again for each connection, so renewed files need no restart.
 """
 
@@ -21,15 +22,26 @@ from kvstrata.config.model import EtcdSettings
 from kvstrata.config.private_file import read_private_file
 from kvstrata.errors import ConfigError
 
+LOGIN_S = 5.0
 _STALE_LOGIN = ("invalid auth token", "revision of auth store is old")
 """What etcd says when the user has to log in again; both come without any fault of ours."""
+_REFUSALS = (
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.OUT_OF_RANGE,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
 
 
 class EtcdFailed(Exception):
     """etcd did not answer, or refused; the message says why."""
 
-    def __init__(self, message: str, *, lease_lost: bool = False) -> None:
+    def __init__(self, message: str, *, refused: bool = False, lease_lost: bool = False) -> None:
         super().__init__(message)
+        self.refused = refused
+        """etcd answered: another connection would hear the same."""
         self.lease_lost = lease_lost
         """The lease that the call named has ended."""
 
@@ -134,24 +146,23 @@ class Etcd:
         if self._closed:
             raise EtcdFailed("the connection was closed")
         try:
-            async with asyncio.timeout(self._call_s):
-                channel = self._open()
-                try:
-                    return await call(channel, await self._logged_in(channel))
-                except grpc.aio.AioRpcError as error:
-                    if self._login is None or not any(
-                        words in (error.details() or "") for words in _STALE_LOGIN
-                    ):
-                        raise
-                self._login = None
-                return await call(channel, await self._logged_in(channel))
+            channel = self._open()
+            try:
+                return await self._within_bounds(call, channel)
+            except grpc.aio.AioRpcError as error:
+                if not self._login or not any(words in (error.details() or "") for words in _STALE_LOGIN):
+                    raise
+            self._login = None
+            return await self._within_bounds(call, channel)
         except grpc.aio.AioRpcError as error:
+            details = error.details() or error.code().name
             raise EtcdFailed(
-                (error.details() or error.code().name).removeprefix("etcdserver: "),
-                lease_lost="lease not found" in (error.details() or ""),
+                details.removeprefix("etcdserver: "),
+                refused=error.code() in _REFUSALS,
+                lease_lost="lease not found" in details,
             ) from None
         except TimeoutError:
-            raise EtcdFailed(f"{self._endpoint.target} did not answer within {self._call_s:.2g} s") from None
+            raise EtcdFailed(f"{self._endpoint.target} did not answer in time") from None
         except (ConfigError, OSError, grpc.aio.InternalError, grpc.aio.UsageError) as error:
             raise EtcdFailed(str(error) or type(error).__name__) from None
         except asyncio.CancelledError:
@@ -160,6 +171,21 @@ class Etcd:
                 raise
             # gRPC's word for it: another call found etcd away, and closed the connection of both.
             raise EtcdFailed("the connection was closed") from None
+
+    async def _within_bounds(self, call: Any, channel: grpc.aio.Channel) -> Any:
+        if self._login is None:
+            async with asyncio.timeout(LOGIN_S):
+                self._login = await self._log_in(channel)
+        async with asyncio.timeout(self._call_s):
+            return await call(channel, self._login)
+
+    async def _log_in(self, channel: grpc.aio.Channel) -> tuple[tuple[str, str], ...]:
+        """What goes with each call."""
+        if not self._settings.user:
+            return ()
+        request = rpc.AuthenticateRequest(name=self._settings.user, password=read_password(self._settings))
+        told = await rpc.AuthStub(channel).Authenticate(request)
+        return (("token", told.token),)
 
     def _open(self) -> grpc.aio.Channel:
         if self._channel is None:
@@ -171,18 +197,6 @@ class Etcd:
             else:
                 self._channel = grpc.aio.insecure_channel(self._endpoint.target, options)
         return self._channel
-
-    async def _logged_in(self, channel: grpc.aio.Channel) -> tuple[tuple[str, str], ...]:
-        if self._login is None:
-            self._login = ()
-            if self._settings.user:
-                self._login = None
-                request = rpc.AuthenticateRequest(
-                    name=self._settings.user, password=read_password(self._settings)
-                )
-                told = await rpc.AuthStub(channel).Authenticate(request)
-                self._login = (("token", told.token),)
-        return self._login
 
 
 # --- what transactions are made of ------------------------------------------------------------------------------

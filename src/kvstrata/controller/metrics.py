@@ -51,6 +51,13 @@ CONTROLLER_FAMILIES: dict[str, Family] = {
     "kvstrata_controller_refused_handshakes": Family(
         "counter", ("socket",), "Connections that broke off before they had shown the right keys."
     ),
+    "kvstrata_controller_leads": Family("gauge", (), "1 while this controller leads, else 0."),
+    "kvstrata_controller_no_leader_seconds": Family(
+        "gauge", (), "For how long this controller has known of no leader; 0 while it knows of one."
+    ),
+    "kvstrata_controller_election_failures": Family(
+        "counter", (), "Steps of the election that failed: etcd did not answer, or refused."
+    ),
     "kvstrata_controller_directory_bytes": Family("gauge", (), "Memory of the directory's placements."),
     "kvstrata_controller_directory_placements": Family(
         "gauge", (), "Placements in it, those not yet swept included."
@@ -120,6 +127,10 @@ class ControllerCollector:
             prefix + "refused_handshakes",
             [([name], one["refused_handshakes"]) for name, one in sockets.items()],
         )
+        election = cluster.election
+        yield prefix + "leads", [([], float(cluster.token is not None))]
+        yield prefix + "no_leader_seconds", [([], election.no_leader_s if election else 0.0)]
+        yield prefix + "election_failures", [([], election.failures if election else 0)]
         yield prefix + "directory_bytes", [([], usage.bytes)]
         yield prefix + "directory_placements", [([], usage.placements)]
         yield prefix + "waiting_bytes", [([], directory.waiting_bytes)]

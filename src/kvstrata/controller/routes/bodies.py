@@ -154,6 +154,10 @@ class ElectionBody(BaseModel):
     leader_url: str
     token: int = Field(description="Of the leadership; 0 where this controller is the only one.")
     members: list[str] = Field(description="Controllers that live, this one included.")
+    no_leader_s: float = Field(
+        description="For how long this controller has known of no leader; 0: it knows of one."
+    )
+    problem: str = Field(description="Why this controller cannot take part; empty: it does.")
 
 
 class ClusterBody(BaseModel):

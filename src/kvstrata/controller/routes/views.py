@@ -141,7 +141,13 @@ def election_body(cluster: Cluster) -> bodies.ElectionBody:
     election = cluster.election
     if election is None:
         return bodies.ElectionBody(
-            leads=True, leader=cluster.name, leader_url="", token=0, members=[cluster.name]
+            leads=True,
+            leader=cluster.name,
+            leader_url="",
+            token=0,
+            members=[cluster.name],
+            no_leader_s=0.0,
+            problem="",
         )
     leader = election.leader
     return bodies.ElectionBody(
@@ -150,6 +156,8 @@ def election_body(cluster: Cluster) -> bodies.ElectionBody:
         leader_url=leader.member.http_url if leader else "",
         token=leader.token if leader else 0,
         members=[member.name for member in election.members],
+        no_leader_s=round(election.no_leader_s, 1),
+        problem=election.problem,
     )
 
 
