@@ -123,7 +123,7 @@ cdef extern from "kvstrata/pool.h" namespace "kvstrata" nogil:
         uint64_t evicted_entries, evicted_bytes, evicted_by_policy, evicted_by_window, evicted_by_quota
         uint64_t evicted_by_watermark
         uint64_t cleared_entries, corrupt_entries, inserted_entries, inserted_bytes, quarantined_entries
-        uint64_t refused[9]
+        uint64_t refused[11]
         uint64_t leases_trimmed, bad_records
         uint64_t adopted_entries, adoption_dropped
         uint64_t events_lost, prefaulted_bytes
@@ -209,7 +209,7 @@ cdef enum:
 STATES = ("free", "reserved", "ready", "unverified", "quarantined")
 OUTCOMES = (
     "reserved", "present", "in_flight", "chain_exceeds_pool", "pool_pinned", "session_limit", "quota", "too_large",
-    "entries_full",
+    "entries_full", "frozen", "parent_absent",
 )
 
 
@@ -729,7 +729,7 @@ cdef class Pool:
             "corrupt_entries": s.corrupt_entries,
             "quarantined_entries": s.quarantined_entries,
             "bad_records": s.bad_records,
-            "refused": {OUTCOMES[i]: s.refused[i] for i in range(3, 9)},
+            "refused": {OUTCOMES[i]: s.refused[i] for i in (*range(3, 9), 10)},
             "leases_trimmed": s.leases_trimmed,
             "adopted_entries": s.adopted_entries,
             "adoption_dropped": s.adoption_dropped,

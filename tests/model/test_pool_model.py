@@ -125,6 +125,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     # storing
 
+    @rule(has_l2=st.booleans())
+    def an_l2_comes_or_goes(self, has_l2: bool) -> None:
+        self.pool.set_has_l2(has_l2)
+        self.model.has_l2 = has_l2
+
     @rule(
         session=sessions,
         prompt=prompts,

@@ -6,6 +6,7 @@ that the choice was allowed:
 
 - bytes that somebody may touch are not handed out;
 - only what nobody uses is evicted, never a chunk that has descendants, never the asker's own chain;
+- nothing is evicted for a chunk whose parent is missing, unless L2 may have the parent;
 - a key is READY exactly from its commit (or its verification) until it is evicted, dropped or removed;
 - a refusal names a reason that holds.
 """
@@ -99,6 +100,9 @@ class PoolModel:
         self.leases: dict[int, Lease] = {}
         self.reservations: dict[int, Reservation] = {}
         self.quotas: dict[int, int] = {}
+        self.has_l2 = False
+        self.refused: set[bytes] = set()
+        """Keys that this server refused and that were not reserved since."""
 
     # what can be asked
 
@@ -274,6 +278,9 @@ class PoolModel:
         ticket, outcomes, extents = answer
         present_before = set(self.index)
         own = self.own_chain(keys, parent)
+        orphan = parent is not None and parent not in self.index
+        refused_before = orphan and parent in self.refused
+        assert not (orphan and evicted and (refused_before or not self.has_l2)), "evicted for an orphan"
         self.evicted(evicted, own)
         extent_bytes = round_up(record_bytes)
         items: dict[int, Chunk] = {}
@@ -296,6 +303,8 @@ class PoolModel:
             assert key not in present_before, "a key of the chain itself was evicted"
             if outcome == ReserveOutcome.RESERVED:
                 assert refusal is None, "reserved after a refusal"
+                assert not refused_before, "reserved behind a refused chunk"
+                self.refused.discard(key)
                 chunk = Chunk(key, extents[i], "reserved", previous, tenant, owner=row)
                 self._check_extent(chunk, extent_bytes, record_bytes)
                 self._check_admission(row, tenant, extent_bytes)
@@ -304,7 +313,11 @@ class PoolModel:
                 previous = key
                 continue
             assert extents[i] == Extent(0, 0, 0, 0)
-            if refusal is None:
+            self.refused.add(key)
+            if outcome == ReserveOutcome.PARENT_ABSENT:
+                assert orphan
+            elif refusal is None:
+                assert not refused_before or outcome == ReserveOutcome.TOO_LARGE
                 self._check_refusal(outcome, row, tenant, extent_bytes, own, bool(items))
             assert refusal in (None, outcome)
             refusal = outcome
@@ -435,6 +448,7 @@ class PoolModel:
 
     def crashed_and_adopted(self) -> None:
         """The server died and another adopted the pool: its own holds and tickets are gone with it."""
+        self.refused.clear()
         for chunk in self.chunks():
             if chunk.leases:
                 chunk.old_readers |= chunk.recorded_rows & set(self.rows)

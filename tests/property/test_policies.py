@@ -17,6 +17,8 @@ from kvstrata.native.pool import Pool
 PAGE = 4096
 IDENTITY = bytes(32)
 EVICTED = 1
+REFUSED = range(3, 11)
+PARENT_ABSENT = 10
 
 
 def make_pool(pages: int, policy: str, entries: int = 0) -> Pool:
@@ -103,6 +105,100 @@ def test_of_64_prompts_three_times_the_pool_the_newest_stay(policy: str, sizes: 
         newest += 1
     assert newest >= (20 if len(sizes) == 1 else 18)
     assert sum(pool.stats()["refused"].values()) == 0
+    pool.validate()
+    pool.close()
+
+
+@given(
+    policy=st.sampled_from(POLICIES),
+    pages=st.integers(12, 120),
+    percent=st.integers(10, 300),
+    others=st.lists(st.integers(1, 5), max_size=30),
+    batch=st.integers(1, 40),
+    in_flight=st.integers(1, 4),
+    has_l2=st.booleans(),
+)
+@settings(max_examples=150)
+def test_a_chain_of_any_length_keeps_what_fits_of_it_and_evicts_nobody_for_the_rest(
+    policy: str, pages: int, percent: int, others: list[int], batch: int, in_flight: int, has_l2: bool
+) -> None:
+    """As a client stores it: batch after batch, some reserved before the first is committed."""
+    pool = make_pool(pages, policy, 4 * pages)
+    pool.set_has_l2(has_l2)
+    held: list[bytes] = []
+    for number, length in enumerate(others):
+        keys = [key(number, chunk) for chunk in range(length)]
+        store(pool, keys, 1)
+        held += keys
+    chain = [key(-1, chunk) for chunk in range(max(1, pages * percent // 100))]
+    reserved: collections.deque[tuple[int, list[int]]] = collections.deque()
+    at_refusal: list[bytes] | None = None
+
+    def commit_oldest() -> None:
+        ticket, indices = reserved.popleft()
+        assert not any(pool.commit(ticket, indices, check=False))
+
+    for first in range(0, len(chain), batch):
+        parent = chain[first - 1] if first else b""
+        ticket, outcomes, _ = pool.reserve(b"".join(chain[first : first + batch]), parent, PAGE, 0, IDENTITY)
+        if ticket:
+            reserved.append((ticket, [i for i, outcome in enumerate(outcomes) if outcome == 0]))
+        if at_refusal is None and any(outcomes):
+            at_refusal = [name for name in held if pool.peek(name)]
+        if len(reserved) == in_flight:
+            commit_oldest()
+    while reserved:
+        commit_oldest()
+    assert pool.peek(b"".join(chain)) == min(len(chain), pages)
+    assert sum(pool.peek(name) for name in chain) == min(len(chain), pages)
+    assert at_refusal is None or all(pool.peek(name) for name in at_refusal)
+    pool.validate()
+    pool.close()
+
+
+@pytest.mark.parametrize("has_l2", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_follows_a_refused_chunk_takes_no_room_from_others(policy: str, has_l2: bool) -> None:
+    """Most of the pool is in use while a chain is refused; it does not grow behind the gap when others leave."""
+    pool = make_pool(16, policy)
+    pool.set_has_l2(has_l2)
+    in_use = [key(0, chunk) for chunk in range(8)]
+    others = [key(1, chunk) for chunk in range(6)]
+    store(pool, in_use, 1)
+    lease, *_ = pool.lease(b"".join(in_use), 1, [0])
+    chain = [key(2, chunk) for chunk in range(20)]
+    store(pool, chain[:8], 1)
+    _, outcomes, _ = pool.reserve(b"".join(chain[8:12]), chain[7], PAGE, 0, IDENTITY)
+    assert outcomes[0] in REFUSED and len(set(outcomes)) == 1
+    assert pool.release(lease)
+    store(pool, others, 1)
+    _, outcomes, _ = pool.reserve(b"".join(chain[12:]), chain[11], PAGE, 0, IDENTITY)
+    assert set(outcomes) == {PARENT_ABSENT}
+    assert pool.peek(b"".join(others)) == len(others)
+    # Once the gap is closed the rest is stored like anything else.
+    there = pool.peek(b"".join(chain))
+    for first in range(there, 14):
+        store(pool, chain[: first + 1], 1, first)
+    assert pool.peek(b"".join(chain)) == 14
+    assert pool.stats()["refused"]["parent_absent"] == 8
+    pool.validate()
+    pool.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_chunk_whose_parent_is_gone_evicts_only_for_the_sake_of_an_l2_that_may_have_the_parent(
+    policy: str,
+) -> None:
+    pool = make_pool(8, policy)
+    others = [key(0, chunk) for chunk in range(6)]
+    store(pool, others, 1)
+    absent, orphans = key(1, 0), [key(1, chunk) for chunk in range(1, 5)]
+    _, outcomes, _ = pool.reserve(b"".join(orphans), absent, PAGE, 0, IDENTITY)
+    assert list(outcomes) == [0, 0, PARENT_ABSENT, PARENT_ABSENT]  # free room costs nobody anything
+    assert pool.peek(b"".join(others)) == len(others)
+    pool.set_has_l2(True)
+    _, outcomes, _ = pool.reserve(key(2, 1), key(2, 0), PAGE, 0, IDENTITY)
+    assert list(outcomes) == [0]
     pool.validate()
     pool.close()
 

@@ -62,17 +62,17 @@ class Stores:
         )
         self.queue.max_reserved_bytes = 1 << 30
 
-    def store(self, number: int = 0) -> StoreJob:
-        """A store of `CHUNKS` chunks that the queue has taken up."""
-        job = StoreJob(CHUNKS, lambda job: self.queue.cancel(job))
+    def store(self, number: int = 0, chunks: int = CHUNKS) -> StoreJob:
+        """A store of so many chunks that the queue has taken up."""
+        job = StoreJob(chunks, lambda job: self.queue.cancel(job))
         payload = self.blocks.plan.payload_bytes(1)
         request = StoreRequest(
             job,
             self.identity,
             b"",
-            bytes([number]) * CHUNKS * KEY_BYTES,
+            bytes([number]) * chunks * KEY_BYTES,
             self.blocks.plan,
-            [[chunk] for chunk in range(CHUNKS)],
+            [[chunk % CHUNKS] for chunk in range(chunks)],
             record_bytes(1, payload),
             payload,
             b"",
@@ -163,6 +163,25 @@ def test_every_outcome_of_a_reserve_settles_its_chunk(stores):
         stores.answer(reserve.seq, bytes([outcome]) * CHUNKS)
         assert job.done.is_set() and job.outcomes == [outcome.name.lower()] * CHUNKS
         assert nothing_is_held(stores)
+
+
+@pytest.mark.parametrize("present", [0, 1])
+def test_after_a_refused_chunk_the_rest_of_the_job_is_not_sent_and_the_next_job_is(stores, present):
+    payload = stores.blocks.plan.payload_bytes(1)
+    stores.queue.max_reserved_bytes = 4 * record_bytes(1, payload)  # two batches of two chunks at a time
+    job, following = stores.store(chunks=12), stores.store(1)
+    first, second = stores.link.said()
+    refused = wire.ReserveOutcome.CHAIN_EXCEEDS_POOL
+    stores.answer(first.seq, bytes([wire.ReserveOutcome.PRESENT if present else refused, refused]))
+    assert not job.done.is_set()  # the second batch is not answered
+    stores.answer(second.seq, bytes([wire.ReserveOutcome.PARENT_ABSENT]) * 2)
+    outcomes = ["chain_exceeds_pool"] * 2 + ["parent_absent"] * 2 + ["chain_exceeds_pool"] * 8
+    outcomes[:present] = ["present"] * present
+    assert job.done.is_set() and job.outcomes == outcomes
+    [reserve] = stores.link.said()
+    assert reserve.keys == bytes([1]) * CHUNKS * KEY_BYTES
+    stores.answer(reserve.seq, bytes([wire.ReserveOutcome.PRESENT]) * CHUNKS)
+    assert following.done.is_set() and nothing_is_held(stores)
 
 
 def test_a_queue_that_closes_reserves_nothing_more(stores):

@@ -153,12 +153,13 @@ bool Pool::evict_window(const SlabMap::Window& window, std::uint64_t older_than)
   return true;
 }
 
-// An extent for the entry, evicting what must go. False when what is left cannot be evicted.
-bool Pool::make_room(std::uint32_t cls, std::uint32_t entry, SlabPlace* place) {
+// An extent for the entry, evicting what must go if that is allowed. False when what is left cannot
+// be evicted.
+bool Pool::make_room(std::uint32_t cls, std::uint32_t entry, bool may_evict, SlabPlace* place) {
   std::uint64_t tried = 0;
   while (!slabs_.allocate(cls, entry, place)) {
     operations_ += 1;
-    if (!policy_->evicts()) return false;
+    if (!may_evict) return false;
     const std::uint32_t victim = policy_->victim(cls);
     const std::uint64_t stamp = victim == kNoEntry ? std::numeric_limits<std::uint64_t>::max()
                                                    : load_word(index_.cold(victim).stamp);
@@ -198,15 +199,16 @@ bool Pool::evict_one_entry() {
   return true;
 }
 
-// Evicts the tenant's own oldest leaves until `bytes` more are within its quota.
-bool Pool::fit_quota(std::uint32_t id, std::uint64_t bytes) {
+// Evicts the tenant's own oldest leaves, if that is allowed, until `bytes` more are within its
+// quota.
+bool Pool::fit_quota(std::uint32_t id, std::uint64_t bytes, bool may_evict) {
   while (true) {
     const auto found = tenants_.find(id);
     if (found == tenants_.end() || found->second.quota_bytes < 0) return true;
     const auto quota = static_cast<std::uint64_t>(found->second.quota_bytes);
     if (bytes > quota) return false;
     if (found->second.bytes + bytes <= quota) return true;
-    if (!policy_->evicts()) return false;
+    if (!may_evict) return false;
     std::uint32_t victim = found->second.cold;
     for (int step = 0; victim != kNoEntry && !local_[victim].is_victim(); ++step) {
       victim = step < kQuotaLookSteps ? local_[victim].tenant_previous : kNoEntry;

@@ -37,9 +37,18 @@ Status Pool::reserve(const ReserveRequest& request, ReserveResult* result) noexc
   // through which all ancestors have a descendant that must stay.
   std::vector<std::uint32_t> own;
   std::uint32_t previous = kNoEntry;
+  auto refusal = ReserveOutcome::kReserved;
+  bool may_evict = policy_->evicts();
   if (request.parent != nullptr) {
-    previous = index_.find(Key::load(request.parent));
-    if (previous != kNoEntry) own.push_back(previous);
+    const Key parent = Key::load(request.parent);
+    previous = index_.find(parent);
+    if (previous != kNoEntry) {
+      own.push_back(previous);
+    } else if (refused_.contains(parent.word[0])) {
+      refusal = ReserveOutcome::kParentAbsent;
+    } else {
+      may_evict &= (load_word(index_.header().flags) & kIndexFlagHasL2) != 0;
+    }
   }
   for (const std::uint32_t entry : found_) {
     if (entry != kNoEntry) own.push_back(entry);
@@ -50,7 +59,6 @@ Status Pool::reserve(const ReserveRequest& request, ReserveResult* result) noexc
   const std::uint64_t bytes = SlabMap::round_up(request.record_bytes);
   const std::uint64_t row_limit = extents_bytes() / options_.max_session_share;
   std::uint32_t cls = kNoClass;
-  auto refusal = ReserveOutcome::kReserved;
   if (request.record_bytes > extents_bytes() ||
       request.record_bytes > std::numeric_limits<std::uint32_t>::max()) {
     refusal = ReserveOutcome::kTooLarge;
@@ -77,23 +85,29 @@ Status Pool::reserve(const ReserveRequest& request, ReserveResult* result) noexc
       continue;
     }
     if (refusal == ReserveOutcome::kReserved) {
-      refusal = reserve_one(request, key, bytes, row_limit, previous, &cls, &entry);
-    }
-    if (refusal == ReserveOutcome::kChainExceedsPool) {
-      refusal = why_no_room(request, own, reservation);
+      refusal = reserve_one(request, key, bytes, row_limit, previous, may_evict, &cls, &entry);
+      if (refusal == ReserveOutcome::kChainExceedsPool) {
+        refusal = why_no_room(request, own, reservation);
+      }
+      const bool for_room =
+          refusal != ReserveOutcome::kReserved && refusal != ReserveOutcome::kSessionLimit;
+      if (for_room && !may_evict && policy_->evicts()) refusal = ReserveOutcome::kParentAbsent;
     }
     if (refusal != ReserveOutcome::kReserved) {
       result->outcomes[i] = static_cast<std::uint8_t>(refusal);
       counters_.refused[static_cast<std::size_t>(refusal)] += 1;
+      refused_.add(key.word[0]);
       previous = kNoEntry;
       continue;
     }
+    if (refused_.size() != 0) refused_.erase(key.word[0]);
     reservation.items.resize(request.n_keys, kNoEntry);
     reservation.items[i] = entry;
     reservation.left += 1;
     result->extents[i] = extent_record(entry);
     previous = entry;
   }
+  refused_.trim(kRefusedKeys);
   for (const std::uint32_t entry : own)
     unpin(entry, false);
   for (std::size_t i = reservation.items.size(); i-- > 0;) {
@@ -110,8 +124,8 @@ Status Pool::reserve(const ReserveRequest& request, ReserveResult* result) noexc
 // Reserves one key that is not in the pool. kReserved, or why not; kChainExceedsPool stands for "no
 // room, whoever takes it".
 ReserveOutcome Pool::reserve_one(const ReserveRequest& request, const Key& key, std::uint64_t bytes,
-                                 std::uint64_t row_limit, std::uint32_t parent, std::uint32_t* cls,
-                                 std::uint32_t* out) {
+                                 std::uint64_t row_limit, std::uint32_t parent, bool may_evict,
+                                 std::uint32_t* cls, std::uint32_t* out) {
   if (reservations_.size() >= kMaxReservations) return ReserveOutcome::kSessionLimit;
   // The server's own loads are bounded where they are begun, adapter by adapter: a hung one must
   // not use up what another one needs.
@@ -119,7 +133,7 @@ ReserveOutcome Pool::reserve_one(const ReserveRequest& request, const Key& key, 
   if (is_session && row_bytes_[request.row] != 0 && row_bytes_[request.row] + bytes > row_limit) {
     return ReserveOutcome::kSessionLimit;
   }
-  if (!fit_quota(request.tenant, bytes)) return ReserveOutcome::kQuota;
+  if (!fit_quota(request.tenant, bytes, may_evict)) return ReserveOutcome::kQuota;
   if (*cls == kNoClass) {
     bool recycled = false;
     *cls = slabs_.class_for(bytes, &recycled);
@@ -129,11 +143,11 @@ ReserveOutcome Pool::reserve_one(const ReserveRequest& request, const Key& key, 
   policy_->admit(key.word[0], *cls);
   std::uint32_t entry = take_entry();
   if (entry == kNoEntry) {
-    if (policy_->evicts() && evict_one_entry()) entry = take_entry();
+    if (may_evict && evict_one_entry()) entry = take_entry();
     if (entry == kNoEntry) return ReserveOutcome::kEntriesFull;
   }
   SlabPlace place;
-  if (!make_room(*cls, entry, &place)) {
+  if (!make_room(*cls, entry, may_evict, &place)) {
     give_entry(entry);
     return ReserveOutcome::kChainExceedsPool;
   }

@@ -192,6 +192,8 @@ class StoreOutcome(enum.StrEnum):
     """Refused likewise."""
     FROZEN = "frozen"
     """Refused likewise."""
+    PARENT_ABSENT = "parent_absent"
+    """Refused likewise."""
     BACKLOG = "backlog"
     """Too many bytes were waiting to be gathered; nothing was read."""
     UNAVAILABLE = "unavailable"
@@ -212,6 +214,7 @@ OUTCOME_OF_RESERVE = {
     ReserveOutcome.TOO_LARGE: StoreOutcome.TOO_LARGE,
     ReserveOutcome.ENTRIES_FULL: StoreOutcome.ENTRIES_FULL,
     ReserveOutcome.FROZEN: StoreOutcome.FROZEN,
+    ReserveOutcome.PARENT_ABSENT: StoreOutcome.PARENT_ABSENT,
 }
 """What a reserve that gave no extent means for its chunk."""
 

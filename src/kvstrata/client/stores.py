@@ -2,7 +2,8 @@
 
     batch state  event                      does
     -----------  -------------------------  ----------------------------------------------------------------------
-    RESERVING    extents                    gather them; chunks without one get their outcome
+    RESERVING    extents                    gather them; chunks without one get their outcome; if the last chunk was
+                                            refused, so is what the job has not sent yet
                  no answer, cancelled       cancel or abort the reserve; outcome unavailable / cancelled
     GATHERING    the copies ended           blocks are free; commit what was copied, abort the rest
     COMMITTING   outcomes                   each chunk gets its own
@@ -41,6 +42,7 @@ BATCH_BYTES = 128 << 20
 """Batches are cut so that one is reserved while another is gathered and a third committed."""
 BATCH_CHUNKS = 1024
 BATCHES_IN_FLIGHT = 4
+REFUSALS = frozenset(OUTCOME_OF_RESERVE) - {wire.ReserveOutcome.PRESENT, wire.ReserveOutcome.IN_FLIGHT}
 
 
 class StoreRequest(NamedTuple):
@@ -289,6 +291,8 @@ class StoreQueue:
             chunks = [batch.first + i for i in range(n) if outcomes[i] == outcome]
             if chunks:
                 self._settle(batch, chunks, refused)
+        if outcomes[-1] in REFUSALS:
+            self._refuse_rest(request, OUTCOME_OF_RESERVE[wire.ReserveOutcome(outcomes[-1])])
         self._end_gather(batch, n - len(batch.reserved))
         self._reserved_bytes -= (n - len(batch.reserved)) * request.record_bytes
         if not batch.reserved:
@@ -323,6 +327,13 @@ class StoreQueue:
             log.error("chunks cannot be gathered, they are not stored: %s", error)
             self._ledger.end_gather(batch.epoch)
             self._gathered(batch, [1] * len(batch.reserved))
+
+    def _refuse_rest(self, request: StoreRequest, outcome: StoreOutcome) -> None:
+        """A chunk was refused: no lookup counts what follows it, so the chunks that no batch has yet end likewise."""
+        if self._queue and self._queue[0] is request:
+            self._queue.popleft()
+            first, self._next_chunk = self._next_chunk, 0
+            self._drop(request, first, outcome)
 
     def _copied(self, batch: _Batch, codes: list[int]) -> None:
         batch.copy_job = 0

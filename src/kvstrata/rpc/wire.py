@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity, Role, Slice
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 8 << 20
 """A larger request is dropped by the socket and its sender disconnected."""
 MAX_CHUNKS = 65_536
@@ -239,6 +239,8 @@ class ReserveOutcome(enum.IntEnum):
     """The index has no entry left."""
     FROZEN = 9
     """The instance stores nothing new for some seconds, while its cluster's controller takes stock of it."""
+    PARENT_ABSENT = 10
+    """The chunk before it was refused or evicted, so no lookup could count this one; nothing is evicted for it."""
 
 
 class ReserveReply(Reply, frozen=True, tag="reserve"):

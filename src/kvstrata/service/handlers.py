@@ -105,6 +105,7 @@ _REFUSALS = {
     ReserveOutcome.TOO_LARGE,
     ReserveOutcome.ENTRIES_FULL,
     ReserveOutcome.FROZEN,
+    ReserveOutcome.PARENT_ABSENT,
 }
 _NO_EXTENT = bytes(EXTENT.size)
 

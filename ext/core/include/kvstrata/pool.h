@@ -62,6 +62,7 @@ inline constexpr std::size_t kMaxLeaseTickets = 65'536;
 inline constexpr std::size_t kMaxEntriesToEnd = 8'192;
 inline constexpr std::size_t kMaxReservations = 65'536;
 inline constexpr std::size_t kEventRing = 65'536;
+inline constexpr std::size_t kRefusedKeys = 65'536;
 
 struct ExtentRecord {
   std::uint64_t offset;
@@ -83,7 +84,10 @@ enum class ReserveOutcome : std::uint8_t {
   kQuota = 6,
   kTooLarge = 7,
   kEntriesFull = 8,
+  // 9 is the server's own: frozen
+  kParentAbsent = 10,
 };
+inline constexpr std::size_t kReserveOutcomes = 11;
 enum class CommitOutcome : std::uint8_t { kCommitted = 0, kNotReserved = 1, kBadRecord = 2 };
 enum class EventKind : std::uint8_t {
   kEvicted = 1,
@@ -135,7 +139,7 @@ struct PoolStats {
   std::uint64_t evicted_by_watermark;
   std::uint64_t cleared_entries, corrupt_entries, inserted_entries, inserted_bytes,
       quarantined_entries;
-  std::uint64_t refused[9];  // by ReserveOutcome
+  std::uint64_t refused[kReserveOutcomes];  // by ReserveOutcome
   std::uint64_t leases_trimmed, bad_records;
   std::uint64_t adopted_entries, adoption_dropped;
   std::uint64_t events_lost, prefaulted_bytes;
@@ -246,6 +250,12 @@ class Pool : public std::enable_shared_from_this<Pool> {
   [[nodiscard]] Status mark_bad(const Key& key, bool* dropped) noexcept;
 
   // Writing.
+  //
+  // A lookup counts leading chunks, so a chunk is of no use while the one before it is missing.
+  // What is reserved behind a missing parent therefore evicts nothing:
+  // - if the parent was refused, nobody has it, and the chunk is refused (kParentAbsent);
+  // - if there is no L2, the chunk gets free room or is refused likewise;
+  // - otherwise L2 may have the parent, and the chunk is treated like any other.
   struct ReserveRequest {
     const std::uint8_t* keys = nullptr;
     std::size_t n_keys = 0;
@@ -405,19 +415,19 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   // writing
   ReserveOutcome reserve_one(const ReserveRequest& request, const Key& key, std::uint64_t bytes,
-                             std::uint64_t row_limit, std::uint32_t parent, std::uint32_t* cls,
-                             std::uint32_t* out);
+                             std::uint64_t row_limit, std::uint32_t parent, bool may_evict,
+                             std::uint32_t* cls, std::uint32_t* out);
   ReserveOutcome why_no_room(const ReserveRequest& request, const std::vector<std::uint32_t>& own,
                              const Reservation& reservation);
   bool record_matches(std::uint32_t entry, const Key& identity) const noexcept;
   void commit_one(std::uint32_t entry);
 
   // room
-  bool make_room(std::uint32_t cls, std::uint32_t entry, SlabPlace* place);
+  bool make_room(std::uint32_t cls, std::uint32_t entry, bool may_evict, SlabPlace* place);
   bool evict_window(const SlabMap::Window& window, std::uint64_t older_than);
   std::uint32_t oldest_victim() noexcept;
   bool evict_one_entry();
-  bool fit_quota(std::uint32_t tenant, std::uint64_t bytes);
+  bool fit_quota(std::uint32_t tenant, std::uint64_t bytes, bool may_evict);
   void tenant_link(std::uint32_t entry) noexcept;
   void tenant_unlink(std::uint32_t entry) noexcept;
   void tenant_charge(std::uint32_t entry, std::int64_t sign);
@@ -451,6 +461,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::unordered_map<std::uint64_t, Lease> leases_;
   std::size_t lease_items_ = 0;
   std::unordered_map<std::uint64_t, Reservation> reservations_;
+  GhostList refused_;  // keys that a reserve refused and that nobody has stored since
   std::unordered_map<std::uint32_t, RowMask>
       old_rows_;  // entries that rows of earlier epochs may touch
   std::unordered_set<std::uint32_t> quarantine_;
