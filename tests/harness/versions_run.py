@@ -54,6 +54,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 import kvstrata.connectors.vllm as package
 from kvstrata.client.calls import LoadItem, LoadJob, LookupCall, LookupResult, StoreJob, StoreOutcome
+from kvstrata.connectors.vllm import boundary
 from kvstrata.connectors.vllm import connector as ours
 from kvstrata.connectors.vllm.connector import LMCacheConnectorV1, StepMetadata
 from kvstrata.connectors.vllm.kv_view import check_groups
@@ -102,8 +103,8 @@ class Client:
 
     def lookup(self, identity: Any, hasher: ChunkHasher, *, request_id: str, deadline_ms: int) -> LookupCall:
         found = self.peek(identity, hasher)
-        call = LookupCall(lambda call: self.release([call.result.lease]))
         lease = LeaseName(b"s" * 16, next(self.numbers), 1)
+        call = LookupCall(lambda call: self.release([lease]))
         self.leases.add(lease)
         call.finish(LookupResult(found, lease, EXTENT.pack(0, 1, 0, 1, 0) * found, 1, ""))
         return call
@@ -503,6 +504,111 @@ def store_of(store_id: int) -> Store:
     return Store(store_id, "r", RequestIdentity(), b"", b"k" * 32, [8, 9], b"")
 
 
+SCHEDULER_INTERNALS = (
+    ("side", "_track"),
+    ("side", "_identity"),
+    ("side", "_prepare"),
+    ("side", "_ask"),
+    ("side", "_answered"),
+    ("side", "matched_tokens"),
+    ("side", "allocated"),
+    ("side", "_load_of"),
+    ("side", "plan_step"),
+    ("side", "_plan_stores"),
+    ("side", "_store_of"),
+    ("side", "heard"),
+    ("side", "_stored"),
+    ("side", "finished"),
+    ("side", "take_events"),
+    ("side", "take_counts"),
+    ("client", "peek"),
+    ("client", "lookup"),
+    ("client", "release"),
+)
+WORKER_INTERNALS = (
+    ("worker", "before_step"),
+    ("worker", "start_loads"),
+    ("worker", "_begin_load"),
+    ("worker", "wait_layer"),
+    ("worker", "end_loads"),
+    ("worker", "start_stores"),
+    ("worker", "_identity"),
+    ("worker", "finished"),
+    ("worker", "_ended_load"),
+    ("worker", "_settle_stores"),
+    ("worker", "take_bad_blocks"),
+    ("worker", "report"),
+    ("worker", "take_counts"),
+    ("copies", "load"),
+    ("copies", "store"),
+    ("copies", "await_section"),
+    ("copies", "take_counts"),
+)
+
+
+def planted(*arguments: Any, **options: Any) -> Any:
+    raise RuntimeError("planted")
+
+
+class Broken:
+    """A side whose every attribute raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("planted")
+
+
+def check_guards(folder: Path) -> Iterator[dict[str, Any]]:
+    """Which methods that vLLM calls are guarded, and what they answer when nothing of ours works."""
+    engine = Engine(vllm_config(folder))
+    scheduler, worker = engine.connector, engine.runner.connector
+    for name, own in vars(LMCacheConnectorV1).items():
+        if name.startswith("_") or inspect.getattr_static(KVConnectorBase_V1, name, None) is None:
+            continue
+        result: dict[str, Any] = {"check": "guard", "method": name, "guarded": hasattr(own, "guarded")}
+        if result["guarded"]:
+            arguments = [None] * (len(inspect.signature(own).parameters) - 1 - (name == "start_load_kv"))
+            answers = []
+            for connector in (scheduler, worker):
+                connector._scheduler = connector._worker = Broken()  # type: ignore[assignment]
+                answers.append(getattr(connector, name)(*arguments))
+            result["answers"] = [repr(answer) for answer in answers]
+        yield result
+
+
+def check_errors(folder: Path) -> Iterator[dict[str, Any]]:
+    """A prompt and a hit, with an internal function that always raises."""
+    configs = {
+        mode == "async": vllm_config(folder, extra={"kvstrata.load_mode": mode}) for mode in ("sync", "async")
+    }
+    for asynchronous, (owner, name) in itertools.product(configs, (*SCHEDULER_INTERNALS, *WORKER_INTERNALS)):
+        Client.hits = 0
+        engine = Engine(configs[asynchronous], on_device=True)
+        owners = {
+            "side": engine.side,
+            "client": engine.client,
+            "worker": engine.runner.connector._worker,
+            "copies": engine.copies,
+        }
+        setattr(owners[owner], name, planted)
+        before, raised = boundary.errors.total, ""
+        try:
+            for hits in (0, 100):
+                Client.hits = hits
+                engine.add(1000, first=2000 * hits)
+                engine.run(at_most=30)
+        except Exception as error:
+            raised = repr(error)
+        yield {
+            "check": "error",
+            "internal": f"{owner}.{name}",
+            "asynchronous": asynchronous,
+            "raised": raised,
+            "unfinished": engine.scheduler.get_num_unfinished_requests(),
+            "left": engine.left(),
+            "errors": boundary.errors.total - before,
+        }
+
+
 def main(folder: Path) -> None:
     ours.CacheClient = Client  # type: ignore[misc,assignment]
     model = model_folder(folder)
@@ -512,6 +618,8 @@ def main(folder: Path) -> None:
         check_traces(model),
         check_groups_of(model),
         check_reports(model),
+        check_guards(model),
+        check_errors(model),
     ]
     print(json.dumps({"check": "version", "version": vllm.__version__}), flush=True)
     for result in itertools.chain.from_iterable(checks):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from hypothesis import settings as hypothesis_settings
@@ -12,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstrata.client.calls import LookupCall, LookupResult
 from kvstrata.config.model import ClientSettings
+from kvstrata.connectors.vllm.boundary import guarded
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, WorkerReport
 from kvstrata.connectors.vllm.scheduler import EARLY_LOOKUPS, WAIT_S, SchedulerSide
 from kvstrata.keys import ChunkHasher
@@ -26,12 +29,14 @@ class FakeCall(LookupCall):
     def __init__(self, client, n_asked):
         super().__init__(lambda call: None)
         self.client, self.n_asked, self.cancelled = client, n_asked, False
+        client.may_fail("lookup")
 
     def wait(self, timeout_s):
         assert timeout_s <= 0.002, "longer than a call on the scheduler's thread may take"
         return super().wait(0)
 
     def cancel(self):
+        self.client.may_fail("cancel")
         assert not self.cancelled
         self.cancelled = True
         if self.done and self.result.lease is not None and not self.revoked:
@@ -57,8 +62,16 @@ class FakeClient:
         self.hits, self.answers = hits, answers
         self.calls, self.leases, self.handed_on, self.seqs = [], [], [], itertools.count(1)
         self.closed, self.identities, self.revoked = False, [], set()
+        self.fails = ""
+
+    def may_fail(self, method):
+        """Once, if a test said so."""
+        if self.fails == method:
+            self.fails = ""
+            raise RuntimeError(f"planted in {method}")
 
     def identity(self, request):
+        self.may_fail("identity")
         self.identities.append(request)
         root = identity_root(LAYOUT, request)
         return SimpleNamespace(
@@ -66,6 +79,7 @@ class FakeClient:
         )
 
     def peek(self, identity, hasher):
+        self.may_fail("peek")
         return min(self.hits, hasher.n_chunks)
 
     def lookup(self, identity, hasher, *, request_id, deadline_ms):
@@ -76,6 +90,7 @@ class FakeClient:
         return call
 
     def release(self, leases, *, group=False):
+        self.may_fail("release")
         for lease in leases:
             if lease in self.revoked:
                 assert group, "a lease was handed on that the server has taken back"
@@ -132,6 +147,29 @@ class Clock:
 
     def __call__(self):
         return self.now_s
+
+
+class GuardedSide:
+    """A side as the connector calls it: an error is answered by what puts things in order."""
+
+    RECOVERIES: ClassVar = {
+        "on_new_request": lambda side, request: side.give_up(request),
+        "matched_tokens": lambda side, request, _: (side.give_up(request), (0, False))[1],
+        "allocated": lambda side, *arguments: side.allocated_failed(*arguments),
+        "plan_step": lambda side, output: side.plan_failed(output),
+        "heard": lambda side, reports, received, _: side.heard_failed(reports, received),
+        "finished": lambda side, request, _: side.finished_failed(request),
+        "reset": lambda side, **_: side.turn_off(),
+    }
+
+    def __init__(self, side):
+        self.side = side
+
+    def __getattr__(self, name):
+        method = getattr(self.side, name)
+        if name not in self.RECOVERIES:
+            return method
+        return guarded(None, partial(self.RECOVERIES[name], self.side))(method)
 
 
 def make_side(client=None, clock=None, world_size=1, **changes):
@@ -902,14 +940,13 @@ def test_requests_that_the_reset_preempted_are_computed_and_stored_in_the_very_n
 
 def test_salt_and_media_change_the_keys():
     side = make_side()
-    position = SimpleNamespace(offset=9, length=3)
     chains = []
     for changes in (
         {},
         {"cache_salt": "a"},
         {"cache_salt": "b"},
-        {"mm_features": [SimpleNamespace(mm_position=position, identifier="cat")]},
-        {"mm_features": [SimpleNamespace(mm_position=position, identifier="dog")]},
+        {"mm_features": [media("cat")]},
+        {"mm_features": [media("dog")]},
     ):
         request = make_request(40, **changes)
         side.on_new_request(request)
@@ -949,7 +986,8 @@ class Scheduling(RuleBasedStateMachine):
     def begin(self, hits, answers, world_size, mode):
         self.clock = Clock()
         self.client = FakeClient(hits=hits, answers=answers)
-        self.side = make_side(self.client, self.clock, world_size=world_size, settings={"load_mode": mode})
+        side = make_side(self.client, self.clock, world_size=world_size, settings={"load_mode": mode})
+        self.side = GuardedSide(side)
         self.world_size = world_size
         self.waiting, self.running, self.loading = [], {}, []
         self.reading, self.kept = {}, set()
@@ -963,6 +1001,11 @@ class Scheduling(RuleBasedStateMachine):
         request = make_request(tokens)
         self.side.on_new_request(request)
         self.waiting.append(request)
+
+    @rule(method=st.sampled_from(["lookup", "cancel", "identity", "peek", "release"]))
+    def fail_once(self, method):
+        """An error of ours, soon."""
+        self.client.fails = method
 
     @rule(n=st.integers(0, 6))
     def answer(self, n):
@@ -1115,6 +1158,7 @@ class Scheduling(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "side"):
+            self.client.fails = ""
             self.side.close()
             assert self.client.leases == []
 
@@ -1136,3 +1180,135 @@ def test_a_worker_that_copies_nothing_any_more_ends_the_use_of_the_cache(caplog)
     side.on_new_request(again)
     assert hit(side, again) == (0, False)
     assert hit(side, first) == (0, False)
+
+
+# -- errors of ours
+
+
+def media(identifier, offset=9, length=3):
+    return SimpleNamespace(mm_position=SimpleNamespace(offset=offset, length=length), identifier=identifier)
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes"),
+    [
+        ("prompt_embeds", {"prompt_embeds": object()}),
+        ("resumable", {"resumable": True}),
+        ("unnamed_media", {"mm_features": [media("cat"), media("")]}),
+    ],
+)
+def test_requests_whose_tokens_do_not_decide_their_kv_are_computed_without_the_cache(reason, changes):
+    client = FakeClient(hits=5)
+    side = make_side(client)
+    request = make_request(40, **changes)
+    side.on_new_request(request)
+    assert hit(side, request) == (0, False)
+    side.allocated(request, list(range(1, 20)), 0)
+    assert step(side, [(request, 0, 40)]).stores == []
+    assert side.finished(request, list(range(1, 11))) is False
+    assert client.calls == [] and side.take_counts()[f"skipped_{reason}"] == 1
+
+
+@pytest.mark.parametrize("params", ["text", ["list"], 7, {"lmcache.max_offload_tokens": "all"}])
+def test_transfer_parameters_of_any_shape_are_survived(params):
+    side = make_side()
+    request = make_request(40, kv_transfer_params=params)
+    side.on_new_request(request)
+    assert len(step(side, [(request, 0, 40)]).stores) == 1
+
+
+def test_an_adapter_whose_files_cannot_be_read_is_used_without_the_cache():
+    path = "a" * 5000
+    side = make_side(FakeClient(hits=3))
+    request = make_request(40, lora_request=SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=path))
+    side.on_new_request(request)
+    answers = []
+    while not answers or answers[-1] == (None, False):
+        answers.append(hit(side, request))
+    assert answers[-1] == (0, False)
+    assert step(side, [(request, 0, 40)]).stores == []
+    assert side.take_counts()["skipped_unreadable_adapter"] == 1
+    side.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_load_that_vllm_was_promised_and_that_cannot_be_planned_fails_in_the_workers(mode):
+    client = FakeClient(hits=3)
+    side = make_side(client, settings={"load_mode": mode})
+    request = make_request(43)
+    side.on_new_request(request)
+    assert hit(side, request, computed=BLOCK) == (20, mode == "async")
+    side._load_of = None
+    guarded_side = GuardedSide(side)
+    guarded_side.allocated(request, list(range(1, 12)), 20)
+    assert client.leases == []
+    plan = guarded_side.plan_step(
+        SimpleNamespace(preempted_req_ids=None)
+    )  # has no more that could be planned
+    [load] = plan.loads
+    assert (load.lease, load.blocks, load.asynchronous) == (None, [2, 3, 4, 5, 6], mode == "async")
+
+
+def test_a_request_whose_store_cannot_be_planned_is_not_in_the_way_of_others():
+    side = GuardedSide(make_side())
+    bad, good = make_request(40), make_request(40)
+    side.on_new_request(bad)
+    side.on_new_request(good)
+    bad.num_prompt_tokens = None
+    assert step(side, [(good, 0, 16), (bad, 0, 40)]).stores == []
+    assert len(step(side, [(bad, 40, 1), (good, 16, 24)]).stores) == 1
+    assert side.finished(bad, []) is False
+    assert side.take_counts()["skipped_error"] == 1
+
+
+def test_blocks_of_preempted_requests_are_let_go_also_when_a_plan_fails():
+    side = GuardedSide(make_side())
+    request = make_request(40)
+    side.on_new_request(request)
+    [_] = step(side, [(request, 0, 40)]).stores
+    side.side._plan_stores = None
+    assert step(side, preempted=[request.request_id]).preempted == {request.request_id}
+
+
+def test_blocks_of_a_finished_request_stay_until_the_workers_let_them_go_also_after_an_error():
+    side = GuardedSide(make_side())
+    request = make_request(40)
+    side.on_new_request(request)
+    [_] = step(side, [(request, 0, 40)]).stores
+    forget, results = side.side._forget_lookup, iter([RuntimeError("planted"), None])
+
+    def fail_first(tracked):
+        error = next(results)
+        if error is not None:
+            raise error
+        forget(tracked)
+
+    side.side._forget_lookup = fail_first
+    assert side.finished(request, list(range(1, 11))) is True
+    assert step(side).awaited == {request.request_id}
+
+
+def test_after_a_reset_that_failed_nothing_is_loaded_or_stored_again():
+    client = FakeClient(hits=3)
+    side = GuardedSide(make_side(client))
+    before, after = make_request(40), make_request(40)
+    side.on_new_request(before)
+    client.fails = "cancel"
+    side.reset(engine_empty=True)
+    side.on_new_request(after)
+    for request in (before, after):
+        assert hit(side, request) == (0, False)
+        assert step(side, [(request, 0, 40)]).stores == []
+    assert client.leases == []
+
+
+def test_what_workers_reported_of_loads_counts_also_after_an_error():
+    side = GuardedSide(make_side(FakeClient(hits=3), world_size=2))
+    request = make_request(43)
+    side.on_new_request(request)
+    side.allocated(request, list(range(1, 20)), hit(side, request)[0])
+    plan = step(side, [(request, 24, 19)])
+    assert plan.stores == []
+    side.heard([WorkerReport(plan.step, failures=1, stored=[None]), WorkerReport(plan.step)], [], [])
+    later = step(side, [(request, 43, 1)])
+    assert len(later.stores) == 1 and later.failures_seen == 1

@@ -117,3 +117,36 @@ def test_a_failed_load_is_told_in_its_own_step_and_nothing_that_rests_on_it_is_s
         assert each["failures"][0] == [1], each
         assert (each["dropped"], each["stored"], each["made"]) == ([1, 2], [3], [3]), each
         assert [request for sent in each["sent"] for request in sent] == ["ended"], each
+
+
+def test_every_method_that_vllm_calls_while_it_serves_is_guarded(results):
+    guards = {result["method"]: result for result in of(results, "guard")}
+    # Called at the start, or empty.
+    unguarded = {"register_kv_caches", "save_kv_layer", "requires_kv_delivery"}
+    unguarded |= {"build_kv_connector_stats", "build_prom_metrics"}
+    assert {name for name, result in guards.items() if not result["guarded"]} == unguarded
+    answers = {name: result["answers"] for name, result in guards.items() if result["guarded"]}
+    assert "StepMetadata" in answers.pop("build_connector_meta")[0]
+    assert answers.pop("get_num_new_matched_tokens") == ["(0, False)"] * 2
+    assert answers.pop("request_finished") == ["(True, None)"] * 2
+    assert answers.pop("get_finished") == ["(None, None)"] * 2
+    assert answers.pop("get_block_ids_with_load_errors") == ["frozenset()"] * 2
+    assert answers.pop("take_events") == ["()"] * 2
+    assert answers.pop("reset_cache") == ["False"] * 2
+    assert set(map(tuple, answers.values())) == {("None", "None")}
+
+
+def test_no_error_inside_the_connector_ends_the_engine_or_keeps_anything(results):
+    """Whatever always raises: both requests end, and their blocks and leases are given back."""
+    errors = of(results, "error")
+    assert len(errors) > 60
+    for error in errors:
+        assert not error["raised"] and error["unfinished"] == 0, error
+        assert error["left"]["blocks"] == error["left"]["tracked"] == 0, error
+        # What cannot be released at all is the server's to take back.
+        assert error["left"]["leases"] == 0 or error["internal"] == "client.release", error
+        if (error["internal"], error["asynchronous"]) != (
+            "copies.await_section",
+            True,
+        ):  # asked for by the model
+            assert error["errors"] > 0, error

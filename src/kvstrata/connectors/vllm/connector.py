@@ -2,6 +2,9 @@
 
 Nothing is decided here.  The scheduler's instance has a `SchedulerSide`, a worker's a `WorkerSide`; both
 have a client of their own that attaches in the background, so vLLM starts whether or not there is a server.
+
+Each method that vLLM calls while it serves is guarded (`boundary.py`): beside it stands which method of its side keeps
+blocks and leases in order after an error, and the answer if even that fails.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstrata.client import CacheClient, LoadItem
+from kvstrata.connectors.vllm.boundary import errors, guarded
 from kvstrata.connectors.vllm.identity import engine_group, fidelity_of, layout_identity
 from kvstrata.connectors.vllm.kv_view import (
     Heads,
@@ -65,6 +69,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     def __init__(self, reports: list[WorkerReport]) -> None:
         self.reports = reports
 
+    @guarded(None, lambda self, other: self)
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Both workers' reports."""
         return WorkerMetadata(self.reports + other.reports)
@@ -241,11 +246,13 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         )
         return client, mover
 
+    @guarded(None, lambda self, metadata: self._worker.step_failed(metadata.plan))
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """First call of each step."""
         if self._worker is not None:
             self._worker.before_step(kv_connector_metadata.plan)
 
+    @guarded(None, lambda self, *_, **__: self._worker.loads_failed())
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin loads; the forward pass comes behind the synchronous ones, layer by layer where it can."""
         if self._worker is not None:
@@ -259,6 +266,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             )
             self._worker.start_loads(layerwise=layerwise)
 
+    @guarded(None, lambda self, layer_name: self._worker.loads_failed())
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Puts the layer behind its load."""
         if self._worker is not None:
@@ -269,11 +277,13 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> None:
         """Nothing per layer: whole chunks are copied after the forward pass."""
 
+    @guarded(None, lambda self: self._worker.stores_failed())
     def wait_for_save(self) -> None:
         """End synchronous loads and begin stores, which go on in the background."""
         if self._worker is not None:
             self._worker.start_stores()
 
+    @guarded((None, None), lambda self, finished_req_ids: self._worker.finished_failed())
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose blocks may be freed, and requests whose asynchronous loads ended."""
         if self._worker is None:
@@ -281,23 +291,28 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         sent, received = self._worker.finished()
         return sent or None, received or None
 
+    @guarded(frozenset(), lambda self: self._worker.take_bad_blocks())
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks to compute instead of loading."""
         return self._worker.take_bad_blocks() if self._worker is not None else set()
 
+    @guarded(None, lambda self: WorkerMetadata([self._worker.report_failed()]))
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What the scheduler must know about this step."""
         report = self._worker.report() if self._worker is not None else None
         return WorkerMetadata([report]) if report is not None else None
 
+    @guarded(None)
     def shutdown(self) -> None:
         """Finish what is on its way within two seconds, give everything back."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
-        if self._scheduler is not None:
-            self._scheduler.close()
-            self._scheduler = None
+        worker, self._worker = self._worker, None
+        scheduler, self._scheduler = self._scheduler, None
+        try:
+            if worker is not None:
+                worker.close()
+        finally:
+            if scheduler is not None:
+                scheduler.close()
 
     # -- scheduler side --------------------------------------------------------------------------------------
 
@@ -306,45 +321,62 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         """A cache: a store that does not happen is a later miss."""
         return False
 
+    @guarded(None, lambda self, request: self._scheduler.give_up(request))
     def on_new_request(self, request: Any) -> None:
         """Hash the prompt and look it up."""
         assert self._scheduler is not None
         self._scheduler.on_new_request(request)
 
+    @guarded((0, False), lambda self, request, _: (self._scheduler.give_up(request), (0, False))[1])
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded, and whether that happens beside other work."""
         assert self._scheduler is not None
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
+    @guarded(
+        None,
+        lambda self, request, blocks, tokens: self._scheduler.allocated_failed(
+            request, blocks.get_block_ids()[0], tokens
+        ),
+    )
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The engine took the hit, or did not."""
         assert self._scheduler is not None
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
+    @guarded(
+        StepMetadata(StepPlan(0)), lambda self, output: StepMetadata(self._scheduler.plan_failed(output))
+    )
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The step's plan for the workers."""
         assert self._scheduler is not None
         return StepMetadata(self._scheduler.plan_step(scheduler_output))
 
+    @guarded(
+        None,
+        lambda self, output: self._scheduler.heard_failed(_reports(output), output.finished_recving or ()),
+    )
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers reported."""
         assert self._scheduler is not None
-        meta = connector_output.kv_connector_worker_meta
         self._scheduler.heard(
-            meta.reports if meta is not None else (),
+            _reports(connector_output),
             connector_output.finished_recving or (),
             connector_output.invalid_block_ids,
         )
 
+    @guarded((True, None), lambda self, request, _: (self._scheduler.finished_failed(request), None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the request's blocks must outlive it for a while."""
         assert self._scheduler is not None
         return self._scheduler.finished(request, block_ids), None
 
+    @guarded(())
     def take_events(self) -> Iterable[Any]:
         """KV events about stored chunks."""
         return self._scheduler.take_events() if self._scheduler is not None else ()
 
+    @guarded(False, lambda self: (self._scheduler.turn_off(), True)[1])
     def reset_cache(self) -> bool:
         """Called when weights changed: nothing stored before is found by this engine again."""
         if self._scheduler is not None:
@@ -355,11 +387,15 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
 
     # -- both ------------------------------------------------------------------------------------------------
 
+    @guarded(None)
     def get_kv_connector_stats(self) -> KvstrataStats | None:
         """Counts since the last call."""
         side = self._scheduler or self._worker
-        counts = side.take_counts() if side is not None else {}
-        return KvstrataStats(data=dict(counts)) if counts else None
+        counts = dict(side.take_counts()) if side is not None else {}
+        caught = errors.take_count()
+        if caught:
+            counts["errors"] = caught
+        return KvstrataStats(data=counts) if counts else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvstrataStats:
@@ -406,6 +442,12 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             medium=MEDIUM_CPU,
             lora_name=lora.lora_name if lora is not None else None,
         )
+
+
+def _reports(connector_output: Any) -> Sequence[WorkerReport]:
+    """What the workers reported of one step."""
+    meta = connector_output.kv_connector_worker_meta
+    return meta.reports if meta is not None else ()
 
 
 def layers_ask(modules: Iterable[object]) -> bool:

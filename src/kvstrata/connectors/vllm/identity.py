@@ -37,7 +37,10 @@ def fingerprint(folder: str | os.PathLike[str]) -> str:
     is a change of a few bytes made by hand.  Returns "" when there is nothing to read.
     """
     root = Path(folder)
-    files = [root] if root.is_file() else sorted(p for p in root.glob("*") if p.is_file())
+    try:
+        files = [root] if root.is_file() else sorted(p for p in root.glob("*") if p.is_file())
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        raise ConfigError(f"model: {folder} cannot be read: {error}", field="model") from None
     digest = hashlib.sha256()
     found = False
     for path in files:
@@ -148,6 +151,10 @@ def engine_group(vllm_config: Any) -> bytes:
     return hashlib.sha256(canonical_json(name)).digest()[:16]
 
 
+class AdapterUnreadable(Exception):
+    """The files of a LoRA adapter cannot be read, so its KV must not be shared."""
+
+
 class Adapters:
     """Content ids of LoRA adapters, found in the background because reading files may take long.
 
@@ -164,7 +171,8 @@ class Adapters:
     def name(self, lora: Any) -> str | None:
         """The adapter's part of a request identity: "" for no adapter, None while its files are being read.
 
-        `lora` is vLLM's LoRARequest or None.  An adapter whose files cannot be read is named by its path.
+        `lora` is vLLM's LoRARequest or None.  An adapter without files at its path is on a hub and named by that path.
+        Raises AdapterUnreadable for one whose files are there and cannot be read: what it holds is not known.
         """
         if lora is None:
             return ""
@@ -180,7 +188,13 @@ class Adapters:
         future = known[0]
         if not future.done():
             return None
-        return canonical_json([key[0], future.result()]).decode()
+        try:
+            content = future.result()
+        except AdapterUnreadable:
+            with self._lock:
+                self._known.pop(key, None)  # the next request has it read again
+            raise
+        return canonical_json([key[0], content]).decode()
 
     def close(self) -> None:
         """Stop reading; may be called more than once."""
@@ -190,5 +204,5 @@ class Adapters:
 def _adapter_content(path: str) -> str:
     try:
         return fingerprint(path) or f"path:{path}"
-    except ConfigError:
-        return f"path:{path}"
+    except ConfigError as error:
+        raise AdapterUnreadable(str(error)) from None

@@ -19,7 +19,8 @@ class Load:
     """Chunks to copy from L1 into blocks, under a lease that each worker gives back when its copies ended."""
 
     request_id: str
-    lease: LeaseName
+    lease: LeaseName | None
+    """None: nothing can be loaded, though vLLM was promised it; the workers report the blocks as failed."""
     chain: bytes
     """Chain keys of the chunks, 32 bytes each."""
     extents: bytes

@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvstrata.config.model import ClientSettings
-from kvstrata.connectors.vllm.identity import Adapters
+from kvstrata.connectors.vllm.identity import Adapters, AdapterUnreadable
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, Store, WorkerReport
 from kvstrata.keys import ChunkHasher, MediaItem
 from kvstrata.types import EXTENT, KEY_BYTES, RequestIdentity
@@ -60,6 +60,8 @@ SYNC_LOAD_BYTES = 256 << 20
 """In mode `auto`, hits up to this size are loaded before the forward pass: some 30 ms of a host's memory."""
 REMEMBERED_STORES = 4096
 MAX_OFFLOAD = "lmcache.max_offload_tokens"
+SKIP_REASONS = ("prompt_embeds", "resumable", "unnamed_media", "unreadable_adapter", "error")
+"""Why a request is computed without the cache; each is counted."""
 
 
 class LookupState(enum.Enum):
@@ -90,6 +92,7 @@ class Tracked:
         "no_load",
         "request",
         "revoked_s",
+        "skipped",
         "stale",
         "state",
         "stores",
@@ -97,6 +100,8 @@ class Tracked:
 
     def __init__(self, request: Any) -> None:
         self.request = request
+        self.skipped = False
+        """Nothing more is looked up, loaded or stored for it: its tokens do not decide its KV, or an error of ours."""
         self.identity: Identity | None = None
         self.hasher: ChunkHasher | None = None
         self.state = LookupState.NEW
@@ -171,6 +176,10 @@ class SchedulerSide:
         self._engine_stale = False
         """vLLM's own cache may still have KV of before the last reset."""
         self._step = itertools.count(1)
+        self._planned: StepPlan | None = None
+        """The plan while it is being made."""
+        self._storing: Tracked | None = None
+        """The request whose stores are being planned."""
         self._store_ids = itertools.count(1)
         self._early = 0
         self._loads: list[Load] = []
@@ -193,6 +202,7 @@ class SchedulerSide:
             "leases_revoked": 0,
             "loads_sync": 0,
             "loads_async": 0,
+            **{f"skipped_{reason}": 0 for reason in SKIP_REASONS},
         }
         """Totals since the last `take_counts`."""
         # Declared now, so that the engine's slices are known before the first request asks.
@@ -203,7 +213,7 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         """vLLM knows a request: hash what fits and, when the queue is short, look it up already."""
         tracked = self._track(request)
-        if tracked is None or not self._may_load or _skips_reading(request):
+        if tracked.skipped or not self._may_load or _skips_reading(request):
             return
         if self._prepare(tracked) and self._early < EARLY_LOOKUPS:
             self._ask(tracked)
@@ -215,11 +225,9 @@ class SchedulerSide:
         one lease.
         """
         tracked = self._track(request)
-        if tracked is None:
-            return 0, False
         # vLLM asks for a request that holds no blocks yet, or none any more: all it will rest on is named here.
         tracked.stale = self._engine_stale and computed_tokens > 0
-        if tracked.no_load or not self._may_load or _skips_reading(request):
+        if tracked.skipped or tracked.no_load or not self._may_load or _skips_reading(request):
             return 0, False
         now = self._now()
         tracked.computed_tokens = computed_tokens
@@ -239,6 +247,8 @@ class SchedulerSide:
                 return 0, False
             if self._prepare(tracked):
                 self._ask(tracked)
+            if tracked.skipped:
+                return 0, False
             if tracked.state is LookupState.NEW and not self._client.connected and not self._settling():
                 self._missed(tracked)
         if tracked.state is LookupState.ASKED:
@@ -275,65 +285,70 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.hit is None:
             return
-        hit, tracked.hit = tracked.hit, None
-        call, tracked.call = tracked.call, None
-        tracked.state = LookupState.TAKEN
+        hit, call = tracked.hit, tracked.call
         assert hit.lease is not None and call is not None
         # Whatever was found in L1 need not be stored again.
         tracked.next_store = max(tracked.next_store, hit.n_chunks)
         if external_tokens <= 0:
             self._client.release([hit.lease], group=True)
-            return
+        else:
+            load = self._load_of(tracked, hit, block_ids, external_tokens)
+            self._loads.append(load)
+            tracked.loading = load.asynchronous
+            # It stays claimed: the workers hold shares of their own from here on.
+            self._claimed.pop(call, None)
+            self.counts["loads_async" if load.asynchronous else "loads_sync"] += 1
+            self.counts["lookup_hit_tokens"] += external_tokens
+        tracked.hit = tracked.call = None
+        tracked.state = LookupState.TAKEN
+        if external_tokens > 0:
+            self._client.release([hit.lease])
+
+    def _load_of(
+        self, tracked: Tracked, hit: LookupResult, block_ids: Sequence[int], external_tokens: int
+    ) -> Load:
+        """The load of a hit into the blocks that vLLM allocated for it."""
         start, end = tracked.computed_tokens, tracked.computed_tokens + external_tokens
         first, last = start // self._chunk_tokens, -(-end // self._chunk_tokens)
         blocks = []
         for index in range(first * self._chunk_blocks, last * self._chunk_blocks):
             inside = start < (index + 1) * self._block_tokens and index * self._block_tokens < end
             blocks.append(block_ids[index] if inside else SKIP_BLOCK)
-        assert tracked.hasher is not None and tracked.identity is not None
-        row = hit.n_slices * EXTENT.size
-        asynchronous = self._asynchronous(external_tokens)
-        self._loads.append(
-            Load(
-                request_id=request.request_id,
-                lease=hit.lease,
-                chain=tracked.hasher.chain[first * KEY_BYTES : last * KEY_BYTES],
-                extents=hit.extents[first * row : last * row],
-                slices=tracked.identity.slices,
-                blocks=blocks,
-                asynchronous=asynchronous,
-            )
-        )
-        self.counts["loads_async" if asynchronous else "loads_sync"] += 1
-        self.counts["lookup_hit_tokens"] += external_tokens
-        tracked.loading = asynchronous
         tracked.loaded_chunks = {
             block: first + position // self._chunk_blocks
             for position, block in enumerate(blocks)
             if block != SKIP_BLOCK
         }
-        # It stays claimed: the workers hold shares of their own from here on.
-        self._claimed.pop(call, None)
-        self._client.release([hit.lease])
+        assert tracked.hasher is not None and tracked.identity is not None
+        row = hit.n_slices * EXTENT.size
+        return Load(
+            request_id=tracked.request.request_id,
+            lease=hit.lease,
+            chain=tracked.hasher.chain[first * KEY_BYTES : last * KEY_BYTES],
+            extents=hit.extents[first * row : last * row],
+            slices=tracked.identity.slices,
+            blocks=blocks,
+            asynchronous=self._asynchronous(external_tokens),
+        )
 
     def plan_step(self, output: Any) -> StepPlan:
         """The plan for the step that vLLM's SchedulerOutput describes."""
         self._may_wait_s = WAIT_S
-        plan = StepPlan(step=next(self._step), failures_seen=self._failures_seen)
+        plan = self._planned = StepPlan(step=next(self._step), failures_seen=self._failures_seen)
+        plan.preempted = set(output.preempted_req_ids or ())
         plan.loads, self._loads = self._loads, []
+        if any(not load.asynchronous for load in plan.loads):
+            self._unconfirmed.add(plan.step)
         # What vLLM was promised and has not taken waits in its queue: others may need the room meanwhile.
         for call in self._claimed:
             call.unclaim()
         self._claimed.clear()
-        plan.preempted = set(output.preempted_req_ids or ())
         for request_id in plan.preempted:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 tracked.stores.clear()
                 tracked.loaded_chunks = {}
                 self._forget_lookup(tracked)
-        if any(not load.asynchronous for load in plan.loads):
-            self._unconfirmed.add(plan.step)
         if self._may_store:
             if not self._must_wait():
                 plan.stores, self._finished_stores = self._finished_stores, []
@@ -341,6 +356,7 @@ class SchedulerSide:
         # A worker that has no store of an awaited request reports it at once, so its stores go first.
         later = {store.request_id for store in self._finished_stores}
         plan.awaited, self._awaited = self._awaited - later, self._awaited & later
+        self._planned = None
         return plan
 
     def heard(
@@ -379,14 +395,15 @@ class SchedulerSide:
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> bool:
         """The request ended. Whether its blocks must be kept until the workers report it as sent."""
-        tracked = self._tracked.pop(request.request_id, None)
+        tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return False
         self._forget_lookup(tracked)
+        del self._tracked[request.request_id]
         if tracked.loading:
             # vLLM keeps the blocks by itself until the load is reported.
             return False
-        if tracked.deferred and block_ids and not tracked.stale:
+        if tracked.deferred and block_ids and not (tracked.skipped or tracked.stale):
             store = self._store_of(
                 tracked, block_ids, self._complete_chunks(tracked, request.num_computed_tokens)
             )
@@ -396,6 +413,87 @@ class SchedulerSide:
             return False
         self._awaited.add(request.request_id)
         return True
+
+    # -- after an error of ours in one of these calls: the answer, and what keeps blocks and leases in order ------
+
+    def give_up(self, request: Any) -> None:
+        """After `on_new_request` or `matched_tokens`: the request is computed without the cache."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            tracked = self._tracked[request.request_id] = Tracked(request)
+        self._skip(tracked, "error")
+
+    def allocated_failed(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
+        """After `allocated`: vLLM waits for a load of these tokens, so there is one, and it fails."""
+        planned = next((load for load in self._loads if load.request_id == request.request_id), None)
+        if planned is not None:
+            tracked = self._tracked[request.request_id]
+            tracked.hit = tracked.call = None  # its lease is the load's now
+            self.give_up(request)
+            assert planned.lease is not None
+            self._client.release([planned.lease])  # the own share; the workers have theirs
+            return
+        self.give_up(request)
+        if external_tokens > 0:
+            tracked = self._tracked[request.request_id]
+            first = tracked.computed_tokens // self._block_tokens
+            last = -(-(tracked.computed_tokens + external_tokens) // self._block_tokens)
+            asynchronous = tracked.loading = self._asynchronous(external_tokens)
+            blocks = list(block_ids[first:last])
+            self._loads.append(Load(request.request_id, None, b"", b"", (), blocks, asynchronous))
+
+    def plan_failed(self, output: Any) -> StepPlan:
+        """After `plan_step`: a plan with all that the engine's blocks depend on, and no stores."""
+        plan, self._planned = self._planned, None
+        if plan is None:
+            plan = StepPlan(step=next(self._step), failures_seen=self._failures_seen)
+            plan.preempted = set(output.preempted_req_ids or ())
+        plan.loads += self._loads
+        self._loads = []
+        if any(not load.asynchronous for load in plan.loads):
+            self._unconfirmed.add(plan.step)
+        for store in (*plan.stores, *self._finished_stores):
+            self._dropped(store.store_id)
+        plan.stores, self._finished_stores = [], []
+        if self._storing is not None:
+            self._skip(self._storing, "error")  # or it would be in the way of all others' stores at each step
+            self._storing = None
+        plan.awaited |= self._awaited
+        self._awaited = set()
+        for request_id in plan.preempted:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                tracked.stores.clear()
+                self._skip(tracked, "error")
+        return plan
+
+    def heard_failed(self, reports: Iterable[WorkerReport], received: Iterable[str]) -> None:
+        """After `heard`: loads are over and confirmed all the same. Reports of stores are lost, which costs events."""
+        for request_id in received:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                tracked.loading = False
+        self._finished_stores.clear()  # they may rest on blocks that failed
+        for report in reports:
+            self._unconfirmed.discard(report.step)
+            self._failures_seen = max(self._failures_seen, report.failures)
+
+    def finished_failed(self, request: Any) -> bool:
+        """After `finished`: the blocks stay until the workers say that no store reads them."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is not None and tracked.loading:
+            return False
+        self._awaited.add(request.request_id)
+        if tracked is not None:
+            self._skip(tracked, "error")
+        return True
+
+    def turn_off(self) -> None:
+        """After `reset`: what older KV means is not known any more, so nothing is loaded or stored again."""
+        self._may_load = self._may_store = False
+        self._finished_stores.clear()
+        for tracked in self._tracked.values():
+            self._skip(tracked, "error")
 
     def take_events(self) -> list[Any]:
         """Events about stored chunks since the last call."""
@@ -440,14 +538,25 @@ class SchedulerSide:
 
     # -- lookups ---------------------------------------------------------------------------------------------
 
-    def _track(self, request: Any) -> Tracked | None:
-        """The request's record; None for requests whose tokens do not decide their KV."""
+    def _track(self, request: Any) -> Tracked:
+        """The request's record, made when vLLM first names it."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            if request.prompt_embeds is not None or request.resumable:
-                return None
             tracked = self._tracked[request.request_id] = Tracked(request)
+            if request.prompt_embeds is not None:
+                self._skip(tracked, "prompt_embeds")
+            elif request.resumable:
+                self._skip(tracked, "resumable")
+            elif not all(feature.identifier for feature in request.mm_features):
+                self._skip(tracked, "unnamed_media")
         return tracked
+
+    def _skip(self, tracked: Tracked, reason: str) -> None:
+        """Compute the rest of this request without the cache. What its lookup got is given back; stores go on."""
+        if not tracked.skipped:
+            tracked.skipped = True
+            self.counts[f"skipped_{reason}"] += 1
+        self._forget_lookup(tracked)
 
     def _usable(self, tracked: Tracked, computed_tokens: int) -> int:
         """Tokens that a lookup could bring at best."""
@@ -458,7 +567,12 @@ class SchedulerSide:
         """Bring identity and keys up to date; whether all keys are there."""
         request = tracked.request
         if tracked.identity is None:
-            adapter = self._adapters.name(request.lora_request)
+            try:
+                adapter = self._adapters.name(request.lora_request)
+            except AdapterUnreadable as error:
+                logger.debug("request %s is computed without the cache: %s", request.request_id, error)
+                self._skip(tracked, "unreadable_adapter")
+                return False
             if adapter is None:
                 return False
             salt = request.cache_salt or ""
@@ -555,8 +669,8 @@ class SchedulerSide:
             self._client.release([tracked.hit.lease], group=True)
             tracked.hit = None
         elif tracked.call is not None:
-            self._early -= 1
             tracked.call.cancel()
+            self._early -= 1
         tracked.call = None
         tracked.state = LookupState.NEW
         tracked.asked_s = -1.0
@@ -578,8 +692,8 @@ class SchedulerSide:
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, tokens in scheduled.items():
-            tracked = self._tracked.get(request_id)
-            if tracked is None or tracked.stale or request_id not in computed:
+            tracked = self._storing = self._tracked.get(request_id)
+            if tracked is None or tracked.skipped or tracked.stale or request_id not in computed:
                 continue
             chunks = self._complete_chunks(tracked, computed[request_id] + tokens)
             if chunks <= tracked.next_store:
@@ -592,6 +706,7 @@ class SchedulerSide:
             store = self._store_of(tracked, tables[0], chunks) if tables else None
             if store is not None:
                 plan.stores.append(store)
+        self._storing = None
 
     def _complete_chunks(self, tracked: Tracked, computed_tokens: int) -> int:
         """Chunks whose tokens are known and whose KV is computed once `computed_tokens` are."""
@@ -599,7 +714,8 @@ class SchedulerSide:
         tokens = min(computed_tokens, request.num_tokens)
         if not self._settings.save_decode_cache:
             tokens = min(tokens, request.num_prompt_tokens)
-        limit = (request.kv_transfer_params or {}).get(MAX_OFFLOAD)
+        params = request.kv_transfer_params
+        limit = params.get(MAX_OFFLOAD) if isinstance(params, dict) else None
         if isinstance(limit, int) and not isinstance(limit, bool):
             tokens = min(tokens, max(0, limit))
         return int(tokens) // self._chunk_tokens

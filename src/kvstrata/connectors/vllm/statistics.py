@@ -7,6 +7,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from kvstrata.connectors.vllm.boundary import guarded
+
 COUNTERS = {
     "lookups": "Lookups sent to the cache server.",
     "lookup_hit_tokens": "Prompt tokens that the cache gave.",
@@ -26,6 +28,12 @@ COUNTERS = {
     "copy_staged_workers": "Workers since the start whose KV is copied by a kernel through a buffer on the GPU.",
     "pinned_bytes": "Bytes of the pool registered with a GPU's driver since the start, of every pool there was.",
     "pin_refusals": "Pools that the driver did not register whole.",
+    "errors": "Calls of vLLM that failed inside the connector and were answered as without a cache; see the log.",
+    "skipped_prompt_embeds": "Requests computed without the cache because they gave embeddings, not tokens.",
+    "skipped_resumable": "Requests computed without the cache because their prompt may still change.",
+    "skipped_unnamed_media": "Requests computed without the cache because some medium has an empty identifier.",
+    "skipped_unreadable_adapter": "Requests computed without the cache because their LoRA files cannot be read.",
+    "skipped_error": "Requests computed without the cache after an error in the connector.",
     "stores_dropped": "Stores given up because a load they may rest on failed.",
 }
 """What is exported as counters; other counts appear in the log only."""
@@ -38,12 +46,14 @@ class KvstrataStats(KVConnectorStats):  # type: ignore[misc]
         """Forget everything."""
         self.data: dict[str, int | float] = {}
 
+    @guarded(None, lambda self, other: self)
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add `other` to this one."""
         for name, amount in other.data.items():
             self.data[name] = self.data.get(name, 0) + amount
         return self
 
+    @guarded({})
     def reduce(self) -> dict[str, int | float]:
         """What vLLM writes to its log."""
         shown = {name: round(amount, 4) for name, amount in sorted(self.data.items())}
@@ -76,6 +86,7 @@ class KvstrataPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             for name, meaning in COUNTERS.items()
         }
 
+    @guarded(None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one interval's counts."""
         for name, counter in self._counters.items():

@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -147,19 +148,26 @@ class WorkerSide:
         self._waits_end_s = 0.0
         self._unordered: set[int] = set()
         """Sections that the forward pass must still be put behind."""
-        self._begun_too_late = False
+        self._failed_unbegun = False
+        """A synchronous load of the step never began."""
         self._failures = 0
         self._report = WorkerReport(0)
         """What the next report will say."""
         self._step = StepPlan(0)
+        self._to_begin: deque[Load] = deque()
+        """Loads of the step that have not begun."""
+        self._to_store: deque[Store] = deque()
+        self._to_await: set[str] = set()
+        """Of the step, until its stores have begun."""
+        self._not_loaded: set[str] = set()
+        """Requests whose asynchronous load failed before it began, until that is told."""
         self.counts: dict[str, int | float] = {}
 
     # -- one step --------------------------------------------------------------------------------------------
 
     def before_step(self, plan: StepPlan) -> None:
         """Before anything of the step runs: let go of the blocks of preempted requests."""
-        self._step = plan
-        self._report.step = plan.step
+        self._take_up(plan)
         if not plan.preempted:
             return
         lost = [entry for entry in self._stores if entry.store.request_id in plan.preempted]
@@ -177,20 +185,18 @@ class WorkerSide:
 
         With `layerwise` that is done layer after layer: `wait_layer` will be called before each.
         """
-        self._loads.extend(self._begin_load(load) for load in self._step.loads if load.asynchronous)
-        synchronous = [load for load in self._step.loads if not load.asynchronous]
-        if not synchronous:
-            return
         started = self._now()
         self._waits_end_s = started + WAIT_S
-        for load in synchronous:
-            if self._now() < self._waits_end_s:
-                self._synchronous.append(self._begin_load(load))
+        while self._to_begin:
+            load = self._to_begin[0]
+            if load.lease is None or not (load.asynchronous or self._now() < self._waits_end_s):
+                self._cannot_load(load)
             else:
-                self._client.release([load.lease])
-                self._bad_blocks.update(block for block in load.blocks if block != SKIP_BLOCK)
-                self._count("load_failed_chunks", len(load.chain) // KEY_BYTES)
-                self._begun_too_late = True
+                begun = self._begin_load(load, load.lease)
+                (self._loads if load.asynchronous else self._synchronous).append(begun)
+            self._to_begin.popleft()
+        if not self._synchronous:
+            return
         if not self._mover.sections:
             self.end_loads()
         elif layerwise:
@@ -208,7 +214,7 @@ class WorkerSide:
 
     def end_loads(self) -> None:
         """After the forward pass was given to the device: learn how the synchronous loads ended. Idempotent."""
-        failed, self._begun_too_late = self._begun_too_late, False
+        failed, self._failed_unbegun = self._failed_unbegun, False
         if self._unordered:
             logger.error(
                 "the model ran over KV that was being loaded, without asking; its tokens are computed again"
@@ -229,24 +235,27 @@ class WorkerSide:
     def start_stores(self) -> None:
         """After the forward pass: begin the step's stores."""
         self.end_loads()
-        for store in self._step.stores:
+        while self._to_store:
+            store = self._to_store[0]
             if self._step.failures_seen < self._failures:
                 self._report.dropped.append(store.store_id)
                 self._count("stores_dropped")
-                continue
-            blocks = [
-                store.blocks[at : at + self._chunk_blocks]
-                for at in range(0, len(store.blocks), self._chunk_blocks)
-            ]
-            job = self._mover.store(self._identity(store.identity), store, blocks)
-            self._stores.append(_Stored(store, job))
-        self._awaited |= self._step.awaited
+            else:
+                blocks = [
+                    store.blocks[at : at + self._chunk_blocks]
+                    for at in range(0, len(store.blocks), self._chunk_blocks)
+                ]
+                job = self._mover.store(self._identity(store.identity), store, blocks)
+                self._stores.append(_Stored(store, job))
+            self._to_store.popleft()
+        self._awaited |= self._to_await
+        self._to_await = set()
 
     def finished(self) -> tuple[set[str], set[str]]:
         """(requests whose blocks may be freed, requests whose asynchronous load ended), each told once."""
         # A report of this step may follow before `start_stores`, and it confirms the synchronous loads.
         self.end_loads()
-        received = set()
+        received = set(self._not_loaded)
         running = []
         for loading in self._loads:
             if loading.job.done.is_set():  # asked once: it may end at any time
@@ -254,9 +263,10 @@ class WorkerSide:
                 received.add(loading.load.request_id)
             else:
                 running.append(loading)
+        sent = self._awaited - self._settle_stores()
+        # Nothing is taken as told before all is known: an error on the way must not lose it.
         self._loads = running
-        reading = self._settle_stores()
-        sent = self._awaited - reading
+        self._not_loaded.clear()
         self._awaited -= sent
         return sent, received
 
@@ -299,7 +309,70 @@ class WorkerSide:
         self._mover.close()
         self._client.close(0.5)
 
+    # -- after an error of ours in one of these calls: the answer, and what keeps blocks and leases in order ------
+
+    def step_failed(self, plan: StepPlan) -> None:
+        """After `before_step`: nothing goes on that reads blocks of preempted requests. The step goes on."""
+        if self._step is not plan:
+            self._take_up(plan)
+        for entry in self._stores:
+            if entry.store.request_id in plan.preempted:
+                entry.job.cancel()  # it cannot be committed any more
+
+    def loads_failed(self) -> None:
+        """After `start_loads`, `wait_layer` or `end_loads`: every load of the step that has not ended failed."""
+        while self._to_begin:
+            self._cannot_load(self._to_begin.popleft())
+        begun, self._synchronous, self._unordered = self._synchronous, [], set()
+        self._failures += bool(begun) or self._failed_unbegun
+        self._failed_unbegun = False
+        for loading in begun:
+            self._bad_blocks.update(block for block in loading.load.blocks if block != SKIP_BLOCK)
+            self._count("load_failed_chunks", len(loading.items))
+            loading.job.cancel()
+        for loading in begun:
+            loading.job.wait(max(0.0, self._waits_end_s - self._now()))
+
+    def stores_failed(self) -> None:
+        """After `start_stores`: those that did not begin are dropped, and finished requests still get their blocks
+        freed.
+        """
+        self._awaited |= self._to_await
+        self._to_await = set()
+        self._report.dropped.extend(store.store_id for store in self._to_store)
+        self._to_store.clear()
+        self.loads_failed()
+
+    def finished_failed(self) -> tuple[set[str], set[str]]:
+        """After `finished`: the same without its accounts; loads that have ended count as failed."""
+        self.loads_failed()
+        received, self._not_loaded = self._not_loaded, set()
+        running = []
+        for loading in self._loads:
+            if loading.job.done.is_set():
+                self._bad_blocks.update(block for block in loading.load.blocks if block != SKIP_BLOCK)
+                received.add(loading.load.request_id)
+            else:
+                running.append(loading)
+        self._loads = running
+        self._stores = [entry for entry in self._stores if not entry.job.done.is_set()]
+        sent = self._awaited - {entry.store.request_id for entry in self._stores}
+        self._awaited -= sent
+        return sent, received
+
+    def report_failed(self) -> WorkerReport:
+        """After `report`: the step is confirmed with the failures so far."""
+        return WorkerReport(self._step.step, failures=self._failures)
+
     # -- inside ----------------------------------------------------------------------------------------------
+
+    def _take_up(self, plan: StepPlan) -> None:
+        self._step = plan
+        self._report.step = plan.step
+        # Loads that nothing waits for begin first.
+        self._to_begin = deque(sorted(plan.loads, key=lambda load: not load.asynchronous))
+        self._to_store = deque(plan.stores)
+        self._to_await = set(plan.awaited)
 
     def _order(self, section: int | None) -> None:
         """Put what the model computes from now on behind this section of the synchronous loads, None: behind all."""
@@ -307,7 +380,18 @@ class WorkerSide:
             left_s = max(0.0, self._waits_end_s - self._now())
             loading.late |= not self._mover.await_section(loading.job, section, left_s)
 
-    def _begin_load(self, load: Load) -> _Loading:
+    def _cannot_load(self, load: Load) -> None:
+        """Account for a load that never begins: its blocks are computed."""
+        if load.lease is not None:
+            self._client.release([load.lease])
+        self._bad_blocks.update(block for block in load.blocks if block != SKIP_BLOCK)
+        self._count("load_failed_chunks", len(load.chain) // KEY_BYTES)
+        if load.asynchronous:
+            self._not_loaded.add(load.request_id)
+        else:
+            self._failed_unbegun = True
+
+    def _begin_load(self, load: Load, lease: LeaseName) -> _Loading:
         begun = self._now()
         row = EXTENT.size * len(load.slices)
         mine = load.slices.index(self._slice) if self._slice in load.slices else -1
@@ -326,7 +410,7 @@ class WorkerSide:
                     load.blocks[index * self._chunk_blocks : (index + 1) * self._chunk_blocks],
                 )
             )
-        return _Loading(load, items, self._mover.load(load.lease, items, sync=not load.asynchronous), begun)
+        return _Loading(load, items, self._mover.load(lease, items, sync=not load.asynchronous), begun)
 
     def _ended_load(self, loading: _Loading) -> bool:
         """Account for a load that is done; whether part of it failed."""

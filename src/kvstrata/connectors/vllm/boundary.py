@@ -1,0 +1,91 @@
+"""The boundary to vLLM: no exception of ours passes it while the engine serves.
+
+vLLM does not expect its connector to raise: what a call of its scheduler or a worker into us raises ends the whole
+engine.  Every method of ours that vLLM calls while it serves is therefore `guarded`: an unexpected exception is counted
+(`errors`), logged (each kind the 1st, 10th, 100th … time), and vLLM gets the answer of an engine without a cache.  For
+most methods another method puts things in order first, so that leases are given back and no block is freed or read
+while a copy still uses it; it gives the answer.
+
+At the start of an engine exceptions pass: an operator sees them at once and nobody is served yet.
+
+This is the plugin boundary seen from the plugin's side: `except Exception` stands here and nowhere else in the
+connector.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+logger = logging.getLogger("vllm.kvstrata")
+
+T = TypeVar("T")
+
+
+class Errors:
+    """What was caught in this process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kinds: Counter[tuple[str, type[Exception]]] = Counter()
+        self._untold = 0
+        self.total = 0
+
+    def caught(self, where: str, error: Exception) -> None:
+        """Count an error in the method `where`, and log it if it is one of the first of its kind."""
+        with self._lock:
+            self._untold += 1
+            self.total += 1
+            kind = (where, type(error))
+            self._kinds[kind] += 1
+            times = self._kinds[kind]
+        if times == 10 ** (len(str(times)) - 1):
+            logger.error(
+                "error in the connector's %s (seen %d times): the engine goes on without the cache here",
+                where,
+                times,
+                exc_info=error,
+            )
+
+    def take_count(self) -> int:
+        """How many since the last call."""
+        with self._lock:
+            count, self._untold = self._untold, 0
+        return count
+
+
+errors = Errors()
+
+
+def guarded(
+    neutral: Any, recover: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Decorates a method that vLLM calls.
+
+    After an exception, `recover` is called with the same arguments and gives the answer.  If there is none, or it
+    raises as well, the answer is `neutral`.
+    """
+
+    def decorate(method: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except Exception as error:
+                errors.caught(method.__name__, error)
+            if recover is None:
+                return neutral
+            try:
+                return recover(*args, **kwargs)
+            except Exception as error:
+                errors.caught(f"{method.__name__} (recovery)", error)
+            return neutral
+
+        call.guarded = True  # type: ignore[attr-defined]
+        return call
+
+    return decorate
