@@ -30,7 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import figure, median_spread, scratch, wait_until
+from benchmarks.common import figure, median_spread, scratch, sized, wait_until
 from benchmarks.vllm_hit_ttft import prompt
 from kvstrata.errors import ConfigError
 from kvstrata.native import codec, copying
@@ -41,10 +41,10 @@ from tests.harness import vllm_env, vllm_model
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import VllmProcess
 
-MODEL, LAYERS, KV_HEADS, TOKENS, HEAD = "160m", 8, 8, 256, 64
+MODEL, LAYERS, KV_HEADS, TOKENS, HEAD = sized(("160m", 8, 8, 256, 64), ("19m", 4, 4, 256, 32))
 """The demo's model (tests/harness/vllm_model.py) and its chunks."""
-RECORDS = 4
-REPEATS = 7
+RECORDS = sized(4, 1)
+REPEATS = sized(7, 1)
 SHAPE = (1, 2, KV_HEADS, 128, 2, HEAD)
 """For fp8: bf16, 2 blocks of 128 tokens, heads before tokens, key and value behind them."""
 KEY = bytes(range(32))

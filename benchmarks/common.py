@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import secrets
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvstrata.measure.figures import chain_of, machine, median_spread, percentile
 
@@ -27,12 +28,23 @@ __all__ = [
     "median_spread",
     "percentile",
     "scratch",
+    "sized",
     "wait_until",
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
+SMALL = "BENCH_SMALL"
+"""Environment variable that `benchmarks.run --small` sets to 1; processes that a benchmark starts inherit it."""
 WAIT_S = 60.0
 """Longest wait for anything that the product should do in milliseconds; beyond it the benchmark has failed."""
+
+
+Size = TypeVar("Size")
+
+
+def sized(full: Size, small: Size) -> Size:
+    """One size of a benchmark: `full` to measure, `small` to show within seconds that the benchmark works."""
+    return small if os.environ.get(SMALL) == "1" else full
 
 
 class NotHere(Exception):

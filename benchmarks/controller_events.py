@@ -15,7 +15,7 @@ import time
 from multiprocessing.synchronize import Event
 from typing import Any
 
-from benchmarks.common import figure, median_spread, percentile, scratch
+from benchmarks.common import figure, median_spread, percentile, scratch, sized
 from kvstrata.native.registry import Registry
 from kvstrata.rpc import cluster_wire as wire
 from tests.harness.cluster_instance import ClusterInstance
@@ -25,12 +25,12 @@ TARGET_KEYS = 500_000
 TARGET_P99_MS = 2.0
 INSTANCES = 8
 BATCH = 8_192
-BATCHES = 128
+BATCHES = sized(128, 2)
 """Of each instance in one round: 8,388,608 keys in all."""
-ROUNDS = 5
-SYNC_KEYS = 1_000_000
+ROUNDS = sized(5, 1)
+SYNC_KEYS = sized(1_000_000, 20_000)
 LOOKUP_TAGS = 512
-LOOKUPS = 3_000
+LOOKUPS = sized(3_000, 50)
 PAUSE_S = 0.001
 
 

@@ -12,15 +12,15 @@ import threading
 import time
 from typing import Any
 
-from benchmarks.common import figure, median_spread, scratch, wait_until
+from benchmarks.common import figure, median_spread, scratch, sized, wait_until
 from kvstrata.native.registry import Registry
 from tests.harness.cluster_instance import ClusterInstance, Refused
 from tests.harness.controller_process import ControllerProcess
 
 TARGET_S = 3.0
-INSTANCES = 10
-CHUNKS = 100_000
-ROUNDS = 5
+INSTANCES = sized(10, 2)
+CHUNKS = sized(100_000, 1_000)
+ROUNDS = sized(5, 1)
 TRY_S = 0.01
 
 

@@ -19,18 +19,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from benchmarks.common import figure, median_spread
+from benchmarks.common import figure, median_spread, sized
 from kvstrata.native import copying
 from kvstrata.native.copying import CopyEngine, CopyPlan, RecordSpec
 
 SECTIONS = 32
 SECTION_BYTES = 1 << 20
 CHUNK_BYTES = SECTIONS * SECTION_BYTES
-CHUNKS = 16
+CHUNKS = sized(16, 2)
 BATCH_BYTES = CHUNKS * CHUNK_BYTES
-REPEATS = 7
+REPEATS = sized(7, 1)
 TARGET = 0.95
-READ_BACK_BYTES = (16 << 10, 64 << 10, 1 << 20, 16 << 20)
+READ_BACK_BYTES = sized((16 << 10, 64 << 10, 1 << 20, 16 << 20), (16 << 10, 64 << 10))
 
 
 class Buffers:

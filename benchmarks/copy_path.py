@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import chains, engine_client, figure, median_spread, scratch, wait_until
+from benchmarks.common import chains, engine_client, figure, median_spread, scratch, sized, wait_until
 from benchmarks.raw_session import start_faulted
 from kvstrata.client import CacheClient, Identity, LoadItem
 from kvstrata.types import RequestIdentity, unpack_extents
@@ -29,11 +29,11 @@ LAYERS = 32
 BLOCK_BYTES = 16 * 8 * 2 * 128 * 2
 """16 tokens of one layer: 8 kv heads, K and V, 128 wide, 2 bytes each."""
 BLOCKS_PER_CHUNK = 16
-CHUNKS = 16
+CHUNKS = sized(16, 2)
 CHUNK_BYTES = LAYERS * BLOCK_BYTES * BLOCKS_PER_CHUNK
 BATCH_BYTES = CHUNKS * CHUNK_BYTES
-L1_MB = 2560
-REPEATS = 7
+L1_MB = sized(2560, 256)
+REPEATS = sized(7, 1)
 TARGET = 0.95
 TARGET_TWO = 1.6
 

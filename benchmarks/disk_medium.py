@@ -19,24 +19,25 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import raw_io
-from benchmarks.common import figure, median_spread, scratch
+from benchmarks.common import figure, median_spread, scratch, sized
 from benchmarks.media import THREADS, put_and_load_figures
 from kvstrata.native.copying import crc32c
 from kvstrata.storage.base import LoadItem, PutItem, PutStatus
 from kvstrata.storage.disk import DiskSettings, disk_adapter
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.native_adapter import NativeAdapter
+from tests.oracles import disk_log
 
 MB = 1 << 20
 GB = 1 << 30
 PUT_TARGET, LOAD_TARGET = 0.8, 0.8
 KEYS = 1024
 EXISTS_TARGET_US = 100
-SEGMENTS, RECORDS_OF_SEGMENT = 250, 4000
+SEGMENTS, RECORDS_OF_SEGMENT = sized((250, 4000), (6, 4000))
 """Of the log that is restarted: 1,000,000 records of 1 MiB in segments of 4 GiB of which only tables are written."""
 SEGMENT_BYTES = 4 * GB
 RESTART_TARGET_S = 2.0
-AMP_CAP_BYTES, AMP_PUT_BYTES = GB, 3 * GB
+AMP_CAP_BYTES, AMP_PUT_BYTES = sized((GB, 3 * GB), (128 * MB, 256 * MB))
 AMP_TARGET = 1.3
 
 
@@ -55,16 +56,20 @@ def _key(number: int) -> bytes:
 def _write_log(folder: Path) -> None:
     """Headers and tables of full segments (docs/formats.md), in files that are holes otherwise."""
     for segment in range(SEGMENTS):
-        header = struct.pack("<8sHHIQQQI", b"KVSEGMNT", 1, 0, segment, 1, SEGMENT_BYTES, 0, 0)
+        header = disk_log.SEGMENT.pack(b"KVSEGMNT", disk_log.VERSION, 0, segment, 1, SEGMENT_BYTES, 0, 0, 0)[
+            :-4
+        ]
         first = segment * RECORDS_OF_SEGMENT
         entries = b"".join(
-            struct.pack("<32sQIIH6x", _key(first + i), first + i + 1, 1 + 258 * i, MB + 4096, 1)
+            disk_log.ENTRY.pack(
+                _key(first + i), first + i + 1, 1 + 258 * i, MB + 4096, disk_log.RECORD, bytes(6)
+            )
             for i in range(RECORDS_OF_SEGMENT)
         )
-        end = struct.pack(
-            "<8sIIQQQQ8xI", b"KVTABLE1", segment, RECORDS_OF_SEGMENT, 1, 7, first + RECORDS_OF_SEGMENT,
-            (1 + 258 * RECORDS_OF_SEGMENT) * 4096, crc32c(entries),
-        )  # fmt: skip
+        end = disk_log.TABLE_END.pack(
+            b"KVTABLE1", segment, RECORDS_OF_SEGMENT, 1, 7, first + RECORDS_OF_SEGMENT,
+            (1 + 258 * RECORDS_OF_SEGMENT) * 4096, bytes(8), crc32c(entries), 0,
+        )[:-4]  # fmt: skip
         end += struct.pack("<I", crc32c(end))
         table_bytes = -(-(len(entries) + 64) // 4096) * 4096
         with open(folder / f"{segment:08x}.seg", "wb") as file:

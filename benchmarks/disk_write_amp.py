@@ -29,20 +29,20 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import figure
+from benchmarks.common import figure, sized
 from benchmarks.run import merge
 from kvstrata.measure.workloads import TraceRequest, read_trace, synthetic_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "ext" / "core"
-PROGRAM = ROOT / "build" / "native" / "tests-none" / "bench" / "disk_replay"
+PROGRAM = ROOT / "build" / "native" / "bench" / "disk_replay"
 RECORD_BYTES = 1 << 20
 FRAME_BYTES = RECORD_BYTES + 4096
-SHARES = (0.05, 0.10, 0.20)
-UNIFORM_RECORDS = 16_000
+SHARES = sized((0.05, 0.10, 0.20), (0.10,))
+UNIFORM_RECORDS = sized(16_000, 2_000)
 UNIFORM_KEYS = 2 * UNIFORM_RECORDS
 UNIFORM_ACCESSES = 8 * UNIFORM_RECORDS
-ACCESSES_OF_COUNT = 100
+ACCESSES_OF_COUNT = sized(100, 10)
 TARGET = 1.3
 
 
@@ -122,12 +122,19 @@ def trace_figure(name: str, prompts: list[TraceRequest], what: str) -> dict[str,
 
 
 def make_program() -> None:
-    """Compile it where it is not current. Raises RuntimeError."""
-    done = subprocess.run(
-        ["make", "-C", CORE, "-j2", "bench"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    """Compile it with the library that `make setup` made of ext/core/src. Raises RuntimeError."""
+    made = [*(ROOT / "build" / "native").glob("core-*/libkvstrata_core.a")]
+    if not made:
+        raise RuntimeError("build/native holds no libkvstrata_core.a: run `make setup`")
+    newest = max(made, key=lambda library: library.stat().st_mtime_ns)
+    PROGRAM.parent.mkdir(parents=True, exist_ok=True)
+    command = [
+        *("g++", "-std=c++20", "-O2", "-UNDEBUG", "-pthread", f"-I{CORE / 'include'}", f"-I{CORE / 'tests'}"),
+        *(CORE / "bench" / "disk_replay.cpp", newest, "-ldl", "-o", PROGRAM),
+    ]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        raise RuntimeError(f"make -C ext/core bench:\n{done.stdout}")
+        raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stdout}")
 
 
 def run() -> list[dict[str, Any]]:
@@ -135,7 +142,7 @@ def run() -> list[dict[str, Any]]:
     make_program()
     found = replayed(UNIFORM_RECORDS * FRAME_BYTES, uniform())
     return [
-        trace_figure("disk_write_amp_synthetic", synthetic_trace(), "synthetic"),
+        trace_figure("disk_write_amp_synthetic", synthetic_trace(sized(6000, 600)), "synthetic"),
         figure(
             "disk_write_amp_uniform",
             value=found.ratio,

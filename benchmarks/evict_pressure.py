@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, chain_of, engine_client, figure, median_spread, scratch, wait_until
+from benchmarks.common import ROOT, chain_of, engine_client, figure, median_spread, scratch, sized, wait_until
 from benchmarks.raw_session import start_faulted, status
 from kvstrata.client import LoadItem
 from kvstrata.types import RequestIdentity, unpack_extents
@@ -26,7 +26,7 @@ from tests.harness.blocks import PagedBlocks
 from tests.harness.server_process import ServerProcess
 
 TARGET = 0.9
-L1_MB = 1536
+L1_MB = sized(1536, 256)
 TIMES_L1 = 3
 EMPTY_SHARE = 0.75
 """Of L1, stored into the empty pool: below the watermark."""
@@ -34,9 +34,9 @@ NEWEST_SHARE = 0.6
 """Of L1: what the default watermark leaves in any case. That much of the newest must be there."""
 PINNED_SHARE = 0.25
 """Of L1: what waiting puts may pin besides (older chunks among it), so much less of the newest."""
-REPEATS = 9
+REPEATS = sized(9, 1)
 LAYERS = 32
-PROMPT_BLOCKS = 192
+PROMPT_BLOCKS = sized(192, 48)
 """Blocks of 256 KiB (32 layers of 8 KiB): 48 MiB a prompt."""
 BLOCK_BYTES = 8192
 SIZES = {"one": (16,), "two": (16, 4)}
@@ -153,9 +153,15 @@ class Engine:
 
 
 def empty(server: ServerProcess, engine: Engine) -> None:
-    """Clear L1 and L2 when all leases have come back and no put pins anything."""
+    """Clear L1 and L2 when all leases have come back. What a put still pins is cleared when the put has ended."""
     wait_until(lambda: status(server)["sessions"]["leases"] == 0, "leases are released")
     wait_until(lambda: put_stats(server).get("backlog_bytes", 0) == 0, "puts end")
+    wait_until(lambda: is_cleared(server), "L1 is empty")
+    engine.stored.clear()
+
+
+def is_cleared(server: ServerProcess) -> bool:
+    """Whether L1 is empty after one more request to clear everything."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{server.ready['http_port']}/v1/clear",
         data=json.dumps({"tier": "all"}).encode(),
@@ -163,8 +169,7 @@ def empty(server: ServerProcess, engine: Engine) -> None:
     )
     with urllib.request.urlopen(request, timeout=60) as reply:
         reply.read()
-    wait_until(lambda: status(server)["pool"]["used_bytes"] == 0, "L1 is empty")
-    engine.stored.clear()
+    return bool(status(server)["pool"]["used_bytes"] == 0)
 
 
 def put_stats(server: ServerProcess) -> dict[str, Any]:

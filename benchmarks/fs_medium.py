@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import raw_io
-from benchmarks.common import figure, median_spread, scratch
+from benchmarks.common import figure, median_spread, scratch, sized
 from benchmarks.media import THREADS, put_and_load_figures
 from kvstrata.storage.fs import FsAdapter, FsSettings
 from kvstrata.storage.lanes import Lane
 
 PUT_TARGET, LOAD_TARGET = 0.7, 0.8
-RECORDS = 20_000
+RECORDS = sized(20_000, 1_000)
 KEYS = 1024
 EXISTS_TARGET_US = 1000
 

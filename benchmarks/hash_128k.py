@@ -12,14 +12,14 @@ import time
 from array import array
 from typing import Any
 
-from benchmarks.common import figure, median_spread
+from benchmarks.common import figure, median_spread, sized
 from kvstrata.keys import ChunkHasher
 
 TOKENS = 131_072
 CHUNK_TOKENS = 256
 TARGET_MS = 2.0
-PROMPTS = 8
-REPEATS = 25
+PROMPTS = sized(8, 1)
+REPEATS = sized(25, 2)
 VOCABULARY = 128_256
 
 

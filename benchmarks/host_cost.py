@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import uvloop
 
-from benchmarks.common import figure, median_spread, scratch
+from benchmarks.common import figure, median_spread, scratch, sized
 from kvstrata.clock import SystemClock
 from kvstrata.memory import linux
 from kvstrata.native.copying import RecordSpec, record_bytes, seal_record
@@ -34,7 +34,7 @@ ITEMS = 32
 PAYLOAD_BYTES = 1 << 20
 RECORD_BYTES = record_bytes(1, PAYLOAD_BYTES)
 STRIDE_BYTES = -(-RECORD_BYTES // 4096) * 4096
-WARM_UP, ROUNDS = 3, 21
+WARM_UP, ROUNDS = sized((3, 21), (1, 2))
 TARGET = 0.9
 
 

@@ -18,12 +18,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.common import figure
+from benchmarks.common import figure, sized
 from kvstrata.native.pool import IndexReader, Pool
 
+ENTRIES = sized(1_000_000, 20_000)
 CHUNKS = 512
 EXTENT_BYTES = 4096
-REPEATS = 5
+REPEATS = sized(5, 1)
 CALLS = 200
 IDENTITY = bytes(32)
 
@@ -136,7 +137,7 @@ def measure(entries: int) -> dict[str, list[float]]:
 
 def run() -> list[dict[str, Any]]:
     """Figures of `make bench`."""
-    results = measure(1_000_000)
+    results = measure(ENTRIES)
     limits = {"peek": 30.0, "lease": 100.0, "release": 100.0}
     return [
         figure(
@@ -156,7 +157,7 @@ def run() -> list[dict[str, Any]]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--entries", type=int, default=1_000_000)
+    parser.add_argument("--entries", type=int, default=ENTRIES)
     arguments = parser.parse_args()
     for kind, medians in measure(arguments.entries).items():
         print(

@@ -21,10 +21,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import figure, scratch
+from benchmarks.common import figure, scratch, sized
 from kvstrata.cli import bench_l2
 
-ROUNDS = 5
+ROUNDS = sized(5, 1)
+RECORDS: list[str] = sized([], ["--count", "16", "--batch", "4"])
+"""Of a caller's pass, as flags of `kvstrata bench l2`; its own default to measure."""
 OWN = {"lookup": 1, "retrieve": 1, "store": 4}
 COMMON = 1
 TARGET = 3.0
@@ -41,6 +43,7 @@ def burst(entry: Mapping[str, Any]) -> dict[str, Any]:
         "4",
         "--rounds",
         str(ROUNDS),
+        *RECORDS,
     ]
     report = bench_l2.run(bench_l2.parser().parse_args(words))
     print(f"{bench_l2.shown(report)}\n", flush=True)

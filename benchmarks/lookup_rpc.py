@@ -24,6 +24,7 @@ from benchmarks.common import (
     median_spread,
     percentile,
     scratch,
+    sized,
     wait_until,
 )
 from benchmarks.echo import echo_server
@@ -35,12 +36,12 @@ from tests.harness.server_process import ServerProcess
 
 TARGET_US = 400
 CHUNKS = 512
-PROMPTS = 1954
+PROMPTS = sized(1954, 70)
 """× 512 chunks = 1,000,448 entries."""
 TRIES = 5
-L1_MB = 7900
-ROUNDS = 7
-CALLS = 130
+L1_MB = sized(7900, 512)
+ROUNDS = sized(7, 1)
+CALLS = sized(130, 10)
 """Each round asks for prompts of its own."""
 PAUSE_S = 0.002
 """Between two calls of the paced rounds: all processes have gone to sleep meanwhile, and cores too."""

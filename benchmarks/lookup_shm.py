@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.common import figure, median_spread, percentile
+from benchmarks.common import figure, median_spread, percentile, sized
 from kvstrata.client import CacheClient, Identity
 from kvstrata.config.model import ClientSettings
 from kvstrata.keys import ChunkHasher
@@ -26,10 +26,10 @@ from kvstrata.native.pool import IndexReader, Pool
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice
 
 CHUNKS = 512
-PROMPTS = 2048
+PROMPTS = sized(2048, 64)
 RECORD_BYTES = 8192
 TARGET_US = 30.0
-REPEATS = 5
+REPEATS = sized(5, 1)
 
 
 @contextmanager

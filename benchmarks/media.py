@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import raw_io
-from benchmarks.common import figure, median_spread
+from benchmarks.common import figure, median_spread, sized
 from kvstrata.storage.base import StorageAdapter
 
 MB = 1 << 20
-SIZES = ((1, 64, 32), (4, 32, 16), (32, 8, 4))
+SIZES = sized(((1, 64, 32), (4, 32, 16), (32, 8, 4)), ((1, 8, 4),))
 """MiB of a record, records of a repeat, records of a batch."""
 THREADS = 4
-REPEATS = 7
+REPEATS = sized(7, 1)
 
 MakeAdapter = Callable[[Path], StorageAdapter]
 """An adapter with THREADS workers of their own for puts and for loads, not open, on a folder."""

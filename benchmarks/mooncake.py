@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
-from benchmarks.common import ROOT, figure, median_spread, scratch
+from benchmarks.common import ROOT, figure, median_spread, scratch, sized
 from kvstrata.clock import SystemClock
 from kvstrata.memory import linux
 from kvstrata.native.copying import RecordSpec, record_bytes, seal_record
@@ -27,12 +27,12 @@ from kvstrata.storage.base import AdapterContext, LoadItem, LoadStatus, Presence
 from kvstrata.storage.host import HostedAdapter
 from tests.harness import mooncake
 
-ITEMS = 64
+ITEMS = sized(64, 8)
 PAYLOAD_BYTES = 1 << 20
 SMALL_BYTES = 4096
 EXISTS = 1024
-WARM_UP, ROUNDS = 3, 15
-EXISTS_ROUNDS = 101
+WARM_UP, ROUNDS = sized((3, 15), (1, 2))
+EXISTS_ROUNDS = sized(101, 5)
 MOVE_TARGET, EXISTS_TARGET = 0.95, 1.2
 
 

@@ -21,7 +21,7 @@ import statistics
 import time
 from typing import Any
 
-from benchmarks.common import figure, scratch, wait_until
+from benchmarks.common import figure, scratch, sized, wait_until
 from benchmarks.vllm_hit_ttft import ready
 from kvstrata.cli import ctl
 from kvstrata.config.model import ClientSettings
@@ -29,10 +29,10 @@ from tests.harness import mooncake, vllm_model
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import Calls, VllmProcess
 
-FROZEN_S = 12.0
+FROZEN_S = sized(12.0, 1.0)
 PROMPT_TOKENS, HIT_TOKENS, CHUNKS = 1_100, 1_024, 4
-TIER_PROMPTS, L1_PROMPTS = 24, 2
-BEFORE = 40
+TIER_PROMPTS, L1_PROMPTS = sized((24, 2), (6, 2))
+BEFORE = sized(40, 4)
 """Hits in L1 that are measured while the master still answers."""
 CALL_TARGET_MS, HIT_TARGET, RECOVERY_TARGET_S = 2.0, 1.25, 2.0
 LATE_S = 0.25

@@ -21,16 +21,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from benchmarks.common import ROOT, figure, median_spread, percentile, scratch
+from benchmarks.common import ROOT, figure, median_spread, percentile, scratch, sized
 from benchmarks.mooncake import EXISTS, ITEMS, PAYLOAD_BYTES, Extents, keys_of
 from kvstrata.storage.base import LoadItem, LoadStatus, PutItem, PutStatus
 from kvstrata.storage.host import HostedAdapter
 from kvstrata.storage.mooncake import KEY_PREFIX
 from tests.harness import mooncake
 
-STORES, STORE_ITEMS = 4, 256
+STORES, STORE_ITEMS = sized((4, 256), (4, 16))
 LOOKUP_EVERY_S, LOAD_EVERY_S = 0.02, 0.2
-RUNS = 5
+RUNS = sized(5, 1)
 AVERAGE_TARGET, P99_TARGET = 30, 10
 WAYS = ("pool", "shared", "per_op")
 PER_OP = {"lookup": 1, "retrieve": 1, "store": 2}

@@ -22,16 +22,16 @@ from typing import Any
 import obstore
 
 from benchmarks import raw_io
-from benchmarks.common import figure, median_spread, scratch
+from benchmarks.common import figure, median_spread, scratch, sized
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.object_store import DEFAULT_WORKERS, ObjectStoreAdapter, path_of
 from kvstrata.storage.registry import make_adapter
 from tests.harness.s3_server import S3Server
 
 MB = 1 << 20
-RECORDS = 64
-REPEATS = 9
-KEYS = 256
+RECORDS = sized(64, 4)
+REPEATS = sized(9, 1)
+KEYS = sized(256, 16)
 PUT_TARGET = LOAD_TARGET = 0.8
 EXISTS_TARGET = 1.2
 

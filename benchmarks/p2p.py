@@ -14,13 +14,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import figure, median_spread, scratch
+from benchmarks.common import figure, median_spread, scratch, sized
 from tests.harness import fetch_wheels
 from tests.harness.child import Child
 
 MIB = 1 << 20
-ITEMS = 64
-WARM_UP, SETS, ROUNDS, READS = 2, 5, 3, 3
+ITEMS = sized(64, 4)
+WARM_UP, SETS, ROUNDS, READS = sized((2, 5, 3, 3), (1, 1, 1, 1))
 TARGETS = {"nixl": 0.9, "ucx": 1.0}
 BYTES = ITEMS * MIB
 READ = [[0, i * MIB, 0, i * MIB, MIB] for i in range(ITEMS)]

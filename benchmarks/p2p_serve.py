@@ -15,7 +15,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import figure, scratch
+from benchmarks.common import figure, scratch, sized
 from benchmarks.serve_tiers import asked
 from benchmarks.vllm_hit_ttft import CHUNK_TOKENS, MODEL, ready
 from kvstrata.cli import ctl
@@ -23,7 +23,7 @@ from tests.harness import vllm_model
 from tests.harness.cluster import Cluster
 from tests.harness.vllm_api import VllmApi
 
-DOCUMENTS, DOCUMENT_TOKENS = 4, 6_000
+DOCUMENTS, DOCUMENT_TOKENS = sized((4, 6_000), (2, 600))
 CHUNKS = DOCUMENTS * (DOCUMENT_TOKENS // CHUNK_TOKENS)
 L1_MB = 640
 TTFT_TARGET, ROUND_TARGET = 6.0, 5.0

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from benchmarks.common import ROOT, chain_of, engine_client, figure, median_spread, percentile, scratch
+from benchmarks.common import ROOT, chain_of, engine_client, figure, median_spread, percentile, scratch, sized
 from benchmarks.echo import echo_server
 from benchmarks.raw_session import RawSession
 from kvstrata.types import LayoutIdentity, RequestIdentity
@@ -27,10 +27,10 @@ from tests.harness.blocks import PagedBlocks
 from tests.harness.server_process import ServerProcess
 
 TARGET = 1.5
-REPEATS = 9
-PINGS = 5_000
-WARM_UP = 500
-LOAD_CLIENTS = 8
+REPEATS = sized(9, 1)
+PINGS = sized(5_000, 100)
+WARM_UP = sized(500, 10)
+LOAD_CLIENTS = sized(8, 1)
 LOAD_RATE = 25
 """Lookups a second of each client."""
 LOAD_CHUNKS = 512

@@ -36,16 +36,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import figure, scratch
+from benchmarks.common import figure, scratch, sized
 from kvstrata.native.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[1]
-INSTANCES, CHUNKS = 100, 1_000_000
+INSTANCES, CHUNKS = sized((100, 1_000_000), (4, 10_000))
 MODEL_CHUNKS = 1_000
 SHARED = 0.01
 L1_SHARE = 0.2
 LOOKUPS = 20_000
-REPEATS = 5
+REPEATS = sized(5, 1)
 
 
 def table(instances: int, chunks: int) -> dict[str, Any]:

@@ -17,15 +17,15 @@ from typing import Any
 import redis
 
 from benchmarks import raw_io
-from benchmarks.common import figure, median_spread, scratch
+from benchmarks.common import figure, median_spread, scratch, sized
 from kvstrata.storage.registry import make_adapter
 from tests.harness.redis_server import RedisServer
 
 MB = 1 << 20
-RECORDS = 64
-REPEATS = 9
+RECORDS = sized(64, 4)
+REPEATS = sized(9, 1)
 KEYS = 1024
-EXISTS_REPEATS = 100
+EXISTS_REPEATS = sized(100, 3)
 PUT_TARGET = LOAD_TARGET = 0.8
 EXISTS_TARGET = 1.2
 

@@ -2,7 +2,8 @@
 
 Each module of this folder that has `run() -> list[dict]` is one benchmark; a figure is a dict with at least
 `name`, `value`, `unit`, `ratio`, `target`, `ok`.  `--report` prints the table of docs/performance.md from
-what build/bench.json holds.
+what build/bench.json holds.  `--small` runs them at sizes that say nothing about speed, to show that they work, and
+writes no figure down; a test does so with each of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import NotHere
+from benchmarks.common import SMALL, NotHere
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "build" / "bench.json"
@@ -76,6 +77,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", help=f"of {', '.join(modules())}; all if none")
     parser.add_argument("-y", "--yes", action="store_true", help="do not ask first")
+    parser.add_argument("--small", action="store_true", help="only show that they work; writes no figures")
     parser.add_argument("--report", action="store_true", help="print what build/bench.json holds as a table")
     arguments = parser.parse_args()
     if arguments.report:
@@ -84,7 +86,9 @@ def main() -> int:
     unknown = sorted(set(arguments.names) - set(modules()))
     if unknown:
         parser.error(f"no benchmark {unknown[0]!r}; there are: {', '.join(modules())}")
-    if not arguments.names and not arguments.yes:
+    if arguments.small:
+        os.environ[SMALL] = "1"
+    if not (arguments.names or arguments.yes or arguments.small):
         free_gb = shutil.disk_usage(ROOT).free >> 30
         print(f"All benchmarks take up to {MINUTES} minutes and {SCRATCH_GB} GB of {free_gb} GB free here.")
         if not sys.stdin.isatty() or input("Run them? [y/N] ").strip().lower() != "y":
@@ -107,9 +111,10 @@ def main() -> int:
             traceback.print_exc()
             failed.append(name)
             continue
-        merge(figures)
+        if not arguments.small:
+            merge(figures)
         for figure in figures:
-            mark = "met" if figure.get("ok") else "NOT MET"
+            mark = "small" if arguments.small else "met" if figure.get("ok") else "NOT MET"
             value = f"{show(figure['value'])} {figure['unit']}, ratio {show(figure.get('ratio'))}"
             print(f"   {figure['name']}: {value}, target {figure.get('target')}: {mark}")
         print(f"   {time.monotonic() - started:.0f} s", flush=True)

@@ -18,14 +18,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, figure, scratch, wait_until
+from benchmarks.common import ROOT, figure, scratch, sized, wait_until
 from benchmarks.vllm_hit_ttft import CHUNK_TOKENS, MODEL, ready
 from kvstrata.cli import ctl
 from tests.harness import mooncake, remotes, vllm_model
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_api import VllmApi
 
-DOCUMENTS, DOCUMENT_TOKENS = 8, 2_048
+DOCUMENTS, DOCUMENT_TOKENS = sized((8, 2_048), (2, 512))
 CHUNKS = DOCUMENTS * DOCUMENT_TOKENS // CHUNK_TOKENS
 L1_MB = 640
 REMOTE = ("mooncake", "redis")

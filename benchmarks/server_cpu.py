@@ -10,7 +10,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import chains, cpu_seconds, engine_client, figure, median_spread, scratch, wait_until
+from benchmarks.common import (
+    chains,
+    cpu_seconds,
+    engine_client,
+    figure,
+    median_spread,
+    scratch,
+    sized,
+    wait_until,
+)
 from benchmarks.raw_session import start_faulted
 from kvstrata.client import CacheClient, Identity
 from kvstrata.types import RequestIdentity
@@ -18,11 +27,11 @@ from tests.harness.blocks import PagedBlocks
 from tests.harness.server_process import ServerProcess
 
 CHUNKS = 512
-PROMPTS = 16
+PROMPTS = sized(16, 2)
 TARGET_MS = 1.0
-REPEATS = 7
-CYCLES = 200
-IDLE_S = 1.0
+REPEATS = sized(7, 1)
+CYCLES = sized(200, 10)
+IDLE_S = sized(1.0, 0.1)
 
 
 def run() -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import chain_of, engine_client, figure, median_spread, scratch, wait_until
+from benchmarks.common import chain_of, engine_client, figure, median_spread, scratch, sized, wait_until
 from benchmarks.raw_session import StatusReader, is_faulted
 from kvstrata.types import RequestIdentity
 from tests.harness.blocks import PagedBlocks
@@ -25,12 +25,12 @@ from tests.harness.server_process import ServerProcess
 
 READY_TARGET_S = 1.0
 RSS_TARGET_MB = 100
-L1_MB = 4096
-REPEATS = 7
-IDLE_S = 60
-BURST_PROMPTS = 400
+L1_MB = sized(4096, 64)
+REPEATS = sized(7, 1)
+IDLE_S = sized(60, 0)
+BURST_PROMPTS = sized(400, 4)
 BURST_CHUNKS = 256
-BURST_CLIENTS = 4
+BURST_CLIENTS = sized(4, 1)
 IMPORTS = "import uvloop, zmq, msgspec, prometheus_client"
 
 

@@ -12,16 +12,16 @@ import random
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import figure, median_spread, scratch
+from benchmarks.common import figure, median_spread, scratch, sized
 from tests.harness import vllm_env, vllm_model
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import VllmProcess
 
 TARGET = 1.15
-MODEL, PROMPT_TOKENS, CHUNK_TOKENS = "160m", 6_000, 256
-WARM_UP_TOKENS = 700
+MODEL, PROMPT_TOKENS, CHUNK_TOKENS = sized(("160m", 6_000, 256), ("19m", 600, 256))
+WARM_UP_TOKENS = sized(700, 300)
 HIT_TOKENS = PROMPT_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
-REPEATS = 7
+REPEATS = sized(7, 1)
 
 
 def prompt(seed: int, tokens: int = PROMPT_TOKENS) -> list[int]:

@@ -13,7 +13,7 @@ import statistics
 import time
 from typing import Any
 
-from benchmarks.common import figure, scratch
+from benchmarks.common import figure, scratch, sized
 from benchmarks.vllm_hit_ttft import CHUNK_TOKENS, MODEL, prompt, ready
 from tests.harness import vllm_model
 from tests.harness.server_process import ServerProcess
@@ -21,7 +21,7 @@ from tests.harness.vllm_run import VllmProcess
 
 TARGET = 1.03
 CPU_TARGET = 0.01
-PAIRS = 20
+PAIRS = sized(20, 2)
 STUDENT_T = 2.093
 """97.5 % quantile for PAIRS - 1 degrees of freedom."""
 WARM_UPS = 2

@@ -16,6 +16,7 @@ ENTRY = struct.Struct("<32sQIIH6s")
 TABLE_END = struct.Struct("<8sIIQQQQ8sII")
 assert SEGMENT.size == 48 and FRAME.size == 152 and ENTRY.size == 56 and TABLE_END.size == 64
 
+VERSION = 2
 RECORD, TOMBSTONES, CLEAR, SKIP = 1, 2, 3, 4
 
 
@@ -46,7 +47,7 @@ def read_segment(path: Path) -> list[Frame]:
     if len(data) < BLOCK:  # it is just being made
         return []
     magic, version, flags, number, generation, length, _, zero, crc = SEGMENT.unpack_from(data)
-    if (magic, version, flags, zero) != (b"KVSEGMNT", 2, 0, 0) or crc != crc32c(data[:44]):
+    if (magic, version, flags, zero) != (b"KVSEGMNT", VERSION, 0, 0) or crc != crc32c(data[:44]):
         return []
     if path.name != f"{number:08x}.seg" or length != len(data):
         return []

@@ -1,0 +1,25 @@
+"""The benchmarks that start real vLLM work, at their smallest size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import bench
+
+pytestmark = pytest.mark.vllm
+
+WITH_VLLM = (
+    "codec",
+    "mooncake_frozen_master",
+    "p2p_serve",
+    "serve_tiers",
+    "vllm_hit_ttft",
+    "vllm_miss_overhead",
+)
+
+
+@pytest.mark.parametrize("name", WITH_VLLM)
+def test_a_benchmark_gives_its_figures(name: str, vllm_python: Path) -> None:
+    assert bench.small(name)
