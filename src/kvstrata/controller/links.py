@@ -1,7 +1,7 @@
 """The controller's three sockets: frames in, decisions by the cluster, answers out.
 
     reply       ROUTER   one answer each; garbage gets a Failure
-    pull        PULL     no answer; garbage is dropped and counted; not read while the directory is behind
+    pull        PULL     no answer; garbage is dropped and counted; not handled while the directory is behind
     heartbeat   ROUTER   Beat, or a Failure; and Nudge where a command waits
 
 A failure of one message costs its sender an answer and nobody else anything.
@@ -45,8 +45,6 @@ from kvstrata.rpc.cluster_wire import (
 )
 from kvstrata.rpc.zmq_server import Address, CurveKeys, ZmqServer
 
-RECEIVE_QUEUE = 16
-"""Messages of one peer read ahead; with their largest size this bounds what one peer can make us hold."""
 MAX_UNANSWERED = 4_096
 """Requests under way; more are refused."""
 
@@ -60,12 +58,7 @@ class Links:
         self._log = EventLog("links")
 
         def server(receive_only: bool = False) -> ZmqServer:
-            return ZmqServer(
-                loop,
-                receive_only=receive_only,
-                max_message_bytes=MAX_CLUSTER_MESSAGE_BYTES,
-                receive_queue=RECEIVE_QUEUE,
-            )
+            return ZmqServer(loop, receive_only=receive_only, max_message_bytes=MAX_CLUSTER_MESSAGE_BYTES)
 
         self._reply, self._pull, self._heartbeat = server(), server(receive_only=True), server()
         self.ports = cluster.ports

@@ -181,9 +181,13 @@ STATUS_NUMBERS: dict[str, str] = {
     "peers_served.received": "Frames received from peers since the start.",
     "peers_served.dropped_replies": "Replies to peers that found no receiver.",
     "peers_served.refused_handshakes": "Connections of peers that broke off before they had shown the right keys.",
+    "peers_served.connections": "Connections of peers now.",
+    "peers_served.cut_connections": "Connections of peers cut: one too many, or more sent than may wait.",
     "rpc.received": "Frames received since the start.",
     "rpc.dropped_replies": "Replies that found no receiver.",
     "rpc.refused_handshakes": "Connections that broke off before they had shown the right keys.",
+    "rpc.connections": "Connections now.",
+    "rpc.cut_connections": "Connections cut: one too many, or more sent than may wait.",
 }
 """Numbers of the status document that are served as gauges, and what they tell. ADAPTER stands for an adapter's
 name (`fs-0`), WORD for one of several words."""

@@ -6,7 +6,7 @@ Rules:
    when the other side refuses it, or Unavailable when no answer came in time or too much is asked already.
 2. Nothing is queued for a peer that is not connected: a question waits here for the connection, at most its own
    time, and what nobody waits for any more is never sent.
-3. libzmq re-opens connections by itself, also to a process that was frozen or cut off.
+3. libzmq re-opens connections by itself, also to a process that was cut off.
 4. What is no message, or answers nothing that is still open, is counted and dropped.
 """
 
@@ -44,8 +44,15 @@ RECONNECT_MS, RECONNECT_MAX_MS = 50, 500
 CONNECT_TIMEOUT_MS = 2_000
 HANDSHAKE_MS = 5_000
 LINGER_MS = 200
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 6_000
-"""ZMTP's own: a connection without any sign of life for so long is opened anew."""
+KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 2,
+    zmq.TCP_KEEPALIVE_INTVL: 2,
+    zmq.TCP_KEEPALIVE_CNT: 2,
+    zmq.TCP_MAXRT: 6_000,
+}
+"""TCP's own: a connection whose other end answers nothing for 6 s is opened anew.  A frozen process still answers; who
+asks it finds out by the time of the question.  No ZMTP heartbeats: libzmq may abort over a PING, see zmq_inbox.py."""
 
 
 class ClusterFailure(KvstrataError):
@@ -127,8 +134,7 @@ _OPTIONS = {
     zmq.RECONNECT_IVL_MAX: RECONNECT_MAX_MS,
     zmq.CONNECT_TIMEOUT: CONNECT_TIMEOUT_MS,
     zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
-    zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
-    zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_TIMEOUT_MS,
+    **KEEPALIVE,
 }
 
 

@@ -7,10 +7,14 @@ there is no answer, and no address.  A message is one frame; the handler gets (a
 1. Nothing here blocks: reads and sends are NOBLOCK; a reply to a peer that does not read is dropped when its
    queue is full (the peer asks again and gets the same outcome).
 2. One wake handles at most `MESSAGES_PER_WAKE` messages and `SECONDS_PER_WAKE`, then lets the loop do other
-   work; the socket itself serves its peers in turn.
+   work; connections are served in turn.
 3. A message with another number of frames gets the handler's error reply; a message above the size limit
    costs its sender the connection (libzmq closes it) and nobody else anything.
-4. While reading is paused, what arrives waits in bounded queues, at last in those of the senders.
+4. What arrives is taken from libzmq at once, also while handling is paused, and waits in the inbox (zmq_inbox.py):
+   a connection that makes more wait than its bound is cut.
+5. No ZMTP heartbeats: who is alive is the business of the protocols above.  TCP's own keepalive ends connections
+   whose other end is gone without a word.
+6. Only ZMTP 3 is spoken: older peers' messages do not tell which connection they came on.
 
 Off loopback the tcp socket needs CURVE (RFC 26): the server's secret key and the public keys of the clients
 that may connect, or an explicit permission to go without.  Who comes without the right keys is refused by libzmq
@@ -38,20 +42,33 @@ from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.observability.logging import EventLog
 from kvstrata.rpc.ports import port_holder
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
+from kvstrata.rpc.zmq_inbox import Inbox, Message
 
 MESSAGES_PER_WAKE = 32
 SECONDS_PER_WAKE = 0.002
 SEND_QUEUE = 2_048
 """Replies waiting for one peer: more than it can have asked for at a time (rpc/session.py)."""
-RECEIVE_QUEUE = 64
-"""Requests of one peer read ahead; with the size limit this bounds what one peer can make us hold."""
-MAX_PEERS = 1024
+TAKEN_PER_WAKE = 512
+"""Messages taken from libzmq in one wake; taking one costs a few microseconds."""
+HANDSHAKE_MS = 5_000
+KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 10,
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 4,
+    zmq.TCP_MAXRT: 30_000,
+}
+"""A tcp connection whose other end answers nothing for 30 s is closed."""
+CONNECTIONS = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED
 REFUSED_HANDSHAKES = (
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
     | zmq.Event.HANDSHAKE_FAILED_AUTH
 )
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+ZAP_DOMAIN = "kvstrata"
+KEYLESS_DOMAIN = "kvstrata-keyless"
+"""Of sockets without keys.  A socket that has a domain refuses ZMTP 1 and 2."""
 Z85_CHARS = 40
 
 
@@ -84,18 +101,17 @@ class ZmqServer:
         *,
         receive_only: bool = False,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
-        receive_queue: int = RECEIVE_QUEUE,
     ) -> None:
-        """`receive_queue`: messages of one peer read ahead."""
         self._loop = loop
         self._receive_only = receive_only
         self._max_message_bytes = max_message_bytes
-        self._receive_queue = receive_queue
         self._handler: Handler | None = None
         self._frame_error: FrameErrorHandler | None = None
         self._context = zmq.Context(io_threads=1)
-        self._context.set(zmq.MAX_SOCKETS, MAX_PEERS + 16)
         self._sockets: dict[bool, zmq.Socket[bytes]] = {}
+        self._inboxes: dict[bool, Inbox] = {}
+        self._watches: dict[bool, zmq.Socket[bytes]] = {}
+        """Where libzmq tells of connections."""
         self._zap: zmq.Socket[bytes] | None = None
         self._clients: frozenset[bytes] = frozenset()
         self._ipc_path: Path | None = None
@@ -109,7 +125,8 @@ class ZmqServer:
         self.dropped_replies_count = 0
         self.refused_handshakes_count = 0
         """Connections that broke off before they had shown the right keys."""
-        self._handshakes: zmq.Socket[bytes] | None = None
+        self._keys_asked_on = ""
+        """The setting of the port that asks for keys; empty where none does."""
         self._log = EventLog("zmq")
 
     def bind_ipc(self, path: Path) -> None:
@@ -127,6 +144,7 @@ class ZmqServer:
             os.umask(old_umask)
         path.chmod(0o600)
         self._ipc_path = path
+        self._inboxes[True].listen(str(path))
 
     def bind_tcp(
         self,
@@ -159,8 +177,8 @@ class ZmqServer:
             self._start_zap(curve)
             server.setsockopt(zmq.CURVE_SERVER, 1)
             server.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)
-            server.setsockopt_string(zmq.ZAP_DOMAIN, "kvstrata")
-            self._watch_handshakes(server, port_setting)
+            server.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+            self._keys_asked_on = port_setting
         shown = f"[{address}]" if family == socket.AF_INET6 else address
         try:
             server.bind(f"tcp://{shown}:{port or '*'}")
@@ -176,25 +194,24 @@ class ZmqServer:
                 "and a port that this user may open",
                 field=host_setting,
             ) from None
-        return int(server.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
+        bound = int(server.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
+        self._inboxes[False].listen(bound)
+        return bound
 
     def start(self, handler: Handler, frame_error: FrameErrorHandler) -> None:
-        """Begin to read."""
+        """Begin to handle messages."""
         self._handler = handler
         self._frame_error = frame_error
         self._reading = True
-        for local, server in self._sockets.items():
-            self._loop.add_reader(server.fileno(), self._drain, local)
-            self._loop.call_soon(self._drain, local)
+        for local in self._sockets:
+            self._wake_soon(local)
 
     def pause(self) -> None:
-        """Read nothing until `resume`."""
+        """Handle nothing until `resume`."""
         self._reading = False
-        for server in self._sockets.values():
-            self._loop.remove_reader(server.fileno())
 
     def resume(self) -> None:
-        """Read on."""
+        """Handle messages again."""
         if self._handler is not None and self._frame_error is not None:
             self.start(self._handler, self._frame_error)
 
@@ -217,15 +234,18 @@ class ZmqServer:
             "received": self.received_count,
             "dropped_replies": self.dropped_replies_count,
             "refused_handshakes": self.refused_handshakes_count,
+            "connections": sum(inbox.connections_count for inbox in self._inboxes.values()),
+            "cut_connections": sum(inbox.cut_count for inbox in self._inboxes.values()),
         }
 
     def close(self) -> None:
         """Stop reading, give queued replies a moment to leave, free everything."""
         self._reading = False
-        if self._handshakes is not None:
-            self._loop.remove_reader(self._handshakes.fileno())
-            self._sockets[False].disable_monitor()
-            self._handshakes.close(linger=0)
+        for local, watch in self._watches.items():
+            self._loop.remove_reader(watch.fileno())
+            self._sockets[local].monitor(None, 0)
+            watch.close(linger=0)
+        self._watches.clear()
         for server in self._sockets.values():
             self._loop.remove_reader(server.fileno())
             server.close(linger=200)
@@ -240,69 +260,106 @@ class ZmqServer:
     def _router(self, *, local: bool) -> zmq.Socket[bytes]:
         server = self._context.socket(zmq.PULL if self._receive_only else zmq.ROUTER)
         server.setsockopt(zmq.LINGER, 0)
-        server.setsockopt(zmq.RCVHWM, self._receive_queue)
+        server.setsockopt(zmq.RCVHWM, 0)  # or libzmq would stop its input, see zmq_inbox.py
         server.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
+        server.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        server.setsockopt_string(zmq.ZAP_DOMAIN, KEYLESS_DOMAIN)
         if not self._receive_only:
             server.setsockopt(zmq.SNDHWM, SEND_QUEUE)
             # A client that comes back under the routing id of its dead connection takes the place over.
             server.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if not local:
-            server.setsockopt(zmq.TCP_KEEPALIVE, 1)
-            server.setsockopt(zmq.HEARTBEAT_IVL, 10_000)
-            server.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
+            for option, value in KEEPALIVE.items():
+                server.setsockopt(option, value)
         self._sockets[local] = server
+        self._inboxes[local] = Inbox(self._max_message_bytes)
+        self._watch_connections(server, local)
+        self._loop.add_reader(server.fileno(), self._drain, local)
         return server
 
     def _look_again(self, local: bool) -> None:
-        if not self._reading or local in self._again:
-            return
         if int(self._sockets[local].getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._wake_soon(local)
+
+    def _wake_soon(self, local: bool) -> None:
+        if local not in self._again:
             self._again.add(local)
             self._loop.call_soon(self._drain, local)
 
     def _drain(self, local: bool) -> None:
-        """Handle what has arrived, within the bounds of one wake."""
+        """Take in what has arrived and handle some of it, within the bounds of one wake."""
         self._again.discard(local)
         server = self._sockets.get(local)
-        if server is None or not self._reading:
+        if server is None:
             return
-        self._draining, self._draining_local = True, local
-        try:
-            empty = self._handle_some(server, local)
-        finally:
-            self._draining = False
-        if not empty:
+        empty = self._take_in(server, local)
+        if self._reading:
+            self._draining, self._draining_local = True, local
+            try:
+                self._handle_some(server, local)
+            finally:
+                self._draining = False
+        if not self._sockets:
+            return  # a handler has closed this
+        if not empty or (self._reading and self._inboxes[local]):
+            self._wake_soon(local)
+        else:
             self._look_again(local)
         sent_to, self._sent_to = self._sent_to, set()
         for other in sent_to:
             self._look_again(other)
 
-    def _handle_some(self, server: zmq.Socket[bytes], local: bool) -> bool:
-        """True when nothing was left to read."""
-        handler, frame_error = self._handler, self._frame_error
-        assert handler is not None and frame_error is not None, "reading before start"
+    def _take_in(self, server: zmq.Socket[bytes], local: bool) -> bool:
+        """Take messages from libzmq into the inbox; True when none was left."""
+        inbox = self._inboxes[local]
+        if inbox.has_cut:
+            self._see_connections(local)  # a new one may have the descriptor of one that was cut
         started_s = time.monotonic()
-        for _ in range(MESSAGES_PER_WAKE):
+        for _ in range(TAKEN_PER_WAKE):
             try:
-                frames = server.recv_multipart(zmq.NOBLOCK)
+                first = server.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return True
             self.received_count += 1
-            if self._receive_only:
-                frames.insert(0, b"")
-            address = Address(local, frames[0])
-            if len(frames) == 2:
-                handler(address, frames[1])
-            else:
-                delimiter = [b""] if len(frames) > 2 and not frames[1] else []
-                reply = frame_error(address, len(frames) - 1)
-                if not self._receive_only:
-                    self._send(server, [frames[0], *delimiter, reply])
-            if not self._reading:
-                return False
+            connection = int(first.get(zmq.SRCFD))
+            frames = [first.bytes]
+            while server.getsockopt(zmq.RCVMORE):
+                frames.append(server.recv(zmq.NOBLOCK))
+            routing_id = b"" if self._receive_only else frames.pop(0)
+            if inbox.add(Message(connection, routing_id, frames)) is not None:
+                self._log.repeated(
+                    logging.WARNING,
+                    f"cut {self._name(local)}",
+                    "connection_cut",
+                    port=self._name(local),
+                    why="it sent more than the bounds let wait",
+                )
             if time.monotonic() - started_s > SECONDS_PER_WAKE:
                 break
         return False
+
+    def _handle_some(self, server: zmq.Socket[bytes], local: bool) -> None:
+        handler, frame_error = self._handler, self._frame_error
+        assert handler is not None and frame_error is not None, "reading before start"
+        inbox = self._inboxes[local]
+        started_s = time.monotonic()
+        for _ in range(MESSAGES_PER_WAKE):
+            message = inbox.next()
+            if message is None:
+                return
+            address, frames = Address(local, message.routing_id), message.frames
+            if len(frames) == 1:
+                handler(address, frames[0])
+            else:
+                delimiter = [b""] if len(frames) > 1 and not frames[0] else []
+                reply = frame_error(address, len(frames))
+                if not self._receive_only:
+                    self._send(server, [message.routing_id, *delimiter, reply])
+            if not self._reading or time.monotonic() - started_s > SECONDS_PER_WAKE:
+                return
+
+    def _name(self, local: bool) -> str:
+        return str(self._ipc_path) if local else self._sockets[local].getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _send(self, server: zmq.Socket[bytes], frames: list[bytes]) -> None:
         try:
@@ -310,24 +367,39 @@ class ZmqServer:
         except zmq.ZMQError:
             self.dropped_replies_count += 1
 
-    def _watch_handshakes(self, server: zmq.Socket[bytes], setting: str) -> None:
-        """libzmq tells of those that failed; nobody else hears of them."""
-        watch = self._handshakes = server.get_monitor_socket(REFUSED_HANDSHAKES)
-        self._loop.add_reader(watch.fileno(), self._count_handshakes, watch, setting)
-        self._loop.call_soon(self._count_handshakes, watch, setting)
+    def _watch_connections(self, server: zmq.Socket[bytes], local: bool) -> None:
+        """libzmq tells of connections that open, end, or never came to be; nobody else hears of the last."""
+        endpoint = f"inproc://connections-{local}"
+        server.monitor(endpoint, CONNECTIONS | REFUSED_HANDSHAKES)
+        watch = self._watches[local] = self._context.socket(zmq.PAIR)
+        watch.setsockopt(zmq.LINGER, 0)
+        watch.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop libzmq's thread
+        watch.connect(endpoint)
+        self._loop.add_reader(watch.fileno(), self._see_connections, local)
+        self._loop.call_soon(self._see_connections, local)
 
-    def _count_handshakes(self, watch: zmq.Socket[bytes], setting: str) -> None:
+    def _see_connections(self, local: bool) -> None:
+        watch, inbox = self._watches[local], self._inboxes[local]
         while not watch.closed:
             try:
-                event = parse_monitor_message(watch.recv_multipart(zmq.NOBLOCK))["event"]
+                told = parse_monitor_message(watch.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            self.refused_handshakes_count += 1
-            unknown = event == zmq.Event.HANDSHAKE_FAILED_AUTH
-            why = "unknown client key" if unknown else "no key, or one of another cluster"
-            self._log.repeated(
-                logging.WARNING, f"refused {setting} {why}", "connection_refused", port=setting, why=why
-            )
+            match told["event"]:
+                case zmq.Event.ACCEPTED:
+                    inbox.opened(int(told["value"]))
+                case zmq.Event.DISCONNECTED:
+                    inbox.closed(int(told["value"]))
+                case event if self._keys_asked_on and not local:
+                    self._handshake_refused(unknown=event == zmq.Event.HANDSHAKE_FAILED_AUTH)
+
+    def _handshake_refused(self, *, unknown: bool) -> None:
+        self.refused_handshakes_count += 1
+        setting = self._keys_asked_on
+        why = "unknown client key" if unknown else "no key, or one of another cluster"
+        self._log.repeated(
+            logging.WARNING, f"refused {setting} {why}", "connection_refused", port=setting, why=why
+        )
 
     def _start_zap(self, curve: CurveKeys) -> None:
         """Answer libzmq's question who may connect (RFC 27) from the list of client keys."""
@@ -344,7 +416,8 @@ class ZmqServer:
             except zmq.Again:
                 return
             # routing id, empty, version, request id, domain, address, identity, mechanism, credentials
-            allowed = len(frames) == 9 and frames[7] == b"CURVE" and frames[8] in self._clients
+            keyless = len(frames) > 4 and frames[4] == KEYLESS_DOMAIN.encode()
+            allowed = keyless or (len(frames) == 9 and frames[7] == b"CURVE" and frames[8] in self._clients)
             status = [b"200", b"OK"] if allowed else [b"400", b"unknown client key"]
             self._zap.send_multipart(
                 [*frames[:2], b"1.0", frames[3] if len(frames) > 3 else b"", *status, b"", b""], zmq.NOBLOCK
