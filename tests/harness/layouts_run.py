@@ -190,7 +190,7 @@ class Engine:
             chunk_tokens=case.block_tokens * chunk_blocks,
             heads=Heads((0, LAYERS), kv_heads, 1),
             dtype=case.dtype,
-            kinds=layer_kinds(self.config.kv_cache_groups, modules),
+            kinds=layer_kinds(self.config.kv_cache_groups, modules, "V"),
         )
         self.plan = self.view.plan()
 

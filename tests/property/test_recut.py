@@ -329,16 +329,16 @@ def packed(part: Part, axes: list[tuple[str, int]]) -> Part:
 
 def test_an_arrangement_that_is_not_known_is_moved_whole_or_not_at_all() -> None:
     # As CPU attention: heads apart, the tokens of a block packed.
-    cpu = [("kv_heads", 2), ("cpu_attn/amx.tokens", 16), ("cpu_attn/amx.content", 8)]
+    cpu = [("kv_heads", 2), ("cpu_attn/amx@0.32.0.tokens", 16), ("cpu_attn/amx@0.32.0.content", 8)]
     sources = [packed(part, cpu) for part in parts(4, 16, "LBHNC")]
     target = packed(parts(2, 16, "LBHNC")[0], [("kv_heads", 4), *cpu[1:]])
     assert len(plan_recut(sources, target).copies) == 2
     for axes, block_tokens in (
-        ([("kv_heads", 4), ("cpu_attn/vec.tokens", 16), ("cpu_attn/vec.content", 8)], 16),
-        ([("cpu_attn/amx.tokens", 16), ("cpu_attn/amx.content", 8), ("kv_heads", 4)], 16),
-        ([("kv_heads", 4), ("cpu_attn/amx.tokens", 48), ("cpu_attn/amx.content", 8)], 48),
-        ([("kv_heads", 4), ("cpu_attn/amx.content", 8), ("cpu_attn/amx.tokens", 16)], 16),
-        ([("kv_heads", 4), ("tokens", 16), ("cpu_attn/amx.content", 8)], 16),
+        ([("kv_heads", 4), ("cpu_attn/vec@0.32.0.tokens", 16), ("cpu_attn/vec@0.32.0.content", 8)], 16),
+        ([("cpu_attn/amx@0.32.0.tokens", 16), ("cpu_attn/amx@0.32.0.content", 8), ("kv_heads", 4)], 16),
+        ([("kv_heads", 4), ("cpu_attn/amx@0.32.0.tokens", 48), ("cpu_attn/amx@0.32.0.content", 8)], 48),
+        ([("kv_heads", 4), ("cpu_attn/amx@0.32.0.content", 8), ("cpu_attn/amx@0.32.0.tokens", 16)], 16),
+        ([("kv_heads", 4), ("tokens", 16), ("cpu_attn/amx@0.32.0.content", 8)], 16),
     ):
         other = packed(parts(2, block_tokens, "LBHNC")[0], axes)
         if axes[-1] == ("kv_heads", 4):
@@ -347,10 +347,10 @@ def test_an_arrangement_that_is_not_known_is_moved_whole_or_not_at_all() -> None
         else:
             assert refused(sources, other) == (RecutReason.ARRANGEMENT, "axes")
     # K and V in planes of their own, with the heads somewhere inside.
-    planes = [("b12x.heads", 2), ("b12x.tokens", 16), ("b12x.content", 8)]
+    planes = [("b12x@0.32.0.heads", 2), ("b12x@0.32.0.tokens", 16), ("b12x@0.32.0.content", 8)]
     sources = [packed(part, planes) for part in parts(4, 16, "LBHNC")]
     assert plan_recut(sources[:1], sources[0]).copies[0].loops == ()
-    wider = packed(parts(2, 16, "LBHNC")[0], [planes[0], planes[1], ("b12x.content", 16)])
+    wider = packed(parts(2, 16, "LBHNC")[0], [planes[0], planes[1], ("b12x@0.32.0.content", 16)])
     assert refused(sources, wider)[0] is RecutReason.ARRANGEMENT
     assert refused(sources[:1], sources[1]) == (RecutReason.ARRANGEMENT, "kv_heads")
     unnamed = [("axis1", 2), ("axis2", 16), ("axis3", 8)]

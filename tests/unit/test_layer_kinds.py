@@ -60,7 +60,7 @@ def group(layer_spec, names=(NAME,)):
 
 
 def kind_of(layer_spec, layer_module):
-    return layer_kinds([group(layer_spec)], {NAME: layer_module})[NAME]
+    return layer_kinds([group(layer_spec)], {NAME: layer_module}, "0.32.0")[NAME]
 
 
 QUANTISED = {
@@ -78,10 +78,14 @@ def test_backends_that_keep_k_then_v_for_each_head_and_token_mean_the_same(backe
 @pytest.mark.parametrize(
     ("changes", "backend", "axes"),
     [
-        ({}, "CPU_ATTN", ("kv_heads", "cpu_attn/amx.tokens", "cpu_attn/amx.content")),
-        ({}, "SOMETHING", ("something/amx.heads", "something/amx.tokens", "something/amx.content")),
-        ({"num_head_slots": 2}, "FLASH_ATTN", ("flash_attn/amx.heads",)),
-        ({"kv_quant_mode": SimpleNamespace(name="NVFP4")}, "FLASHINFER", ("flashinfer/amx.heads",)),
+        ({}, "CPU_ATTN", ("kv_heads", "cpu_attn/amx@0.32.0.tokens", "cpu_attn/amx@0.32.0.content")),
+        (
+            {},
+            "SOMETHING",
+            ("something/amx@0.32.0.heads", "something/amx@0.32.0.tokens", "something/amx@0.32.0.content"),
+        ),
+        ({"num_head_slots": 2}, "FLASH_ATTN", ("flash_attn/amx@0.32.0.heads",)),
+        ({"kv_quant_mode": SimpleNamespace(name="NVFP4")}, "FLASHINFER", ("flashinfer/amx@0.32.0.heads",)),
         ({"head_size_v": 32}, "FLASH_ATTN_DIFFKV", ("kv_heads", "tokens", "k64+v32")),
         ({"head_size_v": 0}, "FLASHMLA", ("kv_heads", "tokens", "latent")),
         (
@@ -103,8 +107,25 @@ def view(kinds, tensors=None, **changes):
 
 
 def test_two_instruction_sets_of_one_cpu_backend_share_nothing():
-    made = [view(layer_kinds([group(spec())], {NAME: module("CPU_ATTN", isa=isa)})) for isa in ("amx", "vec")]
+    made = [
+        view(layer_kinds([group(spec())], {NAME: module("CPU_ATTN", isa=isa)}, "0.32.0"))
+        for isa in ("amx", "vec")
+    ]
     assert made[0].slice != made[1].slice
+
+
+def test_an_arrangement_that_only_its_writer_knows_is_not_shared_between_versions_of_vllm():
+    for backend, shared in (
+        ("CPU_ATTN", False),
+        ("SOMETHING", False),
+        ("FLASH_ATTN", True),
+        ("FLASHINFER", True),
+    ):
+        made = [
+            view(layer_kinds([group(spec())], {NAME: module(backend)}, version))
+            for version in ("0.32.0", "0.33.0")
+        ]
+        assert (made[0].slice == made[1].slice) is shared, backend
 
 
 def test_scales_are_facts_of_quantised_layers_alone():
@@ -128,7 +149,7 @@ def test_blocks_are_in_front_where_the_shape_is_as_announced_though_other_axes_f
 
 
 def test_kernel_blocks_dense_in_tokens_are_not_seen_in_the_bytes():
-    kinds = layer_kinds([group(spec())], {NAME: module()})
+    kinds = layer_kinds([group(spec())], {NAME: module()}, "0.32.0")
     whole = view(kinds, {NAME: FakeTensor((40, 4, 16, 128), order=(0, 2, 1, 3))})
     halves = view(kinds, {NAME: FakeTensor((80, 4, 8, 128), order=(0, 2, 1, 3))})
     assert halves.slice == whole.slice
@@ -145,7 +166,7 @@ def test_a_block_of_another_size_than_announced_is_refused():
 
 def test_a_layer_without_a_module_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"layers\.7.* no attention layer of that name"):
-        layer_kinds([group(spec())], {})
+        layer_kinds([group(spec())], {}, "0.32.0")
 
 
 def test_a_group_may_describe_each_layer():
@@ -158,14 +179,14 @@ def test_a_group_may_describe_each_layer():
     assert [check_groups([one]) for one in both] == [16, 16]
     assert [chunk_bytes(one, 4) for one in both] == [3 * 4 * 16384] * 2
     modules = dict.fromkeys(names, module())
-    assert layer_kinds(both[:1], modules) == layer_kinds(both[1:], modules)
+    assert layer_kinds(both[:1], modules, "0.32.0") == layer_kinds(both[1:], modules, "0.32.0")
     each.kv_cache_specs[names[1]] = type("MambaSpec", (), {})()
     with pytest.raises(ConfigError, match="MambaSpec is not supported"):
         check_groups([both[0]])
 
 
 def test_a_tensor_of_no_group_is_refused_unless_it_is_another_layers():
-    kinds = layer_kinds([group(spec())], {NAME: module()})
+    kinds = layer_kinds([group(spec())], {NAME: module()}, "0.32.0")
     blocks = FakeTensor((40, 4, 16, 128))
     shared = "model.layers.8.self_attn.attn"
     assert view(kinds, {NAME: blocks, shared: blocks}).layers.keys() == {NAME}
@@ -190,7 +211,7 @@ def latents_with_an_indexer():
         NAME: FakeTensor((40, 1, 64, 656), element=1),
         INDEXER: FakeTensor((40, 1, 64, 132), element=1, base=1 << 30),
     }
-    return layer_kinds([group(each, tuple(specs))], modules), tensors
+    return layer_kinds([group(each, tuple(specs))], modules, "0.32.0"), tensors
 
 
 def test_latents_and_the_indexer_beside_them_are_two_sections_of_one_layer():
@@ -201,7 +222,10 @@ def test_latents_and_the_indexer_beside_them_are_two_sections_of_one_layer():
     assert made.facts["makes"] == [
         {"axes": [["tokens", 64], ["latent/fp8_ds_mla", 656]], "section_bytes": 64 * 656},
         {
-            "axes": [["deepseek_v32_indexer.tokens", 64], ["deepseek_v32_indexer.content", 132]],
+            "axes": [
+                ["deepseek_v32_indexer@0.32.0.tokens", 64],
+                ["deepseek_v32_indexer@0.32.0.content", 132],
+            ],
             "section_bytes": 64 * 132,
         },
     ]
@@ -229,6 +253,6 @@ def test_scales_of_quantised_layers_beside_one_that_was_left_out_are_facts():
         NAME: FakeTensor((40, 4, 16, 128)),
         other: FakeTensor((40, 4, 16, 128), element=1, base=1 << 30),
     }
-    made = view(layer_kinds([group(each, (NAME, other))], modules), tensors)
+    made = view(layer_kinds([group(each, (NAME, other))], modules, "0.32.0"), tensors)
     assert made.facts["scales"] == [[], [(0.5).hex(), (2.0).hex()]]
     assert [make["quantisation"] for make in made.facts["makes"]] == ["NONE", "FP8_PER_TENSOR"]

@@ -63,14 +63,14 @@ def test_axes_mean_heads_and_tokens_only_where_that_is_known(results):
     assert axes["FLASH_ATTN_DIFFKV auto 16/16", "LBNHC"] == [tokens, heads, ["k64+v32", 96]]
     assert axes["FLASHMLA auto 64/64", "BLNHC"] == [["tokens", 64], ["latent", 576]]
     assert axes["CPU_ATTN auto 128/32", "LBHNC"] == [
-        ["cpu_attn/amx.tokens", 4],
+        ["cpu_attn/amx@V.tokens", 4],
         heads,
-        ["cpu_attn/amx.tokens", 32],
-        ["cpu_attn/amx.content", 128],
+        ["cpu_attn/amx@V.tokens", 32],
+        ["cpu_attn/amx@V.content", 128],
     ]
     for unknown in ("TURBOQUANT turboquant_k8v4 16/16", "TRITON_ATTN int4_per_token_head 16/16"):
         assert not {"tokens", "kv_heads", "kv"} & {name for name, _ in axes[unknown, "LBNHC"]}
-    assert {size for name, size in axes["B12X auto 64/64", "LBHNC"] if name == "b12x.heads"} == {2}
+    assert {size for name, size in axes["B12X auto 64/64", "LBHNC"] if name == "b12x@V.heads"} == {2}
 
 
 def test_scales_of_quantised_layers_are_facts(results):
@@ -89,7 +89,7 @@ def test_latents_and_an_indexer_are_sections_of_one_record_with_facts_of_their_o
         assert result["section_makes"] == [0, 1] * 3
         assert [make["axes"] for make in result["makes"]] == [
             [["tokens", 64], ["latent/fp8_ds_mla", 656]],
-            [["deepseek_v32_indexer.tokens", 64], ["deepseek_v32_indexer.content", 132]],
+            [["deepseek_v32_indexer@V.tokens", 64], ["deepseek_v32_indexer@V.content", 132]],
         ]
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm
 from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -179,7 +180,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             fidelity=self._settings.fidelity,
             head_size=self._vllm_config.model_config.get_head_size(),
             gpu_fp8=self._settings.gpu_fp8,
-            kinds=layer_kinds(self._kv_cache_config.kv_cache_groups, modules),
+            kinds=layer_kinds(self._kv_cache_config.kv_cache_groups, modules, vllm.__version__),
         )
         self._layers_ask = layers_ask(modules[name] for name in view.layers)
         make_client = partial(

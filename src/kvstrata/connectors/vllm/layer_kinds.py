@@ -50,7 +50,7 @@ class LayerKind(NamedTuple):
     """Bytes of a block without padding."""
     axes: tuple[str, str, str]
     """Names of the axes heads, tokens and content: `kv_heads`, `tokens` and `k+v` (two halves) mean just that; any
-    other name stands for an arrangement that is only known to whoever wrote it."""
+    other name stands for an arrangement that is only known to whoever wrote it, and holds vLLM's version."""
     quantisation: str
     latent: bool
     """One state a token, which every tensor-parallel rank holds, without a V of its own."""
@@ -58,10 +58,11 @@ class LayerKind(NamedTuple):
     """Scales of K and of V that hold for the whole layer or each head, as hexadecimal floats; () where none apply."""
 
 
-def layer_kinds(groups: Sequence[Any], modules: Mapping[str, Any]) -> dict[str, LayerKind]:
+def layer_kinds(groups: Sequence[Any], modules: Mapping[str, Any], version: str) -> dict[str, LayerKind]:
     """The kind of every layer that has blocks of its own, by name.
 
-    `groups` are `KVCacheConfig.kv_cache_groups`, `modules` the attention layers by name
+    `version` is vLLM's: an arrangement that only its writer knows may change with any version.  `groups` are
+    `KVCacheConfig.kv_cache_groups`, `modules` the attention layers by name
     (`CompilationConfig.static_forward_context`).  Raises ConfigError for a layer whose module is missing.
     """
     kinds = {}
@@ -72,11 +73,11 @@ def layer_kinds(groups: Sequence[Any], modules: Mapping[str, Any]) -> dict[str, 
                 raise ConfigError(
                     f"KV cache of layer {name!r}: vLLM has no attention layer of that name", field="kv_cache"
                 )
-            kinds[name] = _kind(each.get(name, group.kv_cache_spec), modules[name])
+            kinds[name] = _kind(each.get(name, group.kv_cache_spec), modules[name], version)
     return kinds
 
 
-def _kind(spec: Any, module: Any) -> LayerKind:
+def _kind(spec: Any, module: Any, version: str) -> LayerKind:
     backend = str(module.get_attn_backend().get_name())
     quantisation = str(getattr(spec.kv_quant_mode, "name", spec.kv_quant_mode))
     packed = getattr(spec, "state_content_bytes", None)
@@ -90,7 +91,7 @@ def _kind(spec: Any, module: Any) -> LayerKind:
         content = "latent" if packed is None else f"latent/{spec.cache_dtype_str}"
     else:
         isa = getattr(module, "isa", None)
-        way = backend.lower() + (f"/{isa}" if isa else "")
+        way = backend.lower() + (f"/{isa}" if isa else "") + f"@{version}"
         content = f"{way}.content"
         axes = (
             "kv_heads" if backend in HEADS_APART_BACKENDS and not own_slots else f"{way}.heads",
