@@ -955,6 +955,16 @@ def test_salt_and_media_change_the_keys():
     assert chains[0][:32] == chains[3][:32] == chains[4][:32], "the chunk before the picture is shared"
 
 
+def test_a_name_for_a_medium_crosses_neither_salts_nor_tenants_nor_engines():
+    chains = set()
+    for tenant, salt, engine in itertools.product(("", "blue"), (None, "pepper"), ("one", "other")):
+        side = make_side(settings={"tenant": tenant}, engine=engine)
+        request = make_request(40, mm_features=[media("img-1")], cache_salt=salt)
+        side.on_new_request(request)
+        chains.add(step(side, [(request, 0, 40)]).stores[0].chain)
+    assert len(chains) == 8
+
+
 def test_adapter_is_waited_for_by_asking_again(tmp_path):
     (tmp_path / "adapter_model.safetensors").write_bytes(b"x" * 100)
     side = make_side(FakeClient(hits=3))
@@ -1195,11 +1205,12 @@ def media(identifier, offset=9, length=3):
         ("prompt_embeds", {"prompt_embeds": object()}),
         ("resumable", {"resumable": True}),
         ("unnamed_media", {"mm_features": [media("cat"), media("")]}),
+        ("counted_media", {"mm_features": [media("renderer0-mm-1-image-0")]}),
     ],
 )
 def test_requests_whose_tokens_do_not_decide_their_kv_are_computed_without_the_cache(reason, changes):
     client = FakeClient(hits=5)
-    side = make_side(client)
+    side = make_side(client, media_are_counted=reason == "counted_media")
     request = make_request(40, **changes)
     side.on_new_request(request)
     assert hit(side, request) == (0, False)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstrata.connectors.vllm.reuse import no_reuse_reason
+from kvstrata.connectors.vllm.reuse import media_are_counted, media_items, no_reuse_reason
 
 
 def config(**model):
@@ -22,3 +22,33 @@ def test_pooling_that_needs_every_token_loads_nothing(sequence, token):
     pooler = SimpleNamespace(seq_pooling_type=sequence, tok_pooling_type=token)
     reason = no_reuse_reason(config(is_prefix_caching_supported=False, pooler_config=pooler))
     assert f"with {sequence or token} pooling" in reason
+
+
+@pytest.mark.parametrize(
+    ("processor_gb", "prefix_caching", "counted"), [(0, False, True), (4, False, False), (0, True, False)]
+)
+def test_media_are_numbered_only_where_neither_of_vllms_caches_needs_their_content(
+    processor_gb, prefix_caching, counted
+):
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=processor_gb)),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+    )
+    assert media_are_counted(config) is counted
+    config.model_config.multimodal_config = None
+    assert media_are_counted(config) is False
+
+
+def feature(identifier):
+    return SimpleNamespace(mm_position=SimpleNamespace(offset=4, length=2), identifier=identifier)
+
+
+@pytest.mark.parametrize("identifier", ["0" * 64, "f" * 128, "adapter:" + "a1" * 32])
+def test_a_hash_of_a_content_means_the_same_everywhere(identifier):
+    assert media_items([feature(identifier)], "one") == media_items([feature(identifier)], "other")
+
+
+@pytest.mark.parametrize("identifier", ["cat", "img-1", "F" * 64, "0" * 63, "renderer0-mm-7-image-0"])
+def test_a_name_that_the_requester_gave_means_something_only_while_one_engine_runs(identifier):
+    first, again, other = (media_items([feature(identifier)], engine) for engine in ("one", "one", "two"))
+    assert first == again != other

@@ -41,7 +41,7 @@ from kvstrata.connectors.vllm.kv_view import (
 )
 from kvstrata.connectors.vllm.layer_kinds import layer_kinds
 from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport
-from kvstrata.connectors.vllm.reuse import no_reuse_reason
+from kvstrata.connectors.vllm.reuse import media_are_counted, no_reuse_reason
 from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
 from kvstrata.connectors.vllm.settings import load_settings
 from kvstrata.connectors.vllm.statistics import KvstrataPromMetrics, KvstrataStats
@@ -132,6 +132,12 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         unusable = no_reuse_reason(vllm_config)
         if unusable:
             logger.warning("the cache is off for this engine, nothing is loaded or stored: %s", unusable)
+        counted = media_are_counted(vllm_config)
+        if counted:
+            logger.warning(
+                "requests with images or other media are computed without the cache: with --mm-processor-cache-gb 0 "
+                "and --no-enable-prefix-caching vLLM numbers media instead of hashing them"
+            )
         wants_events = self._settings.enable_kv_events or bool(events and events.enable_kv_cache_events)
         self._scheduler = SchedulerSide(
             client,
@@ -143,6 +149,8 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             world_size=parallel.world_size,
             may_load=transfer.is_kv_consumer and not unusable,
             may_store=transfer.is_kv_producer and not unusable,
+            engine=self._group.hex(),
+            media_are_counted=counted,
             sync_load_bytes=self._sync_load_bytes(),
             events=self._event if wants_events else None,
             server_seen=(socket_dir(self._settings.socket_dir, self._settings.port) / ATTACH_SOCKET).exists,

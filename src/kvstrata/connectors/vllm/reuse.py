@@ -5,7 +5,13 @@ vLLM's objects are read by attribute only; nothing here imports vLLM or torch.
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+from kvstrata.keys import MediaItem
+
+CONTENT_HASH = re.compile(r"(?:.*:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
+"""What vLLM's hash of a medium's content looks like; the name of a LoRA adapter may stand before it."""
 
 
 def no_reuse_reason(vllm_config: Any) -> str:
@@ -21,3 +27,34 @@ def no_reuse_reason(vllm_config: Any) -> str:
     kinds = [getattr(pooler, name, None) for name in ("seq_pooling_type", "tok_pooling_type")]
     named = "/".join(str(kind) for kind in kinds if kind)
     return f"vLLM supports no prefix caching for this model{f' with {named} pooling' if named else ''}"
+
+
+def media_are_counted(vllm_config: Any) -> bool:
+    """Whether vLLM numbers images and the like instead of hashing their content.
+
+    It does so when neither its processor cache nor its prefix cache is on.  The numbers begin anew with each process.
+    """
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    return (
+        multimodal is not None
+        and getattr(multimodal, "mm_processor_cache_gb", None) == 0
+        and not vllm_config.cache_config.enable_prefix_caching
+    )
+
+
+def media_items(features: Any, engine: str) -> list[MediaItem]:
+    """What the place-holder tokens of a request stand for, from vLLM's `Request.mm_features`.
+
+    A name that the requester gave (`uuid`) is no hash of a content: like vLLM we believe it while this engine runs, so
+    it is valid for the start of one engine, `engine`, only.
+    """
+    return [
+        MediaItem(
+            feature.mm_position.offset,
+            feature.mm_position.length,
+            feature.identifier
+            if CONTENT_HASH.fullmatch(feature.identifier)
+            else f"{feature.identifier}\nnamed for {engine}",
+        )
+        for feature in features
+    ]

@@ -38,7 +38,8 @@ from typing import TYPE_CHECKING, Any
 from kvstrata.config.model import ClientSettings
 from kvstrata.connectors.vllm.identity import Adapters, AdapterUnreadable
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, Store, WorkerReport
-from kvstrata.keys import ChunkHasher, MediaItem
+from kvstrata.connectors.vllm.reuse import media_items
+from kvstrata.keys import ChunkHasher
 from kvstrata.types import EXTENT, KEY_BYTES, RequestIdentity
 
 if TYPE_CHECKING:
@@ -60,7 +61,14 @@ SYNC_LOAD_BYTES = 256 << 20
 """In mode `auto`, hits up to this size are loaded before the forward pass: some 30 ms of a host's memory."""
 REMEMBERED_STORES = 4096
 MAX_OFFLOAD = "lmcache.max_offload_tokens"
-SKIP_REASONS = ("prompt_embeds", "resumable", "unnamed_media", "unreadable_adapter", "error")
+SKIP_REASONS = (
+    "prompt_embeds",
+    "resumable",
+    "unnamed_media",
+    "counted_media",
+    "unreadable_adapter",
+    "error",
+)
 """Why a request is computed without the cache; each is counted."""
 
 
@@ -135,8 +143,9 @@ class SchedulerSide:
     """Decisions for all requests of one engine. Belongs to the scheduler's thread.
 
     `client` is started by the caller and closed by `close`.  `chunk_bytes` is what one worker moves per
-    chunk, `world_size` how many workers report.  `may_load` and `may_store` follow vLLM's kv_role.  `server_seen`
-    tells whether a server left traces.
+    chunk, `world_size` how many workers report.  `may_load` and `may_store` follow vLLM's kv_role.  `engine`
+    names this start of the engine; with `media_are_counted` vLLM's identifiers of media are no hashes of their
+    content.  `server_seen` tells whether a server left traces.
     """
 
     def __init__(
@@ -150,6 +159,8 @@ class SchedulerSide:
         world_size: int,
         may_load: bool = True,
         may_store: bool = True,
+        engine: str = "",
+        media_are_counted: bool = False,
         sync_load_bytes: int = SYNC_LOAD_BYTES,
         events: Callable[[Sequence[int], bytes, Sequence[bytes], Any], Any] | None = None,
         server_seen: Callable[[], bool] = lambda: False,
@@ -164,6 +175,8 @@ class SchedulerSide:
         self._world_size = world_size
         self._may_load = may_load
         self._may_store = may_store
+        self._engine = engine
+        self._media_are_counted = media_are_counted
         self._sync_load_bytes = sync_load_bytes
         self._make_event = events
         self._now = now
@@ -549,6 +562,8 @@ class SchedulerSide:
                 self._skip(tracked, "resumable")
             elif not all(feature.identifier for feature in request.mm_features):
                 self._skip(tracked, "unnamed_media")
+            elif request.mm_features and self._media_are_counted:
+                self._skip(tracked, "counted_media")
         return tracked
 
     def _skip(self, tracked: Tracked, reason: str) -> None:
@@ -582,7 +597,7 @@ class SchedulerSide:
                 salt=f"{salt}\n{self._reset_mark}" if self._reset_mark else salt,
             )
             tracked.identity = self._identity(wanted)
-            tracked.hasher = tracked.identity.hasher(_media(request))
+            tracked.hasher = tracked.identity.hasher(media_items(request.mm_features, self._engine))
         assert tracked.hasher is not None
         start = tracked.hasher.n_chunks * self._chunk_tokens
         if request.num_tokens - start >= self._chunk_tokens:
@@ -831,11 +846,3 @@ class _StoreRecord:
 def _skips_reading(request: Any) -> bool:
     """Requests that need all their prompt's activations (prompt logprobs) read no cache."""
     return bool(request.skip_reading_prefix_cache)
-
-
-def _media(request: Any) -> list[MediaItem]:
-    """Images and the like: what their place-holder tokens stand for."""
-    return [
-        MediaItem(feature.mm_position.offset, feature.mm_position.length, feature.identifier)
-        for feature in request.mm_features
-    ]

@@ -32,6 +32,7 @@ COUNTERS = {
     "skipped_prompt_embeds": "Requests computed without the cache because they gave embeddings, not tokens.",
     "skipped_resumable": "Requests computed without the cache because their prompt may still change.",
     "skipped_unnamed_media": "Requests computed without the cache because some medium has an empty identifier.",
+    "skipped_counted_media": "Requests computed without the cache because vLLM numbers media instead of hashing them.",
     "skipped_unreadable_adapter": "Requests computed without the cache because their LoRA files cannot be read.",
     "skipped_error": "Requests computed without the cache after an error in the connector.",
     "stores_dropped": "Stores given up because a load they may rest on failed.",
