@@ -218,6 +218,7 @@ class ClusterInstance:
         load: wire.Load = LOAD,
         models: Iterable[wire.ModelInfo] = (),
         timeout_s: float = HANG_S,
+        **more: Any,
     ) -> list[wire.Command]:
         """One heartbeat; the commands that wait."""
         assert self.heart is not None
@@ -230,6 +231,7 @@ class ClusterInstance:
             load,
             list(models),
             list(results),
+            **more,
         )
         self.heart.send(wire.encode(told))
         answer = self.receive(self.heart, told.seq, timeout_s)

@@ -20,7 +20,7 @@ EPOCH = 5
 class ControllerDouble:
     """Answers as a controller would; `silent` names requests that get no answer, `commands` go with each beat."""
 
-    def __init__(self, *, heartbeat_ms: int = 100, token: int = 0) -> None:
+    def __init__(self, *, heartbeat_ms: int = 100, token: int = 0, cluster_id: int = 0) -> None:
         self._context = zmq.Context()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self.ports: dict[str, int] = {}
@@ -31,6 +31,7 @@ class ControllerDouble:
         self._heartbeat_ms = heartbeat_ms
         self.epoch = EPOCH
         self.token = token
+        self.cluster_id = cluster_id
         self.silent: set[str] = set()
         self.slow: set[str] = set()
         """Names of requests whose answers wait for `release`."""
@@ -131,7 +132,7 @@ class ControllerDouble:
                 self.beats.append(request)
                 self.results.update((result.number, result) for result in request.results)
                 waiting = [command for command in self.commands if command.number not in self.results]
-                return wire.Beat(request.seq, self.epoch, waiting, self.token)
+                return wire.Beat(request.seq, self.epoch, waiting, self.token, self.cluster_id)
             case wire.SyncBegin():
                 self._fill = {}
             case wire.SyncPart():

@@ -99,6 +99,7 @@ class Cluster:
             leader="controller-0",
             leader_url="",
             token=0,
+            cluster_id=0,
             members=["controller-0"],
             no_leader_s=0.0,
             problem="",

@@ -149,6 +149,20 @@ def test_a_leader_that_was_stopped_and_wakes_sends_nothing_any_more(controllers)
         assert posted(controllers[old], "/v1/instances/a/drain")[0] == 307
 
 
+def test_an_instance_that_has_seen_a_greater_token_is_led_again_by_a_greater_cluster_id(controllers):
+    leader = controllers[leader_of(controllers)]
+    seen = leader.ask("/v1/cluster")["election"]
+    with ClusterInstance(leader.ports["reply"], "a") as instance:
+        instance.join({})
+        instance.heartbeat(obeys=(seen["cluster_id"], seen["token"] + 1_000_000))
+
+        def greater() -> bool:
+            now = leader.ask("/v1/cluster")["election"]
+            return bool(now["leads"] and now["cluster_id"] > seen["cluster_id"])
+
+        eventually("it has a greater cluster id", greater)
+
+
 def test_the_leader_is_killed_and_the_other_takes_over(controllers):
     old = leader_of(controllers)
     controllers.pop(old).kill()
@@ -221,6 +235,16 @@ def test_an_instance_refuses_commands_with_a_token_that_is_over(tmp_path):
             new.commands = [wire.Command(2, drain, {"on": False})]
             both(lambda: new.results)
             assert new.results[2].ok
+            assert new.beats[-1].obeys == (0, 9)
+            # etcd has lost its data: tokens begin anew, behind a greater cluster id.
+            new.token, new.cluster_id, heard = 2, 5, len(new.beats)
+            both(lambda: len(new.beats) > heard + 2)
+            new.commands = [wire.Command(4, drain, {"on": True})]
+            both(lambda: 4 in new.results)
+            assert new.results[4].ok
+            old.token, old.commands = 9, [wire.Command(4, drain, {"on": False})]
+            both(lambda: 4 in old.results)
+            assert not old.results[4].ok and "seen: 2 of cluster 5" in old.results[4].message
 
 
 def test_an_instance_tells_each_of_several_controllers(controllers, tmp_path):

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import logging
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -234,6 +235,54 @@ async def test_a_controller_that_cannot_take_part_says_why_and_for_how_long(etcd
         assert "authentication is not enabled" in election.problem
         await until("the log says so", lambda: "no_leader for_s=" in caplog.text)
         assert "authentication is not enabled" in caplog.text
+
+
+@pytest.mark.parametrize("restored", [False, True])
+async def test_after_etcd_lost_its_data_or_was_restored_the_cluster_id_is_greater(etcd, tmp_path, restored):
+    settings = EtcdSettings(endpoints=[etcd.address], ttl_s=1)
+    election, other = election_of(settings), election_of(settings, "b")
+    async with running(election):
+        await until("it leads", lambda: election.token)
+        backup = tmp_path / "backup"
+        etcd.kill()
+        shutil.copytree(etcd.folder / "data", backup)
+        etcd.start()
+        for number in range(20):
+            etcd.put("somebody's", str(number))
+        last = int(etcd.get("somebody's")["mod_revision"])
+        await until(
+            "it leads again, and has seen them", lambda: election.token and election._revision >= last
+        )
+        before = (election.cluster_id, election.token)
+        etcd.kill()
+        shutil.rmtree(etcd.folder / "data")
+        if restored:
+            backup.rename(etcd.folder / "data")
+        etcd.start()
+        await until("it leads with a greater id", lambda: election.token and election.cluster_id > before[0])
+        async with running(other):
+            await until("the other knows", lambda: other.cluster_id == election.cluster_id)
+
+
+async def test_a_leader_outbids_what_an_instance_has_seen_and_only_a_leader_does(etcd):
+    settings = EtcdSettings(endpoints=[etcd.address], ttl_s=600)
+    leader, follower = election_of(settings), election_of(settings, "b")
+    await leader._step(refresh=True)
+    await follower._step(refresh=True)
+    first, ahead = leader.cluster_id, SystemClock().unix_ms() + 10**9
+    assert 0 < first == follower.cluster_id
+    follower.outbid(ahead)
+    await follower._step(refresh=False)
+    await leader._step(refresh=False)
+    assert leader.cluster_id == follower.cluster_id == first
+    token = leader.token
+    leader.outbid(ahead)
+    await leader._step(refresh=False)
+    await follower._step(refresh=False)
+    assert leader.cluster_id == follower.cluster_id == ahead + 1
+    assert leader.token == token
+    await leader.close()
+    await follower.close()
 
 
 @contextlib.contextmanager

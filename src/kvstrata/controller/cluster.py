@@ -49,7 +49,16 @@ OF_EACH = frozenset({CommandKind.RESYNC})
 ONLY_ASKING = frozenset({CommandKind.EXPLAIN, CommandKind.RUNTIME, CommandKind.STATUS})
 """Commands that change nothing: whoever watches an instance asks them again and again."""
 LOUD = frozenset(
-    {"died", "superseded", "resync", "directory_full", "clock", "snapshot_ignored", "snapshot_failed"}
+    {
+        "died",
+        "superseded",
+        "obeys_others",
+        "resync",
+        "directory_full",
+        "clock",
+        "snapshot_ignored",
+        "snapshot_failed",
+    }
 )
 
 
@@ -128,6 +137,7 @@ class Cluster:
         member = self.members.get(told.instance)
         if member is not None:
             self._count_hits(member)
+            self._look_whom_it_obeys(member, told.obeys)
         self.settle()
         return commands
 
@@ -388,6 +398,17 @@ class Cluster:
         self.lookup_hits += bool(owners)
         self.lookup_keys += len(told.tags) // 8
         return owners
+
+    def _look_whom_it_obeys(self, member: Member, obeys: tuple[int, int]) -> None:
+        """An instance that has seen a greater leadership than ours refuses our commands."""
+        election = self.election
+        if election is None:
+            if obeys[1] and member.obeys != obeys:
+                self.say("obeys_others", member.id, reason="it has had commands of controllers that share an etcd and "
+                         "refuses those of a controller without; restart it, or give this one --etcd")  # fmt: skip
+        elif election.token and obeys > (election.cluster_id, election.token):
+            election.outbid(obeys[0])
+        member.obeys = obeys
 
     def _count_hits(self, member: Member) -> None:
         before = self._hits.get(member.group, {})

@@ -2,10 +2,12 @@
 
     PREFIX/members/LEASE  what a controller is, as long as its lease lives
     PREFIX/leader         the member that leads, likewise
+    PREFIX/cluster-id     a number that grows whenever etcd has lost what it knew
 
 Each *step* is one transaction, which reads all of this and writes the leader's key where there is none; each third step
 then refreshes the lease.  The *token* of a leadership is the revision of etcd that created the key: each leadership has
-a greater one than all before.
+a greater one than all before, as long as etcd keeps its data.  So the *cluster id* comes before it: the leader writes a
+greater one when it finds none, when etcd's revision has gone back, or when an instance has seen a greater token.
 
 Invariants
 1. `token` is 0 unless etcd surely keeps the lease: the time to live is counted from before the refresh was sent.  A
@@ -13,8 +15,8 @@ Invariants
 2. The lease is refreshed only by a step whose transaction succeeded.  A controller that has lost its rights, while etcd
    would still keep its lease, is no member and no leader after one time to live.
 3. `write` changes nothing unless the key of the leadership is still the one that `token` names.
-4. Instances keep the greatest token that they have seen and refuse commands with a smaller one.  So what a leader sent
-   just before it was stopped, and what arrives late, does nothing either.
+4. Instances keep the greatest (cluster id, token) that they have seen and refuse commands with a smaller one.  So what
+   a leader sent just before it was stopped, and what arrives late, does nothing either.
 5. With etcd away nobody leads after one time to live; reads go on, and the next leader is found when it is back.
 6. A leader's key whose lease is not that of a living member is nobody's: it is removed, unless it was written again
    meanwhile, and the next step elects.
@@ -37,6 +39,7 @@ from kvstrata.controller import etcd
 from kvstrata.controller.etcd import Etcd, EtcdFailed
 from kvstrata.errors import ConfigError, NotLeading
 from kvstrata.observability.logging import EventLog
+from kvstrata.rpc.cluster_wire import MAX_CLUSTER_ID
 from kvstrata.rpc.zmq_server import resolve
 
 STEPS_PER_TTL = 9
@@ -85,6 +88,12 @@ class Election:
         self._members: list[Member] = []
         self._leader: Leader | None = None
         self._leader_seen_s = clock.monotonic_s()
+        self._revision = 0
+        """Of etcd, when it answered last."""
+        self._least_id = 1
+        """The cluster id must not be less, once this controller leads."""
+        self.cluster_id = 0
+        """As last seen; not 0 while this controller leads."""
         self.problem = ""
         """Why the last step failed; empty: it did not."""
         self.failures = 0
@@ -126,6 +135,10 @@ class Election:
             self._tell()
             await asyncio.sleep(pause_s)
 
+    def outbid(self, cluster_id: int) -> None:
+        """An instance obeys a leadership of this cluster id that is greater than ours: etcd has lost what it knew."""
+        self._least_id = max(self._least_id, min(cluster_id + 1, MAX_CLUSTER_ID))
+
     async def write(self, key: str, value: bytes) -> None:
         """Put PREFIX/KEY. Raises NotLeading, and changes nothing, unless this controller leads at that moment."""
         if not await self._transact([etcd.put(self._key(key), value)]):
@@ -156,7 +169,7 @@ class Election:
             self._lease_ends_s = asked_s + ttl_s
         key, members, me = self._key("leader"), self._key("members/"), msgspec.json.encode(self._me)
         mine = b"%s%x" % (members, self._lease)
-        reads = [etcd.read(key), etcd.read_all(members)]
+        reads = [etcd.read(key), etcd.read(self._key("cluster-id")), etcd.read_all(members)]
         answer = await connection.transact(
             [etcd.created(key, 0)],
             [etcd.put(mine, me, self._lease), etcd.put(key, me, self._lease), *reads],
@@ -164,17 +177,19 @@ class Election:
         )
         if mine not in answer.rows:
             await connection.transact([], [etcd.put(mine, me, self._lease)])
-        found = answer.rows.pop(key)
+        found, told_id = answer.rows.pop(key), answer.rows.pop(self._key("cluster-id"), None)
         if found.lease not in {self._lease, *(row.lease for row in answer.rows.values() if row.lease)}:
             await self._remove_leader(connection, key, found)
             return
+        cluster_id = await self._settled_cluster_id(connection, answer.revision, found, told_id)
         if refresh:
             asked_s = self._clock.monotonic_s()
             ttl_s = await connection.keep_alive(self._lease)
             if not ttl_s:
                 raise EtcdFailed("the lease has ended", refused=True, lease_lost=True)
             self._lease_ends_s = asked_s + ttl_s
-        self._token = found.create_revision if found.lease == self._lease else 0
+        self._token = found.create_revision if found.lease == self._lease and cluster_id else 0
+        self.cluster_id = cluster_id
         self._sure_until_s = self._lease_ends_s
         self._leader = Leader(_member(found.value), found.create_revision)
         self._members = sorted({_member(row.value) for row in answer.rows.values()}, key=lambda one: one.name)
@@ -187,6 +202,35 @@ class Election:
         self._log.warning("leader_key_removed", key=key.decode(), value=found.value.decode(errors="replace"),
                           lease=found.lease)  # fmt: skip
         await connection.transact([etcd.modified(key, found.mod_revision)], [etcd.delete(key)])
+
+    async def _settled_cluster_id(
+        self, connection: Etcd, revision: int, leader: etcd.Row, told: etcd.Row | None
+    ) -> int:
+        """The cluster id, made great enough where this controller leads; 0: it does not lead any more."""
+        went_back, self._revision = revision < self._revision, revision
+        there = _number(told.value) if told is not None else 0
+        if went_back or there < self.cluster_id:
+            self.outbid(self.cluster_id)
+        if leader.lease != self._lease or there >= self._least_id:
+            return there
+        fresh = max(self._least_id, self._clock.unix_ms())
+        key = self._key("cluster-id")
+        answer = await connection.transact(
+            [
+                *self._while_leading(leader.create_revision),
+                etcd.modified(key, told.mod_revision if told else 0),
+            ],
+            [etcd.put(key, str(fresh).encode())],
+        )
+        if not answer.succeeded:
+            return 0
+        self._log.info("cluster_id", was=there, now=fresh)
+        return fresh
+
+    def _while_leading(self, token: int) -> list[Any]:
+        """Comparisons that hold while this controller leads."""
+        key = self._key("leader")
+        return [etcd.created(key, token), etcd.owned(key, self._lease)]
 
     def _step_failed(self, error: EtcdFailed) -> None:
         self.problem = str(error)
@@ -212,7 +256,7 @@ class Election:
         if not token:
             return False
         try:
-            answer = await self._connected().transact([etcd.created(self._key("leader"), token)], operations)
+            answer = await self._connected().transact(self._while_leading(token), operations)
         except EtcdFailed as error:
             raise NotLeading(f"etcd does not answer: {error}") from None
         return answer.succeeded
@@ -259,6 +303,11 @@ def check(settings: EtcdSettings, *, insecure: bool) -> None:
                 field="etcd.endpoints",
             )
     etcd.check_credentials(settings)
+
+
+def _number(value: bytes) -> int:
+    """A cluster id; 0 for what is none."""
+    return int(value) if value.isdigit() and len(value) < 20 and int(value) <= MAX_CLUSTER_ID else 0
 
 
 def _member(value: bytes) -> Member:

@@ -144,6 +144,8 @@ class Member:
         """Its own state, as heartbeats tell it."""
         self.draining = False
         self.load = NO_LOAD
+        self.obeys = (0, 0)
+        """The greatest (cluster id, token) that it has seen."""
         self.models: list[ModelInfo] = []
         self.confirmed = False
         """A full sync has ended and every event since then was applied."""

@@ -212,9 +212,11 @@ class Links:
             self._beat_from = {
                 name: where for name, where in self._beat_from.items() if self._cluster.members.get(name)
             }
-        self._heartbeat.send(
-            address, encode(Beat(told.seq, self._cluster.epoch, commands, self._cluster.token or 0))
+        cluster = self._cluster
+        leadership = (
+            (cluster.token, cluster.election.cluster_id) if cluster.election and cluster.token else (0, 0)
         )
+        self._heartbeat.send(address, encode(Beat(told.seq, cluster.epoch, commands, *leadership)))
 
     def _nudge(self, instance: str) -> None:
         address = self._beat_from.get(instance)

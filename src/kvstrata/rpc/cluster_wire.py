@@ -26,7 +26,7 @@ from msgspec import Meta
 
 from kvstrata.types import KEY_BYTES, LayoutIdentity
 
-CLUSTER_PROTOCOL_VERSION = 1
+CLUSTER_PROTOCOL_VERSION = 2
 TAG_BYTES = 8
 MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_TAGS = 262_144
@@ -38,11 +38,13 @@ MAX_RUNS = 4_096
 MAX_COMMANDS = 64
 """Commands in one answer to a heartbeat."""
 MAX_OWNERS = 8
+MAX_CLUSTER_ID = (1 << 53) - 1
 MAX_METADATA_BYTES = 1 << 20
 """What a transfer engine tells its peers of itself."""
 
 Seq = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+ClusterId = Annotated[int, Meta(ge=0, le=MAX_CLUSTER_ID)]
 Incarnation = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 InstanceId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Endpoint = Annotated[str, Meta(max_length=256)]
@@ -306,6 +308,9 @@ class Heartbeat(ClusterRequest, frozen=True, tag="heartbeat"):
     load: Load
     models: Annotated[list[ModelInfo], Meta(max_length=64)]
     results: Annotated[list[CommandResult], Meta(max_length=MAX_COMMANDS)]
+    obeys: tuple[ClusterId, Count] = (0, 0)
+    """The greatest (cluster id, token) that it has seen. A leader whose own is smaller learns from it that etcd has
+    lost what it knew, and takes a greater cluster id."""
 
 
 class Beat(ClusterReply, frozen=True, tag="beat"):
@@ -313,8 +318,10 @@ class Beat(ClusterReply, frozen=True, tag="beat"):
 
     commands: list[Command]
     token: int = 0
-    """Of the controller's leadership, where there are several; an instance keeps the greatest it has seen from any of
-    them and refuses commands that come with a smaller one."""
+    """Of the controller's leadership, where there are several; 0: it does not lead, or is the only one."""
+    cluster_id: int = 0
+    """Goes before the token: it grows when etcd has lost its data or was restored. An instance keeps the greatest
+    (cluster id, token) it has seen from any controller and refuses commands that come with a smaller one."""
 
 
 class Nudge(msgspec.Struct, array_like=True, frozen=True, tag="nudge"):

@@ -15,7 +15,7 @@ Rules:
    at most FREEZE_S, and no longer than heartbeats are answered.
 4. A command is carried out once by its number; its result is told until the controller has answered that.
 5. With several controllers each is told everything by a link of its own.  One of them leads: a command that comes with
-   a smaller token than any of them has shown is refused.
+   a smaller (cluster id, token) than any of them has shown is refused.
 """
 
 from __future__ import annotations
@@ -81,15 +81,16 @@ MAX_HEARTBEAT_S = 3_600.0
 
 
 class Fence:
-    """The greatest token of a leadership that any controller has shown."""
+    """The greatest leadership that any controller has shown."""
 
     def __init__(self) -> None:
-        self.token = 0
+        self.seen = (0, 0)
+        """(cluster id, token)"""
 
-    def admits(self, token: int) -> bool:
-        """Whether commands with this token are those of the leader, as far as is known here."""
-        self.token = max(self.token, token)
-        return token == self.token
+    def admits(self, cluster_id: int, token: int) -> bool:
+        """Whether commands of this leadership are those of the leader, as far as is known here."""
+        self.seen = max(self.seen, (cluster_id, token))
+        return (cluster_id, token) == self.seen
 
 
 class Cluster:
@@ -366,7 +367,7 @@ class ClusterLink:
         results = self.commands.results()
         request = Heartbeat(
             0, self._engine.instance_id, self._incarnation, self._seq, self._state(), self._load(), self._models(),
-            results,
+            results, self._fence.seen,
         )  # fmt: skip
         try:
             beat = await self._heart.ask(request, Beat, max(self._heartbeat_s, 1.0))
@@ -385,14 +386,19 @@ class ClusterLink:
         self.commands.told(results)
         if beat.epoch != self._epoch:
             return False
-        leads = self._fence.admits(beat.token)
+        leads = self._fence.admits(beat.cluster_id, beat.token)
         for command in beat.commands:
             if leads or command.kind is CommandKind.RESYNC:
                 self.commands.take(command)
             else:
-                seen = self._fence.token
+                (cluster_id, token), whose = (
+                    self._fence.seen,
+                    "an earlier leader" if beat.token else "no leader",
+                )
                 self.commands.refuse(
-                    command, f"token: {beat.token} is of a leadership that is over, {seen} was seen"
+                    command,
+                    f"token: {beat.token} of cluster {beat.cluster_id} belongs to {whose} (seen: {token} of cluster "
+                    f"{cluster_id}); ask the controllers who leads",
                 )
         return True
 

@@ -153,6 +153,9 @@ class ElectionBody(BaseModel):
     leader: str = Field(description="Empty while nobody leads.")
     leader_url: str
     token: int = Field(description="Of the leadership; 0 where this controller is the only one.")
+    cluster_id: int = Field(
+        description="Goes before the token; grows when etcd has lost its data or was restored."
+    )
     members: list[str] = Field(description="Controllers that live, this one included.")
     no_leader_s: float = Field(
         description="For how long this controller has known of no leader; 0: it knows of one."
