@@ -133,6 +133,12 @@ cdef extern from "kvstrata/pool.h" namespace "kvstrata" nogil:
         vector[ClassStats] classes
         vector[TenantStats] tenants
 
+    cdef cppclass ClearResult "kvstrata::Pool::ClearResult":
+        uint64_t dropped, kept
+
+    cdef cppclass ClearedInUse "kvstrata::Pool::ClearedInUse":
+        uint64_t held, leased
+
     cdef cppclass LeaseResult "kvstrata::Pool::LeaseResult":
         uint64_t ticket
         uint64_t n_chunks
@@ -184,8 +190,9 @@ cdef extern from "kvstrata/pool.h" namespace "kvstrata" nogil:
         uint64_t abort(uint64_t, U32Span, cbool) noexcept
         Status hold(const CKey&, CHold*) noexcept
         Status hold_reserved(uint64_t, uint64_t, CHold*) noexcept
-        uint64_t remove(const uint8_t*, size_t) noexcept
-        uint64_t clear(int64_t, const uint8_t*) noexcept
+        uint64_t remove(const uint8_t*, size_t, cbool) noexcept
+        ClearResult clear(int64_t, const uint8_t*) noexcept
+        ClearedInUse cleared_in_use() noexcept
         uint64_t ready_tags(uint64_t, uint64_t, vector[uint64_t]*) noexcept
         void set_quota(uint32_t, int64_t) noexcept
         uint64_t evict_to_watermark() noexcept
@@ -638,20 +645,26 @@ cdef class Pool:
 
     # administration
 
-    def remove(self, keys):
+    def remove(self, keys, cbool returned=False):
         cdef _Keys batch = _Keys(keys)
         cdef uint64_t count
         with nogil:
-            count = self.pool.get().remove(batch.data, batch.count)
+            count = self.pool.get().remove(batch.data, batch.count, returned)
         return count
 
     def clear(self, int64_t tenant=-1, identity=b""):
-        cdef uint64_t count
+        cdef ClearResult result
         cdef bytes raw = _one_key(identity, "identity") if identity else b""
         cdef const uint8_t* wanted = <const uint8_t*>PyBytes_AS_STRING(raw) if raw else NULL
         with nogil:
-            count = self.pool.get().clear(tenant, wanted)
-        return count
+            result = self.pool.get().clear(tenant, wanted)
+        return result.dropped, result.kept
+
+    def cleared_in_use(self):
+        cdef ClearedInUse in_use
+        with nogil:
+            in_use = self.pool.get().cleared_in_use()
+        return in_use.held, in_use.leased
 
     def ready_tags(self, uint64_t first, uint64_t max_entries):
         cdef vector[uint64_t] tags

@@ -111,6 +111,22 @@ class LeaseName(NamedTuple):
     epoch: int
 
 
+class PoolEvent(enum.IntEnum):
+    """Kinds of `Pool.events`."""
+
+    EVICTED = 1
+    CLEARED = 2
+    CORRUPT = 3
+    INSERTED = 4
+    QUARANTINED = 5
+    VERIFIED = 6
+    """Adopted from another server, and READY from now on."""
+    REMOVED = 7
+    """By `Pool.remove`, or cleared with its identity."""
+    RETURNED = 8
+    """By `Pool.remove`: it was read from another instance and was not to stay."""
+
+
 class MissReason(enum.StrEnum):
     """Why a chunk was not served. The list is closed."""
 

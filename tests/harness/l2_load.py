@@ -23,19 +23,7 @@ def until_stored(client: RpcClient) -> None:
 
 
 def clear_l1(client: RpcClient) -> int:
-    return client.ask(wire.Clear(client.session, client.next_seq(), wire.Tier.L1), wire.Ok).count
-
-
-def clear_all(client: RpcClient, n_chunks: int) -> None:
-    """Clear L1 until so many chunks have left: a put that has ended may hold its bytes a moment longer."""
-    cleared = 0
-
-    def no_more(_: dict[str, Any]) -> bool:
-        nonlocal cleared
-        cleared += clear_l1(client)
-        return cleared >= n_chunks
-
-    until(client, no_more)
+    return client.ask(wire.Clear(client.session, client.next_seq(), wire.Tier.L1), wire.Cleared).count
 
 
 def check_bytes(client: RpcClient, reply: wire.LookupReply, chain: bytes) -> None:

@@ -28,7 +28,7 @@ from kvstrata.errors import StorageError
 from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus
 from kvstrata.storage.fs import FsAdapter, FsSettings
 from kvstrata.testing.strategies import key_of, load_item, loaded_payload, payload_of, put_item, watched
-from tests.harness.l2_load import check_and_release, clear_all, stored, until_stored
+from tests.harness.l2_load import check_and_release, clear_l1, stored, until_stored
 from tests.harness.rpc_client import RpcClient
 from tests.harness.server_process import ServerFailed, ServerProcess
 from tests.harness.signals import send
@@ -340,7 +340,7 @@ def test_two_servers_hit_each_others_chunks(start: Callable[..., ServerProcess],
             check_and_release(second, reply, chain)
             _, theirs = stored(second, 8)
             until_stored(second)
-            clear_all(second, 8)
+            assert clear_l1(second) == 8
         if fate == "stands still":
             one.thaw()
         if fate == "lives":

@@ -27,7 +27,6 @@ from tests.harness.codec_records import soft_payload
 from tests.harness.l2_load import (
     check_and_release,
     check_bytes,
-    clear_all,
     clear_l1,
     stored,
     until_stored,
@@ -117,7 +116,7 @@ def test_encoded_records_come_back_byte_for_byte(
     assert all(any(file.read_bytes()[80:88]) for file in files)
     with RpcClient(server.socket_dir) as client:
         identity = client.identify()
-        clear_all(client, 0 if killed else 6)
+        assert clear_l1(client) == (0 if killed else 6)
         reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
         assert (reply.n_chunks, reply.l1_chunks, reply.l2_chunks, reply.reason) == (6, 0, 6, "")
         check_and_release(client, reply, chain)
@@ -184,7 +183,7 @@ def test_only_engines_that_accepted_fp8_get_rounded_records(
             mine, chain = stored(client, 4)
             roots[fidelity] = mine.root
             until_stored(client)
-            clear_all(client, 4)
+            clear_l1(client)
             reply = client.lookup(mine.identity_id, chain, deadline_ms=20_000)
             assert (reply.n_chunks, reply.l2_chunks) == (4, 4)
             for extent, key in zip(unpack_extents(reply.extents), keys_of(chain), strict=True):
@@ -397,7 +396,7 @@ def test_clear_of_l2_removes_its_records(start: Callable[..., ServerProcess]) ->
         identity, chain = stored(client, 5)
         until_stored(client)
         clear = wire.Clear(client.session, client.next_seq(), wire.Tier.ALL)
-        assert client.ask(clear, wire.Ok).count == 10
+        assert client.ask(clear, wire.Cleared).count == 10
         assert client.lookup(identity.identity_id, chain, deadline_ms=5_000).n_chunks == 0
 
 
@@ -516,7 +515,11 @@ def test_the_admin_port_prewarms_explains_clears_and_counts(start: Callable[...,
         chain = chain_of(identity.root, 5)
         client.store(identity, chain)
         until_stored(client)
-        assert ask("/v1/clear", {"tier": "l1"}) == {"l1": 5}
+        assert ask("/v1/clear", {"tier": "l1", "wait": True}) == {
+            "cleared": {"l1": 5},
+            "pending": {"held": 0, "leased": 0},
+            "kept": {"pinned": 0},
+        }
         job = ask("/v1/prefetch", {"tokens": tokens, "salt": "prewarmed"})["job"]
         end_s = time.monotonic() + HANG_S
         while (document := ask(f"/v1/prefetch/{job}"))["state"] == "running":

@@ -124,7 +124,7 @@ def test_over_tcp_nothing_but_hello_and_ping_works_without_a_session(server: Ser
             client.ask(request, wire.Document)
         assert caught.value.code == "not_permitted"
     with pytest.raises(RpcError) as caught:
-        client.ask(wire.Clear(wire.NO_SESSION, 3, wire.Tier.ALL), wire.Ok)
+        client.ask(wire.Clear(wire.NO_SESSION, 3, wire.Tier.ALL), wire.Cleared)
     assert caught.value.code == "unknown_session"
     client.close()
 
@@ -733,7 +733,9 @@ def until_reason(
         assert reply.reason in ("unknown_key", "never_stored"), reply.reason
 
 
-def test_clear_drops_what_nobody_uses_of_the_tenant_named(client: RpcClient) -> None:
+def test_clear_drops_the_chunks_of_the_tenant_named_and_says_whose_bytes_are_still_read(
+    client: RpcClient,
+) -> None:
     tenant = secrets.token_hex(4)
     ours, others = client.identify(tenant=tenant), client.identify(tenant=tenant + "x")
     chains = [chain_of(identity.root, 3) for identity in (ours, others)]
@@ -741,8 +743,13 @@ def test_clear_drops_what_nobody_uses_of_the_tenant_named(client: RpcClient) -> 
     client.store(others, chains[1])
     leased = client.lookup(ours.identity_id, chains[0][:KEY_BYTES])
     clear = wire.Clear(client.session, client.next_seq(), wire.Tier.L1, tenant)
-    assert client.ask(clear, wire.Ok).count == 2
+    done = client.ask(clear, wire.Cleared)
+    assert (done.count, done.held, done.leased, done.kept) == (3, 0, 1, 0)
+    assert client.lookup(ours.identity_id, chains[0]).n_chunks == 0
+    wait = client.send(wire.Clear(client.session, client.next_seq(), wire.Tier.L1, tenant, wait=True))
     client.release([(client.session, leased.seq)])
+    freed = client.expect(wait, wire.Cleared)
+    assert (freed.count, freed.held, freed.leased) == (0, 0, 0)
     kept = client.lookup(others.identity_id, chains[1])
     assert kept.n_chunks == 3
     client.release([(client.session, kept.seq)])
@@ -852,11 +859,11 @@ def test_tenants_belong_to_tokens(start: Callable[..., ServerProcess], tmp_path:
             a.identify(tenant="b")
         assert (caught.value.code, caught.value.field) == ("not_permitted", "request.tenant")
         with pytest.raises(RpcError) as caught:
-            a.ask(wire.Clear(a.session, a.next_seq(), wire.Tier.L1, "b"), wire.Ok)
+            a.ask(wire.Clear(a.session, a.next_seq(), wire.Tier.L1, "b"), wire.Cleared)
         assert caught.value.field == "tenant"
         assert [row["tenant"] for row in a.status()["tenants"]] == ["a"], "b's bytes are not a's business"
         assert [peer["session"] for peer in a.status()["peers"]] == [a.session.hex()]
-        assert a.ask(wire.Clear(a.session, a.next_seq(), wire.Tier.L1), wire.Ok).count == 2
+        assert a.ask(wire.Clear(a.session, a.next_seq(), wire.Tier.L1), wire.Cleared).count == 2
     with RpcClient(server.socket_dir) as nobody:
         nobody.identify()
         with pytest.raises(RpcError):

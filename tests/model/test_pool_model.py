@@ -15,13 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstrata.native.copying import RecordSpec, seal_record
 from kvstrata.native.pool import ExtentsMap, Hold, IndexReader, Pool
-from kvstrata.types import unpack_extents
-from tests.oracles.pool import PAGE, Chunk, PoolModel
+from kvstrata.types import PoolEvent, unpack_extents
+from tests.oracles.pool import PAGE, SERVER_ROW, Chunk, PoolModel
 
 IDENTITY = hashlib.sha256(b"identity").digest()
 PROMPTS, CHUNKS = 6, 5
 SIZES = (2 * PAGE, 2 * PAGE + 100, 9 * PAGE)
-EVICTED, CLEARED, CORRUPT, INSERTED = 1, 2, 3, 4
 
 prompts = st.integers(0, PROMPTS - 1)
 numbers = st.integers(0, 1 << 16)
@@ -145,7 +144,7 @@ class PoolMachine(RuleBasedStateMachine):
         ticket, outcomes, packed = self.pool.reserve(
             b"".join(keys), parent or b"", size, row, IDENTITY, tenant
         )
-        evicted = self.take_events().get(EVICTED, [])
+        evicted = self.take_events().get(PoolEvent.EVICTED, [])
         extents = unpack_extents(packed)
         self.model.reserved(keys, parent, size, row, tenant, evicted, (ticket, outcomes, extents))
 
@@ -168,7 +167,7 @@ class PoolMachine(RuleBasedStateMachine):
                 written[index] = content if sound[index] else None
         outcomes = self.pool.commit(ticket, items)
         self.model.committed(ticket, items, [written.get(index) for index in items], outcomes)
-        inserted = self.take_events().get(INSERTED, [])
+        inserted = self.take_events().get(PoolEvent.INSERTED, [])
         assert len(inserted) == outcomes.count(0)
 
     @rule(session=sessions, prompt=prompts, count=st.integers(1, CHUNKS), size=st.sampled_from(SIZES))
@@ -290,24 +289,26 @@ class PoolMachine(RuleBasedStateMachine):
 
     # administration
 
-    @rule(prompt=prompts)
-    def remove(self, prompt: int) -> None:
+    @rule(prompt=prompts, returned=st.booleans())
+    def remove(self, prompt: int, returned: bool) -> None:
         keys = chain(prompt)
         unused = [key for key in keys if key in self.model.index and not self.model.index[key].in_use]
-        assert self.pool.remove(b"".join(keys)) == len(unused)
-        assert self.take_events().get(CLEARED, []) == unused
+        assert self.pool.remove(b"".join(keys), returned) == len(unused)
+        assert self.take_events().get(PoolEvent.RETURNED if returned else PoolEvent.REMOVED, []) == unused
         self.model.removed(unused)
 
     @rule(tenant=st.integers(-1, 1))
     def clear(self, tenant: int) -> None:
-        unused = [
-            chunk.key
+        chunks = [
+            chunk
             for chunk in self.model.index.values()
-            if not chunk.in_use and tenant in (-1, chunk.tenant)
+            if chunk.state != "reserved" and tenant in (-1, chunk.tenant)
         ]
-        assert self.pool.clear(tenant) == len(unused)
-        assert sorted(self.take_events().get(CLEARED, [])) == sorted(unused)
-        self.model.removed(unused)
+        kept = [chunk for chunk in chunks if chunk.leases and SERVER_ROW in chunk.recorded_rows]
+        dropped = [chunk.key for chunk in chunks if chunk not in kept]
+        assert self.pool.clear(tenant) == (len(dropped), len(kept))
+        assert sorted(self.take_events().get(PoolEvent.CLEARED, [])) == sorted(dropped)
+        self.model.cleared(dropped)
 
     @rule(tenant=st.integers(0, 1), quota=st.sampled_from([-1, 0, 4 * PAGE, 20 * PAGE]))
     def set_quota(self, tenant: int, quota: int) -> None:
@@ -322,7 +323,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.model.state_of(key) == "ready" and not self.model.index[key].in_use for key in preview
         )
         evicted_bytes = self.pool.evict_to_watermark()
-        evicted = self.take_events().get(EVICTED, [])
+        evicted = self.take_events().get(PoolEvent.EVICTED, [])
         assert evicted_bytes == sum(self.model.index[key].bytes for key in evicted)
         self.model.evicted(evicted, set())
 

@@ -415,6 +415,12 @@ class PoolModel:
             assert chunk.state in ("ready", "unverified")
             self._drop(chunk)
 
+    def cleared(self, keys: Iterable[bytes]) -> None:
+        """By an administrator, whoever uses them."""
+        for key in keys:
+            assert self.index[key].state in ("ready", "unverified")
+            self._drop(self.index[key])
+
     def found_bad(self, key: bytes) -> None:
         chunk = self.index[key]
         assert not chunk.sound, "dropped a sound chunk"

@@ -306,7 +306,7 @@ def test_noop_keeps_everything_and_says_pinned() -> None:
     ticket, outcomes, _ = pool.reserve(key(9), b"", PAGE, 0, IDENTITY)
     assert (ticket, list(outcomes)) == (0, [4])
     assert pool.victims_preview(PAGE) == []
-    assert pool.clear() == 8
+    assert pool.clear() == (8, 0)
     store(pool, [key(9)], 1)
     pool.close()
 

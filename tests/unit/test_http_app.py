@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter
 from kvstrata.config.model import HttpSettings
 from kvstrata.errors import ConfigError, StorageError, Unavailable
 from kvstrata.process.listen import listen, read_token
+from kvstrata.service.engine import Cleared
 from kvstrata.service.http.app import make_app
 
 
@@ -71,8 +72,8 @@ class PlainEngine:
     def job(self, number: int) -> dict[str, Any] | None:
         return {"job": 7} if number == 7 else None
 
-    async def clear(self, tier: str, tenant: str | None) -> dict[str, int]:
-        return {"l1": 3}
+    async def clear(self, tier: str, tenant: str | None, *, wait: bool = False) -> Cleared:
+        return Cleared({tier: 3}, held=0 if wait else 2, leased=1, kept=4)
 
     def stranded(self) -> list[dict[str, Any]]:
         return [{"session": "ab"}]
@@ -100,7 +101,10 @@ async def test_every_route_answers(engine):
         assert (await http.get("/v1/explain/known/1")).json() == {"request_id": "known/1"}
         assert (await http.post("/v1/prefetch", json={"tokens": [1, 2]})).json() == {"job": 7}
         assert (await http.get("/v1/prefetch/7")).json() == {"job": 7}
-        assert (await http.post("/v1/clear", json={"tier": "l1"})).json() == {"l1": 3}
+        for wait, held in ((False, 2), (True, 0)):
+            assert (await http.post("/v1/clear", json={"tier": "l1", "wait": wait})).json() == {
+                "cleared": {"l1": 3}, "pending": {"held": held, "leased": 1}, "kept": {"pinned": 4},
+            }  # fmt: skip
         assert (await http.get("/v1/stranded")).json() == {"stranded": [{"session": "ab"}]}
         cleared = await http.post("/v1/stranded/clear", json={"session": "ab"})
         assert cleared.json() == {"cleared": [{"session": "ab"}]}

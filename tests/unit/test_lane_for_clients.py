@@ -66,7 +66,7 @@ def test_a_burst_of_long_lookups_ends_in_refusals_and_not_the_server(
         fill()
         server.engine.borrowed.read([b"k" * 32])
         await housekeeping.round()
-        assert await server.engine.clear(Tier.L1, None) == {"l1": 4}
+        assert (await server.engine.clear(Tier.L1, None)).tiers == {"l1": 4}
 
     server.loop.run_until_complete(meanwhile())
     [refused] = server.feed(lookup(10, identity, chain_of(identity.root, LONG)))

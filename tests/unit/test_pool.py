@@ -391,7 +391,8 @@ def test_a_closed_pool_says_so(files: Files) -> None:
         with pytest.raises(PoolError) as refusal:
             call()
         assert refusal.value.reason == "closed"
-    assert pool.clear() == pool.remove(bytes(32)) == pool.evict_to_watermark() == pool.peek(bytes(32)) == 0
+    assert pool.clear() == pool.cleared_in_use() == (0, 0)
+    assert pool.remove(bytes(32)) == pool.evict_to_watermark() == pool.peek(bytes(32)) == 0
 
 
 def test_stats_tell_where_the_bytes_are(files: Files) -> None:

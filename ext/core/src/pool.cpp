@@ -386,6 +386,11 @@ void Pool::drop(std::uint32_t entry, Cause cause) {
       counters_.cleared_entries += 1;
       emit(EventKind::kCleared, key, bytes);
       break;
+    case Cause::kRemoved:
+    case Cause::kReturned:
+      counters_.cleared_entries += 1;
+      emit(cause == Cause::kRemoved ? EventKind::kRemoved : EventKind::kReturned, key, bytes);
+      break;
     case Cause::kCorrupt:
       counters_.corrupt_entries += 1;
       emit(EventKind::kCorrupt, key, bytes);

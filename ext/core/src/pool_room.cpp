@@ -220,30 +220,30 @@ bool Pool::fit_quota(std::uint32_t id, std::uint64_t bytes, bool may_evict) {
 
 // ---- administration
 
-std::uint64_t Pool::remove(const std::uint8_t* keys, std::size_t n_keys) noexcept {
+std::uint64_t Pool::remove(const std::uint8_t* keys, std::size_t n_keys, bool returned) noexcept {
   const std::lock_guard lock(mutex_);
   if (is_closed()) return 0;
   std::uint64_t removed = 0;
   for (std::size_t i = 0; i < n_keys; ++i) {
     const std::uint32_t entry = index_.find(Key::load(keys + i * kKeyBytes));
     if (entry == kNoEntry || local_[entry].is_blocked()) continue;
-    drop(entry, Cause::kCleared);
+    drop(entry, returned ? Cause::kReturned : Cause::kRemoved);
     removed += 1;
   }
   return removed;
 }
 
-std::uint64_t Pool::clear(std::int64_t tenant, const std::uint8_t* identity) noexcept {
+Pool::ClearResult Pool::clear(std::int64_t tenant, const std::uint8_t* identity) noexcept {
   constexpr std::uint32_t kStep = 512;
-  std::uint64_t removed = 0;
+  constexpr std::uint32_t kServerRow = 0;
+  ClearResult result;
   for (std::uint64_t begin = 0;; begin += kStep) {
     const std::lock_guard lock(mutex_);
-    if (is_closed() || begin >= entries_touched_) return removed;
+    if (is_closed() || begin >= entries_touched_) return result;
     const std::uint64_t end = std::min(begin + kStep, entries_touched_);
     for (auto entry = static_cast<std::uint32_t>(begin); entry < end; ++entry) {
       const EntryState state = index_.state(entry);
       if (state != EntryState::kReady && state != EntryState::kUnverified) continue;
-      if (local_[entry].is_blocked()) continue;
       if (tenant >= 0 &&
           load_word(index_.cold(entry).tenant) != static_cast<std::uint64_t>(tenant)) {
         continue;
@@ -252,10 +252,27 @@ std::uint64_t Pool::clear(std::int64_t tenant, const std::uint8_t* identity) noe
       if (identity != nullptr && std::memcmp(cold.identity, identity, sizeof cold.identity) != 0) {
         continue;
       }
-      drop(entry, Cause::kCleared);
-      removed += 1;
+      if (local_[entry].leases != 0 && rows_of(entry).test(kServerRow)) {
+        result.kept += 1;
+        continue;
+      }
+      drop(entry, identity == nullptr ? Cause::kCleared : Cause::kRemoved);
+      if (index_.state(entry) == EntryState::kQuarantined) local_[entry].marks |= kMarkCleared;
+      result.dropped += 1;
     }
   }
+}
+
+Pool::ClearedInUse Pool::cleared_in_use() noexcept {
+  const std::lock_guard lock(mutex_);
+  ClearedInUse in_use;
+  if (is_closed()) return in_use;
+  for (const std::uint32_t entry : quarantine_) {
+    if ((local_[entry].marks & kMarkCleared) == 0) continue;
+    const bool leased = local_[entry].leases != 0 || old_rows_.contains(entry);
+    (leased ? in_use.leased : in_use.held) += 1;
+  }
+  return in_use;
 }
 
 std::uint64_t Pool::ready_tags(std::uint64_t from, std::uint64_t max_entries,

@@ -765,18 +765,35 @@ TEST(the_watermark_evicts_the_share_it_names) {
   CHECK_OK(f.pool->validate());
 }
 
-TEST(clear_drops_what_nobody_uses) {
+TEST(clear_hides_what_is_in_use_and_frees_it_when_its_uses_end) {
   Fixture f;
   const std::uint32_t a = f.row(1);
   f.store(chain(1, 3), 0, kRecordBytes, 1);
   f.store(chain(2, 3), 0, kRecordBytes, 2);
   f.store(chain(3, 3), 0, kRecordBytes, 2);
-  f.lease(chain(3, 2), {a});
-  CHECK_EQ(f.pool->clear(2), 4);
+  f.store(chain(4, 2), 0, kRecordBytes, 2);
+  const auto lease = f.lease(chain(3, 2), {a});
+  const auto pinned = f.lease(chain(4, 1), {0});
+  Hold hold;
+  CHECK_OK(f.pool->hold(chain(1, 1)[0], &hold));
+  const Pool::ClearResult of_tenant = f.pool->clear(2);
+  CHECK_EQ(of_tenant.dropped, 7);
+  CHECK_EQ(of_tenant.kept, 1);
   CHECK_EQ(f.peek(chain(1, 3)), 3);
-  CHECK_EQ(f.peek(chain(3, 3)), 2);
-  CHECK_EQ(f.pool->clear(-1), 3);
-  CHECK_EQ(f.peek(chain(3, 3)), 2);
+  CHECK_EQ(f.peek(chain(3, 3)), 0);
+  CHECK_EQ(f.peek(chain(4, 2)), 1);
+  CHECK_EQ(f.pool->clear(-1).dropped, 3);
+  CHECK_EQ(f.peek(chain(1, 3)), 0);
+  CHECK_EQ(f.pool->cleared_in_use().held, 1);
+  CHECK_EQ(f.pool->cleared_in_use().leased, 2);
+  CHECK_EQ(f.pool->stats().used_bytes, 4 * SlabMap::round_up(kRecordBytes));
+  f.store(chain(3, 3), 0, kRecordBytes, 2);  // the same keys again, while the old bytes are read
+  hold.drop();
+  CHECK(f.pool->release(lease.ticket, -1));
+  CHECK(f.pool->release(pinned.ticket, -1));
+  CHECK_EQ(f.pool->cleared_in_use().held + f.pool->cleared_in_use().leased, 0);
+  CHECK_EQ(f.pool->clear(-1).dropped, 4);
+  CHECK_EQ(f.pool->stats().used_bytes, 0);
   CHECK_OK(f.pool->validate());
 }
 
@@ -828,7 +845,7 @@ TEST(keys_made_to_collide_are_refused_and_cost_nobody_else) {
   CHECK_OK(f.pool->validate());
   f.store(chain(9, 4));
   CHECK_EQ(f.peek(chain(9, 4)), 4);
-  CHECK_EQ(f.pool->clear(-1), kMaxProbeLines * kLineSlots + 4);
+  CHECK_EQ(f.pool->clear(-1).dropped, kMaxProbeLines * kLineSlots + 4);
   CHECK_OK(f.pool->validate());
 }
 

@@ -424,7 +424,7 @@ class Server:
         return taken
 
     def clear(self, tenant: str) -> int:
-        """Drop a tenant's chunks from L1 as soon as nobody uses them; the bytes that stay after `SETTLE_S`."""
+        """Drop a tenant's chunks from L1; the bytes that stay after `SETTLE_S`."""
         names = {tenant, f"#{tenant_number(tenant):08x}"}
 
         def left() -> int:
@@ -702,7 +702,7 @@ def _bounded(options: argparse.Namespace, shape: Shape, status: dict[str, Any], 
     if fit == 0:
         raise Refused(
             f"{may}, and {options.processes} × one chunk take {options.processes * record_bytes / MB:,.0f} MiB: give "
-            "a smaller shape or fewer --processes, `kvstrata ctl clear` what nobody uses, or start the server with "
+            "a smaller shape or fewer --processes, `kvstrata ctl clear`, or start the server with "
             "a larger --l1-size-gb"
         )
     if fit < options.chunks:

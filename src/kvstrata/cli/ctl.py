@@ -103,9 +103,12 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("ready", help="whether requests are served")
     explain = commands.add_parser("explain", help="why a recent request missed")
     explain.add_argument("request_id")
-    clear = commands.add_parser("clear", help="drop chunks that nobody uses")
+    clear = commands.add_parser("clear", help="drop chunks")
     clear.add_argument("--tier", choices=("l1", "l2", "all"), default="l1")
     clear.add_argument("--tenant")
+    clear.add_argument(
+        "--wait", action="store_true", help="until the bytes of all dropped chunks are free, at most 30 s"
+    )
     prefetch = commands.add_parser("prefetch", help="load a prompt's chunks from L2 into L1")
     prefetch.add_argument("tokens", metavar="FILE", help="JSON list of token ids; - reads standard input")
     prefetch.add_argument("--model", default="")
@@ -205,7 +208,8 @@ def _request(options: argparse.Namespace) -> Ask:
         case "job":
             return Ask(f"/v1/prefetch/{options.number}")
         case "clear":
-            return Ask("/v1/clear", {"tier": options.tier, "tenant": options.tenant})
+            body = {"tier": options.tier, "tenant": options.tenant, "wait": options.wait}
+            return Ask("/v1/clear", body, timeout_s=CLOSE_S)
         case "stranded" if options.action == "list":
             return Ask("/v1/stranded")
         case "stranded":

@@ -81,7 +81,7 @@ def add(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> Non
         copy = waiting(chunks(action(name, text)))
         copy.add_argument("--to", required=True, metavar="INSTANCE")
         copy.add_argument("--source", metavar="INSTANCE", help="by default who has the longest beginning")
-    clear = waiting(action("clear", "drop chunks that nobody uses"))
+    clear = waiting(action("clear", "drop chunks"))
     clear.add_argument("--tier", choices=("l1", "l2", "all"), default="l1")
     clear.add_argument("--tenant")
     evict = waiting(chunks(action("evict", "drop chunks from L1"), required=False))

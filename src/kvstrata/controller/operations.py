@@ -195,7 +195,7 @@ class Operations:
     # --- dropping -------------------------------------------------------------------------------------------
 
     def clear(self, tier: str, tenant: str | None, instances: Sequence[str] | None) -> list[Issued]:
-        """Drop what nobody uses. Raises NotThere, Denied."""
+        """Drop the chunks of a tier. Raises NotThere, Denied."""
         return self._ask_all(
             self._live_or_named(instances), CommandKind.CLEAR, {"tier": tier, "tenant": tenant}
         )

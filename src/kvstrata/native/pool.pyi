@@ -205,10 +205,19 @@ class Pool:
         """Gives items back (None: all that are left); what is still held stays quarantined until then."""
     def hold(self, key: Buffer | None = None, reserved_ticket: int = 0, index: int = -1) -> Hold | None:
         """A hold on a READY entry by key, or on an item of a reservation; None when there is none."""
-    def remove(self, keys: Buffer) -> int:
-        """Drops READY and UNVERIFIED entries that nobody uses; returns how many."""
-    def clear(self, tenant: int = -1, identity: bytes = b"") -> int:
-        """Drops everything (of one tenant, of one identity root) that nobody uses; returns how many."""
+    def remove(self, keys: Buffer, returned: bool = False) -> int:
+        """Drops READY and UNVERIFIED entries that nobody uses; returns how many.
+
+        `returned`: they were read from another instance and were not to stay (their event says so).
+        """
+    def clear(self, tenant: int = -1, identity: bytes = b"") -> tuple[int, int]:
+        """Drops everything (of one tenant, of one identity root); returns how many entries, and how many it kept.
+
+        The extent of a dropped entry that is in use is free when its uses have ended.  Kept is what the server itself
+        leases: for a pin, or for another instance that reads it.
+        """
+    def cleared_in_use(self) -> tuple[int, int]:
+        """(held, leased): entries that clears dropped and that somebody still uses."""
     def ready_tags(self, first: int, max_entries: int) -> tuple[bytes, int]:
         """(the first 8 bytes of each READY key among the next entries from number `first` on, where to go on).
 
@@ -221,8 +230,7 @@ class Pool:
     def victims_preview(self, need_bytes: int) -> list[bytes]:
         """READY keys that would go next, in about that order, at most 4096 of each size. Changes nothing."""
     def events(self) -> list[tuple[int, bytes, int]]:
-        """(kind, key, bytes) since the last call: 1 evicted 2 cleared 3 corrupt 4 inserted 5 quarantined
-        6 verified (adopted, and READY from now on)."""
+        """(kind, key, bytes) since the last call; `kind` is a kvstrata.types.PoolEvent."""
     @property
     def events_lost(self) -> int:
         """Events that were overwritten because nobody took them (65,536 are kept)."""

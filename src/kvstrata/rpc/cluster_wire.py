@@ -240,7 +240,7 @@ class CommandKind(enum.StrEnum):
     RESYNC = "resync"
     """Begin a full sync. {"freeze_ms": 0 to 5000}: store nothing new and tell no events meanwhile, at most so long."""
     CLEAR = "clear"
-    """{"tier": "l1" | "l2" | "all", "tenant": str | null}: drop what nobody uses."""
+    """{"tier": "l1" | "l2" | "all", "tenant": str | null}: drop the chunks; bytes in use are free when the use ends."""
     EVICT = "evict"
     """{"keys": bytes} (storage keys) or {"identity": bytes} (an identity root): drop them from L1."""
     PIN = "pin"

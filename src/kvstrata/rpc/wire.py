@@ -348,10 +348,15 @@ class Tier(enum.StrEnum):
 
 
 class Clear(Request, frozen=True, tag="clear"):
-    """Drops what nobody uses. `tier`: l1, l2 or all; without `tenant`: every tenant the peer may use."""
+    """Drops chunks. `tier`: l1, l2 or all; without `tenant`: every tenant the peer may use.
+
+    Nobody finds a dropped chunk any more. Where its bytes are in use, they are free when the use ends.
+    """
 
     tier: Tier
     tenant: Annotated[str, Meta(max_length=256)] | None = None
+    wait: bool = False
+    """Answer when all bytes of dropped chunks are free, at most 30 s later."""
 
 
 class Explain(Request, frozen=True, tag="explain"):
@@ -371,11 +376,24 @@ class Corrupt(Request, frozen=True, tag="corrupt"):
     """Concatenated chain keys."""
 
 
+class Cleared(Reply, frozen=True, tag="cleared"):
+    """Outcome of clear."""
+
+    count: int
+    """Chunks that left the tiers."""
+    held: int
+    """Chunks that clears have dropped from L1 and whose bytes a put or a read of the server still uses."""
+    leased: int
+    """Such whose bytes an engine still reads."""
+    kept: int
+    """Chunks that stay in L1, because they are pinned or another instance reads them."""
+
+
 class Ok(Reply, frozen=True, tag="ok"):
-    """Outcome of release, abort, cancel, quiesced, corrupt, clear: how many things changed.
+    """Outcome of release, abort, cancel, quiesced, corrupt: how many things changed.
 
     release: leases whose share ended; abort: extents given back; cancel: 1 if something was undone or
-    stopped; corrupt: chunks dropped; clear: chunks dropped.
+    stopped; corrupt: chunks dropped.
     """
 
     count: int = 0
@@ -413,7 +431,7 @@ REPLIES: dict[type[Request], type[Reply]] = {
     Retrieve: RetrieveReply,
     Prefetch: PrefetchReply,
     Status: Document,
-    Clear: Ok,
+    Clear: Cleared,
     Explain: Document,
     Quiesced: Ok,
     Corrupt: Ok,
@@ -427,7 +445,7 @@ AnyRequest = (
 )  # fmt: skip
 AnyReply = (
     HelloReply | IdentifyReply | Pong | LookupReply | ReserveReply | CommitReply | RetrieveReply
-    | PrefetchReply | Ok | Document | Error
+    | PrefetchReply | Cleared | Ok | Document | Error
 )  # fmt: skip
 
 

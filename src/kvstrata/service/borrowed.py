@@ -76,7 +76,7 @@ class Borrowed:
         due = [key for key, due_s in first if due_s <= now_s]
         if not due:
             return 0
-        self._dropping = self._lane.run(self._pool.remove, b"".join(reversed(due)))
+        self._dropping = self._lane.run(self._pool.remove, b"".join(reversed(due)), True)
         removed = await asyncio.shield(self._dropping)
         self._dropping = None
         for key in due:

@@ -55,6 +55,7 @@ from kvstrata.rpc.zmq_link import AskLink, ClusterFailure, Links, PushLink
 from kvstrata.service.cluster_commands import Commands
 from kvstrata.service.cluster_events import L1_TIER, EventQueue, TierTags
 from kvstrata.service.cluster_tiers import NotListed, OwnTiers, tier_name
+from kvstrata.types import PoolEvent
 
 if TYPE_CHECKING:
     from kvstrata.rpc.zmq_server import ClusterKeys
@@ -645,12 +646,7 @@ class ClusterLink:
         self._engine.frozen_by.discard(self._url)
 
 
-# Kinds of Pool.events: 1 evicted 2 cleared 3 corrupt 4 inserted 5 quarantined 6 verified.
-_CHANGE_OF = {
-    1: Change.EVICT,
-    2: Change.EVICT,
-    3: Change.EVICT,
-    4: Change.ADMIT,
-    5: Change.EVICT,
-    6: Change.ADMIT,
+_CHANGE_OF: dict[int, Change] = {
+    kind: Change.ADMIT if kind in (PoolEvent.INSERTED, PoolEvent.VERIFIED) else Change.EVICT
+    for kind in PoolEvent
 }

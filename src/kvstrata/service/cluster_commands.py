@@ -134,8 +134,13 @@ class Commands:
                 tier, tenant = argument.get("tier"), argument.get("tenant")
                 if tier not in list(Tier) or not isinstance(tenant, str | None):
                     raise BadRequest(f"tier: must be l1, l2 or all, found {tier!r}", field="tier")
-                dropped = await engine.clear(Tier(tier), tenant)
-                return {"count": sum(dropped.values()), **dropped}
+                done = await engine.clear(Tier(tier), tenant)
+                return {
+                    "count": done.count,
+                    **done.tiers,
+                    "pending": done.held + done.leased,
+                    "kept": done.kept,
+                }
             case CommandKind.EVICT:
                 return {"count": await self._evict(argument)}
             case CommandKind.PIN:
@@ -164,7 +169,8 @@ class Commands:
             return await asyncio.shield(lane.run(pool.remove, _keys(argument)))
         if not isinstance(identity, bytes) or len(identity) != KEY_BYTES:
             raise BadRequest(f"identity: must be {KEY_BYTES} bytes", field="identity")
-        return await asyncio.shield(lane.run(pool.clear, -1, identity))
+        dropped, _ = await asyncio.shield(lane.run(pool.clear, -1, identity))
+        return dropped
 
     async def _pull(self, argument: dict[str, Any]) -> dict[str, Any]:
         """Load these chunks, as a prewarm does: what L1 lacks comes from the named owner, or else from whoever has it.

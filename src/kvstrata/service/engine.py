@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -36,7 +37,7 @@ from kvstrata.service.adapters import AdapterSet
 from kvstrata.service.borrowed import Borrowed
 from kvstrata.service.effects import InFlight, Lease, Leases, Reservation
 from kvstrata.service.payload_kinds import PayloadKinds
-from kvstrata.types import FORMAT_VERSION, KEY_BYTES, MissReason, RequestIdentity, identity_root
+from kvstrata.types import FORMAT_VERSION, KEY_BYTES, MissReason, PoolEvent, RequestIdentity, identity_root
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -60,6 +61,8 @@ GB = 1 << 30
 MAX_JOBS = 256
 MAX_RUNNING_JOBS = 8
 EVENTS_PER_TURN = 512
+CLEAR_WAIT_S = 30.0
+"""Longest wait of a clear for bytes in use."""
 PEER_TYPE = "peer"
 """Type of the adapter that reads other instances."""
 MAX_SESSION_SHARE = 8
@@ -85,6 +88,28 @@ class Job:
 
 
 _JOB_FIELDS = ("job", "state", "chunks", "l1_chunks", "l2_chunks", "reason")
+
+
+class Cleared(NamedTuple):
+    """What a clear did. The words are those of rpc.wire.Cleared."""
+
+    tiers: dict[str, int]
+    """Chunks that left each tier."""
+    held: int
+    leased: int
+    kept: int
+
+    @property
+    def n_chunks(self) -> int:
+        return sum(self.tiers.values())
+
+    def document(self) -> dict[str, dict[str, int]]:
+        """As told to an admin."""
+        return {
+            "cleared": self.tiers,
+            "pending": {"held": self.held, "leased": self.leased},
+            "kept": {"pinned": self.kept},
+        }
 
 
 class Engine:
@@ -149,6 +174,8 @@ class Engine:
         self.verified: collections.deque[bytes] = collections.deque()
         """Adopted chunks whose verification has ended well and that no adapter was offered yet."""
         self._clearing = asyncio.Lock()
+        self._tick = asyncio.Event()
+        """Set at the next `drain_events`."""
         self._jobs: dict[int, Job] = {}
         self._next_job = 1
         self._metrics: CollectorRegistry | None = None
@@ -351,6 +378,8 @@ class Engine:
 
     def drain_events(self) -> None:
         """Tell explain and the store controller what the pool did since the last call, a part per turn."""
+        tick, self._tick = self._tick, asyncio.Event()
+        tick.set()
         if self.pool.events_lost != self._events_lost:
             self._events_lost = self.pool.events_lost
             self.explainer.keys.lost_events()
@@ -369,19 +398,19 @@ class Engine:
         evicted: list[bytes] = []
         for _ in range(min(len(self._events), EVENTS_PER_TURN)):
             kind, key, _ = self._events.popleft()
-            if kind in (EVENT_EVICTED, EVENT_CLEARED):
-                if kind == EVENT_EVICTED:
+            if kind == PoolEvent.EVICTED or kind in LEFT_BY:
+                if kind == PoolEvent.EVICTED:
                     evicted.append(key)
                 known = memory.get(key)
                 if known is None or known.reason is not MissReason.PUT_SKIPPED:  # else: it would be in L2
-                    why = self.settings.l1.eviction_policy if kind == EVENT_EVICTED else "clear"
+                    why = LEFT_BY.get(kind, self.settings.l1.eviction_policy)
                     memory.note(key, MissReason.EVICTED, why, now_ms)
-            elif kind == EVENT_CORRUPT:
+            elif kind == PoolEvent.CORRUPT:
                 memory.note(key, MissReason.CORRUPT, "checksum differs", now_ms)
                 self._log.repeated(logging.WARNING, "corrupt", "chunk_corrupt", key=key)
-            elif kind == EVENT_VERIFIED:
+            elif kind == PoolEvent.VERIFIED:
                 self.verified.append(key)
-            elif kind == EVENT_INSERTED:
+            elif kind == PoolEvent.INSERTED:
                 known = memory.get(key)  # a put may have been skipped since the commit that this tells of
                 if known is not None and known.reason is not MissReason.PUT_SKIPPED:
                     memory.stored([key])
@@ -506,24 +535,38 @@ class Engine:
         job = self._jobs.get(number)
         return None if job is None else job.document()
 
-    async def clear(self, tier: str, tenant: str | None) -> dict[str, int]:
-        """Drop what nobody uses, of one tenant or of all; returns how many chunks left each tier."""
-        dropped = {}
+    async def clear(self, tier: str, tenant: str | None, *, wait: bool = False) -> Cleared:
+        """Drop the chunks of one tenant or of all: nobody finds them any more when this returns.
+
+        Bytes of L1 that are in use are free when the use ends; `wait`: return then, or after CLEAR_WAIT_S.
+        """
+        if tier != Tier.L1 and tenant is not None:
+            raise BadRequest(
+                "tenant: L2 can only be cleared as a whole; leave the tenant out", field="tenant"
+            )
+        tiers: dict[str, int] = {}
+        kept = 0
         number = -1 if tenant is None else tenant_number(tenant)
         if tier in (Tier.L1, Tier.ALL):
-            dropped["l1"] = await self._clear_l1(number)
+            tiers["l1"], kept = await self._on_own_lane(self.pool.clear, number)
         if tier in (Tier.L2, Tier.ALL):
-            if tenant is not None:
-                raise BadRequest(
-                    "tenant: L2 can only be cleared as a whole; leave the tenant out", field="tenant"
-                )
-            dropped["l2"] = 0 if self.store is None else await self.store.clear()
-        self._log.info("cleared", tier=tier, tenant="*" if tenant is None else tenant, **dropped)
-        return dropped
+            tiers["l2"] = 0 if self.store is None else await self.store.clear()
+        held, leased = await self._on_own_lane(self.pool.cleared_in_use)
+        if wait:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLEAR_WAIT_S):
+                    while held or leased:
+                        await self._tick.wait()
+                        held, leased = await self._on_own_lane(self.pool.cleared_in_use)
+        cleared = Cleared(tiers, held, leased, kept)
+        shown = "*" if tenant is None else tenant
+        self._log.info("cleared", tier=tier, tenant=shown, **tiers, held=held, leased=leased, kept=kept)
+        return cleared
 
-    async def _clear_l1(self, tenant: int) -> int:
-        async with self._clearing:  # so that clients who clear do not queue on the server's own lane
-            return await asyncio.shield(self.own_lane.run(self.pool.clear, tenant))
+    async def _on_own_lane(self, work: Callable[..., tuple[int, int]], *arguments: int) -> tuple[int, int]:
+        """For requests of clients: only one of these waits there at a time."""
+        async with self._clearing:
+            return await asyncio.shield(self.own_lane.run(work, *arguments))
 
     def stranded(self) -> list[dict[str, Any]]:
         """Sessions that ended unseen and keep extents in quarantine, since their device may still write."""
@@ -649,5 +692,9 @@ def _stranded_row(one: Stranded) -> dict[str, Any]:
     }
 
 
-EVENT_EVICTED, EVENT_CLEARED, EVENT_CORRUPT, EVENT_INSERTED, EVENT_QUARANTINED, EVENT_VERIFIED = range(1, 7)
-"""Kinds of `Pool.events`."""
+LEFT_BY: dict[int, str] = {
+    PoolEvent.CLEARED: "clear",
+    PoolEvent.REMOVED: "an evict of the controller",
+    PoolEvent.RETURNED: "its return (it was read from another instance, and p2p.keep is off)",
+}
+"""How explain calls what made a chunk leave L1, other than the eviction policy."""

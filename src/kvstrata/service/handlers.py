@@ -49,6 +49,7 @@ from kvstrata.rpc.wire import (
     AnyRequest,
     Cancel,
     Clear,
+    Cleared,
     Commit,
     CommitOutcome,
     CommitReply,
@@ -501,23 +502,22 @@ class Handlers:
 
     async def _clear(self, call: Call, member: Member, request: Clear) -> KeptOutcome:
         if member.tenants is None:
-            count = sum((await self._engine.clear(request.tier, request.tenant)).values())
-            return Ok(call.seq, self._engine.epoch, count), None
+            return await self._clear_all(request), None
         if request.tenant is not None and request.tenant not in member.tenants:
             raise NotPermitted(
                 f"tenant: this process may not use tenant {request.tenant!r}; attach with its token",
                 field="tenant",
             )
         tenants = member.tenants if request.tenant is None else {request.tenant}
-        count = 0
-        for tenant in sorted(tenants):
-            count += sum((await self._engine.clear(request.tier, tenant)).values())
-        return Ok(call.seq, self._engine.epoch, count), None
+        engine = self._engine
+        done = [await engine.clear(request.tier, tenant, wait=request.wait) for tenant in sorted(tenants)]
+        count, kept = sum(one.n_chunks for one in done), sum(one.kept for one in done)
+        return Cleared(call.seq, engine.epoch, count, done[-1].held, done[-1].leased, kept), None
 
     async def _clear_all(self, request: Clear) -> Reply:
-        """A clear by a local process that did not attach (an admin's tool)."""
-        dropped = await self._engine.clear(request.tier, request.tenant)
-        return Ok(request.seq, self._engine.epoch, sum(dropped.values()))
+        """A clear by a process that may use every tenant, or by a local one that did not attach (an admin's tool)."""
+        done = await self._engine.clear(request.tier, request.tenant, wait=request.wait)
+        return Cleared(request.seq, self._engine.epoch, done.n_chunks, done.held, done.leased, done.kept)
 
     def _quiesced(self, call: Call, member: Member, request: Quiesced) -> KeptOutcome:
         self._engine.pool.row_quiesced(member.row)

@@ -95,7 +95,9 @@ enum class EventKind : std::uint8_t {
   kCorrupt = 3,
   kInserted = 4,
   kQuarantined = 5,
-  kVerified = 6  // adopted from another server, and READY from now on
+  kVerified = 6,  // adopted from another server, and READY from now on
+  kRemoved = 7,   // by `remove`, or by a clear of one identity
+  kReturned = 8   // by `remove`: it came from another instance and was not to stay
 };
 
 struct Event {
@@ -282,9 +284,25 @@ class Pool : public std::enable_shared_from_this<Pool> {
   [[nodiscard]] Status hold_reserved(std::uint64_t ticket, std::uint64_t index, Hold* out) noexcept;
 
   // Administration.
-  std::uint64_t remove(const std::uint8_t* keys, std::size_t n_keys) noexcept;
-  // Of every tenant with tenant < 0; of every identity without `identity` (32 bytes).
-  std::uint64_t clear(std::int64_t tenant, const std::uint8_t* identity = nullptr) noexcept;
+  // Drops READY and UNVERIFIED entries that nobody uses. `returned`: they were read from another
+  // instance and were not to stay.
+  std::uint64_t remove(const std::uint8_t* keys, std::size_t n_keys,
+                       bool returned = false) noexcept;
+  struct ClearResult {
+    std::uint64_t dropped = 0;
+    // READY, but leased by the server itself: pinned, or read by another instance.
+    std::uint64_t kept = 0;
+  };
+  // Takes READY and UNVERIFIED entries out of the index; the extent of one that is in use is free
+  // when its uses have ended. Of every tenant with tenant < 0; of every identity without `identity`
+  // (32 bytes).
+  ClearResult clear(std::int64_t tenant, const std::uint8_t* identity = nullptr) noexcept;
+  // What clears took out of the index and somebody still uses: leased, or else held.
+  struct ClearedInUse {
+    std::uint64_t held = 0;
+    std::uint64_t leased = 0;  // also by processes that were attached to an earlier server
+  };
+  ClearedInUse cleared_in_use() noexcept;
   void set_quota(std::uint32_t tenant, std::int64_t bytes) noexcept;
   std::uint64_t evict_to_watermark() noexcept;
   std::vector<Key> victims_preview(std::uint64_t need_bytes) noexcept;
@@ -314,6 +332,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   static constexpr std::uint32_t kMaxAncestors = 65'536;  // of one walk up a chain
   static constexpr std::uint8_t kMarkVisited = 1;         // of EntryLocal::marks
   static constexpr std::uint8_t kMarkTenantListed = 2;
+  static constexpr std::uint8_t kMarkCleared = 4;  // quarantined by a clear
   struct RowMask {
     std::uint64_t word[2] = {0, 0};
     void set(std::uint32_t row) noexcept { word[row / 64] |= 1ULL << (row % 64); }
@@ -344,6 +363,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
     kQuota,
     kWatermark,
     kCleared,
+    kRemoved,
+    kReturned,
     kCorrupt,
     kAborted
   };

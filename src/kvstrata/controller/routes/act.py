@@ -150,7 +150,7 @@ def router(cluster: Cluster, operations: Operations, guarded: list[Any]) -> APIR
 
     @routes.post("/v1/clear", tags=["chunks"])
     async def clear(body: bodies.ClearBody, response: Response) -> bodies.CommandsBody:
-        """Drop the chunks that nobody uses, of all tenants or of one."""
+        """Drop chunks of all tenants or of one. Bytes in use are free when the use ends."""
         return await ended(operations.clear(body.tier, body.tenant, body.instances), body.wait_s, response)
 
     @routes.post("/v1/evict", tags=["chunks"])

@@ -429,7 +429,7 @@ class CopyBody(ChunksBody, Wait):
 
 
 class ClearBody(Wait):
-    """What to drop: chunks that nobody uses."""
+    """What to drop."""
 
     tier: Literal["l1", "l2", "all"]
     tenant: str | None = None

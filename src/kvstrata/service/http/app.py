@@ -45,6 +45,13 @@ class AdapterAdmin(Protocol):
         """Names of all adapters."""
 
 
+class ClearOutcome(Protocol):
+    """What a clear did."""
+
+    def document(self) -> dict[str, dict[str, int]]:
+        """As told to an admin."""
+
+
 class AdminEngine(Protocol):
     """What the API needs of the server's engine."""
 
@@ -73,8 +80,8 @@ class AdminEngine(Protocol):
     def job(self, number: int) -> dict[str, Any] | None:
         """Outcome of a prewarm so far."""
 
-    async def clear(self, tier: str, tenant: str | None) -> dict[str, int]:
-        """Drop what nobody uses; returns how many chunks left each tier."""
+    async def clear(self, tier: str, tenant: str | None, *, wait: bool = False) -> ClearOutcome:
+        """Drop chunks: nobody finds them any more when this returns."""
 
     def stranded(self) -> list[dict[str, Any]]:
         """Sessions that ended unseen and whose device may still write."""
@@ -102,6 +109,24 @@ class ClearBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
     tier: Literal["l1", "l2", "all"]
     tenant: str | None = None
+    wait: bool = Field(
+        False, description="Answer when the bytes of all dropped chunks are free, at most 30 s later."
+    )
+
+
+class ClearAnswer(BaseModel):
+    """What was dropped, and what is left to do."""
+
+    cleared: dict[Literal["l1", "l2"], int] = Field(
+        description="Chunks that left each tier: nobody finds them any more."
+    )
+    pending: dict[Literal["held", "leased"], int] = Field(
+        description="Chunks dropped from L1, now or before, whose bytes are still in use: `held` by a put or a read of "
+        "the server, `leased` by an engine. They are free when that ends."
+    )
+    kept: dict[Literal["pinned"], int] = Field(
+        description="Chunks that stay in L1: pinned through the controller, or being read by another instance."
+    )
 
 
 class ClearStrandedBody(BaseModel):
@@ -192,9 +217,10 @@ def make_app(engine: AdminEngine, *, token: str = "") -> FastAPI:
         return found
 
     @app.post("/v1/clear", dependencies=guarded)
-    async def clear(body: ClearBody) -> dict[str, int]:
-        """Drop the chunks that nobody uses from a tier."""
-        return await engine.clear(body.tier, body.tenant)
+    async def clear(body: ClearBody) -> ClearAnswer:
+        """Drop the chunks of a tier. Puts that are under way go on, and L2 has their records afterwards."""
+        done = await engine.clear(body.tier, body.tenant, wait=body.wait)
+        return ClearAnswer.model_validate(done.document())
 
     @app.get("/v1/stranded", dependencies=guarded)
     async def stranded() -> dict[str, list[Any]]:
