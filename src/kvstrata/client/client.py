@@ -172,6 +172,7 @@ class CacheClient:
         self._closing = True
         self._index = None
         if not self._link.alive:
+            self._link.close()
             self._end_copies(timeout_s)
             return
         ends_s = time.monotonic() + timeout_s

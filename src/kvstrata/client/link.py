@@ -105,6 +105,9 @@ class Link:
         self._inbox: deque[Callable[[], None]] = deque()
         self._woken = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """-1 once it is closed."""
+        # Reentrant: a finaliser may post while this thread does.
+        self._wake_lock = threading.RLock()
         self._watched: dict[int, Callable[[], None]] = {}
         self._waiter: Waiter | None = None
         self._dealer: Dealer | None = None
@@ -140,11 +143,21 @@ class Link:
     def post(self, call: Callable[[], None]) -> None:
         """Run `call` in the I/O thread soon, or here and now when that thread has ended. Never blocks."""
         self._inbox.append(call)
-        if self._dead:
-            self._drain()
-        elif not self._woken:
-            self._woken = True
-            os.eventfd_write(self._wake_fd, 1)
+        with self._wake_lock:
+            if not self._dead:
+                if not self._woken:
+                    self._woken = True
+                    os.eventfd_write(self._wake_fd, 1)
+                return
+        self._drain()
+
+    def close(self) -> None:
+        """Of a link whose I/O thread was never started, or has ended. Idempotent."""
+        with self._wake_lock:
+            self._dead = True
+            if self._wake_fd >= 0:
+                os.close(self._wake_fd)
+                self._wake_fd = -1
 
     def stop(self, *, bye: bool) -> None:
         """End the I/O thread; with `bye` the server is told that this process touches nothing any more."""
@@ -165,10 +178,10 @@ class Link:
 
     def abandon(self) -> None:
         """In a forked child: no thread of ours runs here, and this process is nobody to the server."""
-        self._dead = True
+        self._wake_lock = threading.RLock()  # the one of the parent may have been taken when it forked
         self._inbox.clear()
         self.connected = False
-        os.close(self._wake_fd)
+        self.close()
 
     # In the I/O thread.
 
@@ -203,6 +216,7 @@ class Link:
                 self._attachment.close()
                 self._attachment = None
             waiter.close()
+            self.close()
             self._drain()
 
     def _drain(self) -> None:
