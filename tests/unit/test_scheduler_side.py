@@ -605,6 +605,31 @@ def test_after_a_preemption_the_request_is_looked_up_anew():
     assert client.leases == []
 
 
+def test_a_request_preempted_and_loaded_anew_in_one_step_is_stored_again_when_that_load_fails():
+    """As vLLM does when its cache is reset with requests running."""
+    side = make_side(FakeClient(hits=4))
+    request = make_request(40)
+    side.on_new_request(request)
+    for preempted in ([], [request.request_id]):
+        tokens, _ = hit(side, request)
+        side.allocated(request, list(range(1, 20)), tokens)
+        (load,) = step(side, preempted=preempted).loads
+    side.heard([WorkerReport(2, failures=1)], [], load.blocks)
+    (store,) = step(side, [(request, 0, 40)]).stores
+    assert store.blocks == list(range(1, 11))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_load_is_as_it_was_promised_however_few_of_its_tokens_vllm_takes(asynchronous):
+    """Else vLLM waits for ever for the end of a load that it was promised as asynchronous."""
+    side = make_side(FakeClient(hits=4), sync_load_bytes=399 if asynchronous else 400)
+    request = make_request(40)
+    side.on_new_request(request)
+    assert hit(side, request) == (32, asynchronous)
+    (load,) = load_of(side, request, 0, 20, list(range(1, 20)))
+    assert load.asynchronous == asynchronous and load.blocks == [1, 2, 3, 4, 5, SKIP_BLOCK]
+
+
 def test_abort_during_an_asynchronous_load_leaves_the_blocks_to_vllm():
     client = FakeClient(hits=4)
     side = make_side(client, settings={"load_mode": "async"})

@@ -87,6 +87,7 @@ class Tracked:
 
     __slots__ = (
         "asked_s",
+        "asynchronous",
         "call",
         "computed_tokens",
         "deferred",
@@ -123,6 +124,8 @@ class Tracked:
         """When it last lost its lease while it waited."""
         self.computed_tokens = 0
         """Local hit that vLLM named in its last question."""
+        self.asynchronous = False
+        """How vLLM was told that the promised tokens are loaded."""
         self.loading = False
         """An asynchronous load is under way: vLLM itself keeps the blocks until it is reported."""
         self.loaded_chunks: dict[int, int] = {}
@@ -288,7 +291,8 @@ class SchedulerSide:
         if not tracked.call.claim():
             return (None if self._revoked(tracked, now) else 0), False
         self._claimed[tracked.call] = None
-        return tokens, self._asynchronous(tokens)
+        tracked.asynchronous = self._asynchronous(tokens)
+        return tokens, tracked.asynchronous
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
         """vLLM allocated blocks: plan the load it agreed to, or give the lease back.
@@ -341,7 +345,8 @@ class SchedulerSide:
             extents=hit.extents[first * row : last * row],
             slices=tracked.identity.slices,
             blocks=blocks,
-            asynchronous=self._asynchronous(external_tokens),
+            # vLLM may take fewer tokens than were promised; it waits for the load, or does not, as it was told then.
+            asynchronous=tracked.asynchronous,
         )
 
     def plan_step(self, output: Any) -> StepPlan:
@@ -356,10 +361,14 @@ class SchedulerSide:
         for call in self._claimed:
             call.unclaim()
         self._claimed.clear()
+        # A reset of vLLM's cache preempts requests that get new blocks, and a load into them, in the same step.
+        reloaded = {load.request_id for load in plan.loads}
         for request_id in plan.preempted:
             tracked = self._tracked.get(request_id)
-            if tracked is not None:
-                tracked.stores.clear()
+            if tracked is None:
+                continue
+            tracked.stores.clear()
+            if request_id not in reloaded:
                 tracked.loaded_chunks = {}
                 self._forget_lookup(tracked)
         if self._may_store:
@@ -451,7 +460,7 @@ class SchedulerSide:
             tracked = self._tracked[request.request_id]
             first = tracked.computed_tokens // self._block_tokens
             last = -(-(tracked.computed_tokens + external_tokens) // self._block_tokens)
-            asynchronous = tracked.loading = self._asynchronous(external_tokens)
+            asynchronous = tracked.loading = tracked.asynchronous
             blocks = list(block_ids[first:last])
             self._loads.append(Load(request.request_id, None, b"", b"", (), blocks, asynchronous))
 
