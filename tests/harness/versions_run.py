@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import itertools
 import json
+import os
 import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -178,7 +179,7 @@ def vllm_config(
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
     cache.num_gpu_blocks = BLOCKS
     model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=8192)
-    return VllmConfig(
+    config = VllmConfig(
         model_config=model,
         device_config=DeviceConfig("cpu"),
         parallel_config=ParallelConfig(**parallel),
@@ -188,7 +189,6 @@ def vllm_config(
             max_num_batched_tokens=512,
             max_model_len=8192,
             is_encoder_decoder=False,
-            async_scheduling=asynchronous,
         ),
         kv_transfer_config=KVTransferConfig(
             kv_connector="LMCacheConnectorV1",
@@ -198,6 +198,9 @@ def vllm_config(
             kv_connector_extra_config={"kvstrata.chunk_size": CHUNK, **(extra or {})},
         ),
     )
+    # On the CPU vLLM takes it back.
+    config.scheduler_config.async_scheduling = asynchronous
+    return config
 
 
 def cache_config() -> KVCacheConfig:
@@ -403,6 +406,15 @@ def check_traces(folder: Path) -> Iterator[dict[str, Any]]:
             engine.copies.fails = 1
             engine.add(1000, first=4000)
             trace["failed"] = engine.run()
+            engine.copies.fails = 0
+            engine.add(1000, first=6000, max_tokens=50)
+            engine.step()
+            if asynchronous:
+                engine.step()
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+            engine.copies.fails = 1
+            trace["reset"] = [engine.step() for _ in range(4)]
+            engine.run(at_most=60)
             yield {
                 "check": "trace",
                 "runner": "v2" if v2 else "v1",
@@ -410,6 +422,40 @@ def check_traces(folder: Path) -> Iterator[dict[str, Any]]:
                 **trace,
                 "left": engine.left(),
             }
+
+
+def check_starts(folder: Path) -> Iterator[dict[str, Any]]:
+    """Engines whose order of steps decides what is safe: how they start, and from how many bytes on loads may wait."""
+    for case, options in {
+        "one step": {},
+        "asynchronous scheduling": {"asynchronous": True},
+        "two stages": {"pipeline_parallel_size": 2},
+    }.items():
+        for load_mode in ("auto", "sync"):
+            config = vllm_config(folder, extra={"kvstrata.load_mode": load_mode}, **options)
+            yield {"check": "start", "case": case, "load_mode": load_mode, **started(config)}
+    for v2 in (False, True):
+        config = vllm_config(folder, pipeline_parallel_size=2)
+        config.speculative_config = SimpleNamespace(model="draft", method="suffix")
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(v2))
+        yield {"check": "start", "case": "two stages with drafts", "v2": v2, **started(config)}
+    del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
+    config = vllm_config(folder)
+    config.aux_output_config.enable_return_routed_experts = True
+    yield {"check": "start", "case": "routed experts", **started(config)}
+
+
+def started(config: VllmConfig) -> dict[str, Any]:
+    try:
+        side = LMCacheConnectorV1(config, KVConnectorRole.SCHEDULER, cache_config())._scheduler
+    except ConfigError as error:
+        return {"refused": error.field}
+    assert side is not None
+    return {
+        "sync_load_bytes": side._sync_load_bytes,
+        "may_load": side._may_load,
+        "may_store": side._may_store,
+    }
 
 
 def check_groups_of(folder: Path) -> Iterator[dict[str, Any]]:
@@ -616,6 +662,7 @@ def main(folder: Path) -> None:
         check_imports(),
         check_signatures(),
         check_traces(model),
+        check_starts(model),
         check_groups_of(model),
         check_reports(model),
         check_guards(model),

@@ -89,6 +89,39 @@ def test_a_request_is_stored_loaded_and_recovered_step_by_step(results):
         assert trace["left"] == {"blocks": 0, "leases": 0, "tracked": 0}, trace
 
 
+def test_a_load_that_fails_in_the_step_that_preempted_its_request_is_stored_again(results):
+    """vLLM's cache is reset while the request runs: it is preempted and loaded anew in one step."""
+    for trace in of(results, "trace"):
+        failed, *later = trace["reset"]
+        [[request, chunks, _, blocks]] = failed["loads"]
+        assert (failed["preempted"], failed["bad"]) == ([request], sorted(blocks)), trace
+        stored = [block for step in later for _, _, found in step.get("stores", ()) for block in found]
+        assert chunks == 3 and sorted(stored) == sorted(blocks), trace
+
+
+def test_loads_are_synchronous_only_where_vllm_ends_a_step_before_it_plans_the_next(results):
+    starts = of(results, "start")
+    modes = {
+        (start["case"], start["load_mode"]): start.get("refused", start.get("sync_load_bytes"))
+        for start in starts
+        if "load_mode" in start
+    }
+    assert modes.pop(("one step", "auto")) == modes.pop(("one step", "sync")) == 256 << 20
+    for case in ("asynchronous scheduling", "two stages"):
+        assert (modes.pop((case, "auto")), modes.pop((case, "sync"))) == (0, "load_mode")
+    assert not modes
+    [experts] = [start for start in starts if start["case"] == "routed experts"]
+    assert (experts["may_load"], experts["may_store"]) == (False, True)
+
+
+def test_drafts_over_several_stages_are_refused_on_the_v1_model_runner(results):
+    drafts = [start for start in of(results, "start") if start["case"] == "two stages with drafts"]
+    assert {start["v2"]: start.get("refused") for start in drafts} == {
+        False: "speculative_config",
+        True: None,
+    }
+
+
 def test_only_models_that_vllm_keeps_in_one_group_of_full_attention_are_taken(results):
     verdicts = {result["case"]: (result["kinds"], result["verdict"]) for result in of(results, "groups")}
     uniform = ["UniformTypeKVCacheSpecs"]

@@ -400,7 +400,11 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
     ] = 2
     load_mode: Annotated[
         Literal["auto", "sync", "async"],
-        Meta(description="Load hits before the forward pass, beside it, or whichever suits their size."),
+        Meta(
+            description="Load hits before the forward pass, beside it, or whichever suits their size. `sync` is "
+            "refused where vLLM plans a step before the one before has ended: with asynchronous scheduling or pipeline "
+            "parallelism; `auto` loads beside it there."
+        ),
     ] = "auto"
     tenant: Annotated[str, Meta(description="Tenant that this engine's requests belong to.")] = ""
     token_file: Annotated[

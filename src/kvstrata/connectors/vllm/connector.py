@@ -45,6 +45,7 @@ from kvstrata.connectors.vllm.reuse import media_are_counted, no_reuse_reason
 from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
 from kvstrata.connectors.vllm.settings import load_settings
 from kvstrata.connectors.vllm.statistics import KvstrataPromMetrics, KvstrataStats
+from kvstrata.connectors.vllm.steps import check_steps, may_load_synchronously, no_load_reason
 from kvstrata.connectors.vllm.worker import HostMover, Mover, WorkerSide
 from kvstrata.errors import ConfigError
 from kvstrata.memory.paths import ATTACH_SOCKET, socket_dir
@@ -102,6 +103,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
                 raise ConfigError(
                     f"{name}: {getattr(parallel, name)} is not supported so far, only 1", field=name
                 )
+        check_steps(vllm_config, self._settings.load_mode)
         self._layout = layout_identity(
             vllm_config,
             kv_dtype=_kv_dtype(vllm_config),
@@ -138,6 +140,9 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
                 "requests with images or other media are computed without the cache: with --mm-processor-cache-gb 0 "
                 "and --no-enable-prefix-caching vLLM numbers media instead of hashing them"
             )
+        no_load = no_load_reason(vllm_config)
+        if no_load:
+            logger.warning("nothing is loaded by this engine: %s", no_load)
         wants_events = self._settings.enable_kv_events or bool(events and events.enable_kv_cache_events)
         self._scheduler = SchedulerSide(
             client,
@@ -147,11 +152,11 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             chunk_bytes=chunk_bytes(kv_cache_config.kv_cache_groups[0], chunk_blocks)
             // (2 if self._settings.gpu_fp8 else 1),
             world_size=parallel.world_size,
-            may_load=transfer.is_kv_consumer and not unusable,
+            may_load=transfer.is_kv_consumer and not unusable and not no_load,
             may_store=transfer.is_kv_producer and not unusable,
             engine=self._group.hex(),
             media_are_counted=counted,
-            sync_load_bytes=self._sync_load_bytes(),
+            sync_load_bytes=SYNC_LOAD_BYTES if may_load_synchronously(vllm_config) else 0,
             events=self._event if wants_events else None,
             server_seen=(socket_dir(self._settings.socket_dir, self._settings.port) / ATTACH_SOCKET).exists,
         )
@@ -421,14 +426,6 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> KvstrataPromMetrics:
         """Our counters on vLLM's /metrics."""
         return KvstrataPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    def _sync_load_bytes(self) -> int:
-        """Up to where `auto` loads synchronously."""
-        if self._vllm_config.scheduler_config.async_scheduling:
-            # vLLM plans the next step before it knows how this one's synchronous loads ended, and would sample
-            # from what was computed on a failed one. An asynchronous load is over before anything rests on it.
-            return 0
-        return SYNC_LOAD_BYTES
 
     def _heads(self, tp_rank: int) -> Heads:
         model, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config

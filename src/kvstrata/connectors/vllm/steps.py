@@ -1,0 +1,53 @@
+"""What vLLM's configuration says about the order of its steps: which loads are safe, which engines are refused.
+
+vLLM's objects are read by attribute only; nothing here imports vLLM or torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstrata.errors import ConfigError
+
+
+def check_steps(vllm_config: Any, load_mode: str) -> None:
+    """Raises ConfigError for an engine whose steps cannot be followed, or not with this `load_mode`."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1 and vllm_config.speculative_config is not None and not vllm_config.use_v2_model_runner:
+        # In all stages but the last, that runner never calls wait_for_save in a step that computes something: nothing
+        # would be stored, and the blocks of finished requests would stay allocated for ever.
+        raise ConfigError(
+            f"speculative_config: speculative decoding with pipeline_parallel_size {stages} on vLLM's V1 model runner "
+            "is not supported; set pipeline_parallel_size to 1, turn speculative decoding off, or use the V2 model "
+            "runner (VLLM_USE_V2_MODEL_RUNNER=1)",
+            field="speculative_config",
+        )
+    if load_mode == "sync" and not may_load_synchronously(vllm_config):
+        why = f"pipeline_parallel_size {stages}" if stages > 1 else "asynchronous scheduling"
+        what = "set pipeline_parallel_size to 1" if stages > 1 else "start vLLM with --no-async-scheduling"
+        raise ConfigError(
+            f"load_mode: 'sync' is not safe in this engine: with {why} vLLM plans a step before it knows whether the "
+            f"loads of the one before have failed, and would emit tokens computed on bad KV; set load_mode to 'auto' "
+            f"or 'async', or {what}",
+            field="load_mode",
+        )
+
+
+def may_load_synchronously(vllm_config: Any) -> bool:
+    """Whether vLLM knows the outcome of each step's loads before it plans the next step.
+
+    It does not where several steps are under way at once, by asynchronous scheduling or by pipeline parallelism.  An
+    asynchronous load has ended before vLLM plans anything that rests on it.
+    """
+    return bool(vllm_config.max_concurrent_batches == 1)
+
+
+def no_load_reason(vllm_config: Any) -> str:
+    """Why this engine must load nothing, though it may store; "" when it may load.
+
+    Routed experts are returned for each token of the prompt, and only the engine that computed a token knows them.
+    """
+    outputs = getattr(vllm_config, "aux_output_config", None)
+    if getattr(outputs, "enabled", False):
+        return "it returns the routed experts of all tokens (--enable-return-routed-experts), which are not stored"
+    return ""
