@@ -16,7 +16,7 @@ from kvstrata.client.calls import LookupCall, LookupResult
 from kvstrata.config.model import ClientSettings
 from kvstrata.connectors.vllm.boundary import guarded
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, WorkerReport
-from kvstrata.connectors.vllm.scheduler import EARLY_LOOKUPS, WAIT_S, SchedulerSide
+from kvstrata.connectors.vllm.scheduler import EARLY_LOOKUPS, UNCONFIRMED_STEPS, WAIT_S, SchedulerSide
 from kvstrata.keys import ChunkHasher
 from kvstrata.types import EXTENT, LayoutIdentity, LeaseName, RequestIdentity, identity_root
 
@@ -157,7 +157,7 @@ class GuardedSide:
         "matched_tokens": lambda side, request, _: (side.give_up(request), (0, False))[1],
         "allocated": lambda side, *arguments: side.allocated_failed(*arguments),
         "plan_step": lambda side, output: side.plan_failed(output),
-        "heard": lambda side, reports, received, _: side.heard_failed(reports, received),
+        "heard": lambda side, _, received, __: side.heard_failed(received),
         "finished": lambda side, request, _: side.finished_failed(request),
         "reset": lambda side, **_: side.turn_off(),
     }
@@ -806,6 +806,42 @@ def test_with_several_workers_a_failed_load_takes_what_rests_on_it_along():
     side.heard([WorkerReport(plan.step), WorkerReport(plan.step, failures=1)], [], [3])
     last = step(side)
     assert last.stores == [] and last.awaited == {request.request_id}
+
+
+def loaded_synchronously(side):
+    """A request with a synchronous load of 24 tokens, and the step of that."""
+    request = make_request(43)
+    side.on_new_request(request)
+    tokens, _ = hit(side, request)
+    side.allocated(request, list(range(1, 20)), tokens)
+    return request, step(side, [(request, 24, 8)]).step
+
+
+def test_one_worker_of_several_does_not_confirm_a_load_for_the_others():
+    side = make_side(FakeClient(hits=3), world_size=2)
+    request, loaded = loaded_synchronously(side)
+    side.heard([WorkerReport(loaded)], [], [])
+    assert step(side, [(request, 32, 8)]).stores == []
+    side.heard([WorkerReport(loaded)], [], [])
+    (store,) = step(side, [(request, 40, 3)]).stores
+    assert store.blocks == [7, 8, 9, 10]
+
+
+def test_a_load_that_no_worker_tells_of_any_more_counts_as_failed_and_holds_up_no_others(caplog):
+    side = make_side(FakeClient(hits=3), world_size=2)
+    request, loaded = loaded_synchronously(side)
+    for _ in range(UNCONFIRMED_STEPS):
+        assert step(side, [(request, 32, 8)]).stores == [] and not caplog.messages
+    assert step(side, [(request, 32, 8)]).stores == [], "its blocks may be bad"
+    assert len(caplog.messages) == 1 and "did not report" in caplog.messages[0]
+    side.heard([WorkerReport(loaded)], [], [])
+    # What vLLM still has may rest on them; what is computed from the start does not.
+    other, fresh = make_request(40), make_request(40)
+    side._client.hits = 0
+    for each, computed in ((other, 8), (fresh, 0)):
+        side.matched_tokens(each, computed)
+    stores = step(side, [(other, 8, 32), (fresh, 0, 40)]).stores
+    assert [store.request_id for store in stores] == [fresh.request_id]
 
 
 def test_plans_say_which_failures_they_know_of():

@@ -368,7 +368,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
 
     @guarded(
         None,
-        lambda self, output: self._scheduler.heard_failed(_reports(output), output.finished_recving or ()),
+        lambda self, output: self._scheduler.heard_failed(output.finished_recving or ()),
     )
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers reported."""

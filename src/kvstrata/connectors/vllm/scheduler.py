@@ -60,6 +60,8 @@ SETTLE_S = 0.5
 SYNC_LOAD_BYTES = 256 << 20
 """In mode `auto`, hits up to this size are loaded before the forward pass: some 30 ms of a host's memory."""
 REMEMBERED_STORES = 4096
+UNCONFIRMED_STEPS = 64
+"""After so many later steps a worker's report is lost: vLLM has a step or two more under way than pipeline stages."""
 MAX_OFFLOAD = "lmcache.max_offload_tokens"
 SKIP_REASONS = (
     "prompt_embeds",
@@ -139,7 +141,7 @@ class Tracked:
         self.deferred = False
         """Chunks are complete but wait for a load to be confirmed."""
         self.stale = False
-        """Its blocks hold, or may hold, KV of before a reset: nothing that it computes on them is stored."""
+        """Its blocks may hold KV of before a reset, or bad KV: nothing that it computes on them is stored."""
 
 
 class SchedulerSide:
@@ -190,7 +192,7 @@ class SchedulerSide:
         self._identities: OrderedDict[RequestIdentity, Identity] = OrderedDict()
         self._reset_mark = ""
         self._engine_stale = False
-        """vLLM's own cache may still have KV of before the last reset."""
+        """vLLM's own cache may still have KV of before the last reset, or of a load whose outcome is unknown."""
         self._step = itertools.count(1)
         self._planned: StepPlan | None = None
         """The plan while it is being made."""
@@ -204,8 +206,8 @@ class SchedulerSide:
         self._claimed: dict[LookupCall, None] = {}
         """Lookups whose chunks were promised to vLLM in this step and not taken yet."""
         self._awaited: set[str] = set()
-        self._unconfirmed: set[int] = set()
-        """Steps with synchronous loads whose outcome is not known yet."""
+        self._unconfirmed: dict[int, int] = {}
+        """Steps with synchronous loads whose outcome is not known yet, and how many workers have not told it."""
         self._failures_seen = 0
         self._finished_stores: list[Store] = []
         """Stores of requests that ended while their chunks were deferred."""
@@ -355,8 +357,7 @@ class SchedulerSide:
         plan = self._planned = StepPlan(step=next(self._step), failures_seen=self._failures_seen)
         plan.preempted = set(output.preempted_req_ids or ())
         plan.loads, self._loads = self._loads, []
-        if any(not load.asynchronous for load in plan.loads):
-            self._unconfirmed.add(plan.step)
+        self._await_reports(plan)
         # What vLLM was promised and has not taken waits in its queue: others may need the room meanwhile.
         for call in self._claimed:
             call.unclaim()
@@ -382,11 +383,14 @@ class SchedulerSide:
         return plan
 
     def heard(
-        self, reports: Iterable[WorkerReport], received: Iterable[str], invalid_blocks: Iterable[int]
+        self, reports: Sequence[WorkerReport], received: Iterable[str], invalid_blocks: Iterable[int]
     ) -> None:
         """What the workers said after a step: all their reports, ended asynchronous loads, blocks that
         failed.
         """
+        # Before anything that can fail: a report counts once.
+        for report in reports:
+            self._confirm(report)
         for request_id in received:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
@@ -403,8 +407,6 @@ class SchedulerSide:
             # What ended in the failing step may rest on the bad blocks.
             self._finished_stores.clear()
         for report in reports:
-            self._unconfirmed.discard(report.step)
-            self._failures_seen = max(self._failures_seen, report.failures)
             if report.broken and (self._may_load or self._may_store):
                 logger.error("the cache is off for this engine: a worker copies nothing any more")
                 self._may_load = self._may_store = False
@@ -472,8 +474,7 @@ class SchedulerSide:
             plan.preempted = set(output.preempted_req_ids or ())
         plan.loads += self._loads
         self._loads = []
-        if any(not load.asynchronous for load in plan.loads):
-            self._unconfirmed.add(plan.step)
+        self._await_reports(plan)
         for store in (*plan.stores, *self._finished_stores):
             self._dropped(store.store_id)
         plan.stores, self._finished_stores = [], []
@@ -489,16 +490,13 @@ class SchedulerSide:
                 self._skip(tracked, "error")
         return plan
 
-    def heard_failed(self, reports: Iterable[WorkerReport], received: Iterable[str]) -> None:
-        """After `heard`: loads are over and confirmed all the same. Reports of stores are lost, which costs events."""
+    def heard_failed(self, received: Iterable[str]) -> None:
+        """After `heard`: loads are over all the same. Reports of stores are lost, which costs events."""
         for request_id in received:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 tracked.loading = False
         self._finished_stores.clear()  # they may rest on blocks that failed
-        for report in reports:
-            self._unconfirmed.discard(report.step)
-            self._failures_seen = max(self._failures_seen, report.failures)
 
     def finished_failed(self, request: Any) -> bool:
         """After `finished`: the blocks stay until the workers say that no store reads them."""
@@ -709,6 +707,40 @@ class SchedulerSide:
     def _must_wait(self) -> bool:
         """Whether stores wait for loads: one worker of several cannot tell that another one's load failed."""
         return self._world_size > 1 and bool(self._unconfirmed)
+
+    def _await_reports(self, plan: StepPlan) -> None:
+        """Remember the step if it has synchronous loads; give up on those whose reports are lost.
+
+        A worker that fails in a step, and is taken back by vLLM's fault tolerance, may never tell the step's outcome.
+        """
+        lost = [step for step in self._unconfirmed if plan.step - step > UNCONFIRMED_STEPS]
+        if lost:
+            logger.warning(
+                "workers did not report how loads of %d steps ended, so these count as failed: what was computed on "
+                "blocks that vLLM has now is not stored until the cache is reset with no request running",
+                len(lost),
+            )
+            for step in lost:
+                del self._unconfirmed[step]
+            # vLLM was told of no bad block, so it may keep them, and give them to others.
+            self._distrust_engine()
+        if any(not load.asynchronous for load in plan.loads):
+            self._unconfirmed[plan.step] = self._world_size
+
+    def _distrust_engine(self) -> None:
+        self._engine_stale = True
+        self._finished_stores.clear()
+        for tracked in self._tracked.values():
+            tracked.stale = True
+
+    def _confirm(self, report: WorkerReport) -> None:
+        """One worker has told how the synchronous loads of a step ended."""
+        self._failures_seen = max(self._failures_seen, report.failures)
+        missing = self._unconfirmed.get(report.step, 0)
+        if missing > 1:
+            self._unconfirmed[report.step] = missing - 1
+        elif missing:
+            del self._unconfirmed[report.step]
 
     def _plan_stores(self, output: Any, plan: StepPlan) -> None:
         scheduled = output.num_scheduled_tokens
