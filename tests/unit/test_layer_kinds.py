@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +54,20 @@ def spec(**changes):
 def module(backend="FLASH_ATTN", **attributes):
     """As vLLM's Attention."""
     return SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend), **attributes)
+
+
+class Modes(enum.IntEnum):
+    """As vLLM 0.33's KVQuantMode, whose last one shares a number."""
+
+    NONE = 0
+    OCTAVE_K3V4 = 12
+    CUSTOM = 12
+
+
+@pytest.mark.parametrize(("mode", "named"), [(Modes.NONE, "NONE"), (Modes.CUSTOM, "OCTAVE_K3V4/CUSTOM")])
+def test_a_mode_that_shares_its_number_is_not_taken_for_the_other_one(mode, named):
+    kinds = layer_kinds([group(spec(kv_quant_mode=mode))], {NAME: module()}, "0.33.0")
+    assert kinds[NAME].quantisation == named
 
 
 def group(layer_spec, names=(NAME,)):

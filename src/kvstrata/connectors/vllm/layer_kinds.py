@@ -79,7 +79,7 @@ def layer_kinds(groups: Sequence[Any], modules: Mapping[str, Any], version: str)
 
 def _kind(spec: Any, module: Any, version: str) -> LayerKind:
     backend = str(module.get_attn_backend().get_name())
-    quantisation = str(getattr(spec.kv_quant_mode, "name", spec.kv_quant_mode))
+    quantisation = _mode_name(spec.kv_quant_mode)
     packed = getattr(spec, "state_content_bytes", None)
     own_slots = getattr(spec, "num_head_slots", None) is not None
     axes = ("kv_heads", "tokens", "")
@@ -106,6 +106,17 @@ def _kind(spec: Any, module: Any, version: str) -> LayerKind:
         quantisation=quantisation,
         latent=not spec.head_size_v,
         scales=() if quantisation == "NONE" else _scales(module),
+    )
+
+
+def _mode_name(mode: Any) -> str:
+    """All names of a quantisation mode: in vLLM 0.33 two modes have the number 12 and read as the first of them.
+
+    The KV dtype, which is in the facts as well, tells them apart.
+    """
+    members = getattr(type(mode), "__members__", {})
+    return "/".join(name for name, member in members.items() if member is mode) or str(
+        getattr(mode, "name", mode)
     )
 
 
