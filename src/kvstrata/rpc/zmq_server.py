@@ -5,7 +5,7 @@ there is no answer, and no address.  A message is one frame; the handler gets (a
 `send`, now or later.  Rules:
 
 1. Nothing here blocks: reads and sends are NOBLOCK; a reply to a peer that does not read is dropped when its
-   queue is full (the peer asks again and gets the same outcome).
+   queue is full or its bytes are too many (zmq_outbox.py); the peer asks again and gets the same outcome.
 2. One wake handles at most `MESSAGES_PER_WAKE` messages and `SECONDS_PER_WAKE`, then lets the loop do other
    work; connections are served in turn.
 3. A message with another number of frames gets the handler's error reply; a message above the size limit
@@ -43,6 +43,7 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.rpc.ports import port_holder
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
 from kvstrata.rpc.zmq_inbox import Inbox, Message
+from kvstrata.rpc.zmq_outbox import TRACKED_BYTES, Outbox
 
 MESSAGES_PER_WAKE = 32
 SECONDS_PER_WAKE = 0.002
@@ -110,6 +111,7 @@ class ZmqServer:
         self._context = zmq.Context(io_threads=1)
         self._sockets: dict[bool, zmq.Socket[bytes]] = {}
         self._inboxes: dict[bool, Inbox] = {}
+        self._outbox = Outbox()
         self._watches: dict[bool, zmq.Socket[bytes]] = {}
         """Where libzmq tells of connections."""
         self._zap: zmq.Socket[bytes] | None = None
@@ -215,24 +217,36 @@ class ZmqServer:
         if self._handler is not None and self._frame_error is not None:
             self.start(self._handler, self._frame_error)
 
-    def send(self, address: Address, reply: bytes) -> None:
-        """Queue a reply; dropped when the peer is gone or does not read."""
+    def send(self, address: Address, reply: bytes) -> bool:
+        """Queue a reply; dropped when the peer is gone or does not read.
+
+        True: it was dropped, because this peer leaves too many bytes unread.
+        """
         server = self._sockets.get(address.local)
         if server is None or server.closed:
-            return
-        self._send(server, [address.routing_id, reply])
+            return False
+        tracked = len(reply) >= TRACKED_BYTES
+        if tracked and not self._outbox.has_room(address, len(reply)):
+            self.dropped_replies_count += 1
+            return True
+        if tracked:
+            self._send_tracked(server, address, reply)
+        else:
+            self._send(server, [address.routing_id, reply])
         if self._draining:
             if address.local is not self._draining_local:
                 self._sent_to.add(address.local)
         else:
             # A send may take the signal that messages have arrived; the descriptor would then stay silent.
             self._look_again(address.local)
+        return False
 
     def stats(self) -> dict[str, int]:
         """Counts for status and metrics."""
         return {
             "received": self.received_count,
             "dropped_replies": self.dropped_replies_count,
+            "unread_reply_bytes": self._outbox.look(),
             "refused_handshakes": self.refused_handshakes_count,
             "connections": sum(inbox.connections_count for inbox in self._inboxes.values()),
             "cut_connections": sum(inbox.cut_count for inbox in self._inboxes.values()),
@@ -266,6 +280,7 @@ class ZmqServer:
         server.setsockopt_string(zmq.ZAP_DOMAIN, KEYLESS_DOMAIN)
         if not self._receive_only:
             server.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+            server.copy_threshold = TRACKED_BYTES
             # A client that comes back under the routing id of its dead connection takes the place over.
             server.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if not local:
@@ -366,6 +381,15 @@ class ZmqServer:
             server.send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError:
             self.dropped_replies_count += 1
+
+    def _send_tracked(self, server: zmq.Socket[bytes], address: Address, reply: bytes) -> None:
+        try:
+            tracker = server.send_multipart([address.routing_id, reply], zmq.NOBLOCK, copy=False, track=True)
+        except zmq.ZMQError:
+            self.dropped_replies_count += 1
+        else:
+            assert tracker is not None, "asked for with track"
+            self._outbox.sent(address, len(reply), tracker)
 
     def _watch_connections(self, server: zmq.Socket[bytes], local: bool) -> None:
         """libzmq tells of connections that open, end, or never came to be; nobody else hears of the last."""

@@ -161,7 +161,8 @@ class Engine:
         self.frozen_by: set[str] = set()
         """Controllers that take stock (service/cluster.py); while there are any, nothing new is stored."""
         self.counters = ServerCounters()
-        self.send: Callable[[Any, bytes], None] = lambda address, reply: None
+        self.send: Callable[[Any, bytes], object] = lambda address, reply: False
+        """True: dropped, because this peer leaves too many bytes of replies unread."""
         self.work: dict[Call, asyncio.Task[None]] = {}
         """Tasks of requests that take time (kept by the handlers)."""
         self.extra_status: dict[str, Callable[[], dict[str, Any]]] = {}

@@ -91,6 +91,7 @@ KEYS_ON_LOOP = 256
 RETRIEVE_ON_LOOP_BYTES = 128 << 10
 MAX_UNKEPT_TASKS = 64
 """retrieve and similar requests under way at a time."""
+UNREAD = "this connection leaves too many bytes of replies unread; read them, then ask again"
 GRACE_S = 0.02
 """After a request's deadline, before the boundary answers in its place."""
 
@@ -157,7 +158,9 @@ class Handlers:
             reply = self._engine.error_frame(request.seq, error)
         except Exception as error:
             reply = self._our_mistake(request.seq, error)
-        if reply is not None:
+        if reply is not None and type(request) in self._unkept:
+            self._send_unkept(op, address, request.seq, reply)
+        elif reply is not None:
             self._send(op, [address], reply)
 
     def on_frame_count(self, address: ZmqAddress, count: int) -> bytes:
@@ -172,6 +175,13 @@ class Handlers:
         failpoints.hit(op, "done")
         for address in addresses:
             self._engine.send(address, reply)
+        failpoints.hit(op, "replied")
+
+    def _send_unkept(self, op: str, address: Address, seq: int, reply: bytes) -> None:
+        """An outcome that is kept is asked for again when its reply was dropped; of another one the asker is told."""
+        failpoints.hit(op, "done")
+        if self._engine.send(address, reply) is True:
+            self._engine.send(address, self._engine.error_frame(seq, Refused(UNREAD)))
         failpoints.hit(op, "replied")
 
     def _dispatch(self, address: ZmqAddress, request: AnyRequest, op: str) -> bytes | None:
@@ -276,7 +286,7 @@ class Handlers:
             frame = self._our_mistake(seq, error)
         finally:
             self._unkept_tasks -= 1
-        self._send(op, [address], frame)
+        self._send_unkept(op, address, seq, frame)
 
     def _expire(self, call: Call) -> None:
         frame = self._engine.error_frame(
