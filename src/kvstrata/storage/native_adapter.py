@@ -63,8 +63,8 @@ class NativeAdapter(StorageAdapter):
         queue_limit: int = 1024,
     ) -> None:
         self.name = name
-        self._connector = NativeConnector(capsule)
-        can = dict(self._connector.capabilities)
+        self._connector: NativeConnector | None = NativeConnector(capsule)
+        can = dict(self._native.capabilities)
         self._exists_is_quick: bool = can.pop("exists_is_quick")
         self._can_clear: bool = can.pop("can_clear")
         self.capabilities = Capabilities(**can)
@@ -82,13 +82,14 @@ class NativeAdapter(StorageAdapter):
         region = (context.region_address, context.region_bytes)
         wrong = await self._always(
             lambda native, future: native.submit_open(
-                lane, self._connector, context.instance_id, *region, future
+                lane, self._native, context.instance_id, *region, future
             )
         )
         self._log_notes()
         if wrong:
             self._closed = True
             await self._lanes.close()
+            self._connector = None
             raise StorageError(f"{self.name}: {wrong}", field=self.name)
         self._context = context
         self._opened = True
@@ -99,10 +100,10 @@ class NativeAdapter(StorageAdapter):
             return [Found(Presence.UNKNOWN, 0, reason)] * len(keys)
         lane = self._lanes.number(Lane.LOOKUP)
         try:
-            if self._exists_is_quick and (found := self._connector.exists_now(keys, found_of)) is not None:
+            if self._exists_is_quick and (found := self._native.exists_now(keys, found_of)) is not None:
                 return found
             future = self._take(
-                lambda native, future: native.submit_exists(lane, self._connector, keys, found_of, future)
+                lambda native, future: native.submit_exists(lane, self._native, keys, found_of, future)
             )
         except ValueError:  # a key of another length
             return [Found(Presence.UNKNOWN, 0, BAD_ITEM)] * len(keys)
@@ -115,16 +116,16 @@ class NativeAdapter(StorageAdapter):
         if self._not_ready() or not self.capabilities.has_heads or any(len(k) != KEY_BYTES for k in keys):
             return [b""] * len(keys)
         lane = self._lanes.number(Lane.LOOKUP)
-        future = self._take(lambda native, future: native.submit_heads(lane, self._connector, keys, future))
+        future = self._take(lambda native, future: native.submit_heads(lane, self._native, keys, future))
         return [b""] * len(keys) if future is None else list(await asyncio.shield(future))
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
         """Of the connector, in the lookup lane; None while it reads its medium in, or the lane is full."""
-        if self._not_ready() or not self.capabilities.lists or not self._connector.ready:
+        if self._not_ready() or not self.capabilities.lists or not self._native.ready:
             return None
         lane = self._lanes.number(Lane.LOOKUP)
         future = self._take(
-            lambda native, future: native.submit_list(lane, self._connector, cursor, most, future)
+            lambda native, future: native.submit_list(lane, self._native, cursor, most, future)
         )
         return None if future is None else KeyPage(*await asyncio.shield(future))
 
@@ -135,7 +136,7 @@ class NativeAdapter(StorageAdapter):
         if not places:
             return outcomes
         lane, batch = self._lanes.number(Lane.PUT), [items[i] for i in places]
-        future = self._take(lambda native, future: native.submit_put(lane, self._connector, batch, future))
+        future = self._take(lambda native, future: native.submit_put(lane, self._native, batch, future))
         if future is None:
             put = [PutOutcome(PutStatus.THROTTLED, "queue_full")] * len(batch)
         else:
@@ -151,7 +152,7 @@ class NativeAdapter(StorageAdapter):
         if not places:
             return outcomes
         lane, batch = self._lanes.number(Lane.LOAD), [items[i] for i in places]
-        future = self._take(lambda native, future: native.submit_load(lane, self._connector, batch, future))
+        future = self._take(lambda native, future: native.submit_load(lane, self._native, batch, future))
         if future is None:
             loaded = [LoadOutcome(LoadStatus.FAILED, "throttled")] * len(batch)
         else:
@@ -169,9 +170,7 @@ class NativeAdapter(StorageAdapter):
             return 0
         lane = self._lanes.number(Lane.DELETE)
         return int(
-            await self._always(
-                lambda native, future: native.submit_delete(lane, self._connector, keys, future)
-            )
+            await self._always(lambda native, future: native.submit_delete(lane, self._native, keys, future))
         )
 
     async def clear(self) -> int:
@@ -181,9 +180,7 @@ class NativeAdapter(StorageAdapter):
         if self._not_ready():
             return 0
         lane = self._lanes.number(Lane.DELETE)
-        return int(
-            await self._always(lambda native, future: native.submit_clear(lane, self._connector, future))
-        )
+        return int(await self._always(lambda native, future: native.submit_clear(lane, self._native, future)))
 
     async def usage(self) -> Usage:
         """What the connector counts, asked in the lookup lane."""
@@ -191,12 +188,12 @@ class NativeAdapter(StorageAdapter):
             return Usage(0, 0, 0)
         lane = self._lanes.number(Lane.LOOKUP)
         return Usage(
-            *await self._always(lambda native, future: native.submit_usage(lane, self._connector, future))
+            *await self._always(lambda native, future: native.submit_usage(lane, self._native, future))
         )
 
     def numbers(self) -> dict[str, int]:
         """What the connector counts."""
-        return {} if self._not_ready() else self._connector.counts()
+        return {} if self._not_ready() else self._native.counts()
 
     async def close(self) -> None:
         """Wait for what is in flight, close the connector, end the threads. Idempotent."""
@@ -207,9 +204,16 @@ class NativeAdapter(StorageAdapter):
             await asyncio.wait(set(self._running))
         if self._opened:
             lane = self._lanes.number(Lane.DELETE)
-            await self._always(lambda native, future: native.submit_close(lane, self._connector, future))
+            await self._always(lambda native, future: native.submit_close(lane, self._native, future))
             self._log_notes()
         await self._lanes.close()
+        # Its threads end with it, also where something still refers to this adapter.
+        self._connector = None
+
+    @property
+    def _native(self) -> NativeConnector:
+        assert self._connector is not None, f"{self.name} is used after its close"
+        return self._connector
 
     def _acceptable(self, items: Sequence[PutItem | LoadItem]) -> list[int]:
         """Places of the items that the connector gets; the holds of the others are dropped."""
@@ -237,7 +241,7 @@ class NativeAdapter(StorageAdapter):
         return future
 
     def _log_notes(self) -> None:
-        for warning, sentence in self._connector.take_notes():
+        for warning, sentence in () if self._connector is None else self._connector.take_notes():
             log.log(logging.WARNING if warning else logging.INFO, "%s: %s", self.name, sentence)
 
     def _ended(self, future: asyncio.Future[Any]) -> None:
