@@ -171,8 +171,11 @@ void DiskLog::put_end(std::span<PutItem> batch) noexcept {
 // A synced record becomes visible, unless something later has overtaken it.
 void DiskLog::publish(const Placed& placed) {
   const FrameHeader& header = placed.header;
-  Segment* const segment = segments_[placed.segment].get();
-  if (segment == nullptr || segment->generation != header.generation || segment->retiring) {
+  const auto found = segments_.find(placed.segment);
+  Segment* const segment = found == segments_.end() ? nullptr : found->second.get();
+  // (Another file may have the number and the generation of one that was dropped.)
+  if (segment == nullptr || segment->file != placed.file ||
+      segment->generation != header.generation || segment->retiring) {
     evicted_.push_back(header.key);
     ++counts_.evicted_records;
     return;
@@ -217,7 +220,7 @@ Status DiskLog::make_room(Lock& lock, std::uint64_t frame_bytes, std::size_t ent
       full_.push_back(active_->number);
       active_ = nullptr;
     } else if (free_.size() > (retiring ? 0 : reserved_segments())) {
-      active_ = segments_[free_.front()].get();
+      active_ = &segment_at(free_.front());
       free_.pop_front();
       due_.notify_all();
     } else if (retiring) {
@@ -286,21 +289,21 @@ Status DiskLog::write_frame(const Placed& placed, const std::uint8_t* record) no
 // A frame that could not be written becomes one that is skipped: those behind it need the way.
 void DiskLog::written(Lock& lock, const Placed& placed, Status status) noexcept {
   if (!status.ok()) {
-    note(true, "cannot write " + describe_file_error(segments_[placed.segment]->path, status));
+    note(true, "cannot write " + describe_file_error(segment_at(placed.segment).path, status));
     Placed skip = placed;
     skip.header.kind = FrameKind::kSkip;
     skip.header.tombstones.clear();
     lock.unlock();
     status = write_frame(skip, nullptr);
     lock.lock();
-    std::vector<TableEntry>& table = segments_[placed.segment]->table;
+    std::vector<TableEntry>& table = segment_at(placed.segment).table;
     for (std::size_t at = placed.table_at;
          at < table.size() && table[at].sequence == placed.header.name.sequence; ++at)
       table[at].kind = FrameKind::kSkip;
     if (!status.ok()) read_only_ = true;
   }
   counts_.written_bytes += placed.header.frame_bytes();
-  segments_[placed.segment]->dirty = true;
+  segment_at(placed.segment).dirty = true;
   writing_.erase(placed.header.name.sequence);
   changed_.notify_all();
 }
@@ -341,8 +344,8 @@ Status DiskLog::commit(Lock& lock, std::uint64_t sequence) noexcept {
     syncing_ = true;
     const std::uint64_t up_to = written_up_to();
     std::vector<std::shared_ptr<File>> dirty;
-    for (const auto& segment : segments_) {
-      if (segment == nullptr || !segment->dirty) continue;
+    for (const auto& [number, segment] : segments_) {
+      if (!segment->dirty) continue;
       segment->dirty = false;
       dirty.push_back(segment->file);
     }
@@ -362,7 +365,7 @@ Status DiskLog::commit(Lock& lock, std::uint64_t sequence) noexcept {
                      "; nothing more is put until the server is started again");
     }
     changed_.notify_all();
-    if (!full_.empty() && !segments_[full_.back()]->tabled) due_.notify_all();
+    if (!full_.empty() && !segment_at(full_.back()).tabled) due_.notify_all();
   }
   return Status();
 }
@@ -386,7 +389,7 @@ void DiskLog::load(std::span<LoadItem> piece) noexcept {
     if (++loads_ == 0) loads_ = 1;
     found->loaded = loads_;
     const DiskPlace place = *found;
-    Segment& segment = segment_of(place);
+    Segment& segment = segment_at(place.segment);
     const std::shared_ptr<File> file = segment.file;
     const std::uint64_t generation = segment.generation;
     ++segment.pins;
@@ -424,7 +427,7 @@ void DiskLog::heads(std::span<HeadItem> items) noexcept {
     const DiskPlace* const found = index_.find(item.key);
     if (found == nullptr) continue;
     const DiskPlace place = *found;
-    Segment& segment = segment_of(place);
+    Segment& segment = segment_at(place.segment);
     const std::shared_ptr<File> file = segment.file;
     const std::uint64_t generation = segment.generation;
     ++segment.pins;
@@ -551,9 +554,8 @@ std::uint64_t DiskLog::clear() noexcept {
   live_bytes_ = 0;
   for (auto& [key, tombstone] : putting_)
     tombstone = sequence;
-  for (const auto& segment : segments_) {
-    if (segment != nullptr) segment->slots.clear();
-  }
+  for (const auto& [number, segment] : segments_)
+    segment->slots.clear();
   const std::uint64_t count = gone.size();
   counts_.deleted_records += count;
   if (!append(lock, FrameHeader{.kind = FrameKind::kClear}).ok()) return 0;

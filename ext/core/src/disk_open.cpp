@@ -39,9 +39,6 @@ std::optional<std::uint32_t> segment_number(const std::string& name) {
   return static_cast<std::uint32_t>(std::strtoul(name.c_str(), nullptr, 16));
 }
 
-// So that a folder with one odd name in it does not make a table of four billion segments.
-constexpr std::uint32_t kMaxSegments = 1 << 20;
-
 }  // namespace
 
 // One segment as it was found.
@@ -121,12 +118,12 @@ std::string DiskLog::recover() {
   if (total_bytes_ > options_.capacity_bytes) {
     unmarked_ = true;  // what says it now may be a file that goes, or not be synced
     while (status.ok() && total_bytes_ > options_.capacity_bytes && !free_.empty()) {
-      Segment& segment = *segments_[free_.back()];
+      Segment& segment = segment_at(free_.back());
       free_.pop_back();
       status = drop_segment(lock, segment);
     }
     while (status.ok() && total_bytes_ > options_.capacity_bytes && !full_.empty())
-      status = retire(lock, *segments_[full_.front()]);
+      status = retire(lock, segment_at(full_.front()));
   }
   maintaining_ = false;
   if (!status.ok()) return wrong + describe_file_error(options_.folder, status);
@@ -136,8 +133,11 @@ std::string DiskLog::recover() {
 // The header, and the table if there is one. Changes nothing on the medium.
 std::string DiskLog::read_segment(const FolderEntry& entry, std::vector<Found>* found) {
   const std::optional<std::uint32_t> number = segment_number(entry.name);
-  if (!number.has_value() || *number >= kMaxSegments || !entry.is_file) return "";
-  if (*number >= segments_.size()) segments_.resize(*number + 1);
+  if (!number.has_value()) return "";
+  if (!entry.is_file) {
+    foreign_numbers_.insert(*number);
+    return "";
+  }
   auto segment = std::make_unique<Segment>();
   segment->number = *number;
   segment->path = options_.folder + "/" + entry.name;
@@ -169,6 +169,7 @@ std::string DiskLog::read_segment(const FolderEntry& entry, std::vector<Found>* 
   if (state != BlockState::kEmpty && !sound) {
     // Not ours, or damaged beyond use: it stays, and counts as used.
     total_bytes_ += length;
+    foreign_numbers_.insert(*number);
     ++counts_.unreadable_segments;
     note(true, segment->path + " has no sound header; it is left alone and counts as used");
     return "";
@@ -298,7 +299,7 @@ Status DiskLog::settle(std::vector<Found>* found) {
   for (Found& each : *found) {
     Segment* const segment = each.segment;
     if (segment->length == 0) {
-      segments_[segment->number].reset();
+      segments_.erase(segment->number);
       each.segment = nullptr;
     } else if (segment->last == FrameName{}) {
       free_.push_back(segment->number);

@@ -48,7 +48,7 @@ bool DiskLog::work_is_due() const noexcept {
   if (maintaining_ || read_only_) return false;
   if (free_.size() <= reserved_segments() && !maintenance_failed_) return true;
   return std::any_of(full_.begin(), full_.end(), [this](std::uint32_t number) {
-    const Segment& segment = *segments_[number];
+    const Segment& segment = *segments_.at(number);
     return !segment.tabled && segment.last.sequence <= synced_;
   });
 }
@@ -86,7 +86,7 @@ Status DiskLog::maintain(Lock& lock) noexcept {
 // not be written is done without.
 void DiskLog::write_tables(Lock& lock) noexcept {
   for (std::size_t i = 0; i < full_.size(); ++i) {
-    Segment& segment = *segments_[full_[i]];
+    Segment& segment = segment_at(full_[i]);
     if (segment.tabled || segment.last.sequence > synced_) continue;
     segment.tabled = true;
     SegmentTable table{.segment = segment.number,
@@ -113,21 +113,30 @@ void DiskLog::write_tables(Lock& lock) noexcept {
 Status DiskLog::next_segment(Lock& lock) noexcept {
   Status created(StatusCode::kNoSpace, "the capacity is used");
   if (total_bytes_ + options_.segment_bytes <= options_.capacity_bytes) {
-    created = create_segment(lock);
+    do
+      created = create_segment(lock);
+    while (is_os_error(created, EEXIST));
     if (created.ok()) return created;
   }
   if (full_.empty()) return created;
-  return retire(lock, *segments_[full_.front()]);
+  return retire(lock, segment_at(full_.front()));
+}
+
+// The lowest number that no file in the folder has.
+std::uint32_t DiskLog::unused_number() const noexcept {
+  std::uint32_t number = 0;
+  while (segments_.contains(number) || foreign_numbers_.contains(number))
+    ++number;
+  return number;
 }
 
 Status DiskLog::create_segment(Lock& lock) noexcept {
   auto segment = std::make_unique<Segment>();
-  segment->number = static_cast<std::uint32_t>(segments_.size());
+  segment->number = unused_number();
   segment->length = options_.segment_bytes;
   char name[16];
   std::snprintf(name, sizeof(name), "/%08x.seg", segment->number);
   segment->path = options_.folder + name;
-  segments_.emplace_back();  // the number is taken, whatever comes
   const SegmentHeader header{.segment = segment->number,
                              .generation = segment->generation,
                              .length = segment->length,
@@ -152,6 +161,8 @@ Status DiskLog::create_segment(Lock& lock) noexcept {
     if (!status.ok() && segment->file != nullptr) (void)files_.unlink(segment->path);
   }
   lock.lock();
+  // A file that came after open() has this name.
+  if (is_os_error(status, EEXIST)) foreign_numbers_.insert(segment->number);
   if (!status.ok()) return status;
   counts_.written_bytes += kSegmentHeaderBytes;
   segment->dirty = true;
@@ -314,7 +325,7 @@ Status DiskLog::drop_segment(Lock& lock, Segment& segment) noexcept {
   if (status.ok() && segment.last != FrameName{}) status = files_.sync_folder(options_.folder);
   lock.lock();
   if (status.ok()) total_bytes_ -= segment.length;
-  segments_[segment.number].reset();
+  segments_.erase(segment.number);
   return status;
 }
 
@@ -331,7 +342,7 @@ Status DiskLog::say_synced(Lock& lock) noexcept {
   }
   if (full_.empty()) return Status();  // no frame is left
   write_tables(lock);
-  const std::shared_ptr<File> file = segments_[full_.back()]->file;
+  const std::shared_ptr<File> file = segment_at(full_.back()).file;
   lock.unlock();
   const Status status = file->sync();
   lock.lock();
@@ -345,14 +356,15 @@ std::uint64_t DiskLog::scrub(std::uint64_t bytes) noexcept {
   std::uint64_t read = 0;
   // Each segment once, and the first one again up to where it began.
   for (std::size_t visited = 0; visited <= segments_.size() && read < bytes && !stopping_;) {
-    Segment* const segment =
-        scrub_segment_ < segments_.size() ? segments_[scrub_segment_].get() : nullptr;
-    if (segment == nullptr || scrub_slot_ >= segment->slots.size()) {
-      scrub_segment_ = segments_.empty() ? 0 : (scrub_segment_ + 1) % segments_.size();
+    const auto at = segments_.find(scrub_segment_);
+    if (at == segments_.end() || scrub_slot_ >= at->second->slots.size()) {
+      const auto next = segments_.upper_bound(scrub_segment_);
+      scrub_segment_ = next == segments_.end() ? 0 : next->first;
       scrub_slot_ = 0;
       ++visited;
       continue;
     }
+    Segment* const segment = at->second.get();
     const Slot slot = segment->slots[scrub_slot_++];
     const DiskIndex::Entry* const entry =
         index_.find_at(slot.hash_low, slot.hash_high, segment->number, slot.block);

@@ -77,7 +77,7 @@ struct Disk {
 
   std::string try_open() {
     log.reset();
-    log = std::make_unique<kvstrata::DiskLog>(options);
+    log = std::make_unique<kvstrata::DiskLog>(options, *files);
     kvstrata::ConnectorContext context;
     context.instance_id = "first";
     return log->open(context);
@@ -164,5 +164,6 @@ struct Disk {
 
   std::string root;
   kvstrata::DiskOptions options;
+  kvstrata::FileLayer* files = &kvstrata::posix_files();
   std::unique_ptr<kvstrata::DiskLog> log;
 };

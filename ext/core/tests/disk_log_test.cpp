@@ -9,8 +9,10 @@
 
 #include "check.h"
 #include "disk_log_fixture.h"
+#include "failing_files.h"
 
 using namespace kvstrata;
+using namespace kvstrata::testing;
 
 namespace {
 
@@ -206,6 +208,65 @@ TEST(garbage_is_left_alone_and_costs_nothing_but_itself) {
   for (int key = 1; key < 60; ++key)
     CHECK(disk.load(key) == LoadStatus::kLoaded);
   CHECK(read_file(disk.options.folder + "/0000002a.seg") == garbage);
+}
+
+TEST(puts_that_find_no_room_use_up_no_segment_numbers) {
+  FailingFiles files(posix_files());
+  Disk disk;
+  disk.files = &files;
+  disk.open();
+  files.fail_all(FileCall::kAllocate, ENOSPC);
+  for (int key = 1; key < 20; ++key)
+    CHECK(disk.put({key}) == std::vector({PutStatus::kThrottled}));
+  files.heal(FileCall::kAllocate);
+  disk.put(1, 5);
+  CHECK(!read_file(disk.options.folder + "/00000000.seg").empty());
+  // Numbers of files that belong to somebody else are left out.
+  disk.log.reset();
+  const std::string foreign = disk.options.folder + "/00000002.seg";
+  CHECK_OK(posix_files().make_folder(foreign));
+  write_file(disk.options.folder + "/00000003.seg", std::string(5000, 'x'));
+  disk.open();
+  write_file(disk.options.folder + "/00000001.seg", std::string(5000, 'x'));
+  for (int key = 5; key < 60; ++key)
+    CHECK(disk.put({key}) == std::vector({PutStatus::kStored}));
+  CHECK(!read_file(disk.options.folder + "/00000004.seg").empty());
+}
+
+// As a log that used up a number for each put without room would have left it.
+TEST(records_in_a_segment_with_a_high_number_are_found) {
+  Disk disk;
+  disk.open();
+  disk.put(1, 10);
+  disk.log.reset();
+  const std::string path = disk.options.folder + "/00000000.seg";
+  std::string bytes = read_file(path);
+  CHECK_OK(posix_files().unlink(path));
+  constexpr std::uint32_t kHigh = 0xfffffffe;
+  DiskBlock block;
+  std::memcpy(block.bytes.data(), bytes.data(), kFileBlockBytes);
+  SegmentHeader segment;
+  CHECK(decode(block, &segment) == BlockState::kGood);
+  segment.segment = kHigh;
+  encode(segment, &block);
+  std::memcpy(bytes.data(), block.bytes.data(), kFileBlockBytes);
+  for (std::uint64_t at = kSegmentHeaderBytes;;) {
+    std::memcpy(block.bytes.data(), bytes.data() + at, kFileBlockBytes);
+    std::optional<FrameHeader> frame = decode_frame(block);
+    if (!frame.has_value()) break;
+    frame->segment = kHigh;
+    encode(*frame, &block);
+    std::memcpy(bytes.data() + at, block.bytes.data(), kFileBlockBytes);
+    at += frame->frame_bytes();
+  }
+  write_file(disk.options.folder + "/fffffffe.seg", bytes);
+  disk.open();
+  for (int key = 1; key < 10; ++key)
+    CHECK(disk.load(key) == LoadStatus::kLoaded);
+  disk.put(10, 400);
+  CHECK(disk.bytes_on_medium() <= disk.options.capacity_bytes);
+  disk.reopen();
+  CHECK(disk.present(399));
 }
 
 TEST(flipped_bits_are_corrupt_and_their_removal_lasts) {

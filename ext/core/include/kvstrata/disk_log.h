@@ -175,7 +175,7 @@ class DiskLog final : public Connector {
                   std::uint8_t* out, Status* status) noexcept;
   static std::optional<FrameHeader> frame_of(const DiskBlock& block, const DiskPlace& place,
                                              const Digest& key, std::uint64_t generation);
-  Segment& segment_of(const DiskPlace& place) noexcept { return *segments_[place.segment]; }
+  Segment& segment_at(std::uint32_t number) noexcept { return *segments_.at(number); }
   bool is_there(const Removal& removal) noexcept;
   void remove_copies(std::span<Removal> removals) noexcept;
   void unpin(Segment& segment) noexcept;
@@ -189,6 +189,7 @@ class DiskLog final : public Connector {
   void write_tables(Lock& lock) noexcept;
   Status next_segment(Lock& lock) noexcept;
   Status create_segment(Lock& lock) noexcept;
+  std::uint32_t unused_number() const noexcept;
   Status retire(Lock& lock, Segment& segment) noexcept;
   void reinsert(Lock& lock, Segment& segment) noexcept;
   void drop_records(Lock& lock, Segment& segment) noexcept;
@@ -219,7 +220,9 @@ class DiskLog final : public Connector {
   std::condition_variable due_;      // for work()
   DiskIndex index_;
   std::uint64_t live_bytes_ = 0;                    // of the frames in the index
-  std::vector<std::unique_ptr<Segment>> segments_;  // by number; nothing where there is none
+  std::map<std::uint32_t, std::unique_ptr<Segment>> segments_;  // by number
+  // Numbers of files that have a segment's name and are not segments of this log.
+  std::set<std::uint32_t> foreign_numbers_;
   std::deque<std::uint32_t> full_;                  // oldest first
   std::deque<std::uint32_t> free_;
   Segment* active_ = nullptr;
