@@ -260,7 +260,7 @@ DiskLog::Placed DiskLog::place_frame(FrameHeader header) {
   } else {
     segment.table.push_back(entry);
   }
-  unmarked_ = made.kind != FrameKind::kSkip;
+  unmarked_ = made.kind != FrameKind::kSkip || made.synced + 1 < made.name.sequence;
   segment.last = made.name;
   segment.end += made.frame_bytes();
   writing_.insert(made.name.sequence);
@@ -318,13 +318,14 @@ Status DiskLog::append(Lock& lock, FrameHeader header) {
   return status;
 }
 
-// A frame that says that all before it is synced, so that the next open has nothing to doubt.
-// False: there is no room for it, or it cannot be written.
+// Writes a frame that says that all frames placed before this call are synced, so that the next open
+// has nothing to doubt. False: there is no room for it, or it cannot be written.
 bool DiskLog::mark(Lock& lock) noexcept {
   if (!unmarked_) return true;
-  if (read_only_ || active_ == nullptr || !fits(*active_, kFrameHeaderBytes, 1) ||
-      !commit(lock, sequence_).ok())
-    return false;
+  if (!commit(lock, sequence_).ok()) return false;
+  // Looked at only now: while commit() had let go of the lock, a put may have filled the active
+  // segment.
+  if (active_ == nullptr || !fits(*active_, kFrameHeaderBytes, 1)) return false;
   // Without a sync of its own: as long as it is not on the medium, the frames before it are read.
   return append(lock, FrameHeader{.kind = FrameKind::kSkip}).ok();
 }

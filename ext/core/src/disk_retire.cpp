@@ -49,7 +49,7 @@ bool DiskLog::work_is_due() const noexcept {
   if (free_.size() <= reserved_segments() && !maintenance_failed_) return true;
   return std::any_of(full_.begin(), full_.end(), [this](std::uint32_t number) {
     const Segment& segment = *segments_.at(number);
-    return !segment.tabled && segment.last.sequence <= synced_;
+    return !segment.tabled && !segment.table_failed && segment.last.sequence <= synced_;
   });
 }
 
@@ -87,25 +87,35 @@ Status DiskLog::maintain(Lock& lock) noexcept {
 void DiskLog::write_tables(Lock& lock) noexcept {
   for (std::size_t i = 0; i < full_.size(); ++i) {
     Segment& segment = segment_at(full_[i]);
-    if (segment.tabled || segment.last.sequence > synced_) continue;
-    segment.tabled = true;
-    SegmentTable table{.segment = segment.number,
-                       .generation = segment.generation,
-                       .last = segment.last,
-                       .end = segment.end,
-                       .entries = std::move(segment.table)};
-    segment.table = {};
-    lock.unlock();
-    std::vector<DiskBlock> blocks;
-    encode(table, &blocks);
-    const std::uint64_t bytes = blocks.size() * kFileBlockBytes;
-    const WritePart parts[] = {{blocks.data(), bytes}};
-    const bool written = segment.file->write(parts, segment.length - bytes).ok();
-    lock.lock();
-    if (!written) continue;
-    segment.dirty = true;
-    counts_.written_bytes += bytes;
+    if (!segment.tabled && !segment.table_failed && segment.last.sequence <= synced_)
+      (void)write_table(lock, segment);
   }
+}
+
+// REQUIRES: the segment is full, all its frames are synced, and it has no table yet.
+Status DiskLog::write_table(Lock& lock, Segment& segment) noexcept {
+  SegmentTable table{.segment = segment.number,
+                     .generation = segment.generation,
+                     .last = segment.last,
+                     .end = segment.end,
+                     .entries = std::move(segment.table)};
+  segment.table = {};
+  lock.unlock();
+  std::vector<DiskBlock> blocks;
+  encode(table, &blocks);
+  const std::uint64_t bytes = blocks.size() * kFileBlockBytes;
+  const WritePart parts[] = {{blocks.data(), bytes}};
+  const Status status = segment.file->write(parts, segment.length - bytes);
+  lock.lock();
+  segment.tabled = status.ok();
+  segment.table_failed = !status.ok();
+  if (!status.ok()) {
+    segment.table = std::move(table.entries);
+    return status;
+  }
+  segment.dirty = true;
+  counts_.written_bytes += bytes;
+  return Status();
 }
 
 // -- segments come and go
@@ -184,15 +194,16 @@ Status DiskLog::retire(Lock& lock, Segment& segment) noexcept {
       return Status(StatusCode::kTimedOut, "loads keep the segment");
   }
   full_.pop_front();
-  ++counts_.retired_segments;
-  if (segment.length != options_.segment_bytes || total_bytes_ > options_.capacity_bytes)
-    return drop_segment(lock, segment);
-  const Status status = renew(lock, segment);
-  if (status.ok()) {
-    free_.push_back(segment.number);
-  } else {
-    full_.push_front(segment.number);
+  const std::uint32_t number = segment.number;
+  const bool goes =
+      segment.length != options_.segment_bytes || total_bytes_ > options_.capacity_bytes;
+  const Status status = goes ? drop_segment(lock, segment) : renew(lock, segment);
+  if (!status.ok() && segments_.contains(number)) {
+    full_.push_front(number);
+    return status;
   }
+  ++counts_.retired_segments;
+  if (!goes) free_.push_back(number);
   return status;
 }
 
@@ -310,7 +321,7 @@ Status DiskLog::renew(Lock& lock, Segment& segment) noexcept {
   segment.end = kSegmentHeaderBytes;
   segment.last = FrameName{};
   segment.table.clear();
-  segment.tabled = false;
+  segment.tabled = segment.table_failed = false;
   segment.retiring = false;
   return Status();
 }
@@ -331,21 +342,26 @@ Status DiskLog::drop_segment(Lock& lock, Segment& segment) noexcept {
 
 // Makes it durable, in a segment that stays, that all frames are on the medium: without those of a
 // segment that goes, the ones behind them would count no more. A mark says it, or, where none has
-// room, the table of the newest segment, for which there always is.
+// room, the table of the newest full segment, for which there always is.
 Status DiskLog::say_synced(Lock& lock) noexcept {
   KVSTRATA_RETURN_IF_ERROR(refused());
-  KVSTRATA_RETURN_IF_ERROR(commit(lock, sequence_));
   if (mark(lock)) return commit(lock, sequence_);
+  KVSTRATA_RETURN_IF_ERROR(refused());
   if (active_ != nullptr) {
     full_.push_back(active_->number);
     active_ = nullptr;
   }
   if (full_.empty()) return Status();  // no frame is left
-  write_tables(lock);
-  const std::shared_ptr<File> file = segment_at(full_.back()).file;
+  // Puts may fill more segments while the lock is let go of. This one stays the one that was
+  // chosen, and no other thread retires it.
+  Segment& newest = segment_at(full_.back());
+  KVSTRATA_RETURN_IF_ERROR(commit(lock, newest.last.sequence));
+  if (!newest.tabled) KVSTRATA_RETURN_IF_ERROR(write_table(lock, newest));
   lock.unlock();
-  const Status status = file->sync();
+  const Status status = newest.file->sync();
   lock.lock();
+  // Whether the table is on the medium is not known now, and only a table written again can be.
+  newest.tabled = status.ok();
   return status;
 }
 

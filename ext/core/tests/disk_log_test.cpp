@@ -10,6 +10,7 @@
 #include "check.h"
 #include "disk_log_fixture.h"
 #include "failing_files.h"
+#include "hooked_files.h"
 
 using namespace kvstrata;
 using namespace kvstrata::testing;
@@ -347,6 +348,60 @@ TEST(a_smaller_capacity_drops_the_oldest_and_a_larger_one_keeps_all) {
   CHECK(disk.present(599));
   disk.reopen();
   CHECK(disk.load(599) == LoadStatus::kLoaded);
+}
+
+// A put that is begun and not ended: its frame is written, and not synced.
+void begin_put(DiskLog* log, const Extent& record, int number) {
+  PutItem item{
+      .key = Disk::key_of(number), .bytes = record.bytes, .length = record.length, .hold = {}};
+  log->put(std::span(&item, 1));
+}
+
+// After the length of segments has changed, a retiring segment's file goes. That takes several syncs
+// with the lock let go of, and at each of them another put may fill the active segment.
+TEST(a_put_may_fill_the_active_segment_at_any_step_while_a_file_goes) {
+  for (unsigned fills_at = 1; fills_at <= 4; ++fills_at) {
+    HookedFiles files;
+    Disk disk;
+    disk.files = &files;
+    disk.open();
+    disk.put(1, 400);
+    disk.log.reset();
+    disk.options.segment_bytes = 64 * 1024;
+    disk.open();
+    bool armed = false;
+    bool retiring = false;  // from the read of the record that is to stay
+    bool gone = false;
+    unsigned syncs = 0;
+    int number = 1000;
+    std::vector<std::unique_ptr<Extent>> records;
+    const auto another_put = [&](std::uint64_t length) {
+      armed = false;
+      records.push_back(std::make_unique<Extent>(++number, length));
+      begin_put(disk.log.get(), *records.back(), number);
+      armed = true;
+    };
+    files.before = [&](const std::string& call, const std::string&) {
+      if (!armed || gone) return Status();
+      retiring = retiring || call == "read";
+      gone = call == "unlink";
+      if (retiring && call == "sync" && ++syncs <= fills_at)
+        another_put(syncs == fills_at ? disk.log->max_record_bytes() : 0);
+      return Status();
+    };
+    for (int key = 400; key < 500 && !gone; ++key) {
+      for (int hot = 1; hot < 400; ++hot) {
+        if (disk.present(hot)) CHECK(disk.load(hot) == LoadStatus::kLoaded);
+      }
+      armed = true;
+      disk.put({key});
+      armed = false;
+    }
+    CHECK(gone && syncs >= fills_at);
+    disk.open();
+    for (int key = 1; key < 400; ++key)
+      CHECK(!disk.present(key) || disk.load(key) == LoadStatus::kLoaded);
+  }
 }
 
 TEST(many_threads_put_load_and_remove_at_once) {

@@ -129,7 +129,8 @@ class DiskLog final : public Connector {
     std::vector<TableEntry> table;            // of all frames; empty once it is written
     std::uint32_t pins = 0;
     bool dirty = false;  // something written is not synced
-    bool tabled = false;
+    bool tabled = false;       // its table is in the file
+    bool table_failed = false;  // and is not tried again for its own sake
     bool retiring = false;
   };
 
@@ -187,6 +188,7 @@ class DiskLog final : public Connector {
   std::size_t reserved_segments() const noexcept;
   Status maintain(Lock& lock) noexcept;
   void write_tables(Lock& lock) noexcept;
+  Status write_table(Lock& lock, Segment& segment) noexcept;
   Status next_segment(Lock& lock) noexcept;
   Status create_segment(Lock& lock) noexcept;
   std::uint32_t unused_number() const noexcept;
