@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <tuple>
 #include <utility>
 
 namespace kvstrata {
@@ -21,6 +22,14 @@ constexpr std::uint64_t kFollows = ~std::uint64_t{0};
 bool is_full(const Status& status) noexcept {
   return status.code() == StatusCode::kOsError &&
          (status.detail(0) == ENOSPC || status.detail(0) == EDQUOT);
+}
+
+// What a put is told that found no room or could not be written.
+std::pair<PutStatus, const char*> failure(const Status& status) noexcept {
+  if (status.code() == StatusCode::kRefused) return {PutStatus::kFailed, "read_only"};
+  if (is_full(status)) return {PutStatus::kThrottled, "disk_full"};
+  if (status.code() == StatusCode::kOsError) return {PutStatus::kFailed, "io"};
+  return {PutStatus::kThrottled, "no_room"};
 }
 
 DiskPlace place_of(const FrameHeader& header, std::uint32_t segment, std::uint32_t block) {
@@ -104,12 +113,7 @@ void DiskLog::put(std::span<PutItem> piece) noexcept {
       continue;
     }
     if (!status.ok()) {
-      if (status.code() == StatusCode::kRefused) {
-        item.reason = "read_only";
-      } else {
-        item.status = PutStatus::kThrottled;
-        item.reason = is_full(status) ? "disk_full" : "no_room";
-      }
+      std::tie(item.status, item.reason) = failure(status);
       continue;
     }
     const Placed placed = place_frame(std::move(header));
@@ -120,8 +124,7 @@ void DiskLog::put(std::span<PutItem> piece) noexcept {
     written(lock, placed, status);
     if (!status.ok()) {
       putting_.erase(item.key);
-      if (is_full(status)) item.status = PutStatus::kThrottled;
-      item.reason = is_full(status) ? "disk_full" : "io";
+      std::tie(item.status, item.reason) = failure(status);
       continue;
     }
     item.copy = placed.header.name.sequence;
@@ -145,8 +148,7 @@ void DiskLog::put_end(std::span<PutItem> batch) noexcept {
       item.status = PutStatus::kStored;
       item.reason = "";
     } else {
-      item.status = PutStatus::kFailed;
-      item.reason = "io";
+      std::tie(item.status, item.reason) = failure(status);
     }
     puts_.erase(found);
     putting_.erase(item.key);
@@ -215,6 +217,7 @@ Status DiskLog::make_room(Lock& lock, std::uint64_t frame_bytes, std::size_t ent
   maintenance_failed_ = false;
   for (;;) {
     KVSTRATA_RETURN_IF_ERROR(refused());
+    if (!holes_.empty()) KVSTRATA_RETURN_IF_ERROR(fill_holes(lock));
     if (active_ != nullptr && fits(*active_, frame_bytes, entries)) return Status();
     if (active_ != nullptr) {
       full_.push_back(active_->number);
@@ -300,12 +303,37 @@ void DiskLog::written(Lock& lock, const Placed& placed, Status status) noexcept 
     for (std::size_t at = placed.table_at;
          at < table.size() && table[at].sequence == placed.header.name.sequence; ++at)
       table[at].kind = FrameKind::kSkip;
-    if (!status.ok()) read_only_ = true;
+    if (!status.ok()) {
+      holes_.push_back(std::move(skip));
+      hole_error_ = status;
+      changed_.notify_all();  // who waits to have later frames synced
+      return;
+    }
   }
   counts_.written_bytes += placed.header.frame_bytes();
   segment_at(placed.segment).dirty = true;
   writing_.erase(placed.header.name.sequence);
   changed_.notify_all();
+}
+
+// Writes the frames to skip that could not be written before.
+Status DiskLog::fill_holes(Lock& lock) noexcept {
+  std::vector<Placed> holes = std::exchange(holes_, {});
+  Status failed;
+  for (Placed& hole : holes) {
+    lock.unlock();
+    const Status status = write_frame(hole, nullptr);
+    lock.lock();
+    if (!status.ok()) {
+      failed = hole_error_ = status;
+      holes_.push_back(std::move(hole));
+      continue;
+    }
+    segment_at(hole.segment).dirty = true;
+    writing_.erase(hole.header.name.sequence);
+  }
+  changed_.notify_all();
+  return failed;
 }
 
 // Writes a frame without a record into the room that make_room() found.
@@ -318,8 +346,8 @@ Status DiskLog::append(Lock& lock, FrameHeader header) {
   return status;
 }
 
-// Writes a frame that says that all frames placed before this call are synced, so that the next open
-// has nothing to doubt. False: there is no room for it, or it cannot be written.
+// Writes a frame that says that all frames placed before this call are synced, so that the next
+// open has nothing to doubt. False: there is no room for it, or it cannot be written.
 bool DiskLog::mark(Lock& lock) noexcept {
   if (!unmarked_) return true;
   if (!commit(lock, sequence_).ok()) return false;
@@ -338,6 +366,9 @@ std::uint64_t DiskLog::written_up_to() const noexcept {
 Status DiskLog::commit(Lock& lock, std::uint64_t sequence) noexcept {
   while (synced_ < sequence) {
     if (read_only_) return Status(StatusCode::kOsError, "fdatasync", EIO);
+    if (std::any_of(holes_.begin(), holes_.end(),
+                    [&](const Placed& hole) { return hole.header.name.sequence <= sequence; }))
+      return hole_error_;
     if (syncing_ || written_up_to() < sequence) {
       changed_.wait(lock);
       continue;

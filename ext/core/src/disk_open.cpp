@@ -5,7 +5,8 @@
 //   1. Every segment's header is read; one of another version ends it all, before anything changes.
 //   2. The table of a full segment, or else its frames one after the other.
 //   3. Frames behind the last mark ("all are synced up to here") count as far as there is no gap
-//      and their records are whole. The rest was never acknowledged and is made unreachable.
+//      and their records are whole. The rest was never acknowledged and is made unreachable. Where
+//      a read fails the log is not opened, and nothing is changed.
 //   4. What counts is synced (a process that died may have left it in a cache), then indexed.
 #include <unistd.h>
 
@@ -23,6 +24,19 @@
 namespace kvstrata {
 
 namespace {
+
+// A read that fails at open is tried so often.
+constexpr int kReadTries = 3;
+
+// An error that says nothing about what is on the medium may be gone at the next try.
+Status read_patiently(File& file, std::span<const ReadPart> parts, std::uint64_t offset) noexcept {
+  Status status;
+  for (int tries = 0; tries < kReadTries; ++tries) {
+    status = file.read(parts, offset);
+    if (status.ok() || status.code() == StatusCode::kOutOfRange) break;
+  }
+  return status;
+}
 
 constexpr char kLockName[] = "/.kvstrata.lock";
 
@@ -104,9 +118,12 @@ std::string DiskLog::recover() {
   }
   for (Found& each : found) {
     status = read_chain(&each);
-    if (!status.ok()) return wrong + describe_file_error(each.segment->path, status);
+    if (!status.ok()) return unreadable(*each.segment, status);
   }
-  status = end_log(&found);
+  std::vector<Segment*> cut;
+  std::string failed = find_end(&found, &cut);
+  if (!failed.empty()) return failed;
+  status = cut_log(cut);
   if (status.ok()) status = settle(&found);
   if (!status.ok()) return wrong + describe_file_error(options_.folder, status);
   fill_index(found);
@@ -124,6 +141,8 @@ std::string DiskLog::recover() {
     }
     while (status.ok() && total_bytes_ > options_.capacity_bytes && !full_.empty())
       status = retire(lock, segment_at(full_.front()));
+    // The rest goes when that file can be removed: the next put that needs a segment tries.
+    if (!leftovers_.empty()) status = Status();
   }
   maintaining_ = false;
   if (!status.ok()) return wrong + describe_file_error(options_.folder, status);
@@ -135,7 +154,7 @@ std::string DiskLog::read_segment(const FolderEntry& entry, std::vector<Found>* 
   const std::optional<std::uint32_t> number = segment_number(entry.name);
   if (!number.has_value()) return "";
   if (!entry.is_file) {
-    foreign_numbers_.insert(*number);
+    taken_numbers_.insert(*number);
     return "";
   }
   auto segment = std::make_unique<Segment>();
@@ -154,7 +173,7 @@ std::string DiskLog::read_segment(const FolderEntry& entry, std::vector<Found>* 
   SegmentHeader header;
   BlockState state = BlockState::kEmpty;
   if (length >= kSegmentHeaderBytes) {
-    status = segment->file->read(part, 0);
+    status = read_patiently(*segment->file, part, 0);
     if (!status.ok())
       return wrong + describe_file_error(segment->path, status) + "; repair or remove this file";
     state = decode(block, &header);
@@ -169,7 +188,7 @@ std::string DiskLog::read_segment(const FolderEntry& entry, std::vector<Found>* 
   if (state != BlockState::kEmpty && !sound) {
     // Not ours, or damaged beyond use: it stays, and counts as used.
     total_bytes_ += length;
-    foreign_numbers_.insert(*number);
+    taken_numbers_.insert(*number);
     ++counts_.unreadable_segments;
     note(true, segment->path + " has no sound header; it is left alone and counts as used");
     return "";
@@ -194,12 +213,12 @@ Status DiskLog::read_chain(Found* found) {
   if (segment.length == 0) return Status();
   DiskBlock block;
   const ReadPart part[] = {{block.bytes.data(), kFileBlockBytes}};
-  KVSTRATA_RETURN_IF_ERROR(segment.file->read(part, segment.length - kFileBlockBytes));
+  KVSTRATA_RETURN_IF_ERROR(read_patiently(*segment.file, part, segment.length - kFileBlockBytes));
   const auto bytes = table_length(block, segment.number, segment.generation);
   if (bytes.has_value() && *bytes <= segment.length - kSegmentHeaderBytes) {
     std::vector<DiskBlock> blocks(*bytes / kFileBlockBytes);
     const ReadPart parts[] = {{blocks.data(), *bytes}};
-    KVSTRATA_RETURN_IF_ERROR(segment.file->read(parts, segment.length - *bytes));
+    KVSTRATA_RETURN_IF_ERROR(read_patiently(*segment.file, parts, segment.length - *bytes));
     if (auto table = decode_table(blocks)) {
       found->entries = std::move(table->entries);
       segment.last = table->last;
@@ -210,7 +229,7 @@ Status DiskLog::read_chain(Found* found) {
     }
   }
   while (segment.end + kFrameHeaderBytes <= segment.length) {
-    KVSTRATA_RETURN_IF_ERROR(segment.file->read(part, segment.end));
+    KVSTRATA_RETURN_IF_ERROR(read_patiently(*segment.file, part, segment.end));
     std::optional<FrameHeader> header = decode_frame(block);
     if (!header.has_value() || header->segment != segment.number ||
         header->generation != segment.generation || header->previous != segment.last ||
@@ -227,20 +246,35 @@ Status DiskLog::read_chain(Found* found) {
   return Status();
 }
 
-bool DiskLog::payload_is_whole(Segment& segment, const TableEntry& entry,
-                               const FrameHeader& header) {
-  if (header.kind != FrameKind::kRecord) return true;
+// Whether the record of a frame was written to its end. An error: that cannot be told now.
+Status DiskLog::look_at_payload(Segment& segment, std::uint32_t block, const FrameHeader& header,
+                                bool* whole) {
+  *whole = header.kind != FrameKind::kRecord;
+  if (*whole) return Status();
   const std::uint64_t bytes = whole_blocks(header.record_bytes);
   std::vector<DiskBlock> blocks(bytes / kFileBlockBytes);
   const ReadPart parts[] = {{blocks.data(), bytes}};
-  const std::uint64_t offset = std::uint64_t{entry.block} * kFileBlockBytes + kFrameHeaderBytes;
-  if (!segment.file->read(parts, offset).ok()) return false;
-  return head_crc_of(blocks.data(), header.record_bytes) == header.head_crc &&
-         verify_stored_record(blocks.data(), header.record_bytes, &header.key).ok();
+  const std::uint64_t offset = std::uint64_t{block} * kFileBlockBytes + kFrameHeaderBytes;
+  const Status status = read_patiently(*segment.file, parts, offset);
+  if (status.code() == StatusCode::kOutOfRange) return Status();  // the file ends within it
+  KVSTRATA_RETURN_IF_ERROR(status);
+  *whole = head_crc_of(blocks.data(), header.record_bytes) == header.head_crc &&
+           verify_stored_record(blocks.data(), header.record_bytes, &header.key).ok();
+  return Status();
 }
 
-// Finds the last frame that counts and cuts the chains behind it. Sets sequence_ and synced_.
-Status DiskLog::end_log(std::vector<Found>* found) {
+// Records that were synced cannot be told from records that were never acknowledged as long as some
+// cannot be read.
+std::string DiskLog::unreadable(const Segment& segment, const Status& status) {
+  return "base_path: " + describe_file_error(segment.path, status) +
+         "; the log is not opened, because records that were acknowledged would be lost, and "
+         "nothing was changed; repair the medium and start again, or move this file away to go on "
+         "without its records";
+}
+
+// Finds the last frame that counts and ends the chains there, in memory. Sets sequence_ and
+// synced_. `cut` gets the segments that have a frame behind it. Changes nothing on the medium.
+std::string DiskLog::find_end(std::vector<Found>* found, std::vector<Segment*>* cut) {
   struct Loose {
     std::uint64_t sequence;
     Found* in;
@@ -258,26 +292,36 @@ Status DiskLog::end_log(std::vector<Found>* found) {
   std::uint64_t last = synced_;
   for (const Loose& frame : loose) {
     const Found::Frame& at = frame.in->chain[frame.at];
-    const TableEntry entry{.key = {}, .block = at.block};
-    if (frame.sequence != last + 1 || !payload_is_whole(*frame.in->segment, entry, at.header))
-      break;
+    if (frame.sequence != last + 1) break;
+    bool whole = false;
+    const Status status = look_at_payload(*frame.in->segment, at.block, at.header, &whole);
+    if (!status.ok()) return unreadable(*frame.in->segment, status);
+    if (!whole) break;
     last = frame.sequence;
     unmarked_ = unmarked_ || at.header.kind != FrameKind::kSkip;
   }
   sequence_ = synced_ = last;
   for (Found& each : *found) {
-    const auto cut = std::find_if(each.chain.begin(), each.chain.end(), [&](const auto& frame) {
+    const auto end = std::find_if(each.chain.begin(), each.chain.end(), [&](const auto& frame) {
       return frame.header.name.sequence > last;
     });
-    if (cut == each.chain.end()) continue;
+    if (end == each.chain.end()) continue;
     Segment& segment = *each.segment;
-    segment.end = std::uint64_t{cut->block} * kFileBlockBytes;
-    each.chain.erase(cut, each.chain.end());
+    segment.end = std::uint64_t{end->block} * kFileBlockBytes;
+    each.chain.erase(end, each.chain.end());
     segment.last = each.chain.empty() ? FrameName{} : each.chain.back().header.name;
-    // Later frames would one day make it look as if this one had been synced: it goes.
+    cut->push_back(&segment);
+  }
+  return "";
+}
+
+// Later frames would one day make it look as if the first one that does not count had been synced:
+// it goes.
+Status DiskLog::cut_log(std::span<Segment* const> cut) noexcept {
+  for (Segment* const segment : cut) {
     const DiskBlock zeros;
     const WritePart parts[] = {{zeros.bytes.data(), kFileBlockBytes}};
-    KVSTRATA_RETURN_IF_ERROR(segment.file->write(parts, segment.end));
+    KVSTRATA_RETURN_IF_ERROR(segment->file->write(parts, segment->end));
   }
   return Status();
 }
@@ -290,11 +334,15 @@ Status DiskLog::settle(std::vector<Found>* found) {
     // A file without a frame may be one whose name was never synced. If it comes back after all, it
     // goes again then; what was cut off, now or by a process that died over it, is gone for good.
     if (segment.generation == 1 && segment.last == FrameName{}) {
-      KVSTRATA_RETURN_IF_ERROR(files_.unlink(segment.path));
+      std::uint64_t length = segment.length;
+      if (length == 0) KVSTRATA_RETURN_IF_ERROR(segment.file->length(&length));
       total_bytes_ -= segment.length;
+      leave_file(segment, length);
       segment.length = 0;
     }
   }
+  Lock lock(mutex_);
+  (void)remove_leftovers(lock);  // else when a put needs the room
   std::vector<Segment*> with_frames;
   for (Found& each : *found) {
     Segment* const segment = each.segment;

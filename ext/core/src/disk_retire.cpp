@@ -121,6 +121,7 @@ Status DiskLog::write_table(Lock& lock, Segment& segment) noexcept {
 // -- segments come and go
 
 Status DiskLog::next_segment(Lock& lock) noexcept {
+  const Status removed = remove_leftovers(lock);
   Status created(StatusCode::kNoSpace, "the capacity is used");
   if (total_bytes_ + options_.segment_bytes <= options_.capacity_bytes) {
     do
@@ -128,6 +129,7 @@ Status DiskLog::next_segment(Lock& lock) noexcept {
     while (is_os_error(created, EEXIST));
     if (created.ok()) return created;
   }
+  KVSTRATA_RETURN_IF_ERROR(removed);
   if (full_.empty()) return created;
   return retire(lock, segment_at(full_.front()));
 }
@@ -135,7 +137,7 @@ Status DiskLog::next_segment(Lock& lock) noexcept {
 // The lowest number that no file in the folder has.
 std::uint32_t DiskLog::unused_number() const noexcept {
   std::uint32_t number = 0;
-  while (segments_.contains(number) || foreign_numbers_.contains(number))
+  while (segments_.contains(number) || taken_numbers_.contains(number))
     ++number;
   return number;
 }
@@ -167,12 +169,14 @@ Status DiskLog::create_segment(Lock& lock) noexcept {
     if (status.ok()) status = segment->file->allocate(segment->length);
     if (status.ok()) status = segment->file->write(parts, 0);
     if (status.ok()) status = files_.sync_folder(options_.folder);
-    // What is left of a segment without frames is removed at the next open, if not here.
-    if (!status.ok() && segment->file != nullptr) (void)files_.unlink(segment->path);
   }
   lock.lock();
   // A file that came after open() has this name.
-  if (is_os_error(status, EEXIST)) foreign_numbers_.insert(segment->number);
+  if (is_os_error(status, EEXIST)) taken_numbers_.insert(segment->number);
+  if (!status.ok() && segment->file != nullptr) {
+    leave_file(*segment, segment->length);
+    (void)remove_leftovers(lock);
+  }
   if (!status.ok()) return status;
   counts_.written_bytes += kSegmentHeaderBytes;
   segment->dirty = true;
@@ -244,9 +248,9 @@ void DiskLog::reinsert(Lock& lock, Segment& segment) noexcept {
                                   memory.get(), &status) &&
                        may_stay(memory.get(), record.place.record_bytes, record.key);
     lock.lock();
-    if (!sound) {
-      ++counts_.corrupt_records;
-      continue;  // it leaves with the others
+    if (!sound) {  // it leaves with the others
+      if (status.ok() || status.code() == StatusCode::kOutOfRange) ++counts_.corrupt_records;
+      continue;
     }
     const DiskPlace* const now = index_.find(record.key);
     if (now == nullptr || now->sequence != record.place.sequence) continue;
@@ -329,15 +333,46 @@ Status DiskLog::renew(Lock& lock, Segment& segment) noexcept {
 // Its file is removed. REQUIRES: it is neither full nor free nor active, and nobody reads it.
 Status DiskLog::drop_segment(Lock& lock, Segment& segment) noexcept {
   KVSTRATA_RETURN_IF_ERROR(say_synced(lock));
-  const std::string path = segment.path;
-  lock.unlock();
-  Status status = files_.unlink(path);
-  // Tombstones go after the records that they speak of. (An empty segment may come back.)
-  if (status.ok() && segment.last != FrameName{}) status = files_.sync_folder(options_.folder);
-  lock.lock();
-  if (status.ok()) total_bytes_ -= segment.length;
+  total_bytes_ -= segment.length;
+  leave_file(segment, segment.length);
   segments_.erase(segment.number);
-  return status;
+  return remove_leftovers(lock);
+}
+
+// A file that is to go, and takes so many bytes of the capacity until then.
+void DiskLog::leave_file(const Segment& segment, std::uint64_t length_bytes) noexcept {
+  total_bytes_ += length_bytes;
+  taken_numbers_.insert(segment.number);
+  leftovers_.push_back({.path = segment.path,
+                        .number = segment.number,
+                        .length = length_bytes,
+                        .has_frames = segment.last != FrameName{}});
+}
+
+// REQUIRES: this thread maintains, or opens.
+Status DiskLog::remove_leftovers(Lock& lock) noexcept {
+  while (!leftovers_.empty()) {
+    Leftover& file = leftovers_.front();
+    lock.unlock();
+    Status status;
+    if (!file.unlinked) status = files_.unlink(file.path);
+    if (is_os_error(status, ENOENT)) status = Status();
+    file.unlinked = status.ok();
+    // Tombstones go after the records that they speak of. (An empty segment may come back.)
+    if (status.ok() && file.has_frames) status = files_.sync_folder(options_.folder);
+    lock.lock();
+    if (!status.ok()) {
+      if (!file.told)
+        note(true, "cannot remove " + describe_file_error(file.path, status) +
+                       "; its bytes count as used until it is gone");
+      file.told = true;
+      return status;
+    }
+    total_bytes_ -= file.length;
+    taken_numbers_.erase(file.number);
+    leftovers_.pop_front();
+  }
+  return Status();
 }
 
 // Makes it durable, in a segment that stays, that all frames are on the medium: without those of a

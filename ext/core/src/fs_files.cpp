@@ -261,6 +261,10 @@ FsFiles::Read FsFiles::read_other_length(const std::string& path, const Digest& 
     Status status = layer_.open(path, FileMode::kRead, false, &file);
     if (is_not_there(status)) return Read::kAbsent;
     if (status.ok()) status = file->read(std::span(&part, 1), 0);
+    if (!status.ok() && status.code() != StatusCode::kOutOfRange) {
+      notes_.add(true, "cannot read " + describe_file_error(path, status));
+      return Read::kFailed;
+    }
     Digest stored{};
     std::uint64_t record_bytes = 0;
     if (status.ok()) status = read_outer_header(header.data(), &stored, &record_bytes);

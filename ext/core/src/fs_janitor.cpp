@@ -90,7 +90,11 @@ void FsJanitor::succeed(const FsSharedFiles::Listing& listing) {
     FsJanitorState before;
     std::string text;
     if (*generation >= generation_) continue;
-    if (!place_.shared.read_janitor(*generation, &before, &text).ok()) continue;
+    const Status status = place_.shared.read_janitor(*generation, &before, &text);
+    // It may have granted more than the one before it said, and that is not known.
+    if (!status.ok() && status.code() != StatusCode::kCorrupt && !is_os_error(status, ENOENT))
+      return;
+    if (!status.ok()) continue;
     const bool somebody_stayed = std::ranges::any_of(members_, [&](const auto& numbered) {
       return !numbered.second.gone && before.grants.contains(numbered.first);
     });

@@ -350,6 +350,166 @@ TEST(a_smaller_capacity_drops_the_oldest_and_a_larger_one_keeps_all) {
   CHECK(disk.load(599) == LoadStatus::kLoaded);
 }
 
+// What is not marked as synced is read whole at open. One failed read must not pass for the end of
+// the log.
+TEST(a_log_that_cannot_be_read_is_refused_and_nothing_in_it_changes) {
+  HookedFiles files;
+  Disk disk;
+  disk.files = &files;
+  disk.open();
+  disk.put({1});  // and a free segment is made, whose header says that it is synced
+  disk.put(2, 8);
+  const std::string path = disk.options.folder + "/00000000.seg";
+  const std::string bytes = read_file(path);  // closing would mark the records as synced
+  disk.log.reset();
+  write_file(path, bytes);
+  unsigned reads = 0;
+  unsigned fail_from = 0;
+  unsigned fail_up_to = 0;
+  files.before = [&](const std::string& call, const std::string&) {
+    if (call != "read" || ++reads < fail_from || reads > fail_up_to) return Status();
+    return Status(StatusCode::kOsError, "injected", EIO);
+  };
+  unsigned refused = 0;
+  for (fail_from = 1, fail_up_to = ~0U;; ++fail_from, reads = 0) {
+    const std::string wrong = disk.try_open();
+    if (wrong.empty()) break;
+    ++refused;
+    CHECK(wrong.find(".seg: Input/output error") != std::string::npos);
+    CHECK(wrong.find("repair") != std::string::npos);
+    disk.log.reset();
+    CHECK(read_file(path) == bytes);
+  }
+  CHECK(refused > 12);  // headers and records
+  disk.log.reset();
+  write_file(path, bytes);
+  // One that goes away is tried again.
+  for (fail_from = 1; fail_from <= refused; ++fail_from) {
+    reads = 0;
+    fail_up_to = fail_from + 1;
+    disk.open();
+    fail_up_to = 0;
+    for (int key = 1; key < 8; ++key)
+      CHECK(disk.load(key) == LoadStatus::kLoaded);
+    disk.log.reset();
+    write_file(path, bytes);
+  }
+}
+
+// -- what fails and works again later
+
+TEST(capacity_comes_back_when_a_file_that_could_not_be_removed_goes) {
+  FailingFiles files(posix_files());
+  Disk disk;
+  disk.files = &files;
+  disk.open();
+  disk.put(1, 400);
+  disk.log.reset();
+  disk.options.segment_bytes = 64 * 1024;  // what is there goes, it is not used again
+  disk.open();
+  const std::uint64_t records = disk.log->usage().records;
+  files.fail_all(FileCall::kUnlink, EACCES);
+  int key = 400;
+  while (disk.put({key}) == std::vector({PutStatus::kStored}))
+    ++key;
+  for (int other = 1000; other < 1200; ++other)
+    CHECK(disk.put({other}) == std::vector({PutStatus::kFailed}));
+  CHECK(disk.log->usage().records > records / 2);  // not one segment a put
+  CHECK(disk.bytes_on_medium() <= disk.options.capacity_bytes);
+  files.heal(FileCall::kUnlink);
+  disk.put(key, key + 200);
+  CHECK(disk.bytes_on_medium() <= disk.options.capacity_bytes);
+  CHECK(disk.count("segments_bytes") == disk.bytes_on_medium());
+  disk.reopen();
+  CHECK(disk.load(key + 199) == LoadStatus::kLoaded);
+}
+
+TEST(a_log_whose_file_cannot_be_removed_opens_and_shrinks_later) {
+  FailingFiles files(posix_files());
+  Disk disk;
+  disk.files = &files;
+  disk.open();
+  disk.put(1, 400);
+  disk.log.reset();
+  disk.options.capacity_bytes /= 2;
+  files.fail_all(FileCall::kUnlink, EACCES);
+  disk.open();
+  CHECK(disk.present(399));
+  files.heal(FileCall::kUnlink);
+  for (int key = 400; key < 600; ++key)
+    (void)disk.put({key});
+  CHECK(disk.present(599));
+  CHECK(disk.bytes_on_medium() <= disk.options.capacity_bytes);
+}
+
+TEST(what_is_left_of_a_segment_that_could_not_be_made_counts_until_it_goes) {
+  FailingFiles files(posix_files());
+  Disk disk;
+  disk.files = &files;
+  disk.open();
+  files.fail_all(FileCall::kUnlink, EACCES);
+  files.fail_all(FileCall::kSyncFolder, EIO);
+  for (int key = 1; key < 100; ++key) {
+    CHECK(disk.put({key}) == std::vector({PutStatus::kFailed}));
+    CHECK(disk.bytes_on_medium() <= disk.options.capacity_bytes);
+  }
+  files.heal(FileCall::kUnlink);
+  files.heal(FileCall::kSyncFolder);
+  disk.put(1, 400);
+  CHECK(disk.count("segments_bytes") == disk.bytes_on_medium());
+  CHECK(disk.bytes_on_medium() <= disk.options.capacity_bytes);
+}
+
+// A medium that cannot reserve space: the write of a frame fails, and so does that of the frame
+// that is skipped.
+TEST(a_medium_that_was_full_takes_puts_again) {
+  FailingFiles files(posix_files());
+  Disk disk;
+  disk.files = &files;
+  disk.open();
+  disk.put(1, 10);
+  files.fail_all(FileCall::kWrite, ENOSPC);
+  for (int key = 10; key < 20; ++key)
+    CHECK(disk.put({key}) == std::vector({PutStatus::kThrottled}));
+  for (int key = 1; key < 20; ++key)
+    CHECK(disk.load(key) == (key < 10 ? LoadStatus::kLoaded : LoadStatus::kAbsent));
+  CHECK_EQ(disk.count("read_only"), 0u);
+  files.heal(FileCall::kWrite);
+  disk.put(10, 20);
+  disk.remove({3});
+  disk.reopen();
+  for (int key = 1; key < 20; ++key)
+    CHECK(disk.load(key) == (key == 3 ? LoadStatus::kAbsent : LoadStatus::kLoaded));
+}
+
+// What others wrote behind the frame that could not be written is not acknowledged either.
+TEST(puts_behind_a_frame_that_could_not_be_written_are_told_so_and_do_not_wait) {
+  HookedFiles files;
+  Disk disk;
+  disk.files = &files;
+  disk.open();
+  disk.put(1, 10);
+  bool full = true;
+  const Extent other(11);
+  PutItem item{.key = Disk::key_of(11), .bytes = other.bytes, .length = other.length, .hold = {}};
+  unsigned writes = 0;
+  files.before = [&](const std::string& call, const std::string&) {
+    if (call != "write" || !full) return Status();
+    const unsigned write = ++writes;
+    if (write == 1) disk.log->put(std::span(&item, 1));  // behind this one
+    return write == 2 ? Status() : Status(StatusCode::kOsError, "injected", ENOSPC);
+  };
+  CHECK(disk.put({10}) == std::vector({PutStatus::kThrottled}));
+  disk.log->put_end(std::span(&item, 1));
+  CHECK(item.status == PutStatus::kThrottled && std::string(item.reason) == "disk_full");
+  CHECK(!disk.present(10) && !disk.present(11));
+  full = false;
+  disk.put(10, 15);
+  disk.reopen();
+  for (int key = 1; key < 15; ++key)
+    CHECK(disk.load(key) == LoadStatus::kLoaded);
+}
+
 // A put that is begun and not ended: its frame is written, and not synced.
 void begin_put(DiskLog* log, const Extent& record, int number) {
   PutItem item{
@@ -357,8 +517,8 @@ void begin_put(DiskLog* log, const Extent& record, int number) {
   log->put(std::span(&item, 1));
 }
 
-// After the length of segments has changed, a retiring segment's file goes. That takes several syncs
-// with the lock let go of, and at each of them another put may fill the active segment.
+// After the length of segments has changed, a retiring segment's file goes. That takes several
+// syncs with the lock let go of, and at each of them another put may fill the active segment.
 TEST(a_put_may_fill_the_active_segment_at_any_step_while_a_file_goes) {
   for (unsigned fills_at = 1; fills_at <= 4; ++fills_at) {
     HookedFiles files;

@@ -61,6 +61,20 @@ TEST(no_sync_can_be_left_out_where_the_capacity_gets_smaller) {
   check_every_sync_matters(make_shrinking_log, options);
 }
 
+// Where the file system cannot reserve space, a frame may find none. Then the log waits for space.
+TEST(what_was_acknowledged_survives_on_a_medium_that_gets_full_and_cannot_reserve) {
+  PowerLossOptions options;
+  options.batches = 16;
+  options.first_seed = 20;
+  options.whole_seeds = 1;
+  options.random_stories = 60;
+  options.files.total_bytes = 160 * 1024;
+  options.files.reserves = false;
+  options.may_fail = true;
+  options.clears = false;
+  check_power_loss(make_small_log, options);
+}
+
 TEST(what_several_threads_were_told_survives) {
   PowerLossOptions options;
   options.batches = 12;

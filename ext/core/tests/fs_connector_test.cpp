@@ -341,6 +341,15 @@ TEST(a_late_report_about_a_corrupt_copy_does_not_touch_the_one_put_since) {
   CHECK(!exists(*fs.connector, 1));
 }
 
+TEST(a_record_whose_header_cannot_be_read_is_not_taken_for_torn) {
+  Fs fs;
+  CHECK(stored(*fs.connector, {1}, kPayload));
+  fs.fail("read", EIO);
+  CHECK(load_one(*fs.connector, 1, kPayload + 1) == LoadStatus::kFailed);
+  fs.mend();
+  CHECK(load_one(*fs.connector, 1, kPayload) == LoadStatus::kLoaded);
+}
+
 TEST(a_record_of_another_length_is_replaced) {
   Fs fs;
   CHECK(stored(*fs.connector, {1}, kPayload));

@@ -185,8 +185,9 @@ class SyncSites {
 
 struct VolatileOptions {
   std::uint64_t total_bytes = std::uint64_t{1} << 40;
-  bool direct = true;   // false: open(direct) is kUnsupported
-  bool traces = false;  // keep a line for each step
+  bool direct = true;    // false: open(direct) is kUnsupported
+  bool reserves = true;  // false: allocate() only makes a file longer
+  bool traces = false;   // keep a line for each step
 };
 
 class VolatileFiles final : public FileLayer {
@@ -940,6 +941,13 @@ class VolatileFiles final : public FileLayer {
       if (machine_->stopped) return error(EIO);
       if (!writes_) return error(EBADF);
       if (length == 0) return error(EINVAL);
+      if (!machine_->options.reserves)
+        return machine_->step("lengthen", path_ + " " + std::to_string(length), [&] {
+          if (length > self().content.length())
+            machine_->change(&self(),
+                             {.kind = Change::Kind::kTruncate, .at = length, .bytes = nullptr});
+          return Status();
+        });
       Content grown = self().content;
       grown.reserve(length);
       return machine_->step("allocate", path_ + " " + std::to_string(length), [&] {

@@ -20,10 +20,14 @@
 //     reported; the header with the next generation is synced; only then is the segment free to be
 //     overwritten.
 //  5. A load pins its segment; a pinned segment is not overwritten.
-//  6. After a failed sync nothing is known about what was written since the one before, so the log
+//  6. Where neither a frame nor one to skip in its place can be written, nothing behind it is
+//     acknowledged. The next put tries to write it again.
+//  7. After a failed sync nothing is known about what was written since the one before, so the log
 //     takes no more frames until it is opened again.
-//  7. Lengths of all segments together never exceed capacity_bytes, unless it was lowered: then
-//     open() drops the free ones, and after them the oldest.
+//  8. Lengths of all segments together never exceed capacity_bytes, unless it was lowered: then
+//     open() drops the free ones, and after them the oldest. The file of a dropped segment counts
+//     until it is removed; as long as it cannot be, no segment that was filled later is used again
+//     (invariant 3).
 //
 // The index lies in memory; opening reads the tables of full segments, the frame headers of the
 // others, and no payload but what invariant 2 leaves open. One log per folder, by a lock.
@@ -128,10 +132,20 @@ class DiskLog final : public Connector {
     std::vector<Slot> slots;                  // of what was published here
     std::vector<TableEntry> table;            // of all frames; empty once it is written
     std::uint32_t pins = 0;
-    bool dirty = false;  // something written is not synced
-    bool tabled = false;       // its table is in the file
+    bool dirty = false;         // something written is not synced
+    bool tabled = false;        // its table is in the file
     bool table_failed = false;  // and is not tried again for its own sake
     bool retiring = false;
+  };
+
+  // The file of a dropped segment that could not be removed. It counts as used until it is gone.
+  struct Leftover {
+    std::string path;
+    std::uint32_t number = 0;
+    std::uint64_t length = 0;
+    bool has_frames = false;  // its removal has to be durable before anything behind it goes
+    bool unlinked = false;
+    bool told = false;
   };
 
   // A frame that has its place and is not published yet.
@@ -168,6 +182,7 @@ class DiskLog final : public Connector {
   Status write_frame(const Placed& placed, const std::uint8_t* record) noexcept;
   void written(Lock& lock, const Placed& placed, Status status) noexcept;
   Status append(Lock& lock, FrameHeader header);
+  Status fill_holes(Lock& lock) noexcept;
   bool mark(Lock& lock) noexcept;
   Status commit(Lock& lock, std::uint64_t sequence) noexcept;
   std::uint64_t written_up_to() const noexcept;
@@ -196,6 +211,8 @@ class DiskLog final : public Connector {
   void reinsert(Lock& lock, Segment& segment) noexcept;
   void drop_records(Lock& lock, Segment& segment) noexcept;
   Status drop_segment(Lock& lock, Segment& segment) noexcept;
+  void leave_file(const Segment& segment, std::uint64_t length_bytes) noexcept;
+  Status remove_leftovers(Lock& lock) noexcept;
   Status say_synced(Lock& lock) noexcept;
   Status renew(Lock& lock, Segment& segment) noexcept;
   void scrub_always();
@@ -205,10 +222,13 @@ class DiskLog final : public Connector {
   std::string recover();
   std::string read_segment(const FolderEntry& entry, std::vector<Found>* found);
   Status read_chain(Found* found);
-  Status end_log(std::vector<Found>* found);
+  std::string find_end(std::vector<Found>* found, std::vector<Segment*>* cut);
+  static Status cut_log(std::span<Segment* const> cut) noexcept;
+  static std::string unreadable(const Segment& segment, const Status& status);
   Status settle(std::vector<Found>* found);
   void fill_index(const std::vector<Found>& found);
-  bool payload_is_whole(Segment& segment, const TableEntry& entry, const FrameHeader& header);
+  static Status look_at_payload(Segment& segment, std::uint32_t block, const FrameHeader& header,
+                                bool* whole);
   Status open_file(const std::string& path, FileMode mode, std::unique_ptr<File>* out) noexcept;
 
   DiskOptions options_;
@@ -221,17 +241,22 @@ class DiskLog final : public Connector {
   std::condition_variable changed_;  // frames written, synced; segments ready, unpinned
   std::condition_variable due_;      // for work()
   DiskIndex index_;
-  std::uint64_t live_bytes_ = 0;                    // of the frames in the index
+  std::uint64_t live_bytes_ = 0;                                // of the frames in the index
   std::map<std::uint32_t, std::unique_ptr<Segment>> segments_;  // by number
-  // Numbers of files that have a segment's name and are not segments of this log.
-  std::set<std::uint32_t> foreign_numbers_;
-  std::deque<std::uint32_t> full_;                  // oldest first
+  // Numbers of files that have a segment's name and are not segments of this log, or no more.
+  std::set<std::uint32_t> taken_numbers_;
+  std::deque<Leftover> leftovers_;  // in the order in which they have to go
+  std::deque<std::uint32_t> full_;  // oldest first
   std::deque<std::uint32_t> free_;
   Segment* active_ = nullptr;
   std::uint64_t total_bytes_ = 0;  // of all segments, foreign files with such names included
   std::uint64_t sequence_ = 0;     // last one given out
   std::uint64_t synced_ = 0;
-  std::set<std::uint64_t> writing_;       // placed and not written
+  std::set<std::uint64_t> writing_;  // placed and not written
+  // Frames to skip that could not be written either, for want of space say. They stay in writing_:
+  // nothing behind them is acknowledged until they are written.
+  std::vector<Placed> holes_;
+  Status hole_error_;
   std::map<std::uint64_t, Placed> puts_;  // by sequence, from put() to put_end()
   // Keys of frames that are placed and not published, and the last tombstone that names them.
   std::unordered_map<Digest, std::uint64_t, HashOfKey> putting_;
