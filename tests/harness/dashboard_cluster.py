@@ -119,7 +119,7 @@ class Cluster:
 
     def members(self) -> bodies.InstancesBody:
         rows = [self.instances[name] for name in sorted(self.instances)]
-        return bodies.InstancesBody(instances=rows, removed=self.removed)
+        return bodies.InstancesBody(instances=rows, drained=[], removed=self.removed)
 
     def tiers(self) -> bodies.TiersBody:
         rows, sums = [], dict[str, bodies.TierSum]()

@@ -10,6 +10,8 @@ from typing import Any
 from kvstrata.clock import SystemClock
 from kvstrata.config.model import EtcdSettings
 from kvstrata.controller.election import Election, Member
+from kvstrata.controller.etcd import read
+from kvstrata.controller.orders import Orders
 from kvstrata.errors import NotLeading
 from tests.harness.child import serve
 
@@ -22,7 +24,10 @@ class Elector:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         settings = EtcdSettings(endpoints=[endpoint], ttl_s=ttl_s)
         self.log: list[tuple[str, int]] = []
-        self._election = Election(settings, Member(name, f"http://{name}"), SystemClock(), self._changed)
+        clock = SystemClock()
+        self._orders = Orders(clock)
+        me = Member(name, f"http://{name}")
+        self._election = Election(settings, me, clock, self._changed, self._orders)
         self._stale_token = 0
         self._task = asyncio.run_coroutine_threadsafe(self._election.run(), self._loop)
 
@@ -43,7 +48,8 @@ class Elector:
 
     def write(self, key: str, value: str) -> bool:
         """Whether it was written."""
-        future = asyncio.run_coroutine_threadsafe(self._election.write(key, value.encode()), self._loop)
+        writing = self._election.write({key: value.encode()})
+        future = asyncio.run_coroutine_threadsafe(writing, self._loop)
         try:
             future.result(30)
         except NotLeading:
@@ -62,8 +68,10 @@ class Elector:
 
     def read(self, key: str) -> str | None:
         """What is there."""
-        found = asyncio.run_coroutine_threadsafe(self._election.read(key), self._loop).result(30)
-        return None if found is None else found.decode()
+        name = self._election._key(f"orders/{key}")
+        reading = self._election._connected().transact([], [read(name)])
+        answer = asyncio.run_coroutine_threadsafe(reading, self._loop).result(30)
+        return answer.rows[name].value.decode() if name in answer.rows else None
 
     def leave(self) -> None:
         """End in order."""

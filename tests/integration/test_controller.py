@@ -463,15 +463,15 @@ def test_a_snapshot_that_cannot_be_served_is_ignored_counted_and_said(tmp_path, 
         (b'{"version": 2, "pins": []}', "format version 2"),
     ],
 )
-def test_a_list_of_pins_that_cannot_be_read_is_ignored_counted_and_said(tmp_path, content, says):
+def test_orders_that_cannot_be_read_are_ignored_counted_and_said(tmp_path, content, says):
     with ControllerProcess(tmp_path / "controller") as controller:
         controller.kill()
-        pins = controller.snapshot.with_name("pins.json")
-        pins.write_bytes(content)
+        orders = controller.snapshot.with_name("orders.json")
+        orders.write_bytes(content)
         controller.start()
         assert controller.ask("/v1/pins")["pins"] == []
         (said,) = [row for row in controller.ask("/v1/events")["events"] if row["kind"] == "snapshot_ignored"]
-        assert says in said["facts"]["reason"] and said["facts"]["path"] == str(pins)
+        assert says in said["facts"]["reason"] and said["facts"]["path"] == str(orders)
         assert controller.ask("/v1/cluster")["snapshot"]["ignored"] == 1
         with ClusterInstance(controller.ports["reply"], "a") as a:
             a.join({})
@@ -491,7 +491,81 @@ def test_a_pin_whose_time_is_over_is_not_listed_after_a_restart(tmp_path):
         told = [{"claim": claim, "instance": "a", "n_keys": 1, "expires_unix_ms": end} for claim, end in rows]
         pins.write_text(json.dumps({"version": 1, "pins": told}))
         controller.start()
-        assert [row["claim"] for row in controller.ask("/v1/pins")["pins"]] == ["left"]
+        (row,) = controller.ask("/v1/pins")["pins"]
+        assert (row["claim"], row["state"]) == ("left", "unknown"), "also from a file of pins alone"
+
+
+def test_orders_outlive_a_controller_that_is_killed_right_behind_its_answer(tmp_path):
+    with ControllerProcess(tmp_path / "controller") as controller:
+        port = controller.ports["reply"]
+        with (
+            ClusterInstance(port, "a") as a,
+            ClusterInstance(port, "b") as b,
+            ClusterInstance(port, "c") as c,
+        ):
+            for one in (a, b, c):
+                one.join({"l1": tags_of([1])})
+            controller.ask("/v1/instances/a/drain", {"wait_s": 0})
+            controller.ask("/v1/instances/b", method="DELETE")
+            controller.kill()
+            controller.start()
+            told = controller.ask("/v1/instances")
+            assert (told["drained"], told["removed"]) == (["a"], ["b"])
+            a.join({"l1": tags_of([1])})
+            c.join({})
+            assert c.where(tags_of([1])) == []
+            (drain,) = a.heartbeat()
+            assert (drain.kind, drain.argument) == (wire.CommandKind.DRAIN, {"on": True})
+            with pytest.raises(Refused) as refused:
+                b.register()
+            assert refused.value.code == "not_permitted"
+            controller.ask("/v1/instances/a/undrain", {"wait_s": 0})
+            controller.ask("/v1/instances/b/allow", {})
+            controller.kill()
+            controller.start()
+            told = controller.ask("/v1/instances")
+            assert (told["drained"], told["removed"]) == ([], [])
+
+
+def test_a_drained_instance_that_left_can_be_undrained(controller, instance):
+    a = instance("a").join({})
+    controller.ask("/v1/instances/a/drain", {"wait_s": 0})
+    a.goodbye()
+    assert controller.ask("/v1/instances")["drained"] == ["a"]
+    assert controller.ask("/v1/instances/a/undrain", {})["commands"] == []
+    assert controller.ask("/v1/instances")["drained"] == []
+
+
+def test_only_what_an_instance_keeps_is_listed_as_a_pin(controller, instance):
+    a = instance("a").join({"l1": tags_of(range(4))})
+
+    def pin(**result: Any) -> None:
+        """One that the instance has answered so."""
+        made = controller.ask("/v1/pin", {"keys": [key_of(1)], "instance": "a", "ttl_s": 600, "wait_s": 0})
+        assert (listed(made["claim"]) or {})["state"] == "asked"
+        (asked,) = a.heartbeat()
+        a.heartbeat([wire.CommandResult(asked.number, **result)])
+        until(lambda: (listed(made["claim"]) or {"state": "gone"})["state"] != "asked", "it is settled")
+
+    def listed(claim: str) -> dict[str, Any] | None:
+        return next((row for row in controller.ask("/v1/pins")["pins"] if row["claim"] == claim), None)
+
+    def claims() -> list[str]:
+        return [row["claim"] for row in controller.ask("/v1/pins")["pins"]]
+
+    pin(ok=False, message="no room")
+    pin(ok=True, message="", body={"count": 0})
+    assert claims() == []
+    pin(ok=True, message="", body={"count": 1})
+    assert len(claims()) == 1
+    with ClusterInstance(controller.ports["reply"], "a") as later:
+        later.join({})
+        until(lambda: claims() == [], "the next process of the instance keeps nothing")
+        later.heartbeat()
+        controller.ask("/v1/pin", {"keys": [key_of(1)], "instance": "a", "ttl_s": 600, "wait_s": 0})
+        assert len(claims()) == 1
+        later.goodbye()
+        until(lambda: claims() == [], "an instance that left keeps nothing")
 
 
 def test_a_stopped_controller_blames_nobody_for_its_own_absence(tmp_path):
@@ -678,12 +752,20 @@ def test_pin_replicate_move_and_evict_ask_the_right_instances(controller, instan
         "ttl_ms": 60_000,
         "claim": pinned["claim"],
     }
-    a.heartbeat([wire.CommandResult(pin.number, True, "", {"count": 2})])
-    assert [row["keys"] for row in controller.ask("/v1/pins")["pins"]] == [2]
+    a.heartbeat([wire.CommandResult(pin.number, True, "", {"count": 1})])
+
+    def pins() -> list[tuple[int, str]]:
+        return [(row["keys"], row["state"]) for row in controller.ask("/v1/pins")["pins"]]
+
+    until(lambda: pins() == [(1, "kept")], "it is listed with what is kept")
     controller.ask("/v1/unpin", {"claim": pinned["claim"], "wait_s": 0})
-    assert controller.ask("/v1/pins")["pins"] == []
     (unpin,) = a.heartbeat()
-    a.heartbeat([wire.CommandResult(unpin.number, True, "", {})])
+    a.heartbeat([wire.CommandResult(unpin.number, False, "not now", {})])
+    assert pins() == [(1, "kept")], "what was not ended is listed"
+    controller.ask("/v1/unpin", {"claim": pinned["claim"], "wait_s": 0})
+    (unpin,) = a.heartbeat()
+    a.heartbeat([wire.CommandResult(unpin.number, True, "", {"count": 1})])
+    until(lambda: pins() == [], "it is listed no more")
 
     moved = controller.ask("/v1/move", {"keys": [keys[0]], "to": "b", "wait_s": 0})
     assert not moved["done"]

@@ -14,7 +14,7 @@ import pytest
 from kvstrata.rpc import cluster_wire as wire
 from tests.harness import etcd_server
 from tests.harness.cache_engine import eventually
-from tests.harness.cluster_instance import ClusterInstance, tags_of
+from tests.harness.cluster_instance import ClusterInstance, Refused, tags_of
 from tests.harness.controller_double import ControllerDouble
 from tests.harness.controller_process import ControllerProcess
 from tests.harness.etcd_server import EtcdServer
@@ -147,6 +147,45 @@ def test_a_leader_that_was_stopped_and_wakes_sends_nothing_any_more(controllers)
         assert tokens_of(instance) == (0, []), "what waited is not sent by who does not lead"
         assert leader_of(controllers) == new
         assert posted(controllers[old], "/v1/instances/a/drain")[0] == 307
+
+
+def test_what_admins_ordered_outlives_the_leader_that_was_told(controllers):
+    old = leader_of(controllers)
+    [new] = set(controllers) - {old}
+    ports = {name: process.ports["reply"] for name, process in controllers.items()}
+    with (
+        ClusterInstance(ports[old], "a") as a,
+        ClusterInstance(ports[new], "a", incarnation=a.incarnation) as a_there,
+        ClusterInstance(ports[new], "b") as b,
+        ClusterInstance(ports[new], "c") as c,
+    ):
+        a.join({"l1": tags_of([1])})
+        for one in (a_there, b, c):
+            one.join({"l1": tags_of([1])} if one is a_there else {})
+        assert [owner.instance for owner in c.where(tags_of([1]))] == ["a"]
+        with ClusterInstance(ports[old], "b", incarnation=b.incarnation) as b_here:
+            b_here.join({})
+            controllers[old].ask("/v1/instances/a/drain", {"wait_s": 0})
+            controllers[old].ask("/v1/instances/b", method="DELETE")
+        made = controllers[old].ask("/v1/pin", {"keys": ["01" * 32], "instance": "a", "wait_s": 0})
+        (drain, pin) = a.heartbeat()
+        a.heartbeat(
+            [wire.CommandResult(one.number, True, "", {"count": 1}) for one in (drain, pin)], draining=True
+        )
+        eventually("it is kept", lambda: controllers[old].ask("/v1/pins")["pins"][0]["state"] == "kept")
+        eventually("the other knows", lambda: not c.where(tags_of([1])))
+        controllers.pop(old).kill()
+        assert leader_of(controllers) == new
+        told = controllers[new].ask("/v1/instances")
+        assert (told["drained"], told["removed"]) == (["a"], ["b"])
+        with pytest.raises(Refused) as refused:
+            b.register()
+        assert refused.value.code == "not_permitted"
+        [row] = controllers[new].ask("/v1/pins")["pins"]
+        assert (row["claim"], row["keys"], row["state"]) == (made["claim"], 1, "kept")
+        assert a_there.heartbeat(draining=True) == []
+        controllers[new].ask("/v1/instances/a/undrain", {"wait_s": 0})
+        assert [owner.instance for owner in c.where(tags_of([1]))] == ["a"]
 
 
 def test_an_instance_that_has_seen_a_greater_token_is_led_again_by_a_greater_cluster_id(controllers):

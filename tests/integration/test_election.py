@@ -19,6 +19,7 @@ from kvstrata.clock import SystemClock
 from kvstrata.config.model import EtcdSettings
 from kvstrata.controller.election import Election, Member, check
 from kvstrata.controller.etcd import EtcdFailed, read_endpoint
+from kvstrata.controller.orders import Orders, Pin
 from kvstrata.errors import ConfigError, NotLeading
 from tests.harness import etcd_server
 from tests.harness.cache_engine import PATIENCE_S, eventually
@@ -135,16 +136,16 @@ def test_while_etcd_is_away_nobody_leads_and_afterwards_one_does(start, etcd):
 def test_a_write_whose_connection_is_closed_meanwhile_says_so_and_is_not_cancelled(etcd):
     async def play() -> None:
         settings = EtcdSettings(endpoints=[etcd.address], ttl_s=600)
-        election = Election(settings, Member("a", ""), SystemClock(), lambda: None)
+        election = election_of(settings)
         await election._step(refresh=True)
         assert election.token
         etcd.freeze()
-        writing = asyncio.create_task(election.write("state", b"x"))
+        writing = asyncio.create_task(election.write({"state": b"x"}))
         await asyncio.sleep(0)
         await election._disconnect()
         with pytest.raises(NotLeading, match="closed"):
             await writing
-        again = asyncio.create_task(election.write("state", b"x"))
+        again = asyncio.create_task(election.write({"state": b"x"}))
         await asyncio.sleep(0)
         again.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -285,6 +286,46 @@ async def test_a_leader_outbids_what_an_instance_has_seen_and_only_a_leader_does
     await follower.close()
 
 
+async def test_orders_are_read_by_all_and_outlive_their_leader_and_the_data_of_etcd(etcd):
+    settings = EtcdSettings(endpoints=[etcd.address], ttl_s=1)
+    leader, follower = election_of(settings, "leader"), election_of(settings, "follower")
+    first, second = leader._orders, follower._orders
+    for election in (leader, follower):
+        election._orders.write_first = election.write
+    pins = [Pin(f"{number:04}", "a", 1, 1 << 50) for number in range(250)]
+    async with running(follower), running(leader):
+        await until("both take part", lambda: len(leader.members) == len(follower.members) == 2)
+        if not leader.token:
+            leader, follower, first, second = follower, leader, second, first
+        await first.drain("a", True)
+        await first.remove("b", bar=True)
+        for pin in pins[:3]:
+            await first.put_pin(pin)
+        await until("the other has read them", lambda: second.entries() == first.entries())
+        with pytest.raises(NotLeading):
+            await second.drain("c", True)
+        assert "c" not in second.drained
+        await first.end_pins("0001")
+        await until("the end too", lambda: [pin.claim for pin in second.pins()] == ["0000", "0002"])
+        await first.drain("a", False)
+        await until("and the undrain", lambda: not second.drained)
+        etcd.kill()
+        shutil.rmtree(etcd.folder / "data")
+        etcd.start()
+        await until("etcd has them again", lambda: etcd.get("kvstrata/orders/removed/b"))
+        await until("one leads", lambda: leader.token or follower.token)
+    fresh = election_of(settings, "fresh")
+    async with running(fresh):
+        await until("the next one leads", lambda: fresh.token)
+        assert fresh._orders.entries() == first.entries()
+        # More than one transaction holds.
+        await fresh.write({f"pins/{pin.claim}": msgspec.json.encode(pin) for pin in pins})
+        await until("all are read", lambda: len(fresh._orders.pins()) == len(pins))
+        etcd.put("kvstrata/orders/pins/bad", "no pin")
+        await fresh._orders.put_pin(pins[0])
+        await until("what cannot be read is left out", lambda: len(fresh._orders.pins()) == len(pins))
+
+
 @contextlib.contextmanager
 def secured(folder: Path) -> Iterator[tuple[EtcdServer, EtcdSettings]]:
     """An etcd that wants certificates and a user, and settings that have both."""
@@ -315,7 +356,8 @@ def secured(folder: Path) -> Iterator[tuple[EtcdServer, EtcdSettings]]:
 
 
 def election_of(settings: EtcdSettings, name: str = "a") -> Election:
-    return Election(settings, Member(name, ""), SystemClock(), lambda: None)
+    clock = SystemClock()
+    return Election(settings, Member(name, ""), clock, lambda: None, Orders(clock))
 
 
 async def refused(settings: EtcdSettings) -> str:
@@ -332,14 +374,14 @@ async def test_by_tls_with_certificates_and_a_user_one_leads_and_who_lacks_one_d
         election = election_of(settings)
         await election._step(refresh=True)
         assert election.token
-        await election.write("state", b"written")
-        stored = etcd.get("kvstrata/state")
+        await election.write({"state": b"written"})
+        stored = etcd.get("kvstrata/orders/state")
         assert stored is not None and base64.b64decode(stored["value"]) == b"written"
         # Its token of etcd ends: as after a restart of etcd, or after a change of anybody's rights.
         election._connected()._login = (("token", "nobody's.1"),)
-        await election.write("state", b"after another login")
+        await election.write({"state": b"after another login"})
         etcd.add_user("somebody", "else")
-        await election.write("state", b"after a change of rights")
+        await election.write({"state": b"after a change of rights"})
         await election.close()
 
         replace = msgspec.structs.replace

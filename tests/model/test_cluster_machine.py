@@ -11,7 +11,9 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvstrata.clock import SystemClock
 from kvstrata.controller.instances import Denied, Member, Members, MemberState, Sync
+from kvstrata.controller.orders import Orders
 from kvstrata.native.copying import crc32c
 from kvstrata.rpc import cluster_wire as wire
 from tests.harness.cluster_instance import LOAD
@@ -47,7 +49,12 @@ class ClusterMachine(RuleBasedStateMachine):
         super().__init__()
         self.now_s = 0.0
         self.members = Members(
-            heartbeat_s=10.0, dead_after_s=30.0, max_instances=8, first_command=1, now_s=0.0
+            orders=Orders(SystemClock()),
+            heartbeat_s=10.0,
+            dead_after_s=30.0,
+            max_instances=8,
+            first_command=1,
+            now_s=0.0,
         )
         self.next_incarnation = 1
         self.instances: dict[str, Instance] = {}

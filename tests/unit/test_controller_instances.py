@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
+from kvstrata.clock import SystemClock
 from kvstrata.controller.instances import (
     COMMAND_TTL_S,
     MAX_DEAD,
@@ -17,6 +19,7 @@ from kvstrata.controller.instances import (
     Members,
     MemberState,
 )
+from kvstrata.controller.orders import Orders
 from kvstrata.native.copying import crc32c
 from kvstrata.rpc import cluster_wire as wire
 from tests.harness.cluster_instance import LOAD, tags_of
@@ -27,6 +30,7 @@ OLD, CURRENT, NEXT = 1, 2, 3
 
 def members(**changes: Any) -> Members:
     settings: dict[str, Any] = {
+        "orders": Orders(SystemClock()),
         "heartbeat_s": 10.0,
         "dead_after_s": 30.0,
         "max_instances": 8,
@@ -84,7 +88,7 @@ def in_state(state: str) -> Members:
     if state == "unknown":
         return known
     if state == "restored":
-        known.restore(register(), draining=False, now_s=0.0)
+        known.restore(register(), now_s=0.0)
         return known
     known.register(register(OLD), 0.0)
     known.register(register(), 0.0)
@@ -455,22 +459,61 @@ def test_only_who_lives_can_be_asked(state):
     assert denied.value.code == "unavailable"
 
 
-def test_who_was_drained_is_drained_when_it_comes_back():
-    known = in_state("confirmed")
-    known.drain(known.get("a"), True, 1.0)
-    member, _ = known.register(register(NEXT), 2.0)
-    assert member.draining and not member.readable
-    assert [command.kind for command in known.heartbeat(heartbeat(NEXT), 3.0)] == [wire.CommandKind.DRAIN]
+async def test_a_drain_and_an_undrain_reach_an_instance_that_was_cut_off_or_restarted():
+    orders = Orders(SystemClock())
+    known = members(orders=orders)
+    known.register(register(), 0.0)
+
+    def told(draining: bool, incarnation: int = CURRENT, now_s: float = 1.0) -> list[tuple[int, bool]]:
+        """Commands of a heartbeat of an instance that says so of itself."""
+        beat = msgspec.structs.replace(heartbeat(incarnation), draining=draining)
+        commands = known.heartbeat(beat, now_s)
+        return [(one.number, one.argument["on"]) for one in commands if one.kind is wire.CommandKind.DRAIN]
+
+    def ended(number: int, draining: bool, incarnation: int = CURRENT) -> None:
+        """Its result comes, and it has done so."""
+        result = wire.CommandResult(number, True, "")
+        beat = msgspec.structs.replace(heartbeat(incarnation, results=[result]), draining=draining)
+        known.heartbeat(beat, 1.0)
+
+    assert told(False) == []
+    await orders.drain("a", True)
+    [(number, on)] = told(False)
+    assert on and told(False) == [(number, True)], "one command, until its result comes"
+    ended(number, True)
+    assert told(True) == []
+    known.tick(1.0)
+    known.tick(2.0)
+    known._die(known.get("a"), 40.0)
+    await orders.drain("a", False)
+    known.register(register(), 41.0)
+    [(number, on)] = told(True, now_s=42.0)
+    assert not on
+    ended(number, False)
+    assert told(False, now_s=43.0) == []
+    await orders.drain("a", True)
+    member, _ = known.register(register(NEXT), 44.0)
+    assert not member.readable
+    [(_, on)] = told(False, NEXT, 45.0)
+    assert on, "another process is told anew"
 
 
-def test_who_was_removed_alive_is_let_in_only_when_allowed():
-    known = in_state("confirmed")
+async def test_who_does_not_lead_tells_nobody_to_drain():
+    orders = Orders(SystemClock())
+    known = members(orders=orders)
+    known.register(register(), 0.0)
+    await orders.drain("a", True)
+    assert known.heartbeat(heartbeat(), 1.0, leads=False) == []
+
+
+async def test_who_was_removed_is_let_in_only_when_allowed():
+    orders = Orders(SystemClock())
+    known = members(orders=orders)
+    known.register(register(), 0.0)
+    await orders.remove("a", bar=True)
     known.remove(known.get("a"))
     with pytest.raises(Denied) as denied:
         known.register(register(NEXT), 1.0)
     assert denied.value.code == "not_permitted"
-    assert known.allow("a") and not known.allow("a")
+    assert await orders.allow("a") and not await orders.allow("a")
     known.register(register(NEXT), 1.0)
-    known = in_state("dead")
-    known.remove(known.get("a"))
-    known.register(register(NEXT), 33.0)

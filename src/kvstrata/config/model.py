@@ -321,7 +321,8 @@ class DirectorySettings(_Section, frozen=True, kw_only=True):
     snapshot_dir: Annotated[
         str,
         Meta(
-            description="Directory of the snapshot and of the list of pins; empty: kvstrata/controller-PORT in "
+            description="Directory of the snapshot and of what admins have ordered "
+            "(drains, removals, pins); empty: kvstrata/controller-PORT in "
             "XDG_STATE_HOME, or in ~/.local/state; `none`: neither is kept."
         ),
     ] = ""

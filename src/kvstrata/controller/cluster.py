@@ -17,7 +17,7 @@ from kvstrata.config.model import ControllerSettings
 from kvstrata.controller.directory import Directory, Fill, Found, SlotsExhausted
 from kvstrata.controller.history import SAMPLE_S, EventTail, Point, Series
 from kvstrata.controller.instances import Denied, Issued, Member, Members, MemberState, Sync
-from kvstrata.controller.pins import Pins
+from kvstrata.controller.orders import Orders, Pin
 from kvstrata.errors import NotLeading
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.metrics import Histogram
@@ -76,7 +76,11 @@ class Cluster:
         self.directory = Directory(
             loop, max_bytes=int(settings.directory.max_gb * GB), failed=self._change_failed
         )
+        self.orders = Orders(clock, self._orders_changed)
+        self._ended_pins: set[str] = set()
+        """Claims of instances that have left."""
         self.members = Members(
+            orders=self.orders,
             heartbeat_s=settings.heartbeat_s,
             dead_after_s=settings.dead_after_s,
             max_instances=settings.max_instances,
@@ -108,7 +112,6 @@ class Cluster:
         self.sync_keys = 0
         self.election: Election | None = None
         """None where this is the only controller."""
-        self.pins = Pins(clock)
         self.snapshot: dict[str, Any] = {}
         """What snapshot.py tells of itself; empty without a snapshot."""
         self._ready = "starting"
@@ -126,11 +129,16 @@ class Cluster:
     def goodbye(self, told: Goodbye) -> None:
         """Raises Denied."""
         self.members.goodbye(told, self._now())
+        self._ended_pins.update(
+            pin.claim
+            for pin in self.orders.pins()
+            if (pin.instance, pin.incarnation) == (told.instance, told.incarnation)
+        )
         self.settle()
 
     def heartbeat(self, told: Heartbeat) -> list[Any]:
         """Commands that have not ended. Raises Denied."""
-        commands = self.members.heartbeat(told, self._now())
+        commands = self.members.heartbeat(told, self._now(), leads=self.token is not None)
         if self.token is None:
             commands = [command for command in commands if command.kind in OF_EACH]
         self._referred.pop(told.instance, None)
@@ -246,6 +254,14 @@ class Cluster:
         """Members that can be asked."""
         return [member for member in self.members if member.state is MemberState.LIVE]
 
+    def issue_all(
+        self, member: Member, kind: CommandKind, arguments: Sequence[dict[str, Any]]
+    ) -> list[Issued]:
+        """Ask several things of a member, or none of them. Raises Denied."""
+        self.must_lead()
+        self.members.check_room(member, len(arguments))
+        return [self.issue(member, kind, argument) for argument in arguments]
+
     def issue(
         self, member: Member, kind: CommandKind, argument: dict[str, Any], *, ttl_s: float = 600.0
     ) -> Issued:
@@ -255,20 +271,39 @@ class Cluster:
         self.nudge(member.id)
         return issued
 
-    def drain(self, member: Member, on: bool) -> Issued | None:
-        """Peers are sent to it no more, or again. Raises Denied."""
-        self.must_lead()
-        issued = self.members.drain(member, on, self._now())
-        self.directory.set_readable(member.group, member.readable)
-        if issued is not None:
-            self.nudge(member.id)
-        self.settle()
-        return issued
+    async def drain(self, instance: str, on: bool) -> Issued | None:
+        """Peers are sent to it no more, or again. The command that tells it; None where it is told when it comes back.
 
-    def remove(self, member: Member) -> None:
-        """Forget a member; one that lives is not let in again until it is allowed. Raises Denied."""
+        Raises Denied, Refused, NotLeading.
+        """
         self.must_lead()
-        self.members.remove(member)
+        await self.orders.drain(instance, on)
+        self.say("draining" if on else "undrained", instance)
+        member = self.members.get(instance)
+        if member is None or member.state is not MemberState.LIVE:
+            return None
+        return self.issue(member, CommandKind.DRAIN, {"on": on})
+
+    async def remove(self, member: Member) -> None:
+        """Forget a member; one that lives is not let in again until it is allowed.
+
+        Raises Denied, Refused, NotLeading.
+        """
+        self.must_lead()
+        await self.orders.remove(member.id, bar=member.state is not MemberState.DEAD)
+        if self.members.get(member.id) is member:
+            self.members.remove(member)
+        self.settle()
+
+    def _orders_changed(self) -> None:
+        """Carry out what this concerns here."""
+        for member in self.members:
+            if member.state is MemberState.DEAD:
+                continue
+            if member.id in self.orders.removed:
+                self.members.remove(member)
+            else:
+                self.directory.set_readable(member.group, member.readable)
         self.settle()
 
     async def outcome(self, issued: Sequence[Issued], wait_s: float) -> bool:
@@ -286,9 +321,9 @@ class Cluster:
 
     # --- snapshot -------------------------------------------------------------------------------------------
 
-    def restore_member(self, told: Register, *, draining: bool) -> tuple[Member, dict[str, int]] | None:
+    def restore_member(self, told: Register) -> tuple[Member, dict[str, int]] | None:
         """A member out of a snapshot and the slots of its tiers; None where it is here already or there is no room."""
-        member = self.members.restore(told, draining=draining, now_s=self._now())
+        member = self.members.restore(told, now_s=self._now())
         if member is None:
             return None
         self.directory.set_readable(member.group, member.readable)
@@ -312,6 +347,28 @@ class Cluster:
             if now_s - self._sampled[0] >= SAMPLE_S:
                 self._sample(now_s)
             await asyncio.sleep(TICK_S)
+
+    async def keep_orders(self) -> None:
+        """Take pins away that keep nothing any more, for as long as it runs."""
+        while True:
+            over = [pin.claim for pin in self.orders.all_pins() if self._keeps_nothing(pin)]
+            self._ended_pins.intersection_update(pin.claim for pin in self.orders.all_pins())
+            try:
+                if over and self.token is not None:
+                    await self.orders.end_pins(*over)
+                await self.orders.save()
+            except NotLeading:
+                pass  # whoever leads does it
+            await asyncio.sleep(TICK_S)
+
+    def _keeps_nothing(self, pin: Pin) -> bool:
+        """Its time is over, or the process that kept its chunks is."""
+        if self.orders.is_over(pin) or pin.claim in self._ended_pins:
+            return True
+        member = self.members.get(pin.instance)
+        if member is None or member.state is not MemberState.LIVE or not pin.incarnation:
+            return False
+        return member.incarnation != pin.incarnation
 
     def settle(self) -> None:
         """Carry out what the members have decided."""

@@ -3,6 +3,8 @@
     PREFIX/members/LEASE  what a controller is, as long as its lease lives
     PREFIX/leader         the member that leads, likewise
     PREFIX/cluster-id     a number that grows whenever etcd has lost what it knew
+    PREFIX/orders/NAME    what admins have ordered (orders.py)
+    PREFIX/orders-version written with each of them, so that one look tells whether they are others than before
 
 Each *step* is one transaction, which reads all of this and writes the leader's key where there is none; each third step
 then refreshes the lease.  The *token* of a leadership is the revision of etcd that created the key: each leadership has
@@ -14,7 +16,8 @@ Invariants
    process that was stopped and goes on later finds its time over before it can believe that it leads.
 2. The lease is refreshed only by a step whose transaction succeeded.  A controller that has lost its rights, while etcd
    would still keep its lease, is no member and no leader after one time to live.
-3. `write` changes nothing unless the key of the leadership is still the one that `token` names.
+3. Orders are written by the leader, in transactions that demand that the key of the leadership is still the one that
+   `token` names, and read by all.  An etcd without any gets those that the leader knows.
 4. Instances keep the greatest (cluster id, token) that they have seen and refuse commands with a smaller one.  So what
    a leader sent just before it was stopped, and what arrives late, does nothing either.
 5. With etcd away nobody leads after one time to live; reads go on, and the next leader is found when it is back.
@@ -28,7 +31,7 @@ import asyncio
 import ipaddress
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -37,6 +40,7 @@ from kvstrata.clock import Clock
 from kvstrata.config.model import EtcdSettings
 from kvstrata.controller import etcd
 from kvstrata.controller.etcd import Etcd, EtcdFailed
+from kvstrata.controller.orders import Orders
 from kvstrata.errors import ConfigError, NotLeading
 from kvstrata.observability.logging import EventLog
 from kvstrata.rpc.cluster_wire import MAX_CLUSTER_ID
@@ -45,6 +49,8 @@ from kvstrata.rpc.zmq_server import resolve
 STEPS_PER_TTL = 9
 """Looks for a leader in one time to live; each third one refreshes the lease."""
 REFRESH_STEPS = 3
+MAX_WRITES = 100
+"""Orders in one transaction; etcd takes 128 operations."""
 CALLS_PER_TTL = 6
 """A call that takes more than this part of the time to live has failed; a login may take longer."""
 
@@ -67,13 +73,20 @@ class Leader(NamedTuple):
 class Election:
     """This controller's part in the election.  `changed` is called on the loop when `leader` or `token` changed."""
 
-    def __init__(self, settings: EtcdSettings, me: Member, clock: Clock, changed: Callable[[], None]) -> None:
-        """Raises ConfigError for endpoints or credentials that cannot be used."""
+    def __init__(
+        self, settings: EtcdSettings, me: Member, clock: Clock, changed: Callable[[], None], orders: Orders
+    ) -> None:
+        """`orders` is kept as etcd has it. Raises ConfigError for endpoints or credentials that cannot be used."""
         etcd.check_credentials(settings)
         self._settings = settings
         self._me = me
         self._clock = clock
         self._changed = changed
+        self._orders = orders
+        self._orders_version = 0
+        """Revision of etcd at which the orders that are loaded were written last."""
+        self._orders_revision = 0
+        """Revision of etcd that our orders are as new as."""
         self._log = EventLog("election")
         self._endpoints = [etcd.read_endpoint(endpoint) for endpoint in settings.endpoints]
         self._next_endpoint = 0
@@ -132,6 +145,8 @@ class Election:
                 step = 0
                 if not error.refused:
                     await self._disconnect()
+            except NotLeading:
+                step = 0
             self._tell()
             await asyncio.sleep(pause_s)
 
@@ -139,19 +154,18 @@ class Election:
         """An instance obeys a leadership of this cluster id that is greater than ours: etcd has lost what it knew."""
         self._least_id = max(self._least_id, min(cluster_id + 1, MAX_CLUSTER_ID))
 
-    async def write(self, key: str, value: bytes) -> None:
-        """Put PREFIX/KEY. Raises NotLeading, and changes nothing, unless this controller leads at that moment."""
-        if not await self._transact([etcd.put(self._key(key), value)]):
-            raise NotLeading("this controller does not lead; ask the one that does")
+    async def write(self, changes: Mapping[str, bytes | None]) -> None:
+        """Write orders (None: delete). Raises NotLeading where this controller does not lead, and changes nothing then.
 
-    async def read(self, key: str) -> bytes | None:
-        """The value of PREFIX/KEY. Raises NotLeading where etcd does not answer."""
+        It also raises NotLeading where etcd does not answer; what it has written then is loaded with the next step.
+        """
+        token = self.token
+        if not token:
+            raise NotLeading("this controller does not lead; ask the one that does")
         try:
-            answer = await self._connected().transact([], [etcd.read(self._key(key))])
+            await self._write_orders(self._connected(), token, changes)
         except EtcdFailed as error:
             raise NotLeading(f"etcd does not answer: {error}") from None
-        found = answer.rows.get(self._key(key))
-        return None if found is None else found.value
 
     async def close(self) -> None:
         """Leave: another controller may lead at once. Idempotent."""
@@ -169,7 +183,8 @@ class Election:
             self._lease_ends_s = asked_s + ttl_s
         key, members, me = self._key("leader"), self._key("members/"), msgspec.json.encode(self._me)
         mine = b"%s%x" % (members, self._lease)
-        reads = [etcd.read(key), etcd.read(self._key("cluster-id")), etcd.read_all(members)]
+        cluster_id_key, version_key = self._key("cluster-id"), self._key("orders-version")
+        reads = [*map(etcd.read, (key, cluster_id_key, version_key)), etcd.read_all(members)]
         answer = await connection.transact(
             [etcd.created(key, 0)],
             [etcd.put(mine, me, self._lease), etcd.put(key, me, self._lease), *reads],
@@ -177,11 +192,17 @@ class Election:
         )
         if mine not in answer.rows:
             await connection.transact([], [etcd.put(mine, me, self._lease)])
-        found, told_id = answer.rows.pop(key), answer.rows.pop(self._key("cluster-id"), None)
+        found, told_id = answer.rows.pop(key), answer.rows.pop(cluster_id_key, None)
+        version = answer.rows.pop(version_key, None)
         if found.lease not in {self._lease, *(row.lease for row in answer.rows.values() if row.lease)}:
             await self._remove_leader(connection, key, found)
             return
-        cluster_id = await self._settled_cluster_id(connection, answer.revision, found, told_id)
+        if answer.revision < self._revision:
+            self.outbid(self.cluster_id)
+            self._orders_version = self._orders_revision = 0
+        self._revision = answer.revision
+        cluster_id = await self._settled_cluster_id(connection, found, told_id)
+        await self._take_orders(connection, version, found)
         if refresh:
             asked_s = self._clock.monotonic_s()
             ttl_s = await connection.keep_alive(self._lease)
@@ -203,13 +224,10 @@ class Election:
                           lease=found.lease)  # fmt: skip
         await connection.transact([etcd.modified(key, found.mod_revision)], [etcd.delete(key)])
 
-    async def _settled_cluster_id(
-        self, connection: Etcd, revision: int, leader: etcd.Row, told: etcd.Row | None
-    ) -> int:
+    async def _settled_cluster_id(self, connection: Etcd, leader: etcd.Row, told: etcd.Row | None) -> int:
         """The cluster id, made great enough where this controller leads; 0: it does not lead any more."""
-        went_back, self._revision = revision < self._revision, revision
         there = _number(told.value) if told is not None else 0
-        if went_back or there < self.cluster_id:
+        if there < self.cluster_id:
             self.outbid(self.cluster_id)
         if leader.lease != self._lease or there >= self._least_id:
             return there
@@ -226,6 +244,39 @@ class Election:
             return 0
         self._log.info("cluster_id", was=there, now=fresh)
         return fresh
+
+    async def _take_orders(self, connection: Etcd, version: etcd.Row | None, leader: etcd.Row) -> None:
+        """Load the orders where they are others than before; give ours to an etcd that has none."""
+        if version is None:
+            if leader.lease == self._lease:
+                ours = self._orders.entries()
+                await self._write_orders(connection, leader.create_revision, ours)
+                self._log.info("orders_written", count=len(ours))
+        elif version.mod_revision != self._orders_version:
+            prefix = self._key("orders/")
+            answer = await connection.transact([], [etcd.read_all(prefix)])
+            if answer.revision >= self._orders_revision:
+                self._orders_revision = answer.revision
+                self._orders.load(
+                    {
+                        key.removeprefix(prefix).decode(errors="replace"): row.value
+                        for key, row in answer.rows.items()
+                    }
+                )
+            self._orders_version = version.mod_revision
+
+    async def _write_orders(self, connection: Etcd, token: int, changes: Mapping[str, bytes | None]) -> None:
+        """Some at a time. Raises NotLeading, EtcdFailed."""
+        rows = list(changes.items())
+        for at in range(0, max(1, len(rows)), MAX_WRITES):
+            keys = [(self._key(f"orders/{name}"), value) for name, value in rows[at : at + MAX_WRITES]]
+            writes = [etcd.delete(key) if value is None else etcd.put(key, value) for key, value in keys]
+            if at + MAX_WRITES >= len(rows):
+                writes.append(etcd.put(self._key("orders-version"), b"1"))
+            answer = await connection.transact(self._while_leading(token), writes)
+            if not answer.succeeded:
+                raise NotLeading("this controller does not lead any more; ask the one that does")
+            self._orders_revision = max(self._orders_revision, answer.revision)
 
     def _while_leading(self, token: int) -> list[Any]:
         """Comparisons that hold while this controller leads."""
@@ -250,16 +301,6 @@ class Election:
                 await self._connection.revoke(lease)
             except EtcdFailed:
                 pass
-
-    async def _transact(self, operations: Sequence[Any]) -> bool:
-        token = self.token
-        if not token:
-            return False
-        try:
-            answer = await self._connected().transact(self._while_leading(token), operations)
-        except EtcdFailed as error:
-            raise NotLeading(f"etcd does not answer: {error}") from None
-        return answer.succeeded
 
     def _connected(self) -> Etcd:
         if self._connection is None:

@@ -13,6 +13,8 @@
 4. A full sync counts only when all of its parts have come with the numbers that its end names.
 5. A command is repeated in every answer to a heartbeat until its result has come or it has expired; each has one end.
 6. Everything here is bounded: members, dead ones, parts ahead, waiting commands, ended commands.
+7. Whether a member is drained is an order (orders.py), whether it obeys is told by its heartbeats: while they differ,
+   it is told again.
 
 Every method takes the time, in monotonic seconds.  What the caller has to do next is left in `forgotten`, `news` and
 `ended`, which it empties.
@@ -26,6 +28,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from kvstrata.controller.orders import Orders
 from kvstrata.errors import BadRequest, NotPermitted, Refused, WrongVersion
 from kvstrata.native.copying import crc32c
 from kvstrata.rpc.cluster_wire import (
@@ -52,7 +55,6 @@ MAX_GROUP = 65_535
 MAX_DEAD = 256
 """Dead members that are still shown; the oldest is forgotten first."""
 MAX_SUPERSEDED = 16
-MAX_REMOVED = 1_024
 MAX_PARTS = 1 << 20
 MAX_PARTS_AHEAD = 4_096
 """Parts of a sync that came before an earlier one did."""
@@ -132,7 +134,8 @@ class Sync:
 class Member:
     """One instance, as it is known."""
 
-    def __init__(self, group: int, told: Register, state: MemberState, now_s: float) -> None:
+    def __init__(self, group: int, told: Register, state: MemberState, now_s: float, orders: Orders) -> None:
+        self._orders = orders
         self.group = group
         self.told = told
         self.state = state
@@ -142,7 +145,6 @@ class Member:
         """When it died."""
         self.reported = "ready"
         """Its own state, as heartbeats tell it."""
-        self.draining = False
         self.load = NO_LOAD
         self.obeys = (0, 0)
         """The greatest (cluster id, token) that it has seen."""
@@ -177,6 +179,11 @@ class Member:
         return self.told.incarnation
 
     @property
+    def draining(self) -> bool:
+        """Whether peers are not to be sent to it."""
+        return self.id in self._orders.drained
+
+    @property
     def readable(self) -> bool:
         """Whether peers may be sent to it."""
         return bool(self.told.peer_endpoint) and not self.draining and self.state is not MemberState.DEAD
@@ -202,6 +209,8 @@ class Issued:
         self.expires_s = now_s + ttl_s
         self.sent = False
         self.result: CommandResult | None = None
+        self.answered = False
+        """The result is the member's own word, not what became of a command without an answer."""
 
 
 class News(NamedTuple):
@@ -218,6 +227,7 @@ class Members:
     def __init__(
         self,
         *,
+        orders: Orders,
         heartbeat_s: float,
         dead_after_s: float,
         max_instances: int,
@@ -225,6 +235,7 @@ class Members:
         now_s: float,
     ) -> None:
         """`first_command` is greater than the number of any command before."""
+        self._orders = orders
         self.heartbeat_s = heartbeat_s
         self.dead_after_s = dead_after_s
         self._max_instances = max_instances
@@ -234,8 +245,6 @@ class Members:
         self._next_command = first_command
         self._commands: OrderedDict[int, Issued] = OrderedDict()
         self._ticked_s = now_s
-        self.removed: OrderedDict[str, None] = OrderedDict()
-        """Instances that an admin removed while they lived; they are not let in."""
         self.forgotten: list[Member] = []
         self.news: list[News] = []
         self.ended: list[Issued] = []
@@ -271,7 +280,7 @@ class Members:
     def register(self, told: Register, now_s: float) -> tuple[Member, bool]:
         """The member, and whether a full sync is wanted. Raises Denied."""
         _check_register(told)
-        if told.instance in self.removed:
+        if told.instance in self._orders.removed:
             raise Denied(NotPermitted.code, f"instance: {told.instance} was removed by an admin; let it in again with "
                          f"`kvstrata ctl cluster allow {told.instance}`", field="instance")  # fmt: skip
         known = self._by_id.get(told.instance)
@@ -282,7 +291,6 @@ class Members:
         ):
             return self._register_again(known, told, now_s)
         superseded: Iterable[int] = ()
-        draining = False
         if known is not None:
             if told.incarnation in known.superseded:
                 raise self._superseded(known)
@@ -299,7 +307,6 @@ class Members:
             superseded = known.superseded
             if known.incarnation != told.incarnation:
                 superseded = [*superseded, known.incarnation]
-            draining = known.draining
             self._forget(known, "superseded" if known.state is MemberState.LIVE else "came_back")
         elif (
             sum(member.state is not MemberState.DEAD for member in self._by_id.values())
@@ -311,17 +318,13 @@ class Members:
         member.superseded.extend(superseded)
         member.sync_wanted = "registered"
         self._say("joined", member, host=told.host, incarnation=told.incarnation, version=told.version)
-        if draining:
-            self.drain(member, True, now_s)
         return member, True
 
-    def restore(self, told: Register, *, draining: bool, now_s: float) -> Member | None:
+    def restore(self, told: Register, *, now_s: float) -> Member | None:
         """A member out of the snapshot; None when its id is taken."""
         if told.instance in self._by_id or len(self._by_id) >= self._max_instances:
             return None
-        member = self._add(told, MemberState.RESTORED, now_s)
-        member.draining = draining
-        return member
+        return self._add(told, MemberState.RESTORED, now_s)
 
     def goodbye(self, told: Goodbye, now_s: float) -> None:
         """It leaves. Repeated, nothing happens. Raises Denied."""
@@ -331,27 +334,8 @@ class Members:
         self._forget(self._speaker(told.instance, told.incarnation, now_s), "left")
 
     def remove(self, member: Member) -> None:
-        """An admin removes it; one that lives is not let in again until `allow`."""
-        if member.state is not MemberState.DEAD:
-            self.removed[member.id] = None
-            while len(self.removed) > MAX_REMOVED:
-                self.removed.popitem(last=False)
+        """An admin has removed it."""
         self._forget(member, "removed")
-
-    def allow(self, instance: str) -> bool:
-        """Let a removed one in again; whether it was removed."""
-        if instance not in self.removed:
-            return False
-        del self.removed[instance]
-        return True
-
-    def drain(self, member: Member, on: bool, now_s: float) -> Issued | None:
-        """Peers are sent to it no more, or again. The command that tells it; None where it does not live."""
-        member.draining = on
-        self._say("draining" if on else "undrained", member)
-        if member.state is not MemberState.LIVE:
-            return None
-        return self.issue(member, CommandKind.DRAIN, {"on": on}, now_s)
 
     def tick(self, now_s: float) -> None:
         """Look who has died and which commands have expired.
@@ -379,7 +363,7 @@ class Members:
 
     # --- heartbeats and commands --------------------------------------------------------------------------
 
-    def heartbeat(self, told: Heartbeat, now_s: float) -> list[Command]:
+    def heartbeat(self, told: Heartbeat, now_s: float, *, leads: bool = True) -> list[Command]:
         """It lives; the commands that have not ended. Raises Denied."""
         member = self._speaker(told.instance, told.incarnation, now_s)
         member.load = told.load
@@ -390,7 +374,10 @@ class Members:
         for result in told.results:
             issued = member.waiting.get(result.number)
             if issued is not None:
+                issued.answered = True
                 self._end(member, issued, result)
+        if leads:
+            self._tell_whether_drained(member, told, now_s)
         self._look_for_lost_events(member, told.last_event, now_s)
         self._ask_for_sync(member, now_s)
         commands: list[Command] = []
@@ -415,12 +402,7 @@ class Members:
         ttl_s: float = COMMAND_TTL_S,
     ) -> Issued:
         """Ask something of a member that lives. Raises Denied when it does not, or when too much waits already."""
-        if member.state is not MemberState.LIVE:
-            raise Denied("unavailable", f"instance: {member.id} is {member.state}; only one that lives can be asked",
-                         field="instance", retryable=True)  # fmt: skip
-        if len(member.waiting) >= MAX_WAITING:
-            raise Denied(Refused.code, f"instance: {MAX_WAITING} commands wait for {member.id} already",
-                         field="instance", retryable=True)  # fmt: skip
+        self.check_room(member, 1)
         issued = Issued(self._next_command, member.id, kind, argument, now_s, ttl_s)
         self._next_command += 1
         member.waiting[issued.number] = issued
@@ -431,6 +413,16 @@ class Members:
                 break
             del self._commands[oldest]
         return issued
+
+    def check_room(self, member: Member, count: int) -> None:
+        """Raises Denied where a member that does not live, or has too many waiting, cannot be asked so many."""
+        if member.state is not MemberState.LIVE:
+            raise Denied("unavailable", f"instance: {member.id} is {member.state}; only one that lives can be asked",
+                         field="instance", retryable=True)  # fmt: skip
+        if len(member.waiting) + count > MAX_WAITING:
+            raise Denied(Refused.code, f"instance: {len(member.waiting)} commands wait for {member.id}, {count} more "
+                         f"would be over {MAX_WAITING}; ask for fewer chunks, or try again",
+                         field="instance", retryable=True)  # fmt: skip
 
     def give_up(self, why: str, *, keep: frozenset[CommandKind]) -> None:
         """Commands that wait end, but for those of the kinds in `keep`."""
@@ -607,8 +599,6 @@ class Members:
         if restored:
             member.sync_wanted = "restored"
             self._say("came_back", member, incarnation=member.incarnation)
-            if member.draining:
-                self.drain(member, True, now_s)
         elif told.last_event != member.applied_seq and member.confirmed:
             self.want_sync(member, "gap", expected=told.last_event, got=member.applied_seq)
         return member, not member.confirmed
@@ -616,7 +606,7 @@ class Members:
     def _add(self, told: Register, state: MemberState, now_s: float) -> Member:
         while self._next_group in self._by_group:
             self._next_group = (self._next_group + 1) % MAX_GROUP
-        member = Member(self._next_group, told, state, now_s)
+        member = Member(self._next_group, told, state, now_s, self._orders)
         self._next_group = (self._next_group + 1) % MAX_GROUP
         self._by_id[told.instance] = member
         self._by_group[member.group] = member
@@ -663,6 +653,13 @@ class Members:
         elif now_s - member.lacking_since_s >= LOST_EVENTS_S:
             self.want_sync(member, "lost_events", expected=told_seq, got=member.applied_seq)
             member.lacking_since_s = None
+
+    def _tell_whether_drained(self, member: Member, told: Heartbeat, now_s: float) -> None:
+        """Whatever became of earlier commands: it was cut off, or is another process."""
+        if told.draining == member.draining or told.state == "stopping" or len(member.waiting) >= MAX_WAITING:
+            return
+        if not any(issued.kind is CommandKind.DRAIN for issued in member.waiting.values()):
+            self.issue(member, CommandKind.DRAIN, {"on": member.draining}, now_s)
 
     def _ask_for_sync(self, member: Member, now_s: float) -> None:
         if not member.sync_wanted or member.sync is not None or now_s - member.sync_asked_s < SYNC_AGAIN_S:

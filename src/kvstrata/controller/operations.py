@@ -10,13 +10,15 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from kvstrata.controller import prompts
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.directory import Found, Place
-from kvstrata.controller.instances import Issued, Member, MemberState
-from kvstrata.controller.pins import Pin
+from kvstrata.controller.instances import COMMAND_TTL_S, Denied, Issued, Member, MemberState
+from kvstrata.controller.orders import Pin
 from kvstrata.controller.prompts import Named
-from kvstrata.errors import BadRequest, Unavailable
+from kvstrata.errors import BadRequest, NotLeading, Unavailable
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, CommandKind, tags_of
 from kvstrata.types import KEY_BYTES, RequestIdentity
@@ -104,30 +106,81 @@ class Operations:
 
     # --- keeping --------------------------------------------------------------------------------------------
 
-    async def pin(self, named: Named, instance: str | None, ttl_s: float) -> tuple[Pin, list[Issued]]:
-        """Keep the leading chunks that an instance has in L1. Raises BadRequest, NotThere, Refused, Denied."""
+    async def pin(
+        self, named: Named, instance: str | None, ttl_s: float
+    ) -> tuple[Pin, list[Issued], asyncio.Task[None]]:
+        """Keep the leading chunks that an instance has in L1; the task ends when it has answered.
+
+        The order is written before the instance is asked, so that nothing is kept that is not listed.  Raises
+        BadRequest, NotThere, Refused, Denied, NotLeading.
+        """
         cluster = self._cluster
-        cluster.pins.check_room()
         if instance is None:
             member, n_chunks = await self._longest(named, None)
             keys = named.keys[: n_chunks * named.n_slices * KEY_BYTES]
         else:
             member, keys = self.member(instance), named.keys
+        parts = _batches(keys, 1)
+        cluster.members.check_room(member, len(parts))
         ttl_ms = round(1000 * ttl_s)
-        pin = Pin(secrets.token_hex(8), member.id, len(keys) // KEY_BYTES, cluster.clock.unix_ms() + ttl_ms)
-        issued = cluster.issue(member, CommandKind.PIN, {"keys": keys, "ttl_ms": ttl_ms, "claim": pin.claim})
-        await cluster.pins.add(pin)
-        return pin, [issued]
+        pin = Pin(
+            secrets.token_hex(8),
+            member.id,
+            len(keys) // KEY_BYTES,
+            cluster.clock.unix_ms() + ttl_ms,
+            member.incarnation,
+            len(parts),
+            kept=False,
+        )
+        await cluster.orders.put_pin(pin)
+        arguments = [
+            {"keys": part, "ttl_ms": ttl_ms, "claim": claim}
+            for claim, part in zip(pin.claims, parts, strict=True)
+        ]
+        try:
+            issued = cluster.issue_all(member, CommandKind.PIN, arguments)
+        except Denied:
+            await cluster.orders.end_pins(pin.claim)
+            raise
+        return pin, issued, self._supervisor.spawn(self._pinned(pin, issued), "pin")
 
-    async def unpin(self, claim: str, instance: str | None) -> list[Issued]:
-        """End a pin. Raises NotThere, Denied."""
-        pin = self._cluster.pins.get(claim)
+    async def _pinned(self, pin: Pin, issued: list[Issued]) -> None:
+        """List what is kept; a part of it is ended again."""
+        await self._cluster.outcome(issued, COMMAND_TTL_S + 1)
+        kept = [one for one in issued if _count(one)]
+        n_keys = sum(_count(one) for one in issued)
+        try:
+            if n_keys and all(one.result is not None and one.result.ok for one in issued):
+                await self._cluster.orders.put_pin(msgspec.structs.replace(pin, n_keys=n_keys, kept=True))
+            elif all(one.answered or not one.sent for one in issued):
+                member = self._cluster.members.get(pin.instance)
+                if kept and member is not None:
+                    ends = [{"claim": one.command.argument["claim"]} for one in kept]
+                    self._cluster.issue_all(member, CommandKind.UNPIN, ends)
+                await self._cluster.orders.end_pins(pin.claim)
+            # Else the instance may keep them: it stays listed as it was asked for, until its time is over.
+        except (Denied, NotLeading) as error:
+            self._cluster.say("pin_unsettled", pin.instance, claim=pin.claim, reason=str(error))
+
+    async def unpin(self, claim: str, instance: str | None) -> tuple[list[Issued], asyncio.Task[None]]:
+        """End a pin; it is listed until the instance has ended it, when the task ends. Raises NotThere, Denied."""
+        pin = self._cluster.orders.pin(claim)
         if pin is None and instance is None:
-            raise NotThere(f"claim: there is no pin {claim!r:.80} made here; name its instance")
+            raise NotThere(
+                f"claim: there is no pin {claim!r:.80}; name its instance if another controller made it"
+            )
         member = self.member(pin.instance if instance is None and pin is not None else instance or "")
-        issued = self._cluster.issue(member, CommandKind.UNPIN, {"claim": claim})
-        await self._cluster.pins.end(claim)
-        return [issued]
+        claims = [claim] if pin is None else pin.claims
+        issued = self._cluster.issue_all(member, CommandKind.UNPIN, [{"claim": one} for one in claims])
+        return issued, self._supervisor.spawn(self._unpinned(claim, issued), "unpin")
+
+    async def _unpinned(self, claim: str, issued: list[Issued]) -> None:
+        await self._cluster.outcome(issued, COMMAND_TTL_S + 1)
+        try:
+            if all(one.result is not None and one.result.ok for one in issued):
+                await self._cluster.orders.end_pins(claim)
+        except NotLeading as error:
+            self._cluster.say("pin_unsettled", issued[0].instance, claim=claim, reason=str(error))
 
     # --- copying --------------------------------------------------------------------------------------------
 
@@ -174,8 +227,6 @@ class Operations:
         return commands, task
 
     async def _copied(self, commands: list[Issued], leave: Member | None, keys: bytes) -> None:
-        from kvstrata.controller.instances import COMMAND_TTL_S, Denied
-
         await self._cluster.outcome(commands, COMMAND_TTL_S + 1)
         if leave is None:
             return
@@ -243,6 +294,19 @@ class Operations:
             if member is not None and member.state is MemberState.LIVE:
                 return member, one.n_chunks
         raise NotThere("no instance that peers may read has the first of these chunks in L1")
+
+
+def _batches(keys: bytes, n_slices: int) -> list[bytes]:
+    """Whole chunks, as many at a time as one command may name."""
+    step = max(1, MAX_PEER_KEYS // n_slices) * n_slices * KEY_BYTES
+    return [keys[at : at + step] for at in range(0, len(keys), step)]
+
+
+def _count(issued: Issued) -> int:
+    """Of records that a command changed, 0 where it failed."""
+    result = issued.result
+    count = result.body.get("count") if result is not None and result.ok else 0
+    return count if isinstance(count, int) else 0
 
 
 def _all_arrived(pull: Issued) -> bool:

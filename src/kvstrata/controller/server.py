@@ -106,7 +106,7 @@ def make_election(settings: ControllerSettings, cluster: Cluster, http_port: int
     shown = f"[{host}]" if ":" in host else platform.node() if host in ("*", "0.0.0.0") else host
     url = settings.etcd.advertise_url or f"http://{shown}:{http_port}"
     me = election.Member(cluster.name, url.rstrip("/"))
-    return election.Election(settings.etcd, me, cluster.clock, cluster.leadership_changed)
+    return election.Election(settings.etcd, me, cluster.clock, cluster.leadership_changed, cluster.orders)
 
 
 def run(settings: ControllerSettings, *, ready_fd: int = -1) -> int:
@@ -149,9 +149,11 @@ class Controller(Process):
         links.start()
         if settings.etcd.endpoints:
             cluster.election = elected = make_election(settings, cluster, http_port)
+            cluster.orders.write_first = elected.write
             self.closers.append(elected.close)
             self.supervisor.spawn(elected.run(), "election")
         self.supervisor.spawn(cluster.keep_time(), "time")
+        self.supervisor.spawn(cluster.keep_orders(), "orders")
         self.supervisor.spawn(cluster.directory.keep_swept(), "sweep")
         if self._snapshots is not None:
             self.supervisor.spawn(self._snapshots.keep(), "snapshots")

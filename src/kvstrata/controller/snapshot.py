@@ -1,6 +1,6 @@
 """The directory on disk: written whole every while, read once at the start.  Nothing else rests on it.
 
-Beside it lies the list of pins (pins.py).
+Beside it lie the orders of admins (orders.py).
 
     magic (8) · blocks: n u32, n tags u64, n slots u16 · end: n = 0 · document (JSON) · footer
 
@@ -31,11 +31,10 @@ from typing import Any, BinaryIO
 import msgspec
 
 from kvstrata.config.model import DirectorySettings
-from kvstrata.controller import pins as pins_file
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.directory import Place
 from kvstrata.controller.instances import MemberState
-from kvstrata.controller.pins import sync_folder
+from kvstrata.controller.orders import sync_folder
 from kvstrata.errors import ConfigError
 from kvstrata.native.copying import crc32c
 from kvstrata.observability.logging import EventLog
@@ -98,10 +97,9 @@ class Snapshots:
                 "write, or `none`",
                 field="directory.snapshot_dir",
             ) from None
-        pins = folder / pins_file.FILE
-        ignored = await self._cluster.pins.keep_in(pins, self._failed)
+        orders, ignored = await self._cluster.orders.keep_in(folder, self._failed)
         if ignored:
-            self._ignore(ignored, pins)
+            self._ignore(ignored, orders)
         try:
             document = await self._loop.run_in_executor(self._thread, read_document, self._path)
             self._check_age(document)
@@ -195,7 +193,6 @@ class Snapshots:
         members = [
             {
                 "told": msgspec.to_builtins(member.told),
-                "draining": member.draining,
                 "slots": tiers.get(member.group, {}),
             }
             for member in cluster.members
@@ -206,7 +203,6 @@ class Snapshots:
                 "controller": cluster.name,
                 "unix_ms": cluster.clock.unix_ms(),
                 "members": members,
-                "removed": list(cluster.members.removed),
             }
         ).encode()
 
@@ -227,15 +223,13 @@ class Snapshots:
                 slots = {str(tier): int(slot) for tier, slot in entry["slots"].items()}
             except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
                 raise BadSnapshot(f"a member in it cannot be read: {error}") from None
-            restored = cluster.restore_member(told, draining=bool(entry.get("draining")))
+            restored = cluster.restore_member(told)
             if restored is None:
                 continue
             self.status["restored_members"] += 1
             for tier, slot in restored[1].items():
                 if 0 < slots.get(tier, 0) < 65_536:
                     slot_of[slots[tier]] = slot
-        for instance in document.get("removed", []):
-            cluster.members.removed[str(instance)] = None
         self._slot_of = slot_of
         cluster.say("snapshot_restored", members=self.status["restored_members"], path=str(self._path))
 

@@ -311,6 +311,8 @@ class Heartbeat(ClusterRequest, frozen=True, tag="heartbeat"):
     obeys: tuple[ClusterId, Count] = (0, 0)
     """The greatest (cluster id, token) that it has seen. A leader whose own is smaller learns from it that etcd has
     lost what it knew, and takes a greater cluster id."""
+    draining: bool = False
+    """It leases nothing to peers. A leader that ordered something else tells it again."""
 
 
 class Beat(ClusterReply, frozen=True, tag="beat"):

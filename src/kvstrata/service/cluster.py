@@ -368,7 +368,7 @@ class ClusterLink:
         results = self.commands.results()
         request = Heartbeat(
             0, self._engine.instance_id, self._incarnation, self._seq, self._state(), self._load(), self._models(),
-            results, self._fence.seen,
+            results, self._fence.seen, self._peers.leases.draining,
         )  # fmt: skip
         try:
             beat = await self._heart.ask(request, Beat, max(self._heartbeat_s, 1.0))

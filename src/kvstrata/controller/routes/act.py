@@ -70,14 +70,20 @@ def router(cluster: Cluster, operations: Operations, guarded: list[Any]) -> APIR
 
     @routes.post("/v1/instances/{name}/drain", tags=["instances"])
     async def drain(name: Name, body: bodies.Wait, response: Response) -> bodies.CommandsBody:
-        """Send no peer to an instance any more, from now on, and tell it to lease nothing to peers."""
-        issued = cluster.drain(operations.member(name), True)
+        """Send no peer to an instance any more, from now on, and tell it to lease nothing to peers.
+
+        It holds until it is undrained, whatever restarts meanwhile. An instance that does not live now is told when it
+        comes back; then there is no command to wait for.
+        """
+        issued = await cluster.drain(operations.member(name).id, True)
         return await ended([issued] if issued is not None else [], body.wait_s, response)
 
     @routes.post("/v1/instances/{name}/undrain", tags=["instances"])
     async def undrain(name: Name, body: bodies.Wait, response: Response) -> bodies.CommandsBody:
-        """Use a drained instance as before."""
-        issued = cluster.drain(operations.member(name), False)
+        """Use a drained instance as before. One that does not live now is told when it comes back."""
+        issued = await cluster.drain(
+            name if name in cluster.orders.drained else operations.member(name).id, False
+        )
         return await ended([issued] if issued is not None else [], body.wait_s, response)
 
     @routes.post("/v1/instances/{name}/resync", tags=["instances"])
@@ -94,13 +100,13 @@ def router(cluster: Cluster, operations: Operations, guarded: list[Any]) -> APIR
         """
         member = operations.member(name)
         was = member.state
-        cluster.remove(member)
+        await cluster.remove(member)
         return bodies.RemovedBody(id=name, was=was.value, barred=was is not MemberState.DEAD)
 
     @routes.post("/v1/instances/{name}/allow", tags=["instances"])
     async def allow(name: Name) -> dict[str, bool]:
         """Let a removed instance in again."""
-        if not cluster.members.allow(name):
+        if not await cluster.orders.allow(name):
             raise HTTPException(404, f"name: {name!r:.80} was not removed")
         return {"allowed": True}
 
@@ -122,15 +128,22 @@ def router(cluster: Cluster, operations: Operations, guarded: list[Any]) -> APIR
 
     @routes.post("/v1/pin", tags=["chunks"])
     async def pin(body: bodies.PinBody, response: Response) -> bodies.PinnedBody:
-        """Keep chunks in the L1 of one instance for a while."""
-        made, issued = await operations.pin(await operations.name(asked(body)), body.instance, body.ttl_s)
-        outcome = await ended(issued, body.wait_s, response)
+        """Keep chunks in the L1 of one instance for a while.
+
+        All of them that are there are kept, or none; where none is, the pin is not listed.
+        """
+        named = await operations.name(asked(body))
+        made, issued, task = await operations.pin(named, body.instance, body.ttl_s)
+        await asyncio.wait([task], timeout=body.wait_s)
+        outcome = await ended(issued, 0.0, response)
         return bodies.PinnedBody(claim=made.claim, done=outcome.done, commands=outcome.commands)
 
     @routes.post("/v1/unpin", tags=["chunks"])
     async def unpin(body: bodies.UnpinBody, response: Response) -> bodies.CommandsBody:
-        """End a pin."""
-        return await ended(await operations.unpin(body.claim, body.instance), body.wait_s, response)
+        """End a pin. It is listed until its instance has ended it."""
+        issued, task = await operations.unpin(body.claim, body.instance)
+        await asyncio.wait([task], timeout=body.wait_s)
+        return await ended(issued, 0.0, response)
 
     async def copied(body: bodies.CopyBody, response: Response, *, move: bool) -> bodies.CommandsBody:
         named = await operations.name(asked(body))

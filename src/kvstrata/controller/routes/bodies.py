@@ -74,6 +74,7 @@ class InstancesBody(BaseModel):
     """All of them."""
 
     instances: list[InstanceRow]
+    drained: list[str] = Field(description="Drained by an admin, those too that are not there now.")
     removed: list[str] = Field(description="Removed by an admin and not let in again.")
 
 
@@ -395,9 +396,7 @@ class UnpinBody(Wait):
     """A pin to be ended."""
 
     claim: str = Field(max_length=64)
-    instance: InstanceName | None = Field(
-        None, description="Needed for pins that this controller does not know: those of another one."
-    )
+    instance: InstanceName | None = Field(None, description="Needed for pins that are not listed.")
 
 
 class PinRow(BaseModel):
@@ -405,12 +404,17 @@ class PinRow(BaseModel):
 
     claim: str
     instance: str
-    keys: int
+    keys: int = Field(
+        description="Records that it keeps; before the instance has answered, those it was asked for."
+    )
     left_s: float
+    state: Literal["asked", "kept", "unknown"] = Field(
+        description="`asked`: the instance has not answered yet; `unknown`: it does not live at present."
+    )
 
 
 class PinsBody(BaseModel):
-    """Pins made here that have not ended, those of before a restart too."""
+    """Pins that have not ended, those of before a restart and of other controllers of the same etcd too."""
 
     pins: list[PinRow]
 

@@ -108,18 +108,8 @@ def router(
 
     @routes.get("/v1/pins", tags=["chunks"])
     async def pins() -> bodies.PinsBody:
-        """Pins made here that have not ended, those of before a restart too."""
+        """Pins that have not ended, those of before a restart and of other controllers of the same etcd too."""
         now_ms = cluster.clock.unix_ms()
-        return bodies.PinsBody(
-            pins=[
-                bodies.PinRow(
-                    claim=pin.claim,
-                    instance=pin.instance,
-                    keys=pin.n_keys,
-                    left_s=round((pin.expires_unix_ms - now_ms) / 1000, 1),
-                )
-                for pin in cluster.pins.all()
-            ]
-        )
+        return bodies.PinsBody(pins=[views.pin_row(cluster, pin, now_ms) for pin in cluster.orders.pins()])
 
     return routes

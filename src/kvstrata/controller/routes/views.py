@@ -15,6 +15,7 @@ from kvstrata.controller.explaining import Answers, Lookup, Miss
 from kvstrata.controller.history import Happened
 from kvstrata.controller.instances import Issued, Member, MemberState
 from kvstrata.controller.operations import Placement
+from kvstrata.controller.orders import Pin
 from kvstrata.controller.routes import bodies
 from kvstrata.types import KEY_BYTES
 
@@ -88,7 +89,9 @@ def instances(cluster: Cluster) -> bodies.InstancesBody:
     keys = keys_of(cluster)
     rows = [instance_row(cluster, member, keys.get(member.group, {})) for member in cluster.members]
     return bodies.InstancesBody(
-        instances=sorted(rows, key=lambda row: row.id), removed=list(cluster.members.removed)
+        instances=sorted(rows, key=lambda row: row.id),
+        drained=list(cluster.orders.drained),
+        removed=list(cluster.orders.removed),
     )
 
 
@@ -245,6 +248,19 @@ def command_row(cluster: Cluster, issued: Issued) -> bodies.CommandRow:
         age_s=round(cluster.clock.monotonic_s() - issued.issued_s, 3),
         argument=plain(issued.command.argument),
         result=plain(result.body) if result is not None else {},
+    )
+
+
+def pin_row(cluster: Cluster, pin: Pin, now_ms: int) -> bodies.PinRow:
+    """One pin."""
+    member = cluster.members.get(pin.instance)
+    lives = member is not None and member.state is MemberState.LIVE
+    return bodies.PinRow(
+        claim=pin.claim,
+        instance=pin.instance,
+        keys=pin.n_keys,
+        left_s=round((pin.expires_unix_ms - now_ms) / 1000, 1),
+        state=("kept" if pin.kept else "asked") if lives else "unknown",
     )
 
 
