@@ -22,7 +22,7 @@ endif
 export KVSTRATA_WERROR ?= 1
 endif
 
-.PHONY: help setup setup-packages setup-built demo test test-fast test-native test-vllm-env lint format sanitize docs bench cuda wheel clean
+.PHONY: help setup setup-packages setup-built demo test test-fast test-native test-vllm-env lint format sanitize docs bench cuda gpu gpu-pack wheel clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -86,6 +86,13 @@ bench: setup  ## measure everything (BENCH=name: one); asks first; figures go to
 
 cuda: setup  ## compile the CUDA kernels; an error where nvcc is missing
 	@KVSTRATA_CUDA=require $(VENV_PYTHON) setup.py --quiet build_ext --inplace
+
+# Runs where nothing can be fetched, with the Python that has CuPy, so it makes no .venv.
+gpu:  ## on a machine with a GPU and no network: tests marked gpu, then every GPU figure (STAGE=1..4: one stage); results in $OUT, else build/gpu
+	@$(or $(PYTHON),python3) tests/harness/gpu_run.py $(STAGE) $(ARGS)
+
+gpu-pack: setup-packages  ## fetch the wheels that `make gpu` needs there into build/gpu-pack (GPU_PYTHON=3.12)
+	@$(VENV_PYTHON) tests/harness/gpu_pack.py --python $(or $(GPU_PYTHON),3.12)
 
 wheel: setup  ## build sdist and wheel into dist/
 	@rm -rf dist && $(VENV_PYTHON) -m build --outdir dist .
