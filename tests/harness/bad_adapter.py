@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvstrata.errors import StorageError
-from kvstrata.memory import linux
+from kvstrata.process.parent import PR_SET_PDEATHSIG
 from kvstrata.storage.base import (
     AdapterContext,
     Found,
@@ -57,7 +57,7 @@ def _write_garbage() -> None:
 
 def _outlive_the_server() -> None:
     """As a thread does that the kernel cannot end, because its file system does not answer."""
-    assert ctypes.CDLL(None).prctl(linux.PR_SET_PDEATHSIG, ctypes.c_ulong(0)) == 0
+    assert ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(0)) == 0
 
 
 def _raise() -> NoReturn:

@@ -28,13 +28,14 @@ class ControllerProcess(Spawned):
         flags: tuple[str, ...] = (),
         environment: dict[str, str] | None = None,
         host: Host | None = None,
+        supervised: bool = False,
     ) -> None:
-        """It runs on `host` (None: this one)."""
+        """It runs on `host` (None: this one), without its keeper unless it is `supervised`."""
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "controller.log"
         self.snapshot = folder / "state" / "directory.snapshot"
         self._environment = dict(os.environ if environment is None else environment)
-        self._flags = flags
+        self._flags = (*(() if supervised else ("--no-supervise",)), *flags)
         self._host = host
         self.ready: dict[str, Any] = {}
         self.http_port = 0

@@ -72,7 +72,8 @@ class ServerProcess(Spawned):
 
     `folder` receives the log and the L2 directory; the caller owns and removes it.  The socket directory is made
     under /tmp (a unix socket's path may have 100 bytes).  `l2` is `none`, `fs`, or `embedded`: what a server
-    that was told nothing has.  It runs on `host` (None: this one).
+    that was told nothing has.  It runs on `host` (None: this one).  `supervised` starts the command as users do, with a
+    keeper: signals then go to the keeper, and `serving_pid` is its child.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class ServerProcess(Spawned):
         environment: dict[str, str] | None = None,
         python: Path = Path(sys.executable),
         host: Host | None = None,
+        supervised: bool = False,
     ) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,6 +107,7 @@ class ServerProcess(Spawned):
             *("--chunk-size", str(chunk_tokens)),
             *("--socket-dir", str(self.socket_dir)),
             *("--http-port", "0"),
+            *(() if supervised else ("--no-supervise",)),
             *flags,
         ]
         if l2 == "none":
@@ -135,6 +138,11 @@ class ServerProcess(Spawned):
         self.ready = json.loads(ready_line(reader, self._process, self.log))
         self.port = self.ready["port"]
         return self.ready
+
+    @property
+    def serving_pid(self) -> int:
+        """Of the process that said that it is ready."""
+        return int(self.ready["pid"])
 
     def halted(self) -> bool:
         """Whether it does not run: it ended, or was stopped by a signal (of ours or its own)."""

@@ -1084,6 +1084,7 @@ def test_a_background_task_that_crashes_ends_the_process_with_its_reason_and_kee
         "sys.exit(main(sys.argv[1:]))\n"
     )
     flags = ["--no-http", "--port", "0", "--l1-size-gb", str(16 / 1024), "--l2-adapter", "none"]
+    flags.append("--no-supervise")
     ran = subprocess.run(
         [sys.executable, "-c", script, *flags, "--socket-dir", str(server.socket_dir)],
         env={**os.environ, "KVSTRATA_L1_SEGMENT_DIR": str(server.segment_dir)},

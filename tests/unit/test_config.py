@@ -129,7 +129,7 @@ def test_kept_names_point_to_settings_that_exist():
 
 def test_every_flag_of_ours_sets_something():
     settings = {key for key, _ in loading.leaves(ServerSettings)}
-    other = {"config", "check", "ready_fd", "help"}
+    other = {"config", "check", "ready_fd", "no_supervise", "help"}
     for action in server_parser()._actions:
         assert action.dest in settings | other, action.option_strings
 

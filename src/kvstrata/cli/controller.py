@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
 
-import msgspec
-
-from kvstrata.cli.server import shown
-from kvstrata.config.flags import parse_controller_flags
-from kvstrata.config.load import load
-from kvstrata.config.model import ControllerSettings
-from kvstrata.controller.server import plan, run
-from kvstrata.errors import KvstrataError
-from kvstrata.process.lifecycle import EXIT_CONFIG
+from kvstrata.process.keeper import EXIT_CONFIG, Restarts, keep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status (2: settings are wrong, 70: the controller failed)."""
+    return keep("lmcache-controller", list(sys.argv[1:] if arguments is None else arguments), serve)
+
+
+def serve(arguments: Sequence[str], restarts: Restarts) -> int:
+    """The command in the process that serves. What it needs is imported here, so that its keeper stays small."""
+    import json
+
+    import msgspec
+
+    from kvstrata.cli.server import shown
+    from kvstrata.config.flags import parse_controller_flags
+    from kvstrata.config.load import load
+    from kvstrata.config.model import ControllerSettings
+    from kvstrata.controller.server import plan, run
+    from kvstrata.errors import KvstrataError
+
     try:
-        flags = parse_controller_flags(sys.argv[1:] if arguments is None else arguments)
+        flags = parse_controller_flags(arguments)
         settings = load(
             ControllerSettings,
             file=flags.config_file or None,
@@ -32,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plan(settings, os.environ)
             print(json.dumps(shown(msgspec.to_builtins(settings)), indent=2))
             return 0
-        return run(settings, ready_fd=flags.ready_fd)
+        return run(settings, ready_fd=flags.ready_fd, restarts=restarts)
     except KvstrataError as error:
         print(f"lmcache-controller: {error.message}", file=sys.stderr)
         return EXIT_CONFIG

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
-from kvstrata.config.flags import parse_server_flags
-from kvstrata.config.load import load
-from kvstrata.config.model import ServerSettings
-from kvstrata.errors import KvstrataError
-from kvstrata.process.lifecycle import EXIT_CONFIG
-from kvstrata.service.server import plan, run
+from kvstrata.process.keeper import EXIT_CONFIG, Restarts, keep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status (2: settings are wrong, 70: the server failed)."""
+    return keep("lmcache-server", list(sys.argv[1:] if arguments is None else arguments), serve)
+
+
+def serve(arguments: Sequence[str], restarts: Restarts) -> int:
+    """The command in the process that serves. What it needs is imported here, so that its keeper stays small."""
+    import json
+
+    import msgspec
+
+    from kvstrata.config.flags import parse_server_flags
+    from kvstrata.config.load import load
+    from kvstrata.config.model import ServerSettings
+    from kvstrata.errors import KvstrataError
+    from kvstrata.service.server import plan, run
+
     try:
-        flags = parse_server_flags(sys.argv[1:] if arguments is None else arguments)
+        flags = parse_server_flags(arguments)
         file = flags.config_file or os.environ.get("KVSTRATA_CONFIG_FILE", "")
         settings = load(ServerSettings, file=file or None, environment=os.environ, flags=flags.settings)
         if flags.check:
             plan(settings, os.environ)
             print(json.dumps(shown(msgspec.to_builtins(settings)), indent=2))
             return 0
-        return run(settings, notes=flags.notes, ready_fd=flags.ready_fd)
+        return run(settings, notes=flags.notes, ready_fd=flags.ready_fd, restarts=restarts)
     except KvstrataError as error:
         print(f"lmcache-server: {error.message}", file=sys.stderr)
         return EXIT_CONFIG

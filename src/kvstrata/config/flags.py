@@ -115,6 +115,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--insecure", dest="security.insecure", action="store_true", help="listen off loopback without keys")
     add("--log-level", dest="log_level", help="debug, info, warning or error (info)")
     add("--check", action="store_true", help="check the settings, print them and exit")
+    add("--no-supervise", dest="no_supervise", action="store_true",
+        help="run without a parent that starts it again when it dies, as under systemd")  # fmt: skip
     add("--ready-fd", type=int, metavar="FD", help="write one line to this descriptor when ready")
 
 
@@ -151,7 +153,7 @@ def _parse(
     for name, value in parsed.items():
         if name == "l2_adapters":
             settings[name] = adapters_from_json(value)
-        elif name not in ("config", "check", "ready_fd"):
+        elif name not in ("config", "check", "ready_fd", "no_supervise"):
             put(settings, name, value)
     return Flags(
         parsed.get("config", ""), settings, notes, parsed.get("check", False), parsed.get("ready_fd", -1)
@@ -211,4 +213,4 @@ def _sort_out(
     return ours, notes
 
 
-_SWITCHES = {"--check", "--insecure", "--l1-use-hugepages", "--no-http", "--help", "-h"}
+_SWITCHES = {"--check", "--insecure", "--l1-use-hugepages", "--no-http", "--no-supervise", "--help", "-h"}

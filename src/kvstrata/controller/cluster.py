@@ -21,6 +21,7 @@ from kvstrata.controller.orders import Orders, Pin
 from kvstrata.errors import NotLeading
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.metrics import Histogram
+from kvstrata.process.keeper import NOT_RESTARTED
 from kvstrata.rpc.cluster_wire import (
     MAX_OWNERS,
     CommandKind,
@@ -73,6 +74,8 @@ class Cluster:
         self.clock = clock
         self.epoch = clock.unix_ms()
         self.started_s = clock.monotonic_s()
+        self.restarts = NOT_RESTARTED
+        """Of this process, by its keeper."""
         self.directory = Directory(
             loop, max_bytes=int(settings.directory.max_gb * GB), failed=self._change_failed
         )

@@ -58,6 +58,9 @@ CONTROLLER_FAMILIES: dict[str, Family] = {
     "kvstrata_controller_election_failures": Family(
         "counter", (), "Steps of the election that failed: etcd did not answer, or refused."
     ),
+    "kvstrata_controller_restarts": Family(
+        "gauge", (), "Times that its keeper has started the controller again because it died."
+    ),
     "kvstrata_controller_connections": Family("gauge", ("socket",), "Connections now."),
     "kvstrata_controller_cut_connections": Family(
         "counter", ("socket",), "Connections cut: one too many, or more sent than may wait."
@@ -135,6 +138,7 @@ class ControllerCollector:
         yield prefix + "leads", [([], float(cluster.token is not None))]
         yield prefix + "no_leader_seconds", [([], election.no_leader_s if election else 0.0)]
         yield prefix + "election_failures", [([], election.failures if election else 0)]
+        yield prefix + "restarts", [([], cluster.restarts.times)]
         yield prefix + "connections", [([name], one["connections"]) for name, one in sockets.items()]
         yield prefix + "cut_connections", [([name], one["cut_connections"]) for name, one in sockets.items()]
         yield prefix + "directory_bytes", [([], usage.bytes)]

@@ -26,6 +26,7 @@ from kvstrata.controller.operations import Operations
 from kvstrata.controller.snapshot import Snapshots
 from kvstrata.errors import ConfigError
 from kvstrata.observability.logging import set_up as set_up_logging
+from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
 from kvstrata.process.lifecycle import run as run_process
 from kvstrata.process.listen import listen, prepare, read_token, serve
@@ -109,18 +110,19 @@ def make_election(settings: ControllerSettings, cluster: Cluster, http_port: int
     return election.Election(settings.etcd, me, cluster.clock, cluster.leadership_changed, cluster.orders)
 
 
-def run(settings: ControllerSettings, *, ready_fd: int = -1) -> int:
+def run(settings: ControllerSettings, *, ready_fd: int = -1, restarts: Restarts = NOT_RESTARTED) -> int:
     """Run a controller until it is told to stop; returns the exit status. Raises KvstrataError before it is ready."""
     set_up_logging(settings.log_level)
     set_up()
-    return run_process(Controller(plan(settings, os.environ), ready_fd))
+    return run_process(Controller(plan(settings, os.environ), ready_fd, restarts))
 
 
 class Controller(Process):
     """One controller process."""
 
-    def __init__(self, checked: Plan, ready_fd: int = -1) -> None:
+    def __init__(self, checked: Plan, ready_fd: int = -1, restarts: Restarts = NOT_RESTARTED) -> None:
         super().__init__("controller")
+        self._restarts = restarts
         self._plan = checked
         self._ready_fd = ready_fd
         self._started_s = time.monotonic()
@@ -133,6 +135,7 @@ class Controller(Process):
         self.closers.append(soon(http_socket.close))
         http_port = http_socket.getsockname()[1]
         cluster = Cluster(loop, settings, SystemClock(), name="")
+        cluster.restarts = self._restarts
         self.closers.append(soon(cluster.close))
         links = Links(loop, cluster, self.supervisor)
         self.closers.append(soon(links.close))

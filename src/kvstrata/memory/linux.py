@@ -17,7 +17,6 @@ import errno
 import fcntl
 import os
 import platform
-import signal
 import socket
 import struct
 from typing import NamedTuple
@@ -32,7 +31,6 @@ HUGE_PAGE_BYTES = 2 << 20
 MSG_CMSG_CLOEXEC = 0x40000000
 SO_PEERPIDFD = 77
 PIDFD_THREAD = os.O_EXCL
-PR_SET_PDEATHSIG = 1
 MPOL_DEFAULT, MPOL_BIND, MPOL_INTERLEAVE, MPOL_LOCAL = 0, 2, 3, 4
 MAX_NODES = 1024
 
@@ -243,21 +241,6 @@ def peer_pidfd(sock: socket.socket) -> int | None:
         return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
     except OSError:
         return None
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Has the kernel send SIGKILL to this process when the thread that made it ends; ends it if that has happened.
-
-    Also while it is stopped or computes without end. `parent_pid`: the process that this one was made by.
-    """
-    import ctypes  # as in _syscall
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    if os.getppid() != parent_pid:
-        os._exit(0)
 
 
 # --- messages with descriptors ----------------------------------------------------------------------------

@@ -143,6 +143,7 @@ STATUS_NUMBERS: dict[str, str] = {
     "l2_adapters.ADAPTER.host.restarts": "Such processes started since the start in place of one that had ended.",
     "l2_adapters.ADAPTER.host.requests": "What that process was asked and has not ended yet.",
     "numa.sampled_pages.WORD": "Of some pages spread over L1 that the server has touched: those on this NUMA node.",
+    "process.restarts": "Times that its keeper has started the server again because it died.",
     "attach.pending": "Handshakes under way.",
     "attach.attached": "Sessions with an open attach connection.",
     "attach.detached": "Sessions without one whose process lives.",

@@ -1,14 +1,16 @@
 """How a process of ours starts, waits for its end and ends.
 
 1. Whatever is wrong with settings, ports or files stops the start with one line that says what to change.
-2. SIGTERM and SIGINT stop in order; a second signal ends at once.
+2. SIGTERM and SIGINT stop in order; a second signal ends at once.  Signals within SAME_STOP_S of the first belong to
+   it: who signals a whole process group reaches the keeper, which forwards it, and this process.
 3. A background task that crashes ends the process with its reason and exit status 70; what is on disk and in
-   shared memory is left as it is, exactly as after SIGKILL.
+   shared memory is left as it is, exactly as after SIGKILL.  The keeper starts it again (process/keeper.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -24,8 +26,8 @@ from kvstrata.errors import ConfigError
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.supervisor import Supervisor
 
-EXIT_CONFIG = 2
 EXIT_CRASHED = 70
+SAME_STOP_S = 0.2
 
 
 def set_up() -> None:
@@ -46,6 +48,7 @@ class Process(ABC):
     def __init__(self, name: str) -> None:
         self.log = EventLog(name)
         self._name = name
+        self._stopping_s = 0.0
         self.closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
         """What closes what was opened; called last first."""
 
@@ -81,9 +84,12 @@ class Process(ABC):
 
     def _signalled(self, number: signal.Signals, stop: asyncio.Event) -> None:
         if stop.is_set():
+            if self.loop.time() < self._stopping_s + SAME_STOP_S:
+                return
             self.log.warning("stopped_at_once", signal=signal.Signals(number).name)
             os._exit(128 + number)
         self.log.info("stopping", signal=signal.Signals(number).name)
+        self._stopping_s = self.loop.time()
         stop.set()
 
     async def _close(self) -> None:
@@ -102,11 +108,15 @@ def soon(close: Callable[[], object]) -> Callable[[], Coroutine[Any, Any, None]]
 
 
 def tell_ready(ready_fd: int, ready: Mapping[str, Any]) -> None:
-    """One line of JSON to the descriptor of `--ready-fd`, unless that is negative. Raises ConfigError."""
+    """One line of JSON to the descriptor of `--ready-fd`, unless that is negative. Raises ConfigError.
+
+    A process that was started again after it was ready finds nobody who reads; that is no error.
+    """
     if ready_fd < 0:
         return
     try:
-        os.write(ready_fd, json.dumps(ready).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):
+            os.write(ready_fd, json.dumps(ready).encode() + b"\n")
         os.close(ready_fd)
     except OSError as error:
         raise ConfigError(

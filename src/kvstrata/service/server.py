@@ -42,6 +42,7 @@ from kvstrata.memory.segment import Segment, SegmentSettings, check_size
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.policy.sessions import TenantTokens, tenant_number
+from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
 from kvstrata.process.lifecycle import run as run_process
 from kvstrata.process.listen import listen as http_listen
@@ -195,7 +196,9 @@ def read_tenants_file(path: str) -> TenantTokens:
     return TenantTokens(tokens)
 
 
-def run(settings: ServerSettings, *, notes: list[str], ready_fd: int = -1) -> int:
+def run(
+    settings: ServerSettings, *, notes: list[str], ready_fd: int = -1, restarts: Restarts = NOT_RESTARTED
+) -> int:
     """Run a server until it is told to stop; returns the exit status. Raises KvstrataError before it is ready."""
     set_up_logging(settings.log_level)
     set_up()
@@ -203,14 +206,15 @@ def run(settings: ServerSettings, *, notes: list[str], ready_fd: int = -1) -> in
     log = EventLog("server")
     for note in notes:
         log.warning("setting_has_no_effect", note=note)
-    return run_process(Server(checked, ready_fd))
+    return run_process(Server(checked, ready_fd, restarts))
 
 
 class Server(Process):
     """One server process."""
 
-    def __init__(self, checked: Plan, ready_fd: int = -1) -> None:
+    def __init__(self, checked: Plan, ready_fd: int = -1, restarts: Restarts = NOT_RESTARTED) -> None:
         super().__init__("server")
+        self._restarts = restarts
         self._plan = checked
         self._settings = checked.settings
         self._ready_fd = ready_fd
@@ -275,6 +279,10 @@ class Server(Process):
             directory / ATTACH_SOCKET, pool, segment.descriptors, engine, instance_id=instance_id
         )
         engine.attach = attach
+        engine.extra_status["process"] = lambda: {
+            "restarts": self._restarts.times,
+            "last_end": self._restarts.cause,
+        }
         engine.extra_status["attach"] = attach.stats
         engine.extra_status["rpc"] = zmq_server.stats
         engine.extra_status["numa"] = segment.numa_status

@@ -36,6 +36,7 @@ from kvstrata.errors import KvstrataError, StorageError
 from kvstrata.memory import linux
 from kvstrata.memory.segment import HOSTS_BYTE
 from kvstrata.native.pool import ExtentsMap, Hold, LentHold
+from kvstrata.process.parent import die_with_parent
 from kvstrata.storage import host_channel
 from kvstrata.storage.base import (
     MORE_KEYS,
@@ -73,7 +74,7 @@ COUNT_S = 1.0
 def main() -> NoReturn:
     """Entry of the process."""
     server_pid, channel_fd, extents_fd, *lock_fds = map(int, sys.argv[2:])
-    linux.die_with_parent(server_pid)
+    die_with_parent(server_pid)
     faulthandler.enable()
     for fd in (channel_fd, extents_fd, *lock_fds):
         os.set_inheritable(fd, False)

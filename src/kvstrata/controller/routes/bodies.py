@@ -172,6 +172,8 @@ class ClusterBody(BaseModel):
     epoch: int
     unix_ms: int
     up_s: float
+    restarts: int = Field(description="Times that its keeper has started it again because it died.")
+    last_end: str = Field(description="What ended it the last time; empty: it has not died.")
     ready: bool
     why_not_ready: str
     heartbeat_s: float

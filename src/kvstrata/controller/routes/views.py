@@ -182,6 +182,8 @@ def cluster_body(cluster: Cluster, sockets: Callable[[], dict[str, dict[str, int
         epoch=cluster.epoch,
         unix_ms=cluster.clock.unix_ms(),
         up_s=round(cluster.clock.monotonic_s() - cluster.started_s, 3),
+        restarts=cluster.restarts.times,
+        last_end=cluster.restarts.cause,
         ready=ready,
         why_not_ready=why,
         heartbeat_s=cluster.settings.heartbeat_s,

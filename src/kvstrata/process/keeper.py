@@ -1,0 +1,188 @@
+"""The parent of a server or controller: it starts the process that serves again when that dies.
+
+    keep ──fork──▶ child: imports everything and serves
+      │ exit 0, or told to end, or exit 2 of the first start ──▶ the keeper ends with the same status
+      └ anything else (a signal, exit 70) ──▶ one log line, a pause, fork again
+
+Rules:
+
+1. The keeper forks before anything heavy is imported, opens nothing and listens nowhere: about 10 MB.  Only the
+   standard library's os, signal, sys and time are used here.
+2. Every signal of FORWARDED goes on to the child, except one that the terminal sent, since the terminal sent it to the
+   child too, and SIGHUP where it is ignored (nohup).  A child that ends after it was told to end is not started again.
+3. When the keeper ends, by SIGKILL too, the kernel kills the child (PR_SET_PDEATHSIG): nobody is left behind who owns
+   the ports and the pool.
+4. Exit status 2, which tells of settings, is final for the first start only: after a crash the same settings may fail
+   for a while, since a port or the pool is not yet free.
+5. As process 1 of a container it reaps every orphan.
+6. The first restart comes after FIRST_PAUSE_S, each further one after twice the pause before, at most LONGEST_PAUSE_S.
+   A child that lived for STEADY_S begins the series anew.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
+
+from kvstrata.process.parent import die_with_parent
+
+NO_SUPERVISE = "--no-supervise"
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
+STEADY_S = 60.0
+EXIT_CONFIG = 2
+ENDING: frozenset[int] = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Those that tell a process to end."""
+FORWARDED = ENDING | {signal.SIGUSR1, signal.SIGUSR2}
+_FROM_KERNEL = 0x80
+"""`si_code` of a signal that the terminal sent to its whole foreground group."""
+
+
+class Restarts(NamedTuple):
+    """How often the process was started again, and what ended it the last time."""
+
+    times: int = 0
+    cause: str = ""
+
+
+NOT_RESTARTED = Restarts()
+
+Serve = Callable[[Sequence[str], Restarts], int]
+"""Runs the command with its arguments; returns the exit status."""
+
+
+def keep(name: str, arguments: Sequence[str], serve: Serve) -> int:
+    """Run `serve` in a child and start it again when it dies; returns the exit status.
+
+    With --no-supervise among the arguments it runs in this process.  In a child this never returns.
+    """
+    if NO_SUPERVISE in arguments:
+        return serve(arguments, NOT_RESTARTED)
+    return _Keeper(name, arguments, serve).run()
+
+
+def pause_s(pause_before_s: float, lived_s: float) -> float:
+    """How long to wait before the next start."""
+    if pause_before_s == 0 or lived_s >= STEADY_S:
+        return FIRST_PAUSE_S
+    return min(2 * pause_before_s, LONGEST_PAUSE_S)
+
+
+def cause_of(wait_status: int) -> str:
+    """Why a process ended, for people."""
+    if os.WIFSIGNALED(wait_status):
+        number = os.WTERMSIG(wait_status)
+        try:
+            return signal.Signals(number).name
+        except ValueError:
+            return f"signal {number}"
+    return f"exit status {os.WEXITSTATUS(wait_status)}"
+
+
+def exit_status(wait_status: int) -> int:
+    """What a shell would call it: 128 + n for a process that signal n ended."""
+    if os.WIFSIGNALED(wait_status):
+        return 128 + os.WTERMSIG(wait_status)
+    return os.WEXITSTATUS(wait_status)
+
+
+class _Keeper:
+    """The loop of the parent. Owns the child."""
+
+    def __init__(self, name: str, arguments: Sequence[str], serve: Serve) -> None:
+        self._name = name
+        self._arguments = arguments
+        self._serve = serve
+        self._restarts = NOT_RESTARTED
+        self._child = 0
+        self._told_to_end = False
+
+    def run(self) -> int:
+        waited = FORWARDED | {signal.SIGCHLD}
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            waited -= {signal.SIGHUP}
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, nothing could be waited for
+        mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+        own_pid, pause_before_s = os.getpid(), 0.0
+        while True:
+            started_s = time.monotonic()
+            self._child = os.fork()
+            if self._child == 0:
+                self._run_child(own_pid, mask_before)
+            ended = self._wait_for_child(waited)
+            if self._is_over(ended):
+                return exit_status(ended)
+            pause_before_s = pause_s(pause_before_s, time.monotonic() - started_s)
+            self._restarts = Restarts(self._restarts.times + 1, cause_of(ended))
+            self._log(
+                f"process_ended pid={self._child} cause={_quoted(self._restarts.cause)} "
+                f"restart={self._restarts.times} pause_s={pause_before_s:g}"
+            )
+            self._child = 0
+            if self._told_in_pause(waited, pause_before_s):
+                return exit_status(ended)
+
+    def _run_child(self, keeper_pid: int, mask_before: set[int]) -> NoReturn:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask_before)
+        die_with_parent(keeper_pid)
+        sys.exit(self._serve(self._arguments, self._restarts))
+
+    def _wait_for_child(self, waited: frozenset[int]) -> int:
+        """Forward signals until the child has ended; its wait status."""
+        while True:
+            told = signal.sigwaitinfo(waited)
+            if told.si_signo == signal.SIGCHLD:
+                ended = self._reap()
+                if ended is not None:
+                    return ended
+                continue
+            self._told_to_end |= told.si_signo in ENDING
+            if told.si_code != _FROM_KERNEL:
+                os.kill(self._child, told.si_signo)  # not yet reaped, so the number is still the child's
+
+    def _reap(self) -> int | None:
+        """Reap all that have ended; the child's wait status if it is among them."""
+        found = None
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return found
+            if pid == 0:
+                return found
+            if pid == self._child:
+                found = status
+
+    def _is_over(self, ended: int) -> bool:
+        if os.WIFSIGNALED(ended):
+            return self._told_to_end or os.WTERMSIG(ended) in ENDING
+        final = (0, EXIT_CONFIG) if self._restarts.times == 0 else (0,)
+        return self._told_to_end or os.WEXITSTATUS(ended) in final
+
+    def _told_in_pause(self, waited: frozenset[int], seconds: float) -> bool:
+        """Wait; True when told to end meanwhile."""
+        end_s = time.monotonic() + seconds
+        while (left_s := end_s - time.monotonic()) > 0:
+            told = signal.sigtimedwait(waited, left_s)
+            if told is not None and told.si_signo == signal.SIGCHLD:
+                self._reap()
+            elif told is not None and told.si_signo in ENDING:
+                return True
+        return False
+
+    def _log(self, line: str) -> None:
+        """In the form of observability.logging, which is not imported here."""
+        now_s = time.time()
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now_s))
+        text = f"{stamp}.{int(now_s * 1000) % 1000:03d}Z ERROR kvstrata.keeper {self._name} {line}\n"
+        try:
+            os.write(2, text.encode())
+        except OSError:
+            pass  # nobody reads the log; what serves is more important
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"' if " " in text else text
