@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,7 +18,7 @@ from kvstrata.controller.directory import Found, Place
 from kvstrata.controller.instances import COMMAND_TTL_S, Denied, Issued, Member, MemberState
 from kvstrata.controller.orders import Pin
 from kvstrata.controller.prompts import Named
-from kvstrata.errors import BadRequest, NotLeading, Unavailable
+from kvstrata.errors import BadRequest, KvstrataError, Unavailable
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, CommandKind, tags_of
 from kvstrata.types import KEY_BYTES, RequestIdentity
@@ -120,7 +120,7 @@ class Operations:
             keys = named.keys[: n_chunks * named.n_slices * KEY_BYTES]
         else:
             member, keys = self.member(instance), named.keys
-        parts = _batches(keys, 1)
+        parts = _batches(_some(keys), 1)
         cluster.members.check_room(member, len(parts))
         ttl_ms = round(1000 * ttl_s)
         pin = Pin(
@@ -149,6 +149,8 @@ class Operations:
         await self._cluster.outcome(issued, COMMAND_TTL_S + 1)
         kept = [one for one in issued if _count(one)]
         n_keys = sum(_count(one) for one in issued)
+        if self._cluster.orders.pin(pin.claim) is None:
+            return  # its time, or the process that was asked, is over
         try:
             if n_keys and all(one.result is not None and one.result.ok for one in issued):
                 await self._cluster.orders.put_pin(msgspec.structs.replace(pin, n_keys=n_keys, kept=True))
@@ -159,7 +161,7 @@ class Operations:
                     self._cluster.issue_all(member, CommandKind.UNPIN, ends)
                 await self._cluster.orders.end_pins(pin.claim)
             # Else the instance may keep them: it stays listed as it was asked for, until its time is over.
-        except (Denied, NotLeading) as error:
+        except (Denied, KvstrataError) as error:
             self._cluster.say("pin_unsettled", pin.instance, claim=pin.claim, reason=str(error))
 
     async def unpin(self, claim: str, instance: str | None) -> tuple[list[Issued], asyncio.Task[None]]:
@@ -179,7 +181,7 @@ class Operations:
         try:
             if all(one.result is not None and one.result.ok for one in issued):
                 await self._cluster.orders.end_pins(claim)
-        except NotLeading as error:
+        except KvstrataError as error:
             self._cluster.say("pin_unsettled", issued[0].instance, claim=claim, reason=str(error))
 
     # --- copying --------------------------------------------------------------------------------------------
@@ -189,7 +191,7 @@ class Operations:
     ) -> tuple[list[Issued], asyncio.Task[None]]:
         """Copy the leading chunks that an instance has into another's L1, and drop them at the first for a move.
 
-        The commands so far (a move has one more in the end), and what ends when all have.  Raises BadRequest, NotThere,
+        The commands so far (a move has more in the end), and what ends when all have.  Raises BadRequest, NotThere,
         Denied.
         """
         target = self.member(to)
@@ -204,25 +206,24 @@ class Operations:
             raise BadRequest(f"source: {owner.id} serves no peers", field="source")
         if owner.state is not MemberState.LIVE:
             raise Unavailable(f"source: {owner.id} is {owner.state}", field="source")
-        keys = named.keys[: n_chunks * named.n_slices * KEY_BYTES]
-        step = max(1, MAX_PEER_KEYS // named.n_slices) * named.n_slices * KEY_BYTES
+        keys = _some(named.keys[: n_chunks * named.n_slices * KEY_BYTES])
         told = {
             "instance": owner.id,
             "incarnation": owner.incarnation,
             "peer_endpoint": owner.told.peer_endpoint,
             "confirmed": owner.confirmed,
         }
-        commands = []
-        for at in range(0, len(keys), step):
-            part = keys[at : at + step]
-            argument = {
+        arguments = [
+            {
                 "keys": part,
                 "n_slices": named.n_slices,
                 "identity": named.root,
                 "tenant": named.tenant,
                 "owner": {**told, "n_keys": len(part) // KEY_BYTES},
             }
-            commands.append(self._cluster.issue(target, CommandKind.PULL, argument))
+            for part in _batches(keys, named.n_slices)
+        ]
+        commands = self._cluster.issue_all(target, CommandKind.PULL, arguments)
         task = self._supervisor.spawn(self._copied(commands, owner if move else None, keys), "copy of chunks")
         return commands, task
 
@@ -236,40 +237,55 @@ class Operations:
             self._cluster.say("move_incomplete", leave.id, reason=reason)
             return
         try:
-            drop = self._cluster.issue(leave, CommandKind.EVICT, {"keys": keys})
+            drops = self._cluster.issue_all(leave, CommandKind.EVICT, _drops(keys))
         except Denied as denied:
-            self._cluster.say("move_incomplete", leave.id, reason=denied.message)
+            self._cluster.say("move_incomplete", leave.id, reason=f"nothing was dropped: {denied.message}")
             return
-        commands.append(drop)
-        await self._cluster.outcome([drop], COMMAND_TTL_S + 1)
+        commands += drops
+        await self._cluster.outcome(drops, COMMAND_TTL_S + 1)
+        failed = [one for one in drops if one.result is None or not one.result.ok]
+        if failed:
+            why = failed[0].result.message if failed[0].result is not None else "no answer"
+            reason = f"all chunks have arrived; the commands {[one.number for one in failed]} dropped nothing: {why}"
+            self._cluster.say("move_incomplete", leave.id, reason=reason)
 
     # --- dropping -------------------------------------------------------------------------------------------
 
     def clear(self, tier: str, tenant: str | None, instances: Sequence[str] | None) -> list[Issued]:
         """Drop the chunks of a tier. Raises NotThere, Denied."""
         return self._ask_all(
-            self._live_or_named(instances), CommandKind.CLEAR, {"tier": tier, "tenant": tenant}
+            CommandKind.CLEAR,
+            [(member, [{"tier": tier, "tenant": tenant}]) for member in self._live_or_named(instances)],
         )
 
     def evict_identity(self, root: bytes, instances: Sequence[str] | None) -> list[Issued]:
         """Drop all chunks of an identity from L1. Raises BadRequest, NotThere, Denied."""
         if len(root) != KEY_BYTES:
             raise BadRequest(f"identity: has {len(root)} bytes, must have {KEY_BYTES}", field="identity")
-        return self._ask_all(self._live_or_named(instances), CommandKind.EVICT, {"identity": root})
+        return self._ask_all(
+            CommandKind.EVICT, [(member, [{"identity": root}]) for member in self._live_or_named(instances)]
+        )
 
     def identity_of(self, asked: Asked) -> bytes:
         """The root that model, adapter, tenant and salt make. Raises BadRequest."""
         return prompts.from_tokens(self._kind(asked), asked.request, []).root
 
     async def evict_chunks(self, named: Named, instances: Sequence[str] | None) -> list[Issued]:
-        """Drop chunks from L1, by default wherever some of them are. Raises NotThere, Denied."""
+        """Drop chunks from L1, by default wherever some of them are. Raises BadRequest, NotThere, Denied."""
+        drops = _drops(_some(named.keys))
         if instances is not None:
-            return self._ask_all(self._live_or_named(instances), CommandKind.EVICT, {"keys": named.keys})
+            return self._ask_all(CommandKind.EVICT, [(member, drops) for member in self.named(instances)])
         rows = await self._cluster.directory.holders(tags_of(named.keys))
-        groups = {place.group for row in rows for place in row if place.tier == "l1"}
-        there = [self._cluster.members.of_group(group) for group in groups]
-        live = [member for member in there if member is not None and member.state is MemberState.LIVE]
-        return self._ask_all(live, CommandKind.EVICT, {"keys": named.keys})
+        of_group: dict[int, list[dict[str, Any]]] = {}
+        for number, drop in enumerate(drops):
+            here = rows[number * MAX_PEER_KEYS : (number + 1) * MAX_PEER_KEYS]
+            for group in {place.group for row in here for place in row if place.tier == "l1"}:
+                of_group.setdefault(group, []).append(drop)
+        there = [(self._cluster.members.of_group(group), drops) for group, drops in of_group.items()]
+        return self._ask_all(
+            CommandKind.EVICT,
+            [(one, drops) for one, drops in there if one is not None and one.state is MemberState.LIVE],
+        )
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -277,10 +293,16 @@ class Operations:
         return self._cluster.live() if instances is None else self.named(instances)
 
     def _ask_all(
-        self, members: Iterable[Member], kind: CommandKind, argument: dict[str, object]
+        self, kind: CommandKind, asked: Iterable[tuple[Member, list[dict[str, Any]]]]
     ) -> list[Issued]:
+        """Ask all of them, or none. Raises Denied."""
+        rows = sorted(asked, key=lambda row: row[0].id)
+        for member, arguments in rows:
+            self._cluster.members.check_room(member, len(arguments))
         return [
-            self._cluster.issue(member, kind, argument) for member in sorted(members, key=lambda one: one.id)
+            issued
+            for member, arguments in rows
+            for issued in self._cluster.issue_all(member, kind, arguments)
         ]
 
     async def _longest(self, named: Named, but: Member | None) -> tuple[Member, int]:
@@ -300,6 +322,18 @@ def _batches(keys: bytes, n_slices: int) -> list[bytes]:
     """Whole chunks, as many at a time as one command may name."""
     step = max(1, MAX_PEER_KEYS // n_slices) * n_slices * KEY_BYTES
     return [keys[at : at + step] for at in range(0, len(keys), step)]
+
+
+def _drops(keys: bytes) -> list[dict[str, Any]]:
+    """Arguments of the commands that drop them from L1."""
+    return [{"keys": part} for part in _batches(keys, 1)]
+
+
+def _some(keys: bytes) -> bytes:
+    """Raises BadRequest where none are named."""
+    if not keys:
+        raise BadRequest("tokens: name no whole chunk; give more tokens, or keys", field="tokens")
+    return keys
 
 
 def _count(issued: Issued) -> int:
