@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import vllm
@@ -32,6 +32,7 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.forward_context import set_forward_context
@@ -51,6 +52,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 import kvstrata.connectors.vllm as package
@@ -655,6 +657,80 @@ def check_errors(folder: Path) -> Iterator[dict[str, Any]]:
         }
 
 
+class Asleep(SleepModeBackend):
+    """Tells when memory would be taken away and given back, beside what the worker does."""
+
+    events: ClassVar[list[str]] = []
+
+    def suspend(self, level: int = 1) -> None:
+        self.events.append("unmapped")
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        self.events.append("unmapped")
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        self.events.append("mapped")
+
+
+def check_sleep(folder: Path) -> Iterator[dict[str, Any]]:
+    """The worker of vLLM goes to sleep, by each of its ways, and wakes in one part or in two."""
+    SleepModeBackendFactory.register_backend("asleep", __name__, "Asleep")
+    torch.accelerator.synchronize = lambda: None
+    torch.accelerator.get_memory_info = lambda: (0, 1)
+    config = vllm_config(folder)
+    config.model_config.enable_sleep_mode = True
+    config.model_config.sleep_mode_backend = "asleep"
+    supports = getattr(LMCacheConnectorV1, "supports_sleep_mode", lambda config: True)(
+        config.kv_transfer_config
+    )
+    for way, calls in {
+        "sleep": [("sleep", 1), ("wake_up", None)],
+        "discard": [("discard", ("kv_cache",)), ("wake_up", ["kv_cache"])],
+        "in parts": [("sleep", 1), ("wake_up", ["weights"]), ("wake_up", ["kv_cache"])],
+    }.items():
+        copies = Copies(on_device=True)
+        runner = Runner(config, copies, v2=False, drafts=False)
+        runner.connector._follow_sleep()
+        side = runner.connector._worker
+        assert side is not None
+        worker = SimpleNamespace(
+            vllm_config=config,
+            sleep_mode_backend=SleepModeBackendFactory.create_backend(config.model_config),
+            synchronize_device=lambda: None,
+            _sleep_saved_parameters={},
+            _sleep_saved_buffers={},
+            _sleep_saved_draft_buffers={},
+        )
+        Asleep.events.clear()
+        told(side, "suspend", Asleep.events)
+        told(side, "resume", Asleep.events)
+        made = []
+        for step, (method, argument) in enumerate(calls, 1):
+            getattr(Worker, method)(worker, argument)
+            plan = StepPlan(step)
+            plan.stores = [store_of(step)]
+            reported(runner, plan)
+            made.append(copies.stored == [step])
+        yield {
+            "check": "sleep",
+            "way": way,
+            "events": list(Asleep.events),
+            "stores": made,
+            "supports": supports,
+        }
+
+
+def told(side: Any, name: str, events: list[str]) -> None:
+    """Note each call of a method in `events`."""
+    method = getattr(side, name)
+
+    def noted() -> None:
+        events.append(name)
+        method()
+
+    setattr(side, name, noted)
+
+
 def main(folder: Path) -> None:
     ours.CacheClient = Client  # type: ignore[misc,assignment]
     model = model_folder(folder)
@@ -665,6 +741,7 @@ def main(folder: Path) -> None:
         check_starts(model),
         check_groups_of(model),
         check_reports(model),
+        check_sleep(model),
         check_guards(model),
         check_errors(model),
     ]

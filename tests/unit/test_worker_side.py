@@ -9,7 +9,7 @@ import pytest
 from kvstrata.client.calls import LoadItem, StoreOutcome
 from kvstrata.connectors.vllm.boundary import guarded
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, Store
-from kvstrata.connectors.vllm.worker import WorkerSide
+from kvstrata.connectors.vllm.worker import SLEEP_WAIT_S, WorkerSide
 from kvstrata.types import EXTENT, LeaseName, RequestIdentity
 
 MINE, OTHER = b"\2" * 32, b"\1" * 32
@@ -493,3 +493,38 @@ def test_copies_of_preempted_blocks_are_stopped_also_after_an_error(fake, side):
     fake.stores[0][2].wait_gathered = planted
     guarded_step(side, StepPlan(2, preempted={"r"}, stores=[store_of(2, request="other")]))
     assert fake.stores[0][2].cancelled and len(fake.stores) == 2
+
+
+# -- vLLM's sleep mode: the memory of the blocks is taken away and comes back -----------------------------------------
+
+
+def test_no_copy_goes_on_and_none_begins_while_the_memory_of_the_blocks_is_gone(fake, side):
+    fake.next_takes_s = 50.0
+    step(side, StepPlan(1, loads=[load_of("a", asynchronous=True)], stores=[store_of(1)]))
+    (_, _, load), (_, _, store) = fake.loads[0], fake.stores[0]
+    store.gathered.takes_s = 0.5
+    side.suspend()
+    assert (load.cancelled, store.cancelled) == (True, True)
+    assert load.done.is_set() and store.gathered.is_set()
+
+    store.end(StoreOutcome.CANCELLED)
+    again = [load_of("b", seq=2, blocks=(8, 9)), load_of("c", asynchronous=True, seq=3, blocks=(10, 11))]
+    report, _, received, bad = step(side, StepPlan(2, loads=again, stores=[store_of(2)]))
+    assert len(fake.loads) == len(fake.stores) == 1
+    assert sorted(report.dropped) == [1, 2] and {8, 9, 10, 11} <= bad and {"a", "c"} == received
+    assert {lease.seq for lease in fake.released} == {2, 3}
+
+    side.suspend()
+    side.resume()
+    fake.next_takes_s = 0.0
+    step(side, StepPlan(3, stores=[store_of(3)], failures_seen=1))
+    assert len(fake.stores) == 2
+
+
+def test_memory_that_a_copy_still_touches_is_not_given_up(fake, side):
+    step(side, StepPlan(1, stores=[store_of(1)]))
+    with pytest.raises(RuntimeError, match="request r goes on after 30 s"):
+        side.suspend()
+    assert fake.now_s == SLEEP_WAIT_S
+    step(side, StepPlan(2, stores=[store_of(2)]))
+    assert len(fake.stores) == 2, "vLLM did not sleep"

@@ -152,11 +152,27 @@ def test_a_failed_load_is_told_in_its_own_step_and_nothing_that_rests_on_it_is_s
         assert [request for sent in each["sent"] for request in sent] == ["ended"], each
 
 
+def test_no_copy_touches_kv_memory_that_vllm_has_unmapped_in_its_sleep(results):
+    """By vLLM's worker, also in versions that do not tell a connector of sleep."""
+    sleeps = {result["way"]: result for result in of(results, "sleep")}
+    once = ["suspend", "unmapped", "mapped", "resume"]
+    for way, events, stores in (
+        ("sleep", once, [False, True]),
+        ("discard", once, [False, True]),
+        # Weights first: KV memory is still gone.
+        ("in parts", ["suspend", "unmapped", "mapped", "mapped", "resume"], [False, False, True]),
+    ):
+        assert (sleeps[way]["events"], sleeps[way]["stores"]) == (events, stores), sleeps[way]
+        assert sleeps[way]["supports"], "vLLM would refuse --enable-sleep-mode"
+
+
 def test_every_method_that_vllm_calls_while_it_serves_is_guarded(results):
     guards = {result["method"]: result for result in of(results, "guard")}
     # Called at the start, or empty.
     unguarded = {"register_kv_caches", "save_kv_layer", "requires_kv_delivery"}
     unguarded |= {"build_kv_connector_stats", "build_prom_metrics"}
+    # What they raise stops vLLM's sleep, which would unmap memory that a copy touches. vLLM has them from 0.33 on.
+    unguarded |= guards.keys() & {"unregister_kv_caches", "restore_kv_caches"}
     assert {name for name, result in guards.items() if not result["guarded"]} == unguarded
     answers = {name: result["answers"] for name, result in guards.items() if result["guarded"]}
     assert "StepMetadata" in answers.pop("build_connector_meta")[0]

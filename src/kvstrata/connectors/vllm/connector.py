@@ -44,6 +44,7 @@ from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport
 from kvstrata.connectors.vllm.reuse import media_are_counted, no_reuse_reason
 from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
 from kvstrata.connectors.vllm.settings import load_settings
+from kvstrata.connectors.vllm.sleep import follow_sleep
 from kvstrata.connectors.vllm.statistics import KvstrataPromMetrics, KvstrataStats
 from kvstrata.connectors.vllm.steps import check_steps, may_load_synchronously, no_load_reason
 from kvstrata.connectors.vllm.worker import HostMover, Mover, WorkerSide
@@ -213,6 +214,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             client, mover = self._on_device(make_client, view, kv_caches, device)
         else:
             raise ConfigError(f"device: {device.type} is not supported, only cpu and cuda", field="device")
+        self._follow_sleep()
         client.start()
         self._worker = WorkerSide(
             client,
@@ -230,6 +232,29 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             self._settings.chunk_size,
             view.slice.digest().hex()[:12],
         )
+
+    def _follow_sleep(self) -> None:
+        """Where vLLM will not call the two methods below, have its sleep backend call them."""
+        model = self._vllm_config.model_config
+        if model.enable_sleep_mode and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+            from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+            follow_sleep(
+                SleepModeBackendFactory._registry,
+                model.sleep_mode_backend,
+                self.unregister_kv_caches,
+                self.restore_kv_caches,
+            )
+
+    def unregister_kv_caches(self) -> None:
+        """Before vLLM sleeps: no copy touches KV memory any more. An exception stops the sleep, so it passes."""
+        if self._worker is not None:
+            self._worker.suspend()
+
+    def restore_kv_caches(self) -> None:
+        """After vLLM has woken: KV memory is back where it was."""
+        if self._worker is not None:
+            self._worker.resume()
 
     def _on_device(
         self,

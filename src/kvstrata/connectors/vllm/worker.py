@@ -14,7 +14,8 @@ Invariants
    scheduler knew (they may rest on what failed).
 4. A step is reported only after its synchronous loads have ended, so a failed one is never confirmed.
 5. All waiting in one step is for copies already begun, one second in all at most; then they are cancelled.
-6. A layer that the model computed before its load was ordered ahead of it fails the load.
+6. No block is read or written between `suspend` and `resume`: vLLM unmaps their memory.
+7. A layer that the model computed before its load was ordered ahead of it fails the load.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ logger = logging.getLogger("vllm.kvstrata")
 
 WAIT_S = 1.0
 """Longest wait for copies in one step."""
+SLEEP_WAIT_S = 30.0
+"""Time that copies under way get when vLLM takes the memory of the blocks away."""
 CLOSE_WAIT_S = 2.0
 """Time that stores get at shutdown."""
 IDENTITIES_REMEMBERED = 1024
@@ -151,6 +154,7 @@ class WorkerSide:
         self._failed_unbegun = False
         """A synchronous load of the step never began."""
         self._failures = 0
+        self._suspended = False
         self._report = WorkerReport(0)
         """What the next report will say."""
         self._step = StepPlan(0)
@@ -189,7 +193,8 @@ class WorkerSide:
         self._waits_end_s = started + WAIT_S
         while self._to_begin:
             load = self._to_begin[0]
-            if load.lease is None or not (load.asynchronous or self._now() < self._waits_end_s):
+            in_time = load.asynchronous or self._now() < self._waits_end_s
+            if load.lease is None or self._suspended or not in_time:
                 self._cannot_load(load)
             else:
                 begun = self._begin_load(load, load.lease)
@@ -237,7 +242,7 @@ class WorkerSide:
         self.end_loads()
         while self._to_store:
             store = self._to_store[0]
-            if self._step.failures_seen < self._failures:
+            if self._suspended or self._step.failures_seen < self._failures:
                 self._report.dropped.append(store.store_id)
                 self._count("stores_dropped")
             else:
@@ -295,6 +300,33 @@ class WorkerSide:
             self._count(name, amount)
         counts, self.counts = self.counts, {}
         return counts
+
+    def suspend(self) -> None:
+        """Before the memory of the blocks is taken away: end all copies and begin none until `resume`. Idempotent.
+
+        Copies that have not begun are given up; their stores are told as dropped and their loads as failed.  Raises
+        RuntimeError when a copy does not end in its time; nothing is suspended then, and the memory must stay.
+        """
+        self._suspended = True
+        self.end_loads()
+        for entry in self._stores:
+            entry.job.cancel()
+        for loading in self._loads:
+            loading.job.cancel()
+        deadline = self._now() + SLEEP_WAIT_S
+        ends = [(entry.job.wait_gathered, entry.store.request_id) for entry in self._stores]
+        ends += [(loading.job.wait, loading.load.request_id) for loading in self._loads]
+        for wait, request_id in ends:
+            if not wait(max(0.0, deadline - self._now())):
+                self._suspended = False
+                raise RuntimeError(
+                    f"a copy of KV of request {request_id} goes on after {SLEEP_WAIT_S:.0f} s, so the memory of the KV "
+                    "cache cannot be given up; try to sleep again"
+                )
+
+    def resume(self) -> None:
+        """The memory of the blocks is back, at the same addresses. Idempotent."""
+        self._suspended = False
 
     def close(self) -> None:
         """Give stores a moment, stop all copies, and leave the server."""
