@@ -76,6 +76,8 @@ class Cluster:
         self.started_s = clock.monotonic_s()
         self.restarts = NOT_RESTARTED
         """Of this process, by its keeper."""
+        self.http_stats: Callable[[], dict[str, int]] = dict
+        """Counts of the HTTP port, once it is served."""
         self.directory = Directory(
             loop, max_bytes=int(settings.directory.max_gb * GB), failed=self._change_failed
         )

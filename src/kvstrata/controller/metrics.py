@@ -61,6 +61,13 @@ CONTROLLER_FAMILIES: dict[str, Family] = {
     "kvstrata_controller_restarts": Family(
         "gauge", (), "Times that its keeper has started the controller again because it died."
     ),
+    "kvstrata_controller_http_port": Family(
+        "gauge",
+        ("count",),
+        "Of the HTTP port: connections and requests now; since the start requests refused because too many were under "
+        "way, and connections closed as idle, late (a request took too long to arrive) and stalled (the client did not "
+        "read its answer).",
+    ),
     "kvstrata_controller_connections": Family("gauge", ("socket",), "Connections now."),
     "kvstrata_controller_cut_connections": Family(
         "counter", ("socket",), "Connections cut: one too many, or more sent than may wait."
@@ -138,6 +145,7 @@ class ControllerCollector:
         yield prefix + "leads", [([], float(cluster.token is not None))]
         yield prefix + "no_leader_seconds", [([], election.no_leader_s if election else 0.0)]
         yield prefix + "election_failures", [([], election.failures if election else 0)]
+        yield prefix + "http_port", words(cluster.http_stats())
         yield prefix + "restarts", [([], cluster.restarts.times)]
         yield prefix + "connections", [([name], one["connections"]) for name, one in sockets.items()]
         yield prefix + "cut_connections", [([name], one["cut_connections"]) for name, one in sockets.items()]

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]")
 NO_SNAPSHOT = "none"
+STREAMS = frozenset({"/v1/events/stream", "/v1/live"})
+"""Paths of the API that bound their readers themselves."""
 
 
 class Plan(NamedTuple):
@@ -148,7 +150,8 @@ class Controller(Process):
             self._snapshots = Snapshots(loop, cluster, folder, settings.directory)
             self.closers.append(self._snapshots.close)
             await self._snapshots.open()
-        http_server = await prepare(self._make_app)
+        http_server = await prepare(self._make_app, streams=STREAMS)
+        cluster.http_stats = http_server.stats
         links.start()
         if settings.etcd.endpoints:
             cluster.election = elected = make_election(settings, cluster, http_port)

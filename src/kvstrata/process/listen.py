@@ -12,7 +12,7 @@ import ipaddress
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.config.model import ListenSettings
 from kvstrata.errors import ConfigError
@@ -75,25 +75,34 @@ def listen(settings: ListenSettings, *, flag: str = "--http-port") -> socket.soc
     return listener
 
 
-async def prepare(make_app: Callable[[], FastAPI]) -> uvicorn.Server:
-    """What `serve` serves. `make_app` is called on a thread."""
-    server = await asyncio.get_running_loop().run_in_executor(None, _make_server, make_app)
+class Prepared(NamedTuple):
+    """What `serve` serves, and counts of its port."""
+
+    server: uvicorn.Server
+    stats: Callable[[], dict[str, int]]
+
+
+async def prepare(make_app: Callable[[], FastAPI], *, streams: frozenset[str] = frozenset()) -> Prepared:
+    """What `serve` serves. `make_app` is called on a thread; `streams`: paths that bound their requests themselves."""
+    server = await asyncio.get_running_loop().run_in_executor(None, _make_server, make_app, streams)
     from anyio import to_thread
 
     to_thread.current_default_thread_limiter()  # or the first request would import the rest of anyio
     return server
 
 
-async def serve(listener: socket.socket, server: uvicorn.Server) -> None:
+async def serve(listener: socket.socket, prepared: Prepared) -> None:
     """Serve until cancelled; the listener is closed at the end."""
     try:
-        await server.serve(sockets=[listener])
+        await prepared.server.serve(sockets=[listener])
     finally:
         listener.close()
 
 
-def _make_server(make_app: Callable[[], FastAPI]) -> uvicorn.Server:
+def _make_server(make_app: Callable[[], FastAPI], streams: frozenset[str]) -> Prepared:
     import uvicorn
+
+    from kvstrata.process.http_connections import Bounds, protocol_of
 
     class _Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -101,14 +110,15 @@ def _make_server(make_app: Callable[[], FastAPI]) -> uvicorn.Server:
             """Signals are the server process's own business."""
             yield
 
+    bounds = Bounds()
     config = uvicorn.Config(
-        make_app(),
+        bounds.limited(make_app(), streams),
+        http=protocol_of(bounds),  # type: ignore[arg-type]  # called to make one, as a class is
         log_level="warning",
         access_log=False,
         lifespan="off",
         timeout_keep_alive=15,
-        limit_concurrency=64,
         h11_max_incomplete_event_size=64 << 10,
     )
     config.load()
-    return _Server(config)
+    return Prepared(_Server(config), bounds.stats)

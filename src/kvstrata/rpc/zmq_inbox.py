@@ -7,7 +7,7 @@ never stops reading, messages are taken from it at once, and the bounds are here
 1. A connection with more than MAX_WAITING_MESSAGES or `max_waiting_bytes` that wait to be handled is cut, and what it
    sent is dropped.  When all connections together hold more than `max_total_bytes`, the one that holds most is cut.
 2. Messages are handled one of each connection in turn.
-3. At most `max_connections` are open.  One more costs the connection that has been silent longest, first among those
+3. At most `max_connections()` are open.  One more costs the connection that has been silent longest, first among those
    that never sent a message.
 4. Cutting means `shutdown` of the descriptor, which libzmq takes for the peer's end.  The descriptor belongs to libzmq
    and may have been used anew meanwhile, so only a connection of this very listener is ever cut.
@@ -53,7 +53,6 @@ class Inbox:
     def __init__(self, max_message_bytes: int) -> None:
         self._max_waiting_bytes = MAX_WAITING_LARGEST * max_message_bytes
         self._max_total_bytes = MAX_TOTAL_LARGEST * max_message_bytes
-        self._max_connections = max_connections()
         self._name: int | str = ""
         self._waiting: dict[int, deque[Message]] = {}
         """By connection; in the order of their turns."""
@@ -90,7 +89,7 @@ class Inbox:
         self._cut.discard(connection)
         self._heard.pop(connection, None)
         self._silent[connection] = None
-        if self.connections_count > self._max_connections:
+        if self.connections_count > max_connections():
             self._cut_off(next(iter(self._silent if len(self._silent) > 1 else self._heard)))
 
     def closed(self, connection: int) -> None:

@@ -288,6 +288,8 @@ class Server(Process):
         engine.extra_status["numa"] = segment.numa_status
         self.closers.append(attach.stop)
         http_server = None if http_socket is None else await http_prepare(self._make_app)
+        if http_server is not None:
+            engine.extra_status["http"] = http_server.stats
         zmq_server.bind_ipc(directory / RPC_SOCKET)
         await attach.start()
         zmq_server.start(handlers.on_frame, handlers.on_frame_count)

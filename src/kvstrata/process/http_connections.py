@@ -1,0 +1,203 @@
+"""Bounds of an HTTP port, so that no client takes it, or the process's descriptors, from the others.
+
+1. A port has at most MAX_CONNECTIONS connections, and a quarter of the descriptors that the process may open.  One
+   more costs the connection that has been idle longest (no request of it is under way).
+2. A request has REQUEST_S to arrive whole, from its connection's start or its own first byte; a client that reads
+   nothing of its answer for STALLED_S is cut.  Idle between requests: `timeout_keep_alive` of uvicorn.
+3. At most MAX_REQUESTS requests are under way; more get 503 at once.  The probes (PROBES) are outside of this, and so
+   are streams, which their routes count.
+4. Since requests under way and streams are fewer than connections may be, there is always an idle connection to close,
+   and a probe always gets through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvstrata.errors import Unavailable
+from kvstrata.observability.logging import EventLog
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+MAX_CONNECTIONS = 512
+DESCRIPTORS_SHARE = 4
+MAX_REQUESTS = 64
+REQUEST_S = 15.0
+STALLED_S = 30.0
+PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
+
+
+class Bounds:
+    """Of one port: its connections, and its requests under way."""
+
+    def __init__(self) -> None:
+        self._connections: dict[BoundedProtocol, None] = {}
+        self._idle: dict[BoundedProtocol, None] = {}
+        """Those without a request under way, idle longest first."""
+        self._requests = 0
+        self._closed = {"idle": 0, "late": 0, "stalled": 0}
+        self._refused = 0
+        self._log = EventLog("http")
+
+    def stats(self) -> dict[str, int]:
+        """Counts for status and metrics."""
+        return {
+            "connections": len(self._connections),
+            "requests": self._requests,
+            "refused": self._refused,
+            **{f"closed_{why}": count for why, count in self._closed.items()},
+        }
+
+    def opened(self, connection: BoundedProtocol) -> None:
+        """A connection was accepted."""
+        self._connections[connection] = None
+        if len(self._connections) > max_connections():
+            self.close(next(iter(self._idle), connection), "idle")
+        if connection in self._connections:
+            self._idle[connection] = None
+
+    def busy(self, connection: BoundedProtocol) -> None:
+        """A request of it is under way."""
+        self._idle.pop(connection, None)
+
+    def idle(self, connection: BoundedProtocol) -> None:
+        """None is any more."""
+        if connection in self._connections:
+            self._idle.setdefault(connection)
+
+    def gone(self, connection: BoundedProtocol) -> None:
+        """It has ended. Idempotent."""
+        self._connections.pop(connection, None)
+        self._idle.pop(connection, None)
+
+    def close(self, connection: BoundedProtocol, why: str) -> None:
+        """Cut a connection, for one of the reasons in `stats`."""
+        self.gone(connection)
+        self._closed[why] += 1
+        self._log.repeated(
+            logging.WARNING, why, "connection_closed", why=why, connections=len(self._connections)
+        )
+        connection.transport.abort()
+
+    def limited(self, app: ASGIApp, streams: frozenset[str]) -> ASGIApp:
+        """`app` with its requests bounded; `streams`: paths that bound themselves."""
+        free = PROBES | streams
+
+        async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or scope["path"] in free:
+                await app(scope, receive, send)
+            elif self._requests >= MAX_REQUESTS:
+                self._refused += 1
+                self._log.repeated(logging.WARNING, "refused", "request_refused", under_way=self._requests)
+                await _refuse(send)
+            else:
+                self._requests += 1
+                try:
+                    await app(scope, receive, send)
+                finally:
+                    self._requests -= 1
+
+        return bounded
+
+
+class BoundedProtocol(H11Protocol):
+    """uvicorn's connection, with times for what it does not time."""
+
+    def __init__(self, bounds: Bounds, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._bounds = bounds
+        self._arrival: asyncio.TimerHandle | None = None
+        """Runs while a request arrives."""
+        self._stall: asyncio.TimerHandle | None = None
+        """Runs while the client does not read."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arrival = self.loop.call_later(REQUEST_S, self._bounds.close, self, "late")
+        self._bounds.opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_arrival()
+        self._stop_stall()
+        self._bounds.gone(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stall is None:
+            self._stall = self.loop.call_later(STALLED_S, self._bounds.close, self, "stalled")
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_stall()
+
+    def _stop_arrival(self) -> None:
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
+
+    def _stop_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _look(self) -> None:
+        """What the bytes so far mean for times and bounds."""
+        if self.transport.is_closing():
+            return
+        under_way = self.cycle is not None and not self.cycle.response_complete
+        between = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
+        whole = self.conn.their_state not in (h11.IDLE, h11.SEND_BODY)
+        if whole or (between and self.cycle is not None):
+            self._stop_arrival()
+        elif self._arrival is None:
+            self._arrival = self.loop.call_later(REQUEST_S, self._bounds.close, self, "late")
+        if under_way:
+            self._bounds.busy(self)
+        else:
+            self._bounds.idle(self)
+
+
+def protocol_of(bounds: Bounds) -> Callable[..., BoundedProtocol]:
+    """What uvicorn makes a connection with."""
+
+    def make(*arguments: Any, **more: Any) -> BoundedProtocol:
+        return BoundedProtocol(bounds, *arguments, **more)
+
+    return make
+
+
+def max_connections() -> int:
+    """What one port may have open, of the descriptors of this process."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if soft < 0 else max(8, min(MAX_CONNECTIONS, soft // DESCRIPTORS_SHARE))
+
+
+async def _refuse(send: Send) -> None:
+    message = f"{MAX_REQUESTS} requests are under way; ask again"
+    body = json.dumps({"code": Unavailable.code, "message": message, "field": ""}).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"retry-after", b"1"),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
