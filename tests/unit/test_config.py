@@ -185,3 +185,18 @@ def test_connector_examples_load(file):
         loading.read_yaml(file), source=str(file), table=CLIENT_KEYS, prefixes=CLIENT_KEY_PREFIXES, own=own
     )
     loading.convert(ClientSettings, settings, str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("max_store_backlog_gb: .inf", "max_store_backlog_gb: must be a finite number, found inf"),
+        ("max_store_backlog_gb: .nan", "max_store_backlog_gb: must be a finite number, found nan"),
+        ('tenant: "\\uD800"', "tenant: must be valid Unicode text"),
+    ],
+)
+def test_values_that_no_setting_means_stop_the_start(tmp_path, text, says):
+    file = tmp_path / "client.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        loading.load(ClientSettings, file=file)

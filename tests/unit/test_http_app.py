@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -211,3 +212,25 @@ def test_a_taken_port_says_who_holds_it():
         port = first.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"{port}.*held by pid \d+"):
             listen(HttpSettings(port=port))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/prefetch", {"tokens": [1], "tenant": "\ud800"}, "tenant"),
+        ("/v1/l2/adapters", {"adapter": {"type": "x\udfff"}}, "adapter.type"),
+        ("/v1/l2/adapters", {"adapter": {"hosts": [{"\ud800": 1}]}}, "adapter.hosts[0]"),
+    ],
+)
+async def test_text_that_no_answer_could_contain_is_refused_by_name(engine, path, body, field):
+    async with client(engine) as http:
+        for content in (
+            json.dumps(body).encode(),
+            json.dumps(body, ensure_ascii=False).encode(errors="surrogatepass"),
+        ):
+            answer = await http.post(path, content=content, headers={"content-type": "application/json"})
+            assert (answer.status_code, answer.json()["field"]) == (400, field)
+        pair = json.dumps({"tokens": [1], "tenant": "\U0001f600"}).encode()
+        answer = await http.post("/v1/prefetch", content=pair, headers={"content-type": "application/json"})
+        assert answer.status_code == 202
+    assert engine.asked[-1]["request"].tenant == "\U0001f600"

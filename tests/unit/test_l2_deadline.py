@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.clock import SystemClock
+from kvstrata.errors import StorageError
 from kvstrata.storage.base import (
     AdapterContext,
     Capabilities,
@@ -392,3 +393,36 @@ async def test_a_page_that_does_not_come_in_time_or_at_all_is_none_and_opens_no_
     inner.raises = False
     assert await one.list_keys(0, 2) == inner.page
     assert set(one.breaker_states().values()) == {"closed"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, 1.5, "many", (1, 2), Usage(1, 2.0, 3), Usage(-1, 0, 0), Usage(True, 0, 1 << 64)],  # type: ignore[arg-type]
+)
+async def test_counts_that_are_none_cost_a_line_of_the_log_and_nothing_else(
+    answer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = Scripted()
+    adapter = guard(inner)
+
+    async def say(*asked: object) -> Any:
+        return answer
+
+    inner.usage = inner.delete = inner.clear = say  # type: ignore[method-assign]
+    for _ in range(2):
+        assert await adapter.usage() == Usage(0, 0, 0)
+        assert await adapter.delete([key_of(1)]) == 0
+        with pytest.raises(StorageError, match="not cleared: it answered"):
+            await adapter.clear()
+    assert len(caplog.records) == 3, "each operation is named once"
+
+
+async def test_a_clear_that_raises_is_told_as_an_error_of_the_storage() -> None:
+    inner = Scripted()
+
+    async def fail() -> int:
+        raise ValueError("broken adapter")
+
+    inner.clear = fail  # type: ignore[method-assign]
+    with pytest.raises(StorageError, match="not cleared: ValueError: broken adapter"):
+        await guard(inner).clear()

@@ -299,3 +299,26 @@ def test_a_reader_of_peers_is_made_by_the_server_alone() -> None:
     assert registry.configure_adapter(entry, 0, by_server=True).name == "peer-0"
     with pytest.raises(ConfigError, match="controller"):
         registry.configure_adapter({"type": "peer"}, 0, by_server=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"capacity_gb": float("inf")}, "capacity_gb"),
+        ({"base_path": "\ud800"}, "base_path"),
+        ({"codec": [{"name": "zstd", "level": float("nan")}]}, r"codec\[0\].level"),
+    ],
+)
+def test_numbers_and_text_that_no_setting_means_are_refused_by_name(
+    fields: dict[str, object], where: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"l2_adapters\[0\].{where}: must be") as caught:
+        registry.configure_adapter({"type": "disk", "base_path": "/nowhere", **fields}, 0)
+    caught.value.message.encode()
+
+
+def test_faults_that_are_no_words_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="faults: must be a list"):
+        registry.configure_adapter(
+            {"type": "fault_inject", "inner": {"type": "fs", "base_path": "/x"}, "faults": [[1]]}, 0
+        )

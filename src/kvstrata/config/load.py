@@ -5,6 +5,7 @@ Errors name the source, the dotted key and the value.  Unknown keys are errors w
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import types
@@ -36,6 +37,8 @@ OTHER_ENV = {
     "KVSTRATA_FAILPOINTS": "named faults for tests; needs the testing extra",
 }
 """Variables with our prefix that are no settings."""
+
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def leaves(struct: type[msgspec.Struct], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -135,8 +138,33 @@ def check_keys(struct: type[msgspec.Struct], values: Mapping[str, Any], source: 
             check_keys(inner, value, source, f"{path}{key}.")
 
 
+def odd_value(value: Any, path: str = "") -> tuple[str, str, Any] | None:
+    """(path, what it must be, value) of the first infinite number, not-a-number or lone surrogate in nested values.
+
+    YAML and JSON can spell these, and no setting means one.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return path, "must be a finite number", value
+    if isinstance(value, str) and SURROGATE.search(value):
+        return path, "must be valid Unicode text, without lone surrogates", value
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if isinstance(key, str) and SURROGATE.search(key):
+                return path, "must have names of valid Unicode text, without lone surrogates", key
+            if found := odd_value(inner, f"{path}.{key}" if path else str(key)):
+                return found
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            if found := odd_value(inner, f"{path}[{number}]"):
+                return found
+    return None
+
+
 def convert(struct: type[S], values: Mapping[str, Any], source: str) -> S:
     """Settings out of nested values. Raises ConfigError naming source, key, value and what is expected."""
+    if odd := odd_value(values):
+        path, must, found = odd
+        raise ConfigError(f"{source}: {path or '(top)'}: {must}, found {found!a:.80}", field=path)
     check_keys(struct, values, source)
     try:
         return msgspec.convert(values, struct)

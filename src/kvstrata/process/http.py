@@ -7,6 +7,7 @@ Errors are JSON `{"code", "message", "field"}` with the codes of `kvstrata.error
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from kvstrata import __version__
+from kvstrata.config.load import odd_value
 from kvstrata.errors import (
     BadRequest,
     ConfigError,
@@ -32,6 +34,7 @@ from kvstrata.errors import (
     UnknownSession,
 )
 
+SPELLS_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 HTTP_STATUS = {
     BadRequest: 400,
     ConfigError: 400,
@@ -66,9 +69,18 @@ def make_base(title: str, readiness: Callable[[], tuple[bool, str]], token: str)
         if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise HTTPException(401, "missing or wrong bearer token", {"WWW-Authenticate": "Bearer"})
 
+    async def readable(request: Request) -> None:
+        """JSON can spell lone surrogates, which no answer, hash or log line can contain."""
+        if not SPELLS_SURROGATE.search(await request.body()):
+            return
+        if odd := odd_value(await request.json()):
+            field, must, found = odd
+            raise BadRequest(f"{field or 'body'}: {must}, found {found!a:.80}", field=field)
+
     app = FastAPI(
         title=title,
         version=__version__,
+        dependencies=[Depends(readable)],
         docs_url="/docs",
         redoc_url=None,
         responses={

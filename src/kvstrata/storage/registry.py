@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvstrata.clock import Clock
+from kvstrata.config.load import odd_value
 from kvstrata.config.peer_names import nearest
 from kvstrata.errors import ConfigError
 from kvstrata.policy.store import StorePolicy
@@ -212,6 +213,9 @@ def configure_adapter(
         raise ConfigError(
             f'{path}: must be an object with a "type", found {type(entry).__name__}', field=path
         )
+    if odd := odd_value(entry, path):
+        where, must, found = odd
+        raise ConfigError(f"{where}: {must}, found {found!a:.80}", field=where)
     fields = Fields(entry, path)
     kind = fields.text("type")
     if kind == "peer" and not by_server:
@@ -595,7 +599,7 @@ def _fault_inject(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
     words = fields.get("faults")
     if words is None:
         words = list(Fault)
-    if not isinstance(words, list) or not set(words) <= set(Fault):
+    if not isinstance(words, list) or any(word not in list(Fault) for word in words):
         raise fields.wrong("faults", f"must be a list with some of {', '.join(Fault)}")
     fields.finish()
     return lambda: FaultyAdapter(make_inner(), FaultPlan(seed, rate, [Fault(word) for word in words]))

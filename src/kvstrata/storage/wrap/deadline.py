@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvstrata.clock import Clock
+from kvstrata.errors import StorageError
 from kvstrata.storage.base import (
     MORE_KEYS,
     NOT_THE_MEDIUM,
@@ -135,6 +136,8 @@ class DeadlineAdapter(StorageAdapter):
         self.stuck_bytes = 0
         """Bytes of operations that nobody waits for any more and that have not ended."""
         self._clock = clock
+        self._misanswered: set[str] = set()
+        """Operations with an answer that was none."""
         self._running: set[asyncio.Task[Any]] = set()
         self._breakers = {
             operation: Breaker(limits.failures, limits.open_s, limits.max_open_s)
@@ -207,20 +210,44 @@ class DeadlineAdapter(StorageAdapter):
         if not self._admit("delete"):
             return 0
         try:
-            return await self._in_time("delete", self.inner.delete(keys), 0, lambda count: True)
+            count = await self._in_time("delete", self.inner.delete(keys), 0, lambda count: True)
         except _Failed:
             return 0
+        return count if self._is_answer("delete", count, _is_count(count)) else 0
 
     async def clear(self) -> int:
-        """As the inner adapter; an admin's request, which waits as long as it takes."""
-        return await self.inner.clear()
+        """As the inner adapter; an admin's request, which waits as long as it takes. Raises StorageError."""
+        try:
+            count = await self.inner.clear()
+        except StorageError:
+            raise
+        except Exception as error:  # the plugin boundary
+            log_broken_contract(self.name, "clear", error)
+            raise self._not_cleared(f"{type(error).__name__}: {error}") from None
+        if not self._is_answer("clear", count, _is_count(count)):
+            raise self._not_cleared(f"it answered {count!r:.80}, which is no count of records")
+        return count
 
     async def usage(self) -> Usage:
-        """As the inner adapter; all zero when it does not say in time."""
+        """As the inner adapter; all zero when it does not say in time, or says what is no usage."""
         try:
-            return await self._in_time("", self.inner.usage(), 0, lambda usage: True)
+            usage = await self._in_time("", self.inner.usage(), 0, lambda usage: True)
         except _Failed:
             return Usage(0, 0, 0)
+        counts = isinstance(usage, tuple) and len(usage) == len(Usage._fields) and all(map(_is_count, usage))
+        return Usage(*usage) if self._is_answer("usage", usage, counts) else Usage(0, 0, 0)
+
+    def _not_cleared(self, why: str) -> StorageError:
+        return StorageError(f"{self.name}: not cleared: {why}", field=self.name)
+
+    def _is_answer(self, operation: str, answer: object, is_one: bool) -> bool:
+        """`is_one`; what is none is logged, once for each operation."""
+        if not is_one and operation not in self._misanswered:
+            self._misanswered.add(operation)
+            log.error(
+                "%s: %s answered %.200r, which the storage contract forbids", self.name, operation, answer
+            )
+        return is_one
 
     async def close(self) -> None:
         """Close the inner adapter, waiting at most `close_s`; what still runs then is logged and left."""
@@ -358,6 +385,10 @@ class _Failed(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+def _is_count(count: object) -> bool:
+    return isinstance(count, int) and not isinstance(count, bool) and 0 <= count < 1 << 63
 
 
 def _is_page(page: object, most: int) -> bool:
