@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import re
 import threading
@@ -121,7 +122,13 @@ class Commands:
             self._untold[command.number] = self._done[command.number] = result
             while len(self._done) > MAX_DONE:
                 self._done.popitem(last=False)
-            self._log.info("command", kind=str(command.kind), ok=result.ok, message=result.message)
+            if result.ok:
+                self._log.debug("command", kind=str(command.kind))
+            else:
+                kind = str(command.kind)
+                self._log.repeated(
+                    logging.WARNING, f"command {kind}", "command_refused", kind=kind, message=result.message
+                )
             self._ended()
 
     async def _do(self, kind: CommandKind, argument: dict[str, Any]) -> dict[str, Any]:

@@ -222,7 +222,7 @@ class Engine:
         )
         self.payload_kinds.attached(request.slice, request.facts)
         self.sessions.open(session.session)
-        self._log.info(
+        self._log.debug(
             "attached", session=session.session, group=session.group, role=request.role, pid=session.pid,
             row=session.row, model=request.layout.model, resumed=session.resumed,
         )  # fmt: skip
@@ -230,7 +230,7 @@ class Engine:
     def on_detached(self, session: SessionRow) -> None:
         """Its connection closed while it lives; everything it owns stays."""
         self.peers.detached(session.session)
-        self._log.info("detached", session=session.session, pid=session.pid)
+        self._log.debug("detached", session=session.session, pid=session.pid)
 
     async def on_gone(self, session: SessionRow) -> None:
         """Its process has ended: nothing of it runs any more when this returns."""
@@ -251,7 +251,7 @@ class Engine:
         await asyncio.gather(
             *(self.work[call] for call in left.stopped if call in self.work), return_exceptions=True
         )
-        self._log.info("gone", session=session.session, pid=session.pid, row=session.row)
+        self._log.debug("gone", session=session.session, pid=session.pid, row=session.row)
 
     # --- effects --------------------------------------------------------------------------------
 
@@ -561,7 +561,10 @@ class Engine:
                         held, leased = await self._on_own_lane(self.pool.cleared_in_use)
         cleared = Cleared(tiers, held, leased, kept)
         shown = "*" if tenant is None else tenant
-        self._log.info("cleared", tier=tier, tenant=shown, **tiers, held=held, leased=leased, kept=kept)
+        self._log.repeated(
+            logging.INFO, f"cleared {tier} {shown}"[:200], "cleared",
+            tier=tier, tenant=shown, **tiers, held=held, leased=leased, kept=kept,
+        )  # fmt: skip
         return cleared
 
     async def _on_own_lane(self, work: Callable[..., tuple[int, int]], *arguments: int) -> tuple[int, int]:

@@ -372,7 +372,7 @@ class PeerServer:
         metadata = self._metadata()
         if not metadata:
             raise Unavailable(f"the transfer engine of {self._instance_id} is not up; ask again later")
-        self._log.info("peer", reader=request.reader)
+        self._log.debug("peer", reader=request.reader)
         return PeerWelcome(
             request.seq, self._incarnation, self._instance_id, metadata, self._pool.extents_bytes
         )
