@@ -386,6 +386,26 @@ def test_an_unfinished_handshake_ends_after_its_time(place: Place, log: Path, wo
         assert server.event("attached")["pid"] == worker.pid
 
 
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_process_that_gives_up_before_its_turn_is_counted_as_that(
+    place: Place, log: Path, worker: Child, lives: bool
+) -> None:
+    with AttachServerChild(place, log=log) as server:
+        os.kill(server.pid, signal.SIGSTOP)
+        with new_worker(log) as loser, contextlib.ExitStack() as sockets:
+            asked = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            asked.connect(os.fspath(place.socket_dir / "attach.sock"))
+            pidfd = os.pidfd_open(os.getpid() if lives else loser.pid)
+            linux.send(asked, GOOD, [pidfd])
+            os.close(pidfd)
+            asked.close()
+        os.kill(server.pid, signal.SIGCONT)
+        until(lambda: server.ask("stats")["refused"])
+        assert server.ask("stats")["refused"] == {"gave_up": 1}
+        assert rows_of(server) == {}
+        attach(worker, place, name("good"))
+
+
 # --- ends of a row -------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from kvstrata.native.hashing import storage_keys
 from kvstrata.rpc import wire
-from kvstrata.rpc.cluster_wire import CommandKind
+from kvstrata.rpc.cluster_wire import Command, CommandKind
 from kvstrata.service.cluster_commands import Commands
 from kvstrata.service.prefetch import FetchOutcome
 from kvstrata.types import RequestIdentity
@@ -49,3 +51,25 @@ def test_a_pull_counts_what_is_there_when_it_ends(server: EngineInProcess) -> No
     argument = {"keys": keys, "n_slices": 1, "identity": identity.root}
     body = server.loop.run_until_complete(commands._do(CommandKind.PULL, argument))
     assert body == {"count": 1, "loaded": 2, "reason": ""}
+
+
+def test_a_command_that_is_refused_is_answered_and_logged(
+    server: EngineInProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kvstrata"), "propagate", True)
+
+    class Peers:
+        leases = None
+
+    commands = Commands(server.engine, Peers(), lambda: None, None)  # type: ignore[arg-type]
+
+    async def carry_out() -> None:
+        for number in (1, 2):
+            commands.take(Command(number, CommandKind.CLEAR, {"tier": "l3"}))
+            while not any(result.number == number for result in commands.results()):  # noqa: ASYNC110 (the result has no event)
+                await asyncio.sleep(0)
+
+    server.loop.run_until_complete(carry_out())
+    assert [result.ok for result in commands.results()] == [False, False]
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith('command_refused command=clear message="tier: must be l1, l2 or all')

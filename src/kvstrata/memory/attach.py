@@ -46,6 +46,7 @@ from kvstrata.errors import BadRequest, DeadlineExceeded, InternalError, Kvstrat
 from kvstrata.memory import linux
 from kvstrata.memory.attach_checks import (
     MAX_ATTACH_BYTES,
+    GaveUp,
     check_company,
     check_resumed,
     parse_request,
@@ -360,6 +361,9 @@ class AttachServer:
                 self._message(link, received)
         except KvstrataError as error:
             self._refuse(link, error)
+        except GaveUp as error:
+            self._count_refused(link, "gave_up", f"the process gave up: {error}")
+            self._drop(link)
         except OSError as error:  # no descriptors, no memory: that may be over in a moment
             self._refuse(link, Refused(f"the server cannot serve an attach now: {error.strerror}"))
         except Exception:
@@ -386,17 +390,18 @@ class AttachServer:
 
     def _refuse(self, link: _Link, error: KvstrataError) -> None:
         """Tells the peer why, as far as it listens, and closes the connection."""
-        self._refused[error.code] += 1
-        now = self._loop.time()
-        if now >= self._quiet_until:  # a peer that tries all the time must not fill the log
-            self._quiet_until = now + 1.0
-            _log.warning(
-                "attach: refused process %d: %s (%s)", link.peer.pid, error.message[:500], error.code
-            )
+        self._count_refused(link, error.code, error.message)
         reply = AttachReply(code=error.code, message=error.message[:4096], field=error.field[:256])
         with contextlib.suppress(OSError):
             linux.send(link.sock, msgspec.msgpack.encode(reply))
         self._drop(link)
+
+    def _count_refused(self, link: _Link, word: str, why: str) -> None:
+        self._refused[word] += 1
+        now = self._loop.time()
+        if now >= self._quiet_until:  # a peer that tries all the time must not fill the log
+            self._quiet_until = now + 1.0
+            _log.warning("attach: refused process %d: %s (%s)", link.peer.pid, why[:500], word)
 
     def _drop(self, link: _Link) -> None:
         """Closes a connection; what that means for its session depends on how far it came."""
@@ -459,6 +464,8 @@ class AttachServer:
         try:
             linux.send(link.sock, msgspec.msgpack.encode(reply), fds)
         except OSError as error:
+            if error.errno in (errno.EPIPE, errno.ECONNRESET):
+                raise GaveUp("it has closed its connection") from None
             raise Refused(f"the reply could not be sent: {error.strerror}") from error
         failpoints.hit("attach.accepted")
 

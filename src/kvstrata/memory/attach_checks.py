@@ -32,6 +32,10 @@ _VERSION = msgspec.msgpack.Decoder(_Version)
 _REQUEST = msgspec.msgpack.Decoder(AttachRequest)
 
 
+class GaveUp(Exception):
+    """The process has ended or closed its connection before its attach was completed; nobody is there to be told."""
+
+
 def parse_request(data: bytes) -> AttachRequest:
     """The request in a message, checked by itself.
 
@@ -135,8 +139,8 @@ def _check_facts(facts: dict[str, Any], earlier: dict[str, Any]) -> None:
 def take_pidfd(received: linux.Received, sock: socket.socket, peer: linux.Peer) -> int:
     """The pidfd that came with a request, taken out of `received.fds`, once it is sure to be the peer's own.
 
-    Raises BadRequest for none, several or another descriptor, NotPermitted for another process's pidfd,
-    Refused when this server has no descriptor numbers left.
+    Raises BadRequest for none, several or another descriptor, NotPermitted for another process's pidfd, GaveUp when
+    the process has ended, Refused when this server has no descriptor numbers left.
     """
     if received.fds_lost and not received.fds:
         raise Refused("the server has no free file descriptors; try again", field="pidfd")
@@ -152,7 +156,7 @@ def take_pidfd(received: linux.Received, sock: socket.socket, peer: linux.Peer) 
         what = "no pidfd" if subject is None else "the pidfd of a thread"
         raise BadRequest(f"pidfd: the descriptor is {what}; send pidfd_open(getpid(), 0)", field="pidfd")
     if subject.pid < 0:
-        raise BadRequest("pidfd: its process has already ended", field="pidfd")
+        raise GaveUp("it has ended")
     if subject.pid != peer.pid or (peer.pid == 0 and not _is_peers(fd, sock)):
         raise NotPermitted(
             f"pidfd: it stands for process {subject.pid}, the request came from {peer.pid}; a process "

@@ -156,7 +156,7 @@ STATUS_NUMBERS: dict[str, str] = {
     "attach.old_rows": "Rows of the server before whose process has neither ended nor come back.",
     "attach.stranded": "Sessions that ended while no server watched and whose device may still write into L1.",
     "attach.stranded_bytes": "Bytes of L1 kept in quarantine because of them, until an admin clears them.",
-    "attach.refused.WORD": "Attaches refused since the start, by error code.",
+    "attach.refused.WORD": "Attaches refused since the start, by code; `gave_up`: the process had ended or hung up.",
     "cluster.member": "Whether the controller has let this instance in and has answered since.",
     "cluster.frozen": "Whether stores are refused while the controller takes stock.",
     "cluster.last_event": "Batches of events told to the controller since the start.",

@@ -127,7 +127,11 @@ class Commands:
             else:
                 kind = str(command.kind)
                 self._log.repeated(
-                    logging.WARNING, f"command {kind}", "command_refused", kind=kind, message=result.message
+                    logging.WARNING,
+                    f"command {kind}",
+                    "command_refused",
+                    command=kind,
+                    message=result.message,
                 )
             self._ended()
 
