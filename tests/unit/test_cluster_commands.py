@@ -11,8 +11,9 @@ import pytest
 
 from kvstrata.native.hashing import storage_keys
 from kvstrata.rpc import wire
-from kvstrata.rpc.cluster_wire import Command, CommandKind
+from kvstrata.rpc.cluster_wire import Command, CommandKind, CommandResult, encode
 from kvstrata.service.cluster_commands import Commands
+from kvstrata.service.engine import Cleared
 from kvstrata.service.prefetch import FetchOutcome
 from kvstrata.types import RequestIdentity
 from tests.harness.engine_in_process import EngineInProcess
@@ -73,3 +74,42 @@ def test_a_command_that_is_refused_is_answered_and_logged(
     assert [result.ok for result in commands.results()] == [False, False]
     [line] = [record.getMessage() for record in caplog.records]
     assert line.startswith('command_refused command=clear message="tier: must be l1, l2 or all')
+
+
+class NoPeers:
+    leases = None
+
+
+class Clears:
+    """An engine whose clear ends so."""
+
+    def __init__(self, cleared: object) -> None:
+        self._cleared = cleared
+
+    async def clear(self, tier: wire.Tier, tenant: str | None) -> object:
+        return self._cleared
+
+
+async def result_of(engine: object, kind: CommandKind, argument: dict[str, object]) -> CommandResult:
+    """What the controller is told."""
+    ended = asyncio.Event()
+    commands = Commands(engine, NoPeers(), ended.set, None)  # type: ignore[arg-type]
+    commands.take(Command(1, kind, argument))
+    await ended.wait()
+    [result] = commands.results()
+    encode(result)
+    return result
+
+
+async def test_a_clear_is_answered_with_what_left_and_what_did_not() -> None:
+    done = await result_of(
+        Clears(Cleared({"l1": 3, "l2": 4}, 1, 2, 5)), CommandKind.CLEAR, {"tier": "all", "tenant": None}
+    )
+    assert done.ok
+    assert done.body == {"count": 7, "l1": 3, "l2": 4, "pending": 3, "kept": 5}
+
+
+async def test_a_result_that_cannot_be_told_is_a_failed_command_and_nothing_worse() -> None:
+    unspeakable = Cleared({"l1": 1}, 0, 0, object())  # type: ignore[arg-type]
+    done = await result_of(Clears(unspeakable), CommandKind.CLEAR, {"tier": "all", "tenant": None})
+    assert not done.ok and "see its log" in done.message

@@ -73,7 +73,7 @@ def add(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> Non
     action("pins", "pins that have not ended")
     unpin = waiting(action("unpin", "end a pin"))
     unpin.add_argument("claim")
-    unpin.add_argument("--instance", help="needed for pins of another controller")
+    unpin.add_argument("--instance", help="needed for pins that are not listed")
     for name, text in (
         ("replicate", "copy chunks into the L1 of another instance"),
         ("move", "the same, and drop them where they were"),

@@ -29,6 +29,7 @@ from kvstrata.rpc.cluster_wire import (
     CommandKind,
     CommandResult,
     Owner,
+    encode,
 )
 from kvstrata.rpc.wire import Tier
 from kvstrata.service.adapter_control import REFERENCE, SECRET, SECRET_IN_URL, SECRET_LEFT_OUT
@@ -107,8 +108,9 @@ class Commands:
     async def _carry_out(self, command: Command) -> None:
         result = CommandResult(command.number, False, "the instance failed; see its log")
         try:
-            body = await self._do(command.kind, command.argument)
-            result = CommandResult(command.number, True, "", body)
+            done = CommandResult(command.number, True, "", await self._do(command.kind, command.argument))
+            encode(done)  # what cannot be told would end the task that tells it
+            result = done
         except KvstrataError as error:
             result = CommandResult(command.number, False, error.message[:2000])
         except asyncio.CancelledError:
@@ -147,7 +149,7 @@ class Commands:
                     raise BadRequest(f"tier: must be l1, l2 or all, found {tier!r}", field="tier")
                 done = await engine.clear(Tier(tier), tenant)
                 return {
-                    "count": done.count,
+                    "count": done.n_chunks,
                     **done.tiers,
                     "pending": done.held + done.leased,
                     "kept": done.kept,
