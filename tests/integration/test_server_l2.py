@@ -478,8 +478,10 @@ def test_with_no_flag_at_all_it_runs(tmp_path: Path) -> None:
         text = "".join(seen)
         if "unshare" in text and "ready" not in text:
             pytest.skip(f"namespaces are not allowed here: {text}")
-        assert "port=5555" in text, text
+        assert "port=5555 tcp=False" in text, text
         assert "http_port=8080" in text
+        sockets = Path(f"/proc/{process.pid}/net/tcp").read_text().splitlines()[1:]
+        assert {line.split()[1].rpartition(":")[2] for line in sockets} == {f"{8080:04X}"}
         assert (home / ".cache" / "kvstrata" / "5555").is_dir()
     finally:
         process.kill()

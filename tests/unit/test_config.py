@@ -45,13 +45,27 @@ def test_later_sources_win_key_by_key(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("flags", "asked", "where"),
+    [
+        ([], False, ("localhost", 5555)),
+        (["--port", "5555"], True, ("localhost", 5555)),
+        (["--host", "localhost"], True, ("localhost", 5555)),
+        (["--host", "0.0.0.0", "--port", "0"], True, ("0.0.0.0", 0)),
+    ],
+)
+def test_a_tcp_port_for_rpc_is_opened_only_where_it_is_asked_for(flags, asked, where):
+    settings = loading.load(ServerSettings, environment={}, flags=parse_server_flags(flags).settings)
+    assert (settings.has_tcp, (settings.named_host, settings.named_port)) == (asked, where)
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [
         ("l1: {sizegb: 3}", "l1.sizegb: unknown key (did you mean 'size_gb'?)"),
         ("l1: {size_gb: -3}", "l1.size_gb: expected `float` > 0.0, found -3"),
         ("l1: 4", "l1: must be a mapping, found 4"),
         ("prot: 5", "prot: unknown key (did you mean 'port'?)"),
-        ("port: many", "port: expected `int`, got `str`, found 'many'"),
+        ("port: many", "port: expected `int | null`, got `str`, found 'many'"),
         ("l1: {eviction_policy: MRU}", "l1.eviction_policy: invalid enum value 'MRU', found 'MRU'"),
         ("[1, 2]", "must be a mapping of setting names"),
         ("a: [", "not YAML"),
@@ -173,7 +187,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("server-*.yaml")), ids=lambda file: file.name)
 def test_server_examples_load(file):
-    assert loading.load(ServerSettings, file=file).port
+    assert loading.load(ServerSettings, file=file).named_port
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def check_directories() -> Finding:
     from kvstrata.memory import paths
 
     try:
-        found = paths.socket_dir("", ServerSettings().port)
+        found = paths.socket_dir("", ServerSettings().named_port)
     except KvstrataError as error:
         return Finding("socket directory", "fail", str(error), "set --socket-dir")
     return Finding("socket directory", "ok", str(found))
@@ -120,7 +120,7 @@ def check_ports() -> list[Finding]:
 
     settings = ServerSettings()
     findings = []
-    for name, port in (("RPC port", settings.port), ("HTTP port", settings.http.port)):
+    for name, port in (("RPC port", settings.named_port), ("HTTP port", settings.http.port)):
         holder = port_holder(port)
         if holder:
             findings.append(Finding(name, "warn", f"{port} held by {holder}", "stop it or choose another"))

@@ -38,7 +38,9 @@ def server_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--config", metavar="FILE", help="YAML file with any of the settings in docs/configuration.md")
     add("--instance-id", dest="instance_id", help="name of this instance (default: host name and port)")
-    add("--host", dest="host", help="address of the RPC port (localhost)")
+    add(
+        "--host", dest="host", help="address of the RPC port (localhost); without it and --port there is none"
+    )
     add("--port", dest="port", type=int, help="RPC port (5555)")
     add("--socket-dir", dest="socket_dir", metavar="DIR", help="directory of the local sockets")
     add("--chunk-size", dest="chunk_size", type=int, metavar="TOKENS", help="tokens in a chunk (256)")

@@ -199,6 +199,9 @@ class P2pSettings(_Section, frozen=True, kw_only=True):
     ] = 0.0
 
 
+DEFAULT_HOST, DEFAULT_PORT = "localhost", 5555
+
+
 class ServerSettings(_Section, frozen=True, kw_only=True):
     """Settings of `lmcache-server`."""
 
@@ -209,8 +212,19 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
             description="Name of this instance in logs, metrics and files; empty: host name and port.",
         ),
     ] = ""
-    host: Annotated[str, Meta(min_length=1, description="Address of the RPC port.")] = "localhost"
-    port: Annotated[int, Meta(ge=0, le=65_535, description="RPC port; 0 takes a free one.")] = 5555
+    host: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="Address of the RPC port. With neither `host` nor `port` there is no tcp port for RPC."
+        ),
+    ] = None
+    port: Annotated[
+        Annotated[int, Meta(ge=0, le=65_535)] | None,
+        Meta(
+            description="RPC port on `host` (localhost); 0 takes a free one. Sockets and pool are named after it, "
+            "and after 5555 where it is not set."
+        ),
+    ] = None
     socket_dir: Annotated[
         str,
         Meta(
@@ -238,6 +252,21 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe level that is logged.")
     ] = "info"
+
+    @property
+    def has_tcp(self) -> bool:
+        """Whether RPC is asked for over tcp; engines of this host use the unix socket."""
+        return self.host is not None or self.port is not None
+
+    @property
+    def named_host(self) -> str:
+        """Where the RPC port is, if there is one."""
+        return DEFAULT_HOST if self.host is None else self.host
+
+    @property
+    def named_port(self) -> int:
+        """The RPC port, and what sockets and pool are named after, also where there is no such port."""
+        return DEFAULT_PORT if self.port is None else self.port
 
 
 class EtcdSettings(_Section, frozen=True, kw_only=True):

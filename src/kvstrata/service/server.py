@@ -103,16 +103,22 @@ def plan(settings: ServerSettings, environment: Mapping[str, str]) -> Plan:
     entries = settings.l2_adapters
     embedded = entries is None
     if entries is None:
-        entries = [embedded_adapter(settings.port, environment)]
+        entries = [embedded_adapter(settings.named_port, environment)]
     adapters = [configure_adapter(entry, index) for index, entry in enumerate(entries)]
-    socket_dir(settings.socket_dir, settings.port, environment)
+    socket_dir(settings.socket_dir, settings.named_port, environment)
     if not settings.l1.segment_dir:
-        segment_dir(settings.port, settings.instance_id)
+        segment_dir(settings.named_port, settings.instance_id)
     tokens = read_tenants_file(settings.security.tenants_file)
     http_token = ""
     if settings.http.enabled:
         http_token = read_token(settings.http, insecure=settings.security.insecure)
     if settings.security.curve_secret_file:
+        if not settings.has_tcp:
+            raise ConfigError(
+                "security.curve_secret_file: RPC is on unix sockets only, which need no keys; give --host and --port "
+                "for a tcp port, or leave the file out",
+                field="security.curve_secret_file",
+            )
         read_curve_file(settings.security.curve_secret_file)
     keys_file = settings.controller.curve_file
     keys = read_cluster_keys(keys_file, "controller.curve_file") if keys_file else None
@@ -231,12 +237,14 @@ class Server(Process):
         zmq_server = ZmqServer(loop)
         self.closers.append(soon(zmq_server.close))
         curve_file = settings.security.curve_secret_file
-        port = zmq_server.bind_tcp(
-            settings.host,
-            settings.port,
-            curve=read_curve_file(curve_file) if curve_file else None,
-            insecure=settings.security.insecure,
-        )
+        port = settings.named_port
+        if settings.has_tcp:
+            port = zmq_server.bind_tcp(
+                settings.named_host,
+                port,
+                curve=read_curve_file(curve_file) if curve_file else None,
+                insecure=settings.security.insecure,
+            )
         http_port = 0
         http_socket: socket.socket | None = None
         if settings.http.enabled:
@@ -493,8 +501,9 @@ class Server(Process):
             "pid": os.getpid(),
             "instance_id": instance_id,
             "epoch": pool.epoch,
-            "host": self._settings.host,
+            "host": self._settings.named_host,
             "port": port,
+            "tcp": self._settings.has_tcp,
             "http_port": http_port,
             "socket_dir": str(directory),
             "l1_bytes": pool.extents_bytes,
