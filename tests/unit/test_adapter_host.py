@@ -27,7 +27,7 @@ from kvstrata.storage.base import (
     PutStatus,
     Usage,
 )
-from kvstrata.storage.host import HostedAdapter
+from kvstrata.storage.host import STEADY_S, WELL_S, HostedAdapter, Pauses
 from kvstrata.storage.host_channel import MAX_FRAME_BYTES, MAX_ITEMS, Counted, Kind, Request
 from kvstrata.testing.strategies import (
     WAIT_S,
@@ -570,3 +570,22 @@ async def test_an_entry_too_long_for_a_host_is_refused() -> None:
         Child.made[0].reap()
     with pytest.raises(ConfigError, match=r"l2_adapters\[3\]: its fields take \d+ bytes"):
         await opening
+
+
+def test_pauses_between_children_double_until_one_has_answered_well_for_some_seconds() -> None:
+    pauses = Pauses(longest_s=1.0, now_s=0.0)
+    now_s = 0.0
+
+    def ends_after(up_s: float, *well_s: float) -> float:
+        nonlocal now_s
+        pauses.begun(now_s)
+        for at_s in well_s:
+            pauses.answered_well(now_s + at_s)
+        now_s += up_s
+        return pauses.next_s(now_s)
+
+    assert [ends_after(1.0) for _ in range(6)] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    assert ends_after(4.0, 0.1, 2.0) == 1.0, "it answered well for less than WELL_S"
+    assert ends_after(4.0, 0.1, 2.0, 0.1 + WELL_S) == 0.1
+    assert [ends_after(1.0, 0.1), ends_after(1.0, 0.1)] == [0.2, 0.4], "each child by itself"
+    assert ends_after(STEADY_S) == 0.1, "an idle one that stays is steady too"

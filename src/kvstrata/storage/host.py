@@ -1,7 +1,7 @@
 """The server's side of an adapter that runs in a child process of its own (`"isolation": "process"`).
 
     CLOSED ── open ──> STARTING ── OPENED ──> UP ── its end, a broken frame, silence ──> DOWN
-    DOWN ── reaped, then a pause that doubles up to `max_pause_s` ──> STARTING
+    DOWN ── reaped, then a pause that doubles up to `max_pause_s` until a child was steady ──> STARTING
     any ── close ──> CLOSED
 
 While it is not UP, `exists` answers UNKNOWN('host_down'), `put` THROTTLED('host_down') and `load`
@@ -92,7 +92,9 @@ LAST_FRAMES = 10_000
 """More than a socket holds."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 30.0
 STEADY_S = 60.0
-"""A child that was up for so long starts the pauses anew."""
+"""A child that was up for so long starts the pauses anew, …"""
+WELL_S = 3.0
+"""… and so does one whose good answers span so long."""
 OPEN_S = 600.0
 """Longest wait for a restarted child to open its adapter. (The first open waits as long as one in process.)"""
 CLOSE_S = 3.0
@@ -107,6 +109,33 @@ _ANSWER_TO = {
     Kind.USAGE: Kind.USED,
     Kind.LIST: Kind.LISTED,
 }
+
+
+class Pauses:
+    """How long to wait before the next child: twice as long each time, until one was steady. Sans I/O."""
+
+    def __init__(self, longest_s: float, now_s: float) -> None:
+        self._longest_s = longest_s
+        self._next_s = FIRST_PAUSE_S
+        self.begun(now_s)
+
+    def begun(self, now_s: float) -> None:
+        """A child is up, or could not be started."""
+        self._begun_s = now_s
+        self._well_s: tuple[float, float] | None = None
+        """When it answered well first and last."""
+
+    def answered_well(self, now_s: float) -> None:
+        """The child's adapter has done what it was asked to."""
+        self._well_s = (now_s if self._well_s is None else self._well_s[0], now_s)
+
+    def next_s(self, now_s: float) -> float:
+        """The child has ended: the pause before the next one."""
+        well_s = 0.0 if self._well_s is None else self._well_s[1] - self._well_s[0]
+        if well_s >= WELL_S or now_s - self._begun_s >= STEADY_S:
+            self._next_s = FIRST_PAUSE_S
+        pause_s, self._next_s = self._next_s, min(2 * self._next_s, self._longest_s)
+        return pause_s
 
 
 class HostState(enum.StrEnum):
@@ -166,7 +195,7 @@ class HostedAdapter(StorageAdapter):
         self._index = index
         self._kill_s = kill_ms / 1000
         self._bytes_per_kill = bytes_per_kill
-        self._max_pause_s = max_pause_s
+        self._pauses = Pauses(max_pause_s, -STEADY_S)
         self._state = HostState.CLOSED
         self._table: dict[int, _Request] = {}
         self._last_number = 0
@@ -535,6 +564,8 @@ class HostedAdapter(StorageAdapter):
             raise ChannelError(f"{len(answer.outcomes)} outcomes for {request.count} items")
         self._drop(request, answer.dropped)
         request.future = None
+        if any(outcome[0] in _WELL[request.kind] for outcome in answer.outcomes):
+            self._pauses.answered_well(asyncio.get_running_loop().time())
         if not future.done():
             future.set_result(_result_of(request.kind, answer))
 
@@ -635,21 +666,18 @@ class HostedAdapter(StorageAdapter):
     async def _keep_up(self) -> None:
         """Start another child whenever one has ended, later and later."""
         loop = asyncio.get_running_loop()
-        pause_s, up_s = FIRST_PAUSE_S, loop.time()
+        self._pauses.begun(loop.time())
         while not self._closed:
             assert self._ended is not None
             await asyncio.wait({self._ended})
-            if loop.time() - up_s > STEADY_S:
-                pause_s = FIRST_PAUSE_S
-            await asyncio.sleep(pause_s * self._random.uniform(0.5, 1.0))
-            pause_s = min(2 * pause_s, self._max_pause_s)
+            await asyncio.sleep(self._pauses.next_s(loop.time()) * self._random.uniform(0.5, 1.0))
             self.restarts += 1
             try:
                 async with asyncio.timeout(OPEN_S):  # wait_for may swallow a cancellation
                     await self._begin()
             except (StorageError, ConfigError, TimeoutError, OSError) as error:
                 log.error("%s: its host could not be started again: %s", self.name, error)
-            up_s = loop.time()
+            self._pauses.begun(loop.time())
 
     def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
         due_s = self._due_s()
@@ -688,6 +716,12 @@ class HostedError(Exception):
 
 
 _WITH_OUTCOMES = (Kind.EXISTS, Kind.PUT, Kind.LOAD)
+_WELL: dict[Kind, tuple[int, ...]] = {
+    Kind.EXISTS: (Presence.ABSENT, Presence.PRESENT),
+    Kind.PUT: (PutStatus.STORED, PutStatus.EXISTS),
+    Kind.LOAD: (LoadStatus.LOADED, LoadStatus.ABSENT),
+}
+"""Outcomes of an adapter that did what it was asked to."""
 
 
 def _result_of(kind: Kind, answer: Answer) -> Any:
