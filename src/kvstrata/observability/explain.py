@@ -23,6 +23,7 @@ from kvstrata.types import KEY_BYTES, LayoutIdentity, MissReason, RequestIdentit
 MAX_KEYS = 32_768
 """Some 230 bytes each: with all of them a server stays below 100 MB."""
 MAX_PROBES = 8_192
+"""Some 950 bytes each, where each names another identity."""
 MAX_IDENTITIES_PER_PROBE = 8
 MAX_REQUESTS = 1_024
 MAX_DETAIL_CHARS = 120
