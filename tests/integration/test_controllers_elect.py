@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import urllib.error
 import urllib.request
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvstrata.cli import controller as controller_command
+from kvstrata.process.keeper import NOT_RESTARTED
 from kvstrata.rpc import cluster_wire as wire
 from tests.harness import etcd_server
 from tests.harness.cache_engine import eventually
@@ -19,29 +22,29 @@ from tests.harness.controller_double import ControllerDouble
 from tests.harness.controller_process import ControllerProcess
 from tests.harness.etcd_server import EtcdServer
 from tests.harness.rpc_client import CHUNK_TOKENS, RpcClient, chain_of
-from tests.harness.server_process import ServerFailed, ServerProcess
+from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
 
 ETCD = {"ttl_s": 2}
 
 
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+@contextlib.contextmanager
+def etcd_in(folder: Path) -> Iterator[EtcdServer]:
     try:
         etcd_server.ensure()
     except etcd_server.Unavailable as unavailable:
         pytest.skip(str(unavailable))
-    with EtcdServer(tmp_path / "etcd") as server:
+    with EtcdServer(folder) as server:
         yield server
 
 
-@pytest.fixture
-def controllers(etcd: EtcdServer, tmp_path: Path) -> Iterator[dict[str, ControllerProcess]]:
-    config = tmp_path / "controller.yaml"
+@contextlib.contextmanager
+def two_controllers(etcd: EtcdServer, folder: Path) -> Iterator[dict[str, ControllerProcess]]:
+    config = folder / "controller.yaml"
     config.write_text(f"etcd:\n  endpoints: ['{etcd.address}']\n  ttl_s: {ETCD['ttl_s']}\n")
     made = {
-        name: ControllerProcess(tmp_path / name, flags=("--name", name, "--config", str(config)))
+        name: ControllerProcess(folder / name, flags=("--name", name, "--config", str(config)))
         for name in ("one", "two")
     }
     try:
@@ -51,6 +54,27 @@ def controllers(etcd: EtcdServer, tmp_path: Path) -> Iterator[dict[str, Controll
     finally:
         for controller in made.values():
             controller.kill()
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    with etcd_in(tmp_path / "etcd") as server:
+        yield server
+
+
+@pytest.fixture
+def controllers(etcd: EtcdServer, tmp_path: Path) -> Iterator[dict[str, ControllerProcess]]:
+    """For a test that ends or stops some of them."""
+    with two_controllers(etcd, tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ControllerProcess]]:
+    """For tests that leave them as they are."""
+    folder = tmp_path_factory.mktemp("shared")
+    with etcd_in(folder / "etcd") as server, two_controllers(server, folder) as made:
+        yield made
 
 
 def leader_of(controllers: dict[str, ControllerProcess]) -> str:
@@ -101,26 +125,22 @@ def tokens_of(instance: ClusterInstance) -> tuple[int, list[wire.CommandKind]]:
     return beat.token, [command.kind for command in beat.commands]
 
 
-def test_both_answer_lookups_and_one_sends_commands(controllers):
-    leader = leader_of(controllers)
-    [follower] = set(controllers) - {leader}
+def test_both_answer_lookups_and_one_sends_commands(shared):
+    leader = leader_of(shared)
+    [follower] = set(shared) - {leader}
     held = {"l1": tags_of(range(10))}
-    at = {
-        name: ClusterInstance(process.ports["reply"], "a").join(held) for name, process in controllers.items()
-    }
-    asker = {
-        name: ClusterInstance(process.ports["reply"], "b").join({}) for name, process in controllers.items()
-    }
+    at = {name: ClusterInstance(process.ports["reply"], "a").join(held) for name, process in shared.items()}
+    asker = {name: ClusterInstance(process.ports["reply"], "b").join({}) for name, process in shared.items()}
     try:
-        for name in controllers:
+        for name in shared:
             assert [owner.n_keys for owner in asker[name].where(tags_of(range(20)))] == [10]
-        status, where = posted(controllers[follower], "/v1/instances/a/drain?x=1")
+        status, where = posted(shared[follower], "/v1/instances/a/drain?x=1")
         assert (status, where) == (
             307,
-            f"{controllers[leader].url.replace('127.0.0.1', 'localhost')}/v1/instances/a/drain?x=1",
+            f"{shared[leader].url.replace('127.0.0.1', 'localhost')}/v1/instances/a/drain?x=1",
         )
         assert tokens_of(at[follower]) == (0, [])
-        assert posted(controllers[leader], "/v1/instances/a/drain")[0] == 202
+        assert posted(shared[leader], "/v1/instances/a/drain")[0] == 202
         token, kinds = tokens_of(at[leader])
         assert token > 0
         assert kinds == [wire.CommandKind.DRAIN]
@@ -188,10 +208,10 @@ def test_what_admins_ordered_outlives_the_leader_that_was_told(controllers):
         assert [owner.instance for owner in c.where(tags_of([1]))] == ["a"]
 
 
-def test_an_instance_that_has_seen_a_greater_token_is_led_again_by_a_greater_cluster_id(controllers):
-    leader = controllers[leader_of(controllers)]
+def test_an_instance_that_has_seen_a_greater_token_is_led_again_by_a_greater_cluster_id(shared):
+    leader = shared[leader_of(shared)]
     seen = leader.ask("/v1/cluster")["election"]
-    with ClusterInstance(leader.ports["reply"], "a") as instance:
+    with ClusterInstance(leader.ports["reply"], "c") as instance:
         instance.join({})
         instance.heartbeat(obeys=(seen["cluster_id"], seen["token"] + 1_000_000))
 
@@ -235,12 +255,20 @@ def test_with_etcd_away_lookups_go_on_and_writes_say_so(controllers, etcd):
         (("--etcd", "127.0.0.1"), "etcd.endpoints: '127.0.0.1': write HOST:PORT"),
         (("--etcd", "192.0.2.1:2379"), "etcd.endpoints: 192.0.2.1:2379: is on another machine"),
         (("--etcd", "127.0.0.1:1", "--advertise-url", "me"), "etcd.advertise_url"),
+        (
+            ("--config", "etcd: {endpoints: ['https://127.0.0.1:1'], ca_file: none}"),
+            "etcd.ca_file: none: cannot be read",
+        ),
+        (("--config", "etcd: {endpoints: ['127.0.0.1:1'], user: kv}"), "etcd.password_file: is missing"),
     ],
 )
-def test_wrong_settings_stop_the_start(tmp_path, flags, says):
-    controller = ControllerProcess(tmp_path, flags=flags)
-    with pytest.raises(ServerFailed, match=says.replace("[", r"\[")):
-        controller.start()
+def test_wrong_settings_stop_the_start(tmp_path, flags, says, capsys):
+    if flags[0] == "--config":
+        config = tmp_path / "controller.yaml"
+        config.write_text(flags[1])
+        flags = ("--config", str(config))
+    assert controller_command.serve([*flags, "--check"], NOT_RESTARTED) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_an_instance_refuses_commands_with_a_token_that_is_over(tmp_path):
