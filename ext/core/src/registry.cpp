@@ -20,7 +20,6 @@ namespace {
 
 constexpr std::uint64_t kHugePageBytes = 2 << 20;
 // No list is longer.
-constexpr std::uint64_t kLongestListBytes = 256 << 10;
 // A cell has 28 bits for the number of a list's first 64 bytes.
 constexpr std::uint64_t kMaxListsBytes = std::uint64_t{64} << 28;
 // A report of one of 100 instances is as much.
@@ -108,7 +107,7 @@ Status Registry::create(std::uint64_t max_bytes, std::uint32_t max_slots,
   // for the beginning of another one.
   if (!registry->headers_ || !registry->rows_ || !registry->keys_ ||
       !registry->cells_.reserve(max_bytes, registry->max_lines_ * kLineBytes) ||
-      !registry->lists_.reserve(std::min(max_bytes, kMaxListsBytes), kLongestListBytes))
+      !registry->lists_.reserve(std::min(max_bytes, kMaxListsBytes), list_bytes(kListClasses - 1)))
     return no_memory;
   if (!registry->cells_.start_touching())
     return {StatusCode::kNoSpace, "max_bytes: no thread for the registry"};

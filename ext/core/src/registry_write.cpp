@@ -80,6 +80,7 @@ void Registry::free_lines(std::uint64_t begin, std::uint64_t bytes) noexcept {
 }
 
 Registry::List* Registry::take_list(std::uint32_t cls) noexcept {
+  static_assert(List::capacity(kListClasses - 1) >= kMaxSlots);  // all may hold one tag
   std::uint32_t number = 0;
   if (!free_lists_[cls].empty()) {
     number = free_lists_[cls].back();

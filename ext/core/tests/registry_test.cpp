@@ -107,6 +107,15 @@ void sweep_all(Registry& registry) {
   }
 }
 
+TEST(every_slot_may_hold_one_tag) {
+  const auto registry = make(256 << 20, kMaxSlots);
+  for (std::uint32_t slot = 0; slot < kMaxSlots; ++slot)
+    CHECK_EQ(admit(*registry, open(*registry), {mixed(1)}), 1u);
+  CHECK_EQ(holders_of(*registry, mixed(1)).size(), std::size_t{kMaxSlots});
+  CHECK_EQ(evict(*registry, 7, {mixed(1)}), 1u);
+  CHECK_EQ(holders_of(*registry, mixed(1)).size(), std::size_t{kMaxSlots} - 1);
+}
+
 TEST(what_was_admitted_is_found_whatever_grows_meanwhile) {
   const auto registry = make();
   const Slot one = open(*registry);

@@ -172,7 +172,7 @@ class Registry {
   // So many are asked of the memory before the first is looked at.
   static constexpr std::size_t kGroupKeys = 64;
   static constexpr int kSpins = 64;
-  static constexpr std::uint32_t kListClasses = 12;
+  static constexpr std::uint32_t kListClasses = 13;
 
   using Cell = std::uint64_t;
 
