@@ -34,7 +34,7 @@ cdef extern from "ucx_engine.h" namespace "kvstrata" nogil:
         CUcxEngine(UcxOptions) except +
         int event_fd()
         vector[UcxEvent] take_events() except +
-        void connect(uint64_t ticket, uint64_t connection, string packed) except +
+        void connect(uint64_t ticket, uint64_t connection, string packed, vector[uint64_t] region_bytes) except +
         void read(uint64_t ticket, uint64_t connection, vector[UcxItem] items) except +
         void cancel(uint64_t read_ticket) except +
         void disconnect(uint64_t ticket, uint64_t connection) except +
@@ -72,8 +72,8 @@ cdef class UcxEngine:
             taken.append((events[i].ticket, <uint8_t>events[i].end, <bytes>events[i].text))
         return taken
 
-    def connect(self, ticket, connection, bytes packed not None):
-        self.engine.get().connect(ticket, connection, packed)
+    def connect(self, ticket, connection, bytes packed not None, region_bytes):
+        self.engine.get().connect(ticket, connection, packed, region_bytes)
 
     def read(self, ticket, connection, items):
         cdef vector[UcxItem] wanted

@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstring>
 #include <fstream>
+#include <span>
 #include <string_view>
 #include <unordered_map>
 
@@ -82,6 +83,10 @@ class Reader {
   std::string_view left_;
 };
 
+bool lies_within(std::uint64_t offset, std::uint64_t length, std::uint64_t whole) {
+  return length <= whole && offset <= whole - length;
+}
+
 bool is_kernel_copy(std::string_view transport) {
   return transport == "cma" || transport == "xpmem" || transport == "knem";
 }
@@ -108,17 +113,28 @@ void reset(int eventfd) {
 
 }  // namespace
 
-bool read_ucx_peer(const std::string& packed, const std::string& boot_id, UcxPeer* peer,
-                   std::string* error) {
+bool read_ucx_peer(const std::string& packed, const std::string& boot_id,
+                   std::span<const std::uint64_t> region_bytes, UcxPeer* peer, std::string* error) {
   Reader reader(packed);
   std::uint32_t version = 0, regions = 0;
   std::string its_boot_id;
   bool whole = reader.number(&version) && version == kPeerVersion && reader.sized(&its_boot_id) &&
                reader.sized(&peer->secret) && peer->secret.size() == kSecretBytes &&
                reader.sized(&peer->address) && !peer->address.empty() && reader.number(&regions);
+  if (whole && regions != region_bytes.size()) {
+    *error = "names " + std::to_string(region_bytes.size()) + " regions, and its engine's part " +
+             std::to_string(regions);
+    return false;
+  }
   for (std::uint32_t i = 0; whole && i < regions; ++i) {
     UcxPeer::Region region;
+    region.length = region_bytes[i];
     whole = reader.number(&region.address) && reader.sized(&region.key) && !region.key.empty();
+    if (whole && region.length > ~std::uint64_t{0} - region.address) {
+      *error = "region " + std::to_string(i) + " of " + std::to_string(region.length) +
+               " bytes ends behind the last address";
+      return false;
+    }
     peer->regions.push_back(std::move(region));
   }
   if (!whole || !reader.at_end()) {
@@ -134,6 +150,7 @@ struct UcxEngine::Command {
   Kind kind;
   std::uint64_t ticket = 0, connection = 0;
   std::string packed;
+  std::vector<std::uint64_t> region_bytes;  // of the peer
   std::vector<UcxItem> items;
 };
 
@@ -202,24 +219,30 @@ void UcxEngine::submit(Command command) {
   if (commands_.size() == 1) add_to(wake_fd_);
 }
 
-void UcxEngine::connect(std::uint64_t ticket, std::uint64_t connection, std::string packed) {
-  submit({Command::Kind::kConnect, ticket, connection, std::move(packed), {}});
+void UcxEngine::connect(std::uint64_t ticket, std::uint64_t connection, std::string packed,
+                        std::vector<std::uint64_t> region_bytes) {
+  submit({Command::Kind::kConnect,
+          ticket,
+          connection,
+          std::move(packed),
+          std::move(region_bytes),
+          {}});
 }
 
 void UcxEngine::read(std::uint64_t ticket, std::uint64_t connection, std::vector<UcxItem> items) {
-  submit({Command::Kind::kRead, ticket, connection, {}, std::move(items)});
+  submit({Command::Kind::kRead, ticket, connection, {}, {}, std::move(items)});
 }
 
 void UcxEngine::cancel(std::uint64_t read_ticket) {
-  submit({Command::Kind::kCancel, read_ticket, 0, {}, {}});
+  submit({Command::Kind::kCancel, read_ticket, 0, {}, {}, {}});
 }
 
 void UcxEngine::disconnect(std::uint64_t ticket, std::uint64_t connection) {
-  submit({Command::Kind::kDisconnect, ticket, connection, {}, {}});
+  submit({Command::Kind::kDisconnect, ticket, connection, {}, {}, {}});
 }
 
 void UcxEngine::begin_close(std::uint64_t ticket) {
-  submit({Command::Kind::kClose, ticket, 0, {}, {}});
+  submit({Command::Kind::kClose, ticket, 0, {}, {}, {}});
 }
 
 void UcxEngine::close() {
@@ -427,6 +450,17 @@ void UcxEngine::obey(Command& command) {
         break;
       }
       Connection& connection = *found->second;
+      if (!std::ranges::all_of(command.items, [&](const UcxItem& item) {
+            return item.remote_region < connection.regions.size() &&
+                   item.local_region < options_.regions.size() &&
+                   lies_within(item.remote_offset, item.length,
+                               connection.regions[item.remote_region].length) &&
+                   lies_within(item.local_offset, item.length,
+                               options_.regions[item.local_region].length);
+          })) {
+        tell(command.ticket, UcxEnd::kFailed, "an item leaves its region");
+        break;
+      }
       connection.reads.push_back({this, &connection, command.ticket, std::move(command.items)});
       advance(connection.reads.back());
       break;
@@ -462,7 +496,7 @@ void UcxEngine::obey(Command& command) {
 void UcxEngine::make_connection(const Command& command) {
   UcxPeer peer;
   std::string error;
-  if (!read_ucx_peer(command.packed, boot_id_, &peer, &error)) {
+  if (!read_ucx_peer(command.packed, boot_id_, command.region_bytes, &peer, &error)) {
     tell(command.ticket, UcxEnd::kFailed, error);
     return;
   }
@@ -669,7 +703,6 @@ void UcxEngine::advance(Read& read) {
 
 ucs_status_t UcxEngine::post_get(Read& read, const UcxItem& item) {
   Connection& connection = *read.connection;
-  assert(item.remote_region < connection.keys.size());
   ucp_request_param_t param{};
   param.op_attr_mask =
       UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMH;
@@ -688,7 +721,6 @@ ucs_status_t UcxEngine::post_get(Read& read, const UcxItem& item) {
 
 ucs_status_t UcxEngine::post_request(Read& read, const UcxItem& item) {
   Connection& connection = *read.connection;
-  assert(item.remote_region < connection.regions.size());
   Request message{};
   std::memcpy(message.secret, connection.secret.data(), kSecretBytes);
   message.token = ++last_token_;

@@ -33,6 +33,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -76,7 +77,7 @@ struct UcxOptions {
 struct UcxPeer {
   std::string address;
   struct Region {
-    std::uint64_t address = 0;
+    std::uint64_t address = 0, length = 0;
     std::string key;
   };
   std::vector<Region> regions;
@@ -84,9 +85,12 @@ struct UcxPeer {
   bool same_host = false;
 };
 
-// What `connect` wants of a peer, out of what its engine said; false for bytes that are none.
-bool read_ucx_peer(const std::string& packed, const std::string& boot_id, UcxPeer* peer,
-                   std::string* error);
+// What `connect` wants of a peer, out of what its engine said. False: `error` says what is wrong
+// with it. A peer's regions have these lengths, as the metadata around its engine's part says; UCX
+// itself does not check the address and the keys that it packed (ucp_ep_create,
+// ucp_ep_rkey_unpack).
+bool read_ucx_peer(const std::string& packed, const std::string& boot_id,
+                   std::span<const std::uint64_t> region_bytes, UcxPeer* peer, std::string* error);
 
 class UcxEngine {
  public:
@@ -100,9 +104,11 @@ class UcxEngine {
   [[nodiscard]] int event_fd() const noexcept { return event_fd_; }
   std::vector<UcxEvent> take_events();
 
-  // Connections have numbers that the caller chooses and uses once. `packed` is of a peer's open.
-  void connect(std::uint64_t ticket, std::uint64_t connection, std::string packed);
-  // REQUIRES: every item lies within the regions of both sides.
+  // Connections have numbers that the caller chooses and uses once. `packed` is of a peer's open,
+  // its regions have these lengths.
+  void connect(std::uint64_t ticket, std::uint64_t connection, std::string packed,
+               std::vector<std::uint64_t> region_bytes);
+  // kFailed, and nothing is read, unless every item lies within the regions of both sides.
   void read(std::uint64_t ticket, std::uint64_t connection, std::vector<UcxItem> items);
   // Posts no more of a read; what is under way goes on to its end.
   void cancel(std::uint64_t read_ticket);

@@ -209,6 +209,20 @@ def test_an_engines_part_that_is_cut_is_refused(start: Start, engine: Engine) ->
     assert reader.ask("read", peer="owner", items=whole(LENGTHS, MIB)) == ["", ENDED_ONCE]
 
 
+def test_a_head_that_names_other_regions_than_the_engines_part_is_refused(start: Start) -> None:
+    owner, reader = pair(start)
+    good = metadata_of(owner)
+    magic, version, regions, name_bytes, part_bytes, _ = struct.unpack_from("<4sHBBII", good)
+    for named in (regions - 1, regions + 1, regions + 7):
+        lengths = struct.pack("<Q", MIB) * named
+        rest = lengths + good[16 + 8 * regions :]
+        head = struct.pack("<4sHBBII", magic, version, named, name_bytes, part_bytes, zlib.crc32(rest))
+        with pytest.raises(ChildError) as refused:
+            connect(reader, "other", head + rest)
+        assert (refused.value.code, refused.value.field) == ("transfer", "metadata")
+    assert reader.ask("read", peer="owner", items=whole(LENGTHS, MIB)) == ["", ENDED_ONCE]
+
+
 def test_connecting_again_changes_nothing_and_disconnecting_is_felt(start: Start) -> None:
     owner, reader = pair(start)
     for _ in range(3):

@@ -22,11 +22,17 @@ class UcxEngine:
     def take_events(self) -> list[tuple[int, int, bytes]]:
         """What came to an end since the last call."""
 
-    def connect(self, ticket: int, connection: int, packed: bytes) -> None:
-        """`packed`: the text of the peer's ticket 0. The text of the event names the transports."""
+    def connect(self, ticket: int, connection: int, packed: bytes, region_bytes: Sequence[int]) -> None:
+        """`packed`: the text of the peer's ticket 0; `region_bytes`: the lengths of its regions, by its metadata.
+
+        The text of the event names the transports, or says what is wrong with `packed`.
+        """
 
     def read(self, ticket: int, connection: int, items: Sequence[tuple[int, int, int, int, int]]) -> None:
-        """Items as base.ReadItem, all within the regions of both sides. Its event: no byte is written any more."""
+        """Items as base.ReadItem; one outside the regions of either side fails the read before it begins.
+
+        Its event: no byte is written any more.
+        """
 
     def cancel(self, read_ticket: int) -> None:
         """Begin no more of a read; has no event of its own."""

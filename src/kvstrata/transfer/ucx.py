@@ -150,7 +150,7 @@ class UcxEngine(TransferEngine):
             connection = _Connection(next(self._numbers), metadata, known.region_bytes)
             ticket = next(self._numbers)
             ended = self._expect(ticket)
-            native.connect(ticket, connection.number, known.part)
+            native.connect(ticket, connection.number, known.part, known.region_bytes)
             end, text = await asyncio.shield(ended)
             if end == _CANCELLED:
                 raise TransferError("ucx: the engine is closed", field="engine")
