@@ -5,7 +5,7 @@
 import os
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE
-from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_SetName
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_SetDestructor, PyCapsule_SetName
 from cpython.ref cimport PyObject
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
@@ -338,6 +338,9 @@ cdef class NativeConnector:
                 f"headers of this version of kvstrata; found {capsule!r:.100}"
             )
         self.connector.reset(<CConnector*>PyCapsule_GetPointer(capsule, connector_capsule_name))
+        # The connector is this object's now. The capsule's destructor is for one that nobody took: it would
+        # free the connector a second time, or fail on the new name.
+        PyCapsule_SetDestructor(capsule, NULL)
         PyCapsule_SetName(capsule, "kvstrata.Connector.taken")
         can = self.connector.get().capabilities()
         if can.items_per_piece == 0 or can.max_batch == 0:
