@@ -13,6 +13,9 @@ import msgspec
 KEY_BYTES = 32
 """Length of a chain key, storage key, slice digest or identity root (SHA-256)."""
 
+MAX_L2_ADAPTERS = 15
+"""Of one server: in its settings, added while it runs, and seen by its controllers as tiers beside L1."""
+
 FORMAT_VERSION = 1
 """Version of key derivation and record format; part of every identity."""
 

@@ -294,14 +294,14 @@ async def test_a_constructor_that_takes_its_time_keeps_nobody_waiting(start: Sta
 
 
 async def test_opened_and_opening_adapters_are_bounded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_control, "MAX_ADAPTERS", 2)
+    monkeypatch.setattr(adapter_control, "MAX_L2_ADAPTERS", 2)
     rig = start(open_s=0.02)
     SHELVES["a"].shut("open")
     with pytest.raises(DeadlineExceeded):
         await rig.add("a")
     rig.control._open_s = LATER_S
     await rig.add("b")
-    with pytest.raises(Refused, match="there are 2 adapters"):
+    with pytest.raises(Refused, match="at most 2 L2 adapters"):
         await rig.add("c")
     SHELVES["a"].let_go()
     await until(lambda: SHELVES["a"].closed)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_type_hints
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +22,8 @@ from kvstrata.config.peer_names import (
     translate,
 )
 from kvstrata.errors import ConfigError
+from kvstrata.rpc.cluster_wire import Register
+from kvstrata.types import MAX_L2_ADAPTERS
 
 
 def test_no_flag_at_all_gives_the_defaults():
@@ -111,6 +115,24 @@ def test_variables_of_the_build_and_of_engines_are_no_business_of_the_server():
 def test_a_wrong_flag_says_what_to_change(arguments, says):
     with pytest.raises(ConfigError, match=says):
         parse_server_flags(arguments)
+
+
+def test_more_adapters_than_a_server_may_have_are_an_error_that_says_how_many(tmp_path):
+    def settings(count):
+        file = tmp_path / "c.yaml"
+        adapters = "".join(f"  - {{type: fs, base_path: /a/{i}}}\n" for i in range(count))
+        file.write_text(f"l2_adapters:\n{adapters}")
+        return loading.load(ServerSettings, file=file)
+
+    adapters = settings(MAX_L2_ADAPTERS).l2_adapters
+    assert adapters is not None and len(adapters) == MAX_L2_ADAPTERS
+    with pytest.raises(ConfigError, match=f"l2_adapters.*{MAX_L2_ADAPTERS}"):
+        settings(MAX_L2_ADAPTERS + 1)
+
+
+def test_controllers_see_every_adapter_that_a_server_may_have():
+    tiers = ["l1", *(f"fs-{i}" for i in range(MAX_L2_ADAPTERS))]
+    assert msgspec.convert(tiers, get_type_hints(Register, include_extras=True)["tiers"]) == tiers
 
 
 @pytest.mark.parametrize("flag", sorted(SERVER_FLAGS))

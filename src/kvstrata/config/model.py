@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from kvstrata.types import MAX_L2_ADAPTERS
+
 GB = 1 << 30
 
 
@@ -238,8 +240,11 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
     l1: L1Settings = L1Settings()
     l2: L2Settings = L2Settings()
     l2_adapters: Annotated[
-        list[dict[str, Any]] | None,
-        Meta(description="L2 adapters in order of nearness; empty list: none; not set: the embedded one."),
+        Annotated[list[dict[str, Any]], Meta(max_length=MAX_L2_ADAPTERS)] | None,
+        Meta(
+            description=f"L2 adapters in order of nearness, at most {MAX_L2_ADAPTERS}; empty list: none; "
+            "not set: the embedded one."
+        ),
     ] = None
     http: HttpSettings = HttpSettings()
     security: SecuritySettings = SecuritySettings()

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvstrata.types import KEY_BYTES, LayoutIdentity
+from kvstrata.types import KEY_BYTES, MAX_L2_ADAPTERS, LayoutIdentity
 
 CLUSTER_PROTOCOL_VERSION = 2
 TAG_BYTES = 8
@@ -98,7 +98,7 @@ class Register(ClusterRequest, frozen=True, tag="register"):
     instance: InstanceId
     incarnation: Incarnation
     version: Text
-    tiers: Annotated[list[TierName], Meta(min_length=1, max_length=16)]
+    tiers: Annotated[list[TierName], Meta(min_length=1, max_length=1 + MAX_L2_ADAPTERS)]
     """Those whose chunks it reports; the first is `l1`."""
     l1_bytes: Count
     chunk_tokens: Count

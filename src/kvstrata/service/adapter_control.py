@@ -8,7 +8,7 @@
 Rules:
 
 1. An `add` that fails changes nothing: not the set, not a policy, not a counter.  One that hangs is answered after
-   OPEN_S; what it began is closed when it ends, and until then counts among MAX_ADAPTERS.
+   OPEN_S; what it began is closed when it ends, and until then counts among MAX_L2_ADAPTERS.
 2. Every wait is bounded.  An adapter that does not let go is closed all the same (storage/wrap/deadline.py bounds
    that too); while operations of it run it stays listed as `removing` with the bytes that they keep stuck.
 3. What is done is a task owned here: it goes on when the caller goes away, and ends with the server.
@@ -39,6 +39,7 @@ from kvstrata.errors import (
 from kvstrata.observability.logging import EventLog
 from kvstrata.service.adapters import AdapterState, Member
 from kvstrata.storage.registry import AdapterConfig, ConfiguredAdapter, configure_adapter
+from kvstrata.types import MAX_L2_ADAPTERS
 
 if TYPE_CHECKING:
     from kvstrata.native.pool import Pool
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MAX_ADAPTERS = 32
-"""In the set, being removed and being opened, all together."""
 OPEN_S = 30.0
 """For an adapter to be made and opened."""
 FIELD = "adapter"
@@ -175,9 +174,10 @@ class AdapterControl:
                 "http.token_file, or name the adapter when the server starts",
                 field=f"{FIELD}.type",
             )
-        if len(self._adapters) + self._opening >= MAX_ADAPTERS:
+        if len(self._adapters) + self._opening >= MAX_L2_ADAPTERS:
             raise Refused(
-                f"there are {MAX_ADAPTERS} adapters, being opened or removed ones included; remove one first",
+                f"a server has at most {MAX_L2_ADAPTERS} L2 adapters, being opened or removed ones included; "
+                "remove one first",
                 field=FIELD,
             )
         return await asyncio.shield(

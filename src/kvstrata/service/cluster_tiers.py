@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from kvstrata.service.engine import Engine
     from kvstrata.storage.base import Usage
 
-MAX_TIERS = 15
 MAX_NAME_CHARS = 32
 PAGE_KEYS = 256
 """Keys that an adapter names at a time: some 100 µs of its index, and of the loop."""
@@ -96,12 +95,11 @@ class OwnTiers:
         return {tier: self._usage[tier] for tier in self._members() if tier in self._usage}
 
     def _members(self) -> dict[str, Member]:
-        own = [
-            (tier_name(member.name), member)
+        return {
+            tier_name(member.name): member
             for member in self._engine.adapters
             if not member.adapter.capabilities.shared and member.adapter.capabilities.takes_puts
-        ]
-        return dict(own[:MAX_TIERS])
+        }
 
     async def _count(self) -> None:
         while True:
