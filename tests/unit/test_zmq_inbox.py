@@ -74,7 +74,7 @@ def test_connections_are_served_in_turn_and_each_in_order(wire: Wire) -> None:
     assert len(wire.inbox) == 0
 
 
-@pytest.mark.parametrize(("body", "fits"), [(b"", MAX_WAITING_MESSAGES), (bytes(1_800), 2)])
+@pytest.mark.parametrize(("body", "fits"), [(b"", MAX_WAITING_MESSAGES), (bytes(1_800), 4)])
 def test_a_connection_with_too_much_waiting_is_cut_and_forgotten(wire: Wire, body: bytes, fits: int) -> None:
     inbox = wire.inbox = Inbox(SIZE * (MAX_WAITING_MESSAGES if not body else 1))
     inbox.listen(wire.listener.getsockname())
@@ -91,7 +91,7 @@ def test_a_connection_with_too_much_waiting_is_cut_and_forgotten(wire: Wire, bod
 
 
 def test_of_many_that_wait_for_too_much_together_the_largest_is_cut(wire: Wire) -> None:
-    small = [wire.connect() for _ in range(14)]
+    small = [wire.connect() for _ in range(30)]
     large = wire.connect()
     for connection in small:
         assert wire.inbox.add(message(connection, bytes(800))) is None
@@ -99,7 +99,7 @@ def test_of_many_that_wait_for_too_much_together_the_largest_is_cut(wire: Wire) 
     last = wire.connect()
     assert wire.inbox.add(message(last, bytes(800))) == large
     assert wire.is_cut(large)
-    assert len(drained(wire.inbox)) == 15
+    assert len(drained(wire.inbox)) == 31
     assert wire.inbox.add(message(last)) is None  # what was handled counts no more
 
 
@@ -124,7 +124,7 @@ def test_one_connection_too_many_costs_the_longest_silent_one(
 
 def test_a_new_connection_with_the_descriptor_of_one_that_was_cut_is_heard(wire: Wire) -> None:
     flood = wire.connect()
-    wire.inbox.add(message(flood, bytes(5 * SIZE)))
+    wire.inbox.add(message(flood, bytes(9 * SIZE)))
     assert wire.is_cut(flood)
     assert wire.inbox.has_cut
     wire.inbox.closed(flood)
@@ -137,6 +137,6 @@ def test_a_descriptor_that_is_another_connection_now_is_left_alone(wire: Wire) -
     ours, theirs = socket.socketpair()
     with ours, theirs, open("/dev/null") as file:
         for descriptor in (ours.fileno(), file.fileno(), 1 << 20):
-            assert wire.inbox.add(message(descriptor, bytes(5 * SIZE))) == descriptor
+            assert wire.inbox.add(message(descriptor, bytes(9 * SIZE))) == descriptor
         theirs.sendall(b"alive")
         assert ours.recv(5) == b"alive"

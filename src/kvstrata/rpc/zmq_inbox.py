@@ -22,9 +22,9 @@ from collections import deque
 from typing import NamedTuple
 
 MAX_WAITING_MESSAGES = 4_096
-MAX_WAITING_LARGEST = 4
+MAX_WAITING_LARGEST = 8
 """Messages of the largest size that may wait for one connection."""
-MAX_TOTAL_LARGEST = 16
+MAX_TOTAL_LARGEST = 32
 """The same for all connections together."""
 MAX_CONNECTIONS = 4_096
 CONNECTIONS_SHARE = 8
