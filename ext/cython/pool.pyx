@@ -127,6 +127,7 @@ cdef extern from "kvstrata/pool.h" namespace "kvstrata" nogil:
         uint64_t leases_trimmed, bad_records
         uint64_t adopted_entries, adoption_dropped
         uint64_t events_lost, prefaulted_bytes
+        uint64_t backed_bytes, missing_bytes, rows_capacity
         uint64_t entry_capacity, rows_claimed
         double fragmentation
         const char* policy
@@ -202,6 +203,7 @@ cdef extern from "kvstrata/pool.h" namespace "kvstrata" nogil:
         void heartbeat() noexcept
         void set_has_l2(cbool) noexcept
         Status prefault_start(uint32_t) noexcept
+        uint64_t retry_missing() noexcept
         Prefault& prefault() noexcept
         void close() noexcept
         cbool is_closed() noexcept
@@ -211,8 +213,9 @@ cdef extern from "kvstrata/pool.h" namespace "kvstrata" nogil:
 cdef enum:
     KEY_BYTES = 32
     EXTENT_BYTES = 24
-    MAX_ROWS = 128
+    MAX_ROWS = 1024
 
+MAX_SESSIONS = MAX_ROWS - 1
 STATES = ("free", "reserved", "ready", "unverified", "quarantined")
 OUTCOMES = (
     "reserved", "present", "in_flight", "chain_exceeds_pool", "pool_pinned", "session_limit", "quota", "too_large",
@@ -728,6 +731,7 @@ cdef class Pool:
             "reservations": s.reservations,
             "holds": s.holds,
             "rows_claimed": s.rows_claimed,
+            "rows_capacity": s.rows_capacity,
             "inserted_entries": s.inserted_entries,
             "inserted_bytes": s.inserted_bytes,
             "evicted_entries": s.evicted_entries,
@@ -747,6 +751,8 @@ cdef class Pool:
             "adopted_entries": s.adopted_entries,
             "adoption_dropped": s.adoption_dropped,
             "events_lost": s.events_lost,
+            "backed_bytes": s.backed_bytes,
+            "missing_bytes": s.missing_bytes,
             "prefaulted_bytes": s.prefaulted_bytes,
             "prefault_error": self.pool.get().prefault().error(),
             "classes": [
@@ -768,6 +774,12 @@ cdef class Pool:
 
     def set_has_l2(self, has_l2):
         self.pool.get().set_has_l2(bool(has_l2))
+
+    def retry_missing(self):
+        cdef uint64_t missing
+        with nogil:
+            missing = self.pool.get().retry_missing()
+        return missing
 
     def prefault_start(self, uint32_t threads):
         cdef Status status

@@ -71,6 +71,11 @@ class Handlers:
             for row in self._pool.rows()
         ]
 
+    def claim(self, count: int) -> None:
+        """Takes rows for processes that there are not."""
+        for number in range(count):
+            self._pool.claim_row(number.to_bytes(16, "big"), bytes(16), 1, False)
+
     def stats(self) -> dict[str, Any]:
         return {**self._attach.stats(), "pool": self._pool.stats()}
 

@@ -324,8 +324,9 @@ def test_a_client_trusts_no_socket_directory_of_another_uid(
 def test_all_rows_taken_is_a_refusal_and_a_goodbye_makes_room(
     server: AttachServerChild, place: Place, worker: Child
 ) -> None:
-    rows = {attach(worker, place, name(str(number))) for number in range(127)}
-    assert rows == set(range(1, 128))
+    server.ask("claim", count=900)
+    rows = {attach(worker, place, name(str(number))) for number in range(123)}
+    assert rows == set(range(901, 1024))
     with pytest.raises(ChildError) as caught:
         attach(worker, place, name("one too many"))
     assert caught.value.code == "refused"

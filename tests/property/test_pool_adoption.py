@@ -17,7 +17,7 @@ from kvstrata.types import unpack_extents
 PAGE = 4096
 EXTENTS, ENTRIES = 24, 24
 IDENTITY = hashlib.sha256(b"identity").digest()
-ROWS_OFFSET, LINES_OFFSET = 4096, 12288
+ROWS_OFFSET, LINES_OFFSET = 4096, 69632
 
 
 def key(prompt: int, chunk: int) -> bytes:
@@ -80,7 +80,7 @@ def use(pool: Pool) -> None:
         pool.validate()
 
 
-FILE_BYTES = 12288 + 4096 + 4096 + 4096
+FILE_BYTES = LINES_OFFSET + 4096 + 4096 + 4096
 # Mostly where something is: the header's start, the rows and lines in use, the entries.
 places = st.one_of(
     st.integers(0, 640),

@@ -57,6 +57,7 @@ def test_check_works_without_home_and_runtime_dir() -> None:
     ran = check()
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["port"] is None
+    assert "up to 1023 engine processes" in ran.stderr
 
 
 def test_check_takes_settings_from_the_environment_and_flags_win() -> None:

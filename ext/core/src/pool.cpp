@@ -107,6 +107,7 @@ Status Pool::create(int index_fd, int extents_fd, const PoolOptions& options,
     return Status(StatusCode::kOsError, "ftruncate of the extents file failed", errno);
   }
   const std::shared_ptr<Pool> pool(new Pool());
+  KVSTRATA_RETURN_IF_ERROR(pool->back_index(index_fd, layout.file_bytes, layout.hot_offset, 0, 0));
   KVSTRATA_RETURN_IF_ERROR(
       Mapping::map(index_fd, layout.file_bytes, true, true, &pool->index_mapping_));
   pool->index_ = IndexView(pool->index_mapping_.address(), layout);
@@ -130,11 +131,24 @@ Status Pool::create(int index_fd, int extents_fd, const PoolOptions& options,
   return Status();
 }
 
+// Memory for the first `head_bytes` of the index and for a part of its cold entries. Entries that
+// were never used get theirs in take_entry.
+Status Pool::back_index(int index_fd, std::uint64_t file_bytes, std::uint64_t head_bytes,
+                        std::uint64_t cold_offset, std::uint64_t cold_bytes) {
+  if (index_backing_.bytes() == 0)
+    KVSTRATA_RETURN_IF_ERROR(index_backing_.attach(index_fd, file_bytes));
+  if (index_backing_.ensure(0, head_bytes) && index_backing_.ensure(cold_offset, cold_bytes))
+    return Status();
+  return Status(StatusCode::kOsError, "the file system has no memory for the index",
+                index_backing_.error());
+}
+
 // What create and adopt have in common: the mappings beside the index, the server's own tables.
 Status Pool::start(const IndexLayout& layout, int extents_fd, const PoolOptions& options) {
   options_ = options;
   const std::uint64_t extents_bytes = index_.header().extents_bytes;
   KVSTRATA_RETURN_IF_ERROR(Mapping::map(extents_fd, extents_bytes, true, true, &extents_mapping_));
+  KVSTRATA_RETURN_IF_ERROR(extents_backing_.attach(extents_fd, extents_bytes));
   extents_base_ = static_cast<std::uint8_t*>(extents_mapping_.address());
   KVSTRATA_RETURN_IF_ERROR(
       Mapping::anonymous(layout.entry_capacity * sizeof(EntryLocal), &local_mapping_));
@@ -155,6 +169,8 @@ void Pool::close() noexcept {
     closed_.store(true, std::memory_order_release);
   }
   prefault_.stop();
+  index_backing_.close();
+  extents_backing_.close();
 }
 
 Status Pool::check_open() const noexcept {
@@ -178,7 +194,15 @@ void Pool::set_has_l2(bool has_l2) noexcept {
 Status Pool::prefault_start(std::uint32_t threads) noexcept {
   const std::lock_guard lock(mutex_);
   KVSTRATA_RETURN_IF_ERROR(check_open());
-  return prefault_.start(extents_base_, extents_bytes(), threads);
+  return prefault_.start(extents_base_, &extents_backing_, threads);
+}
+
+std::uint64_t Pool::retry_missing() noexcept {
+  const std::lock_guard lock(mutex_);  // close() ends what is used here
+  if (is_closed()) return 0;
+  index_backing_.try_again();
+  extents_backing_.try_again();
+  return index_backing_.missing_bytes() + extents_backing_.missing_bytes();
 }
 
 // ---- entries
@@ -246,7 +270,16 @@ std::uint32_t Pool::take_entry() noexcept {
     return entry;
   }
   if (entries_touched_ >= index_.capacity()) return kNoEntry;
-  const auto entry = static_cast<std::uint32_t>(entries_touched_++);
+  const auto entry = static_cast<std::uint32_t>(entries_touched_);
+  const auto offset_of = [&](const void* address) {
+    return static_cast<std::uint64_t>(static_cast<const std::uint8_t*>(address) -
+                                      static_cast<std::uint8_t*>(index_mapping_.address()));
+  };
+  if (!index_backing_.ensure(offset_of(&index_.hot(entry)), sizeof(HotEntry)) ||
+      !index_backing_.ensure(offset_of(&index_.cold(entry)), sizeof(ColdEntry))) {
+    return kNoEntry;
+  }
+  entries_touched_ += 1;
   store_word(index_.header().entries_touched, entries_touched_);
   return entry;
 }
@@ -327,20 +360,20 @@ void Pool::touch(std::uint32_t entry) noexcept {
   }
 }
 
-Pool::RowMask Pool::rows_of(std::uint32_t entry) const noexcept {
+Pool::RowBits Pool::rows_of(std::uint32_t entry) const noexcept {
   const ColdEntry& cold = index_.cold(entry);
-  return RowMask{{load_word(cold.rows[0]), load_word(cold.rows[1])}};
+  return RowBits{{load_word(cold.rows[0]), load_word(cold.rows[1])}};
 }
 
-void Pool::set_rows(std::uint32_t entry, const RowMask& mask) noexcept {
+void Pool::set_rows(std::uint32_t entry, const RowBits& bits) noexcept {
   ColdEntry& cold = index_.cold(entry);
-  store_word(cold.rows[0], mask.word[0]);
-  store_word(cold.rows[1], mask.word[1]);
+  store_word(cold.rows[0], bits.word[0]);
+  store_word(cold.rows[1], bits.word[1]);
 }
 
-Pool::RowMask Pool::old_rows_of(std::uint32_t entry) const noexcept {
+Pool::RowBits Pool::old_rows_of(std::uint32_t entry) const noexcept {
   const auto found = old_rows_.find(entry);
-  return found == old_rows_.end() ? RowMask{} : found->second;
+  return found == old_rows_.end() ? RowBits{} : found->second.bits();
 }
 
 void Pool::release_owner(std::uint32_t entry) noexcept {
@@ -517,8 +550,10 @@ PoolStats Pool::stats() noexcept {
                             ? 0.0
                             : 1.0 - static_cast<double>(stats.largest_allocatable_bytes) /
                                         static_cast<double>(free_bytes);
-  for (std::uint32_t row = 1; row < kRowCount; ++row)
-    stats.rows_claimed += is_row(row) ? 1 : 0;
+  stats.rows_claimed = rows_claimed_;
+  stats.rows_capacity = kRowCount - 1;
+  stats.backed_bytes = extents_backing_.there_bytes();
+  stats.missing_bytes = extents_backing_.missing_bytes() + index_backing_.missing_bytes();
   for (std::uint32_t cls = 0; cls < kMaxClasses; ++cls) {
     const SlabMap::Class& size_class = slabs_.size_class(cls);
     if (size_class.extent_bytes == 0 || size_class.capacity == 0) continue;

@@ -45,6 +45,8 @@ Status Pool::adopt(int index_fd, int extents_fd, const PoolOptions& options,
   const std::uint64_t smallest = IndexLayout::of(kMinEntryCapacity).file_bytes;
   if (index_bytes < smallest) return differs("index_file_bytes", index_bytes, smallest);
   const std::shared_ptr<Pool> pool(new Pool());
+  // A server that was killed while it made the pool may have left no memory even for the header.
+  KVSTRATA_RETURN_IF_ERROR(pool->back_index(index_fd, index_bytes, sizeof(IndexHeader), 0, 0));
   KVSTRATA_RETURN_IF_ERROR(Mapping::map(index_fd, index_bytes, true, true, &pool->index_mapping_));
   IndexLayout layout;
   KVSTRATA_RETURN_IF_ERROR(
@@ -64,6 +66,10 @@ Status Pool::adopt(int index_fd, int extents_fd, const PoolOptions& options,
   if (options.entry_capacity != 0 && options.entry_capacity != layout.entry_capacity) {
     return differs("entry_capacity", layout.entry_capacity, options.entry_capacity);
   }
+  const std::uint64_t touched = std::min(load_word(header.entries_touched), layout.entry_capacity);
+  KVSTRATA_RETURN_IF_ERROR(pool->back_index(index_fd, index_bytes,
+                                            layout.hot_offset + touched * sizeof(HotEntry),
+                                            layout.cold_offset, touched * sizeof(ColdEntry)));
   KVSTRATA_RETURN_IF_ERROR(pool->start(layout, extents_fd, options));
 
   timespec now{};
@@ -95,6 +101,7 @@ void Pool::adopt_rows() {
     if (!sound) store_word<std::uint64_t>(record.claimed, 0);
     // A row claimed in the epoch that begins now cannot be; garbage must not look like one.
     if (load_word(record.epoch) == epoch_) store_word<std::uint64_t>(record.epoch, 0);
+    rows_claimed_ += row != 0 && is_row(row) ? 1 : 0;
   }
   store_word<std::uint64_t>(index_.row(0).claimed, 1);
   store_word(index_.row(0).epoch, epoch_);
@@ -109,7 +116,7 @@ void Pool::adopt_entry(std::uint32_t entry, const RowMask& live_rows, Adoption* 
     if (head != IndexView::pack_head(static_cast<std::uint32_t>(head) & ~1u, EntryState::kFree)) {
       index_.set_state(entry, EntryState::kFree);
     }
-    if (rows_of(entry).any()) set_rows(entry, RowMask{});
+    if (rows_of(entry).any()) set_rows(entry, RowBits{});
     give_entry(entry);
   };
   if (state_byte == static_cast<std::uint8_t>(EntryState::kFree)) return set_free();
@@ -118,9 +125,7 @@ void Pool::adopt_entry(std::uint32_t entry, const RowMask& live_rows, Adoption* 
     return set_free();
   }
   const auto state = static_cast<EntryState>(state_byte);
-  RowMask touchers = rows_of(entry);
-  touchers.word[0] &= live_rows.word[0];
-  touchers.word[1] &= live_rows.word[1];
+  RowBits touchers = live_rows.among(rows_of(entry)).bits();
   std::uint64_t owner = load_word(cold.owner);
   if (owner == 0 || owner >= kRowCount || !live_rows.test(static_cast<std::uint32_t>(owner)))
     owner = kNoOwner;
@@ -141,9 +146,7 @@ void Pool::adopt_entry(std::uint32_t entry, const RowMask& live_rows, Adoption* 
     counters_.adoption_dropped += 1;
     if (holder != kNoEntry) {
       // Two entries on one extent: neither is to be trusted, and both sides' rows may touch it.
-      RowMask& mask = adoption->touchers[holder];
-      mask.word[0] |= touchers.word[0];
-      mask.word[1] |= touchers.word[1];
+      adoption->touchers[holder] |= touchers;
       adoption->distrusted.insert(holder);
     }
     return set_free();
@@ -176,7 +179,7 @@ void Pool::adopt_entries() {
   });
   std::vector<std::uint32_t> linked;
   for (const std::uint32_t entry : placed) {
-    const RowMask touchers = adoption.touchers[entry];
+    const RowBits touchers = adoption.touchers[entry];
     const Key key = index_.key(entry);
     const bool keep = !adoption.distrusted.contains(entry) && index_.find(key) == kNoEntry;
     const bool stays_linked = keep && index_.link(entry, key);
@@ -184,7 +187,7 @@ void Pool::adopt_entries() {
     if (!stays_linked && !touchers.any()) {
       counters_.adoption_dropped += 1;
       index_.set_state(entry, EntryState::kFree);
-      set_rows(entry, RowMask{});
+      set_rows(entry, RowBits{});
       slabs_.free(local.run, local.slot);
       give_entry(entry);
       continue;
@@ -195,7 +198,7 @@ void Pool::adopt_entries() {
     count_state(entry, state, 1);
     used_bytes_ += extent_bytes(entry);
     if (touchers.any()) {
-      old_rows_.emplace(entry, touchers);
+      old_rows_.emplace(entry, live_rows.among(touchers));
       change_blockers(entry, false, [](EntryLocal& changed) { changed.held_back += 1; });
     }
     if (stays_linked) {

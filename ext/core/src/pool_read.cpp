@@ -89,6 +89,7 @@ Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_s
       lease_items_ + n_items > 4 * std::max<std::size_t>(index_.capacity(), kMaxBatchKeys)) {
     return Status();
   }
+  const RowBits bits = mask.bits();
   result->extents.resize(n_items);
   for (std::size_t i = n_items; i-- > 0;) {
     // From the last chunk to the first, so that the start of a prompt is what goes last.
@@ -96,9 +97,8 @@ Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_s
     EntryLocal& local = local_[entry];
     if (local.leases == 0) leased_bytes_ += extent_bytes(entry);
     change_blockers(entry, false, [](EntryLocal& changed) { changed.leases += 1; });
-    RowMask present = rows_of(entry);
-    present.word[0] |= mask.word[0];
-    present.word[1] |= mask.word[1];
+    RowBits present = rows_of(entry);
+    present |= bits;
     set_rows(entry, present);
     touch(entry);
     result->extents[i] = extent_record(entry);

@@ -153,11 +153,21 @@ bool Pool::evict_window(const SlabMap::Window& window, std::uint64_t older_than)
   return true;
 }
 
+// A free extent that has memory. False when there is none.
+bool Pool::take_place(std::uint32_t cls, std::uint32_t entry, SlabPlace* place) {
+  if (!extents_backing_.is_short()) {
+    if (!slabs_.allocate(cls, entry, nullptr, place)) return false;
+    if (extents_backing_.ensure(place->offset, slabs_.size_class(cls).extent_bytes)) return true;
+    slabs_.free(place->run, place->slot);
+  }
+  return slabs_.allocate(cls, entry, &extents_backing_, place);
+}
+
 // An extent for the entry, evicting what must go if that is allowed. False when what is left cannot
 // be evicted.
 bool Pool::make_room(std::uint32_t cls, std::uint32_t entry, bool may_evict, SlabPlace* place) {
   std::uint64_t tried = 0;
-  while (!slabs_.allocate(cls, entry, place)) {
+  while (!take_place(cls, entry, place)) {
     operations_ += 1;
     if (!may_evict) return false;
     const std::uint32_t victim = policy_->victim(cls);

@@ -39,6 +39,7 @@ Status Pool::claim_row(const std::uint8_t* session, const std::uint8_t* group, s
   if (!known) {
     store_word(record.epoch, epoch_);
     store_word<std::uint64_t>(record.claimed, 1);
+    rows_claimed_ += 1;
   }
   *out = chosen;
   return Status();
@@ -75,7 +76,7 @@ std::uint64_t Pool::forget_old_row(std::uint32_t row, bool keep_quarantine) {
     }
     mask.clear(row);
     if (!mask.any()) settled.push_back(entry);
-    if (local_[entry].leases == 0) set_rows(entry, mask);
+    if (local_[entry].leases == 0) set_rows(entry, mask.bits());
   }
   for (const std::uint32_t entry : settled) {
     old_rows_.erase(entry);
@@ -110,6 +111,7 @@ void Pool::end_row(std::uint32_t row) {
     if (load_word(index_.cold(entry).owner) == row) release_owner(entry);
   }
   store_word<std::uint64_t>(index_.row(row).claimed, 0);
+  rows_claimed_ -= 1;
 }
 
 Status Pool::row_gone(std::uint32_t row) noexcept {

@@ -28,15 +28,14 @@ Status Pool::validate() noexcept {
 
   std::vector<std::uint32_t> leases(touched, 0);
   std::vector<std::uint32_t> reserved_by(touched, 0);
-  std::vector<RowMask> rows(touched);
+  std::vector<RowBits> rows(touched);
   std::size_t items = 0;
   for (const auto& [ticket, lease] : leases_) {
     if (!lease.rows.any()) return broken("a lease is held by no row", ticket);
     for (const std::uint32_t entry : lease.entries) {
       if (entry >= touched) return broken("a lease names no entry", ticket);
       leases[entry] += 1;
-      rows[entry].word[0] |= lease.rows.word[0];
-      rows[entry].word[1] |= lease.rows.word[1];
+      rows[entry] |= lease.rows.bits();
     }
     items += lease.entries.size();
   }
@@ -119,18 +118,18 @@ Status Pool::validate() noexcept {
         (is_old ? 1 : 0);
     if (local.held_back != held_back)
       return broken("an entry's reasons to stay are wrong", entry, local.held_back);
-    RowMask needed = rows[entry];
+    RowBits needed = rows[entry];
     if (is_old) {
       if (!old->second.any()) return broken("an entry waits for no old row", entry);
-      needed.word[0] |= old->second.word[0];
-      needed.word[1] |= old->second.word[1];
+      needed |= old->second.bits();
     }
-    const RowMask present = rows_of(entry);
-    if (((needed.word[0] & ~present.word[0]) | (needed.word[1] & ~present.word[1])) != 0) {
+    const RowBits present = rows_of(entry);
+    RowBits both = present;
+    both |= needed;
+    if (both != present) {
       return broken("a row that may touch an entry is not recorded in it", entry);
     }
-    if (local.leases == 0 &&
-        (present.word[0] != needed.word[0] || present.word[1] != needed.word[1])) {
+    if (local.leases == 0 && present != needed) {
       return broken("an entry records a row that cannot touch it", entry);
     }
     if (state == EntryState::kReserved && reserved_by[entry] != 1) {
@@ -253,6 +252,10 @@ Status Pool::validate() noexcept {
     return broken("the count of leased bytes is wrong", leased_bytes_, leased_bytes);
   if (pinned_bytes != pinned_bytes_)
     return broken("the count of pinned bytes is wrong", pinned_bytes_, pinned_bytes);
+  std::uint32_t claimed = 0;
+  for (std::uint32_t row = 1; row < kRowCount; ++row)
+    claimed += is_row(row) ? 1 : 0;
+  if (claimed != rows_claimed_) return broken("the count of rows is wrong", rows_claimed_, claimed);
   for (std::uint32_t row = 0; row < kRowCount; ++row) {
     if (row_bytes_[row] != row_bytes[row])
       return broken("a row's bytes are wrong", row, row_bytes_[row]);

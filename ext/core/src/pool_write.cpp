@@ -153,7 +153,7 @@ ReserveOutcome Pool::reserve_one(const ReserveRequest& request, const Key& key, 
   }
   init_local(entry, place);
   ColdEntry& cold = index_.cold(entry);
-  set_rows(entry, RowMask{});
+  set_rows(entry, RowBits{});
   store_word<std::uint64_t>(cold.owner, request.row);
   store_word<std::uint64_t>(cold.tenant, request.tenant);
   std::memcpy(cold.identity, request.identity, sizeof cold.identity);
@@ -196,6 +196,7 @@ ReserveOutcome Pool::why_no_room(const ReserveRequest& request,
       chain.insert(up);
     }
   }
+  if (chain.empty()) return ReserveOutcome::kPoolPinned;
   std::uint64_t own_bytes = 0;
   std::uint64_t own_blocked_bytes = 0;
   for (const std::uint32_t entry : chain) {

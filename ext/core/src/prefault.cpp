@@ -17,18 +17,18 @@ namespace {
 
 // Populating holds the lock of the address space: in larger steps, every mmap of another thread
 // (Python makes them with the GIL held) would wait for tens of milliseconds.
-constexpr std::uint64_t kStepBytes = 2ULL << 20;
+constexpr std::uint64_t kStepBytes = Backing::kStepBytes;
 constexpr std::uint64_t kPage = 4096;
 
 }  // namespace
 
-Status Prefault::start(std::uint8_t* address, std::uint64_t bytes, std::uint32_t threads) noexcept {
+Status Prefault::start(std::uint8_t* address, Backing* backing, std::uint32_t threads) noexcept {
   if (!threads_.empty()) return Status(StatusCode::kExists, "prefault: already started");
   if (threads == 0 || threads > 64) {
     return Status(StatusCode::kBadArgument, "threads: must be between 1 and 64", threads, 64);
   }
   address_ = address;
-  bytes_ = bytes;
+  backing_ = backing;
   try {
     for (std::uint32_t i = 0; i < threads; ++i)
       threads_.emplace_back([this] { work(); });
@@ -41,6 +41,7 @@ Status Prefault::start(std::uint8_t* address, std::uint64_t bytes, std::uint32_t
 
 void Prefault::stop() noexcept {
   stop_.store(true, std::memory_order_relaxed);
+  if (backing_ != nullptr) backing_->stop_waiting();
   for (std::thread& thread : threads_) {
     if (thread.joinable()) thread.join();
   }
@@ -50,8 +51,13 @@ void Prefault::stop() noexcept {
 void Prefault::work() noexcept {
   while (!stop_.load(std::memory_order_relaxed)) {
     const std::uint64_t begin = next_.fetch_add(kStepBytes, std::memory_order_relaxed);
-    if (begin >= bytes_) return;
-    const std::uint64_t length = std::min(kStepBytes, bytes_ - begin);
+    const std::uint64_t bytes = backing_->bytes();
+    if (begin >= bytes) return;
+    const std::uint64_t length = std::min(kStepBytes, bytes - begin);
+    while (!backing_->ensure(begin, length)) {
+      if (stop_.load(std::memory_order_relaxed)) return;
+      backing_->wait_while_short();
+    }
     std::uint8_t* step = address_ + begin;
     int failed = 0;
     do {

@@ -198,19 +198,55 @@ void SlabMap::dissolve_run(std::uint32_t first) noexcept {
   run.freed.clear();
 }
 
-bool SlabMap::allocate(std::uint32_t cls, std::uint32_t entry, SlabPlace* place) {
+std::uint32_t SlabMap::take_slot(std::uint32_t first, const Backing* backing) {
+  Run& run = runs_[first];
+  const std::uint64_t extent = classes_[run.cls].extent_bytes;
+  const auto suits = [&](std::uint32_t slot) {
+    return backing == nullptr || backing->is_there(offset_of(first, slot), extent);
+  };
+  for (std::size_t i = run.freed.size(); i-- > 0;) {
+    const std::uint32_t slot = run.freed[i];
+    if (!suits(slot)) continue;
+    run.freed.erase(run.freed.begin() + static_cast<std::ptrdiff_t>(i));
+    return slot;
+  }
+  while (run.fresh < run.capacity) {
+    const std::uint32_t slot = run.fresh++;
+    if (suits(slot)) return slot;
+    run.freed.push_back(slot);
+  }
+  return kNoSlot;
+}
+
+bool SlabMap::any_backed(const Backing& backing, std::uint64_t offset, std::uint64_t extent_bytes,
+                         std::uint64_t slots) noexcept {
+  for (std::uint64_t slot = 0; slot < slots; ++slot) {
+    if (backing.is_there(offset + slot * extent_bytes, extent_bytes)) return true;
+  }
+  return false;
+}
+
+bool SlabMap::allocate(std::uint32_t cls, std::uint32_t entry, const Backing* backing,
+                       SlabPlace* place) {
   const Class& size_class = classes_[cls];
   std::uint32_t chosen = kNoRun;
-  if (size_class.used < size_class.capacity) {
+  std::uint32_t slot = kNoSlot;
+  std::uint64_t tried = 0;
+  while (slot == kNoSlot && size_class.used < size_class.capacity) {
     // The fullest run that has room: the emptier ones get a chance to run dry and change class.
+    chosen = kNoRun;
     for (std::uint32_t first = 0; first < slab_count_; ++first) {
       const Run& run = runs_[first];
       if (run.slabs == 0 || run.cls != cls || run.used == run.capacity) continue;
+      if ((tried >> first & 1) != 0) continue;
       if (chosen == kNoRun ||
           run.capacity - run.used < runs_[chosen].capacity - runs_[chosen].used) {
         chosen = first;
       }
     }
+    if (chosen == kNoRun) break;
+    tried |= 1ULL << chosen;
+    slot = take_slot(chosen, backing);
   }
   // Runs of one slab fill the file from its start, longer ones from its end, so that they do not
   // chop up each other's neighbourhood.
@@ -218,7 +254,7 @@ bool SlabMap::allocate(std::uint32_t cls, std::uint32_t entry, SlabPlace* place)
   const std::uint32_t fewest = static_cast<std::uint32_t>(
       std::min<std::uint64_t>(divide_up(extent, slab_bytes_), slab_count_));
   for (const std::uint32_t slabs : {size_class.run_slabs, fewest}) {
-    if (chosen != kNoRun || slabs == 0 || slabs > slab_count_) break;
+    if (slot != kNoSlot || slabs == 0 || slabs > slab_count_) break;
     std::uint32_t best = kNoRun;
     std::uint64_t best_capacity = 0;
     std::uint32_t loose = 0;
@@ -228,7 +264,8 @@ bool SlabMap::allocate(std::uint32_t cls, std::uint32_t entry, SlabPlace* place)
       const std::uint32_t first = slab + 1 - slabs;
       const std::uint64_t capacity = bytes_between(first, slabs) / extent;
       const bool better = slabs == 1 ? capacity > best_capacity : capacity >= best_capacity;
-      if (capacity > 0 && better) {
+      if (capacity > 0 && better &&
+          (backing == nullptr || any_backed(*backing, first * slab_bytes_, extent, capacity))) {
         best = first;
         best_capacity = capacity;
       }
@@ -236,17 +273,11 @@ bool SlabMap::allocate(std::uint32_t cls, std::uint32_t entry, SlabPlace* place)
     if (best != kNoRun) {
       make_run(best, slabs, cls);
       chosen = best;
+      slot = take_slot(chosen, backing);
     }
   }
-  if (chosen == kNoRun) return false;
+  if (slot == kNoSlot) return false;
   Run& run = runs_[chosen];
-  std::uint32_t slot = 0;
-  if (!run.freed.empty()) {
-    slot = run.freed.back();
-    run.freed.pop_back();
-  } else {
-    slot = run.fresh++;
-  }
   run.slots[slot] = entry + 1;
   run.used += 1;
   classes_[cls].used += 1;

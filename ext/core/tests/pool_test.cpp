@@ -554,17 +554,54 @@ TEST(a_dead_row_leaves_nothing_behind) {
 TEST(rows_run_out_with_an_error) {
   Fixture f;
   for (std::uint32_t i = 1; i < kRowCount; ++i) {
-    std::uint8_t id[16] = {static_cast<std::uint8_t>(i), 1};
+    std::uint8_t id[16] = {static_cast<std::uint8_t>(i), static_cast<std::uint8_t>(i >> 8), 1};
     std::uint32_t row = 0;
     CHECK_OK(f.pool->claim_row(id, id, i, false, &row));
     CHECK_EQ(row, i);
   }
-  std::uint8_t id[16] = {0, 2};
+  std::uint8_t id[16] = {0, 0, 2};
   std::uint32_t row = 0;
   CHECK_EQ(f.pool->claim_row(id, id, 1, false, &row).code(), StatusCode::kNoSpace);
-  std::uint8_t known[16] = {5, 1};
+  std::uint8_t known[16] = {5, 0, 1};
   CHECK_OK(f.pool->claim_row(known, known, 99, false, &row));
   CHECK_EQ(row, 5);
+}
+
+TEST(rows_that_share_a_bit_are_told_apart_until_a_restart_which_waits_for_both) {
+  Fixture f;
+  std::uint32_t row = 0;
+  for (std::uint32_t i = 1; i < kRowCount; ++i) {
+    std::uint8_t id[16] = {static_cast<std::uint8_t>(i), static_cast<std::uint8_t>(i >> 8), 1};
+    CHECK_OK(f.pool->claim_row(id, id, i, false, &row));
+  }
+  CHECK_EQ(copy(f.pool->stats().rows_claimed), copy(f.pool->stats().rows_capacity));
+  const std::uint32_t near = 5, far = 5 + kRowBits, last = kRowCount - 1;
+  const auto leased = chain(1, 3), reserved = chain(2, 2);
+  f.store(leased);
+  const auto both = f.lease(leased, {far, last});
+  CHECK(!f.pool->release(both.ticket, near));
+  CHECK(f.pool->release(both.ticket, far));
+  CHECK(!f.pool->release(both.ticket, far));
+  CHECK(f.pool->release(both.ticket, last));
+  CHECK_EQ(copy(f.pool->stats().leased_bytes), 0);
+  CHECK_OK(f.pool->validate());
+  f.lease(leased, {far});
+  f.reserve(reserved, last);
+  CHECK_OK(f.pool->row_gone(last - 1));
+  f.adopt();
+  CHECK_EQ(copy(f.pool->stats().rows_claimed), kRowCount - 2);
+  CHECK_EQ(f.count(EntryState::kQuarantined), 2);
+  CHECK_OK(f.pool->row_gone(last));
+  for (std::uint32_t other = last % kRowBits; other < last; other += kRowBits)
+    CHECK_OK(f.pool->row_quiesced(other));
+  CHECK_EQ(f.count(EntryState::kQuarantined), 0);
+  CHECK_OK(f.pool->row_gone(far));
+  CHECK(f.pool->stats().blocked_bytes > 0);
+  for (std::uint32_t other = near; other < kRowCount; other += kRowBits) {
+    if (other != far) CHECK_OK(f.pool->row_quiesced(other));
+  }
+  CHECK_EQ(copy(f.pool->stats().blocked_bytes), 0);
+  CHECK_OK(f.pool->validate());
 }
 
 TEST(adoption_keeps_what_was_committed_and_what_others_may_touch) {

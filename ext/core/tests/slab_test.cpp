@@ -48,7 +48,7 @@ TEST(extents_of_one_size_fill_the_pool_to_its_last_whole_extent) {
     const std::uint32_t cls = space.cls(pages * kPage);
     std::uint64_t count = 0;
     SlabPlace place;
-    while (space.map->allocate(cls, static_cast<std::uint32_t>(count), &place)) {
+    while (space.map->allocate(cls, static_cast<std::uint32_t>(count), nullptr, &place)) {
       CHECK(place.offset + pages * kPage <= 1024 * kPage);
       count += 1;
     }
@@ -61,11 +61,11 @@ TEST(an_empty_pool_chooses_again_and_a_used_one_does_not) {
   Space space(1024 * kPage);
   const std::uint32_t first = space.cls(32 * kPage);
   SlabPlace place;
-  CHECK(space.map->allocate(first, 0, &place));
+  CHECK(space.map->allocate(first, 0, nullptr, &place));
   const std::uint32_t second = space.cls(100 * kPage);
   CHECK_EQ(space.map->slab_bytes(), 32 * kPage);
   SlabPlace other;
-  CHECK(space.map->allocate(second, 1, &other));
+  CHECK(space.map->allocate(second, 1, nullptr, &other));
   space.map->free(place.run, place.slot);
   space.map->free(other.run, other.slot);
   space.cls(100 * kPage);
@@ -78,18 +78,18 @@ TEST(an_empty_slab_changes_class) {
   const std::uint32_t small = space.cls(2 * kPage);
   std::vector<SlabPlace> places(32);
   for (std::uint32_t i = 0; i < 32; ++i)
-    CHECK(space.map->allocate(small, i, &places[i]));
+    CHECK(space.map->allocate(small, i, nullptr, &places[i]));
   const std::uint32_t large = space.cls(8 * kPage);
   SlabPlace place;
-  CHECK(!space.map->allocate(large, 100, &place));
+  CHECK(!space.map->allocate(large, 100, nullptr, &place));
   // Four neighbouring slabs of one small extent each.
   for (const SlabPlace& p : places) {
     if (p.offset >= 16 * kPage && p.offset < 24 * kPage) space.map->free(p.run, p.slot);
   }
-  CHECK(space.map->allocate(large, 100, &place));
+  CHECK(space.map->allocate(large, 100, nullptr, &place));
   CHECK_EQ(place.offset, 16 * kPage);
   CHECK_OK(space.map->validate());
-  CHECK(!space.map->allocate(small, 101, &place));
+  CHECK(!space.map->allocate(small, 101, nullptr, &place));
 }
 
 TEST(the_window_with_the_oldest_last_use_is_offered_and_blocked_ones_are_not) {
@@ -97,7 +97,7 @@ TEST(the_window_with_the_oldest_last_use_is_offered_and_blocked_ones_are_not) {
   const std::uint32_t small = space.cls(2 * kPage);
   for (std::uint32_t i = 0; i < 32; ++i) {
     SlabPlace place;
-    CHECK(space.map->allocate(small, i, &place));
+    CHECK(space.map->allocate(small, i, nullptr, &place));
     space.map->run(place.run).newest = 100 + (i * 7) % 32;
   }
   const std::uint32_t other = space.cls(2 * kPage - 0);
@@ -148,7 +148,7 @@ TEST(extents_never_overlap_whatever_the_sizes) {
         const std::uint32_t cls = space.cls(bytes);
         CHECK(cls != kNoClass);
         SlabPlace place;
-        if (!space.map->allocate(cls, step, &place)) continue;
+        if (!space.map->allocate(cls, step, nullptr, &place)) continue;
         CHECK(place.offset + bytes <= pages * kPage);
         const auto after = taken.lower_bound(place.offset);
         CHECK(after == taken.end() || after->first >= place.offset + bytes);
@@ -170,7 +170,7 @@ TEST(runs_come_back_from_their_table) {
   for (std::uint32_t i = 0; i < 100; ++i) {
     SlabPlace place;
     const bool big = i % 20 == 7;
-    if (!space.map->allocate(big ? large : small, i, &place)) continue;
+    if (!space.map->allocate(big ? large : small, i, nullptr, &place)) continue;
     live[i] = {place, (big ? 70 : 3) * kPage};
   }
   for (std::uint32_t i = 0; i < 100; i += 3) {
@@ -202,7 +202,7 @@ TEST(a_table_of_any_bytes_is_survived) {
     const std::uint32_t cls = space.cls((1 + random() % 20) * kPage);
     for (std::uint32_t i = 0; i < 40; ++i) {
       SlabPlace place;
-      static_cast<void>(space.map->allocate(cls, i, &place));
+      static_cast<void>(space.map->allocate(cls, i, nullptr, &place));
     }
     for (int flips = 0; flips < 5; ++flips) {
       space.table[random() % kMaxSlabs] ^= 1ULL << (random() % 64);
@@ -217,7 +217,7 @@ TEST(a_table_of_any_bytes_is_survived) {
     const std::uint32_t other = again.class_for(7 * kPage, &recycled);
     SlabPlace place;
     CHECK(other != kNoClass);
-    CHECK(again.allocate(other, 1, &place));
+    CHECK(again.allocate(other, 1, nullptr, &place));
     CHECK_OK(again.validate());
   }
 }

@@ -26,6 +26,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     from kvstrata.config.load import load
     from kvstrata.config.model import ServerSettings
     from kvstrata.errors import KvstrataError
+    from kvstrata.native.pool import MAX_SESSIONS
     from kvstrata.service.server import plan, run
 
     try:
@@ -33,8 +34,13 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
         file = flags.config_file or os.environ.get("KVSTRATA_CONFIG_FILE", "")
         settings = load(ServerSettings, file=file or None, environment=os.environ, flags=flags.settings)
         if flags.check:
-            plan(settings, os.environ)
+            planned = plan(settings, os.environ)
             print(json.dumps(shown(msgspec.to_builtins(settings)), indent=2))
+            print(
+                f"lmcache-server: these settings can be used: L1 of {planned.extents_bytes} bytes, up to "
+                f"{MAX_SESSIONS} engine processes attached at a time",
+                file=sys.stderr,
+            )
             return 0
         return run(settings, notes=flags.notes, ready_fd=flags.ready_fd, restarts=restarts)
     except KvstrataError as error:

@@ -91,13 +91,15 @@ def check_company(request: AttachRequest, others: Iterable[AttachRequest]) -> No
     """Checks a request against those of the other living sessions.
 
     Raises BadRequest when its own group declared something else, LayoutRefused when the same part of the KV
-    has other facts.
+    has other facts.  All that have the same part agree already, so one of them is looked at.
     """
+    part = None if request.slice is None else _part(request)
     for other in others:
         if other.group == request.group:
             _check_same(request, other, ("layout", "engine_slices"), "another process of the same group")
-        if request.slice is not None and other.slice is not None and _part(request) == _part(other):
+        if part is not None and other.slice is not None and _part(other) == part:
             _check_facts(request.facts or {}, other.facts or {})
+            part = None
 
 
 def check_resumed(request: AttachRequest, earlier: AttachRequest) -> None:

@@ -14,13 +14,16 @@ Invariants
    anew, so that processes which still map it see their old bytes until they attach again.
 4. A segment that an adapter host of the server before still maps is not adopted: each holds a shared lock on
    HOSTS_BYTE of sessions.lock as long as any of its threads can touch the extents.
-5. The three belong together: a new index always comes with new extents and a new sessions.lock, so that a
+5. A file of the segment takes its memory before anybody touches it: the index as a whole when it is made or
+   adopted, the extents bit by bit (Pool).  So a full file system is an error here, and never a process's death.
+6. The three belong together: a new index always comes with new extents and a new sessions.lock, so that a
    lock held by a process of the old segment can never be taken for one of the new.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import time
@@ -46,7 +49,7 @@ _HOSTS_END_S = 2.0
 """Wait for adapter hosts that the kernel killed together with their server."""
 _ENTRY_PER_BYTES = 64 << 10
 _MIN_ENTRIES, _MAX_ENTRIES = 16 << 10, 4 << 20
-_INDEX_BYTES, _INDEX_BYTES_PER_ENTRY = 32 << 10, 144  # upper bounds
+_INDEX_BYTES, _INDEX_BYTES_PER_ENTRY = 96 << 10, 144  # upper bounds
 _GB = 1 << 30
 
 
@@ -187,6 +190,10 @@ class Segment:
         else:
             _remove_own_files(self._settings.directory)
         self.close()
+
+
+class _NoRoom(SegmentError):
+    """The file system is full."""
 
 
 class _Found(NamedTuple):
@@ -379,6 +386,10 @@ def _adopt(parts: _Parts, settings: SegmentSettings) -> Pool | str:
         )
     except PoolFormatError as error:
         return f"its {error.field} is {error.found:#x}, it should be {error.expected:#x}"
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        return str(error)
     except ValueError as error:
         raise ConfigError(f"pool: {error}", field="pool") from error
 
@@ -394,6 +405,7 @@ def _host_left(sessions_lock_fd: int) -> int | None:
 
 
 def _create(parts: _Parts, settings: SegmentSettings) -> Pool:
+    """A pool in new files. Raises _NoRoom when their file system has no memory for the index."""
     try:
         return Pool.create(
             parts.index_fd,
@@ -407,7 +419,8 @@ def _create(parts: _Parts, settings: SegmentSettings) -> Pool:
     except ValueError as error:
         raise ConfigError(f"pool: {error}", field="pool") from error
     except (PoolError, OSError) as error:
-        raise SegmentError(f"the pool cannot be made: {error}", field="segment") from error
+        kind = _NoRoom if isinstance(error, OSError) and error.errno == errno.ENOSPC else SegmentError
+        raise kind(f"the pool cannot be made: {error}", field="segment") from error
 
 
 def _adopt_or_make_files(settings: SegmentSettings) -> _Found | str:
@@ -442,6 +455,10 @@ def _adopt_or_make_files(settings: SegmentSettings) -> _Found | str:
         parts = _Parts(index, os.open(directory / EXTENTS, flags, 0o600), -1)
         parts = parts._replace(sessions_lock_fd=os.open(directory / SESSIONS_LOCK, flags, 0o600))
         pool = _create(parts, settings)
+    except _NoRoom as error:  # somebody took it since we looked
+        _remove_own_files(directory)
+        linux.close_all(list(parts or [index]))
+        return str(error)
     except BaseException:
         linux.close_all([fd for fd in parts or [index] if fd >= 0])
         raise
@@ -579,5 +596,9 @@ def _write_pid(directory: Path) -> None:
     fd = os.open(directory / PID_FILE, flags, 0o600)
     try:
         os.write(fd, f"{os.getpid()}\n".encode())
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _log.warning("segment: %s stays empty: %s", directory / PID_FILE, error.strerror)  # it is for people
     finally:
         os.close(fd)

@@ -29,6 +29,8 @@ if sys.version_info >= (3, 12):
 else:
     from typing_extensions import Buffer
 
+MAX_SESSIONS: Final[int]
+"""Processes that can be attached to a pool at a time."""
 STATES: Final[tuple[str, ...]]
 OUTCOMES: Final[tuple[str, ...]]
 
@@ -239,6 +241,8 @@ class Pool:
     def heartbeat(self) -> None:
         """Tells clients that the server lives; they answer every peek with 0 a second after the last one."""
     def set_has_l2(self, has_l2: bool) -> None: ...
+    def retry_missing(self) -> int:
+        """Asks again for memory of L1 that the file system refused; returns the bytes that are missing still."""
     def prefault_start(self, threads: int) -> None:
         """Faults the extents in by threads of its own; PoolError when it was started before."""
     @property

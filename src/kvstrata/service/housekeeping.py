@@ -1,4 +1,4 @@
-"""The server's own work on its pool: check adopted chunks, offer them to L2, evict ahead of need.
+"""The server's own work on its pool: check adopted chunks, offer them to L2, evict ahead of need, see to its memory.
 
 It runs on the engine's `own_lane`, so that no number of requests can refuse or delay it.
 """
@@ -18,6 +18,8 @@ ROUND_S = 0.1
 """Rest between two rounds, once all adopted chunks are checked."""
 VERIFY_BYTES = 64 << 20
 """Adopted bytes that one round checks."""
+MISSING_S = 1.0
+"""Between two attempts to get memory of L1 that the file system refused."""
 ADOPTED_KEYS = 2
 """Adopted chunks that are offered to L2 at a time."""
 
@@ -30,6 +32,8 @@ class Housekeeping:
         self._unverified = 1
         self._offering: asyncio.Task[None] | None = None
         self._log = EventLog("server")
+        self._missing_bytes = 0
+        self._looked_s = float("-inf")
 
     async def run(self) -> None:
         """One round after the other, until cancelled."""
@@ -49,7 +53,28 @@ class Housekeeping:
                 self._put_adopted(engine.store), "puts of adopted chunks"
             )
         await asyncio.shield(lane.run(pool.evict_to_watermark))
+        await self._see_to_memory()
         await engine.borrowed.drop_due()
+
+    async def _see_to_memory(self) -> None:
+        """Ask again for memory that L1 did not get, and say when some begins or ceases to be missing."""
+        engine = self._engine
+        now_s = engine.clock.monotonic_s()
+        if now_s - self._looked_s < MISSING_S:
+            return
+        self._looked_s = now_s
+        missing_bytes = await asyncio.shield(engine.own_lane.run(engine.pool.retry_missing))
+        if missing_bytes and not self._missing_bytes:
+            self._log.warning(
+                "l1_memory_missing",
+                missing_bytes=missing_bytes,
+                extents_bytes=engine.pool.extents_bytes,
+                advice="the file system of L1 is full and L1 uses what it got: free space there (/dev/shm), enlarge "
+                "it, or lower --l1-size-gb",
+            )
+        elif self._missing_bytes and not missing_bytes:
+            self._log.info("l1_memory_complete", extents_bytes=engine.pool.extents_bytes)
+        self._missing_bytes = missing_bytes
 
     async def _put_adopted(self, store: StoreController) -> None:
         """Offer what a killed server may not have put to L2 yet; what L2 has is answered from its index.

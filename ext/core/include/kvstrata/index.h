@@ -6,8 +6,8 @@
 // Layout, all words little-endian, offsets from the start of the file:
 //
 //   0       IndexHeader (4096 bytes)
-//   4096    RowRecord[128]        attached processes
-//   12288   BucketLine[bucket_lines]    64 bytes each: where to look for a key
+//   4096    RowRecord[1024]       attached processes
+//   69632   BucketLine[bucket_lines]    64 bytes each: where to look for a key
 //   ...     HotEntry[entry_capacity]    64 bytes each, page aligned: what readers need
 //   ...     ColdEntry[entry_capacity]   64 bytes each, page aligned: what only a restart needs
 //
@@ -38,9 +38,11 @@
 namespace kvstrata {
 
 inline constexpr std::uint64_t kIndexMagic = 0x315845444E49564BULL;  // "KVINDEX1"
-inline constexpr std::uint32_t kIndexFormatVersion = 2;
+inline constexpr std::uint32_t kIndexFormatVersion = 3;
 inline constexpr std::size_t kKeyBytes = 32;
-inline constexpr std::uint32_t kRowCount = 128;
+inline constexpr std::uint32_t kRowCount = 1024;  // row 0 is the server's
+// Bits of ColdEntry::rows. Rows that are equal modulo this share a bit.
+inline constexpr std::uint32_t kRowBits = 128;
 inline constexpr std::uint32_t kMaxSlabs = 64;
 inline constexpr std::uint32_t kLineSlots = 8;
 inline constexpr std::uint32_t kMaxProbeLines = 8;
@@ -130,8 +132,10 @@ struct alignas(64) HotEntry {
 static_assert(sizeof(HotEntry) == 64);
 
 struct alignas(64) ColdEntry {
-  std::uint64_t rows[2];  // processes that may touch the bytes
-  std::uint64_t stamp;    // order of last use
+  // Processes that may touch the bytes: bit `row % kRowBits`. Up to 127 attached processes have a
+  // bit each. Beyond that some share one, and a restarted server waits for all that share it.
+  std::uint64_t rows[kRowBits / 64];
+  std::uint64_t stamp;  // order of last use
   std::uint8_t identity[16];
   std::uint64_t owner;  // row that reserved it
   std::uint64_t tenant;

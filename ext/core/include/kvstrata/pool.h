@@ -14,6 +14,10 @@
 //   remove, corrupt QUARANTINED                                                           nobody
 //   can touch it any more
 //
+// An extent is handed out only once the file system has given it memory (Backing): nobody dies of
+// SIGBUS in one, however full the file system gets. What it refuses is left out and asked for
+// again.
+//
 // Invariants (validate() checks them all)
 //  1. An extent belongs to exactly one entry that is not FREE; extents do not overlap.
 //  2. An entry that is pinned, leased, reserved, quarantined, or that a row of an earlier epoch may
@@ -49,6 +53,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "kvstrata/backing.h"
 #include "kvstrata/index.h"
 #include "kvstrata/policy.h"
 #include "kvstrata/prefault.h"
@@ -145,7 +150,10 @@ struct PoolStats {
   std::uint64_t leases_trimmed, bad_records;
   std::uint64_t adopted_entries, adoption_dropped;
   std::uint64_t events_lost, prefaulted_bytes;
-  std::uint64_t entry_capacity, rows_claimed;
+  std::uint64_t entry_capacity, rows_claimed, rows_capacity;
+  // Bytes of the extents file that have memory, and those that got none when they were last asked
+  // for; both are never handed out before they have it.
+  std::uint64_t backed_bytes, missing_bytes;
   double fragmentation;
   const char* policy;
   std::vector<ClassStats> classes;
@@ -316,6 +324,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void heartbeat() noexcept;
   void set_has_l2(bool has_l2) noexcept;
   [[nodiscard]] Status prefault_start(std::uint32_t threads) noexcept;
+  // Asks again for memory that the file system refused; call it now and then. Returns the bytes
+  // that are still missing.
+  std::uint64_t retry_missing() noexcept;
   Prefault& prefault() noexcept { return prefault_; }
   // Ends prefaulting and refuses everything but releasing holds from now on. Idempotent.
   void close() noexcept;
@@ -333,12 +344,45 @@ class Pool : public std::enable_shared_from_this<Pool> {
   static constexpr std::uint8_t kMarkVisited = 1;         // of EntryLocal::marks
   static constexpr std::uint8_t kMarkTenantListed = 2;
   static constexpr std::uint8_t kMarkCleared = 4;  // quarantined by a clear
+  // What ColdEntry::rows holds: several rows share a bit.
+  struct RowBits {
+    std::uint64_t word[kRowBits / 64] = {};
+    void set(std::uint32_t row) noexcept { word[row % kRowBits / 64] |= 1ULL << (row % 64); }
+    bool test(std::uint32_t row) const noexcept {
+      return (word[row % kRowBits / 64] >> (row % 64)) & 1;
+    }
+    bool any() const noexcept { return (word[0] | word[1]) != 0; }
+    RowBits& operator|=(const RowBits& other) noexcept {
+      for (std::size_t i = 0; i < std::size(word); ++i)
+        word[i] |= other.word[i];
+      return *this;
+    }
+    bool operator==(const RowBits& other) const noexcept = default;
+  };
   struct RowMask {
-    std::uint64_t word[2] = {0, 0};
+    std::uint64_t word[kRowCount / 64] = {};
     void set(std::uint32_t row) noexcept { word[row / 64] |= 1ULL << (row % 64); }
     void clear(std::uint32_t row) noexcept { word[row / 64] &= ~(1ULL << (row % 64)); }
     bool test(std::uint32_t row) const noexcept { return (word[row / 64] >> (row % 64)) & 1; }
-    bool any() const noexcept { return (word[0] | word[1]) != 0; }
+    bool any() const noexcept {
+      for (const std::uint64_t bits : word) {
+        if (bits != 0) return true;
+      }
+      return false;
+    }
+    RowBits bits() const noexcept {
+      RowBits folded;
+      for (std::size_t i = 0; i < std::size(word); ++i)
+        folded.word[i % std::size(folded.word)] |= word[i];
+      return folded;
+    }
+    // The rows of this mask that `bits` may stand for.
+    RowMask among(const RowBits& bits) const noexcept {
+      RowMask result;
+      for (std::size_t i = 0; i < std::size(word); ++i)
+        result.word[i] = word[i] & bits.word[i % std::size(bits.word)];
+      return result;
+    }
   };
   struct Lease {
     RowMask rows;
@@ -371,6 +415,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   Pool() = default;
   [[nodiscard]] static Status check_options(const PoolOptions& options) noexcept;
+  [[nodiscard]] Status back_index(int index_fd, std::uint64_t file_bytes, std::uint64_t head_bytes,
+                                  std::uint64_t cold_offset, std::uint64_t cold_bytes);
   [[nodiscard]] Status start(const IndexLayout& layout, int extents_fd, const PoolOptions& options);
   [[nodiscard]] Status check_open() const noexcept;
   bool is_row(std::uint32_t row) const noexcept;
@@ -382,7 +428,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void adopt_rows();
   struct Adoption {
     std::vector<std::uint32_t> placed;  // entries that own an extent
-    std::unordered_map<std::uint32_t, RowMask> touchers;
+    std::unordered_map<std::uint32_t, RowBits> touchers;
     std::unordered_set<std::uint32_t> distrusted;  // not to be found by their key again
   };
   void adopt_entries();
@@ -422,9 +468,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   bool is_ancestor(std::uint32_t candidate, std::uint32_t entry,
                    std::uint64_t* budget) const noexcept;
   void touch(std::uint32_t entry) noexcept;
-  void set_rows(std::uint32_t entry, const RowMask& mask) noexcept;
-  RowMask rows_of(std::uint32_t entry) const noexcept;
-  RowMask old_rows_of(std::uint32_t entry) const noexcept;
+  void set_rows(std::uint32_t entry, const RowBits& bits) noexcept;
+  RowBits rows_of(std::uint32_t entry) const noexcept;
+  RowBits old_rows_of(std::uint32_t entry) const noexcept;
   // Takes the entry out of the index; its extent is free at once, or when nobody can touch it any
   // more.
   void drop(std::uint32_t entry, Cause cause);
@@ -444,6 +490,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void commit_one(std::uint32_t entry);
 
   // room
+  bool take_place(std::uint32_t cls, std::uint32_t entry, SlabPlace* place);
   bool make_room(std::uint32_t cls, std::uint32_t entry, bool may_evict, SlabPlace* place);
   bool evict_window(const SlabMap::Window& window, std::uint64_t older_than);
   std::uint32_t oldest_victim() noexcept;
@@ -489,6 +536,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::vector<std::uint32_t> verify_queue_;  // entry ids, last used at the end
   std::unordered_map<std::uint32_t, Tenant> tenants_;
   std::uint64_t row_bytes_[kRowCount] = {};  // reserved + quarantined
+  std::uint32_t rows_claimed_ = 0;           // row 0 apart
 
   std::deque<Event> events_;
   std::uint64_t used_bytes_ = 0;
@@ -499,6 +547,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   PoolStats counters_{};               // only the counting fields
   std::vector<std::uint32_t> found_;   // scratch of batch calls
   std::vector<std::uint32_t> family_;  // scratch of evict_window
+  Backing index_backing_;
+  Backing extents_backing_;
   Prefault prefault_;
 };
 

@@ -20,6 +20,7 @@
 #include <span>
 #include <vector>
 
+#include "kvstrata/backing.h"
 #include "kvstrata/index.h"
 #include "kvstrata/status.h"
 
@@ -27,6 +28,7 @@ namespace kvstrata {
 
 inline constexpr std::uint32_t kNoClass = 0xFF;
 inline constexpr std::uint32_t kNoRun = 0xFF;
+inline constexpr std::uint32_t kNoSlot = 0xFFFFFFFFu;
 inline constexpr std::uint32_t kMaxClasses = kMaxSlabs;
 
 struct SlabPlace {
@@ -81,8 +83,10 @@ class SlabMap {
   std::uint32_t class_for(std::uint64_t extent_bytes, bool* recycled);
   std::uint32_t find_class(std::uint64_t extent_bytes) const noexcept;
 
-  // A slot in a run of the class, or in a run made from empty slabs. False when there is none.
-  [[nodiscard]] bool allocate(std::uint32_t cls, std::uint32_t entry, SlabPlace* place);
+  // A slot in a run of the class, or in a run made from empty slabs. False when there is none. With
+  // `backing`: only one that has memory, which takes a search through the free slots.
+  [[nodiscard]] bool allocate(std::uint32_t cls, std::uint32_t entry, const Backing* backing,
+                              SlabPlace* place);
   void free(std::uint32_t run, std::uint32_t slot) noexcept;
   // Marks the slot at `offset` as used, for a restart. False when no run has such a slot, or when
   // it is taken (then `holder` is the entry that has it).
@@ -127,6 +131,12 @@ class SlabMap {
   std::uint32_t slabs_for(std::uint64_t extent_bytes) const noexcept;
   // Whether the slab is in no run or in an empty one.
   bool is_loose(std::uint32_t slab) const noexcept;
+  // A free slot of the run, taken off its free ones; kNoSlot when there is none, or with `backing`
+  // none that has memory.
+  std::uint32_t take_slot(std::uint32_t first, const Backing* backing);
+  // Whether one of `slots` neighbouring extents has memory.
+  static bool any_backed(const Backing& backing, std::uint64_t offset, std::uint64_t extent_bytes,
+                         std::uint64_t slots) noexcept;
 
   std::uint64_t extents_bytes_ = 0;
   std::uint64_t slab_bytes_ = 0;
