@@ -1,4 +1,4 @@
-"""A real Chromium for tests: Debian's package in the cache folder, else one on PATH, driven by Playwright."""
+"""A real Chromium for tests: one on PATH, else Debian's package in the cache folder, driven by Playwright."""
 
 from __future__ import annotations
 
@@ -32,19 +32,25 @@ class Unavailable(Exception):
 
 def ensure() -> tuple[Path, dict[str, str]]:
     """Its program and the variables it needs; fetched on the first call. Raises Unavailable."""
+    for name in NAMES:
+        found = shutil.which(name)
+        if found and fetch_debian.why_not(found, dict(os.environ)) is None:
+            return Path(found), dict(os.environ)
     try:
-        root = fetch_debian.ensure(PACKAGES)
+        program, variables = fetch_debian.program(
+            "chromium", PACKAGES, inside="usr/lib/chromium/chromium", variables=_variables
+        )
     except fetch_debian.Unavailable as unavailable:
-        for name in NAMES:
-            found = shutil.which(name)
-            if found:
-                return Path(found), dict(os.environ)
         raise Unavailable(str(unavailable)) from None
+    return Path(program), variables
+
+
+def _variables(root: Path) -> dict[str, str]:
     environment = fetch_debian.environment(root)
     own = [root / "usr" / "lib" / "chromium", *(root / "usr" / "lib").glob("*-linux-gnu*/pulseaudio")]
     environment["LD_LIBRARY_PATH"] = ":".join([*map(str, own), environment["LD_LIBRARY_PATH"]])
     environment["FONTCONFIG_PATH"] = str(root / "etc" / "fonts")
-    return root / "usr" / "lib" / "chromium" / "chromium", environment
+    return environment
 
 
 @asynccontextmanager

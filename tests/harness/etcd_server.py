@@ -1,11 +1,9 @@
-"""A real etcd on free ports: Debian's, unpacked into the cache folder, or the one in PATH."""
+"""A real etcd on free ports: the one on PATH, or Debian's, unpacked into the cache folder."""
 
 from __future__ import annotations
 
 import base64
 import json
-import os
-import shutil
 import ssl
 import urllib.error
 import urllib.request
@@ -22,13 +20,9 @@ PACKAGE = "etcd-server"
 def ensure() -> tuple[str, dict[str, str]]:
     """The program and the variables it needs. Raises Unavailable."""
     try:
-        root = fetch_debian.ensure([PACKAGE])
-        return str(root / "usr/bin/etcd"), fetch_debian.environment(root)
+        return fetch_debian.program("etcd", [PACKAGE])
     except fetch_debian.Unavailable as error:
-        installed = shutil.which("etcd")
-        if installed is None:
-            raise Unavailable(str(error)) from None
-        return installed, dict(os.environ)
+        raise Unavailable(str(error)) from None
 
 
 ROOT_PASSWORD = "root password of the tests"

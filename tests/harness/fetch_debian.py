@@ -4,8 +4,11 @@ apt works on package lists and an archive folder of its own; the packages are un
 never installed, so nothing outside the cache folder is changed. Only what is asked for is fetched, with
 those of its dependencies that this machine does not have.
 
-    root = fetch_debian.ensure(["redis-server"])      # .../root, with usr/bin/redis-server below it
-    run([root / "usr/bin/redis-server"], env=fetch_debian.environment(root))
+    program, variables = fetch_debian.program("redis-server", ["redis-server", "redis-tools"])
+    run([program], env=variables)
+
+A program counts only once it has started: one on PATH that starts is taken, else the fetched one, and what was fetched
+and does not start is fetched anew.
 
 Command line: `python tests/harness/fetch_debian.py PACKAGE...` prints the folder; where it cannot, the reason
 (exit status 3).
@@ -13,12 +16,14 @@ Command line: `python tests/harness/fetch_debian.py PACKAGE...` prints the folde
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
 import shutil
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -29,14 +34,64 @@ from tests.harness.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
 
 PACKAGE_NAME = re.compile(r"[a-z0-9][a-z0-9+.-]+")
 COMPLETE = ".complete"
+START_S = 60.0
 
 
 class Unavailable(Exception):
     """The packages cannot be had here; the message says why and which line installs them."""
 
 
-def ensure(packages: Sequence[str]) -> Path:
+def program(
+    name: str,
+    packages: Sequence[str],
+    *,
+    inside: str | None = None,
+    variables: Callable[[Path], dict[str, str]] | None = None,
+) -> tuple[str, dict[str, str]]:
+    """A program that starts, and the variables it needs: `name` on PATH, else the fetched one. Raises Unavailable.
+
+    `inside` is its path below the root of the packages (default: usr/bin/name), `variables` gives those that it needs
+    there (default: `environment`).
+    """
+    installed = shutil.which(name)
+    if installed is not None and why_not(installed, dict(os.environ)) is None:
+        return installed, dict(os.environ)
+    inside, variables = inside or f"usr/bin/{name}", variables or environment
+    root = ensure(packages, lambda root: why_not(str(root / inside), variables(root)))
+    return str(root / inside), variables(root)
+
+
+@functools.cache
+def _refusal(path: str, variables: tuple[tuple[str, str], ...]) -> str | None:
+    try:
+        done = subprocess.run(
+            [path, "--version"],
+            env=dict(variables),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=START_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None if done.returncode == 0 else f"{path} --version: {done.stdout}{done.stderr}".strip()
+
+
+def why_not(path: str, variables: dict[str, str]) -> str | None:
+    """Why this program does not start; None where `path --version` succeeds. Asked once in a process while it does."""
+    key = (path, tuple(sorted(variables.items())))
+    reason = _refusal(*key)
+    if reason is not None:
+        _refusal.cache_clear()  # it may be mended meanwhile
+    return reason
+
+
+def ensure(packages: Sequence[str], refusal: Callable[[Path], str | None] | None = None) -> Path:
     """The folder in which the packages are unpacked as if it were `/`; fetched on the first call.
+
+    `refusal` says of that folder why it cannot be used, or None; one that cannot is fetched anew, once.
 
     Raises Unavailable. Safe to call from several processes at once.
     """
@@ -48,18 +103,25 @@ def ensure(packages: Sequence[str]) -> Path:
     base = provision.cache_root() / "debian"
     folder = base / tag
     root = folder / "root"
-    if (folder / COMPLETE).exists():
+
+    def usable() -> bool:
+        return (folder / COMPLETE).exists() and (refusal is None or refusal(root) is None)
+
+    if usable():
         return root
     remedy = f"to install: sudo apt-get install -y {' '.join(names)}"
     for tool in ("apt-get", "apt-cache", "dpkg-deb"):
         if shutil.which(tool) is None:
             raise Unavailable(f"{', '.join(names)}: there is no {tool} on this system; {remedy}")
     with provision.exclusive(base / ".lock", "waiting for another process that fetches Debian packages"):
-        if (folder / COMPLETE).exists():
+        if usable():
             return root
         steps = Steps(ROOT / "build" / "debian-setup.log")
         try:
             _fetch(steps, base, folder, root, names)
+            if refusal is not None and (reason := refusal(root)) is not None:
+                raise Unavailable(f"{', '.join(names)}: fetched, but does not start; {remedy}\n{reason}")
+            (folder / COMPLETE).touch()
         except StepFailed as error:
             raise Unavailable(f"{', '.join(names)} could not be fetched; {remedy}\n{error}") from None
         finally:
@@ -77,7 +139,7 @@ def environment(root: Path) -> dict[str, str]:
 
 
 def _fetch(steps: Steps, base: Path, folder: Path, root: Path, names: list[str]) -> None:
-    """Downloads into `folder` and unpacks into `root`, under the lock; the mark of completion comes last."""
+    """Downloads into `folder` and unpacks into `root`, under the lock; the caller marks it complete."""
     lists, cache = base / "apt" / "lists", base / "apt" / "cache"
     for place in (lists / "partial", cache / "archives" / "partial"):
         place.mkdir(parents=True, exist_ok=True)
@@ -101,7 +163,6 @@ def _fetch(steps: Steps, base: Path, folder: Path, root: Path, names: list[str])
         for archive in sorted(archives.glob("*.deb")):
             steps.run(["dpkg-deb", "-x", archive, root])
         shutil.rmtree(archives)
-    (folder / COMPLETE).touch()
 
 
 def _with_missing_dependencies(steps: Steps, options: list[str], names: list[str]) -> list[str]:

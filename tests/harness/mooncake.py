@@ -50,7 +50,10 @@ def environment() -> dict[str, str]:
     except fetch_debian.Unavailable as error:
         raise Unavailable(str(error)) from None
     inherited = os.environ.get("PYTHONPATH")
-    variables["PYTHONPATH"] = ":".join([str(ensure()), *([inherited] if inherited else [])])
+    folder = ensure()
+    variables["PYTHONPATH"] = ":".join([str(folder), *([inherited] if inherited else [])])
+    if reason := fetch_debian.why_not(str(folder / "mooncake" / "mooncake_master"), variables):
+        raise Unavailable(f"{REQUIREMENT}: fetched, but does not start; {INSTALL}\n{reason}")
     return variables
 
 

@@ -1,6 +1,6 @@
 """Real Redis servers on free ports: alone, as a cluster, watched by a sentinel, or behind TLS.
 
-Debian's `redis-server`, unpacked into the cache folder, or the one in PATH. The caller owns the folders they live in.
+The one on PATH, or Debian's, unpacked into the cache folder. The caller owns the folders they live in.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import ipaddress
-import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,20 +22,17 @@ from tests.harness import fetch_debian
 from tests.harness.daemon import Daemon, Unavailable
 
 CLUSTER_S = 30.0
-PACKAGE = "redis-server"
+PACKAGES = ("redis-server", "redis-tools")
+"""The first one's program is a link to one of the second, which may be installed without the first."""
 SLOTS = 1 << 14
 
 
 def ensure() -> tuple[str, dict[str, str]]:
     """The program and the variables it needs. Raises Unavailable."""
     try:
-        root = fetch_debian.ensure([PACKAGE])
-        return str(root / "usr/bin/redis-server"), fetch_debian.environment(root)
+        return fetch_debian.program("redis-server", PACKAGES)
     except fetch_debian.Unavailable as error:
-        installed = shutil.which("redis-server")
-        if installed is None:
-            raise Unavailable(str(error)) from None
-        return installed, dict(os.environ)
+        raise Unavailable(str(error)) from None
 
 
 class RedisServer(Daemon):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -193,6 +194,62 @@ def test_a_system_without_apt_is_told_which_line_installs_the_package(
     monkeypatch.setattr(fetch_debian.shutil, "which", lambda _: None)
     with pytest.raises(fetch_debian.Unavailable, match="apt-get install -y redis-server"):
         fetch_debian.ensure(["redis-server"])
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A Debian whose packages hold `usr/bin/served` of the first of these scripts; an empty text is a dangling link."""
+    scripts: list[str] = []
+
+    def fetch(steps: object, base: Path, folder: Path, root: Path, names: list[str]) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        text = scripts.pop(0)
+        if text:
+            script(root / "usr/bin/served", text)
+        else:
+            (root / "usr/bin").mkdir(parents=True)
+            (root / "usr/bin/served").symlink_to("not-fetched")
+
+    monkeypatch.setenv("KVSTRATA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fetch_debian, "_fetch", fetch)
+    return scripts
+
+
+def test_a_program_on_path_that_starts_is_taken_before_one_is_fetched(
+    archive: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = script(tmp_path / "bin/served", "exit 0")
+    monkeypatch.setenv("PATH", f"{installed.parent}:{os.environ['PATH']}")
+    assert fetch_debian.program("served", ["served"])[0] == str(installed)
+    script(installed, "exit 1")
+    archive.append("exit 0")
+    fetch_debian._refusal.cache_clear()
+    assert fetch_debian.program("served", ["served"])[0].startswith(str(tmp_path / "cache"))
+
+
+def test_a_fetched_program_counts_only_once_it_has_started(archive: list[str]) -> None:
+    archive += ["", "exit 0"]
+    with pytest.raises(
+        fetch_debian.Unavailable, match="fetched, but does not start; to install: sudo apt-get"
+    ):
+        fetch_debian.program("served", ["served"])
+    program, _ = fetch_debian.program("served", ["served"])
+    assert not archive, "it was fetched anew"
+    assert fetch_debian.program("served", ["served"])[0] == program
+
+
+def test_a_complete_folder_whose_program_does_not_start_is_fetched_anew(archive: list[str]) -> None:
+    archive += ["", "exit 0"]
+    root = fetch_debian.ensure(["served"])  # without a look at its program, as earlier versions
+    fetch_debian.program("served", ["served"])
+    assert not archive and (root / "usr/bin/served").exists()
 
 
 def run_contained(*command: str) -> subprocess.CompletedProcess[str]:
