@@ -8,7 +8,8 @@ MAKEFLAGS += --no-print-directory
 
 VENV_PYTHON := .venv/bin/python
 JOBS ?= $(shell nproc)
-PYTEST ?= $(VENV_PYTHON) -m pytest -n $(JOBS)
+# A worker gets a file at a time, so fixtures of a module are made once.
+PYTEST ?= $(VENV_PYTHON) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # make test ARGS="-k name" hands ARGS to pytest; with "-n0" one test runs at a time, in pytest's own process.
 ARGS ?=
 LINTED := src tests benchmarks examples setup.py

@@ -14,7 +14,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.harness import fetch_wheels, mooncake, parallel, vllm_env, vllm_model
+from tests.harness import fetch_wheels, mooncake, vllm_env, vllm_model
 
 IN_CI = os.environ.get("CI") == "true"
 KINDS = ("fast", "integration", "vllm", "gpu")
@@ -28,10 +28,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kvstrata"))
 
-pytest_xdist_make_scheduler = parallel.pytest_xdist_make_scheduler
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The longest files first, so that the workers end together.
+    items.sort(key=lambda item: item.path.parent.name != "vllm")
     for item in items:
         if not any(item.get_closest_marker(kind) for kind in KINDS):
             item.add_marker("fast")

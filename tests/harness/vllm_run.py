@@ -23,13 +23,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+if TYPE_CHECKING:
+    from tests.harness.vllm_fork import Forked, ForkServer
 
 if __package__ in (None, ""):
     # As a script; the parent's PYTHONPATH names src, and nothing of this folder may hide a module.
     sys.path = [entry for entry in sys.path if entry != str(Path(__file__).parent)]
 
-ROOT = Path(__file__).resolve().parents[2]
 START_S = 240.0
 ANSWER_S = 240.0
 MODULE = "kvstrata.connectors.vllm"
@@ -58,6 +60,9 @@ class VllmProcess:
     `bare_name` leaves the module path out.  `processes` keeps the engine in a process of its own, as in production.
     `state` is a folder for the log and for what vLLM writes.
     """
+
+    fork_server: ClassVar[ForkServer | None] = None
+    """Where tests set it, it forks the engines that need no processes of their own: none of them imports vLLM again."""
 
     def __init__(
         self,
@@ -94,16 +99,31 @@ class VllmProcess:
         self.started_s = time.monotonic()
         python = vllm_env.find()
         assert python is not None, "the vLLM environment is gone"
-        with open(self.log, "ab") as log:
-            self._process = subprocess.Popen(
-                [str(python), __file__, json.dumps(llm)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=variables,
-                cwd=state,
-                start_new_session=True,
-            )
+        requests, self._requests = os.pipe()
+        self._answers, answers = os.pipe()
+        self._pipes = {self._requests, self._answers}
+        try:
+            with open(self.log, "ab") as log:
+                streams = (requests, answers, log.fileno())
+                self._process: Forked | subprocess.Popen[bytes]
+                if self.fork_server is not None and not processes:
+                    self._process = self.fork_server.start(llm, variables, state, streams)
+                else:
+                    self._process = subprocess.Popen(
+                        [str(python), __file__, json.dumps(llm)],
+                        stdin=requests,
+                        stdout=answers,
+                        stderr=log,
+                        env=variables,
+                        cwd=state,
+                        start_new_session=True,
+                    )
+        except BaseException:
+            self._close_pipes(self._requests, self._answers)
+            raise
+        finally:
+            os.close(requests)
+            os.close(answers)
         try:
             self.info: dict[str, Any] = self._answer(START_S)
         except BaseException:
@@ -123,10 +143,10 @@ class VllmProcess:
 
     def send(self, op: str, **arguments: Any) -> None:
         """Ask without waiting; `result` gets the answer."""
-        assert self._process.stdin is not None
+        line = json.dumps({"op": op, **arguments}).encode() + b"\n"
         try:
-            self._process.stdin.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
-            self._process.stdin.flush()
+            while line:
+                line = line[os.write(self._requests, line) :]
         except BrokenPipeError:
             raise VllmFailed(self.log_tail()) from None
 
@@ -149,8 +169,7 @@ class VllmProcess:
 
     def quit(self) -> None:
         """End in order: the connector is shut down."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._close_pipes(self._requests)
         try:
             self._process.wait(60)
         finally:
@@ -158,26 +177,26 @@ class VllmProcess:
 
     def close(self) -> None:
         """Kill it and everything it started. Idempotent."""
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except BrokenPipeError:
-                    pass
+        if isinstance(self._process, subprocess.Popen):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        else:
+            self._process.kill()
+        self._close_pipes(self._requests, self._answers)
+
+    def _close_pipes(self, *pipes: int) -> None:
+        for pipe in self._pipes.intersection(pipes):
+            os.close(pipe)
+        self._pipes.difference_update(pipes)
 
     def _answer(self, timeout_s: float) -> Any:
-        assert self._process.stdout is not None
         deadline_s = time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
             left_s = max(0.0, deadline_s - time.monotonic())
-            if not select.select([self._process.stdout], [], [], left_s)[0]:
+            if not select.select([self._answers], [], [], left_s)[0]:
                 raise VllmFailed(f"no answer for {timeout_s:.0f} s\n{self.log_tail()}")
-            part = os.read(self._process.stdout.fileno(), 1 << 20)
+            part = os.read(self._answers, 1 << 20)
             if not part:
                 raise VllmFailed(f"exit status {self._process.wait()}\n{self.log_tail()}")
             self._buffer += part
@@ -490,8 +509,8 @@ class Engine:
         return {"worker": worker._client.stats(), "scheduler": scheduler._client.stats()}
 
 
-def main() -> None:
-    """The child."""
+def main(options: dict[str, Any]) -> None:
+    """The child: an `LLM` of these options answers requests."""
     answers = os.dup(1)
     os.dup2(2, 1)  # vLLM logs to stdout
 
@@ -499,7 +518,7 @@ def main() -> None:
         os.write(answers, json.dumps(value).encode() + b"\n")
 
     begun = time.perf_counter()
-    engine = Engine(json.loads(sys.argv[1]))
+    engine = Engine(options)
     say({"reply": {"pid": os.getpid(), "load_s": time.perf_counter() - begun}})
     for line in sys.stdin.buffer:
         request = json.loads(line)
@@ -516,4 +535,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(json.loads(sys.argv[1]))

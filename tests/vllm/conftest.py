@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.harness.server_process import ServerProcess
+from tests.harness.vllm_fork import ForkServer
 from tests.harness.vllm_run import VllmProcess
 
 CHUNK = 256
@@ -85,6 +86,21 @@ class Rig:
         """Empty vLLM's own prefix cache; False while a block is still held."""
         self.vllm.ask("idle_steps", n=1)
         return bool(self.vllm.ask("reset_prefix_cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Engines in one process are forked by one that has imported vLLM; each computes with one thread.
+
+    These models are so small that a second thread only waits, and a waiting OpenMP thread spins.
+    """
+    server = ForkServer(tmp_path_factory.mktemp("forks"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("TORCH_COMPILE_DISABLE", "1")  # it would take longer than what it makes faster
+        patch.setattr(VllmProcess, "fork_server", server)
+        yield
+    server.close()
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from kvstrata.cli.ctl import Ask, ask
 from kvstrata.errors import Unavailable
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import VllmProcess
-from tests.vllm.conftest import Rig, until
+from tests.vllm.conftest import EXACT, Rig, until
 from tests.vllm.test_degraded import attached, check_calls, hit_of
 
 pytestmark = pytest.mark.vllm
@@ -56,7 +56,7 @@ def rig(
             vllm_model_folder("19m"),
             folder / "vllm",
             extra=server.connector_config(),
-            options={"max_num_batched_tokens": 1024, "max_model_len": 4096},
+            options={"dtype": EXACT, "max_num_batched_tokens": 1024, "max_model_len": 4096},
         ) as vllm:
             yield Rig(server, vllm)
 

@@ -1,0 +1,182 @@
+"""A process that has imported vLLM and forks engines: an engine starts in a second, where importing vLLM takes ten.
+
+`ForkServer` is the parent's side. Run as a script by the Python of the vLLM environment, this file is the server: it
+imports vLLM, then answers requests on the socket that is its standard input. A request holds the options of an `LLM`,
+its environment variables and folder, and carries three descriptors: the standard streams of the engine. The answer is
+the engine's process id.
+
+An engine forked here runs `vllm_run.main` in a session of its own, like one that was started as a script. Forking is
+safe because the server never computes: it has one thread and no OpenMP pool. It does not import kvstrata; each engine
+finds and loads the connector by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+if __package__ in (None, ""):
+    # As a script; the parent's PYTHONPATH names src, and nothing of this folder may hide a module.
+    sys.path = [entry for entry in sys.path if entry != str(Path(__file__).parent)]
+
+START_S = 240.0
+MESSAGE_BYTES = 1 << 17
+# What an engine imports besides `vllm` itself before its first token.
+PRELOADED = (
+    "vllm",
+    "vllm.plugins",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.models.llama",
+    "vllm.distributed.kv_transfer.kv_connector.factory",
+    "vllm.lora.request",
+)
+
+
+class ForkServer:
+    """Forks engines from its first `start` to `close`; it keeps its state and its log in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._log = folder, folder / "fork-server.log"
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def _begin(self) -> socket.socket:
+        from tests.harness import vllm_env
+
+        python = vllm_env.find()
+        assert python is not None, "the vLLM environment is gone"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, open(self._log, "ab") as log:
+            self._process = subprocess.Popen(
+                [str(python), __file__],
+                stdin=theirs.fileno(),
+                stdout=log,
+                stderr=log,
+                env={**vllm_env.environment(self._folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+                cwd=self._folder,
+                start_new_session=True,
+            )
+        ours.settimeout(START_S)
+        return ours
+
+    def start(
+        self, options: dict[str, Any], variables: dict[str, str], folder: Path, streams: tuple[int, int, int]
+    ) -> Forked:
+        """A new engine with these standard streams; the caller goes on owning its descriptors."""
+        request = {"options": options, "variables": variables, "folder": str(folder)}
+        if self._socket is None:
+            self._socket = self._begin()
+        try:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], streams)
+            answer = self._socket.recv(MESSAGE_BYTES)
+        except OSError as error:
+            answer = str(error).encode()
+        if not answer.isdigit():
+            raise RuntimeError(
+                f"vLLM's fork server failed: {answer.decode()}\n{self._log.read_text(errors='replace')[-6000:]}"
+            )
+        return Forked(int(answer))
+
+    def close(self) -> None:
+        """Ends the server; engines that still run are their owners'."""
+        if self._socket is not None and self._process is not None:
+            self._socket.close()
+            self._process.kill()
+            self._process.wait()
+
+
+class Forked:
+    """An engine's process, which is no child of ours: it can be waited for, but its exit status is unknown."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        try:
+            self._descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._descriptor = -1
+
+    def wait(self, timeout: float | None = None) -> str:
+        """Until it has ended. Raises TimeoutError."""
+        if self._descriptor >= 0:
+            if not select.select([self._descriptor], [], [], timeout)[0]:
+                raise TimeoutError(f"process {self.pid} did not end within {timeout} s")
+            os.close(self._descriptor)
+            self._descriptor = -1
+        return "unknown"
+
+    def kill(self) -> None:
+        """SIGKILL its session. Idempotent."""
+        if self._descriptor >= 0:
+            for end in (os.killpg, os.kill):  # it may not have made its session yet
+                with contextlib.suppress(ProcessLookupError):
+                    end(self.pid, signal.SIGKILL)
+            self.wait()
+
+
+# -- the server -----------------------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Until the parent closes its socket."""
+    asker = socket.socket(fileno=os.dup(0))
+    for name in PRELOADED:
+        importlib.import_module(name)
+    root = str(Path(__file__).resolve().parents[2])
+    sys.path.insert(0, root)
+    from tests.harness import vllm_run
+
+    sys.path.remove(root)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets engines that ended
+    while True:
+        message, streams, _, _ = socket.recv_fds(asker, MESSAGE_BYTES, 3)
+        if not message:
+            return
+        if threads := len(os.listdir("/proc/self/task")) - 1:
+            asker.send(f"{threads} threads besides the main one: forking would not be safe".encode())
+            continue
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            asker.close()
+            run_engine(vllm_run.main, json.loads(message), streams)
+        for descriptor in streams:
+            os.close(descriptor)
+        asker.send(str(pid).encode())
+
+
+def run_engine(main: Any, request: dict[str, Any], streams: list[int]) -> NoReturn:
+    """In the child: become the process that was asked for."""
+    status = 1
+    try:
+        os.setsid()
+        for number, descriptor in enumerate(streams):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.environ.clear()
+        os.environ.update(request["variables"])
+        os.chdir(request["folder"])
+        main(request["options"])
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    serve()
