@@ -149,6 +149,8 @@ class Cluster:
             epoch=7,
             unix_ms=now_ms(),
             up_s=86_400.0,
+            restarts=0,
+            last_end="",
             ready=True,
             why_not_ready="",
             heartbeat_s=10.0,
