@@ -1,7 +1,8 @@
-"""A closed adapter has no thread left, whoever still refers to it."""
+"""A closed adapter has neither a thread nor a descriptor left, whoever still refers to it."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,19 @@ def threads() -> set[str]:
 @pytest.mark.parametrize(
     "entry", [{"type": "fs"}, {"type": "fs", "shared": True}, {"type": "disk", "capacity_gb": 1}]
 )
-async def test_a_closed_adapter_leaves_no_thread(tmp_path: Path, entry: dict[str, Any]) -> None:
-    before = threads()
+async def test_a_closed_adapter_leaves_no_thread_and_no_descriptor(
+    tmp_path: Path, entry: dict[str, Any]
+) -> None:
+    context = lent_context(lambda key: None)
+    before, open_before = threads(), len(os.listdir("/proc/self/fd"))
     adapter = configure_adapter({**entry, "base_path": str(tmp_path)}, 0).make()
-    await adapter.open(lent_context(lambda key: None))
+    await adapter.open(context)
     puts = [put_item(key_of(n), 5_000) for n in range(16)]  # some threads begin with the first work
     assert all(outcome.status is PutStatus.STORED for outcome in await adapter.put(puts))
     assert threads() > before
     await adapter.close()
     assert threads() == before
+    assert len(os.listdir("/proc/self/fd")) == open_before
 
 
 async def test_an_adapter_that_cannot_be_opened_leaves_no_thread(tmp_path: Path) -> None:

@@ -55,10 +55,11 @@ class Lanes:
         queue_limit: int = 1024,
     ) -> None:
         own = per_op_workers or {}
-        self._native = NativeLanes(name, num_workers, [own.get(lane, 0) for lane in Lane], queue_limit)
+        self._native: NativeLanes | None = NativeLanes(
+            name, num_workers, [own.get(lane, 0) for lane in Lane], queue_limit
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._left: asyncio.Event | None = None
-        self._closed = False
 
     def submit(
         self, lane: Lane, work: Callable[[], T], *, beyond_limit: bool = False
@@ -75,6 +76,8 @@ class Lanes:
         self, submit: Callable[[NativeLanes, asyncio.Future[Any]], bool]
     ) -> asyncio.Future[Any] | None:
         """As `submit`, for work that `submit(native, future)` puts into the native lanes itself."""
+        if self._native is None:
+            raise RuntimeError("the lanes are closed")
         if self._loop is None:
             self._watch()
         assert self._loop is not None
@@ -83,15 +86,18 @@ class Lanes:
 
     def waiting(self, lane: Lane) -> int:
         """Pieces of work in a lane that no thread has begun."""
-        return self._native.counts(_NUMBER[lane])["waiting"]
+        return 0 if self._native is None else self._native.counts(_NUMBER[lane])["waiting"]
 
     def number(self, lane: Lane) -> int:
         """The lane as the native lanes name it."""
         return _NUMBER[lane]
 
     async def close(self) -> None:
-        """Take nothing more, run what was taken to its end, end the threads. Idempotent."""
-        if self._closed:
+        """Take nothing more, run what was taken to its end, end the threads. Idempotent.
+
+        The native lanes and their descriptor are gone then, not only when a garbage collection finds this object.
+        """
+        if self._native is None:
             return
         if self._left is None:
             self._watch()
@@ -99,24 +105,25 @@ class Lanes:
         self._native.stop()
         self._read()
         await self._left.wait()
-        if not self._closed:
-            self._closed = True
-            self._loop.remove_reader(self._native.event_fd)
-            self._native.close()
+        native, self._native = self._native, None
+        if native is not None:  # else another call of close was faster
+            self._loop.remove_reader(native.event_fd)
+            native.close()
 
     def _watch(self) -> None:
+        assert self._native is not None
         self._loop, self._left = asyncio.get_running_loop(), asyncio.Event()
         self._loop.add_reader(self._native.event_fd, self._read)
 
     def _read(self) -> None:
         self._take_done()
-        if self._native.idle and self._left is not None:
+        if self._native is not None and self._native.idle and self._left is not None:
             # Idle lanes tell nothing more: what ended since must be read now.
             self._take_done()
             self._left.set()
 
     def _take_done(self) -> None:
-        for future, result, error in self._native.take_done():
+        for future, result, error in [] if self._native is None else self._native.take_done():
             _finish(future, result, error)
 
 
