@@ -23,7 +23,7 @@ endif
 export KVSTRATA_WERROR ?= 1
 endif
 
-.PHONY: help setup setup-packages setup-built demo test test-fast test-native test-vllm-env lint format sanitize docs bench cuda gpu gpu-pack wheel clean
+.PHONY: help setup setup-packages setup-built demo test test-fast test-native test-vllm-env lint format sanitize docs bench cuda gpu gpu-pack soak chaos wheel clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -94,6 +94,12 @@ gpu:  ## on a machine with a GPU and no network: tests marked gpu, then every GP
 
 gpu-pack: setup-packages  ## fetch the wheels that `make gpu` needs there into build/gpu-pack (GPU_PYTHON=3.12)
 	@$(VENV_PYTHON) tests/harness/gpu_pack.py --python $(or $(GPU_PYTHON),3.12)
+
+soak: setup  ## one server for MINUTES=10 with clients that come and go; fails on a wrong byte or a leak (SEED=)
+	@$(VENV_PYTHON) -m tests.harness.soak --minutes $(or $(MINUTES),10) $(SEED:%=--seed %) $(ARGS)
+
+chaos: setup  ## a small cluster for MINUTES=10 under SIGKILL and SIGSTOP; fails on a wrong or lost byte (SEED=)
+	@$(VENV_PYTHON) -m tests.harness.chaos --minutes $(or $(MINUTES),10) $(SEED:%=--seed %) $(ARGS)
 
 wheel: setup  ## build sdist and wheel into dist/
 	@rm -rf dist && $(VENV_PYTHON) -m build --outdir dist .
