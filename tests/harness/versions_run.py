@@ -62,6 +62,7 @@ from kvstrata.connectors.vllm import connector as ours
 from kvstrata.connectors.vllm.connector import LMCacheConnectorV1, StepMetadata
 from kvstrata.connectors.vllm.kv_view import check_groups
 from kvstrata.connectors.vllm.metadata import Load, StepPlan, Store
+from kvstrata.connectors.vllm.weights import loaded_weights
 from kvstrata.connectors.vllm.worker import WorkerSide
 from kvstrata.errors import ConfigError
 from kvstrata.keys import ChunkHasher
@@ -104,6 +105,9 @@ class Client:
     def peek(self, identity: Any, hasher: ChunkHasher) -> int:
         return min(Client.hits, hasher.n_chunks)
 
+    def present(self, chain: bytes) -> list[bool] | None:
+        return None
+
     def lookup(self, identity: Any, hasher: ChunkHasher, *, request_id: str, deadline_ms: int) -> LookupCall:
         found = self.peek(identity, hasher)
         lease = LeaseName(b"s" * 16, next(self.numbers), 1)
@@ -120,6 +124,8 @@ class Copies:
     """A worker's mover: copies end at once. `fails` is how many of the next loads fail."""
 
     broken = False
+    weights = "first"
+    """Of the engine, which changes nothing of its copies."""
 
     def __init__(self, *, on_device: bool) -> None:
         # Where layers wait for their sections, a synchronous load goes on beside the model.
@@ -216,8 +222,14 @@ def worker_connector(config: VllmConfig, copies: Copies) -> LMCacheConnectorV1:
     """A worker's connector, as after `register_kv_caches`."""
     connector = LMCacheConnectorV1(config, KVConnectorRole.WORKER, cache_config())
     client = Client(None, layout=connector._layout)
+    weights: Any = SimpleNamespace(initial="first", digest=lambda: copies.weights)
     connector._worker = WorkerSide(
-        client, copies, slice_digest=SLICE, chunk_blocks=CHUNK // BLOCK, make_item=LoadItem
+        client,
+        copies,
+        slice_digest=SLICE,
+        chunk_blocks=CHUNK // BLOCK,
+        make_item=LoadItem,
+        weights=weights,
     )
     return connector
 
@@ -288,8 +300,16 @@ class Engine:
         self.client: Any = self.side._client
         self.runner = Runner(config, self.copies, v2=v2, drafts=False)
         init_none_hash(sha256)
-        self.names = itertools.count(1)
+        self.names = itertools.count(0)
         self.plans: list[StepPlan] = []
+        self.know_weights()
+
+    def know_weights(self) -> None:
+        """As after the first request of all, which waits for a step in which the workers tell their weights."""
+        self.add(1)
+        self.run()
+        self.names = itertools.count(1)
+        self.plans.clear()
 
     def add(self, n_tokens: int, first: int = 0, max_tokens: int = 3) -> Request:
         request = Request(
@@ -413,6 +433,7 @@ def check_traces(folder: Path) -> Iterator[dict[str, Any]]:
             engine.step()
             if asynchronous:
                 engine.step()
+            engine.side._weights.can_tell = False  # else the request would wait for the workers to tell them
             engine.scheduler.reset_prefix_cache(reset_running_requests=True)
             engine.copies.fails = 1
             trace["reset"] = [engine.step() for _ in range(4)]
@@ -552,7 +573,85 @@ def store_of(store_id: int) -> Store:
     return Store(store_id, "r", RequestIdentity(), b"", b"k" * 32, [8, 9], b"")
 
 
+def check_weights(folder: Path) -> Iterator[dict[str, Any]]:
+    """The adapter in the identity of a prompt's stores, after what vLLM does when weights may have changed."""
+    Client.hits = 0
+    engine = Engine(vllm_config(folder))
+
+    def stored(how: str, **reset: bool) -> dict[str, Any]:
+        if how != "at the start":
+            engine.scheduler.reset_prefix_cache(**reset)
+        engine.plans.clear()
+        engine.add(600)
+        trace = engine.run()
+        adapters = {store.identity.adapter for plan in engine.plans for store in plan.stores}
+        return {"check": "weights", "how": how, "adapters": sorted(adapters), "waited": trace[0] == {}}
+
+    yield stored("at the start")
+    yield stored("prefix cache emptied")
+    yield stored("paused", reset_running_requests=True, reset_connector=True)
+    engine.copies.weights = "second"
+    yield stored("prefix cache emptied, new weights")
+    yield stored("paused, the same new weights", reset_running_requests=True, reset_connector=True)
+    engine.copies.weights = "first"
+    yield stored("paused, first weights", reset_running_requests=True, reset_connector=True)
+    engine.add(1000, first=5000, max_tokens=300)
+    engine.step()
+    engine.step()
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    yield {"check": "weights", "how": "while a request runs", "stale": engine.side._engine_stale}
+    engine.run(at_most=400)
+    yield stored("after it", reset_connector=True)
+
+
+class Model(torch.nn.Module):
+    """Parameters as vLLM has them: large, small, transposed, of one byte, empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.large = torch.nn.Parameter(torch.randn(512, 1024, dtype=torch.bfloat16), requires_grad=False)
+        self.turned = torch.nn.Parameter(torch.randn(300, 700).t(), requires_grad=False)
+        self.small = torch.nn.Parameter(torch.randn(3), requires_grad=False)
+        self.bytes = torch.nn.Parameter(torch.ones(5000, dtype=torch.uint8), requires_grad=False)
+        self.fp8 = torch.nn.Parameter(torch.randn(64, 96).to(torch.float8_e4m3fn), requires_grad=False)
+        self.empty = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+class ModelRunner:
+    """Calls us as vLLM's model runners do."""
+
+    def __init__(self) -> None:
+        self.model = Model()
+
+    def get_model(self) -> Model:
+        return self.model
+
+    def initialize_kv_cache(self) -> Any:
+        return (lambda: [loaded_weights()])()[0]
+
+
+def check_digests() -> Iterator[dict[str, Any]]:
+    """Which changes of a model's parameters are seen in the digest of its samples."""
+    runner = ModelRunner()
+    weights = runner.initialize_kv_cache()
+    yield {"check": "digest", "change": "none", "seen": weights.digest() != weights.initial}
+    other = ModelRunner().initialize_kv_cache()
+    yield {"check": "digest", "change": "another start", "seen": other.initial != weights.initial}
+    for name in ("large", "turned", "small", "fp8", "bytes"):
+        parameter = getattr(runner.model, name)
+        before = parameter.data.clone()
+        wide = parameter.data.to(torch.float32)
+        parameter.data.copy_((wide * 1.01 + (wide == 1)).to(parameter.dtype))
+        yield {"check": "digest", "change": name, "seen": weights.digest() != weights.initial}
+        parameter.data.copy_(before)
+    yield {"check": "digest", "change": "all changed back", "seen": weights.digest() != weights.initial}
+    yield {"check": "digest", "change": "no runner", "seen": loaded_weights() is not None}
+
+
 SCHEDULER_INTERNALS = (
+    ("side", "_know_weights"),
+    ("side", "_weights_settled"),
     ("side", "_track"),
     ("side", "_identity"),
     ("side", "_prepare"),
@@ -644,6 +743,7 @@ def check_errors(folder: Path) -> Iterator[dict[str, Any]]:
                 Client.hits = hits
                 engine.add(1000, first=2000 * hits)
                 engine.run(at_most=30)
+                engine.scheduler.reset_prefix_cache()
         except Exception as error:
             raised = repr(error)
         yield {
@@ -742,6 +842,8 @@ def main(folder: Path) -> None:
         check_groups_of(model),
         check_reports(model),
         check_sleep(model),
+        check_weights(model),
+        check_digests(),
         check_guards(model),
         check_errors(model),
     ]

@@ -353,7 +353,9 @@ class Engine:
         def publish(batch: Any) -> None:
             for event in batch.events:
                 record = asdict(event) if is_dataclass(event) else msgspec.structs.asdict(event)
-                self.published.append({k: record.get(k) for k in ("medium", "token_ids", "block_size")})
+                kept = {k: record.get(k) for k in ("medium", "token_ids", "block_size")}
+                kept |= {"event": type(event).__name__, "blocks": len(record.get("block_hashes") or ())}
+                self.published.append(kept)
 
         scheduler.kv_event_publisher.publish = publish
         original = scheduler._preempt_request
@@ -445,6 +447,14 @@ class Engine:
     def reset_prefix_cache(self, connector: bool = False) -> bool:
         """Forget vLLM's own prefix cache."""
         return bool(self.core.reset_prefix_cache(False, connector))
+
+    def change_weights(self, factor: float) -> None:
+        """Multiply one of the weights that layer 0 makes its keys and values with, in place; in process only."""
+        model = self.core.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
+        # On the CPU vLLM packs the weights of linear layers and leaves their parameters empty.
+        [parameter] = [each for name, each in model.named_parameters() if "layers.0.input_layernorm" in name]
+        assert parameter.numel() > 0
+        parameter.data.mul_(factor)
 
     def scheduler(self) -> Any:
         """The engine's scheduler; in process only."""

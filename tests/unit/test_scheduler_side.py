@@ -17,8 +17,9 @@ from kvstrata.config.model import ClientSettings
 from kvstrata.connectors.vllm.boundary import guarded
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, WorkerReport
 from kvstrata.connectors.vllm.scheduler import EARLY_LOOKUPS, UNCONFIRMED_STEPS, WAIT_S, SchedulerSide
+from kvstrata.connectors.vllm.weights import ASK_AGAIN_S, WeightsVersion
 from kvstrata.keys import ChunkHasher
-from kvstrata.types import EXTENT, LayoutIdentity, LeaseName, RequestIdentity, identity_root
+from kvstrata.types import EXTENT, LayoutIdentity, LeaseName, RequestIdentity, canonical_json, identity_root
 
 BLOCK, CHUNK = 4, 8
 LAYOUT = LayoutIdentity(model="m", kv_dtype="bfloat16", chunk_tokens=CHUNK)
@@ -157,7 +158,7 @@ class GuardedSide:
         "matched_tokens": lambda side, request, _: (side.give_up(request), (0, False))[1],
         "allocated": lambda side, *arguments: side.allocated_failed(*arguments),
         "plan_step": lambda side, output: side.plan_failed(output),
-        "heard": lambda side, _, received, __: side.heard_failed(received),
+        "heard": lambda side, reports, received, _: side.heard_failed(reports, received),
         "finished": lambda side, request, _: side.finished_failed(request),
         "reset": lambda side, **_: side.turn_off(),
     }
@@ -172,8 +173,16 @@ class GuardedSide:
         return guarded(None, partial(self.RECOVERIES[name], self.side))(method)
 
 
+def untold_weights():
+    """Workers cannot tell their weights, as is known since the start: each reset makes a mark of its own."""
+    weights = WeightsVersion(1)
+    weights.known, weights.can_tell = True, False
+    return weights
+
+
 def make_side(client=None, clock=None, world_size=1, **changes):
     options = {"chunk_size": CHUNK} | changes.pop("settings", {})
+    changes.setdefault("weights", untold_weights())
     return SchedulerSide(
         client or FakeClient(),
         ClientSettings(**options),
@@ -999,6 +1008,178 @@ def test_requests_that_the_reset_preempted_are_computed_and_stored_in_the_very_n
     assert len(store.chain) == len(old.chain) and store.identity != old.identity
 
 
+class Workers:
+    """What two workers with weights of their own answer to a plan."""
+
+    def __init__(self, side, weights="first"):
+        self.side, self.initial, self.now = side, weights, weights
+
+    def step(self, scheduled=()):
+        plan = step(self.side, scheduled)
+        told = [
+            (plan.weigh, f"{self.initial} {rank}", f"{self.now} {rank}" if self.now else "")
+            for rank in range(2)
+        ]
+        reports = [WorkerReport(plan.step, weights=each if plan.weigh else None) for each in told]
+        self.side.heard(reports, [], [])
+        return plan
+
+    def stored(self):
+        """Identity of what a new request stores."""
+        request = make_request(40)
+        self.side.on_new_request(request)
+        while hit(self.side, request) == (None, False):
+            assert self.step().stores == []
+        self.side.allocated(request, list(range(1, 20)), 0)
+        (store,) = self.step([(request, 0, 40)]).stores
+        return store.identity
+
+
+def weighing_side(**changes):
+    client = changes.pop("client", None) or FakeClient()
+    clock = Clock()
+    return make_side(client, clock, world_size=2, weights=WeightsVersion(2, clock), **changes)
+
+
+def test_requests_wait_until_every_worker_told_its_weights():
+    side = weighing_side(client=FakeClient(hits=3))
+    request = make_request(40)
+    side.on_new_request(request)
+    assert hit(side, request) == (None, False)
+    plan = step(side)
+    assert plan.weigh > 0
+    side.heard([WorkerReport(plan.step, weights=(plan.weigh, "a", "a"))], [], [])
+    assert hit(side, request) == (None, False)
+    assert step(side).weigh == 0, "asked once"
+    side.heard([WorkerReport(plan.step, weights=(plan.weigh, "b", "b"))], [], [])
+    assert hit(side, request) == (24, False)
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_equal_weights_share_again_after_a_reset(empty):
+    workers = Workers(weighing_side())
+    before = workers.stored()
+    assert before == RequestIdentity()
+    workers.side.reset(engine_empty=empty)
+    assert workers.stored() == before
+
+
+def test_engines_with_equal_new_weights_share_and_share_nothing_of_before():
+    engines = [Workers(weighing_side()) for _ in range(2)]
+    engines[1].initial = "of another start"
+    for workers in engines:
+        workers.stored()
+        workers.side.reset(engine_empty=True)
+        workers.now = "trained further"
+    first, second = [workers.stored() for workers in engines]
+    assert first == second != RequestIdentity()
+    for workers in engines:
+        workers.side.reset(engine_empty=True)
+        workers.now = workers.initial
+        assert workers.stored() == RequestIdentity()
+
+
+def test_weights_that_were_changed_before_the_first_request_are_not_those_of_the_start():
+    workers = Workers(weighing_side())
+    workers.now = "trained"
+    assert workers.stored() != RequestIdentity()
+
+
+def test_an_emptied_prefix_cache_may_mean_new_weights():
+    cache = [object()]
+    workers = Workers(weighing_side(prefix_cache=lambda: cache[0]))
+    before = workers.stored()
+    cache[0], workers.now = object(), "reloaded"
+    after = workers.stored()
+    assert after != before
+    cache[0] = object()
+    assert workers.stored() == after
+
+
+def test_workers_are_not_asked_while_the_engine_pauses_for_new_weights():
+    workers = Workers(weighing_side())
+    workers.stored()
+    workers.side.reset(engine_empty=True)
+    queued = make_request(40)
+    workers.side.on_new_request(queued)  # vLLM asks nothing about it until it goes on
+    assert workers.step().weigh == 0
+    workers.now = "new"
+    assert workers.stored() != RequestIdentity()
+
+
+def test_what_rests_on_old_weights_is_stored_again_once_they_prove_to_be_the_same():
+    side = weighing_side()
+    workers = Workers(side)
+    workers.stored()
+    request = make_request(84)
+    side.on_new_request(request)
+    hit(side, request)
+    assert len(workers.step([(request, 0, 40)]).stores) == 1
+    side.reset(engine_empty=False)
+    assert workers.step([(request, 40, 16)]).stores == []
+    workers.stored()
+    (store,) = workers.step([(request, 56, 28)]).stores
+    assert store.identity == RequestIdentity() and store.parent == b""
+    # With other weights it stays out, and stays so when these prove to be the same.
+    side.reset(engine_empty=False)
+    workers.now = "other"
+    workers.stored()
+    for _ in range(2):
+        request.all_token_ids.extend(range(8))
+        assert workers.step([(request, request.num_tokens - 8, 8)]).stores == []
+        side.reset(engine_empty=False)
+        workers.stored()
+
+
+def test_where_weights_cannot_be_told_each_reset_ends_sharing_and_nobody_waits_again():
+    side = weighing_side()
+    request = make_request(40)
+    side.on_new_request(request)
+    assert hit(side, request) == (None, False)
+    plan = step(side)
+    told = [(plan.weigh, "a", "a"), (plan.weigh, "", "")]
+    side.heard([WorkerReport(plan.step, weights=each) for each in told], [], [])
+    workers, identities = Workers(side), []
+    for _ in range(3):
+        assert step(side).weigh == 0
+        identities.append(workers.stored())
+        side.reset(engine_empty=True)
+    assert identities[0] == RequestIdentity() and len(set(identities)) == 3
+
+
+def test_a_request_waits_for_an_answer_as_long_as_for_a_lookup_and_a_lost_answer_is_asked_for_again():
+    clock = Clock()
+    side = make_side(clock=clock, weights=WeightsVersion(1, clock), settings={"lookup_timeout_ms": 1000})
+    request = make_request(40)
+    assert hit(side, request) == (None, False)
+    first = step(side)
+    clock.now_s += 1.1
+    assert hit(side, request) == (0, False)
+    side.allocated(request, list(range(1, 20)), 0)
+    assert step(side, [(request, 0, 16)]).stores == []
+    clock.now_s += ASK_AGAIN_S
+    waiting = make_request(40)
+    assert hit(side, waiting) == (None, False)
+    again = step(side, [(request, 16, 16)])
+    assert 0 < first.weigh < again.weigh and again.stores == []
+    for plan in (first, again):
+        side.heard([WorkerReport(plan.step, weights=(plan.weigh, "a", "a"))], [], [])
+    assert hit(side, waiting) == (0, False)
+    (store,) = step(side, [(request, 32, 8)]).stores
+    assert len(store.chain) == 40 // CHUNK * 32, "what was computed meanwhile is stored now"
+
+
+def test_an_answer_to_a_question_of_before_a_reset_does_not_count():
+    side = weighing_side()
+    request = make_request(40)
+    hit(side, request)
+    plan = step(side)
+    side.reset(engine_empty=True)
+    side.heard([WorkerReport(plan.step, weights=(plan.weigh, "a", "a")) for _ in range(2)], [], [])
+    assert hit(side, request) == (None, False)
+    assert step(side).weigh > plan.weigh
+
+
 def test_salt_and_media_change_the_keys():
     side = make_side()
     chains = []
@@ -1176,7 +1357,8 @@ class Scheduling(RuleBasedStateMachine):
             return  # vLLM gives up before it asks the connector
         self.side.reset(engine_empty=empty)
         self.generation += 1
-        self.generations[f"\n{self.side._reset_mark}"] = self.generation
+        mark = self.side._weights.mark
+        self.generations[canonical_json(["weights", mark, ""]).decode() if mark else ""] = self.generation
         if empty:
             self.in_engine = self.generation
 
@@ -1199,7 +1381,7 @@ class Scheduling(RuleBasedStateMachine):
         self.preempted_by_reset.clear()
         for store in plan.stores:
             self.reading[store.store_id] = store.request_id
-            assert self.rests_on[store.request_id] == self.generations[store.identity.salt]
+            assert self.rests_on[store.request_id] == self.generations[store.identity.adapter]
         self.kept -= plan.awaited
         self.unreported.append(plan)
         assert not (plan.awaited & {s.request_id for s in self.side._finished_stores})

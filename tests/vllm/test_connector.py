@@ -104,11 +104,13 @@ def test_abort_in_prefill_while_waiting_and_after_a_hit_leaks_nothing(rig):
 
 
 def test_a_reset_while_requests_run_keeps_what_they_have_out_of_the_new_cache(rig):
+    rig.vllm.generate([5, 6, 7])  # the first of all waits for a step in which the worker tells its weights
     prompt = rig.fresh_prompt(3_000)
     before = chunks_in_l1(rig.server)
     rig.vllm.ask("submit", prompt=prompt)
     rig.vllm.ask("step", n=2)
     until(lambda: chunks_in_l1(rig.server) == before + 4, "storing what two steps computed")
+    rig.vllm.ask("change_weights", factor=2.0)
     assert not rig.vllm.ask("reset_prefix_cache", connector=True), "it holds blocks"
     assert rig.vllm.ask("step", n=100)
     # vLLM's own cache kept the old blocks and offers them to the next one.
@@ -126,6 +128,7 @@ def test_a_reset_while_requests_run_keeps_what_they_have_out_of_the_new_cache(ri
         rig.vllm.ask("idle_steps", n=1)
         return rig.vllm.ask("reset_prefix_cache", connector=True)
 
+    rig.vllm.ask("change_weights", factor=2.0)
     until(reset, "emptying both caches")
     cold = rig.stored(prompt)
     assert cold["cached_tokens"] == 0
@@ -135,6 +138,34 @@ def test_a_reset_while_requests_run_keeps_what_they_have_out_of_the_new_cache(ri
     before = chunks_in_l1(rig.server)
     assert rig.vllm.generate(prompt + rig.fresh_prompt(300))["cached_tokens"] > 2_500
     until(lambda: chunks_in_l1(rig.server) == before + 1, "storing the rest of a longer prompt")
+
+    # With the weights of the start it finds what it stored with them.
+    rig.vllm.ask("change_weights", factor=0.25)
+    assert rig.again(prompt)["cached_tokens"] == 1_024
+
+
+def test_after_a_reset_with_the_same_weights_the_engine_shares_again(rig):
+    prompt = rig.fresh_prompt(1_000)
+    cold = rig.stored(prompt)
+
+    def reset():
+        rig.vllm.ask("idle_steps", n=1)
+        return rig.vllm.ask("reset_prefix_cache", connector=True)
+
+    until(reset, "emptying both caches")
+    warm = rig.vllm.generate(prompt)
+    assert (warm["cached_tokens"], warm["tokens"]) == (768, cold["tokens"])
+
+
+def test_new_weights_find_nothing_of_before_though_vllm_emptied_only_its_own_cache(rig):
+    prompt = rig.fresh_prompt(1_000)
+    first = rig.stored(prompt)
+    rig.vllm.ask("change_weights", factor=4.0)
+    cold = rig.again(prompt)
+    assert cold["cached_tokens"] == 0 and cold["tokens"] != first["tokens"]
+    rig.vllm.ask("change_weights", factor=0.25)
+    warm = rig.again(prompt)
+    assert (warm["cached_tokens"], warm["tokens"]) == (768, first["tokens"])
 
 
 def leased_bytes(server):

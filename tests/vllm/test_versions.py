@@ -199,3 +199,20 @@ def test_no_error_inside_the_connector_ends_the_engine_or_keeps_anything(results
             True,
         ):  # asked for by the model
             assert error["errors"] > 0, error
+
+
+def test_keys_follow_the_weights_and_engines_with_the_weights_of_their_start_share_again(results):
+    """vLLM tells its connector of a pause, and not that its prefix cache was emptied after a reload."""
+    weights = {result["how"]: result for result in of(results, "weights")}
+    assert weights.pop("while a request runs")["stale"]
+    assert {how for how, result in weights.items() if not result["waited"]} == {"at the start"}
+    new = weights["prefix cache emptied, new weights"]["adapters"]
+    assert len(new) == 1 and new[0].startswith('["weights",')
+    for how, result in weights.items():
+        assert result["adapters"] == (new if "new weights" in how else [""]), how
+
+
+def test_a_digest_of_the_weights_sees_every_parameter_and_nothing_else(results):
+    digests = {result["change"]: result["seen"] for result in of(results, "digest")}
+    unseen = {"none", "another start", "all changed back", "no runner"}
+    assert {change for change, seen in digests.items() if not seen} == unseen

@@ -47,6 +47,7 @@ from kvstrata.connectors.vllm.settings import load_settings
 from kvstrata.connectors.vllm.sleep import follow_sleep
 from kvstrata.connectors.vllm.statistics import KvstrataPromMetrics, KvstrataStats
 from kvstrata.connectors.vllm.steps import check_steps, may_load_synchronously, no_load_reason
+from kvstrata.connectors.vllm.weights import WeightsVersion, loaded_weights
 from kvstrata.connectors.vllm.worker import HostMover, Mover, WorkerSide
 from kvstrata.errors import ConfigError
 from kvstrata.memory.paths import ATTACH_SOCKET, socket_dir
@@ -153,6 +154,8 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             chunk_bytes=chunk_bytes(kv_cache_config.kv_cache_groups[0], chunk_blocks)
             // (2 if self._settings.gpu_fp8 else 1),
             world_size=parallel.world_size,
+            weights=WeightsVersion(parallel.world_size),
+            prefix_cache=self._prefix_cache,
             may_load=transfer.is_kv_consumer and not unusable and not no_load,
             may_store=transfer.is_kv_producer and not unusable,
             engine=self._group.hex(),
@@ -222,6 +225,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             slice_digest=view.slice.digest(),
             chunk_blocks=view.chunk_blocks,
             make_item=LoadItem,
+            weights=loaded_weights(),
         )
         logger.info(
             "KV of %d layers, %d blocks of %d tokens, %.2f MiB a chunk of %d tokens, slice %s",
@@ -393,7 +397,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
 
     @guarded(
         None,
-        lambda self, output: self._scheduler.heard_failed(output.finished_recving or ()),
+        lambda self, output: self._scheduler.heard_failed(_reports(output), output.finished_recving or ()),
     )
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers reported."""
@@ -417,7 +421,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
 
     @guarded(False, lambda self: (self._scheduler.turn_off(), True)[1])
     def reset_cache(self) -> bool:
-        """Called when weights changed: nothing stored before is found by this engine again."""
+        """Called when weights may have changed (pause, sleep): the workers are asked which they have."""
         if self._scheduler is not None:
             # vLLM has tried to empty its own cache just before, which it does only while no block is in use.
             engine = self._kv_cache_manager
@@ -451,6 +455,11 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> KvstrataPromMetrics:
         """Our counters on vLLM's /metrics."""
         return KvstrataPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def _prefix_cache(self) -> object:
+        """What vLLM puts another object in the place of when it empties its prefix cache; None when not known."""
+        pool = getattr(self._kv_cache_manager, "block_pool", None)
+        return getattr(pool, "cached_block_hash_to_block", None)
 
     def _heads(self, tp_rank: int) -> Heads:
         model, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config

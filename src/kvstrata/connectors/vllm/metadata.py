@@ -61,6 +61,8 @@ class StepPlan:
     """Finished requests whose blocks the scheduler keeps until the worker reports them."""
     failures_seen: int = 0
     """How many failing load steps the scheduler knew of when it planned this step."""
+    weigh: int = 0
+    """Number of the question which weights the worker has now; 0 for none."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,6 +82,9 @@ class WorkerReport:
     broken: bool = False
     """This worker copies nothing any more, until it is started again."""
 
+    weights: tuple[int, str, str] | None = None
+    """(question, digest of the weights at the start, digest of them now), when asked; "" for what cannot be told."""
+
     def says_something(self) -> bool:
         """Whether the report is worth sending."""
-        return bool(self.gathered or self.stored or self.dropped or self.broken)
+        return bool(self.gathered or self.stored or self.dropped or self.broken or self.weights)

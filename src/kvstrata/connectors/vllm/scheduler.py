@@ -18,7 +18,8 @@ Invariants
 2. A chunk is stored only from blocks whose tokens are known and whose KV the planned step completes, and
    never while a synchronous load it may rest on is unconfirmed (`_unconfirmed`), unless the only worker can
    tell itself.
-3. Nothing is stored under an identity of after a reset that rests on KV of before it (`Tracked.stale`).
+3. Keys are made only while the weights are known (`WeightsVersion`), and nothing is stored under an identity of after
+   a reset that rests on KV of before it (`Tracked.stale`), unless the weights are still the same.
 4. Blocks of a finished request stay allocated until every worker said that no store reads them.
 
 Not here: bytes.  This side maps no engine memory and copies nothing.
@@ -39,8 +40,9 @@ from kvstrata.config.model import ClientSettings
 from kvstrata.connectors.vllm.identity import Adapters, AdapterUnreadable
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, Store, WorkerReport
 from kvstrata.connectors.vllm.reuse import media_items
+from kvstrata.connectors.vllm.weights import WeightsVersion
 from kvstrata.keys import ChunkHasher
-from kvstrata.types import EXTENT, KEY_BYTES, RequestIdentity
+from kvstrata.types import EXTENT, KEY_BYTES, RequestIdentity, canonical_json
 
 if TYPE_CHECKING:
     from kvstrata.client import CacheClient, Identity, LookupCall, LookupResult
@@ -107,10 +109,13 @@ class Tracked:
         "stale",
         "state",
         "stores",
+        "waits_s",
     )
 
     def __init__(self, request: Any) -> None:
         self.request = request
+        self.waits_s = -1.0
+        """Since when it waits for the workers to tell their weights; -1 before."""
         self.skipped = False
         """Nothing more is looked up, loaded or stored for it: its tokens do not decide its KV, or an error of ours."""
         self.identity: Identity | None = None
@@ -150,7 +155,8 @@ class SchedulerSide:
     `client` is started by the caller and closed by `close`.  `chunk_bytes` is what one worker moves per
     chunk, `world_size` how many workers report.  `may_load` and `may_store` follow vLLM's kv_role.  `engine`
     names this start of the engine; with `media_are_counted` vLLM's identifiers of media are no hashes of their
-    content.  `server_seen` tells whether a server left traces.
+    content.  `prefix_cache` gives an object that vLLM replaces when it empties its own cache.  `server_seen` tells
+    whether a server left traces.
     """
 
     def __init__(
@@ -162,6 +168,8 @@ class SchedulerSide:
         chunk_blocks: int,
         chunk_bytes: int,
         world_size: int,
+        weights: WeightsVersion,
+        prefix_cache: Callable[[], object] = lambda: None,
         may_load: bool = True,
         may_store: bool = True,
         engine: str = "",
@@ -190,7 +198,13 @@ class SchedulerSide:
         self._adapters = Adapters()
         self._tracked: dict[str, Tracked] = {}
         self._identities: OrderedDict[RequestIdentity, Identity] = OrderedDict()
-        self._reset_mark = ""
+        self._weights = weights
+        self._mark = ""
+        """Of the weights that identities were made for last."""
+        self._prefix_cache = prefix_cache
+        self._prefix_cache_seen = prefix_cache()
+        self._stale_before: bool | None = None
+        """What `_engine_stale` was before the resets after which the weights are not known yet."""
         self._engine_stale = False
         """vLLM's own cache may still have KV of before the last reset, or of a load whose outcome is unknown."""
         self._step = itertools.count(1)
@@ -245,9 +259,15 @@ class SchedulerSide:
         tracked = self._track(request)
         # vLLM asks for a request that holds no blocks yet, or none any more: all it will rest on is named here.
         tracked.stale = self._engine_stale and computed_tokens > 0
+        now = self._now()
+        if (self._may_load or self._may_store) and not (tracked.skipped or self._know_weights()):
+            # Without keys it can neither be looked up nor stored.
+            if tracked.waits_s < 0:
+                tracked.waits_s = now
+            late = (now - tracked.waits_s) * 1000 >= self._settings.lookup_timeout_ms
+            return (0 if late else None), False
         if tracked.skipped or tracked.no_load or not self._may_load or _skips_reading(request):
             return 0, False
-        now = self._now()
         tracked.computed_tokens = computed_tokens
         if tracked.state is LookupState.TAKEN:
             # vLLM asks only while nothing is computed: the request was preempted.
@@ -356,6 +376,7 @@ class SchedulerSide:
         self._may_wait_s = WAIT_S
         plan = self._planned = StepPlan(step=next(self._step), failures_seen=self._failures_seen)
         plan.preempted = set(output.preempted_req_ids or ())
+        plan.weigh = self._weights.take_question()
         plan.loads, self._loads = self._loads, []
         self._await_reports(plan)
         # What vLLM was promised and has not taken waits in its queue: others may need the room meanwhile.
@@ -391,6 +412,7 @@ class SchedulerSide:
         # Before anything that can fail: a report counts once.
         for report in reports:
             self._confirm(report)
+            self._hear_weights(report)
         for request_id in received:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
@@ -472,6 +494,7 @@ class SchedulerSide:
         if plan is None:
             plan = StepPlan(step=next(self._step), failures_seen=self._failures_seen)
             plan.preempted = set(output.preempted_req_ids or ())
+        plan.weigh = plan.weigh or self._weights.take_question()
         plan.loads += self._loads
         self._loads = []
         self._await_reports(plan)
@@ -490,13 +513,15 @@ class SchedulerSide:
                 self._skip(tracked, "error")
         return plan
 
-    def heard_failed(self, received: Iterable[str]) -> None:
+    def heard_failed(self, reports: Iterable[WorkerReport], received: Iterable[str]) -> None:
         """After `heard`: loads are over all the same. Reports of stores are lost, which costs events."""
         for request_id in received:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 tracked.loading = False
         self._finished_stores.clear()  # they may rest on blocks that failed
+        for report in reports:
+            self._hear_weights(report)
 
     def finished_failed(self, request: Any) -> bool:
         """After `finished`: the blocks stay until the workers say that no store reads them."""
@@ -528,25 +553,57 @@ class SchedulerSide:
         return counts
 
     def reset(self, *, engine_empty: bool) -> None:
-        """The meaning of KV changed (new weights): from now on nothing older is found by this engine.
+        """Caches were reset, so weights may have changed: the workers are asked before the next request begins.
 
         `engine_empty`: no request holds blocks, so vLLM has emptied its own cache as well.  If not, requests go on
         with what they have, and what they leave in vLLM's cache reaches others: none of that is stored, until a
-        reset finds the engine empty.
+        reset finds the engine empty or the weights prove to be the same.
         """
         if not engine_empty:
             logger.warning(
-                "the cache was reset while vLLM held blocks of its own: what is computed on these is not stored "
-                "until the cache is reset with no request running"
+                "the cache was reset while vLLM held blocks of its own: what is computed on these is not stored until "
+                "the cache is reset with no request running, or the weights prove to be the same"
             )
-        self._reset_mark = f"reset-{time.time_ns()}"
+        self._weights.may_have_changed()
+        self._prefix_cache_seen = self._prefix_cache()
+        if self._stale_before is None:
+            self._stale_before = self._engine_stale
         self._engine_stale = not engine_empty
-        self._identities.clear()
+        if engine_empty:
+            self._stale_before = False
         for tracked in self._tracked.values():
             self._forget_lookup(tracked)
             tracked.identity = tracked.hasher = None
             tracked.next_store = 0
             tracked.stale = not engine_empty
+
+    def _know_weights(self) -> bool:
+        """Whether the weights are known; if not, the workers are asked.
+
+        Only for a request that vLLM wants to begin: others arrive while the engine pauses for new weights.
+        """
+        return self._weights_settled() or (self._weights.wanted() and self._weights_settled())
+
+    def _weights_settled(self) -> bool:
+        """Whether the weights are known, without asking; identities are then for these.
+
+        vLLM does not tell its connector that its prefix cache was emptied, as it is after new weights were loaded; but
+        it puts another object in the cache's place.
+        """
+        if self._prefix_cache() is not self._prefix_cache_seen:
+            self.reset(engine_empty=True)  # vLLM empties its cache only while no block is in use
+        if not self._weights.known:
+            return False
+        if self._weights.mark != self._mark:
+            self._mark = self._weights.mark
+            self._identities.clear()
+        elif self._stale_before is False:
+            # Nothing has changed since a time when nothing was stale.
+            self._engine_stale = False
+            for tracked in self._tracked.values():
+                tracked.stale = False
+        self._stale_before = None
+        return True
 
     def close(self) -> None:
         """Give back all leases that no worker has, and end the client within half a second."""
@@ -589,6 +646,8 @@ class SchedulerSide:
         """Bring identity and keys up to date; whether all keys are there."""
         request = tracked.request
         if tracked.identity is None:
+            if not self._weights_settled():
+                return False
             try:
                 adapter = self._adapters.name(request.lora_request)
             except AdapterUnreadable as error:
@@ -597,11 +656,11 @@ class SchedulerSide:
                 return False
             if adapter is None:
                 return False
-            salt = request.cache_salt or ""
             wanted = RequestIdentity(
-                adapter=adapter,
+                # An adapter alone is a list of two.
+                adapter=canonical_json(["weights", self._mark, adapter]).decode() if self._mark else adapter,
                 tenant=self._settings.tenant,
-                salt=f"{salt}\n{self._reset_mark}" if self._reset_mark else salt,
+                salt=request.cache_salt or "",
             )
             tracked.identity = self._identity(wanted)
             tracked.hasher = tracked.identity.hasher(media_items(request.mm_features, self._engine))
@@ -729,9 +788,16 @@ class SchedulerSide:
 
     def _distrust_engine(self) -> None:
         self._engine_stale = True
+        if self._stale_before is not None:
+            self._stale_before = True
         self._finished_stores.clear()
         for tracked in self._tracked.values():
             tracked.stale = True
+
+    def _hear_weights(self, report: WorkerReport) -> None:
+        told, report.weights = report.weights, None  # counts once
+        if told is not None:
+            self._weights.heard(*told)
 
     def _confirm(self, report: WorkerReport) -> None:
         """One worker has told how the synchronous loads of a step ended."""

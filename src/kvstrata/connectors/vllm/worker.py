@@ -32,6 +32,7 @@ from kvstrata.types import EXTENT, KEY_BYTES, LeaseName, RequestIdentity
 
 if TYPE_CHECKING:
     from kvstrata.client import CacheClient, Identity, LoadItem, LoadJob, StoreJob
+    from kvstrata.connectors.vllm.weights import LoadedWeights
 
 logger = logging.getLogger("vllm.kvstrata")
 
@@ -133,6 +134,7 @@ class WorkerSide:
         slice_digest: bytes,
         chunk_blocks: int,
         make_item: Callable[[bytes, int, int, Sequence[int]], LoadItem],
+        weights: LoadedWeights | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
@@ -140,6 +142,7 @@ class WorkerSide:
         self._slice = slice_digest
         self._chunk_blocks = chunk_blocks
         self._make_item = make_item
+        self._weights = weights
         self._now = now
         self._identities: dict[RequestIdentity, Identity] = {}
         self._stores: list[_Stored] = []
@@ -172,6 +175,8 @@ class WorkerSide:
     def before_step(self, plan: StepPlan) -> None:
         """Before anything of the step runs: let go of the blocks of preempted requests."""
         self._take_up(plan)
+        if plan.weigh and self._weights is not None:
+            self._report.weights = (plan.weigh, self._weights.initial, self._weights.digest())
         if not plan.preempted:
             return
         lost = [entry for entry in self._stores if entry.store.request_id in plan.preempted]
@@ -394,13 +399,16 @@ class WorkerSide:
 
     def report_failed(self) -> WorkerReport:
         """After `report`: the step is confirmed with the failures so far."""
-        return WorkerReport(self._step.step, failures=self._failures)
+        weights, self._report.weights = self._report.weights, None
+        return WorkerReport(self._step.step, failures=self._failures, weights=weights)
 
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _take_up(self, plan: StepPlan) -> None:
         self._step = plan
         self._report.step = plan.step
+        if plan.weigh:
+            self._report.weights = (plan.weigh, "", "")  # until it is told
         # Loads that nothing waits for begin first.
         self._to_begin = deque(sorted(plan.loads, key=lambda load: not load.asynchronous))
         self._to_store = deque(plan.stores)

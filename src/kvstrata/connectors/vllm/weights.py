@@ -1,0 +1,183 @@
+"""Which weights an engine computes with: samples on the workers' side, a version on the scheduler's.
+
+Weights may change while an engine runs (sleep and reload, weight transfer from a trainer), and vLLM tells its connector
+nothing but that caches were reset, which happens for other reasons too.  So whenever weights may have changed, each
+worker digests samples of all its parameters and compares them with those of its start:
+
+    start, or a reset ──a request arrives──▶ ASKED ──every worker told──▶ KNOWN, with a `mark` for the keys
+                                               └──a worker cannot tell──▶ KNOWN, never asked again
+
+The mark is empty for the weights of the start, which the layout identity names.  Other weights have a mark that depends
+on nothing but them, so engines of the same parallel sizes that got the same weights share KV.  Where a worker cannot
+tell, each reset makes a mark that nobody else has.
+
+Tensors are used by their methods only; torch is imported when the first one is sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import math
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvstrata.types import canonical_json
+
+logger = logging.getLogger("vllm.kvstrata")
+
+RUNS, RUN_BYTES = 64, 64
+"""Samples of one parameter: this many runs, evenly spread over its memory; all of a parameter that is smaller."""
+ASK_AGAIN_S = 10.0
+"""An answer that takes longer is lost."""
+
+
+class LoadedWeights:
+    """The parameters of the model in this process, and of its draft model. Not thread-safe."""
+
+    def __init__(self, runner: Any) -> None:
+        """`runner` has the method `get_model()`, as vLLM's model runners have; it is not kept alive."""
+        self._runner = weakref.ref(runner)
+        self.initial = self.digest()
+        """Of the time when this object was made."""
+
+    def digest(self) -> str:
+        """Hex digest of names, shapes, strides, dtypes and samples of all parameters; "" when they cannot be read.
+
+        Two trainings differ nearly everywhere, and even one small step changes some of the samples; a change of a few
+        numbers made by hand may not be seen.  Takes some milliseconds, and waits for what the device has to do.
+        """
+        runner = self._runner()
+        if runner is None:
+            return ""
+        draft = getattr(runner, "get_draft_model", lambda: None)()
+        named = [(name, parameter) for name, parameter in runner.get_model().named_parameters()]
+        if draft is not None:
+            named += [(f"draft.{name}", parameter) for name, parameter in draft.named_parameters()]
+        return _digest(sorted(named, key=lambda each: each[0]))
+
+
+def _digest(named: Sequence[tuple[str, Any]]) -> str:
+    import torch
+
+    digest = hashlib.sha256()
+    samples: dict[Any, list[Any]] = {}
+    for name, parameter in named:
+        tensor = parameter.detach()
+        digest.update(canonical_json([name, str(tensor.dtype), list(tensor.shape), list(tensor.stride())]))
+        if tensor.numel() == 0 or tensor.device.type == "meta":
+            continue
+        span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        memory = tensor.as_strided((span,), (1,), tensor.storage_offset()).view(torch.uint8)
+        size = memory.numel()
+        if size > RUNS * RUN_BYTES:
+            step = (size - RUN_BYTES) // (RUNS - 1)
+            memory = memory.as_strided((RUNS, RUN_BYTES), (step, 1), memory.storage_offset()).reshape(-1)
+        samples.setdefault(tensor.device, []).append(memory)
+    for device in sorted(samples, key=str):
+        digest.update(torch.cat(samples[device]).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def find_runner() -> Any:
+    """The model runner that is calling us, found on the stack; None if there is none.
+
+    vLLM gives a connector no way to its model.  Its model runners call `register_kv_caches` themselves.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if callable(getattr(type(owner), "get_model", None)):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def loaded_weights() -> LoadedWeights | None:
+    """The weights of the model runner that is calling us; None, with a line in the log, when they cannot be read."""
+    runner = find_runner()
+    try:
+        weights = LoadedWeights(runner) if runner is not None else None
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+        logger.warning("the model's parameters cannot be sampled: %s", error)
+        return None
+    if weights is None:
+        logger.warning("the model's parameters were not found")
+    return weights
+
+
+class WeightsVersion:
+    """What the workers said about their weights. Belongs to the scheduler's thread."""
+
+    def __init__(self, world_size: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._world_size = world_size
+        self._now = now
+        self._number = 0
+        """Of the question; answers to earlier ones do not count."""
+        self._told: list[tuple[str, str]] = []
+        self._wanted = False
+        self._asked_s = math.inf
+        self._was_reset = False
+        self.can_tell = True
+        """No worker was unable to answer so far."""
+        self.known = False
+        self.mark = ""
+        """Names the weights, "" for those of the start. Counts while `known`."""
+
+    def may_have_changed(self) -> None:
+        """Caches were reset: what the weights are is not known until the workers were asked again."""
+        self._wanted, self._asked_s = False, math.inf
+        self._number += 1  # answers on their way are about what was
+        self._was_reset = True
+        self.known = False
+        if not self.can_tell:
+            self._give_up()
+
+    def wanted(self) -> bool:
+        """A request must know the weights: whether they are known. Asks the workers if not."""
+        now = self._now()
+        if not self.known and not 0 <= now - self._asked_s <= ASK_AGAIN_S:
+            self._ask(now)
+        return self.known
+
+    def take_question(self) -> int:
+        """The number of the question to put to the workers in this step; 0 for none. Each is put once."""
+        wanted, self._wanted = self._wanted, False
+        return self._number if wanted else 0
+
+    def heard(self, number: int, initial: str, digest: str) -> None:
+        """One worker's answer: digests of its start and of now, "" when it cannot tell."""
+        if number != self._number or self.known:
+            return
+        self._told.append((initial, digest))
+        if len(self._told) < self._world_size:
+            return
+        if not all(initial and digest for initial, digest in self._told):
+            logger.warning(
+                "not every worker can tell its weights: after each reset of vLLM's caches this engine finds nothing "
+                "that was stored before, and shares nothing with others"
+            )
+            self.can_tell = False
+            self._give_up()
+            return
+        self.known = True
+        if all(initial == digest for initial, digest in self._told):
+            self.mark = ""
+        else:
+            self.mark = hashlib.sha256(canonical_json(sorted(digest for _, digest in self._told))).hexdigest()
+        logger.info(
+            "weights: %s", f"changed since the start, {self.mark[:12]}" if self.mark else "as at the start"
+        )
+
+    def _ask(self, now: float) -> None:
+        self._number += 1
+        self._told = []
+        self._wanted, self._asked_s = True, now
+
+    def _give_up(self) -> None:
+        self.known = True
+        if self._was_reset:
+            self.mark = f"reset {time.time_ns()}"
