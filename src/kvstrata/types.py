@@ -148,7 +148,10 @@ class MissReason(enum.StrEnum):
     PUT_SKIPPED = "put_skipped"
     """It left L1 and had not been put to L2; `explain` says why not."""
     BREAKER_OPEN = "breaker_open"
-    """The adapter (or, in a client, the server) that would know is not asked, because it did not answer."""
+    """The adapter (or, in a client, the server) that would know is not asked: it did not answer lately, its process is
+    down, or it is being removed."""
+    L2_FAILED = "l2_failed"
+    """An L2 adapter failed when it was asked for it or loaded it; `explain` says how."""
     IDENTITY_DIFFERS = "identity_differs"
     """The same tokens are there under another identity of the tenant; `explain` names the field."""
     UNKNOWN_KEY = "unknown_key"

@@ -568,7 +568,7 @@ async def test_a_lookup_that_was_told_of_a_chunk_finds_it_elsewhere_or_misses(st
     await until(lambda: SHELVES["a"].waiting["load"] == 2)
     removing = asyncio.create_task(rig.control.remove(near, wait_s=0.0))
     found = await fetching
-    assert (found.n_chunks, found.reason, found.detail) == (4, "refused", "adapter_removed")
+    assert (found.n_chunks, found.reason, found.detail) == (4, "breaker_open", "adapter_removed")
     assert l1.has(*keys[:4])
     SHELVES["a"].let_go()
     await removing

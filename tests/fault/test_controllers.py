@@ -849,7 +849,7 @@ async def test_a_pool_without_room_ends_the_prefix_at_once_and_leaks_nothing(l1:
     loads = Loads(l1, one)
     outcome = await loads.fetch(keys)
     assert outcome.n_chunks < 10
-    assert (outcome.reason, outcome.detail) == (MissReason.REFUSED, "refused")
+    assert (outcome.reason, outcome.detail) == (MissReason.REFUSED, "pool_pinned")
     for hold in holds:
         hold.drop()
     assert (await loads.fetch(keys)).n_chunks == 10
@@ -970,7 +970,7 @@ async def test_stop_is_bounded_and_its_bytes_stay_until_the_medium_has_finished(
     assert (await wait).n_chunks == 0
     assert l1.pool.stats()["bytes"]["reserved"] == 0
     assert l1.pool.stats()["bytes"]["quarantined"] > 0
-    assert (await loads.fetch(keys)).reason == MissReason.REFUSED
+    assert (await loads.fetch(keys)).reason == MissReason.BREAKER_OPEN
     one.faults.release()
     await until(lambda: l1.pool.stats()["holds"] == 0)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.policy.prefetch import Hole, Source, make_plan, next_batch, reserve_runs
+from kvstrata.policy.prefetch import MISS_REASONS, Hole, Source, make_plan, next_batch, reserve_runs
+from kvstrata.rpc.wire import ReserveOutcome
+from kvstrata.service.adapters import REMOVED
+from kvstrata.storage.host import CLOSED, HOST_DIED, HOST_DOWN, QUEUE_FULL
 from kvstrata.testing.strategies import key_of
 from kvstrata.types import MissReason
 
@@ -63,8 +67,47 @@ def test_a_chunk_counts_only_with_all_its_slices() -> None:
 def test_the_reason_of_the_first_missing_chunk_is_the_adapters_word() -> None:
     assert plan_of(2, 1, set(), {0}, {1: "breaker_open"}).reason == MissReason.BREAKER_OPEN
     assert plan_of(2, 1, set(), {0}, {1: "deadline"}).reason == MissReason.DEADLINE
-    assert plan_of(2, 1, set(), {0}, {1: "closed"}).reason == MissReason.REFUSED
+    assert plan_of(2, 1, set(), {0}, {1: "closed"}).reason == MissReason.BREAKER_OPEN
     assert plan_of(2, 1, set(), {0}).reason == MissReason.NEVER_STORED
+
+
+FROM_L2 = {
+    MissReason.NEVER_STORED, MissReason.EVICTED, MissReason.IN_FLIGHT, MissReason.CORRUPT, MissReason.DEADLINE,
+    MissReason.REFUSED, MissReason.BREAKER_OPEN, MissReason.L2_FAILED,
+}  # fmt: skip
+"""What a load from L2 may end with."""
+ELSEWHERE = {
+    MissReason.PUT_SKIPPED, MissReason.IDENTITY_DIFFERS, MissReason.UNKNOWN_KEY, MissReason.FORGOTTEN,
+}  # fmt: skip
+"""What explain alone says."""
+WORDS = {
+    MissReason.BREAKER_OPEN: ["breaker_open", HOST_DOWN, "controller_down", CLOSED, "stopping", REMOVED],
+    MissReason.DEADLINE: ["deadline", "peer_deadline", "peer_gone"],
+    MissReason.IN_FLIGHT: ["in_flight"],
+    MissReason.CORRUPT: ["corrupt"],
+    MissReason.EVICTED: ["absent"],
+    MissReason.REFUSED: [
+        "budget", "throttled", QUEUE_FULL, "staging", "staging_too_small", "limit",
+        *(outcome.name.lower() for outcome in ReserveOutcome if outcome > ReserveOutcome.IN_FLIGHT),
+    ],
+    MissReason.L2_FAILED: [
+        HOST_DIED, "adapter_error", "io", "transfer", "rpc", "no_segment", "code_17", "failed", "protocol", "denied",
+        "cluster_down", "loading", "server_error", "mismatch", "length", "codec", "no_key", "injected", "internal",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", MissReason)
+def test_each_reason_of_the_closed_list_has_causes_of_its_own(reason: MissReason) -> None:
+    assert (reason in FROM_L2) is not (reason in ELSEWHERE)
+    for word in WORDS.get(reason, ()):
+        plan = plan_of(2, 1, set(), {0}, {1: word})
+        assert (plan.reason, plan.detail) == (reason, word)
+
+
+def test_every_word_that_is_known_here_is_walked() -> None:
+    walked = {word for words in WORDS.values() for word in words} | {"refused"}
+    assert walked >= MISS_REASONS.keys()
 
 
 def test_a_budget_ends_the_prefix_at_a_whole_chunk() -> None:

@@ -25,6 +25,7 @@ _MOST_TELLING = (
     MissReason.REFUSED,
     MissReason.PUT_SKIPPED,
     MissReason.BREAKER_OPEN,
+    MissReason.L2_FAILED,
     MissReason.DEADLINE,
     MissReason.EVICTED,
     MissReason.IDENTITY_DIFFERS,

@@ -30,6 +30,19 @@ MAX_DETAIL_CHARS = 120
 _TAG_BYTES = 8
 
 
+_ADVICE = {
+    "entries_full": "every entry of L1's index is in use; raise l1.entries",
+    "quota": "its tenant is at its quota; raise quotas_gb",
+    "too_large": "the record is larger than L1; raise l1.size_gb",
+    "pool_pinned": "all of L1 is in use; raise l1.size_gb",
+}
+
+
+def with_advice(word: str) -> str:
+    """A short reason, and what to change where a setting is the cause."""
+    return f"{word}: {_ADVICE[word]}" if word in _ADVICE else word
+
+
 class KeyNote(NamedTuple):
     """What is known of one absent key."""
 

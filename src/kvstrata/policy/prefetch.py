@@ -50,22 +50,40 @@ class Run(NamedTuple):
     holes: list[Hole]
 
 
-MISS_REASONS = {
-    "deadline": MissReason.DEADLINE,
-    "peer_deadline": MissReason.DEADLINE,
-    "peer_gone": MissReason.DEADLINE,
-    "breaker_open": MissReason.BREAKER_OPEN,
-    "controller_down": MissReason.BREAKER_OPEN,
+MISS_REASONS: dict[str, MissReason] = {
+    **dict.fromkeys(("deadline", "peer_deadline", "peer_gone"), MissReason.DEADLINE),
+    **dict.fromkeys(
+        ("breaker_open", "controller_down", "host_down", "closed", "stopping", "adapter_removed"),
+        MissReason.BREAKER_OPEN,
+    ),
+    **dict.fromkeys(
+        ("refused", "budget", "throttled", "queue_full", "staging", "staging_too_small", "limit"),
+        MissReason.REFUSED,
+    ),
+    # The pool's refusals (rpc.wire.ReserveOutcome).
+    **dict.fromkeys(
+        (
+            "chain_exceeds_pool",
+            "pool_pinned",
+            "session_limit",
+            "quota",
+            "too_large",
+            "entries_full",
+            "frozen",
+            "parent_absent",
+        ),
+        MissReason.REFUSED,
+    ),
     "corrupt": MissReason.CORRUPT,
     "in_flight": MissReason.IN_FLIGHT,
     "absent": MissReason.EVICTED,
 }
-"""Short reasons of adapters and of our own as reasons of a miss; what is not here is `refused`."""
+"""Short reasons of our own as reasons of a miss. Every other word is an adapter's for how it failed."""
 
 
 def miss_reason(reason: str) -> MissReason:
     """The closed list's word for a short reason."""
-    return MISS_REASONS.get(reason, MissReason.REFUSED)
+    return MISS_REASONS.get(reason, MissReason.L2_FAILED)
 
 
 def make_plan(

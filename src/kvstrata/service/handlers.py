@@ -37,6 +37,7 @@ from kvstrata.errors import (
     WrongVersion,
 )
 from kvstrata.native.hashing import storage_keys
+from kvstrata.observability.explain import with_advice
 from kvstrata.observability.logging import EventLog
 from kvstrata.policy.sessions import Member
 from kvstrata.rpc.session import Address, Call, Effect, Verdict
@@ -450,7 +451,7 @@ class Handlers:
             elif code in _REFUSALS:
                 name = ReserveOutcome(code).name.lower()
                 engine.explainer.keys.note(
-                    nth_key(keys, index), MissReason.REFUSED, name, engine.clock.unix_ms()
+                    nth_key(keys, index), MissReason.REFUSED, with_advice(name), engine.clock.unix_ms()
                 )
         for code in set(outcomes):
             name = ReserveOutcome(code).name.lower()

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata.errors import BadRequest, Refused
 from kvstrata.native.hashing import storage_keys
-from kvstrata.observability.explain import Explained, split_keys
+from kvstrata.observability.explain import Explained, split_keys, with_advice
 from kvstrata.rpc.session import Call, Effect
 from kvstrata.rpc.wire import Lookup, LookupReply, Reply, key_count
 from kvstrata.service.effects import Lease, nth_key
@@ -213,7 +213,7 @@ class Lookups:
         asked_back = self._engine.revoke(granted.short_bytes) if granted.short_bytes else 0
         reason, detail = self._why(asked, all_keys, granted, asked_back)
         if load_reason not in ("", MissReason.NEVER_STORED):
-            reason, detail = load_reason, f"while loading from L2: {load_detail or load_reason}"
+            reason, detail = load_reason, f"while loading from L2: {with_advice(load_detail or load_reason)}"
         return self._outcome(asked, all_keys, granted, l1_chunks, reason, detail)
 
     def _why(self, asked: Asked, all_keys: bytes, granted: Granted, asked_back: int) -> tuple[str, str]:

@@ -597,7 +597,7 @@ class PrefetchController:
         begun = {item.key for item in items}
         for hole in batch:
             if hole.key not in begun and fetch.is_open(hole):
-                fetch.failed(hole, "in_flight" if beyond.word == "in_flight" else "refused")
+                fetch.failed(hole, beyond.word or "refused")
         if not items:
             loader.gate.ended(batch_bytes)
             return

@@ -434,7 +434,7 @@ def reason_of(reply: Reply) -> str:
     """The word for outcomes of a reply that is not what was asked for."""
     if not isinstance(reply, ServerError):
         return "protocol"
-    return _REASONS.get(reply.code, "refused")
+    return _REASONS.get(reply.code, "server_error")
 
 
 _REASONS = {
