@@ -141,6 +141,8 @@ class CodecAdapter(StorageAdapter):
         self._running: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._numbers_are_broken = False
+        self._said: set[str] = set()
+        """Reasons why records cannot be decoded that the log has named."""
         self._kind_of: Callable[[bytes, bytes], PayloadKind | None] = nothing_known
 
     async def open(self, context: AdapterContext) -> None:
@@ -292,6 +294,10 @@ class CodecAdapter(StorageAdapter):
             return None
         codecs = codecs.rstrip(b"\0")
         cannot = "mismatch" if flags else self.chain.cannot_decode(codecs)
+        if cannot:
+            self._say_once(
+                cannot, key, f"written with codecs {list(codecs)}, which this server cannot decode"
+            )
         return _Lengths(stored_bytes, header_bytes + payload_bytes, codecs, cannot)
 
     def _note(self, key: bytes, lengths: _Lengths) -> None:
@@ -544,6 +550,15 @@ class CodecAdapter(StorageAdapter):
         if bad:
             await self.inner.delete(bad)
 
+    def _say_once(self, reason: str, key: bytes, error: object) -> None:
+        """From any thread. Where servers share a storage and not a codec, every record of the others comes here."""
+        if reason not in self._said:
+            self._said.add(reason)
+            what = (
+                "%s: record %s: %s; more are only counted (%s). Give all servers of a storage the same codec"
+            )
+            log.warning(what, self.name, key.hex()[:16], error, reason)
+
     def _decode(self, item: LoadItem, block: Block, length: int) -> LoadOutcome:
         """In a thread: the stored record in the block into the extent."""
         try:
@@ -552,7 +567,7 @@ class CodecAdapter(StorageAdapter):
                 self.chain.decode(block.view(length), target, item.key, scratch)
             return LoadOutcome(LoadStatus.LOADED)
         except CannotDecode as error:
-            log.warning("%s: record %s: %s", self.name, item.key.hex()[:16], error)
+            self._say_once(error.reason, item.key, error)
             return LoadOutcome(LoadStatus.FAILED, error.reason)
         except BadRecord as error:
             log.warning("%s: record %s is corrupt and is removed: %s", self.name, item.key.hex()[:16], error)
