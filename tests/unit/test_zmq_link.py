@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -237,3 +239,30 @@ def test_a_wrong_cluster_key_is_refused_with_its_setting(tmp_path: Path) -> None
 async def test_an_endpoint_that_is_none_is_refused(links: Links) -> None:
     with pytest.raises(Unavailable, match="cannot connect"):
         links.ask("nonsense")
+
+
+def connections_of(port: int) -> tuple[list[socket.socket], list[socket.socket]]:
+    """Connections that this process has accepted on `port`, and those that it has opened to it."""
+    accepted: list[socket.socket] = []
+    opened: list[socket.socket] = []
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+            if found.family in (socket.AF_INET, socket.AF_INET6):
+                if found.getpeername()[1] == port:
+                    opened.append(found.dup())
+                elif found.getsockname()[1] == port:
+                    accepted.append(found.dup())
+    return accepted, opened
+
+
+async def test_a_host_that_is_gone_without_a_word_is_noticed_by_both_ends(
+    link: AskLink, other: Other
+) -> None:
+    """By TCP, since there are no ZMTP heartbeats: keepalive while nothing is sent, a time limit while something is."""
+    await link.ask(QUESTION, Done, LONG_S)
+    [accepted], [opened] = connections_of(other.port)
+    with accepted, opened:
+        for connection, idle_s, limit_ms in ((accepted, 10, 30_000), (opened, 2, 6_000)):
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == idle_s
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == limit_ms

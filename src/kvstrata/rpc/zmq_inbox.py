@@ -97,14 +97,20 @@ class Inbox:
         self._silent.pop(connection, None)
         self._heard.pop(connection, None)
 
-    def add(self, message: Message) -> int | None:
-        """Keep a message until its turn; the connection that was cut for it, if any was."""
-        connection = message.connection
+    def hears(self, connection: int) -> bool:
+        """A message of it has come; False where it was cut, and the message is to be dropped."""
         if connection in self._cut:
-            return None
+            return False
         self._silent.pop(connection, None)
         self._heard.pop(connection, None)
         self._heard[connection] = None
+        return True
+
+    def add(self, message: Message) -> int | None:
+        """Keep a message until its turn; the connection that was cut for it, if any was."""
+        connection = message.connection
+        if not self.hears(connection):
+            return None
         size = _size(message)
         waiting = self._waiting.get(connection)
         if waiting is None:

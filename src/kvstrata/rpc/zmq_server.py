@@ -307,30 +307,39 @@ class ZmqServer:
         server = self._sockets.get(local)
         if server is None:
             return
-        empty = self._take_in(server, local)
-        if self._reading:
-            self._draining, self._draining_local = True, local
-            try:
-                self._handle_some(server, local)
-            finally:
-                self._draining = False
+        self._draining, self._draining_local = True, local
+        try:
+            empty = self._take_in(server, local)
+        finally:
+            self._draining = False
         if not self._sockets:
             return  # a handler has closed this
         if not empty or (self._reading and self._inboxes[local]):
             self._wake_soon(local)
-        else:
-            self._look_again(local)
         sent_to, self._sent_to = self._sent_to, set()
         for other in sent_to:
             self._look_again(other)
 
     def _take_in(self, server: zmq.Socket[bytes], local: bool) -> bool:
-        """Take messages from libzmq into the inbox; True when none was left."""
+        """Handle messages that wait, then take what libzmq has; True when it has nothing more.
+
+        What comes while nothing waits is handled at once, the rest goes to the inbox.  libzmq is asked last, since a
+        reply may take the signal that more has arrived.
+        """
         inbox = self._inboxes[local]
         if inbox.has_cut:
             self._see_connections(local)  # a new one may have the descriptor of one that was cut
         started_s = time.monotonic()
+        n_handled = 0
+        while self._reading and n_handled < MESSAGES_PER_WAKE and (message := inbox.next()) is not None:
+            self._handle(server, Address(local, message.routing_id), message.frames)
+            n_handled += 1
+            if time.monotonic() - started_s > SECONDS_PER_WAKE:
+                n_handled = MESSAGES_PER_WAKE
+        started_s = time.monotonic()
         for _ in range(TAKEN_PER_WAKE):
+            if server.closed:
+                return True  # by a handler
             try:
                 first = server.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -338,10 +347,16 @@ class ZmqServer:
             self.received_count += 1
             connection = int(first.get(zmq.SRCFD))
             frames = [first.bytes]
-            while server.getsockopt(zmq.RCVMORE):
+            more = first.more
+            while more:
                 frames.append(server.recv(zmq.NOBLOCK))
+                more = bool(server.getsockopt(zmq.RCVMORE))
             routing_id = b"" if self._receive_only else frames.pop(0)
-            if inbox.add(Message(connection, routing_id, frames)) is not None:
+            if self._reading and n_handled < MESSAGES_PER_WAKE and not inbox:
+                n_handled += 1
+                if inbox.hears(connection):
+                    self._handle(server, Address(local, routing_id), frames)
+            elif inbox.add(Message(connection, routing_id, frames)) is not None:
                 self._log.repeated(
                     logging.WARNING,
                     f"cut {self._name(local)}",
@@ -353,25 +368,16 @@ class ZmqServer:
                 break
         return False
 
-    def _handle_some(self, server: zmq.Socket[bytes], local: bool) -> None:
+    def _handle(self, server: zmq.Socket[bytes], address: Address, frames: list[bytes]) -> None:
         handler, frame_error = self._handler, self._frame_error
         assert handler is not None and frame_error is not None, "reading before start"
-        inbox = self._inboxes[local]
-        started_s = time.monotonic()
-        for _ in range(MESSAGES_PER_WAKE):
-            message = inbox.next()
-            if message is None:
-                return
-            address, frames = Address(local, message.routing_id), message.frames
-            if len(frames) == 1:
-                handler(address, frames[0])
-            else:
-                delimiter = [b""] if len(frames) > 1 and not frames[0] else []
-                reply = frame_error(address, len(frames))
-                if not self._receive_only:
-                    self._send(server, [message.routing_id, *delimiter, reply])
-            if not self._reading or time.monotonic() - started_s > SECONDS_PER_WAKE:
-                return
+        if len(frames) == 1:
+            handler(address, frames[0])
+            return
+        delimiter = [b""] if len(frames) > 1 and not frames[0] else []
+        reply = frame_error(address, len(frames))
+        if not self._receive_only:
+            self._send(server, [address.routing_id, *delimiter, reply])
 
     def _name(self, local: bool) -> str:
         return str(self._ipc_path) if local else self._sockets[local].getsockopt_string(zmq.LAST_ENDPOINT)
