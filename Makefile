@@ -23,7 +23,7 @@ endif
 export KVSTRATA_WERROR ?= 1
 endif
 
-.PHONY: help setup setup-packages setup-built demo test test-fast test-native test-vllm-env lint format sanitize docs bench cuda gpu gpu-pack soak chaos wheel clean
+.PHONY: help setup setup-packages setup-built demo test test-fast test-native test-vllm-env lint format sanitize docs bench cuda gpu gpu-pack soak chaos power-loss wheel clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -100,6 +100,10 @@ soak: setup  ## one server for MINUTES=10 with clients that come and go; fails o
 
 chaos: setup  ## a small cluster for MINUTES=10 under SIGKILL and SIGSTOP; fails on a wrong or lost byte (SEED=)
 	@$(VENV_PYTHON) -m tests.harness.chaos --minutes $(or $(MINUTES),10) $(SEED:%=--seed %) $(ARGS)
+
+power-loss:  ## power cuts at any step of a disk tier's life for MINUTES=10; fails on a lost or wrong record (SEED=)
+	@$(MAKE) -C ext/core --no-print-directory power-loss MINUTES=$(or $(MINUTES),10) \
+	    SEED=$(or $(SEED),$(shell date +%s))
 
 wheel: setup  ## build sdist and wheel into dist/
 	@rm -rf dist && $(VENV_PYTHON) -m build --outdir dist .

@@ -31,6 +31,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -164,6 +165,15 @@ class PowerLoss {
       for (unsigned i = 0; i < 4 && ++story < stories; ++i)
         if (auto broken = tell(seed, 1 + random.below(steps))) return broken;
     }
+    return std::nullopt;
+  }
+
+  // Stops at some steps of each of many seeds, from this one on, until the time is up.
+  std::optional<std::string> tell_for(std::chrono::seconds time, std::uint64_t seed) {
+    constexpr unsigned kStoriesOfSeed = 5;
+    const auto until = std::chrono::steady_clock::now() + time;
+    for (; std::chrono::steady_clock::now() < until; ++seed)
+      if (auto broken = tell_some(seed, kStoriesOfSeed)) return broken;
     return std::nullopt;
   }
 
@@ -683,6 +693,20 @@ class PowerLoss {
 };
 
 // Fails the test at the first broken promise.
+// `make power-loss`: each test tells stories of new seeds for so long.
+struct PowerRun {
+  std::chrono::seconds seconds{};
+  std::uint64_t seed = 0;
+
+  static std::optional<PowerRun> wanted() {
+    const char* const seconds = std::getenv("KVSTRATA_POWER_SECONDS");
+    if (seconds == nullptr) return std::nullopt;
+    const char* const seed = std::getenv("KVSTRATA_POWER_SEED");
+    return PowerRun{.seconds = std::chrono::seconds(std::strtoull(seconds, nullptr, 10)),
+                    .seed = seed == nullptr ? 1 : std::strtoull(seed, nullptr, 10)};
+  }
+};
+
 inline void check_power_loss(const MakeConnector& make, PowerLossOptions options = {}) {
   std::optional<std::string> broken;
   if (const char* const story = std::getenv("KVSTRATA_POWER_STORY")) {
@@ -694,6 +718,13 @@ inline void check_power_loss(const MakeConnector& make, PowerLossOptions options
     options.files.traces = true;
     PowerLoss stories(make, options);
     broken = stories.tell(seed, step, found == 3 ? std::optional(ending) : std::nullopt);
+  } else if (const auto run = PowerRun::wanted()) {
+    PowerLoss stories(make, options);
+    broken = stories.tell_for(run->seconds, run->seed);
+    std::printf("%llu stories from seed %llu: %s\n",
+                static_cast<unsigned long long>(stories.stories()),
+                static_cast<unsigned long long>(run->seed),
+                broken ? "A PROMISE IS BROKEN" : "no promise is broken");
   } else {
     PowerLoss stories(make, options);
     broken = stories.tell_all();
@@ -735,6 +766,7 @@ inline std::vector<SyncVerdict> every_sync(const MakeConnector& make,
 // Prints the table, and fails the test where a sync was not missed.
 inline void check_every_sync_matters(const MakeConnector& make,
                                      const PowerLossOptions& options = {}) {
+  if (PowerRun::wanted()) return;  // other seeds tell nothing new about that
   std::string missed;
   for (const SyncVerdict& verdict : every_sync(make, options)) {
     std::printf("sync at %s\n    %llu stories: %s\n", verdict.place.c_str(),
