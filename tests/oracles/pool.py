@@ -279,7 +279,7 @@ class PoolModel:
         present_before = set(self.index)
         own = self.own_chain(keys, parent)
         orphan = parent is not None and parent not in self.index
-        refused_before = orphan and parent in self.refused
+        refused_before = orphan and row != SERVER_ROW and parent in self.refused
         assert not (orphan and evicted and (refused_before or not self.has_l2)), "evicted for an orphan"
         self.evicted(evicted, own)
         extent_bytes = round_up(record_bytes)
@@ -313,7 +313,8 @@ class PoolModel:
                 previous = key
                 continue
             assert extents[i] == Extent(0, 0, 0, 0)
-            self.refused.add(key)
+            if row != SERVER_ROW:
+                self.refused.add(key)
             if outcome == ReserveOutcome.PARENT_ABSENT:
                 assert orphan
             elif refusal is None:

@@ -125,6 +125,7 @@ def test_a_chain_of_any_length_keeps_what_fits_of_it_and_evicts_nobody_for_the_r
     """As a client stores it: batch after batch, some reserved before the first is committed."""
     pool = make_pool(pages, policy, 4 * pages)
     pool.set_has_l2(has_l2)
+    row = pool.claim_row(b"s" * 16, b"g" * 16, 1)
     held: list[bytes] = []
     for number, length in enumerate(others):
         keys = [key(number, chunk) for chunk in range(length)]
@@ -140,7 +141,9 @@ def test_a_chain_of_any_length_keeps_what_fits_of_it_and_evicts_nobody_for_the_r
 
     for first in range(0, len(chain), batch):
         parent = chain[first - 1] if first else b""
-        ticket, outcomes, _ = pool.reserve(b"".join(chain[first : first + batch]), parent, PAGE, 0, IDENTITY)
+        ticket, outcomes, _ = pool.reserve(
+            b"".join(chain[first : first + batch]), parent, PAGE, row, IDENTITY
+        )
         if ticket:
             reserved.append((ticket, [i for i, outcome in enumerate(outcomes) if outcome == 0]))
         if at_refusal is None and any(outcomes):
@@ -162,17 +165,18 @@ def test_what_follows_a_refused_chunk_takes_no_room_from_others(policy: str, has
     """Most of the pool is in use while a chain is refused; it does not grow behind the gap when others leave."""
     pool = make_pool(16, policy)
     pool.set_has_l2(has_l2)
+    row = pool.claim_row(b"s" * 16, b"g" * 16, 1)
     in_use = [key(0, chunk) for chunk in range(8)]
     others = [key(1, chunk) for chunk in range(6)]
     store(pool, in_use, 1)
     lease, *_ = pool.lease(b"".join(in_use), 1, [0])
     chain = [key(2, chunk) for chunk in range(20)]
     store(pool, chain[:8], 1)
-    _, outcomes, _ = pool.reserve(b"".join(chain[8:12]), chain[7], PAGE, 0, IDENTITY)
+    _, outcomes, _ = pool.reserve(b"".join(chain[8:12]), chain[7], PAGE, row, IDENTITY)
     assert outcomes[0] in REFUSED and len(set(outcomes)) == 1
     assert pool.release(lease)
     store(pool, others, 1)
-    _, outcomes, _ = pool.reserve(b"".join(chain[12:]), chain[11], PAGE, 0, IDENTITY)
+    _, outcomes, _ = pool.reserve(b"".join(chain[12:]), chain[11], PAGE, row, IDENTITY)
     assert set(outcomes) == {PARENT_ABSENT}
     assert pool.peek(b"".join(others)) == len(others)
     # Once the gap is closed the rest is stored like anything else.
@@ -181,6 +185,27 @@ def test_what_follows_a_refused_chunk_takes_no_room_from_others(policy: str, has
         store(pool, chain[: first + 1], 1, first)
     assert pool.peek(b"".join(chain)) == 14
     assert pool.stats()["refused"]["parent_absent"] == 8
+    pool.validate()
+    pool.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_refused_load_from_l2_stops_neither_loads_nor_stores_behind_it(policy: str) -> None:
+    pool = make_pool(8, policy)
+    pool.set_has_l2(True)
+    row = pool.claim_row(b"s" * 16, b"g" * 16, 1)
+    in_use = [key(0, chunk) for chunk in range(8)]
+    store(pool, in_use[:4], 1)
+    store(pool, in_use, 1, 4)
+    lease, *_ = pool.lease(b"".join(in_use[:4]), 1, [0])
+    other, *_ = pool.reserve(b"".join(key(1, chunk) for chunk in range(4)), b"", PAGE, 0, IDENTITY)
+    chain = [key(2, chunk) for chunk in range(6)]
+    ticket, outcomes, _ = pool.reserve(b"".join(chain[:4]), b"", PAGE, 0, IDENTITY)
+    assert ticket == 0 and set(outcomes) <= set(REFUSED)
+    assert pool.release(lease) and pool.abort(other, None) == 4
+    for who, first in ((0, 4), (row, 5)):
+        _, outcomes, _ = pool.reserve(chain[first], chain[3], PAGE, who, IDENTITY)
+        assert list(outcomes) == [0]
     pool.validate()
     pool.close()
 

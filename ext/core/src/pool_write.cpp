@@ -44,7 +44,7 @@ Status Pool::reserve(const ReserveRequest& request, ReserveResult* result) noexc
     previous = index_.find(parent);
     if (previous != kNoEntry) {
       own.push_back(previous);
-    } else if (refused_.contains(parent.word[0])) {
+    } else if (request.row != 0 && refused_.contains(parent.word[0])) {
       refusal = ReserveOutcome::kParentAbsent;
     } else {
       may_evict &= (load_word(index_.header().flags) & kIndexFlagHasL2) != 0;
@@ -96,7 +96,7 @@ Status Pool::reserve(const ReserveRequest& request, ReserveResult* result) noexc
     if (refusal != ReserveOutcome::kReserved) {
       result->outcomes[i] = static_cast<std::uint8_t>(refusal);
       counters_.refused[static_cast<std::size_t>(refusal)] += 1;
-      refused_.add(key.word[0]);
+      if (request.row != 0) refused_.add(key.word[0]);  // L2 has what the server itself loads
       previous = kNoEntry;
       continue;
     }

@@ -263,7 +263,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   //
   // A lookup counts leading chunks, so a chunk is of no use while the one before it is missing.
   // What is reserved behind a missing parent therefore evicts nothing:
-  // - if the parent was refused, nobody has it, and the chunk is refused (kParentAbsent);
+  // - if the parent was refused to a process, nobody has it, and the chunk is refused
+  //   (kParentAbsent); what the server itself loads is in L2 and not bound by this;
   // - if there is no L2, the chunk gets free room or is refused likewise;
   // - otherwise L2 may have the parent, and the chunk is treated like any other.
   struct ReserveRequest {
@@ -529,7 +530,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::unordered_map<std::uint64_t, Lease> leases_;
   std::size_t lease_items_ = 0;
   std::unordered_map<std::uint64_t, Reservation> reservations_;
-  GhostList refused_;  // keys that a reserve refused and that nobody has stored since
+  GhostList refused_;  // keys that were refused to processes and that nobody has stored since
   std::unordered_map<std::uint32_t, RowMask>
       old_rows_;  // entries that rows of earlier epochs may touch
   std::unordered_set<std::uint32_t> quarantine_;
