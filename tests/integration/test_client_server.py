@@ -91,6 +91,16 @@ def test_peek_sees_what_a_lookup_would_find(engine):
     assert engine.client.peek(identity, b"") == 0
 
 
+def test_each_chunk_by_itself_is_seen_as_there_or_not_while_the_server_lives(engine):
+    tokens = prompt(3)
+    chain = engine.hasher(tokens).chain
+    engine.stored(tokens[: 2 * CHUNK_TOKENS])
+    assert engine.client.present(chain) == [True, True, False]
+    assert engine.client.present(chain[64:] + chain[:32]) == [False, True]
+    engine.client.close()
+    assert engine.client.present(chain) is None
+
+
 def test_leases_end_with_the_load(server, engine):
     tokens = prompt(6)
     engine.stored(tokens)

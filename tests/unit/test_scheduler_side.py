@@ -64,6 +64,7 @@ class FakeClient:
         self.calls, self.leases, self.handed_on, self.seqs = [], [], [], itertools.count(1)
         self.closed, self.identities, self.revoked = False, [], set()
         self.fails = ""
+        self.evicted = set()
 
     def may_fail(self, method):
         """Once, if a test said so."""
@@ -82,6 +83,9 @@ class FakeClient:
     def peek(self, identity, hasher):
         self.may_fail("peek")
         return min(self.hits, hasher.n_chunks)
+
+    def present(self, chain):
+        return [chain[at : at + 32] not in self.evicted for at in range(0, len(chain), 32)]
 
     def lookup(self, identity, hasher, *, request_id, deadline_ms):
         call = FakeCall(self, hasher.n_chunks)
@@ -877,6 +881,24 @@ def test_events_tell_the_tokens_of_chunks_that_every_worker_stored():
         (list(range(16)), b"", keys[:2], None),
         (list(range(24, 32)), keys[2], keys[3:4], None),
     ]
+    assert side.take_events() == []
+
+
+def test_chunks_that_left_l1_are_told_as_removed_once():
+    client, clock = FakeClient(), Clock()
+    side = make_side(
+        client, clock, events=lambda *event: ("stored", event[2]), removal=lambda keys: ("removed", keys)
+    )
+    request = make_request(40)
+    side.on_new_request(request)
+    (store,) = step(side, [(request, 0, 40)]).stores
+    keys = [store.chain[i : i + 32] for i in range(0, 160, 32)]
+    side.heard([WorkerReport(1, gathered=[store.store_id], stored=[(store.store_id, 0b01111)])], [], [])
+    assert side.take_events() == [("stored", keys[:4])]
+    client.evicted = {keys[1], keys[3], keys[4]}
+    clock.now_s += 20
+    assert side.take_events() == [("removed", [keys[1], keys[3]])], "the last one was never told as stored"
+    clock.now_s += 20
     assert side.take_events() == []
 
 

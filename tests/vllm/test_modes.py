@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstrata.cli import ctl
 from tests.harness.records import Extents
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import VllmProcess
@@ -120,14 +121,27 @@ def test_preempted_requests_give_the_same_tokens(rig):
     until(lambda: leased_bytes(rig.server) == 0, "giving all leases back")
 
 
-def test_events_name_stored_chunks_with_their_tokens(rig):
+def test_events_name_stored_chunks_with_their_tokens_and_those_that_left_l1(rig):
     rig.vllm.ask("events")
     prompt = rig.fresh_prompt(800)
     rig.stored(prompt)
-    stored = [e for e in rig.vllm.ask("events") if e["medium"] == "CPU"]
+    told = [e for e in rig.vllm.ask("events") if e["medium"] == "CPU"]
+    stored = [e for e in told if e["event"] == "BlockStored"]
     tokens = [token for event in stored for token in event["token_ids"]]
     assert tokens == prompt[:768]
     assert {event["block_size"] for event in stored} == {256}
+    for _ in range(2):
+        rig.vllm.generate([5, 6, 7])  # events are taken in steps, and vLLM makes none without requests
+    ctl.ask(rig.server.url, ctl.Ask("/v1/clear", {"tier": "l1"}))
+    removed = []
+
+    def gone():
+        rig.vllm.generate([5, 6, 7])
+        told = rig.vllm.ask("events")
+        removed.extend(e["blocks"] for e in told if (e["event"], e["medium"]) == ("BlockRemoved", "CPU"))
+        return sum(removed) >= 3
+
+    until(gone, "telling that the chunks are gone")
 
 
 def test_adapters_share_nothing_with_each_other_or_the_base_model(rig, tmp_path, vllm_python):

@@ -80,6 +80,8 @@ GROUP_BYTES = 128 << 20
 LOOKUP_MARGIN_MS = 10
 """The server is given a little less than the caller's deadline, so that its answer still counts."""
 KEPT_CHAINS = 64
+PEEK_HEARTBEAT_S = 0.9
+"""An absence seen in the index counts while the server's heartbeat is younger than this."""
 CLOSE_TIMEOUT_S = 5.0
 EXIT_TIMEOUT_S = 1.0
 
@@ -246,6 +248,19 @@ class CacheClient:
             return 0
         keys = chain.storage_keys(slices) if isinstance(chain, ChunkHasher) else self._derived(chain, slices)
         return index.peek(keys, len(slices)) if keys else 0
+
+    def present(self, chain: bytes) -> list[bool] | None:
+        """For each chain key by itself whether its chunk is in L1 now, in all slices; None when that cannot be told.
+
+        Reads shared memory only, and promises nothing.
+        """
+        index, slices = self._index, self.slices
+        if index is None or not slices or not self._link.usable or index.heartbeat_age_s > PEEK_HEARTBEAT_S:
+            return None
+        keys, row = storage_keys(chain, b"".join(slices)), KEY_BYTES * len(slices)
+        there = [index.peek(keys[at : at + row], len(slices)) == 1 for at in range(0, len(keys), row)]
+        # A peek answers 0 as soon as the heartbeat is older than a second.
+        return there if index.heartbeat_age_s <= PEEK_HEARTBEAT_S else None
 
     def lookup(
         self,

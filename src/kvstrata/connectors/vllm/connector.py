@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from vllm.config import CUDAGraphMode
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -162,6 +162,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             media_are_counted=counted,
             sync_load_bytes=SYNC_LOAD_BYTES if may_load_synchronously(vllm_config) else 0,
             events=self._event if wants_events else None,
+            removal=self._removal,
             server_seen=(socket_dir(self._settings.socket_dir, self._settings.port) / ATTACH_SOCKET).exists,
         )
 
@@ -416,7 +417,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
 
     @guarded(())
     def take_events(self) -> Iterable[Any]:
-        """KV events about stored chunks."""
+        """KV events about chunks that were stored in L1 and that left it."""
         return self._scheduler.take_events() if self._scheduler is not None else ()
 
     @guarded(False, lambda self: (self._scheduler.turn_off(), True)[1])
@@ -471,6 +472,9 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             tp_size=parallel.tensor_parallel_size,
             pp_size=parallel.pipeline_parallel_size,
         )
+
+    def _removal(self, keys: Sequence[bytes]) -> Any:
+        return BlockRemoved(block_hashes=list(keys), medium=MEDIUM_CPU)
 
     def _event(self, tokens: Sequence[int], parent: bytes, keys: Sequence[bytes], lora: Any) -> Any:
         return BlockStored(

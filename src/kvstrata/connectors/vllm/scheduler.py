@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvstrata.config.model import ClientSettings
+from kvstrata.connectors.vllm.announced import Announced, chunk_keys
 from kvstrata.connectors.vllm.identity import Adapters, AdapterUnreadable
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, Store, WorkerReport
 from kvstrata.connectors.vllm.reuse import media_items
@@ -176,6 +177,7 @@ class SchedulerSide:
         media_are_counted: bool = False,
         sync_load_bytes: int = SYNC_LOAD_BYTES,
         events: Callable[[Sequence[int], bytes, Sequence[bytes], Any], Any] | None = None,
+        removal: Callable[[Sequence[bytes]], Any] | None = None,
         server_seen: Callable[[], bool] = lambda: False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -192,6 +194,8 @@ class SchedulerSide:
         self._media_are_counted = media_are_counted
         self._sync_load_bytes = sync_load_bytes
         self._make_event = events
+        self._make_removal = removal
+        self._announced = Announced(client.present, now)
         self._now = now
         self._server_seen = server_seen
         self._begun_s = now()
@@ -541,7 +545,9 @@ class SchedulerSide:
             self._skip(tracked, "error")
 
     def take_events(self) -> list[Any]:
-        """Events about stored chunks since the last call."""
+        """Events about chunks stored and removed since the last call."""
+        if self._make_event is not None:
+            self._removed(self._announced.left())
         events = list(self._events)
         self._events.clear()
         return events
@@ -901,6 +907,12 @@ class SchedulerSide:
             del self._in_flight[store_id]
             if self._make_event is not None:
                 self._events.extend(record.events(self._make_event, self._chunk_tokens))
+                keys = chunk_keys(record.chain)
+                self._removed(self._announced.add(key for i, key in enumerate(keys) if record.mask >> i & 1))
+
+    def _removed(self, keys: Sequence[bytes]) -> None:
+        if keys and self._make_removal is not None:
+            self._events.append(self._make_removal(keys))
 
 
 class _StoreRecord:
@@ -938,7 +950,7 @@ class _StoreRecord:
         self, make: Callable[[Sequence[int], bytes, Sequence[bytes], Any], Any], chunk_tokens: int
     ) -> list[Any]:
         """One event per run of chunks that are in L1 in all slices."""
-        keys = [self.chain[at : at + KEY_BYTES] for at in range(0, len(self.chain), KEY_BYTES)]
+        keys = chunk_keys(self.chain)
         made, start = [], 0
         for end in range(len(keys) + 1):
             if end == len(keys) or not self.mask >> end & 1:
