@@ -1,4 +1,5 @@
-// The test harness of ext/core: one header, no dependency. Each tests/*.cpp is one program.
+// The test harness of ext/core: no dependency. Each tests/*_test.cpp is one program, linked with
+// check.cpp, which has main(), and with what else the tests share.
 //
 //     #include "check.h"
 //     TEST(released_extents_can_be_allocated_again) {
@@ -14,14 +15,10 @@
 // tests is a mistake.
 #pragma once
 
-#include <cstdio>
-#include <cstring>
-#include <exception>
 #include <sstream>
 #include <string>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 namespace kvstrata::testing {
 
@@ -32,13 +29,8 @@ struct Test {
 
 struct CheckFailed {};
 
-inline std::vector<Test>& registry() {
-  static std::vector<Test> tests;
-  return tests;
-}
-
 struct Registration {
-  Registration(const char* name, void (*run)()) { registry().push_back({name, run}); }
+  Registration(const char* name, void (*run)());
 };
 
 template <typename T>
@@ -58,48 +50,38 @@ std::string shown(const T& value) {
   return text.str();
 }
 
-[[noreturn]] inline void fail(const char* file, int line, const std::string& what) {
-  std::fprintf(stderr, "%s:%d: %s\n", file, line, what.c_str());
-  throw CheckFailed{};
-}
+[[noreturn]] void fail(const char* file, int line, const std::string& what);
+[[noreturn]] void fail_check(const char* file, int line, const char* condition);
+[[noreturn]] void fail_equal(const char* file, int line, const char* left, const char* right,
+                             const std::string& left_shown, const std::string& right_shown);
+[[noreturn]] void fail_status(const char* file, int line, const char* expression,
+                              const std::string& message);
 
-// Signed and unsigned integers are compared by value.
+// Signed and unsigned integers are compared by value, and so is a byte with an enumeration.
 template <typename A, typename B>
 constexpr bool equal(const A& a, const B& b) {
   if constexpr (std::is_integral_v<A> && std::is_integral_v<B> && !std::is_same_v<A, bool> &&
                 !std::is_same_v<B, bool> && !std::is_same_v<A, char> && !std::is_same_v<B, char>) {
     return std::cmp_equal(a, b);
+  } else if constexpr (std::is_same_v<A, unsigned char> && std::is_enum_v<B>) {
+    return a == static_cast<unsigned char>(b);
   } else {
     return a == b;
   }
 }
 
-inline int run_all(const char* program, const char* filter) {
-  int failed = 0;
-  int ran = 0;
-  for (const Test& test : registry()) {
-    if (filter != nullptr && std::strstr(test.name, filter) == nullptr) {
-      continue;
-    }
-    ran += 1;
-    try {
-      test.run();
-    } catch (const CheckFailed&) {
-      failed += 1;
-      std::fprintf(stderr, "FAILED %s\n", test.name);
-    } catch (const std::exception& error) {
-      failed += 1;
-      std::fprintf(stderr, "FAILED %s: exception: %s\n", test.name, error.what());
-    }
-  }
-  const char* slash = std::strrchr(program, '/');
-  std::printf("%s: %d passed, %d failed\n", slash == nullptr ? program : slash + 1, ran - failed,
-              failed);
-  if (ran == 0) {
-    std::fprintf(stderr, "no test ran\n");
-    return 99;
-  }
-  return failed < 99 ? failed : 99;
+// A function, so that the compiler makes it once for two types and not for each check.
+template <typename A, typename B>
+[[gnu::noinline]] void check_equal(const char* file, int line, const char* left_text,
+                                   const char* right_text, const A& left, const B& right) {
+  if (!equal(left, right)) fail_equal(file, line, left_text, right_text, shown(left), shown(right));
+}
+
+// For a kvstrata Status.
+template <typename Status>
+[[gnu::noinline]] void check_ok(const char* file, int line, const char* text,
+                                const Status& status) {
+  if (!status.ok()) fail_status(file, line, text, std::string(status.message()));
 }
 
 }  // namespace kvstrata::testing
@@ -110,37 +92,16 @@ inline int run_all(const char* program, const char* filter) {
       #name, &kvstrata_test_##name);                                           \
   static void kvstrata_test_##name()
 
-#define CHECK(condition)                                                               \
-  do {                                                                                 \
-    if (!(condition)) {                                                                \
-      ::kvstrata::testing::fail(__FILE__, __LINE__, "CHECK(" #condition ") is false"); \
-    }                                                                                  \
+#define CHECK(condition)                                               \
+  do {                                                                 \
+    if (!(condition)) {                                                \
+      ::kvstrata::testing::fail_check(__FILE__, __LINE__, #condition); \
+    }                                                                  \
   } while (false)
 
-#define CHECK_EQ(left, right)                                                               \
-  do {                                                                                      \
-    const auto& kvstrata_left = (left);                                                     \
-    const auto& kvstrata_right = (right);                                                   \
-    if (!::kvstrata::testing::equal(kvstrata_left, kvstrata_right)) {                       \
-      ::kvstrata::testing::fail(                                                            \
-          __FILE__, __LINE__,                                                               \
-          "CHECK_EQ(" #left ", " #right "): " + ::kvstrata::testing::shown(kvstrata_left) + \
-              " is not " + ::kvstrata::testing::shown(kvstrata_right));                     \
-    }                                                                                       \
-  } while (false)
+#define CHECK_EQ(left, right) \
+  ::kvstrata::testing::check_equal(__FILE__, __LINE__, #left, #right, (left), (right))
 
 // For a kvstrata Status: CHECK_OK(pool.commit(...)).
-#define CHECK_OK(expression)                                                       \
-  do {                                                                             \
-    const auto& kvstrata_status = (expression);                                    \
-    if (!kvstrata_status.ok()) {                                                   \
-      ::kvstrata::testing::fail(                                                   \
-          __FILE__, __LINE__,                                                      \
-          std::string("CHECK_OK(" #expression "): ") + kvstrata_status.message()); \
-    }                                                                              \
-  } while (false)
-
-int main(int argc, char** argv) {
-  std::setvbuf(stdout, nullptr, _IOLBF, 0);
-  return ::kvstrata::testing::run_all(argv[0], argc > 1 ? argv[1] : nullptr);
-}
+#define CHECK_OK(expression) \
+  ::kvstrata::testing::check_ok(__FILE__, __LINE__, #expression, (expression))

@@ -15,15 +15,6 @@
 
 using namespace kvstrata;
 
-// For CHECK_EQ of wire bytes against the enumerations.
-namespace kvstrata::testing {
-template <typename E>
-  requires std::is_enum_v<E>
-bool equal(const std::uint8_t& a, const E& b) {
-  return a == static_cast<std::uint8_t>(b);
-}
-}  // namespace kvstrata::testing
-
 namespace {
 
 constexpr std::uint64_t kRecordBytes = 8192;

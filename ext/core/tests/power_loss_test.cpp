@@ -252,7 +252,7 @@ MakeConnector flat(Bug bug, std::uint64_t capacity_bytes = 0) {
 
 // The first broken promise within so many stories.
 std::optional<std::string> found(Bug bug, std::uint64_t capacity_bytes = 0) {
-  return PowerLoss(flat(bug, capacity_bytes), {}).tell_some(1, 300);
+  return tell_some(flat(bug, capacity_bytes), {}, 1, 300);
 }
 
 constexpr std::uint64_t kCapacity = 60'000;  // some four records of the stories
