@@ -581,6 +581,7 @@ class SchedulerSide:
             self._forget_lookup(tracked)
             tracked.identity = tracked.hasher = None
             tracked.next_store = 0
+            tracked.deferred = False
             tracked.stale = not engine_empty
 
     def _know_weights(self) -> bool:
