@@ -857,6 +857,19 @@ def test_a_load_that_no_worker_tells_of_any_more_counts_as_failed_and_holds_up_n
     assert [store.request_id for store in stores] == [fresh.request_id]
 
 
+@pytest.mark.parametrize("how", ["preempted", "reset"])
+def test_chunks_that_waited_for_a_load_are_forgotten_with_the_blocks_they_lay_in(how):
+    side = make_side(FakeClient(hits=3), world_size=2)
+    request, loaded = loaded_synchronously(side)
+    if how == "reset":
+        side.reset(engine_empty=True)
+    else:
+        step(side, preempted=[request.request_id])
+    side.heard([WorkerReport(loaded)] * 2, [], [])
+    side.finished(request, list(range(1, 12)))
+    assert step(side).stores == []
+
+
 def test_plans_say_which_failures_they_know_of():
     side = make_side()
     assert step(side).failures_seen == 0

@@ -394,6 +394,7 @@ class SchedulerSide:
             if tracked is None:
                 continue
             tracked.stores.clear()
+            tracked.deferred = False
             if request_id not in reloaded:
                 tracked.loaded_chunks = {}
                 self._forget_lookup(tracked)
