@@ -15,8 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import grpc
-from aetcd import rpc
+try:
+    import grpc
+    from aetcd import rpc
+except ModuleNotFoundError:
+    # Settings that need this module are refused without the extra `etcd` (controller/server.py, `check_etcd`).
+    pass
 
 from kvstrata.config.model import EtcdSettings
 from kvstrata.config.private_file import read_private_file
@@ -26,13 +30,14 @@ LOGIN_S = 5.0
 _STALE_LOGIN = ("invalid auth token", "revision of auth store is old")
 """What etcd says when the user has to log in again; both come without any fault of ours."""
 _REFUSALS = (
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.NOT_FOUND,
-    grpc.StatusCode.OUT_OF_RANGE,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "PERMISSION_DENIED",
+    "FAILED_PRECONDITION",
+    "INVALID_ARGUMENT",
+    "NOT_FOUND",
+    "OUT_OF_RANGE",
+    "RESOURCE_EXHAUSTED",
 )
+"""Names of gRPC's status codes."""
 
 
 class EtcdFailed(Exception):
@@ -158,7 +163,7 @@ class Etcd:
             details = error.details() or error.code().name
             raise EtcdFailed(
                 details.removeprefix("etcdserver: "),
-                refused=error.code() in _REFUSALS,
+                refused=error.code().name in _REFUSALS,
                 lease_lost="lease not found" in details,
             ) from None
         except TimeoutError:
