@@ -31,6 +31,7 @@ from kvstrata.connectors.vllm.device import DeviceMover, choose_way, open_engine
 from kvstrata.connectors.vllm.identity import fidelity_of
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, WorkerReport
 from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
+from kvstrata.connectors.vllm.weights import WeightsVersion
 from kvstrata.connectors.vllm.worker import WorkerSide
 from kvstrata.native.cuda import device_facts
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role
@@ -206,6 +207,8 @@ class Cache(NoCache):
             make_item=LoadItem,
         )
         self.scheduler_client = client_of(settings, kv, Role.SCHEDULER, group)
+        weights = WeightsVersion(1)
+        weights.known, weights.can_tell = True, False  # there is no model that could be sampled
         self.scheduler = SchedulerSide(
             self.scheduler_client,
             settings,
@@ -213,6 +216,7 @@ class Cache(NoCache):
             chunk_blocks=kv.view.chunk_blocks,
             chunk_bytes=kv.view.payload_bytes,
             world_size=1,
+            weights=weights,
             sync_load_bytes=sync_load_bytes,
         )
         self.client.start()

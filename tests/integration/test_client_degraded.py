@@ -192,16 +192,19 @@ def test_a_new_pool_after_the_segment_was_wiped(server):
         server.kill()
         server.wipe_segment()
         assert engine.check_load(prompt(4), result, sync=True) == set(), "the old pool is still mapped"
+        assert old_mappings(server)
         server.start()
         engine.connect()
         assert engine.client.peek(engine.identity(), engine.hasher(prompt(4))) == 0
         assert engine.hit(prompt(4)) == 0
         use_until_it_works(engine, seed=0)
-        eventually("the old pool is unmapped", lambda: old_mappings() == [])
+        eventually("the old pool is unmapped", lambda: old_mappings(server) == [])
 
 
-def old_mappings() -> list[str]:
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "extents (deleted)" in line]
+def old_mappings(server) -> list[str]:
+    """Of this server's pools that are no more, in this process."""
+    gone = f"{server.segment_dir}/extents (deleted)"
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(gone)]
 
 
 def test_killed_in_the_middle_of_stores_the_blocks_are_free_and_the_bytes_right(server):
