@@ -262,7 +262,8 @@ std::string UcxEngine::why(const std::string& what, ucs_status_t status) {
 
 void UcxEngine::run() {
   std::string error;
-  if (set_up(&error)) {
+  const UcxEnd opened = set_up(&error);
+  if (opened == UcxEnd::kDone) {
     bool recently_busy = false;
     while (!closing_ || !connections_.empty()) {
       const bool busy = progress();
@@ -270,7 +271,7 @@ void UcxEngine::run() {
       recently_busy = busy;
     }
   } else {
-    tell(0, UcxEnd::kFailed, error);
+    tell(0, opened, error);
     while (!closing_) {
       if (!take_commands()) rest(false);
     }
@@ -279,21 +280,21 @@ void UcxEngine::run() {
   tell(close_ticket_, UcxEnd::kDone);
 }
 
-bool UcxEngine::set_up(std::string* error) {
-  if (!ucx_.load(options_.library, error)) return false;
+UcxEnd UcxEngine::set_up(std::string* error) {
+  if (!ucx_.load(options_.library, error)) return UcxEnd::kFailed;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot_id_;
   ucp_config_t* config = nullptr;
   ucs_status_t status = ucx_.ucp_config_read(nullptr, nullptr, &config);
   if (status != UCS_OK) {
     *error = why("the settings in the environment (UCX_…) cannot be read", status);
-    return false;
+    return UcxEnd::kFailed;
   }
   for (const auto& [name, value] : options_.config) {
     status = ucx_.ucp_config_modify(config, name.c_str(), value.c_str());
     if (status != UCS_OK) {
       *error = why("UCX does not take " + name + "=" + value, status);
       ucx_.ucp_config_release(config);
-      return false;
+      return UcxEnd::kFailed;
     }
   }
   ucp_params_t params{};
@@ -306,7 +307,7 @@ bool UcxEngine::set_up(std::string* error) {
     context_ = nullptr;
     *error =
         why("UCX finds no transport that its settings allow (UCX_TLS, UCX_NET_DEVICES)", status);
-    return false;
+    return status == UCS_ERR_NO_DEVICE ? UcxEnd::kNoWay : UcxEnd::kFailed;
   }
   std::string packed;
   append_number(&packed, kPeerVersion);
@@ -314,7 +315,7 @@ bool UcxEngine::set_up(std::string* error) {
   secret_.resize(kSecretBytes);
   if (getrandom(secret_.data(), kSecretBytes, 0) != static_cast<ssize_t>(kSecretBytes)) {
     *error = "the kernel gives no random bytes";
-    return false;
+    return UcxEnd::kFailed;
   }
   append_sized(&packed, secret_.data(), secret_.size());
 
@@ -335,7 +336,7 @@ bool UcxEngine::set_up(std::string* error) {
   if (status == UCS_OK) status = ucx_.ucp_worker_get_address(server_, &address, &address_bytes);
   if (status != UCS_OK) {
     *error = why("UCX's worker cannot be made", status);
-    return false;
+    return UcxEnd::kFailed;
   }
   append_sized(&packed, address, address_bytes);
   ucx_.ucp_worker_release_address(server_, address);
@@ -357,14 +358,14 @@ bool UcxEngine::set_up(std::string* error) {
     if (status != UCS_OK) {
       *error = why("a region cannot be registered; if memory may not be locked, raise ulimit -l",
                    status);
-      return false;
+      return UcxEnd::kFailed;
     }
     append_number(&packed, region.address);
     append_sized(&packed, key, key_bytes);
     ucx_.ucp_rkey_buffer_release(key);
   }
   tell(0, UcxEnd::kDone, std::move(packed));
-  return true;
+  return UcxEnd::kDone;
 }
 
 void UcxEngine::tear_down() {
@@ -512,7 +513,7 @@ void UcxEngine::make_connection(const Command& command) {
   }
   if (!made) {
     drop(*connection);
-    tell(command.ticket, UcxEnd::kFailed, error);
+    tell(command.ticket, UcxEnd::kNoWay, error);
     return;
   }
   connection->messages = !used.one_sided;

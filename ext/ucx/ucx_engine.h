@@ -58,6 +58,7 @@ enum class UcxEnd : std::uint8_t {
   kPeerGone = 2,      // the peer's process, or the way to it
   kNotConnected = 3,  // there is no such connection
   kFailed = 4,        // text says what
+  kNoWay = 5,         // no transport, or none that leads to the peer; text says what
 };
 
 struct UcxEvent {
@@ -125,7 +126,7 @@ class UcxEngine {
   void submit(Command command);
   void tell(std::uint64_t ticket, UcxEnd end, std::string text = {});
   void run();
-  bool set_up(std::string* error);
+  UcxEnd set_up(std::string* error);
   void tear_down();
   bool take_commands();
   void obey(Command& command);

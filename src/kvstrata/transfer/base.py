@@ -72,7 +72,7 @@ class TransferEngine(ABC):
     async def open(self, regions: Sequence[Region]) -> bytes:
         """Register memory and serve it to peers; the metadata that a peer's `connect` wants, below MAX_METADATA_BYTES.
 
-        Raises TransferError with what to install or to change.
+        Raises TransferError with what to install or to change; its field is `network` where no device can be used.
         """
 
     @abstractmethod
@@ -80,7 +80,8 @@ class TransferEngine(ABC):
         """Make a peer known. Again with the same metadata changes nothing while that connection holds; with others,
         the peer has been started again: what was under way with the old one is forced to its end.
 
-        Raises TransferError naming what is wrong with the metadata; an older connection of that name then stays.
+        Raises TransferError naming what is wrong with the metadata; its field is `network` where the devices of both
+        sides do not meet. An older connection of that name then stays.
         """
 
     @abstractmethod

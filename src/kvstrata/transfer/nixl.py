@@ -326,7 +326,8 @@ class NixlEngine(TransferEngine):
         try:
             agent: str | bytes = self._agent.add_remote_agent(rest[version_bytes + 8 * regions :])
         except Exception as error:  # the plugin boundary
-            raise wrong(f"{type(error).__name__}: {error}") from error
+            what = f"nixl: metadata of peer {peer!r:.80}: {type(error).__name__}: {error}"
+            raise TransferError(what, field="network") from error
         return _Peer(metadata, region_bytes, agent.decode() if isinstance(agent, bytes) else agent, bases)
 
     def _post(self, read: _Read) -> None:

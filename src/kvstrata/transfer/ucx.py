@@ -54,7 +54,7 @@ INSTALL = "pip install 'kvstrata[p2p]', or a system package such as libucx0"
 BUILD = "run `make setup` where PyPI can be reached, or install libucx-dev, and build again"
 MAX_ITEMS_UNDER_WAY = 16 * MAX_ITEMS
 
-_DONE, _CANCELLED, _PEER_GONE, _NOT_CONNECTED = 0, 1, 2, 3
+_DONE, _CANCELLED, _PEER_GONE, _NOT_CONNECTED, _NO_WAY = 0, 1, 2, 3, 5
 _REASONS = {_DONE: "", _CANCELLED: CANCELLED, _PEER_GONE: PEER_GONE, _NOT_CONNECTED: NOT_CONNECTED}
 
 _PROCESS_SETTINGS = {"UCX_HANDLE_ERRORS": "none", "UCX_MEM_EVENTS": "n", "UCX_LOG_FILE": "stderr"}
@@ -128,14 +128,17 @@ class UcxEngine(TransferEngine):
             os.environ.update({name: _PROCESS_SETTINGS[name] for name in unset})
             self._native = native(library, self._settings, regions)
         self._loop.add_reader(self._native.event_fd, self._take_events)
-        end, text = await asyncio.shield(opened)
-        for name in unset:
-            os.environ.pop(name, None)
+        try:
+            end, text = await asyncio.shield(opened)
+        finally:
+            for name in unset:
+                os.environ.pop(name, None)
         if end != _DONE:
             await self.close()
             what = text.decode(errors="replace")
             advice = f"; install UCX: {INSTALL}" if "libucp" in what else ""
-            raise TransferError(f"ucx: {what}{advice}", field="engine")
+            field = "network" if end == _NO_WAY else "engine"
+            raise TransferError(f"ucx: {what}{advice}", field=field)
         self._region_bytes = tuple(region.length for region in regions)
         return pack_metadata(self.name, regions, text)
 
@@ -156,7 +159,8 @@ class UcxEngine(TransferEngine):
                 raise TransferError("ucx: the engine is closed", field="engine")
             if end != _DONE:
                 what = text.decode(errors="replace")
-                raise TransferError(f"ucx: metadata of peer {peer!r:.80}: {what}", field="metadata")
+                field = "network" if end == _NO_WAY else "metadata"
+                raise TransferError(f"ucx: metadata of peer {peer!r:.80}: {what}", field=field)
             connection.transports = text.decode()
             old = self._connections.pop(peer, None)
             self._connections[peer] = connection
