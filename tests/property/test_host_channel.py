@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvstrata.errors import StorageError
 from kvstrata.storage import host_channel
 from kvstrata.storage.base import (
+    MAX_REMARK_CHARS,
     Capabilities,
     Found,
     LoadOutcome,
@@ -37,6 +38,7 @@ frames = st.one_of(
     st.just(host_channel.counts(Counted({"encoded": 1}, {"syncs": -2}))),
     st.just(host_channel.opened(Capabilities(persistent=True, shared=False), b"\0where")),
     st.just(host_channel.problem(Kind.RAISED, 3, ValueError("no"))),
+    st.builds(host_channel.advertised, st.binary()),
 )
 
 
@@ -95,7 +97,13 @@ def test_most_kinds_fit_a_frame_and_no_more_than_a_bound_are_known() -> None:
     assert known.of(rows[-1][0][:32], rows[-1][0][32:]) is None
 
 
-@given(st.builds(Counted, *[st.dictionaries(words, st.integers(-(2**63), 2**63 - 1))] * 2))
+@given(
+    st.builds(
+        Counted,
+        *[st.dictionaries(words, st.integers(-(2**63), 2**63 - 1))] * 2,
+        st.dictionaries(words, st.text(max_size=MAX_REMARK_CHARS), max_size=8),
+    )
+)
 def test_what_was_counted_is_read_again(counted: Counted) -> None:
     assert host_channel.read_answer(host_channel.counts(counted)) == Answer(Kind.COUNTS, 0, counts=counted)
 
@@ -143,3 +151,6 @@ def test_an_advertisement_that_no_frame_holds_is_refused_and_one_that_fits_is_re
     longest = bytes(range(256)) * 180
     answer = host_channel.read_answer(host_channel.opened(capabilities, longest))
     assert (answer.capabilities, answer.advertisement) == (capabilities, longest)
+    with pytest.raises(StorageError, match="advertisement"):
+        host_channel.advertised(bytes(host_channel.MAX_FRAME_BYTES))
+    assert host_channel.read_answer(host_channel.advertised(longest)).advertisement == longest

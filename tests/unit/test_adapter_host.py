@@ -440,13 +440,40 @@ async def test_what_the_child_counts_is_told_until_it_is_gone_and_is_no_sign_of_
     wait = asyncio.create_task(adapter.put([put_item(key_of(1), 100)]))
     await child.request()
     due_s = adapter._due_s()
-    child.say(host_channel.counts(Counted({"encoded": 3}, {"syncs": 4})))
+    child.say(host_channel.counts(Counted({"encoded": 3}, {"syncs": 4}, {"why": "so"})))
     await until(adapter.stats)
     assert (adapter.stats(), adapter.numbers()) == ({"encoded": 3}, {"syncs": 4})
+    assert adapter.remarks() == {"why": "so"}
     assert adapter._due_s() == due_s, "its loop turns, its adapter may hang all the same"
     child.reap()
-    assert (adapter.stats(), adapter.numbers()) == ({}, {})
+    assert (adapter.stats(), adapter.numbers(), adapter.remarks()) == ({}, {}, {})
     assert await wait == [PUT_DIED]
+
+
+async def test_what_the_child_advertises_later_is_passed_on_until_it_is_gone_and_is_no_sign_of_work(
+    pair,
+) -> None:
+    adapter, child = pair
+    wait = asyncio.create_task(adapter.put([put_item(key_of(1), 100)]))
+    await child.request()
+    due_s = adapter._due_s()
+    child.say(host_channel.advertised(b"other metadata"))
+    await until(lambda: adapter.advertisement() == b"other metadata")
+    assert adapter._due_s() == due_s
+    child.reap()
+    assert adapter.advertisement() == b""
+    assert await wait == [PUT_DIED]
+
+
+async def test_a_child_that_advertises_before_it_is_open_is_given_up(pair) -> None:
+    adapter, child = pair
+    child.kill()
+    child.reap()
+    await until(lambda: len(Child.made) == 2)
+    await Child.made[1].request()
+    Child.made[1].say(host_channel.advertised(b"too early"))
+    await Child.made[1].until_killed()
+    assert adapter.advertisement() == b""
 
 
 def record_of(number: int, identity: bytes) -> PutItem:

@@ -177,6 +177,15 @@ Counts = Annotated[
     msgspec.Meta(max_length=200),
 ]
 """What `numbers` may answer: names become parts of metrics' names."""
+MAX_REMARK_CHARS = 500
+Remarks = Annotated[
+    dict[
+        Annotated[str, msgspec.Meta(pattern="^[a-z][a-z0-9_]{0,63}$")],
+        Annotated[str, msgspec.Meta(max_length=MAX_REMARK_CHARS)],
+    ],
+    msgspec.Meta(max_length=8),
+]
+"""What `remarks` may answer."""
 
 
 class Usage(NamedTuple):
@@ -263,10 +272,14 @@ class StorageAdapter(ABC):
         """
         return {}
 
+    def remarks(self) -> dict[str, str]:
+        """What else an operator should know, by a fixed set of names in snake_case; for status pages. Never blocks."""
+        return {}
+
     def advertisement(self) -> bytes:
         """What other instances need to reach the memory that this adapter has registered; empty where they cannot.
 
-        Valid once `open` has returned; another after an adapter host was started again.
+        Valid once `open` has returned; may become another later. Never blocks.
         """
         return b""
 

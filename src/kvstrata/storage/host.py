@@ -235,8 +235,12 @@ class HostedAdapter(StorageAdapter):
         """As the adapter in the child, a moment ago; nothing while there is no child."""
         return self._counted.numbers
 
+    def remarks(self) -> dict[str, str]:
+        """As the adapter in the child, a moment ago; nothing while there is no child."""
+        return self._counted.remarks
+
     def advertisement(self) -> bytes:
-        """As the adapter in the child that is up; empty while there is none."""
+        """As the adapter in the child that is up, a moment ago; empty while there is none."""
         return self._advertisement if self._state is HostState.UP else b""
 
     def prefer(self, keys: Sequence[bytes], source: bytes) -> None:
@@ -496,7 +500,7 @@ class HostedAdapter(StorageAdapter):
             return False
         try:
             answer = host_channel.read_answer(frame)
-            if answer.kind is not Kind.COUNTS:
+            if answer.kind not in (Kind.COUNTS, Kind.ADVERTISED):
                 self._heard_s = asyncio.get_running_loop().time()
             self._take(answer)
         except ChannelError as error:
@@ -521,6 +525,11 @@ class HostedAdapter(StorageAdapter):
         if answer.kind is Kind.COUNTS:
             assert answer.counts is not None
             self._counted = answer.counts
+            return
+        if answer.kind is Kind.ADVERTISED:
+            if self._state is not HostState.UP:
+                raise ChannelError("ADVERTISED by an adapter that is not open")
+            self._advertisement = answer.advertisement
             return
         if answer.kind in (Kind.OPENED, Kind.REFUSED):
             self._take_opening(answer)

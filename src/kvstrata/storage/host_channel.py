@@ -23,7 +23,8 @@
     RAISED           JSON: kind, message, field; the answer to any request
     DROPPED          count × u16: items of a PUT or LOAD whose bytes the adapter has finished with
     EVICTED          count × key: dropped by the adapter's own cap; request is 0
-    COUNTS           JSON: what its codecs and its adapter have counted, by name; request is 0
+    COUNTS           JSON: what its codecs and its adapter have counted, by name, and remarks; request is 0
+    ADVERTISED       what the adapter advertises to other instances from now on; request is 0
 
 KINDS tells what payloads of an identity and a slice are made of, before the first PUT of such a record and again where
 that has changed (PayloadKind; element bytes 0: not known any more, fp8 all 0: not accepted).
@@ -59,6 +60,7 @@ from kvstrata.storage.base import (
     PutItem,
     PutOutcome,
     PutStatus,
+    Remarks,
     Usage,
     found_of,
 )
@@ -112,6 +114,7 @@ class Kind(enum.IntEnum):
     EVICTED = 74
     COUNTS = 75
     LISTED = 76
+    ADVERTISED = 77
 
 
 class ChannelError(Exception):
@@ -146,6 +149,7 @@ class Counted(msgspec.Struct, frozen=True):
 
     codec: Counts = {}
     numbers: Counts = {}
+    remarks: Remarks = {}
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True):
@@ -310,12 +314,23 @@ def opened(capabilities: Capabilities, advertisement: bytes = b"") -> bytes:
     """OPENED. Raises StorageError when what it advertises is too long for a frame."""
     body = msgspec.json.encode(Opened(capabilities=capabilities, advertisement=advertisement))
     if _HEAD.size + len(body) > MAX_FRAME_BYTES:
-        raise StorageError(
-            f"the advertisement for other instances has {len(advertisement)} bytes, an adapter host can pass on "
-            f"about {MAX_FRAME_BYTES * 3 // 4}; let it use fewer network devices",
-            field="advertisement",
-        )
+        raise _too_long(advertisement)
     return _head(Kind.OPENED, 0, 0) + body
+
+
+def advertised(advertisement: bytes) -> bytes:
+    """ADVERTISED. Raises StorageError when it is too long for a frame."""
+    if _HEAD.size + len(advertisement) > MAX_FRAME_BYTES:
+        raise _too_long(advertisement)
+    return _head(Kind.ADVERTISED, 0, 0) + advertisement
+
+
+def _too_long(advertisement: bytes) -> StorageError:
+    return StorageError(
+        f"the advertisement for other instances has {len(advertisement)} bytes, an adapter host can pass on "
+        f"about {MAX_FRAME_BYTES * 3 // 4}; let it use fewer network devices",
+        field="advertisement",
+    )
 
 
 def problem(kind: Kind, number: int, raised: BaseException) -> bytes:
@@ -424,6 +439,8 @@ def _read_answer(frame: bytes) -> Answer:
         return Answer(kind, number, capabilities=opened.capabilities, advertisement=opened.advertisement)
     if kind is Kind.COUNTS:
         return Answer(kind, number, counts=_JSON_OF_COUNTS.decode(body))
+    if kind is Kind.ADVERTISED:
+        return Answer(kind, number, advertisement=body)
     raise ValueError(f"{kind.name} is no answer")
 
 

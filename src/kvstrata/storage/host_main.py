@@ -11,7 +11,7 @@ Invariants
    after the last thread that can touch the extents: no server adopts them before.  Forks do not inherit the mapping.
 3. That a hold was dropped is told with the answer of its batch, or soon after the drop where that comes earlier or
    later; never before the drop.
-4. What it counts is told every COUNT_S where it has changed.
+4. What it counts, remarks and advertises is looked at every COUNT_S, and told where it has changed.
 5. What an adapter raises is told and ends nothing here (the plugin boundary); nothing that it does is worked around:
    a hang or a crash is the server's to see.
 """
@@ -118,6 +118,7 @@ class Host:
         self._untold: dict[int, list[int]] = {}
         """Drops by request that were collected and not told."""
         self._counted = Counted()
+        self._advertised = b""
         self._kinds = KnownKinds()
 
     async def run(self) -> None:
@@ -135,7 +136,8 @@ class Host:
             adapter = coded_adapter(configure_adapter(config.entry, config.index, by_server=True))
             adapter.name = config.name
             await adapter.open(context)
-            frame = host_channel.opened(adapter.capabilities, adapter.advertisement())
+            self._advertised = adapter.advertisement()
+            frame = host_channel.opened(adapter.capabilities, self._advertised)
         except Exception as error:  # the plugin boundary
             if not isinstance(error, KvstrataError):
                 log_broken_contract(config.name, "open", error)
@@ -283,10 +285,19 @@ class Host:
             self._send(host_channel.evicted(part))
 
     def _count(self, adapter: CodecAdapter) -> None:
-        """Tell what was counted, again and again."""
+        """Tell what was counted and what is advertised, again and again."""
         if self._closing.is_set():
             return
-        counted = Counted(adapter.stats(), adapter.numbers())
+        advertisement = adapter.advertisement()
+        if advertisement != self._advertised:
+            self._advertised = advertisement
+            try:
+                self._send(host_channel.advertised(advertisement))
+            except StorageError as error:
+                log.error(
+                    "%s: other instances go on with what was advertised before: %s", self._config.name, error
+                )
+        counted = Counted(adapter.stats(), adapter.numbers(), adapter.remarks())
         if counted != self._counted and not self._queue:
             self._counted = counted
             self._send(host_channel.counts(counted))

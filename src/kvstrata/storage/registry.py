@@ -134,6 +134,7 @@ class ConfiguredAdapter(NamedTuple):
             "breakers": self.guard.breaker_states(),
             "stuck_bytes": self.guard.stuck_bytes,
             **({} if counted is None else {"codec": counted.stats(), "numbers": counted.numbers()}),
+            **({"remarks": counted.remarks()} if counted is not None and counted.remarks() else {}),
             **({} if self.host is None else {"host": self.host.host_status()}),
             **(
                 {"presence": self.presence.stats()}

@@ -44,6 +44,7 @@ from kvstrata.storage.base import (
     PutItem,
     PutOutcome,
     PutStatus,
+    Remarks,
     StorageAdapter,
     Usage,
     log_broken_contract,
@@ -180,6 +181,14 @@ class CodecAdapter(StorageAdapter):
             if not self._numbers_are_broken:
                 self._numbers_are_broken = True
                 log_broken_contract(self.name, "numbers", error)
+            return {}
+
+    def remarks(self) -> dict[str, str]:
+        """As the inner adapter; nothing where that breaks its contract."""
+        try:
+            return msgspec.convert(self.inner.remarks(), Remarks)
+        except Exception as error:  # the plugin boundary
+            log_broken_contract(self.name, "remarks", error)
             return {}
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:

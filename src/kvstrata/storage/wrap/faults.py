@@ -141,6 +141,10 @@ class FaultyAdapter(StorageAdapter):
         """As the inner adapter."""
         return self.inner.numbers()
 
+    def remarks(self) -> dict[str, str]:
+        """As the inner adapter."""
+        return self.inner.remarks()
+
     def advertisement(self) -> bytes:
         """As the inner adapter."""
         return self.inner.advertisement()

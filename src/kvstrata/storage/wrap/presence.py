@@ -174,6 +174,10 @@ class PresenceAdapter(StorageAdapter):
         """As the inner adapter."""
         return self.inner.numbers()
 
+    def remarks(self) -> dict[str, str]:
+        """As the inner adapter."""
+        return self.inner.remarks()
+
     async def usage(self) -> Usage:
         """As the inner adapter."""
         return await self.inner.usage()
