@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import msgspec
 import pytest
 
+from kvstrata.errors import TransferError
 from kvstrata.native import copying
 from kvstrata.rpc.cluster_wire import Failure, Owner, PeerRelease
 from kvstrata.storage.base import Found, LoadItem, LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus
@@ -24,6 +25,7 @@ from kvstrata.testing.strategies import (
     watched,
 )
 from kvstrata.transfer import base as transfer
+from kvstrata.transfer.links import Devices
 from tests.harness.l1 import L1, RECORD, SIZE, chain
 from tests.harness.peer_net import CopyEngine, Directory, TestOwner, metadata_of
 
@@ -61,7 +63,10 @@ class Net:
             **settings,
         }
         self.settings = PeerSettings((self.directory.endpoint,), "copy", **values)
-        self.adapter = PeerAdapter(self.settings, lambda: self.engine)
+        self.usable = frozenset({"eth0 10.0.0.1"})
+        self.adapter = PeerAdapter(
+            self.settings, lambda: self.engine, look=lambda: Devices(self.usable, frozenset())
+        )
         l1.store(KEYS)
         self.directory.tell(self.owner, KEYS)
 
@@ -81,6 +86,14 @@ class Net:
 
     def counted(self, name: str) -> int:
         return self.adapter.numbers()[name]
+
+    async def reopen(self, engine: CopyEngine) -> CopyEngine:
+        """A device comes up: this engine takes the place of the one that is returned."""
+        before, self.engine = self.engine, engine
+        self.usable |= {"eth1 10.0.1.1"}
+        self.adapter._engines.look_now()
+        await until(lambda: self.counted("reopened_devices") == 1)
+        return before
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -549,3 +562,98 @@ async def test_a_bound_on_bytes_per_second_refuses_what_would_come_too_late(net)
     one = await net(max_bytes_per_s=RECORD / 10, load_timeout_ms=10_000)
     assert await one.load(*KEYS) == [LOADED] * 8
     assert await one.adapter.exists(KEYS) == [unknown("throttled")] * 8
+
+
+# -- a transfer engine that is opened anew ------------------------------------------------------------------
+
+
+async def test_leases_and_connections_go_on_when_the_engine_is_opened_anew(net) -> None:
+    one = await net()
+    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    assert await one.load(*KEYS[:3]) == [LOADED] * 3
+    before = await one.reopen(CopyEngine())
+    assert await one.load(*KEYS[3:]) == [LOADED] * 5
+    assert (before.reads, one.engine.reads) == (1, 1)
+    assert one.owner.asked["PeerHello"] == one.owner.asked["PeerLease"] == 1
+    assert "eth1 10.0.1.1" in one.adapter.remarks()["reopened"]
+
+
+async def test_a_read_under_way_ends_where_it_was_begun_when_the_engine_is_opened_anew(net) -> None:
+    one = await net()
+    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    one.engine.held = True
+    reading = asyncio.create_task(one.load(*KEYS[:4]))
+    await until(lambda: one.engine.waiting)
+    before = await one.reopen(CopyEngine())
+    assert await one.load(*KEYS[4:]) == [LOADED] * 4
+    assert not reading.done()
+    before.let_go()
+    assert await reading == [LOADED] * 4
+    assert one.owner.asked["PeerHello"] == 1
+
+
+async def test_a_failure_in_the_engine_that_left_costs_the_connection_of_the_other_nothing(net) -> None:
+    one = await net()
+    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    one.engine.held = True
+    reading = asyncio.create_task(one.load(*KEYS[:4]))
+    await until(lambda: one.engine.waiting)
+    before = await one.reopen(CopyEngine())
+    [(_, copy, outcome)] = before.waiting
+    before.waiting = []
+    outcome.set_result(transfer.PEER_GONE)
+    assert await reading == [failed("peer_gone")] * 4
+    copy()  # drops the holds
+    assert await one.load(*KEYS[4:]) == [LOADED] * 4
+    assert one.owner.asked["PeerHello"] == 1
+
+
+async def test_a_peer_that_the_other_engine_cannot_connect_is_asked_for_its_metadata_again(net) -> None:
+    class Refuses(CopyEngine):
+        refusals = 1
+
+        async def connect(self, peer: str, metadata: bytes) -> None:
+            if self.refusals:
+                self.refusals -= 1
+                raise TransferError("copy: the metadata are of before", field="network")
+            await super().connect(peer, metadata)
+
+    one = await net()
+    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    await one.reopen(Refuses())
+    assert await one.load(*KEYS[:1]) == [LOADED]
+    assert one.owner.asked["PeerHello"] == 2
+
+
+async def test_owners_that_were_let_alone_are_asked_again_when_the_engine_is_opened_anew(net) -> None:
+    one = await net(limits=OwnerLimits(open_s=1e6, max_open_s=1e6))
+    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    one.engine.answer = transfer.PEER_GONE
+    assert await one.load(KEYS[0]) == [failed("peer_gone")]
+    assert await one.adapter.exists(KEYS) == [NOT_THERE] * 8
+    await one.reopen(CopyEngine())
+    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    assert await one.load(*KEYS) == [LOADED] * 8
+
+
+async def test_an_adapter_that_is_closed_while_its_engine_is_opened_anew_closes_both(net) -> None:
+    class Slow(CopyEngine):
+        closed = False
+        opening: asyncio.Future[bytes] | None = None
+
+        async def open(self, regions):
+            self.opening = asyncio.get_running_loop().create_future()
+            return await self.opening
+
+        async def close(self) -> None:
+            self.closed = True
+
+    one = await net()
+    before, slow = one.engine, Slow()
+    one.engine, one.usable = slow, one.usable | {"eth1 10.0.1.1"}
+    one.adapter._engines.look_now()
+    await until(lambda: slow.opening)
+    assert await one.load(*KEYS) == [LOADED] * 8  # by the one in place
+    await one.adapter.close()
+    assert slow.closed
+    one.engine = before

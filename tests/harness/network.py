@@ -101,6 +101,13 @@ class Host:
         assert self._hub is not None
         self._hub.ip("link", "set", self._port, "up")
 
+    def new_device(self, address: str) -> None:
+        """Another device with its link and this address, which leads nowhere."""
+        self.ip("link", "add", "more0", "type", "veth", "peer", "name", "more1")
+        self.ip("address", "add", f"{address}/24", "dev", "more0")
+        for name in ("more1", "more0"):
+            self.ip("link", "set", name, "up")
+
     def slow(self, bytes_per_s: int) -> None:
         """Bound what it sends, until `fast`."""
         shape = ("rate", f"{8 * bytes_per_s}bit", "burst", str(BURST_BYTES), "latency", "1s")

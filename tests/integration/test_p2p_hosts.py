@@ -41,6 +41,8 @@ SETTINGS = {
     "KVSTRATA_P2P_LOAD_TIMEOUT_MS": "3000",
     "KVSTRATA_L1_EVICTION_TRIGGER_WATERMARK": "1",  # nothing leaves before its place is needed
 }
+FLAPS, FLAP_S, SLOW_ENOUGH_BYTES_PER_S = 8, 0.5, 4 * MIB
+"""Prompts that are read meanwhile, how long the link is up or down, and how fast it is: one of them takes longer."""
 FREED_S = 120.0
 """NIXL cannot end a read: the adapter host is killed for it after a while."""
 
@@ -97,10 +99,32 @@ class Rig(NamedTuple):
     def goes_on(self, seed: int) -> None:
         """What the owner has is read again."""
         self.network.hosts[0].fast()
+        self.goes_on_fast(seed)
+
+    def goes_on_fast(self, seed: int) -> None:
+        """As `goes_on`, on a link that is fast already."""
         eventually("both are members", lambda: self.cluster.member(0) and self.cluster.member(1))
         self.owner.connect()
         self.read(self.known(seed))
         eventually("the owner keeps nothing", lambda: self._idle(0))
+
+    def reopened(self, number: int) -> dict[str, int]:
+        """How often the transfer engine of a server was opened anew, by cause."""
+        numbers = self.cluster.servers[number].get("/v1/status")["l2_adapters"]["peer-0"]["numbers"]
+        return {
+            name.removeprefix("reopened_"): count
+            for name, count in numbers.items()
+            if name.startswith("reopened_")
+        }
+
+    def start_without_link(self, number: int) -> None:
+        """Start a server anew while its link is down, and put the cable in again once it serves."""
+        server, host = self.cluster.servers[number], self.network.hosts[number]
+        server.stop()
+        host.cut()
+        server.start()
+        assert self.reopened(number) == {"devices": 0, "unreachable": 0}
+        host.mend()
 
     def host_pid(self, number: int) -> int:
         """The adapter host of a server."""
@@ -141,6 +165,72 @@ def test_a_link_that_is_cut_in_mid_read_is_a_miss_and_is_used_again_once_it_is_m
     rig.freed()
     rig.network.hosts[0].mend()
     rig.goes_on(seed=3)
+
+
+def test_a_server_that_started_without_its_link_reads_and_is_read_once_the_link_is_up(rig: Rig) -> None:
+    rig.start_without_link(0)
+    eventually("it has opened its engine anew", lambda: rig.reopened(0)["devices"] == 1)
+    eventually("both are members", lambda: rig.cluster.member(0) and rig.cluster.member(1))
+    rig.owner.connect()
+    rig.read(rig.known(seed=3))
+    tokens = prompt(CHUNKS, seed=4)
+    assert set(rig.reader.stored(tokens)) <= {"stored", "present"}
+    rig.cluster.until_known(1)
+    eventually("it reads too", lambda: rig.owner.hit(tokens) == CHUNKS)
+    assert rig.reopened(0) == {"devices": 1, "unreachable": 0}
+    assert rig.reopened(1) == {"devices": 0, "unreachable": 0}
+    transfer = rig.cluster.servers[0].get("/v1/status")["l2_adapters"]["peer-0"]["remarks"]
+    assert "eth0" in transfer["reopened"]
+    rig.freed()
+
+
+@pytest.mark.parametrize("whose", [0, 1], ids=["owner", "reader"])
+def test_an_engine_opened_anew_in_mid_read_costs_a_miss_at_most(rig: Rig, whose: int) -> None:
+    tokens = rig.known(seed=2)
+    rig.in_the_midst(
+        tokens, lambda: rig.network.hosts[whose].new_device("10.74.0.1")
+    )  # checks what was a hit
+    eventually("it has opened its engine anew", lambda: rig.reopened(whose)["devices"] == 1)
+    rig.freed()
+    rig.goes_on(seed=3)
+    assert rig.reopened(whose) == {"devices": 1, "unreachable": 0}
+
+
+def test_a_link_that_flaps_in_mid_read_costs_misses_and_no_engine(rig: Rig) -> None:
+    prompts, host, enough = (
+        [rig.known(seed) for seed in range(2, 2 + FLAPS)],
+        rig.network.hosts[0],
+        threading.Event(),
+    )
+
+    def flap() -> None:
+        while not enough.wait(FLAP_S):
+            host.cut()
+            enough.wait(FLAP_S)
+            host.mend()
+
+    host.slow(SLOW_ENOUGH_BYTES_PER_S)
+    thread = threading.Thread(target=flap)
+    thread.start()
+    try:
+        for tokens in prompts:
+            rig.reader.hit(tokens)  # right in every byte, or a miss
+    finally:
+        enough.set()
+        thread.join()
+    rig.goes_on(seed=50)
+    rig.freed()
+    assert rig.reopened(0) == rig.reopened(1) == {"devices": 0, "unreachable": 0}
+
+
+@pytest.mark.parametrize("rig", ["ucx"], indirect=True)
+def test_a_server_that_may_use_no_other_device_starts_without_its_link(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(rig.cluster.servers[0]._environment, "UCX_NET_DEVICES", "eth0")
+    rig.start_without_link(0)
+    eventually("it has opened its engine", lambda: rig.reopened(0)["devices"] == 1)
+    rig.goes_on_fast(seed=3)
 
 
 def test_an_owner_killed_in_mid_read_is_a_miss(rig: Rig) -> None:

@@ -139,7 +139,8 @@ STATUS_NUMBERS: dict[str, str] = {
     "l2_adapters.ADAPTER.takes_loads": "Whether lookups ask this adapter.",
     "l2_adapters.ADAPTER.stuck_bytes": "Bytes of operations past their deadline that have not ended.",
     "l2_adapters.ADAPTER.codec.WORD": "What its codecs count, and the bytes of their staging that are in use.",
-    "l2_adapters.ADAPTER.numbers.WORD": "What the adapter counts itself; see operations.md and remote-tiers.md.",
+    "l2_adapters.ADAPTER.numbers.WORD": "What the adapter counts itself; see operations.md, remote-tiers.md and "
+    "p2p.md.",
     "l2_adapters.ADAPTER.presence.WORD": "Of storage that others share: keys asked of it, keys answered from memory "
     "(recalled_present, recalled_absent), and keys remembered now.",
     "l2_adapters.ADAPTER.host.pid": "Process of an adapter that runs in one of its own; 0 while there is none.",

@@ -69,6 +69,7 @@ from kvstrata.storage.base import (
     Usage,
 )
 from kvstrata.storage.lanes import Lane, Lanes
+from kvstrata.storage.peer_engine import PeerEngine
 from kvstrata.storage.peer_owners import (
     DirectoryCache,
     Lease,
@@ -83,6 +84,7 @@ from kvstrata.storage.peer_owners import (
 from kvstrata.storage.wrap.deadline import Breaker
 from kvstrata.transfer import base as transfer
 from kvstrata.transfer.base import ReadItem, Region, TransferEngine
+from kvstrata.transfer.links import Devices, find_devices
 from kvstrata.types import EXTENT, FORMAT_VERSION, KEY_BYTES, Extent, unpack_extents
 
 if TYPE_CHECKING:
@@ -171,6 +173,9 @@ class _Peer:
         self.epoch = 0
         """Of the process whose memory the engine reaches; 0 while it reaches none."""
         self.extents_bytes = 0
+        self.engine: TransferEngine | None = None
+        """That has connected it; None while none has."""
+        self.metadata = b""
         self.opening: asyncio.Task[None] | None = None
 
 
@@ -194,12 +199,17 @@ class PeerAdapter(StorageAdapter):
     """See the module. Nothing is connected or registered before `open`."""
 
     def __init__(
-        self, settings: PeerSettings, make_engine: Callable[[], TransferEngine], *, name: str = "peer"
+        self,
+        settings: PeerSettings,
+        make_engine: Callable[[], TransferEngine],
+        *,
+        name: str = "peer",
+        look: Callable[[], Devices] = find_devices,
     ) -> None:
-        """`make_engine` may raise TransferError with what to install."""
+        """`make_engine` may raise TransferError with what to install; `look` tells which network devices there are."""
         self.name = name
         self.settings = settings
-        self._make_engine = make_engine
+        self._engines = PeerEngine(name, make_engine, linger_s=settings.load_timeout_ms / 1000, look=look)
         self.capabilities = Capabilities(
             persistent=False,
             shared=True,
@@ -226,7 +236,6 @@ class PeerAdapter(StorageAdapter):
         """Sentences that are logged once."""
         self._verifier = Verifier(min(VERIFIERS, os.cpu_count() or 1) - 1)
         self._lanes = Lanes(name, num_workers=1)
-        self._metadata = b""
         self._opened = self._closed = False
 
     # --- life --------------------------------------------------------------------------------------------
@@ -237,9 +246,7 @@ class PeerAdapter(StorageAdapter):
         self._clock = context.clock
         try:
             self._keys = self._read_keys()
-            self._engine = self._make_engine()
-            region = Region(context.region_address, context.region_bytes)
-            self._metadata = await self._engine.open([region])
+            await self._engines.open(Region(context.region_address, context.region_bytes), context.clock)
         except TransferError as error:
             self._closed = True
             await self._lanes.close()
@@ -253,10 +260,11 @@ class PeerAdapter(StorageAdapter):
         except Unavailable as error:
             self._closed = True
             self._links.close()
-            await self._engine.close()
+            await self._engines.close()
             await self._lanes.close()
             raise ConfigError(f"controller.url: {error.message}", field="controller.url") from None
         self._opened = True
+        self._engines.start(self._connect_all)
         self._sweeper = asyncio.create_task(self._sweep(), name=f"{self.name}-leases")
 
     async def close(self) -> None:
@@ -280,7 +288,7 @@ class PeerAdapter(StorageAdapter):
             for peer in self._peers.values():
                 peer.link.close()
             self._peers.clear()
-            await self._engine.close()
+            await self._engines.close()
             self._links.close()
         await self._lanes.close()
 
@@ -314,8 +322,8 @@ class PeerAdapter(StorageAdapter):
         return 0
 
     def advertisement(self) -> bytes:
-        """The engine's metadata."""
-        return self._metadata
+        """The metadata of the engine in place."""
+        return self._engines.metadata
 
     def prefer(self, keys: Sequence[bytes], source: bytes) -> None:
         """`source`: an Owner in msgpack. Raises msgspec.MsgspecError for anything else."""
@@ -323,7 +331,11 @@ class PeerAdapter(StorageAdapter):
 
     def numbers(self) -> dict[str, int]:
         """See `_COUNTED`."""
-        return {**self._counts, **self._owners.states()}
+        return {**self._counts, **self._owners.states(), **self._engines.numbers()}
+
+    def remarks(self) -> dict[str, str]:
+        """Why the transfer engine was opened anew."""
+        return self._engines.remarks()
 
     async def usage(self) -> Usage:
         """Nothing is kept here."""
@@ -531,7 +543,16 @@ class PeerAdapter(StorageAdapter):
         welcome = await peer.link.ask(request, PeerWelcome, timeout_s)
         if welcome.instance != peer.instance:
             raise TransferError(f"at {peer.endpoint} is {welcome.instance!r:.80}", field="instance")
-        await self._engine.connect(peer.instance, welcome.metadata)
+        engine = self._engines.current
+        try:
+            await engine.connect(peer.instance, welcome.metadata)
+        except TransferError as error:
+            if error.field == "network":
+                self._engines.failed()
+            raise
+        if engine is not self._engines.current:
+            raise Unavailable("the transfer engine was opened anew meanwhile")
+        peer.engine, peer.metadata = engine, welcome.metadata
         peer.epoch, peer.extents_bytes = welcome.epoch, welcome.extents_bytes
 
     def _greeted(self, peer: _Peer, opening: asyncio.Task[None]) -> None:
@@ -550,8 +571,34 @@ class PeerAdapter(StorageAdapter):
         peer.link.close()
         if peer.opening is not None:
             peer.opening.cancel()
-        if not self._closed:
-            self._keep(asyncio.ensure_future(self._engine.disconnect(peer.instance)))
+        if not self._closed and peer.engine is not None:
+            self._keep(asyncio.ensure_future(peer.engine.disconnect(peer.instance)))
+
+    async def _connect_all(self, engine: TransferEngine) -> Callable[[], None]:
+        """Connect the peers by an engine that is about to take its place; what to call when it has."""
+        connected = []
+        for peer in [peer for peer in self._peers.values() if peer.engine is not None]:
+            try:
+                await engine.connect(peer.instance, peer.metadata)
+            except TransferError as error:
+                log.debug(
+                    "%s: %s is asked for its metadata again: %s", self.name, peer.instance, error.message
+                )
+            else:
+                connected.append((peer, peer.metadata))
+        return functools.partial(self._moved, engine, connected)
+
+    def _moved(self, engine: TransferEngine, connected: list[tuple[_Peer, bytes]]) -> None:
+        """An engine has taken its place: leases of the peers that it has connected go on, the others' are lost."""
+        for peer, metadata in connected:
+            if self._peers.get(peer.instance) is peer and peer.metadata == metadata:
+                peer.engine = engine
+            elif not self._closed:
+                self._keep(asyncio.ensure_future(engine.disconnect(peer.instance)))
+        for peer in list(self._peers.values()):
+            if peer.engine is not None and peer.engine is not engine:
+                self._let_go(peer)
+        self._owners.forgive()
 
     # --- reading -----------------------------------------------------------------------------------------
 
@@ -654,20 +701,23 @@ class PeerAdapter(StorageAdapter):
         if delay_s:
             await asyncio.sleep(delay_s)
         peer = self._peers.get(lease.owner)
-        if not reads or peer is None or peer.epoch != lease.epoch:
+        if not reads or peer is None or peer.engine is None or peer.epoch != lease.epoch:
             landing.leave()
             return PEER_GONE
         self._counts["reads"] += 1
-        word = await self._engine.read(
-            lease.owner, reads, self.settings.load_timeout_ms / 1000, landing.leave
-        )
+        engine = peer.engine
+        word = await engine.read(lease.owner, reads, self.settings.load_timeout_ms / 1000, landing.leave)
         if not word:
+            self._engines.reached()
             self._counts["read_records"] += len(reads)
             self._counts["read_bytes"] += n_bytes
             self._owners.read(lease.owner, n_bytes)
             return ""
         self._counts["read_failures"] += 1
-        if word not in (transfer.BUSY, transfer.CLOSED, transfer.CANCELLED):
+        # An engine that has left its place tells nothing of how the one in place reaches the peer.
+        if word not in (transfer.BUSY, transfer.CLOSED, transfer.CANCELLED) and peer.engine is engine:
+            if word in (transfer.DEADLINE, transfer.PEER_GONE):
+                self._engines.failed()
             self._owners.failed(lease.owner, self._now_s())
             self._let_go(peer)
         return _REASONS.get(word, TRANSFER)
