@@ -68,7 +68,7 @@ def test_the_memory_of_repeated_events_is_bounded() -> None:
     log = EventLog("part")
     for number in range(2 * MAX_KINDS):
         log.repeated(logging.DEBUG, str(number), "event")
-    assert len(log._kinds) <= MAX_KINDS
+    assert len(log._thinning._kinds) <= MAX_KINDS
 
 
 @given(st.lists(st.floats(0, 100)))

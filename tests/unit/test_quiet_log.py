@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import weakref
 
 import pytest
 
+from kvstrata.observability.logging import Thinning
 from kvstrata.rpc import wire
+from kvstrata.storage.base import log_broken_contract
 from kvstrata.types import RequestIdentity
 from tests.harness.engine_in_process import EngineInProcess
 from tests.harness.rpc_client import chain_of
@@ -35,3 +38,45 @@ def test_a_hundred_sessions_and_their_requests_write_nothing_but_the_first_clear
         server.gone(session)
     server.close()
     assert [record.getMessage().partition(" ")[0] for record in caplog.records] == ["cleared"]
+
+
+def test_the_first_line_of_a_kind_is_written_and_a_later_one_counts_those_between(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [100.0]
+    thinning, log = Thinning(10.0, lambda: now[0]), logging.getLogger("test.thinned")
+    caplog.set_level(logging.INFO, logger=log.name)
+    for _ in range(50):
+        thinning.log(log, logging.INFO, "a", "%s failed", "a")
+    thinning.log(log, logging.INFO, "b", "%s failed", "b")
+    now[0] += 10
+    thinning.log(log, logging.INFO, "a", "%s failed", "a")
+    assert caplog.messages == ["a failed", "b failed", "a failed (49 more like this were left out)"]
+
+
+def test_an_adapter_that_raises_again_and_again_fills_no_log_and_keeps_nothing_alive(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kvstrata"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="kvstrata")
+
+    class Held:
+        pass
+
+    def load(held: Held) -> None:
+        raise RuntimeError("broken")
+
+    errors = []
+    for _ in range(100):
+        held = Held()
+        there = weakref.ref(held)
+        try:
+            load(held)
+        except RuntimeError as error:
+            errors.append(error)
+            del held
+            log_broken_contract("an adapter of this test", "load", error)
+        assert there() is None
+    log_broken_contract("an adapter of this test", "put", RuntimeError("broken too"))
+    assert len(caplog.messages) == 2
+    assert "in load" in caplog.messages[0]

@@ -7,7 +7,9 @@ line written says how many were left out.  Values never hold secrets: callers lo
 from __future__ import annotations
 
 import logging
+import math
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -32,13 +34,45 @@ def set_up(level: str) -> None:
     root.propagate = False
 
 
+class Thinning:
+    """Lets one line of each kind through in `window_s`, and counts the others. Bounded, for any thread."""
+
+    def __init__(self, window_s: float = WINDOW_S, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._window_s = window_s
+        self._clock_s = clock_s
+        self._lock = threading.Lock()
+        self._kinds: dict[str, tuple[float, int]] = {}
+
+    def left_out(self, kind: str) -> int | None:
+        """How many lines of this kind were left out since the last one; None: this one is to be left out too."""
+        now_s = self._clock_s()
+        with self._lock:
+            last_s, left_out = self._kinds.get(kind, (-math.inf, 0))
+            if now_s - last_s < self._window_s:
+                self._kinds[kind] = (last_s, left_out + 1)
+                return None
+            if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
+                self._kinds.pop(next(iter(self._kinds)))
+            self._kinds[kind] = (now_s, 0)
+        return left_out
+
+    def log(self, logger: logging.Logger, level: int, kind: str, text: str, *values: object) -> None:
+        """As `logger.log`, thinned."""
+        if not logger.isEnabledFor(level):
+            return
+        left_out = self.left_out(kind)
+        if left_out:
+            text, values = f"{text} (%d more like this were left out)", (*values, left_out)
+        if left_out is not None:
+            logger.log(level, text, *values)
+
+
 class EventLog:
     """The log of one component."""
 
     def __init__(self, component: str, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._logger = logging.getLogger(f"{_ROOT}.{component}")
-        self._clock_s = clock_s
-        self._kinds: dict[str, tuple[float, int]] = {}
+        self._thinning = Thinning(clock_s=clock_s)
 
     def debug(self, event: str, **fields: object) -> None:
         """Detail for finding faults."""
@@ -58,17 +92,11 @@ class EventLog:
 
     def repeated(self, level: int, kind: str, event: str, **fields: object) -> None:
         """As the others, but at most one line per `kind` and window."""
-        now_s = self._clock_s()
-        last_s, left_out = self._kinds.get(kind, (-WINDOW_S, 0))
-        if now_s - last_s < WINDOW_S:
-            self._kinds[kind] = (last_s, left_out + 1)
-            return
-        if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
-            self._kinds.pop(next(iter(self._kinds)))
-        self._kinds[kind] = (now_s, 0)
+        left_out = self._thinning.left_out(kind)
         if left_out:
             fields["left_out"] = left_out
-        self._write(level, event, fields)
+        if left_out is not None:
+            self._write(level, event, fields)
 
     def _write(self, level: int, event: str, fields: dict[str, object]) -> None:
         if self._logger.isEnabledFor(level):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 import msgspec
 
 from kvstrata.errors import StorageError
+from kvstrata.observability.logging import Thinning
 
 log = logging.getLogger(__name__)
 
@@ -196,13 +197,19 @@ class Usage(NamedTuple):
     records: int
 
 
+_broken = Thinning(60.0)
+
+
 def log_broken_contract(name: str, operation: str, error: BaseException) -> None:
-    """Log that an adapter raised, and let go of what its frames refer to.
+    """Log that an adapter raised, once in a while for each kind of it, and let go of what its frames refer to.
 
     Holds of items that it did not drop then end with the last reference that the medium itself has.
     """
-    text = "".join(traceback.format_exception(error))
-    log.error("%s: %s raised, which the storage contract forbids\n%s", name, operation, text)
+    if _broken.left_out(f"{name} {operation} {type(error).__name__}") is None:
+        log.debug("%s: %s raised again: %s", name, operation, type(error).__name__)
+    else:
+        text = "".join(traceback.format_exception(error))
+        log.error("%s: %s raised, which the storage contract forbids\n%s", name, operation, text)
     traceback.clear_frames(error.__traceback__)
 
 

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvstrata.errors import TransferError
+from kvstrata.observability.logging import Thinning
 from kvstrata.transfer.base import (
     BUSY,
     CANCELLED,
@@ -112,6 +113,7 @@ class NixlEngine(TransferEngine):
         # The owner thread's own.
         self._agent: Any = None
         self._registered: Any = None
+        self._thinning = Thinning()
         self._version = ""
         self._reads: list[_Read] = []
         self._kept: OrderedDict[tuple[str, tuple[ReadItem, ...]], Any] = OrderedDict()
@@ -388,7 +390,7 @@ class NixlEngine(TransferEngine):
         peer = read.peer
         peer.under_way -= 1
         peer.broken = True
-        log.info("nixl: a read failed: %s", error if error is not None else "the transfer is in error")
+        self._say("a read failed", error or "the transfer is in error")
         if read.handle is not None:
             self._release(read.handle)
         self._remove(peer, by_force=True)
@@ -404,13 +406,17 @@ class NixlEngine(TransferEngine):
         try:
             self._agent.remove_remote_agent(peer.agent)
         except Exception as error:  # the plugin boundary
-            log.info("nixl: a peer could not be taken off: %s: %s", type(error).__name__, error)
+            self._say("a peer could not be taken off", error)
 
     def _release(self, handle: Any) -> None:
         try:
             handle.release()
         except Exception as error:  # the plugin boundary
-            log.info("nixl: a transfer could not be released: %s: %s", type(error).__name__, error)
+            self._say("a transfer could not be released", error)
+
+    def _say(self, what: str, why: BaseException | str) -> None:
+        named = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
+        self._thinning.log(log, logging.INFO, what, "nixl: %s: %s", what, named)
 
     def _end(self, read: _Read, reason: str) -> None:
         assert self._loop is not None
@@ -428,6 +434,6 @@ class NixlEngine(TransferEngine):
         try:
             self._agent.deregister_memory(self._registered)
         except Exception as error:  # the plugin boundary
-            log.info("nixl: memory could not be unregistered: %s: %s", type(error).__name__, error)
+            self._say("memory could not be unregistered", error)
         self._agent = self._registered = None
         return 0

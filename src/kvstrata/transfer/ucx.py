@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from kvstrata.errors import TransferError
+from kvstrata.observability.logging import Thinning
 from kvstrata.transfer.base import (
     BUSY,
     CANCELLED,
@@ -112,6 +113,7 @@ class UcxEngine(TransferEngine):
         self._connecting = asyncio.Lock()
         self._region_bytes: tuple[int, ...] = ()
         self._items_under_way = 0
+        self._thinning = Thinning()
         self._closed: asyncio.Future[None] | None = None
 
     async def open(self, regions: Sequence[Region]) -> bytes:
@@ -196,7 +198,8 @@ class UcxEngine(TransferEngine):
             self._items_under_way -= count
             if end == _PEER_GONE:
                 connection.broken = True
-                log.info("ucx: a read of peer %r ended: %s", peer, text.decode(errors="replace"))
+                why = text.decode(errors="replace")
+                self._thinning.log(log, logging.INFO, peer, "ucx: a read of peer %r ended: %s", peer, why)
             ended()
             if not answer.done():
                 answer.set_result(_REASONS.get(end, FAILED))
