@@ -120,7 +120,7 @@ class Rig(NamedTuple):
     def start_without_link(self, number: int) -> None:
         """Start a server anew while its link is down, and put the cable in again once it serves."""
         server, host = self.cluster.servers[number], self.network.hosts[number]
-        server.stop()
+        assert server.stop() == 0
         host.cut()
         server.start()
         assert self.reopened(number) == {"devices": 0, "unreachable": 0}

@@ -299,6 +299,15 @@ async def test_only_listed_clients_get_through_curve(tmp_path: Path) -> None:
     echo.close()
 
 
+async def test_a_server_with_keys_may_be_closed_twice() -> None:
+    _, secret = zmq.curve_keypair()
+    server = ZmqServer(asyncio.get_running_loop())
+    server.bind_tcp("127.0.0.1", 0, curve=CurveKeys(secret, frozenset()), insecure=False)
+    server.start(lambda address, frame: None, lambda address, count: b"")
+    server.close()
+    server.close()
+
+
 GOOD_KEY = zmq.curve_keypair()[0].decode()
 
 

@@ -253,7 +253,7 @@ class ZmqServer:
         }
 
     def close(self) -> None:
-        """Stop reading, give queued replies a moment to leave, free everything."""
+        """Stop reading, give queued replies a moment to leave, free everything. Idempotent."""
         self._reading = False
         for local, watch in self._watches.items():
             self._loop.remove_reader(watch.fileno())
@@ -266,6 +266,7 @@ class ZmqServer:
         if self._zap is not None:
             self._loop.remove_reader(self._zap.fileno())
             self._zap.close(linger=0)
+            self._zap = None
         self._sockets.clear()
         self._context.term()
         if self._ipc_path is not None:
