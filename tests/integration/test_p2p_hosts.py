@@ -196,6 +196,16 @@ def test_an_engine_opened_anew_in_mid_read_costs_a_miss_at_most(rig: Rig, whose:
     assert rig.reopened(whose) == {"devices": 1, "unreachable": 0}
 
 
+def test_a_server_stops_while_it_has_two_engines(rig: Rig) -> None:
+    rig.network.hosts[0].new_device("10.74.0.1")
+    eventually("it has opened its engine anew", lambda: rig.reopened(0)["devices"] == 1)
+    owner = rig.cluster.servers[0]
+    assert owner.stop() == 0
+    assert "Traceback" not in owner.log.read_text()
+    owner.start()
+    rig.goes_on_fast(seed=3)
+
+
 def test_a_link_that_flaps_in_mid_read_costs_misses_and_no_engine(rig: Rig) -> None:
     prompts, host, enough = (
         [rig.known(seed) for seed in range(2, 2 + FLAPS)],
