@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvstrata.policy.store import StorePolicy
@@ -268,10 +269,13 @@ async def test_clearing_forgets_what_was_counted_and_what_waits(start: Start, l1
 
 
 @pytest.mark.parametrize(("put_first", "ends_after"), [(True, False), (False, False), (False, True)])
-async def test_a_put_that_ends_while_its_adapter_is_cleared_is_counted_as_what_is_there(
-    start: Start, l1: L1, put_first: bool, ends_after: bool
+@pytest.mark.parametrize("can_delete", [True, False])
+async def test_what_a_put_wrote_while_its_adapter_was_cleared_is_deleted_or_else_counted(
+    start: Start, l1: L1, put_first: bool, ends_after: bool, can_delete: bool
 ) -> None:
     rig = await start(4)
+    if not can_delete:
+        rig.guard.capabilities = msgspec.structs.replace(rig.guard.capabilities, can_delete=False)
     watcher = Watcher()
     rig.store.watcher = watcher
     may_clear = asyncio.Event()
@@ -298,7 +302,7 @@ async def test_a_put_that_ends_while_its_adapter_is_cleared_is_counted_as_what_i
     await clearing
     rig.shelf.let_go()
     await rig.store.idle()
-    there = set() if put_first else set(keys)
+    there = set() if put_first or can_delete else set(keys)
     assert rig.used_records == len(there) == len(rig.shelf.records)
     assert watcher.there == there
     assert rig.skipped == [(key, "cleared") for key in keys if key not in there]

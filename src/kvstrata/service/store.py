@@ -314,7 +314,7 @@ class StoreController:
         return removed
 
     async def _clear(self, puts: _Puts) -> int:
-        """A put that is under way meanwhile is accounted for afterwards (`_still_there`)."""
+        """What a put that is under way meanwhile writes is deleted once it has ended (`_cleared_too`)."""
         puts.not_clearing.clear()
         try:
             removed = await puts.adapter.clear()
@@ -492,8 +492,11 @@ class StoreController:
             while puts.making_room:
                 key, (tenant, length_bytes) = next(iter(puts.making_room.items()))
                 while leaving := puts.ledger.to_leave(tenant, length_bytes, TRIM_KEYS):
-                    if not await self._delete(puts, leaving):
+                    gone = await self._delete(puts, leaving)
+                    if not gone:
                         break
+                    puts.counts["trimmed"] += len(gone)
+                    self._trimmed(puts.name, [key for key in leaving if key in gone])
                 if puts.making_room.pop(key, None) is not None:  # else it was cleared meanwhile
                     pinned = self._pin(puts, key)
                     if isinstance(pinned, Skip):
@@ -504,22 +507,20 @@ class StoreController:
             puts.trimming = None
             self._note_progress()
 
-    async def _delete(self, puts: _Puts, keys: list[bytes]) -> bool:
-        """Delete records; whether any of them is gone now."""
+    async def _delete(self, puts: _Puts, keys: list[bytes]) -> set[bytes]:
+        """Delete records; those that are gone now."""
         try:
             await puts.adapter.delete(keys)
             found = await puts.adapter.exists(keys)
         except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
             log_broken_contract(puts.name, "delete", error)
-            return False
+            return set()
         gone = [key for key, one in zip(keys, found, strict=True) if one.presence is Presence.ABSENT]
         puts.planner.gone(gone)
         puts.ledger.gone(gone)
         if self.watcher is not None:
             self.watcher.gone_there(puts.name, gone)
-        puts.counts["trimmed"] += len(gone)
-        self._trimmed(puts.name, gone)
-        return bool(gone)
+        return set(gone)
 
     # -- putting -------------------------------------------------------------------------------------------
 
@@ -540,7 +541,7 @@ class StoreController:
             outcomes = await puts.adapter.put([PutItem(p.key, p.hold) for p in batch])
             failpoints.hit("put.stored")
             if puts.clears != clears or not puts.not_clearing.is_set():
-                outcomes = await self._still_there(puts, batch, outcomes)
+                outcomes = await self._cleared_too(puts, batch, outcomes)
         except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
             log_broken_contract(puts.name, "put", error)
             outcomes = [PutOutcome(PutStatus.FAILED, "adapter_error")] * len(batch)
@@ -551,17 +552,24 @@ class StoreController:
                 self._ended(puts, pending, status, reason)
             self._note_progress()
 
-    async def _still_there(
+    async def _cleared_too(
         self, puts: _Puts, batch: list[_Pending], outcomes: list[PutOutcome]
     ) -> list[PutOutcome]:
-        """Outcomes of puts during which their adapter was cleared: only the adapter knows which came first."""
+        """Outcomes of puts during which their adapter was cleared: what they wrote is deleted, too.
+
+        Only the adapter knows whether a put or the clear came first. A record that cannot be deleted counts as stored.
+        """
         await puts.not_clearing.wait()
-        found = await puts.adapter.exists([pending.key for pending in batch])
+        keys = [pending.key for pending in batch]
+        found = await puts.adapter.exists(keys)
+        there = {key for key, one in zip(keys, found, strict=True) if one.presence is not Presence.ABSENT}
+        if there and puts.adapter.capabilities.can_delete:
+            there -= await self._delete(puts, sorted(there))
         return [
             PutOutcome(PutStatus.FAILED, Skip.CLEARED)
-            if outcome.status in _THERE and one.presence is Presence.ABSENT
+            if outcome.status in _THERE and key not in there
             else outcome
-            for outcome, one in zip(outcomes, found, strict=True)
+            for key, outcome in zip(keys, outcomes, strict=True)
         ]
 
     def _next_batch(self, puts: _Puts) -> list[_Pending]:
