@@ -8,8 +8,10 @@ MAKEFLAGS += --no-print-directory
 
 VENV_PYTHON := .venv/bin/python
 JOBS ?= $(shell nproc)
-# A worker gets a file at a time, so fixtures of a module are made once.
-PYTEST ?= $(VENV_PYTHON) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# More than cores, since tests of processes wait for timers. A worker gets a file at a time, so fixtures of a module are
+# made once.
+WORKERS ?= $(shell echo $$(($(JOBS) + ($(JOBS) + 1) / 2)))
+PYTEST ?= $(VENV_PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # make test ARGS="-k name" hands ARGS to pytest; with "-n0" one test runs at a time, in pytest's own process.
 ARGS ?=
 LINTED := src tests benchmarks examples setup.py
@@ -51,7 +53,9 @@ setup setup-packages setup-built:
 demo: setup  ## show what it does, with real vLLM where that is small to get (VLLM=1: in any case; REMOTE=mooncake, redis or s3: two servers that share such a tier; CLUSTER=1: a controller and two instances that read from each other, KEEP=1 leaves it open)
 	@$(if $(VLLM),KVSTRATA_VLLM=$(VLLM)) $(VENV_PYTHON) -m tests.harness.demo $(ARGS)
 
-test: setup test-native test-vllm-env  ## run every test, real vLLM included where it is there or small to get
+# The environment of vLLM is fetched while the C++ tests are compiled.
+test: setup  ## run every test, real vLLM included where it is there or small to get
+	@$(MAKE) test-vllm-env & $(MAKE) test-native; native=$$?; wait $$! && exit $$native
 	@$(PYTEST) $(ARGS)
 
 test-fast: setup test-native  ## the tests that need no process, vLLM or GPU (under 2 minutes)

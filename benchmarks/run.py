@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import SMALL, NotHere
+from tests.harness.vllm_api import VllmApi
+from tests.harness.vllm_fork import ForkServer
+from tests.harness.vllm_run import VllmProcess
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "build" / "bench.json"
@@ -88,6 +91,7 @@ def main() -> int:
         parser.error(f"no benchmark {unknown[0]!r}; there are: {', '.join(modules())}")
     if arguments.small:
         os.environ[SMALL] = "1"
+        VllmProcess.fork_server = VllmApi.fork_server = ForkServer.inherited()
     if not (arguments.names or arguments.yes or arguments.small):
         free_gb = shutil.disk_usage(ROOT).free >> 30
         print(f"All benchmarks take up to {MINUTES} minutes and {SCRATCH_GB} GB of {free_gb} GB free here.")

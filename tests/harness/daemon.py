@@ -12,9 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from tests.harness.signals import send
+
+if TYPE_CHECKING:
+    from tests.harness.vllm_fork import Forked
 
 PORT_ATTEMPTS = 5
 FIRST_PORT, MOST_PROBES = 10_000, 100
@@ -62,7 +65,7 @@ def free_ports(count: int) -> int:
 class Spawned:
     """Signals for the process that was started last."""
 
-    _process: subprocess.Popen[bytes] | None = None
+    _process: subprocess.Popen[bytes] | Forked | None = None
 
     @property
     def pid(self) -> int:
@@ -127,18 +130,23 @@ class Daemon(Spawned, ABC):
     def _answers(self) -> bool:
         """Whether it can be used."""
 
+    def _run(
+        self, command: Sequence[str], environment: Mapping[str, str] | None, log: int
+    ) -> subprocess.Popen[bytes] | Forked:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
+
     def start(self) -> None:
         """Start it (again) and wait until it answers. Raises DidNotStart, and whatever `_command` raises."""
         command, environment = self._command()
         with open(self.log, "ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-            )
+            self._process = self._run(command, environment, log.fileno())
         deadline_s = time.monotonic() + self.ready_s
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline_s:

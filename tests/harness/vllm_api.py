@@ -6,14 +6,16 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.harness import vllm_env
 from tests.harness.daemon import Daemon
+from tests.harness.vllm_fork import Forked, ForkServer
 from tests.harness.vllm_run import transfer
 
 
@@ -24,6 +26,8 @@ class VllmApi(Daemon):
     """
 
     ready_s = 600.0
+    fork_server: ClassVar[ForkServer | None] = None
+    """Where set, it is forked by this one and does not import vLLM again."""
 
     def __init__(
         self, model: Path, state: Path, *, extra: dict[str, Any] | None, flags: Sequence[str] = ()
@@ -44,6 +48,16 @@ class VllmApi(Daemon):
         where = ["--host", "127.0.0.1", "--port", str(self.port)]
         module = [str(vllm_env.ensure()), "-m", "vllm.entrypoints.openai.api_server"]
         return [*module, *where, *self._arguments], vllm_env.environment(self._state)
+
+    def _run(
+        self, command: Sequence[str], environment: Mapping[str, str] | None, log: int
+    ) -> subprocess.Popen[bytes] | Forked:
+        if self.fork_server is None:
+            return super()._run(command, environment, log)
+        assert environment is not None
+        with open(os.devnull) as nothing:
+            streams = (nothing.fileno(), log, log)
+            return self.fork_server.start_module([*command[2:]], environment, self._state, streams)
 
     def _answers(self) -> bool:
         try:

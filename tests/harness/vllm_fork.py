@@ -3,7 +3,7 @@
 `ForkServer` is the parent's side. Run as a script by the Python of the vLLM environment, this file is the server: it
 imports vLLM, then answers requests on the socket that is its standard input. A request holds the options of an `LLM`,
 its environment variables and folder, and carries three descriptors: the standard streams of the engine. The answer is
-the engine's process id.
+the engine's process id. With `module` instead of options it is a command line, `python -m module arguments`.
 
 An engine forked here runs `vllm_run.main` in a session of its own, like one that was started as a script. Forking is
 safe because the server never computes: it has one thread and no OpenMP pool. It does not import kvstrata; each engine
@@ -16,12 +16,14 @@ import contextlib
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,6 +49,10 @@ PRELOADED = (
 )
 
 
+VARIABLE = "FORKS_VLLM"
+"""Names the socket of a fork server, and its folder, to a process that inherits them: `NUMBER:FOLDER`."""
+
+
 class ForkServer:
     """Forks engines from its first `start` to `close`; it keeps its state and its log in `folder`."""
 
@@ -54,6 +60,23 @@ class ForkServer:
         self._folder, self._log = folder, folder / "fork-server.log"
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def inherited(cls) -> ForkServer | None:
+        """The one that the process which started this one has lent it (`lend`); it asks for nothing meanwhile."""
+        if (lent := os.environ.get(VARIABLE)) is None:
+            return None
+        number, _, folder = lent.partition(":")
+        server = cls(Path(folder))
+        server._socket = socket.socket(fileno=int(number))
+        server._socket.settimeout(START_S)
+        return server
+
+    def lend(self) -> tuple[int, dict[str, str]]:
+        """The descriptor and the variable with which a child process can use it."""
+        if self._socket is None:
+            self._socket = self._begin()
+        return self._socket.fileno(), {VARIABLE: f"{self._socket.fileno()}:{self._folder}"}
 
     def _begin(self) -> socket.socket:
         from tests.harness import vllm_env
@@ -80,6 +103,15 @@ class ForkServer:
     ) -> Forked:
         """A new engine with these standard streams; the caller goes on owning its descriptors."""
         request = {"options": options, "variables": variables, "folder": str(folder)}
+        return self._ask(request, streams)
+
+    def start_module(
+        self, command: list[str], variables: Mapping[str, str], folder: Path, streams: tuple[int, int, int]
+    ) -> Forked:
+        """`python -m` with this module and its arguments, in the environment of vLLM."""
+        return self._ask({"module": command, "variables": dict(variables), "folder": str(folder)}, streams)
+
+    def _ask(self, request: dict[str, Any], streams: tuple[int, int, int]) -> Forked:
         if self._socket is None:
             self._socket = self._begin()
         try:
@@ -110,6 +142,13 @@ class Forked:
             self._descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
             self._descriptor = -1
+
+    def poll(self) -> str | None:
+        """None while it runs."""
+        try:
+            return self.wait(0)
+        except TimeoutError:
+            return None
 
     def wait(self, timeout: float | None = None) -> str:
         """Until it has ended. Raises TimeoutError."""
@@ -171,8 +210,14 @@ def run_engine(main: Any, request: dict[str, Any], streams: list[int]) -> NoRetu
         os.environ.clear()
         os.environ.update(request["variables"])
         os.chdir(request["folder"])
-        main(request["options"])
+        if "module" in request:
+            sys.argv = request["module"]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            main(request["options"])
         status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else 1
     except BaseException:
         traceback.print_exc()
     sys.exit(status)

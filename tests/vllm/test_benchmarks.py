@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import bench
+from tests.harness.vllm_run import VllmProcess
 
 pytestmark = pytest.mark.vllm
 
@@ -22,4 +23,4 @@ WITH_VLLM = (
 
 @pytest.mark.parametrize("name", WITH_VLLM)
 def test_a_benchmark_gives_its_figures(name: str, vllm_python: Path) -> None:
-    assert bench.small(name)
+    assert bench.small(name, VllmProcess.fork_server)
