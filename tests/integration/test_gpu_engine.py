@@ -111,10 +111,16 @@ ROUNDED = {"fidelity": "fp8", "gpu_fp8": True}
 
 @DRIVERS
 @pytest.mark.parametrize(
-    ("way", "layout"), [("kernel", "LBNHC"), ("kernel", "L2BNHD"), ("staged", "LHBNC"), ("auto", "BLHNC")]
+    ("way", "layout", "load_mode", "layerwise"),
+    [
+        ("kernel", "LBNHC", "async", False),
+        ("kernel", "L2BNHD", "sync", True),
+        ("staged", "LHBNC", "sync", False),
+        ("auto", "BLHNC", "async", False),
+    ],
 )
 def test_kv_that_the_gpu_rounds_takes_less_room_and_is_loaded_by_engines_that_round_alone(
-    engine: Start, server: ServerProcess, way: str, layout: str, driver: str
+    engine: Start, server: ServerProcess, way: str, layout: str, load_mode: str, layerwise: bool, driver: str
 ) -> None:
     def stored_bytes(child: Child, n_chunks: int) -> int:
         before = server.get("/v1/status")["pool"]["used_bytes"]
@@ -123,10 +129,9 @@ def test_kv_that_the_gpu_rounds_takes_less_room_and_is_loaded_by_engines_that_ro
 
     first = engine(driver, engine=way, layout=layout, settings=ROUNDED)
     rounded_bytes = stored_bytes(first, 5)
-    for load_mode, layerwise in (("async", False), ("sync", True), ("sync", False)):
-        second = engine(driver, layout=layout, load_mode=load_mode, settings=ROUNDED, measure=True)
-        found = second.ask("load", seed=1, n_chunks=5, layerwise=layerwise)
-        assert found == {"chunks": 5, "right": blocks(5), "bad": 0}
+    second = engine(driver, layout=layout, load_mode=load_mode, settings=ROUNDED, measure=True)
+    found = second.ask("load", seed=1, n_chunks=5, layerwise=layerwise)
+    assert found == {"chunks": 5, "right": blocks(5), "bad": 0}
     others = [engine(driver, layout=layout, settings=other) for other in ({"fidelity": "fp8"}, {})]
     for other in others:
         assert stored_bytes(other, 5) > rounded_bytes, "nothing was there for it"

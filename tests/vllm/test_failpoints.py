@@ -32,16 +32,23 @@ NOT_FOR_ENGINES = {
     "cancel",
     "corrupt",
 }
-"""Steps that a healthy engine's requests need not take; tests/integration/test_client_degraded.py takes those that
-its client has."""
+"""Steps that a healthy engine's requests need not take."""
+STOPPED = ("lookup.done", "commit.done", "load.read", "put.stored")
 
 
 def cases() -> list[tuple[str, str]]:
-    """Killed at each point; stopped, which differs less from phase to phase, once in each step."""
-    points = [point for point in failpoints.POINTS if point.split(".")[0] not in NOT_FOR_ENGINES]
-    return [(p, "kill") for p in points] + [
-        (p, "stop") for p in points if not p.endswith((".received", ".replied"))
+    """Killed once in each step that an engine takes, stopped in some.
+
+    tests/integration/test_client_degraded.py kills and stops the server at every point of every message.
+    """
+    points = [
+        point
+        for point in failpoints.POINTS
+        if point.split(".")[0] not in NOT_FOR_ENGINES
+        and (point.startswith("attach.") or not point.endswith((".received", ".replied")))
     ]
+    assert set(STOPPED) < set(points)
+    return [*((point, "kill") for point in points), *((point, "stop") for point in STOPPED)]
 
 
 @pytest.fixture(scope="module")

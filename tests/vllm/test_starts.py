@@ -49,8 +49,10 @@ def test_bare_name_with_processes_apart_and_a_settings_file(server, small_model,
                 until(lambda: chunks_in_l1(server) >= before + 5, "storing")
                 result = vllm.generate(prompt)
                 assert result["cached_tokens"] == 1_280
-            else:
-                assert result["cached_tokens"] == 1_280, vllm.log_tail()
+            elif result["cached_tokens"] == 0:  # a busy machine answered late, which is a miss
+                until(lambda: vllm.ask("reset_prefix_cache"), "letting all blocks go")
+                result = vllm.generate(prompt)
+            assert result["cached_tokens"] == 1_280, vllm.log_tail()
             tokens.append(result["tokens"])
             assert "LMCacheConnectorV1 is provided by kvstrata" in vllm.log_text()
             vllm.quit()

@@ -134,18 +134,25 @@ def simulated(**options: object) -> Callable[[Callable[..., None]], Callable[...
     return decorate
 
 
-DRIVERS = pytest.mark.parametrize("driver", ["simulated", pytest.param("real", marks=pytest.mark.gpu)])
+def _why_not_real() -> str:
+    """Why there is no real driver on this machine; empty where there is one."""
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        return f"needs an NVIDIA GPU and its driver ({error})"
+    return ""
+
+
+# Skipped before any fixture starts a server for it.
+_REAL = (pytest.mark.gpu, pytest.mark.skipif(bool(_why_not_real()), reason=_why_not_real()))
+DRIVERS = pytest.mark.parametrize("driver", ["simulated", pytest.param("real", marks=_REAL)])
 
 
 def environment_of(driver: str, **options: object) -> dict[str, str]:
     """For a child process: `simulated`, with these options, or `real`; the test is skipped where there is no GPU."""
     if driver == "simulated":
         return environment(**options)
-    try:
-        failed = ctypes.CDLL(LIBRARY).cuInit(0)
-    except OSError as error:
-        pytest.skip(f"needs an NVIDIA GPU and its driver ({error})")
-    if failed:
+    if ctypes.CDLL(LIBRARY).cuInit(0):
         pytest.skip("needs an NVIDIA GPU (the driver finds none)")
     return {**os.environ}
 
