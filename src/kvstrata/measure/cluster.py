@@ -14,6 +14,7 @@ import asyncio
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -69,8 +70,18 @@ class LookupStep(NamedTuple):
 class Instance:
     """One simulated instance."""
 
-    def __init__(self, links: Links, url: str, keys: ClusterKeys | None, name: str, chunks: int) -> None:
+    def __init__(
+        self,
+        links: Links,
+        url: str,
+        keys: ClusterKeys | None,
+        name: str,
+        chunks: int,
+        tiers: Sequence[str] = ("l1",),
+    ) -> None:
+        """It holds `chunks` chunks in L1 once it has joined; `tiers` begins with `l1`."""
         self.name = name
+        self.tiers = list(tiers)
         self.incarnation = secrets.randbelow(1 << 62) + 1
         self.held = os.urandom(wire.TAG_BYTES * chunks)
         """Tags that it told in its sync and never evicts."""
@@ -88,7 +99,7 @@ class Instance:
     async def join(self) -> float:
         """Register and tell everything; seconds between two heartbeats. Raises Unavailable or ClusterFailure."""
         request = wire.Register(
-            0, wire.CLUSTER_PROTOCOL_VERSION, self.name, self.incarnation, __version__, ["l1"], len(self.held), 256,
+            0, wire.CLUSTER_PROTOCOL_VERSION, self.name, self.incarnation, __version__, self.tiers, len(self.held), 256,
             "tcp://127.0.0.1:9", "", "bench", "bench", os.getpid(),
         )  # fmt: skip
         registered = await self._reply.ask(request, wire.Registered, ANSWER_S)
@@ -116,21 +127,21 @@ class Instance:
             else:
                 return
 
-    async def beat(self) -> None:
+    async def beat(self, load: wire.Load = NO_LOAD, models: Sequence[wire.ModelInfo] = ()) -> None:
         """One heartbeat. Raises Unavailable or ClusterFailure."""
         assert self._heart is not None
-        told = wire.Heartbeat(0, self.name, self.incarnation, self._seq, "ready", NO_LOAD, [], [])
+        told = wire.Heartbeat(0, self.name, self.incarnation, self._seq, "ready", load, list(models), [])
         await self._heart.ask(told, wire.Beat, ANSWER_S)
 
-    def try_tell(self, keys: int) -> bool:
-        """Send a batch of so many changes; False where the controller's socket takes no more now."""
+    def try_tell(self, keys: int, tier: str = "l1") -> bool:
+        """Send a batch of so many changes of one tier; False where the controller's socket takes no more now."""
         assert self._push is not None
         if not self._frame:
             evicts = self._before[: wire.TAG_BYTES * (keys // EVICT_SHARE)]
             admits = os.urandom(wire.TAG_BYTES * keys - len(evicts))
-            runs = [wire.Run(wire.Change.ADMIT, "l1", admits)]
+            runs = [wire.Run(wire.Change.ADMIT, tier, admits)]
             if evicts:
-                runs.append(wire.Run(wire.Change.EVICT, "l1", evicts))
+                runs.append(wire.Run(wire.Change.EVICT, tier, evicts))
             self._frame = wire.encode(wire.Events(self.name, self.incarnation, self._seq + 1, runs))
             self._before = admits
         if not self._push.try_send(self._frame):
