@@ -20,9 +20,9 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
+from kvstrata.controller.feed import Feed, State
 from kvstrata.controller.routes import bodies
 from kvstrata.controller.routes.dashboard import add_dashboard
 
@@ -30,7 +30,7 @@ GIB = 1 << 30
 CHUNK_TOKENS = 256
 CHUNK_BYTES = 4 << 20
 KEPT_S = 3_600
-LIVE_S = 0.2
+LOOK_S = 0.2
 
 
 def now_ms() -> int:
@@ -81,6 +81,7 @@ class Cluster:
     def __init__(self, *instances: dict[str, Any], token: str = "") -> None:
         self.instances = {one["id"]: one for one in instances}
         self.removed: list[str] = []
+        self.started_ms = now_ms()
         self.asked_every_s = 5
         self.token = token
         self.events: list[dict[str, Any]] = []
@@ -120,6 +121,23 @@ class Cluster:
     def members(self) -> bodies.InstancesBody:
         rows = [self.instances[name] for name in sorted(self.instances)]
         return bodies.InstancesBody(instances=rows, drained=[], removed=self.removed)
+
+    def state(self) -> State:
+        """What live readers are shown."""
+        rows = {}
+        for name, one in self.instances.items():
+            ended_s = one["sync"].get("last_ended_ago_s")
+            times = {
+                "heard_unix_ms": self._at(one["heard_ago_s"]),
+                "joined_unix_ms": self._at(one["joined_ago_s"]),
+            }
+            sync = {**one["sync"], "last_ended_unix_ms": None if ended_s is None else self._at(ended_s)}
+            rows[name] = bodies.LiveRow.model_validate({**one, **times, "sync": sync}).model_dump()
+        whole = self.whole().model_dump(mode="json")
+        return State(whole, rows, {"drained": [], "removed": list(self.removed)}, len(self.events))
+
+    def _at(self, ago_s: float) -> int:
+        return self.started_ms - int(1000 * ago_s)
 
     def tiers(self) -> bodies.TiersBody:
         rows, sums = [], dict[str, bodies.TierSum]()
@@ -392,25 +410,37 @@ def make_app(cluster: Cluster) -> FastAPI:
     async def tail(after: int | None = None, limit: int = 200) -> bodies.EventsBody:
         return cluster.tail(after, limit)
 
+    feed = Feed(
+        time.time_ns(), time.monotonic, cluster.state, lambda number: cluster.events[number:], look_s=LOOK_S
+    )
+
     @app.get("/v1/live")
-    async def live() -> Response:
+    async def live(after: str = "") -> Response:
         if not cluster.streams:
             raise HTTPException(404, "no stream here")
 
-        async def told() -> AsyncIterator[str]:
-            number = len(cluster.events)
+        async def told(number: int) -> AsyncIterator[bytes]:
             while True:
-                now: dict[str, BaseModel] = {"cluster": cluster.whole(), "instances": cluster.members()}
-                if len(cluster.events) > number:
-                    now["events"] = cluster.tail(number, 1_000)
-                    number = len(cluster.events)
-                for kind, body in now.items():
-                    yield f"event: {kind}\ndata: {body.model_dump_json()}\n\n"
-                await asyncio.sleep(LIVE_S)
+                feed.look()
+                while change := feed.after(number):
+                    number = change.number
+                    yield b"event: change\ndata: %b\n\n" % change.body
+                await asyncio.sleep(feed.due_s())
 
         return StreamingResponse(
-            told(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+            told(feed.number_of(after)),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-store"},
         )
+
+    @app.get("/v1/changes")
+    async def changes(after: str = "") -> Response:
+        feed.look()
+        number, found = feed.number_of(after), list[bytes]()
+        while change := feed.after(number):
+            number = change.number
+            found.append(change.body)
+        return Response(b'{"changes":[%b]}' % b",".join(found), media_type="application/json")
 
     add_dashboard(app)
     return app

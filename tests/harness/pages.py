@@ -22,6 +22,7 @@ import msgspec
 from msgspec import inspect as kinds
 
 from kvstrata.client.calls import StoreOutcome
+from kvstrata.clock import SystemClock
 from kvstrata.config.reference import reference as configuration
 from kvstrata.controller.app import make_app as make_controller_app
 from kvstrata.controller.metrics import CONTROLLER_FAMILIES
@@ -343,7 +344,7 @@ def _openapi_text(document: dict[str, Any]) -> str:
 
 @functools.cache
 def _controller_document() -> dict[str, Any]:
-    cluster = cast(Any, SimpleNamespace(readiness=lambda: (True, "")))
+    cluster = cast(Any, SimpleNamespace(readiness=lambda: (True, ""), epoch=0, clock=SystemClock()))
     return make_controller_app(cluster, cast(Any, None), dict).openapi()
 
 

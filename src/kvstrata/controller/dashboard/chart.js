@@ -3,7 +3,7 @@
 // The cursor follows the pointer and the arrow keys; the legend shows the numbers at the cursor, else the newest. A
 // screen reader meets a slider over time whose value is the readout, and the same numbers as a table below.
 
-import { h } from "./dom.js";
+import { h, lazy } from "./dom.js";
 import { clock } from "./format.js";
 
 const LEFT = 56;
@@ -112,11 +112,17 @@ function spread(places, low, high) {
   for (const place of places) place.at = Math.max(low, place.at);
 }
 
+/** A chart as `drawn` tells it, drawn again when its series, its width or its cursor are others. */
+export function chart(wanted) {
+  const { id, series, windowMs } = wanted;
+  return lazy("figure", id, [series, windowMs, widths.get(id), cursors.get(id)], () => drawn(wanted));
+}
+
 /**
  * One chart. `times`: unix ms, ascending; `series`: [{name, tone, values}] with one value (or null) a time, `tone` a
  * colour class; `stacked`: the parts of a whole; `format` makes text of a value; `top`: a line at this value.
  */
-export function chart({ id, title, note, times, series, format, stacked = false, binary = false, max = 0, height = 168, windowMs }) {
+function drawn({ id, title, note, times, series, format, stacked = false, binary = false, max = 0, height = 168, windowMs }) {
   const heading = `${id}-title`;
   if (times.length < 2) {
     return h("figure", { class: "chart", key: id, "aria-labelledby": heading }, h("figcaption", {}, h("h3", { id: heading }, title)),

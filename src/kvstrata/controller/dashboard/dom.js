@@ -1,7 +1,8 @@
 // Elements from values, and one tree made like another.
 //
 // A page is a function of the state: it builds the tree that should be seen, and `morph` changes the tree that is
-// there as little as it can, so that focus, selection, scroll positions and open dialogs outlive every update.
+// there as little as it can, so that focus, selection, scroll positions and open dialogs outlive every update. Parts that
+// are many or large are `lazy`: they are not even built while what they show is the same.
 // Every value becomes a text node or an attribute; nothing is ever parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -25,6 +26,35 @@ export function h(tag, attributes = {}, ...children) {
   if (element.wanted !== undefined) element.value = element.wanted;
   return element;
 }
+
+/**
+ * An element that `build` makes, and makes again only when one of `deps` is another than the last time: what has not
+ * changed costs nothing. `key` names it among its siblings. It may stand only in a tree that `morphChildren` is given.
+ */
+export function lazy(tag, key, deps, build) {
+  return Object.assign(document.createElement(tag), { key: String(key), deps, build });
+}
+
+/** What was there under this key stays as it looked, for nobody to use: what it stood for has ended. */
+export function ended(tag, key) {
+  return Object.assign(h(tag, { class: "ended", "aria-hidden": "true", inert: true }), { key: String(key), stays: true });
+}
+
+function built({ key, deps, build }) {
+  return Object.assign(build(), { key, deps });
+}
+
+/** A tree that is new to the page, with its lazy elements built. */
+function grown(node) {
+  const whole = node.build ? built(node) : node;
+  for (const child of [...whole.childNodes]) {
+    const next = grown(child);
+    if (next !== child) child.replaceWith(next);
+  }
+  return whole;
+}
+
+const unchanged = (found, wanted) => found.deps?.length === wanted.deps.length && found.deps.every((each, index) => Object.is(each, wanted.deps[index]));
 
 function append(element, children) {
   for (const child of children) {
@@ -52,12 +82,19 @@ function reconcile(parent, wanted) {
     if (child.key !== undefined) found = keyed.get(child.key) ?? null;
     else while (found && (found.key !== undefined || !alike(found, child))) found = found.nextSibling;
     if (!found || !alike(found, child)) {
-      parent.insertBefore(child, place);
+      parent.insertBefore(grown(child), place);
       continue;
     }
     if (found === place) place = place.nextSibling;
     else parent.insertBefore(found, place);
-    update(found, child);
+    if (child.stays) {
+      for (const { name, value } of child.attributes) found.setAttribute(name, value);
+      found.deps = null;
+    } else if (!child.build) update(found, child);
+    else if (!unchanged(found, child)) {
+      update(found, built(child));
+      found.deps = child.deps;
+    }
   }
   while (place) place = drop(place);
 }

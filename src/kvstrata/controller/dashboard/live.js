@@ -1,4 +1,5 @@
-// What the controller tells by itself: one stream, and where a proxy swallows streams, questions every two seconds.
+// What the controller tells by itself: one stream of changes, and where a proxy swallows streams, the same changes asked
+// for every two seconds.
 //
 // States of the connection: connecting, live (the stream), polling, lost. `sinceMs` is when the state began, for lost: when the
 // controller was heard last; what is shown then is what was known then.
@@ -6,7 +7,7 @@
 import { get, open } from "./api.js";
 import { announce } from "./dom.js";
 import { named, words } from "./format.js";
-import { factsText, remember } from "./model.js";
+import { NOTHING, applied, factsText, remember } from "./model.js";
 
 const SILENCE_MS = 6_000; // the stream tells something every second
 const ANSWER_MS = 4_000;
@@ -19,11 +20,14 @@ const TOLD = new Set(["joined", "left", "died", "removed", "superseded", "came_b
 export const live = {
   connection: { state: "connecting", sinceMs: Date.now() },
   cluster: null,
-  instances: null,
+  instances: null, // by id, in order; a row that has changed is another object
   removed: [],
   events: [],
+  /** Now, by the controller's clock; when it was heard last while the connection is lost. */
+  nowMs: () => live.cluster.unix_ms + (live.connection.state === "lost" ? 0 : Date.now() - heardMs),
 };
 let changed = () => {};
+let known = NOTHING;
 let lastCursor = null;
 let heardMs = Date.now();
 
@@ -38,23 +42,29 @@ function connection(state, sinceMs = Date.now()) {
   changed();
 }
 
-function tellCluster(document) {
-  if (live.cluster && live.cluster.epoch !== document.epoch) {
-    lastCursor = null; // another run of the controller counts its events anew
+/** Takes a change in. Returns whether it followed what was known; otherwise the whole state is wanted. */
+async function tell(change) {
+  const next = applied(known, change);
+  if (next === null) {
+    known = NOTHING;
+    return false;
   }
-  live.cluster = document;
+  if (live.cluster && live.cluster.epoch !== next.cluster.epoch) lastCursor = null; // another run counts its events anew
+  known = next;
+  live.cluster = next.cluster;
+  live.instances = [...next.instances.values()];
+  live.removed = next.removed;
+  remember(live.instances, live.nowMs());
+  // A whole state tells no events, and of very many only the newest come.
+  if (change.after === null || lastCursor === null || change.events[0]?.number > lastCursor + 1) await catchUp();
+  else tellEvents(change.events, true);
+  return true;
 }
 
-function tellInstances(document) {
-  live.instances = document.instances;
-  live.removed = document.removed;
-  remember(live.instances, Date.now());
-}
-
-function tellEvents(document, aloud) {
-  const fresh = document.events.filter((event) => lastCursor === null || event.number > lastCursor);
-  lastCursor = Math.max(lastCursor ?? 0, document.next_after);
+function tellEvents(events, aloud) {
+  const fresh = events.filter((event) => lastCursor === null || event.number > lastCursor);
   if (!fresh.length) return;
+  lastCursor = fresh.at(-1).number;
   for (const event of fresh) event.message = factsText(event.facts, named, words);
   live.events = [...live.events, ...fresh].slice(-MAX_EVENTS);
   if (aloud) for (const event of fresh.slice(-3)) if (TOLD.has(event.kind)) announce(`${event.instance} ${event.kind.replaceAll("_", " ")}`);
@@ -62,7 +72,9 @@ function tellEvents(document, aloud) {
 
 async function catchUp() {
   const aloud = lastCursor !== null;
-  tellEvents(await get(lastCursor === null ? "/v1/events?limit=200" : `/v1/events?after=${lastCursor}&limit=200`), aloud);
+  const { events, next_after: cursor } = await get(aloud ? `/v1/events?after=${lastCursor}&limit=${MAX_EVENTS}` : "/v1/events?limit=200");
+  tellEvents(events, aloud);
+  lastCursor = Math.max(lastCursor ?? 0, cursor);
 }
 
 /** Reads the stream until it ends. Returns whether anything came. */
@@ -71,7 +83,7 @@ async function stream() {
   let watchdog = setTimeout(() => abort.abort(), SILENCE_MS);
   let came = false;
   try {
-    const response = await open("GET", "/v1/live", { signal: abort.signal });
+    const response = await open("GET", `/v1/live?after=${known.look}`, { signal: abort.signal });
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let rest = "";
     for (;;) {
@@ -80,23 +92,13 @@ async function stream() {
       heardMs = Date.now();
       clearTimeout(watchdog);
       watchdog = setTimeout(() => abort.abort(), SILENCE_MS);
-      const blocks = (rest + value).replaceAll("\r\n", "\n").split("\n\n");
-      rest = blocks.pop();
-      for (const block of blocks) {
-        let kind = "";
-        let data = "";
-        for (const line of block.split("\n")) {
-          if (line.startsWith("event:")) kind = line.slice(6).trim();
-          else if (line.startsWith("data:")) data += line.slice(5).trim();
-        }
+      let searched = Math.max(0, rest.length - 1);
+      rest += value;
+      for (let end; (end = rest.indexOf("\n\n", searched)) >= 0; searched = 0) {
+        const data = rest.slice(0, end).split("\n").find((line) => line.startsWith("data: "));
+        rest = rest.slice(end + 2);
         if (!data) continue;
-        const document = JSON.parse(data);
-        if (kind === "cluster") {
-          const restarted = live.cluster && live.cluster.epoch !== document.epoch;
-          tellCluster(document);
-          if (!came || restarted) await catchUp();
-        } else if (kind === "instances") tellInstances(document);
-        else if (kind === "events") tellEvents(document, true);
+        if (!await tell(JSON.parse(data.slice(6)))) return came;
         came = true;
         connection("live");
         changed();
@@ -112,14 +114,9 @@ async function stream() {
 }
 
 async function poll() {
-  const [cluster, instances] = await Promise.all([
-    get("/v1/cluster", { timeoutMs: ANSWER_MS }),
-    get("/v1/instances", { timeoutMs: ANSWER_MS }),
-  ]);
+  const { changes } = await get(`/v1/changes?after=${known.look}`, { timeoutMs: ANSWER_MS });
   heardMs = Date.now();
-  tellCluster(cluster);
-  tellInstances(instances);
-  await catchUp();
+  for (const change of changes) if (!await tell(change)) return;
 }
 
 /** Listens for ever; calls `onChange` after each change. */

@@ -38,11 +38,13 @@ const CONNECTION_NOTES = {
   polling: "The stream of updates does not get through; the page asks every two seconds.",
   lost: "The controller does not answer.",
 };
+const TICK_MS = 900;
 const THEMES = { "": "System", light: "Light", dark: "Dark" };
 
 let page = null;
 let context = null;
 let waiting = false;
+let drawnMs = 0;
 
 function redraw() {
   if (waiting) return;
@@ -127,6 +129,7 @@ function banner() {
 
 function draw() {
   if (!context) return;
+  drawnMs = performance.now();
   morphChildren(document.getElementById("bar"), bar());
   morphChildren(document.getElementById("banner"), banner());
   const main = document.getElementById("main");
@@ -142,6 +145,6 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault(); // the hash names the page
   document.getElementById("main").focus();
 });
-setInterval(redraw, 1000); // ages tick also when nothing comes
+setInterval(() => { if (performance.now() - drawnMs > TICK_MS) redraw(); }, 1000); // ages tick also when nothing comes
 navigate();
 listen(redraw);

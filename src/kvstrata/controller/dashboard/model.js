@@ -1,5 +1,7 @@
 // What the API's documents say, in the words of the pages.
 
+import { inOrder } from "./rows.js";
+
 /** One word for how an instance is. */
 export function stateOf(one) {
   if (one.state === "dead") return "dead";
@@ -28,25 +30,45 @@ export function hitShare(counts) {
   return all > 0 ? (all - (counts.miss ?? 0)) / all : null;
 }
 
+/** Nothing is known yet. */
+export const NOTHING = { look: "", cluster: null, instances: null, removed: [] };
+
+/** What is known after a change, by feed.py's rules; null where the change does not follow what is known. */
+export function applied(known, change) {
+  if (change.after !== null && change.after !== known.look) return null;
+  const { cluster, instances: rows, removed } = change.after === null ? { ...NOTHING, instances: new Map() } : known;
+  let instances = new Map(rows);
+  for (const id of change.gone) instances.delete(id);
+  const before = instances.size;
+  for (const [id, fields] of Object.entries(change.instances)) instances.set(id, { ...instances.get(id), ...fields });
+  if (instances.size > before) instances = new Map([...instances].sort(([one], [other]) => inOrder(one, other)));
+  return { look: change.look, cluster: { ...cluster, ...change.cluster }, instances, removed: change.removed ?? removed };
+}
+
 const RECENT_MS = 60_000;
-const seen = new Map(); // incarnation → [{ms, counts}], of the last minute
+const RECENT_STEP_MS = 1_000;
+const seen = new Map(); // incarnation → [{ms, counts}]: what it had counted a minute ago and since then
 
 /** Remembers what instances have counted, for `recentHits`. */
 export function remember(instances, nowMs) {
   const there = new Set();
-  for (const one of instances) {
-    there.add(one.incarnation);
-    const before = seen.get(one.incarnation) ?? [];
-    const late = before.findLastIndex(({ ms }) => ms <= nowMs - RECENT_MS);
-    seen.set(one.incarnation, [...before.slice(Math.max(0, late)), { ms: nowMs, counts: one.hits_total }]);
+  for (const { incarnation, hits_total: counts } of instances) {
+    there.add(incarnation);
+    const told = seen.get(incarnation);
+    const last = told?.at(-1);
+    if (!told) seen.set(incarnation, [{ ms: nowMs, counts }]);
+    else if (last.counts !== counts && nowMs - last.ms >= RECENT_STEP_MS) told.push({ ms: nowMs, counts });
+    while (told?.length > 1 && told[1].ms <= nowMs - RECENT_MS) told.shift();
   }
   for (const incarnation of seen.keys()) if (!there.has(incarnation)) seen.delete(incarnation);
 }
 
 /** Share of chunks found in the last minute that this page has seen; null when nobody asked. */
-export function recentHits(one) {
-  const first = seen.get(one.incarnation)?.[0].counts ?? {};
-  return hitShare(Object.fromEntries(Object.entries(one.hits_total).map(([name, value]) => [name, value - (first[name] ?? 0)])));
+export function recentHits({ incarnation, hits_total: counts }) {
+  const first = seen.get(incarnation)?.[0].counts ?? {};
+  let all = 0;
+  for (const [name, value] of Object.entries(counts)) all += value - (first[name] ?? 0);
+  return all > 0 ? (all - ((counts.miss ?? 0) - (first.miss ?? 0))) / all : null;
 }
 
 /** "synced: tags l1 400, took 52 ms" without the kind. */

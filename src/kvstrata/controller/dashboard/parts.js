@@ -4,6 +4,7 @@ import { get, instancePath, outcomes, send } from "./api.js";
 import { confirm } from "./dialog.js";
 import { h, toast } from "./dom.js";
 import { bytes, count, percent, plural } from "./format.js";
+import { live } from "./live.js";
 import { sum } from "./model.js";
 
 const STATES = {
@@ -132,8 +133,9 @@ export async function allow(id) {
   }
 }
 
-export async function remove(instance) {
-  const { id } = instance;
+export async function remove(id) {
+  const instance = live.instances.find((one) => one.id === id);
+  if (!instance) return;
   const alive = instance.state !== "dead";
   const sure = await confirm({
     title: `Remove ${id}?`,
@@ -157,7 +159,7 @@ export function actions(instance) {
   const here = instance.state === "live" && instance.reported_state !== "stopping";
   return h("div", { class: "actions" },
     here && h("button", { onclick: () => drain(id, !draining) }, draining ? "End draining" : "Drain", h("span", { class: "unseen" }, ` ${id}`)),
-    h("button", { class: "quiet-danger", onclick: () => remove(instance) }, "Remove", h("span", { class: "unseen" }, ` ${id}`)));
+    h("button", { class: "quiet-danger", onclick: () => remove(id) }, "Remove", h("span", { class: "unseen" }, ` ${id}`)));
 }
 
 /** Asks for `path` again and again while a page is shown. */

@@ -1,53 +1,65 @@
-// Sortable tables that become cards where the page is narrow.
+// Tables to filter and to order by a column, a page of rows at a time; they become cards where the page is narrow.
 
-import { h } from "./dom.js";
-
-const sorts = new Map(); // table id → {column, down}
-
-const compare = (one, other) => {
-  const missing = (value) => value === null || value === undefined;
-  if (missing(one) || missing(other)) return missing(one) - missing(other);
-  return typeof one === "number" && typeof other === "number" ? one - other : String(one).localeCompare(String(other), "en", { numeric: true });
-};
+import { ended, h, lazy } from "./dom.js";
+import { ask, asked } from "./query.js";
+import { noneMatch, windowed } from "./rows.js";
 
 /**
- * `columns`: [{name, title, cell(row) → content, sort(row) → value, number, wide}]; without `sort` it cannot be sorted by.
- * `key(row)` names a row. `caption` is for screen readers. `first` is the column it is sorted by at first.
+ * `columns`: [{name, title, cell(row) → content, sort(row) → value, shows(row), number, wide}]; without `sort` it cannot be
+ * sorted by. `key(row)` names a row, `text(row)` is what the filter looks at. A cell is drawn again when one of the
+ * values that its column `shows` is another; without `shows`, when one of `deps(row)` is. `caption` is for screen readers. `first` is the column it is sorted by at first. `prefix` goes before its
+ * parameters in the address; empty for the one table that a page is about.
  */
-export function table({ id, caption, columns, rows, key, first, down = false, redraw, mark }) {
-  const chosen = sorts.get(id) ?? { column: first ?? columns[0].name, down };
-  const by = columns.find((column) => column.name === chosen.column);
-  const ordered = by?.sort ? [...rows].sort((one, other) => {
-    const order = compare(by.sort(one), by.sort(other)) || compare(key(one), key(other));
-    return chosen.down ? -order : order;
-  }) : rows;
-  const choose = (column, downwards) => {
-    sorts.set(id, { column, down: downwards });
+export function table({ id, caption, columns, rows, key, text, deps = (row) => [row], first, down = false, prefix = `${id}.`, size, filter, hint, redraw, mark }) {
+  const said = asked(`${prefix}sort`);
+  const known = columns.find((column) => column.sort && column.name === said.replace(/^-/, ""));
+  const by = known ?? columns.find((column) => column.name === (first ?? columns[0].name));
+  const downwards = known ? said.startsWith("-") : down;
+  const choose = (name, turned) => {
+    ask({ [`${prefix}sort`]: `${turned ? "-" : ""}${name}`, [`${prefix}page`]: "" });
     redraw();
   };
-  const head = (column) => {
-    if (!column.sort) return h("th", { scope: "col", role: "columnheader", class: column.number ? "number" : null }, column.title);
-    const sorted = chosen.column === column.name;
-    return h("th", {
-      scope: "col", role: "columnheader", class: column.number ? "number" : null,
-      "aria-sort": sorted ? (chosen.down ? "descending" : "ascending") : "none",
-    }, h("button", { class: "sort", onclick: () => choose(column.name, sorted ? !chosen.down : Boolean(column.number)) },
-      column.title, h("span", { class: "arrow", "aria-hidden": "true" }, sorted ? (chosen.down ? "▾" : "▴") : "")));
-  };
+  const { shown, tools } = windowed({
+    id, what: caption, rows, key, text: text ?? ((row) => columns.map((column) => column.sort?.(row) ?? "").join(" ")),
+    sort: by.sort, sorting: by.name, down: downwards, prefix, size, filter, hint, redraw,
+  });
   const sortable = columns.filter((column) => column.sort);
   return h("div", { class: "cards", key: id },
-    sortable.length > 1 && h("div", { class: "sorting" },
+    tools,
+    sortable.length > 1 && lazy("div", "sorting", [by.name, downwards], () => h("div", { class: "sorting" },
       h("label", { for: `${id}-sort` }, "Sort by"),
-      h("select", { id: `${id}-sort`, value: chosen.column, onchange: (event) => choose(event.target.value, chosen.down) },
+      h("select", { id: `${id}-sort`, value: by.name, onchange: (event) => choose(event.target.value, downwards) },
         sortable.map((column) => h("option", { value: column.name }, column.title))),
-      h("button", { onclick: () => choose(chosen.column, !chosen.down) }, chosen.down ? "Descending" : "Ascending")),
+      h("button", { onclick: () => choose(by.name, !downwards) }, downwards ? "Descending" : "Ascending"))),
     h("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": caption },
       h("table", { role: "table" },
         h("caption", { class: "unseen" }, caption),
-        h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, columns.map(head))),
-        h("tbody", { role: "rowgroup" }, ordered.map((row) => h("tr", { role: "row", key: key(row), class: mark?.(row) },
-          columns.map((column, index) => h(index === 0 ? "th" : "td", {
-            role: index === 0 ? "rowheader" : "cell", scope: index === 0 ? "row" : null, "data-title": column.title,
-            class: [column.number && "number", column.wide && "wide"].filter(Boolean).join(" ") || null,
-          }, h("div", {}, column.cell(row))))))))));
+        lazy("thead", "head", [by.name, downwards, columns.map(({ name }) => name).join()], () => h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, columns.map((column) => head(column, by === column, downwards, choose))))),
+        h("tbody", { role: "rowgroup", id: `${id}-rows`, onpointerleave: redraw }, shown.map(([name, row]) => (row === null
+          ? ended("tr", name)
+          : line(name, row, { columns, deps, mark })))))),
+    noneMatch({ id, what: caption, rows, shown, prefix, redraw }));
+}
+
+function head(column, sorted, downwards, choose) {
+  if (!column.sort) return h("th", { scope: "col", role: "columnheader", class: column.number ? "number" : null }, column.title);
+  return h("th", {
+    scope: "col", role: "columnheader", class: column.number ? "number" : null,
+    "aria-sort": sorted ? (downwards ? "descending" : "ascending") : "none",
+  }, h("button", { class: "sort", onclick: () => choose(column.name, sorted ? !downwards : Boolean(column.number)) },
+    column.title, h("span", { class: "arrow", "aria-hidden": "true" }, sorted ? (downwards ? "▾" : "▴") : "")));
+}
+
+function line(name, row, { columns, deps, mark }) {
+  const told = columns.map((column) => (column.shows ?? deps)(row));
+  const marked = mark?.(row);
+  return lazy("tr", name, [marked, ...told.flat()], () => h("tr", { role: "row", class: marked },
+    columns.map((column, index) => lazy(index === 0 ? "th" : "td", column.name, told[index], () => cell(column, index, row)))));
+}
+
+function cell(column, index, row) {
+  return h(index === 0 ? "th" : "td", {
+    role: index === 0 ? "rowheader" : "cell", scope: index === 0 ? "row" : null, "data-title": column.title,
+    class: [column.number && "number", column.wide && "wide"].filter(Boolean).join(" ") || null,
+  }, h("div", {}, column.cell(row)));
 }

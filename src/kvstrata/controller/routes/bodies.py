@@ -19,8 +19,8 @@ Token = Annotated[int, Field(ge=0, lt=1 << 32)]
 InstanceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 
-class SyncBody(BaseModel):
-    """Full syncs of one instance."""
+class SyncFacts(BaseModel):
+    """Full syncs of one instance, without the time of the last."""
 
     state: Literal["exact", "wanted", "running", "none"] = Field(
         description="`exact`: one has ended and every event since then was applied; `wanted`: it was asked for one; "
@@ -31,11 +31,22 @@ class SyncBody(BaseModel):
     keys: int = Field(0, description="Of the one under way.")
     count: int = Field(0, description="Full syncs that have ended.")
     last_took_s: float = 0.0
+
+
+class SyncBody(SyncFacts):
+    """Full syncs of one instance."""
+
     last_ended_ago_s: float | None = None
 
 
-class InstanceRow(BaseModel):
-    """One instance at a glance."""
+class LiveSync(SyncFacts):
+    """Full syncs of one instance."""
+
+    last_ended_unix_ms: int | None = None
+
+
+class InstanceFacts(BaseModel):
+    """What one instance is and has, without times."""
 
     id: str
     state: Literal["live", "dead", "restored"]
@@ -54,8 +65,6 @@ class InstanceRow(BaseModel):
     tiers: list[str]
     chunk_tokens: int
     l1_bytes: int
-    heard_ago_s: float
-    joined_ago_s: float
     keys: dict[str, int] = Field(description="Chunks (records) by tier, as the directory has them.")
     used_bytes: dict[str, int] = Field(description="By tier, as the instance told last.")
     capacity_bytes: dict[str, int]
@@ -64,10 +73,25 @@ class InstanceRow(BaseModel):
     peer_sent_bytes_total: int
     peer_read_bytes_total: int
     sessions: int
-    sync: SyncBody
     event_batches: int
     last_event: int
     waiting_commands: int
+
+
+class InstanceRow(InstanceFacts):
+    """One instance at a glance."""
+
+    heard_ago_s: float
+    joined_ago_s: float
+    sync: SyncBody
+
+
+class LiveRow(InstanceFacts):
+    """One instance at a glance, with times that stay the same while nothing happens."""
+
+    heard_unix_ms: int
+    joined_unix_ms: int
+    sync: LiveSync
 
 
 class InstancesBody(BaseModel):
@@ -238,6 +262,30 @@ class EventsBody(BaseModel):
     events: list[EventRow]
     next_after: int = Field(description="`after` of the next request.")
     lost: bool = Field(description="Some behind `after` are not kept any more.")
+
+
+class ChangeBody(BaseModel):
+    """What leads from one look at the cluster to the next, or a whole state."""
+
+    look: str = Field(description="Names the state that one has then, for `after`.")
+    after: str | None = Field(description="The look it follows; null: a whole state, which follows nothing.")
+    cluster: dict[str, Any] = Field(description="Fields of ClusterBody that have changed.")
+    instances: dict[str, dict[str, Any]] = Field(
+        description="By id: fields of InstanceRow that have changed; all of them for an instance that is new. Times "
+        "are `heard_unix_ms`, `joined_unix_ms` and, in `sync`, `last_ended_unix_ms` instead of seconds ago."
+    )
+    gone: list[str] = Field(description="Instances that are not there any more.")
+    drained: list[str] | None = Field(None, description="As in InstancesBody; left out when unchanged.")
+    removed: list[str] | None = Field(None, description="As in InstancesBody; left out when unchanged.")
+    events: list[EventRow] = Field(
+        description="Since the look before, the newest 1,000; none in a whole state."
+    )
+
+
+class ChangesBody(BaseModel):
+    """What one lacks, in order."""
+
+    changes: list[ChangeBody]
 
 
 class CommandRow(BaseModel):

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel
 
+from kvstrata.clock import Clock
 from kvstrata.controller.cluster import Cluster
+from kvstrata.controller.feed import MAX_EVENTS, Feed, State
 from kvstrata.controller.history import SAMPLE_S, Happened
 from kvstrata.controller.routes import bodies, views
 from kvstrata.errors import Refused
@@ -18,9 +19,6 @@ from kvstrata.errors import Refused
 MAX_STREAMS = 16
 """Readers of the stream at a time; each has a connection of its own."""
 KEEP_ALIVE_S = 10.0
-LIVE_S = 1.0
-"""Between two looks at the cluster."""
-MAX_EVENTS = 1_000
 
 STREAMED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -28,6 +26,31 @@ After = Annotated[
     int | None,
     Query(ge=-1, description="Number of the last event that is known; left out: the newest are told."),
 ]
+
+
+Look = Annotated[
+    str, Query(max_length=64, description="Name of the last look that is known (`look` of a change).")
+]
+CLOCK_SET_MS = 1_000
+"""A difference that is no inaccuracy any more: somebody has set the clock."""
+
+
+class Steady:
+    """Times of the day for monotonic ones: always the same time for the same one, until the clock is set."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._offset_ms = 0.0
+
+    def look(self) -> None:
+        """Follow the clock where it was set."""
+        offset_ms = self._clock.unix_ms() - 1000 * self._clock.monotonic_s()
+        if abs(offset_ms - self._offset_ms) > CLOCK_SET_MS:
+            self._offset_ms = offset_ms
+
+    def unix_ms(self, monotonic_s: float) -> int:
+        """Milliseconds since 1970."""
+        return round(1000 * monotonic_s + self._offset_ms)
 
 
 def tail_body(events: list[Happened], next_after: int, lost: bool) -> bodies.EventsBody:
@@ -42,6 +65,17 @@ def router(
     """The routes."""
     routes = APIRouter(dependencies=guarded, tags=["events"])
     streams = 0
+    clock = Steady(cluster.clock)
+
+    def happened(number: int) -> list[dict[str, Any]]:
+        found, _ = cluster.events.after(number, cluster.events.last - number)
+        return [views.event_row(event).model_dump(mode="json") for event in found[-MAX_EVENTS:]]
+
+    def see() -> State:
+        clock.look()
+        return views.state(cluster, sockets, clock.unix_ms)
+
+    feed = Feed(cluster.epoch, cluster.clock.monotonic_s, see, happened)
 
     @routes.get("/v1/events")
     async def events(
@@ -74,33 +108,39 @@ def router(
         return StreamingResponse(told(first), media_type="text/event-stream", headers=STREAMED)
 
     @routes.get("/v1/live", response_class=StreamingResponse)
-    async def watch() -> StreamingResponse:
-        """The cluster every second (server-sent events): `cluster` as /v1/cluster, `instances` as /v1/instances, and
-        `events` as /v1/events when there are new ones."""
+    async def watch(request: Request, after: Look = "") -> StreamingResponse:
+        """The cluster every second (server-sent events): each `change` is a ChangeBody, its `id` the name of its look.
+        The first is a whole state, and so is one for a reader that was too slow for the changes in between to be kept.
+        A reader that comes back names its last look as `Last-Event-ID` or `after`."""
         room()
-        return StreamingResponse(seen(), media_type="text/event-stream", headers=STREAMED)
+        number = feed.number_of(request.headers.get("last-event-id", "") or after)
+        return StreamingResponse(seen(number), media_type="text/event-stream", headers=STREAMED)
+
+    @routes.get("/v1/changes", response_model=bodies.ChangesBody)
+    async def changes(after: Look = "") -> Response:
+        """What `/v1/live` tells, for who cannot have a stream: the changes since `after`, or a whole state."""
+        feed.look()
+        number, found = feed.number_of(after), list[bytes]()
+        while change := feed.after(number):
+            number = change.number
+            found.append(change.body)
+        return Response(b'{"changes":[%b]}' % b",".join(found), media_type="application/json")
 
     def room() -> None:
         if streams >= MAX_STREAMS:
             raise Refused(f"{MAX_STREAMS} readers have a stream already; use /v1/events with wait_s")
 
-    async def seen() -> AsyncIterator[str]:
+    async def seen(number: int) -> AsyncIterator[bytes]:
         nonlocal streams
         streams += 1
         try:
-            number = cluster.events.last
             while True:
-                told_now: dict[str, BaseModel] = {
-                    "cluster": views.cluster_body(cluster, sockets),
-                    "instances": views.instances(cluster),
-                }
-                found, lost = cluster.events.after(number, MAX_EVENTS)
-                if found:
-                    number = found[-1].number
-                    told_now["events"] = tail_body(found, number, lost)
-                for kind, body in told_now.items():
-                    yield f"event: {kind}\ndata: {body.model_dump_json()}\n\n"
-                await asyncio.sleep(LIVE_S)
+                feed.look()
+                # One at a time: while the reader does not read, changes are kept by the feed or not at all.
+                while change := feed.after(number):
+                    number = change.number
+                    yield b"id: %b\nevent: change\ndata: %b\n\n" % (feed.name(number).encode(), change.body)
+                await asyncio.sleep(feed.due_s())
         finally:
             streams -= 1
 

@@ -12,6 +12,7 @@ from kvstrata.controller import prompts
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.directory import Place
 from kvstrata.controller.explaining import Answers, Lookup, Miss
+from kvstrata.controller.feed import State
 from kvstrata.controller.history import Happened
 from kvstrata.controller.instances import Issued, Member, MemberState
 from kvstrata.controller.operations import Placement
@@ -23,41 +24,69 @@ from kvstrata.types import KEY_BYTES
 def instance_row(cluster: Cluster, member: Member, keys: Mapping[str, int]) -> bodies.InstanceRow:
     """`keys`: its placements by tier."""
     now_s = cluster.clock.monotonic_s()
-    told, load = member.told, member.load
+    synced_s = member.synced_s
     return bodies.InstanceRow(
-        id=member.id,
-        state=member.state.value,
-        reported_state=member.reported,
-        draining=member.draining,
-        confirmed=member.confirmed,
-        incarnation=str(member.incarnation),
-        version=told.version,
-        host=told.host,
-        pid=told.pid,
-        zone=told.zone,
-        http_url=told.http_url,
-        peer_endpoint=told.peer_endpoint,
-        tiers=told.tiers,
-        chunk_tokens=told.chunk_tokens,
-        l1_bytes=told.l1_bytes,
+        **_facts(member, keys),
         heard_ago_s=round(max(0.0, now_s - member.heard_s), 3),
         joined_ago_s=round(max(0.0, now_s - member.joined_s), 3),
-        keys=dict(keys),
-        used_bytes=load.used_bytes,
-        capacity_bytes=load.capacity_bytes,
-        hits_total=load.hits_total,
-        peer_leased_bytes=load.peer_leased_bytes,
-        peer_sent_bytes_total=load.peer_sent_bytes_total,
-        peer_read_bytes_total=load.peer_read_bytes_total,
-        sessions=load.sessions,
-        sync=_sync(member, now_s),
-        event_batches=member.event_batches,
-        last_event=member.applied_seq,
-        waiting_commands=len(member.waiting),
+        sync=bodies.SyncBody(
+            **_sync(member), last_ended_ago_s=None if synced_s is None else round(now_s - synced_s, 3)
+        ),
     )
 
 
-def _sync(member: Member, now_s: float) -> bodies.SyncBody:
+def live_row(member: Member, keys: Mapping[str, int], unix_ms: Callable[[float], int]) -> dict[str, Any]:
+    """The fields of a bodies.LiveRow, which is not made of them: it would be, of each instance, every second.
+
+    `unix_ms` makes times of monotonic seconds.
+    """
+    synced_s = member.synced_s
+    return {
+        **_facts(member, keys),
+        "heard_unix_ms": unix_ms(member.heard_s),
+        "joined_unix_ms": unix_ms(member.joined_s),
+        "sync": {
+            **_sync(member),
+            "last_ended_unix_ms": None if synced_s is None else unix_ms(synced_s),
+        },
+    }
+
+
+def _facts(member: Member, keys: Mapping[str, int]) -> dict[str, Any]:
+    """The fields of a bodies.InstanceFacts."""
+    told, load = member.told, member.load
+    return {
+        "id": member.id,
+        "state": member.state.value,
+        "reported_state": member.reported,
+        "draining": member.draining,
+        "confirmed": member.confirmed,
+        "incarnation": str(member.incarnation),
+        "version": told.version,
+        "host": told.host,
+        "pid": told.pid,
+        "zone": told.zone,
+        "http_url": told.http_url,
+        "peer_endpoint": told.peer_endpoint,
+        "tiers": told.tiers,
+        "chunk_tokens": told.chunk_tokens,
+        "l1_bytes": told.l1_bytes,
+        "keys": dict(keys),
+        "used_bytes": load.used_bytes,
+        "capacity_bytes": load.capacity_bytes,
+        "hits_total": load.hits_total,
+        "peer_leased_bytes": load.peer_leased_bytes,
+        "peer_sent_bytes_total": load.peer_sent_bytes_total,
+        "peer_read_bytes_total": load.peer_read_bytes_total,
+        "sessions": load.sessions,
+        "event_batches": member.event_batches,
+        "last_event": member.applied_seq,
+        "waiting_commands": len(member.waiting),
+    }
+
+
+def _sync(member: Member) -> dict[str, Any]:
+    """The fields of a bodies.SyncFacts."""
     sync = member.sync
     if sync is not None:
         state = "running"
@@ -65,15 +94,14 @@ def _sync(member: Member, now_s: float) -> bodies.SyncBody:
         state = "exact"
     else:
         state = "wanted" if member.sync_wanted else "none"
-    return bodies.SyncBody(
-        state=state,  # type: ignore[arg-type]
-        wanted_because=member.sync_wanted,
-        parts=sync.parts if sync is not None else 0,
-        keys=sum(sync.tags.values()) if sync is not None else 0,
-        count=member.sync_count,
-        last_took_s=round(member.sync_took_s, 4),
-        last_ended_ago_s=None if member.synced_s is None else round(now_s - member.synced_s, 3),
-    )
+    return {
+        "state": state,
+        "wanted_because": member.sync_wanted,
+        "parts": sync.parts if sync is not None else 0,
+        "keys": sum(sync.tags.values()) if sync is not None else 0,
+        "count": member.sync_count,
+        "last_took_s": round(member.sync_took_s, 4),
+    }
 
 
 def keys_of(cluster: Cluster) -> dict[int, dict[str, int]]:
@@ -95,33 +123,52 @@ def instances(cluster: Cluster) -> bodies.InstancesBody:
     )
 
 
+class TierTotal:
+    """One tier of all instances that are not dead."""
+
+    def __init__(self) -> None:
+        self.instances = 0
+        self.keys = 0
+        self.used_bytes = 0
+        self.capacity_bytes = 0
+
+
+def tier_totals(cluster: Cluster, keys: Mapping[int, Mapping[str, int]]) -> dict[str, TierTotal]:
+    """By tier, L1 first; `keys` as keys_of gives them."""
+    totals: dict[str, TierTotal] = {}
+    for member in cluster.members:
+        if member.state is MemberState.DEAD:
+            continue
+        ours, load = keys.get(member.group, {}), member.load
+        for tier in member.told.tiers:
+            total = totals.get(tier)
+            if total is None:
+                total = totals[tier] = TierTotal()
+            total.instances += 1
+            total.keys += ours.get(tier, 0)
+            total.used_bytes += load.used_bytes.get(tier, 0)
+            total.capacity_bytes += load.capacity_bytes.get(tier, 0)
+    return {tier: totals[tier] for tier in sorted(totals, key=lambda tier: (tier != "l1", tier))}
+
+
 def tiers(cluster: Cluster) -> bodies.TiersBody:
     """Chunks and bytes by tier."""
     keys = keys_of(cluster)
-    rows, sums = [], dict[str, bodies.TierSum]()
-    for member in sorted(cluster.members, key=lambda member: member.id):
-        if member.state is MemberState.DEAD:
-            continue
-        for tier in member.told.tiers:
-            row = bodies.TierRow(
-                instance=member.id,
-                tier=tier,
-                keys=keys.get(member.group, {}).get(tier, 0),
-                used_bytes=member.load.used_bytes.get(tier, 0),
-                capacity_bytes=member.load.capacity_bytes.get(tier, 0),
-                confirmed=member.confirmed,
-            )
-            rows.append(row)
-            total = sums.setdefault(
-                tier, bodies.TierSum(tier=tier, instances=0, keys=0, used_bytes=0, capacity_bytes=0)
-            )
-            total.instances += 1
-            total.keys += row.keys
-            total.used_bytes += row.used_bytes
-            total.capacity_bytes += row.capacity_bytes
-    return bodies.TiersBody(
-        tiers=sorted(sums.values(), key=lambda one: (one.tier != "l1", one.tier)), rows=rows
-    )
+    rows = [
+        bodies.TierRow(
+            instance=member.id,
+            tier=tier,
+            keys=keys.get(member.group, {}).get(tier, 0),
+            used_bytes=member.load.used_bytes.get(tier, 0),
+            capacity_bytes=member.load.capacity_bytes.get(tier, 0),
+            confirmed=member.confirmed,
+        )
+        for member in sorted(cluster.members, key=lambda member: member.id)
+        if member.state is not MemberState.DEAD
+        for tier in member.told.tiers
+    ]
+    sums = [bodies.TierSum(tier=tier, **vars(total)) for tier, total in tier_totals(cluster, keys).items()]
+    return bodies.TiersBody(tiers=sums, rows=rows)
 
 
 def models(cluster: Cluster) -> bodies.ModelsBody:
@@ -166,9 +213,24 @@ def election_body(cluster: Cluster) -> bodies.ElectionBody:
     )
 
 
-def cluster_body(cluster: Cluster, sockets: Callable[[], dict[str, dict[str, int]]]) -> bodies.ClusterBody:
-    """The cluster at a glance."""
-    by_tier = tiers(cluster)
+def state(
+    cluster: Cluster, sockets: Callable[[], dict[str, dict[str, int]]], unix_ms: Callable[[float], int]
+) -> State:
+    """What live readers are shown; `unix_ms` makes times of monotonic seconds."""
+    keys = keys_of(cluster)
+    rows = {member.id: live_row(member, keys.get(member.group, {}), unix_ms) for member in cluster.members}
+    whole = cluster_body(cluster, sockets, keys).model_dump(mode="json")
+    orders = {"drained": list(cluster.orders.drained), "removed": list(cluster.orders.removed)}
+    return State(whole, rows, orders, cluster.events.last)
+
+
+def cluster_body(
+    cluster: Cluster,
+    sockets: Callable[[], dict[str, dict[str, int]]],
+    keys: Mapping[int, Mapping[str, int]] | None = None,
+) -> bodies.ClusterBody:
+    """The cluster at a glance; `keys`: what keys_of gives, where it was asked already."""
+    totals = tier_totals(cluster, keys_of(cluster) if keys is None else keys)
     states = [member.state.value for member in cluster.members]
     counts = {state.value: states.count(state.value) for state in MemberState}
     counts["draining"] = sum(member.draining for member in cluster.live())
@@ -189,9 +251,9 @@ def cluster_body(cluster: Cluster, sockets: Callable[[], dict[str, dict[str, int
         heartbeat_s=cluster.settings.heartbeat_s,
         dead_after_s=cluster.settings.dead_after_s,
         instances=counts,
-        keys={row.tier: row.keys for row in by_tier.tiers},
-        used_bytes={row.tier: row.used_bytes for row in by_tier.tiers},
-        capacity_bytes={row.tier: row.capacity_bytes for row in by_tier.tiers},
+        keys={tier: total.keys for tier, total in totals.items()},
+        used_bytes={tier: total.used_bytes for tier, total in totals.items()},
+        capacity_bytes={tier: total.capacity_bytes for tier, total in totals.items()},
         hits_total=cluster.hits_total,
         directory=bodies.DirectoryBody(
             placements=usage.placements,

@@ -4,10 +4,10 @@ import { send } from "../api.js";
 import { h } from "../dom.js";
 import { date, duration, exact, plural } from "../format.js";
 import { facts, failure, instanceLink, noInstances, poller } from "../parts.js";
+import { list } from "../rows.js";
 import { table } from "../table.js";
 
 const MODES = [["tokens", "Token ids"], ["keys", "Storage keys"], ["request", "Request id"]];
-const SHOWN_CHUNKS = 200;
 const MODELS_MS = 10_000;
 const REASONS = {
   never_stored: "It was asked for before, and nobody has stored it.",
@@ -29,7 +29,6 @@ let asked = null; // the models that are there
 let answer = null; // {kind, …} or {error}
 let asking = false;
 let linked = false; // a link names the request: it is asked for as soon as the instances are known
-let limit = SHOWN_CHUNKS;
 let run = 0;
 
 function wrong(field, message) {
@@ -59,10 +58,11 @@ function forgotten(id, { answered, unanswered }) {
 }
 
 /** Who was asked and has not answered: what they know is not shown. */
-function silence({ unanswered }) {
+function silence({ unanswered }, redraw) {
   if (!unanswered.length) return null;
   return h("section", { class: "panel", key: "silent" }, h("h2", {}, "Without an answer"),
-    h("ul", {}, unanswered.map(({ instance, why }) => h("li", { key: instance }, instanceLink(instance), `: ${why}`))));
+    list({ id: "silent", what: "instances without an answer", rows: unanswered, key: ({ instance }) => instance, text: ({ instance, why }) => `${instance} ${why}`, redraw,
+      item: ({ instance, why }) => [instanceLink(instance), `: ${why}`] }));
 }
 
 async function ask(redraw) {
@@ -88,14 +88,16 @@ async function ask(redraw) {
   }
   if (mine !== run) return;
   asking = false;
-  limit = SHOWN_CHUNKS;
   redraw();
 }
 
 const tone = (tier) => (tier === "l1" ? "tone-l1" : "tone-l2");
 
+const held = new WeakMap(); // answer → its holders
+
 /** Of each instance, which chunks it has whole: runs of the same tier, one after the other. */
 function holders(document) {
+  if (held.has(document)) return held.get(document);
   const found = new Map();
   document.chunks.forEach(({ places }, index) => {
     const nearest = new Map();
@@ -108,7 +110,8 @@ function holders(document) {
       found.set(instance, runs);
     }
   });
-  return [...found.entries()].sort(([, one], [, other]) => leading(other) - leading(one));
+  held.set(document, [...found.entries()].sort(([, one], [, other]) => leading(other) - leading(one)));
+  return held.get(document);
 }
 
 function leading(runs) {
@@ -120,22 +123,22 @@ function leading(runs) {
   return next;
 }
 
-function strips(document) {
+function strips(document, redraw) {
   const all = document.chunks.length;
   const rows = holders(document);
   if (!rows.length) return null;
   return h("section", { key: "strips" }, h("h2", {}, "Who has what"),
-    h("ul", { class: "strips" }, rows.map(([instance, runs]) => {
+    list({ id: "strips", what: "holders", rows, key: ([instance]) => instance, text: ([instance]) => instance, deps: () => [document], attributes: { class: "strips" }, redraw, item: ([instance, runs]) => {
       const tiers = new Map();
       for (const { from, to, tier } of runs) tiers.set(tier, (tiers.get(tier) ?? 0) + to - from);
       const waiting = runs.some(({ confirmed }) => !confirmed);
       const text = `first ${leading(runs)} of ${all}; ${[...tiers].map(([tier, number]) => `${tier} ${number}`).join(", ")}${waiting ? "; not confirmed since the controller's restart" : ""}`;
-      return h("li", { key: instance }, instanceLink(instance),
+      return [instanceLink(instance),
         h("svg", { class: "strip", viewBox: `0 0 ${all} 1`, preserveAspectRatio: "none", "aria-hidden": "true" },
           h("rect", { class: "whole", width: all, height: 1 }),
           runs.map(({ from, to, tier, confirmed }) => h("rect", { class: `swatch ${tone(tier)}${confirmed ? "" : " unconfirmed"}`, x: from, width: to - from, height: 1 }))),
-        h("span", { class: "quiet" }, text));
-    })),
+        h("span", { class: "quiet" }, text)];
+    } }),
     h("ul", { class: "legend" }, [["tone-l1", "in L1"], ["tone-l2", "in another tier"], ["whole", "not there"]].map(([name, title]) => h("li", {},
       h("svg", { class: "key", viewBox: "0 0 12 12", "aria-hidden": "true" }, h("rect", { class: `swatch ${name}`, width: 12, height: 12, rx: 2 })), title))));
 }
@@ -165,22 +168,22 @@ function chunksView({ placement: document, misses, ...told }, redraw) {
       best.length ? h("p", {}, "Longest in one L1: ", best.slice(0, 8).map((one, index) => [index ? ", " : "", instanceLink(one.instance)]),
         ` with ${plural(best[0].chunks, "chunk")}${best[0].tokens ? `, ${exact(best[0].tokens)} tokens` : ""}.`) : held ? h("p", {}, "No L1 has the first chunk: it has to come from a tier below.") : null,
       !whole ? h("p", {}, `Chunk ${held} is the first that nobody has told of. `, because(missing.get(held)) ?? h("span", { class: "quiet" }, "Why a request missed it, its request id tells.")) : null),
-    silence(told),
-    strips(document),
+    silence(told, redraw),
+    strips(document, redraw),
     chunks.length ? h("section", { key: "chunks" }, h("h2", {}, "Chunks"), table({
-      id: "chunks", caption: "Chunks of the prompt", rows: chunks.slice(0, limit), key: (chunk) => String(chunk.index), redraw,
+      id: "chunks", caption: "Chunks of the prompt", rows: chunks, key: (chunk) => String(chunk.index), deps: (chunk) => [chunk, missing.get(chunk.index)], redraw, prefix: "",
+      text: (chunk) => [chunk.index, ...chunk.keys, ...chunk.places.map(({ instance, tier }) => `${instance} ${tier}`), chunk.places.length ? "" : "nowhere"].join(" "),
       mark: (chunk) => (chunk.places.length ? null : "absent"), columns: [
         { name: "index", title: "Chunk", number: true, sort: (chunk) => chunk.index, cell: (chunk) => String(chunk.index) },
         ...(tokens ? [{ name: "tokens", title: "Tokens", cell: (chunk) => `${chunk.index * tokens} to ${(chunk.index + 1) * tokens - 1}` }] : []),
         { name: "where", title: "Where", cell: (chunk) => placements(chunk, missing.get(chunk.index)), wide: true },
         { name: "key", title: "Storage key", cell: (chunk) => [h("code", { title: chunk.keys.join(" ") }, `${chunk.keys[0].slice(0, 16)}…`), chunk.keys.length > 1 && h("small", {}, `and ${plural(chunk.keys.length - 1, "other slice")}`)] },
-      ] }),
-      chunks.length > limit && h("p", {}, h("button", { onclick: () => { limit += 1000; redraw(); } }, `Show more (${chunks.length - limit} are not shown)`))) : null,
+      ] })) : null,
   ];
 }
 
-function requestView(id, told) {
-  return [silence(told), told.lookups.map(({ instance, document: lookup, missing_now: places }, index) => {
+function requestView(id, told, redraw) {
+  return [silence(told, redraw), told.lookups.map(({ instance, document: lookup, missing_now: places }, index) => {
     const { hits, first_miss: miss } = lookup;
     const fetched = Object.entries(hits).filter(([name]) => name !== "served");
     return h("section", { key: `lookup-${instance}-${index}`, class: `verdict ${miss ? (hits.served ? "part" : "miss") : "hit"}` },
@@ -246,7 +249,7 @@ export const explorerPage = {
         h("div", { class: "buttons" }, h("button", { class: "primary", "aria-disabled": asking ? "true" : null }, asking ? "Asking …" : form.mode === "request" ? "Explain" : "Look up"))),
       answer?.error && failure(answer.error, "That cannot be looked up."),
       answer?.kind === "chunks" && h("div", { key: "answer", class: "page" }, chunksView(answer.told, redraw)),
-      answer?.kind === "request" && h("div", { key: "explained", class: "page" }, requestView(answer.id, answer.told)),
+      answer?.kind === "request" && h("div", { key: "explained", class: "page" }, requestView(answer.id, answer.told, redraw)),
     ];
   },
 };

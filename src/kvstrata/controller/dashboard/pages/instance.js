@@ -3,15 +3,16 @@
 import { documentOf, instancePath } from "../api.js";
 import { h } from "../dom.js";
 import { bytes, count, duration, exact, named, percent, seconds, words } from "../format.js";
+import { live } from "../live.js";
 import { recentHits, stateOf, sum, tierOrder, tiersOf } from "../model.js";
 import { actions, command, facts, failure, follower, noInstances, poller, state, syncText, usage } from "../parts.js";
+import { list } from "../rows.js";
 import { table } from "../table.js";
 
 const SECTIONS = [["", "Summary"], ["workers", "Workers"], ["runtime", "Runtime"]];
 const EVERY_MS = 5_000;
 
 let asked = {}; // section → poller
-let variables = "";
 
 function start(context) {
   const [id, section = ""] = context.params.parts;
@@ -37,25 +38,25 @@ function summary(one, redraw) {
       h("section", { key: "is" }, h("h2", {}, "What it is"), facts([
         ["Host", one.host || "–"], ["Zone", one.zone || "–"], ["Process", String(one.pid ?? "–")], ["Version", one.version],
         ["Admin HTTP", one.http_url ? h("code", {}, one.http_url) : "–"], ["Peers ask at", one.peer_endpoint ? h("code", {}, one.peer_endpoint) : "not readable by peers"],
-        ["Incarnation", h("code", {}, String(one.incarnation))], ["Member for", duration(one.joined_ago_s * 1000)],
+        ["Incarnation", h("code", {}, String(one.incarnation))], ["Member for", duration(live.nowMs() - one.joined_unix_ms)],
         ["Chunk", `${exact(one.chunk_tokens)} tokens`],
       ])),
       h("section", { key: "does" }, h("h2", {}, "What it does"), facts([
-        ["Heartbeat", `${seconds(one.heard_ago_s * 1000)} ago`], ["Sync", syncText(one)],
-        ["Full reports", `${exact(one.sync.count)}${one.sync.count ? `, the last ${duration(one.sync.last_ended_ago_s * 1000)} ago in ${duration(one.sync.last_took_s * 1000)}` : ""}`],
+        ["Heartbeat", `${seconds(live.nowMs() - one.heard_unix_ms)} ago`], ["Sync", syncText(one)],
+        ["Full reports", `${exact(one.sync.count)}${one.sync.count ? `, the last ${duration(live.nowMs() - one.sync.last_ended_unix_ms)} ago in ${duration(one.sync.last_took_s * 1000)}` : ""}`],
         ["Batches of events", exact(one.event_batches)],
         ["Commands waiting", exact(one.waiting_commands)], ["Workers", exact(one.sessions)],
         ["Hit rate, last minute", percent(recentHits(one))],
         ["Leased to peers", bytes(one.peer_leased_bytes)], ["Sent to peers", bytes(one.peer_sent_bytes_total)], ["Read from peers", bytes(one.peer_read_bytes_total)],
       ]))),
     h("section", { key: "tiers" }, h("h2", {}, "Tiers"), table({
-      id: "instance-tiers", caption: `Tiers of ${one.id}`, rows: tiers, key: (tier) => tier.tier, redraw, columns: [
+      id: "instance-tiers", caption: `Tiers of ${one.id}`, rows: tiers, key: (tier) => tier.tier, deps: (tier) => Object.values(tier), redraw, columns: [
         { name: "tier", title: "Tier", sort: (tier) => tierOrder(tier.tier), cell: (tier) => tier.tier },
         { name: "keys", title: "Chunks", number: true, sort: (tier) => tier.keys, cell: (tier) => exact(tier.keys) },
         { name: "used", title: "Bytes", wide: true, sort: (tier) => tier.used_bytes, cell: (tier) => usage(tier.used_bytes, tier.capacity_bytes) },
       ] })),
     h("section", { key: "hits" }, h("h2", {}, "Chunks looked up since it started"), hits.length ? table({
-      id: "instance-hits", caption: `Chunks looked up on ${one.id}`, rows: hits, key: ([name]) => name, redraw, first: "count", down: true, columns: [
+      id: "instance-hits", caption: `Chunks looked up on ${one.id}`, rows: hits, key: ([name]) => name, deps: (row) => [...row, all], redraw, first: "count", down: true, columns: [
         { name: "source", title: "Found in", sort: ([name]) => name, cell: ([name]) => (name === "miss" ? "nowhere (miss)" : name) },
         { name: "count", title: "Chunks", number: true, sort: ([, value]) => value, cell: ([, value]) => exact(value) },
         { name: "share", title: "Share", number: true, sort: ([, value]) => value, cell: ([, value]) => percent(all ? value / all : null) },
@@ -78,7 +79,7 @@ function answered(answer, what, view) {
 
 function workers(one, redraw) {
   return answered(asked.workers, "The workers cannot be shown.", (document) => (document.peers.length ? table({
-    id: "workers", caption: `Workers of ${one.id}`, rows: document.peers, key: (worker) => worker.session, redraw, columns: [
+    id: "workers", caption: `Workers of ${one.id}`, rows: document.peers, key: (worker) => worker.session, deps: (worker) => [JSON.stringify(worker)], redraw, columns: [
       { name: "session", title: "Session", sort: (worker) => worker.session, cell: (worker) => h("code", { title: worker.session }, worker.session.slice(0, 12)) },
       { name: "role", title: "Role", sort: (worker) => worker.role, cell: (worker) => worker.role },
       { name: "model", title: "Model", sort: (worker) => worker.model, cell: (worker) => h("span", { class: "break" }, worker.model) },
@@ -99,19 +100,17 @@ function runtime(one, redraw) {
     const placed = new Set([...APART, ...PLACES.flatMap(([, names]) => names)]);
     const others = Object.keys(document).filter((name) => !placed.has(name));
     const { python_threads: threads = [], environment = {} } = document;
-    const word = variables.toLowerCase();
-    const found = Object.entries(environment).filter(([name, value]) => `${name}=${value}`.toLowerCase().includes(word));
+    const found = Object.entries(environment);
     return [
       h("div", { class: "columns" }, PLACES.map(([title, names]) => h("section", { key: title }, h("h2", {}, title),
         facts([...names.filter((name) => name in document), ...(names.length ? [] : others)].map((name) => [words(name.replace(/^(gc|loop)_/, "")), shownValue(name, document[name])]))))),
-      h("section", { key: "threads" }, h("h2", {}, `Python threads (${threads.length})`), h("ul", { class: "names" }, threads.map((name, index) => h("li", { key: index }, name)))),
+      h("section", { key: "threads" }, h("h2", {}, `Python threads (${threads.length})`), list({ id: "threads", what: "Python threads", rows: threads.map((name, index) => [String(index), name]), key: ([index]) => index, text: ([, name]) => name, deps: ([, name]) => [name], size: 100, attributes: { class: "names" }, redraw, item: ([, name]) => name })),
       h("section", { key: "environment" }, h("h2", {}, "Environment"), h("p", { class: "quiet" }, "Allow-listed variables only; the instance leaves secrets out."),
-        Object.keys(environment).length === 0 ? h("p", {}, "None of them is set.") : [
-          h("div", { class: "filter" }, h("label", { for: "variables" }, "Filter"), h("input", { id: "variables", type: "search", value: variables, oninput: (event) => { variables = event.target.value; redraw(); } })),
-          found.length ? table({ id: "environment", caption: "Environment", rows: found, key: ([name]) => name, redraw, columns: [
+        found.length === 0 ? h("p", {}, "None of them is set.")
+          : table({ id: "environment", caption: "Environment", filter: true, rows: found, key: ([name]) => name, deps: (row) => row, redraw, columns: [
             { name: "name", title: "Variable", sort: ([name]) => name, cell: ([name]) => h("code", { class: "break" }, name) },
             { name: "value", title: "Value", sort: ([, value]) => String(value), cell: ([, value]) => h("code", { class: "break" }, String(value)) },
-          ] }) : h("p", { class: "quiet" }, "No variable matches.")]),
+          ] })),
     ];
   });
 }
@@ -120,14 +119,13 @@ export const instancePage = {
   title: ({ params }) => params.parts[0],
   enter() {
     asked = {};
-    variables = "";
   },
   leave() {
     for (const answer of Object.values(asked)) answer.stop();
     asked = {};
   },
   view(context) {
-    const { live, params, redraw } = context;
+    const { params, redraw } = context;
     const [id, section = ""] = params.parts;
     const crumbs = h("p", { class: "crumbs" }, h("a", { href: "#/instances" }, "Instances"), " / ");
     if (!live.instances) return [crumbs, h("h1", { class: "break" }, id), h("p", { class: "quiet" }, "Asking the controller …")];

@@ -9,7 +9,6 @@ import { table } from "../table.js";
 const EVERY_MS = 5_000;
 const QUANTILES = [0.5, 0.99];
 let asked = null;
-let wanted = "";
 
 const unescape = (text) => text.replace(/\\(.)/g, (_, letter) => (letter === "n" ? "\n" : letter));
 
@@ -59,8 +58,8 @@ function rowsOf(family) {
     return family.samples.filter((sample) => !sample.name.endsWith("_created")).map((sample) => {
       const at = sample.name.includes("timestamp") || sample.name.includes("start_time");
       return {
-        name: sample.name, labels: sample.labels, sort: sample.value, type: family.type, help: family.help,
-        text: at ? new Date(sample.value * 1000).toISOString().slice(0, 19).replace("T", " ") : unitOf(sample.name)(sample.value), exact: String(sample.value),
+        name: sample.name, labels: sample.labels, sort: sample.value, type: family.type, help: family.help, exact: String(sample.value),
+        text: () => (at ? new Date(sample.value * 1000).toISOString().slice(0, 19).replace("T", " ") : unitOf(sample.name)(sample.value)),
       };
     });
   }
@@ -79,15 +78,22 @@ function rowsOf(family) {
   const unit = unitOf(family.name);
   return [...groups.values()].map(({ labels, buckets, sum, count }) => ({
     name: family.name, labels, sort: count, type: family.type, help: family.help, exact: `${count} observations, sum ${sum}`,
-    text: count ? [`${exact(count)}×`, `mean ${unit(sum / count)}`, ...QUANTILES.map((share) => `p${share * 100} ≈ ${unit(quantile(buckets, share))}`)].join(" · ") : "none yet",
+    text: () => (count ? [`${exact(count)}×`, `mean ${unit(sum / count)}`, ...QUANTILES.map((share) => `p${share * 100} ≈ ${unit(quantile(buckets, share))}`)].join(" · ") : "none yet"),
   }));
+}
+
+const labelsOf = (row) => row.labels.map(([name, value]) => `${name}=${value}`).join(" ");
+
+function rows(text) {
+  const found = parse(text).flatMap(rowsOf);
+  for (const row of found) row.key = row.labels.length ? `${row.name} ${labelsOf(row)}` : row.name;
+  return found;
 }
 
 export const metricsPage = {
   title: () => "Metrics",
-  enter({ redraw, params }) {
-    wanted = params.search.get("search") ?? "";
-    asked = poller("/metrics", EVERY_MS, redraw, async (path) => parse(await (await open("GET", path)).text()));
+  enter({ redraw }) {
+    asked = poller("/metrics", EVERY_MS, redraw, async (path) => rows(await (await open("GET", path)).text()));
   },
   leave() {
     asked.stop();
@@ -95,23 +101,15 @@ export const metricsPage = {
   view({ redraw }) {
     const heading = h("h1", {}, "Metrics");
     if (!asked.document) return [heading, asked.error && asked.error.status !== 0 ? failure(asked.error, "The metrics cannot be shown.") : h("p", { class: "quiet" }, "Asking the controller …")];
-    const rows = asked.document.flatMap(rowsOf);
-    const parts = wanted.trim().toLowerCase().split(/\s+/).filter(Boolean);
-    const shown = rows.filter((row) => {
-      const text = `${row.name} ${row.help} ${row.labels.flat().join(" ")}`.toLowerCase();
-      return parts.every((part) => text.includes(part));
-    });
     return [
-      h("div", { class: "heading" }, heading,
-        h("div", { class: "filter" }, h("label", { for: "search" }, "Search"),
-          h("input", { id: "search", type: "search", placeholder: "words of name, label or help", value: wanted, oninput: (event) => { wanted = event.target.value; redraw(); } }),
-          h("span", { class: "quiet", role: "status" }, `${shown.length} of ${rows.length}`))),
-      shown.length === 0 ? h("p", { class: "quiet" }, "No metric matches.") : table({
-        id: "metrics", caption: "Metrics of the controller", rows: shown.slice(0, 500), key: (row) => `${row.name}${JSON.stringify(row.labels)}`, redraw, columns: [
-          { name: "name", title: "Metric", sort: (row) => row.name + JSON.stringify(row.labels), cell: (row) => [h("code", { class: "break" }, row.name), h("small", {}, row.help)], wide: true },
-          { name: "labels", title: "Labels", sort: (row) => row.labels.flat().join(" "), cell: (row) => row.labels.map(([name, value]) => h("span", { class: "label-pair" }, `${name}=`, h("b", {}, value))) },
-          { name: "type", title: "Kind", sort: (row) => row.type, cell: (row) => row.type },
-          { name: "value", title: "Value", number: true, sort: (row) => row.sort, cell: (row) => h("span", { title: row.exact }, row.text) },
+      heading,
+      table({
+        id: "metrics", caption: "Metrics of the controller", rows: asked.document, key: (row) => row.key, text: (row) => `${row.key} ${row.help}`,
+        prefix: "", filter: true, hint: "words of name, label or help", redraw, columns: [
+          { name: "name", title: "Metric", sort: (row) => row.key, shows: () => [], cell: (row) => [h("code", { class: "break" }, row.name), h("small", {}, row.help)], wide: true },
+          { name: "labels", title: "Labels", sort: labelsOf, shows: () => [], cell: (row) => row.labels.map(([name, value]) => h("span", { class: "label-pair" }, `${name}=`, h("b", {}, value))) },
+          { name: "type", title: "Kind", sort: (row) => row.type, shows: () => [], cell: (row) => row.type },
+          { name: "value", title: "Value", number: true, sort: (row) => row.sort, shows: (row) => [row.exact], cell: (row) => h("span", { title: row.exact }, row.text()) },
         ] }),
     ];
   },

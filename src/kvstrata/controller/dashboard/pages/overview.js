@@ -5,6 +5,7 @@ import { chart } from "../chart.js";
 import { h } from "../dom.js";
 import { ago, bytes, count, date, duration, exact, percent, plural, rate } from "../format.js";
 import { hitShare, stateOf, sum, tierOrder } from "../model.js";
+import { list } from "../rows.js";
 import { facts, failure, instanceLink, leaderLink, noInstances, state, syncText, tile } from "../parts.js";
 
 const WINDOWS = [[300, "5 min"], [900, "15 min"], [3600, "1 hour"]];
@@ -57,11 +58,12 @@ function tiles(cluster) {
     tile("Lookups", rate(newest?.lookups_per_s), `${count(cluster.lookups.total)} in all, ${duration(cluster.lookups.mean_ms)} each`));
 }
 
-function attention(instances) {
+function attention(instances, redraw) {
   const rows = instances.filter((one) => stateOf(one) !== "ready" || one.sync.state !== "exact");
   return h("section", { key: "attention" }, h("h2", {}, "Sync state"),
     rows.length === 0 ? h("p", { class: "fine" }, instances.length === 1 ? "The one instance is in sync." : `All ${instances.length} instances are in sync.`)
-      : h("ul", { class: "rows" }, rows.map((one) => h("li", { key: one.id }, instanceLink(one.id), state(stateOf(one)), h("div", {}, syncText(one))))));
+      : list({ id: "attention", what: "instances that are not in sync", rows, key: (one) => one.id, text: (one) => `${one.id} ${stateOf(one)} ${syncText(one)}`, attributes: { class: "rows" }, redraw,
+        item: (one) => [instanceLink(one.id), state(stateOf(one)), h("div", {}, syncText(one))] }));
 }
 
 function aboutController(cluster) {
@@ -81,22 +83,36 @@ function aboutController(cluster) {
   ]));
 }
 
-function charts() {
+let prepared = {}; // the series of the points that were shown last
+
+/** What the charts show; the same object while there is no new point. */
+function series() {
+  if (prepared.points === points && prepared.windowS === windowS) return prepared;
   const shown = shownPoints();
-  const windowMs = windowS * 1000;
   const times = shown.map(({ unix_ms: time }) => time);
   const sources = SOURCES.map(([source, name, tone]) => ({ name, tone, values: shown.map(({ hits_per_s: hits }) => hits[source] ?? 0) }));
   const shares = SOURCES.map(([source, name, tone]) => ({ name, tone, values: shown.map(({ hits_per_s: hits }) => (sum(hits) > 0 ? (hits[source] ?? 0) / sum(hits) : null)) }));
   const tiers = (what) => [...new Set(shown.flatMap((point) => Object.keys(point[what])))].sort((one, other) => tierOrder(one).localeCompare(tierOrder(other)))
     .map((tier, index) => ({ name: tier, tone: TIER_TONES[index % TIER_TONES.length], values: shown.map((point) => point[what][tier] ?? null) }));
   const one = (what, name, tone) => ({ name, tone, values: shown.map((point) => point[what]) });
+  prepared = {
+    points, windowS, times, sources, shares, bytes: tiers("used_bytes"), keys: tiers("keys"),
+    events: [one("event_keys_per_s", "Changes", "tone-l1"), one("sync_keys_per_s", "Full reports", "tone-peer")],
+    lookups: [one("lookups_per_s", "Lookups", "tone-4")],
+  };
+  return prepared;
+}
+
+function charts() {
+  const windowMs = windowS * 1000;
+  const { times, sources, shares, bytes: byteTiers, keys: keyTiers, events, lookups } = series();
   return h("div", { class: "charts" },
     chart({ id: "share", title: "Hit rate by source", note: "share of the chunks that were looked up", times, series: shares, format: percent, stacked: true, max: 1, windowMs }),
     chart({ id: "found", title: "Chunks looked up, by source", note: "chunks per second", times, series: sources, format: (value) => rate(value), stacked: true, windowMs }),
-    chart({ id: "bytes", title: "Bytes by tier", times, series: tiers("used_bytes"), format: bytes, binary: true, windowMs }),
-    chart({ id: "keys", title: "Chunks by tier", times, series: tiers("keys"), format: count, windowMs }),
-    chart({ id: "events", title: "Events", note: "keys per second that instances told, as changes and in full reports", times, series: [one("event_keys_per_s", "Changes", "tone-l1"), one("sync_keys_per_s", "Full reports", "tone-peer")], format: (value) => rate(value), windowMs }),
-    chart({ id: "lookups", title: "Lookups at the directory", note: "questions per second", times, series: [one("lookups_per_s", "Lookups", "tone-4")], format: (value) => rate(value), windowMs }));
+    chart({ id: "bytes", title: "Bytes by tier", times, series: byteTiers, format: bytes, binary: true, windowMs }),
+    chart({ id: "keys", title: "Chunks by tier", times, series: keyTiers, format: count, windowMs }),
+    chart({ id: "events", title: "Events", note: "keys per second that instances told, as changes and in full reports", times, series: events, format: (value) => rate(value), windowMs }),
+    chart({ id: "lookups", title: "Lookups at the directory", note: "questions per second", times, series: lookups, format: (value) => rate(value), windowMs }));
 }
 
 export const overviewPage = {
@@ -123,7 +139,7 @@ export const overviewPage = {
       error && error.status !== 0 && failure(error, "The charts have no new numbers."),
       h("h2", { class: "unseen" }, "Over time"),
       charts(),
-      h("div", { class: "columns" }, attention(instances), aboutController(cluster)),
+      h("div", { class: "columns" }, attention(instances, redraw), aboutController(cluster)),
     ];
   },
 };
