@@ -1,0 +1,263 @@
+"""`dashboard`: what 500 instances cost a browser that shows them, and the controller for each that watches.
+
+Simulated instances over the real protocol, with 4 tiers and 4 workers each: a heartbeat every 10 s, evenly spread,
+with other numbers each time, and a batch of changed chunks from each every second.  `dashboard_NAME` is the share of
+the time that the main thread of the page's process is busy (TaskDuration of the DevTools protocol), in a real Chromium;
+beside it the thread's CPU time, and by how much the heap of scripts has grown, garbage collected.  `dashboard_readers`
+is the CPU time of the controller with 16 readers of /v1/live more than with none; its ratio is to the controller's own
+work.  The ratio of a page is to its target: nothing else shows the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import random
+import time
+from collections.abc import Iterator
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+from playwright.async_api import Browser, CDPSession, Page
+
+from benchmarks.common import NotHere, cpu_seconds, figure, scratch, sized, wait_until
+from kvstrata.measure.cluster import Instance
+from kvstrata.rpc import cluster_wire as wire
+from kvstrata.rpc.zmq_link import Links
+from kvstrata.types import LayoutIdentity
+from tests.harness import chromium
+from tests.harness.controller_process import ControllerProcess
+
+TARGET_BUSY = 0.10
+TARGET_CORES = 0.10
+INSTANCES = sized(500, 12)
+TIERS = ("l1", "disk-0", "redis-1", "mooncake-2")
+WORKERS = 4
+CHUNKS = sized(2_000, 50)
+CHANGED = 8
+"""Chunks of each batch of changes."""
+READERS = sized(16, 2)
+SETTLE_S = sized(4.0, 0.5)
+SECONDS = sized(12.0, 1.0)
+GIB = 1 << 30
+PAGES = {
+    "overview": "#/",
+    "instances": "#/instances",
+    "instance": "#/instances/node-0007",
+    "tiers": "#/tiers",
+    "explorer": "#/explorer",
+    "events": "#/events",
+    "metrics": "#/metrics",
+}
+
+
+def load_of(chance: random.Random, one: Instance, before: wire.Load | None) -> wire.Load:
+    """Numbers that have moved since the last heartbeat."""
+    hits = dict(before.hits_total) if before else {"l1": 0, "l2": 0, "peer": 0, "miss": 0}
+    for source, most in {"l1": 900, "l2": 200, "peer": 90, "miss": 300}.items():
+        hits[source] += chance.randrange(most)
+    return wire.Load(
+        {},
+        {tier: chance.randrange(20 * GIB, 60 * GIB) for tier in one.tiers},
+        dict.fromkeys(one.tiers, 64 * GIB),
+        hits,
+        chance.randrange(GIB),
+        (before.peer_sent_bytes_total if before else 0) + chance.randrange(GIB),
+        (before.peer_read_bytes_total if before else 0) + chance.randrange(GIB),
+        WORKERS,
+    )
+
+
+def live(port: int, joined: Event, stop: Event) -> None:
+    """In a process of its own: the instances, until `stop`."""
+    asyncio.run(_live(port, joined, stop))
+
+
+async def _live(port: int, joined: Event, stop: Event) -> None:
+    links = Links(asyncio.get_running_loop())
+    chance = random.Random(1)
+    ones = [
+        Instance(links, f"tcp://127.0.0.1:{port}", None, f"node-{number:04}", CHUNKS, TIERS)
+        for number in range(INSTANCES)
+    ]
+    layout = LayoutIdentity(model="meta-llama/Llama-3.1-8B-Instruct", kv_dtype="bf16", chunk_tokens=256)
+    models = [wire.ModelInfo(layout, [])]
+    try:
+        beats_s = 0.0
+        for one in ones:
+            beats_s = await one.join()
+        joined.set()
+        loads: dict[str, wire.Load] = {}
+        started_s, beats, batches = time.monotonic(), 0, 0
+        while not stop.is_set():
+            passed_s = time.monotonic() - started_s
+            while beats < passed_s * len(ones) / beats_s:
+                one = ones[beats % len(ones)]
+                loads[one.name] = load_of(chance, one, loads.get(one.name))
+                await one.beat(loads[one.name], models)
+                beats += 1
+            while batches < passed_s * len(ones):
+                ones[batches % len(ones)].try_tell(CHANGED, TIERS[batches // len(ones) % len(TIERS)])
+                batches += 1
+            await asyncio.sleep(0.005)
+    finally:
+        links.close()
+
+
+@contextlib.contextmanager
+def cluster(folder: Path) -> Iterator[ControllerProcess]:
+    """A controller with the instances."""
+    flags = ("--heartbeat-s", "10", "--dead-after-s", "60")
+    context = multiprocessing.get_context("spawn")
+    with ControllerProcess(folder, flags=flags) as controller:
+        joined, stop = context.Event(), context.Event()
+        process = context.Process(target=live, args=(controller.ports["reply"], joined, stop))
+        process.start()
+        try:
+            wait_until(lambda: joined.is_set() or not process.is_alive(), "the instances join", 120)
+            if not joined.is_set():
+                raise RuntimeError("the instances could not join; see above")
+            yield controller
+        finally:
+            stop.set()
+            process.join()
+
+
+async def read(port: int, ready: asyncio.Event, counts: list[int]) -> None:
+    """One reader of the stream, until it is cancelled; `counts` gets the bytes it has read."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /v1/live HTTP/1.1\r\nHost: localhost\r\nAccept: text/event-stream\r\n\r\n")
+    if b" 200 " not in await reader.readline():
+        raise RuntimeError("the controller refuses a reader")
+    try:
+        while piece := await reader.read(1 << 20):
+            counts.append(len(piece))
+            ready.set()
+    finally:
+        writer.close()
+
+
+async def cores(controller: ControllerProcess, readers: int) -> tuple[float, float]:
+    """Cores that the controller uses beside so many readers, and bytes a second that each reads."""
+    counts: list[int] = []
+    ready = [asyncio.Event() for _ in range(readers)]
+    tasks = [asyncio.create_task(read(controller.http_port, each, counts)) for each in ready]
+    for each in ready:
+        await asyncio.wait_for(each.wait(), 30)
+    await asyncio.sleep(SETTLE_S)
+    counts.clear()
+    begun_s, used_s = time.monotonic(), cpu_seconds(controller.pid)
+    await asyncio.sleep(SECONDS)
+    seconds = time.monotonic() - begun_s
+    used = (cpu_seconds(controller.pid) - used_s) / seconds
+    for task in tasks:
+        task.cancel()
+    for ended in await asyncio.gather(*tasks, return_exceptions=True):
+        if not isinstance(ended, asyncio.CancelledError):
+            raise RuntimeError(f"a reader ended: {ended}")
+    return used, sum(counts) / seconds / max(1, readers)
+
+
+async def metrics(session: CDPSession) -> dict[str, float]:
+    """Of the page's process, by name."""
+    told = await session.send("Performance.getMetrics")
+    return {one["name"]: one["value"] for one in told["metrics"]}
+
+
+async def heap(session: CDPSession) -> float:
+    """Bytes of the scripts' heap after a collection."""
+    await session.send("HeapProfiler.collectGarbage")
+    return (await metrics(session))["JSHeapUsedSize"]
+
+
+async def renderers(browser: Browser) -> dict[int, float]:
+    """CPU time of the main thread of each process that renders pages; of those only one shows something."""
+    session = await browser.new_browser_cdp_session()
+    told = await session.send("SystemInfo.getProcessInfo")
+    await session.detach()
+    return {
+        pid: thread_seconds(pid)
+        for pid in (int(one["id"]) for one in told["processInfo"] if one["type"] == "renderer")
+    }
+
+
+def thread_seconds(pid: int) -> float:
+    """CPU time of a process's main thread."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+async def busy(browser: Browser, page: Page, path: str) -> dict[str, float]:
+    """What one page costs while it is shown."""
+    await page.evaluate("(hash) => { location.hash = hash; }", path)
+    await asyncio.sleep(SETTLE_S)
+    session = await page.context.new_cdp_session(page)
+    await session.send("Performance.enable")
+    first_heap = await heap(session)
+    threads_s = await renderers(browser)
+    begun_s, first = time.monotonic(), await metrics(session)
+    await asyncio.sleep(SECONDS)
+    seconds, last = time.monotonic() - begun_s, await metrics(session)
+    thread_s = max(
+        used_s - threads_s[pid] for pid, used_s in (await renderers(browser)).items() if pid in threads_s
+    )
+    grown = await heap(session) - first_heap
+    await session.detach()
+    return {
+        "value": (last["TaskDuration"] - first["TaskDuration"]) / seconds,
+        "thread_cpu": thread_s / seconds,
+        "script": (last["ScriptDuration"] - first["ScriptDuration"]) / seconds,
+        "layout": (last["LayoutDuration"] - first["LayoutDuration"]) / seconds,
+        "nodes": last["Nodes"],
+        "heap_mb": last["JSHeapUsedSize"] / 1e6,
+        "heap_grown_mb": grown / 1e6,
+    }
+
+
+async def measure(controller: ControllerProcess) -> list[dict[str, Any]]:
+    """All figures."""
+    alone, _ = await cores(controller, 0)
+    with_readers, read_bytes = await cores(controller, READERS)
+    figures = [
+        figure(
+            "dashboard_readers",
+            value=with_readers - alone,
+            unit="cores",
+            ratio=with_readers / alone,
+            target=f"≤ {TARGET_CORES:g} cores more for {READERS} readers than for none",
+            ok=with_readers - alone <= TARGET_CORES,
+            ratio_to=f"the controller without readers, {alone:.3f} cores",
+            read_bytes_per_s=read_bytes,
+        )
+    ]
+    try:
+        async with (
+            chromium.browser() as browser,
+            chromium.visit(browser, f"{controller.url}/", live=False) as page,
+        ):
+            await page.locator("#connection.live").wait_for()
+            for name, path in PAGES.items():
+                found = await busy(browser, page, path)
+                value = found.pop("value")
+                figures.append(
+                    figure(
+                        f"dashboard_{name}",
+                        value=value,
+                        unit="of the main thread",
+                        ratio=value / TARGET_BUSY,
+                        ratio_to="the target",
+                        target=f"≤ {TARGET_BUSY:.0%}",
+                        ok=value <= TARGET_BUSY,
+                        **{key: round(number, 4) for key, number in found.items()},
+                    )
+                )
+    except chromium.Unavailable as unavailable:
+        raise NotHere(str(unavailable)) from None
+    return figures
+
+
+def run() -> list[dict[str, Any]]:
+    """The figures."""
+    with scratch("dashboard") as folder, cluster(folder) as controller:
+        return asyncio.run(measure(controller))
