@@ -5,6 +5,8 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
+# Tests start a thousand Python processes; without bytecode each would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV_PYTHON := .venv/bin/python
 JOBS ?= $(shell nproc)
@@ -58,7 +60,7 @@ test: setup  ## run every test, real vLLM included where it is there or small to
 	@$(MAKE) test-vllm-env & $(MAKE) test-native; native=$$?; wait $$! && exit $$native
 	@$(PYTEST) $(ARGS)
 
-test-fast: setup test-native  ## the tests that need no process, vLLM or GPU (under 2 minutes)
+test-fast: setup test-native  ## the tests that need no process, vLLM or GPU (about a minute and a half)
 	@$(PYTEST) -m "not integration and not vllm and not gpu" $(ARGS)
 
 test-native:  ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer

@@ -278,6 +278,7 @@ HAS_WHEEL = sys.version_info < (3, 14) and platform.machine() == "x86_64"
 FUZZED_S = 5
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("target", ["rpc", "attach"])
 def test_atheris_finds_nothing_in_a_short_run(target: str, tmp_path: Path) -> None:
     """Coverage-guided; `python -m tests.fuzz.atheris_rpc rpc` without more goes on until it is stopped."""

@@ -16,6 +16,8 @@ from kvstrata.measure.workloads import long_documents
 from tests.harness.cuda_driver import ROOT, Gpu, environment, simulated
 from tests.harness.gpu_kv import Device, Shape
 
+pytestmark = pytest.mark.integration
+
 RESULTS = ROOT / "build" / "bench.json"
 SMALL = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128)
 

@@ -7,6 +7,7 @@ import mmap
 import random
 from typing import Any, ClassVar
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
@@ -15,6 +16,8 @@ from kvstrata.native.copying import CopyOutcome, RecordSpec, buffer_address, rec
 from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, HostRegion
 from tests.harness.cuda_driver import simulated
 from tests.harness.gpu_kv import Device, PagedKv, Shape
+
+pytestmark = pytest.mark.integration
 
 SHAPE = Shape(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=8, ffn=64)
 BLOCK_TOKENS, BLOCKS, CHUNK_BLOCKS, SLOTS = 4, 16, 2, 4

@@ -22,6 +22,8 @@ from tests.harness.cuda_driver import Gpu, SimulatedGpu, on_gpu, simulated
 from tests.oracles import copying as oracle
 from tests.oracles import record as record_oracle
 
+pytestmark = pytest.mark.integration
+
 OK, STALE, CORRUPT, MISMATCH, UNVERIFIED, CANCELLED, FAILED = range(7)
 ENGINES = ["dma", "kernel", "staged"]
 KEY = b"k" * 32

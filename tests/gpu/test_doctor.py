@@ -15,6 +15,8 @@ from kvstrata.cli.doctor_gpu import Link, check_gpus, read_link
 from tests.gpu.test_cuda_copies import needs_kernels
 from tests.harness.cuda_driver import environment, simulated
 
+pytestmark = pytest.mark.integration
+
 DOCTOR = [sys.executable, "-c", "from kvstrata.cli import main; raise SystemExit(main())", "doctor"]
 
 

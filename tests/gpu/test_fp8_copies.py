@@ -20,7 +20,7 @@ from tests.harness import gpu_kv
 from tests.harness.cuda_driver import Gpu, SimulatedGpu, on_gpu, simulated
 from tests.oracles import copying as oracle
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.integration]
 WAYS = ["kernel", "staged"]
 DTYPES = {"bfloat16": (1, 0x7F80), "float16": (2, 0x7C00)}
 Array = tuple[int, int, int, int]
