@@ -239,6 +239,29 @@ async def test_remove_is_done_only_when_confirmed(visit: Visit) -> None:
     ]
 
 
+async def test_what_is_pressed_stays_where_it_is_until_it_is_let_go(visit: Visit) -> None:
+    cluster = Cluster(instance("a-0", 0), instance("b-1", 1))
+    cluster.removed = ["c-2"]
+    drawn = """async () => {
+        const { live } = await import("/dashboard/live.js");
+        const until = async (there) => { while (!there()) await new Promise((done) => setTimeout(done, 20)); };
+        await until(() => live.instances.length === 1);
+        const look = live.cluster.unix_ms;
+        await until(() => live.cluster.unix_ms > look);  // the look before would be drawn by now
+    }"""
+    async with served(cluster) as url, visit(f"{url}#/instances") as page:
+        button = page.get_by_role("button", name="Allow c-2")
+        await button.hover()
+        await page.mouse.down()
+        del cluster.instances["b-1"]
+        await page.evaluate(drawn)
+        await expect(page.get_by_role("row", name="b-1")).to_be_visible()
+        await page.mouse.up()
+        await expect(page.get_by_role("row", name="b-1")).to_have_count(0)
+        await expect(button).to_have_count(0)
+    assert [path for _, path, _ in cluster.requests] == ["/v1/instances/c-2/allow"]
+
+
 async def test_refused_action_says_why(visit: Visit) -> None:
     cluster = Cluster(instance("a-0", 0))
     async with served(cluster) as url, visit(f"{url}#/instances/a-0", unanswered=True) as page:

@@ -45,15 +45,27 @@ let page = null;
 let context = null;
 let waiting = false;
 let drawnMs = 0;
+let pressed = false; // a button that moved away under a press would not get its click
+let owed = false;
 
 function redraw() {
   if (waiting) return;
   waiting = true;
   requestAnimationFrame(() => {
     waiting = false;
-    draw();
+    if (pressed) owed = true;
+    else draw();
   });
 }
+
+function press(begins) {
+  pressed = begins;
+  if (begins || !owed) return;
+  owed = false;
+  redraw();
+}
+addEventListener("pointerdown", () => press(true), true);
+for (const end of ["pointerup", "pointercancel", "blur"]) addEventListener(end, () => press(false), true);
 
 function route() {
   const [path, query = ""] = (location.hash.slice(1) || "/").split("?");
