@@ -96,14 +96,14 @@ constexpr std::uint64_t kCrowded = 0xfff;
 }  // namespace
 
 TEST(a_disk_index_names_what_stays_while_others_come_and_go) {
-  for (std::uint64_t seed = 0; seed < 150; ++seed) {
+  for (std::uint64_t seed = 0; seed < 60; ++seed) {
     check_listing<DiskRecords>(seed, kAll);
     check_listing<DiskRecords>(seed, kCrowded);
   }
 }
 
 TEST(an_fs_index_names_what_stays_while_others_come_and_go) {
-  for (std::uint64_t seed = 0; seed < 150; ++seed) {
+  for (std::uint64_t seed = 0; seed < 60; ++seed) {
     check_listing<FsRecords>(seed, kAll);
     check_listing<FsRecords>(seed, kCrowded);
   }
