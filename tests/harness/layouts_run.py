@@ -33,8 +33,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from kvstrata.connectors.vllm.connector import layers_ask
 from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view, check_groups, chunk_bytes
 from kvstrata.connectors.vllm.layer_kinds import layer_kinds
-from kvstrata.keys.layout import Part, plan_recut
-from kvstrata.memory.recut import recut_record
+from kvstrata.keys.recut import Part, plan_recut
 from kvstrata.native.copying import (
     RecordSpec,
     buffer_address,
@@ -42,6 +41,7 @@ from kvstrata.native.copying import (
     record_header,
     scatter_record,
 )
+from kvstrata.testing.recut_record import recut_record
 
 try:
     from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view
 from kvstrata.connectors.vllm.layer_kinds import LayerKind
-from kvstrata.keys.layout import CannotRecut, Part, Recut, RecutReason, plan_recut
-from kvstrata.memory.recut import record_bytes, recut_record
+from kvstrata.keys.recut import CannotRecut, Part, Recut, RecutReason, plan_recut
 from kvstrata.native import copying
 from kvstrata.native.copying import CopyOutcome, RecordSpec
+from kvstrata.testing.recut_record import record_bytes, recut_record
 
 CHUNK, DIM = 96, 4
 KEY = b"k" * 32

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from kvstrata.config import load as loading
 from kvstrata.config.flags import parse_server_flags, server_parser
-from kvstrata.config.model import ClientSettings, ServerSettings
-from kvstrata.config.peer_names import (
+from kvstrata.config.lmcache_names import (
     CLIENT_KEY_PREFIXES,
     CLIENT_KEYS,
     CONNECTOR_EXTRA,
@@ -21,6 +20,7 @@ from kvstrata.config.peer_names import (
     Fate,
     translate,
 )
+from kvstrata.config.model import ClientSettings, ServerSettings
 from kvstrata.errors import ConfigError
 from kvstrata.rpc.cluster_wire import Register
 from kvstrata.types import MAX_L2_ADAPTERS

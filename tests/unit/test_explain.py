@@ -1,10 +1,10 @@
-"""observability/explain.py: every reason of the closed list, the bounds of each memory, and who may see what."""
+"""policy/misses.py: every reason of the closed list, the bounds of each memory, and who may see what."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvstrata.observability.explain import (
+from kvstrata.policy.misses import (
     MAX_IDENTITIES_PER_PROBE,
     Explained,
     Explainer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstrata.policy.sessions import Registry
+from kvstrata.policy.processes import Registry
 from kvstrata.service.payload_kinds import MAX_SLICES, PayloadKinds
 from kvstrata.storage.base import PayloadKind
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice

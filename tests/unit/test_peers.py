@@ -1,4 +1,4 @@
-"""policy/sessions.py: groups, slices, identities, tenants."""
+"""policy/processes.py: groups, slices, identities, tenants."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.errors import BadRequest, NotPermitted, UnknownIdentity
-from kvstrata.policy.sessions import (
+from kvstrata.policy.processes import (
     MAX_IDENTITIES,
     MAX_NAME_CHARS,
     Member,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import tracemalloc
 
-from kvstrata.observability.explain import IdentityMemory, KeyMemory, RequestMemory
+from kvstrata.policy.misses import IdentityMemory, KeyMemory, RequestMemory
 from kvstrata.rpc import wire
 from kvstrata.types import RequestIdentity
 from tests.harness.engine_in_process import EngineInProcess

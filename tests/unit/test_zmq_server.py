@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from kvstrata.errors import ConfigError
-from kvstrata.rpc.ports import port_holder
+from kvstrata.process.ports import port_holder
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
 from kvstrata.rpc.zmq_server import (
     MESSAGES_PER_WAKE,

@@ -35,7 +35,7 @@ from kvstrata.errors import BadRequest, InternalError, KvstrataError, Refused, U
 from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.measure.figures import chain_of, machine, median_spread, percentile
 from kvstrata.memory.paths import socket_dir
-from kvstrata.policy.sessions import tenant_number
+from kvstrata.policy.processes import tenant_number
 from kvstrata.rpc import wire
 from kvstrata.rpc.zmq_plain import PlainConnection
 from kvstrata.types import (

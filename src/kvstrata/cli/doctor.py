@@ -116,7 +116,7 @@ def check_vllm() -> Finding:
 
 def check_ports() -> list[Finding]:
     """The default ports are free, or who holds them."""
-    from kvstrata.rpc.ports import port_holder
+    from kvstrata.process.ports import port_holder
 
     settings = ServerSettings()
     findings = []

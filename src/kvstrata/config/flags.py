@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvstrata.config.lmcache_names import FLAG_PREFIXES, SERVER_FLAGS, Fate, Name, find, nearest
 from kvstrata.config.load import put
-from kvstrata.config.peer_names import FLAG_PREFIXES, SERVER_FLAGS, Fate, Name, find, nearest
 from kvstrata.errors import ConfigError
 
 

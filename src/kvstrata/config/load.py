@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
+from kvstrata.config.lmcache_names import nearest
 from kvstrata.config.model import ClientSettings, ControllerSettings, ServerSettings
-from kvstrata.config.peer_names import nearest
 from kvstrata.errors import ConfigError
 
 S = TypeVar("S", bound=msgspec.Struct)

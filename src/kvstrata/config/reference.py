@@ -8,9 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvstrata.config.load import OTHER_ENV, bare_type
-from kvstrata.config.model import ClientSettings, ControllerSettings, ServerSettings
-from kvstrata.config.peer_names import (
+from kvstrata.config.lmcache_names import (
     CLIENT_KEY_PREFIXES,
     CLIENT_KEYS,
     CONNECTOR_EXTRA,
@@ -19,6 +17,8 @@ from kvstrata.config.peer_names import (
     SERVER_FLAGS,
     Name,
 )
+from kvstrata.config.load import OTHER_ENV, bare_type
+from kvstrata.config.model import ClientSettings, ControllerSettings, ServerSettings
 
 _INTRO = """# Configuration
 

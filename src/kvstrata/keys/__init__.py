@@ -12,6 +12,6 @@ All inputs of one hash have fixed lengths, apart from `extra`, which is last: no
 """
 
 from kvstrata.keys.chunking import ChunkHasher
-from kvstrata.keys.media import MediaItem
+from kvstrata.keys.multimodal import MediaItem
 
 __all__ = ["ChunkHasher", "MediaItem"]

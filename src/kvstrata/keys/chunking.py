@@ -11,7 +11,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Sequence
 
-from kvstrata.keys.media import MediaItem, check_media, media_extra
+from kvstrata.keys.multimodal import MediaItem, check_media, media_extra
 from kvstrata.native.hashing import chain_keys, storage_keys
 from kvstrata.types import KEY_BYTES
 

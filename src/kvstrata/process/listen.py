@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.config.model import ListenSettings
 from kvstrata.errors import ConfigError
-from kvstrata.rpc.ports import port_holder
+from kvstrata.process.ports import port_holder
 
 if TYPE_CHECKING:
     import uvicorn

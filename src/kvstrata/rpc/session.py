@@ -28,7 +28,7 @@ Invariants:
    and not above the highest forgotten one is refused, never executed.
 4. An outcome of a request still running is never forgotten.
 
-It does not know sessions' processes, groups or tenants (policy/sessions.py), nor what an effect is.
+It does not know sessions' processes, groups or tenants (policy/processes.py), nor what an effect is.
 """
 
 from __future__ import annotations

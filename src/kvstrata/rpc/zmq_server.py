@@ -40,7 +40,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvstrata.config.private_file import read_private_file
 from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.observability.logging import EventLog
-from kvstrata.rpc.ports import port_holder
+from kvstrata.process.ports import port_holder
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
 from kvstrata.rpc.zmq_inbox import Inbox, Message
 from kvstrata.rpc.zmq_outbox import TRACKED_BYTES, Outbox

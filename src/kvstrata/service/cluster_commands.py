@@ -20,7 +20,7 @@ import msgspec
 
 from kvstrata.errors import BadRequest, KvstrataError
 from kvstrata.observability.logging import EventLog
-from kvstrata.policy.sessions import tenant_number
+from kvstrata.policy.processes import tenant_number
 from kvstrata.rpc.cluster_wire import (
     MAX_COMMANDS,
     MAX_EXPLAINED_KEYS,

@@ -27,10 +27,10 @@ import msgspec
 from kvstrata import __version__
 from kvstrata.errors import BadRequest, LayoutRefused, Refused, Unavailable
 from kvstrata.native.hashing import chain_keys, storage_keys
-from kvstrata.observability.explain import Explainer, split_keys
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.metrics import ServerCollector, ServerCounters
-from kvstrata.policy.sessions import Group, Registry, TenantTokens, tenant_number
+from kvstrata.policy.misses import Explainer, split_keys
+from kvstrata.policy.processes import Group, Registry, TenantTokens, tenant_number
 from kvstrata.rpc.session import Call, Effect, Session, Sessions, Undoing
 from kvstrata.rpc.wire import Error, Pong, Tier, encode
 from kvstrata.service.adapters import AdapterSet

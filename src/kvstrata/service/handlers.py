@@ -37,9 +37,9 @@ from kvstrata.errors import (
     WrongVersion,
 )
 from kvstrata.native.hashing import storage_keys
-from kvstrata.observability.explain import with_advice
 from kvstrata.observability.logging import EventLog
-from kvstrata.policy.sessions import Member
+from kvstrata.policy.misses import with_advice
+from kvstrata.policy.processes import Member
 from kvstrata.rpc.session import Address, Call, Effect, Verdict
 from kvstrata.rpc.wire import (
     MAX_DEADLINE_MS,

@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata.errors import BadRequest, Refused
 from kvstrata.native.hashing import storage_keys
-from kvstrata.observability.explain import Explained, split_keys, with_advice
+from kvstrata.policy.misses import Explained, split_keys, with_advice
 from kvstrata.rpc.session import Call, Effect
 from kvstrata.rpc.wire import Lookup, LookupReply, Reply, key_count
 from kvstrata.service.effects import Lease, nth_key
 from kvstrata.types import KEY_BYTES, MissReason
 
 if TYPE_CHECKING:
-    from kvstrata.policy.sessions import Identity, Member
+    from kvstrata.policy.processes import Identity, Member
     from kvstrata.service.engine import Engine
 
 REPLY_MARGIN_S = 0.003

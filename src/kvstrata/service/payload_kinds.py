@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvstrata.native.codec import fp8_sizes
-from kvstrata.policy.sessions import Registry
+from kvstrata.policy.processes import Registry
 from kvstrata.storage.base import PayloadKind
 from kvstrata.types import Slice
 

@@ -41,7 +41,7 @@ from kvstrata.memory.paths import ATTACH_SOCKET, RPC_SOCKET, segment_dir, socket
 from kvstrata.memory.segment import Segment, SegmentSettings, check_size
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.logging import set_up as set_up_logging
-from kvstrata.policy.sessions import TenantTokens, tenant_number
+from kvstrata.policy.processes import TenantTokens, tenant_number
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
 from kvstrata.process.lifecycle import run as run_process

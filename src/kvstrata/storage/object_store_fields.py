@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from kvstrata.config.peer_names import nearest
+from kvstrata.config.lmcache_names import nearest
 from kvstrata.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvstrata.clock import Clock
+from kvstrata.config.lmcache_names import nearest
 from kvstrata.config.load import odd_value
-from kvstrata.config.peer_names import nearest
 from kvstrata.errors import ConfigError
 from kvstrata.policy.store import StorePolicy
 from kvstrata.storage.base import StorageAdapter

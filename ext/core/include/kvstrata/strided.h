@@ -1,6 +1,6 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// Strided copies between payloads: what a recut of records is made of (keys/layout.py plans it).
+// Strided copies between payloads: what a recut of records is made of (keys/recut.py plans it).
 #pragma once
 
 #include <array>

@@ -18,15 +18,15 @@ from urllib.parse import urlsplit
 import msgspec
 import yaml
 
-from kvstrata.config.load import bare_type, convert, from_environment, leaves, read_yaml
-from kvstrata.config.model import ClientSettings, ServerSettings
-from kvstrata.config.peer_names import (
+from kvstrata.config.lmcache_names import (
     CLIENT_KEY_PREFIXES,
     CLIENT_KEYS,
     CONNECTOR_EXTRA,
     CONNECTOR_EXTRA_PREFIXES,
     translate,
 )
+from kvstrata.config.load import bare_type, convert, from_environment, leaves, read_yaml
+from kvstrata.config.model import ClientSettings, ServerSettings
 from kvstrata.errors import ConfigError
 
 logger = logging.getLogger("vllm.kvstrata")

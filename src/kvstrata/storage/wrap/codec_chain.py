@@ -22,7 +22,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from kvstrata.config.peer_names import nearest
+from kvstrata.config.lmcache_names import nearest
 from kvstrata.config.private_file import read_token_file
 from kvstrata.errors import ConfigError
 from kvstrata.native import copying

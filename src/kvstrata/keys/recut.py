@@ -3,7 +3,7 @@
 A record holds one slice of a chunk: some layers, some KV heads, in blocks of some size whose axes lie in some order.
 Its facts (`docs/layouts.md`) name those axes, so for a slice under another tensor-parallel size, block size or order of
 axes, it can be said where each of its bytes lies in records of other slices.  `plan_recut` says it as strided copies;
-whoever holds the bytes does them (`memory/recut.py`).  Pure arithmetic: nothing here touches a record.
+whoever holds the bytes does them (`testing/recut_record.py`).  Pure arithmetic: nothing here touches a record.
 
 Cut are the axes `tokens` and `kv_heads`, and layers.  `kv` and `dim` may change their place.  All other axes are an
 arrangement known to its writer alone: they are moved as they are, in their order.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstrata.keys.layout import Recut
+from kvstrata.keys.recut import Recut
 from kvstrata.native import copying
 from kvstrata.native.copying import CopyOutcome, RecordSpec
 
