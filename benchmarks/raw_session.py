@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import wait_until
-from kvstrata.memory.attach_client import attach, process_locks
+from kvstrata.memory.attach.client import attach, process_locks
 from kvstrata.rpc import wire
 from kvstrata.rpc.zmq_plain import PlainConnection
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice

@@ -17,8 +17,8 @@ import msgspec
 
 with atheris.instrument_imports(include=["kvstrata"]):
     from kvstrata.errors import WIRE_ERRORS, KvstrataError
-    from kvstrata.memory.attach_checks import check_company, check_resumed, parse_request
-    from kvstrata.memory.attach_client import _decode as decode_attach_reply
+    from kvstrata.memory.attach.checks import check_company, check_resumed, parse_request
+    from kvstrata.memory.attach.client import _decode as decode_attach_reply
     from kvstrata.rpc import wire
     from kvstrata.types import Role
     from tests.harness.engine_in_process import EngineInProcess

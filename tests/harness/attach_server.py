@@ -25,7 +25,7 @@ import uvloop
 from kvstrata import failpoints
 from kvstrata.errors import NotPermitted, Refused
 from kvstrata.memory import linux
-from kvstrata.memory.attach import AttachLimits, AttachServer, SessionRow
+from kvstrata.memory.attach.server import AttachLimits, AttachServer, SessionRow
 from kvstrata.memory.paths import ATTACH_SOCKET
 from kvstrata.memory.segment import Segment, SegmentSettings
 from kvstrata.rpc.wire import AttachRequest

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata.memory import linux
-from kvstrata.memory.attach_client import Attachment, attach, process_locks
+from kvstrata.memory.attach.client import Attachment, attach, process_locks
 from kvstrata.native.pool import ExtentsMap, IndexReader
 from kvstrata.rpc.wire import PROTOCOL_VERSION, AttachRequest
 from kvstrata.types import LayoutIdentity, Role, Slice, facts_digest

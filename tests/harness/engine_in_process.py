@@ -9,7 +9,7 @@ from typing import Any
 
 from kvstrata.clock import SystemClock
 from kvstrata.config.model import ServerSettings
-from kvstrata.memory.attach import SessionRow
+from kvstrata.memory.attach.server import SessionRow
 from kvstrata.native.copying import RecordSpec, seal_record
 from kvstrata.native.hashing import storage_keys
 from kvstrata.native.pool import Pool

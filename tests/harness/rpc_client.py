@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 import zmq
 
-from kvstrata.memory.attach_client import Attachment, attach, process_locks
+from kvstrata.memory.attach.client import Attachment, attach, process_locks
 from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.native.copying import RecordSpec, record_bytes, seal_record
 from kvstrata.native.hashing import chain_keys, storage_keys

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.errors import Unavailable
-from kvstrata.memory.attach_client import LockHolder, attach
+from kvstrata.memory.attach.client import LockHolder, attach
 from tests.harness.attach_worker import make_request
 
 

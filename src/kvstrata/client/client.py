@@ -54,7 +54,7 @@ from kvstrata.config.model import GB, ClientSettings
 from kvstrata.config.private_file import read_token_file
 from kvstrata.errors import DeadlineExceeded, KvstrataError, Unavailable, UnknownIdentity
 from kvstrata.keys import ChunkHasher
-from kvstrata.memory.attach_client import Attachment
+from kvstrata.memory.attach.client import Attachment
 from kvstrata.memory.paths import socket_dir
 from kvstrata.native.copying import CopyEngine, record_bytes
 from kvstrata.native.hashing import storage_keys

@@ -31,7 +31,7 @@ from kvstrata import __version__
 from kvstrata.client.breaker import Breaker
 from kvstrata.client.requests import Kind, Pending, RequestTable
 from kvstrata.errors import ConfigError, KvstrataError, Unavailable, UnknownSession, WrongVersion
-from kvstrata.memory.attach_client import Attachment, attach, process_locks
+from kvstrata.memory.attach.client import Attachment, attach, process_locks
 from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.rpc import wire
 from kvstrata.rpc.zmq_client import Dealer, Waiter

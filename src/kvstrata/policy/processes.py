@@ -7,7 +7,7 @@ engine has, and only then can a chunk count as a hit (all of its slices must be 
 Invariants:
 
 1. All members of a group declared the same LayoutIdentity and the same number of slices (the attach handshake
-   refuses others, memory/attach_checks.py).
+   refuses others, memory/attach/checks.py).
 2. An identity id is given once per epoch and names one (layout, request) for ever; ids that are dropped are
    not given again.
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from kvstrata.clock import Clock
     from kvstrata.config.model import ServerSettings
     from kvstrata.errors import KvstrataError
-    from kvstrata.memory.attach import AttachServer, SessionRow, Stranded
+    from kvstrata.memory.attach.server import AttachServer, SessionRow, Stranded
     from kvstrata.memory.linux import Peer
     from kvstrata.native.pool import Pool
     from kvstrata.process.supervisor import PoolLane, Supervisor

@@ -33,7 +33,7 @@ from kvstrata.clock import SystemClock
 from kvstrata.config.model import ServerSettings
 from kvstrata.config.private_file import MAX_TOKEN_CHARS, MIN_TOKEN_CHARS, read_private_file
 from kvstrata.errors import ConfigError, StorageError
-from kvstrata.memory.attach import AttachServer
+from kvstrata.memory.attach.server import AttachServer
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.memory_limit import memory_limit
 from kvstrata.memory.numa import placement

@@ -44,7 +44,7 @@ import msgspec
 from kvstrata import failpoints
 from kvstrata.errors import BadRequest, DeadlineExceeded, InternalError, KvstrataError, NotPermitted, Refused
 from kvstrata.memory import linux
-from kvstrata.memory.attach_checks import (
+from kvstrata.memory.attach.checks import (
     MAX_ATTACH_BYTES,
     GaveUp,
     check_company,
