@@ -26,8 +26,8 @@ from kvstrata.memory import linux
 from kvstrata.native.copying import RecordSpec, record_bytes, seal_record
 from kvstrata.native.pool import ExtentsMap, Hold, LentHold
 from kvstrata.storage.base import AdapterContext, LoadItem, LoadStatus, PutItem, PutStatus, StorageAdapter
-from kvstrata.storage.host import HostedAdapter
-from kvstrata.storage.host_channel import MAX_FRAME_BYTES
+from kvstrata.storage.host.channel import MAX_FRAME_BYTES
+from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.registry import coded_adapter, configure_adapter
 
 ITEMS = 32

@@ -24,7 +24,7 @@ from kvstrata.memory import linux
 from kvstrata.native.copying import RecordSpec, record_bytes, seal_record
 from kvstrata.native.pool import ExtentsMap, Hold, LentHold
 from kvstrata.storage.base import AdapterContext, LoadItem, LoadStatus, Presence, PutItem, PutStatus
-from kvstrata.storage.host import HostedAdapter
+from kvstrata.storage.host.parent import HostedAdapter
 from tests.harness import mooncake
 
 ITEMS = sized(64, 8)

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.common import ROOT, figure, median_spread, percentile, scratch, sized
 from benchmarks.mooncake import EXISTS, ITEMS, PAYLOAD_BYTES, Extents, keys_of
 from kvstrata.storage.base import LoadItem, LoadStatus, PutItem, PutStatus
-from kvstrata.storage.host import HostedAdapter
+from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.mooncake import KEY_PREFIX
 from tests.harness import mooncake
 

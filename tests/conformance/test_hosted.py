@@ -14,7 +14,7 @@ import pytest
 
 from kvstrata.errors import StorageError
 from kvstrata.storage.base import Found, LoadItem, PayloadKind, Presence, PutItem, PutOutcome, PutStatus
-from kvstrata.storage.host import HostedAdapter
+from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.registry import coded_adapter, configure_adapter
 from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, HostedContract, Medium
 from kvstrata.testing.strategies import (

@@ -299,7 +299,7 @@ def test_what_the_host_logs_and_prints_is_in_the_servers_log(start: Callable[...
     end_s = time.monotonic() + HANG_S
     while "RuntimeError: as it was told" not in (text := server.log.read_text()):
         assert time.monotonic() < end_s, text
-    assert "ERROR kvstrata.storage.host_process plugin-0: host: " in text
+    assert "ERROR kvstrata.storage.host.process plugin-0: host: " in text
 
 
 def test_a_host_has_of_the_server_nothing_but_the_extents_and_a_shared_lock(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvstrata.storage.base import Found, LoadOutcome, LoadStatus, Presence
-from kvstrata.storage.host import HostedAdapter
+from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.testing.adapter_contract import SIZE, STORED
 from kvstrata.testing.strategies import WAIT_S, key_of, lent_context, load_item, put_item, watched
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt

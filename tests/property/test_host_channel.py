@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.errors import StorageError
-from kvstrata.storage import host_channel
 from kvstrata.storage.base import (
     MAX_REMARK_CHARS,
     Capabilities,
@@ -20,7 +19,8 @@ from kvstrata.storage.base import (
     PutStatus,
     Usage,
 )
-from kvstrata.storage.host_channel import Answer, ChannelError, Counted, Kind, KnownKinds
+from kvstrata.storage.host import channel as host_channel
+from kvstrata.storage.host.channel import Answer, ChannelError, Counted, Kind, KnownKinds
 
 numbers = st.integers(0, 2**64 - 1)
 reasons = st.text(alphabet=st.characters(codec="ascii"), max_size=host_channel.MAX_REASON_BYTES)

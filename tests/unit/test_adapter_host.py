@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from kvstrata.errors import ConfigError, StorageError
-from kvstrata.storage import host, host_channel
 from kvstrata.storage.base import (
     Capabilities,
     Found,
@@ -27,8 +26,10 @@ from kvstrata.storage.base import (
     PutStatus,
     Usage,
 )
-from kvstrata.storage.host import STEADY_S, WELL_S, HostedAdapter, Pauses
-from kvstrata.storage.host_channel import MAX_FRAME_BYTES, MAX_ITEMS, Counted, Kind, Request
+from kvstrata.storage.host import channel as host_channel
+from kvstrata.storage.host import parent as host
+from kvstrata.storage.host.channel import MAX_FRAME_BYTES, MAX_ITEMS, Counted, Kind, Request
+from kvstrata.storage.host.parent import STEADY_S, WELL_S, HostedAdapter, Pauses
 from kvstrata.testing.strategies import (
     WAIT_S,
     key_of,

@@ -14,7 +14,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.policy.store import StorePolicy
 from kvstrata.storage import registry
 from kvstrata.storage.fs import FsAdapter
-from kvstrata.storage.host import HostedAdapter
+from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.wrap.codec_chain import ChainSettings, ZstdOptions
 from kvstrata.storage.wrap.faults import FaultyAdapter

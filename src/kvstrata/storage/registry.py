@@ -25,7 +25,7 @@ from kvstrata.config.load import odd_value
 from kvstrata.errors import ConfigError
 from kvstrata.policy.store import StorePolicy
 from kvstrata.storage.base import StorageAdapter
-from kvstrata.storage.host import HostedAdapter
+from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.wrap.codec import CodecAdapter
 from kvstrata.storage.wrap.codec_chain import Chain, ChainSettings, read_chain

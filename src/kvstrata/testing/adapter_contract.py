@@ -38,7 +38,7 @@ from kvstrata.storage.base import (
     PutStatus,
     StorageAdapter,
 )
-from kvstrata.storage.host import HostedAdapter
+from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.testing.strategies import (
     WAIT_S,
     key_of,

@@ -27,7 +27,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-_BOOT = "import sys; sys.path.append(sys.argv[1]); from kvstrata.storage.host_main import main; main()"
+_BOOT = "import sys; sys.path.append(sys.argv[1]); from kvstrata.storage.host.child import main; main()"
 LOG_BYTES = 16 << 10
 """Read of the child's output at a time, and its longest line."""
 LINES_PER_WINDOW = 200

@@ -2,7 +2,7 @@
 the last ones descriptors.
 
 It maps the pool's extents, makes the adapter of the entry that CONFIGURE brings, opens it, and passes on batches from
-the channel (see host_channel) and what became of them.  The adapter sees what it sees in the server: an event loop, a
+the channel (see channel.py) and what became of them.  The adapter sees what it sees in the server: an event loop, a
 context, items with holds.
 
 Invariants
@@ -37,7 +37,6 @@ from kvstrata.memory import linux
 from kvstrata.memory.segment import HOSTS_BYTE
 from kvstrata.native.pool import ExtentsMap, Hold, LentHold
 from kvstrata.process.parent import die_with_parent
-from kvstrata.storage import host_channel
 from kvstrata.storage.base import (
     MORE_KEYS,
     AdapterContext,
@@ -49,7 +48,8 @@ from kvstrata.storage.base import (
     StorageAdapter,
     log_broken_contract,
 )
-from kvstrata.storage.host_channel import (
+from kvstrata.storage.host import channel as host_channel
+from kvstrata.storage.host.channel import (
     MAX_FRAME_BYTES,
     Counted,
     HostConfig,
@@ -58,7 +58,7 @@ from kvstrata.storage.host_channel import (
     KnownKinds,
     Request,
 )
-from kvstrata.storage.host_process import LEVEL_MARK
+from kvstrata.storage.host.process import LEVEL_MARK
 from kvstrata.storage.registry import coded_adapter, configure_adapter
 from kvstrata.storage.wrap.codec import CodecAdapter
 from kvstrata.types import KEY_BYTES

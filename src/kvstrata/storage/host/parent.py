@@ -19,8 +19,7 @@ Invariants
    also one whose oldest operation is older than that.  Both longer for more bytes, as the deadline is.  Clearing
    takes as long as it takes.  What it counts is no word of that: its loop tells it whatever its adapter does.
 
-The child (host_main) and the frames (host_channel) have pages of their own; how the process lives is in
-host_process.
+child.py is the process, channel.py has the frames, process.py says how the process lives.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.native.batches import pack_keys
-from kvstrata.storage import host_channel
 from kvstrata.storage.base import (
     MORE_KEYS,
     AdapterContext,
@@ -56,7 +54,8 @@ from kvstrata.storage.base import (
     StorageAdapter,
     Usage,
 )
-from kvstrata.storage.host_channel import (
+from kvstrata.storage.host import channel as host_channel
+from kvstrata.storage.host.channel import (
     MAX_FRAME_BYTES,
     MAX_ITEMS,
     MAX_KINDS,
@@ -67,7 +66,7 @@ from kvstrata.storage.host_channel import (
     Kind,
     KnownKinds,
 )
-from kvstrata.storage.host_process import HostProcess
+from kvstrata.storage.host.process import HostProcess
 from kvstrata.types import KEY_BYTES
 
 if TYPE_CHECKING:

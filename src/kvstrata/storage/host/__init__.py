@@ -1,0 +1,1 @@
+"""Adapter hosts: a child process for an SDK that may hang or crash (`parent`, `channel`, `child`, `process`)."""
