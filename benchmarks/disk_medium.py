@@ -23,8 +23,8 @@ from benchmarks.common import figure, median_spread, scratch, sized
 from benchmarks.media import THREADS, put_and_load_figures
 from kvstrata.native.copying import crc32c
 from kvstrata.storage.base import LoadItem, PutItem, PutStatus
-from kvstrata.storage.disk import DiskSettings, disk_adapter
 from kvstrata.storage.lanes import Lane
+from kvstrata.storage.media.disk.adapter import DiskSettings, disk_adapter
 from kvstrata.storage.native_adapter import NativeAdapter
 from tests.oracles import disk_log
 

@@ -19,8 +19,8 @@ from typing import Any
 from benchmarks import raw_io
 from benchmarks.common import figure, median_spread, scratch, sized
 from benchmarks.media import THREADS, put_and_load_figures
-from kvstrata.storage.fs import FsAdapter, FsSettings
 from kvstrata.storage.lanes import Lane
+from kvstrata.storage.media.fs.adapter import FsAdapter, FsSettings
 
 PUT_TARGET, LOAD_TARGET = 0.7, 0.8
 RECORDS = sized(20_000, 1_000)

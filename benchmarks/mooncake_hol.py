@@ -25,7 +25,7 @@ from benchmarks.common import ROOT, figure, median_spread, percentile, scratch, 
 from benchmarks.mooncake import EXISTS, ITEMS, PAYLOAD_BYTES, Extents, keys_of
 from kvstrata.storage.base import LoadItem, LoadStatus, PutItem, PutStatus
 from kvstrata.storage.host.parent import HostedAdapter
-from kvstrata.storage.mooncake import KEY_PREFIX
+from kvstrata.storage.media.mooncake.adapter import KEY_PREFIX
 from tests.harness import mooncake
 
 STORES, STORE_ITEMS = sized((4, 256), (4, 16))

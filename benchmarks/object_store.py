@@ -24,7 +24,7 @@ import obstore
 from benchmarks import raw_io
 from benchmarks.common import figure, median_spread, scratch, sized
 from kvstrata.storage.lanes import Lane
-from kvstrata.storage.object_store import DEFAULT_WORKERS, ObjectStoreAdapter, path_of
+from kvstrata.storage.media.object_store.adapter import DEFAULT_WORKERS, ObjectStoreAdapter, path_of
 from kvstrata.storage.registry import make_adapter
 from tests.harness.s3_server import S3Server
 

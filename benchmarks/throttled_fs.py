@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from kvstrata.storage.base import PutItem, PutOutcome
-from kvstrata.storage.fs import FsAdapter, FsSettings
+from kvstrata.storage.media.fs.adapter import FsAdapter, FsSettings
 
 
 class ThrottledFs(FsAdapter):

@@ -25,7 +25,7 @@ from kvstrata.storage.base import (
     PutStatus,
     StorageAdapter,
 )
-from kvstrata.storage.fs import FsAdapter, FsSettings
+from kvstrata.storage.media.fs.adapter import FsAdapter, FsSettings
 from kvstrata.storage.wrap.codec import CodecAdapter
 from kvstrata.storage.wrap.codec_chain import Chain, ChainSettings, ZstdOptions
 from kvstrata.testing.adapter_contract import ABSENT, EXISTS, LOADED, SIZE, STORED, AdapterContract, Medium

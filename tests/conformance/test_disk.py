@@ -11,7 +11,7 @@ import pytest
 from kvstrata.clock import SystemClock
 from kvstrata.errors import StorageError
 from kvstrata.storage.base import AdapterContext, LoadStatus, PutStatus, StorageAdapter
-from kvstrata.storage.disk import DiskSettings, disk_adapter
+from kvstrata.storage.media.disk.adapter import DiskSettings, disk_adapter
 from kvstrata.testing.adapter_contract import AdapterContract, Medium
 from kvstrata.testing.strategies import key_of, load_item, put_item, record_length
 from tests.oracles import disk_log

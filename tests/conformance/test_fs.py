@@ -15,8 +15,8 @@ import pytest
 from kvstrata.clock import SystemClock
 from kvstrata.errors import StorageError
 from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus, StorageAdapter
-from kvstrata.storage.fs import FsAdapter, FsSettings
 from kvstrata.storage.lanes import Lane
+from kvstrata.storage.media.fs.adapter import FsAdapter, FsSettings
 from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
 from kvstrata.storage.wrap.metrics import MeteredAdapter
 from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, AdapterContract, Medium

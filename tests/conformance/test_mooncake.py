@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.storage.mooncake import KEY_PREFIX
+from kvstrata.storage.media.mooncake.adapter import KEY_PREFIX
 from kvstrata.testing.adapter_contract import HostedContract, Medium
 from tests.harness import mooncake
 

@@ -24,9 +24,9 @@ from kvstrata.storage.base import (
     StorageAdapter,
     Usage,
 )
-from kvstrata.storage.wrap.faults import FaultyAdapter
 from kvstrata.testing.adapter_contract import AdapterContract, Medium
 from kvstrata.testing.faults import Fault, FaultPlan
+from kvstrata.testing.faulty_adapter import FaultyAdapter
 from kvstrata.testing.strategies import key_of, load_item, put_item, watched
 
 

@@ -21,11 +21,11 @@ from kvstrata.service.adapters import AdapterSet
 from kvstrata.service.prefetch import FetchOutcome, PrefetchController, PrefetchLimits, _Fetch
 from kvstrata.service.store import StoreController, StoreLimits
 from kvstrata.storage.base import AdapterContext, Found, LoadItem, LoadOutcome, PutItem, PutOutcome
-from kvstrata.storage.fs import FsAdapter, FsSettings
+from kvstrata.storage.media.fs.adapter import FsAdapter, FsSettings
 from kvstrata.storage.registry import ConfiguredAdapter
 from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
-from kvstrata.storage.wrap.faults import FaultyAdapter
 from kvstrata.testing.faults import Fault, FaultPlan
+from kvstrata.testing.faulty_adapter import FaultyAdapter
 from kvstrata.testing.strategies import IDENTITY, payload_of
 from kvstrata.types import MissReason
 from tests.harness.l1 import CLOCK, L1, L1_BYTES, LATER_S, RECORD, SIZE, chain

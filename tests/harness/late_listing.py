@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata.storage.base import KeyPage
-from kvstrata.storage.fs import FsAdapter, FsSettings
+from kvstrata.storage.media.fs.adapter import FsAdapter, FsSettings
 
 
 class LateAdapter(FsAdapter):

@@ -145,7 +145,7 @@ def test_a_raw_dir_that_cannot_be_used_is_named(tmp_path):
 def test_an_adapter_without_a_directory_is_measured_without_a_ratio(tmp_path):
     settings = {"base_path": str(tmp_path), "min_free_bytes": 0}
     (tmp_path / "far_medium.py").write_text(
-        "from kvstrata.storage.fs import FsAdapter, FsSettings\n"
+        "from kvstrata.storage.media.fs.adapter import FsAdapter, FsSettings\n"
         "def make(**settings): return FsAdapter(FsSettings(**settings))\n"
     )
     far = {"type": "plugin", "module_path": "far_medium", "class_name": "make", "adapter_params": settings}

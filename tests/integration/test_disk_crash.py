@@ -20,7 +20,7 @@ import pytest
 from kvstrata.clock import SystemClock
 from kvstrata.errors import StorageError
 from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus
-from kvstrata.storage.disk import DiskSettings, disk_adapter
+from kvstrata.storage.media.disk.adapter import DiskSettings, disk_adapter
 from kvstrata.storage.native_adapter import NativeAdapter
 from kvstrata.testing.strategies import key_of, load_item, loaded_payload, payload_of, put_item, record_length
 from tests.harness.signals import send

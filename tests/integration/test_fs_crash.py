@@ -21,7 +21,7 @@ import pytest
 from kvstrata.clock import SystemClock
 from kvstrata.errors import StorageError
 from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus
-from kvstrata.storage.fs import FsAdapter, FsSettings
+from kvstrata.storage.media.fs.adapter import FsAdapter, FsSettings
 from kvstrata.testing.strategies import (
     key_of,
     load_item,

@@ -26,7 +26,7 @@ import pytest
 from kvstrata.clock import SystemClock
 from kvstrata.errors import StorageError
 from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus
-from kvstrata.storage.fs import FsAdapter, FsSettings
+from kvstrata.storage.media.fs.adapter import FsAdapter, FsSettings
 from kvstrata.testing.strategies import key_of, load_item, loaded_payload, payload_of, put_item, watched
 from tests.harness.l2_load import check_and_release, clear_l1, stored, until_stored
 from tests.harness.rpc_client import RpcClient

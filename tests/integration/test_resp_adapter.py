@@ -17,8 +17,8 @@ import redis
 
 from kvstrata.errors import StorageError
 from kvstrata.storage.base import LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus, StorageAdapter
+from kvstrata.storage.media.resp.servers import slot_of
 from kvstrata.storage.registry import make_adapter
-from kvstrata.storage.resp_servers import slot_of
 from kvstrata.testing.adapter_contract import EXISTS, LOADED, SIZE, STORED
 from kvstrata.testing.strategies import (
     key_of,

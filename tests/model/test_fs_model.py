@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstrata.clock import SystemClock
 from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus
-from kvstrata.storage.fs import FsAdapter, FsSettings
+from kvstrata.storage.media.fs.adapter import FsAdapter, FsSettings
 from kvstrata.testing.strategies import (
     key_of,
     load_item,

@@ -13,11 +13,11 @@ from kvstrata.clock import SystemClock
 from kvstrata.errors import ConfigError
 from kvstrata.policy.store import StorePolicy
 from kvstrata.storage import registry
-from kvstrata.storage.fs import FsAdapter
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.lanes import Lane
+from kvstrata.storage.media.fs.adapter import FsAdapter
 from kvstrata.storage.wrap.codec_chain import ChainSettings, ZstdOptions
-from kvstrata.storage.wrap.faults import FaultyAdapter
+from kvstrata.testing.faulty_adapter import FaultyAdapter
 
 FS = {"type": "fs", "base_path": "/data/kv"}
 DISK = {"type": "disk", "base_path": "/nowhere/log", "capacity_gb": 1}

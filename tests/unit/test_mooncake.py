@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from kvstrata.errors import ConfigError, StorageError
-from kvstrata.storage import mooncake, registry
+from kvstrata.storage import registry
 from kvstrata.storage.base import LoadOutcome, LoadStatus, PutOutcome, PutStatus
 from kvstrata.storage.lanes import Lane
-from kvstrata.storage.mooncake import MooncakeAdapter
+from kvstrata.storage.media.mooncake import adapter as mooncake
+from kvstrata.storage.media.mooncake.adapter import MooncakeAdapter
 from kvstrata.testing.strategies import key_of, lent_context, load_item, put_item, region, watched
 from tests.harness.mooncake import PUBLISHED
 

@@ -26,7 +26,7 @@ from kvstrata.storage.base import (
     StorageAdapter,
 )
 from kvstrata.storage.lanes import Lane
-from kvstrata.storage.object_store import MARKER, MARKER_TEXT, ObjectStoreAdapter, path_of
+from kvstrata.storage.media.object_store.adapter import MARKER, MARKER_TEXT, ObjectStoreAdapter, path_of
 from kvstrata.storage.registry import configure_adapter, make_adapter
 from kvstrata.testing.strategies import POISON, WAIT_S, key_of, lent_context, load_item, put_item, watched
 
@@ -264,7 +264,7 @@ async def test_credentials_in_an_address_are_not_told() -> None:
 async def test_credentials_that_do_not_fit_end_the_start(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstrata.storage.object_store.MARKER", "not-there")
+    monkeypatch.setattr("kvstrata.storage.media.object_store.adapter.MARKER", "not-there")
     Answers.status, Answers.body = 403, b"<Error><Code>InvalidAccessKeyId</Code></Error>"
     with pytest.raises(StorageError, match=r"must allow to get, put, delete and list.*InvalidAccessKeyId"):
         await adapter_at(endpoint).open(lent_context(lambda key: None))

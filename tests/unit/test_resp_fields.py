@@ -10,9 +10,9 @@ import pytest
 
 from kvstrata.errors import ConfigError
 from kvstrata.storage.lanes import Lane
+from kvstrata.storage.media.resp.adapter import RespAdapter, RespSettings
+from kvstrata.storage.media.resp.servers import Address
 from kvstrata.storage.registry import configure_adapter
-from kvstrata.storage.resp import RespAdapter, RespSettings
-from kvstrata.storage.resp_servers import Address
 
 SECRET = "hunter2"
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstrata.storage import resp_link
-from kvstrata.storage.resp_link import MAX_BULK_BYTES, Link, LinkLost
+from kvstrata.storage.media.resp import connection as resp_link
+from kvstrata.storage.media.resp.connection import MAX_BULK_BYTES, Link, LinkLost
 from kvstrata.testing.strategies import WAIT_S
 
 

@@ -396,7 +396,7 @@ def _base_path(fields: Fields) -> str:
 
 
 def _fs(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
-    from kvstrata.storage.fs import FsAdapter, FsSettings
+    from kvstrata.storage.media.fs.adapter import FsAdapter, FsSettings
 
     base_path = _base_path(fields)
     tmp = fields.text("relative_tmp_dir", "tmp")
@@ -428,7 +428,7 @@ def _fs(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
 
 def _disk(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
     from kvstrata.native.disk import MIN_CAPACITY_BYTES
-    from kvstrata.storage.disk import DiskSettings, disk_adapter
+    from kvstrata.storage.media.disk.adapter import DiskSettings, disk_adapter
 
     base_path = _base_path(fields)
     capacity_gb = fields.number("capacity_gb", None, least=MIN_CAPACITY_BYTES / GB, most=1 << 30)
@@ -457,7 +457,7 @@ def _disk(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
 
 
 def _mooncake(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
-    from kvstrata.storage.mooncake import SETUP_KEYS, MooncakeAdapter, MooncakeSettings
+    from kvstrata.storage.media.mooncake.adapter import SETUP_KEYS, MooncakeAdapter, MooncakeSettings
 
     ours = ("num_workers", "per_op_workers", "preregister_l1_memory", "replicate")
     setup = {key: value for key, value in fields.rest().items() if key not in ours}
@@ -487,20 +487,20 @@ def _mooncake(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
 
 
 def _resp(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
-    from kvstrata.storage.resp import RespAdapter
-    from kvstrata.storage.resp_fields import settings_from
+    from kvstrata.storage.media.resp.adapter import RespAdapter
+    from kvstrata.storage.media.resp.config import settings_from
 
     settings = settings_from(fields)
     return lambda: RespAdapter(settings, name=name)
 
 
 def _object_store(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
-    from kvstrata.storage.object_store_fields import settings_from
+    from kvstrata.storage.media.object_store.config import settings_from
 
     settings = settings_from(fields, _COMMON)
 
     def make() -> StorageAdapter:
-        from kvstrata.storage.object_store import ObjectStoreAdapter
+        from kvstrata.storage.media.object_store.adapter import ObjectStoreAdapter
 
         return ObjectStoreAdapter(settings, name=name)
 
@@ -584,8 +584,8 @@ def _checked(made: object, path: str, source: str) -> StorageAdapter:
 def _fault_inject(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
     if importlib.util.find_spec("hypothesis") is None:
         fields.refuse("type", "faults are for tests; pip install 'kvstrata[test]'")
-    from kvstrata.storage.wrap.faults import FaultyAdapter
     from kvstrata.testing.faults import Fault, FaultPlan
+    from kvstrata.testing.faulty_adapter import FaultyAdapter
 
     inner = fields.get("inner")
     if not isinstance(inner, Mapping):

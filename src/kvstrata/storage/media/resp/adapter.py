@@ -46,8 +46,8 @@ from kvstrata.storage.base import (
     Usage,
 )
 from kvstrata.storage.lanes import Lane, Lanes
-from kvstrata.storage.resp_link import Buffer, Link, LinkLost, Reply, ServerError, command
-from kvstrata.storage.resp_servers import Address, RespServers, Servers, fields_of, reason_of
+from kvstrata.storage.media.resp.connection import Buffer, Link, LinkLost, Reply, ServerError, command
+from kvstrata.storage.media.resp.servers import Address, RespServers, Servers, fields_of, reason_of
 from kvstrata.types import KEY_BYTES
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from kvstrata.config.lmcache_names import nearest
 from kvstrata.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvstrata.storage.object_store import ObjectStoreSettings
+    from kvstrata.storage.media.object_store.adapter import ObjectStoreSettings
     from kvstrata.storage.registry import Fields
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def settings_from(fields: Fields, common: Sequence[str]) -> ObjectStoreSettings:
     """Checked settings; nothing is connected. `common`: fields of every type. Raises ConfigError."""
     if importlib.util.find_spec("obstore") is None:
         fields.refuse("type", "the package obstore is missing; pip install 'kvstrata[object_store]'")
-    from kvstrata.storage.object_store import DEFAULT_WORKERS, ObjectStoreSettings
+    from kvstrata.storage.media.object_store.adapter import DEFAULT_WORKERS, ObjectStoreSettings
 
     options = _peer_names(fields)
     url = _url(fields)
@@ -76,7 +76,7 @@ def settings_from(fields: Fields, common: Sequence[str]) -> ObjectStoreSettings:
     if not url.startswith("file:"):  # that would make the directory
         from obstore.exceptions import BaseError
 
-        from kvstrata.storage.object_store import plain
+        from kvstrata.storage.media.object_store.adapter import plain
 
         try:
             settings.connect()

@@ -58,7 +58,7 @@ try:
     from obstore import exceptions
 
     _ERRORS = (exceptions.BaseError, OSError, NotImplementedError)
-except ImportError:  # nothing here is used then: object_store_fields has said what is missing
+except ImportError:  # nothing here is used then: config.py has said what is missing
     pass
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from kvstrata.config.private_file import read_private_file
 from kvstrata.errors import ConfigError
-from kvstrata.storage.resp import RespSettings
-from kvstrata.storage.resp_servers import Address, RespServers
+from kvstrata.storage.media.resp.adapter import RespSettings
+from kvstrata.storage.media.resp.servers import Address, RespServers
 
 if TYPE_CHECKING:
     from kvstrata.storage.registry import Fields

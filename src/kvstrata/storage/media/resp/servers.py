@@ -31,7 +31,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvstrata.errors import StorageError
-from kvstrata.storage.resp_link import Link, LinkLost, Reply, ServerError, command
+from kvstrata.storage.media.resp.connection import Link, LinkLost, Reply, ServerError, command
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""A directory of files, of this server alone or shared with others."""

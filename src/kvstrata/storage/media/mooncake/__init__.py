@@ -1,0 +1,1 @@
+"""Mooncake Store, through its Python client."""

@@ -1,0 +1,1 @@
+"""Servers that speak RESP: Redis, Valkey and others."""
