@@ -1,4 +1,4 @@
-"""What every transfer engine promises (kvstrata/transfer/base.py), with real processes at both ends."""
+"""What every transfer engine promises (kvstrata/p2p/engines/base.py), with real processes at both ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvstrata.transfer.base import MAX_ITEMS, MAX_METADATA_BYTES
+from kvstrata.p2p.engines.base import MAX_ITEMS, MAX_METADATA_BYTES
 from tests.harness.child import Child, ChildEnded, ChildError
 from tests.harness.transfer_peer import pattern
 
@@ -55,7 +55,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     environment = request.getfixturevalue("nixl_environment") if name == "nixl" else None
     if name == "ucx":
         from kvstrata.errors import TransferError
-        from kvstrata.transfer.ucx import native_module
+        from kvstrata.p2p.engines.ucx import native_module
 
         try:
             native_module()

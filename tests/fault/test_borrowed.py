@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from kvstrata.p2p.borrowed import LINGER_S, Borrowed
 from kvstrata.process.supervisor import PoolLane
-from kvstrata.service.borrowed import LINGER_S, Borrowed
 from tests.harness.l1 import L1, chain
 
 

@@ -10,10 +10,12 @@ import pytest
 
 from kvstrata.errors import TransferError
 from kvstrata.native import copying
+from kvstrata.p2p.engines import base as transfer
+from kvstrata.p2p.engines.links import Devices
+from kvstrata.p2p.owners import OwnerLimits
+from kvstrata.p2p.tier import PeerAdapter, PeerSettings
 from kvstrata.rpc.cluster_wire import Failure, Owner, PeerRelease
 from kvstrata.storage.base import Found, LoadItem, LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus
-from kvstrata.storage.peer import PeerAdapter, PeerSettings
-from kvstrata.storage.peer_owners import OwnerLimits
 from kvstrata.testing.strategies import (
     WAIT_S,
     lent_context,
@@ -24,8 +26,6 @@ from kvstrata.testing.strategies import (
     record_length,
     watched,
 )
-from kvstrata.transfer import base as transfer
-from kvstrata.transfer.links import Devices
 from tests.harness.l1 import L1, RECORD, SIZE, chain
 from tests.harness.peer_net import CopyEngine, Directory, TestOwner, metadata_of
 

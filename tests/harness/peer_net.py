@@ -11,6 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from kvstrata.native.pool import Pool
+from kvstrata.p2p.engines.base import (
+    CANCELLED,
+    DEADLINE,
+    NOT_CONNECTED,
+    ReadItem,
+    Region,
+    TransferEngine,
+    in_range,
+    pack_metadata,
+    unpack_metadata,
+)
 from kvstrata.rpc.cluster_wire import (
     PEER_REQUESTS,
     REPLY_REQUESTS,
@@ -29,17 +40,6 @@ from kvstrata.rpc.cluster_wire import (
     tags_of,
 )
 from kvstrata.rpc.zmq_server import Address, ZmqServer
-from kvstrata.transfer.base import (
-    CANCELLED,
-    DEADLINE,
-    NOT_CONNECTED,
-    ReadItem,
-    Region,
-    TransferEngine,
-    in_range,
-    pack_metadata,
-    unpack_metadata,
-)
 from kvstrata.types import KEY_BYTES
 
 

@@ -14,17 +14,17 @@ import zlib
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from kvstrata.transfer.base import ReadItem, Region, TransferEngine
+from kvstrata.p2p.engines.base import ReadItem, Region, TransferEngine
 from tests.harness import child
 
 
 def make_engine(name: str, settings: Mapping[str, str]) -> TransferEngine:
     """An engine by its name."""
     if name == "nixl":
-        from kvstrata.transfer.nixl import NixlEngine
+        from kvstrata.p2p.engines.nixl import NixlEngine
 
         return NixlEngine(settings)
-    from kvstrata.transfer.ucx import UcxEngine
+    from kvstrata.p2p.engines.ucx import UcxEngine
 
     return UcxEngine(settings)
 

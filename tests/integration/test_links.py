@@ -22,13 +22,13 @@ pytestmark = [
 WAIT_S = 30.0
 LOOK = """
 import json
-from kvstrata.transfer.links import find_devices
+from kvstrata.p2p.engines.links import find_devices
 found = find_devices()
 print(json.dumps([sorted(found.usable), sorted(found.idle)]))
 """
 WATCH = """
 import asyncio
-from kvstrata.transfer.links import LinkWatch
+from kvstrata.p2p.engines.links import LinkWatch
 
 async def main():
     changed = asyncio.Event()

@@ -9,14 +9,14 @@ import pytest
 
 from kvstrata.clock import SystemClock
 from kvstrata.errors import TransferError
+from kvstrata.p2p.engines.base import Region
+from kvstrata.p2p.engines.ucx import UcxEngine
+from kvstrata.p2p.lender import PeerServer
+from kvstrata.p2p.tier import PeerAdapter, PeerSettings
 from kvstrata.rpc.cluster_wire import Owner, tags_of
 from kvstrata.rpc.zmq_server import ZmqServer
-from kvstrata.service.peers import PeerServer
 from kvstrata.storage.base import Found, LoadOutcome, LoadStatus, Presence
-from kvstrata.storage.peer import PeerAdapter, PeerSettings
 from kvstrata.testing.strategies import WAIT_S, lent_context, load_item, loaded_payload, payload_of, watched
-from kvstrata.transfer.base import Region
-from kvstrata.transfer.ucx import UcxEngine
 from tests.harness.l1 import L1, RECORD, SIZE, chain
 from tests.harness.peer_net import Directory
 

@@ -10,11 +10,11 @@ import pytest
 
 from kvstrata.clock import SystemClock
 from kvstrata.errors import TransferError
-from kvstrata.storage import peer_engine
-from kvstrata.storage.peer_engine import LIMITS, Cause, Limits, PeerEngine, ReopenPolicy
+from kvstrata.p2p import reopening as peer_engine
+from kvstrata.p2p.engines.base import Region
+from kvstrata.p2p.engines.links import Devices, allowed_devices
+from kvstrata.p2p.reopening import LIMITS, Cause, Limits, PeerEngine, ReopenPolicy
 from kvstrata.testing.strategies import WAIT_S
-from kvstrata.transfer.base import Region
-from kvstrata.transfer.links import Devices, allowed_devices
 
 ETH0, ETH1 = "eth0 10.0.0.1", "eth1 10.0.1.1"
 PAUSE_S = LIMITS.first_pause_s

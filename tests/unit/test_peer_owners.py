@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.rpc.cluster_wire import Owner
-from kvstrata.storage.peer_owners import (
+from kvstrata.p2p.owners import (
     MB,
     DirectoryCache,
     Lease,
@@ -17,6 +16,7 @@ from kvstrata.storage.peer_owners import (
     Pacer,
     question_of,
 )
+from kvstrata.rpc.cluster_wire import Owner
 from kvstrata.testing.strategies import key_of
 from kvstrata.types import Extent
 

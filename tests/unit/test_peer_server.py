@@ -1,4 +1,4 @@
-"""service/peers.py: what is leased to other instances stays where it is until the lease ends, and no longer."""
+"""p2p/lender.py: what is leased to other instances stays where it is until the lease ends, and no longer."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import zmq.asyncio
 from kvstrata.clock import SystemClock
 from kvstrata.errors import Refused
 from kvstrata.native.pool import Pool
+from kvstrata.p2p.lender import ABSENT, DRAINING, LIMIT, MAX_LEASES, PeerLeases, PeerServer
 from kvstrata.rpc.cluster_wire import (
     ANSWERS,
     CLUSTER_PROTOCOL_VERSION,
@@ -28,7 +29,6 @@ from kvstrata.rpc.cluster_wire import (
 )
 from kvstrata.rpc.zmq_link import AskLink, ClusterFailure, Links
 from kvstrata.rpc.zmq_server import ZmqServer
-from kvstrata.service.peers import ABSENT, DRAINING, LIMIT, MAX_LEASES, PeerLeases, PeerServer
 from kvstrata.types import FORMAT_VERSION, unpack_extents
 from tests.harness.l1 import L1, L1_BYTES, RECORD, chain
 from tests.harness.waiting import until

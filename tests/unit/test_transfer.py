@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from kvstrata.errors import TransferError
-from kvstrata.transfer import nixl, ucx
-from kvstrata.transfer.base import MAX_METADATA_BYTES, MAX_REGIONS, Region, pack_metadata, unpack_metadata
+from kvstrata.p2p.engines import nixl, ucx
+from kvstrata.p2p.engines.base import MAX_METADATA_BYTES, MAX_REGIONS, Region, pack_metadata, unpack_metadata
 from tests.harness.transfer_peer import Memory
 
 REGION = Region(4096, 4096)

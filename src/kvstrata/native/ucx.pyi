@@ -1,7 +1,7 @@
 """One-sided reads over UCX (ext/ucx/ucx_engine.h). Built where UCX's headers were found; libucp is loaded at run time.
 
 Each command ends with one event `(ticket, end, text)`, whatever happens.  `end` is one of the constants of
-kvstrata.transfer.ucx; `text` says more.
+kvstrata.p2p.engines.ucx; `text` says more.
 """
 
 from collections.abc import Mapping, Sequence

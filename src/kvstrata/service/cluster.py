@@ -58,9 +58,9 @@ from kvstrata.service.cluster_tiers import NotListed, OwnTiers, tier_name
 from kvstrata.types import PoolEvent
 
 if TYPE_CHECKING:
+    from kvstrata.p2p.lender import PeerServer
     from kvstrata.rpc.zmq_server import ClusterKeys
     from kvstrata.service.engine import Engine
-    from kvstrata.service.peers import PeerServer
 
 ANSWER_S = 5.0
 """For an answer of the controller to anything but a heartbeat."""

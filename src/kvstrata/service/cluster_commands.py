@@ -36,8 +36,8 @@ from kvstrata.service.adapter_control import REFERENCE, SECRET, SECRET_IN_URL, S
 from kvstrata.types import KEY_BYTES
 
 if TYPE_CHECKING:
+    from kvstrata.p2p.lender import PeerServer
     from kvstrata.service.engine import Engine
-    from kvstrata.service.peers import PeerServer
 
 MAX_DONE = 1_024
 MAX_PIN_S = 86_400.0

@@ -29,12 +29,12 @@ from kvstrata.errors import BadRequest, LayoutRefused, Refused, Unavailable
 from kvstrata.native.hashing import chain_keys, storage_keys
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.metrics import ServerCollector, ServerCounters
+from kvstrata.p2p.borrowed import Borrowed
 from kvstrata.policy.misses import Explainer, split_keys
 from kvstrata.policy.processes import Group, Registry, TenantTokens, tenant_number
 from kvstrata.rpc.session import Call, Effect, Session, Sessions, Undoing
 from kvstrata.rpc.wire import Error, Pong, Tier, encode
 from kvstrata.service.adapters import AdapterSet
-from kvstrata.service.borrowed import Borrowed
 from kvstrata.service.effects import InFlight, Lease, Leases, Reservation
 from kvstrata.service.payload_kinds import PayloadKinds
 from kvstrata.types import FORMAT_VERSION, KEY_BYTES, MissReason, PoolEvent, RequestIdentity, identity_root

@@ -41,6 +41,7 @@ from kvstrata.memory.paths import ATTACH_SOCKET, RPC_SOCKET, segment_dir, socket
 from kvstrata.memory.segment import Segment, SegmentSettings, check_size
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.logging import set_up as set_up_logging
+from kvstrata.p2p.lender import PeerServer
 from kvstrata.policy.processes import TenantTokens, tenant_number
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
@@ -57,7 +58,6 @@ from kvstrata.service.cluster_tiers import OwnTiers
 from kvstrata.service.engine import MAX_SESSION_SHARE, PEER_TYPE, Engine
 from kvstrata.service.handlers import Handlers
 from kvstrata.service.housekeeping import Housekeeping
-from kvstrata.service.peers import PeerServer
 from kvstrata.service.prefetch import PrefetchController, PrefetchLimits
 from kvstrata.service.store import StoreController, StoreLimits
 from kvstrata.storage.base import AdapterContext

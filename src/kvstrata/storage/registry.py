@@ -508,7 +508,7 @@ def _object_store(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
 
 
 def _peer(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
-    from kvstrata.storage.peer import PeerSettings
+    from kvstrata.p2p.tier import PeerSettings
 
     def whole(field: str, default: int, most: int = 60_000) -> int:
         number = fields.number(field, default, least=0, most=most, whole=True)
@@ -527,9 +527,9 @@ def _peer(fields: Fields, name: str) -> Callable[[], StorageAdapter]:
     fields.finish()
 
     def make() -> StorageAdapter:
-        from kvstrata.storage.peer import PeerAdapter
-        from kvstrata.transfer.nixl import NixlEngine
-        from kvstrata.transfer.ucx import UcxEngine
+        from kvstrata.p2p.engines.nixl import NixlEngine
+        from kvstrata.p2p.engines.ucx import UcxEngine
+        from kvstrata.p2p.tier import PeerAdapter
 
         return PeerAdapter(settings, NixlEngine if engine == "nixl" else UcxEngine, name=name)
 

@@ -30,9 +30,9 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.errors import TransferError
+from kvstrata.p2p.engines.base import Region, TransferEngine
+from kvstrata.p2p.engines.links import Devices, LinkWatch, find_devices
 from kvstrata.storage.base import MAX_REMARK_CHARS
-from kvstrata.transfer.base import Region, TransferEngine
-from kvstrata.transfer.links import Devices, LinkWatch, find_devices
 
 if TYPE_CHECKING:
     from kvstrata.clock import Clock

@@ -11,7 +11,7 @@ Invariants
    bytes any more; no clock, deadline or cancelled wait drops it.
 3. A lease that nobody reads is given back after IDLE_S; it runs out at the owner in any case.
 4. What an owner or the controller says is checked before it is used, and waited for at most `lookup_timeout_ms` in a
-   lookup and `load_timeout_ms` in a load. One that fails is let alone for a while (peer_owners).
+   lookup and `load_timeout_ms` in a load. One that fails is let alone for a while (owners.py).
 5. Nothing is ever put, deleted or cleared: what an owner has is the owner's.
 
 The keys of a question are a beginning: what an owner does not have from the first key on counts as not there.
@@ -37,6 +37,21 @@ import msgspec
 
 from kvstrata.errors import ConfigError, StorageError, TransferError, Unavailable
 from kvstrata.native.copying import CopyOutcome, Verifier
+from kvstrata.p2p.engines import base as transfer
+from kvstrata.p2p.engines.base import ReadItem, Region, TransferEngine
+from kvstrata.p2p.engines.links import Devices, find_devices
+from kvstrata.p2p.owners import (
+    DirectoryCache,
+    Lease,
+    LeaseBook,
+    NamedOwners,
+    OwnerBook,
+    OwnerLimits,
+    Pacer,
+    Question,
+    question_of,
+)
+from kvstrata.p2p.reopening import PeerEngine
 from kvstrata.rpc.cluster_wire import (
     CLUSTER_PROTOCOL_VERSION,
     MAX_PEER_KEYS,
@@ -69,22 +84,7 @@ from kvstrata.storage.base import (
     Usage,
 )
 from kvstrata.storage.lanes import Lane, Lanes
-from kvstrata.storage.peer_engine import PeerEngine
-from kvstrata.storage.peer_owners import (
-    DirectoryCache,
-    Lease,
-    LeaseBook,
-    NamedOwners,
-    OwnerBook,
-    OwnerLimits,
-    Pacer,
-    Question,
-    question_of,
-)
 from kvstrata.storage.wrap.deadline import Breaker
-from kvstrata.transfer import base as transfer
-from kvstrata.transfer.base import ReadItem, Region, TransferEngine
-from kvstrata.transfer.links import Devices, find_devices
 from kvstrata.types import EXTENT, FORMAT_VERSION, KEY_BYTES, Extent, unpack_extents
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvstrata.errors import TransferError
 from kvstrata.observability.logging import Thinning
-from kvstrata.transfer.base import (
+from kvstrata.p2p.engines.base import (
     BUSY,
     CANCELLED,
     CLOSED,
