@@ -95,10 +95,10 @@ def import_seconds(module: str) -> list[float]:
 
 def imports() -> list[dict[str, Any]]:
     """Import of server and client, less the start of the bare interpreter."""
-    import_seconds("kvstrata.service.server")  # reads the files for the first time
+    import_seconds("kvstrata.server.process")  # reads the files for the first time
     bare = median_spread(import_seconds(""))[0]
     figures = []
-    for name, module in (("import_server", "kvstrata.service.server"), ("import_client", "kvstrata.client")):
+    for name, module in (("import_server", "kvstrata.server.process"), ("import_client", "kvstrata.client")):
         value, spread = median_spread([seconds - bare for seconds in import_seconds(module)])
         figures.append(
             figure(

@@ -20,11 +20,11 @@ from kvstrata.errors import (
 )
 from kvstrata.policy.store import RetryRule
 from kvstrata.process.supervisor import PoolLane
-from kvstrata.service import adapter_control
-from kvstrata.service.adapter_control import SECRET_LEFT_OUT, AdapterControl, shown
-from kvstrata.service.adapters import AdapterSet
-from kvstrata.service.prefetch import FetchOutcome, PrefetchController, PrefetchLimits
-from kvstrata.service.store import StoreController, StoreLimits
+from kvstrata.server.l2 import tier_control as adapter_control
+from kvstrata.server.l2.prefetch import FetchOutcome, PrefetchController, PrefetchLimits
+from kvstrata.server.l2.store import StoreController, StoreLimits
+from kvstrata.server.l2.tier_control import SECRET_LEFT_OUT, AdapterControl, shown
+from kvstrata.server.l2.tiers import AdapterSet
 from kvstrata.storage.base import AdapterContext
 from kvstrata.storage.registry import ConfiguredAdapter, configure_adapter
 from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits

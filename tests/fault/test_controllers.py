@@ -17,9 +17,9 @@ import pytest
 from kvstrata.policy.prefetch import Hole, Plan, Source
 from kvstrata.policy.store import EvictAhead, RetryRule, StorePolicy
 from kvstrata.rpc.wire import ReserveOutcome
-from kvstrata.service.adapters import AdapterSet
-from kvstrata.service.prefetch import FetchOutcome, PrefetchController, PrefetchLimits, _Fetch
-from kvstrata.service.store import StoreController, StoreLimits
+from kvstrata.server.l2.prefetch import FetchOutcome, PrefetchController, PrefetchLimits, _Fetch
+from kvstrata.server.l2.store import StoreController, StoreLimits
+from kvstrata.server.l2.tiers import AdapterSet
 from kvstrata.storage.base import AdapterContext, Found, LoadItem, LoadOutcome, PutItem, PutOutcome
 from kvstrata.storage.media.fs.adapter import FsAdapter, FsSettings
 from kvstrata.storage.registry import ConfiguredAdapter

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from kvstrata.policy.store import StorePolicy
-from kvstrata.service.adapters import AdapterSet
-from kvstrata.service.prefetch import PrefetchController, PrefetchLimits
-from kvstrata.service.store import StoreController, StoreLimits
+from kvstrata.server.l2.prefetch import PrefetchController, PrefetchLimits
+from kvstrata.server.l2.store import StoreController, StoreLimits
+from kvstrata.server.l2.tiers import AdapterSet
 from kvstrata.storage.base import AdapterContext, Capabilities
 from kvstrata.storage.registry import ConfiguredAdapter
 from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from kvstrata.errors import WIRE_ERRORS
 from kvstrata.rpc import wire
-from kvstrata.service.handlers import OPERATIONS
+from kvstrata.server.requests.handlers import OPERATIONS
 from kvstrata.types import KEY_BYTES, Role
 from tests.harness.engine_in_process import EngineInProcess
 from tests.harness.rpc_client import RECORD_BYTES, RpcClient

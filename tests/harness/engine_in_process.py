@@ -16,9 +16,9 @@ from kvstrata.native.pool import Pool
 from kvstrata.process.supervisor import PoolLane, Supervisor
 from kvstrata.rpc import wire
 from kvstrata.rpc.zmq_server import Address
-from kvstrata.service.effects import Lease, Reservation
-from kvstrata.service.engine import Engine
-from kvstrata.service.handlers import Handlers
+from kvstrata.server.engine import Engine
+from kvstrata.server.requests.effects import Lease, Reservation
+from kvstrata.server.requests.handlers import Handlers
 from kvstrata.types import KEY_BYTES, Role, unpack_extents
 from tests.harness.rpc_client import CHUNK_TOKENS, FACTS, RECORD_BYTES, SECTIONS, keys_of, layout, part
 

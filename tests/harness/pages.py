@@ -31,7 +31,7 @@ from kvstrata.observability.metrics import FAMILIES, STATUS_NUMBERS, Family, gau
 from kvstrata.policy.store import Skip, StorePolicy
 from kvstrata.process.http import HTTP_STATUS
 from kvstrata.rpc import cluster_wire, wire
-from kvstrata.service.http.app import AdminEngine, make_app
+from kvstrata.server.http.app import AdminEngine, make_app
 from kvstrata.types import LayoutIdentity, MissReason, RequestIdentity, Role, Slice
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

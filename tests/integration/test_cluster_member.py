@@ -14,7 +14,7 @@ import zmq
 
 from kvstrata.native.hashing import chain_keys, storage_keys
 from kvstrata.rpc import cluster_wire, wire
-from kvstrata.service.cluster_events import MAX_QUEUED_TAGS
+from kvstrata.server.cluster.events import MAX_QUEUED_TAGS
 from tests.harness.controller_process import ControllerProcess
 from tests.harness.rpc_client import CHUNK_TOKENS, RECORD_BYTES, RpcClient
 from tests.harness.server_process import ServerFailed, ServerProcess

@@ -1031,7 +1031,7 @@ def test_check_validates_and_starts_nothing(tmp_path: Path) -> None:
 
 def test_importing_the_server_brings_neither_torch_nor_fastapi() -> None:
     script = (
-        "import sys, kvstrata.service.server\n"
+        "import sys, kvstrata.server.process\n"
         "heavy = {'torch', 'fastapi', 'uvicorn', 'pydantic', 'numpy', 'numba', 'prometheus_client'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
@@ -1076,7 +1076,7 @@ def test_a_background_task_that_crashes_ends_the_process_with_its_reason_and_kee
     assert server.stop() == 0
     script = (
         "import sys\n"
-        "from kvstrata.service import server\n"
+        "from kvstrata.server import server\n"
         "async def crash(self):\n"
         "    raise ZeroDivisionError('planted')\n"
         "server.Server._beat = crash\n"

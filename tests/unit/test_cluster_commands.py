@@ -12,9 +12,9 @@ import pytest
 from kvstrata.native.hashing import storage_keys
 from kvstrata.rpc import wire
 from kvstrata.rpc.cluster_wire import Command, CommandKind, CommandResult, encode
-from kvstrata.service.cluster_commands import Commands
-from kvstrata.service.engine import Cleared
-from kvstrata.service.prefetch import FetchOutcome
+from kvstrata.server.cluster.commands import Commands
+from kvstrata.server.engine import Cleared
+from kvstrata.server.l2.prefetch import FetchOutcome
 from kvstrata.types import RequestIdentity
 from tests.harness.engine_in_process import EngineInProcess
 from tests.harness.rpc_client import chain_of, part

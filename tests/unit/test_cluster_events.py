@@ -1,11 +1,11 @@
-"""service/cluster_events.py and what the pool tells for it: everything in order, and nothing without a bound."""
+"""server/cluster/events.py and what the pool tells for it: everything in order, and nothing without a bound."""
 
 from __future__ import annotations
 
 import hashlib
 
 from kvstrata.rpc.cluster_wire import MAX_RUNS, TAG_BYTES, Change, tags_of
-from kvstrata.service.cluster_events import (
+from kvstrata.server.cluster.events import (
     BATCH_TAGS,
     L1_TIER,
     MAX_L2_TAGS,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from kvstrata.service.cluster import Cluster
-from kvstrata.service.cluster_tiers import MAX_NAME_CHARS, tier_name
+from kvstrata.server.cluster.membership import Cluster
+from kvstrata.server.cluster.own_tiers import MAX_NAME_CHARS, tier_name
 
 LONG = "a_plugin_with_a_really_long_name_for_its_type"
 

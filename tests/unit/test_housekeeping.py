@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.service.housekeeping import MISSING_S, Housekeeping
+from kvstrata.server.housekeeping import MISSING_S, Housekeeping
 
 
 class Lane:

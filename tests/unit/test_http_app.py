@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, Counter
 from kvstrata.config.model import HttpSettings
 from kvstrata.errors import ConfigError, StorageError, Unavailable
 from kvstrata.process.listen import listen, read_token
-from kvstrata.service.engine import Cleared
-from kvstrata.service.http.app import make_app
+from kvstrata.server.engine import Cleared
+from kvstrata.server.http.app import make_app
 
 
 class PlainAdapters:

@@ -11,8 +11,8 @@ import pytest
 from kvstrata.errors import Refused
 from kvstrata.rpc import wire
 from kvstrata.rpc.wire import Tier
-from kvstrata.service.housekeeping import Housekeeping
-from kvstrata.service.prefetch import FetchOutcome
+from kvstrata.server.housekeeping import Housekeeping
+from kvstrata.server.l2.prefetch import FetchOutcome
 from kvstrata.types import RequestIdentity
 from tests.harness.engine_in_process import EngineInProcess
 from tests.harness.rpc_client import chain_of

@@ -22,7 +22,7 @@ from kvstrata.memory.numa import Placement, placement
 from kvstrata.memory.segment import Segment, SegmentSettings
 from kvstrata.native.copying import buffer_address
 from kvstrata.native.pool import ExtentsMap
-from kvstrata.service import server
+from kvstrata.server import process as server
 
 MIB = 1 << 20
 GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}

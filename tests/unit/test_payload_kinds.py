@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstrata.policy.processes import Registry
-from kvstrata.service.payload_kinds import MAX_SLICES, PayloadKinds
+from kvstrata.server.l2.payload_kinds import MAX_SLICES, PayloadKinds
 from kvstrata.storage.base import PayloadKind
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvstrata.policy.prefetch import MISS_REASONS, Hole, Source, make_plan, next_batch, reserve_runs
 from kvstrata.rpc.wire import ReserveOutcome
-from kvstrata.service.adapters import REMOVED
+from kvstrata.server.l2.tiers import REMOVED
 from kvstrata.storage.host.parent import CLOSED, HOST_DIED, HOST_DOWN, QUEUE_FULL
 from kvstrata.testing.strategies import key_of
 from kvstrata.types import MissReason

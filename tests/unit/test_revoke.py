@@ -13,7 +13,7 @@ from kvstrata.client.copies import CopyLedger
 from kvstrata.config.model import ClientSettings
 from kvstrata.rpc import wire
 from kvstrata.rpc.zmq_server import Address
-from kvstrata.service.effects import MAX_REVOKES, MAX_TOLD, Lease, Leases
+from kvstrata.server.requests.effects import MAX_REVOKES, MAX_TOLD, Lease, Leases
 from kvstrata.types import KEY_BYTES, LeaseName, MissReason, RequestIdentity, Role
 from tests.harness.engine_in_process import EngineInProcess
 from tests.harness.rpc_client import CHUNK_TOKENS, chain_of, layout

@@ -27,7 +27,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     from kvstrata.config.model import ServerSettings
     from kvstrata.errors import KvstrataError
     from kvstrata.native.pool import MAX_SESSIONS
-    from kvstrata.service.server import plan, run
+    from kvstrata.server.process import plan, run
 
     try:
         flags = parse_server_flags(arguments)

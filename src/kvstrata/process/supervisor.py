@@ -1,7 +1,7 @@
 """Owner of all tasks of a process, and the thread lanes for pool calls that take longer than the loop may.
 
 A task that ends with an exception is our own mistake: the supervisor keeps the first one in `failure`, and
-the process ends with it.  Request tasks answer their errors themselves (service/handlers.py).
+the process ends with it.  Request tasks answer their errors themselves (server/requests/handlers.py).
 """
 
 from __future__ import annotations

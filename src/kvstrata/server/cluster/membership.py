@@ -52,15 +52,15 @@ from kvstrata.rpc.cluster_wire import (
     encode,
 )
 from kvstrata.rpc.zmq_link import AskLink, ClusterFailure, Links, PushLink
-from kvstrata.service.cluster_commands import Commands
-from kvstrata.service.cluster_events import L1_TIER, EventQueue, TierTags
-from kvstrata.service.cluster_tiers import NotListed, OwnTiers, tier_name
+from kvstrata.server.cluster.commands import Commands
+from kvstrata.server.cluster.events import L1_TIER, EventQueue, TierTags
+from kvstrata.server.cluster.own_tiers import NotListed, OwnTiers, tier_name
 from kvstrata.types import PoolEvent
 
 if TYPE_CHECKING:
     from kvstrata.p2p.lender import PeerServer
     from kvstrata.rpc.zmq_server import ClusterKeys
-    from kvstrata.service.engine import Engine
+    from kvstrata.server.engine import Engine
 
 ANSWER_S = 5.0
 """For an answer of the controller to anything but a heartbeat."""

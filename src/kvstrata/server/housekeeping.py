@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from kvstrata.observability.logging import EventLog
 
 if TYPE_CHECKING:
-    from kvstrata.service.engine import Engine
-    from kvstrata.service.store import StoreController
+    from kvstrata.server.engine import Engine
+    from kvstrata.server.l2.store import StoreController
 
 ROUND_S = 0.1
 """Rest between two rounds, once all adopted chunks are checked."""

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from kvstrata.rpc.cluster_wire import TAG_BYTES, tags_of
 
 if TYPE_CHECKING:
-    from kvstrata.service.adapters import Member
-    from kvstrata.service.engine import Engine
+    from kvstrata.server.engine import Engine
+    from kvstrata.server.l2.tiers import Member
     from kvstrata.storage.base import Usage
 
 MAX_NAME_CHARS = 32

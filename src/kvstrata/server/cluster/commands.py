@@ -32,12 +32,12 @@ from kvstrata.rpc.cluster_wire import (
     encode,
 )
 from kvstrata.rpc.wire import Tier
-from kvstrata.service.adapter_control import REFERENCE, SECRET, SECRET_IN_URL, SECRET_LEFT_OUT
+from kvstrata.server.l2.tier_control import REFERENCE, SECRET, SECRET_IN_URL, SECRET_LEFT_OUT
 from kvstrata.types import KEY_BYTES
 
 if TYPE_CHECKING:
     from kvstrata.p2p.lender import PeerServer
-    from kvstrata.service.engine import Engine
+    from kvstrata.server.engine import Engine
 
 MAX_DONE = 1_024
 MAX_PIN_S = 86_400.0

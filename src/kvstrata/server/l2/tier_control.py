@@ -14,7 +14,7 @@ Rules:
 3. What is done is a task owned here: it goes on when the caller goes away, and ends with the server.
 4. Records stay on the medium: removing an adapter deletes nothing, and adding it again finds them.
 
-What the states mean is in service/adapters.py.  Nothing here decides about chunks.
+What the states mean is in server/l2/tiers.py.  Nothing here decides about chunks.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from kvstrata.errors import (
     Unavailable,
 )
 from kvstrata.observability.logging import EventLog
-from kvstrata.service.adapters import AdapterState, Member
+from kvstrata.server.l2.tiers import AdapterState, Member
 from kvstrata.storage.registry import AdapterConfig, ConfiguredAdapter, configure_adapter
 from kvstrata.types import MAX_L2_ADAPTERS
 
 if TYPE_CHECKING:
     from kvstrata.native.pool import Pool
     from kvstrata.process.supervisor import PoolLane
-    from kvstrata.service.adapters import AdapterSet
-    from kvstrata.service.prefetch import PrefetchController
-    from kvstrata.service.store import StoreController
+    from kvstrata.server.l2.prefetch import PrefetchController
+    from kvstrata.server.l2.store import StoreController
+    from kvstrata.server.l2.tiers import AdapterSet
     from kvstrata.storage.base import AdapterContext
 
 T = TypeVar("T")

@@ -82,9 +82,9 @@ from kvstrata.rpc.wire import (
     key_count,
 )
 from kvstrata.rpc.zmq_server import Address as ZmqAddress
-from kvstrata.service.effects import Lease, Reservation, nth_key
-from kvstrata.service.engine import MAX_SESSION_SHARE, Engine
-from kvstrata.service.lookup import Lookups
+from kvstrata.server.engine import MAX_SESSION_SHARE, Engine
+from kvstrata.server.requests.effects import Lease, Reservation, nth_key
+from kvstrata.server.requests.lookup import Lookups
 from kvstrata.types import EXTENT, KEY_BYTES, MissReason
 
 KEYS_ON_LOOP = 256

@@ -28,12 +28,12 @@ from kvstrata.native.hashing import storage_keys
 from kvstrata.policy.misses import Explained, split_keys, with_advice
 from kvstrata.rpc.session import Call, Effect
 from kvstrata.rpc.wire import Lookup, LookupReply, Reply, key_count
-from kvstrata.service.effects import Lease, nth_key
+from kvstrata.server.requests.effects import Lease, nth_key
 from kvstrata.types import KEY_BYTES, MissReason
 
 if TYPE_CHECKING:
     from kvstrata.policy.processes import Identity, Member
-    from kvstrata.service.engine import Engine
+    from kvstrata.server.engine import Engine
 
 REPLY_MARGIN_S = 0.003
 """Left of the deadline for the last lease, the reply and its way back."""

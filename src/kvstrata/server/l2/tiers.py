@@ -13,7 +13,7 @@ Invariants
 3. The store and prefetch controllers keep what is theirs of a member from `join` to `leave`; which members there
    are, in which order and in which state, they read here.
 
-Who changes the set, and when a change is over, is in service/adapter_control.py.
+Who changes the set, and when a change is over, is in server/l2/tier_control.py.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Invariants
 6. An adapter gets what its policy chooses while it is active; what waited when it began to drain is still put.
    After `leave` nothing here refers to it.
 
-Whether a chunk is put at all is decided in policy/store.py; which adapters there are, in service/adapters.py.
+Whether a chunk is put at all is decided in policy/store.py; which adapters there are, in server/l2/tiers.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvstrata.storage.base import Presence, PutItem, PutOutcome, PutStatus, log_
 
 if TYPE_CHECKING:
     from kvstrata.native.pool import Hold, Pool
-    from kvstrata.service.adapters import AdapterSet, Member
+    from kvstrata.server.l2.tiers import AdapterSet, Member
 
 log = logging.getLogger(__name__)
 

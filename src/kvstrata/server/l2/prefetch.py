@@ -18,7 +18,7 @@ Invariants
 6. A fetch asks the adapters that answered lookups when it began, in their order then.  One that leaves meanwhile
    is as one that does not have the chunk: the fetch looks in those after it, or ends as a miss.
 
-What is loaded from where is decided in policy/prefetch.py; which adapters there are, in service/adapters.py.
+What is loaded from where is decided in policy/prefetch.py; which adapters there are, in server/l2/tiers.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import msgspec
 from kvstrata import failpoints
 from kvstrata.policy.prefetch import Hole, Plan, Run, Source, make_plan, miss_reason, next_batch, reserve_runs
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
-from kvstrata.service.adapters import REMOVED
+from kvstrata.server.l2.tiers import REMOVED
 from kvstrata.storage.base import (
     Found,
     LoadItem,
@@ -50,7 +50,7 @@ from kvstrata.types import KEY_BYTES
 if TYPE_CHECKING:
     from kvstrata.clock import Clock
     from kvstrata.native.pool import Pool
-    from kvstrata.service.adapters import AdapterSet, Member
+    from kvstrata.server.l2.tiers import AdapterSet, Member
 
 log = logging.getLogger(__name__)
 

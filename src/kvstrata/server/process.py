@@ -52,14 +52,14 @@ from kvstrata.process.listen import read_token
 from kvstrata.process.listen import serve as http_serve
 from kvstrata.process.supervisor import PoolLane
 from kvstrata.rpc.zmq_server import ClusterKeys, ZmqServer, read_cluster_keys, read_curve_file
-from kvstrata.service.adapter_control import AdapterControl
-from kvstrata.service.cluster import Cluster, ClusterLink, Fence
-from kvstrata.service.cluster_tiers import OwnTiers
-from kvstrata.service.engine import MAX_SESSION_SHARE, PEER_TYPE, Engine
-from kvstrata.service.handlers import Handlers
-from kvstrata.service.housekeeping import Housekeeping
-from kvstrata.service.prefetch import PrefetchController, PrefetchLimits
-from kvstrata.service.store import StoreController, StoreLimits
+from kvstrata.server.cluster.membership import Cluster, ClusterLink, Fence
+from kvstrata.server.cluster.own_tiers import OwnTiers
+from kvstrata.server.engine import MAX_SESSION_SHARE, PEER_TYPE, Engine
+from kvstrata.server.housekeeping import Housekeeping
+from kvstrata.server.l2.prefetch import PrefetchController, PrefetchLimits
+from kvstrata.server.l2.store import StoreController, StoreLimits
+from kvstrata.server.l2.tier_control import AdapterControl
+from kvstrata.server.requests.handlers import Handlers
 from kvstrata.storage.base import AdapterContext
 from kvstrata.storage.registry import AdapterConfig, ConfiguredAdapter, build_adapter, configure_adapter
 
@@ -380,7 +380,7 @@ class Server(Process):
         return b"" if member is None else member.configured.advertisement()
 
     def _make_app(self) -> FastAPI:
-        from kvstrata.service.http.app import make_app
+        from kvstrata.server.http.app import make_app
 
         return make_app(self._engine, token=self._plan.http_token)
 

@@ -1,7 +1,7 @@
 """The instance's state and what may be asked of it: sessions, leases, reservations, explain, admin.
 
-The engine decides nothing about messages (service/handlers.py) or lookups (service/lookup.py); it owns what
-they share.  Everything here runs on the event loop and is quick; pool calls that are not go to a lane.
+The engine decides nothing about messages (requests/handlers.py) or lookups (requests/lookup.py); it owns what they
+share.  Everything here runs on the event loop and is quick; pool calls that are not go to a lane.
 
 Invariants:
 
@@ -34,9 +34,9 @@ from kvstrata.policy.misses import Explainer, split_keys
 from kvstrata.policy.processes import Group, Registry, TenantTokens, tenant_number
 from kvstrata.rpc.session import Call, Effect, Session, Sessions, Undoing
 from kvstrata.rpc.wire import Error, Pong, Tier, encode
-from kvstrata.service.adapters import AdapterSet
-from kvstrata.service.effects import InFlight, Lease, Leases, Reservation
-from kvstrata.service.payload_kinds import PayloadKinds
+from kvstrata.server.l2.payload_kinds import PayloadKinds
+from kvstrata.server.l2.tiers import AdapterSet
+from kvstrata.server.requests.effects import InFlight, Lease, Leases, Reservation
 from kvstrata.types import FORMAT_VERSION, KEY_BYTES, MissReason, PoolEvent, RequestIdentity, identity_root
 
 if TYPE_CHECKING:
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from kvstrata.process.supervisor import PoolLane, Supervisor
     from kvstrata.rpc.cluster_wire import Owner
     from kvstrata.rpc.wire import AttachRequest
-    from kvstrata.service.adapter_control import AdapterControl
-    from kvstrata.service.cluster import Cluster
-    from kvstrata.service.prefetch import PrefetchController
-    from kvstrata.service.store import StoreController
+    from kvstrata.server.cluster.membership import Cluster
+    from kvstrata.server.l2.prefetch import PrefetchController
+    from kvstrata.server.l2.store import StoreController
+    from kvstrata.server.l2.tier_control import AdapterControl
     from kvstrata.storage.wrap.metrics import OpReport
 
 GB = 1 << 30
@@ -159,7 +159,7 @@ class Engine:
         self.cluster: Cluster | None = None
         """What tells the controllers of this instance; None outside a cluster."""
         self.frozen_by: set[str] = set()
-        """Controllers that take stock (service/cluster.py); while there are any, nothing new is stored."""
+        """Controllers that take stock (server/cluster/membership.py); while there are any, nothing new is stored."""
         self.counters = ServerCounters()
         self.send: Callable[[Any, bytes], object] = lambda address, reply: False
         """True: dropped, because this peer leaves too many bytes of replies unread."""

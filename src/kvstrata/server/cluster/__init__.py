@@ -1,0 +1,1 @@
+"""This instance as a member of a cluster."""

@@ -1,0 +1,1 @@
+"""Tiers in service, and the controllers that move chunks between them and L1."""
