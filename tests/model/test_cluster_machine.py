@@ -1,4 +1,4 @@
-"""Instances, a lossy channel and controller/instances.py: what is confirmed is exact.
+"""Instances, a lossy channel and controller/members.py: what is confirmed is exact.
 
 The model knows what each instance really held at each event number.  The channel drops, repeats and reorders batches;
 syncs begin, are torn and end; processes die and come back; time passes.  Whenever the controller says that what it
@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstrata.clock import SystemClock
-from kvstrata.controller.instances import Denied, Member, Members, MemberState, Sync
+from kvstrata.controller.members import Denied, Member, Members, MemberState, Sync
 from kvstrata.controller.orders import Orders
 from kvstrata.native.copying import crc32c
 from kvstrata.rpc import cluster_wire as wire

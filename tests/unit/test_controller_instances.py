@@ -1,4 +1,4 @@
-"""controller/instances.py: every state of a member × every message, and the clock."""
+"""controller/members.py: every state of a member × every message, and the clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvstrata.clock import SystemClock
-from kvstrata.controller.instances import (
+from kvstrata.controller.members import (
     COMMAND_TTL_S,
     MAX_DEAD,
     MAX_PARTS_AHEAD,

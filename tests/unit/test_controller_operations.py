@@ -11,7 +11,7 @@ import pytest
 from kvstrata.clock import SystemClock
 from kvstrata.config.model import ControllerSettings
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.instances import MAX_WAITING, Denied, Issued
+from kvstrata.controller.members import MAX_WAITING, Denied, Issued
 from kvstrata.controller.operations import Operations
 from kvstrata.controller.prompts import Named
 from kvstrata.errors import BadRequest

@@ -24,7 +24,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     from kvstrata.config.flags import parse_controller_flags
     from kvstrata.config.load import load
     from kvstrata.config.model import ControllerSettings
-    from kvstrata.controller.server import plan, run
+    from kvstrata.controller.process import plan, run
     from kvstrata.errors import KvstrataError
 
     try:

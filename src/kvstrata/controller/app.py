@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.instances import Denied
+from kvstrata.controller.members import Denied
 from kvstrata.controller.operations import NotThere, Operations
 from kvstrata.controller.routes import act, live, look
 from kvstrata.controller.routes.dashboard import add_dashboard

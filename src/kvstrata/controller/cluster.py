@@ -16,7 +16,7 @@ from kvstrata.clock import Clock
 from kvstrata.config.model import ControllerSettings
 from kvstrata.controller.directory import Directory, Fill, Found, SlotsExhausted
 from kvstrata.controller.history import SAMPLE_S, EventTail, Point, Series
-from kvstrata.controller.instances import Denied, Issued, Member, Members, MemberState, Sync
+from kvstrata.controller.members import Denied, Issued, Member, Members, MemberState, Sync
 from kvstrata.controller.orders import Orders, Pin
 from kvstrata.errors import NotLeading
 from kvstrata.observability.logging import EventLog

@@ -19,7 +19,7 @@ try:
     import grpc
     from aetcd import rpc
 except ModuleNotFoundError:
-    # Settings that need this module are refused without the extra `etcd` (controller/server.py, `check_etcd`).
+    # Settings that need this module are refused without the extra `etcd` (controller/process.py, `check_etcd`).
     pass
 
 from kvstrata.config.model import EtcdSettings

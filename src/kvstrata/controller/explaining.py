@@ -13,7 +13,7 @@ import msgspec
 
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.directory import Place
-from kvstrata.controller.instances import Denied, Member, MemberState
+from kvstrata.controller.members import Denied, Member, MemberState
 from kvstrata.controller.operations import Placement
 from kvstrata.rpc.cluster_wire import MAX_EXPLAINED_KEYS, CommandKind, tags_of
 from kvstrata.types import KEY_BYTES, MissReason

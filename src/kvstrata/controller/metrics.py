@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.instances import MemberState
+from kvstrata.controller.members import MemberState
 from kvstrata.observability.metrics import Family, metric_of
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import msgspec
 from kvstrata.controller import prompts
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.directory import Found, Place
-from kvstrata.controller.instances import COMMAND_TTL_S, Denied, Issued, Member, MemberState
+from kvstrata.controller.members import COMMAND_TTL_S, Denied, Issued, Member, MemberState
 from kvstrata.controller.orders import Pin
 from kvstrata.controller.prompts import Named
 from kvstrata.errors import BadRequest, KvstrataError, Unavailable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvstrata.controller.instances import Members, MemberState
+from kvstrata.controller.members import Members, MemberState
 from kvstrata.errors import BadRequest
 from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity, identity_root

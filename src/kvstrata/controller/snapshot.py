@@ -33,7 +33,7 @@ import msgspec
 from kvstrata.config.model import DirectorySettings
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.directory import Place
-from kvstrata.controller.instances import MemberState
+from kvstrata.controller.members import MemberState
 from kvstrata.controller.orders import sync_folder
 from kvstrata.errors import ConfigError
 from kvstrata.native.copying import crc32c

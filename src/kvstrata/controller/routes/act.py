@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.instances import Issued, MemberState
+from kvstrata.controller.members import Issued, MemberState
 from kvstrata.controller.operations import Operations
 from kvstrata.controller.routes import bodies, views
 from kvstrata.controller.routes.look import Name, asked

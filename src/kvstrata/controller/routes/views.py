@@ -14,7 +14,7 @@ from kvstrata.controller.directory import Place
 from kvstrata.controller.explaining import Answers, Lookup, Miss
 from kvstrata.controller.feed import State
 from kvstrata.controller.history import Happened
-from kvstrata.controller.instances import Issued, Member, MemberState
+from kvstrata.controller.members import Issued, Member, MemberState
 from kvstrata.controller.operations import Placement
 from kvstrata.controller.orders import Pin
 from kvstrata.controller.routes import bodies

@@ -21,9 +21,9 @@ from kvstrata import __version__
 from kvstrata.clock import SystemClock
 from kvstrata.config.model import ControllerSettings
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.links import Links
 from kvstrata.controller.operations import Operations
 from kvstrata.controller.snapshot import Snapshots
+from kvstrata.controller.sockets import Links
 from kvstrata.errors import ConfigError
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts

@@ -18,7 +18,7 @@ import msgspec
 from kvstrata.config.model import ControllerSettings
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.directory import INLINE_TAGS
-from kvstrata.controller.instances import Denied
+from kvstrata.controller.members import Denied
 from kvstrata.errors import BadRequest, InternalError
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.supervisor import Supervisor
