@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.common import wait_until
 from kvstrata.memory.attach.client import attach, process_locks
+from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.rpc import wire
 from kvstrata.rpc.zmq_plain import PlainConnection
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice
@@ -36,7 +37,7 @@ class RawSession:
             facts=facts,
         )
         self._attachment = attach(socket_dir, request, process_locks(), ATTACH_S)
-        self._connection = PlainConnection(socket_dir, REPLY_S)
+        self._connection = PlainConnection(socket_dir / RPC_SOCKET, REPLY_S)
         self.socket = self._connection.socket
         self.ask = self._connection.ask
         identified = self.ask(wire.Identify(self.session, self.seq(), RequestIdentity()))
@@ -71,7 +72,7 @@ class StatusReader:
     """Asks a server on this machine for its status, without attaching and without HTTP."""
 
     def __init__(self, socket_dir: Path) -> None:
-        self._connection = PlainConnection(socket_dir, STATUS_S)
+        self._connection = PlainConnection(socket_dir / RPC_SOCKET, STATUS_S)
 
     def __call__(self) -> dict[str, Any]:
         """The status document."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.errors import Unavailable
+from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.process.keeper import FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S, pause_s
 from kvstrata.rpc.zmq_plain import PlainConnection
 from tests.harness.cache_engine import eventually
@@ -225,7 +226,7 @@ def test_a_killed_server_serves_again_by_itself_and_its_keeper_stays_small(tmp_p
         send(server.serving_pid, signal.SIGKILL)
 
         def status() -> dict:
-            connection = PlainConnection(server.socket_dir, timeout_s=0.5)
+            connection = PlainConnection(server.socket_dir / RPC_SOCKET, timeout_s=0.5)
             try:
                 return connection.status()
             except Unavailable:

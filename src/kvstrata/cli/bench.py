@@ -34,7 +34,7 @@ from kvstrata.config.model import ClientSettings
 from kvstrata.errors import BadRequest, InternalError, KvstrataError, Refused, Unavailable
 from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.measure.figures import chain_of, machine, median_spread, percentile
-from kvstrata.memory.paths import socket_dir
+from kvstrata.memory.paths import RPC_SOCKET, socket_dir
 from kvstrata.policy.processes import tenant_number
 from kvstrata.rpc import wire
 from kvstrata.rpc.zmq_plain import PlainConnection
@@ -398,7 +398,7 @@ class Server:
 
     def __init__(self, directory: Path) -> None:
         """Raises Unavailable naming what to start."""
-        self._connection = PlainConnection(directory, ANSWER_S)
+        self._connection = PlainConnection(directory / RPC_SOCKET, ANSWER_S)
         try:
             self.status: dict[str, Any] = self._connection.status()
         except Unavailable:

@@ -10,14 +10,11 @@ import enum
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kvstrata.keys import ChunkHasher, MediaItem
 from kvstrata.rpc.wire import ReserveOutcome
 from kvstrata.types import LayoutIdentity, LeaseName, MissReason, RequestIdentity, identity_root
-
-if TYPE_CHECKING:
-    from kvstrata.client.client import CacheClient
 
 
 class Declared(NamedTuple):
@@ -25,6 +22,18 @@ class Declared(NamedTuple):
 
     epoch: int
     identity_id: int
+
+
+class Attached(Protocol):
+    """The client that an identity belongs to, as far as the identity asks it."""
+
+    @property
+    def epoch(self) -> int:
+        """Of the server that it is attached to; 0 while there is none."""
+
+    @property
+    def slices(self) -> tuple[bytes, ...]:
+        """Digests of the engine's slices; empty until all workers have attached."""
 
 
 class Identity:
@@ -41,7 +50,7 @@ class Identity:
         "root",
     )
 
-    def __init__(self, client: CacheClient, layout: LayoutIdentity, request: RequestIdentity) -> None:
+    def __init__(self, client: Attached, layout: LayoutIdentity, request: RequestIdentity) -> None:
         self._client = client
         self._layout = layout
         self.request = request

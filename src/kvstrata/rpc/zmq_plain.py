@@ -9,16 +9,15 @@ import msgspec
 import zmq
 
 from kvstrata.errors import WIRE_ERRORS, InternalError, Unavailable
-from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.rpc import wire
 
 
 class PlainConnection:
     """Over the local socket; no session is attached by it.  One thread, one request at a time."""
 
-    def __init__(self, directory: Path, timeout_s: float) -> None:
+    def __init__(self, rpc_socket: Path, timeout_s: float) -> None:
         """Connects in the background: an absent server shows as an answer that does not come within `timeout_s`."""
-        self._directory = directory
+        self._path = rpc_socket
         self._timeout_s = timeout_s
         self._seq = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -27,7 +26,7 @@ class PlainConnection:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RCVTIMEO, round(1000 * timeout_s))
         self.socket.setsockopt(zmq.SNDTIMEO, round(1000 * timeout_s))
-        self.socket.connect(f"ipc://{directory / RPC_SOCKET}")
+        self.socket.connect(f"ipc://{rpc_socket}")
 
     def next_seq(self) -> int:
         """A number for the next request."""
@@ -43,7 +42,7 @@ class PlainConnection:
             self.socket.send(wire.encode(request))
             frame = self.socket.recv()
         except zmq.Again:
-            raise Unavailable(f"no answer from {self._directory} within {self._timeout_s:g} s") from None
+            raise Unavailable(f"no answer from {self._path.parent} within {self._timeout_s:g} s") from None
         try:
             reply = wire.decode_reply(frame)
         except msgspec.MsgspecError as error:

@@ -17,8 +17,8 @@ from kvstrata.config.lmcache_names import nearest
 from kvstrata.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvstrata.storage.fields import Fields
     from kvstrata.storage.media.object_store.adapter import ObjectStoreSettings
-    from kvstrata.storage.registry import Fields
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from kvstrata.storage.media.resp.adapter import RespSettings
 from kvstrata.storage.media.resp.servers import Address, RespServers
 
 if TYPE_CHECKING:
-    from kvstrata.storage.registry import Fields
+    from kvstrata.storage.fields import Fields
 
 GB = 1 << 30
 PORT, SENTINEL_PORT = 6379, 26379

@@ -1,0 +1,177 @@
+"""Imports of `kvstrata` point one way: down the floors, in no circle, and to heavy packages from few places only."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+PACKAGE = "kvstrata"
+
+FLOORS = (
+    ("__main__",),
+    ("cli",),
+    ("server", "controller", "connectors", "measure"),
+    ("client", "p2p"),
+    ("testing",),
+    ("storage",),
+    ("memory",),
+    ("rpc",),
+    ("process",),
+    ("observability", "policy"),
+    ("keys",),
+    ("config",),
+    ("native",),
+    ("failpoints",),
+    ("clock", "types"),
+    ("errors",),
+)
+"""Top first.  A module imports from its own room and from lower floors; rooms of one floor do not import each other."""
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its full name."""
+    found = {}
+    for path in sorted((SRC / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(SRC).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(name: str) -> Iterator[tuple[str, int]]:
+    """Modules that one imports, anywhere in its file and for type checkers too, with the line."""
+    path = MODULES[name]
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            for alias in node.names:
+                whole = f"{base}.{alias.name}"
+                yield (whole if whole in MODULES else base), node.lineno
+
+
+def room(name: str) -> str:
+    """The part below the package that a module belongs to; empty for the package itself."""
+    return name.split(".")[1] if "." in name else ""
+
+
+GRAPH = {
+    name: {
+        (target, line) for target, line in imports(name) if target.split(".")[0] == PACKAGE and target != name
+    }
+    for name in MODULES
+}
+
+
+def circles() -> list[list[str]]:
+    """Groups of modules that import each other, each sorted (Tarjan's strongly connected components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for target, _ in GRAPH[name]:
+            if target not in GRAPH:
+                continue
+            if target not in index:
+                visit(target)
+                low[name] = min(low[name], low[target])
+            elif target in stack:
+                low[name] = min(low[name], index[target])
+        if low[name] == index[name]:
+            cut = stack.index(name)
+            group, stack[cut:] = stack[cut:], []
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in GRAPH:
+        if name not in index:
+            visit(name)
+    return sorted(found)
+
+
+def upward() -> list[str]:
+    """Imports that point to a higher floor or to another room of the same one."""
+    floor = {each: number for number, rooms in enumerate(FLOORS) for each in rooms}
+    return sorted(
+        {
+            f"{name} -> {target}"
+            for name, targets in GRAPH.items()
+            for target, _ in targets
+            if room(name)
+            and room(target)
+            and room(target) != room(name)
+            and floor[room(target)] <= floor[room(name)]
+        }
+    )
+
+
+KNOWN_CIRCLES = [
+    [
+        "kvstrata.server.cluster.commands",
+        "kvstrata.server.cluster.membership",
+        "kvstrata.server.cluster.own_tiers",
+        "kvstrata.server.engine",
+    ]
+]
+KNOWN_UPWARD = [
+    "kvstrata.storage.registry -> kvstrata.p2p.engines.nixl",
+    "kvstrata.storage.registry -> kvstrata.p2p.engines.ucx",
+    "kvstrata.storage.registry -> kvstrata.p2p.tier",
+    "kvstrata.storage.registry -> kvstrata.testing.faults",
+    "kvstrata.storage.registry -> kvstrata.testing.faulty_adapter",
+]
+"""What is still to be cut; both lists may only become shorter."""
+
+HEAVY = {
+    "torch": ("connectors.",),
+    "vllm": ("connectors.",),
+    "zmq": ("rpc.zmq_",),
+    "fastapi": ("server.http", "controller.app", "controller.routes", "process.http"),
+}
+"""Packages and the modules that may import them."""
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room(name) for name in MODULES} - {""} <= {each for rooms in FLOORS for each in rooms}
+
+
+def test_modules_do_not_import_each_other_in_circles() -> None:
+    assert circles() == KNOWN_CIRCLES
+
+
+def test_imports_point_down() -> None:
+    assert upward() == KNOWN_UPWARD
+
+
+@pytest.mark.parametrize("package", HEAVY)
+def test_a_heavy_package_is_imported_where_it_belongs_only(package: str) -> None:
+    importers = {
+        name.removeprefix(f"{PACKAGE}.")
+        for name in MODULES
+        for target, _ in imports(name)
+        if target.split(".")[0] == package
+    }
+    assert [name for name in sorted(importers) if not name.startswith(HEAVY[package])] == []
+
+
+if __name__ == "__main__":
+    for circle in circles():
+        print("circle", circle)
+    for arrow in upward():
+        print("upward", arrow)
