@@ -44,11 +44,20 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports(name: str) -> Iterator[tuple[str, int]]:
-    """Modules that one imports, anywhere in its file and for type checkers too, with the line."""
+def imports(name: str, *, when_run: bool = False) -> Iterator[tuple[str, int]]:
+    """Modules that one imports, anywhere in its file, with the line; for type checkers too unless `when_run`."""
     path = MODULES[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if when_run and node in for_types:
+            continue
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node.lineno
@@ -164,7 +173,7 @@ def test_a_heavy_package_is_imported_where_it_belongs_only(package: str) -> None
     importers = {
         name.removeprefix(f"{PACKAGE}.")
         for name in MODULES
-        for target, _ in imports(name)
+        for target, _ in imports(name, when_run=True)
         if target.split(".")[0] == package
     }
     assert [name for name in sorted(importers) if not name.startswith(HEAVY[package])] == []
