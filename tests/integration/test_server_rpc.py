@@ -1076,7 +1076,7 @@ def test_a_background_task_that_crashes_ends_the_process_with_its_reason_and_kee
     assert server.stop() == 0
     script = (
         "import sys\n"
-        "from kvstrata.server import server\n"
+        "from kvstrata.server import process as server\n"
         "async def crash(self):\n"
         "    raise ZeroDivisionError('planted')\n"
         "server.Server._beat = crash\n"
