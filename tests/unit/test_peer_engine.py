@@ -237,3 +237,19 @@ async def test_a_machine_that_tells_nothing_of_its_devices_keeps_its_engine(rig:
     rig.engines.look_now()
     await until(lambda: not rig.engines._changed.is_set())
     assert rig.engines.metadata == b"0"
+
+
+async def test_a_mistake_that_ends_the_watch_is_shown_and_the_engine_stays(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def move(engine: StubEngine) -> Callable[[], None]:
+        raise KeyError("planted")
+
+    monkeypatch.setattr(rig, "_move", move)
+    await rig.start()
+    rig.use(ETH0, ETH1)
+    await until(
+        lambda: "no other engine will be opened: KeyError('planted')" in rig.engines.remarks().values()
+    )
+    assert rig.engines.metadata == b"0" and not rig.made[0].closed
+    assert "will not be opened anew any more" in caplog.text

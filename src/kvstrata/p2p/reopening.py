@@ -196,6 +196,7 @@ class PeerEngine:
                 "%s: changes of network devices are not told, %.0f s may pass: %s", self._name, LOOK_S, error
             )
         self._keeper = asyncio.create_task(self._keep_up(), name=f"{self._name}-engine")
+        self._keeper.add_done_callback(self._ended)
 
     def look_now(self) -> None:
         """Devices may have changed."""
@@ -244,6 +245,13 @@ class PeerEngine:
             due = self._policy.due(usable, self._now_s())
             if due is not None:
                 await self._reopen(*due, usable)
+
+    def _ended(self, keeper: asyncio.Task[None]) -> None:
+        """Say so where a mistake of ours has ended the task: the engine in place stays, and no other one follows."""
+        if keeper.cancelled() or (error := keeper.exception()) is None:
+            return
+        self._last = f"no other engine will be opened: {error!r}"[:MAX_REMARK_CHARS]
+        log.error("%s: the transfer engine will not be opened anew any more", self._name, exc_info=error)
 
     async def _reopen(self, cause: Cause, why: str, usable: frozenset[str]) -> None:
         try:
