@@ -14,9 +14,11 @@ JOBS ?= $(shell nproc)
 # made once.
 WORKERS ?= $(shell echo $$(($(JOBS) + ($(JOBS) + 1) / 2)))
 PYTEST ?= $(VENV_PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Builds and checks of wheels need no environment of this clone.
+WHEEL_PYTHON = $(or $(wildcard $(VENV_PYTHON)),python3)
 # make test ARGS="-k name" hands ARGS to pytest; with "-n0" one test runs at a time, in pytest's own process.
 ARGS ?=
-LINTED := src tests benchmarks examples setup.py
+LINTED := src tests docs benchmarks examples ext/make setup.py
 CLANG_FORMATTED = $(shell git ls-files --cached --others --exclude-standard 'ext/*.h' 'ext/*.cpp' 'ext/*.cu' 'tests/*.cpp')
 
 # CUDA code must compile in CI wherever a compiler for it is there.
@@ -27,14 +29,21 @@ endif
 export KVSTRATA_WERROR ?= 1
 endif
 
-.PHONY: help setup setup-packages setup-built demo test test-fast test-native test-vllm-env lint format sanitize docs bench cuda gpu gpu-pack soak chaos power-loss wheel clean
+.PHONY: help setup setup-packages setup-built demo test test-fast test-native test-vllm-env lint format sanitize docs bench bench-paired cuda gpu gpu-pack soak chaos compat power-loss wheel wheel-check lock audit sbom clean
 
+##@ First
+# Of this file: `##@ heading`, `target: …  ## what it does`, and below a target `#+ its variables`.
 help:  ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
+	@awk -F ' *## ' '/^##@/ {sub(/^##@ /, ""); printf "\n%s\n", $$0} \
+	    /^[a-z-]+:.*## / {name = $$1; sub(/:.*/, "", name); printf "  make %-16s %s\n", name, $$2} \
+	    /^#\+ / {printf "%24s%s\n", "", substr($$0, 4)}' Makefile
 
 # PYTHON=... names another interpreter; without it the one that made .venv is kept. A name on PATH may be a shim that
 # only prints an error: run it to be sure.
 setup:  ## make or update .venv and the compiled modules
+#+ PYTHON=python3.12: with this interpreter (3.11 to 3.13)
+setup-packages:  ## only the Python packages of .venv
+setup-built:  ## .venv, and the compiled modules if they were never compiled
 setup-packages: SETUP_ONLY := --only packages
 setup-built: SETUP_ONLY := --only built
 setup setup-packages setup-built:
@@ -50,13 +59,19 @@ setup setup-packages setup-built:
 	    echo "no Python 3.11, 3.12 or 3.13 was found; on Debian or Ubuntu:" \
 	         "sudo apt-get update && sudo apt-get install -y python3 python3-dev python3-venv g++"; exit 2; \
 	fi; \
-	"$$python" tests/harness/setup_env.py $(SETUP_ONLY)
+	"$$python" tests/tools/setup_env.py $(SETUP_ONLY)
 
-demo: setup  ## show what it does, with real vLLM where that is small to get (VLLM=1: in any case; REMOTE=mooncake, redis or s3: two servers that share such a tier; CLUSTER=1: a controller and two instances that read from each other, KEEP=1 leaves it open)
-	@$(if $(VLLM),KVSTRATA_VLLM=$(VLLM)) $(VENV_PYTHON) -m tests.harness.demo $(ARGS)
+demo: setup  ## show the main job end to end, with real vLLM where that is small to get
+#+ VLLM=1: with vLLM in any case
+#+ REMOTE=mooncake, redis or s3: two servers that share such a tier
+#+ CLUSTER=1: a controller and two instances that read from each other; KEEP=1 leaves it open
+	@$(if $(VLLM),KVSTRATA_VLLM=$(VLLM)) $(VENV_PYTHON) -m tests.tools.demo $(ARGS)
 
+##@ Before a commit
 # The environment of vLLM is fetched while the C++ tests are compiled.
-test: setup  ## run every test, real vLLM included where it is there or small to get
+test: setup  ## run every test, with real vLLM where that is there or small to get
+#+ ARGS="-k name": for pytest; ARGS="-n0 -k name": one test at a time, in pytest's own process
+#+ WORKERS=3, JOBS=2: test processes, compilers
 	@$(MAKE) test-vllm-env & $(MAKE) test-native; native=$$?; wait $$! && exit $$native
 	@$(PYTEST) $(ARGS)
 
@@ -64,10 +79,11 @@ test-fast: setup test-native  ## the tests that need no process, vLLM or GPU (ab
 	@$(PYTEST) -m "not integration and not vllm and not gpu" $(ARGS)
 
 test-native:  ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+#+ make -C ext/core check SANITIZER=address TEST=pool/slab_test: one program
 	@$(MAKE) -C ext/core -j$(JOBS) check SANITIZER=address
 
 # Without the environment its tests are skipped with the reason; with CI=true they are required.
-test-vllm-env: setup
+test-vllm-env: setup  ## fetch the environment of vLLM that the tests use
 	@$(VENV_PYTHON) tests/harness/vllm_env.py --ensure >/dev/null || [ "$(CI)" != true ]
 
 lint: setup-packages  ## ruff, mypy and clang-format; changes nothing
@@ -86,33 +102,63 @@ sanitize: test-native  ## the C++ tests under ASan + UBSan, then under ThreadSan
 	@$(MAKE) -C ext/core -j$(JOBS) check SANITIZER=thread
 
 docs: setup-built  ## write the pages that are generated from the code; compiles only what was never compiled
-	@$(VENV_PYTHON) -m tests.harness.pages
+	@$(VENV_PYTHON) -m docs.generate
 
-bench: setup  ## measure everything (BENCH=name: one); asks first; figures go to build/bench.json
+##@ To measure
+bench: setup  ## measure everything, after asking; figures go to build/bench.json
+#+ BENCH="ping copy_path": only these
+#+ ARGS=--report: show the figures that are there; ARGS=--small: show that the benchmarks work
 	@$(VENV_PYTHON) -m benchmarks.run $(BENCH) $(ARGS)
+
+bench-paired: setup  ## the same benchmarks of this checkout and another commit, taking turns
+#+ WITH=commit BENCH="ping lookup_rpc" ARGS="--rounds 5"
+	@$(VENV_PYTHON) -m tests.tools.paired --commit $(or $(WITH),$(error make bench-paired needs WITH=commit)) \
+	    $(ARGS) $(or $(BENCH),$(error make bench-paired needs BENCH="name ..."))
 
 cuda: setup  ## compile the CUDA kernels; an error where nvcc is missing
 	@KVSTRATA_CUDA=require $(VENV_PYTHON) setup.py --quiet build_ext --inplace
 
 # Runs where nothing can be fetched, with the Python that has CuPy, so it makes no .venv.
-gpu:  ## on a machine with a GPU and no network: tests marked gpu, then every GPU figure (STAGE=1..4: one stage); results in $OUT, else build/gpu
-	@$(or $(PYTHON),python3) tests/harness/gpu_run.py $(STAGE) $(ARGS)
+gpu:  ## on a machine with a GPU and no network: tests marked gpu, then every GPU figure
+#+ STAGE=1..4: one stage; results in $OUT, else build/gpu
+	@$(or $(PYTHON),python3) tests/tools/gpu_run.py $(STAGE) $(ARGS)
 
-gpu-pack: setup-packages  ## fetch the wheels that `make gpu` needs there into build/gpu-pack (GPU_PYTHON=3.12)
-	@$(VENV_PYTHON) tests/harness/gpu_pack.py --python $(or $(GPU_PYTHON),3.12)
+gpu-pack: setup-packages  ## fetch the wheels that `make gpu` needs there into build/gpu-pack
+#+ GPU_PYTHON=3.12: for that Python
+	@$(VENV_PYTHON) tests/tools/gpu_pack.py --python $(or $(GPU_PYTHON),3.12)
 
-soak: setup  ## one server for MINUTES=10 with clients that come and go; fails on a wrong byte or a leak (SEED=)
-	@$(VENV_PYTHON) -m tests.harness.soak --minutes $(or $(MINUTES),10) $(SEED:%=--seed %) $(ARGS)
+##@ To look for what only time and bad luck show (MINUTES=10, SEED=)
+soak: setup  ## one server with clients that come and go; fails on a wrong byte or a leak
+	@$(VENV_PYTHON) -m tests.tools.soak --minutes $(or $(MINUTES),10) $(SEED:%=--seed %) $(ARGS)
 
-chaos: setup  ## a small cluster for MINUTES=10 under SIGKILL and SIGSTOP; fails on a wrong or lost byte (SEED=)
-	@$(VENV_PYTHON) -m tests.harness.chaos --minutes $(or $(MINUTES),10) $(SEED:%=--seed %) $(ARGS)
+chaos: setup  ## a small cluster under SIGKILL and SIGSTOP; fails on a wrong or lost byte
+	@$(VENV_PYTHON) -m tests.tools.chaos --minutes $(or $(MINUTES),10) $(SEED:%=--seed %) $(ARGS)
 
-power-loss:  ## power cuts at any step of a disk tier's life for MINUTES=10; fails on a lost or wrong record (SEED=)
+compat: setup  ## this checkout and another commit serve each other and adopt each other's pool and disk log
+#+ WITH=commit
+	@$(VENV_PYTHON) -m tests.tools.compat --commit $(or $(WITH),$(error make compat needs WITH=commit)) \
+	    $(SEED:%=--seed %) $(ARGS)
+
+power-loss:  ## power cuts at any step of a disk tier's life; fails on a lost or wrong record
 	@$(MAKE) -C ext/core --no-print-directory power-loss MINUTES=$(or $(MINUTES),10) \
 	    SEED=$(or $(SEED),$(shell date +%s))
 
-wheel: setup  ## build sdist and wheel into dist/
-	@rm -rf dist && $(VENV_PYTHON) -m build --outdir dist .
+##@ To ship
+wheel:  ## an sdist and a manylinux wheel for each Python 3.11 to 3.13 found, in dist/
+#+ PYTHONS="python3.12 ...": for these only
+	@$(WHEEL_PYTHON) -m tests.tools.wheels make $(PYTHONS)
+
+wheel-check:  ## a server, stores and loads from each wheel in dist/, where no program is on PATH
+	@$(WHEEL_PYTHON) -m tests.tools.wheels check $(PYTHONS)
+
+# Run with the Python that is there: their tools have an environment of their own in the cache folder.
+lock:  ## pin what tests and image install, with hashes, in requirements/*.lock
+#+ ARGS=--upgrade: the newest versions; otherwise versions that still fit are kept
+audit:  ## look for published vulnerabilities of the packages in requirements/*.lock
+#+ ARGS="--vulnerability-service osv": ask api.osv.dev instead of pypi.org
+sbom:  ## list the packages in requirements/*.lock as CycloneDX files in build/sbom
+lock audit sbom:
+	@$(WHEEL_PYTHON) tests/tools/supply.py $@ $(ARGS)
 
 clean:  ## remove what was built here; the cache folder stays
 	@rm -rf .venv build dist src/*.egg-info

@@ -1,26 +1,27 @@
-"""`codec_*`: what each chain of codecs makes of KV, and how fast, on one core.
+"""`codec_*`: how small and how fast each chain of codecs encodes and decodes KV, on one core.
 
-Whole records through `Chain.encode` and `Chain.decode`, as the codec wrapper calls them in one of its threads:
-checksums and the verification of the decoded record included, staging faulted in.
+Whole records go through `Chain.encode` and `Chain.decode`, as the codec wrapper calls them in one of its threads:
+checksums and the verification of the decoded record are included, and staging memory is faulted in before.
 
-The KV is one of these, and the figures say which:
+The KV comes from one of these sources, and the figures name it:
 
-- what vLLM stores of the demo's random-weight model (tests/harness/vllm_model.py, "160m"), where it is installed:
-  made here by a server with an `fs` directory behind it;
-- records of another L2 directory of `fs`, given as KVSTRATA_BENCH_RECORDS, as they are;
-- without vLLM, *synthetic random-weight KV*: keys and values of a random-weight attention layer, made here without a
-  model. Its inputs are normalised vectors of normally distributed numbers, its weights normally distributed with the
-  deviation 0.02, keys are rotated by position, everything is rounded to bf16, laid out as vLLM does on CPUs (kv heads,
-  tokens, key then value). A product of many independent terms is normally distributed, so the numbers are drawn as
-  such, with a factor of its own for each token and for each channel.
+- records of another L2 directory of `fs`, if KVSTRATA_BENCH_RECORDS names one;
+- else, if vLLM is installed, the KV of the demo's random-weight model (tests/harness/vllm_model.py, "160m"), which vLLM
+  stores through a server with an `fs` directory;
+- else *synthetic random-weight KV*: keys and values of a random-weight attention layer, drawn here without a model.
+  Such a layer has normalised vectors of normally distributed numbers as its input and normally distributed weights
+  with the deviation 0.02; its output, a sum of many independent products, is normally distributed, too.  The numbers
+  are therefore drawn from that distribution, with a factor for each token and for each channel, rounded to bf16, and
+  laid out as vLLM does on CPUs (kv heads, tokens, key then value).
 
-Trained models have outliers by channel and repeating content; ratios on their KV differ.
+The KV of trained models has outliers by channel and repeating content, so its ratios differ.
 
-Sketch: a byte is read once and written once, so memcpy in the same run bounds it; the ratio is to that.
+Sketch: a byte is read once and written once, so memcpy in the same run is the bound, with which the ratio compares.
 """
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import random
@@ -34,33 +35,41 @@ from benchmarks.common import figure, median_spread, scratch, sized, wait_until
 from benchmarks.vllm_hit_ttft import prompt
 from kvstrata.errors import ConfigError
 from kvstrata.native import codec, copying
-from kvstrata.native.copying import RecordSpec
-from kvstrata.storage.base import PayloadKind
-from kvstrata.storage.wrap.codec_chain import Chain, ChainSettings, ZstdOptions
+from kvstrata.native import record as native_record
+from kvstrata.native.record import RecordSpec
+from kvstrata.storage.base import LoadItem, LoadStatus, PayloadKind
+from kvstrata.storage.entry import make_adapter
+from kvstrata.storage.wrap.codec_chain import Chain
+from kvstrata.storage.wrap.codec_fields import ChainSettings, ZstdOptions
+from kvstrata.storage.wrap.codec_seal import MAC
+from kvstrata.testing.strategies import WatchedHold, lent_context
 from tests.harness import vllm_env, vllm_model
+from tests.harness.redis_server import RedisServer
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import VllmProcess
 
 MODEL, LAYERS, KV_HEADS, TOKENS, HEAD = sized(("160m", 8, 8, 256, 64), ("19m", 4, 4, 256, 32))
-"""The demo's model (tests/harness/vllm_model.py) and its chunks."""
+"""The demo's model (tests/harness/vllm_model.py), and layers, kv heads, tokens and head size of its chunks."""
 RECORDS = sized(4, 1)
 REPEATS = sized(7, 1)
 SHAPE = (1, 2, KV_HEADS, 128, 2, HEAD)
-"""For fp8: bf16, 2 blocks of 128 tokens, heads before tokens, key and value behind them."""
+"""A layer of a chunk for fp8: bf16, 2 blocks; the axes of a block are kv heads, tokens, K and V, head."""
 KEY = bytes(range(32))
+MAC_TARGET = 0.05
 CHAINS = {
     "zstd": ChainSettings(zstd=ZstdOptions()),
     "zstd_3": ChainSettings(zstd=ZstdOptions(level=3)),
     "zstd_no_planes": ChainSettings(zstd=ZstdOptions(planes=1)),
     "aes": ChainSettings(master_key=b"k" * 32),
     "zstd_aes": ChainSettings(zstd=ZstdOptions(), master_key=b"k" * 32),
+    "mac": ChainSettings(mac_key=b"k" * 32),
     "fp8": ChainSettings(fp8=True),
     "fp8_zstd": ChainSettings(fp8=True, zstd=ZstdOptions()),
 }
 
 
 def synthetic(seed: int) -> bytes:
-    """One record of synthetic random-weight KV."""
+    """Make one record of synthetic random-weight KV."""
     noise = random.Random(seed)
     deviation = 0.02 * (KV_HEADS * 2 * HEAD) ** 0.5
     parts = []
@@ -77,17 +86,17 @@ def synthetic(seed: int) -> bytes:
                 row[0::2], row[1::2] = packed[2::4], packed[3::4]
                 parts.append(bytes(row))
     payload = b"".join(parts)
-    length = copying.record_bytes(LAYERS, len(payload))
+    length = native_record.record_bytes(LAYERS, len(payload))
     record = mmap.mmap(-1, length)
     record[length - len(payload) :] = payload
     spec = RecordSpec(KEY, bytes(32), bytes(32), b"", TOKENS)
     address = copying.buffer_address(record, writable=True)
-    copying.seal_record(address, length, spec, [len(payload) // LAYERS] * LAYERS)
+    native_record.seal_record(address, length, spec, [len(payload) // LAYERS] * LAYERS)
     return record[:]
 
 
 def found_records(folder: str) -> list[bytes]:
-    """Records without a codec out of a directory of `fs`. Raises ConfigError when there are none."""
+    """Read records without a codec from a directory of `fs`. Raises ConfigError when there are none."""
     records = []
     for path in sorted(Path(folder).rglob("*.kvc")):
         record = path.read_bytes()
@@ -103,7 +112,7 @@ def found_records(folder: str) -> list[bytes]:
 
 
 def records_of_vllm() -> list[bytes]:
-    """What vLLM stores of a prompt of random tokens. Raises as ServerProcess and VllmProcess do."""
+    """Let vLLM store a prompt of random tokens; return its records. Raises ServerFailed and VllmFailed."""
     with (
         scratch("codec") as folder,
         ServerProcess(folder / "server", l1_mb=256, l2="fs", chunk_tokens=TOKENS) as server,
@@ -120,14 +129,17 @@ def records_of_vllm() -> list[bytes]:
 
 
 def fp8_kind(record: bytes) -> PayloadKind:
-    """The shape of the demo's model, where the record's sections have it."""
+    """Return the payload kind of a record, with the demo model's shape if the record's sections have that size."""
     section_bytes = int.from_bytes(record[520:524], "little")
     numbers, _ = codec.fp8_sizes(SHAPE[1:])
     return PayloadKind(2, SHAPE if section_bytes == 2 * numbers else None)
 
 
 def rates_of(call: Callable[[], object], length: int) -> list[float]:
-    """GB per second of this thread's CPU time, of each repeat, a warm-up apart: what else runs here takes nothing."""
+    """Return GB per second of this thread's CPU time for each repeat after a warm-up.
+
+    It counts CPU time, so that other processes on this machine do not lower the rates.
+    """
     rates = []
     for repeat in range(REPEATS + 1):
         started = time.thread_time()
@@ -138,12 +150,12 @@ def rates_of(call: Callable[[], object], length: int) -> list[float]:
 
 
 def measure(name: str, settings: ChainSettings, records: list[bytes], source: str) -> list[dict[str, Any]]:
-    """Ratio, encoding and decoding of one chain."""
+    """Measure how one chain encodes and decodes; print and return the figures."""
     chain = Chain(settings)
     total = sum(map(len, records))
     kinds = [fp8_kind(record) for record in records]
     if settings.fp8 and kinds[0].fp8 is None:
-        print(f"   codec_{name}: the records have not the shape of the demo's model, left out", flush=True)
+        print(f"   codec_{name}: left out, the records do not have the shape of the demo's model", flush=True)
         return []
     places = [mmap.mmap(-1, len(record)) for record in records]
     for place, record in zip(places, records, strict=True):
@@ -160,7 +172,7 @@ def measure(name: str, settings: ChainSettings, records: list[bytes], source: st
             lengths[i] = made.length
 
     def decode() -> None:
-        # Decrypting is done in place: a copy is decoded, as a load's staging is.
+        # Decryption overwrites its input, so a copy is decoded, as a load decodes its staging buffer.
         for target, copy, back, length, record in zip(targets, copies, backs, lengths, records, strict=True):
             stored = memoryview(copy)[:length]
             copying.copy_at(
@@ -204,8 +216,61 @@ def measure(name: str, settings: ChainSettings, records: list[bytes], source: st
     return figures
 
 
+def mac_share(records: list[bytes], source: str) -> list[dict[str, Any]]:
+    """Measure how much longer a load from a Redis on this host takes if the record's MAC is checked."""
+    chain = Chain(CHAINS["mac"])
+    sealed = []
+    for record in records:
+        place, target = mmap.mmap(-1, len(record)), mmap.mmap(-1, chain.staging_bytes(len(record)))
+        place[:] = record
+        length = chain.encode(memoryview(place), memoryview(target), lambda identity, part: None).length
+        sealed.append(
+            (memoryview(target)[:length], native_record.record_header(copying.buffer_address(target), length))
+        )
+
+    def check() -> None:
+        for stored, header in sealed:
+            chain.seals.read(MAC, header.identity, stored, header.header_bytes, len(header.sections))
+
+    check_s = [sum(map(len, records)) / rate / 1e9 for rate in rates_of(check, sum(map(len, records)))]
+
+    async def load_s() -> list[float]:
+        with scratch("codec-mac") as folder, RedisServer(folder) as redis, redis.client() as client:
+            adapter = make_adapter(redis.entry(), 0)
+            await adapter.open(lent_context(lambda key: None))
+            times = []
+            for repeat in range(REPEATS + 1):
+                took_s = 0.0
+                for record in records:
+                    client.set(f"kvstrata:{record[16:48].hex()}", record)
+                    item = LoadItem(record[16:48], WatchedHold(record[16:48], len(record), for_put=False))
+                    started = time.perf_counter()
+                    [outcome] = await adapter.load([item])
+                    took_s += time.perf_counter() - started
+                    if outcome.status is not LoadStatus.LOADED:
+                        raise RuntimeError(f"a record was not loaded: {outcome}")
+                if repeat:
+                    times.append(took_s)
+            await adapter.close()
+            return times
+
+    checked, _ = median_spread(check_s)
+    loaded, spread = median_spread(asyncio.run(load_s()))
+    share = checked / loaded
+    print(
+        f"   mac: {checked * 1e3:.2f} ms of checks, {loaded * 1e3:.2f} ms of loads from Redis: {share:.1%}",
+        flush=True,
+    )
+    return [
+        figure(
+            "codec_mac_share_of_load", value=share, unit="of a load from a Redis on this host", spread=spread,
+            target=f"<= {MAC_TARGET}", ok=share <= MAC_TARGET, kv=source, ratio=share, ratio_to="a load",
+        )
+    ]  # fmt: skip
+
+
 def run() -> list[dict[str, Any]]:
-    """See the module."""
+    """Measure the figures."""
     folder = os.environ.get("KVSTRATA_BENCH_RECORDS", "")
     if folder:
         records, source = found_records(folder), f"records of {folder}"
@@ -215,4 +280,5 @@ def run() -> list[dict[str, Any]]:
         records = [synthetic(seed) for seed in range(RECORDS)]
         source = "synthetic random-weight KV, not of a model (vLLM is not installed)"
     print(f"   {len(records)} records of {len(records[0]) / (1 << 20):.1f} MiB: {source}", flush=True)
-    return [one for name, settings in CHAINS.items() for one in measure(name, settings, records, source)]
+    figures = [one for name, settings in CHAINS.items() for one in measure(name, settings, records, source)]
+    return figures + mac_share(records, source)

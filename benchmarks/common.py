@@ -1,4 +1,4 @@
-"""What the benchmarks share: the form of a figure, medians, scratch folders, CPU time, one client of a real server."""
+"""Code that benchmarks share: the form of a figure, medians, scratch folders, CPU time, a client of a real server."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL = "BENCH_SMALL"
 """Environment variable that `benchmarks.run --small` sets to 1; processes that a benchmark starts inherit it."""
 WAIT_S = 60.0
-"""Longest wait for anything that the product should do in milliseconds; beyond it the benchmark has failed."""
+"""Longest wait for something that should take milliseconds; after this time the benchmark has failed."""
 
 
 Size = TypeVar("Size")
 
 
 def sized(full: Size, small: Size) -> Size:
-    """One size of a benchmark: `full` to measure, `small` to show within seconds that the benchmark works."""
+    """Choose a size: `full` to measure, `small` with `--small`, to show within seconds that the benchmark works."""
     return small if os.environ.get(SMALL) == "1" else full
 
 
 class NotHere(Exception):
-    """This machine lacks what a benchmark needs; the message says what, and where it comes from."""
+    """This machine lacks something that a benchmark needs; the message says what, and how to get it."""
 
 
 def figure(
@@ -62,10 +62,10 @@ def figure(
     spread: Sequence[float] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """One figure for build/bench.json.
+    """Make one figure for build/bench.json.
 
-    `ratio` is to the hardware's limit or to a bare library, measured in the same run; `spread` is the least and the
-    greatest of the repeats whose median is `value`; `more` is kept as it is (what the ratio is to, percentiles, parts).
+    `ratio` compares with the hardware's limit or with a bare library, measured in the same run; `spread` is the least
+    and the greatest of the repeats whose median is `value`; `more` is kept as it is (`ratio_to`, percentiles, parts).
     """
     return {
         "name": name,
@@ -83,7 +83,7 @@ def figure(
 
 @functools.cache
 def commit() -> str:
-    """The commit that is measured, with `+` when tracked files differ from it; empty outside a clone."""
+    """Return the measured commit, with `+` when tracked files differ from it; empty outside a clone."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=False)
@@ -101,7 +101,7 @@ def commit() -> str:
 
 @contextlib.contextmanager
 def scratch(name: str) -> Iterator[Path]:
-    """A fresh folder below build/, removed in the end."""
+    """Make a folder below build/ and remove it at the end of the block."""
     (ROOT / "build").mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"bench-{name}-", dir=ROOT / "build"))
     try:
@@ -111,7 +111,7 @@ def scratch(name: str) -> Iterator[Path]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of all threads of a process that live now, to the nanosecond."""
+    """Return the seconds of CPU time of all threads that a process has now, to the nanosecond."""
     total_ns = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):
@@ -120,7 +120,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
-    """Look every millisecond until it holds. Raises RuntimeError naming `what` after `timeout_s`."""
+    """Wait until `condition()` holds, asking every millisecond. Raises RuntimeError naming `what` after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:
@@ -129,9 +129,10 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT
 
 
 def engine_client(socket_dir: Path, port: int, blocks: Any, **more: Any) -> Any:
-    """A started and attached `CacheClient` that is both sides of an engine with one slice, that of these PagedBlocks.
+    """Start and attach a `CacheClient` for both sides of an engine whose only slice is that of these PagedBlocks.
 
-    `more` goes to its settings; `model`, `chunk_tokens` (256) to its layout identity.
+    `more` goes to the client's settings, except `model` and `chunk_tokens` (256), which go to its layout identity.  The
+    caller closes the client.  Raises RuntimeError if it does not attach within WAIT_S.
     """
     from kvstrata.client import CacheClient
     from kvstrata.config.model import ClientSettings
@@ -159,5 +160,5 @@ def engine_client(socket_dir: Path, port: int, blocks: Any, **more: Any) -> Any:
 
 
 def chains(root: bytes, n_prompts: int, n_chunks: int) -> list[bytes]:
-    """`chain_of` prompts 0, 1, …"""
+    """Return `chain_of` the prompts 0, 1, …"""
     return [chain_of(root, prompt, n_chunks) for prompt in range(n_prompts)]

@@ -1,10 +1,13 @@
-"""`controller_events`: keys a second of events that a controller on one core takes in, over the real protocol.
+"""`controller_events`: how many keys per second a controller on one core takes in from events, over the real protocol.
 
-Eight instances send batches of 8,192 tags (7 of 8 admits, 1 evict of the batch before) as fast as the controller reads
-them; the time ends when the last tag is found by a lookup of each.  The controller has one core, who sends another.
-Sketch: 64 KiB a batch through a TCP socket and msgpack, and 8,192 placements in the registry; the ratio is to the
-registry alone doing the same changes on one thread.  `lookup_p99_ms`: round trips of a lookup of 512 tags (of a prompt
-of 128k tokens), one a millisecond, while another instance makes full syncs of a million keys one after another.
+Eight instances send batches of 8,192 tags as fast as the controller reads them.  A batch admits 7,168 tags and evicts
+1,024 tags of the batch before it (an instance's first batch only admits).  The clock stops when lookups find a tag of
+each instance's last batch.  The controller has one core; the senders share the others.  `lookup_p99_ms` is the round
+trip of a lookup of 512 tags (a prompt of 128k tokens).  A lookup is sent a millisecond after the answer to the one
+before, while another instance makes full syncs of a million keys one after another.
+
+Sketch: a batch is 64 KiB through a TCP socket and msgpack, and 8,192 changes in the registry.  The ratio is to the
+registry alone, doing the same changes on one thread.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ TARGET_P99_MS = 2.0
 INSTANCES = 8
 BATCH = 8_192
 BATCHES = sized(128, 2)
-"""Of each instance in one round: 8,388,608 keys in all."""
+"""Batches of each instance in a round; in a full run all instances together send 8,388,608 keys per round."""
 ROUNDS = sized(5, 1)
 SYNC_KEYS = sized(1_000_000, 20_000)
 LOOKUP_TAGS = 512
@@ -34,8 +37,8 @@ LOOKUPS = sized(3_000, 50)
 PAUSE_S = 0.001
 
 
-def batches(instance: int, round_number: int) -> list[list[wire.Run]]:
-    """Random tags, so that nothing is in a processor cache from the batch before."""
+def batches() -> list[list[wire.Run]]:
+    """Make the batches of one instance for one round. The tags are random, so processor caches do not help."""
     made: list[list[wire.Run]] = []
     before = b""
     for _ in range(BATCHES):
@@ -49,27 +52,28 @@ def batches(instance: int, round_number: int) -> list[list[wire.Run]]:
     return made
 
 
-def bare_seconds(rounds: list[list[list[wire.Run]]]) -> float:
-    """The same changes on a registry alone."""
+def bare_seconds(sent: list[list[list[wire.Run]]]) -> float:
+    """Return the seconds that the registry alone takes for the same changes. `sent`: the batches of each instance."""
     registry = Registry()
     slots = []
-    for group in range(len(rounds)):
+    for group in range(len(sent)):
         slot = registry.open_slot(group)
         assert slot is not None
         registry.publish(slot)
         slots.append(slot)
     started = time.perf_counter()
     for at in range(BATCHES):
-        for slot, made in zip(slots, rounds, strict=True):
+        for slot, made in zip(slots, sent, strict=True):
             for run in made[at]:
                 (registry.admit if run.change is wire.Change.ADMIT else registry.evict)(slot, run.tags)
     return time.perf_counter() - started
 
 
 def keep_syncing(port: int, syncs: Any, stop: Event) -> None:
-    """In a process of its own: full syncs one after another.
+    """Make full syncs one after another until `stop` is set, and count them in `syncs`; the main function of a process.
 
-    Who asks has the same core, and goes first: else the figure would be how long this process keeps it waiting.
+    It runs at the lowest priority, because it may share its core with the process that times the lookups: at equal
+    priority the figure would include the time for which it keeps that process waiting.
     """
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with ClusterInstance(port, "syncing") as one:
@@ -81,10 +85,10 @@ def keep_syncing(port: int, syncs: Any, stop: Event) -> None:
 
 
 def run() -> list[dict[str, Any]]:
-    """The figure."""
+    """Start a controller on a core of its own and measure. Raises RuntimeError if fewer than two cores are allowed."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        raise RuntimeError("needs two cores: one for the controller, one for who sends")
+        raise RuntimeError("one core is allowed, two are needed: one for the controller, one for the senders")
     with (
         scratch("controller") as folder,
         ControllerProcess(folder, flags=("--heartbeat-s", "600", "--dead-after-s", "1200")) as controller,
@@ -100,27 +104,30 @@ def run() -> list[dict[str, Any]]:
 
 
 def measure(controller: ControllerProcess) -> dict[str, Any]:
-    """Both parts."""
+    """Measure events, then lookups during full syncs; return the figure. Raises RuntimeError if anything was lost."""
     port = controller.ports["reply"]
     reader = ClusterInstance(port, "reader").join({})
     rates, bare = [], []
     instances = [ClusterInstance(port, f"i{number}").join({}) for number in range(INSTANCES)]
-    for round_number in range(ROUNDS):
-        rounds = [batches(number, round_number) for number in range(INSTANCES)]
-        keys = sum(len(run.tags) // 8 for made in rounds for runs in made for run in runs)
+    for _ in range(ROUNDS):
+        sent = [batches() for _ in range(INSTANCES)]
+        keys = sum(len(run.tags) // 8 for made in sent for runs in made for run in runs)
         started = time.perf_counter()
         for at in range(BATCHES):
-            for one, made in zip(instances, rounds, strict=True):
+            for one, made in zip(instances, sent, strict=True):
                 one.tell(*made[at])
-        for made in rounds:
+        for made in sent:
             reader.until_where(made[-1][0].tags[:8], bool)
         rates.append(keys / (time.perf_counter() - started))
-        bare.append(keys / bare_seconds(rounds))
+        bare.append(keys / bare_seconds(sent))
         for one in instances:
             one.tell(wire.Run(wire.Change.CLEAR, "l1", b""))
     told = controller.ask("/v1/cluster")
     if told["dropped_event_batches"] or told["instances"]["unconfirmed"]:
-        raise RuntimeError(f"batches were lost: {told['dropped_event_batches']}")
+        raise RuntimeError(
+            f"the controller dropped {told['dropped_event_batches']} batches of events, and "
+            f"{told['instances']['unconfirmed']} instances are unconfirmed; both must be 0"
+        )
     for one in instances:
         one.close()
     context = multiprocessing.get_context("spawn")
@@ -139,7 +146,7 @@ def measure(controller: ControllerProcess) -> dict[str, Any]:
         owners = reader.where(held)
         seconds.append(time.perf_counter() - asked)
         if [owner.n_keys for owner in owners] != [LOOKUP_TAGS]:
-            raise RuntimeError(f"the lookup found {owners}")
+            raise RuntimeError(f"the lookup found {owners}, not one owner of {LOOKUP_TAGS} keys")
         time.sleep(PAUSE_S)
     sync_keys = (syncs.value - first) * SYNC_KEYS / (time.perf_counter() - started)
     stop.set()

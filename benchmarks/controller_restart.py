@@ -1,8 +1,9 @@
-"""`controller_restart`: a controller is SIGKILLed and started again; until all of 10 × 100,000 chunks are confirmed.
+"""`controller_restart`: how long a controller needs after SIGKILL until all of 10 × 100,000 chunks are confirmed.
 
-From the start of the process: it reads its snapshot, instances that try every 10 ms register again and each makes a
-full sync over the real protocol.  (A real instance notices by its heartbeat; that time is not in the figure.)
-The ratio is to the registry alone admitting the same placements on one thread.
+The time begins when the new process is started.  The controller reads its snapshot; the instances, which try every
+10 ms, register again, and each makes a full sync over the real protocol.  (A real instance notices the restart by its
+heartbeat; that time is not in the figure.)  The ratio compares with the registry alone, which admits the same
+placements on one thread.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TRY_S = 0.01
 
 
 def come_back(one: ClusterInstance, tags: bytes, ended: list[float]) -> None:
-    """Register with the controller that is coming, and sync."""
+    """Register with the controller as soon as it answers, and sync; append the time of the end to `ended`."""
     while True:
         try:
             told = one.register(timeout_s=0.1)
@@ -39,7 +40,7 @@ def come_back(one: ClusterInstance, tags: bytes, ended: list[float]) -> None:
 
 
 def bare_seconds(held: list[bytes]) -> float:
-    """The same placements into a registry alone."""
+    """Return the seconds that a registry alone needs to admit the same placements."""
     registry = Registry()
     started = time.perf_counter()
     for group, tags in enumerate(held):
@@ -51,7 +52,7 @@ def bare_seconds(held: list[bytes]) -> float:
 
 
 def run() -> list[dict[str, Any]]:
-    """The figure."""
+    """Measure the figures."""
     held = [os.urandom(8 * CHUNKS) for _ in range(INSTANCES)]
     environment = {**os.environ, "KVSTRATA_CONTROLLER_DIRECTORY_SNAPSHOT_S": "1"}
     seconds, starts, bare = [], [], []
@@ -81,7 +82,7 @@ def run() -> list[dict[str, Any]]:
             seconds.append(max(ended) - started)
             rows = controller.ask("/v1/instances")["instances"]
             if [(row["confirmed"], row["keys"]["l1"]) for row in rows] != [(True, CHUNKS)] * INSTANCES:
-                raise RuntimeError(f"not all is confirmed: {rows}")
+                raise RuntimeError(f"some chunks are not confirmed: {rows}")
             bare.append(bare_seconds(held))
         status = controller.ask("/v1/cluster")["snapshot"]
         for one in instances:

@@ -1,9 +1,10 @@
-"""`kernel_*`: the native copies alone, without server or client, against libc's memcpy in turn in one run.
+"""`kernel_*`: the native copies without server and client, in turns with libc's memcpy in the same run.
 
-One thread, 32 MiB chunks (32 sections of 1 MiB), 16 of them at a time, buffers faulted in and larger than the cache:
-gather with checksum into a record, verified scatter out of it, with blocks of 512 KiB (vLLM's CPU layout) and of
-64 KiB (blocks of 16 tokens) in shuffled order.  Then each checksum implementation that this processor can run, two
-threads against one, and what leaves the destination of a small copy cheaper to read: streaming or cached stores.
+One thread copies 16 chunks of 32 MiB at a time (32 sections of 1 MiB) between buffers that are faulted in and larger
+than the cache: a gather with checksums into records, and a verified scatter out of them, with blocks of 512 KiB (vLLM's
+CPU layout) and of 64 KiB (blocks of 16 tokens) in shuffled order.  Further measured are each checksum implementation
+that this processor can run, two threads against one, and whether streaming or cached stores leave the destination of a
+small copy cheaper to read.
 
 Sketch: a byte is read once and written once; memcpy through the cache reads the destination's lines too, so streaming
 stores can beat it by up to 1.5.
@@ -21,7 +22,9 @@ from typing import Any
 
 from benchmarks.common import figure, median_spread, sized
 from kvstrata.native import copying
-from kvstrata.native.copying import CopyEngine, CopyPlan, RecordSpec
+from kvstrata.native import record as native_record
+from kvstrata.native.copying import CopyEngine, CopyPlan
+from kvstrata.native.record import RecordSpec
 
 SECTIONS = 32
 SECTION_BYTES = 1 << 20
@@ -34,10 +37,10 @@ READ_BACK_BYTES = sized((16 << 10, 64 << 10, 1 << 20, 16 << 20), (16 << 10, 64 <
 
 
 class Buffers:
-    """An engine's memory, extents for all chunks, and a pair of buffers for memcpy; all faulted in."""
+    """An engine's memory, extents for all chunks, and a target for memcpy; all are faulted in."""
 
     def __init__(self) -> None:
-        self.extent_bytes = copying.record_bytes(SECTIONS, CHUNK_BYTES)
+        self.extent_bytes = native_record.record_bytes(SECTIONS, CHUNK_BYTES)
         sizes = {"engine": BATCH_BYTES, "extents": CHUNKS * self.extent_bytes, "to": BATCH_BYTES}
         self._maps = {name: mmap.mmap(-1, size) for name, size in sizes.items()}
         noise = os.urandom(1 << 20)
@@ -49,12 +52,12 @@ class Buffers:
         )
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap the memory."""
         for buffer in self._maps.values():
             buffer.close()
 
     def memcpy(self) -> None:
-        """The yardstick: as many bytes, a chunk a call."""
+        """Copy the engine's memory by memcpy, one chunk in each call."""
         for at in range(0, BATCH_BYTES, CHUNK_BYTES):
             copying.libc_copy_at(self.to + at, self.engine + at, CHUNK_BYTES)
 
@@ -77,7 +80,7 @@ class Work:
             address = buffers.extents + chunk * buffers.extent_bytes
             spec = RecordSpec(key, bytes(32), bytes(32), b"", 256)
             self.gathers.append((ids, address, buffers.extent_bytes, spec))
-            self.scatters.append((ids, address, buffers.extent_bytes, key))
+            self.scatters.append((ids, address, buffers.extent_bytes, (key, bytes(32))))
 
     def gather(self, engine: CopyEngine) -> None:
         """Store all chunks."""
@@ -91,7 +94,7 @@ class Work:
 
 
 def in_turn(calls: dict[str, Callable[[], None]], repeats: int = REPEATS) -> dict[str, list[float]]:
-    """Rates in GB/s of each call over a batch, one after the other, so that a noisy moment meets all."""
+    """Return the rates of each call in GB/s; the calls take turns, so that a noisy moment slows all of them."""
     rates: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats + 1):
         for name, call in calls.items():
@@ -103,18 +106,19 @@ def in_turn(calls: dict[str, Callable[[], None]], repeats: int = REPEATS) -> dic
 
 
 def against(rates: dict[str, list[float]], name: str, floor: str) -> tuple[float, list[float]]:
-    """Median ratio of two calls measured in turn, and its spread."""
+    """Return the median ratio of two calls that took turns, and its spread."""
     return median_spread([a / b for a, b in zip(rates[name], rates[floor], strict=True)])
 
 
 def shown(label: str, rates: list[float], ratio: float | None = None) -> None:
+    """Print a line of rates in GB/s."""
     value, (least, greatest) = median_spread(rates)
     beside = f"  {ratio:5.2f} × memcpy" if ratio is not None else ""
     print(f"   {label:<34}{value:7.2f} GB/s  [{least:.2f}..{greatest:.2f}]{beside}", flush=True)
 
 
 def by_implementation(buffers: Buffers, work: Work, alone: CopyEngine) -> None:
-    """A gather by each checksum implementation, the fast ones and the fallbacks."""
+    """Measure a gather with each checksum implementation, the fallbacks included."""
     for path in copying.crc32c_paths():
         copying.set_crc32c_path(path)
         try:
@@ -125,7 +129,7 @@ def by_implementation(buffers: Buffers, work: Work, alone: CopyEngine) -> None:
 
 
 def read_back(buffers: Buffers) -> None:
-    """Time to copy so many bytes out of a record and then read them, source not in the cache."""
+    """Measure copying bytes out of a record that is in no cache and then reading the copy."""
     for size in READ_BACK_BYTES:
         times: dict[str, list[float]] = {"streaming": [], "cached": []}
         for repeat in range(9):
@@ -144,7 +148,7 @@ def read_back(buffers: Buffers) -> None:
 
 
 def run() -> list[dict[str, Any]]:
-    """See the module."""
+    """Measure the figures."""
     buffers = Buffers()
     alone, two = CopyEngine(threads=0), CopyEngine(threads=1)  # the caller is the other thread
     figures = []

@@ -1,11 +1,12 @@
-"""`copy_store`, `copy_retrieve`: the whole client path against libc's memcpy of the same sizes, in turn, in one run.
+"""`copy_store`, `copy_retrieve`: the client's whole path, in turns with libc's memcpy of as many bytes in the same run.
 
 Chunks have the shape of Llama 8B: 32 layers, 8 kv heads × 128, bf16, 256 tokens = 32 MiB, in blocks of 16 tokens; 16
-of them at a time.  Store: reserve, gather with checksum into the pool, commit.  Retrieve: lookup, verified scatter out
-of the pool, release.  memcpy copies as many bytes, 32 MiB a call, between buffers as large.  All buffers are faulted in
-and each is larger than the processor's cache.
+chunks at a time.  A store reserves, gathers with checksum into the pool, and commits.  A retrieve looks up, scatters
+out of the pool while it verifies, and releases.  memcpy copies as many bytes, 32 MiB a call, between buffers of the
+same size.  All buffers are faulted in, and each is larger than the processor's cache.
 
-Sketch: every byte is read once and written once, as by memcpy; the checksum runs in the shadow of the copy.
+Sketch: every byte is read once and written once, as by memcpy; the checksum is computed while the copy waits for
+memory.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tests.harness.server_process import ServerProcess
 
 LAYERS = 32
 BLOCK_BYTES = 16 * 8 * 2 * 128 * 2
-"""16 tokens of one layer: 8 kv heads, K and V, 128 wide, 2 bytes each."""
+"""A block of one layer: 16 tokens, 8 kv heads, K and V, 128 numbers of 2 bytes."""
 BLOCKS_PER_CHUNK = 16
 CHUNKS = sized(16, 2)
 CHUNK_BYTES = LAYERS * BLOCK_BYTES * BLOCKS_PER_CHUNK
@@ -39,7 +40,7 @@ TARGET_TWO = 1.6
 
 
 class Memcpy:
-    """libc's, between two buffers of one batch."""
+    """libc's memcpy between two buffers of a batch's size."""
 
     def __init__(self) -> None:
         self._maps = [mmap.mmap(-1, BATCH_BYTES) for _ in range(2)]
@@ -53,7 +54,7 @@ class Memcpy:
         self._pool = ThreadPoolExecutor(2)
 
     def seconds(self, n_chunks: int, threads: int) -> float:
-        """Time to copy so many chunks, in this thread or in two."""
+        """Return the seconds of copying `n_chunks` chunks, in this thread or in two."""
         started = time.perf_counter()
         if threads == 1:
             self._copy(range(n_chunks))
@@ -66,7 +67,7 @@ class Memcpy:
             self._memcpy(self._to + i * CHUNK_BYTES, self._from + i * CHUNK_BYTES, CHUNK_BYTES)
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap the memory."""
         self._pool.shutdown()
         self._anchors.clear()
         for part in self._maps:
@@ -74,7 +75,7 @@ class Memcpy:
 
 
 class Path8B:
-    """One engine's client and blocks."""
+    """One engine's client and blocks, for prompts of Llama 8B; the caller owns both."""
 
     def __init__(self, client: CacheClient, blocks: PagedBlocks, seed: int) -> None:
         self.client = client
@@ -88,7 +89,7 @@ class Path8B:
         return [list(range(i * BLOCKS_PER_CHUNK, (i + 1) * BLOCKS_PER_CHUNK)) for i in range(n_chunks)]
 
     def store(self, n_chunks: int) -> float:
-        """Time to store a new prompt of so many chunks."""
+        """Return the seconds of storing a new prompt of `n_chunks` chunks."""
         self._stored = next(self._chains)[: n_chunks * 32]
         blocks = self._blocks(n_chunks)
         started = time.perf_counter()
@@ -98,7 +99,7 @@ class Path8B:
         return time.perf_counter() - started
 
     def retrieve(self, n_chunks: int) -> float:
-        """Time to look up and load what was stored last."""
+        """Return the seconds of looking up and loading the prompt that was stored last."""
         chain, blocks = self._stored, self._blocks(n_chunks)
         started = time.perf_counter()
         call = self.client.lookup(self.identity, chain, request_id="bench", deadline_ms=10_000)
@@ -109,14 +110,14 @@ class Path8B:
             LoadItem(chain[i * 32 : i * 32 + 32], extents[i].offset_bytes, extents[i].length_bytes, blocks[i])
             for i in range(n_chunks)
         ]
-        job = self.client.load(call.result.lease, items, self.blocks.plan)
+        job = self.client.load(self.identity, call.result.lease, items, self.blocks.plan)
         if not job.wait(60) or job.failed:
             raise RuntimeError(f"chunks {sorted(job.failed)} were not loaded")
         return time.perf_counter() - started
 
 
 def measure(path: Path8B, memcpy: Memcpy, n_chunks: int, threads: int) -> dict[str, list[float]]:
-    """Seconds of each, in turn."""
+    """Return the seconds of store, retrieve and memcpy, which take turns."""
     taken: dict[str, list[float]] = {"memcpy": [], "store": [], "retrieve": []}
     for repeat in range(REPEATS + 1):
         for name, call in (
@@ -131,7 +132,7 @@ def measure(path: Path8B, memcpy: Memcpy, n_chunks: int, threads: int) -> dict[s
 
 
 def run() -> list[dict[str, Any]]:
-    """See the module."""
+    """Measure the figures."""
     memcpy = Memcpy()
     blocks = PagedBlocks(layers=LAYERS, num_blocks=CHUNKS * BLOCKS_PER_CHUNK, block_bytes=BLOCK_BYTES)
     blocks.touch()

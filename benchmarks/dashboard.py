@@ -1,11 +1,13 @@
-"""`dashboard`: what 500 instances cost a browser that shows them, and the controller for each that watches.
+"""`dashboard_*`: the CPU time that 500 instances cost a browser that shows them, and that readers cost the controller.
 
-Simulated instances over the real protocol, with 4 tiers and 4 workers each: a heartbeat every 10 s, evenly spread,
-with other numbers each time, and a batch of changed chunks from each every second.  `dashboard_NAME` is the share of
-the time that the main thread of the page's process is busy (TaskDuration of the DevTools protocol), in a real Chromium;
-beside it the thread's CPU time, and by how much the heap of scripts has grown, garbage collected.  `dashboard_readers`
-is the CPU time of the controller with 16 readers of /v1/live more than with none; its ratio is to the controller's own
-work.  The ratio of a page is to its target: nothing else shows the same.
+The instances are simulated over the real protocol, with 4 tiers and 4 workers each.  Each sends a heartbeat every 10 s,
+evenly spread, with new numbers each time, and a batch of changed chunks every second.
+
+`dashboard_NAME` is the share of the time in which the main thread of the page's process is busy (TaskDuration of the
+DevTools protocol), in a real Chromium.  The figure also has the thread's CPU time, and the growth of the heap of the
+page's scripts, measured after garbage collections.  `dashboard_readers` is the CPU time that 16 readers of /v1/live
+add to the controller's own; its ratio compares the two.  The ratio of a page compares with the target, since no other
+program shows the same pages.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ TIERS = ("l1", "disk-0", "redis-1", "mooncake-2")
 WORKERS = 4
 CHUNKS = sized(2_000, 50)
 CHANGED = 8
-"""Chunks of each batch of changes."""
+"""Chunks in each batch of changes."""
 READERS = sized(16, 2)
 SETTLE_S = sized(4.0, 0.5)
 SECONDS = sized(12.0, 1.0)
@@ -54,7 +56,7 @@ PAGES = {
 
 
 def load_of(chance: random.Random, one: Instance, before: wire.Load | None) -> wire.Load:
-    """Numbers that have moved since the last heartbeat."""
+    """Return an instance's load, whose numbers have moved since its last heartbeat."""
     hits = dict(before.hits_total) if before else {"l1": 0, "l2": 0, "peer": 0, "miss": 0}
     for source, most in {"l1": 900, "l2": 200, "peer": 90, "miss": 300}.items():
         hits[source] += chance.randrange(most)
@@ -71,7 +73,7 @@ def load_of(chance: random.Random, one: Instance, before: wire.Load | None) -> w
 
 
 def live(port: int, joined: Event, stop: Event) -> None:
-    """In a process of its own: the instances, until `stop`."""
+    """Run the instances until `stop`, in a process of its own."""
     asyncio.run(_live(port, joined, stop))
 
 
@@ -83,7 +85,7 @@ async def _live(port: int, joined: Event, stop: Event) -> None:
         for number in range(INSTANCES)
     ]
     layout = LayoutIdentity(model="meta-llama/Llama-3.1-8B-Instruct", kv_dtype="bf16", chunk_tokens=256)
-    models = [wire.ModelInfo(layout, [])]
+    models = [wire.KvKind(layout, [])]
     try:
         beats_s = 0.0
         for one in ones:
@@ -108,7 +110,7 @@ async def _live(port: int, joined: Event, stop: Event) -> None:
 
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[ControllerProcess]:
-    """A controller with the instances."""
+    """Run a controller and the instances until the end of the block."""
     flags = ("--heartbeat-s", "10", "--dead-after-s", "60")
     context = multiprocessing.get_context("spawn")
     with ControllerProcess(folder, flags=flags) as controller:
@@ -126,7 +128,7 @@ def cluster(folder: Path) -> Iterator[ControllerProcess]:
 
 
 async def read(port: int, ready: asyncio.Event, counts: list[int]) -> None:
-    """One reader of the stream, until it is cancelled; `counts` gets the bytes it has read."""
+    """Read the stream until cancelled; `counts` gets the length of each part."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET /v1/live HTTP/1.1\r\nHost: localhost\r\nAccept: text/event-stream\r\n\r\n")
     if b" 200 " not in await reader.readline():
@@ -140,7 +142,7 @@ async def read(port: int, ready: asyncio.Event, counts: list[int]) -> None:
 
 
 async def cores(controller: ControllerProcess, readers: int) -> tuple[float, float]:
-    """Cores that the controller uses beside so many readers, and bytes a second that each reads."""
+    """Return how many cores the controller uses with `readers` readers, and how many bytes a second each one gets."""
     counts: list[int] = []
     ready = [asyncio.Event() for _ in range(readers)]
     tasks = [asyncio.create_task(read(controller.http_port, each, counts)) for each in ready]
@@ -161,19 +163,19 @@ async def cores(controller: ControllerProcess, readers: int) -> tuple[float, flo
 
 
 async def metrics(session: CDPSession) -> dict[str, float]:
-    """Of the page's process, by name."""
+    """Return the metrics of the page's process by name."""
     told = await session.send("Performance.getMetrics")
     return {one["name"]: one["value"] for one in told["metrics"]}
 
 
 async def heap(session: CDPSession) -> float:
-    """Bytes of the scripts' heap after a collection."""
+    """Return the bytes of the scripts' heap after a garbage collection."""
     await session.send("HeapProfiler.collectGarbage")
     return (await metrics(session))["JSHeapUsedSize"]
 
 
 async def renderers(browser: Browser) -> dict[int, float]:
-    """CPU time of the main thread of each process that renders pages; of those only one shows something."""
+    """Return the CPU time of the main thread of each renderer process; only one of them shows a page."""
     session = await browser.new_browser_cdp_session()
     told = await session.send("SystemInfo.getProcessInfo")
     await session.detach()
@@ -184,12 +186,12 @@ async def renderers(browser: Browser) -> dict[int, float]:
 
 
 def thread_seconds(pid: int) -> float:
-    """CPU time of a process's main thread."""
+    """Return the CPU time of a process's main thread."""
     return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 async def busy(browser: Browser, page: Page, path: str) -> dict[str, float]:
-    """What one page costs while it is shown."""
+    """Show a page for SECONDS and return its costs by name."""
     await page.evaluate("(hash) => { location.hash = hash; }", path)
     await asyncio.sleep(SETTLE_S)
     session = await page.context.new_cdp_session(page)
@@ -216,7 +218,7 @@ async def busy(browser: Browser, page: Page, path: str) -> dict[str, float]:
 
 
 async def measure(controller: ControllerProcess) -> list[dict[str, Any]]:
-    """All figures."""
+    """Measure the readers, then the pages; return the figures."""
     alone, _ = await cores(controller, 0)
     with_readers, read_bytes = await cores(controller, READERS)
     figures = [
@@ -258,6 +260,6 @@ async def measure(controller: ControllerProcess) -> list[dict[str, Any]]:
 
 
 def run() -> list[dict[str, Any]]:
-    """The figures."""
+    """Measure the figures."""
     with scratch("dashboard") as folder, cluster(folder) as controller:
         return asyncio.run(measure(controller))

@@ -1,22 +1,23 @@
-"""`disk_write_amp*`: what the disk log writes for a byte that is put, once it is full, over metadata only.
+"""`disk_write_amp*`: how many bytes a full disk log writes for each byte that is put, over metadata only.
 
     python -m benchmarks.disk_write_amp --trace FILE
 
 ext/core/bench/disk_replay.cpp runs the real log on files in memory that keep everything but zeros, with records whose
-payloads are zeros: its policy, frames, tables and checksums are those of a server, and a log of tens of GB takes some
-MB.  A record of 1 MiB stands for a block of 512 tokens (64 MiB for Llama-8B): only the frame's header of 4 KiB weighs
-more then.
+payloads are zeros.  Its policy, frames, tables and checksums are those of a server, and a log of tens of GB takes some
+MB of memory.  A record of 1 MiB stands for a block of 512 tokens (64 MiB for Llama-8B); with such small records the
+frame's header of 4 KiB weighs more than in reality.
 
-- `disk_write_amp`: the requests of a trace (see benchmarks/policies.py for its form).  Each loads the leading blocks
-  that are there and puts the others.  No L1 is before the log, so all hits are its loads: as much is written again as
-  can be.  The worst of logs that hold 5, 10 and 20 % of the distinct blocks.
-- `disk_write_amp_synthetic`: the same of a synthetic trace, which is what `make bench` does.
-- `disk_write_amp_uniform`: keys drawn uniformly from twice as many as fit, loaded where they are there, else put.
+- `disk_write_amp`: the requests of a trace (benchmarks/policies.py describes its form).  Each request loads the leading
+  blocks that are stored and puts the others.  No L1 stands before the log, so all hits are loads from the log, and as
+  many records as possible are written again.  The figure is the worst of logs that hold 5, 10 and 20 % of the
+  distinct blocks.
+- `disk_write_amp_synthetic`: the same with a synthetic trace; `make bench` measures this one.
+- `disk_write_amp_uniform`: keys drawn uniformly from twice as many as fit; a stored key is loaded, another one is put.
 
-Counted is from the first segment that retired: from then on live records are nine tenths of the log and more.
+Counting begins with the first segment that retires: from then on live records are at least nine tenths of the log.
 
-Sketch: a frame's header and table are 0.4 %; what retires may be written again up to a fifth, so the bound is
-1 / (1 - 0.2) = 1.25 and those.
+Sketch: a frame's header and table are 0.4 %; up to a fifth of a retiring segment may be written again, so the bound is
+1 / (1 - 0.2) = 1.25 and those 0.4 %.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import argparse
 import json
 import random
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +36,6 @@ from benchmarks.run import merge
 from kvstrata.measure.workloads import TraceRequest, read_trace, synthetic_trace
 
 ROOT = Path(__file__).resolve().parents[1]
-CORE = ROOT / "ext" / "core"
 PROGRAM = ROOT / "build" / "native" / "bench" / "disk_replay"
 RECORD_BYTES = 1 << 20
 FRAME_BYTES = RECORD_BYTES + 4096
@@ -47,19 +48,19 @@ TARGET = 1.3
 
 
 class Amplified(NamedTuple):
-    """What a replay says."""
+    """The result of a replay."""
 
     ratio: float
-    """Bytes written for bytes put."""
+    """Bytes written per byte put."""
     hit_share: float
     full_share: float
-    """Live bytes of the log's capacity, at the end."""
+    """Share of the log's capacity that live records have at the end."""
     reinserted_share: float
-    """Of the bytes that retired segments held."""
+    """Share of the bytes of retired segments that were written again."""
 
 
 def replayed(capacity_bytes: int, accesses: Iterable[str]) -> Amplified:
-    """From the first segment that retired. Raises RuntimeError where none did."""
+    """Replay accesses and count from the first segment that retires. Raises RuntimeError if no segment retires."""
     lines = "".join(with_counts(accesses))
     done = subprocess.run(
         [PROGRAM, str(capacity_bytes), str(RECORD_BYTES)], input=lines, capture_output=True, text=True
@@ -82,7 +83,7 @@ def replayed(capacity_bytes: int, accesses: Iterable[str]) -> Amplified:
 
 
 def with_counts(accesses: Iterable[str]) -> Iterator[str]:
-    """The lines for the program."""
+    """Yield the program's input: the accesses, and orders to print its counts."""
     for number, access in enumerate(accesses):
         yield f"{access}\n"
         if number % ACCESSES_OF_COUNT == 0:
@@ -91,19 +92,19 @@ def with_counts(accesses: Iterable[str]) -> Iterator[str]:
 
 
 def uniform() -> Iterator[str]:
-    """One key after the other."""
+    """Yield accesses to keys drawn uniformly."""
     draw = random.Random(1)
     for _ in range(UNIFORM_ACCESSES):
         yield f"use {draw.randrange(UNIFORM_KEYS)}"
 
 
 def of_prompts(prompts: Iterable[TraceRequest]) -> Iterator[str]:
-    """One request after the other."""
+    """Yield the accesses of the requests of a trace."""
     return (f"use {' '.join(map(str, prompt.blocks))}" for prompt in prompts)
 
 
 def trace_figure(name: str, prompts: list[TraceRequest], what: str) -> dict[str, Any]:
-    """The worst of SHARES; each is in `logs`."""
+    """Return the figure of a trace: the worst of SHARES, all of which are in `logs`."""
     blocks = len({block for prompt in prompts for block in prompt.blocks})
     logs = {share: replayed(int(share * blocks) * FRAME_BYTES, of_prompts(prompts)) for share in SHARES}
     worst = max(logs.values())
@@ -122,23 +123,16 @@ def trace_figure(name: str, prompts: list[TraceRequest], what: str) -> dict[str,
 
 
 def make_program() -> None:
-    """Compile it with the library that `make setup` made of ext/core/src. Raises RuntimeError."""
-    made = [*(ROOT / "build" / "native").glob("core-*/libkvstrata_core.a")]
-    if not made:
-        raise RuntimeError("build/native holds no libkvstrata_core.a: run `make setup`")
-    newest = max(made, key=lambda library: library.stat().st_mtime_ns)
-    PROGRAM.parent.mkdir(parents=True, exist_ok=True)
-    command = [
-        *("g++", "-std=c++20", "-O2", "-UNDEBUG", "-pthread", f"-I{CORE / 'include'}", f"-I{CORE / 'tests'}"),
-        *(CORE / "bench" / "disk_replay.cpp", newest, "-ldl", "-o", PROGRAM),
-    ]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    """Compile the program if its sources have changed. Raises RuntimeError with the compiler's output."""
+    source, target = "ext/core/bench/disk_replay.cpp", str(PROGRAM.relative_to(ROOT))
+    command = [sys.executable, "ext/make", "program", source, target]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stdout}")
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout}")
 
 
 def run() -> list[dict[str, Any]]:
-    """The figures that need no trace."""
+    """Measure the figures that need no trace."""
     make_program()
     found = replayed(UNIFORM_RECORDS * FRAME_BYTES, uniform())
     return [
@@ -157,7 +151,7 @@ def run() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Command line: the figure of a trace, into build/bench.json."""
+    """Run the command line: measure the figure of a trace and write it into build/bench.json."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trace", type=Path, required=True, help="JSON lines, as for benchmarks.policies")
     arguments = parser.parse_args()

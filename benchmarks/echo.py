@@ -1,7 +1,8 @@
-"""`python -m benchmarks.echo PATH`: a bare pyzmq echo, the floor of every figure that goes through RPC.
+"""`python -m benchmarks.echo PATH`: a bare pyzmq echo server, with which the figures of RPCs are compared.
 
-Same event loop (uvloop), same socket types (ROUTER for DEALERs over a unix socket) and the same way of reading as the
-server's: the loop watches the socket's descriptor, each wake reads until nothing is left.  It ends with its stdin.
+The echo has the server's event loop (uvloop) and socket types (ROUTER for DEALERs over a unix socket), and reads as the
+server does: the loop watches the socket's descriptor, and each wake reads until no message is left.  The process ends
+when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ async def serve(path: str) -> None:
 
 @contextlib.contextmanager
 def echo_server(path: Path) -> Iterator[int]:
-    """Run the echo as a process of its own, listening on the unix socket `path`; gives its pid."""
+    """Run the echo as a process that listens on the unix socket `path`; yield its pid."""
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.echo", str(path)], stdin=subprocess.PIPE, cwd=ROOT
     )

@@ -1,10 +1,12 @@
-"""`evict_pressure`: storing three times what L1 holds, back to back, against storing into an empty, faulted pool.
+"""`evict_pressure`: the rate of storing three times as much as L1 holds, against storing into an empty, faulted pool.
 
-Sketch: gather and checksum of the same bytes; making room for a 48 MB prompt is taking a dozen entries (or fifty) off a
-list.  64 independent prompts and more, once all of one chunk size and once alternating between two, each without L2,
-with `fs`, and with an `fs` that takes 50 MB/s.  The rate into an empty pool is measured before and after each run, on
-a server with as much L1 and no L2.  Besides the rate, nothing may be refused and the newest prompts must be in L1,
-whole and right.
+At least 64 independent prompts are stored back to back, once all with one chunk size and once alternating between two
+sizes, each time without L2, with `fs`, and with an `fs` that writes 50 MB/s.  The rate into an empty pool is measured
+before and after each run, on a server with as much L1 and no L2.  The target also demands that no chunk is refused and
+that the newest prompts are in L1, complete and with the right bytes.
+
+Sketch: the same bytes are gathered and checksummed; to make room for a 48 MB prompt, the server takes a dozen entries
+(or fifty) off a list.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import ctypes
 import json
 import os
 import time
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,29 +24,30 @@ from benchmarks.raw_session import start_faulted, status
 from kvstrata.client import LoadItem
 from kvstrata.types import RequestIdentity, unpack_extents
 from tests.harness.blocks import PagedBlocks
+from tests.harness.http_read import read
 from tests.harness.server_process import ServerProcess
 
 TARGET = 0.9
 L1_MB = sized(1536, 256)
 TIMES_L1 = 3
 EMPTY_SHARE = 0.75
-"""Of L1, stored into the empty pool: below the watermark."""
+"""Share of L1 that is stored into the empty pool; it stays below the watermark."""
 NEWEST_SHARE = 0.6
-"""Of L1: what the default watermark leaves in any case. That much of the newest must be there."""
+"""Share of L1 that eviction down to the default watermark leaves; at least this share must hold the newest prompts."""
 PINNED_SHARE = 0.25
-"""Of L1: what waiting puts may pin besides (older chunks among it), so much less of the newest."""
+"""Share of L1 that waiting puts may pin, older chunks included; with L2 this share need not hold the newest prompts."""
 REPEATS = sized(9, 1)
 LAYERS = 32
 PROMPT_BLOCKS = sized(192, 48)
 """Blocks of 256 KiB (32 layers of 8 KiB): 48 MiB a prompt."""
 BLOCK_BYTES = 8192
 SIZES = {"one": (16,), "two": (16, 4)}
-"""Blocks in a chunk, and so its size: 4 MiB, and in turn 4 MiB and 1 MiB."""
+"""Blocks in a chunk: 4 MiB for all prompts, or 4 MiB and 1 MiB in turn."""
 THROTTLED_MB_PER_S = 50
 
 
 class Engine:
-    """One client per chunk size, with two prompts' blocks that they use in turn."""
+    """One client per chunk size; the clients take turns with the blocks of two prompts."""
 
     def __init__(self, server: ServerProcess, chunk_blocks: Sequence[int]) -> None:
         self.blocks = PagedBlocks(layers=LAYERS, num_blocks=3 * PROMPT_BLOCKS, block_bytes=BLOCK_BYTES)
@@ -64,24 +66,24 @@ class Engine:
         self.identities = [client.identity(RequestIdentity()) for client in self.clients]
         wait_until(lambda: all(identity.ready for identity in self.identities), "identities are declared")
         self.stored: list[tuple[int, bytes]] = []
-        """(which client, chain) of each prompt, oldest first."""
+        """(number of the client, chain) of each prompt, oldest first."""
         self.prompts = 0
 
     def rows(self, kind: int, place: int) -> list[list[int]]:
-        """The blocks of each chunk of the prompt in place 0, 1 (to store) or 2 (to load into)."""
+        """Return the blocks of each chunk of the prompt in place 0 or 1 (to store) or 2 (to load into)."""
         size = self.chunk_blocks[kind]
         first = place * PROMPT_BLOCKS
         return [list(range(first + at, first + at + size)) for at in range(0, PROMPT_BLOCKS, size)]
 
     def stamp(self, place: int, number: int) -> None:
-        """Mark every block of the first and the last layer of a place as the prompt's."""
+        """Write the prompt's number into every block of the first and the last layer of a place."""
         for layer in (0, LAYERS - 1):
             for block in range(place * PROMPT_BLOCKS, (place + 1) * PROMPT_BLOCKS):
                 address = self.blocks.bases[layer] + block * BLOCK_BYTES
                 ctypes.c_uint64.from_address(address).value = number * PROMPT_BLOCKS + block % PROMPT_BLOCKS
 
     def is_stamped(self, place: int, number: int) -> bool:
-        """Whether the place holds what `stamp` wrote."""
+        """Whether the place holds the number that `stamp` wrote."""
         return all(
             ctypes.c_uint64.from_address(self.blocks.bases[layer] + block * BLOCK_BYTES).value
             == number * PROMPT_BLOCKS + block % PROMPT_BLOCKS
@@ -90,7 +92,7 @@ class Engine:
         )
 
     def store(self, n_prompts: int) -> tuple[float, dict[str, int]]:
-        """Store that many new prompts back to back: bytes a second, and chunks by outcome."""
+        """Store new prompts back to back; return bytes a second, and the chunks by outcome."""
         jobs: list[Any] = []
         started = time.perf_counter()
         for number in range(self.prompts, self.prompts + n_prompts):
@@ -118,14 +120,14 @@ class Engine:
         return sum(job.bytes for job in jobs) / seconds, outcomes
 
     def newest_in_l1(self) -> int:
-        """How many of the newest prompts, without a gap, are whole in L1."""
+        """Count the newest prompts that are whole in L1, up to the first that is not."""
         for age, (kind, chain) in enumerate(reversed(self.stored)):
             if self.clients[kind].peek(self.identities[kind], chain) * 32 < len(chain):
                 return age
         return len(self.stored)
 
     def check(self, age: int) -> None:
-        """Retrieve the prompt of that age (0: the newest) and look at its stamps. Raises RuntimeError."""
+        """Retrieve the prompt of this age (0: the newest) and check its stamps. Raises RuntimeError."""
         kind, chain = self.stored[-1 - age]
         client = self.clients[kind]
         number = self.prompts - 1 - age
@@ -141,19 +143,19 @@ class Engine:
             LoadItem(chain[32 * i : 32 * i + 32], extent.offset_bytes, extent.length_bytes, rows[i])
             for i, extent in enumerate(unpack_extents(call.result.extents))
         ]
-        job = client.load(call.result.lease, items, self.blocks.plan, sync=True)
+        job = client.load(self.identities[kind], call.result.lease, items, self.blocks.plan, sync=True)
         if job.failed or not self.is_stamped(2, number):
             raise RuntimeError(f"prompt of age {age} came back wrong ({len(job.failed)} chunks failed)")
 
     def close(self) -> None:
-        """Leave."""
+        """Close the clients."""
         for client in self.clients:
             client.close()
         self.blocks.close()
 
 
 def empty(server: ServerProcess, engine: Engine) -> None:
-    """Clear L1 and L2 when all leases have come back. What a put still pins is cleared when the put has ended."""
+    """Clear L1 and L2 once all leases are released and all puts have ended."""
     wait_until(lambda: status(server)["sessions"]["leases"] == 0, "leases are released")
     wait_until(lambda: put_stats(server).get("backlog_bytes", 0) == 0, "puts end")
     wait_until(lambda: is_cleared(server), "L1 is empty")
@@ -161,25 +163,19 @@ def empty(server: ServerProcess, engine: Engine) -> None:
 
 
 def is_cleared(server: ServerProcess) -> bool:
-    """Whether L1 is empty after one more request to clear everything."""
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{server.ready['http_port']}/v1/clear",
-        data=json.dumps({"tier": "all"}).encode(),
-        headers={"content-type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        reply.read()
+    """Ask the server to clear everything; return whether L1 is empty."""
+    read(f"{server.url}/v1/clear", body={"tier": "all"})
     return bool(status(server)["pool"]["used_bytes"] == 0)
 
 
 def put_stats(server: ServerProcess) -> dict[str, Any]:
-    """The store controller's numbers; empty without L2."""
+    """Return the numbers of the puts to L2, from the status document; empty without L2."""
     found: dict[str, Any] = status(server).get("l2_store", {})
     return found
 
 
 def put_outcomes(server: ServerProcess) -> dict[str, int]:
-    """Puts by outcome since the start, all adapters."""
+    """Return the puts of all adapters by outcome since the start."""
     total: dict[str, int] = {}
     for adapter in put_stats(server).get("adapters", {}).values():
         for outcome, count in adapter["outcomes"].items():
@@ -190,7 +186,7 @@ def put_outcomes(server: ServerProcess) -> dict[str, int]:
 def case(
     name: str, plain: ServerProcess, plain_engine: Engine, server: ServerProcess, engine: Engine
 ) -> dict[str, Any]:
-    """One chunk mix on one server, against the plain one."""
+    """Measure one mix of chunk sizes on `server`, against `plain`, which has no L2."""
     prompt_bytes = PROMPT_BLOCKS * LAYERS * BLOCK_BYTES
     n_empty = int(EMPTY_SHARE * (L1_MB << 20) / prompt_bytes)
     n_all = max(64, -(-TIMES_L1 * (L1_MB << 20) // prompt_bytes))
@@ -211,7 +207,7 @@ def case(
         for outcome, count in outcomes.items():
             if outcome != "stored":
                 refused[outcome] = refused.get(outcome, 0) + count
-        if repeat:  # the first one warms caches and page tables up
+        if repeat:  # the first one warms up caches and page tables
             rates.append(rate)
             floors.append((floor_before + floor_after) / 2)
     puts = {outcome: count - before.get(outcome, 0) for outcome, count in put_outcomes(server).items()}
@@ -244,7 +240,7 @@ def case(
 
 
 def adapters(folder: Path) -> dict[str, str]:
-    """`--l2-adapter` of each kind of L2, by its name in the figures."""
+    """Return the `--l2-adapter` of each kind of L2 by its name in the figures."""
     return {
         "fs": json.dumps({"type": "fs", "base_path": str(folder / "fs"), "capacity_gb": 4}),
         "slow": json.dumps(
@@ -263,7 +259,7 @@ def adapters(folder: Path) -> dict[str, str]:
 
 
 def run() -> list[dict[str, Any]]:
-    """Six cases, and the worst of them as `evict_pressure`."""
+    """Measure six cases, and report the worst of them as `evict_pressure`."""
     figures = []
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     with scratch("evict") as folder, ServerProcess(folder / "plain", l1_mb=L1_MB) as plain:

@@ -1,9 +1,9 @@
 """`fs_put`, `fs_load`, `exists_1024_fs`, `exists_1024_fs_shared`: `fs` against the bare disk (benchmarks/raw_io.py).
 
-Sketch: a put is one direct write and one fdatasync a record, as the bare disk's, then a rename and the syncs of the
-directories, which four threads ask for side by side: 32 of them cost about as much as one or two records' fdatasync.  A
-load is one direct read and a checksum at 10 GB/s and more a core.  1,024 keys are 1,024 look-ups in a hash table, in a
-shared directory 1,024 stats.
+Sketch: a put is one direct write and one fdatasync a record, as on the bare disk, then a rename and the syncs of the
+directories, which four threads do side by side: 32 renames and their syncs take about as long as the fdatasync of one
+or two records.  A load is one direct read and a checksum at 10 GB/s or more a core.  1,024 keys are 1,024 look-ups in
+a hash table, or 1,024 stats in a shared directory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks import raw_io
 from benchmarks.common import figure, median_spread, scratch, sized
 from benchmarks.media import THREADS, put_and_load_figures
 from kvstrata.storage.lanes import Lane
-from kvstrata.storage.media.fs.adapter import FsAdapter, FsSettings
+from kvstrata.storage.media.fs.adapter import FsAdapter
 
 PUT_TARGET, LOAD_TARGET = 0.7, 0.8
 RECORDS = sized(20_000, 1_000)
@@ -30,13 +30,13 @@ EXISTS_TARGET_US = 1000
 
 def _fs(base: Path, shared: bool = False) -> FsAdapter:
     own = {Lane.PUT: THREADS, Lane.LOAD: THREADS}
-    return FsAdapter(FsSettings(base_path=str(base), shared=shared, min_free_bytes=0, per_op_workers=own))
+    return FsAdapter(base_path=str(base), shared=shared, min_free_bytes=0, per_op_workers=own)
 
 
 async def _exists(base: Path, shared: bool) -> tuple[list[float], float]:
-    """Microseconds of `exists` of 1,024 keys, half of them there, among 20,000; and of a bare dict, or bare stats."""
+    """Return µs of `exists` for 1,024 keys, half of them stored, among 20,000 records; and µs of a dict or stats."""
     keys = [hashlib.sha256(b"%d" % n).digest() for n in range(RECORDS + KEYS // 2)]
-    for key in keys[:RECORDS]:  # names and lengths are all that matters
+    for key in keys[:RECORDS]:  # `exists` looks only at names and lengths
         name = key.hex()
         folder = base / name[:2] / name[2:4]
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ async def _exists(base: Path, shared: bool) -> tuple[list[float], float]:
         os.truncate(folder / f"{name}.kvc", 65_536)
     adapter = await raw_io.opened(_fs(base, shared))
     try:
-        await adapter.usage()  # the names are read
+        await adapter.usage()  # returns when the names have been read
         asked = [key for pair in zip(keys[: KEYS // 2], keys[RECORDS:], strict=True) for key in pair]
         times = [s * 1e6 for s in await raw_io.exists_s(adapter, asked, 200)]
         bare = dict.fromkeys(keys[:RECORDS], 65_536)
@@ -59,7 +59,7 @@ async def _exists(base: Path, shared: bool) -> tuple[list[float], float]:
 
 
 def run() -> list[dict[str, Any]]:
-    """The four figures."""
+    """Measure the figures."""
     with scratch("fs") as folder:
         figures = put_and_load_figures("fs", _fs, folder, (PUT_TARGET, LOAD_TARGET))
         times, bare_us = asyncio.run(_exists(folder / "names", False))

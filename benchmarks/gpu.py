@@ -1,4 +1,4 @@
-"""What the benchmarks of GPUs share: the GPU itself, a paged KV cache in its memory, and copies by the bare driver.
+"""Code that the benchmarks of GPUs share: the GPU, a paged KV cache in its memory, and copies by the bare driver.
 
 Device memory, streams and bare copies come straight from the driver (`tests.harness.cuda_driver.Gpu`); no package is
 needed for them.
@@ -21,7 +21,7 @@ STORE, RETRIEVE = "store", "retrieve"
 
 
 def require_gpu() -> DeviceFacts:
-    """The first GPU. Raises NotHere where there is none whose figures mean anything."""
+    """Return the first GPU. Raises NotHere without a GPU, and for the simulated one, whose speed means nothing."""
     try:
         driver_facts()
         facts = device_facts(0)
@@ -29,15 +29,15 @@ def require_gpu() -> DeviceFacts:
         raise NotHere(f"needs an NVIDIA GPU: {error}") from error
     if facts.name.startswith("Simulated"):
         raise NotHere(
-            f"needs an NVIDIA GPU: {facts.name!r} is the driver of the tests, its speed says nothing"
+            f"needs an NVIDIA GPU: {facts.name!r} is the driver of the tests, whose speed says nothing"
         )
     return facts
 
 
 def require_cupy() -> None:
-    """Raises NotHere unless CuPy and the libraries that it computes with are installed."""
+    """Raise NotHere unless CuPy and the libraries that it computes with are installed."""
     try:
-        # It looks for its libraries only when they are asked for.
+        # CuPy loads its libraries only when these modules are imported.
         from cupy.cuda import cublas, curand  # noqa: F401
     except ImportError as error:
         raise NotHere(
@@ -46,14 +46,14 @@ def require_cupy() -> None:
 
 
 def random_matrix(rows: int, columns: int) -> Any:
-    """Of CuPy, in float16."""
+    """Make a CuPy matrix of random float16 numbers."""
     import cupy
 
     return cupy.random.rand(rows, columns, dtype=cupy.float32).astype(cupy.float16)
 
 
 class LayerProducts:
-    """The matrix products of one layer of a model, on a stream of the caller's; attention itself is left out."""
+    """The matrix products of one layer of a model, on the caller's stream, without attention itself."""
 
     def __init__(self, shape: Shape, most_tokens: int, stream: int) -> None:
         import cupy
@@ -71,14 +71,14 @@ class LayerProducts:
         cupy.cuda.Device(0).synchronize()
 
     def __call__(self, tokens: int) -> None:
-        """Queue them for so many tokens."""
+        """Queue the products for `tokens` tokens."""
         with self._stream:
             for first, second, out in self._products:
                 self._matmul(first[:tokens], second, out=out[:tokens])
 
 
 def on_gpu(facts: DeviceFacts) -> dict[str, Any]:
-    """For a figure: what it was measured on."""
+    """Return a figure's fields that name the GPU and the driver."""
     version = driver_facts().version
     return {"gpu": facts.name, "driver": f"CUDA {version // 1000}.{version % 1000 // 10}"}
 
@@ -86,7 +86,7 @@ def on_gpu(facts: DeviceFacts) -> dict[str, Any]:
 class PagedGpu(PagedKv):
     """The KV of `n_chunks` chunks on the first device, each layer (2, blocks, tokens, heads, dim).
 
-    The blocks of a chunk lie anywhere, as in a cache that has been in use for long.
+    The blocks of a chunk are scattered, as in a cache that has been in use for a long time.
     """
 
     def __init__(self, gpu: Gpu, shape: Shape, block_tokens: int, n_chunks: int) -> None:
@@ -118,14 +118,17 @@ class BareCopies:
     """One large copy in each direction between device memory and registered host memory, on a stream each."""
 
     def __init__(self, gpu: Gpu, device_address: int, host_address: int) -> None:
-        """The memory stays the caller's. Both directions at once need twice the bytes of one."""
+        """The caller owns the memory at both addresses; `seconds` says how much it uses."""
         self._gpu = gpu
         self._device = device_address
         self._host = host_address
         self._streams = {STORE: gpu.stream(), RETRIEVE: gpu.stream()}
 
     def seconds(self, length: int, *directions: str) -> float:
-        """Time until `length` bytes have gone in each of these directions, at the same time."""
+        """Return the seconds of copying `length` bytes in each of these directions at the same time.
+
+        Direction number i uses bytes [i * length, (i + 1) * length) on both sides.
+        """
         started = time.perf_counter()
         for at, direction in enumerate(directions):
             device = ctypes.c_uint64(self._device + at * length)

@@ -1,12 +1,14 @@
-"""`gpu_store_*`, `gpu_retrieve_*`, `gpu_both_*`: chunks between paged KV on a GPU and pinned records, against one copy.
+"""`gpu_store_*`, `gpu_retrieve_*`, `gpu_both_*`: copies of chunks between paged KV on a GPU and pinned records.
 
-The way of copying is the one that the engine chooses by measuring, as in a worker; records are sealed and verified on
-the way.  The yardstick, in turn in the same run, is one pinned copy by the bare driver of as many bytes as the whole
-cache of 64 chunks has; for both directions, two such copies of half as much at once.  `gpu_gemm_slowdown_*`: what
-matrix products on a stream of their own lose while copies go in both directions.  `gpu_load_hidden`: the share of a
-load, section by section, that does not lengthen the forward pass that waits for it layer by layer.
+As in a worker, the copy engine measures its ways of copying and takes the fastest; records are sealed and verified.
+The copies take turns with one pinned copy by the bare driver, of as many bytes as the whole cache of 64 chunks has; for
+both directions, with two such copies of half as many bytes at once.
 
-Sketch: every byte goes over the link once; checksums are computed on the host in the shadow of the copies.
+`gpu_gemm_slowdown_*` is the time that matrix products on a stream of their own lose while copies run in both
+directions.  `gpu_load_hidden` is the share of a load that does not lengthen the forward pass, which waits for the load
+layer by layer.
+
+Sketch: every byte crosses the link to the GPU once; the host computes checksums while the copies run.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ from benchmarks.gpu import (
     require_gpu,
 )
 from kvstrata.config.model import ClientSettings
-from kvstrata.native.copying import CopyOutcome, RecordSpec, buffer_address
+from kvstrata.native.copying import buffer_address
 from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, HostRegion
+from kvstrata.native.record import CopyOutcome, RecordSpec
 from tests.harness.cuda_driver import Gpu
 from tests.harness.gpu_kv import SHAPES, Shape
 
@@ -44,10 +47,10 @@ WAIT_S = 60.0
 TARGET = 0.9
 TARGET_BOTH = 0.85
 MANY_CHUNKS = 8
-"""From so many on the target holds."""
+"""Least number of chunks for which the target holds."""
 
 HIDDEN_CHUNKS = 24
-"""6,144 tokens, loaded while `HIDDEN_TOKENS` more go through the layers."""
+"""Chunks (6,144 tokens) that are loaded while `HIDDEN_TOKENS` more tokens go through the layers."""
 HIDDEN_TOKENS = 2048
 TARGET_HIDDEN = 0.8
 GEMM_WIDTH = 8192
@@ -56,7 +59,7 @@ GEMM_TARGETS = {"dma": 0.03, "kernel": 0.08}
 
 
 class Copies:
-    """A cache on the device, as many records in pinned host memory, and an engine between them."""
+    """A cache on the device, as many records in pinned host memory, and a copy engine between them."""
 
     def __init__(
         self, gpu: Gpu, shape: Shape, block_tokens: int, n_chunks: int, engine: str = "auto"
@@ -76,21 +79,25 @@ class Copies:
         self._job = 0
 
     def submit(self, direction: str, chunks: range, plan: CudaCopyPlan) -> int:
-        """Begin to store or retrieve these chunks; the number of the job."""
+        """Begin to store or retrieve these chunks; return the number of the job."""
         self._job += 1
         kind = "gather" if direction == STORE else "scatter"
         items: list[Any] = []
         for at in chunks:
             key = at.to_bytes(32, "little")
-            spec = RecordSpec(key, bytes(32), bytes(32), b"", CHUNK_TOKENS) if direction == STORE else key
+            spec = (
+                RecordSpec(key, bytes(32), bytes(32), b"", CHUNK_TOKENS)
+                if direction == STORE
+                else (key, bytes(32))
+            )
             where = self._host + at * self._step
             items.append((self.paged.blocks[at], where, self.paged.record_bytes, spec))
         if not self.engine.submit(self._job, kind, plan, items):  # type: ignore[arg-type]
-            raise RuntimeError("the engine's queue is full")
+            raise RuntimeError("the copy engine's queue is full")
         return self._job
 
     def finish(self, *jobs: int) -> None:
-        """Wait for all that was begun. Raises RuntimeError unless every record is good."""
+        """Wait for these jobs. Raises RuntimeError unless every record is good."""
         for job in jobs:
             if not self.engine.wait(job, WAIT_S):
                 raise RuntimeError(f"a copy did not end within {WAIT_S:.0f} s")
@@ -99,14 +106,14 @@ class Copies:
             raise RuntimeError(f"copies ended as {sorted(outcomes)}: {self.engine.failed}")
 
     def seconds(self, *jobs: tuple[str, range]) -> float:
-        """Time until these chunks are stored and retrieved, all jobs at the same time."""
+        """Return the seconds of storing and retrieving these chunks, all jobs at the same time."""
         started = time.perf_counter()
         submitted = [self.submit(direction, chunks, self.paged.plan) for direction, chunks in jobs]
         self.finish(*submitted)
         return time.perf_counter() - started
 
     def close(self) -> None:
-        """Give everything back."""
+        """Close the copy engine and free the memory."""
         self.engine.close()
         self._region.unregister()
         self._memory.close()
@@ -123,7 +130,7 @@ def measure(
     repeats: int = REPEATS,
     **more: Any,
 ) -> list[dict[str, Any]]:
-    """The three figures of one shape and block size; `more` goes into each. `chunks` ascend."""
+    """Measure the three figures of one shape and block size; `more` goes into each. `chunks` must ascend."""
     most = chunks[-1]
     copies = Copies(gpu, shape, block_tokens, most)
     ratios: dict[tuple[str, int], list[float]] = {}
@@ -132,7 +139,7 @@ def measure(
     try:
         whole = copies.paged.length
         for repeat in range(repeats + 1):
-            # The bare copies leave no record whole, so they come first.
+            # The bare copies overwrite the records, so they come first.
             bare = {
                 STORE: whole / copies.bare.seconds(whole, STORE),
                 RETRIEVE: whole / copies.bare.seconds(whole, RETRIEVE),
@@ -147,7 +154,7 @@ def measure(
             seconds = copies.seconds((STORE, range(half)), (RETRIEVE, range(half, 2 * half)))
             ours["both", most] = 2 * half * copies.paged.payload_bytes / seconds
             if repeat == 0:
-                continue  # warm
+                continue  # the first one warms up
             for direction, rate in bare.items():
                 floors.setdefault(direction, []).append(rate / 1e9)
             for key, rate in ours.items():
@@ -191,10 +198,10 @@ def hidden(
     n_chunks: int,
     repeats: int,
 ) -> tuple[list[float], dict[str, float]]:
-    """The share of a load that hides behind a forward pass, and medians of its parts in ms.
+    """Return the share of a load that hides behind a forward pass, and the medians of its parts in ms.
 
     `layer` queues one layer of the pass on `stream`, `finish` waits for the stream.  As in a worker, the load begins
-    behind what the stream had to do, and the stream waits for each section as the pass comes to it.
+    after the work that the stream has queued, and before each layer the stream waits for that layer's section.
     """
     chunks, layers = range(n_chunks), copies.paged.shape.layers
     copies.seconds((STORE, chunks))
@@ -242,7 +249,7 @@ def load_hidden(
     repeats: int = REPEATS,
     **more: Any,
 ) -> dict[str, Any]:
-    """The figure of a prompt whose first chunks are loaded while `layer` queues more of it; see `hidden`."""
+    """Measure `hidden` for a prompt whose first chunks are loaded while `layer` queues the rest; return the figure."""
     copies = Copies(gpu, shape, 16, n_chunks)
     try:
         shares, parts = hidden(copies, stream, layer, lambda: gpu.synchronize(stream), n_chunks, repeats)
@@ -274,9 +281,9 @@ def gemm_slowdown(
     repeats: int = REPEATS,
     **more: Any,
 ) -> dict[str, Any]:
-    """What matrix products lose while this engine copies `n_chunks` each way, again and again.
+    """Measure the time that matrix products lose while copies by `engine` move `n_chunks` each way, again and again.
 
-    `products_ms()` is how long the device took for them.
+    `products_ms()` runs the products and returns how long the device took.
     """
     copies = Copies(gpu, shape, 16, 2 * n_chunks, engine)
     stop, going = threading.Event(), threading.Event()
@@ -334,7 +341,7 @@ def gemm_slowdown(
 
 
 def square_products() -> Callable[[], float]:
-    """The products of `gpu_gemm_slowdown_*`, timed by the device's own clock."""
+    """Make the products of `gpu_gemm_slowdown_*`; return a function that runs them and returns the device's ms."""
     import cupy
 
     first, second = (random_matrix(GEMM_WIDTH, GEMM_WIDTH) for _ in range(2))
@@ -356,7 +363,7 @@ def square_products() -> Callable[[], float]:
 
 
 def run() -> list[dict[str, Any]]:
-    """See the module."""
+    """Measure the figures."""
     facts = require_gpu()
     require_cupy()
     gpu = Gpu()

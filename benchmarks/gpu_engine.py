@@ -1,17 +1,17 @@
-"""`gpu_engine_*`: the traffic of an engine with its KV on a GPU, with the cache against without it.
+"""`gpu_engine_*`: the same traffic to an engine with its KV on a GPU, once with a cache and once without.
 
-A simulated vLLM (`tests/harness/gpu_engine`): chunked prefill and decode in steps of at most 2,048 tokens, the matrix
-products of the model's layers by CuPy, the real connector on a real server.  40 documents of 6,000 tokens are asked
-about in four rounds, Poisson arrivals, another question each time.  The GPU's own blocks hold eight such requests and
-keep nothing of those that ended.  The same traffic runs once without a cache and once with an empty one, on a server
-that was started for it.  Time to the first token counts from a request's arrival.
+The engine is a simulated vLLM (`tests/harness/gpu_engine`): chunked prefill and decode in steps of at most 2,048
+tokens, the matrix products of the model's layers by CuPy, the real connector to a real server.  In each of four rounds,
+requests ask another question about each of 40 documents of 6,000 tokens; they arrive as a Poisson process.  The GPU's
+blocks hold eight such requests and keep nothing of requests that have ended.  The traffic runs once without a cache and
+once with an empty cache on a server of its own.  Time to the first token counts from a request's arrival.
 
 A step's time is from its plan to the end of its work on the device.  `gpu_engine_decode_step_*` compares the medians of
 steps that only decode, while a store or a load is under way and while none is.  A store's lag is the time from the end
-of the step that computed it to its records being ready for others.
+of the step that computed its chunks to the moment at which their records are ready.
 
-Left out of the model: attention, sampling, CUDA graphs, and vLLM's own prefix cache.  Sketch: (rounds - 1) / rounds of
-the tokens in whole chunks of documents can come from the cache, and so much less is computed.
+The simulator leaves out attention, sampling, CUDA graphs, and vLLM's own prefix cache.  Sketch: (rounds - 1) / rounds
+of the tokens in whole chunks of documents can come from the cache; the rest is computed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from kvstrata.config.model import ClientSettings
 from kvstrata.connectors.vllm.device import DeviceMover
 from kvstrata.connectors.vllm.metadata import Store
 from kvstrata.measure.workloads import Workload, long_documents
-from tests.harness.gpu_engine import Cache, GpuEngine, Request, Step
+from tests.harness.gpu_engine.connector import Cache, Request
+from tests.harness.gpu_engine.engine import GpuEngine, Step
 from tests.harness.gpu_kv import SHAPES, Device, Shape
 from tests.harness.server_process import ServerProcess
 
@@ -45,14 +46,14 @@ BUDGET_TOKENS = 2048
 MAX_RUNNING = 64
 BLOCK_TOKENS = 16
 RUNNING_PROMPTS = 8
-"""Requests of this length for which the GPU has blocks."""
+"""Requests whose KV, documents included, fits into the GPU's blocks at the same time."""
 POOL_MB = 48 << 10
 VOCABULARY = range(1000, 32_000)
 PIN_S = 600.0
 
 
 class Run(NamedTuple):
-    """What one run of the traffic gave."""
+    """The result of one run of the traffic."""
 
     requests: list[Request]
     steps: list[Step]
@@ -61,7 +62,7 @@ class Run(NamedTuple):
 
 
 class WatchedMover(DeviceMover):
-    """Notes when the records of each store became ready."""
+    """A mover that notes the time at which the records of each store became ready."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -72,7 +73,7 @@ class WatchedMover(DeviceMover):
         self._watcher.start()
 
     def store(self, identity: Identity, store: Store, blocks: Sequence[Sequence[int]]) -> StoreJob:
-        """See `DeviceMover.store`."""
+        """Begin a store and watch it; see `DeviceMover.store`."""
         job = super().store(identity, store, blocks)
         self.begun.append(job)
         self._jobs.put(job)
@@ -84,7 +85,7 @@ class WatchedMover(DeviceMover):
             self.ready.append((job, time.perf_counter()))
 
     def close(self) -> None:
-        """All stores have ended."""
+        """Wait until all stores have ended, then close."""
         self._jobs.put(None)
         self._watcher.join()
         super().close()
@@ -93,9 +94,9 @@ class WatchedMover(DeviceMover):
 def traffic(
     engine: GpuEngine, workload: Workload, *, per_s: float, seed: int
 ) -> tuple[list[Request], float, dict[int, float]]:
-    """Send all rounds, each after the last has ended; requests, seconds, and when the step of each store ended.
+    """Send all rounds, each after the last one has ended; return requests, seconds, and the end of each store's step.
 
-    Within a round they arrive at random times, `per_s` of them a second on average.
+    Within a round the requests arrive at random times, `per_s` of them a second on average.
     """
     chance = random.Random(seed)
     requests, ends_s = [], {}
@@ -137,7 +138,7 @@ def run_traffic(
     per_s: float = PER_S,
     checks: bool = False,
 ) -> tuple[Run, dict[str, Any]]:
-    """The traffic on an engine of its own, with a cache where there are settings; and how KV was copied."""
+    """Run the traffic on an engine of its own, with a cache if `settings` is given; also return how KV was copied."""
     more: dict[str, Any] = {"mover": WatchedMover, "measure": True} if settings is not None else {}
     engine = GpuEngine(
         settings,
@@ -182,7 +183,7 @@ def run_traffic(
 
 
 def figures_of(name: str, bare: Run, cached: Run, **more: Any) -> list[dict[str, Any]]:
-    """The figures of the same traffic without and with a cache; `more` goes into each."""
+    """Return the figures of the same traffic without and with a cache; `more` goes into each."""
 
     def first_tokens_ms(run: Run) -> list[float]:
         return [1e3 * (one.first_token_s - one.arrived_s) for one in run.requests if one.first_token_s]
@@ -207,7 +208,7 @@ def figures_of(name: str, bare: Run, cached: Run, **more: Any) -> list[dict[str,
             value=ours["mean"],
             unit="ms",
             ratio=theirs["mean"] / ours["mean"],
-            ratio_to="the same traffic with no cache: so many times as quick",
+            ratio_to="the same traffic with no cache (how many times as quick)",
             with_cache=ours,
             without=theirs,
             **reported,
@@ -273,7 +274,7 @@ def measure(
     more: dict[str, Any],
     **engine: Any,
 ) -> list[dict[str, Any]]:
-    """All figures of one shape; `more` goes into each, `engine` to `run_traffic`."""
+    """Measure the figures of one shape; `more` goes into each, `engine` to `run_traffic`."""
     bare, _ = run_traffic(device, shape, workload, None, products, **engine)
     with (
         scratch("gpu-engine") as folder,
@@ -291,7 +292,7 @@ def measure(
 
 
 def run() -> list[dict[str, Any]]:
-    """See the module."""
+    """Measure the figures."""
     facts = require_gpu()
     require_cupy()
     workload = long_documents(

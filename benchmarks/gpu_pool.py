@@ -1,8 +1,9 @@
 """`gpu_attach`, `gpu_pin_pool`, `gpu_one_chunk`, `gpu_pool_*`: a worker with its KV on a GPU and a real server.
 
-The pool has 64 GB, or half of the memory that is free.  The worker attaches, and registers the pool with the driver in
-the background; both are timed.  Then, with all of it registered, a prompt is stored and loaded through the server, 16
-chunks and one at a time (Llama 8B, blocks of 16 tokens), in turn with as many bytes in one pinned copy each way.
+The pool has 64 GB, or half of the free memory if that is less.  The worker attaches, and registers the pool with the
+driver in the background; both are timed.  When the whole pool is registered, prompts of 16 chunks and of one chunk
+(Llama 8B, blocks of 16 tokens) are stored and loaded through the server, in turns with one pinned copy of as many bytes
+in each direction.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ONE_CHUNK_TARGET = 1.5
 
 
 class GpuPath(Path8B):
-    """Stores and loads with blocks that lie anywhere on a device."""
+    """The stores and loads of `Path8B`, with blocks that are scattered over a device."""
 
     def _blocks(self, n_chunks: int) -> list[list[int]]:
         assert isinstance(self.blocks, PagedGpu)
@@ -48,7 +49,7 @@ class GpuPath(Path8B):
 def measure(
     gpu: Gpu, shape: Shape, *, pool_mb: int, n_chunks: int = CHUNKS, repeats: int = REPEATS, **more: Any
 ) -> list[dict[str, Any]]:
-    """The figures of a pool of this size; `more` goes into each."""
+    """Measure the figures of a pool of this size; `more` goes into each."""
     paged = PagedGpu(gpu, shape, BLOCK_TOKENS, n_chunks)
     length = n_chunks * paged.payload_bytes
     memory = mmap.mmap(-1, length, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
@@ -167,7 +168,7 @@ def measure(
 
 
 def run() -> list[dict[str, Any]]:
-    """See the module."""
+    """Measure the figures."""
     facts = require_gpu()
     free_mb = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
     return measure(Gpu(), SHAPES["8b"], pool_mb=min(POOL_MB, free_mb // 2), **on_gpu(facts))

@@ -1,8 +1,9 @@
-"""An adapter in a process of its own against the same one in the server's: puts and loads of 32 records of 1 MiB.
+"""`host_cost`: puts and loads of 32 × 1 MiB by an adapter in an adapter host, against the same adapter in process.
 
-The medium is `fs` on tmpfs, where nothing but memory is slow, so that what the host adds shows most; and once more in a
-folder on this machine's disk, which is what the adapter is for.  Sketch: the host adds two messages of 1.4 KB and a
-few changes of context to a batch that moves 32 MiB.  Rounds take turns, so that a busy machine hits both alike.
+The adapter is `fs`, first on tmpfs, where only memory limits the speed and the host's cost shows most, then on this
+machine's disk, the usual medium of `fs`.  The two take turns in each round, so that a busy machine slows both alike.
+
+Sketch: the host adds two messages of 1.4 KB and a few context switches to a batch that moves 32 MiB.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ import uvloop
 from benchmarks.common import figure, median_spread, scratch, sized
 from kvstrata.clock import SystemClock
 from kvstrata.memory import linux
-from kvstrata.native.copying import RecordSpec, record_bytes, seal_record
-from kvstrata.native.pool import ExtentsMap, Hold, LentHold
+from kvstrata.native.index import ExtentsMap
+from kvstrata.native.lent import LentHold
+from kvstrata.native.pool import Hold
+from kvstrata.native.record import RecordSpec, record_bytes, seal_record
 from kvstrata.storage.base import AdapterContext, LoadItem, LoadStatus, PutItem, PutStatus, StorageAdapter
+from kvstrata.storage.entry import configure_tier
 from kvstrata.storage.host.channel import MAX_FRAME_BYTES
 from kvstrata.storage.host.parent import HostedAdapter
-from kvstrata.storage.registry import coded_adapter, configure_adapter
+from kvstrata.storage.stack import innermost
 
 ITEMS = 32
 PAYLOAD_BYTES = 1 << 20
@@ -48,13 +52,13 @@ class Extents:
         self.map = ExtentsMap(self.fd, self.length)
 
     def context(self) -> AdapterContext:
-        """What the adapters are lent."""
+        """Return the context with which the adapters are opened."""
         return AdapterContext(
             "bench", SystemClock(), self.map.address, self.length, lambda key: None, self.fd
         )
 
     def holds(self, number: int, *, for_put: bool) -> list[tuple[bytes, Hold]]:
-        """Keys and holds of one batch; those to put are sealed records."""
+        """Return the keys and holds of one batch; for a put the extents hold sealed records."""
         batch = []
         for i in range(ITEMS):
             key = hashlib.sha256(b"%d %d" % (number, i)).digest()
@@ -67,13 +71,13 @@ class Extents:
         return batch
 
     def close(self) -> None:
-        """Unmap and close."""
+        """Unmap the memory and close its file."""
         self.map.close()
         os.close(self.fd)
 
 
 async def one_round(adapter: StorageAdapter, extents: Extents, number: int) -> tuple[float, float, float]:
-    """Seconds of a put, an exists and a load of one batch, which is deleted then."""
+    """Return the seconds of a put, an exists and a load of one batch; delete the batch."""
     puts = [PutItem(*item) for item in extents.holds(number, for_put=True)]
     begun_s = time.perf_counter()
     stored = await adapter.put(puts)
@@ -93,11 +97,13 @@ async def one_round(adapter: StorageAdapter, extents: Extents, number: int) -> t
 
 
 async def compare(folder: Path) -> dict[str, list[tuple[float, float]]]:
-    """(in process, in a host) seconds of each round, by operation."""
+    """Return (in process, in a host) seconds of each round, by operation."""
     extents = Extents()
     adapters: list[StorageAdapter] = [
-        coded_adapter(configure_adapter({"type": "fs", "base_path": str(folder / "in-process")}, 0)),
-        HostedAdapter({"type": "fs", "base_path": str(folder / "in-a-host")}, 1, name="fs-1", kill_ms=60_000),
+        innermost(configure_tier({"type": "fs", "base_path": str(folder / "in-process")}, 0).recipe),
+        HostedAdapter(
+            configure_tier({"type": "fs", "base_path": str(folder / "in-a-host")}, 1).recipe, kill_ms=60_000
+        ),
     ]
     try:
         for adapter in adapters:
@@ -119,10 +125,11 @@ async def compare(folder: Path) -> dict[str, list[tuple[float, float]]]:
 
 
 def bare_round_trip_us(pause_s: float) -> float:
-    """Median of the frames of `exists` for 1,024 keys there and back, to a child that does nothing else in between.
+    """Return the median round trip, in µs, of frames as long as those of `exists` for 1,024 keys to a bare child.
 
-    Blocking calls, no event loop, no thread, nothing packed or read: what no host can be faster than.  `pause_s` before
-    each, as a store takes to answer: then both cores sleep.
+    The calls block, without event loop or thread, and the frames are neither packed nor read: no adapter host can be
+    faster.  The pause of `pause_s` before each round trip stands for the time in which a medium answers and both cores
+    go to sleep.
     """
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     child = os.fork()
@@ -146,13 +153,13 @@ def bare_round_trip_us(pause_s: float) -> float:
 
 @contextmanager
 def on_tmpfs() -> Iterator[Path]:
-    """A fresh folder in memory."""
+    """Make a folder on tmpfs and remove it at the end of the block."""
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-", dir="/dev/shm") as folder:
         yield Path(folder)
 
 
 def numbers(times: dict[str, list[tuple[float, float]]], medium: str) -> dict[str, Any]:
-    """Medians in ms, and how fast the host is as a share of in process."""
+    """Return the medians of each operation in ms, and the host's speed as a share of the speed in process."""
     found: dict[str, Any] = {}
     for operation, pairs in times.items():
         here, there = (statistics.median(pair[i] for pair in pairs) for i in (0, 1))
@@ -163,7 +170,7 @@ def numbers(times: dict[str, list[tuple[float, float]]], medium: str) -> dict[st
 
 
 def run() -> list[dict[str, Any]]:
-    """The benchmark."""
+    """Measure the figure."""
     bare = {
         "bare_round_trip_us": bare_round_trip_us(0),
         "bare_round_trip_paused_us": bare_round_trip_us(0.0007),

@@ -1,10 +1,10 @@
-"""Calls of the pool and of a client's index on an index of a million entries, from Python, another chain each time.
+"""`index_*_512`: times of the pool's calls and of a client's index reader, from Python, on a million entries.
 
     python -m benchmarks.index_kernels [--entries N]
 
-The entries of a chain lie scattered over the index, as they do in a pool that has been in use for long.  No byte
-of an extent is touched.  Beside the pool's calls stands the same number of look-ups in a Python dict of the
-same keys.
+Each call asks for another chain, whose entries are scattered over the index, as in a pool that has been in use for a
+long time.  No byte of an extent is touched.  The times are compared with the same number of look-ups in a Python dict
+of the same keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.common import figure, sized
-from kvstrata.native.pool import IndexReader, Pool
+from kvstrata.native.index import IndexReader
+from kvstrata.native.pool import Pool
 
 ENTRIES = sized(1_000_000, 20_000)
 CHUNKS = 512
@@ -30,6 +31,7 @@ IDENTITY = bytes(32)
 
 
 def chain_of(number: int) -> list[bytes]:
+    """Return the keys of one chain."""
     return [hashlib.sha256(b"%d.%d" % (number, chunk)).digest() for chunk in range(CHUNKS)]
 
 
@@ -60,12 +62,14 @@ class Fixture:
             self.store(b"".join(self.keys[begin : begin + CHUNKS]))
 
     def store(self, keys: bytes) -> None:
+        """Make READY entries for these keys, without writing their extents."""
         ticket, outcomes, _ = self.pool.reserve(keys, b"", EXTENT_BYTES, 0, IDENTITY)
         if any(outcomes):
             raise RuntimeError("the pool refused a chunk")
         self.pool.commit(ticket, list(range(len(outcomes))), check=False)
 
     def close(self) -> None:
+        """Unmap the pool and the reader's index."""
         self.pool.close()
         self.reader.close()
 
@@ -73,7 +77,7 @@ class Fixture:
 def p50_us(
     call: Callable[[bytes], object], chains: Sequence[bytes], before: Callable[[], None]
 ) -> list[float]:
-    """Median of CALLS calls in microseconds, REPEATS times, each call with another chain."""
+    """Return REPEATS medians, each of CALLS calls in microseconds; each call gets another chain."""
     medians = []
     for repeat in range(REPEATS):
         times = []
@@ -87,14 +91,14 @@ def p50_us(
 
 
 def measure(entries: int) -> dict[str, list[float]]:
-    """Medians in microseconds per call of 512 keys, by kind of call."""
+    """Return medians in microseconds per call of 512 keys, by kind of call."""
     fixture = Fixture(entries)
     pool, reader, row = fixture.pool, fixture.reader, fixture.row
     tickets: list[int] = []
 
     def peek(chain: bytes) -> None:
         if reader.peek(chain) != CHUNKS:
-            raise RuntimeError("a peek missed what is there")
+            raise RuntimeError("a peek missed chunks that are in L1")
 
     def lease(chain: bytes) -> None:
         tickets.append(pool.lease(chain, 1, [row])[0])
@@ -110,7 +114,7 @@ def measure(entries: int) -> dict[str, list[float]]:
 
     def in_dict(chain: bytes) -> None:
         if not all(chain[at : at + 32] in table for at in range(0, len(chain), 32)):
-            raise RuntimeError("the dict missed what is there")
+            raise RuntimeError("the dict missed one of its keys")
 
     others = iter(range(1 << 40))
     fresh = [b""]
@@ -136,7 +140,7 @@ def measure(entries: int) -> dict[str, list[float]]:
 
 
 def run() -> list[dict[str, Any]]:
-    """Figures of `make bench`."""
+    """Measure the figures."""
     results = measure(ENTRIES)
     limits = {"peek": 30.0, "lease": 100.0, "release": 100.0}
     return [
@@ -155,7 +159,7 @@ def run() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--entries", type=int, default=ENTRIES)
     arguments = parser.parse_args()

@@ -1,8 +1,8 @@
-"""`install_size` and `import`: what the server costs on disk and what its modules cost to import.
+"""`install_size`, `import_server`, `import_client`: bytes that the server takes on disk, and seconds of imports.
 
-Sketch: the wheels of seven libraries that the server cannot do without, and two megabytes of compiled modules.  The
-ratio of `install_size` is to a venv with nothing in it but pip, in the same run; that of an import to starting the bare
-interpreter.  The venv is made from a copy of what git knows, so that nothing built in place comes along.
+Sketch: the wheels of seven libraries that the server needs, and two megabytes of compiled modules.  `install_size` is
+compared with a venv that holds only pip, made in the same run; an import is compared with a start of the bare
+interpreter.  The server is installed from a copy of the files that git knows, so nothing built in place is counted.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ INSTALL_TARGET_MB = 200
 IMPORT_TARGET_S = 0.3
 REPEATS = sized(7, 1)
 BUILT: list[str] = sized([], ["build/native/core-*", "build/cython", "build/temp.*", "build/lib.*"])
-"""Folders of this checkout that are not compiled again where only the benchmark itself is tried."""
+"""Folders of this checkout that `--small` uses in place of compiling again."""
 
 
 def size_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder, links not followed."""
+    """Return the bytes of all files below a folder, links not followed."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
 def copy_sources(target: Path) -> None:
-    """What a fresh clone would hold, with what is not committed yet."""
+    """Copy the files that a fresh clone would hold, with uncommitted changes."""
     listed = subprocess.run(
         ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         check=True,
@@ -43,14 +43,14 @@ def copy_sources(target: Path) -> None:
 
 
 def succeed(command: list[Any]) -> None:
-    """Run a command. Raises RuntimeError with its output where it fails."""
+    """Run a command. Raises RuntimeError with its output when it fails."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stdout}")
 
 
 def install_size() -> list[dict[str, Any]]:
-    """A fresh venv with nothing but the server."""
+    """Measure a fresh venv that holds only pip and the server."""
     with scratch("install") as folder:
         venv = folder / "venv"
         copy_sources(folder / "sources")
@@ -84,7 +84,7 @@ def install_size() -> list[dict[str, Any]]:
 
 
 def import_seconds(module: str) -> list[float]:
-    """Wall seconds of fresh interpreters that import a module, the interpreter's own start included."""
+    """Return the wall seconds of fresh interpreters that import a module ("": none), their start included."""
     seconds = []
     for _ in range(REPEATS):
         started = time.perf_counter()
@@ -94,8 +94,8 @@ def import_seconds(module: str) -> list[float]:
 
 
 def imports() -> list[dict[str, Any]]:
-    """Import of server and client, less the start of the bare interpreter."""
-    import_seconds("kvstrata.server.process")  # reads the files for the first time
+    """Measure the import of server and client, less the start of the bare interpreter."""
+    import_seconds("kvstrata.server.process")  # a warm-up: it reads the files for the first time
     bare = median_spread(import_seconds(""))[0]
     figures = []
     for name, module in (("import_server", "kvstrata.server.process"), ("import_client", "kvstrata.client")):
@@ -116,5 +116,5 @@ def imports() -> list[dict[str, Any]]:
 
 
 def run() -> list[dict[str, Any]]:
-    """All three."""
+    """Measure the figures."""
     return imports() + install_size()

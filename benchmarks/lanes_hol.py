@@ -1,17 +1,18 @@
-"""`lanes_hol*`: how long lookups of 1,024 keys take while an adapter stores much, against how long alone.
+"""`lanes_hol*`: how long lookups of 1,024 keys take during a burst of puts, against how long they take alone.
 
-`kvstrata bench l2 --burst 4` with several adapters: four callers put 1,024 records of 1 MiB at the same time, 256 each
-in batches of 64, and a lookup is due every 20 ms.  Everything goes through what a server has around an adapter.
+`kvstrata bench l2 --burst 4` runs with several adapters: four callers put 1,024 records of 1 MiB at the same time, 256
+each in batches of 64, and a lookup is due every 20 ms.  All calls go through the layers that a server has around an
+adapter.
 
-- `lanes_hol`: an adapter whose `exists` is one stat a key in the lookup lane and whose puts are durable
-  (benchmarks/stat_files.py), with threads of their own for lookups and for puts.  Beside it, in the figure: the same
-  with one shared pool of as many threads, in which lanes keep one free of puts, and with as many threads at one queue
-  that serves first what came first, which is what an adapter has without lanes.
-- `lanes_hol_fs`, `lanes_hol_disk`: those adapters, which answer `exists` from memory on the event loop.
+- `lanes_hol`: an adapter whose `exists` makes one stat a key in the lookup lane and whose puts are durable
+  (benchmarks/stat_files.py), with separate threads for lookups and for puts.  The figure also has two variants of this
+  adapter with as many threads: with one shared pool of threads, one of which the lanes keep free of puts, and with
+  threads that serve one first-come queue, as without lanes.
+- `lanes_hol_fs`, `lanes_hol_disk`: these adapters answer `exists` from memory on the event loop.
 
-Sketch: with a thread of its own a lookup waits for a core, which four threads that write want for microseconds a
-record: the p99 is that alone, and on two cores a little more.  In one queue it waits behind up to 256 records, which is
-what the disk takes for 256 MiB.
+Sketch: with a thread of its own, a lookup waits only for a core, and each of the four writing threads needs that core
+for microseconds a record: the p99 is that without puts, and on two cores a little more.  In one queue a lookup waits
+for up to 256 records, which is as long as the disk takes for 256 MiB.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import figure, scratch, sized
-from kvstrata.cli import bench_l2
+from kvstrata.cli.bench import l2 as bench_l2
 
 ROUNDS = sized(5, 1)
 RECORDS: list[str] = sized([], ["--count", "16", "--batch", "4"])
-"""Of a caller's pass, as flags of `kvstrata bench l2`; its own default to measure."""
+"""Flags of `kvstrata bench l2` for the records of a caller; at full size its defaults hold."""
 OWN = {"lookup": 1, "retrieve": 1, "store": 4}
 COMMON = 1
 TARGET = 3.0
 DEADLINE_MS = 60_000
-"""Of puts, on a disk that others use too."""
+"""Deadline of puts; other programs may use the disk too."""
 
 
 def burst(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What `kvstrata bench l2 --burst` says of an adapter."""
+    """Run `kvstrata bench l2 --burst` on an adapter; return its report."""
     words = [
         "--l2-adapter",
         json.dumps({**entry, "deadline_ms": DEADLINE_MS}),
@@ -54,7 +55,7 @@ def burst(entry: Mapping[str, Any]) -> dict[str, Any]:
 def stat_files(
     base: Path, threads: int, own: Mapping[str, int], *, first_come: bool = False
 ) -> dict[str, Any]:
-    """An entry for benchmarks/stat_files.py: `threads` beside those of lanes with their `own`."""
+    """Return the entry of the adapter of benchmarks/stat_files.py, with `threads` common threads and `own` per lane."""
     parameters = {
         "base_path": str(base),
         "num_workers": threads,
@@ -70,7 +71,7 @@ def stat_files(
 
 
 def hol_figure(name: str, found: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """Of the p99 in the burst."""
+    """Return the figure for the p99 of lookups during the burst."""
     idle, put = found["idle"]["ms"], found["burst"]
     return figure(
         name,
@@ -88,7 +89,7 @@ def hol_figure(name: str, found: Mapping[str, Any], **more: Any) -> dict[str, An
 
 
 def run() -> list[dict[str, Any]]:
-    """The figures."""
+    """Measure the figures."""
     threads = sum(OWN.values()) + COMMON
     with scratch("lanes") as folder:
         own = burst(stat_files(folder / "own", COMMON, OWN))

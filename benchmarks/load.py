@@ -1,8 +1,9 @@
 """`python -m benchmarks.load`: one client that keeps a server busy with lookups while something else is measured.
 
-It sends `--rate` lookups of `--keys` chunk keys a second, each followed by its release, to the cache server or, frame
-for frame the same, to the bare echo.  Lines on stdin say whom: `server`, `echo`, `rest`; the end of stdin ends it.
-It waits for each reply before it sends more, so a server that falls behind gets less, never more.
+The client sends `--rate` lookups a second, of all chain keys in the file `--chain`, each followed by its release, to
+the cache server, or the same frames to the bare echo.  A line on stdin says where to: `server`, `echo`, or `rest` for
+neither; each line is answered with the number of lookups since the last one.  The process ends when its stdin is
+closed.  The client waits for each reply before it sends more, so a server that falls behind gets fewer lookups.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvstrata.types import LayoutIdentity, Slice
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--socket-dir", type=Path, required=True)
     parser.add_argument("--echo", type=Path, required=True)

@@ -1,10 +1,12 @@
 """`lookup_rpc_128k`: a lookup of 128k tokens (512 chunk keys, all in L1) through the real client and server.
 
-The index holds a million chunks (as small as records can be, 8 KiB), and each call asks for another prompt, so that
-nothing is in a processor cache from the call before.  The figure is of calls one after another, each after the release
-of the one before was handed over; `paced_p50_us` has a pause between them.  Sketch: 512 SHA-256 of 64 bytes, 512 index
-probes that miss every cache (about 100 ns each), 16 KB to the server and 12 KB back; the ratio is to a bare pyzmq echo
-of the same frame.
+The index holds a million chunks (with the smallest possible records, 8 KiB), and each call asks for another prompt, so
+no processor cache holds anything from the call before.  The calls of the figure follow one another without a pause:
+each begins as soon as the client has accepted the release of the call before.  The calls of `paced_p50_us` have a pause
+between them.
+
+Sketch: 512 SHA-256 of 64 bytes, 512 index probes that miss every cache (about 100 ns each), 16 KB to the server and
+12 KB back.  The ratio compares with a bare pyzmq echo of the same frame.
 """
 
 from __future__ import annotations
@@ -42,15 +44,15 @@ TRIES = 5
 L1_MB = sized(7900, 512)
 ROUNDS = sized(7, 1)
 CALLS = sized(130, 10)
-"""Each round asks for prompts of its own."""
+"""Calls of a round; each round asks for prompts of its own."""
 PAUSE_S = 0.002
-"""Between two calls of the paced rounds: all processes have gone to sleep meanwhile, and cores too."""
+"""Pause between two calls of the paced rounds, in which all processes and cores go to sleep."""
 
 
 def fill(client: Any, identity: Any, prompts: Sequence[bytes], blocks: PagedBlocks) -> float:
-    """Store them all, four at a time; seconds. Raises RuntimeError when a chunk is not there in the end.
+    """Store the prompts, four at a time; return the seconds. Raises RuntimeError when a chunk could not be stored.
 
-    On a machine that stands still for longer than the client's patience, a store ends early and is made again.
+    A store that fails because the machine stood still for longer than the client waits is repeated.
     """
     started = time.perf_counter()
     rows = [[0]] * CHUNKS
@@ -77,7 +79,7 @@ def fill(client: Any, identity: Any, prompts: Sequence[bytes], blocks: PagedBloc
 
 
 def lookup_seconds(client: Any, identity: Any, prompts: Sequence[bytes], pause_s: float) -> list[float]:
-    """From the call to its result in the calling thread, for each prompt; leases are released afterwards."""
+    """Return the seconds from each call to its result in the calling thread; release the leases."""
     seconds = []
     for chain in prompts:
         started = time.perf_counter()
@@ -93,7 +95,7 @@ def lookup_seconds(client: Any, identity: Any, prompts: Sequence[bytes], pause_s
 
 
 def echo_seconds(socket: zmq.Socket[bytes], frame: bytes, calls: int, pause_s: float) -> list[float]:
-    """Round trips of one frame."""
+    """Return the seconds of round trips of one frame."""
     seconds = []
     for _ in range(calls):
         started = time.perf_counter()
@@ -106,7 +108,7 @@ def echo_seconds(socket: zmq.Socket[bytes], frame: bytes, calls: int, pause_s: f
 
 
 def run() -> list[dict[str, Any]]:
-    """The figure."""
+    """Measure the figures."""
     if available_bytes() < (L1_MB + 2000) << 20:
         raise RuntimeError(
             f"needs {(L1_MB + 2000) / 1024:.0f} GB of free memory for an index of a million chunks"

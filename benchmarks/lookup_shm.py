@@ -1,17 +1,18 @@
-"""`lookup_shm_128k`: how many of 512 chunks are in L1, read from shared memory without a message.
+"""`lookup_shm_128k`: the time to count how many of 512 chunks are in L1, from shared memory and without a message.
 
-An index of 1 M READY entries; another chain each call, in random order, so that nothing is in a cache; called as the
-connector calls it, `CacheClient.peek` with the request's hasher.  The hasher derived the storage keys when it hashed
-the tokens (that time is in `hash_128k`); `with_derivation_us` is a call that derives them first.
+The index has 1 M READY entries.  Each call asks for another chain, in random order, so that nothing is in a cache.  The
+calls are those of the connector: `CacheClient.peek` with the request's hasher.  The hasher has derived the storage keys
+before the call (that time is in `hash_128k`); a call for `with_derivation_us` derives them first.
 
-Sketch: each key touches a bucket and a hot entry, two cache misses, 16 keys prefetched at a time.  The bare library: a
-Python dict of the same keys.
+Sketch: each key touches a bucket and a hot entry, two cache misses, 16 keys prefetched at a time.  The ratio compares
+with a Python dict of the same keys.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,10 @@ from benchmarks.common import figure, median_spread, percentile, sized
 from kvstrata.client import CacheClient, Identity
 from kvstrata.config.model import ClientSettings
 from kvstrata.keys import ChunkHasher
-from kvstrata.native.pool import IndexReader, Pool
+from kvstrata.memory.attach.client import Attachment, LockHolder
+from kvstrata.native.index import IndexReader
+from kvstrata.native.pool import Pool
+from kvstrata.rpc.attach_wire import AttachReply
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice
 
 CHUNKS = 512
@@ -34,7 +38,7 @@ REPEATS = sized(5, 1)
 
 @contextmanager
 def filled_index() -> Iterator[tuple[CacheClient, Identity, list[ChunkHasher], int, bytes]]:
-    """A pool of 1 M entries whose extents are never touched, and the prompts in it."""
+    """Make a pool of 1 M entries whose extents are never touched, its prompts, and a client that sees the pool."""
     index_fd, extents_fd = os.memfd_create("index"), os.memfd_create("extents")
     part = Slice(layers=(0, 1), kv_heads=(0, 1), layout="bench")
     layout = LayoutIdentity(model="bench", kv_dtype="bf16", chunk_tokens=1)
@@ -43,8 +47,9 @@ def filled_index() -> Iterator[tuple[CacheClient, Identity, list[ChunkHasher], i
     )
     identity = client.identity(RequestIdentity())
     entries = PROMPTS * CHUNKS
+    extents_bytes = 2 * entries * RECORD_BYTES
     pool = Pool.create(
-        index_fd, extents_fd, extents_bytes=2 * entries * RECORD_BYTES, entry_capacity=entries + entries // 8
+        index_fd, extents_fd, extents_bytes=extents_bytes, entry_capacity=entries + entries // 8
     )
     stop = threading.Event()
 
@@ -66,6 +71,13 @@ def filled_index() -> Iterator[tuple[CacheClient, Identity, list[ChunkHasher], i
             hashers.append(hasher)
         pool.heartbeat()
         beating.start()
+        pool_id = IndexReader(index_fd).pool_id
+        reply = AttachReply(row=row, epoch=pool.epoch, pool_id=pool_id, extents_bytes=extents_bytes)
+        # No server runs: the client is shown the pool as an attach would show it.
+        with socket.socket() as unconnected:
+            client.pool.attached(
+                Attachment(unconnected, reply, client.session, LockHolder(), index_fd, extents_fd)
+            )
         yield client, identity, hashers, index_fd, part.digest()
     finally:
         stop.set()
@@ -78,9 +90,9 @@ def filled_index() -> Iterator[tuple[CacheClient, Identity, list[ChunkHasher], i
 
 
 def run() -> list[dict[str, Any]]:
-    """See the module."""
+    """Measure the figures."""
     with filled_index() as (client, identity, hashers, index_fd, digest):
-        client._index = reader = IndexReader(index_fd)  # as an attach would; there is no server here
+        reader = IndexReader(index_fd)
         order = random.Random(1)
         table = {}
         for hasher in hashers:

@@ -14,18 +14,18 @@ from kvstrata.storage.base import StorageAdapter
 
 MB = 1 << 20
 SIZES = sized(((1, 64, 32), (4, 32, 16), (32, 8, 4)), ((1, 8, 4),))
-"""MiB of a record, records of a repeat, records of a batch."""
+"""(MiB of a record, records of a repeat, records of a batch)"""
 THREADS = 4
 REPEATS = sized(7, 1)
 
 MakeAdapter = Callable[[Path], StorageAdapter]
-"""An adapter with THREADS workers of their own for puts and for loads, not open, on a folder."""
+"""Makes an adapter on a folder, not opened yet, with THREADS workers for puts and THREADS for loads."""
 
 
 def put_and_load_figures(
     name: str, make: MakeAdapter, folder: Path, targets: tuple[float, float]
 ) -> list[dict[str, Any]]:
-    """`<name>_put` and `<name>_load`: the smallest ratio among the sizes; each size is in the figure."""
+    """Measure `<name>_put` and `<name>_load`; their ratio is the smallest of all sizes, and `sizes` has each size."""
     put_parts, load_parts = {}, {}
     for mib, count, batch in SIZES:
         puts, writes, loads, reads = asyncio.run(_rounds(make, folder, mib, count, batch))
@@ -40,7 +40,7 @@ def put_and_load_figures(
 async def _rounds(
     make: MakeAdapter, folder: Path, mib: int, count: int, batch: int
 ) -> tuple[list[float], ...]:
-    """GB/s of puts, raw writes, loads and raw reads, a value for each repeat; what is compared takes turns."""
+    """Return GB/s of puts, raw writes, loads and raw reads, which take turns; one value for each repeat."""
     extents = raw_io.Extents(mib * MB, count)
     gb = mib * MB * count / 1e9
     puts, writes, loads, reads = [], [], [], []
@@ -69,7 +69,7 @@ async def _rounds(
 def _figure(
     name: str, what: str, target: float, parts: dict[str, tuple[list[float], list[float]]]
 ) -> dict[str, Any]:
-    """Of the smallest ratio among the sizes; each size is in `parts`."""
+    """Return the figure, with the smallest ratio of all sizes; `parts` has the rates of each size."""
     sizes = {}
     for size, (ours, raw) in parts.items():
         value, spread = median_spread(ours)

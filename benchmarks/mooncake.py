@@ -1,9 +1,10 @@
-"""The Mooncake adapter, in its host as it runs by default, against the bare client doing the same work beside it.
+"""`mooncake_put`, `mooncake_load`, `exists_1024_mooncake`: the adapter in its host against the bare client.
 
-A master and a holder on this machine, all over tcp on the loopback: 64 records of 1 MiB a batch, and 1,024 small
-records for exists.  Sketch: the adapter asks what is there before a put (one call, 0.1 ms), verifies 64 MiB after a
-load (3 ms at 20 GB/s), and its host costs two messages a batch, beside 30 to 90 ms of transfer.  Rounds take turns,
-so that a busy machine hits both alike.
+A master and a holder run on this machine, and all transfers go over tcp on the loopback: 64 records of 1 MiB a batch,
+and 1,024 small records for `exists`.  The two take turns in each round, so that a busy machine slows both alike.
+
+Sketch: before a put the adapter asks which records exist (one call, 0.1 ms), after a load it verifies 64 MiB (3 ms at
+20 GB/s), and its host costs two messages a batch, in addition to 30 to 90 ms of transfer.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from typing import Any, NamedTuple, cast
 from benchmarks.common import ROOT, figure, median_spread, scratch, sized
 from kvstrata.clock import SystemClock
 from kvstrata.memory import linux
-from kvstrata.native.copying import RecordSpec, record_bytes, seal_record
-from kvstrata.native.pool import ExtentsMap, Hold, LentHold
+from kvstrata.native.index import ExtentsMap
+from kvstrata.native.lent import LentHold
+from kvstrata.native.pool import Hold
+from kvstrata.native.record import RecordSpec, record_bytes, seal_record
 from kvstrata.storage.base import AdapterContext, LoadItem, LoadStatus, Presence, PutItem, PutStatus
+from kvstrata.storage.entry import configure_tier
 from kvstrata.storage.host.parent import HostedAdapter
 from tests.harness import mooncake
 
@@ -49,23 +53,23 @@ class Extents:
         self._payload_bytes = payload_bytes
 
     def context(self) -> AdapterContext:
-        """What the adapter is lent."""
+        """Return the context with which the adapter is opened."""
         return AdapterContext(
             "bench", SystemClock(), self.map.address, self.length, lambda key: None, self.fd
         )
 
     def address(self, i: int, *, for_put: bool) -> int:
-        """Of extent `i`."""
+        """Return the address of extent `i`."""
         return self.map.address + (i if for_put else ITEMS + i) * self.stride_bytes
 
     def seal(self, keys: Sequence[bytes]) -> None:
-        """A record of each key in the extents to put."""
+        """Seal a record of each key in the extents for puts."""
         for i, key in enumerate(keys):
             spec = RecordSpec(key, bytes(32), bytes(32), bytes(32), 256)
             seal_record(self.address(i, for_put=True), self.record_bytes, spec, [self._payload_bytes])
 
     def hold(self, i: int, key: bytes, *, for_put: bool) -> Hold:
-        """On extent `i`."""
+        """Return a hold on extent `i`."""
         offset = self.address(i, for_put=for_put) - self.map.address
         hold = LentHold(self.map, key, offset, self.record_bytes, writable=not for_put, dropped=lambda: None)
         return cast("Hold", hold)
@@ -79,7 +83,7 @@ class Round(NamedTuple):
 
 
 def keys_of(number: int, count: int = ITEMS) -> list[bytes]:
-    """Keys that no other number has."""
+    """Return keys that no other number has."""
     return [hashlib.sha256(b"%d %d" % (number, i)).digest() for i in range(count)]
 
 
@@ -91,14 +95,14 @@ class Bench:
 
         self.extents = Extents(payload_bytes)
         self.adapter = HostedAdapter(
-            {"type": "mooncake_store", **setup}, 0, name="mooncake_store-0", kill_ms=600_000
+            configure_tier({"type": "mooncake_store", **setup}, 0).recipe, kill_ms=600_000
         )
         self.store = MooncakeDistributedStore()
         assert self.store.setup(dict(setup)) == 0
         assert self.store.register_buffer(self.extents.map.address, self.extents.length) == 0
 
     async def ours(self, number: int) -> tuple[float, float]:
-        """Seconds of a put and of a load by the adapter."""
+        """Return the seconds of a put and of a load by the adapter."""
         extents, keys = self.extents, keys_of(number)
         extents.seal(keys)
         puts = [PutItem(key, extents.hold(i, key, for_put=True)) for i, key in enumerate(keys)]
@@ -115,7 +119,7 @@ class Bench:
         return put_s, load_s
 
     def raw(self, number: int) -> tuple[float, float]:
-        """The same by the bare client, which verifies nothing."""
+        """Return the seconds of a put and of a load by the bare client, which verifies nothing."""
         extents, keys = self.extents, keys_of(number)
         extents.seal(keys)
         names, lengths = [key.hex() for key in keys], [extents.record_bytes] * len(keys)
@@ -134,7 +138,7 @@ class Bench:
         return put_s, load_s
 
     async def move(self) -> tuple[list[Round], list[Round]]:
-        """Puts and loads."""
+        """Measure rounds of puts and of loads."""
         puts, loads = [], []
         for number in range(WARM_UP + ROUNDS):
             if number % 2:
@@ -146,7 +150,7 @@ class Bench:
         return puts[WARM_UP:], loads[WARM_UP:]
 
     async def exists(self) -> list[Round]:
-        """Presence of EXISTS records that are all there."""
+        """Measure rounds of `exists` for EXISTS stored records."""
         keys = keys_of(1 << 20, EXISTS)
         for begin in range(0, EXISTS, ITEMS):
             part = keys[begin : begin + ITEMS]
@@ -169,7 +173,7 @@ class Bench:
 
 
 async def measure(setup: dict[str, Any]) -> dict[str, list[Round]]:
-    """All rounds, by figure."""
+    """Return all rounds by figure."""
     found: dict[str, list[Round]] = {}
     bench = Bench(setup, PAYLOAD_BYTES)
     await bench.adapter.open(bench.extents.context())
@@ -183,7 +187,7 @@ async def measure(setup: dict[str, Any]) -> dict[str, list[Round]]:
 
 
 def run() -> list[dict[str, Any]]:
-    """The benchmark, in a process that finds Mooncake's libraries."""
+    """Measure the figures in a process that finds Mooncake's libraries."""
     with scratch("mooncake") as folder, mooncake.cluster(folder, segment_mb=512) as (master, _):
         command = [sys.executable, "-m", "benchmarks.mooncake", json.dumps(master.setup())]
         done = subprocess.run(
@@ -231,4 +235,4 @@ def run() -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     print(json.dumps(asyncio.run(measure(json.loads(sys.argv[1])))), flush=True)
-    os._exit(0)  # the bare clients' threads may crash an interpreter that ends
+    os._exit(0)  # the bare clients' threads may crash an interpreter that ends in order

@@ -1,15 +1,16 @@
-"""`mooncake_frozen_master`: what a vLLM notices while the master of its server's Mooncake store is stopped for 12 s.
+"""`mooncake_frozen_master_*`: delays in vLLM while the master of its server's Mooncake store is stopped for 12 s.
 
-Real vLLM (19 M parameters, prompts of 1,100 tokens, its own prefix cache off) with the connector's and the server's
-default times.  One request after the other asks for a prompt that only the tier has; beside it, requests for prompts
-that L1 has.  First the master answers, then it is stopped (SIGSTOP) for 12 s, then it goes on.
+Real vLLM (19 M parameters, prompts of 1,100 tokens, its own prefix cache off) runs with the default times of connector
+and server.  Requests for prompts that only the tier has follow one another; requests for prompts that L1 has run at the
+same time.  First the master answers, then it is stopped (SIGSTOP) for 12 s, then it runs again (SIGCONT).
 
-    scheduler calls   the longest of all calls of the connector on vLLM's scheduler thread while the master is stopped
-    L1 hits           their time to first token, beside a request that waits for the stopped tier, against alone
-    tier lookups      how long requests that need the tier wait in vLLM's queue: until `lookup_timeout_ms`, no longer
-    recovery          from SIGCONT to the first token of a prompt that came from the tier
+    _calls      the longest call of the connector on vLLM's scheduler thread while the master is stopped
+    _l1_hits    time to first token of a hit in L1 while another request waits for the stopped tier, against before
+    _lookups    how long requests that need the tier wait in vLLM's queue: until `lookup_timeout_ms`, no longer
+    _recovery   from SIGCONT to the first token of a prompt that came from the tier
 
-Sketch: a step waits 1.5 ms at most for lookups, so a hit in L1 that needs two steps to know its lookup takes 3 ms more.
+Sketch: a step waits 1.5 ms at most for lookups, so a hit in L1 whose lookup is answered after two steps takes 3 ms
+longer.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from kvstrata.cli import ctl
 from kvstrata.config.model import ClientSettings
 from tests.harness import mooncake, vllm_model
 from tests.harness.server_process import ServerProcess
-from tests.harness.vllm_run import Calls, VllmProcess
+from tests.harness.vllm_engine import Calls
+from tests.harness.vllm_run import VllmProcess
 
 FROZEN_S = sized(12.0, 1.0)
 PROMPT_TOKENS, HIT_TOKENS, CHUNKS = 1_100, 1_024, 4
@@ -36,24 +38,24 @@ BEFORE = sized(40, 4)
 """Hits in L1 that are measured while the master still answers."""
 CALL_TARGET_MS, HIT_TARGET, RECOVERY_TARGET_S = 2.0, 1.25, 2.0
 LATE_S = 0.25
-"""A step of vLLM that is running when the time is over."""
+"""Allowance for the step that vLLM is running when the lookup's time is over."""
 
 
 class Traffic:
-    """Requests to one engine: for prompts that L1 has, alone or beside one that only the tier has."""
+    """Requests to one engine for prompts that L1 has, alone or beside a request for a prompt that only the tier has."""
 
     def __init__(self, vllm: VllmProcess, known: list[list[int]]) -> None:
         self.vllm = vllm
         self.known = itertools.cycle(known)
         self.hits_s: list[float] = []
-        """Time to first token of each hit in L1."""
+        """Seconds to the first token of each hit in L1."""
 
     def hit(self) -> None:
-        """One alone."""
+        """Make one hit while no other request runs."""
         self._note(self.vllm.generate(next(self.known), max_tokens=2))
 
     def beside(self, prompt: list[int]) -> dict[str, Any]:
-        """One after the other until the request for this prompt has ended; what became of that."""
+        """Request this prompt and make hits one after the other until it ends; return its result."""
         asked = self.vllm.ask("submit", prompt=prompt, max_tokens=2)
         hit, ended = "", None
         while ended is None or hit:
@@ -74,7 +76,7 @@ class Traffic:
 
 
 def run() -> list[dict[str, Any]]:
-    """The figures, unless vLLM is not there."""
+    """Measure the figures; without vLLM there are none."""
     if not ready():
         return []
     draw = random.Random(4)
@@ -110,7 +112,7 @@ def run() -> list[dict[str, Any]]:
 def measure(
     vllm: VllmProcess, server: ServerProcess, master: mooncake.Master, prompts: list[list[int]]
 ) -> list[dict[str, Any]]:
-    """All figures."""
+    """Measure before, while and after the master is stopped; return the figures."""
 
     def put() -> int:
         (adapter,) = server.get("/v1/status")["l2_store"]["adapters"].values()
@@ -128,7 +130,7 @@ def measure(
     for _ in range(BEFORE):
         before.hit()
     if before.beside(of_tier.pop())["cached_tokens"] != HIT_TOKENS:
-        raise RuntimeError("the tier did not give what it has")
+        raise RuntimeError("the tier did not give the prompt that it has")
     vllm.ask("take_calls")
 
     waited_s = []
@@ -157,7 +159,7 @@ def measure(
             value=longest_ms,
             unit="ms",
             ratio=longest_ms / CALL_TARGET_MS,
-            ratio_to="what a call may take",
+            ratio_to="the target",
             target=f"≤ {CALL_TARGET_MS:g} ms, the longest call on the scheduler's thread",
             ok=longest_ms <= CALL_TARGET_MS,
             p99_ms={name: 1e3 * found["p99_s"] for name, found in scheduler.items()},
@@ -192,7 +194,7 @@ def measure(
             value=recovery_s,
             unit="s",
             ratio=recovery_s / RECOVERY_TARGET_S,
-            ratio_to="what it may take",
+            ratio_to="the target",
             target=f"≤ {RECOVERY_TARGET_S:g} s from SIGCONT to a hit",
             ok=recovery_s <= RECOVERY_TARGET_S,
         ),

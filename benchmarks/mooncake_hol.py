@@ -1,11 +1,14 @@
-"""Lookups and loads beside a burst of puts into a Mooncake store: per-operation workers against one shared pool.
+"""`mooncake_hol`: lookups and loads during a burst of puts into a Mooncake store, with three ways to share threads.
 
-The published experiment: a round is four stores of 256 records of 1 MiB (1,024 keys) at the same time; meanwhile 1,024
-keys are looked up every 20 ms, each timed from when it was due, and 64 records of 1 MiB are loaded every 200 ms, the
-next ones not before the last have ended (they go before puts, which they could starve).  Three ways take turns: a
-plain pool of four threads over the bare client, in the order of arrival (what people had before per-operation
-workers), the adapter with four shared workers, which leave room for lookups, and the adapter with `per_op_workers`
-1/1/2.  Everything over tcp on the loopback, where two cores also do the network card's work.
+As in the published experiment, a round is four puts of 256 records of 1 MiB (1,024 keys) at the same time.  Meanwhile
+1,024 keys are looked up every 20 ms, each lookup timed from the moment at which it was due, and 64 records of 1 MiB
+are loaded every 200 ms.  A load begins only after the load before it has ended: lanes serve loads before puts, so loads
+that overlap could starve the puts.
+
+Three ways take turns: a plain pool of four threads over the bare client, which serve calls in the order of arrival, as
+before per-operation workers; the adapter with four shared workers, one of which stays free of puts; and the adapter
+with `per_op_workers` 1/1/2.  All transfers go over tcp on the loopback, where the two cores also do the network card's
+work.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any
 from benchmarks.common import ROOT, figure, median_spread, percentile, scratch, sized
 from benchmarks.mooncake import EXISTS, ITEMS, PAYLOAD_BYTES, Extents, keys_of
 from kvstrata.storage.base import LoadItem, LoadStatus, PutItem, PutStatus
+from kvstrata.storage.entry import configure_tier
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.media.mooncake.adapter import KEY_PREFIX
 from tests.harness import mooncake
@@ -37,17 +41,17 @@ PER_OP = {"lookup": 1, "retrieve": 1, "store": 2}
 
 
 class Way:
-    """One of WAYS: how puts, lookups and loads get to the store. Keys, extents and sizes are the same for all."""
+    """One of the WAYS to reach the store. Extents and sizes are the same for all ways."""
 
     def __init__(self, extents: Extents) -> None:
         self.extents = extents
 
     async def put(self, keys: list[bytes]) -> None:
-        """Store a record under each; the extents are those of the 64 that were sealed, again and again."""
+        """Put a record under each key; the same 64 sealed extents are the source for all keys."""
         raise NotImplementedError
 
     async def exists(self, keys: list[bytes]) -> None:
-        """Ask for all of them."""
+        """Look all keys up."""
         raise NotImplementedError
 
     async def load(self, keys: list[bytes]) -> None:
@@ -56,7 +60,7 @@ class Way:
 
 
 class Pool(Way):
-    """Four threads and the bare client."""
+    """Four threads that call the bare client."""
 
     def __init__(self, extents: Extents, setup: dict[str, Any]) -> None:
         from mooncake.store import MooncakeDistributedStore
@@ -106,12 +110,12 @@ class Adapter(Way):
 
 
 def names_of(keys: list[bytes]) -> list[str]:
-    """As the adapter names them."""
+    """Return the names that the adapter gives to these keys."""
     return [KEY_PREFIX + key.hex() for key in keys]
 
 
 async def one_round(way: Way, number: int, loaded: list[bytes]) -> dict[str, float]:
-    """Seconds: lookups (average, p99), loads (average, p99), the stores together."""
+    """Run a round; return the seconds of lookups and loads (average and p99) and of all puts together."""
     keys = keys_of(number, STORES * STORE_ITEMS)
     lookups: list[float] = []
     loads: list[float] = []
@@ -153,13 +157,13 @@ async def one_round(way: Way, number: int, loaded: list[bytes]) -> dict[str, flo
 
 
 async def measure(setup: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
-    """RUNS rounds of each way; the first of each warms up."""
+    """Return RUNS rounds of each way; a warm-up round of each comes first."""
     extents = Extents(PAYLOAD_BYTES)
     pool = Pool(extents, setup)
     ways: dict[str, Way] = {"pool": pool}
     for place, (name, fields) in enumerate((("shared", {}), ("per_op", {"per_op_workers": PER_OP}))):
         entry = {"type": "mooncake_store", **setup, **fields}
-        adapter = HostedAdapter(entry, place, name=f"mooncake_store-{place}", kill_ms=600_000)
+        adapter = HostedAdapter(configure_tier(entry, place).recipe, kill_ms=600_000)
         await adapter.open(extents.context())
         ways[name] = Adapter(extents, adapter)
     loaded = keys_of(1 << 30)
@@ -177,7 +181,7 @@ async def measure(setup: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
 
 
 def run() -> list[dict[str, Any]]:
-    """The benchmark, in a process that finds Mooncake's libraries."""
+    """Measure the figure in a process that finds Mooncake's libraries."""
     with scratch("mooncake-hol") as folder, mooncake.cluster(folder, segment_mb=2048) as (master, _):
         command = [sys.executable, "-m", "benchmarks.mooncake_hol", json.dumps(master.setup())]
         done = subprocess.run(
@@ -218,4 +222,4 @@ def run() -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     print(json.dumps(asyncio.run(measure(json.loads(sys.argv[1])))), flush=True)
-    os._exit(0)  # the bare client's threads may crash an interpreter that ends
+    os._exit(0)  # the bare client's threads may crash an interpreter that ends in order

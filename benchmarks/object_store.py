@@ -1,12 +1,12 @@
 """`object_store_put`, `_load` and `_exists`: the `object_store` adapter against bare obstore in the same store.
 
-That is the same calls of the library by as many threads as the adapter's lanes have, the same work a record: `put` that
-creates, out of the extent; `get` whose bytes are copied into the extent; `head`.  Beside them the adapter verifies what
-it loads.  With `_directory` the store is a local directory, else moto's server on this machine, in Python: what S3
-takes over a network is in neither.
+For bare obstore, as many threads as the adapter's lanes have make the same calls of the library, with the same work for
+a record: a `put` from the extent that creates the object; a `get` whose bytes are copied into the extent; a `head`.
+The adapter also verifies loaded records.  For figures with `_directory` the store is a local directory, for the others
+moto's server, a Python process on this machine: neither has the costs of S3 over a network.
 
-Sketch: into a directory 64 MiB are a copy into the page cache (30 ms), out of it two copies.  Moto takes milliseconds a
-request, in one process whose threads take turns: both sides are that.
+Sketch: a put of 64 MiB into a directory is a copy into the page cache (30 ms), a load is two copies.  Moto takes
+milliseconds a request, in one process whose threads take turns, for both sides.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import obstore
 
 from benchmarks import raw_io
 from benchmarks.common import figure, median_spread, scratch, sized
+from kvstrata.storage.entry import make_adapter
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.media.object_store.adapter import DEFAULT_WORKERS, ObjectStoreAdapter, path_of
-from kvstrata.storage.registry import make_adapter
 from tests.harness.s3_server import S3Server
 
 MB = 1 << 20
@@ -53,7 +53,7 @@ def _head(store: Any, path: str) -> bool:
 
 
 class _Raw:
-    """The library's calls on `store`, by as many threads as the adapter has for them."""
+    """Makes the library's calls on `store` with as many threads as the adapter's lanes have."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
@@ -62,7 +62,7 @@ class _Raw:
         }
 
     def seconds(self, lane: Lane, call: Callable[..., Any], each: Sequence[tuple[Any, ...]]) -> float:
-        """To make the call with each of these arguments, each thread for its share."""
+        """Return the seconds of the call with each of these arguments, which the threads share."""
         count = DEFAULT_WORKERS[lane]
 
         def share(number: int) -> None:
@@ -80,7 +80,7 @@ class _Raw:
 
 
 async def _rounds(entry: dict[str, Any]) -> dict[str, list[float]]:
-    """Seconds of each repeat; what is compared takes turns."""
+    """Return the seconds of each repeat; the adapter and bare obstore take turns."""
     adapter = make_adapter(entry, 0)
     assert isinstance(adapter, ObjectStoreAdapter)
     await raw_io.opened(adapter)
@@ -167,7 +167,7 @@ def _entries() -> Iterator[dict[str, dict[str, Any]]]:
 
 
 def run() -> list[dict[str, Any]]:
-    """Three figures for each store."""
+    """Measure the figures."""
     with _entries() as entries:
         return [
             each

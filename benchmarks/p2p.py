@@ -1,8 +1,10 @@
-"""Our transfer engines against bare NIXL: 64 x 1 MiB out of another process's memory, in turns, in one run.
+"""`p2p_ucx`, `p2p_nixl`: our transfer engines against bare NIXL, which read 64 × 1 MiB of another process's memory.
 
-Each side is a pair of processes over shared memory of their own, with the transports that each chooses by itself, and
-once more over tcp alone.  Sketch: 64 MiB at 10 GB/s of a copy by the kernel are 7 ms; over tcp on the loopback at
-1 GB/s 67 ms.  Our engines' times go from the call on an event loop's thread to its answer there and back.
+Each engine has a pair of processes, each with shared memory of its own; the pairs take turns, first with the transports
+that each engine chooses by itself, then over tcp alone.  Our engines are timed from the call on an event loop's thread
+to its answer on that thread.
+
+Sketch: 64 MiB take 7 ms at 10 GB/s, the speed of the kernel's copy; over tcp on the loopback, at 1 GB/s, 67 ms.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import figure, median_spread, scratch, sized
-from tests.harness import fetch_wheels
 from tests.harness.child import Child
+from tests.tools import fetch_wheels
 
 MIB = 1 << 20
 ITEMS = sized(64, 4)
@@ -27,7 +29,7 @@ READ = [[0, i * MIB, 0, i * MIB, MIB] for i in range(ITEMS)]
 
 
 class Pair:
-    """An owner and a reader of one engine."""
+    """An owner and a reader that use one transfer engine."""
 
     def __init__(self, stack: ExitStack, folder: Path, name: str, environment: dict[str, str]) -> None:
         log = folder / f"{name}.log"
@@ -43,12 +45,12 @@ class Pair:
         self.signal(signal.SIGSTOP)
 
     def signal(self, number: int) -> None:
-        """To both: what is not measured is stopped, since NIXL's progress threads never rest."""
+        """Send a signal to both; a pair is stopped while another one is measured, since NIXL's threads never rest."""
         self.owner.signal(number)
         self.reader.signal(number)
 
     def take_turn(self) -> float:
-        """GB/s."""
+        """Let the pair run, read, and stop it again; return GB/s."""
         self.signal(signal.SIGCONT)
         try:
             self.read(WARM_UP)
@@ -57,15 +59,15 @@ class Pair:
             self.signal(signal.SIGSTOP)
 
     def read(self, times: int) -> float:
-        """GB/s, the median of so many."""
+        """Return the median GB/s of `times` reads."""
         return BYTES / statistics.median(self.reader.ask("time_read", items=READ, times=times)) / 1e9
 
 
 def measure(environment: dict[str, str]) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """GB/s of each round by engine, taking turns; and what transports were used.
+    """Return the GB/s of each round by engine, and the transports that were used.
 
-    The threads of some pairs of processes get along better than those of others, for as long as they live: the median
-    is over several of each.
+    The speed of NIXL differs from one pair of processes to another for as long as they live, so the rounds use several
+    pairs of each engine.
     """
     rounds: dict[str, list[float]] = {name: [] for name in ("bare", *TARGETS)}
     transports: dict[str, str] = {}
@@ -80,7 +82,7 @@ def measure(environment: dict[str, str]) -> tuple[dict[str, list[float]], dict[s
 
 
 def run() -> list[dict[str, Any]]:
-    """The figures."""
+    """Measure the figures."""
     environment = fetch_wheels.environment(fetch_wheels.NIXL)
     default, transports = measure(environment)
     tcp, _ = measure({**environment, "UCX_TLS": "tcp"})

@@ -1,6 +1,6 @@
-"""A process that reads another's registered memory by an engine of ours or by bare NIXL, and says how long it took.
+"""A child process that times reads of another process's registered memory by one of our transfer engines or bare NIXL.
 
-The owner is such a process too.  Both are asked by JSON lines (tests/harness/child.py).
+The owner of the memory runs this module, too.  Both take requests as JSON lines (tests/harness/child.py).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ POLL_S = 50e-6
 
 
 class Engine(Peer):
-    """Ours. A read is timed from its call to its answer on the event loop."""
+    """One of our transfer engines. A read is timed from its call to its answer on the event loop."""
 
     def time_read(self, items: list[list[int]], times: int) -> list[float]:
-        """Seconds of each."""
+        """Read `items` `times` times; return the seconds of each read."""
         took = []
         for _ in range(times):
             begun_s = time.perf_counter()
@@ -31,7 +31,7 @@ class Engine(Peer):
 
 
 class Bare:
-    """NIXL as its own examples use it: its progress thread, prepared lists, and a loop that looks at the state."""
+    """NIXL used as in its own examples: with its progress thread, prepared lists, and a loop that polls the state."""
 
     def __init__(self) -> None:
         os.environ.setdefault("UCX_MODULES", "^ib")
@@ -42,23 +42,23 @@ class Bare:
         self.memory = self.owner = self.bases = self.prepared = None
 
     def open(self, lengths: list[int], seed: int) -> str:
-        """Metadata in hexadecimal."""
+        """Register regions of these lengths; return the metadata in hexadecimal."""
         self.memory = Memory(lengths[0], seed)
         region = self.memory.region
         self.agent.register_memory([(region.address, region.length, 0, "")], "DRAM")
         return f"{region.address:016x}{self.agent.get_agent_metadata().hex()}"
 
     def connect(self, peer: str, metadata: str) -> None:
-        """Only one."""
+        """Add the other process; there is only one."""
         self.bases = int(metadata[:16], 16)
         self.owner = self.agent.add_remote_agent(bytes.fromhex(metadata[16:]))
 
     def transports(self, peer: str) -> str:
-        """It does not tell."""
+        """Return nothing: NIXL does not tell its transports."""
         return ""
 
     def time_read(self, items: list[list[int]], times: int) -> list[float]:
-        """Seconds of each."""
+        """Read `items` `times` times; return the seconds of each read."""
         agent = self.agent
         local = [(self.memory.region.address + item[3], item[4], 0) for item in items]
         remote = [(self.bases + item[1], item[4], 0) for item in items]
@@ -78,14 +78,14 @@ class Bare:
         return took
 
     def checksum(self, region: int, offset: int, length: int) -> int:
-        """Of bytes of this process."""
+        """Return the CRC-32 of a part of a region of this process."""
         return Peer.checksum(self, region, offset, length)  # type: ignore[arg-type]
 
 
 def main() -> None:
     """Serve until stdin ends."""
     name = sys.argv[1]
-    # NIXL's logger writes to stdout, which is ours.
+    # NIXL's logger writes to stdout, which carries our answers.
     answers, out = os.dup(1), os.dup(2)
     os.dup2(out, 1)
     reader: Any = Bare() if name == "bare" else Engine(name, {})

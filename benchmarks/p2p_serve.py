@@ -1,12 +1,12 @@
-"""`p2p_ttft`, `p2p_round`: questions about long documents, a round on one instance, then a round on another one.
+"""`p2p_ttft`, `p2p_round`: a round of questions about long documents on one instance, then a round on another instance.
 
-Real vLLM on the CPU as it is served, 160 M parameters, asked by `kvstrata bench serve long-doc-qa`, one request at a
-time; its own prefix cache is off, as if the documents were more than it holds.  Each round asks about the same
-documents of 6,000 tokens.  With a cluster (a controller, two instances, each with its own L1) the second instance reads
-what the first one computed out of its memory; without a cache both compute.
+Real vLLM on the CPU, 160 M parameters, runs as an API server; `kvstrata bench serve long-doc-qa` asks one request at a
+time.  vLLM's own prefix cache is off, as if it could not hold the documents.  Each round asks about the same documents
+of 6,000 tokens.  In a cluster (a controller, two instances, each with its own L1), an engine of the first instance
+computes the KV, and the second instance reads that KV from the first one's memory; without a cache both rounds compute.
 
-Sketch: 94 MB of KV a document; over shared memory at 5 GB/s 20 ms, 5 ms more into the engine's blocks, and what 144
-tokens cost to compute; a document that is computed takes seconds.
+Sketch: a document has 96 MB of KV, which take 20 ms over shared memory at 5 GB/s and 5 ms more into the engine's
+blocks; then 144 tokens are computed.  A document that is computed takes seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SIZES = {"documents": DOCUMENTS, "tokens": DOCUMENT_TOKENS}
 
 
 def measured(model: Path, folder: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """The rounds, and the records that the second instance has read from the first one."""
+    """Run the rounds; return their reports, and how many records the second instance read from the first instance."""
     uncached = ("--no-enable-prefix-caching",)
     rounds: dict[str, dict[str, Any]] = {}
     with VllmApi(model, folder / "none", extra=None, flags=uncached) as engine:
@@ -49,7 +49,7 @@ def measured(model: Path, folder: Path) -> tuple[dict[str, dict[str, Any]], int]
 
 
 def row_of(case: str, found: dict[str, Any]) -> dict[str, str]:
-    """A line of the table."""
+    """Return a line of the table."""
     return {
         "": case,
         **{f"TTFT {word}, ms": f"{found['ttft_ms'][word]:.0f}" for word in ("mean", "median", "p99")},
@@ -58,7 +58,7 @@ def row_of(case: str, found: dict[str, Any]) -> dict[str, str]:
 
 
 def run() -> list[dict[str, Any]]:
-    """The figures, unless vLLM is not there."""
+    """Measure the figures; without vLLM there are none."""
     if not ready():
         return []
     with scratch("p2p-serve") as folder:

@@ -1,8 +1,10 @@
 """`ping` and `ping_loaded`: how long a ping takes, against a bare pyzmq echo with the same loop and socket types.
 
-Sketch: two context switches and four system calls of libzmq on either side; the echo does just that.  Server and echo
-are processes of their own, asked in turn by the same DEALER code.  Under load, 8 client processes send each of them the
-same frames at the same rate: lookups of a 128k-token prompt that is all in L1, each followed by its release.
+Server and echo are processes of their own, which the same DEALER code pings in turns.  Under load, 8 client processes
+send server and echo the same frames at the same rate: lookups of a 128k-token prompt that is all in L1, each followed
+by its release.
+
+Sketch: two context switches and four system calls of libzmq on either side; the echo does nothing else.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ PINGS = sized(5_000, 100)
 WARM_UP = sized(500, 10)
 LOAD_CLIENTS = sized(8, 1)
 LOAD_RATE = 25
-"""Lookups a second of each client."""
+"""Lookups that each client sends per second."""
 LOAD_CHUNKS = 512
 
 
 def ping_seconds(socket: zmq.Socket[bytes], frame: Callable[[], bytes], count: int) -> list[float]:
-    """Round trips, one after another; each frame is made before its clock starts."""
+    """Return the seconds of `count` round trips, one after another; a frame is made before its round trip is timed."""
     seconds = []
     for _ in range(count):
         data = frame()
@@ -52,7 +54,7 @@ def ping_seconds(socket: zmq.Socket[bytes], frame: Callable[[], bytes], count: i
 def load_clients(
     server: ServerProcess, echo: Path, layout: LayoutIdentity, chain: Path, blocks: PagedBlocks
 ) -> Iterator[Any]:
-    """Eight of `benchmarks.load`; gives a function that points them all at `server`, `echo` or nothing (`rest`)."""
+    """Run clients (`benchmarks.load`); yield a function that points them at `server`, at `echo` or nowhere (`rest`)."""
     command = [
         *(sys.executable, "-m", "benchmarks.load", "--rate", str(LOAD_RATE), "--chain", str(chain)),
         *("--socket-dir", str(server.socket_dir), "--echo", str(echo)),
@@ -70,7 +72,7 @@ def load_clients(
     ]
 
     def say(word: str) -> int:
-        """Point them; how many lookups they have made since the last time."""
+        """Point the clients; return how many lookups they made since the last call."""
         total = 0
         for process in processes:
             assert process.stdin is not None and process.stdout is not None
@@ -97,12 +99,12 @@ def load_clients(
 def compare(
     name: str, session: RawSession, echo: zmq.Socket[bytes], point: Callable[[str], int]
 ) -> dict[str, Any]:
-    """Server and echo in turn; `point` switches the load."""
+    """Measure server and echo in turns; `point` switches the load."""
     ours: list[list[float]] = []
     bare: list[list[float]] = []
     lookups = {"server": 0, "echo": 0}
     for repeat in range(REPEATS):
-        # In turn, and which comes first in turn as well: neither profits from the machine's moods.
+        # Server and echo also take turns in being first, so that changes of the machine's speed favour neither.
         for who in ("server", "echo") if repeat % 2 else ("echo", "server"):
             socket, taken = (session.socket, ours) if who == "server" else (echo, bare)
             point(who)
@@ -127,7 +129,7 @@ def compare(
 
 
 def run() -> list[dict[str, Any]]:
-    """Both figures."""
+    """Measure the figures."""
     layout = LayoutIdentity(model="bench", kv_dtype="bf16", chunk_tokens=256)
     blocks = PagedBlocks(layers=1, num_blocks=1, block_bytes=64)
     figures = []

@@ -1,10 +1,11 @@
-"""Token hit ratios of the eviction policies, by the real pool, on a trace of requests.
+"""Token hit ratios of the eviction policies of the real pool on a trace of requests.
 
     python -m benchmarks.policies [--trace FILE] [--shares 2,5,10,20]
 
-FILE has one JSON object a line with `input_length` (tokens) and `hash_ids` (one id per 512-token block of the
-prompt; equal ids are equal prefixes), as in the traces published with Mooncake (FAST 2025).  Without one, a
-synthetic trace of similar statistics is made.  Beside the policies stands a plain LRU of blocks without any pool.
+FILE has one JSON object a line, as in the traces published with Mooncake (FAST 2025), with `timestamp` (ms),
+`input_length` and `output_length` (tokens), and `hash_ids` (one id per 512-token block of the prompt; equal ids are
+equal prefixes).  Without FILE, a synthetic trace of similar statistics is made.  The ratios are compared with those of
+a plain LRU list of blocks.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ IDENTITY = bytes(32)
 
 
 def key_of(block: int) -> bytes:
+    """Return the storage key that stands for a block of the trace."""
     return hashlib.sha256(block.to_bytes(8, "little")).digest()
 
 
 def pool_hits(prompts: Sequence[TraceRequest], capacity: int, policy: str) -> float:
-    """Share of the tokens that a pool of `capacity` blocks serves. The extents are never written to."""
+    """Return the share of the tokens that a pool of `capacity` blocks serves. The pool's extents are never written."""
     index_fd = os.memfd_create("policies-index", os.MFD_CLOEXEC)
     extents_fd = os.memfd_create("policies-extents", os.MFD_CLOEXEC)
     try:
@@ -64,7 +66,7 @@ def pool_hits(prompts: Sequence[TraceRequest], capacity: int, policy: str) -> fl
 
 
 def plain_lru_hits(prompts: Sequence[TraceRequest], capacity: int) -> float:
-    """The same by a list of blocks in order of use, each prompt used from its end to its start."""
+    """Return that share for a list of blocks in the order of their use; a prompt uses its blocks from end to start."""
     cache: collections.OrderedDict[int, None] = collections.OrderedDict()
     hit_tokens = 0
     for prompt in prompts:
@@ -81,7 +83,7 @@ def plain_lru_hits(prompts: Sequence[TraceRequest], capacity: int) -> float:
 
 
 def measure(prompts: Sequence[TraceRequest], shares: Sequence[float]) -> dict[str, dict[float, float]]:
-    """Hit ratio by policy and by share of the distinct blocks that the cache holds."""
+    """Return hit ratios by policy, then by the share of the distinct blocks that the cache holds."""
     distinct = len({block for prompt in prompts for block in prompt.blocks})
     table: dict[str, dict[float, float]] = {}
     for share in shares:
@@ -93,7 +95,7 @@ def measure(prompts: Sequence[TraceRequest], shares: Sequence[float]) -> dict[st
 
 
 def run() -> list[dict[str, Any]]:
-    """Figures of `make bench`: the pool's policies against a plain LRU on the synthetic trace."""
+    """Measure the pool's policies against a plain LRU on the synthetic trace."""
     table = measure(synthetic_trace(), (0.05, 0.10))
     figures = []
     for policy in POLICIES:
@@ -115,7 +117,7 @@ def run() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trace", type=Path, help="JSON lines; a synthetic trace without it")
     parser.add_argument(

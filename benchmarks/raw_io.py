@@ -1,4 +1,4 @@
-"""Records for adapters and for the bare medium beside them (kvstrata.measure.raw_io), without a pool."""
+"""Times puts and loads of records by an adapter and by the bare medium (kvstrata.measure.raw_io), without a pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvstrata.clock import SystemClock
 from kvstrata.measure.raw_io import RawFiles, in_batches
-from kvstrata.native import copying
+from kvstrata.native import record as native_record
 from kvstrata.storage.base import AdapterContext, LoadItem, LoadStatus, PutItem, PutStatus, StorageAdapter
 
 MB = 1 << 20
@@ -22,7 +22,7 @@ HEADER_BYTES = 4096
 
 
 class Extents:
-    """Page-aligned memory for `count` records of `record_bytes` each, sealed under keys that no other call gives."""
+    """Page-aligned memory with `count` records of `record_bytes` each, sealed under keys that no other object uses."""
 
     _numbers = itertools.count()
 
@@ -43,38 +43,40 @@ class Extents:
         payload = self.record_bytes - HEADER_BYTES
         self.keys = [
             hashlib.sha256(b"%d %d" % (os.getpid(), n)).digest()
-            for n in itertools.islice(Extents._numbers, self.count)
+            for n in itertools.islice(self._numbers, self.count)
         ]
         for i, key in enumerate(self.keys):
-            spec = copying.RecordSpec(key, bytes(32), bytes(32), bytes(32), 256)
-            copying.seal_record(self._address + i * self.record_bytes, self.record_bytes, spec, [payload])
+            spec = native_record.RecordSpec(key, bytes(32), bytes(32), bytes(32), 256)
+            native_record.seal_record(
+                self._address + i * self.record_bytes, self.record_bytes, spec, [payload]
+            )
 
     def bytes(self, i: int) -> memoryview:
-        """One record's bytes."""
+        """Return the bytes of record `i`."""
         return self._view[i * self.record_bytes : (i + 1) * self.record_bytes]
 
     def hold(self, i: int) -> Hold:
-        """A hold on one record, as an adapter gets it."""
+        """Return a hold on record `i`, as an adapter gets it."""
         return Hold(self._address + i * self.record_bytes, self.record_bytes, self.bytes(i))
 
 
 class Hold:
-    """Bytes that stay where they are."""
+    """A hold on bytes that nothing frees before their `Extents`."""
 
     def __init__(self, address: int, length: int, view: memoryview) -> None:
         self.address, self.length = address, length
         self._view = view
 
     def view(self) -> memoryview:
-        """The bytes."""
+        """Return the bytes."""
         return self._view
 
     def drop(self) -> None:
-        """Nothing: they belong to their Extents."""
+        """Do nothing: the bytes belong to their `Extents`."""
 
 
 def raw_write_s(folder: Path, extents: Extents, threads: int, batch: int) -> float:
-    """Seconds to write each record to a file of its own; the files stay for `raw_read_s`."""
+    """Return the seconds of writing each record to a file of its own; the files stay for `raw_read_s`."""
     files = RawFiles(folder, threads, threads)
     try:
         return sum(files.write_s(n, [extents.bytes(i) for i in n]) for n in in_batches(extents.count, batch))
@@ -83,7 +85,7 @@ def raw_write_s(folder: Path, extents: Extents, threads: int, batch: int) -> flo
 
 
 def raw_read_s(folder: Path, extents: Extents, threads: int, batch: int) -> float:
-    """Seconds to read what `raw_write_s` wrote back to where it came from."""
+    """Return the seconds of reading the files of `raw_write_s` back into the records."""
     files = RawFiles(folder, threads, threads)
     try:
         return sum(files.read_s(n, [extents.bytes(i) for i in n]) for n in in_batches(extents.count, batch))
@@ -92,13 +94,13 @@ def raw_read_s(folder: Path, extents: Extents, threads: int, batch: int) -> floa
 
 
 async def opened(adapter: StorageAdapter) -> StorageAdapter:
-    """The adapter, open as in a server without a pool."""
+    """Open an adapter without a pool, and return it; the caller closes it."""
     await adapter.open(AdapterContext("bench", SystemClock(), 0, 0, lambda key: None))
     return adapter
 
 
 async def put_s(adapter: StorageAdapter, extents: Extents, batch: int) -> float:
-    """Seconds to put each record. Raises RuntimeError where one is not stored."""
+    """Return the seconds of putting all records. Raises RuntimeError when one is not stored."""
     started = time.perf_counter()
     for numbers in in_batches(extents.count, batch):
         items = [PutItem(extents.keys[i], extents.hold(i)) for i in numbers]  # type: ignore[arg-type]
@@ -107,7 +109,7 @@ async def put_s(adapter: StorageAdapter, extents: Extents, batch: int) -> float:
 
 
 async def load_s(adapter: StorageAdapter, extents: Extents, batch: int) -> float:
-    """Seconds to load each record to where it came from, verified. Raises RuntimeError where one is not loaded."""
+    """Return the seconds of loading and verifying all records in place. Raises RuntimeError when one is not loaded."""
     started = time.perf_counter()
     for numbers in in_batches(extents.count, batch):
         items = [LoadItem(extents.keys[i], extents.hold(i)) for i in numbers]  # type: ignore[arg-type]
@@ -122,7 +124,7 @@ def _all(outcomes: Sequence[tuple[object, str]], wanted: object) -> None:
 
 
 async def exists_s(adapter: StorageAdapter, keys: Sequence[bytes], repeats: int) -> list[float]:
-    """Seconds of each of so many `exists` of all these keys."""
+    """Return the seconds of each of `repeats` calls of `exists` for all these keys."""
     times = []
     for _ in range(repeats):
         started = time.perf_counter()

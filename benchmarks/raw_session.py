@@ -1,4 +1,4 @@
-"""An attached session with a bare DEALER socket, without the client library: for figures of the server alone."""
+"""An attached session with a bare DEALER socket in place of the client library, for figures of the server alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.common import wait_until
 from kvstrata.memory.attach.client import attach, process_locks
 from kvstrata.memory.paths import RPC_SOCKET
-from kvstrata.rpc import wire
+from kvstrata.rpc import attach_wire, wire
 from kvstrata.rpc.zmq_plain import PlainConnection
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice
 
@@ -19,14 +19,14 @@ REPLY_S = 10.0
 
 
 class RawSession:
-    """Attached, greeted, with one identity declared. One thread; raises KvstrataError for any error reply."""
+    """An attached session with one declared identity, for one thread. `ask` raises error replies as exceptions."""
 
     def __init__(
         self, socket_dir: Path, layout: LayoutIdentity, slice_: Slice, facts: dict[str, Any]
     ) -> None:
         self.session = secrets.token_bytes(wire.SESSION_BYTES)
         self.last_seq = 0
-        request = wire.AttachRequest(
+        request = attach_wire.AttachRequest(
             protocol=wire.PROTOCOL_VERSION,
             session=self.session,
             group=secrets.token_bytes(wire.SESSION_BYTES),
@@ -38,6 +38,7 @@ class RawSession:
         )
         self._attachment = attach(socket_dir, request, process_locks(), ATTACH_S)
         self._connection = PlainConnection(socket_dir / RPC_SOCKET, REPLY_S)
+        self._connection.secret = self._attachment.secret
         self.socket = self._connection.socket
         self.ask = self._connection.ask
         identified = self.ask(wire.Identify(self.session, self.seq(), RequestIdentity()))
@@ -45,22 +46,24 @@ class RawSession:
         self.identity_id = identified.identity_id
 
     def seq(self) -> int:
-        """The next number."""
+        """Return a fresh number for the next request."""
         self.last_seq += 1
         return self.last_seq
 
     def ping(self) -> bytes:
-        """A ping's frame."""
-        return wire.encode(wire.Ping(self.session, self.seq()))
+        """Make a ping's frame."""
+        return self._connection.frame(wire.Ping(self.session, self.seq()))
 
     def lookup(self, keys: bytes) -> bytes:
-        """A lookup's frame; its number is `last_seq`."""
-        groups = [wire.Group(wire.Rule.PREFIX, keys)]
-        return wire.encode(wire.Lookup(self.session, self.seq(), 1000, self.identity_id, "bench", groups))
+        """Make a lookup's frame; its number is `last_seq`."""
+        groups = [wire.KeyGroup(wire.Rule.PREFIX, keys)]
+        return self._connection.frame(
+            wire.Lookup(self.session, self.seq(), 1000, self.identity_id, "bench", groups)
+        )
 
     def release(self, lookup_seq: int) -> bytes:
-        """The frame that ends a lookup's lease."""
-        return wire.encode(wire.Release(self.session, self.seq(), [(self.session, lookup_seq)]))
+        """Make the frame that ends a lookup's lease."""
+        return self._connection.frame(wire.Release(self.session, self.seq(), [(self.session, lookup_seq)]))
 
     def close(self) -> None:
         """Leave the server."""
@@ -75,7 +78,7 @@ class StatusReader:
         self._connection = PlainConnection(socket_dir / RPC_SOCKET, STATUS_S)
 
     def __call__(self) -> dict[str, Any]:
-        """The status document."""
+        """Return the status document of now. Raises Unavailable."""
         return self._connection.status()
 
     def close(self) -> None:
@@ -84,7 +87,7 @@ class StatusReader:
 
 
 def status(server: Any) -> dict[str, Any]:
-    """The status of a `ServerProcess`, once."""
+    """Return the status document of a `ServerProcess`."""
     reader = StatusReader(server.socket_dir)
     try:
         return reader()

@@ -2,18 +2,19 @@
 
     python -m benchmarks.registry [--instances N] [--chunks N]
 
-ext/core/bench/registry_table.cpp, linked with the library that the compiled modules have in them, fills a registry that
-begins empty: 1 % of the keys on all instances, a fifth of each instance's in L1 and the others on disk.  Its times are
-CPU time of its one thread; what the registry's own thread takes to touch memory ahead stands apart (`touching_ms`).
-Between the lookups the same program reads lines at random from other memory of the same size (`raw_us`, and
+ext/core/bench/registry_table.cpp, which has the same native code as the compiled modules, fills an empty registry: 1 %
+of the keys are on all instances, and each instance has a fifth of its keys in L1 and the others on disk.  Its times are
+CPU times of its one thread; the time in which the registry's own thread touches memory ahead is counted apart
+(`touching_ms`).  Between the lookups the program reads random lines of other memory of the same size (`raw_us`, and
 `raw_each_needs_the_one_before_us`): no lookup can be faster.
 
-In the same run, plain Python models of the three published designs, at 100 instances with 1,000 chunks: one lookup,
-bytes of their dicts, lists and sets a placement (tags not counted), a full report, deregistering one instance:
+In the same run, plain Python models of the three published designs are measured, at 100 instances with 1,000 chunks
+each: a lookup, the bytes of their dicts, lists and sets per placement (without the tags), a full report, and the
+departure of an instance.  The designs are:
 
-- flat: tag → list of instances; a departure looks through all of it.
-- tree: instance → tier → set of tags; a lookup asks one instance after the other.
-- tree and reverse: both, so that lookups are those of flat and a departure takes one look for each key.
+- flat: tag → list of instances; a departure searches all lists.
+- tree: instance → tier → set of tags; a lookup searches one instance after the other.
+- tree and reverse: both maps; a lookup costs as much as in flat, a departure one look-up for each key.
 
 Sketch: a lookup is one line of 64 bytes at the latency of memory, or at its throughput in batches; a report reads and
 writes one line a key.
@@ -24,11 +25,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import random
-import shlex
 import statistics
 import subprocess
+import sys
 import time
 import tracemalloc
 from array import array
@@ -36,7 +36,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import figure, scratch, sized
+from benchmarks.common import figure, sized
 from kvstrata.native.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,28 +49,15 @@ REPEATS = sized(5, 1)
 
 
 def table(instances: int, chunks: int) -> dict[str, Any]:
-    """What the C++ program measured. Raises RuntimeError where it cannot be made or fails."""
-    libraries = sorted(
-        ROOT.glob("build/native/core-*/libkvstrata_core.a"), key=lambda path: path.stat().st_mtime
+    """Run the C++ program; return its numbers. Raises RuntimeError when it cannot be compiled or fails."""
+    program = "build/native/bench/registry_table"
+    command = [sys.executable, "ext/make", "program", "ext/core/bench/registry_table.cpp", program]
+    made = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if made.returncode:
+        raise RuntimeError(f"registry_table: {made.stdout}")
+    done = subprocess.run(
+        [ROOT / program, str(instances), str(chunks)], capture_output=True, text=True, check=False
     )
-    if not libraries:
-        raise RuntimeError("build/native has no core library; run `make setup`")
-    with scratch("registry") as folder:
-        program = folder / "registry_table"
-        command = "-std=c++20 -O3 -UNDEBUG -pthread -Iext/core/include ext/core/bench/registry_table.cpp"
-        compiler = shlex.split(os.environ.get("CXX", "g++"))
-        made = subprocess.run(
-            [*compiler, *command.split(), libraries[-1], "-ldl", "-lrt", "-o", program],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if made.returncode:
-            raise RuntimeError(f"registry_table: {made.stdout}")
-        done = subprocess.run(
-            [program, str(instances), str(chunks)], capture_output=True, text=True, check=False
-        )
     if done.returncode:
         raise RuntimeError(done.stderr)
     measured: dict[str, Any] = json.loads(done.stdout)
@@ -78,7 +65,7 @@ def table(instances: int, chunks: int) -> dict[str, Any]:
 
 
 def python_lookup_ns() -> list[float]:
-    """One key from Python, in a registry of a million placements."""
+    """Return the times of looking one key up from Python, in a registry of a million placements."""
     registry = Registry()
     slot = registry.open_slot(0)
     assert slot is not None
@@ -96,7 +83,7 @@ def python_lookup_ns() -> list[float]:
 
 
 class Flat:
-    """Tag → instances."""
+    """The flat design: a map from each tag to its instances."""
 
     def __init__(self) -> None:
         self.holders: dict[int, list[tuple[int, str]]] = {}
@@ -119,7 +106,7 @@ class Flat:
 
 
 class Tree:
-    """Instance → tier → tags."""
+    """The tree design: the tags of each tier of each instance."""
 
     def __init__(self) -> None:
         self.instances: dict[int, dict[str, set[int]]] = {}
@@ -139,7 +126,7 @@ class Tree:
 
 
 class TreeAndReverse(Tree):
-    """The tree, and tag → instances beside it."""
+    """The tree, and in addition the instances of each tag."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,18 +153,18 @@ class TreeAndReverse(Tree):
 
 
 class Modelled(NamedTuple):
-    """One design's numbers."""
+    """The numbers of one design."""
 
     lookup_us: float
     placement_bytes: float
     report_ms: float
-    """A million keys, from the time for MODEL_CHUNKS."""
+    """Time for a report of a million keys, computed from the time for MODEL_CHUNKS keys."""
     depart_ms: float
-    """One instance of MODEL_CHUNKS."""
+    """Time for the departure of an instance with MODEL_CHUNKS."""
 
 
 def modelled(design: Callable[[], Flat | Tree]) -> Modelled:
-    """One design with INSTANCES of MODEL_CHUNKS."""
+    """Measure one design with INSTANCES instances of MODEL_CHUNKS chunks."""
     draw = random.Random(1)
     shared = [draw.getrandbits(64) for _ in range(int(MODEL_CHUNKS * SHARED))]
     owned = [
@@ -215,7 +202,7 @@ def modelled(design: Callable[[], Flat | Tree]) -> Modelled:
 
 
 def measure(instances: int, chunks: int) -> list[dict[str, Any]]:
-    """The figures, each with the models beside it."""
+    """Measure the figures; each also has the numbers of the models."""
     designs = {"flat": Flat, "tree": Tree, "tree and reverse": TreeAndReverse}
     models = {name: modelled(design)._asdict() for name, design in designs.items()}
     measured = table(instances, chunks)
@@ -226,7 +213,7 @@ def measure(instances: int, chunks: int) -> list[dict[str, Any]]:
     batch_us = max(middle["batch_ns"], middle["prefix_ns"]) / 1e3
     python_us = statistics.median(from_python_ns) / 1e3
     peak_gb = max(measured["resident_bytes"], measured["registry_bytes"]) / 1e9
-    # Those that made the table larger, and those that replaced others.
+    # Reports that made the table larger, and reports that replaced earlier ones.
     reports_ms = [value / 1e6 for value in measured["fill_ns"][-20:] + measured["report_ns"]]
     report_ms = statistics.median(reports_ms)
     departed_ms = max(measured["depart_ns"]) / 1e6
@@ -293,12 +280,12 @@ def measure(instances: int, chunks: int) -> list[dict[str, Any]]:
 
 
 def run() -> list[dict[str, Any]]:
-    """Figures of `make bench`."""
+    """Measure the figures."""
     return measure(INSTANCES, CHUNKS)
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--instances", type=int, default=INSTANCES)
     parser.add_argument("--chunks", type=int, default=CHUNKS)

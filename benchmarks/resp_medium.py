@@ -1,10 +1,11 @@
 """`resp_put`, `resp_load` and `exists_1024_resp`: the `resp` adapter against another client of the same server.
 
-That is redis-py with hiredis, pipelining the same commands on one connection; what it loads stays `bytes` of its own,
-in no extent and not verified.
+The other client is redis-py with hiredis, which pipelines the same commands on one connection; its loads give `bytes`
+objects, which are neither verified nor copied into extents.
 
-Sketch: one thread of the server copies each byte once between its memory and a socket, and so does the kernel of the
-other side: with both on one machine 64 MiB take 30 to 60 ms.  1,024 STRLEN are about 110 KB and as many look-ups.
+Sketch: one thread of the server copies each byte once between its memory and a socket, and the kernel copies the byte
+once for the client: with server and client on one machine, 64 MiB take 30 to 60 ms.  1,024 STRLEN are about 110 KB and
+as many look-ups.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import redis
 
 from benchmarks import raw_io
 from benchmarks.common import figure, median_spread, scratch, sized
-from kvstrata.storage.registry import make_adapter
+from kvstrata.storage.entry import make_adapter
 from tests.harness.redis_server import RedisServer
 
 MB = 1 << 20
@@ -64,7 +65,7 @@ def _raw_exists_s(client: redis.Redis, names: list[str]) -> float:
 
 
 async def _rounds(server: RedisServer, client: redis.Redis) -> dict[str, list[float]]:
-    """Seconds of each repeat; what is compared takes turns."""
+    """Return the seconds of each repeat; the adapter and redis-py take turns."""
     extents = raw_io.Extents(MB, RECORDS)
     adapter = await raw_io.opened(make_adapter(server.entry(), 0))
     times: dict[str, list[float]] = {
@@ -116,7 +117,7 @@ def _throughput(name: str, what: str, target: float, ours: list[float], raw: lis
 
 
 def run() -> list[dict[str, Any]]:
-    """The three figures."""
+    """Measure the figures."""
     with scratch("resp") as folder, RedisServer(folder) as server, server.client() as client:
         times = asyncio.run(_rounds(server, client))
     median_us, spread = median_spread([s * 1e6 for s in times["exists"]])

@@ -1,9 +1,9 @@
 """`make bench [BENCH=name]`: runs the benchmarks and merges their figures by name into build/bench.json.
 
-Each module of this folder that has `run() -> list[dict]` is one benchmark; a figure is a dict with at least
-`name`, `value`, `unit`, `ratio`, `target`, `ok`.  `--report` prints the table of docs/performance.md from
-what build/bench.json holds.  `--small` runs them at sizes that say nothing about speed, to show that they work, and
-writes no figure down; a test does so with each of them.
+Each module of this folder that has `run() -> list[dict]` is one benchmark; a figure is a dict with at least `name`,
+`value`, `unit`, `ratio`, `target`, `ok`.  `--report` prints the figures of build/bench.json as a table, like that of
+docs/performance.md.  `--small` shows that the benchmarks work: they run at sizes that say nothing about speed, and no
+figures are written; a test does so with each benchmark.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MINUTES = 40
 
 
 def modules() -> list[str]:
-    """Names of the benchmark modules, those with a `run` function."""
+    """Return the names of the benchmark modules, which have a `run` function."""
     names = [module.name for module in pkgutil.iter_modules([str(ROOT / "benchmarks")])]
     return sorted(
         name
@@ -43,7 +43,7 @@ def modules() -> list[str]:
 
 
 def merge(figures: list[dict[str, Any]]) -> None:
-    """Put figures into the result file under their names; other names stay."""
+    """Write figures into the result file under their names; the figures of other names stay."""
     RESULTS.parent.mkdir(exist_ok=True)
     merged = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for figure in figures:
@@ -54,12 +54,12 @@ def merge(figures: list[dict[str, Any]]) -> None:
 
 
 def show(value: Any) -> str:
-    """A number with three significant digits, anything else as it is."""
+    """Return a number with three significant digits, another value as its text."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def report() -> str:
-    """The figures as a Markdown table."""
+    """Return the figures as a Markdown table."""
     merged = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     lines = ["| name | value | spread | ratio | to | target | met |", "|---|---|---|---|---|---|---|"]
     for name, figure in sorted(merged.items()):
@@ -76,19 +76,23 @@ def report() -> str:
 
 
 def main() -> int:
-    """Command line; the exit status says whether each benchmark ran, not whether targets were met."""
+    """Run the command line; the exit status says whether each benchmark ran, not whether targets were met."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(modules())}; all if none")
+    parser.add_argument("names", nargs="*", help=f"benchmarks to run, by default all: {', '.join(modules())}")
     parser.add_argument("-y", "--yes", action="store_true", help="do not ask first")
-    parser.add_argument("--small", action="store_true", help="only show that they work; writes no figures")
-    parser.add_argument("--report", action="store_true", help="print what build/bench.json holds as a table")
+    parser.add_argument(
+        "--small", action="store_true", help="only show that the benchmarks work; write no figures"
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="print the figures of build/bench.json as a table"
+    )
     arguments = parser.parse_args()
     if arguments.report:
         print(report())
         return 0
     unknown = sorted(set(arguments.names) - set(modules()))
     if unknown:
-        parser.error(f"no benchmark {unknown[0]!r}; there are: {', '.join(modules())}")
+        parser.error(f"no benchmark is called {unknown[0]!r}; the benchmarks are: {', '.join(modules())}")
     if arguments.small:
         os.environ[SMALL] = "1"
         VllmProcess.fork_server = VllmApi.fork_server = ForkServer.inherited()
@@ -106,11 +110,11 @@ def main() -> int:
             figures = importlib.import_module(f"benchmarks.{name}").run()
         except NotHere as missing:
             print(f"   not run: {missing}")
-            # Whoever asks for all of them asks for what this machine can.
+            # A run of all benchmarks skips those that this machine cannot run.
             failed += [name] if arguments.names else []
             continue
         except Exception as error:
-            # Supervisor of the benchmarks: one that fails must not cost the figures of the others.
+            # Supervisor of the benchmarks: the failure of one must not cost the figures of the others.
             print(f"   failed: {type(error).__name__}: {error}")
             traceback.print_exc()
             failed.append(name)

@@ -1,12 +1,12 @@
 """`serve_tiers`: questions about long documents with no cache, with L1, and with a remote tier behind an empty L1.
 
-Real vLLM on the CPU as it is served, asked by `kvstrata bench serve long-doc-qa`, one request at a time; its own prefix
-cache is off, as if the documents were more than it holds.  In the first round all documents are computed, in the second
-one they are asked about again.  Before the second round of a remote tier L1 is cleared, so all comes from the tier.
+Real vLLM on the CPU runs as an API server; `kvstrata bench serve long-doc-qa` asks one request at a time.  vLLM's own
+prefix cache is off, as if it could not hold the documents.  The first round computes all documents, the second round
+asks about them again.  For a remote tier L1 is cleared between the rounds, so all KV comes from the tier.  The plots of
+the second rounds go to build/serve_tiers_CASE.svg.
 
-Sketch: 32 MiB of KV a document; at 1.6 GB/s from Mooncake 20 ms, 3 ms more into the engine's blocks, and what 32
-tokens of a question cost to compute; a document that is computed takes seconds.  The plots of the second rounds go to
-build/serve_tiers_CASE.svg.
+Sketch: a document has 32 MiB of KV, which take 20 ms from Mooncake at 1.6 GB/s and 3 ms more into the engine's blocks;
+then the 32 tokens of a question are computed.  A document that is computed takes seconds.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from typing import Any
 from benchmarks.common import ROOT, figure, scratch, sized, wait_until
 from benchmarks.vllm_hit_ttft import CHUNK_TOKENS, MODEL, ready
 from kvstrata.cli import ctl
-from tests.harness import mooncake, remotes, vllm_model
+from tests.harness import mooncake, vllm_model
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_api import VllmApi
+from tests.tools import remotes
 
 DOCUMENTS, DOCUMENT_TOKENS = sized((8, 2_048), (2, 512))
 CHUNKS = DOCUMENTS * DOCUMENT_TOKENS // CHUNK_TOKENS
@@ -42,7 +43,7 @@ def asked(
     documents: int = DOCUMENTS,
     tokens: int = DOCUMENT_TOKENS,
 ) -> dict[str, Any]:
-    """One round about the same documents as every time; what `kvstrata bench serve` reports of it."""
+    """Ask one round of questions, always about the same documents; return the report of `kvstrata bench serve`."""
     report = folder / f"{case}.json"
     command = [
         *(Path(sys.executable).with_name("kvstrata"), "bench", "serve", "long-doc-qa", "--url", engine.url),
@@ -59,7 +60,7 @@ def asked(
 
 
 def through(name: str, folder: Path, engine: VllmApi, server: ServerProcess) -> dict[str, Any]:
-    """The second round of a remote tier."""
+    """Run both rounds with a remote tier, added for them; return the report of the second round."""
 
     def put() -> int:
         (adapter,) = server.get("/v1/status")["l2_store"]["adapters"].values()
@@ -77,14 +78,14 @@ def through(name: str, folder: Path, engine: VllmApi, server: ServerProcess) -> 
 
 
 def measured(model: Path, folder: Path) -> dict[str, dict[str, Any]]:
-    """The second round of each case."""
+    """Return the report of the second round of each case."""
     rounds: dict[str, dict[str, Any]] = {}
     uncached = ("--no-enable-prefix-caching",)
     with VllmApi(model, folder / "none", extra=None, flags=uncached) as engine:
         asked("none", folder, engine, None)
         rounds["none"] = asked("none", folder, engine, None)
     with contextlib.ExitStack() as stack:
-        environment = mooncake.environment()
+        environment = {**mooncake.environment(), **remotes.MAY_BE_ADDED}
         server = ServerProcess(folder / "server", l1_mb=L1_MB, environment=environment)
         stack.enter_context(server).start()
         engine = VllmApi(model, folder / "vllm", extra=server.connector_config(), flags=uncached)
@@ -98,7 +99,7 @@ def measured(model: Path, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def row_of(case: str, found: dict[str, Any]) -> dict[str, str]:
-    """A line of the table."""
+    """Return a line of the table."""
     sources = found["sources"]
     chunks = {tier: sources.get(f"{tier} chunks", 0) * CHUNK_TOKENS for tier in ("L1", "L2")}
     return {
@@ -111,7 +112,7 @@ def row_of(case: str, found: dict[str, Any]) -> dict[str, str]:
 
 
 def run() -> list[dict[str, Any]]:
-    """The figures, unless vLLM is not there."""
+    """Measure the figures; without vLLM there are none."""
     if not ready():
         return []
     with scratch("serve-tiers") as folder:

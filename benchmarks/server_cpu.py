@@ -1,7 +1,9 @@
 """`server_cpu_per_128k_hit`: CPU time of the server process for one lookup and release of 512 chunks in L1.
 
-Another prompt each time.  What the server uses when idle, over as long a time, is taken off.
-Sketch: derive 512 storage keys (64 bytes of SHA-256 each), find, lease and release 512 entries, two messages.
+Each lookup asks for another prompt.  The CPU time that an idle server uses in the same time is subtracted.
+
+Sketch: the server derives 512 storage keys (64 bytes of SHA-256 each), finds, leases and releases 512 entries, and
+handles two messages.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ IDLE_S = sized(1.0, 0.1)
 
 
 def run() -> list[dict[str, Any]]:
-    """See the module."""
+    """Measure the figures."""
     with scratch("server-cpu") as folder, ServerProcess(Path(folder), l1_mb=512) as server:
         start_faulted(server)
         blocks = PagedBlocks(layers=1, num_blocks=CHUNKS, block_bytes=4096)
@@ -62,7 +64,7 @@ def run() -> list[dict[str, Any]]:
                 hit(cycle)
             settled()
             before = cpu_seconds(server.pid)
-            time.sleep(IDLE_S)  # the measurement itself: what it costs to be idle
+            time.sleep(IDLE_S)  # measures the CPU time of an idle server
             idle_share = (cpu_seconds(server.pid) - before) / IDLE_S
             values = []
             for _ in range(REPEATS):
@@ -92,6 +94,6 @@ def run() -> list[dict[str, Any]]:
 
 
 def _stored(client: CacheClient, identity: Identity, chain: bytes, blocks: PagedBlocks) -> bool:
-    """Store a prompt; on a machine that does much else this may take more than one try."""
+    """Store a prompt; return whether all of it is stored, which may take several tries on a busy machine."""
     job = client.store(identity, b"", chain, blocks.plan, [[i] for i in range(CHUNKS)])
     return job.done.wait(60) and set(job.outcomes) <= {"stored", "present"}

@@ -1,9 +1,9 @@
-"""`start_ready` and `idle_rss`: how soon a server with 4 GB of L1 serves, and what it keeps in memory when idle.
+"""`start_ready` and `idle_rss`: how soon a server with 4 GB of L1 serves, and how much memory it has when idle.
 
-Sketch of the start: an interpreter that imports uvloop, pyzmq, msgspec and prometheus-client, to which `start_ready` is
-compared; a sparse file does not take time.  The pool is faulted in afterwards: 4 GB at what two threads can touch,
-compared with two bare threads of `posix_fallocate` on tmpfs.  Idle memory is private and file-backed memory of the
-server process; the pool's pages count as shared memory and are shown apart.
+`start_ready` is compared with an interpreter that imports uvloop, pyzmq, msgspec and prometheus-client; making the
+pool's sparse file takes no time.  Afterwards two threads fault in the 4 GB of the pool, which is compared with two bare
+threads that call `posix_fallocate` on tmpfs.  Idle memory is the private and file-backed memory of the server process;
+the pool's pages count as shared memory and are reported separately.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ IMPORTS = "import uvloop, zmq, msgspec, prometheus_client"
 
 
 def bare_start_s(code: str) -> float:
-    """Wall seconds of an interpreter that runs `code`."""
+    """Return the wall seconds of an interpreter that runs `code`."""
     started = time.perf_counter()
     subprocess.run([sys.executable, "-c", code], check=True)
     return time.perf_counter() - started
 
 
 def bare_fault_s() -> float:
-    """Wall seconds of two threads that fault 4 GB of tmpfs in, without anything else."""
+    """Return the wall seconds of two threads that fault in 4 GB of tmpfs and do nothing else."""
     size = L1_MB << 20
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         os.truncate(file.fileno(), size)
@@ -59,7 +59,7 @@ def bare_fault_s() -> float:
 
 
 def ping_until_faulted(server: ServerProcess) -> list[float]:
-    """Round trips of status requests, one after another, until all of the pool is faulted in."""
+    """Return the round trips of status requests, one after another, until the whole pool is faulted in."""
     reader = StatusReader(server.socket_dir)
     seconds = []
     while sum(seconds) < 120:
@@ -74,7 +74,7 @@ def ping_until_faulted(server: ServerProcess) -> list[float]:
 
 
 def start_ready() -> list[dict[str, Any]]:
-    """Ready to serve, and pool faulted in; each from the fork of the process."""
+    """Measure the time from the fork of the process until it serves, and until its pool is faulted in."""
     ready: list[float] = []
     faulted: list[float] = []
     floor: list[float] = []
@@ -88,7 +88,7 @@ def start_ready() -> list[dict[str, Any]]:
             server.start()
             ready_s = time.perf_counter() - started
             pings = ping_until_faulted(server)
-            if repeat:  # the first one reads files for the first time
+            if repeat:  # the first start is a warm-up: it reads the files for the first time
                 faulted.append(time.perf_counter() - started)
                 ready.append(ready_s)
                 slowest.append(max(pings))
@@ -119,7 +119,7 @@ def start_ready() -> list[dict[str, Any]]:
 
 
 def memory_mb(pid: int) -> dict[str, float]:
-    """RssAnon, RssFile and RssShmem of a process, in MB."""
+    """Return RssAnon, RssFile and RssShmem of a process in MB."""
     found = {}
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -129,7 +129,7 @@ def memory_mb(pid: int) -> dict[str, float]:
 
 
 def bare_rss_mb() -> float:
-    """The same of an interpreter that has imported the libraries."""
+    """Return the private and file-backed memory, in MB, of an interpreter that has imported the libraries."""
     code = f"{IMPORTS}, sys; print(1, flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -142,7 +142,7 @@ def bare_rss_mb() -> float:
 
 
 def burst(server: ServerProcess, blocks: PagedBlocks) -> int:
-    """Clients that store and look up prompts, then leave; how many lookups hit."""
+    """Let clients store prompts, look them up and leave; return how many lookups hit."""
     hits = 0
     clients = [
         engine_client(server.socket_dir, server.port, blocks, model=f"burst-{i}")
@@ -168,7 +168,7 @@ def burst(server: ServerProcess, blocks: PagedBlocks) -> int:
 
 
 def idle_rss() -> list[dict[str, Any]]:
-    """One minute after a burst of stores and lookups."""
+    """Measure the memory of a server one minute after a burst of stores and lookups."""
     floor = bare_rss_mb()
     blocks = PagedBlocks(layers=1, num_blocks=1, block_bytes=4096)
     with scratch("idle") as folder, ServerProcess(folder, l1_mb=L1_MB) as server:
@@ -205,5 +205,5 @@ def idle_rss() -> list[dict[str, Any]]:
 
 
 def run() -> list[dict[str, Any]]:
-    """Both figures."""
+    """Measure the figures."""
     return start_ready() + idle_rss()

@@ -1,4 +1,4 @@
-"""The `fs` adapter on a medium that takes so many bytes a second and no more; loaded as `{"type": "plugin", ...}`."""
+"""The `fs` adapter on a medium with a limited write rate; loaded as `{"type": "plugin", ...}`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import time
 from collections.abc import Sequence
 
 from kvstrata.storage.base import PutItem, PutOutcome
-from kvstrata.storage.media.fs.adapter import FsAdapter, FsSettings
+from kvstrata.storage.media.fs.adapter import FsAdapter
 
 
 class ThrottledFs(FsAdapter):
-    """Puts wait for their turn at `mb_per_s` with their holds kept, as at a slow network's end."""
+    """An `fs` adapter that delays puts to a rate of `mb_per_s` and keeps their holds meanwhile, like a slow network."""
 
     def __init__(self, base_path: str, mb_per_s: float, capacity_gb: float) -> None:
-        super().__init__(FsSettings(base_path=base_path, capacity_bytes=int(capacity_gb * (1 << 30))))
+        super().__init__(base_path=base_path, capacity_bytes=int(capacity_gb * (1 << 30)))
         self._bytes_per_s = mb_per_s * 1e6
         self._free_s = 0.0
-        """When the bytes taken so far have gone through."""
+        """Time at which the medium has taken all bytes put so far."""
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        """As `fs`, but not sooner than the medium's speed allows."""
+        """Put as `fs` does, when the medium's rate allows it."""
         size = sum(item.hold.length for item in items)
         self._free_s = max(self._free_s, time.monotonic()) + size / self._bytes_per_s
         await asyncio.sleep(self._free_s - time.monotonic())

@@ -1,9 +1,11 @@
-"""`vllm_hit_ttft`: time to first token of a prompt whose KV another process stored, against vLLM's own prefix hit.
+"""`vllm_hit_ttft`: time to first token of a prompt whose KV another process has stored, against vLLM's own prefix hit.
 
-Real vLLM on the CPU, 160 M parameters, a prompt of 6,000 tokens (98 MB of KV).  Sketch: what vLLM needs for a prompt
-that is in its own cache (112 tokens computed, one decoded), and 94 MB of copies: 5 ms where memory does 20 GB/s, and
-first touch of blocks that a fresh process has never used.  Each repeat is a fresh vLLM process: an unrelated warm-up
-prompt, our hit, another warm-up prompt, the same prompt again, which is then in vLLM's own cache.
+Real vLLM on the CPU, 160 M parameters, gets a prompt of 6,000 tokens (98 MB of KV).  Each repeat is a fresh vLLM
+process that answers an unrelated warm-up prompt, the prompt (our hit), another warm-up prompt, and the prompt again,
+which is then in vLLM's own cache.
+
+Sketch: vLLM's time for a prompt in its own cache (112 tokens computed, one decoded), copies of 96 MB (5 ms where memory
+does 20 GB/s), and the first touch of blocks that a fresh process has never used.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import figure, median_spread, scratch, sized
+from benchmarks.common import figure, median_spread, scratch, sized, wait_until
 from tests.harness import vllm_env, vllm_model
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import VllmProcess
@@ -25,24 +27,32 @@ REPEATS = sized(7, 1)
 
 
 def prompt(seed: int, tokens: int = PROMPT_TOKENS) -> list[int]:
-    """Random tokens; other seeds share no prefix."""
+    """Return random tokens; prompts of different seeds share no prefix."""
     draw = random.Random(seed)
     return [draw.randrange(10, vllm_model.VOCABULARY) for _ in range(tokens)]
 
 
 def ready() -> bool:
-    """Whether vLLM is there; says why not."""
+    """Return whether vLLM is installed; if not, print how to get it."""
     if vllm_env.find() is None:
         print("   not run: real vLLM is not installed; `make test-vllm-env` gets it", flush=True)
         return False
     return True
 
 
+def wait_attached(vllm: VllmProcess) -> None:
+    """Wait until both sides of the connector have attached: vLLM does not wait, and earlier prompts are misses."""
+    wait_until(
+        lambda: all(side["connected"] for side in vllm.ask("client").values()), "attaching to the server"
+    )
+
+
 def fresh_process(
     model: Path, state: Path, server: ServerProcess, repeat: int
 ) -> tuple[float, float, list[int]]:
-    """(our hit, vLLM's own hit, tokens): seconds to first token in one new process."""
+    """Return, from a new process, seconds to first token of our hit and of vLLM's own hit, and the answer's tokens."""
     with VllmProcess(model, state, extra=server.connector_config()) as vllm:
+        wait_attached(vllm)
         vllm.generate(prompt(1000 + repeat, WARM_UP_TOKENS), max_tokens=1)
         ours = vllm.generate(prompt(0), max_tokens=4)
         vllm.generate(prompt(2000 + repeat, WARM_UP_TOKENS), max_tokens=1)
@@ -57,7 +67,7 @@ def fresh_process(
 
 
 def run() -> list[dict[str, Any]]:
-    """The figure, unless vLLM is not there."""
+    """Measure the figures; without vLLM there are none."""
     if not ready():
         return []
     model = vllm_model.ensure_model(MODEL)
@@ -68,6 +78,7 @@ def run() -> list[dict[str, Any]]:
     ):
         server.start()
         with VllmProcess(model, folder / "cold", extra=server.connector_config()) as vllm:
+            wait_attached(vllm)
             vllm.generate(prompt(999, WARM_UP_TOKENS), max_tokens=1)
             cold = vllm.generate(prompt(0), max_tokens=4)
             vllm.quit()

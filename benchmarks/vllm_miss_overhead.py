@@ -1,9 +1,11 @@
-"""`vllm_miss_overhead`: what the connector costs a prompt that nothing of is cached, and that is stored meanwhile.
+"""`vllm_miss_overhead`: the time that the connector adds to a prompt of which nothing is cached and which it stores.
 
-Real vLLM on the CPU, 160 M parameters, prompts of 6,000 tokens, each new.  Two processes stay warm side by side, one
-with the connector and a server, one without; both compute the same prompt, in turn and with the first one alternating.
-The figure is the paired ratio of wall clock times with its 95 % interval; beside it, the CPU time that the connector's
-methods take in vLLM's step thread.  Sketch: 94 MB gathered beside the computation (10 ms of one core), 23 hashes.
+Real vLLM on the CPU, 160 M parameters, gets prompts of 6,000 tokens, each new.  Two processes stay warm, one with the
+connector and a server, one without.  Both compute the same prompt, one after the other, in alternating order.  The
+figure is the paired ratio of wall clock times with its 95 % interval.  `vllm_miss_cpu` is the share of a request's time
+that the connector's methods take as CPU time in vLLM's step thread.
+
+Sketch: 96 MB are gathered during the computation (10 ms of one core), and 23 hashes computed.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ TARGET = 1.03
 CPU_TARGET = 0.01
 PAIRS = sized(20, 2)
 STUDENT_T = 2.093
-"""97.5 % quantile for PAIRS - 1 degrees of freedom."""
+"""The 97.5 % quantile of Student's t-distribution for PAIRS - 1 degrees of freedom."""
 WARM_UPS = 2
 NEW_TOKENS = 8
 SETTLE_S = 0.2
-"""Between two prompts: the stores of one must not run into the time of the other."""
+"""Pause between two prompts, so that the stores of one do not run into the time of the other."""
 
 
 def run() -> list[dict[str, Any]]:
-    """The figure and the share of CPU time, unless vLLM is not there."""
+    """Measure the figures; without vLLM there are none."""
     if not ready():
         return []
     model = vllm_model.ensure_model(MODEL)

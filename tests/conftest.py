@@ -1,8 +1,8 @@
-"""What all tests share: markers, the rule for skips in CI, and real vLLM.
+"""Markers, the rule for skips in CI, and fixtures for third parties' programs, for all tests.
 
-A test without a marker counts as `fast`. With CI=true, a skipped `integration` or `vllm` test is a failure:
-what such a test needs is there or can be fetched, so a skip would only hide that it did not run. `gpu` tests
-may skip, and the contract suite may skip what an adapter says that it cannot do.
+A test without a marker counts as `fast`. With CI=true, a skipped `integration` or `vllm` test is a failure: the
+programs that such a test needs are installed or can be fetched, so a skip would only hide that it did not run. `gpu`
+tests may skip, and the contract suite may skip operations that an adapter says it does not have.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.harness import fetch_wheels, mooncake, vllm_env, vllm_model
+from kvstrata import text
+from tests.harness import mooncake, vllm_env, vllm_model
+from tests.tools import fetch_wheels
 
+os.environ["KVSTRATA_TESTING"] = "1"  # permits servers with failpoints and with adapters of type fault_inject
 IN_CI = os.environ.get("CI") == "true"
 KINDS = ("fast", "integration", "vllm", "gpu")
 REQUIRED_IN_CI = ("integration", "vllm")
 CONTRACT = "kvstrata/testing/adapter_contract.py"
 
-# No test may depend on how fast the machine is; a failure prints what reproduces it.
+# No test may depend on how fast the machine is; a failure prints the blob that reproduces it.
 hypothesis.settings.register_profile("kvstrata", deadline=None, print_blob=True)
 hypothesis.settings.register_profile(
     "thorough", parent=hypothesis.settings.get_profile("kvstrata"), max_examples=2_000
@@ -30,7 +33,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kvstrata"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The longest files first, so that the workers end together.
+    # The longest tests first, so that the workers end at about the same time.
     items.sort(key=lambda item: item.path.parent.name != "vllm")
     for item in items:
         if not any(item.get_closest_marker(kind) for kind in KINDS):
@@ -61,7 +64,7 @@ def pytest_runtest_makereport(
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """A module that skips itself as a whole has no items whose markers could be seen; only tests/gpu may."""
+    """Fail a module that skips itself in CI, since it has no tests whose markers could be seen; tests/gpu may skip."""
     report = yield
     gpu_folder = Path(__file__).parent / "gpu"
     if IN_CI and report.skipped and gpu_folder not in collector.path.parents:
@@ -70,8 +73,16 @@ def pytest_make_collect_report(
     return report
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _secrets_are_forgotten() -> Iterator[None]:
+    """Else a password in one module's tests would be left out of the messages that another module's tests expect."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "_known", text._known)
+        yield
+
+
 def _is_of_contract(report: pytest.TestReport) -> bool:
-    """The shipped contract suite itself has skipped the test."""
+    """Whether the shipped contract suite itself has skipped the test."""
     return isinstance(report.longrepr, tuple) and Path(report.longrepr[0]).match(CONTRACT)
 
 
@@ -81,7 +92,7 @@ def skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 @pytest.fixture(scope="session")
 def vllm_python() -> Path:
-    """The Python of the environment with real vLLM; a test is skipped where there is none."""
+    """The Python of the environment with real vLLM; the test is skipped on a machine without it."""
     try:
         return vllm_env.ensure()
     except vllm_env.Unavailable as unavailable:
@@ -90,19 +101,19 @@ def vllm_python() -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_model_folder(vllm_python: Path) -> Callable[[str], Path]:
-    """Gives the folder of a random-weight model by its size: "19m" or "160m"."""
+    """Returns the folder of a random-weight model by its size: "19m" or "160m"."""
     return vllm_model.ensure_model
 
 
 @pytest.fixture
 def vllm_environment(vllm_python: Path, tmp_path: Path) -> dict[str, str]:
-    """Variables for a process that runs vLLM with this clone's kvstrata; its state goes to tmp_path."""
+    """The environment of a process that runs vLLM with this clone's kvstrata; vLLM's files go to tmp_path."""
     return vllm_env.environment(tmp_path / "vllm-state")
 
 
 @pytest.fixture(scope="session")
 def mooncake_environment() -> dict[str, str]:
-    """Variables for a process that uses Mooncake; a test is skipped where it cannot be had."""
+    """The environment of a process that uses Mooncake; the test is skipped on a machine that cannot have it."""
     try:
         return mooncake.environment()
     except mooncake.Unavailable as unavailable:
@@ -111,7 +122,7 @@ def mooncake_environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def mooncake_variables(mooncake_environment: dict[str, str]) -> Iterator[None]:
-    """This process's adapter hosts find Mooncake as well."""
+    """Lets the adapter hosts of this process find Mooncake."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LD_LIBRARY_PATH", mooncake_environment["LD_LIBRARY_PATH"])
         patch.syspath_prepend(mooncake.ensure())
@@ -120,7 +131,7 @@ def mooncake_variables(mooncake_environment: dict[str, str]) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def nixl_environment() -> dict[str, str]:
-    """Variables for a process that uses NIXL; a test is skipped where it cannot be had."""
+    """The environment of a process that uses NIXL; the test is skipped on a machine that cannot have it."""
     try:
         return fetch_wheels.environment(fetch_wheels.NIXL)
     except fetch_wheels.Unavailable as unavailable:
@@ -129,7 +140,7 @@ def nixl_environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def redis_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for Redis servers of a module (tests/harness/redis_server.py); a test is skipped without Redis."""
+    """A folder for a module's Redis servers (tests/harness/redis_server.py); the test is skipped without Redis."""
     from tests.harness import redis_server
 
     try:

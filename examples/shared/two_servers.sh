@@ -1,9 +1,9 @@
 #!/bin/sh
-# Two engines, each with a cache server of its own, that share one remote tier and nothing else; then the same documents
-# are asked about at one engine and, in the second round, at the other, which never computed them.
+# Two engines, each with its own cache server, share only a remote tier. The first round asks one engine about each document;
+# the second round asks the other engine, which has not computed it.
 # Usage: two_servers.sh ADAPTER_JSON MODEL [ARGUMENT OF VLLM SERVE ...]
-# Ports: from FIRST_PORT (8000) on, two for the engines, two for the servers' admin pages, two for the servers themselves.
-# The scripts in ../redis, ../mooncake and ../s3 start such a tier and call this one.
+# Ports, from FIRST_PORT (8000) on: two for the engines, two for the servers' admin ports, two for the servers' RPC.
+# The scripts in ../redis, ../mooncake and ../s3 start such a tier and call this script.
 set -eu
 adapter=${1:?usage: two_servers.sh ADAPTER_JSON MODEL [ARGUMENT OF VLLM SERVE ...]}
 model=${2:?usage: two_servers.sh ADAPTER_JSON MODEL [ARGUMENT OF VLLM SERVE ...]}
@@ -47,7 +47,7 @@ for engine in $engines; do
     wait_for "http://127.0.0.1:$((port - 1 + n))/health" "$engine" "$work/vllm$n.log"
     n=2
 done
-# The KV of the first round reaches the tier behind its answers.
+# The servers put the KV of the first round to the tier after its answers; --pause-s gives them time for that.
 kvstrata bench serve long-doc-qa --url "http://127.0.0.1:$port" --url "http://127.0.0.1:$((port + 1))" \
     --cache-server "http://127.0.0.1:$((port + 2))" --cache-server "http://127.0.0.1:$((port + 3))" \
     --documents "${DOCUMENTS:-4}" --document-tokens "${DOCUMENT_TOKENS:-4000}" --pause-s 5 ${BENCH_ARGUMENTS:-}

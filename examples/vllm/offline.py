@@ -23,7 +23,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model")
-    parser.add_argument("--port", type=int, default=5555, help="of lmcache-server")
+    parser.add_argument("--port", type=int, default=5555, help="RPC port of lmcache-server")
     arguments = parser.parse_args()
     llm = LLM(
         model=arguments.model,

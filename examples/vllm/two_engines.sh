@@ -1,5 +1,5 @@
 #!/bin/sh
-# Two vLLM API servers on one host that share one cache: what one has computed, the other does not compute again.
+# Two vLLM API servers on one host that share one cache: neither computes a prefix that the other has computed.
 # Usage: two_engines.sh MODEL
 set -eu
 model=${1:?usage: two_engines.sh MODEL}

@@ -8,14 +8,16 @@
 namespace kvstrata::cuda {
 namespace {
 
-// Among ways that are about as fast the copy engines win: they take nothing from the model.
+// If dma has at least this share of the fastest way's speed, dma is chosen: it leaves all
+// multiprocessors to the model.
 constexpr double kAsFast = 0.9;
 
-// Device memory of the measurement at most, and bytes moved in each direction at least.
+// The most device memory that a measurement uses, and the least bytes that it moves in each
+// direction.
 constexpr std::uint64_t kScratchBytes = 64 << 20;
 constexpr std::uint64_t kMeasuredBytes = 64 << 20;
 
-// Memory of the measurement; ends with it.
+// Owns the memory of a measurement.
 struct Scratch {
   const Driver& driver;
   DeviceAddress device = 0;
@@ -27,7 +29,8 @@ struct Scratch {
   }
 };
 
-// As many other blocks, neighbours where those are.
+// The same number of block numbers in a smaller range, which starts at 0: neighbours stay
+// neighbours, and skipped blocks stay skipped. `*used` is the end of the range.
 std::vector<std::uint32_t> like(std::span<const std::uint32_t> blocks, std::uint32_t* used) {
   std::vector<std::uint32_t> known(blocks.begin(), blocks.end());
   std::erase(known, kSkipBlock);
@@ -63,13 +66,13 @@ Failure first_choice(const Device& device, const EngineOptions& options, Choice*
     out->reason = "not measured yet: ";
     if (options.rounds) {
       out->way = Way::kKernel;
-      out->reason += "the kernels round";
+      out->reason += "only the kernels can round";
     } else if (device.driver().copy_batch == nullptr && no_kernels.empty()) {
       out->way = Way::kKernel;
       out->reason += "the driver has no batched copies (CUDA 12.8)";
     } else {
       out->way = Way::kDma;
-      out->reason += "the copy engines take nothing from the model";
+      out->reason += "the device's copy engines leave all multiprocessors to the model";
     }
   } else if (out->way != Way::kDma && !no_kernels.empty()) {
     out->reason = std::string("not ") + kWayNames[static_cast<int>(out->way)] + ": " + no_kernels;
@@ -91,7 +94,8 @@ Failure measure(const std::shared_ptr<Device>& device, const CopyPlan& plan,
   std::uint32_t used = 1;
   const std::vector<std::uint32_t> mine = like(blocks, &used);
 
-  // A plan of the same shapes on memory of our own: sections share it where there is not enough.
+  // A plan of the same shapes on memory of our own. Sections share areas if the memory is too small
+  // for all.
   std::uint64_t block_stride = 0;
   for (const BlockShape& shape : plan.shapes())
     block_stride = std::max(block_stride, shape.span_bytes());
@@ -99,7 +103,7 @@ Failure measure(const std::shared_ptr<Device>& device, const CopyPlan& plan,
     block_stride = std::max(block_stride, section.block_stride);
   const std::uint64_t area = used * block_stride;
   if (area > kScratchBytes) {
-    return Failure{-1, "", "blocks: too far apart in memory to measure with copies of them"};
+    return Failure{-1, "", "blocks: too far apart in memory to be measured in 64 MiB"};
   }
   const std::size_t areas = std::min<std::size_t>(kScratchBytes / area, plan.section_count());
   Scratch scratch{driver};
@@ -191,11 +195,11 @@ Failure best_choice(const Measured& measured, bool rounds, Choice* out) {
   auto best = static_cast<std::size_t>(std::max_element(speed, speed + 3) - speed);
   if (speed[0] >= kAsFast * speed[best]) best = 0;
   if (rounds && best == 0) {
-    return Failure{-1, "", "plan: nothing that can round it could be measured"};
+    return Failure{-1, "", "plan: no way that can round it could be measured"};
   }
   out->way = static_cast<Way>(best);
-  out->reason = best == 0 ? "measured: as fast as the others or nearly so, and it takes nothing "
-                            "from the model"
+  out->reason = best == 0 ? "measured: as fast as the others or nearly so, and it leaves all "
+                            "multiprocessors to the model"
                           : "measured: the fastest";
   for (std::size_t i = 0; i < 3; ++i) {
     out->gb_per_s[i] = speed[i];

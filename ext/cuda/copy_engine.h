@@ -1,33 +1,35 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // The copy engine of a GPU: jobs of gathers (blocks -> records) and scatters (records -> blocks) as
-// kvstrata/copy_engine.h has them, with a device's memory on one side.
+// in copy/engine.h, but the blocks lie in a device's memory.
 //
-// Each direction has a stream (loads high, stores low priority), a thread that queues copies on it
-// and one that waits for their ends; helpers compute checksums over the host's side.
+// Each direction has a stream (of high priority for loads, of low priority for stores), a thread
+// that queues copies on the stream and a thread that waits for their ends. Helper threads compute
+// checksums of the payloads, which lie in host memory.
 //
-//   queued -> begun (its copies go onto the stream) -> ended (event come, checksums done) -> read
+//   queued -> begun (its copies are on the stream) -> ended (event reached, checksums done) -> read
 //
-//   gather   the magic is destroyed, copies are queued behind the plan's moment; when the item's
-//            event has come, helpers compute the CRCs of the payload in place, and whoever ends the
-//            last one writes the header.
-//   scatter  the header is checked (bad: the item ends, no block is touched), copies are queued;
-//            meanwhile helpers verify the payload. The outcome needs both.
-//   layerwise scatter: the items of a job begin together and go section by section, an event after
-//            each, so that another stream can wait for a section (await_section).
+//   gather   The magic of the record is destroyed, and copies are queued behind the plan's moment.
+//            When the stream has reached the item's event, helpers compute the CRCs of the payload
+//            in place, and the helper that ends the last CRC writes the header.
+//   scatter  The header is checked; if it is bad, the item ends and no block is touched. Otherwise
+//            copies are queued, and meanwhile helpers verify the payload. The item ends after both.
+//   layerwise scatter: the items of a job begin together and are copied section by section, with an
+//            event after each section, so that another stream can wait for it (await_section).
 //
-// A gather of numbers that cannot be rounded (infinite or none) ends as kFailed, without a header.
+// A gather with a rounding of numbers that cannot be rounded (infinite or a NaN) ends as kFailed,
+// without a header.
 //
-// Invariants. (1) A job that was accepted ends in exactly one completion. (2) An item ends only
-// when its event has come, whatever was cancelled or failed; until then its extent and its blocks
-// are in use. The exception is a sticky error: the context is gone and touches them no more.
-// (3) queued + begun + unread jobs never exceed the queue's capacity. (4) An error of CUDA ends the
-// items that it hit as kFailed and nothing else, unless it is sticky: then failed() says so and
-// every later item ends as kFailed. (5) Nothing here makes a caller's stream wait except
-// await_section, and nothing synchronises with it.
+// Invariants. (1) An accepted job ends in exactly one completion. (2) An item ends only when the
+// stream has reached its event, even if the item failed or the job was cancelled; until then its
+// extent and its blocks are in use. The exception is a sticky error, after which the context is
+// lost and touches no memory. (3) Queued, begun and unread jobs together never exceed the queue's
+// capacity. (4) An error of CUDA ends only the items that it hit as kFailed, unless it is sticky:
+// then failed() returns it and every later item ends as kFailed. (5) Only await_section makes a
+// stream of the caller wait, and no function synchronises with such a stream.
 //
-// All methods are thread-safe except the destructor. In a forked child the object is dead: close()
-// and the destructor return at once, nothing else may be called.
+// All methods are thread-safe except the destructor. In a forked child the object is unusable:
+// close() and the destructor return at once, and nothing else may be called.
 #pragma once
 
 #include <chrono>
@@ -42,15 +44,16 @@ namespace kvstrata::cuda {
 
 class CudaCopyEngine {
  public:
-  // kBadArgument of the options goes to `status`. An engine that rounds fails where it has no
-  // kernels, no room for staging, or the way is dma.
+  // Starts the threads. Sets `*status` to kBadArgument if an option is out of range, or to another
+  // error that is not one of CUDA; returns a failure of CUDA or of first_choice(), or of the
+  // staging buffer if options.rounds. `*out` is set only if both are ok.
   static Failure create(std::shared_ptr<Device> device, const EngineOptions& options,
                         Status* status, std::unique_ptr<CudaCopyEngine>* out);
   ~CudaCopyEngine();
   CudaCopyEngine(const CudaCopyEngine&) = delete;
   CudaCopyEngine& operator=(const CudaCopyEngine&) = delete;
 
-  // As of CopyEngine.
+  // See the functions of CopyEngine. std::bad_alloc is thrown instead of kNoSpace.
   [[nodiscard]] int event_fd() const noexcept;
   Status submit(std::uint64_t job_id, CopyKind kind, CudaPlan plan, std::vector<CopyItem> items);
   void completions(std::vector<CopyCompletion>* out);
@@ -62,17 +65,17 @@ class CudaCopyEngine {
   void close();
 
   [[nodiscard]] Choice choice() const;
-  // Measures the ways that this engine may take and chooses one; an engine with a way of its own
-  // only measures.
+  // Measures the ways that this copy engine may take (see measure()) and chooses one. If the
+  // options name a way, only measures.
   Failure choose(const CopyPlan& plan, std::span<const std::uint32_t> blocks, std::uint64_t host,
                  std::uint64_t host_bytes);
 
-  // What was queued on `stream`, the caller's, until now.
+  // The moment after all work that the caller has queued on its `stream` so far.
   Failure moment(Stream stream, std::shared_ptr<Moment>* out);
-  // Waits until the copies of that section (of all sections, unless the plan is layerwise) of all
-  // items of the job are queued, then makes `stream` wait for them. `queued` is false when the time
-  // is over, or the job was cancelled or met an error of CUDA. True at once for a job whose
-  // completion was read.
+  // Waits until the copies of that section (of all sections, unless the job is a layerwise scatter)
+  // of all items of the job are queued, then makes `stream` wait for them. `*queued` is false if
+  // the timeout passed, or the job was cancelled or met an error of CUDA; it is true at once for a
+  // job whose completion was read.
   Failure await_section(std::uint64_t job_id, std::size_t section, Stream stream,
                         std::chrono::nanoseconds timeout, bool* queued);
 

@@ -10,6 +10,7 @@ from libcpp.string cimport string
 from libcpp.utility cimport move
 from libcpp.vector cimport vector
 
+from arguments cimport whole
 from core_copying cimport (
     BlockSpan,
     CCopyPlan,
@@ -25,19 +26,17 @@ from core_status cimport Status, StatusCode
 from kvstrata.native.copying cimport (
     LONGEST_WAIT_S,
     CopyPlan,
-    check,
-    check_job,
     codes_of,
     kind_of,
     set_blocks,
     set_items,
-    whole,
 )
+from kvstrata.native.status cimport CALL, ITEMS, raise_for
 
 from collections import namedtuple
 from pathlib import Path
 
-from kvstrata.errors import KvstrataError
+from kvstrata.errors import MediumError
 
 
 cdef extern from "driver.h" namespace "kvstrata::cuda" nogil:
@@ -153,7 +152,7 @@ cdef extern from "copy_engine.h" namespace "kvstrata::cuda" nogil:
         Failure failed() except +
 
 
-class CudaError(KvstrataError):
+class CudaError(MediumError):
     code = "cuda"
 
     def __init__(self, message, *, field="", number=0, name="", sticky=False):
@@ -180,7 +179,7 @@ NO_FATBIN = "the kernels were left out when kvstrata was built: there was no nvc
 
 
 cdef const Driver* driver() except NULL:
-    """The driver of this process; CudaUnavailable where it cannot be used."""
+    """The driver of this process. Raises CudaUnavailable, with advice, if it cannot be used."""
     cdef const Driver* found = NULL
     cdef Failure failure
     with nogil:
@@ -307,7 +306,7 @@ cdef class CudaCopyPlan:
         cdef Rounding rounding
         cdef Failure failure
         self.host_plan = plan
-        if device is None:  # filled by derived()
+        if device is None:  # derived() sets the plan
             return
         if fp8 is not None:
             dtype, *array = fp8
@@ -316,7 +315,7 @@ cdef class CudaCopyPlan:
             rounding.type = Fp8Source.kBfloat16 if dtype == 1 else Fp8Source.kFloat16
             rounding.block.blocks = 1
             rounding.block.groups, rounding.block.tokens, rounding.block.heads, rounding.block.dim = array
-            check(CCopyPlan.rounded(plan.plan.get()[0], rounding, &copy))
+            raise_for(CCopyPlan.rounded(plan.plan.get()[0], rounding, &copy), CALL)
         on = open_device(device)
         with nogil:
             failure = CudaPlan.create(copy, on, &self.plan)
@@ -345,12 +344,12 @@ cdef class CudaCopyPlan:
 
     def payload_bytes(self, n_blocks):
         cdef uint64_t result = 0
-        check(self.plan.copy.get().payload_bytes(whole(n_blocks, "n_blocks"), &result))
+        raise_for(self.plan.copy.get().payload_bytes(whole(n_blocks, "n_blocks"), &result), CALL)
         return result
 
     def record_bytes(self, n_blocks):
         cdef uint64_t result = 0
-        check(self.plan.copy.get().record_bytes(whole(n_blocks, "n_blocks"), &result))
+        raise_for(self.plan.copy.get().record_bytes(whole(n_blocks, "n_blocks"), &result), CALL)
         return result
 
     def behind(self, Moment moment not None):
@@ -379,7 +378,7 @@ cdef class CudaCopyEngine:
         options.choose = engine == "auto"
         if engine != "auto":
             options.way = <Way><uint8_t>WAYS.index(engine)
-        self.threads = <int>min(whole(threads, "threads"), <uint64_t>1000)  # create() refuses that many
+        self.threads = <int>min(whole(threads, "threads"), <uint64_t>1000)  # create() refuses over 64
         options.threads = self.threads
         options.max_sms = <unsigned>min(whole(max_sms, "max_sms"), <uint64_t>100_000)
         options.staging_bytes = whole(staging_bytes, "staging_bytes")
@@ -391,7 +390,7 @@ cdef class CudaCopyEngine:
         with nogil:
             failure = CEngine.create(on, options, &status, &self.native)
         check_cuda(failure)
-        check(status)
+        raise_for(status, CALL)
         self.event_fd = self.native.get().event_fd()
 
     def __dealloc__(self):
@@ -474,7 +473,7 @@ cdef class CudaCopyEngine:
             status = self.native.get().submit(number, which, plan.plan, move(list_of))
         if status.code() == StatusCode.kQueueFull:
             return False
-        check_job(status)
+        raise_for(status, ITEMS)
         return True
 
     def completions(self):
@@ -491,7 +490,7 @@ cdef class CudaCopyEngine:
         set_items(list_of, which, items)
         with nogil:
             status = self.native.get().run(which, plan.plan, move(list_of), &results)
-        check_job(status)
+        raise_for(status, ITEMS)
         return codes_of(results)
 
     def wait(self, job_id, timeout_s):

@@ -186,7 +186,7 @@ Failure HostRegion::create(std::shared_ptr<Device> device, std::uint64_t address
   if (Failure failure =
           Device::check("cuMemHostGetDevicePointer",
                         driver.host_device_pointer(&region->device_address_, where, 0))) {
-    return failure;  // the region's end unregisters it
+    return failure;  // the destructor of `region` unregisters the memory
   }
   *out = std::move(region);
   return Failure{};

@@ -1,10 +1,10 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// One GPU as this process sees it: its primary context (the one that the engine uses as well), our
-// kernels in it, a pool of events, and ranges of host memory registered with it.
+// One GPU as this process sees it: its primary context (which the serving engine uses as well), our
+// kernels in this context, a pool of events, and ranges of host memory registered with the context.
 //
-// Thread-safe. A driver does not survive a fork: in a child these objects do nothing and leave what
-// they own behind.
+// Thread-safe. A driver does not survive a fork: in a forked child these objects do nothing, and
+// their destructors leak the resources of the driver.
 #pragma once
 
 #include <array>
@@ -33,15 +33,16 @@ struct DeviceFacts {
   bool can_register_host = false;
 };
 
-// Does not touch the device's context. A failure's text names the ordinal.
+// Reads the facts without touching the device's context. A failure's text names the ordinal.
 Failure read_facts(int ordinal, DeviceFacts* out);
 
 class Moment;
 
 class Device : public std::enable_shared_from_this<Device> {
  public:
-  // The device, shared by all who open it while anybody has it. `image` is the fatbin of our
-  // kernels, used by the first; empty: there are none, `reason` says why.
+  // Opens the device, or returns the object of an earlier call that still has an owner. `image` is
+  // the fatbin of our kernels, and only the call that makes the object uses it. If `image` is
+  // empty, the device has no kernels, and `reason` says why.
   static Failure open(int ordinal, const std::string& image, const std::string& reason,
                       std::shared_ptr<Device>* out);
   ~Device();
@@ -51,19 +52,19 @@ class Device : public std::enable_shared_from_this<Device> {
   [[nodiscard]] const Driver& driver() const noexcept { return *driver_; }
   [[nodiscard]] int ordinal() const noexcept { return ordinal_; }
   [[nodiscard]] Context context() const noexcept { return context_; }
-  // The kernel that copies by vectors of so many bytes (1, 2, 4, 8, 16); null without kernels.
+  // The kernel that copies in vectors of vector_bytes (1, 2, 4, 8, 16); null without kernels.
   [[nodiscard]] Function kernel(unsigned vector_bytes) const noexcept;
-  // Of kFp8KernelNames, likewise.
+  // The kernel kFp8KernelNames[number]; null without kernels.
   [[nodiscard]] Function fp8_kernel(unsigned number) const noexcept { return fp8_kernels_[number]; }
   // "", or why there are no kernels.
   [[nodiscard]] const std::string& no_kernels() const noexcept { return no_kernels_; }
   // False in a forked child.
   [[nodiscard]] bool owned() const noexcept;
 
-  // An event for any stream of this device, recorded nowhere yet.
+  // Takes an event out of the pool, or makes one. It is not recorded on a stream yet.
   Failure take_event(std::shared_ptr<Moment>* out);
 
-  // Makes a failure out of a result.
+  // The failure of a call of the driver that returned `number`; converts to false for kSuccess.
   static Failure check(const char* call, Result number) { return Failure{number, call, ""}; }
 
  private:
@@ -85,7 +86,8 @@ class Device : public std::enable_shared_from_this<Device> {
   std::vector<Event> idle_events_;
 };
 
-// Makes the device's context current for this thread while it lives.
+// Makes the device's context current in the calling thread until the object is destroyed. `device`
+// must outlive it.
 class CurrentContext {
  public:
   explicit CurrentContext(const Device& device) : device_(device) {
@@ -105,8 +107,9 @@ class CurrentContext {
   Result pushed_;
 };
 
-// A point in a stream's work. Goes back to the device's pool with its last owner, which is sound
-// even while streams wait for it: a wait means the record that it saw.
+// A point in a stream's work. The destructor returns the event to the device's pool. This is sound
+// even while streams wait for the event: a wait refers to the record that preceded it, not to a
+// later record of the same event.
 class Moment {
  public:
   Moment(std::shared_ptr<Device> device, Event event) noexcept
@@ -118,7 +121,7 @@ class Moment {
   [[nodiscard]] Device& device() const noexcept { return *device_; }
   [[nodiscard]] Event event() const noexcept { return event_; }
 
-  // REQUIRES, for all: the device's context is current.
+  // REQUIRES, for the next three: the device's context is current.
   Failure record(Stream stream);
   Failure make_wait(Stream stream) const;  // later work of `stream` begins after the moment
   Failure wait() const;                    // blocks this thread
@@ -128,8 +131,9 @@ class Moment {
   Event event_;
 };
 
-// Host memory that the device reaches by DMA and under an address of its own. Whoever owns the
-// memory keeps it mapped until unregister().
+// Host memory that is registered with a device: the device reaches it by DMA and at
+// device_address(). The caller owns the memory and keeps it mapped until unregister() has returned
+// or this object is destroyed.
 class HostRegion {
  public:
   static Failure create(std::shared_ptr<Device> device, std::uint64_t address, std::uint64_t length,
@@ -143,7 +147,7 @@ class HostRegion {
   [[nodiscard]] DeviceAddress device_address() const noexcept { return device_address_; }
   [[nodiscard]] bool registered() const noexcept { return registered_.load(); }
 
-  // Idempotent. REQUIRES: no copy from or to it is under way.
+  // Idempotent; the destructor calls it too. REQUIRES: no copy from or to the memory is under way.
   Failure unregister();
 
  private:

@@ -11,8 +11,8 @@ namespace {
 
 constexpr char kLibrary[] = "libcuda.so.1";
 constexpr int kOldestVersion = 12'000;
-// The first with cuMemcpyBatchAsync. A later driver hands out the signature of the version that it
-// is asked for (that of CUDA 13 has no failed index).
+// The first version with cuMemcpyBatchAsync. A newer driver returns the function with the signature
+// of the version that is asked for (the signature of CUDA 13 has no failed index).
 constexpr int kBatchVersion = 12'080;
 
 Failure unusable(std::string text) {
@@ -68,7 +68,7 @@ Failure fill(Driver* driver) {
   return Failure{};
 }
 
-// What a user can do about an error; "" where only the error itself says anything.
+// What a user can do about an error; "" if we have no advice.
 const char* remedy(const char* call, Result number) {
   if (std::strcmp(call, "cuMemHostRegister") == 0) {
     switch (number) {

@@ -1,9 +1,9 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // The CUDA driver API, found at run time: a table of the functions that we call, filled from
-// libcuda.so.1. Nothing of CUDA is needed to build this, and nothing to load it; where there is no
-// driver, load() says what is missing. Types and numbers are the documented ABI of cuda.h
-// (tests/driver_abi_test.cpp compares them with the toolkit's where there is one).
+// libcuda.so.1. Neither building nor loading this code needs CUDA; on a machine without a driver,
+// load() says what is missing. Types and numbers are the documented ABI of cuda.h
+// (tests/driver_abi_test.cpp compares them with the toolkit's on machines with a toolkit).
 #pragma once
 
 #include <cstddef>
@@ -106,7 +106,7 @@ inline constexpr unsigned kPreferOverlapWithCompute = 1;
   X(error_text, cuGetErrorString, Result, const char**)                                           \
   X(find, cuGetProcAddress_v2, const char*, void**, int, std::uint64_t, int*)
 
-// What became of a call of the driver; an ok one converts to false.
+// The outcome of a call of the driver, or of a function here; success converts to false.
 struct Failure {
   Result number = kSuccess;  // -1: not an error of CUDA, `text` says what is wrong
   const char* call = "";     // the function of the driver
@@ -115,7 +115,7 @@ struct Failure {
   explicit operator bool() const noexcept { return number != kSuccess; }
 };
 
-// After these no call of the process's context succeeds any more.
+// Whether this error is sticky: after it no call on the process's context succeeds any more.
 [[nodiscard]] bool is_sticky(Result number) noexcept;
 
 struct Driver {
@@ -123,7 +123,7 @@ struct Driver {
   KVSTRATA_CUDA_FUNCTIONS(KVSTRATA_DECLARE)
 #undef KVSTRATA_DECLARE
   // cuMemcpyBatchAsync as of CUDA 12.8 (destinations, sources, sizes, count, attributes, their
-  // first copies, their count, index of the failed copy, stream); null where the driver is older.
+  // first copies, their count, index of the failed copy, stream); null if the driver is older.
   Result (*copy_batch)(DeviceAddress*, DeviceAddress*, std::size_t*, std::size_t, CopyAttributes*,
                        std::size_t*, std::size_t, std::size_t*, Stream) = nullptr;
   int version = 0;  // 12080 is 12.8
@@ -133,9 +133,9 @@ struct Driver {
   // the life of the process. Failures have the number -1 or the driver's, and a text for users.
   static Failure load(const Driver** out);
 
-  // Name (CUDA_ERROR_...) of an error.
+  // The name (CUDA_ERROR_...) of an error.
   [[nodiscard]] const char* name_of(Result number) const noexcept;
-  // One sentence: the call, the error's name and meaning, what to do where we know.
+  // One sentence: the call, the error's name and meaning and, if we know, what to do.
   [[nodiscard]] std::string explain(const Failure& failure) const;
 };
 

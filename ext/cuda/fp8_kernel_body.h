@@ -1,31 +1,31 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// What one thread of the kernels does that round KV to 8-bit floats on its way into a record and
-// back, for device and host as kernel_body.h.
+// The work of one thread of the kernels that round KV to 8-bit floats on its way into a record and
+// back. The code is compiled for device and host, as kernel_body.h is.
 //
 // A section is stored as its scales and, right behind them, one code for each number, as fp8_encode
-// gives them for the packed section. Two launches make a rectangle of sections, the second on the
-// stream behind the first, so neither needs a barrier:
+// computes them for the packed section. A rectangle of sections takes two passes; the second is on
+// the stream behind the first, so neither needs a barrier:
 //
-//   store  largest  the largest magnitude of each group's numbers, into words on the device that
-//                   were zero before (of all blocks of a section, in several launches if need be)
-//          encode   scales from those words, codes from the blocks
-//   load   scales   the record's scales into those words: host memory is read once
-//          decode   codes into the blocks
+//   store  largest  writes the largest magnitude under each scale into words on the device, which
+//                   were zero before (one launch or several, until all blocks were read)
+//          encode   computes scales from those words, and codes from the blocks
+//   load   scales   copies the record's scales into those words, so that host memory is read once
+//          decode   computes the blocks from the codes
 //
-// Numbers that are infinite or none leave kNoScale in the place of their scale.
+// If a number is infinite or a NaN, its scale is kNoScale.
 #pragma once
 
 #include <type_traits>
 
+#include "codec/fp8_scalar.h"
 #include "kernel_body.h"
-#include "kvstrata/fp8_scalar.h"
 
 namespace kvstrata::cuda {
 
 enum class Fp8Pass : std::uint8_t { kLargest = 0, kEncode = 1, kDecode = 2, kScales = 3 };
 
-// By pass, for vectors of 1, 2, 4 and 8 numbers; kScales is one for all.
+// By pass, each for vectors of 1, 2, 4 and 8 numbers; kScales has one kernel for all.
 inline constexpr unsigned kFp8Kernels = 13;
 inline constexpr const char* kFp8KernelNames[kFp8Kernels] = {
     "kvstrata_fp8_largest_1", "kvstrata_fp8_largest_2", "kvstrata_fp8_largest_4",
@@ -34,9 +34,9 @@ inline constexpr const char* kFp8KernelNames[kFp8Kernels] = {
     "kvstrata_fp8_decode_2",  "kvstrata_fp8_decode_4",  "kvstrata_fp8_decode_8",
     "kvstrata_fp8_scales"};
 
-// The parameter of one launch. In `copy` all sizes of blocks and runs count vectors of numbers; the
-// `packed` of a section is the first code of its first block, a multiple of as many bytes as a
-// vector has numbers.
+// The parameter of one launch. In `copy` all sizes of blocks and runs count vectors of numbers, and
+// the `packed` of a section is the address of the first code of its first block, a multiple of the
+// numbers of a vector.
 struct Fp8Launch {
   Launch copy;
   std::uint64_t words;         // address of a word for each scale, section after section
@@ -46,7 +46,7 @@ struct Fp8Launch {
   std::uint32_t head_vectors;   // of one token
   std::uint32_t group_vectors;  // of one block
   std::uint32_t type;           // Fp8Source
-  std::uint32_t writes_scales;  // encode: 1 in one of the launches for the same sections
+  std::uint32_t writes_scales;  // encode: 1 in the first of the launches for the same sections
 };
 static_assert(sizeof(Fp8Launch) <= 4096, "the parameters of a kernel are limited to 4 KB");
 
@@ -78,7 +78,7 @@ struct Fp8Vector<8> {
   using Codes = std::uint64_t;
 };
 
-// A number or code of a vector, `i` a constant once loops are unrolled. Both are little-endian.
+// Number i of a vector, which is little-endian. `i` is a constant once loops are unrolled.
 KVSTRATA_HOST_DEVICE inline std::uint16_t number_in(std::uint64_t numbers, unsigned i) {
   return static_cast<std::uint16_t>(numbers >> (16 * i));
 }
@@ -109,14 +109,14 @@ KVSTRATA_HOST_DEVICE inline std::uint64_t word_address(const Fp8Launch& launch, 
 KVSTRATA_HOST_DEVICE inline void raise_word(std::uint64_t address, std::uint32_t value) {
   auto* const word = reinterpret_cast<std::uint32_t*>(address);
 #ifdef __CUDA_ARCH__
-  // Words only grow: most vectors find a larger one, and leave it at a read.
+  // Words only grow, so a vector that reads a larger value skips the atomic operation; most do.
   if (__ldcg(word) < value) atomicMax(word, value);
 #else
   if (*word < value) *word = value;
 #endif
 }
 
-// Scales need no alignment: the codes before them may be an odd number.
+// Writes a scale at any alignment: the number of codes before it may be odd.
 KVSTRATA_HOST_DEVICE inline void store_word(std::uint64_t to, std::uint32_t word) {
   if (to % 4 == 0) return store_vector<std::uint32_t>(to, word);
   for (unsigned i = 0; i < 4; ++i)
@@ -177,7 +177,7 @@ KVSTRATA_HOST_DEVICE inline void store_numbers(std::uint64_t word, std::uint64_t
   store_vector<Numbers>(to, static_cast<Numbers>(numbers));
 }
 
-// All tiles of the passes that touch blocks, as copy_tiles.
+// Does this thread's share of all tiles, as copy_tiles() does, in the passes that touch blocks.
 template <Fp8Pass kPass, Fp8Source kType, unsigned kNumbers>
 KVSTRATA_HOST_DEVICE inline void fp8_tiles(const Fp8Launch& launch, std::uint32_t thread,
                                            std::uint32_t thread_block,
@@ -229,7 +229,7 @@ KVSTRATA_HOST_DEVICE inline void fp8_tiles(const Fp8Launch& launch, std::uint32_
   }
 }
 
-// One thread of the kernel of that pass.
+// The work of one thread of the kernel of pass kPass.
 template <Fp8Pass kPass, unsigned kNumbers>
 KVSTRATA_HOST_DEVICE inline void fp8_thread(const Fp8Launch& launch, std::uint32_t thread,
                                             std::uint32_t thread_block,

@@ -1,20 +1,19 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// What one thread of the copy kernels does, in code that the host compiles as well: nvcc makes the
-// kernels of it (kernels.cu), the tests' driver runs it as it stands.
+// The work of one thread of the copy kernels, in code that the host compiles as well: nvcc compiles
+// it into the kernels (kernels.cu), and the simulated driver of the tests calls it directly.
 //
 // A launch copies a rectangle of at most kLaunchSections x kLaunchBlocks blocks of one shape
-// between their place in the engine and a packed buffer; all that it needs travels in its
-// parameters (4 KB at most), so no upload precedes it and no array must outlive it. The packed
-// bytes of a section (below 4 GiB) are cut into tiles of kThreads * kUnroll vectors; thread block i
-// of n takes the tiles i, i + n,
-// ... A thread issues all its loads of a tile before its first store, so that a few thread blocks
-// keep a host link busy.
+// between their places in the serving engine's memory and a packed buffer. Its parameters (4 KB at
+// most) contain all that it needs, so no upload precedes it and no array must outlive it. The
+// packed bytes of a section (less than 4 GiB) are cut into tiles of kThreads * kUnroll vectors;
+// thread block i of n takes tiles i, i + n, ... A thread issues all its loads of a tile before its
+// first store, so that a few thread blocks keep a host link busy.
 #pragma once
 
 #include <cstdint>
 
-#include "kvstrata/host_device.h"
+#include "base/host_device.h"
 
 namespace kvstrata::cuda {
 
@@ -45,14 +44,14 @@ struct LaunchDim {
 struct Launch {
   LaunchSection sections[kLaunchSections];
   std::uint32_t blocks[kLaunchBlocks];
-  LaunchDim dims[2];           // the two inner ones, outer first; the outermost needs no count
-  std::uint64_t outer_stride;  // of the outermost
+  LaunchDim dims[2];           // the two inner dimensions, outer first
+  std::uint64_t outer_stride;  // of the outermost dimension, which needs no count
   std::uint32_t section_count;
   std::uint32_t block_count;
   std::uint32_t block_vectors;
   std::uint32_t run_vectors;
   std::uint32_t tiles_per_section;
-  std::uint32_t gather;  // 1: engine -> packed, 0: packed -> engine
+  std::uint32_t gather;  // 1: blocks -> packed, 0: packed -> blocks
 };
 static_assert(sizeof(Launch) <= 4096, "the parameters of a kernel are limited to 4 KB");
 
@@ -71,7 +70,7 @@ KVSTRATA_HOST_DEVICE inline void store_vector(std::uint64_t to, Vector value) {
 }
 
 #ifdef __CUDA_ARCH__
-// The bytes are used once: the streaming hints leave the engine's data in the L2 cache.
+// Each byte is used once: the streaming hints leave the serving engine's data in the L2 cache.
 template <>
 __device__ inline Vector16 load_vector<Vector16>(std::uint64_t from) {
   const ulonglong2 value = __ldcs(reinterpret_cast<const ulonglong2*>(from));
@@ -84,7 +83,8 @@ __device__ inline void store_vector<Vector16>(std::uint64_t to, Vector16 value) 
 }
 #endif
 
-// Address of vector `v` of the packed bytes of a section in the engine, 0 in a skipped block.
+// The address in the serving engine's memory of vector `v` of a section's packed bytes; 0 if its
+// block is skipped.
 template <typename Vector>
 KVSTRATA_HOST_DEVICE inline std::uint64_t engine_address(const Launch& launch,
                                                          const LaunchSection& section,

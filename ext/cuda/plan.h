@@ -1,7 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// A copy plan whose sections lie on a device, and the map of the host memory that the device
-// reaches.
+// A copy plan whose sections lie on a device, and the map of the host memory that is registered for
+// the device.
 #pragma once
 
 #include <cstdint>
@@ -10,42 +10,45 @@
 #include <span>
 #include <vector>
 
+#include "copy/copy.h"
 #include "device.h"
-#include "kvstrata/copy.h"
 
 namespace kvstrata::cuda {
 
-// One description for all engines; immutable, shared by threads.
+// What to copy, on which device, and after what. Immutable; shared by copy engines and threads.
 struct CudaPlan {
   std::shared_ptr<const CopyPlan> copy;
   std::shared_ptr<Device> device;
-  std::shared_ptr<Moment> behind;  // null, or copies with this plan begin after it
-  bool layerwise = false;          // a load goes section by section and can be awaited so
+  std::shared_ptr<Moment> behind;  // if not null, copies with this plan begin after this moment
+  bool layerwise = false;          // a load copies, and can be awaited, section by section
 
-  // The text names the first section that is not memory of the device.
+  // A failure's text names the first section that is not memory of the device.
   static Failure create(std::shared_ptr<const CopyPlan> copy, std::shared_ptr<Device> device,
                         CudaPlan* out);
 };
 
-// What is registered of one range of host memory.
+// How much of one range of host memory is registered.
 struct Pinning {
-  bool whole = false;                // all of it is
-  bool mapped = false;               // and the device sees it as one range
-  DeviceAddress device_address = 0;  // where that begins
-  // Addresses inside the range where one region ends: no copy of the driver may cross them.
+  bool whole = false;                // all of the range is registered
+  bool mapped = false;               // and the device sees it as one contiguous range
+  DeviceAddress device_address = 0;  // the device's address of the range, if `mapped`
+  // Host addresses inside the range at which a region begins or ends, in ascending order. No copy
+  // by the driver may cross one.
   std::vector<std::uint64_t> borders;
 };
 
-// The regions that an engine was told of. Thread-safe.
+// The regions of host memory that were added to a copy engine. Thread-safe.
 class PinnedMemory {
  public:
+  // Keeps the region alive until remove().
   void add(std::shared_ptr<HostRegion> region);
   void remove(const HostRegion* region);
+  // How much of [address, address + length) the added regions cover.
   [[nodiscard]] Pinning find(std::uint64_t address, std::uint64_t length) const;
 
  private:
   mutable std::mutex mutex_;
-  std::vector<std::shared_ptr<HostRegion>> regions_;  // by address
+  std::vector<std::shared_ptr<HostRegion>> regions_;  // in the order of their addresses
 };
 
 }  // namespace kvstrata::cuda

@@ -1,6 +1,6 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 # cython: language_level=3
-"""Batches of keys, and of what `exists` said of them, as bytes and back; see batches.pyi."""
+"""Packs batches of keys, and of outcomes of `exists`, into bytes and back: see batches.pyi for the contract."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.stdint cimport uint8_t, uint16_t, uint32_t
@@ -50,7 +50,7 @@ def split_keys(const unsigned char[::1] packed not None):
     cdef Py_ssize_t i
     cdef const char* begin = <const char*>&packed[0] if count else NULL
     if packed.shape[0] % KEY_BYTES:
-        raise ValueError("keys are cut")
+        raise ValueError(f"keys: must be a multiple of {KEY_BYTES} bytes, not {packed.shape[0]}")
     return [begin[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(count)]
 
 
@@ -80,10 +80,10 @@ def pack_found(outcomes, word):
     cdef uint8_t presence, reason_bytes = 0
     cdef uint32_t record_bytes
     cdef bytes reason
-    last = object()  # nobody's answer
+    last = object()  # equal to no outcome
     rows.reserve(len(outcomes) * FOUND_BYTES)
     for found in outcomes:
-        if found is last:  # as nearly always: equal answers share one object
+        if found is last:  # the usual case, because equal answers share one object
             rows.append(rows, at, FOUND_BYTES + reason_bytes)
             continue
         at = rows.size()
@@ -111,14 +111,14 @@ def read_found(const unsigned char[::1] rows not None, Py_ssize_t count, Py_ssiz
     cdef int presence
     for _ in range(count):
         if left - at < FOUND_BYTES:
-            raise ValueError("outcomes are cut")
+            raise ValueError(f"outcomes: {left} bytes are too few for {count} rows")
         row = &rows[at]
         presence = row[0]
         row_bytes = FOUND_BYTES + row[5]
         if presence >= PRESENCES:
-            raise ValueError(f"{presence} is no presence")
+            raise ValueError(f"presence: must be below {PRESENCES}, not {presence}")
         if row[5] > max_reason_bytes or left - at < row_bytes:
-            raise ValueError("a reason is cut or too long")
+            raise ValueError(f"reason: {row[5]} bytes are more than {max_reason_bytes}, or leave the rows")
         if (
             last_at[presence] < 0
             or rows[last_at[presence] + 5] != row[5]
@@ -131,5 +131,5 @@ def read_found(const unsigned char[::1] rows not None, Py_ssize_t count, Py_ssiz
         made.append(last[presence])
         at += row_bytes
     if at != left:
-        raise ValueError(f"{left - at} bytes too many")
+        raise ValueError(f"outcomes: {left - at} bytes too many after {count} rows")
     return made

@@ -8,9 +8,10 @@ from libcpp cimport bool as cbool
 
 from core_copying cimport Fp8Shape, Fp8Source
 from core_status cimport Status, StatusCode
+from kvstrata.native.status cimport CALL, raise_for
 
 
-cdef extern from "kvstrata/planes.h" namespace "kvstrata" nogil:
+cdef extern from "codec/planes.h" namespace "kvstrata" nogil:
     enum class PlanesPath(unsigned char):
         pass
     const int kPlanesPathCount
@@ -23,7 +24,7 @@ cdef extern from "kvstrata/planes.h" namespace "kvstrata" nogil:
     void c_join_planes "kvstrata::join_planes"(void* bytes, const void* planes, size_t n)
 
 
-cdef extern from "kvstrata/fp8.h" namespace "kvstrata" nogil:
+cdef extern from "codec/fp8.h" namespace "kvstrata" nogil:
     enum class Fp8Path(unsigned char):
         pass
     const int kFp8PathCount
@@ -50,7 +51,7 @@ cdef int two_buffers(object out, object source, Py_buffer* to, Py_buffer* of) ex
     if to.len != of.len or (a < b + <size_t>of.len and b < a + <size_t>to.len):
         PyBuffer_Release(to)
         PyBuffer_Release(of)
-        raise ValueError(f"out: must be {of.len} bytes beside the source, has {to.len}")
+        raise ValueError(f"out: must have {of.len} bytes, not {to.len}, and must not overlap the source")
     return 0
 
 
@@ -111,8 +112,7 @@ cdef Fp8Shape read_shape(object shape) except *:
     cdef Status status
     out.blocks, out.groups, out.tokens, out.heads, out.dim = shape
     status = out.check()
-    if not status.ok():
-        raise ValueError(f"{status.message().decode()}, not {tuple(shape)!r:.100}")
+    raise_for(status, CALL, f"{tuple(shape)!r:.100}: ")
     return out
 
 
@@ -135,9 +135,10 @@ def fp8_encode(shape, dtype, numbers, codes, scales):
         raise ValueError("numbers: must lie at an even address")
     with nogil:
         status = c_fp8_encode(checked, kind, &of[0], &to[0], &by[0])
-    if status.code() == StatusCode.kNoSpace:
-        raise MemoryError(status.message().decode())
-    return bool(status.ok())
+    if status.code() == StatusCode.kUnsupported:
+        return False
+    raise_for(status, CALL)
+    return True
 
 
 def fp8_decode(shape, dtype, codes, scales, numbers):

@@ -1,10 +1,8 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 # cython: language_level=3, freethreading_compatible=False
-"""Copies between engine blocks and records, and the records themselves: see copying.pyi for the contract."""
+"""Copies between a serving engine's blocks and records: see copying.pyi for the contract."""
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from cpython.bytes cimport PyBytes_FromStringAndSize
-from cpython.long cimport PyLong_AsLongLong
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
@@ -12,14 +10,15 @@ from libcpp.memory cimport shared_ptr, unique_ptr
 from libcpp.utility cimport move
 from libcpp.vector cimport vector
 
+from arguments cimport whole, whole32
 from core_copying cimport (
     BlockShape,
     BlockSpan,
     ByteSpan,
     ByteSpans,
     CCopyEngine,
-    CCopyOutcome,
     CCopyPlan,
+    CRecordSpec,
     CopyCompletion,
     CopyDim,
     CopyItem,
@@ -27,123 +26,34 @@ from core_copying cimport (
     CopyResult,
     CopySection,
     CopySpan,
-    CRecordHeader,
-    CRecordSpec,
     Crc32cPath,
-    Digest,
     DimSpan,
-    Section,
     StoreHint,
     StridedCopy,
     StridedLoop,
     WritableSpan,
     c_copy_strided,
     c_gather_record,
-    c_record_bytes,
     c_scatter_record,
-    c_seal_record,
-    c_verify_record,
-    c_verify_stored_record,
     copy_crc32c,
     copy_outcome,
     kCrc32cPathCount,
-    kMaxSections,
     kMaxStridedLoops,
     kSkipBlock,
     nanoseconds,
-    read_record_header,
-    RecordEncoding,
     set_digest,
-    c_write_encoded_header,
-    write_record_header,
 )
 from core_copying cimport crc32c as core_crc32c
 from core_copying cimport crc32c_path as core_crc32c_path
 from core_copying cimport crc32c_path_name, crc32c_path_supported, crc32c_reset_path
 from core_copying cimport crc32c_set_path
 from core_status cimport Status, StatusCode
+from kvstrata.native.record cimport RecordSpec
+from kvstrata.native.status cimport CALL, ITEMS, raise_for
 
-import enum
-from collections import namedtuple
-
-from kvstrata.errors import KvstrataError
-
-# Below this many bytes giving up the GIL costs more than the work.
+# For fewer bytes, giving up the GIL costs more than the work.
 cdef size_t SHORT_BYTES = 16384
 LONGEST_WAIT_S = 31_536_000.0
-
-
-class CopyOutcome(enum.IntEnum):
-    OK = 0
-    STALE = 1
-    CORRUPT = 2
-    MISMATCH = 3
-    UNVERIFIED = 4
-    CANCELLED = 5
-    FAILED = 6
-
-
-class RecordError(KvstrataError):
-    code = "bad_record"
-
-
-RecordHeader = namedtuple(
-    "RecordHeader",
-    "key identity slice_digest parent_key chunk_tokens created_unix_ms header_bytes payload_bytes "
-    "stored_bytes stored_crc codecs crc_pending sections",
-    module=__name__,
-)
-
-
-cdef str message_of(const Status& status):
-    cdef str text = status.message().decode()
-    cdef list parts = []
-    if status.detail(0) or status.detail(1):
-        parts.append(f"got {status.detail(0)}")
-    if status.detail(1):
-        parts.append(f"limit {status.detail(1)}")
-    if status.detail(2) > 0:
-        parts.append(f"at index {status.detail(2)}")
-    return f"{text} ({', '.join(parts)})" if parts else text
-
-
-cdef int check(const Status& status) except -1:
-    """Raises for a status that is not ok."""
-    if status.ok():
-        return 0
-    if status.code() == StatusCode.kNoSpace:
-        raise MemoryError(message_of(status))
-    if status.code() == StatusCode.kOsError:
-        raise OSError(status.detail(0), status.message().decode())
-    raise ValueError(message_of(status))
-
-
-cdef uint64_t whole(object value, str name) except? 0xffffffffffffffff:
-    """`value` as an unsigned 64-bit number below 2^63; ValueError naming the argument."""
-    cdef object number
-    cdef long long result
-    try:
-        number = value.__index__()
-    except AttributeError:
-        raise TypeError(f"{name}: must be an int, not {type(value).__name__}") from None
-    try:
-        result = PyLong_AsLongLong(number)
-    except OverflowError:
-        result = -1
-    if result < 0:
-        raise ValueError(f"{name}: must be between 0 and 2**63 - 1, not {value!r}")
-    return <uint64_t>result
-
-
-cdef uint32_t whole32(object value, str name) except? 0xffffffff:
-    cdef uint64_t result = whole(value, name)
-    if result > <uint64_t>0xffffffff:
-        raise ValueError(f"{name}: must be below 2**32, not {value!r}")
-    return <uint32_t>result
-
-
-cdef bytes digest_bytes(Digest& digest):
-    return PyBytes_FromStringAndSize(<char*>digest.data(), 32)
 
 
 cdef int set_blocks(vector[uint32_t]& blocks, object ids, bint may_skip) except -1:
@@ -165,12 +75,6 @@ cdef int set_blocks(vector[uint32_t]& blocks, object ids, bint may_skip) except 
     return 0
 
 
-def record_bytes(section_count, payload_bytes):
-    cdef uint64_t result = 0
-    check(c_record_bytes(whole(section_count, "section_count"), whole(payload_bytes, "payload_bytes"), &result))
-    return result
-
-
 cdef BlockShape shape_of(object dims, object run_bytes, str where) except *:
     cdef vector[CopyDim] outer
     cdef CopyDim dim
@@ -181,8 +85,7 @@ cdef BlockShape shape_of(object dims, object run_bytes, str where) except *:
         dim.stride = whole(stride, where + "dims")
         outer.push_back(dim)
     status = BlockShape.create(DimSpan(outer.data(), outer.size()), whole(run_bytes, where + "run_bytes"), &shape)
-    if not status.ok():
-        raise ValueError(where + message_of(status))
+    raise_for(status, CALL, where)
     return shape
 
 
@@ -211,7 +114,7 @@ cdef class CopyPlan:
             section.block_stride = whole(stride, "block_stride")
             section.shape = whole32(shape, "section_shapes")
             sections.push_back(section)
-        check(CCopyPlan.create(move(sections), whole(num_blocks, "num_blocks"), move(all_shapes), &self.plan))
+        raise_for(CCopyPlan.create(move(sections), whole(num_blocks, "num_blocks"), move(all_shapes), &self.plan), CALL)
 
     @property
     def section_count(self):
@@ -227,32 +130,18 @@ cdef class CopyPlan:
         cdef uint64_t payload = 0
         if which >= self.plan.get().section_count():
             raise ValueError(f"section: {which} of a plan with {self.plan.get().section_count()}")
-        check(self.plan.get().payload_bytes(count, &payload))
+        raise_for(self.plan.get().payload_bytes(count, &payload), CALL)
         return self.plan.get().section_bytes(which, count)
 
     def payload_bytes(self, n_blocks):
         cdef uint64_t result = 0
-        check(self.plan.get().payload_bytes(whole(n_blocks, "n_blocks"), &result))
+        raise_for(self.plan.get().payload_bytes(whole(n_blocks, "n_blocks"), &result), CALL)
         return result
 
     def record_bytes(self, n_blocks):
         cdef uint64_t result = 0
-        check(self.plan.get().record_bytes(whole(n_blocks, "n_blocks"), &result))
+        raise_for(self.plan.get().record_bytes(whole(n_blocks, "n_blocks"), &result), CALL)
         return result
-
-
-cdef class RecordSpec:
-    def __cinit__(self, key, identity, slice_digest, parent_key, chunk_tokens, created_unix_ms=0):
-        set_digest(self.spec.key, key, "key")
-        set_digest(self.spec.identity, identity, "identity")
-        set_digest(self.spec.slice_digest, slice_digest, "slice_digest")
-        set_digest(self.spec.parent_key, parent_key or bytes(32), "parent_key")
-        self.spec.chunk_tokens = whole32(chunk_tokens, "chunk_tokens")
-        self.spec.created_unix_ms = whole(created_unix_ms, "created_unix_ms")
-
-    @property
-    def key(self):
-        return digest_bytes(self.spec.key)
 
 
 def gather_record(CopyPlan plan not None, block_ids, extent_address, extent_len, RecordSpec spec not None):
@@ -265,217 +154,25 @@ def gather_record(CopyPlan plan not None, block_ids, extent_address, extent_len,
         status = c_gather_record(
             plan.plan.get()[0], BlockSpan(blocks.data(), blocks.size()), record, length, spec.spec
         )
-    check(status)
+    raise_for(status, CALL)
 
 
-def scatter_record(CopyPlan plan not None, block_ids, extent_address, extent_len, expected_key):
+def scatter_record(CopyPlan plan not None, block_ids, extent_address, extent_len, expected_key, expected_identity):
     cdef vector[uint32_t] blocks
     cdef const void* record = <const void*><size_t>whole(extent_address, "extent_address")
     cdef uint64_t length = whole(extent_len, "extent_len")
-    cdef Digest key
+    cdef CRecordSpec wanted
     cdef Status status
-    set_digest(key, expected_key, "expected_key")
+    set_digest(wanted.key, expected_key, "expected_key")
+    set_digest(wanted.identity, expected_identity, "expected_identity")
     set_blocks(blocks, block_ids, True)
     with nogil:
         status = c_scatter_record(
-            plan.plan.get()[0], BlockSpan(blocks.data(), blocks.size()), record, length, key
+            plan.plan.get()[0], BlockSpan(blocks.data(), blocks.size()), record, length, wanted
         )
     if status.code() == StatusCode.kBadArgument or status.code() == StatusCode.kOutOfRange:
-        check(status)
+        raise_for(status, CALL)
     return <int>copy_outcome(status)
-
-
-cdef int verify(object address, object length, object expected_key, bint stored, Status* status) except -1:
-    cdef const void* record = <const void*><size_t>whole(address, "address")
-    cdef uint64_t n = whole(length, "length")
-    cdef Digest key
-    cdef const Digest* expected = NULL
-    if record == NULL:
-        raise ValueError("address: may not be 0")
-    if expected_key is not None:
-        set_digest(key, expected_key, "expected_key")
-        expected = &key
-    with nogil:
-        if stored:
-            status[0] = c_verify_stored_record(record, n, expected)
-        else:
-            status[0] = c_verify_record(record, n, expected)
-    return 0
-
-
-def verify_record(address, length, expected_key):
-    cdef Status status
-    verify(address, length, expected_key, False, &status)
-    return <int>copy_outcome(status)
-
-
-def verify_stored_record(address, length, expected_key):
-    cdef Status status
-    verify(address, length, expected_key, True, &status)
-    return <int>copy_outcome(status)
-
-
-cdef extern from *:
-    """
-    #include "kvstrata/crew.h"
-
-    namespace {
-    struct StoredRecord {
-      const void* bytes;
-      std::uint64_t length;
-      kvstrata::Digest key;
-      int outcome;
-    };
-
-    void verify_each(kvstrata::Crew& crew, std::vector<StoredRecord>& records) {
-      crew.each(records.size(), [&](std::size_t i) {
-        StoredRecord& record = records[i];
-        record.outcome = static_cast<int>(kvstrata::copy_outcome(
-            kvstrata::verify_stored_record(record.bytes, record.length, &record.key)));
-      });
-    }
-    }
-    """
-    cdef cppclass Crew "kvstrata::Crew":
-        Crew(size_t) except +
-    cdef struct StoredRecord:
-        const void* bytes
-        uint64_t length
-        Digest key
-        int outcome
-    void verify_each(Crew&, vector[StoredRecord]&) except + nogil
-
-
-cdef class Verifier:
-    """See copying.pyi."""
-
-    cdef unique_ptr[Crew] crew
-
-    def __cinit__(self, helpers):
-        self.crew.reset(new Crew(<size_t>whole(helpers, "helpers")))
-
-    def __dealloc__(self):
-        with nogil:
-            self.crew.reset()
-
-    def verify_stored(self, records):
-        cdef vector[StoredRecord] given
-        cdef size_t i = 0
-        given.resize(len(records))
-        for address, length, key in records:
-            given[i].bytes = <const void*><size_t>whole(address, "address")
-            given[i].length = whole(length, "length")
-            if given[i].bytes == NULL:
-                raise ValueError("address: may not be 0")
-            set_digest(given[i].key, key, "key")
-            i += 1
-        with nogil:
-            verify_each(self.crew.get()[0], given)
-        return [given[i].outcome for i in range(given.size())]
-
-
-cdef int read_header(
-    object address, object length, CRecordHeader* header, vector[Section]& sections
-) except -1:
-    """Headers and table; RecordError for unsound ones."""
-    cdef const void* record = <const void*><size_t>whole(address, "address")
-    cdef uint64_t n = whole(length, "length")
-    cdef Status status
-    if record == NULL:
-        raise ValueError("address: may not be 0")
-    sections.resize(256)
-    with nogil:
-        status = read_record_header(record, n, header, sections.data(), sections.size())
-        if status.ok() and header.section_count > sections.size():
-            sections.resize(header.section_count)
-            status = read_record_header(record, n, header, sections.data(), sections.size())
-            if status.ok() and header.section_count > sections.size():
-                header.section_count = <uint32_t>sections.size()
-    if not status.ok():
-        message = message_of(status)
-        raise RecordError(message, field=message.partition(":")[0])
-    return 0
-
-
-def write_encoded_header(
-    address, length, source_address, source_length, codecs, stored_bytes, stored_crc=0, section_crcs=None
-):
-    cdef CRecordHeader header
-    cdef vector[Section] sections
-    cdef RecordEncoding encoding
-    cdef void* record = <void*><size_t>whole(address, "address")
-    cdef uint64_t n = whole(length, "length")
-    cdef const unsigned char[::1] chain = codecs
-    cdef Status status
-    if chain.shape[0] > 8:
-        raise ValueError(f"codecs: a record names at most 8, not {chain.shape[0]}")
-    encoding.stored_bytes = whole(stored_bytes, "stored_bytes")
-    encoding.stored_crc = whole32(stored_crc, "stored_crc")
-    for i in range(chain.shape[0]):
-        encoding.codecs[i] = chain[i]
-    read_header(source_address, source_length, &header, sections)
-    if section_crcs is not None:
-        if len(section_crcs) != header.section_count:
-            raise ValueError(f"section_crcs: {len(section_crcs)} for {header.section_count} sections")
-        for i in range(header.section_count):
-            sections[i].crc = whole32(section_crcs[i], "section_crcs")
-    with nogil:
-        status = c_write_encoded_header(
-            record, n, header.spec, sections.data(), header.section_count, encoding
-        )
-    check(status)
-    return header.header_bytes
-
-
-def write_decoded_header(address, length, source_address, source_length):
-    cdef CRecordHeader header
-    cdef vector[Section] sections
-    cdef void* record = <void*><size_t>whole(address, "address")
-    cdef uint64_t n = whole(length, "length")
-    cdef Status status
-    read_header(source_address, source_length, &header, sections)
-    with nogil:
-        status = write_record_header(record, n, header.spec, sections.data(), header.section_count)
-    check(status)
-
-
-def explain_record(address, length, expected_key):
-    cdef Status status
-    verify(address, length, expected_key, True, &status)
-    return None if status.ok() else message_of(status)
-
-
-def record_header(address, length):
-    cdef CRecordHeader header
-    cdef vector[Section] sections
-    read_header(address, length, &header, sections)
-    return RecordHeader(
-        digest_bytes(header.spec.key),
-        digest_bytes(header.spec.identity),
-        digest_bytes(header.spec.slice_digest),
-        digest_bytes(header.spec.parent_key),
-        header.spec.chunk_tokens,
-        header.spec.created_unix_ms,
-        header.header_bytes,
-        header.payload_bytes,
-        header.stored_bytes,
-        header.stored_crc,
-        (<char*>header.codecs)[:8].rstrip(b"\0"),
-        header.crc_pending(),
-        tuple([(sections[i].offset, sections[i].length, sections[i].crc) for i in range(header.section_count)]),
-    )
-
-
-def seal_record(address, length, RecordSpec spec not None, section_lengths):
-    cdef void* record = <void*><size_t>whole(address, "address")
-    cdef uint64_t n = whole(length, "length")
-    cdef vector[uint32_t] lengths
-    cdef Status status
-    for section_length in section_lengths:
-        lengths.push_back(whole32(section_length, "section_lengths"))
-    with nogil:
-        status = c_seal_record(record, n, spec.spec, lengths.data(), lengths.size())
-    check(status)
 
 
 cdef CopyKind kind_of(object kind) except *:
@@ -498,7 +195,9 @@ cdef int set_items(vector[CopyItem]& out, CopyKind kind, object items) except -1
             item.record = <void*><size_t>whole(extent_address, "extent_address")
             item.length = whole(extent_len, "extent_len")
             if kind == CopyKind.kScatter:
-                set_digest(item.spec.key, what, "key")
+                key, identity = what
+                set_digest(item.spec.key, key, "key")
+                set_digest(item.spec.identity, identity, "identity")
             elif isinstance(what, RecordSpec):
                 item.spec = (<RecordSpec>what).spec
             else:
@@ -516,26 +215,14 @@ cdef list codes_of(const vector[CopyResult]& results):
     return codes
 
 
-cdef int check_job(const Status& status) except -1:
-    """Like check, but detail(2) is the index of an item."""
-    if status.ok():
-        return 0
-    if status.code() == StatusCode.kNoSpace:
-        raise MemoryError(status.message().decode())
-    where = f"items[{status.detail(2)}]." if status.detail(2) >= 0 else ""
-    text = status.message().decode()
-    values = f" (got {status.detail(0)}, limit {status.detail(1)})" if status.detail(1) else ""
-    raise ValueError(f"{where}{text}{values}")
-
-
 cdef class CopyEngine:
     cdef unique_ptr[CCopyEngine] engine
     cdef readonly int event_fd
     cdef readonly int threads
 
     def __cinit__(self, threads=2, queue=256):
-        self.threads = <int>min(whole(threads, "threads"), <uint64_t>1000)  # create() refuses that many
-        check(CCopyEngine.create(self.threads, whole(queue, "queue"), &self.engine))
+        self.threads = <int>min(whole(threads, "threads"), <uint64_t>1000)  # create() refuses over 64
+        raise_for(CCopyEngine.create(self.threads, whole(queue, "queue"), &self.engine), CALL)
         self.event_fd = self.engine.get().event_fd()
 
     def __dealloc__(self):
@@ -552,7 +239,7 @@ cdef class CopyEngine:
             status = self.engine.get().submit(number, which, plan.plan, move(list_of))
         if status.code() == StatusCode.kQueueFull:
             return False
-        check_job(status)
+        raise_for(status, ITEMS)
         return True
 
     def completions(self):
@@ -560,7 +247,7 @@ cdef class CopyEngine:
         cdef Status status
         with nogil:
             status = self.engine.get().completions(&done)
-        check(status)
+        raise_for(status, CALL)
         return [(done[i].job_id, codes_of(done[i].results)) for i in range(done.size())]
 
     def run(self, kind, CopyPlan plan not None, items):
@@ -571,7 +258,7 @@ cdef class CopyEngine:
         set_items(list_of, which, items)
         with nogil:
             status = self.engine.get().run(which, plan.plan, move(list_of), &results)
-        check_job(status)
+        raise_for(status, ITEMS)
         return codes_of(results)
 
     def wait(self, job_id, timeout_s):
@@ -672,7 +359,7 @@ def copy_strided(target_address, target_length, sources, copies):
             ByteSpans(spans.data(), spans.size()),
             WritableSpan(target, length),
         )
-    check(status)
+    raise_for(status, CALL)
 
 
 def libc_copy_at(destination, source, length):
@@ -711,6 +398,6 @@ def set_crc32c_path(name):
         return
     for i in range(kCrc32cPathCount):
         if crc32c_path_name(<Crc32cPath>i).decode() == name and crc32c_path_supported(<Crc32cPath>i):
-            check(crc32c_set_path(<Crc32cPath>i))
+            raise_for(crc32c_set_path(<Crc32cPath>i), CALL)
             return
     raise ValueError(f"name: this CPU has no CRC32C path {name!r}, only {', '.join(crc32c_paths())}")

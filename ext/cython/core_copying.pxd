@@ -1,5 +1,5 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-"""ext/core/include/kvstrata/{crc32c,record,fp8,copy,copy_engine}.h, as far as modules share them."""
+"""The headers of ext/core/src/{hash,record,codec,copy} that several modules use, as far as they use them."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from libc.stddef cimport size_t
@@ -12,7 +12,7 @@ from libcpp.vector cimport vector
 from core_status cimport Status
 
 
-cdef extern from "kvstrata/crc32c.h" namespace "kvstrata" nogil:
+cdef extern from "hash/crc32c.h" namespace "kvstrata" nogil:
     enum class Crc32cPath(unsigned char):
         pass
     enum class StoreHint(unsigned char):
@@ -28,7 +28,7 @@ cdef extern from "kvstrata/crc32c.h" namespace "kvstrata" nogil:
     uint32_t copy_crc32c(void* dst, const void* src, size_t n, uint32_t crc, StoreHint hint)
 
 
-cdef extern from "kvstrata/record.h" namespace "kvstrata" nogil:
+cdef extern from "record/record.h" namespace "kvstrata" nogil:
     cdef cppclass Digest:
         unsigned char* data()
     const uint32_t kMaxSections
@@ -76,7 +76,7 @@ cdef extern from "kvstrata/record.h" namespace "kvstrata" nogil:
         const void* record, uint64_t length, const Digest* expected_key)
 
 
-cdef extern from "kvstrata/fp8.h" namespace "kvstrata" nogil:
+cdef extern from "codec/fp8.h" namespace "kvstrata" nogil:
     enum class Fp8Source(unsigned char):
         kBfloat16
         kFloat16
@@ -87,7 +87,7 @@ cdef extern from "kvstrata/fp8.h" namespace "kvstrata" nogil:
         size_t scales()
 
 
-cdef extern from "kvstrata/copy.h" namespace "kvstrata" nogil:
+cdef extern from "copy/copy.h" namespace "kvstrata" nogil:
     struct CopySection:
         uint64_t base
         uint64_t block_stride
@@ -121,7 +121,7 @@ cdef extern from "kvstrata/copy.h" namespace "kvstrata" nogil:
         const CCopyPlan& plan, BlockSpan blocks, void* record, uint64_t length, const CRecordSpec& spec)
     Status c_scatter_record "kvstrata::scatter_record"(
         const CCopyPlan& plan, BlockSpan blocks, const void* record, uint64_t length,
-        const Digest& expected_key)
+        const CRecordSpec& wanted)
 
 
 cdef extern from "<chrono>" namespace "std::chrono" nogil:
@@ -129,7 +129,7 @@ cdef extern from "<chrono>" namespace "std::chrono" nogil:
         nanoseconds(int64_t count)
 
 
-cdef extern from "kvstrata/copy_engine.h" namespace "kvstrata" nogil:
+cdef extern from "copy/engine.h" namespace "kvstrata" nogil:
     enum class CopyKind(unsigned char):
         kGather
         kScatter
@@ -178,7 +178,7 @@ cdef inline int set_digest(Digest& digest, object value, str name) except -1:
     return 0
 
 
-cdef extern from "kvstrata/strided.h" namespace "kvstrata" nogil:
+cdef extern from "copy/strided.h" namespace "kvstrata" nogil:
     struct StridedLoop:
         uint64_t count
         uint64_t source_stride

@@ -1,5 +1,5 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-"""ext/core/include/kvstrata/sha256.h, as far as hashing.pyx uses it."""
+"""ext/core/src/hash/sha256.h, as far as hashing.pyx uses it."""
 
 from libc.stddef cimport size_t
 from libc.stdint cimport uint32_t, uint64_t
@@ -9,7 +9,7 @@ from core_copying cimport Digest
 from core_status cimport Status
 
 
-cdef extern from "kvstrata/sha256.h" namespace "kvstrata" nogil:
+cdef extern from "hash/sha256.h" namespace "kvstrata" nogil:
     enum class Sha256Path(unsigned char):
         pass
     const int kSha256PathCount
@@ -29,4 +29,6 @@ cdef extern from "kvstrata/sha256.h" namespace "kvstrata" nogil:
         DigestSpan(const Digest* data, size_t n)
     void c_chain_keys "kvstrata::chain_keys"(
         const Digest& start, TokenSpan tokens, size_t chunk_tokens, ExtraSpan extras, Digest* out)
-    void c_storage_keys "kvstrata::storage_keys"(DigestSpan chain, DigestSpan slices, Digest* out)
+    void c_storage_keys "kvstrata::storage_keys"(
+        const Digest& root, DigestSpan chain, DigestSpan slices, Digest* out
+    )

@@ -1,6 +1,6 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 # cython: language_level=3
-"""The disk log (ext/core/include/kvstrata/disk_log.h); see disk.pyi for the contract."""
+"""The disk log (ext/core/src/disk/log.h); see disk.pyi for the contract."""
 
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport uint32_t, uint64_t
@@ -8,7 +8,7 @@ from libcpp cimport bool as cbool
 from libcpp.string cimport string
 
 
-cdef extern from "kvstrata/disk_log.h" namespace "kvstrata" nogil:
+cdef extern from "disk/log.h" namespace "kvstrata" nogil:
     const char* connector_capsule_name
 
     cdef cppclass DiskOptions:

@@ -1,6 +1,6 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 # cython: language_level=3
-"""The connectors of `fs` (ext/core/include/kvstrata/fs_connector.h, fs_shared.h) in a capsule; see fs.pyi."""
+"""The connectors of `fs` (ext/core/src/fs/exclusive/connector.h, fs/shared/connector.h) in a capsule; see fs.pyi."""
 
 import os
 
@@ -10,7 +10,7 @@ from libcpp cimport bool as cbool
 from libcpp.string cimport string
 
 
-cdef extern from "kvstrata/files.h" namespace "kvstrata" nogil:
+cdef extern from "files/files.h" namespace "kvstrata" nogil:
     cdef cppclass FileLayer:
         pass
     FileLayer& posix_files() noexcept
@@ -22,7 +22,7 @@ cdef extern from "kvstrata/connector.h" namespace "kvstrata" nogil:
         pass
 
 
-cdef extern from "kvstrata/fs_connector.h" namespace "kvstrata" nogil:
+cdef extern from "fs/exclusive/connector.h" namespace "kvstrata" nogil:
     cdef cppclass OptionalBytes "std::optional<std::uint64_t>":
         pass
 
@@ -38,7 +38,7 @@ cdef extern from "kvstrata/fs_connector.h" namespace "kvstrata" nogil:
         FsConnector(FsOptions, FileLayer&) except +
 
 
-cdef extern from "kvstrata/fs_shared.h" namespace "kvstrata" nogil:
+cdef extern from "fs/shared/connector.h" namespace "kvstrata" nogil:
     cdef cppclass FsSharedConnector(Connector):
         FsSharedConnector(FsOptions, FileLayer&) except +
 
@@ -61,7 +61,7 @@ def connector(base_path, relative_tmp_dir, *, shared, use_odirect, capacity_byte
     options.capacity_bytes = capacity_bytes
     if min_free_bytes is not None:
         set_min_free(options, min_free_bytes)
-    # As a pointer to the base class: that is what the capsule's name promises.
+    # The capsule holds a pointer to the base class, as its name promises.
     if shared:
         made = new FsSharedConnector(options, posix_files())
     else:

@@ -31,8 +31,8 @@ from core_hashing cimport sha256_path_name, sha256_path_supported, sha256_reset_
 
 cdef extern from *:
     """
-    // A token out of a list, without a new reference and without a call; -1 for what is not an int of
-    // one or two internal digits as it stands.
+    // Token i of a list, read without a new reference. Negative unless the item is exactly an int (not
+    // of a subclass) from 0 to 2^32 - 1.
     static inline long long kvstrata_token(PyObject* list, Py_ssize_t i) {
       PyObject* item = PyList_GET_ITEM(list, i);
       if (!PyLong_CheckExact(item)) {
@@ -59,13 +59,15 @@ cdef extern from *:
     """
     long long kvstrata_token(object tokens, Py_ssize_t i)
 
-# From this many chunks on (40 us) the hashing is long enough to let other threads run meanwhile. Below it,
-# giving up the GIL could cost the caller more: getting it back takes up to a switch interval.
+# From this many chunks on, hashing takes long enough (40 us) to release the GIL for other threads. For fewer chunks,
+# releasing it could cost the caller more: getting it back takes up to a switch interval.
 cdef size_t SHORT_CHUNKS = 64
 
 
 cdef object odd_token(object token, Py_ssize_t index):
-    """The value of a token that is not a plain small int; ValueError or TypeError when it is no token."""
+    """The value of a token that kvstrata_token() could not read. Raises ValueError or TypeError, with the index, if the
+    object is not a token.
+    """
     try:
         value = token.__index__()
     except AttributeError:
@@ -81,7 +83,7 @@ cdef int tokens_of_list(object tokens, Py_ssize_t first, size_t n, uint32_t* out
     for i in range(n):
         value = kvstrata_token(tokens, first + <Py_ssize_t>i)
         if value < 0:
-            # Converting may run code that shortens the list.
+            # The conversion may run code that shortens the list.
             value = odd_token(tokens[first + i], first + i)
             if <size_t>len(tokens) < <size_t>first + n:
                 raise ValueError("tokens: the list became shorter while it was read")
@@ -93,7 +95,7 @@ cdef int read_extras(object extras, size_t chunks, vector[ChunkExtra]& out) exce
     cdef ChunkExtra extra
     for chunk in sorted(extras):
         if not 0 <= chunk < chunks:
-            raise ValueError(f"extras: there is no full chunk {chunk}, only {chunks} of them")
+            raise ValueError(f"extras: chunk {chunk} is not one of the {chunks} full chunks")
         extra.chunk = chunk
         set_digest(extra.bytes, extras[chunk], f"extras[{chunk}]")
         out.push_back(extra)
@@ -163,13 +165,15 @@ def chain_keys(start, tokens, chunk_tokens, extras=None, first=0):
         PyBuffer_Release(&view)
 
 
-def storage_keys(chain, slice_digests):
+def storage_keys(root, chain, slice_digests):
+    cdef Digest identity
     cdef const unsigned char[::1] first = chain
     cdef const unsigned char[::1] second = slice_digests
     if first.shape[0] % 32 != 0:
         raise ValueError(f"chain: must be whole keys of 32 bytes, not {first.shape[0]} bytes")
     if second.shape[0] % 32 != 0 or second.shape[0] == 0:
         raise ValueError(f"slice_digests: must be one or more digests of 32 bytes, not {second.shape[0]} bytes")
+    set_digest(identity, root, "root")
     cdef size_t n = <size_t>first.shape[0] // 32
     cdef size_t m = <size_t>second.shape[0] // 32
     cdef bytes keys = PyBytes_FromStringAndSize(NULL, <Py_ssize_t>(n * m * 32))
@@ -179,10 +183,10 @@ def storage_keys(chain, slice_digests):
     cdef const Digest* c = <const Digest*>&first[0]
     cdef const Digest* s = <const Digest*>&second[0]
     if n * m < 4 * SHORT_CHUNKS:
-        c_storage_keys(DigestSpan(c, n), DigestSpan(s, m), out)
+        c_storage_keys(identity, DigestSpan(c, n), DigestSpan(s, m), out)
     else:
         with nogil:
-            c_storage_keys(DigestSpan(c, n), DigestSpan(s, m), out)
+            c_storage_keys(identity, DigestSpan(c, n), DigestSpan(s, m), out)
     return keys
 
 

@@ -1,25 +1,36 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 # cython: language_level=3
-"""Lanes and the connectors that work in them (ext/core/include/kvstrata/{lanes,connector}.h); see lanes.pyi."""
+"""Lanes, and the calls of connectors that run in them (ext/core/src/lanes): see lanes.pyi for the contract."""
 
-import os
-
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE
-from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_SetDestructor, PyCapsule_SetName
 from cpython.ref cimport PyObject
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
-from libc.string cimport memcpy
 from libcpp cimport bool as cbool
 from libcpp.memory cimport shared_ptr, unique_ptr
 from libcpp.string cimport string
 from libcpp.utility cimport move
 from libcpp.vector cimport vector
 
+from core_connector cimport (
+    BytesHold,
+    CConnector,
+    ConnectorContext,
+    ConnectorUsage,
+    DeleteItem,
+    Digest,
+    ExistsItem,
+    HeadItem,
+    LoadItem,
+    PutItem,
+    kHeadBytes,
+)
+from core_pool cimport CHold
 from core_status cimport Status, StatusCode
-from kvstrata.native.pool cimport CHold, Hold
+from kvstrata.native.connector cimport NativeConnector, found_of, set_key
+from kvstrata.native.pool cimport Hold
+from kvstrata.native.status cimport LANES, raise_for
 
 
-cdef extern from "kvstrata/lanes.h" namespace "kvstrata" nogil:
+cdef extern from "lanes/lanes.h" namespace "kvstrata" nogil:
     enum class CLane "kvstrata::Lane"(unsigned char):
         pass
 
@@ -49,90 +60,7 @@ cdef extern from "kvstrata/lanes.h" namespace "kvstrata" nogil:
         void abandon(unique_ptr[CLanes]) noexcept
 
 
-cdef extern from "kvstrata/connector.h" namespace "kvstrata" nogil:
-    const char* connector_capsule_name
-
-    cdef cppclass Digest:
-        unsigned char* data()
-
-    # Enums are read as the numbers that they are.
-    enum class Presence(unsigned char):
-        pass
-    enum class PutStatus(unsigned char):
-        pass
-    enum class LoadStatus(unsigned char):
-        pass
-    enum class Quiesce(unsigned char):
-        kNever
-
-    cdef cppclass BytesHold:
-        pass
-
-    cdef cppclass ExistsItem:
-        Digest key
-        Presence presence
-        uint32_t record_bytes
-        const char* reason
-
-    const uint32_t kHeadBytes
-
-    cdef cppclass HeadItem:
-        Digest key
-        uint32_t length
-        uint8_t* bytes
-
-    cdef cppclass PutItem:
-        PutStatus status
-        const char* reason
-
-    cdef cppclass LoadItem:
-        LoadStatus status
-        const char* reason
-
-    cdef cppclass DeleteItem:
-        Digest key
-        cbool removed
-
-    cdef cppclass ConnectorCapabilities:
-        cbool persistent, shared, can_delete, can_clear, wants_registered_memory, exists_is_quick
-        cbool has_heads, lists
-        Quiesce quiesce
-        uint32_t max_batch, items_per_piece
-
-    cdef cppclass ConnectorContext:
-        ConnectorContext() except +
-        string instance_id
-        uint8_t* region
-        uint64_t region_bytes
-
-    cdef cppclass ConnectorUsage:
-        uint64_t used_bytes, capacity_bytes, records
-
-    cdef cppclass ConnectorNote:
-        cbool warning
-        string text
-
-    cdef cppclass ConnectorCount:
-        const char* name
-        uint64_t value
-
-    cdef cppclass CConnector "kvstrata::Connector":
-        ConnectorCapabilities capabilities() noexcept
-        cbool ready() noexcept
-        void take_notes(vector[ConnectorNote]*) noexcept
-        void counts(vector[ConnectorCount]*) noexcept
-
-
-cdef extern from *:
-    """
-    static void exists_now(kvstrata::Connector& connector, std::vector<kvstrata::ExistsItem>& items) {
-      connector.exists(items);
-    }
-    """
-    void exists_now(CConnector&, vector[ExistsItem]&) noexcept nogil
-
-
-cdef extern from "kvstrata/connector_jobs.h" namespace "kvstrata" nogil:
+cdef extern from "lanes/connector_jobs.h" namespace "kvstrata" nogil:
     cdef cppclass ExistsJob:
         vector[ExistsItem] items
     cdef cppclass HeadsJob:
@@ -183,9 +111,10 @@ cdef enum Kind:
 
 
 cdef class _Token:
-    """Work on its way. Of a Python call: `work` before, `result` or `error` after it has run.
+    """The Python side of one submitted job; the job owns a reference to it.
 
-    Of an exists: `work` makes the result of each key.
+    A Python call has `work` until it has run, then `result` or `error`. The `work` of an exists makes the result of
+    each key.
     """
 
     cdef object token
@@ -203,32 +132,9 @@ cdef void run_call(PyObject* owned) noexcept with gil:
     cdef _Token call = <_Token><object>owned
     try:
         call.result = call.work()
-    except BaseException as error:  # the supervisor of this thread: who submitted it gets the error
+    except BaseException as error:  # this function supervises the thread: the submitter gets the error
         call.error = error
-    call.work = None  # whatever it owns ends here, not when the loop reads its result
-
-
-cdef object _error(Status status):
-    text = status.message().decode()
-    if status.code() == StatusCode.kOsError:
-        return OSError(status.detail(0), f"{text}: {os.strerror(status.detail(0))}")
-    if status.code() == StatusCode.kNoSpace:
-        return MemoryError(text)
-    if status.code() == StatusCode.kClosed:
-        return RuntimeError(text)
-    return ValueError(f"{text}, not {status.detail(0)}")
-
-
-cdef int _set_key(Digest& key, object value) except -1:
-    cdef const unsigned char[::1] view
-    if PyBytes_CheckExact(value) and PyBytes_GET_SIZE(value) == 32:  # what a key nearly always is
-        memcpy(key.data(), PyBytes_AS_STRING(value), 32)
-        return 0
-    view = value
-    if view.shape[0] != 32:
-        raise ValueError(f"key: must have 32 bytes, not {view.shape[0]}")
-    memcpy(key.data(), &view[0], 32)
-    return 0
+    call.work = None  # frees the objects of the call now, and not when the event loop reads the result
 
 
 cdef object _keys(vector[Digest]& keys):
@@ -246,34 +152,12 @@ cdef vector[BytesItem] _batch(object items) except *:
     cdef Py_ssize_t i = 0
     batch.resize(len(items))
     for key, hold in items:
-        _set_key(batch[i].key, key)
+        set_key(batch[i].key, key)
         batch[i].bytes = <uint8_t*><size_t>hold.address
         batch[i].length = hold.length
         batch[i].hold = _hold(hold)
         i += 1
     return batch
-
-
-cdef list _found(vector[ExistsItem]& items, object found):
-    """What `found(presence, record_bytes, reason)` makes of each; equal ones after one another share one."""
-    cdef Py_ssize_t count = <Py_ssize_t>items.size()
-    cdef list made = [None] * count
-    # What was made last of each presence: most records of a medium are equally long.
-    cdef list last = [None, None, None]
-    cdef Py_ssize_t[3] at = [-1, -1, -1]
-    cdef Py_ssize_t i
-    cdef int presence
-    for i in range(count):
-        presence = <int>items[i].presence
-        if (
-            at[presence] < 0
-            or items[i].record_bytes != items[at[presence]].record_bytes
-            or items[i].reason != items[at[presence]].reason
-        ):
-            at[presence] = i
-            last[presence] = found(presence, items[i].record_bytes, items[i].reason.decode())
-        made[i] = last[presence]
-    return made
 
 
 cdef list _heads(vector[HeadItem]& items):
@@ -283,7 +167,7 @@ cdef list _heads(vector[HeadItem]& items):
 
 
 cdef object _outcome(_Token token, LaneJob* job):
-    """What a job that is done says, as lanes.pyi has it."""
+    """The result of an ended job, as lanes.pyi describes it."""
     cdef ListJob* listed
     cdef PutJob* put
     cdef LoadJob* load
@@ -292,7 +176,7 @@ cdef object _outcome(_Token token, LaneJob* job):
     if token.kind == CALL:
         return token.result
     if token.kind == EXISTS:
-        return _found(job_as[ExistsJob](job).items, token.work)
+        return found_of(job_as[ExistsJob](job).items, token.work)
     if token.kind == HEADS:
         return _heads(job_as[HeadsJob](job).items)
     if token.kind == LIST:
@@ -323,77 +207,6 @@ cdef object _outcome(_Token token, LaneJob* job):
     return None
 
 
-cdef class NativeConnector:
-    """See lanes.pyi."""
-
-    cdef shared_ptr[CConnector] connector
-    cdef readonly dict capabilities
-    cdef size_t per_piece
-
-    def __cinit__(self, capsule):
-        cdef ConnectorCapabilities can
-        if not PyCapsule_IsValid(capsule, connector_capsule_name):
-            raise ValueError(
-                f"connector: must be an unused capsule named {connector_capsule_name.decode()!r}, made with the "
-                f"headers of this version of kvstrata; found {capsule!r:.100}"
-            )
-        self.connector.reset(<CConnector*>PyCapsule_GetPointer(capsule, connector_capsule_name))
-        # The connector is this object's now. The capsule's destructor is for one that nobody took: it would
-        # free the connector a second time, or fail on the new name.
-        PyCapsule_SetDestructor(capsule, NULL)
-        PyCapsule_SetName(capsule, "kvstrata.Connector.taken")
-        can = self.connector.get().capabilities()
-        if can.items_per_piece == 0 or can.max_batch == 0:
-            raise ValueError("connector: capabilities: items_per_piece and max_batch must be at least 1")
-        self.per_piece = can.items_per_piece
-        self.capabilities = {
-            "persistent": bool(can.persistent),
-            "shared": bool(can.shared),
-            "can_delete": bool(can.can_delete),
-            "can_clear": bool(can.can_clear),
-            "wants_registered_memory": bool(can.wants_registered_memory),
-            "has_heads": bool(can.has_heads),
-            "lists": bool(can.lists),
-            "quiesce": "never" if can.quiesce == Quiesce.kNever else "drain",
-            "exists_is_quick": bool(can.exists_is_quick),
-            "max_batch": can.max_batch,
-        }
-
-    @property
-    def ready(self):
-        return bool(self.connector.get().ready())
-
-    def exists_now(self, keys, found):
-        cdef vector[ExistsItem] items
-        if not self.connector.get().ready():
-            return None
-        items = self._exists_items(keys)
-        with nogil:
-            exists_now(self.connector.get()[0], items)
-        return _found(items, found)
-
-    def counts(self):
-        cdef vector[ConnectorCount] counts
-        cdef size_t i
-        self.connector.get().counts(&counts)
-        return {counts[i].name.decode(): counts[i].value for i in range(counts.size())}
-
-    def take_notes(self):
-        cdef vector[ConnectorNote] notes
-        cdef size_t i
-        self.connector.get().take_notes(&notes)
-        return [(bool(notes[i].warning), notes[i].text.decode(errors="replace")) for i in range(notes.size())]
-
-    cdef vector[ExistsItem] _exists_items(self, object keys) except *:
-        cdef vector[ExistsItem] items
-        cdef Py_ssize_t i = 0
-        items.resize(len(keys))
-        for key in keys:
-            _set_key(items[i].key, key)
-            i += 1
-        return items
-
-
 cdef class NativeLanes:
     """See lanes.pyi."""
 
@@ -410,11 +223,10 @@ cdef class NativeLanes:
         for lane, workers in enumerate(own_workers):
             options.own_workers[<int>lane] = <uint32_t>workers
         status = CLanes.create(options, &self.lanes)
-        if not status.ok():
-            raise _error(status)
+        raise_for(status, LANES)
 
     def __dealloc__(self):
-        with nogil:  # joins the threads, unless one of them is busy: it may be so for ever
+        with nogil:  # joins the threads; leaks them if one is busy, because its job may never end
             CLanes.abandon(move(self.lanes))
 
     @property
@@ -430,10 +242,10 @@ cdef class NativeLanes:
             status = self.lanes.get().submit(<CLane>lane, job, beyond)
         if status.ok():
             return True
-        job.reset()  # with the GIL, and with the holds of its items
+        job.reset()  # while this thread has the GIL; also drops the holds of the job's items
         if status.code() == StatusCode.kQueueFull:
             return False
-        raise _error(status)
+        raise_for(status, LANES)
 
     def submit(self, int lane, work, token, beyond_limit):
         cdef _Token call = _Token(token, CALL)
@@ -443,7 +255,7 @@ cdef class NativeLanes:
         return self._submit(lane, job, beyond_limit)
 
     def submit_exists(self, int lane, NativeConnector connector not None, keys, found, token):
-        cdef vector[ExistsItem] items = connector._exists_items(keys)
+        cdef vector[ExistsItem] items = connector.exists_items(keys)
         cdef _Token owner = _Token(token, EXISTS)
         cdef unique_ptr[LaneJob] job
         owner.work = found
@@ -457,7 +269,7 @@ cdef class NativeLanes:
         cdef unique_ptr[LaneJob] job
         items.resize(len(keys))
         for key in keys:
-            _set_key(items[i].key, key)
+            set_key(items[i].key, key)
             i += 1
         job = make_heads(<PyObject*>owner, connector.connector, items)
         return self._submit(lane, job, False)
@@ -491,7 +303,7 @@ cdef class NativeLanes:
         cdef unique_ptr[LaneJob] job
         batch.resize(len(keys))
         for key in keys:
-            _set_key(batch[i].key, key)
+            set_key(batch[i].key, key)
             i += 1
         job = make_delete(<PyObject*>owner, connector.connector, batch)
         return self._submit(lane, job, True)
@@ -527,8 +339,7 @@ cdef class NativeLanes:
         cdef _Token token
         with nogil:
             status = self.lanes.get().take_done(&jobs)
-        if not status.ok():
-            raise _error(status)
+        raise_for(status, LANES)
         done = []
         for i in range(jobs.size()):
             token = <_Token><object>token_of(jobs[i].get())

@@ -1,15 +1,14 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 # cython: language_level=3
-"""Page tables of shared mappings (ext/core/include/kvstrata/paging.h); see paging.pyi for the contract."""
-
-import os
+"""Page tables of shared mappings (ext/core/src/memory/page_tables.h); see paging.pyi for the contract."""
 
 from libc.stdint cimport uint8_t, uint64_t, uintptr_t
 
-from core_status cimport Status, StatusCode
+from core_status cimport Status
+from kvstrata.native.status cimport CALL, raise_for
 
 
-cdef extern from "kvstrata/paging.h" namespace "kvstrata" nogil:
+cdef extern from "memory/page_tables.h" namespace "kvstrata" nogil:
     Status c_map_present_pages "kvstrata::map_present_pages"(uint8_t*, uint64_t, uint64_t*) noexcept
 
 
@@ -21,9 +20,5 @@ def map_present_pages(address, length):
     cdef Status status
     with nogil:
         status = c_map_present_pages(<uint8_t*>begin, size, &mapped)
-    if status.ok():
-        return mapped
-    text = status.message().decode()
-    if status.code() == StatusCode.kOsError:
-        raise OSError(status.detail(0), f"{text}: {os.strerror(status.detail(0))}")
-    raise ValueError(text)
+    raise_for(status, CALL)
+    return mapped

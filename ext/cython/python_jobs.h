@@ -1,7 +1,8 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// Lane jobs that Python submitted: each owns a token, the Python object that its outcome is for.
-// References are taken and given back with the GIL; everything else needs none.
+// Lane jobs that Python submits. Each job owns a reference to its token, the Python object that
+// gets its outcome. References are taken and dropped with the GIL, which ~Token takes itself; no
+// other function needs the GIL unless its comment says so.
 #pragma once
 
 #include <Python.h>
@@ -10,13 +11,14 @@
 #include <utility>
 #include <vector>
 
-#include "kvstrata/connector_jobs.h"
-#include "kvstrata/pool.h"
+#include "lanes/connector_jobs.h"
+#include "pool/pool.h"
 
 namespace kvstrata::python {
 
 class Token {
  public:
+  // Takes over the caller's reference.
   explicit Token(PyObject* owned) noexcept : owned_(owned) {}
   Token(const Token&) = delete;
   Token& operator=(const Token&) = delete;
@@ -33,7 +35,8 @@ class Token {
   PyObject* owned_;
 };
 
-// A Python callable; its token is what `run_call` runs and where it leaves the result.
+// A call of Python code: `run_call` runs the call that the token describes and stores the result in
+// the token.
 class CallJob final : public LaneJob, public Token {
  public:
   CallJob(PyObject* owned, void (*run_call)(PyObject*)) noexcept
@@ -52,7 +55,7 @@ class ConnectorJob final : public Job, public Token {
       : Job(std::forward<Arguments>(arguments)...), Token(owned) {}
 };
 
-// With the GIL; takes a reference of its own.
+// Makes a job that owns a new reference to `token`. REQUIRES: the GIL.
 template <typename Job, typename... Arguments>
 std::unique_ptr<LaneJob> make_job(PyObject* token, Arguments&&... arguments) {
   Py_INCREF(token);
@@ -85,7 +88,7 @@ inline std::unique_ptr<LaneJob> make_list(PyObject* token, std::shared_ptr<Conne
   return make_job<ListJob>(token, std::move(connector), cursor, most);
 }
 
-// A record to put or a place to load one into, as Python gives it.
+// A record to put, or the memory for a record to load, as Python passes it.
 struct BytesItem {
   Digest key{};
   std::uint8_t* bytes = nullptr;
@@ -125,13 +128,14 @@ Job* job_as(LaneJob* job) noexcept {
   return dynamic_cast<Job*>(job);
 }
 
-// Drops the extent's hold, without the GIL.
+// A hold of bytes; dropping its last copy drops the extent's hold, without the GIL.
 inline BytesHold hold_of(std::shared_ptr<Hold> hold) {
   Hold* const address = hold.get();
   return BytesHold(address, [hold = std::move(hold)](void*) { hold->drop(); });
 }
 
-// With the GIL. Calls `drop()` of any Python object that stands for bytes.
+// A hold of bytes; dropping its last copy calls `object.drop()` and takes the GIL for that.
+// REQUIRES: the GIL.
 inline BytesHold hold_of_object(PyObject* object) {
   Py_INCREF(object);
   return BytesHold(object, [](void* owned) {

@@ -1,9 +1,8 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 # cython: language_level=3
-"""Which instance holds which chunk; see registry.pyi."""
+"""The map from chunks to the instances that hold them; see registry.pyi for the contract."""
 
 from cpython cimport array
-from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int32_t, uint8_t, uint16_t, uint64_t
 from libc.string cimport memcpy
 from libcpp cimport bool as cbool
@@ -13,9 +12,11 @@ from libcpp.vector cimport vector
 import array as array_module
 from typing import NamedTuple
 
-from core_status cimport Status, StatusCode
+from buffers cimport BorrowedBuffer, borrow
+from core_status cimport Status
+from kvstrata.native.status cimport CALL, REGISTRY, raise_for
 
-from kvstrata.errors import KvstrataError
+from kvstrata.errors import MediumError
 
 
 cdef extern from *:
@@ -41,7 +42,7 @@ cdef extern from *:
 cdef extern from "<sched.h>" nogil:
     int sched_yield()
 
-cdef extern from "kvstrata/registry.h" namespace "kvstrata" nogil:
+cdef extern from "registry/registry.h" namespace "kvstrata" nogil:
     int kTagBits
     unsigned int kMaxSlots
     unsigned int kPartitions "kvstrata::kRegistryPartitions"
@@ -108,8 +109,8 @@ MIN_BYTES = 64 << 20
 MAX_BYTES = 1 << 40
 
 
-class RegistryError(KvstrataError):
-    """A call was refused."""
+class RegistryError(MediumError):
+    """The registry refused a call."""
 
     def __init__(self, message, *, reason):
         super().__init__(message, field=reason)
@@ -140,18 +141,9 @@ class RegistryUsage(NamedTuple):
     refused: int
 
 
-# After so many changes, about 50 µs, whoever waits for this processor goes first: a scheduler lets a thread run for
-# milliseconds otherwise, whatever its priority.
+# After this many changes, which take about 50 µs, a writer yields the processor to threads that wait for it. Otherwise
+# the scheduler would let the writer run for milliseconds, whatever its priority.
 cdef size_t TURN_TAGS = 512
-
-
-cdef object _error(Status status):
-    message = status.message().decode()
-    if status.code() == StatusCode.kBadArgument:
-        return ValueError(message)
-    if status.code() == StatusCode.kNoSpace:
-        return RegistryError(message, reason="no_space")
-    return RegistryError(f"{message} (slot {status.detail(0)})", reason="bad_slot")
 
 
 cdef uint16_t _number(str name, value, int limit) except? 0xFFFF:
@@ -160,33 +152,11 @@ cdef uint16_t _number(str name, value, int limit) except? 0xFFFF:
     return value
 
 
-cdef class _Items:
-    """Borrowed buffer of whole items, aligned to nothing."""
-
-    cdef Py_buffer buffer
-    cdef bint held
-    cdef size_t count
-
-    def __cinit__(self, str name, values, Py_ssize_t item_bytes):
-        PyObject_GetBuffer(values, &self.buffer, PyBUF_SIMPLE)
-        self.held = True
-        if self.buffer.len % item_bytes:
-            raise ValueError(f"{name}: must be a multiple of {item_bytes} bytes, not {self.buffer.len}")
-        self.count = self.buffer.len // item_bytes
-
-    def __dealloc__(self):
-        if self.held:
-            PyBuffer_Release(&self.buffer)
-
-
-cdef TagSpan _tags(_Items items) noexcept:
-    return TagSpan(items.buffer.buf, items.count)
-
-
-cdef vector[uint16_t] _slots(_Items items):
+cdef vector[uint16_t] _slots(str name, object values) except *:
+    cdef BorrowedBuffer items
     cdef vector[uint16_t] copied
-    copied.resize(items.count)
-    memcpy(copied.data(), items.buffer.buf, 2 * items.count)
+    copied.resize(borrow(items, values, 2, name))
+    memcpy(copied.data(), items.data(), 2 * copied.size())
     return copied
 
 
@@ -213,8 +183,7 @@ cdef class Registry:
         if not 1 <= max_slots <= MAX_SLOTS:
             raise ValueError(f"max_slots: must be 1 to {MAX_SLOTS}, not {max_slots}")
         cdef Status status = CRegistry.create(max_bytes, max_slots, &self.core)
-        if not status.ok():
-            raise MemoryError(status.message().decode())
+        raise_for(status, CALL)
 
     def open_slot(self, group, *, rank=0):
         cdef uint16_t slot = self.core.get().open_slot(_number("group", group, 65_535), _number("rank", rank, 255))
@@ -228,13 +197,11 @@ cdef class Registry:
             if not retired:
                 raise ValueError("retire: must be a slot or None, not 0")
         cdef Status status = self.core.get().publish(published, retired)
-        if not status.ok():
-            raise _error(status)
+        raise_for(status, REGISTRY)
 
     def retire(self, slot):
         cdef Status status = self.core.get().retire(_number("slot", slot, MAX_SLOTS))
-        if not status.ok():
-            raise _error(status)
+        raise_for(status, REGISTRY)
 
     def admit(self, slot, tags):
         return self._change(slot, tags, True)
@@ -244,24 +211,24 @@ cdef class Registry:
 
     cdef _change(self, slot, tags, bint admits):
         cdef uint16_t number = _number("slot", slot, MAX_SLOTS)
-        cdef _Items items = _Items("tags", tags, TAG_BYTES)
-        cdef const char* first = <const char*>items.buffer.buf
+        cdef BorrowedBuffer items
+        cdef size_t n_tags = borrow(items, tags, TAG_BYTES, "tags")
+        cdef const unsigned char* first = items.data()
         cdef size_t at = 0, count
         cdef uint64_t changed = 0
         cdef Status status
         with nogil:
             while True:
-                count = min(TURN_TAGS, items.count - at)
+                count = min(TURN_TAGS, n_tags - at)
                 if admits:
                     status = self.core.get().admit(number, TagSpan(first + 8 * at, count), &changed)
                 else:
                     status = self.core.get().evict(number, TagSpan(first + 8 * at, count), &changed)
                 at += count
-                if at == items.count or not status.ok():
+                if at == n_tags or not status.ok():
                     break
                 sched_yield()
-        if not status.ok():
-            raise _error(status)
+        raise_for(status, REGISTRY)
         return changed
 
     def sweep(self, uint64_t max_cells=65_536):
@@ -281,8 +248,9 @@ cdef class Registry:
         return tuple(holders)
 
     def holders(self, tags):
-        cdef _Items items = _Items("tags", tags, TAG_BYTES)
-        cdef TagSpan span = _tags(items)
+        cdef BorrowedBuffer items
+        cdef size_t n_tags = borrow(items, tags, TAG_BYTES, "tags")
+        cdef TagSpan span = TagSpan(items.data(), n_tags)
         cdef vector[uint16_t] found
         cdef vector[size_t] ends
         cdef size_t at, i
@@ -296,22 +264,24 @@ cdef class Registry:
         return made
 
     def lookup_prefix(self, tags, *, n_slices=1, allowed=None, except_group=None, best=1):
-        cdef _Items items = _Items("tags", tags, TAG_BYTES)
-        cdef _Items mask
-        cdef TagSpan span = _tags(items)
+        cdef BorrowedBuffer items
+        cdef size_t n_tags = borrow(items, tags, TAG_BYTES, "tags")
+        cdef BorrowedBuffer mask
+        cdef size_t n_allowed
+        cdef TagSpan span = TagSpan(items.data(), n_tags)
         cdef PrefixQuery query
         cdef vector[CCandidate] found
         cdef size_t i
-        if n_slices < 1 or items.count % n_slices:
-            raise ValueError(f"tags: {items.count} are no whole chunks of n_slices {n_slices}")
+        if n_slices < 1 or n_tags % n_slices:
+            raise ValueError(f"tags: {n_tags} tags do not make whole chunks of {n_slices} slices")
         if best < 1:
             raise ValueError(f"best: must be at least 1, not {best}")
         query.n_slices = n_slices
         query.best = best
         if allowed is not None:
-            mask = _Items("allowed", allowed, 1)
+            n_allowed = borrow(mask, allowed, 1, "allowed")
             query.all_allowed = False
-            query.allowed = byte_span(<const uint8_t*>mask.buffer.buf, mask.count)
+            query.allowed = byte_span(mask.data(), n_allowed)
         if except_group is not None:
             query.except_group = _number("except_group", except_group, 65_535)
         with nogil:
@@ -329,7 +299,7 @@ cdef class Registry:
 
     def dump(self, cursor=0, uint64_t max_cells=65_536):
         if not 0 <= cursor < kPartitions:
-            raise ValueError(f"cursor: must be 0 or one that dump answered, not {cursor}")
+            raise ValueError(f"cursor: must be 0 or a cursor that dump returned, not {cursor}")
         cdef uint64_t next_cursor = cursor
         cdef vector[uint64_t] tags
         cdef vector[uint16_t] slots
@@ -340,20 +310,20 @@ cdef class Registry:
         return made, _u16_array(slots), next_cursor
 
     def restore(self, tags, slots, slot_of):
-        cdef _Items items = _Items("tags", tags, TAG_BYTES)
-        cdef TagSpan span = _tags(items)
-        cdef vector[uint16_t] numbers = _slots(_Items("slots", slots, 2))
-        cdef vector[uint16_t] mapped = _slots(_Items("slot_of", slot_of, 2))
+        cdef BorrowedBuffer items
+        cdef size_t n_tags = borrow(items, tags, TAG_BYTES, "tags")
+        cdef TagSpan span = TagSpan(items.data(), n_tags)
+        cdef vector[uint16_t] numbers = _slots("slots", slots)
+        cdef vector[uint16_t] mapped = _slots("slot_of", slot_of)
         cdef SlotSpan slot_numbers = slot_span(numbers.data(), numbers.size())
         cdef SlotSpan slots_of = slot_span(mapped.data(), mapped.size())
         cdef uint64_t added = 0
         cdef Status status
-        if numbers.size() != items.count:
-            raise ValueError(f"slots: must be as many as tags ({items.count}), not {numbers.size()}")
+        if numbers.size() != n_tags:
+            raise ValueError(f"slots: must have one entry per tag, {n_tags}, not {numbers.size()}")
         with nogil:
             status = self.core.get().restore(span, slot_numbers, slots_of, &added)
-        if not status.ok():
-            raise _error(status)
+        raise_for(status, REGISTRY)
         return added
 
     def usage(self):

@@ -1,6 +1,6 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 # cython: language_level=3
-"""The UCX engine (ext/ucx/ucx_engine.h); see ucx.pyi for the contract."""
+"""The UCX engine (ext/ucx/engine.h); see ucx.pyi for the contract."""
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libcpp.memory cimport unique_ptr
@@ -9,7 +9,7 @@ from libcpp.utility cimport move, pair
 from libcpp.vector cimport vector
 
 
-cdef extern from "ucx_engine.h" namespace "kvstrata" nogil:
+cdef extern from "engine.h" namespace "kvstrata" nogil:
     cdef cppclass UcxRegion:
         uint64_t address, length
 

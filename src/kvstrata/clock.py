@@ -1,4 +1,4 @@
-"""Time, injected: code that decides takes a Clock, tests pass their own."""
+"""Injected time: code that makes decisions takes a Clock, and tests pass a clock of their own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class Clock(Protocol):
     """Monotonic seconds for deadlines, wall-clock milliseconds for records."""
 
     def monotonic_s(self) -> float:
-        """Seconds that never go back; only differences mean anything."""
+        """Seconds that never go back; only differences between them mean anything."""
         ...
 
     def unix_ms(self) -> int:
-        """Milliseconds since 1970, may jump."""
+        """Milliseconds since 1970; they may jump in both directions."""
         ...
 
 

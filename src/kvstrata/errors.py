@@ -1,27 +1,133 @@
-"""The error tree: one class per action the caller can take, each with a stable wire code.
+"""The error tree: split by who is wrong, one class per action that the caller can take, each with a stable wire code.
 
-A missing key is a result, never an error.  Messages name the field, the value and what to change.
+    CallerError   the request cannot be granted as it is: its sender must change something, or send another one first
+    ConfigError   the configuration is wrong: the start stops, and the message says what to change
+    MediumError   the shared memory, storage or network that should hold or carry the bytes failed
+    RemoteError   the process that was asked cannot grant the request now, or refused it; the request was sound
+    InternalError our own mistake
+
+A missing key is a result, never an error.  Messages name the field, the value and what to change.  `from_wire` alone
+turns the error replies of servers into exceptions.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from kvstrata.text import one_line
+
+MAX_FIELD_CHARS = 200
 
 
 class KvstrataError(Exception):
     """Base of every error that kvstrata raises on purpose.
 
-    `code` is stable and goes over the wire; `retryable` says whether the same request may succeed later
-    without the caller changing anything; `field` names what was wrong where one thing was.
+    Its message is one line of bounded length, without control characters and credentials (text.py).
+
+    `code` is stable and goes over the wire.  `retryable`: the same request may succeed later, unchanged; then
+    `retry_after_ms` says after how long to try again (0: not known).  `field` names the wrong setting, flag or field of
+    the request; it is empty if no single one is wrong.
     """
 
-    code: ClassVar[str] = "internal"
-    retryable: ClassVar[bool] = False
+    code: str = "internal"
+    retryable: bool = False
 
-    def __init__(self, message: str, *, field: str = "") -> None:
+    def __init__(self, message: str, *, field: str = "", retry_after_s: float = 0.0) -> None:
+        message = one_line(message)
         super().__init__(message)
         self.message = message
-        self.field = field
+        self.field = one_line(field, MAX_FIELD_CHARS)
+        self.retry_after_ms = round(1000 * retry_after_s)
+
+
+# --- the caller -----------------------------------------------------------------------------------------------
+
+
+class CallerError(KvstrataError):
+    """The request cannot be granted as it is."""
+
+
+class BadRequest(CallerError):
+    """A message that came from outside breaks the protocol; fix the sender."""
+
+    code = "bad_request"
+
+
+class WrongVersion(CallerError):
+    """The other side speaks another protocol or format version; upgrade one side."""
+
+    code = "wrong_version"
+
+
+class UnknownSession(CallerError):
+    """The session is not attached to this instance: it never was, or the instance has restarted. Attach again."""
+
+    code = "unknown_session"
+    retryable = True
+
+
+class UnknownIdentity(CallerError):
+    """The identity id is not (or no longer) known for this session; identify again, then send again."""
+
+    code = "unknown_identity"
+    retryable = True
+
+
+class NotPermitted(CallerError):
+    """The sender may not do this: it has another uid, names a tenant that is not its own, or is not attached."""
+
+    code = "not_permitted"
+
+
+class LayoutRefused(CallerError):
+    """The identity is known with other layout facts; `field` names the first fact that differs."""
+
+    code = "layout_refused"
+
+
+class Cancelled(CallerError):
+    """The session itself cancelled this request; its effects were undone."""
+
+    code = "cancelled"
+
+
+class NotFound(CallerError):
+    """The thing that an admin's request names does not exist; the message lists those that do, where they are few."""
+
+    code = "not_found"
+
+
+class UnknownInstance(CallerError):
+    """The instance is not registered with this controller; register first, then send again."""
+
+    code = "unknown_instance"
+    retryable = True
+
+
+class Superseded(CallerError):
+    """Another process has registered under this instance's name since; give each instance a name of its own."""
+
+    code = "superseded"
+
+
+class InstanceIdTaken(CallerError):
+    """An instance with this id serves on another host; give each instance a name of its own."""
+
+    code = "instance_id_taken"
+    retryable = True
+
+
+class BadSync(CallerError):
+    """A message of a full sync contradicts the sync under way, or its own checksum; fix the sender."""
+
+    code = "bad_sync"
+
+
+class SyncAgain(BadSync):
+    """The full sync is incomplete, not under way, or just being published; send again, or begin another sync."""
+
+    retryable = True
+
+
+# --- the configuration ----------------------------------------------------------------------------------------
 
 
 class ConfigError(KvstrataError):
@@ -30,94 +136,86 @@ class ConfigError(KvstrataError):
     code = "bad_config"
 
 
-class BadRequest(KvstrataError):
-    """A message that came from outside breaks the protocol; fix the sender."""
-
-    code = "bad_request"
+# --- the medium -----------------------------------------------------------------------------------------------
 
 
-class WrongVersion(KvstrataError):
-    """The peer speaks another protocol or format version; upgrade one side."""
-
-    code = "wrong_version"
+class MediumError(KvstrataError):
+    """The memory, device, storage or network that should hold or carry the bytes failed, or delivers other bytes."""
 
 
-class UnknownSession(KvstrataError):
-    """The session is not attached to this instance (it restarted, or never attached); attach again."""
-
-    code = "unknown_session"
-    retryable = True
-
-
-class UnknownIdentity(KvstrataError):
-    """The identity id is not (or no longer) known for this session; identify again, then send again."""
-
-    code = "unknown_identity"
-    retryable = True
-
-
-class NotPermitted(KvstrataError):
-    """The peer may not do this (other uid, tenant not its own, operation needs an attached session)."""
-
-    code = "not_permitted"
-
-
-class LayoutRefused(KvstrataError):
-    """Same identity with other layout facts; `field` names the first fact that differs."""
-
-    code = "layout_refused"
-
-
-class Refused(KvstrataError):
-    """The instance has no room or a limit is reached now; try later or go on without a cache."""
-
-    code = "refused"
-    retryable = True
-
-
-class DeadlineExceeded(KvstrataError):
-    """No outcome before the request's deadline; nothing was promised."""
-
-    code = "deadline"
-    retryable = True
-
-
-class Cancelled(KvstrataError):
-    """The session cancelled this request itself; whatever it did was undone."""
-
-    code = "cancelled"
-
-
-class Unavailable(KvstrataError):
-    """The instance or a part of it is absent, starting or stopping."""
-
-    code = "unavailable"
-    retryable = True
-
-
-class NotLeading(KvstrataError):
-    """This controller does not lead, or cannot be sure that it does; ask the one that leads."""
-
-    code = "not_leading"
-    retryable = True
-
-
-class SegmentError(KvstrataError):
-    """The shared-memory segment cannot be made, mapped or adopted."""
+class SegmentError(MediumError):
+    """The shared-memory segment cannot be created, mapped or adopted."""
 
     code = "segment"
 
 
-class StorageError(KvstrataError):
+class StorageError(MediumError):
     """An L2 adapter could not be opened or broke its contract."""
 
     code = "storage"
 
 
-class TransferError(KvstrataError):
+class TransferError(MediumError):
     """A transfer engine could not be opened, or another instance's metadata for it cannot be used."""
 
     code = "transfer"
+
+
+# --- the process that was asked -------------------------------------------------------------------------------
+
+
+class RemoteError(KvstrataError):
+    """The request was sound, but the process that was asked cannot grant it now."""
+
+
+class Refused(RemoteError):
+    """The instance has no room, or has reached a limit; try later, or go on without a cache."""
+
+    code = "refused"
+    retryable = True
+
+
+class DeadlineExceeded(RemoteError):
+    """The request's deadline passed before its outcome was known; nothing was promised."""
+
+    code = "deadline"
+    retryable = True
+
+
+class Unavailable(RemoteError):
+    """The instance, or the part of it that should answer, is absent, starting or stopping."""
+
+    code = "unavailable"
+    retryable = True
+
+
+class NotLeading(RemoteError):
+    """This controller does not lead, or cannot be sure that it does; ask the leader."""
+
+    code = "not_leading"
+    retryable = True
+
+
+class NoSlots(RemoteError):
+    """The directory has no free slot for an instance's tiers until the controller has swept old ones; begin again."""
+
+    code = "no_slots"
+    retryable = True
+
+
+class ClusterFailure(RemoteError):
+    """Another process of the cluster refused a request and did nothing; all fields are those of its answer."""
+
+    def __init__(self, code: str, message: str, *, field: str, retryable: bool, retry_after_ms: int) -> None:
+        super().__init__(message, field=field, retry_after_s=retry_after_ms / 1000)
+        self.code = code
+        self.retryable = retryable
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message}"
+
+
+# --- ourselves ------------------------------------------------------------------------------------------------
 
 
 class InternalError(KvstrataError):
@@ -147,4 +245,14 @@ WIRE_ERRORS: dict[str, type[KvstrataError]] = {
         InternalError,
     )
 }
-"""Wire code → class, for clients that turn an error reply back into an exception."""
+"""Wire code → class of the errors that a server answers to engines and admins."""
+
+CLUSTER_ERRORS: dict[str, type[KvstrataError]] = {
+    cls.code: cls for cls in (UnknownInstance, Superseded, InstanceIdTaken, BadSync, NoSlots)
+}
+"""Wire code → class of the errors that only a controller answers, and only to instances: they raise ClusterFailure."""
+
+
+def from_wire(code: str, message: str, *, field: str = "") -> KvstrataError:
+    """The exception for a server's error reply; an InternalError for a code that this version does not know."""
+    return WIRE_ERRORS.get(code, InternalError)(message, field=field)

@@ -1,13 +1,12 @@
 """Named points in the server's protocol at which a test can kill or freeze the process.
 
-Armed only by `arm()` from KVSTRATA_FAILPOINTS, and only where the testing extra is installed; otherwise `hit`
-is one comparison.  The variable holds `name=action` pairs separated by commas; action is `kill` (SIGKILL) or
-`stop` (SIGSTOP), with `@n` for the n-th time the point is reached: `lookup.done=stop@2`.
+Only `arm()` arms points, from KVSTRATA_FAILPOINTS, and only in an environment with KVSTRATA_TESTING=1; otherwise `hit`
+costs one comparison.  KVSTRATA_FAILPOINTS holds `name=action` pairs separated by commas; the action is `kill` (SIGKILL)
+or `stop` (SIGSTOP), and `@n` delays it to the n-th time that the point is reached: `lookup.done=stop@2`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 from collections.abc import Mapping
@@ -15,6 +14,8 @@ from collections.abc import Mapping
 from kvstrata.errors import ConfigError
 
 VARIABLE = "KVSTRATA_FAILPOINTS"
+TESTING_VARIABLE = "KVSTRATA_TESTING"
+"""Set to `1`, it allows two things that only tests want: this module's points, and adapters that fail on purpose."""
 
 OPERATIONS = (
     "hello",
@@ -37,36 +38,45 @@ OPERATIONS = (
 _PHASES = {
     "received": "the message was read, nothing has been done",
     "done": "its effects are in the pool, the reply has not been sent",
-    "replied": "the reply was handed to the socket",
+    "replied": "the socket has the reply",
 }
 
 POINTS: dict[str, str] = {
     **{f"{op}.{phase}": says for op in OPERATIONS for phase, says in _PHASES.items()},
     "attach.received": "a process asked to attach, it has no row",
-    "attach.accepted": "its row is claimed and the descriptors were sent",
-    "attach.locked": "its row's byte is locked, it has been told so",
-    "load.reserved": "extents for chunks from L2 are reserved, nothing was read",
+    "attach.accepted": "the process's row is claimed and the descriptors were sent",
+    "attach.locked": "the byte of the process's row is locked, and the process has been told so",
+    "load.reserved": "extents for chunks from L2 are reserved, the adapter has not been asked",
     "load.read": "the adapter answered, nothing is committed",
-    "load.committed": "the loaded chunks are visible, nobody was told",
+    "load.committed": "the loaded chunks are visible, the fetch has not been told",
     "put.started": "a chunk is held for a put, the adapter has not been asked",
     "put.stored": "the adapter answered, the hold is dropped",
 }
-"""Every point and what holds when it is reached."""
+"""Every point, and the state of the server when the point is reached."""
 
 _ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _armed: dict[str, tuple[signal.Signals, int]] = {}
 _reached: dict[str, int] = {}
 
 
+def is_testing(environment: Mapping[str, str]) -> bool:
+    """Whether TESTING_VARIABLE is `1` in this environment."""
+    return environment.get(TESTING_VARIABLE) == "1"
+
+
 def arm(environment: Mapping[str, str]) -> None:
-    """Read the variable. Raises ConfigError for an unknown point or action, or without the testing extra."""
+    """Arm the points that VARIABLE names. Raises ConfigError for an unknown point or action, and outside tests."""
     _armed.clear()
     _reached.clear()
     text = environment.get(VARIABLE, "")
     if not text:
         return
-    if importlib.util.find_spec("hypothesis") is None:
-        raise ConfigError(f"{VARIABLE}: needs the testing extra: pip install kvstrata[test]", field=VARIABLE)
+    if not is_testing(environment):
+        raise ConfigError(
+            f"{VARIABLE}: kills or stops this process at named points, for tests; remove it, or set "
+            f"{TESTING_VARIABLE}=1 too",
+            field=VARIABLE,
+        )
     for pair in text.split(","):
         name, _, action = pair.partition("=")
         action, _, nth = action.partition("@")
@@ -78,7 +88,7 @@ def arm(environment: Mapping[str, str]) -> None:
 
 
 def hit(name: str, phase: str = "") -> None:
-    """The process has come to point `name` (or `name.phase`)."""
+    """Called when the process reaches the point `name` (or `name.phase`): kills or stops it if the point is armed."""
     if not _armed:
         return
     point = f"{name}.{phase}" if phase else name

@@ -5,18 +5,25 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
+import re
 import struct
 from typing import Any, NamedTuple
 
 import msgspec
 
+GB = 1 << 30
+"""Bytes of one unit in settings and fields named `…_gb`."""
+
+NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]")
+"""Characters that the name of an instance or a controller may not have."""
+
 KEY_BYTES = 32
 """Length of a chain key, storage key, slice digest or identity root (SHA-256)."""
 
 MAX_L2_ADAPTERS = 15
-"""Of one server: in its settings, added while it runs, and seen by its controllers as tiers beside L1."""
+"""L2 adapters of one server, those added while it runs included; its controllers see each as a tier beside L1."""
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of key derivation and record format; part of every identity."""
 
 
@@ -28,12 +35,12 @@ def canonical_json(value: Any) -> bytes:
 
 
 class LayoutIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What decides the meaning of KV bytes for every request of one engine (declared at attach)."""
+    """The facts that decide the meaning of KV bytes for all requests of one engine, declared when it attaches."""
 
     model: str
     revision: str = ""
     weights: str = ""
-    """Digest of the weights or of what tells them apart, quantisation included."""
+    """Digest of the weights, or of facts that tell them apart; covers their quantisation."""
     tokenizer: str = ""
     kv_dtype: str
     kv_scales: str = ""
@@ -44,27 +51,32 @@ class LayoutIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class RequestIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What decides it per request; declared once by `identify`."""
+    """The further facts that decide the meaning of KV bytes for one request, beside its engine's LayoutIdentity."""
 
     adapter: str = ""
-    """LoRA name and content id, empty for none."""
+    """LoRA name and content id; empty without LoRA."""
     tenant: str = ""
     salt: str = ""
-    """Requests with other salts share nothing."""
+    """Requests with different salts share no chunks."""
 
 
 class Slice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The part of a chunk's KV that one extent holds. Ranges are half-open. Never a rank number."""
+    """The part of a chunk's KV that one extent holds, in half-open ranges; it never names a rank."""
 
     layers: tuple[int, int]
     kv_heads: tuple[int, int]
     group: int = 0
     layout: str
-    """Hex digest of the derived layout facts (payload bytes, section lengths, strides)."""
+    """Hex digest of the layout facts (SHA-256 of their canonical JSON)."""
 
     def digest(self) -> bytes:
         """32 bytes that stand for this slice in storage keys."""
         return hashlib.sha256(canonical_json(self)).digest()
+
+
+def shown_name(name: bytes) -> str:
+    """What people see of the name of a session or of a group: a digest, which cannot be used as the name."""
+    return hashlib.sha256(b"shown " + name).hexdigest()[:32]
 
 
 def identity_root(layout: LayoutIdentity, request: RequestIdentity) -> bytes:
@@ -78,18 +90,18 @@ def facts_digest(facts: dict[str, Any]) -> str:
 
 
 class Role(enum.StrEnum):
-    """What an attached process does in its engine group."""
+    """The work of an attached process in its engine group."""
 
     SCHEDULER = "scheduler"
-    """Looks up."""
+    """Looks chunks up."""
     WORKER = "worker"
-    """Reads and writes one slice."""
+    """Reads and writes one slice of each chunk."""
     CLIENT = "client"
-    """Both sides in one process (load generators, tests, other engines)."""
+    """Does both in one process (load generators, tests, other engines)."""
 
 
 class Extent(NamedTuple):
-    """Where one record lies in the extents file. `offset_bytes` from the file's start."""
+    """Where one record lies in the extents file; `offset_bytes` counts from the file's start."""
 
     offset_bytes: int
     length_bytes: int
@@ -102,7 +114,7 @@ EXTENT = struct.Struct("<QIIII")
 
 
 def unpack_extents(packed: bytes) -> list[Extent]:
-    """Extents of a reply, in order."""
+    """The extents of a reply, in order."""
     return [Extent(o, n, e, g) for o, n, e, g, _ in EXTENT.iter_unpack(packed)]
 
 
@@ -115,7 +127,7 @@ class LeaseName(NamedTuple):
 
 
 class PoolEvent(enum.IntEnum):
-    """Kinds of `Pool.events`."""
+    """The kind of an event of a chunk in L1, as `Pool.events` reports it."""
 
     EVICTED = 1
     CLEARED = 2
@@ -123,20 +135,20 @@ class PoolEvent(enum.IntEnum):
     INSERTED = 4
     QUARANTINED = 5
     VERIFIED = 6
-    """Adopted from another server, and READY from now on."""
+    """The chunk was adopted from an earlier server, and is READY from now on."""
     REMOVED = 7
-    """By `Pool.remove`, or cleared with its identity."""
+    """`Pool.remove` removed the chunk, or it was cleared with its identity."""
     RETURNED = 8
-    """By `Pool.remove`: it was read from another instance and was not to stay."""
+    """`Pool.remove` removed the chunk because it was read from another instance and is not kept here."""
 
 
 class MissReason(enum.StrEnum):
     """Why a chunk was not served. The list is closed."""
 
     NEVER_STORED = "never_stored"
-    """It was asked for before and has never been stored since."""
+    """It was asked for before, and nobody has stored it since."""
     EVICTED = "evicted"
-    """It was there; `explain` says when it left and by which policy or cap."""
+    """It was cached; `explain` says when it left and by which policy or cap."""
     IN_FLIGHT = "in_flight"
     """Some process is writing it now."""
     CORRUPT = "corrupt"
@@ -144,17 +156,17 @@ class MissReason(enum.StrEnum):
     DEADLINE = "deadline"
     """L2 did not deliver it in time."""
     REFUSED = "refused"
-    """There was no room for it in L1, or a limit was reached."""
+    """L1 had no room for it, or a limit was reached."""
     PUT_SKIPPED = "put_skipped"
-    """It left L1 and had not been put to L2; `explain` says why not."""
+    """It left L1 without having been put to L2; `explain` says why."""
     BREAKER_OPEN = "breaker_open"
-    """The adapter (or, in a client, the server) that would know is not asked: it did not answer lately, its process is
+    """The adapter (or, in a client, the server) that would know was not asked: it did not answer lately, its process is
     down, or it is being removed."""
     L2_FAILED = "l2_failed"
-    """An L2 adapter failed when it was asked for it or loaded it; `explain` says how."""
+    """An L2 adapter failed to look it up or to load it; `explain` says how."""
     IDENTITY_DIFFERS = "identity_differs"
-    """The same tokens are there under another identity of the tenant; `explain` names the field."""
+    """The same tokens are cached under another identity of the tenant; `explain` names the field that differs."""
     UNKNOWN_KEY = "unknown_key"
-    """Nobody has named this chunk here before."""
+    """No request to this server has named this chunk before."""
     FORGOTTEN = "forgotten"
-    """Older than the history that reasons are kept for."""
+    """The memory of absent chunks has overflowed, so the reason is no longer known."""

@@ -1,4 +1,4 @@
-"""Assertions of the shipped suite tell what they compared, as those of test files do."""
+"""Lets pytest explain failed assertions of the shipped suite as it does in test files."""
 
 import pytest
 

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import fetch_wheels
-from tests.harness.provision import ROOT
+from tests.tools import fetch_wheels
+from tests.tools.provision import ROOT
 
 FATBIN_MAGIC = bytes.fromhex("50ed55ba")
 PROGRAM = """
-import runpy, sys
-sys.argv = ["setup.py", "--quiet", "--name"]
-made = runpy.run_path("setup.py", run_name="__main__")
-print(made["find_nvcc"]()[0])
-print(made["compile_cuda"]())
+import sys
+sys.path.insert(0, "ext")
+from make.cuda import find_nvcc, make_kernels
+from make.steps import Builder
+print(find_nvcc()[0])
+print(make_kernels(Builder(), werror=True))
 """
 
 
@@ -32,14 +33,10 @@ def test_kernels_are_built_by_the_packages_of_pypi_where_no_other_nvcc_is_named(
     path = "/usr/bin:/bin"
     if shutil.which("nvcc", path=path):
         pytest.skip("an nvcc in /usr/bin is found first")
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy2(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "ext", tmp_path / "ext")
-    (tmp_path / "src" / "kvstrata").mkdir(parents=True)
-    shutil.copy2(ROOT / "src" / "kvstrata" / "__init__.py", tmp_path / "src" / "kvstrata")
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_HOME"}
     environment |= {"PATH": path, "PYTHONPATH": str(packages)}
-    environment |= {"KVSTRATA_CUDA": "require", "KVSTRATA_UCX": "off", "KVSTRATA_WERROR": "1"}
+    environment |= {"KVSTRATA_CUDA": "require", "KVSTRATA_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         cwd=tmp_path,

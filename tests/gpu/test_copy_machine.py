@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from kvstrata.native.copying import CopyOutcome, RecordSpec, buffer_address, record_header
+from kvstrata.native.copying import buffer_address
 from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, HostRegion
+from kvstrata.native.record import CopyOutcome, RecordSpec, record_header
 from tests.harness.cuda_driver import simulated
 from tests.harness.gpu_kv import Device, PagedKv, Shape
 
@@ -142,7 +143,7 @@ class Copies(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(self._slots(writes=False)))
         blocks = self._draw_blocks(data, CHUNK_BLOCKS, writes=True)
         key = bytes(32) if stale else self.records[slot][0]
-        self._submit(Job(next(self.numbers), True, slot, blocks, key), self.plan, key)
+        self._submit(Job(next(self.numbers), True, slot, blocks, key), self.plan, (key, bytes(32)))
 
     @precondition(lambda self: self._is_room and self._slots(writes=False))
     @rule(data=st.data())
@@ -151,7 +152,7 @@ class Copies(RuleBasedStateMachine):
         blocks = self._draw_blocks(data, CHUNK_BLOCKS, writes=True)
         key, images = self.records[slot]
         job = Job(next(self.numbers), True, slot, blocks, key)
-        self._submit(job, self.plan.layerwise(), key)
+        self._submit(job, self.plan.layerwise(), (key, bytes(32)))
         for layer in range(SHAPE.layers):
             ordered = self.engine.await_section(job.number, layer, self.device.computes, WAIT_S)
             assert ordered or job.disturbed

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvstrata.cli.doctor_gpu import Link, check_gpus, read_link
-from tests.gpu.test_cuda_copies import needs_kernels
+from tests.gpu.device_blocks import needs_kernels
 from tests.harness.cuda_driver import environment, simulated
 
 pytestmark = pytest.mark.integration

@@ -15,7 +15,8 @@ from kvstrata.config.model import ClientSettings
 from kvstrata.connectors.vllm.device import open_engine
 from kvstrata.errors import ConfigError
 from kvstrata.native import codec, copying, cuda
-from tests.gpu.test_cuda_copies import FAILED, KEY, OK, WAIT_S, Host, Shape, needs_kernels, spec
+from kvstrata.native import record as native_record
+from tests.gpu.device_blocks import FAILED, KEY, OK, WAIT_S, WANTED, Host, Shape, needs_kernels, spec
 from tests.harness import gpu_kv
 from tests.harness.cuda_driver import Gpu, SimulatedGpu, on_gpu, simulated
 from tests.oracles import copying as oracle
@@ -85,8 +86,8 @@ def decoded(array: Array, dtype: int, sections: list[bytes], n_blocks: int) -> l
 
 def payload(host: Host, plan: cuda.CudaCopyPlan, n_blocks: int) -> bytes:
     length = plan.record_bytes(n_blocks)
-    header = copying.record_header(host.address, length).header_bytes
-    assert copying.verify_record(host.address, length, KEY) == OK
+    header = native_record.record_header(host.address, length).header_bytes
+    assert native_record.verify_record(host.address, length, KEY) == OK
     return host.read(header, plan.payload_bytes(n_blocks))
 
 
@@ -127,7 +128,7 @@ def test_a_record_is_the_codecs_and_a_load_is_what_the_codec_decodes(name: str, 
         ]
         assert payload(host, plan, len(sources)) == b"".join(sections), case
         gpu.write(base, other)
-        assert copies.run("scatter", plan, [(targets, host.address, length, KEY)]) == [OK], case
+        assert copies.run("scatter", plan, [(targets, host.address, length, WANTED)]) == [OK], case
         expected = bytearray(other)
         oracle.scatter(shape.plan, expected, targets, decoded(array, kind, sections, len(sources)))
         assert gpu.read(base, shape.length) == bytes(expected), case
@@ -167,7 +168,7 @@ def test_any_array_is_rounded_as_the_codec_rounds_it() -> None:
             assert engine.run("gather", plan, [(order, host.address, length, spec())]) == [OK]
             assert payload(host, plan, blocks) == b"".join(sections)
             gpu.write(base, bytes(shape.length))
-            assert engine.run("scatter", plan, [(order, host.address, length, KEY)]) == [OK]
+            assert engine.run("scatter", plan, [(order, host.address, length, WANTED)]) == [OK]
             expected = bytearray(shape.length)
             oracle.scatter(shape.plan, expected, order, decoded(array, kind, sections, blocks))
             assert gpu.read(base, shape.length) == bytes(expected)
@@ -214,7 +215,7 @@ def test_a_layerwise_load_is_awaited_section_by_section() -> None:
     halves = [list(range(8)), list(range(8, 16))]
     stores = [(half, host.address + i * length, length, spec()) for i, half in enumerate(halves)]
     assert copies.run("gather", plan, stores) == [OK, OK]
-    loads = [(half, host.address + i * length, length, KEY) for i, half in enumerate(halves)]
+    loads = [(half, host.address + i * length, length, WANTED) for i, half in enumerate(halves)]
     assert copies.run("scatter", plan, loads) == [OK, OK]
     rounded = gpu.read(base, shape.length)
     gpu.write(base, bytes(shape.length))
@@ -263,7 +264,7 @@ def test_what_cannot_round_is_named() -> None:
     for bad, said in (
         ((3, *array), "fp8: must be"),
         ((1, 2, 16, 4), "fp8: must be"),
-        ((1, 2, 16, 2, 9), "rounding: a block has another size"),
+        ((1, 2, 16, 2, 9), "rounding: a block's size differs"),
         ((1, 512, 1, 1, 1), "a scale needs at least 16 numbers"),
     ):
         with pytest.raises(ValueError, match=said):

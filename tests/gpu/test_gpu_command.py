@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import gpu_run
 from tests.harness.cuda_driver import environment
-from tests.harness.gpu_pack import pieces
+from tests.tools import gpu_run
+from tests.tools.gpu_pack import pieces
 
 pytestmark = pytest.mark.integration
 
@@ -20,7 +20,7 @@ def on_simulated_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     """The folder of the results. Nothing is compiled: other tests use the modules meanwhile."""
     monkeypatch.setenv("LD_LIBRARY_PATH", environment()["LD_LIBRARY_PATH"])
     monkeypatch.setattr(gpu_run, "prepare", lambda end_s: [])
-    monkeypatch.setattr(gpu_run, "PYTEST_ARGUMENTS", ["-k", "told_to_every_server"])
+    monkeypatch.setattr(gpu_run, "PYTEST_ARGUMENTS", ["-k", "reported_to_every_server"])
     return tmp_path
 
 
@@ -36,7 +36,7 @@ def test_the_tests_of_stage_one_reach_the_driver_and_the_figures_of_stage_two_re
     assert gpu_run.run_stage(2, out)
     found = json.loads((out / "gpu-2.json").read_text())
     [failure] = found["failures"]
-    assert failure["what"] == "the benchmark gpu_pool" and "its speed says nothing" in failure["message"]
+    assert failure["what"] == "the benchmark gpu_pool" and "whose speed says nothing" in failure["message"]
     assert found["figures"] == {} and any("GPU driver" in note for note in found["notes"])
     # One page for both stages, failures before everything else.
     page = (out / "gpu.md").read_text()

@@ -7,7 +7,7 @@ In a test:
         server.ask("reserve", row=row, keys=[...])
         server.event("gone")
 
-Events: attached, detached, gone (each with the row), told by the hooks.  Operations: see `Handlers`.
+The child sends the events attached, detached and gone, each with the row.  `Handlers` has the operations.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ import uvloop
 from kvstrata import failpoints
 from kvstrata.errors import NotPermitted, Refused
 from kvstrata.memory import linux
-from kvstrata.memory.attach.server import AttachLimits, AttachServer, SessionRow
+from kvstrata.memory.attach.row import SessionRow
+from kvstrata.memory.attach.server import AttachLimits, AttachServer
 from kvstrata.memory.paths import ATTACH_SOCKET
 from kvstrata.memory.segment import Segment, SegmentSettings
-from kvstrata.rpc.wire import AttachRequest
+from kvstrata.rpc.attach_wire import AttachRequest
 from kvstrata.types import unpack_extents
 from tests.harness.child import Child, answer, tell
 from tests.harness.open_files import open_files
 
 
 class Place(NamedTuple):
-    """Where an instance of a test lives."""
+    """The directories of one instance."""
 
     socket_dir: Path
     segment_dir: Path
 
 
 class AttachServerChild(Child):
-    """The child as the test sees it; it listens when this returns."""
+    """The test's side of the child. Once this object is made, the child listens for attaches."""
 
     def __init__(self, place: Place, *, log: Path, under: tuple[str, ...] = (), **options: Any) -> None:
         settings = json.dumps(
@@ -57,13 +58,11 @@ class AttachServerChild(Child):
 
 
 class Handlers:
-    """What the test may ask. Bytes travel as base64."""
+    """The operations that a test can ask for. Bytes travel as base64."""
 
     def __init__(self, segment: Segment, attach: AttachServer) -> None:
-        self._segment = segment
         self._pool = segment.pool
         self._attach = attach
-        self._tickets: dict[int, int] = {}
 
     def rows(self) -> list[dict[str, Any]]:
         return [
@@ -72,7 +71,7 @@ class Handlers:
         ]
 
     def claim(self, count: int) -> None:
-        """Takes rows for processes that there are not."""
+        """Claim rows for processes that do not exist."""
         for number in range(count):
             self._pool.claim_row(number.to_bytes(16, "big"), bytes(16), 1, False)
 
@@ -83,7 +82,7 @@ class Handlers:
         self._pool.validate()
 
     def open_files(self) -> list[str]:
-        """What this process has open, sockets included."""
+        """Return the targets of this process's descriptors, sockets included."""
         return sorted(open_files())
 
     def reserve(self, row: int, keys: str, record_bytes: int) -> dict[str, Any]:
@@ -118,7 +117,7 @@ class Handlers:
         ]
 
     def clear_stranded(self, sessions: list[str] | None) -> None:
-        """Begins it; `cleared` is an event."""
+        """Begin to clear stranded sessions (None: all); the event `cleared` has their rows, None for an unknown one."""
         chosen = None if sessions is None else [decode(name) for name in sessions]
 
         async def clear() -> None:
@@ -136,7 +135,10 @@ class Handlers:
 
 
 class Hooks:
-    """Tells the test what happens; `refuse` holds models that are not admitted."""
+    """Sends the test an event for each session that comes or goes.
+
+    The options `refused_model` and `tenants` (names by token) decide which requests are refused.
+    """
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._refused_model = options.get("refused_model", "")
@@ -146,7 +148,9 @@ class Hooks:
         if request.layout.model == self._refused_model:
             raise Refused("not this model", field="layout.model")
 
-    def tenants_of(self, peer: linux.Peer, request: AttachRequest) -> frozenset[str] | None:
+    def tenants_of(
+        self, credentials: linux.SocketCredentials, request: AttachRequest
+    ) -> frozenset[str] | None:
         if not self._tenants:
             return None
         if request.token not in self._tenants:
@@ -173,7 +177,7 @@ def decode(text: str) -> bytes:
 
 
 async def main(options: dict[str, Any]) -> None:
-    """Serves until stdin ends, then stops and closes in order."""
+    """Serve until stdin ends, then stop and close in order."""
     failpoints.arm(os.environ)
     tell("started", pid=os.getpid())
     segment = Segment.open(

@@ -1,4 +1,4 @@
-"""A process that attaches, as an engine's would: asked by a test what to do next.
+"""A process that attaches as an engine's worker does, and carries out one operation at a time for a test.
 
 Bytes travel as base64.  One process may have several sessions, by name.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
 from kvstrata.memory import linux
 from kvstrata.memory.attach.client import Attachment, attach, process_locks
-from kvstrata.native.pool import ExtentsMap, IndexReader
-from kvstrata.rpc.wire import PROTOCOL_VERSION, AttachRequest
+from kvstrata.native.index import ExtentsMap, IndexReader
+from kvstrata.rpc.attach_wire import AttachRequest
+from kvstrata.rpc.wire import PROTOCOL_VERSION
 from kvstrata.types import LayoutIdentity, Role, Slice, facts_digest
 from tests.harness.attach_server import decode, encode
 from tests.harness.child import serve
@@ -36,7 +36,7 @@ def make_request(
     token: str = "",
     registers_memory: bool = False,
 ) -> AttachRequest:
-    """A request that a server accepts, but for what the test changes."""
+    """Return an attach request that a server accepts unless an argument makes it wrong."""
     facts = facts or FACTS
     is_scheduler = role == "scheduler"
     part = Slice(layers=layers, kv_heads=(0, 1), layout=facts_digest(facts))
@@ -54,8 +54,15 @@ def make_request(
     )
 
 
+def pool_mappings() -> list[str]:
+    """Return the paths of the pool's files that this process has mapped, one for each mapping."""
+    lines = [line.split(None, 5)[5:] for line in Path("/proc/self/maps").read_text().splitlines()]
+    ends = ("/index", "/extents", "kvstrata-index (deleted)", "kvstrata-extents (deleted)")
+    return [path for [path] in filter(None, lines) if path.endswith(ends)]
+
+
 class Worker:
-    """The handlers."""
+    """The operations that a test can ask for."""
 
     def __init__(self) -> None:
         self._attachments: dict[str, Attachment] = {}
@@ -76,7 +83,7 @@ class Worker:
         return {"row": attachment.row, "epoch": attachment.epoch, "pool_id": encode(attachment.pool_id)}
 
     def map(self, session: str) -> None:
-        """Maps index and extents as the client does, and closes the descriptors."""
+        """Map index and extents as the client does, and close the descriptors."""
         attachment = self._attachments[session]
         self._maps[session] = ExtentsMap(attachment.extents_fd, attachment.extents_bytes)
         self._readers[session] = IndexReader(attachment.index_fd)
@@ -93,7 +100,7 @@ class Worker:
         return self._readers[session].peek(decode(keys), 1)
 
     def try_write_index(self, session: str) -> str:
-        """Tries what a read-only descriptor must forbid; the error's name."""
+        """Try to map the index for writing; return the error's text, "" when the map succeeded."""
         import mmap
 
         fd = self._attachments[session].index_fd
@@ -116,38 +123,34 @@ class Worker:
     def close(self, session: str) -> None:
         self._attachments.pop(session).close()
 
-    def unmap(self, session: str) -> None:
-        self._maps.pop(session).close()
-        del self._readers[session]
-
     def goodbye(self, session: str) -> bool:
         return self._attachments.pop(session).goodbye(30.0)
 
     def fork(self) -> dict[str, Any]:
-        """A child by fork that lives on; tells what it still has of the pool."""
+        """Fork a child that stays alive; return its pid and how many mappings and descriptors of the pool it has."""
         reader, writer = os.pipe()
         if (pid := os.fork()) == 0:
-            maps = Path("/proc/self/maps").read_text()
+            mapped = len(pool_mappings())
             links = [
                 os.readlink(entry.path)
                 for entry in os.scandir("/proc/self/fd")
                 if os.path.lexists(entry.path)
             ]
             mine = [name for name in links if "kvstrata" in name or "sessions.lock" in name]
-            os.write(writer, f"{int('extents' in maps or 'index' in maps)} {len(mine)}".encode())
+            os.write(writer, f"{mapped} {len(mine)}".encode())
             os.close(writer)
             while True:
                 signal.pause()
         os.close(writer)
         mapped, fds = os.read(reader, 100).split()
         os.close(reader)
-        return {"pid": pid, "mapped": bool(int(mapped)), "fds": int(fds)}
+        return {"pid": pid, "mapped": int(mapped), "fds": int(fds), "parent_mapped": len(pool_mappings())}
 
     def locks(self) -> list[list[int]]:
         return [list(file) for file in process_locks().held()]
 
     def open_lock_files(self) -> int:
-        """Descriptors of lock files in this process."""
+        """Count the descriptors of lock files in this process."""
         held = {tuple(file) for file in process_locks().held()}
         count = 0
         for entry in os.scandir("/proc/self/fd"):
@@ -158,9 +161,9 @@ class Worker:
         return count
 
     def raw(self, socket_dir: str, messages: list[str], fds: list[str]) -> list[str]:
-        """Sends messages as they are, the first with descriptors of the named kinds; the replies.
+        """Send messages as they are, the first with descriptors of the named kinds; return the replies.
 
-        Kinds: self (our pidfd), parent (the parent's), thread, null (no pidfd), pid:NUMBER.
+        Kinds: self (our pidfd), parent (the parent's), thread (a pidfd of our thread), null (no pidfd), pid:NUMBER.
         """
         makers = {
             "self": lambda: os.pidfd_open(os.getpid()),
@@ -183,9 +186,6 @@ class Worker:
                 linux.close_all([fd for fd in received.fds if linux.file_id(fd) not in held])
                 replies.append(encode(received.data))
         return replies
-
-    def sleep_forever(self) -> None:
-        time.sleep(3600)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """A storage adapter that misbehaves on command, as third parties' SDKs do, for tests of the adapter host.
 
-It is `fs` until a file `OPERATION.HOW` appears in its folder of orders (`put.abort`): then the next such operation does
-that, whatever it is, for as long as the file is there.  `make.HOW` and `open.HOW` do it when it is made or opened.
-`put.late` answers puts before it has finished with their bytes, which it has when the file is gone and it is asked
-`exists`.
+The adapter behaves like `fs` until a file `OPERATION.HOW`, for example `put.abort`, appears in its folder of orders.
+As long as the file exists, each such operation misbehaves in that way.  With `make.HOW` and `open.HOW` the adapter
+misbehaves when it is made or opened.  With `put.late` it answers puts before it has finished with their bytes; it drops
+the holds of these puts at the first `exists` after the file was removed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvstrata.storage.base import (
     StorageAdapter,
     Usage,
 )
-from kvstrata.storage.registry import make_adapter
+from kvstrata.storage.entry import make_adapter
 
 
 def _hold_the_gil() -> None:
@@ -38,14 +38,14 @@ def _hold_the_gil() -> None:
 
 
 def _hang_in_a_thread() -> None:
-    """Without the GIL and without an end, in a thread that nobody can stop."""
+    """Wait for ever for a thread that nothing can stop; that thread does not hold the GIL."""
     thread = threading.Thread(target=ctypes.CDLL(None).pause)
     thread.start()
     thread.join()
 
 
 def _write_garbage() -> None:
-    """Into every socket that this process has; its server has one of them."""
+    """Write garbage into every socket of this process; one of them leads to the server."""
     for name in os.listdir("/proc/self/fd"):
         try:
             found = socket.socket(fileno=os.dup(int(name)))
@@ -56,12 +56,12 @@ def _write_garbage() -> None:
 
 
 def _outlive_the_server() -> None:
-    """As a thread does that the kernel cannot end, because its file system does not answer."""
+    """Stay alive when the server dies, like a process that the kernel cannot end because a file system hangs."""
     assert ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(0)) == 0
 
 
 def _raise() -> NoReturn:
-    raise RuntimeError("as it was told")
+    raise RuntimeError("ordered to raise")
 
 
 def _refuse() -> NoReturn:
@@ -85,7 +85,7 @@ WAYS: dict[str, Callable[[], None]] = {
 
 
 class BadAdapter(StorageAdapter):
-    """See the module."""
+    """Behaves like `fs` except for the orders in its folder; see the module."""
 
     def __init__(self, base_path: str, orders: str) -> None:
         self.name = "bad"
@@ -142,7 +142,7 @@ class BadAdapter(StorageAdapter):
 
 
 def entry_of(records: Path, orders: Path) -> dict[str, Any]:
-    """The entry of such an adapter in a host; `orders` is a folder."""
+    """Return the `l2_adapters` entry of a BadAdapter in an adapter host; `orders` is its folder of orders."""
     return {
         "type": "plugin",
         "module_path": "tests.harness.bad_adapter",

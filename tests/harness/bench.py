@@ -1,4 +1,4 @@
-"""One benchmark at its smallest size, as `python -m benchmarks.run NAME --small` runs it."""
+"""Runs one benchmark at its smallest size, as `python -m benchmarks.run NAME --small` does."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import sys
 
 import pytest
 
-from tests.harness.provision import ROOT
 from tests.harness.vllm_fork import ForkServer
+from tests.tools.provision import ROOT
 
-OF_GPUS = {"gpu_copies", "gpu_engine", "gpu_pool"}
-"""They need a GPU; their parts are tested on a simulated driver (tests/gpu/test_benchmarks.py)."""
 PATIENCE_S = 600.0
 
 
 def small(name: str, fork_server: ForkServer | None = None) -> list[str]:
-    """Names of its figures. Skips the test where this machine lacks what it needs; fails it where the run fails.
+    """Run a benchmark and return the names of its figures.
 
-    `fork_server` forks the engines that it starts.
+    The test is skipped if this machine lacks something that the benchmark needs, and fails if the run fails.
+    `fork_server` forks the engines that the benchmark starts.
     """
     command = [sys.executable, "-m", "benchmarks.run", name, "--small"]
     descriptor, lent = (None, {}) if fork_server is None else fork_server.lend()

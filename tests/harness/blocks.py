@@ -1,4 +1,4 @@
-"""An engine's paged KV cache and layout as tests need them."""
+"""An engine's paged KV cache and its layout identity, for tests."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ __all__ = ["PagedBlocks", "layout_identity"]
 
 
 def layout_identity(chunk_tokens: int = 16, model: str = "test-model") -> LayoutIdentity:
-    """A layout identity for tests."""
+    """Make a layout identity."""
     return LayoutIdentity(model=model, kv_dtype="bf16", chunk_tokens=chunk_tokens)

@@ -1,6 +1,6 @@
-"""A process of an engine without a model: paged blocks and a CacheClient, in this process or as a child.
+"""One rank of an engine without a model: paged blocks and a CacheClient, in this process or in a child.
 
-What a prompt's KV would be follows from its tokens: block `b` of chunk key `c` holds bytes made from (c, slice), so
+The KV of a prompt follows from its tokens: the blocks of a chunk hold bytes made from the chunk's key and the slice, so
 any process can tell right bytes from wrong ones.
 """
 
@@ -23,14 +23,22 @@ from kvstrata.client import (
 )
 from kvstrata.config.model import ClientSettings
 from kvstrata.keys import ChunkHasher
-from kvstrata.types import KEY_BYTES, LeaseName, MissReason, RequestIdentity, Role, unpack_extents
+from kvstrata.types import (
+    KEY_BYTES,
+    LeaseName,
+    MissReason,
+    RequestIdentity,
+    Role,
+    shown_name,
+    unpack_extents,
+)
 from tests.harness.blocks import PagedBlocks, layout_identity
 from tests.harness.child import serve
 
 PATIENCE_S = 30.0
-"""For things that must come to pass; no test waits for this to run out."""
+"""Longest wait for something that must happen; when it runs out, the test fails."""
 SILENCE_S = 5.0
-"""For which a crowded machine may keep a server that is well from answering: longer than a client has patience."""
+"""Longest time for which a busy machine may keep a healthy server from answering; a client gives up sooner."""
 AGAIN_S = 0.05
 CHUNK_TOKENS = 16
 BLOCK_TOKENS = 8
@@ -38,18 +46,18 @@ BLOCKS_PER_CHUNK = CHUNK_TOKENS // BLOCK_TOKENS
 
 
 def eventually(what: str, holds: Callable[[], Any]) -> Any:
-    """Wait until `holds()` is true and return it; AssertionError naming `what` after `PATIENCE_S`."""
+    """Wait until `holds()` is true and return its value. Raises AssertionError naming `what` after `PATIENCE_S`."""
     ends_s = time.monotonic() + PATIENCE_S
     while True:
         found = holds()
         if found:
             return found
-        assert time.monotonic() < ends_s, f"never came to pass: {what}"
+        assert time.monotonic() < ends_s, f"did not happen within {PATIENCE_S:g} s: {what}"
         time.sleep(0.002)
 
 
 def prompt(n_chunks: int, seed: int = 0) -> list[int]:
-    """Tokens of a prompt; two with other seeds share no chunk."""
+    """Return the tokens of a prompt; prompts of different seeds share no chunk."""
     return [seed * 1_000_003 + i for i in range(n_chunks * CHUNK_TOKENS)]
 
 
@@ -94,34 +102,34 @@ class CacheEngine:
         self.blocks.close()
 
     def connect(self) -> CacheEngine:
-        """Wait until the cache is in use, slices of all ranks included."""
+        """Wait until the client is attached and the slices of all ranks are known."""
         eventually("the client connects", lambda: self.client.connected)
         identity = self.identity()
         eventually("the identity is ready", lambda: identity.ready)
         return self
 
     def identity(self, salt: str = "") -> Identity:
-        """The identity of requests with this salt."""
+        """Return the identity of requests with this salt."""
         return self.client.identity(RequestIdentity(tenant=self.tenant, salt=salt))
 
     def hasher(self, tokens: Sequence[int], salt: str = "") -> ChunkHasher:
-        """Keys of a prompt."""
+        """Return a hasher that has been fed a prompt."""
         hasher = self.identity(salt).hasher()
         hasher.feed(tokens)
         return hasher
 
     def blocks_of(self, chunk: int, first_block: int = 0) -> list[int]:
-        """Where chunk number `chunk` of a prompt lies when the prompt begins at `first_block`."""
+        """Return the blocks of chunk number `chunk` of a prompt that begins at `first_block`."""
         begin = first_block + chunk * BLOCKS_PER_CHUNK
         return list(range(begin, begin + BLOCKS_PER_CHUNK))
 
     def compute(self, hasher: ChunkHasher, chunks: Sequence[int], first_block: int = 0) -> None:
-        """What the model would do: write the KV of these chunks into blocks."""
+        """Write the KV of these chunks into their blocks, as a model would."""
         for chunk in chunks:
             self.blocks.fill(self.blocks_of(chunk, first_block), self._seed(hasher.key(chunk)))
 
     def expected(self, key: bytes) -> bytes:
-        """The bytes that chunk `key` has in this rank's blocks."""
+        """Return the bytes that this rank's blocks of chunk `key` must hold."""
         spare = self.blocks_of(0, self.blocks.num_blocks - BLOCKS_PER_CHUNK)
         self.blocks.fill(spare, self._seed(key))
         return self.blocks.read(spare)
@@ -132,7 +140,7 @@ class CacheEngine:
     def store(
         self, tokens: Sequence[int], first: int = 0, salt: str = "", compute: bool = True, **more: Any
     ) -> StoreJob:
-        """Compute chunks from `first` on and store them."""
+        """Compute the chunks from number `first` on and begin to store them."""
         hasher = self.hasher(tokens, salt)
         chunks = range(first, hasher.n_chunks)
         if compute:
@@ -148,14 +156,14 @@ class CacheEngine:
         )
 
     def stored(self, tokens: Sequence[int], first: int = 0, salt: str = "") -> list[str]:
-        """Store and wait; the outcomes.  Asks again for what a server that was silent did not take."""
+        """Store, wait, and return the outcomes.  Chunks that a silent server did not take are stored again."""
         ours: set[int] = set()
         not_taken = {StoreOutcome.UNAVAILABLE, StoreOutcome.FAILED}
         ends_s = time.monotonic() + SILENCE_S
         while True:
             job = self.store(tokens, first, salt)
             assert job.done.wait(PATIENCE_S), "the store never ended"
-            # A store that failed may have been taken after all, and is then present, or in flight for a while.
+            # The server may have taken a chunk whose store failed: the chunk is then present, or in flight for a while.
             ours |= {
                 i for i, now in enumerate(job.outcomes) if now in (StoreOutcome.STORED, StoreOutcome.FAILED)
             }
@@ -168,7 +176,7 @@ class CacheEngine:
             time.sleep(AGAIN_S)
 
     def lookup(self, tokens: Sequence[int], salt: str = "", deadline_ms: int = 10_000) -> LookupCall:
-        """Ask for a prompt."""
+        """Begin a lookup of a prompt."""
         return self.client.lookup(
             self.identity(salt),
             self.hasher(tokens, salt),
@@ -177,7 +185,10 @@ class CacheEngine:
         )
 
     def looked_up(self, tokens: Sequence[int], salt: str = "", again_s: float = SILENCE_S) -> LookupResult:
-        """Ask and wait.  Asks again, for `again_s`, when the client did not ask since the server was silent."""
+        """Look a prompt up and wait for the result.
+
+        For `again_s` the lookup is repeated while the client asks nothing because the server was silent.
+        """
         ends_s = time.monotonic() + again_s
         while True:
             call = self.lookup(tokens, salt)
@@ -190,7 +201,7 @@ class CacheEngine:
     def items(
         self, tokens: Sequence[int], result: LookupResult, salt: str = "", first_block: int = 0
     ) -> list[LoadItem]:
-        """What this rank loads of a lookup's result."""
+        """Return the items that load a lookup's result into this rank's blocks."""
         hasher = self.hasher(tokens, salt)
         slices = self.client.slices
         extents = unpack_extents(result.extents)
@@ -208,13 +219,13 @@ class CacheEngine:
     def check_load(
         self, tokens: Sequence[int], result: LookupResult, *, sync: bool, salt: str = ""
     ) -> set[int]:
-        """Load a lookup's result; asserts that what did not fail is right byte for byte. The failed chunks."""
+        """Load a lookup's result, assert that every loaded byte is right, return the numbers of the failed chunks."""
         assert result.lease is not None
         half = self.blocks.num_blocks // 2
         items = self.items(tokens, result, salt, first_block=half)
         for item in items:
             self.blocks.fill(item.block_ids, "not loaded")
-        job = self.client.load(result.lease, items, self.blocks.plan, sync=sync)
+        job = self.client.load(self.identity(salt), result.lease, items, self.blocks.plan, sync=sync)
         assert job.wait(PATIENCE_S), "the load never ended"
         for index, item in enumerate(items):
             if index not in job.failed:
@@ -222,7 +233,7 @@ class CacheEngine:
         return job.failed
 
     def hit(self, tokens: Sequence[int], *, sync: bool = True, salt: str = "") -> int:
-        """Look up, load and check; the chunks that came out right."""
+        """Look a prompt up, load it and check it; return how many chunks were loaded."""
         result = self.looked_up(tokens, salt)
         if result.n_chunks == 0:
             return 0
@@ -230,7 +241,7 @@ class CacheEngine:
 
 
 class _Child:
-    """Handlers of the child process."""
+    """The operations of the child process that a test can ask for."""
 
     def __init__(self) -> None:
         self.engine: CacheEngine
@@ -243,7 +254,7 @@ class _Child:
 
     def connect(self) -> str:
         self.engine.connect()
-        return self.engine.client.session.hex()
+        return shown_name(self.engine.client.session)
 
     def connected(self) -> bool:
         return self.engine.client.connected
@@ -260,18 +271,18 @@ class _Child:
         return {**result._asdict(), "lease": lease, "extents": result.extents.hex()}
 
     def wait_in_queue(self, n_chunks: int, seed: int, claim: bool = False) -> int:
-        """Look a prompt up and keep its lease, as a request does that waits; the chunks found."""
+        """Look a prompt up and keep its lease, as a waiting request does; return how many chunks were found."""
         call = self.queue[seed] = self.engine.lookup(prompt(n_chunks, seed))
         assert call.wait(PATIENCE_S), "the lookup never ended"
         assert not claim or call.claim()
         return call.result.n_chunks
 
     def revoked(self) -> list[int]:
-        """Seeds of the prompts whose leases went back."""
+        """Return the seeds of the prompts whose leases the server revoked."""
         return [seed for seed, call in self.queue.items() if call.revoked]
 
     def load_queued(self, n_chunks: int, seed: int) -> list[int]:
-        """What failed of the load of a prompt that waited."""
+        """Load a prompt of `wait_in_queue`; return the numbers of the failed chunks."""
         result = self.queue[seed].result
         return sorted(self.engine.check_load(prompt(n_chunks, seed), result, sync=False))
 

@@ -1,7 +1,7 @@
-"""A child process that is asked by JSON lines on its stdin and answers on its stdout.
+"""A child process that takes requests as JSON lines on its stdin and answers on its stdout.
 
-The child is a module with `serve(handlers)`; besides replies it may print events at any time.  Whatever
-happens, `Child` leaves no process behind.
+The child runs a module that calls `serve(handlers)`; besides replies the child may send events at any time.  Whatever
+happens, the `with` block of a `Child` leaves no process behind.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tests.harness.signals import send
 
 ROOT = Path(__file__).resolve().parents[2]
 HANG_S = 60.0
-"""A child that says nothing for so long has failed; no test waits for this."""
+"""A child that has sent nothing for this time has failed."""
 
 
 class ChildError(Exception):
-    """The child answered with an error: a KvstrataError's code, or the class name of another exception."""
+    """The child answered with an error; `code` is a KvstrataError's code or the class name of another exception."""
 
     def __init__(self, code: str, message: str, field: str) -> None:
         super().__init__(f"{code}: {message}")
@@ -39,8 +39,9 @@ class ChildEnded(Exception):
 
 
 class Child:
-    """`python -m module arguments`, after an optional command that it runs under (`unshare …`, `setpriv
-    …`).
+    """A child that runs `python -m module arguments`, through the command `under` if given (`unshare …`, `setpriv …`).
+
+    `clone` is a checkout with a `.venv`, whose Python and modules the child runs.
     """
 
     def __init__(
@@ -50,17 +51,19 @@ class Child:
         under: Sequence[str] = (),
         log: Path,
         environment: Mapping[str, str] | None = None,
+        clone: Path = ROOT,
     ) -> None:
+        python = sys.executable if clone == ROOT else str(clone / ".venv/bin/python")
         self.events: list[dict[str, Any]] = []
         self._log = log
         self._buffer = b""
         with open(log, "ab") as stderr:
             self._process = subprocess.Popen(
-                [*under, sys.executable, "-m", module, *arguments],
+                [*under, python, "-m", module, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                cwd=ROOT,
+                cwd=clone,
                 env=environment,
                 start_new_session=True,
             )
@@ -71,7 +74,7 @@ class Child:
             raise
 
     def ask(self, op: str, **arguments: Any) -> Any:
-        """The handler's result. Raises ChildError when it raised, ChildEnded when the process is gone."""
+        """Return the handler's result. Raises ChildError when the handler raised, ChildEnded when the child ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
@@ -88,7 +91,7 @@ class Child:
                 return line["reply"]
 
     def event(self, name: str) -> dict[str, Any]:
-        """The oldest event of that name not taken yet, waiting for it if need be."""
+        """Take the oldest event of this name, and wait for it if none has come. Raises ChildEnded."""
         while True:
             for index, event in enumerate(self.events):
                 if event["event"] == name:
@@ -98,31 +101,31 @@ class Child:
             self.events.append(line)
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the child itself (not to the command it runs under)."""
+        """Send a signal to the child itself, not to the command that it runs under."""
         send(self.outer_pid(), number)
 
     def outer_pid(self) -> int:
-        """The child's pid as this process sees it; `pid` is what the child sees itself."""
+        """Return the child's pid in our PID namespace; `pid` is its pid in the child's namespace."""
         pid = self._process.pid
-        while True:  # the command it runs under may have forked
+        while True:  # `unshare --fork` runs the child in a process of its own
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
             if not children or b"unshare" not in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
             pid = int(children[0])
 
     def kill(self) -> None:
-        """SIGKILL, and waits for the end."""
+        """Send SIGKILL and wait for the end."""
         self.signal(signal.SIGKILL)
         self._process.wait()
 
     def finish(self) -> int:
-        """Ends stdin, which asks the child to end in order; its exit status."""
+        """Close the child's stdin, which asks it to end in order; return its exit status."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         return self.wait()
 
     def wait(self) -> int:
-        """Waits for the process to end by itself; its exit status."""
+        """Wait for the process to end by itself; return its exit status."""
         return self._process.wait(HANG_S)
 
     def _line(self) -> dict[str, Any]:
@@ -161,12 +164,12 @@ class Child:
 
 
 def tell(event: str, **values: Any) -> None:
-    """In the child: prints an event."""
+    """Send an event to the parent (called in the child)."""
     _print({"event": event, **values})
 
 
 def answer(line: bytes, handlers: dict[str, Callable[..., Any]]) -> None:
-    """In the child: calls the handler that a line asks for and prints its result or its error."""
+    """Call the handler that a line asks for and send its result or its error (called in the child)."""
     request = json.loads(line)
     try:
         reply = handlers[request.pop("op")](**request)
@@ -178,7 +181,7 @@ def answer(line: bytes, handlers: dict[str, Callable[..., Any]]) -> None:
 
 
 def serve(handlers: dict[str, Callable[..., Any]]) -> None:
-    """In the child: answers until stdin ends."""
+    """Answer until stdin ends (called in the child)."""
     tell("started", pid=os.getpid())
     for line in sys.stdin.buffer:
         answer(line, handlers)

@@ -12,26 +12,26 @@ from urllib.parse import urlsplit
 
 from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright, expect
 
-from tests.harness import fetch_debian
+from tests.tools import fetch_debian
 
 PACKAGES = ("chromium", "fonts-dejavu-core")
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 DESK = (1280, 860)
 WAIT_MS = 30_000
-"""Most that a page may take to show what a test waits for; the machine may be busy."""
+"""Longest wait for a page to show something; the machine may be busy."""
 NO_ANSWER = "Failed to load resource"
-# Tests run as root in containers; they load nothing but pages of their own.
+# Tests run as root in containers, where Chromium has no sandbox; they load only their own pages.
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 
 expect.set_options(timeout=WAIT_MS)
 
 
 class Unavailable(Exception):
-    """There is no Chromium here; the message says which line installs one."""
+    """This machine has no Chromium; the message says which command installs one."""
 
 
 def ensure() -> tuple[Path, dict[str, str]]:
-    """Its program and the variables it needs; fetched on the first call. Raises Unavailable."""
+    """Return Chromium's program and the variables it needs; fetch it on the first call. Raises Unavailable."""
     for name in NAMES:
         found = shutil.which(name)
         if found and fetch_debian.why_not(found, dict(os.environ)) is None:
@@ -55,7 +55,7 @@ def _variables(root: Path) -> dict[str, str]:
 
 @asynccontextmanager
 async def browser() -> AsyncIterator[Browser]:
-    """A running one. Raises Unavailable."""
+    """Run Chromium until the end of the block. Raises Unavailable."""
     program, environment = ensure()
     variables: dict[str, Any] = environment
     async with async_playwright() as playwright:
@@ -75,10 +75,10 @@ async def visit(
     unanswered: bool = False,
     live: bool = True,
 ) -> AsyncIterator[Page]:
-    """A page in a browser context of its own; it may have told no error and asked no other host.
+    """Open a page in a browser context of its own; assert at the end that it logged no error and asked no other host.
 
-    `unanswered`: the browser itself reports answers that are no success, which the test is about.  `live`: wait
-    until the dashboard has its stream.
+    With `unanswered`, the browser's own reports of failed requests are no errors.  With `live`, wait until the
+    dashboard has its stream.
     """
     errors: list[str] = []
     origin = urlsplit(url)._replace(path="", query="", fragment="").geturl()

@@ -1,7 +1,7 @@
 """A controller and servers that read from each other, as processes of this machine.
 
-On a network of their own the controller runs on its hub and each server on a host, with the keys that addresses off
-loopback need.
+With a `Network` the controller runs on the network's hub and each server on one of its hosts, with the keys that
+addresses off loopback need.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.harness.server_process import ServerProcess
 
 
 def _keys(folder: Path) -> tuple[Path, Path]:
-    """Files with the keys of the controller and of its members."""
+    """Write the key files of the controller and of its members; return their paths."""
     public, secret = (key.decode() for key in zmq.curve_keypair())
     folder.mkdir(parents=True, exist_ok=True)
     controllers, members = folder / "controller.keys", folder / "members.keys"
@@ -32,8 +32,11 @@ def _keys(folder: Path) -> tuple[Path, Path]:
 
 
 class Cluster:
-    """Everything runs once the block is entered. `flags` and `settings`, variables of the environment, go to every
-    server; `l2` as for ServerProcess. A network has a host for each server, and is the caller's."""
+    """A controller and its members, which run inside the `with` block.
+
+    `flags` and `settings` (environment variables) go to every server; `l2` is that of ServerProcess.  The network has
+    a host for each server and belongs to the caller.
+    """
 
     def __init__(
         self,
@@ -88,7 +91,8 @@ class Cluster:
                 self.servers.append(server)
             for number in range(self._n_servers):
                 eventually("an instance is registered", lambda number=number: self.member(number))
-                self.servers[number].get("/v1/status")  # what a start does beside it has ended
+                # Until HTTP answers, the server's start still takes CPU time.
+                self.servers[number].get("/v1/status")
             self._stack = self._stack.pop_all()
         return self
 
@@ -98,24 +102,24 @@ class Cluster:
         self._stack.close()
 
     def member(self, number: int) -> dict[str, Any] | None:
-        """The controller's row of an instance; None while it is none."""
+        """Return the controller's row of an instance; None while the controller does not count it as a member."""
         rows = self.controller.ask("/v1/instances")["instances"]
         return next(
             (row for row in rows if row["id"] == f"instance-{number}" and row["state"] != "dead"), None
         )
 
     def until_known(self, number: int) -> None:
-        """Wait until the controller knows all that an instance has in L1."""
+        """Wait until the controller knows all chunks that an instance has in L1."""
         status = self.servers[number].get("/v1/status")
         ready = int(status["pool"]["entries"]["ready"])
         eventually("the controller knows the chunks", lambda: self.known(number) >= ready)
 
     def known(self, number: int) -> int:
-        """Chunks in L1 of an instance, as the controller knows."""
+        """Return how many of the chunks that an instance has in L1 the controller knows of."""
         row = self.member(number)
         return 0 if row is None else int(row["keys"].get("l1", 0))
 
     def peer_records(self, number: int) -> int:
-        """Records that an instance has read from its peers, where it has no other L2."""
+        """Return how many records an instance without another L2 has read from its peers."""
         counts = self.servers[number].get("/v1/status")["l2_prefetch"]["counts"]
         return int(counts.get("loaded", 0))

@@ -1,6 +1,6 @@
-"""An instance that speaks the cluster's protocol and has no KV bytes.  Blocking, one thread, no retries.
+"""A stand-in for an instance: it speaks the cluster's protocol and has no KV bytes.  Blocking, one thread, no retries.
 
-Tests decide what is sent, lost or repeated; `answer_commands` alone does what a real instance would.
+Tests decide which messages are sent, lost or repeated; only `answer_commands` acts by itself, as a real instance would.
 """
 
 from __future__ import annotations
@@ -25,8 +25,18 @@ LOAD = wire.Load({}, {}, {}, {}, 0, 0, 0, 0)
 
 
 def tags_of(numbers: Iterable[int]) -> bytes:
-    """Tags for tests: those of different numbers differ in the bits that count."""
+    """Return a tag for each number; the tags differ in the bits that the registry stores."""
     return b"".join(struct.pack("<Q", (number * 0x9E3779B97F4A7C15) & (2**64 - 1)) for number in numbers)
+
+
+def key_of(number: int) -> str:
+    """Return a storage key, in hexadecimal, with the tag that `tags_of` makes."""
+    return (tags_of([number]) + bytes(24)).hex()
+
+
+def holders(owners: list[wire.Owner]) -> dict[str, int]:
+    """Return how many keys each owner has, by the name of its instance."""
+    return {owner.instance: owner.n_keys for owner in owners}
 
 
 class Refused(Exception):
@@ -41,7 +51,7 @@ class Refused(Exception):
 
 
 class ClusterInstance:
-    """One instance. `reply_port` is all it needs to know; it learns the others when it registers."""
+    """One instance. It is told the controller's `reply_port` and learns the other ports when it registers."""
 
     def __init__(
         self,
@@ -81,12 +91,12 @@ class ClusterInstance:
     # --- raw ----------------------------------------------------------------------------------------------
 
     def next_seq(self) -> int:
-        """A number for the next request."""
+        """Return a fresh number for the next request."""
         self.seq += 1
         return self.seq
 
     def receive(self, socket: zmq.Socket[bytes], seq: int, timeout_s: float = HANG_S) -> msgspec.Struct:
-        """The answer to a request; others are skipped, nudges too. Raises TimeoutError, Refused."""
+        """Return the answer to a request, and skip other answers and nudges. Raises TimeoutError, Refused."""
         end_s = time.monotonic() + timeout_s
         while True:
             if not socket.poll(max(0, round(1000 * (end_s - time.monotonic())))):
@@ -100,7 +110,7 @@ class ClusterInstance:
             return answer
 
     def ask(self, request: Any, kind: type[R], timeout_s: float = HANG_S) -> R:
-        """One request on the reply socket."""
+        """Send a request on the reply socket; return its answer. Raises TimeoutError, Refused."""
         self.reply.send(wire.encode(request))
         answer = self.receive(self.reply, request.seq, timeout_s)
         assert isinstance(answer, kind), answer
@@ -109,7 +119,7 @@ class ClusterInstance:
     # --- the protocol ---------------------------------------------------------------------------------------
 
     def register(self, timeout_s: float = HANG_S, **changes: Any) -> wire.Registered:
-        """Begin, or come back."""
+        """Register, for the first time or again."""
         fields: dict[str, Any] = {
             "protocol": wire.CLUSTER_PROTOCOL_VERSION,
             "instance": self.name,
@@ -133,11 +143,11 @@ class ClusterInstance:
         return answer
 
     def goodbye(self) -> None:
-        """Leave."""
+        """Tell the controller that this instance ends."""
         self.ask(wire.Goodbye(self.next_seq(), self.name, self.incarnation), wire.Done)
 
     def sync_parts(self, held: Mapping[str, bytes], part_bytes: int = 65_536) -> list[wire.SyncPart]:
-        """The parts of a sync with the next number."""
+        """Make the parts of a new sync, without sending them."""
         self.sync_number += 1
         cut = [
             (tier, tags[at : at + part_bytes])
@@ -159,14 +169,14 @@ class ClusterInstance:
         ]
 
     def begin(self, events_seq: int | None = None) -> None:
-        """Begin the sync of the last `sync_parts`."""
+        """Begin the sync whose parts `sync_parts` returned last."""
         seq = self.event_seq if events_seq is None else events_seq
         self.ask(
             wire.SyncBegin(self.next_seq(), self.name, self.incarnation, self.sync_number, seq), wire.Done
         )
 
     def end(self, n_parts: int, held: Mapping[str, bytes]) -> None:
-        """End it."""
+        """End the sync."""
         counts = {tier: len(tags) // 8 for tier, tags in held.items()}
         self.ask(
             wire.SyncEnd(self.next_seq(), self.name, self.incarnation, self.sync_number, n_parts, counts),
@@ -174,7 +184,7 @@ class ClusterInstance:
         )
 
     def sync(self, held: Mapping[str, bytes], part_bytes: int = 65_536, window: int = 4) -> None:
-        """A full sync, `window` parts under way at a time."""
+        """Make a full sync, with up to `window` parts unanswered at a time."""
         parts = self.sync_parts(held, part_bytes)
         self.begin()
         unanswered: list[int] = []
@@ -188,14 +198,14 @@ class ClusterInstance:
         self.end(len(parts), held)
 
     def join(self, held: Mapping[str, bytes]) -> Self:
-        """Register, sync where that is wanted, and one heartbeat."""
+        """Register, sync if the controller asks for it, and send one heartbeat."""
         if self.register().sync:
             self.sync(held)
         self.heartbeat()
         return self
 
     def tell(self, *runs: wire.Run, seq: int | None = None) -> None:
-        """One batch of events; with `seq` none of the instance's own count."""
+        """Send one batch of events, with the next number or with `seq`, which leaves the count as it is."""
         assert self.pull is not None
         if seq is None:
             self.event_seq += 1
@@ -203,11 +213,11 @@ class ClusterInstance:
         self.pull.send(wire.encode(wire.Events(self.name, self.incarnation, seq, list(runs))))
 
     def admit(self, tags: bytes, tier: str = "l1") -> None:
-        """Events that say so."""
+        """Tell the controller that these chunks were admitted to a tier."""
         self.tell(wire.Run(wire.Change.ADMIT, tier, tags))
 
     def evict(self, tags: bytes, tier: str = "l1") -> None:
-        """Events that say so."""
+        """Tell the controller that these chunks were evicted from a tier."""
         self.tell(wire.Run(wire.Change.EVICT, tier, tags))
 
     def heartbeat(
@@ -216,11 +226,11 @@ class ClusterInstance:
         *,
         state: str = "ready",
         load: wire.Load = LOAD,
-        models: Iterable[wire.ModelInfo] = (),
+        models: Iterable[wire.KvKind] = (),
         timeout_s: float = HANG_S,
         **more: Any,
     ) -> list[wire.Command]:
-        """One heartbeat; the commands that wait."""
+        """Send one heartbeat; return the commands that wait for this instance."""
         assert self.heart is not None
         told = wire.Heartbeat(
             self.next_seq(),
@@ -240,7 +250,7 @@ class ClusterInstance:
         return answer.commands
 
     def nudged(self, timeout_s: float = HANG_S) -> bool:
-        """Whether a Nudge comes."""
+        """Wait for a Nudge; False when none comes."""
         assert self.heart is not None
         if not self.heart.poll(round(1000 * timeout_s)):
             return False
@@ -249,19 +259,19 @@ class ClusterInstance:
     def answer_commands(
         self, answer: Callable[[wire.Command], dict[str, Any]], timeout_s: float = HANG_S
     ) -> list[wire.Command]:
-        """Wait for a Nudge, carry out what waits, tell the results; what was carried out."""
+        """Wait for a Nudge, carry out the waiting commands and report their results; return these commands."""
         assert self.nudged(timeout_s), "no Nudge came"
         commands = self.heartbeat()
         self.heartbeat([wire.CommandResult(one.number, True, "", answer(one)) for one in commands])
         return commands
 
     def where(self, tags: bytes, n_slices: int = 1, max_owners: int = 8) -> list[wire.Owner]:
-        """Who else holds a beginning of these."""
+        """Ask the controller which other instances hold a leading part of these keys."""
         request = wire.Where(self.next_seq(), self.name, tags, n_slices, max_owners)
         return self.ask(request, wire.WhereReply).owners
 
     def until_where(self, tags: bytes, wanted: Callable[[list[wire.Owner]], bool]) -> list[wire.Owner]:
-        """Ask until the answer is as wanted: events have no answer of their own. Raises TimeoutError."""
+        """Ask `where` until `wanted` accepts the answer, since events have no answer. Raises TimeoutError."""
         end_s = time.monotonic() + HANG_S
         while True:
             owners = self.where(tags)
@@ -272,7 +282,7 @@ class ClusterInstance:
             time.sleep(0.005)
 
     def close(self) -> None:
-        """Gone without a word."""
+        """Close all sockets without a goodbye."""
         self._context.destroy(linger=0)
 
     def __enter__(self) -> Self:

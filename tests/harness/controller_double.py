@@ -1,4 +1,4 @@
-"""A controller whose every answer the test chooses, over real sockets. Blocking, one thread."""
+"""A stand-in for a controller, whose answers the test chooses; they go over real sockets. Blocking, one thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EPOCH = 5
 
 
 class ControllerDouble:
-    """Answers as a controller would; `silent` names requests that get no answer, `commands` go with each beat."""
+    """Answers as a controller would, except for the requests that `silent`, `slow` and `failures` name."""
 
     def __init__(self, *, heartbeat_ms: int = 100, token: int = 0, cluster_id: int = 0) -> None:
         self._context = zmq.Context()
@@ -34,33 +34,33 @@ class ControllerDouble:
         self.cluster_id = cluster_id
         self.silent: set[str] = set()
         self.slow: set[str] = set()
-        """Names of requests whose answers wait for `release`."""
+        """Names of requests whose answers are kept until `release`."""
         self._late: list[tuple[zmq.Socket[bytes], list[bytes]]] = []
         self.failures: dict[str, list[str]] = {}
-        """Codes that the next requests of a name are refused with."""
+        """Name of a request → the codes with which the next requests of that name are refused."""
         self.commands: list[wire.Command] = []
         self.results: dict[int, wire.CommandResult] = {}
         self.asked: list[Any] = []
         self.beats: list[wire.Heartbeat] = []
         self.events: list[wire.Events] = []
         self.held: dict[str, set[bytes]] = {}
-        """Tags by tier, as the instance has told them."""
+        """Tags by tier, as the instance reported them."""
         self._fill: dict[str, set[bytes]] = {}
 
     @property
     def url(self) -> str:
-        """What instances are told."""
+        """The controller URL for instances."""
         return f"tcp://127.0.0.1:{self.ports['reply']}"
 
     def until(self, condition: Callable[[], Any]) -> None:
-        """Answer until it holds."""
+        """Answer requests until `condition()` holds. Raises AssertionError after `HANG_S`."""
         end_s = time.monotonic() + HANG_S
         while not condition():
             assert time.monotonic() < end_s, [type(one).__name__ for one in self.asked[-20:]]
             self.serve(0.01)
 
     def serve(self, seconds: float) -> None:
-        """Answer what comes within this time, and all that is here."""
+        """Answer the requests that have arrived and those that arrive within this time."""
         end_s = time.monotonic() + seconds
         while True:
             poller = zmq.Poller()
@@ -74,11 +74,11 @@ class ControllerDouble:
                     self._take(name, socket)
 
     def asked_for(self, kind: type[msgspec.Struct]) -> list[Any]:
-        """Requests of this kind so far."""
+        """Return the requests of this kind so far."""
         return [one for one in self.asked if isinstance(one, kind)]
 
     def close(self) -> None:
-        """Gone."""
+        """Close all sockets."""
         self._context.destroy(linger=0)
 
     def __enter__(self) -> Self:
@@ -115,7 +115,7 @@ class ControllerDouble:
             socket.send_multipart(reply)
 
     def release(self) -> None:
-        """Send the answers to what was `slow`, which is slow no more."""
+        """Send the answers that were kept, and keep none from now on."""
         self.slow.clear()
         for socket, reply in self._late:
             socket.send_multipart(reply)

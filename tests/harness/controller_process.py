@@ -1,4 +1,4 @@
-"""A real `lmcache-controller` as a child process that is killed, stopped and started again on the same ports."""
+"""A real `lmcache-controller` as a child process that can be killed, stopped and started again on the same ports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ PORTS = ("pull", "reply", "heartbeat")
 
 
 class ControllerProcess(Spawned):
-    """`start`, `kill`, `freeze`, `thaw`, `stop`, any number of times. `folder` receives the log and the snapshot."""
+    """A controller to `start`, `kill`, `freeze`, `thaw` and `stop` any number of times.
+
+    `folder` receives the log and the snapshot.
+    """
 
     def __init__(
         self,
@@ -30,7 +33,7 @@ class ControllerProcess(Spawned):
         host: Host | None = None,
         supervised: bool = False,
     ) -> None:
-        """It runs on `host` (None: this one), without its keeper unless it is `supervised`."""
+        """The controller runs on `host` (None: this machine), without its keeper unless `supervised`."""
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "controller.log"
         self.snapshot = folder / "state" / "directory.snapshot"
@@ -42,7 +45,7 @@ class ControllerProcess(Spawned):
         self.ports = dict.fromkeys(PORTS, 0)
 
     def start(self) -> dict[str, Any]:
-        """Start it (again) and wait until it is ready; what it said of itself. Raises ServerFailed."""
+        """Start the controller (again), wait until it is ready, and return its ready line. Raises ServerFailed."""
         for attempt in range(5):
             if not self.ready:
                 self.http_port = free_port()
@@ -80,23 +83,23 @@ class ControllerProcess(Spawned):
 
     @property
     def url(self) -> str:
-        """Of the HTTP port, without a path."""
+        """URL of the HTTP port, without a path."""
         return f"http://127.0.0.1:{self.http_port}"
 
-    def ask(self, path: str, body: Any = None, *, method: str = "", token: str = "") -> Any:
-        """A JSON document. Raises urllib.error.HTTPError."""
+    def ask(self, path: str, body: Any = None, *, method: str = "", token: str | None = None) -> Any:
+        """Request a JSON document. Raises urllib.error.HTTPError."""
         return json.loads(self._read(path, body, method, token))
 
     def text(self, path: str) -> str:
-        """A page that is no JSON. Raises urllib.error.HTTPError."""
-        return self._read(path, None, "", "").decode()
+        """Request a page of text. Raises urllib.error.HTTPError."""
+        return self._read(path, None, "", None).decode()
 
-    def _read(self, path: str, body: Any, method: str, token: str) -> bytes:
+    def _read(self, path: str, body: Any, method: str, token: str | None) -> bytes:
         send = read if self._host is None else self._host.http
         return send(self.url + path, body=body, method=method, token=token)
 
     def stop(self) -> int:
-        """SIGTERM, and wait for its end; the exit status."""
+        """Send SIGTERM and wait for the end; return the exit status."""
         assert self._process is not None
         self._process.terminate()
         return self._process.wait()

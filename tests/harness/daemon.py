@@ -1,4 +1,4 @@
-"""A server as a child process that is killed, stopped by a signal and started again, and ports for it."""
+"""Servers as child processes that can be killed, frozen and started again, and free ports for them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from tests.harness.signals import send
-
-if TYPE_CHECKING:
-    from tests.harness.vllm_fork import Forked
+from tests.harness.vllm_fork import Forked
 
 PORT_ATTEMPTS = 5
 FIRST_PORT, MOST_PROBES = 10_000, 100
@@ -25,16 +23,17 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class Unavailable(Exception):
-    """A server cannot be had here; the message says why and, where it is missing, which line installs it."""
+    """This machine cannot run a server; the message says why and, if the server is not installed, how to install it."""
 
 
 class DidNotStart(Unavailable):
-    """It ended, or never answered; the message holds the end of its log."""
+    """The server ended or never answered; the message holds the end of its log."""
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody has now and that no outgoing connection gets: a server that was killed finds
-    it free again.
+    """Return a free port of the loopback, below the ephemeral ports.
+
+    No outgoing connection gets such a port, so a server that was killed finds its port free again.
     """
     lowest_ephemeral = int(_EPHEMERAL.read_text().split()[0])
     candidates = range(FIRST_PORT, lowest_ephemeral)
@@ -49,7 +48,7 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many such ports in a row."""
+    """Return the first of `count` free ports in a row; see `free_port`."""
     for _ in range(MOST_PROBES):
         first = free_port()
         with contextlib.ExitStack() as stack:
@@ -63,43 +62,44 @@ def free_ports(count: int) -> int:
 
 
 class Spawned:
-    """Signals for the process that was started last."""
+    """Sends signals to the process that was started last."""
 
     _process: subprocess.Popen[bytes] | Forked | None = None
 
     @property
     def pid(self) -> int:
-        """Of the process started last."""
+        """The process id of the process that was started last."""
         assert self._process is not None
         return self._process.pid
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send a signal to the process."""
         send(self.pid, number)
 
     def freeze(self) -> None:
-        """SIGSTOP; it runs no more when this returns."""
+        """Send SIGSTOP; when this returns, no thread of the process runs."""
         self.signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self.signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL, and wait for its end. Idempotent."""
+        """Send SIGKILL and wait for the end. Idempotent."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
 
 class Daemon(Spawned, ABC):
-    """A server of somebody else, running once it is made, on `ports` that stay the same over restarts.
+    """A third party's server, which runs once this object is made, on `ports` that stay the same over restarts.
 
-    Made on ports that somebody takes meanwhile, it takes others.  Its output is appended to `log`.
+    When another process takes one of the ports before the first start, other ports are chosen.  The server's output is
+    appended to `log`.
     """
 
     ready_s = 30.0
-    """Longest wait for its first answer."""
+    """Longest wait for the first answer."""
 
     def __init__(self, log: Path, port_count: int) -> None:
         self.log = log
@@ -114,21 +114,21 @@ class Daemon(Spawned, ABC):
 
     @property
     def port(self) -> int:
-        """The first one, which clients connect to."""
+        """The first port, to which clients connect."""
         return self.ports[0]
 
     @property
     def address(self) -> str:
-        """`host:port`."""
+        """The server's `host:port`."""
         return f"127.0.0.1:{self.port}"
 
     @abstractmethod
     def _command(self) -> tuple[Sequence[str], Mapping[str, str] | None]:
-        """What to run, and its environment (None: this process's own). Raises Unavailable."""
+        """Return the command to run and its environment (None: this process's). Raises Unavailable."""
 
     @abstractmethod
     def _answers(self) -> bool:
-        """Whether it can be used."""
+        """Return whether the server answers now."""
 
     def _run(
         self, command: Sequence[str], environment: Mapping[str, str] | None, log: int
@@ -143,7 +143,7 @@ class Daemon(Spawned, ABC):
         )
 
     def start(self) -> None:
-        """Start it (again) and wait until it answers. Raises DidNotStart, and whatever `_command` raises."""
+        """Start the server (again) and wait until it answers. Raises DidNotStart, and whatever `_command` raises."""
         command, environment = self._command()
         with open(self.log, "ab") as log:
             self._process = self._run(command, environment, log.fileno())

@@ -1,7 +1,7 @@
-"""A cluster for the dashboard's eyes: the bodies of the controller's HTTP API, filled with what a test likes.
+"""A stand-in for a cluster, for tests of the dashboard: serves the controller's HTTP API with bodies that a test fills.
 
-It lets a test show what a real cluster shows only after hours, or never on one machine: forty instances, hostile names,
-a frozen report, a stream that a proxy swallows.
+So a test can show states that a real cluster reaches only after hours, or never on one machine: forty instances,
+hostile names, a frozen report, a stream that a proxy swallows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from kvstrata.controller.feed import Feed, State
-from kvstrata.controller.routes import bodies
+from kvstrata.controller.routes import bodies, requests
 from kvstrata.controller.routes.dashboard import add_dashboard
 
 GIB = 1 << 30
@@ -34,11 +34,12 @@ LOOK_S = 0.2
 
 
 def now_ms() -> int:
+    """Return Unix milliseconds."""
     return int(time.time() * 1000)
 
 
 def instance(name: str, number: int = 0, **changes: Any) -> dict[str, Any]:
-    """A bodies.InstanceRow as it is after some hours of work; `number` varies its figures."""
+    """Make the fields of a `bodies.InstanceRow` as after some hours of work; `number` varies the figures."""
     chance = random.Random(number)
     keys = {"l1": chance.randint(2_000, 15_000), "disk-0": chance.randint(30_000, 50_000)}
     return {
@@ -76,7 +77,7 @@ def instance(name: str, number: int = 0, **changes: Any) -> dict[str, Any]:
 
 
 class Cluster:
-    """What the API tells. Every field may be changed at any time; `requests` are those of methods other than GET."""
+    """The state that the API reports. A test may change every field at any time."""
 
     def __init__(self, *instances: dict[str, Any], token: str = "") -> None:
         self.instances = {one["id"]: one for one in instances}
@@ -86,14 +87,15 @@ class Cluster:
         self.token = token
         self.events: list[dict[str, Any]] = []
         self.requests: list[tuple[str, str, Any]] = []
+        """(method, path, body) of each request that was not a GET."""
         self.streams = True
         self.models = ["meta-llama/Llama-3.1-8B-Instruct"]
         self.lookup: dict[str, Any] = {}
         self.explained: dict[str, dict[str, Any]] = {}
+        """Explanations that one of the instances remembers, by request id."""
         self.misses: list[dict[str, Any]] = []
         self.silent: list[str] = []
-        """Instances that do not answer when a chunk or a request is to be explained."""
-        """What one of the instances remembers, by request id."""
+        """Instances that do not answer questions about a chunk or a request."""
         self.slow_commands = False
         self.election = bodies.ElectionBody(
             leads=True,
@@ -107,23 +109,25 @@ class Cluster:
         )
 
     def tell(self, kind: str, name: str = "", **facts: Any) -> None:
-        """Something happened."""
+        """Add an event."""
         number = len(self.events) + 1
         self.events.append(
             {"number": number, "unix_ms": now_ms(), "kind": kind, "instance": name, "facts": facts}
         )
 
     def tail(self, after: int | None, limit: int) -> bodies.EventsBody:
+        """Return at most `limit` events after number `after`, or the last ones if that is None."""
         found = self.events[-limit:] if after is None else self.events[after : after + limit]
         last = found[-1]["number"] if found else after if after is not None else len(self.events)
         return bodies.EventsBody(events=found, next_after=last, lost=False)
 
     def members(self) -> bodies.InstancesBody:
+        """Return the body about all instances."""
         rows = [self.instances[name] for name in sorted(self.instances)]
         return bodies.InstancesBody(instances=rows, drained=[], removed=self.removed)
 
     def state(self) -> State:
-        """What live readers are shown."""
+        """Return the state that the live feed sends."""
         rows = {}
         for name, one in self.instances.items():
             ended_s = one["sync"].get("last_ended_ago_s")
@@ -140,6 +144,7 @@ class Cluster:
         return self.started_ms - int(1000 * ago_s)
 
     def tiers(self) -> bodies.TiersBody:
+        """Return the body about all tiers, summed up from the instances."""
         rows, sums = [], dict[str, bodies.TierSum]()
         for one in self.members().instances:
             for tier in one.tiers if one.state != "dead" else ():
@@ -158,6 +163,7 @@ class Cluster:
         return bodies.TiersBody(tiers=list(sums.values()), rows=rows)
 
     def whole(self) -> bodies.ClusterBody:
+        """Return the body about the whole cluster."""
         members, tiers = self.members().instances, self.tiers().tiers
         placements = sum(tier.keys for tier in tiers)
         states = [one.state for one in members]
@@ -214,7 +220,7 @@ class Cluster:
         )
 
     def series(self, after_unix_ms: int) -> bodies.SeriesBody:
-        """A day's wave, with a burst of misses in each ten minutes."""
+        """Return the points after this time: a smooth wave, with a burst of misses every ten minutes."""
         newest = now_ms() // 5_000 * 5
         tiers = self.tiers().tiers
         points = []
@@ -249,7 +255,7 @@ class Cluster:
 
 
 def make_app(cluster: Cluster) -> FastAPI:
-    """The API over these documents, with the real dashboard."""
+    """Make the app: the API over these documents, and the real dashboard."""
     app = FastAPI()
     registry = CollectorRegistry()
     Counter("kvstrata_controller_events", "Keys that instances told of.", registry=registry).inc(12_884_231)
@@ -392,7 +398,7 @@ def make_app(cluster: Cluster) -> FastAPI:
         return cluster.tiers()
 
     @app.post("/v1/explain")
-    async def explain(body: bodies.ExplainBody) -> bodies.ExplainedBody:
+    async def explain(body: requests.ExplainBody) -> bodies.ExplainedBody:
         live = sorted(name for name, row in cluster.instances.items() if row["state"] == "live")
         known = cluster.explained.get(body.request_id or "")
         there = [{"instance": live[0], "document": known, "missing_now": []}] if known else []
@@ -448,7 +454,7 @@ def make_app(cluster: Cluster) -> FastAPI:
 
 @asynccontextmanager
 async def served(cluster: Cluster, port: int = 0) -> AsyncIterator[str]:
-    """The address of its dashboard while it runs on this loop; `port`: one that it had before."""
+    """Serve the dashboard on this loop until the end of the block, on `port` if given; yield its URL."""
     with socket.create_server(("127.0.0.1", port)) as listener:
         config = uvicorn.Config(
             make_app(cluster), log_level="critical", lifespan="off", timeout_graceful_shutdown=0

@@ -1,4 +1,4 @@
-"""A real etcd on free ports: the one on PATH, or Debian's, unpacked into the cache folder."""
+"""A real etcd on free ports: the program on PATH, or Debian's, unpacked into the cache folder."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.harness import fetch_debian
 from tests.harness.daemon import Daemon, Unavailable
+from tests.tools import fetch_debian
 
 PACKAGE = "etcd-server"
 
 
 def ensure() -> tuple[str, dict[str, str]]:
-    """The program and the variables it needs. Raises Unavailable."""
+    """Return the program and the environment variables it needs. Raises Unavailable."""
     try:
         return fetch_debian.program("etcd", [PACKAGE])
     except fetch_debian.Unavailable as error:
@@ -29,10 +29,11 @@ ROOT_PASSWORD = "root password of the tests"
 
 
 class EtcdServer(Daemon):
-    """One member, alone in its cluster, whose data lie in `folder` and outlive it.
+    """An etcd cluster of one server, whose data lie in `folder` and survive its end.
 
-    `tls`: a folder of `certificates`; then clients speak TLS, and show a certificate of the same authority.  Its name
-    is no user of etcd (`--client-cert-auth`): the JSON gateway refuses certificates with a name then.
+    With `tls`, a folder of `redis_server.certificates`, clients speak TLS and show a certificate of the same authority.
+    A client's certificate names no user of etcd (no `--client-cert-auth`): with that flag etcd's JSON gateway refuses
+    certificates that have a name.
     """
 
     def __init__(self, folder: Path, *, tls: Path | None = None) -> None:
@@ -44,7 +45,7 @@ class EtcdServer(Daemon):
 
     @property
     def url(self) -> str:
-        """Where clients reach it."""
+        """The server's URL for clients."""
         return f"{'https' if self._tls else 'http'}://{self.address}"
 
     def _command(self) -> tuple[Sequence[str], Mapping[str, str] | None]:
@@ -78,7 +79,7 @@ class EtcdServer(Daemon):
         return context
 
     def ask(self, path: str, **body: Any) -> dict[str, Any]:
-        """One call of etcd's JSON gateway, below /v3/. Raises urllib.error.HTTPError."""
+        """Call etcd's JSON gateway at a path below /v3/; return its answer. Raises urllib.error.HTTPError."""
         headers = {"Authorization": self._root_token} if self._root_token else {}
         request = urllib.request.Request(f"{self.url}/v3/{path}", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=30, context=self._context()) as answer:
@@ -86,20 +87,20 @@ class EtcdServer(Daemon):
             return told
 
     def put(self, key: str, value: str, lease: int = 0) -> None:
-        """Write a key, as an administrator does."""
+        """Write a key with the rights of an administrator."""
         self.ask("kv/put", key=_base64(key), value=_base64(value), lease=lease)
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """A key with its revisions and lease, as the gateway tells it; None where it is not there."""
+        """Return the gateway's answer about a key: value, revisions and lease; None for an absent key."""
         [found] = self.ask("kv/range", key=_base64(key)).get("kvs", [None])
         return None if found is None else dict(found)
 
     def delete(self, key: str, end: str = "") -> None:
-        """Remove a key, or all from it up to `end`."""
+        """Remove a key, or all keys from it up to `end`."""
         self.ask("kv/deleterange", key=_base64(key), range_end=_base64(end))
 
     def add_user(self, user: str, password: str) -> None:
-        """One that may do nothing yet. The first one switches authentication on."""
+        """Add a user without rights. The first user switches authentication on."""
         if not self._root_token:
             self.ask("auth/role/add", name="root")
             self.ask("auth/user/add", name="root", password=ROOT_PASSWORD)

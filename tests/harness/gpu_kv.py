@@ -1,9 +1,9 @@
-"""A paged KV cache as vLLM lays it out, in device memory or in the host's, without torch; bytes that tell who they are.
+"""A paged KV cache in vLLM's layouts, in device memory or the host's, without torch; its bytes tell blocks apart.
 
-The KV of a block follows from the tokens of its prompt up to its end, and from its layer: it is a piece of a fixed
-random pattern, so right bytes can be told from those of any other block. A block that belongs to nobody is poisoned.
-All numbers of the pattern have 8 bits as bfloat16, and each piece has the largest of them, so that an engine that
-rounds KV to 8 bits loads the same bytes.
+The KV of a block follows from the tokens of its prompt up to the block's end, and from its layer: the KV is a piece of
+a fixed random pattern, so a test can tell the right bytes from those of any other block. Free blocks are poisoned. The
+pattern holds bfloat16 numbers that fp8 can represent, and each piece holds the largest of them, so an engine that
+rounds KV to fp8 loads the same bytes.
 """
 
 from __future__ import annotations
@@ -28,16 +28,14 @@ ELEMENT_BYTES = 2
 POISON = 0xDE
 PATTERN_BYTES = 1 << 20
 BFLOAT16 = 1
-"""As the codec numbers it."""
+"""The codec's number for the type bfloat16."""
 PIECE_BYTES = 16
-"""Pieces of the pattern begin at multiples of it."""
+"""Pieces of the pattern begin at multiples of this."""
 ARENA_BYTES = 64 << 20
-LAYOUTS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC", "L2BNHD")
-"""vLLM's, and the older (2, blocks, tokens, heads, dim): axes from the outermost, see docs/layouts.md."""
 
 
 class Shape(NamedTuple):
-    """What one worker holds of a model with grouped attention, in numbers of 16 bits."""
+    """One worker's part of a model with grouped-query attention, whose KV has 16-bit numbers."""
 
     layers: int
     hidden: int
@@ -48,12 +46,12 @@ class Shape(NamedTuple):
 
     @property
     def token_bytes(self) -> int:
-        """K and V of one token in one layer."""
+        """Bytes of K and V of one token in one layer."""
         return 2 * self.kv_heads * self.head_dim * ELEMENT_BYTES
 
     @property
     def products(self) -> list[tuple[int, int]]:
-        """Sizes of a layer's weights: queries, keys and values; their projection; gate and up; down."""
+        """Shapes of a layer's weights: query, key and value together; output projection; gate and up; down."""
         width = self.head_dim * self.heads
         return [
             (self.hidden, width + 2 * self.kv_heads * self.head_dim),
@@ -72,7 +70,7 @@ TINY = Shape(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=32, ffn=128)
 
 
 class Tensor(NamedTuple):
-    """What `kv_view` reads of a torch tensor."""
+    """The part of a torch tensor that `kv_view` reads."""
 
     address: int
     shape: tuple[int, ...]
@@ -80,22 +78,22 @@ class Tensor(NamedTuple):
     dtype: str = "torch.bfloat16"
 
     def stride(self) -> tuple[int, ...]:
-        """In elements."""
+        """Return the strides in elements."""
         return self.strides
 
     def element_size(self) -> int:
-        """Bytes."""
+        """Return the bytes of an element."""
         return ELEMENT_BYTES
 
     def data_ptr(self) -> int:
-        """Where it begins."""
+        """Return the address."""
         return self.address
 
 
 def layer_tensors(
     base: int, shape: Shape, layout: str, block_tokens: int, num_blocks: int
 ) -> dict[str, Tensor]:
-    """The tensors of all layers, dense in memory from `base` on."""
+    """Return the tensors of all layers by name, which fill the memory from `base` on without gaps."""
     sizes = {
         "L": shape.layers,
         "2": 2,
@@ -121,7 +119,7 @@ def layer_tensors(
 
 
 def pattern() -> bytes:
-    """What all KV is cut from."""
+    """Return the pattern from which all KV is cut."""
     return _pattern
 
 
@@ -140,7 +138,10 @@ _pattern = _make_pattern()
 
 
 def block_keys(tokens: Sequence[int], block_tokens: int) -> list[int]:
-    """One for each block, the last may be partly filled: equal for equal prompts up to the block's end."""
+    """Return a key for each block, the last of which may be partly filled.
+
+    The keys of two blocks are equal if their prompts are equal up to the block's end.
+    """
     keys, last = [], b""
     for at in range(0, len(tokens), block_tokens):
         content = array("Q", tokens[at : at + block_tokens]).tobytes()
@@ -150,12 +151,12 @@ def block_keys(tokens: Sequence[int], block_tokens: int) -> list[int]:
 
 
 def piece_of(key: int, layer: int) -> int:
-    """Where in the pattern the KV of a block begins."""
+    """Return the offset in the pattern at which the KV of a block begins."""
     return (key + layer * 7919) % (PATTERN_BYTES // PIECE_BYTES) * PIECE_BYTES
 
 
 class PagedKv:
-    """Where the blocks of all layers lie; the memory is the caller's."""
+    """The layout of the blocks of all layers, in memory of the caller."""
 
     def __init__(
         self,
@@ -168,14 +169,14 @@ class PagedKv:
         chunk_tokens: int,
         rounded: bool = False,
     ) -> None:
-        """`rounded`: as the setting `gpu_fp8`."""
+        """`rounded` stands for the setting `gpu_fp8`."""
         tensors = layer_tensors(base, shape, layout, block_tokens, num_blocks)
         self.base = base
         self.shape = shape
         self.block_tokens = block_tokens
         self.num_blocks = num_blocks
         self.image_bytes = block_tokens * shape.token_bytes
-        """A block of one layer, packed as in a record."""
+        """Bytes of a block of one layer as a record packs them."""
         kind = LayerKind(
             heads=shape.kv_heads,
             block_tokens=block_tokens,
@@ -212,15 +213,18 @@ class PagedKv:
 
     @staticmethod
     def memory_bytes(shape: Shape, block_tokens: int, num_blocks: int) -> int:
-        """Bytes of memory."""
+        """Return the bytes of all blocks of all layers."""
         return shape.layers * num_blocks * block_tokens * shape.token_bytes
 
     def address(self, layer: int, block: int) -> int:
-        """Of a block."""
+        """Return the address of a block."""
         return self.layers[layer].base + block * self.layers[layer].block_stride_bytes
 
     def _places(self, first: int, last: int) -> list[tuple[int, int, int]]:
-        """Tokens of a block as (from the block's address, from its image's start, bytes)."""
+        """Return where tokens `first` to `last` of a block lie, as contiguous runs.
+
+        A run is (offset from the block's address, offset in the block's image, bytes).
+        """
         found = []
         whole = (last - first) == self.block_tokens
         spans = (
@@ -241,7 +245,7 @@ class PagedKv:
         return found
 
     def expected(self, key: int, layer: int, first: int, last: int) -> bytes:
-        """The bytes of tokens of a block, in the order of `places`."""
+        """Return the bytes that tokens of a block must have, in the order of `places`."""
         begin = piece_of(key, layer)
         image = _pattern[begin : begin + self.image_bytes]
         image += _pattern[: self.image_bytes - len(image)]
@@ -249,19 +253,19 @@ class PagedKv:
 
 
 class Later(NamedTuple):
-    """Bytes in the arena that are there after `Device.finish`, until something else is queued."""
+    """Bytes in the arena; valid from the next `Device.finish` until the next read is queued."""
 
     address: int
     length: int
 
     @property
     def raw(self) -> bytes:
-        """What is there now."""
+        """The bytes now."""
         return ctypes.string_at(self.address, self.length)
 
 
 class Device(SimulatedGpu):
-    """The device (a real one has none of the controls), and the stream on which the engine computes."""
+    """The device and the engine's stream. A real device has none of the simulator's controls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,12 +277,12 @@ class Device(SimulatedGpu):
         self._used = 0
 
     def copy(self, target: int, source: int, length: int) -> None:
-        """Within the device, or between it and pinned memory, on the engine's stream."""
+        """Queue a copy within the device, or between it and pinned memory, on the engine's stream."""
         where = (ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(length))
         self.call("cuMemcpyAsync", *where, ctypes.c_void_p(self.computes))
 
     def read_later(self, address: int, length: int) -> Later:
-        """On the engine's stream, into pinned memory: a copy into any other would be waited for by the driver."""
+        """Queue a read on the engine's stream, into pinned memory: for other memory the driver would wait."""
         self._used += length
         assert self._used <= ARENA_BYTES, "too much is read at once"
         target = self._arena + self._used - length
@@ -287,17 +291,17 @@ class Device(SimulatedGpu):
 
     @property
     def is_full(self) -> bool:
-        """Whether what was read should be looked at now."""
+        """Whether the arena should be compared and emptied now."""
         return self._used > ARENA_BYTES // 2
 
     def finish(self) -> None:
-        """Wait for the engine's stream; what was read is looked at before more is."""
+        """Wait for the engine's stream. The caller must look at the bytes read before it queues more reads."""
         self.synchronize(self.computes)
         self._used = 0
 
 
 class DeviceKv(PagedKv):
-    """Blocks in device memory; writes and reads go on the engine's stream, behind one another."""
+    """Blocks in device memory; writes and reads are queued on the engine's stream."""
 
     def __init__(
         self, device: Device, shape: Shape, *, block_tokens: int, num_blocks: int, **more: object
@@ -312,11 +316,11 @@ class DeviceKv(PagedKv):
         device.write(self._pattern, content)
 
     def write(self, key: int, layer: int, block: int, first: int, last: int) -> None:
-        """The KV of tokens `first` to `last` of a block."""
+        """Write the KV of tokens `first` to `last` of a block."""
         self._fill(self._pattern + piece_of(key, layer), layer, block, first, last)
 
     def poison(self, blocks: Sequence[int]) -> None:
-        """They belong to nobody any more, so somebody may write anything into them."""
+        """Overwrite free blocks, which no request may read any more."""
         for layer in range(self.shape.layers):
             for block in blocks:
                 self._fill(self._poison, layer, block, 0, self.block_tokens)
@@ -327,7 +331,7 @@ class DeviceKv(PagedKv):
             self.device.copy(address + offset, source + at, length)
 
     def read(self, layer: int, block: int, first: int, last: int) -> list[Later]:
-        """Buffers that are filled by the engine's stream."""
+        """Queue reads of tokens `first` to `last` of a block; return the buffers that they fill."""
         address = self.address(layer, block)
         return [
             self.device.read_later(address + offset, length) for offset, _, length in self.places(first, last)

@@ -1,4 +1,4 @@
-"""One HTTP request."""
+"""One blocking HTTP request, for tests."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import json
 import urllib.request
 from typing import Any
 
+from kvstrata.process.http_token import find_token
 
-def read(url: str, *, body: Any = None, method: str = "", token: str = "") -> bytes:
-    """What the answer holds; a body goes as JSON. Raises urllib.error.HTTPError."""
+
+def read(url: str, *, body: Any = None, method: str = "", token: str | None = None) -> bytes:
+    """Return the answer's body; `body` is sent as JSON. Raises urllib.error.HTTPError.
+
+    Without `token`, the token of a server on this host is looked for, as `kvstrata ctl` does.
+    """
     request = urllib.request.Request(url, method=method or ("GET" if body is None else "POST"))
     if body is not None:
         request.data = json.dumps(body).encode()
         request.add_header("Content-Type", "application/json")
-    if token:
+    if token := find_token(url) if token is None else token:
         request.add_header("Authorization", f"Bearer {token}")
     with urllib.request.urlopen(request, timeout=30) as reply:
         content: bytes = reply.read()

@@ -1,4 +1,4 @@
-"""A real pool with a worker that stores records in it, for tests of what moves chunks between L1 and adapters."""
+"""A real pool with a worker that stores records in it, for tests of code that moves chunks between L1 and adapters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 
 from kvstrata.clock import SystemClock
-from kvstrata.native import copying
+from kvstrata.native import record as native_record
 from kvstrata.native.pool import Pool
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.testing.strategies import IDENTITY, payload_of, record_length, section_lengths
@@ -22,12 +22,12 @@ CLOCK = SystemClock()
 
 
 def chain(name: str, n_chunks: int, n_slices: int = 1) -> list[bytes]:
-    """Storage keys of a prompt, chunk-major."""
+    """Return the storage keys of a prompt, chunk-major."""
     return [hashlib.sha256(f"{name} {i}".encode()).digest() for i in range(n_chunks * n_slices)]
 
 
 class L1:
-    """A real pool, and a worker that stores records in it and reads them."""
+    """A pool, and the row of one worker that stores records in it and reads them."""
 
     def __init__(self, extents_bytes: int = L1_BYTES) -> None:
         fds = [os.memfd_create(name) for name in ("index", "extents")]
@@ -45,7 +45,7 @@ class L1:
         first: int = 0,
         size: int = SIZE,
     ) -> list[bytes]:
-        """Write chunks from number `first` on as a worker does; returns the keys that became visible."""
+        """Write chunks from number `first` on, as a worker does; return the keys of the chunks that became visible."""
         stored: list[bytes] = []
         for s in range(n_slices):
             mine = keys[s::n_slices]
@@ -66,28 +66,28 @@ class L1:
         address, length = self.pool.extents_address + offset, record_length(size)
         payload = payload_of(key, size)
         ctypes.memmove(address + length - size, payload, size)
-        spec = copying.RecordSpec(key, identity, bytes(32), bytes(32), 256)
-        copying.seal_record(address, length, spec, section_lengths(size))
+        spec = native_record.RecordSpec(key, identity, bytes(32), bytes(32), 256)
+        native_record.seal_record(address, length, spec, section_lengths(size))
 
     def read(self, key: bytes) -> bytes | None:
-        """The payload of a visible record, None when it is not there."""
+        """Return the payload of a visible record, None for an absent one."""
         hold = self.pool.hold(key)
         if hold is None:
             return None
         with hold, hold.view() as view:
-            assert copying.verify_record(hold.address, hold.length, key) == 0
+            assert native_record.verify_record(hold.address, hold.length, key) == 0
             return bytes(view[-SIZE:])
 
     def has(self, *keys: bytes) -> bool:
         return all(self.read(key) == payload_of(key, SIZE) for key in keys)
 
     def lose(self, keys: Sequence[bytes]) -> None:
-        """Evict chosen records, children first."""
+        """Remove these records, children first."""
         for key in reversed(keys):
             self.pool.remove(key)
 
     def nothing_in_use(self) -> None:
-        """No reservation, hold or quarantine is left, and the pool is sound."""
+        """Assert that no reservation, hold or quarantine is left and that the pool is sound."""
         stats = self.pool.stats()
         assert stats["holds"] == 0
         assert stats["reservations"] == 0

@@ -1,4 +1,4 @@
-"""Prompts that are stored in a server with L2 behind it and come back, right byte for byte."""
+"""Stores prompts in a server with one L2 adapter and checks the bytes of all chunks that the server gives back."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from kvstrata.types import unpack_extents
 from tests.harness.rpc_client import RpcClient, chain_of, keys_of, payload, until
 
 N_CHUNKS = 3
-"""Of each prompt of a Load."""
+"""Chunks of each prompt of a `Load`."""
 
 
 def until_stored(client: RpcClient) -> None:
-    """Until nothing waits for a put."""
+    """Wait until no chunk is queued for a put, in flight, or to be put again."""
 
     def quiet(status: dict[str, Any]) -> bool:
         [adapter] = status["l2_store"]["adapters"].values()
@@ -23,7 +23,7 @@ def until_stored(client: RpcClient) -> None:
 
 
 def clear_l1(client: RpcClient) -> int:
-    return client.ask(wire.Clear(client.session, client.next_seq(), wire.Tier.L1), wire.Cleared).count
+    return client.ask(wire.Clear(client.session, client.next_seq(), wire.ClearScope.L1), wire.Cleared).count
 
 
 def check_bytes(client: RpcClient, reply: wire.LookupReply, chain: bytes) -> None:
@@ -37,7 +37,7 @@ def check_and_release(client: RpcClient, reply: wire.LookupReply, chain: bytes) 
 
 
 def stored(client: RpcClient, n_chunks: int) -> tuple[wire.IdentifyReply, bytes]:
-    """A prompt that is in L1, and on its way to L2."""
+    """Store a prompt in L1, from where the server puts it to L2; return its identity and its chain."""
     identity = client.identify()
     chain = chain_of(identity.root, n_chunks)
     client.store(identity, chain)
@@ -45,7 +45,7 @@ def stored(client: RpcClient, n_chunks: int) -> tuple[wire.IdentifyReply, bytes]
 
 
 class Load:
-    """One prompt after the other is stored and looked up; whatever is served must be right byte for byte."""
+    """Stores one prompt after the other and looks it up; asserts that all served bytes are right."""
 
     def __init__(self, client: RpcClient) -> None:
         self.client = client
@@ -53,27 +53,27 @@ class Load:
         self.number = 0
 
     def prompt(self) -> bytes:
-        """Store a new one."""
+        """Store a new prompt; return its chain."""
         self.number += 1
         chain = chain_of(self.identity.root, N_CHUNKS, first_token=self.number * 10_000)
         self.client.store(self.identity, chain)
         return chain
 
     def served(self, chain: bytes) -> tuple[int, int]:
-        """Its chunks that come from L1 and from L2."""
+        """Look a prompt up; return how many chunks came from L1 and how many from L2."""
         reply = self.client.lookup(self.identity.identity_id, chain, deadline_ms=5_000)
         check_and_release(self.client, reply, chain)
         self.client.ping([])
         return reply.l1_chunks, reply.l2_chunks
 
     def step(self) -> int:
-        """Store a prompt and ask for it in L1 and then in L2; the chunks that came from there."""
+        """Store a prompt, look it up in L1, clear L1, and look the prompt up again; return how many chunks L2 gave."""
         chain = self.prompt()
-        assert self.served(chain) == (N_CHUNKS, 0), "what L1 has is served whatever L2 does"
+        assert self.served(chain) == (N_CHUNKS, 0), "chunks in L1 are served whatever L2 does"
         until_stored(self.client)
         clear_l1(self.client)
         return self.served(chain)[1]
 
     def until_served(self) -> None:
-        """The tier works (again)."""
+        """Repeat `step` until L2 serves a whole prompt (again)."""
         until(self.client, lambda status: self.step() == N_CHUNKS)

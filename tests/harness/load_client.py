@@ -1,7 +1,7 @@
-"""A client process that plays one engine: a paged KV cache of a Llama-8B shape in plain memory, no torch, no model.
+"""A client process that acts as one engine: a paged KV cache of Llama 8B's shape in plain memory, no torch, no model.
 
-Asked by JSON lines (`tests.harness.child`).  What a prompt's KV holds follows from the prompt's seed alone, so any
-process can tell whether what it retrieved is right, byte by byte.
+It takes requests as JSON lines (`tests.harness.child`).  A prompt's KV follows from the prompt's seed alone, so any
+process can check what it retrieved, byte by byte.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from kvstrata.client import CacheClient, LoadItem
-from kvstrata.client.calls import LookupResult, StoreOutcome
+from kvstrata.client.handles import LookupResult, StoreOutcome
 from kvstrata.config.model import ClientSettings
 from kvstrata.native.copying import CopyPlan
 from kvstrata.types import (
@@ -36,12 +36,12 @@ BLOCK_BYTES = 2 * KV_HEADS * HEAD * ELEMENT_BYTES * BLOCK_TOKENS
 CHUNK_BYTES = LAYERS * CHUNK_BLOCKS * BLOCK_BYTES
 """32 MiB."""
 WAIT_S = 40.0
-"""Less than those who ask us wait, so that they learn what it came to."""
+"""Longest wait for an outcome; shorter than the parent's wait for our answer, so that the parent learns the outcome."""
 AGAIN_S = 0.1
 NOT_NOW = {StoreOutcome.UNAVAILABLE, StoreOutcome.FAILED, StoreOutcome.IN_FLIGHT}
-"""The server was silent for 0.3 s, as on a crowded machine.  An engine goes on without; we ask again."""
+"""Outcomes of a store when the server was silent for 0.3 s, as on a busy machine: an engine gives up, we try again."""
 NO_ANSWER = {MissReason.BREAKER_OPEN, MissReason.DEADLINE, MissReason.IN_FLIGHT}
-"""Likewise of a lookup."""
+"""Reasons of a lookup when the server was silent: we look up again."""
 
 
 class Engine:
@@ -82,11 +82,11 @@ class Engine:
         random.Random(group).shuffle(self.table)
 
     def connected(self) -> bool:
-        """Whether a server is attached and knows this process."""
+        """Return whether this process is attached and the server knows its identity."""
         return self.client.connected and self.identity.ready
 
     def store(self, seed: int, chunks: int) -> dict[str, Any]:
-        """Write a prompt's KV into blocks, then store it; the seconds of the store that succeeded alone."""
+        """Write a prompt's KV into blocks and store it; `seconds` counts the last attempt alone."""
         self._fill(seed, chunks)
         hasher = self._keys(seed, chunks)
         blocks = [self.table[i * CHUNK_BLOCKS : (i + 1) * CHUNK_BLOCKS] for i in range(chunks)]
@@ -122,7 +122,7 @@ class Engine:
             for i, extent in enumerate(unpack_extents(result.extents))
         ]  # fmt: skip
         begun = time.perf_counter()
-        job = self.client.load(result.lease, items, self.plan, sync=True)
+        job = self.client.load(self.identity, result.lease, items, self.plan, sync=True)
         seconds = time.perf_counter() - begun
         return {
             "chunks": result.n_chunks,
@@ -135,7 +135,7 @@ class Engine:
         }
 
     def _look_up(self, hasher: Any, seed: int) -> tuple[LookupResult, float]:
-        """What the server has of a prompt, and the seconds of the lookup that it answered."""
+        """Look a prompt up until the server answers; return the result and the seconds of that lookup alone."""
         give_up_s = time.perf_counter() + WAIT_S
         while True:
             begun = time.perf_counter()
@@ -162,7 +162,7 @@ class Engine:
         return all(view[at : at + BLOCK_BYTES] == expected for at, expected in self._expected(seed, chunks))
 
     def _expected(self, seed: int, chunks: int) -> Any:
-        """(place in memory, bytes) of every block of every layer of a prompt."""
+        """Yield (place in memory, bytes) of every block of every layer of a prompt."""
         for layer in range(LAYERS):
             draw = random.Random(seed * LAYERS + layer)
             for block in self.table[: chunks * CHUNK_BLOCKS]:
@@ -170,7 +170,7 @@ class Engine:
 
 
 def main() -> None:
-    """Arguments: socket directory, chunks of KV cache, a number of its own."""
+    """Serve an engine; arguments: socket directory, chunks of KV cache, a number that no other engine has."""
     engine = Engine(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
     serve(
         {

@@ -1,7 +1,8 @@
-"""A real Mooncake cluster: the client's wheel and the libraries it needs in the cache folder, its master on free ports,
-and a holder, which is a client that lends the memory and reaches the stored values beside the adapter.
+"""A real Mooncake cluster: a master on free ports, and a holder.
 
-Nothing is installed: processes that use it get `environment()`, and adapter hosts inherit that.
+The holder is a client that lends the cluster its memory and reads and writes stored values without the adapter.  The
+client's wheel and its libraries lie in the cache folder; nothing is installed.  Processes that use the cluster get
+`environment()`, and adapter hosts inherit it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.harness import child, fetch_debian, fetch_wheels
+from tests.harness import child
 from tests.harness.daemon import Daemon, Unavailable
+from tests.tools import fetch_debian, fetch_wheels
 
 REQUIREMENT = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 LIBRARIES = ("libcurl4", "libibverbs1", "libnuma1")
 INSTALL = f"to install: pip install {REQUIREMENT} && sudo apt-get install -y {' '.join(LIBRARIES)}"
 
-# As people write it, for a machine with an RDMA network card.
+# A published command line, for a machine with an RDMA network card.
 PUBLISHED = (
     "--l1-size-gb 100 --eviction-policy LRU --l2-adapter"
     ' \'{"type":"mooncake_store","num_workers":4,"per_op_workers":{"lookup":1,"retrieve":1,"store":2},'
@@ -34,7 +36,7 @@ PUBLISHED = (
 
 
 def ensure() -> Path:
-    """The folder with the package `mooncake`, fetched on the first call. Raises Unavailable."""
+    """Return the folder with the package `mooncake`; fetch it on the first call. Raises Unavailable."""
     try:
         folder = fetch_wheels.ensure([REQUIREMENT])
     except fetch_wheels.Unavailable as error:
@@ -44,7 +46,7 @@ def ensure() -> Path:
 
 
 def environment() -> dict[str, str]:
-    """Variables for a process that uses the client or the master. Raises Unavailable."""
+    """Return the environment of a process that uses the client or the master. Raises Unavailable."""
     try:
         variables = fetch_debian.environment(fetch_debian.ensure(LIBRARIES))
     except fetch_debian.Unavailable as error:
@@ -66,11 +68,11 @@ class Master(Daemon):
 
     @property
     def metadata_server(self) -> str:
-        """Its own."""
+        """URL of the master's own metadata server."""
         return f"http://127.0.0.1:{self.ports[1]}/metadata"
 
     def setup(self, **more: Any) -> dict[str, Any]:
-        """Mooncake's part of an adapter's entry: a client that lends no memory."""
+        """Return Mooncake's fields of an adapter's entry, for a client that lends no memory."""
         return {
             "local_hostname": "127.0.0.1",
             "metadata_server": self.metadata_server,
@@ -100,7 +102,7 @@ class Master(Daemon):
             return False
 
     def names(self) -> set[str]:
-        """Of all objects."""
+        """Return the names of all objects."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[2]}/get_all_keys", timeout=10) as reply:
             return set(reply.read().decode().split())
 
@@ -118,15 +120,15 @@ class Holder:
         )
 
     def get(self, name: str) -> bytes:
-        """The value; empty where there is none."""
+        """Return the value of a name; empty for an unknown name."""
         return bytes.fromhex(self.child.ask("get", name=name))
 
     def put(self, name: str, value: bytes) -> None:
-        """Replace the value."""
+        """Replace the value of a name."""
         self.child.ask("put", name=name, value=value.hex())
 
     def remove(self, name: str) -> None:
-        """Remove the value."""
+        """Remove the value of a name."""
         self.child.ask("remove", name=name)
 
     def remove_all(self) -> None:
@@ -144,6 +146,6 @@ class Holder:
 
 @contextlib.contextmanager
 def cluster(folder: Path, *flags: str, segment_mb: int = 256) -> Iterator[tuple[Master, Holder]]:
-    """A master and one holder."""
+    """Run a master and one holder until the end of the block."""
     with Master(folder, *flags) as master, Holder(folder, master, segment_mb=segment_mb) as holder:
         yield master, holder

@@ -1,4 +1,4 @@
-"""The process of `mooncake.Holder`: its argument is the JSON for Mooncake's setup."""
+"""The child process of `mooncake.Holder`; its argument is the JSON for Mooncake's setup."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.harness.child import serve
 
 
 def main() -> None:
-    """Set the client up and answer until stdin ends."""
+    """Set up the client and answer until stdin ends."""
     store = MooncakeDistributedStore()
     code = store.setup(json.loads(sys.argv[1]))
     if code:

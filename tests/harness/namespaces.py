@@ -1,21 +1,21 @@
-"""Commands under which a child lives in namespaces of its own, as in a container that shares one directory."""
+"""Commands that run a child in namespaces of its own, as in a container."""
 
 from __future__ import annotations
 
 import subprocess
 
 CONTAINER = ("unshare", "-Urmnip", "--fork", "--kill-child", "--mount-proc")
-"""Own user, mount, network, IPC and PID namespaces, its own /proc; root inside, ourselves outside."""
+"""The child has its own user, mount, network, IPC and PID namespaces and /proc; it is root inside, our user outside."""
 
 
 def hidden_shm(size: str = "64k") -> tuple[str, ...]:
-    """Replaces /dev/shm by an empty one of `size`; goes after a command that makes a mount namespace."""
+    """Return a command that replaces /dev/shm by an empty one of `size`; it needs a mount namespace of its own."""
     script = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
     return ("sh", "-c", script, "sh")
 
 
 def why_not() -> str:
-    """Why namespaces cannot be had here; empty when they can."""
+    """Return why this machine permits no namespaces; empty when it does."""
     done = subprocess.run(
         [*CONTAINER, *hidden_shm(), "true"], capture_output=True, text=True, check=False, timeout=60
     )

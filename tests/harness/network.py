@@ -1,7 +1,8 @@
-"""Hosts of one machine: network namespaces with an address each, behind links to one switch that can be slow or cut.
+"""Hosts on one machine: network namespaces, each with an address and a link to one switch; a link can be slow or cut.
 
-They lie in a user namespace of their own, so nobody has to be root, and go with the processes that hold them, which end
-with this one.  Processes of a host see the files of everybody and the network of nobody else.
+The namespaces lie inside a user namespace of their own, so root is not needed.  Each namespace ends with the process
+that holds it, and the holding processes end with this process.  Processes of a host see the files of all hosts, but
+only their own host's network.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ _NEEDED = (
 )
 BURST_BYTES = 32 << 10
 SENDS_BYTES = 256 << 10
-"""What a connection has under way at most: the kernel sends it though its process is gone."""
+"""Bound of a connection's send buffer: the kernel sends these bytes even after the process has ended."""
 
 
 def why_not() -> str:
-    """Why there can be no such network here; empty when there can."""
+    """Return why this machine permits no such network; empty when it does."""
     try:
         done = subprocess.run(
             ["unshare", "-Urn", "sh", "-c", " && ".join(_NEEDED)],
@@ -41,11 +42,15 @@ def why_not() -> str:
         )
     except FileNotFoundError as error:
         return f"{error}; to install: apt-get install util-linux iproute2"
-    return "" if done.returncode == 0 else f"no network of namespaces can be had here: {done.stderr.strip()}"
+    return (
+        ""
+        if done.returncode == 0
+        else f"this machine permits no network of namespaces: {done.stderr.strip()}"
+    )
 
 
 class Host:
-    """A namespace. `under` is the command that a process of this host runs under."""
+    """One network namespace. Processes of this host are started with the command `under`."""
 
     def __init__(self, log: Path, number: int, hub: Host | None = None) -> None:
         self.address = f"{NET}.{number}"
@@ -80,45 +85,46 @@ class Host:
 
     @property
     def under(self) -> tuple[str, ...]:
+        """The command that runs another command on this host."""
         return ("nsenter", "--preserve-credentials", "-U", "-n", "-t", str(self._holder.pid))
 
-    def http(self, url: str, *, body: Any = None, method: str = "", token: str = "") -> bytes:
-        """As `tests.harness.http_read.read`, from this host. Raises ChildError."""
+    def http(self, url: str, *, body: Any = None, method: str = "", token: str | None = None) -> bytes:
+        """Make an HTTP request from this host, see `http_read.read`. Raises ChildError."""
         content: str = self._reader.ask("read", url=url, body=body, method=method, token=token)
         return content.encode()
 
     def ip(self, *arguments: str) -> None:
-        """Run `ip` here."""
+        """Run the program `ip` on this host."""
         self._run("ip", *arguments)
 
     def cut(self) -> None:
-        """Take its cable out: what is sent either way is lost, and nobody is told."""
+        """Cut the host's link: packets in both directions are lost without an error."""
         assert self._hub is not None
         self._hub.ip("link", "set", self._port, "down")
 
     def mend(self) -> None:
-        """Put it in again."""
+        """Undo `cut`."""
         assert self._hub is not None
         self._hub.ip("link", "set", self._port, "up")
 
     def new_device(self, address: str) -> None:
-        """Another device with its link and this address, which leads nowhere."""
+        """Add a device that is up and has this address, but reaches no other host."""
         self.ip("link", "add", "more0", "type", "veth", "peer", "name", "more1")
         self.ip("address", "add", f"{address}/24", "dev", "more0")
         for name in ("more1", "more0"):
             self.ip("link", "set", name, "up")
 
     def slow(self, bytes_per_s: int) -> None:
-        """Bound what it sends, until `fast`."""
+        """Bound the host's rate of sending, until `fast`."""
         shape = ("rate", f"{8 * bytes_per_s}bit", "burst", str(BURST_BYTES), "latency", "1s")
         self._run("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *shape)
 
     def fast(self) -> None:
-        """No bound again."""
+        """Undo `slow`."""
         self._run("tc", "qdisc", "delete", "dev", "eth0", "root")
 
     def sent_bytes(self) -> int:
-        """What has left it over the network since it was made."""
+        """Return the bytes that the host has sent over its link."""
         for line in Path(f"/proc/{self._holder.pid}/net/dev").read_text().splitlines():
             name, _, counts = line.strip().partition(":")
             if name == "eth0":
@@ -126,7 +132,7 @@ class Host:
         raise AssertionError("no eth0")
 
     def close(self) -> None:
-        """Processes that run here go on, without anybody to reach."""
+        """Remove the host from the network; its processes run on but reach nothing."""
         self._stack.close()
 
     def _up(self, device: str) -> None:
@@ -143,7 +149,7 @@ class Host:
 
 
 class Network:
-    """A hub, which is a host too, and as many hosts as are wanted."""
+    """`n_hosts` hosts and a hub, which has the switch and is a host too."""
 
     def __init__(self, folder: Path, n_hosts: int) -> None:
         self._log = folder / "network.log"

@@ -1,4 +1,4 @@
-"""What a process has open, while it opens and closes files meanwhile."""
+"""Lists the open files of a process, which may open and close files meanwhile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 
 def open_files(pid: int | str = "self") -> list[str]:
-    """The targets of its descriptors, in no order, e.g. a path or `socket:[1234]`."""
+    """Return the targets of a process's descriptors, such as a path or `socket:[1234]`, in no order."""
     targets = []
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed since, as the listing's own descriptor is

@@ -1,4 +1,4 @@
-// Run in a page by page_checks.py: returns what is wrong with it as a list of sentences.
+// Run in a page by page_checks.py: returns the page's faults as a list of sentences.
 ([minContrast, minLarge, minTarget]) => {
   const faults = [];
   const where = (node) => `${node.nodeName.toLowerCase()}.${node.getAttribute("class") ?? ""} ${JSON.stringify(node.textContent.trim().slice(0, 40))}`;

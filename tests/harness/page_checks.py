@@ -1,6 +1,6 @@
-"""What a page owes to people who do not see it, or not well: names, roles, order of headings, contrast.
+"""Checks a page's accessibility: names and roles of controls, order of headings, contrast, size of targets.
 
-A small check in the manner of axe. Names and roles are those of the browser's own accessibility tree.
+It checks a small part of the rules of the tool axe. Names and roles are those of the browser's own accessibility tree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FAULTS = Path(__file__).with_suffix(".js").read_text()
 
 
 async def faults(page: Page) -> list[str]:
-    """What is wrong with what the page shows now; empty when nothing is."""
+    """Return the faults of the page in its present state, as sentences."""
     found: list[str] = await page.evaluate(_FAULTS, [MIN_CONTRAST, MIN_CONTRAST_LARGE, MIN_TARGET_PX])
     session = await page.context.new_cdp_session(page)
     tree = await session.send("Accessibility.getFullAXTree")

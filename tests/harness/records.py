@@ -1,4 +1,4 @@
-"""Looks into a pool's extents file from outside, and changes stored KV there, to prove that this is noticed."""
+"""Changes stored KV in a pool's extents file behind the server's back, for tests that such changes are noticed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from kvstrata.native.copying import RecordError, RecordSpec, buffer_address, record_header, seal_record
+from kvstrata.native.copying import buffer_address
+from kvstrata.native.record import RecordError, RecordSpec, record_header, seal_record
 
 MAGIC = b"KVSTRATA"
 ALIGNMENT_BYTES = 4096
@@ -23,7 +24,7 @@ class Extents:
         self._base = buffer_address(self._map, writable=True)
 
     def records(self) -> dict[int, Any]:
-        """Offset → header of every whole record, of freed extents too."""
+        """Return the header of every whole record by the record's offset, including records in freed extents."""
         found = {}
         at = self._map.find(MAGIC)
         while at >= 0:
@@ -36,14 +37,14 @@ class Extents:
         return found
 
     def flip_a_byte(self, offset: int, header: Any) -> None:
-        """One byte in the middle of the payload."""
+        """Flip a bit of the byte in the middle of the payload."""
         at = offset + header.header_bytes + header.payload_bytes // 2
         self._map[at] ^= 0x40
 
     def replace_payload(self, offset: int, header: Any, seed: int) -> None:
-        """Other bytes, with checksums that fit them: what nobody can notice."""
+        """Write another payload with matching checksums, so that no verification can notice the change."""
         start = offset + header.header_bytes
-        # Small finite bf16 numbers, so that a model computes something from them.
+        # Small finite bf16 numbers: from these a model computes finite results.
         noise = bytearray(random.Random(seed).randbytes(header.payload_bytes))
         noise[1::2] = bytes((byte & 0x80) | 0x3E for byte in noise[1::2])
         self._map[start : start + header.payload_bytes] = bytes(noise)
@@ -54,5 +55,5 @@ class Extents:
         seal_record(self._base + offset, header.header_bytes + header.payload_bytes, spec, lengths)
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap the file."""
         self._map.close()

@@ -1,6 +1,6 @@
 """Real Redis servers on free ports: alone, as a cluster, watched by a sentinel, or behind TLS.
 
-The one on PATH, or Debian's, unpacked into the cache folder. The caller owns the folders they live in.
+The program is the one on PATH, or Debian's, unpacked into the cache folder. The caller owns the servers' folders.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from tests.harness import fetch_debian
 from tests.harness.daemon import Daemon, Unavailable
+from tests.tools import fetch_debian
 
 CLUSTER_S = 30.0
 PACKAGES = ("redis-server", "redis-tools")
-"""The first one's program is a link to one of the second, which may be installed without the first."""
+"""redis-server's program is a link into redis-tools, so both are fetched. A machine may have redis-tools alone."""
 SLOTS = 1 << 14
 
 
 def ensure() -> tuple[str, dict[str, str]]:
-    """The program and the variables it needs. Raises Unavailable."""
+    """Return the program and the environment variables it needs. Raises Unavailable."""
     try:
         return fetch_debian.program("redis-server", PACKAGES)
     except fetch_debian.Unavailable as error:
@@ -36,9 +36,9 @@ def ensure() -> tuple[str, dict[str, str]]:
 
 
 class RedisServer(Daemon):
-    """One server, whose ports stay the same over restarts; it keeps nothing unless `flags` say so.
+    """One server, whose ports stay the same over restarts; it writes no data to disk unless `flags` say so.
 
-    `tls`: a folder of `certificates`; then the port speaks TLS only.
+    With `tls`, a folder of `certificates`, the port speaks TLS only.
     """
 
     def __init__(self, folder: Path, *flags: str, tls: Path | None = None, password: str = "") -> None:
@@ -51,7 +51,7 @@ class RedisServer(Daemon):
 
     @property
     def bus_port(self) -> int:
-        """For the other nodes of a cluster."""
+        """The port for the other nodes of a cluster."""
         return self.ports[1]
 
     def _command(self) -> tuple[Sequence[str], Mapping[str, str] | None]:
@@ -87,9 +87,9 @@ class RedisServer(Daemon):
         return True
 
     def client(self) -> redis.Redis:
-        """Another client than ours. The caller closes it."""
+        """Make a client of redis-py, which the caller closes."""
         tls = {} if self.tls is None else {"ssl": True, "ssl_ca_certs": str(self.tls / "ca.crt")}
-        # Without retries: `start` is in a hurry.
+        # No retries: `start` asks again by itself.
         retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0)
         return redis.Redis(
             "127.0.0.1",
@@ -101,14 +101,14 @@ class RedisServer(Daemon):
         )
 
     def entry(self, **more: Any) -> dict[str, Any]:
-        """An adapter's entry for it."""
+        """Return an adapter's entry for this server."""
         tls = {} if self.tls is None else {"tls_enable": True, "tls_ca_file": str(self.tls / "ca.crt")}
         password = {"password": self.password} if self.password else {}
         return {"type": "resp", "host": "127.0.0.1", "port": self.port, **tls, **password, **more}
 
 
 class Sentinel(RedisServer):
-    """A sentinel that watches `master` under the name `mymaster` and decides alone."""
+    """A sentinel that watches `master` under the name `mymaster`; its vote alone decides a failover."""
 
     def __init__(self, folder: Path, master: RedisServer) -> None:
         self._master = master
@@ -126,7 +126,7 @@ class Sentinel(RedisServer):
 
 @contextlib.contextmanager
 def cluster(folder: Path, count: int = 3) -> Iterator[list[RedisServer]]:
-    """Masters that share the slots, without replicas."""
+    """Run a cluster of `count` masters without replicas until the end of the block."""
     flags = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(RedisServer(folder / f"node{i}", *flags)) for i in range(count)]
@@ -139,7 +139,7 @@ def cluster(folder: Path, count: int = 3) -> Iterator[list[RedisServer]]:
             clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, node.bus_port)
         deadline_s = time.monotonic() + CLUSTER_S
         while not all(_is_whole(client, count) for client in clients):
-            assert time.monotonic() < deadline_s, "the cluster does not come together"
+            assert time.monotonic() < deadline_s, "the cluster's nodes do not agree on its slots"
             time.sleep(0.02)
         yield nodes
 
@@ -150,7 +150,7 @@ def _is_whole(client: redis.Redis, count: int) -> bool:
 
 
 def certificates(folder: Path) -> Path:
-    """`folder` with ca.crt, and server.crt and server.key for 127.0.0.1, made anew."""
+    """Write a new ca.crt, and server.crt and server.key for 127.0.0.1, into `folder`; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     now = datetime.datetime.now(datetime.UTC)
     ca_key, server_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))

@@ -1,12 +1,11 @@
-"""A client of the RPC protocol with nothing between the test and the wire: it attaches, sends and receives frames.
+"""A bare client of the RPC protocol: it attaches, and sends and receives frames when a test says so.
 
-Blocking, one thread.  It knows no retries and no breaker; tests decide what is sent, lost or repeated.
+Blocking, one thread, no retries and no breaker: tests decide which frames are sent, lost or repeated.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +17,11 @@ import zmq
 
 from kvstrata.memory.attach.client import Attachment, attach, process_locks
 from kvstrata.memory.paths import RPC_SOCKET
-from kvstrata.native.copying import RecordSpec, record_bytes, seal_record
 from kvstrata.native.hashing import chain_keys, storage_keys
-from kvstrata.native.pool import ExtentsMap
-from kvstrata.rpc import wire
+from kvstrata.native.index import ExtentsMap
+from kvstrata.native.record import RecordSpec, record_bytes, seal_record
+from kvstrata.rpc import attach_wire, wire
+from kvstrata.rpc.frame import prove
 from kvstrata.types import (
     KEY_BYTES,
     Extent,
@@ -36,7 +36,7 @@ from kvstrata.types import (
 R = TypeVar("R", bound=wire.Reply)
 
 HANG_S = 30.0
-"""A reply that takes so long has been lost; no test waits for this."""
+"""A reply that has not come within this time counts as lost."""
 CHUNK_TOKENS = 16
 PAYLOAD_BYTES = 60_000
 SECTIONS = [20_000, 40_000]
@@ -44,7 +44,7 @@ RECORD_BYTES = record_bytes(len(SECTIONS), PAYLOAD_BYTES)
 
 
 class RpcError(Exception):
-    """An error reply."""
+    """The server answered with an error."""
 
     def __init__(self, reply: wire.Error) -> None:
         super().__init__(f"{reply.code}: {reply.message}")
@@ -56,7 +56,7 @@ class RpcError(Exception):
 
 
 def layout(model: str = "tiny", **fields: Any) -> LayoutIdentity:
-    """A layout identity for tests."""
+    """Make a layout identity."""
     return LayoutIdentity(model=model, kv_dtype="bf16", chunk_tokens=CHUNK_TOKENS, **fields)
 
 
@@ -64,12 +64,12 @@ FACTS: dict[str, Any] = {"payload_bytes": PAYLOAD_BYTES, "sections": SECTIONS}
 
 
 def part(first_head: int = 0, end_head: int = 8, facts: dict[str, Any] = FACTS) -> Slice:
-    """A slice for tests."""
+    """Make a slice."""
     return Slice(layers=(0, 2), kv_heads=(first_head, end_head), layout=facts_digest(facts))
 
 
 class RpcClient:
-    """One session. `group` None makes an engine of its own."""
+    """One session; with `group` None it belongs to an engine of its own."""
 
     def __init__(
         self,
@@ -96,6 +96,8 @@ class RpcClient:
         self.registers_memory = registers_memory
         self.seq = 0
         self.epoch = 0
+        self.secret = b""
+        """Proves requests; stays after `detach`."""
         self.attachment: Attachment | None = None
         self.extents: ExtentsMap | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -105,11 +107,11 @@ class RpcClient:
     # --- connections -------------------------------------------------------------------------------------
 
     def attach(self) -> Attachment:
-        """Attach, or attach again, and map the pool."""
+        """Attach (again) and map the pool."""
         self.detach()
         self.attachment = attach(
             self.socket_dir,
-            wire.AttachRequest(
+            attach_wire.AttachRequest(
                 protocol=wire.PROTOCOL_VERSION,
                 session=self.session,
                 group=self.group,
@@ -124,12 +126,15 @@ class RpcClient:
             ),
             process_locks(),
         )
-        self.extents = ExtentsMap(self.attachment.extents_fd, self.attachment.extents_bytes)
+        self.extents = ExtentsMap(
+            self.attachment.extents_fd, self.attachment.extents_bytes, writable=self.slice is not None
+        )
         self.epoch = self.attachment.epoch
+        self.secret = self.attachment.secret
         return self.attachment
 
     def detach(self) -> None:
-        """Close the attach connection; the process lives."""
+        """Unmap the pool and close the attach connection, as a detached process does."""
         if self.attachment is not None:
             self.attachment.close()
             self.attachment = None
@@ -137,23 +142,28 @@ class RpcClient:
             self.extents.close()
             self.extents = None
 
-    def connect(self, endpoint: str | None = None) -> None:
-        """Open the RPC connection, or another one in place of it."""
+    def connect(self, endpoint: str | None = None, *, keys: tuple[bytes, bytes, bytes] | None = None) -> None:
+        """Open the RPC connection; a connection that is open is closed first.
+
+        `keys`: CURVE keys, the server's public one and our own two.
+        """
         if self._socket is not None:
             self._socket.close(linger=0)
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        if keys is not None:
+            self._socket.curve_serverkey, self._socket.curve_publickey, self._socket.curve_secretkey = keys
         self._socket.connect(endpoint or f"ipc://{self.socket_dir / RPC_SOCKET}")
 
     def close(self) -> None:
-        """Detach and disconnect. The process lives on, so what the session owns stays."""
+        """Detach and disconnect. The session keeps its leases and reservations, since the process lives."""
         self.detach()
         if self._socket is not None:
             self._socket.close(linger=0)
         self._context.term()
 
     def goodbye(self) -> None:
-        """Give the row back, then close."""
+        """End the session, then close."""
         assert self.attachment is not None
         if self.extents is not None:
             self.extents.close()
@@ -163,7 +173,7 @@ class RpcClient:
         self.close()
 
     def replace(self) -> None:
-        """After `goodbye`: another process takes the place of the one that is gone."""
+        """Begin a new session after `goodbye`, as another process of the engine would."""
         self.session = secrets.token_bytes(16)
         self.seq = self.epoch = 0
         self._context = zmq.Context()
@@ -188,29 +198,34 @@ class RpcClient:
     # --- frames ------------------------------------------------------------------------------------------
 
     def send_frames(self, *frames: bytes) -> None:
-        """Send whatever."""
+        """Send one message of these frames."""
         assert self._socket is not None
         self._socket.send_multipart(frames)
 
     def receive_frames(self, timeout_s: float = HANG_S) -> list[bytes]:
-        """The next message."""
+        """Return the frames of the next message. Raises TimeoutError."""
         assert self._socket is not None
         if not self._socket.poll(int(timeout_s * 1000)):
             raise TimeoutError(f"no reply within {timeout_s:g} s")
         return self._socket.recv_multipart()
 
+    def frame(self, request: wire.Request) -> bytes:
+        """The frame of a request, with the proof if it names a session."""
+        message = wire.encode(request)
+        return prove(self.secret, message) if self.secret and request.session != wire.NO_SESSION else message
+
     def next_seq(self) -> int:
-        """A new request's number."""
+        """Return the number of a new request."""
         self.seq += 1
         return self.seq
 
     def send(self, request: wire.Request) -> int:
-        """Send one request; returns its seq."""
-        self.send_frames(wire.encode(request))
+        """Send a request, with the proof if it names a session; return its seq."""
+        self.send_frames(self.frame(request))
         return request.seq
 
     def receive(self, seq: int | None = None, timeout_s: float = HANG_S) -> wire.AnyReply:
-        """The reply to `seq` (others are kept), or the next one."""
+        """Return the reply to request `seq` and keep other replies for later; with None, return the next reply."""
         if seq is not None and seq in self._early:
             return self._early.pop(seq)
         while True:
@@ -222,11 +237,11 @@ class RpcClient:
             self._early[reply.seq] = reply
 
     def ask(self, request: wire.Request, expected: type[R]) -> R:
-        """Send and wait. Raises RpcError for an error reply."""
+        """Send a request and wait for its reply. Raises RpcError for an error."""
         return self.expect(self.send(request), expected)
 
     def expect(self, seq: int, expected: type[R]) -> R:
-        """The reply to a request sent before."""
+        """Wait for the reply to a request that was sent before. Raises RpcError for an error."""
         reply = self.receive(seq)
         if isinstance(reply, wire.Error):
             raise RpcError(reply)
@@ -242,7 +257,7 @@ class RpcClient:
         )
 
     def ping(self, live: list[int] | None = None) -> wire.Pong:
-        """A ping."""
+        """Ping the server; `live` names the requests that this session still needs."""
         return self.ask(wire.Ping(self.session, self.next_seq(), live), wire.Pong)
 
     def lookup_request(
@@ -254,21 +269,21 @@ class RpcClient:
         request_id: str = "",
         probe: bytes = b"",
     ) -> wire.Lookup:
-        """A lookup to send."""
-        groups = [wire.Group(wire.Rule.PREFIX, chain)]
+        """Make a lookup."""
+        groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
         return wire.Lookup(self.session, self.next_seq(), deadline_ms, identity, request_id, groups, probe)
 
     def lookup(self, identity: int, chain: bytes, **more: Any) -> wire.LookupReply:
-        """A lookup and its reply."""
+        """Look a chain up."""
         return self.ask(self.lookup_request(identity, chain, **more), wire.LookupReply)
 
     def release(self, leases: Sequence[tuple[bytes, int]], *, group: bool = False) -> int:
-        """How many shares ended."""
+        """Release leases; return how many shares ended."""
         request = wire.Release(self.session, self.next_seq(), list(leases), group)
         return self.ask(request, wire.Ok).count
 
     def cancel(self, target: int) -> int:
-        """How many requests were undone or stopped."""
+        """Cancel a request; return how many requests were undone or stopped."""
         return self.ask(wire.Cancel(self.session, self.next_seq(), target), wire.Ok).count
 
     def reserve(
@@ -280,26 +295,26 @@ class RpcClient:
         record: int = RECORD_BYTES,
         probe: bytes = b"",
     ) -> tuple[int, wire.ReserveReply]:
-        """(seq of the reserve, its reply)."""
+        """Reserve extents; return the seq of the request and its reply."""
         seq = self.next_seq()
         request = wire.Reserve(self.session, seq, 5_000, identity, parent, chain, record, probe)
         return seq, self.ask(request, wire.ReserveReply)
 
     def commit(self, reservation: int, indices: list[int]) -> bytes:
-        """One wire.CommitOutcome per index."""
+        """Commit extents; return one `wire.CommitOutcome` per index."""
         request = wire.Commit(self.session, self.next_seq(), reservation, indices)
         return self.ask(request, wire.CommitReply).outcomes
 
     def abort(self, reservation: int, indices: list[int] | None = None) -> int:
-        """How many extents were given back."""
+        """Abort a reservation, or these extents of it; return how many extents were given back."""
         return self.ask(wire.Abort(self.session, self.next_seq(), reservation, indices), wire.Ok).count
 
     def status(self) -> dict[str, Any]:
-        """The instance's status."""
+        """Ask for the status document."""
         return self.ask(wire.Status(self.session, self.next_seq()), wire.Document).body
 
     def explain(self, request_id: str) -> dict[str, Any]:
-        """Why a lookup missed."""
+        """Ask why a lookup missed."""
         return self.ask(wire.Explain(self.session, self.next_seq(), request_id), wire.Document).body
 
     # --- bytes -------------------------------------------------------------------------------------------
@@ -312,16 +327,16 @@ class RpcClient:
         header = RECORD_BYTES - PAYLOAD_BYTES
         view[header:RECORD_BYTES] = payload(fill)
         spec = RecordSpec(
-            storage_keys(chain_key, digest),
+            storage_keys(root, chain_key, digest),
             root,
             digest,
-            storage_keys(parent, digest) if parent else bytes(KEY_BYTES),
+            storage_keys(root, parent, digest) if parent else bytes(KEY_BYTES),
             CHUNK_TOKENS,
         )
         seal_record(self.extents.address + extent.offset_bytes, extent.length_bytes, spec, SECTIONS)
 
     def read(self, extent: Extent) -> bytes:
-        """The payload in an extent."""
+        """Return the payload in an extent."""
         assert self.extents is not None
         view = self.extents.view(extent.offset_bytes, extent.length_bytes)
         return bytes(view[RECORD_BYTES - PAYLOAD_BYTES : RECORD_BYTES])
@@ -329,7 +344,7 @@ class RpcClient:
     def store(
         self, identity: wire.IdentifyReply, chain: bytes, *, parent: bytes = b"", probe: bytes = b""
     ) -> bytes:
-        """Reserve, write and commit chunks; each payload repeats its chain key. Returns the reserve's outcomes."""
+        """Reserve, write and commit chunks, whose payloads repeat their chain keys; return the reserve's outcomes."""
         seq, reply = self.reserve(identity.identity_id, chain, parent=parent, probe=probe)
         written = []
         before = parent
@@ -345,32 +360,47 @@ class RpcClient:
 
 
 def until(client: RpcClient, happened: Callable[[dict[str, Any]], bool]) -> None:
-    """Ask for the status until it holds; what a request set going may end a little after its reply."""
+    """Ask for the status until `happened` accepts it: work that a request began may end a little after its reply."""
     end_s = time.monotonic() + HANG_S
     while not happened(status := client.status()):
         assert time.monotonic() < end_s, status
 
 
 def payload(fill: bytes) -> bytes:
-    """What `write` puts into a record."""
+    """Return the payload that `write` makes of `fill`."""
     return (fill * (PAYLOAD_BYTES // len(fill) + 1))[:PAYLOAD_BYTES]
 
 
 def chain_of(root: bytes, n_chunks: int, first_token: int = 0) -> bytes:
-    """Chain keys of a prompt of consecutive token numbers."""
+    """Return the chain keys of a prompt of consecutive token numbers."""
     tokens = list(range(first_token, first_token + n_chunks * CHUNK_TOKENS))
     return chain_keys(root, tokens, CHUNK_TOKENS)
 
 
 def keys_of(chain: bytes) -> Iterator[bytes]:
-    """One by one."""
+    """Split a chain into its keys."""
     return (chain[at : at + KEY_BYTES] for at in range(0, len(chain), KEY_BYTES))
 
 
-def open_descriptors() -> set[str]:
-    """What this process has open, for leak checks."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
-    return found
+def new_prompt(client: RpcClient, n_chunks: int = 4) -> tuple[wire.IdentifyReply, bytes]:
+    """Declare a new identity; return it and the chain keys of a prompt under it."""
+    identity = client.identify(salt=secrets.token_hex(8))
+    return identity, chain_of(identity.root, n_chunks)
+
+
+def assert_held(client: RpcClient, *, leases: int, reservations: int) -> None:
+    """Assert how many leases and reservations of all clients the server holds."""
+    status = client.status()
+    assert (status["sessions"]["leases"], status["pool"]["leases"]) == (leases, leases)
+    assert status["pool"]["reservations"] == reservations
+
+
+def assert_nothing_held(socket_dir: Path) -> None:
+    """Assert that the server of a socket directory holds no lease and no reservation."""
+    with RpcClient(socket_dir) as observer:
+        status = observer.status()
+    held = {
+        name: status["pool"][name] for name in ("leases", "reservations", "leased_bytes", "reserved_bytes")
+    }
+    assert not any(held.values()), held
+    assert status["sessions"]["leases"] == status["sessions"]["extents_being_written"] == 0

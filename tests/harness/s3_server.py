@@ -1,6 +1,6 @@
 """A stand-in for S3 on a free port of the loopback: moto's server, a real process that can be killed and frozen.
 
-It keeps objects in its memory, enforces conditional puts, and checks no credentials.
+The server keeps objects in its memory, enforces conditional puts, and checks no credentials.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ACCESS_KEY, SECRET_KEY = "AKIATESTTESTTESTTEST", "a-secret-that-nobody-may-see"
 
 
 class S3Server(Daemon):
-    """Killed, it forgets everything; started again, it has the bucket."""
+    """One server; a restart leaves it with an empty bucket."""
 
     ready_s = 60.0
 
@@ -28,11 +28,11 @@ class S3Server(Daemon):
 
     @property
     def endpoint(self) -> str:
-        """Its URL."""
+        """The server's URL."""
         return f"http://{self.address}"
 
     def entry(self, prefix: str = "kv", **more: Any) -> dict[str, Any]:
-        """An entry of `l2_adapters`."""
+        """Return an entry of `l2_adapters` for this server."""
         return {
             "type": "object_store",
             "url": f"s3://{BUCKET}/{prefix}",

@@ -1,6 +1,6 @@
-"""A real `lmcache-server` as a child process, with all its state in one folder, that can be killed and come back.
+"""A real `lmcache-server` as a child process that can be killed and started again with its state.
 
-The segment lies in a folder of its own under /dev/shm, named after the state folder, so that two runs never meet.
+Its sockets and its segment lie in folders of their own below /tmp and /dev/shm, whose names contain this process's id.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ ROOTS = (Path("/tmp"), Path("/dev/shm"))
 
 
 def sweep() -> None:
-    """Remove what processes that are gone left under /tmp and /dev/shm."""
+    """Remove the folders below /tmp and /dev/shm that ended processes left behind."""
     for root in ROOTS:
         for left in root.glob(f"{NAME}*"):
             owner = re.fullmatch(rf"{NAME}(\d+)-[0-9a-f]+", left.name)
             if owner is None or Path(f"/proc/{owner[1]}").exists():
                 continue
-            with contextlib.suppress(FileNotFoundError):  # somebody else sweeps too
+            with contextlib.suppress(FileNotFoundError):  # another process may sweep at the same time
                 if left.stat().st_uid == os.getuid():
                     shutil.rmtree(left, ignore_errors=True)
 
@@ -46,12 +46,12 @@ class ServerFailed(Exception):
 
 
 def tail(log: Path) -> str:
-    """The end of a log."""
+    """Return the end of a log."""
     return log.read_text(errors="replace")[-4000:] if log.exists() else ""
 
 
 def ready_line(reader: int, process: subprocess.Popen[bytes], log: Path) -> bytes:
-    """What a process writes to its --ready-fd, whose other end is closed then. Raises ServerFailed."""
+    """Read the line that a process writes to its --ready-fd, and close `reader`, our end. Raises ServerFailed."""
     try:
         line = b""
         deadline_s = time.monotonic() + READY_S
@@ -68,12 +68,12 @@ def ready_line(reader: int, process: subprocess.Popen[bytes], log: Path) -> byte
 
 
 class ServerProcess(Spawned):
-    """`start`, `kill`, `freeze`, `thaw`, `stop`, any number of times; `close` leaves nothing behind.
+    """A server to `start`, `kill`, `freeze`, `thaw` and `stop` any number of times; `close` leaves nothing behind.
 
-    `folder` receives the log and the L2 directory; the caller owns and removes it.  The socket directory is made
-    under /tmp (a unix socket's path may have 100 bytes).  `l2` is `none`, `fs`, or `embedded`: what a server
-    that was told nothing has.  It runs on `host` (None: this one).  `supervised` starts the command as users do, with a
-    keeper: signals then go to the keeper, and `serving_pid` is its child.
+    `folder` receives the log and the L2 directory; the caller owns and removes it.  The socket directory lies below
+    /tmp, since the path of a unix socket may have 100 bytes.  `l2` is `none`, `fs`, or `embedded`, a server's default.
+    Adapters may be added below `cache` while the server runs.  The server runs on `host` (None: this one).  With
+    `supervised` it has a keeper, as for users: signals then go to the keeper, and `ready["pid"]` is the server.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class ServerProcess(Spawned):
         self._environment = dict(os.environ if environment is None else environment)
         self._environment["KVSTRATA_L1_SEGMENT_DIR"] = str(self.segment_dir)
         self._environment["XDG_CACHE_HOME"] = str(folder / "cache")
+        self.cache = folder / "cache" / "kvstrata"
         self._flags = [
             *("--l1-size-gb", str(l1_mb / 1024)),
             *("--chunk-size", str(chunk_tokens)),
@@ -119,7 +120,7 @@ class ServerProcess(Spawned):
             raise ValueError(f"l2 is {l2!r}, must be none, fs or embedded")
 
     def start(self) -> dict[str, Any]:
-        """Start it and wait until it is ready; what it said about itself. Raises ServerFailed."""
+        """Start the server (again), wait until it is ready, and return its ready line. Raises ServerFailed."""
         assert self._process is None or self._process.poll() is not None
         reader, writer = os.pipe()
         under = () if self._host is None else self._host.under
@@ -139,13 +140,8 @@ class ServerProcess(Spawned):
         self.port = self.ready["port"]
         return self.ready
 
-    @property
-    def serving_pid(self) -> int:
-        """Of the process that said that it is ready."""
-        return int(self.ready["pid"])
-
     def halted(self) -> bool:
-        """Whether it does not run: it ended, or was stopped by a signal (of ours or its own)."""
+        """Return whether the server does not run: it has ended, or a signal has stopped it."""
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except FileNotFoundError:
@@ -153,7 +149,7 @@ class ServerProcess(Spawned):
         return state in "TZ"
 
     def stop(self) -> int:
-        """SIGTERM, and wait for its end; the exit status."""
+        """Send SIGTERM and wait for the end; return the exit status."""
         assert self._process is not None
         self._process.terminate()
         return self._process.wait()
@@ -164,24 +160,24 @@ class ServerProcess(Spawned):
 
     @property
     def url(self) -> str:
-        """Of the admin port, without a path."""
+        """URL of the admin port, without a path."""
         return f"http://127.0.0.1:{self.ready['http_port']}"
 
     def get(self, path: str) -> Any:
-        """A JSON document from the admin port."""
+        """Request a JSON document from the admin port."""
         send = read if self._host is None else self._host.http
         return json.loads(send(f"{self.url}{path}"))
 
     def connector_config(self, **more: Any) -> dict[str, Any]:
-        """`kv_connector_extra_config` for an engine that uses this server."""
+        """Return the `kv_connector_extra_config` of an engine that uses this server."""
         return {"lmcache.mp.port": self.port, "kvstrata.socket_dir": str(self.socket_dir), **more}
 
     def log_tail(self) -> str:
-        """The end of its log."""
+        """Return the end of the server's log."""
         return tail(self.log)
 
     def close(self) -> None:
-        """Kill it and remove its sockets and its segment. Idempotent."""
+        """Kill the server and remove its sockets and its segment. Idempotent."""
         if self._process is not None:
             self.kill()
         self.wipe_segment()

@@ -1,7 +1,8 @@
-"""An adapter on a dictionary, whose operations wait at gates that a test opens and shuts.
+"""An adapter whose records lie in a dictionary, and whose operations wait at gates that a test opens and shuts.
 
-`{"type": "plugin", "module_path": "tests.harness.shelf", "class_name": "ShelfAdapter", "adapter_params": {"shelf": N}}`
-uses the shelf of that name in the process where the adapter runs.
+The dictionary and the gates are a `Shelf`, which a test finds by its name in `SHELVES`: the adapter must run in the
+test's process.  `entry()` returns the entry of `l2_adapters` for an adapter on a
+shelf.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from kvstrata.errors import StorageError
-from kvstrata.native.copying import verify_record
+from kvstrata.native.record import verify_record
 from kvstrata.storage.base import (
     AdapterContext,
     Capabilities,
@@ -34,7 +34,7 @@ GATES = ("open", "exists", "put", "load", "close")
 
 
 class Shelf:
-    """Records by key, and what a test steers the adapters on it by."""
+    """Records by key, and the gates and counts by which a test steers the adapters on them."""
 
     def __init__(self) -> None:
         self.records: dict[bytes, bytes] = {}
@@ -42,9 +42,9 @@ class Shelf:
         for gate in self.gates.values():
             gate.set()
         self.waiting: collections.Counter[str] = collections.Counter()
-        """Operations at each gate now."""
+        """How many operations wait at each gate now."""
         self.asked: collections.Counter[str] = collections.Counter()
-        """Operations begun."""
+        """How many operations of each kind have begun."""
         self.opened = 0
         self.closed = 0
         self.fails_to_open: Exception | None = None
@@ -53,16 +53,17 @@ class Shelf:
         self.making = 0
 
     def shut(self, *names: str) -> None:
-        """Operations of these kinds wait from now on."""
+        """Shut these gates: operations of these kinds wait from now on, until `let_go`."""
         for name in names:
             self.gates[name].clear()
 
     def let_go(self) -> None:
-        """Everything that waits goes on."""
+        """Open all gates."""
         for gate in self.gates.values():
             gate.set()
 
     async def passed(self, name: str) -> None:
+        """Wait until a gate is open."""
         self.asked[name] += 1
         self.waiting[name] += 1
         try:
@@ -75,7 +76,7 @@ SHELVES: dict[str, Shelf] = collections.defaultdict(Shelf)
 
 
 def entry(shelf: str, **common: Any) -> dict[str, Any]:
-    """The JSON of an adapter on a shelf."""
+    """Return the entry of an adapter on a shelf."""
     return {
         "type": "plugin",
         "module_path": __name__,
@@ -86,7 +87,7 @@ def entry(shelf: str, **common: Any) -> dict[str, Any]:
 
 
 class ShelfAdapter(StorageAdapter):
-    """See the module. What has begun goes on when nobody waits for it, as with a thread."""
+    """An adapter on a shelf. Cancelling a call does not end its operation, as if a thread carried the operation out."""
 
     def __init__(self, shelf: str, hangs: Sequence[str] = ()) -> None:
         self.name = "shelf"
@@ -94,7 +95,7 @@ class ShelfAdapter(StorageAdapter):
         self.shelf = SHELVES[shelf]
         self.shelf.shut(*hangs)
         self.shelf.making += 1
-        assert self.shelf.may_be_made.wait(MADE_S), "the test never went on"
+        assert self.shelf.may_be_made.wait(MADE_S), "the test never set may_be_made"
         self.shelf.making -= 1
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -157,8 +158,3 @@ class ShelfAdapter(StorageAdapter):
             assert verify_record(item.hold.address, item.hold.length, item.key) == 0
         item.hold.drop()
         return LoadOutcome(LoadStatus.ABSENT if stored is None else LoadStatus.LOADED)
-
-
-def refuse_to_open(shelf: str, text: str) -> None:
-    """The next adapters on this shelf cannot be opened."""
-    SHELVES[shelf].fails_to_open = StorageError(text)

@@ -1,4 +1,4 @@
-"""Signals to other processes whose effect is there when the call returns."""
+"""Signals to other processes; after a SIGSTOP the caller goes on only when the process has stopped."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import time
 from pathlib import Path
 
 STOP_S = 30.0
-"""A process that goes on running for so long after SIGSTOP will not stop."""
+"""A process that still runs this long after SIGSTOP will not stop."""
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal.  After SIGSTOP no thread of the process runs any more.
+    """Send a signal; for SIGSTOP, return when no thread of the process runs.
 
-    The kernel gives SIGSTOP to one thread, which tells the others once it gets a processor: on a busy machine they
-    run on for a while.
+    The kernel gives SIGSTOP to one thread, which stops the other threads once it gets a processor: on a busy machine
+    the others run on for a while.
     """
     os.kill(pid, number)
     if number != signal.SIGSTOP:
@@ -27,7 +27,7 @@ def send(pid: int, number: int) -> None:
 
 
 def has_stopped(pid: int) -> bool:
-    """Whether every thread of a process is stopped, or gone."""
+    """Return whether every thread of a process is stopped or has ended."""
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:
             state = (task / "stat").read_text().rpartition(")")[2].split()[0]

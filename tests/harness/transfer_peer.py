@@ -1,4 +1,4 @@
-"""A process with a transfer engine over memory of its own, asked by JSON lines (see child.py)."""
+"""A child process with a transfer engine over memory of its own; it takes requests as JSON lines (see child.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.harness import child
 
 
 def make_engine(name: str, settings: Mapping[str, str]) -> TransferEngine:
-    """An engine by its name."""
+    """Make the transfer engine of this name."""
     if name == "nixl":
         from kvstrata.p2p.engines.nixl import NixlEngine
 
@@ -43,23 +43,23 @@ class Memory:
             self.fill(seed)
 
     def fill(self, seed: int) -> None:
-        """Overwrite with the pattern of a seed."""
+        """Overwrite the memory with the pattern of a seed."""
         self.mapping[:] = pattern(seed, len(self.mapping))
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap the memory."""
         del self._pin
         self.mapping.close()
 
 
 def pattern(seed: int, length: int) -> bytes:
-    """Bytes that differ at every place and for every seed (1 to 255)."""
+    """Return bytes that vary from place to place and between seeds (1 to 255)."""
     block = bytes((seed * 131 + i * 7 + (i >> 8)) & 0xFF for i in range(65536))
     return (block * (length // len(block) + 1))[:length]
 
 
 class Peer:
-    """The engine on a loop in a thread of its own, the requests on the main one."""
+    """The child's transfer engine, on a loop in a thread of its own; the operations run on the main thread."""
 
     def __init__(self, engine: str, settings: Mapping[str, str]) -> None:
         self.loop = asyncio.new_event_loop()
@@ -71,21 +71,21 @@ class Peer:
         self.numbers = itertools.count(1)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Its result."""
+        """Run a coroutine on the engine's loop; return its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def open(self, lengths: list[int], seed: int) -> str:
-        """Metadata in hexadecimal."""
+        """Open the engine over regions of these lengths; return its metadata in hexadecimal."""
         self.memory = [Memory(length, seed and seed + i) for i, length in enumerate(lengths)]
         metadata: bytes = self.run(self.engine.open([memory.region for memory in self.memory]))
         return metadata.hex()
 
     def connect(self, peer: str, metadata: str) -> None:
-        """As the engine."""
+        """Connect the engine to a peer."""
         self.run(self.engine.connect(peer, bytes.fromhex(metadata)))
 
     def begin_read(self, peer: str, items: list[list[int]], deadline_s: float) -> int:
-        """Its number."""
+        """Begin a read; return its number."""
         number = next(self.numbers)
         self.ended[number] = 0
 
@@ -97,27 +97,27 @@ class Peer:
         return number
 
     def finish_read(self, number: int) -> list[Any]:
-        """The answer, and how often `ended` was called by then."""
+        """Wait for a read; return its answer and how often `ended` had been called."""
         return [self.reads.pop(number).result(), self.ended[number]]
 
     def read(self, peer: str, items: list[list[int]], deadline_s: float = 30.0) -> list[Any]:
-        """The answer, and how often `ended` was called by then."""
+        """Read; return the answer and how often `ended` had been called."""
         return self.finish_read(self.begin_read(peer, items, deadline_s))
 
     def cancel_read(self, number: int) -> None:
-        """Of the await."""
+        """Cancel the await of a read."""
         self.reads[number].cancel()
 
     def times_ended(self, number: int) -> int:
-        """How often `ended` was called."""
+        """Return how often `ended` of a read has been called."""
         return self.ended[number]
 
     def checksum(self, region: int, offset: int, length: int) -> int:
-        """Of bytes of this process."""
+        """Return the CRC-32 of a part of a region of this process."""
         return zlib.crc32(self.memory[region].mapping[offset : offset + length])
 
     def fill(self, seed: int) -> None:
-        """All regions."""
+        """Overwrite all regions with the patterns of consecutive seeds."""
         for i, memory in enumerate(self.memory):
             memory.fill(seed + i)
 
@@ -126,7 +126,7 @@ class Peer:
         self.memory[0].mapping[offset : offset + length] = pattern(seed, length)
 
     def cut_connections(self) -> int:
-        """Break every TCP connection of this process without its engine's knowledge; how many there were."""
+        """Shut down every TCP connection of this process without telling the engine; return how many there were."""
         cut = 0
         for name in os.listdir("/proc/self/fd"):
             try:
@@ -137,20 +137,20 @@ class Peer:
                     connection.shutdown(socket.SHUT_RDWR)
                     cut += 1
             except OSError:
-                continue  # no socket, or one that only listens
+                continue  # not a socket, or a listening one
         return cut
 
     def transports(self, peer: str) -> str:
-        """What reads of it go over, where the engine tells."""
+        """Return the transports that reads of a peer use; empty if the engine does not tell."""
         tell = getattr(self.engine, "transports", None)
         return tell(peer) if tell is not None else ""
 
     def disconnect(self, peer: str) -> None:
-        """As the engine."""
+        """Disconnect the engine from a peer."""
         self.run(self.engine.disconnect(peer))
 
     def close(self) -> None:
-        """As the engine."""
+        """Close the engine."""
         self.run(self.engine.close())
 
 

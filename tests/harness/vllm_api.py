@@ -22,12 +22,12 @@ from tests.harness.vllm_run import transfer
 class VllmApi(Daemon):
     """One endpoint. `extra` is the connector's extra config, None for no connector.
 
-    `state` is a folder for the log and for what vLLM writes.  The models here have no tokenizer: prompts are token ids.
+    `state` is a folder for the log and for vLLM's files.  The models have no tokenizer: prompts are token ids.
     """
 
     ready_s = 600.0
     fork_server: ClassVar[ForkServer | None] = None
-    """Where set, it is forked by this one and does not import vLLM again."""
+    """Forks the servers, which saves each of them importing vLLM; None: they are started the usual way."""
 
     def __init__(
         self, model: Path, state: Path, *, extra: dict[str, Any] | None, flags: Sequence[str] = ()
@@ -41,7 +41,7 @@ class VllmApi(Daemon):
 
     @property
     def url(self) -> str:
-        """Of the endpoint, without a path."""
+        """URL of the endpoint, without a path."""
         return f"http://{self.address}"
 
     def _command(self) -> tuple[Sequence[str], Mapping[str, str] | None]:
@@ -67,12 +67,12 @@ class VllmApi(Daemon):
         return True
 
     def get(self, path: str) -> str:
-        """A page."""
+        """Request a page."""
         with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as reply:
             return str(reply.read().decode())
 
     def kill(self) -> None:
-        """SIGKILL it and everything it started. Idempotent."""
+        """Kill the server and every process that it started. Idempotent."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         super().kill()

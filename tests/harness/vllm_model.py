@@ -1,7 +1,7 @@
-"""Small Llama models with random weights, made here once and kept in the cache folder: nothing is downloaded.
+"""Small Llama models with random weights, made once and kept in the cache folder: nothing is downloaded.
 
-Weights are saved rather than made by vLLM's dummy loader, whose output is a loop of two tokens that hides
-corrupted KV; with these weights, overwriting stored KV changes every later output token.
+vLLM's dummy loader is no substitute: a model with its weights repeats two tokens, which hides corrupted KV. With the
+weights made here, overwriting stored KV changes every later output token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.harness import provision, vllm_env
+from tests.harness import vllm_env
+from tests.tools import provision
 
 VOCABULARY = 32_000
 SEED = 20_26
@@ -43,10 +44,10 @@ SIZES = {
 
 
 def ensure_model(size: str) -> Path:
-    """The folder of model `size` ("19m" or "160m"), made on the first call; several callers at once are fine.
+    """Return the folder of model `size` ("19m" or "160m"), made on the first call; processes may call this at once.
 
-    Raises ValueError for another size, vllm_env.Unavailable where there is no vLLM environment, and
-    provision.StepFailed when torch or transformers fail.
+    Raises ValueError for another size, vllm_env.Unavailable without a vLLM environment, and provision.StepFailed when
+    torch or transformers fail.
     """
     if size not in SIZES:
         raise ValueError(f"model size {size!r}: use one of {', '.join(SIZES)}")
@@ -80,7 +81,7 @@ def ensure_model(size: str) -> Path:
 
 
 def make_model(folder: Path, size: str) -> None:
-    """Writes configuration and weights to `folder`. Run it in the vLLM environment."""
+    """Write configuration and weights to `folder`; this needs the vLLM environment."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

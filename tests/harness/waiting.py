@@ -1,4 +1,4 @@
-"""Waiting on a loop for what other tasks and threads bring about."""
+"""Waits on a loop until other tasks or threads have made a condition true."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HANG_S = 30.0
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Returns when it holds; TimeoutError when it never does."""
+    """Return when `condition()` holds. Raises TimeoutError after `HANG_S`."""
     async with asyncio.timeout(HANG_S):
-        while not condition():  # noqa: ASYNC110 (what is waited for is elsewhere, and nobody tells)
+        while not condition():  # noqa: ASYNC110 (the condition has no event)
             await asyncio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Batches on the channel of an adapter host in plain Python: the twin of `batches.pyx`."""
+"""Batches on the channel of an adapter host, in plain Python: the twin of `batches.pyx`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ ROW = struct.Struct("<BIB")
 
 
 def pack_found(outcomes: Sequence[tuple[int, int, bytes]]) -> bytes:
-    """A row for each (presence, record bytes, reason)."""
+    """Pack a row for each (presence, record bytes, reason)."""
     return b"".join(ROW.pack(presence, size, len(word)) + word for presence, size, word in outcomes)
 
 
 def read_found(rows: bytes, count: int, max_reason_bytes: int) -> list[tuple[int, int, str]]:
-    """What `count` rows say. Raises ValueError or struct.error for anything else."""
+    """Read `count` rows. Raises ValueError or struct.error for anything else."""
     outcomes, at = [], 0
     for _ in range(count):
         presence, record_bytes, length = ROW.unpack_from(rows, at)

@@ -1,4 +1,4 @@
-"""Encoded payloads in plain Python, written from `docs/formats.md` alone: what a stored record decodes to."""
+"""Decoding of stored records in plain Python, written from `docs/formats.md` alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ E4M3 = [
 
 
 def split_planes(data: bytes) -> bytes:
-    """Bytes 0, 2, 4, … and then bytes 1, 3, 5, …"""
+    """Return bytes 0, 2, 4, …, then bytes 1, 3, 5, …"""
     return data[0::2] + data[1::2]
 
 
@@ -34,7 +34,7 @@ def join_planes(planes: bytes) -> bytes:
 
 
 def decode(stored: bytes, key_text: bytes = b"") -> bytes:
-    """The record as it was before its codecs. Asserts all the way."""
+    """Return the record as it was before its codecs. Raises AssertionError for bytes against the format."""
     (
         magic,
         version,
@@ -57,7 +57,20 @@ def decode(stored: bytes, key_text: bytes = b"") -> bytes:
     _, _, _, count, _, payload_bytes, *_ = INNER.unpack(stored[256:512])
     table_end = 512 + SECTION.size * count
     for number in reversed(codecs.rstrip(b"\0")):
-        if number == 4:
+        if number in (5, 6):
+            info = b"kvstrata aes-gcm 2" if number == 5 else b"kvstrata mac 1"
+            derived = HKDF(SHA256(), 32, salt=None, info=info + identity).derive(key_text)
+            key_id = HKDF(SHA256(), 32, salt=None, info=b"kvstrata key id 1").derive(key_text)[:8]
+            assert body[:8] == key_id
+            headers = stored[:96] + bytes(4) + stored[100:252] + stored[256:table_end] + key_id
+            nonce, body = body[8:20], body[20:]
+            if number == 5:
+                body = AESGCM(derived).decrypt(nonce, body, headers)
+            else:
+                plain, tag = body[:-16], body[-16:]
+                assert AESGCM(derived).encrypt(nonce, b"", headers + plain) == tag
+                body = plain
+        elif number == 4:
             derived = HKDF(SHA256(), 32, salt=None, info=b"kvstrata aes-gcm 1" + identity).derive(key_text)
             headers = stored[:96] + bytes(4) + stored[100:252] + stored[256:table_end]
             body = AESGCM(derived).decrypt(body[:12], body[12:], headers)
@@ -66,7 +79,7 @@ def decode(stored: bytes, key_text: bytes = b"") -> bytes:
         elif number == 1:
             body = from_fp8(body)
         else:
-            assert number == 2  # undone slab by slab
+            assert number == 2  # the planes, which `unpack_slabs` undoes slab by slab
     assert len(body) == payload_bytes
     outer = OUTER.pack(
         magic,
@@ -88,7 +101,7 @@ def decode(stored: bytes, key_text: bytes = b"") -> bytes:
 
 
 def unpack_slabs(body: bytes, *, join: bool) -> bytes:
-    """The zstd codec."""
+    """Decode the zstd codec."""
     (n,) = struct.unpack_from("<Q", body)
     slabs = -(-n // SLAB)
     sizes = struct.unpack_from(f"<{slabs}I", body, 8)
@@ -107,14 +120,14 @@ def unpack_slabs(body: bytes, *, join: bool) -> bytes:
 
 
 def float_of(bits: int, dtype: int) -> float:
-    """A 16-bit number: dtype 1 bfloat16, 2 float16."""
+    """Return the value of a 16-bit number; dtype 1 is bfloat16, 2 float16."""
     if dtype == 1:
         return struct.unpack("<f", struct.pack("<I", bits << 16))[0]
     return struct.unpack("<e", struct.pack("<H", bits))[0]
 
 
 def bits_of(value: float, dtype: int) -> int:
-    """The nearest 16-bit number, ties to even, of a value that is a 32-bit float and no larger than there are."""
+    """Return the nearest 16-bit number, ties to even, of a 32-bit float that is not larger than the largest one."""
     if dtype == 2:
         return struct.unpack("<H", struct.pack("<e", value))[0]
     bits = struct.unpack("<I", struct.pack("<f", value))[0]
@@ -123,23 +136,23 @@ def bits_of(value: float, dtype: int) -> int:
 
 
 def single(value: float) -> float:
-    """Rounded to a 32-bit float."""
+    """Round to a 32-bit float."""
     return struct.unpack("<f", struct.pack("<f", value))[0]
 
 
 def scale_of(magnitudes: list[float]) -> float:
-    """The scale of numbers of these magnitudes."""
+    """Return the scale of numbers of these magnitudes."""
     return max(single(max(magnitudes) / 448), 2.0**-126)
 
 
 def scale_index(at: int, shape: tuple[int, ...]) -> int:
-    """Which scale the number at this place of a section has."""
+    """Return the index of the scale of the number at this place of a section."""
     _, groups, tokens, heads, dim = shape
     return at // (dim * heads * tokens) % groups * heads + at // dim % heads
 
 
 def to_e4m3(value: float, scale: float) -> int:
-    """The code: nearest to value × (1 / scale), each step rounded to a 32-bit float; ties to the even code."""
+    """Return the code nearest to value × (1 / scale), each step rounded to a 32-bit float; ties to the even code."""
     scaled = single(value * single(1 / scale))
     magnitude = min(abs(scaled), 448.0)
     code = min(range(0x7F), key=lambda code: (abs(E4M3[code] - magnitude), code & 1))
@@ -147,13 +160,13 @@ def to_e4m3(value: float, scale: float) -> int:
 
 
 def from_e4m3(code: int, scale: float, dtype: int) -> int:
-    """The 16-bit number of a code."""
+    """Return the 16-bit number of a code."""
     value = single(E4M3[code & 0x7F] * scale)
     return bits_of(-value if code & 0x80 else value, dtype)
 
 
 def from_fp8(body: bytes) -> bytes:
-    """The fp8 codec."""
+    """Decode the fp8 codec."""
     dtype, *shape, count = FP8_FRAME.unpack_from(body)
     scales = shape[1] * shape[3]
     n = shape[0] * shape[1] * shape[2] * shape[3] * shape[4]

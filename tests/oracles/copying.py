@@ -1,6 +1,6 @@
 """Gather and scatter of paged blocks in plain Python: the twin of `kvstrata.native.copying`.
 
-Memory is one bytearray, so addresses are offsets in it.
+Memory is one bytearray; addresses are offsets in it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Plan:
-    """As `CopyPlan`, with offsets for addresses."""
+    """A `CopyPlan` with offsets in place of addresses."""
 
     section_bases: tuple[int, ...]
     num_blocks: int
@@ -21,7 +21,7 @@ class Plan:
     """(dims, run_bytes) of each section."""
 
     def runs(self, section: int, block: int) -> Iterator[tuple[int, int]]:
-        """(beginning, end) of the runs of one block, in the order in which they are stored."""
+        """Yield (begin, end) of the runs of one block, in the order in which they are stored."""
         dims, run_bytes = self.shapes[section]
         for at in self._runs(self.section_bases[section] + block * self.block_stride[section], dims):
             yield at, at + run_bytes
@@ -36,7 +36,7 @@ class Plan:
 
 
 def gather(plan: Plan, memory: bytes | bytearray, block_ids: Sequence[int]) -> list[bytes]:
-    """What each section stores."""
+    """Return the bytes that each section stores."""
     return [
         b"".join(bytes(memory[at:end]) for block in block_ids for at, end in plan.runs(section, block))
         for section in range(len(plan.section_bases))
@@ -61,7 +61,7 @@ def copy_strided(
     sources: Sequence[bytes | bytearray],
     copies: Sequence[tuple[int, int, int, Sequence[tuple[int, int, int]], int]],
 ) -> None:
-    """As `copying.copy_strided`, on buffers."""
+    """Copy as `copying.copy_strided` does, on buffers."""
     for source, source_offset, target_offset, loops, run_bytes in copies:
         for index in itertools.product(*(range(count) for count, _, _ in loops)):
             here = source_offset + sum(i * stride for i, (_, stride, _) in zip(index, loops, strict=True))

@@ -6,7 +6,7 @@ POLYNOMIAL = 0x82F63B78
 
 
 def crc32c(data: bytes, crc: int = 0) -> int:
-    """CRC of `data`, continued from `crc`."""
+    """Return the CRC of `data`, continued from `crc`."""
     register = crc ^ 0xFFFFFFFF
     for byte in data:
         register ^= byte
@@ -23,7 +23,7 @@ _TABLE = _table()
 
 
 def crc32c_fast(data: bytes, crc: int = 0) -> int:
-    """The same by table, for inputs of more than a few hundred bytes."""
+    """Return the same by a table, for inputs of more than a few hundred bytes."""
     register = crc ^ 0xFFFFFFFF
     for byte in data:
         register = (register >> 8) ^ _TABLE[(register ^ byte) & 0xFF]

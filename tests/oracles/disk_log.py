@@ -1,4 +1,4 @@
-"""The disk log in plain Python, written from `docs/formats.md` alone: the twin of `disk_open.cpp`. Only reads."""
+"""The disk log in plain Python, written from `docs/formats.md` alone: the twin of `disk/recover.cpp`. Only reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECORD, TOMBSTONES, CLEAR, SKIP = 1, 2, 3, 4
 
 @dataclass
 class Frame:
-    """One frame, or its line in a table."""
+    """A frame, or the row of a frame in a table."""
 
     path: Path
     offset: int
@@ -34,17 +34,17 @@ class Frame:
 
 
 def blocks(count: int) -> int:
-    """Bytes in whole blocks."""
+    """Round a length up to whole blocks."""
     return -(-count // BLOCK) * BLOCK
 
 
 def read_segment(path: Path) -> list[Frame]:
-    """The frames of one segment that count for themselves, whatever the others say."""
+    """Return the valid frames of one segment, regardless of other segments."""
     try:
         data = path.read_bytes()
-    except FileNotFoundError:  # it has just gone
+    except FileNotFoundError:  # it has just been deleted
         return []
-    if len(data) < BLOCK:  # it is just being made
+    if len(data) < BLOCK:  # its header has not been written yet
         return []
     magic, version, flags, number, generation, length, _, zero, crc = SEGMENT.unpack_from(data)
     if (magic, version, flags, zero) != (b"KVSEGMNT", VERSION, 0, 0) or crc != crc32c(data[:44]):
@@ -101,7 +101,7 @@ def _chain(path: Path, data: bytes, number: int, generation: int) -> list[Frame]
 
 
 def used_bytes(folder: Path) -> int:
-    """The lengths of all segments, which may come and go meanwhile."""
+    """Return the summed lengths of all segments, which may come and go meanwhile."""
     total = 0
     for path in folder.glob("*.seg"):
         with contextlib.suppress(FileNotFoundError):
@@ -110,7 +110,7 @@ def used_bytes(folder: Path) -> int:
 
 
 def live(folder: Path) -> dict[bytes, Frame]:
-    """The records of a log of which everything was synced."""
+    """Return the records of a log whose writes are all synced."""
     frames = [frame for path in folder.glob("????????.seg") for frame in read_segment(path)]
     found: dict[bytes, Frame] = {}
     for frame in sorted(frames, key=lambda frame: frame.sequence):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Tokens as unsigned 32-bit little-endian numbers."""
+    """Pack tokens as unsigned 32-bit little-endian numbers."""
     return struct.pack(f"<{len(tokens)}I", *tokens)
 
 
@@ -19,7 +19,7 @@ def chain_keys(
     extras: dict[int, bytes] | None = None,
     first: int = 0,
 ) -> bytes:
-    """Keys of the full chunks of tokens[first:], chained from `start`; extras by number of the chunk among these."""
+    """Return the keys of the full chunks of tokens[first:], chained from `start`; `extras` by number of the chunk."""
     keys = []
     previous = start
     for number, begin in enumerate(range(first, len(tokens) - chunk_tokens + 1, chunk_tokens)):
@@ -29,10 +29,11 @@ def chain_keys(
     return b"".join(keys)
 
 
-def storage_keys(chain: bytes, slices: bytes) -> bytes:
-    """SHA-256(chain key ‖ slice digest), chunk-major."""
+def storage_keys(root: bytes, chain: bytes, slices: bytes) -> bytes:
+    """Return SHA-256(chain key ‖ SHA-256(root ‖ slice digest)) of all pairs, chunk-major."""
+    bound = [hashlib.sha256(root + slices[j : j + 32]).digest() for j in range(0, len(slices), 32)]
     return b"".join(
-        hashlib.sha256(chain[i : i + 32] + slices[j : j + 32]).digest()
+        hashlib.sha256(chain[i : i + 32] + of_slice).digest()
         for i in range(0, len(chain), 32)
-        for j in range(0, len(slices), 32)
+        for of_slice in bound
     )

@@ -1,4 +1,4 @@
-"""What a reader of the controller's live stream has after a change: a plain twin of dashboard/model.js."""
+"""Applies changes of the controller's live stream in plain Python: the twin of controller/dashboard/model.js."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Fields = dict[str, Any]
 
 
 def apply(shown: Fields, change: Fields) -> Fields:
-    """What a reader has after a change; `shown` is what it had, {} at first, and stays as it is. Raises ValueError."""
+    """Return a reader's state after a change of `shown`, its state before ({} at first). Raises ValueError."""
     if change["after"] is None:
         shown = {"cluster": {}, "instances": {}}
     elif change["after"] != shown.get("look"):

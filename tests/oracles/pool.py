@@ -1,14 +1,14 @@
-"""What the pool promises, in plain Python: no policy, no slabs, only who may touch which bytes.
+"""The pool's promises in plain Python: no policy, no slabs, only who may touch which bytes.
 
-The model is told every call and its answer and raises AssertionError where the answer breaks a promise.  It
-learns from the pool only what the pool may choose freely (where an extent lies, what is evicted) and checks
-that the choice was allowed:
+The model is told every call and its answer, and raises AssertionError where the answer breaks a promise.  It learns
+from the pool only the free choices of the pool (where an extent lies, which chunk is evicted), and checks that the
+choice was allowed:
 
-- bytes that somebody may touch are not handed out;
-- only what nobody uses is evicted, never a chunk that has descendants, never the asker's own chain;
+- bytes that a process or an operation may touch are not handed out;
+- only unused chunks are evicted, never one that has descendants, never one of the chain that is being stored;
 - nothing is evicted for a chunk whose parent is missing, unless L2 may have the parent;
 - a key is READY exactly from its commit (or its verification) until it is evicted, dropped or removed;
-- a refusal names a reason that holds.
+- a refusal names a true reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def round_up(size: int) -> int:
 
 @dataclass
 class Chunk:
-    """An extent that is not free. `key` in the index unless quarantined."""
+    """An extent that is not free; the index has its `key` unless it is quarantined."""
 
     key: bytes
     extent: Extent
@@ -38,15 +38,15 @@ class Chunk:
     parent: bytes | None
     tenant: int
     owner: int | None = None
-    """Row that is charged for it (reserved, or quarantined after that)."""
+    """The row that is charged for it: while it is reserved, and while it is quarantined after that."""
     content: bytes | None = field(default=None, repr=False)
-    """The record, from its commit on."""
+    """The record; set by the commit."""
     sound: bool = True
-    """Whether the bytes are still what was committed (tests damage them)."""
+    """Whether the bytes are still those of the commit (tests damage them)."""
     leases: dict[int, int] = field(default_factory=dict)
-    """Ticket → how often."""
+    """How often each ticket leases it."""
     recorded_rows: set[int] = field(default_factory=set)
-    """Rows that had a lease since it was last unleased. A restart may wait for all of them."""
+    """Rows that have had a lease since it last had none. After a restart the pool may wait for all of them."""
     holds: set[int] = field(default_factory=set)
     old_readers: set[int] = field(default_factory=set)
     old_writers: set[int] = field(default_factory=set)
@@ -102,7 +102,7 @@ class PoolModel:
         self.quotas: dict[int, int] = {}
         self.has_l2 = False
         self.refused: set[bytes] = set()
-        """Keys that this server refused and that were not reserved since."""
+        """Keys that this server refused and that have not been reserved since."""
 
     # what can be asked
 
@@ -132,7 +132,7 @@ class PoolModel:
         return sum(chunk.bytes for chunk in self.chunks() if chunk.state == state)
 
     def ancestors(self, key: bytes | None) -> list[bytes]:
-        """`key` and what is above it, as far as it is in the index."""
+        """Return `key` and its ancestors, as far as the index has them."""
         result = []
         while key is not None and key in self.index:
             result.append(key)
@@ -140,12 +140,12 @@ class PoolModel:
         return result
 
     def evictable(self, own: set[bytes]) -> list[bytes]:
-        """Leaves that nobody uses, apart from a chain."""
+        """Return the unused leaves that are not in the chain `own`."""
         parents = {chunk.parent for chunk in self.index.values()}
         return [c.key for c in self.index.values() if not c.in_use and c.key not in own | parents]
 
     def writable(self, row: int) -> list[Chunk]:
-        """Extents that a process may still be writing to."""
+        """Return the extents that a process may still be writing to."""
         mine = [chunk for r in self.reservations.values() if r.row == row for chunk in r.items.values()]
         return mine + [chunk for chunk in self.chunks() if row in chunk.old_writers]
 
@@ -251,10 +251,10 @@ class PoolModel:
     # reservations
 
     def evicted(self, keys: Iterable[bytes], protected: set[bytes]) -> None:
-        """What the pool says it evicted during a call, in order."""
+        """Take the keys that the pool evicted during a call, in their order."""
         for key in keys:
             chunk = self.index.get(key)
-            assert chunk is not None, "an event names a key that was not there"
+            assert chunk is not None, "an event names a key that the index did not have"
             assert not chunk.in_use, f"evicted while in use: {chunk}"
             assert key not in protected, "evicted its own chain"
             children = [other.key for other in self.index.values() if other.parent == key]
@@ -370,7 +370,7 @@ class PoolModel:
                 assert len(self.index) + len(self.quarantine) == self.entry_capacity
                 assert not self.evictable(own)
             case _:
-                raise AssertionError(f"{outcome!r} for a key that is not there")
+                raise AssertionError(f"{outcome!r} for a key that the index does not have")
         if outcome != ReserveOutcome.TOO_LARGE:
             assert extent_bytes <= self.extents_bytes
         if outcome not in (ReserveOutcome.TOO_LARGE, ReserveOutcome.SESSION_LIMIT):
@@ -379,7 +379,7 @@ class PoolModel:
     def committed(
         self, ticket: int, indices: Sequence[int], contents: Sequence[bytes | None], outcomes: bytes
     ) -> None:
-        """`contents`: the record that was written for each index, None where it is not a sound one."""
+        """`contents` has the record that was written for each index, None for one that is not sound."""
         reservation = self.reservations.get(ticket)
         for index, content, outcome in zip(indices, contents, outcomes, strict=True):
             chunk = reservation.items.pop(index, None) if reservation else None
@@ -406,10 +406,10 @@ class PoolModel:
         if not reservation.items:
             del self.reservations[ticket]
 
-    # what takes chunks out of the index
+    # removals from the index
 
     def removed(self, keys: Iterable[bytes]) -> None:
-        """By an administrator: only what nobody uses."""
+        """An administrator removed keys: only unused chunks may be among them."""
         for key in keys:
             chunk = self.index[key]
             assert not chunk.in_use
@@ -417,7 +417,7 @@ class PoolModel:
             self._drop(chunk)
 
     def cleared(self, keys: Iterable[bytes]) -> None:
-        """By an administrator, whoever uses them."""
+        """An administrator cleared keys, whether or not they are used."""
         for key in keys:
             assert self.index[key].state in ("ready", "unverified")
             self._drop(self.index[key])
@@ -440,7 +440,7 @@ class PoolModel:
         self._settle(chunk)
 
     def _settle(self, chunk: Chunk) -> None:
-        """Quarantine ends when nobody can touch the bytes any more."""
+        """End a quarantine once no process or operation can touch the bytes."""
         used = chunk.leases or chunk.holds or chunk.old_readers or chunk.old_writers
         if chunk.state == "quarantined" and not used and any(chunk is one for one in self.quarantine):
             self.quarantine = [one for one in self.quarantine if one is not chunk]
@@ -454,7 +454,7 @@ class PoolModel:
     # a restart
 
     def crashed_and_adopted(self) -> None:
-        """The server died and another adopted the pool: its own holds and tickets are gone with it."""
+        """The server died and another one adopted the pool; the dead server's holds and tickets have ended."""
         self.refused.clear()
         for chunk in self.chunks():
             if chunk.leases:
@@ -480,7 +480,7 @@ class PoolModel:
                 chunk.state = "unverified"
         for row in self.rows.values():
             row.old = True
-        # Quotas are the caller's to set again.
+        # The caller sets the quotas again.
         self.quotas.clear()
 
     def verified(self, keys: Iterable[bytes], good: int, bad: int) -> None:

@@ -15,7 +15,7 @@ assert OUTER.size == 256 and INNER.size == 256 and SECTION.size == 16
 
 @dataclass
 class Record:
-    """What a record says, without what follows from it."""
+    """The values of a record from which all its bytes follow."""
 
     key: bytes
     identity: bytes
@@ -27,12 +27,12 @@ class Record:
 
 
 def header_bytes(section_count: int) -> int:
-    """Where the payload begins."""
+    """Return the offset at which the payload begins."""
     return -(-(512 + 16 * section_count) // 4096) * 4096
 
 
 def build(record: Record, *, inner_flags: int = 0) -> bytes:
-    """The bytes of a record with an empty codec chain."""
+    """Return the bytes of a record with an empty codec chain."""
     payload = b"".join(record.sections)
     start = header_bytes(len(record.sections))
     table, offset = b"", 0
@@ -53,7 +53,7 @@ def build(record: Record, *, inner_flags: int = 0) -> bytes:
 
 
 def parse(data: bytes) -> Record | None:
-    """The record in `data`, or None when anything about it is wrong. Bytes behind it are ignored."""
+    """Return the record in `data`, None for an invalid one. Bytes after the record are ignored."""
     if len(data) < 512:
         return None
     (magic, version, flags, start, key, identity, codecs, stored, stored_crc, zero, created, zeros, crc) = (

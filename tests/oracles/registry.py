@@ -1,4 +1,4 @@
-"""The registry in plain Python: what is held by whom, and nothing of how it is kept. The twin of `registry.pyx`."""
+"""The registry in plain Python, as sets of placements: the twin of `registry.pyx`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TAG_MASK = 2**64 - 2**7
 
 
 class OracleRegistry:
-    """Placements as sets of tags by slot; tags are ints. Slots are chosen by the caller."""
+    """The tags of each slot; tags are ints. The caller chooses the slots."""
 
     def __init__(self) -> None:
         self.state: dict[int, str] = {}
@@ -25,7 +25,7 @@ class OracleRegistry:
         return self.state.get(slot) in ("hidden", "visible")
 
     def publish(self, slot: int, retire: int | None) -> bool:
-        """Whether it may be."""
+        """Publish a slot and retire another one; False, and nothing changed, where that is not allowed."""
         if self.state.get(slot) != "hidden" or retire == slot:
             return False
         if retire is not None and not self.retire(retire):
@@ -34,7 +34,7 @@ class OracleRegistry:
         return True
 
     def retire(self, slot: int) -> bool:
-        """Whether it may be."""
+        """Retire a slot; False, and nothing changed, where that is not allowed."""
         if not self.can_be_filled(slot):
             return False
         self.state[slot] = "retired"
@@ -45,13 +45,13 @@ class OracleRegistry:
         assert self.state.pop(slot) == "retired"
 
     def admit(self, slot: int, tags: Sequence[int]) -> int:
-        """How many are new."""
+        """Add placements; return how many are new."""
         before = len(self.tags[slot])
         self.tags[slot].update(tag & TAG_MASK for tag in tags)
         return len(self.tags[slot]) - before
 
     def evict(self, slot: int, tags: Sequence[int]) -> int:
-        """How many were there."""
+        """Remove placements; return how many there were."""
         before = len(self.tags[slot])
         self.tags[slot].difference_update(tag & TAG_MASK for tag in tags)
         return before - len(self.tags[slot])
@@ -66,7 +66,7 @@ class OracleRegistry:
     def lookup_prefix(
         self, tags: Sequence[int], n_slices: int, counts: Callable[[int], bool]
     ) -> dict[int, int]:
-        """Length in chunks of what each group holds by its slots that count, of those that hold the first chunk."""
+        """Return how many leading chunks each group holds in the slots that count, if it holds any."""
         lengths = {}
         for group in set(self.group.values()):
             keys = 0
@@ -79,13 +79,13 @@ class OracleRegistry:
         return lengths
 
     def best_slot(self, tag: int, group: int, counts: Callable[[int], bool]) -> int:
-        """The rank of the one to name."""
+        """Return the rank of the slot that a lookup names for a group."""
         return min(
             self.rank[slot] for slot in self.holders(tag) if self.group[slot] == group and counts(slot)
         )
 
     def placements(self) -> set[tuple[int, int]]:
-        """(tag, slot) of visible slots."""
+        """Return (tag, slot) of all placements in visible slots."""
         return {
             (tag, slot) for slot, state in self.state.items() if state == "visible" for tag in self.tags[slot]
         }

@@ -35,19 +35,25 @@ def test_every_point_in_the_table_is_reached_by_the_code():
 @pytest.mark.parametrize("text", ["nope.done=kill", "lookup.done=hang", "lookup.done", "lookup.done=kill@x"])
 def test_a_wrong_variable_stops_the_start(text):
     with pytest.raises(ConfigError, match="KVSTRATA_FAILPOINTS"):
-        failpoints.arm({failpoints.VARIABLE: text})
+        failpoints.arm({failpoints.VARIABLE: text, failpoints.TESTING_VARIABLE: "1"})
 
 
 def test_an_armed_point_kills_at_the_named_time_and_others_do_nothing():
     script = (
         "from kvstrata import failpoints\n"
-        "failpoints.arm({failpoints.VARIABLE: 'lookup.done=kill@2'})\n"
+        "failpoints.arm({failpoints.VARIABLE: 'lookup.done=kill@2', failpoints.TESTING_VARIABLE: '1'})\n"
         "for word in ('received', 'done', 'replied', 'done', 'replied'):\n"
         "    failpoints.hit('lookup', word); print(word, flush=True)\n"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ran.returncode == -9
     assert ran.stdout.split() == ["received", "done", "replied"]
+
+
+@pytest.mark.parametrize("testing", [{}, {failpoints.TESTING_VARIABLE: "0"}])
+def test_points_are_armed_only_in_an_environment_for_tests(testing: dict[str, str]):
+    with pytest.raises(ConfigError, match="remove it, or set KVSTRATA_TESTING=1 too"):
+        failpoints.arm({failpoints.VARIABLE: "lookup.done=kill", **testing})
 
 
 def test_unarmed_points_do_nothing():

@@ -18,12 +18,12 @@ CHUNK = 256
 BLOCK = 128
 PATIENCE_S = 30.0
 EXACT = "float32"
-"""A hit, a batch or a preempted request is computed in other shapes than a prompt alone; bf16 would now and then
-round to another token, with vLLM's own prefix cache just as well."""
+"""A hit, a batch or a preempted request is computed in other shapes than a prompt alone; in bf16 that would change a
+token now and then, as it does with vLLM's own prefix cache."""
 
 
 def make_prompt(seed: int, tokens: int) -> list[int]:
-    """Tokens that nobody else uses."""
+    """Tokens that no other prompt begins with."""
     draw = random.Random(seed)
     return [draw.randrange(3, 32_000) for _ in range(tokens)]
 
@@ -42,7 +42,7 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 
 
 def chunks_in_l1(server: ServerProcess) -> int:
-    """Chunks that can be hit."""
+    """Number of chunks that can be hit."""
     return int(server.get("/v1/status")["pool"]["entries"]["ready"])
 
 
@@ -97,7 +97,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     server = ForkServer(tmp_path_factory.mktemp("forks"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("TORCH_COMPILE_DISABLE", "1")  # it would take longer than what it makes faster
+        patch.setenv("TORCH_COMPILE_DISABLE", "1")  # compiling would take longer than it saves
         patch.setattr(VllmProcess, "fork_server", server)
         yield
     server.close()

@@ -1,4 +1,4 @@
-"""The main job with real vLLM: a prompt is computed once, and every later token is the one it would be without us."""
+"""The main job with real vLLM: a prompt is computed once, and all tokens are the same as without kvstrata."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ pytestmark = pytest.mark.vllm
     ("tokens", "hit"),
     [
         (1_000, 768),  # three chunks and a rest
-        (1_024, 1_023),  # all of it: one token is computed
+        (1_024, 1_023),  # the whole prompt: one token is computed
         (300, 256),
         (256, 255),
         (255, 0),
         (3_000, 2_816),  # prefilled in pieces
     ],
 )
-def test_prompt_is_stored_and_hit_with_the_same_tokens(rig, tokens, hit):
+def test_a_prompt_is_stored_and_hit_and_its_answer_has_the_same_tokens(rig, tokens, hit):
     prompt = rig.fresh_prompt(tokens)
     cold = rig.stored(prompt)
     assert cold["cached_tokens"] == 0
@@ -28,7 +28,7 @@ def test_prompt_is_stored_and_hit_with_the_same_tokens(rig, tokens, hit):
     assert (warm["cached_tokens"], warm["tokens"]) == (hit, cold["tokens"])
 
 
-def test_hit_continues_what_vllm_itself_still_has(rig):
+def test_a_hit_continues_the_prefix_in_vllms_own_cache(rig):
     prompt = rig.fresh_prompt(1_500)
     cold = rig.stored(prompt)
     until(rig.forget, "letting all blocks go")
@@ -38,7 +38,7 @@ def test_hit_continues_what_vllm_itself_still_has(rig):
     assert (warm["cached_tokens"], warm["tokens"]) == (1_280, cold["tokens"])
 
 
-def test_longer_prompt_hits_the_part_they_share_and_stores_the_rest(rig):
+def test_a_longer_prompt_hits_the_shared_part_and_stores_the_rest(rig):
     prompt = rig.fresh_prompt(2_000)
     rig.stored(prompt[:1_100])
     before = chunks_in_l1(rig.server)
@@ -49,7 +49,7 @@ def test_longer_prompt_hits_the_part_they_share_and_stores_the_rest(rig):
     assert (second["cached_tokens"], second["tokens"]) == (1_792, first["tokens"])
 
 
-def test_several_requests_at_once(rig):
+def test_simultaneous_requests_hit_and_give_the_same_tokens(rig):
     prompts = [rig.fresh_prompt(n) for n in (700, 1_300, 256, 2_048, 900)]
     before = chunks_in_l1(rig.server)
     cold = rig.vllm.ask("generate", prompts=prompts)
@@ -77,7 +77,7 @@ def test_request_may_limit_what_is_stored(rig):
     assert rig.again(prompt)["cached_tokens"] == 512
 
 
-def test_prompt_logprobs_read_no_cache(rig):
+def test_requests_for_prompt_logprobs_load_nothing(rig):
     prompt = rig.fresh_prompt(600)
     cold = rig.stored(prompt)
     full = rig.again(prompt, logprobs=1)
@@ -103,22 +103,22 @@ def test_abort_in_prefill_while_waiting_and_after_a_hit_leaks_nothing(rig):
     until(lambda: leased_bytes(rig.server) == 0, "giving all leases back")
 
 
-def test_a_reset_while_requests_run_keeps_what_they_have_out_of_the_new_cache(rig):
-    rig.vllm.generate([5, 6, 7])  # the first of all waits for a step in which the worker tells its weights
+def test_kv_of_requests_that_run_during_a_reset_is_not_stored(rig):
+    rig.vllm.generate([5, 6, 7])  # the first request waits for a step in which the worker reports its weights
     prompt = rig.fresh_prompt(3_000)
     before = chunks_in_l1(rig.server)
     rig.vllm.ask("submit", prompt=prompt)
     rig.vllm.ask("step", n=2)
     until(lambda: chunks_in_l1(rig.server) == before + 4, "storing what two steps computed")
     rig.vllm.ask("change_weights", factor=2.0)
-    assert not rig.vllm.ask("reset_prefix_cache", connector=True), "it holds blocks"
+    assert not rig.vllm.ask("reset_prefix_cache", connector=True), "running requests hold blocks"
     assert rig.vllm.ask("step", n=100)
-    # vLLM's own cache kept the old blocks and offers them to the next one.
+    # vLLM's own cache has kept the old blocks and offers them to the next request.
     follower = rig.vllm.generate(prompt + rig.fresh_prompt(300))
     assert follower["cached_tokens"] > 2_500
     other = rig.fresh_prompt(600)
     rig.vllm.generate(other)
-    # Stores are made in their order: those of the two requests would be there by now.
+    # Stores are made in order: stores of the two requests would have been made before this one.
     until(lambda: chunks_in_l1(rig.server) >= before + 6, "storing what rests on nothing old")
     assert chunks_in_l1(rig.server) == before + 6
     assert rig.again(prompt)["cached_tokens"] == 0
@@ -144,7 +144,7 @@ def test_a_reset_while_requests_run_keeps_what_they_have_out_of_the_new_cache(ri
     assert rig.again(prompt)["cached_tokens"] == 1_024
 
 
-def test_after_a_reset_with_the_same_weights_the_engine_shares_again(rig):
+def test_after_a_reset_with_the_same_weights_earlier_chunks_are_hit(rig):
     prompt = rig.fresh_prompt(1_000)
     cold = rig.stored(prompt)
 
@@ -157,7 +157,7 @@ def test_after_a_reset_with_the_same_weights_the_engine_shares_again(rig):
     assert (warm["cached_tokens"], warm["tokens"]) == (768, cold["tokens"])
 
 
-def test_new_weights_find_nothing_of_before_though_vllm_emptied_only_its_own_cache(rig):
+def test_new_weights_hit_no_earlier_chunk_even_if_vllm_emptied_only_its_own_cache(rig):
     prompt = rig.fresh_prompt(1_000)
     first = rig.stored(prompt)
     rig.vllm.ask("change_weights", factor=4.0)

@@ -1,4 +1,4 @@
-"""P2 and P4 with real vLLM: bad bytes are computed instead, and the engine does not notice when the server is gone."""
+"""Promises P2 and P4 with real vLLM: chunks with bad bytes are computed, and no call waits for an absent server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from tests.harness.records import Extents
 from tests.harness.server_process import ServerProcess
-from tests.harness.vllm_run import Calls, VllmProcess
+from tests.harness.vllm_engine import Calls
+from tests.harness.vllm_run import VllmProcess
 from tests.vllm.conftest import EXACT, Rig, chunks_in_l1, make_prompt, until
 
 pytestmark = pytest.mark.vllm
@@ -22,7 +23,7 @@ SCHEDULER_WAIT_S = 0.002
 def rig(
     vllm_python: Path, vllm_model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Rig]:
-    """vLLM was started before there was a server."""
+    """An engine that was started before its server."""
     folder = tmp_path_factory.mktemp("degraded")
     with (
         ServerProcess(folder / "server", l1_mb=128) as server,
@@ -41,7 +42,7 @@ def attached(rig):
 
 
 def check_calls(rig):
-    """No call on the engine's threads would have waited for the server; a wait without an end never comes here.
+    """Assert that no call on the engine's threads would have waited for the server.
 
     Workers may wait for copies, but the synchronous ones of this engine end in the calling thread.
     """
@@ -70,7 +71,7 @@ def test_server_absent_at_start_then_caching_begins_by_itself(rig):
 
 
 @pytest.mark.parametrize("when", ["before the request", "in prefill", "in decode"])
-def test_stopped_server_costs_nothing_but_the_cache(rig, when):
+def test_a_frozen_server_costs_only_hits(rig, when):
     known, new = rig.fresh_prompt(1_000), rig.fresh_prompt(3_000)
     cold = rig.stored(known)
     expected = rig.vllm.generate(new, salt="reference", max_tokens=32)["tokens"]
@@ -96,13 +97,13 @@ def test_stopped_server_costs_nothing_but_the_cache(rig, when):
 
 
 def hit_of(rig, prompt):
-    """The result if it was a hit. Right after its return a server's heartbeat may still be old."""
+    """The result if it was a hit, else None: right after a server's return its heartbeat may still be old."""
     result = rig.again(prompt)
     return result if result["cached_tokens"] else None
 
 
 @pytest.mark.parametrize("tokens_before", [2, 8])
-def test_killed_server_costs_nothing_and_its_pool_is_there_again(rig, tokens_before):
+def test_a_killed_server_costs_only_hits_and_its_pool_is_served_again(rig, tokens_before):
     known, new = rig.fresh_prompt(1_000), rig.fresh_prompt(3_000)
     cold = rig.stored(known)
     expected = rig.vllm.generate(new, salt="reference", max_tokens=32)["tokens"]
@@ -138,7 +139,7 @@ def test_server_that_lost_its_pool_is_filled_again(rig):
 
 
 def records_of_new_chunks(rig, prompt):
-    """(extents, offsets and headers of what storing this prompt added)."""
+    """Store a prompt; returns (extents file, (offset, header) of each added record, result of the request)."""
     extents = Extents(rig.server.segment_dir)
     before = {header.key for header in extents.records().values()}
     result = rig.stored(prompt)
@@ -146,7 +147,7 @@ def records_of_new_chunks(rig, prompt):
     return extents, added, result
 
 
-def test_flipped_bit_is_computed_instead_and_healed(rig):
+def test_a_chunk_with_a_flipped_bit_is_computed_and_stored_again(rig):
     prompt = rig.fresh_prompt(1_400)
     extents, added, cold = records_of_new_chunks(rig, prompt)
     third = chain([header for _, header in added])[2]
@@ -176,8 +177,8 @@ def full_hit(rig, prompt, tokens):
     return result if result["cached_tokens"] == tokens else None
 
 
-def test_what_is_stored_is_what_is_used(rig):
-    """The counter-test: other KV with fitting checksums changes the output, so hits really are loaded."""
+def test_vllm_computes_with_the_stored_bytes(rig):
+    """Other KV with valid checksums changes the output, which proves that hits really are loaded."""
     prompt = rig.fresh_prompt(1_000)
     extents, added, cold = records_of_new_chunks(rig, prompt)
     for seed, (at, header) in enumerate(added):

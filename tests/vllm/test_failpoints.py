@@ -1,4 +1,4 @@
-"""P4 and P9 at every step of the protocol: the server dies or freezes there while real vLLM generates.
+"""Promises P4 and P9 at every step of the protocol: the server dies or freezes there while real vLLM generates.
 
 At each point of the table that an engine's requests reach, the tokens stay right, no call on the engine's threads
 waits for the server, and caching is back once a server is.
@@ -39,7 +39,7 @@ STOPPED = ("lookup.done", "commit.done", "load.read", "put.stored")
 def cases() -> list[tuple[str, str]]:
     """Killed once in each step that an engine takes, stopped in some.
 
-    tests/integration/test_client_degraded.py kills and stops the server at every point of every message.
+    tests/integration/client/test_client_degraded.py kills and stops the server at every point of every message.
     """
     points = [
         point
@@ -55,7 +55,7 @@ def cases() -> list[tuple[str, str]]:
 def rig(
     vllm_python: Path, vllm_model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Rig]:
-    """With an L2, so that loads and puts are steps too."""
+    """An engine and a server with an L2, so that loads and puts are steps too."""
     folder = tmp_path_factory.mktemp("failpoints")
     with ServerProcess(folder / "server", l1_mb=96, l2="fs") as server:
         server.start()
@@ -70,7 +70,7 @@ def rig(
 
 @pytest.fixture(scope="module")
 def known(rig: Rig) -> tuple[list[int], list[int]]:
-    """A prompt that is in L2, and what follows it."""
+    """(A prompt that is in L2, the tokens that follow it)."""
     prompt = rig.fresh_prompt(600)
     tokens = rig.stored(prompt)["tokens"]
     until(lambda: rig.server.get("/v1/status")["l2_store"]["backlog_bytes"] == 0, "putting the prompt to L2")
@@ -101,7 +101,7 @@ def forgotten_in_l1(server: ServerProcess) -> bool:
 
 
 @pytest.mark.parametrize(("point", "action"), cases())
-def test_the_engine_does_not_notice(
+def test_the_engine_gives_the_same_tokens_and_does_not_wait(
     rig: Rig, known: tuple[list[int], list[int]], point: str, action: str
 ) -> None:
     prompt, expected = known

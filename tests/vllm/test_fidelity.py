@@ -1,4 +1,4 @@
-"""Real vLLM and the codec fp8: who accepted it loads rounded KV from L2, who did not never sees it."""
+"""Real vLLM and the codec fp8: engines that accept it load rounded KV from L2, and other engines never see that KV."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.vllm
 
 HIT_CHUNKS = 3
 PLAIN, FP8 = bytes(8), bytes([1, 0, 0, 0, 0, 0, 0, 0])
-"""What the outer header says of the codecs (docs/formats.md)."""
+"""The codecs field of the outer header (docs/formats.md)."""
 
 
 @pytest.fixture
 def server(vllm_python: Path, tmp_path: Path) -> Iterator[ServerProcess]:
-    """One whose L2 rounds KV for those that accept it."""
+    """A server whose L2 rounds KV of engines that accept it."""
     entry = {"type": "fs", "base_path": str(tmp_path / "l2"), "min_free_gb": 0, "codec": ["fp8"]}
     flags = ("--l2-adapter", json.dumps(entry))
     with ServerProcess(tmp_path / "server", l1_mb=64, l2="embedded", flags=flags) as process:
@@ -47,12 +47,12 @@ def engine(
 
 
 def codecs_in_l2(folder: Path) -> dict[Path, bytes]:
-    """The codecs of each record there."""
+    """The codecs of each record below the folder."""
     return {path: path.read_bytes()[80:88] for path in folder.rglob("*.kvc")}
 
 
 def empty_l1(rig: Rig) -> None:
-    """What the engine is to hit comes from L2 afterwards."""
+    """Restart the server with an empty L1, so that hits come from L2."""
     rig.server.stop()  # in order: what waits for L2 is written
     rig.server.wipe_segment()
     rig.server.start()
@@ -77,7 +77,7 @@ def hit_from_l2(rig: Rig, prompt: list[int], tokens: int) -> None:
     until(hit, "a hit from L2")
 
 
-def test_rounded_chunks_are_hit_from_l2_by_who_accepted_them_and_unseen_by_others(server, engine, tmp_path):
+def test_rounded_chunks_are_hit_from_l2_only_by_engines_that_accept_them(server, engine, tmp_path):
     prompt = make_prompt(1, HIT_CHUNKS * CHUNK + 100)
     with engine("fp8") as vllm:
         rig = Rig(server, vllm)

@@ -12,7 +12,7 @@ from tests.harness import vllm_env
 
 pytestmark = pytest.mark.vllm
 
-SCRIPT = Path(__file__).resolve().parents[1] / "harness" / "layouts_run.py"
+SCRIPT = Path(__file__).with_name("layouts_run.py")
 
 ALL = {"LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"}
 LATENTS = ["FLASHMLA auto 64/64", "TRITON_MLA fp8 16/16", "FLASHMLA_SPARSE fp8_ds_mla 64/64"]
@@ -47,12 +47,12 @@ def test_blocks_of_every_backend_in_every_layout_are_copied_as_torch_sees_them(r
         )
 
 
-def test_a_backend_that_leaves_the_choice_is_tried_in_all_layouts(results):
+def test_a_backend_that_allows_several_layouts_is_tested_in_all_of_them(results):
     for case in ("FLASH_ATTN auto 16/16", "FLASH_ATTN fp8 32/32", "TRITON_ATTN auto 16/16", *LATENTS):
         assert {result["layout"] for result in made(results) if result["case"] == case} == ALL
 
 
-def test_axes_mean_heads_and_tokens_only_where_that_is_known(results):
+def test_axes_are_named_heads_and_tokens_only_for_known_backends(results):
     axes = {(result["case"], result["layout"]): result["axes"] for result in made(results)}
     heads, tokens, content = ["kv_heads", 4], ["tokens", 16], [["kv", 2], ["dim", 64]]
     assert axes["FLASH_ATTN auto 16/16", "LBNHC"] == [tokens, heads, *content]

@@ -121,7 +121,7 @@ def test_preempted_requests_give_the_same_tokens(rig):
     until(lambda: leased_bytes(rig.server) == 0, "giving all leases back")
 
 
-def test_events_name_stored_chunks_with_their_tokens_and_those_that_left_l1(rig):
+def test_events_name_stored_chunks_with_their_tokens_and_removed_chunks(rig):
     rig.vllm.ask("events")
     prompt = rig.fresh_prompt(800)
     rig.stored(prompt)

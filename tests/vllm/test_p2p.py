@@ -31,7 +31,7 @@ SETTINGS = {
     "KVSTRATA_P2P_LOAD_TIMEOUT_MS": "30000",
 }
 READ_S = 8
-"""What a prompt takes over a link that is made slow for that."""
+"""How long a prompt takes over the slowed link."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def rigs(
             vllm = VllmProcess(
                 small_model,
                 tmp_path_factory.mktemp("p2p") / "vllm",
-                # What is loaded by then is a hit; a slow machine gets the time for all of it.
+                # Chunks loaded by the deadline are hits; so long a slow machine may take for all of them.
                 extra=server.connector_config(**{"kvstrata.lookup_timeout_ms": 30_000}),
                 options={"dtype": EXACT, "max_num_batched_tokens": 2048, "max_model_len": 4096},
             )
@@ -65,7 +65,7 @@ def rigs(
         yield rigs
 
 
-def test_the_other_engine_hits_with_the_same_tokens(cluster: Cluster, rigs: list[Rig]) -> None:
+def test_the_other_engine_hits_and_gives_the_same_tokens(cluster: Cluster, rigs: list[Rig]) -> None:
     one, other = rigs
     prompt = one.fresh_prompt(PROMPT)
     cold = one.stored(prompt)
@@ -78,7 +78,7 @@ def test_the_other_engine_hits_with_the_same_tokens(cluster: Cluster, rigs: list
     assert cluster.peer_records(1) == CACHED // 256
 
 
-def test_an_owner_killed_in_mid_read_is_computed_with_the_same_tokens(
+def test_a_prompt_whose_owner_is_killed_in_mid_read_is_computed_with_the_same_tokens(
     hosts: Network, cluster: Cluster, rigs: list[Rig]
 ) -> None:
     one, other = rigs

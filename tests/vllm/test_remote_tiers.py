@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 
 from kvstrata.cli import ctl
-from tests.harness import mooncake, remotes
+from tests.harness import mooncake
 from tests.harness.daemon import Unavailable
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import VllmProcess
+from tests.tools import remotes
 from tests.vllm.conftest import EXACT, Rig, until
 from tests.vllm.test_degraded import check_calls
 
@@ -22,10 +24,11 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def rigs(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Rig]]:
-    """Both without L2 yet."""
-    environment = None
+    """Two engines, each with a server that has no L2 yet."""
+    environment = dict(os.environ)
     with contextlib.suppress(Unavailable):
         environment = mooncake.environment()
+    environment |= remotes.MAY_BE_ADDED
     with contextlib.ExitStack() as stack:
         rigs = []
         for _ in range(2):
@@ -35,7 +38,7 @@ def rigs(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             vllm = VllmProcess(
                 small_model,
                 folder / "vllm",
-                # What is loaded by then is a hit; a slow machine gets the time for all of it.
+                # Chunks loaded by the deadline are hits; so long a slow machine may take for all of them.
                 extra=server.connector_config(**{"kvstrata.lookup_timeout_ms": 30_000}),
                 options={"dtype": EXACT, "max_num_batched_tokens": 2048, "max_model_len": 4096},
             )

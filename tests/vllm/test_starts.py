@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -19,13 +20,13 @@ pytestmark = pytest.mark.vllm
 
 
 def settings_file(folder: Path, server: ServerProcess) -> Path:
-    """What `LMCACHE_CONFIG_FILE` names."""
+    """The file that `LMCACHE_CONFIG_FILE` names."""
     path = folder / "kv strata.yaml"
     path.write_text(f"port: {server.port}\nsocket_dir: {server.socket_dir}\nchunk_size: 256\n")
     return path
 
 
-def test_bare_name_with_processes_apart_and_a_settings_file(server, small_model, tmp_path):
+def test_the_published_command_line_with_a_settings_file_hits(server, small_model, tmp_path):
     """The published command line: no module path. The engine has its own process, as in production.
 
     In bf16, so the hit is compared with one of vLLM's own prefix cache, of the same length.
@@ -69,27 +70,41 @@ def test_api_server_serves_hits(server, small_model, tmp_path, vllm_python):
     ) as api:
         prompt = make_prompt(502, 1_100)
         before = chunks_in_l1(server)
-        cold = complete(api.url, small_model, prompt, "a")
+        _, cold = complete(api.url, small_model, prompt, "a")
         until(lambda: chunks_in_l1(server) == before + 4, "storing")
-        assert complete(api.url, small_model, prompt, "a") == cold
+        request_id, again = complete(api.url, small_model, prompt, "a")
+        assert again == cold
+        explained = server.get(f"/v1/explain/{request_id}")
+        assert explained["request_id"].startswith(f"{request_id}-"), "vLLM appends an ending to the API's id"
+        assert explained["lookups"][-1]["hits"]["served"] == 4
         metrics = api.get("/metrics")
         loaded = [
             line for line in metrics.splitlines() if line.startswith("vllm:kvstrata_loaded_chunks_total")
         ]
         assert loaded and float(loaded[0].split()[-1]) == 4, metrics
-        measured = bench_serve(api.url, server)
-        first, second = measured["rounds"]
-        assert (first["requests"], second["requests"], measured["total"]["failed"]) == (2, 2, 0)
-        assert first["sources"]["L1 chunks"] == 0 and second["sources"]["L1 chunks"] == 2 * 4
-        hits = {name: count for name, count in second["sources"].items() if "chunks" not in name}
+        before = chunks_in_l1(server)
+        first = bench_serve(api.url, server)
+        for _ in range(
+            3
+        ):  # on a busy machine a store may be left out; the next request for the prompt stores it
+            with contextlib.suppress(AssertionError):
+                until(lambda: chunks_in_l1(server) == before + 2 * 4, "storing")
+                break
+            bench_serve(api.url, server)
+        second = bench_serve(api.url, server)
+        for measured in (first, second):
+            assert (measured["total"]["requests"], measured["total"]["failed"]) == (2, 0)
+        assert first["total"]["sources"]["L1 chunks"] == 0
+        assert second["total"]["sources"]["L1 chunks"] == 2 * 4
+        hits = {name: count for name, count in second["total"]["sources"].items() if "chunks" not in name}
         assert sum(hits.values()) == 2 * 4 * 256, hits
 
 
 def bench_serve(url, server):
-    """The report of `kvstrata bench serve`: two documents of 1,100 tokens, asked about twice."""
+    """The report of `kvstrata bench serve`: a question about each of two documents of 1,100 tokens."""
     arguments = [
         "bench", "serve", "long-doc-qa", "--url", url, "--documents", "2",
-        "--document-tokens", "1100", "--question-tokens", "8", "--output-tokens", "4", "--rounds", "2",
+        "--document-tokens", "1100", "--question-tokens", "8", "--output-tokens", "4", "--rounds", "1",
         "--extra-body", '{"detokenize": false}', "--cache-server", server.url,
         "--json", "-",
     ]  # fmt: skip
@@ -101,7 +116,7 @@ def bench_serve(url, server):
 
 
 def complete(url, model, prompt, salt):
-    """Token ids of a completion; without a tokenizer they come back as ids."""
+    """Id of a completion, and its token ids."""
     body = {
         "model": str(model),
         "prompt": prompt,
@@ -118,7 +133,8 @@ def complete(url, model, prompt, salt):
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=240) as reply:
-        return json.loads(reply.read())["choices"][0]["token_ids"]
+        answer = json.loads(reply.read())
+        return answer["id"], answer["choices"][0]["token_ids"]
 
 
 def test_tensor_parallel_workers_store_and_load_their_own_heads(server, small_model, tmp_path):

@@ -1,4 +1,4 @@
-"""Our connector inside the classes of each version of vLLM that we support, without a model (`versions_run.py`)."""
+"""Our connector inside the classes of each supported version of vLLM, without a model (`versions_run.py`)."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from pathlib import Path
 import pytest
 
 from tests.harness import vllm_env
-from tests.harness import vllm_python as pythons
+from tests.tools import vllm_python as pythons
+from tests.tools.provision import ROOT
 
 pytestmark = pytest.mark.vllm
 
-SCRIPT = Path(__file__).resolve().parents[1] / "harness" / "versions_run.py"
+SCRIPT = Path(__file__).with_name("versions_run.py")
 INSTALLED = vllm_env.VLLM_REQUIREMENT.partition("==")[2]
 VERSIONS = (INSTALLED, "0.33.0")
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def results(request, vllm_python, tmp_path_factory):
-    """One dictionary a result, see the script."""
+    """The script's results, one dictionary each."""
     folder = tmp_path_factory.mktemp("versions")
     environment = vllm_env.environment(folder)
+    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"  # the script imports tests.vllm.versions_engine
     if request.param != INSTALLED:
         try:
             python = pythons.ensure(request.param)
@@ -46,6 +48,7 @@ def results(request, vllm_python, tmp_path_factory):
 
 
 def of(results, check):
+    """The results of one check; there is at least one."""
     found = [result for result in results if result["check"] == check]
     assert found, f"the script gave no result of {check}"
     return found
@@ -56,7 +59,7 @@ def test_every_module_of_the_connector_can_be_imported(results):
     assert {"connector", "scheduler", "worker", "plugin"} <= set(imports["modules"])
 
 
-def test_each_method_takes_what_vllm_gives_it(results):
+def test_each_method_takes_the_arguments_that_vllm_gives_it(results):
     methods = of(results, "signature")
     assert len(methods) > 20
     for method in methods:
@@ -67,7 +70,7 @@ def test_each_method_takes_what_vllm_gives_it(results):
 
 
 def test_a_request_is_stored_loaded_and_recovered_step_by_step(results):
-    """With vLLM's scheduler and both of its model runners' ways to call a connector."""
+    """vLLM's own scheduler plans, and both of its model runners call the connector in their ways."""
     fresh = [
         {"scheduled": {"r1": 512}, "stores": [["r1", 2, [1, 2, 3, 4]]]},
         {"scheduled": {"r1": 488}, "stores": [["r1", 1, [5, 6]]]},
@@ -90,7 +93,7 @@ def test_a_request_is_stored_loaded_and_recovered_step_by_step(results):
 
 
 def test_a_load_that_fails_in_the_step_that_preempted_its_request_is_stored_again(results):
-    """vLLM's cache is reset while the request runs: it is preempted and loaded anew in one step."""
+    """vLLM's cache is reset while the request runs, so the request is preempted and loaded again in one step."""
     for trace in of(results, "trace"):
         failed, *later = trace["reset"]
         [[request, chunks, _, blocks]] = failed["loads"]
@@ -129,15 +132,15 @@ def test_only_models_that_vllm_keeps_in_one_group_of_full_attention_are_taken(re
     assert verdicts.pop("latents") == (["MLAAttentionSpec"], 128)
     assert verdicts.pop("latents and indexer") == (uniform, 128)
     assert verdicts.pop("full of two sizes") == (uniform, 128)
-    # vLLM turns its hybrid manager off for us: windows are then kept whole.
+    # vLLM turns its hybrid cache manager off for our connector, and then keeps the KV of windows whole.
     assert verdicts.pop("windows and full") == (["FullAttentionSpec"], 128)
     kinds, verdict = verdicts.pop("windows")
     assert kinds == ["SlidingWindowSpec"] and "SlidingWindowSpec is not supported" in verdict
     assert not verdicts
 
 
-def test_a_failed_load_is_told_in_its_own_step_and_nothing_that_rests_on_it_is_stored(results):
-    """However late vLLM ends the step's copies: with a draft model, it reports before."""
+def test_a_failed_load_is_reported_in_its_own_step_and_nothing_computed_on_it_is_stored(results):
+    """With a draft model, vLLM ends the step's copies after it has collected the step's report."""
     reports = of(results, "reports")
     assert {(each["runner"], each["drafts"], each["on_device"]) for each in reports} == {
         (runner, drafts, on_device)
@@ -153,13 +156,13 @@ def test_a_failed_load_is_told_in_its_own_step_and_nothing_that_rests_on_it_is_s
 
 
 def test_no_copy_touches_kv_memory_that_vllm_has_unmapped_in_its_sleep(results):
-    """By vLLM's worker, also in versions that do not tell a connector of sleep."""
+    """vLLM's worker sleeps and wakes; versions that do not tell a connector of sleep are included."""
     sleeps = {result["way"]: result for result in of(results, "sleep")}
     once = ["suspend", "unmapped", "mapped", "resume"]
     for way, events, stores in (
         ("sleep", once, [False, True]),
         ("discard", once, [False, True]),
-        # Weights first: KV memory is still gone.
+        # Weights wake first: KV memory is still unmapped then.
         ("in parts", ["suspend", "unmapped", "mapped", "mapped", "resume"], [False, False, True]),
     ):
         assert (sleeps[way]["events"], sleeps[way]["stores"]) == (events, stores), sleeps[way]
@@ -168,10 +171,10 @@ def test_no_copy_touches_kv_memory_that_vllm_has_unmapped_in_its_sleep(results):
 
 def test_every_method_that_vllm_calls_while_it_serves_is_guarded(results):
     guards = {result["method"]: result for result in of(results, "guard")}
-    # Called at the start, or empty.
+    # These are called at the start only, or do nothing.
     unguarded = {"register_kv_caches", "save_kv_layer", "requires_kv_delivery"}
     unguarded |= {"build_kv_connector_stats", "build_prom_metrics"}
-    # What they raise stops vLLM's sleep, which would unmap memory that a copy touches. vLLM has them from 0.33 on.
+    # An error of these stops vLLM's sleep, which would unmap memory that a copy touches. They exist from vLLM 0.33 on.
     unguarded |= guards.keys() & {"unregister_kv_caches", "restore_kv_caches"}
     assert {name for name, result in guards.items() if not result["guarded"]} == unguarded
     answers = {name: result["answers"] for name, result in guards.items() if result["guarded"]}
@@ -186,23 +189,21 @@ def test_every_method_that_vllm_calls_while_it_serves_is_guarded(results):
 
 
 def test_no_error_inside_the_connector_ends_the_engine_or_keeps_anything(results):
-    """Whatever always raises: both requests end, and their blocks and leases are given back."""
+    """One internal function always raises: both requests end, and their blocks and leases are given back."""
     errors = of(results, "error")
     assert len(errors) > 60
     for error in errors:
         assert not error["raised"] and error["unfinished"] == 0, error
         assert error["left"]["blocks"] == error["left"]["tracked"] == 0, error
-        # What cannot be released at all is the server's to take back.
+        # When releasing fails, the server takes the leases back.
         assert error["left"]["leases"] == 0 or error["internal"] == "client.release", error
-        if (error["internal"], error["asynchronous"]) != (
-            "copies.await_section",
-            True,
-        ):  # asked for by the model
+        # The model waits for sections of synchronous loads only.
+        if (error["internal"], error["asynchronous"]) != ("copies.await_section", True):
             assert error["errors"] > 0, error
 
 
-def test_keys_follow_the_weights_and_engines_with_the_weights_of_their_start_share_again(results):
-    """vLLM tells its connector of a pause, and not that its prefix cache was emptied after a reload."""
+def test_keys_change_with_the_weights_and_return_with_the_first_ones(results):
+    """vLLM tells its connector of a pause, but not that its prefix cache was emptied after a reload of weights."""
     weights = {result["how"]: result for result in of(results, "weights")}
     assert weights.pop("while a request runs")["stale"]
     assert {how for how, result in weights.items() if not result["waited"]} == {"at the start"}

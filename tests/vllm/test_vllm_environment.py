@@ -1,4 +1,4 @@
-"""Real vLLM on the CPU with a random-weight model and without kvstrata: what other tests stand on."""
+"""Real vLLM on the CPU with a random-weight model and without kvstrata, on which the other tests rely."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_output_depends_on_the_first_token_of_the_prompt_and_on_nothing_else(
     vllm_environment: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """Else a test with this model could not see that the KV of a prefix was wrong."""
+    """Otherwise a test with this model could not see that the KV of a prefix was wrong."""
     done = subprocess.run(
         [vllm_python, "-c", GENERATE, vllm_model_folder("19m")],
         env={**vllm_environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},

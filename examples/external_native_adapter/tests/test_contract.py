@@ -15,7 +15,7 @@ from kvstrata.testing.adapter_contract import AdapterContract, HostedContract, M
 
 
 class Folder(Medium):
-    """The files, from beside the adapter."""
+    """The adapter's files, reached without the adapter."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,7 +40,7 @@ class Folder(Medium):
 
 
 class TestFlatFiles(AdapterContract):
-    waits_in_threads = False  # the connector reads memory, it asks no Python object for it
+    waits_in_threads = False  # the connector reads memory by its address and asks no Python object for it
 
     def make_medium(self, folder: Path) -> Folder:
         return Folder(folder / "records")
@@ -51,7 +51,7 @@ class TestFlatFiles(AdapterContract):
 
 
 class TestFlatFilesInAHost(HostedContract):
-    """In a process of its own, by the type that the package adds."""
+    """The adapter in an adapter host, made from the type that the package adds."""
 
     def make_medium(self, folder: Path) -> Folder:
         return Folder(folder / "records")

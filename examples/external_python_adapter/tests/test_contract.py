@@ -17,7 +17,7 @@ from kvstrata.testing.strategies import key_of, load_item, put_item
 
 
 class Database(Medium):
-    """The table, through connections of its own."""
+    """The adapter's table, reached through other connections than the adapter's."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,7 +57,7 @@ class TestSqlite(AdapterContract):
 
 
 class TestSqliteInAHost(HostedContract):
-    """In a process of its own, by the type that the package adds."""
+    """The adapter in an adapter host, made from the type that the package adds."""
 
     def make_medium(self, folder: Path) -> Database:
         return Database(folder / "a base.sqlite")
@@ -75,7 +75,7 @@ CONTEXT = AdapterContext("test", SystemClock(), 0, 0, lambda key: None)
     [
         ({}, r"l2_adapters\[0\].path: must name the database file, found None"),
         ({"path": ""}, "path: must name"),
-        ({"path": "x", "capacity": 3}, "capacity: unknown field; there are path, capacity_gb"),
+        ({"path": "x", "capacity": 3}, "capacity: unknown field; the fields are path, capacity_gb"),
         ({"path": "x", "capacity_gb": "3"}, "capacity_gb: must be a number from 0, found '3'"),
         ({"path": "x", "capacity_gb": -1}, "capacity_gb: must be a number from 0"),
     ],

@@ -1,17 +1,19 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// The real disk log over metadata only: a program that replays accesses to a log of any size in
-// memory. Records have payloads of zeros, which SparseFiles keeps as nothing; frames, tables,
-// headers and checksums are there, and nothing in the log knows of it.
+// Replays accesses to a disk log of any size in memory. The log is the real one, on SparseFiles,
+// which store no zeros: payloads are all zeros and take no memory, but frames, tables, headers and
+// checksums are written and read as always.
 //
 //   disk_replay CAPACITY_BYTES RECORD_BYTES < accesses
 //
 // A line of standard input is one of these; IDs are whole numbers and name records.
 //
-//   put ID...    a batch of puts
-//   load ID...   a batch of loads of those that are there
-//   use ID...    what a request does: loads the leading ones that are there and puts the others
-//   counts       prints one line of JSON: what the log counts, usage, and loads asked for and made
+//   put ID...    puts the records in one batch
+//   load ID...   loads the records that are stored
+//   use ID...    does the work of a request: loads the leading records that are stored and puts the
+//                others
+//   counts       prints one line of JSON: the log's counters and usage, and the numbers of loads
+//                that were requested and made
 //
 // The log makes segments ready when a batch ends and not in a thread of its own, so that the same
 // accesses give the same numbers.
@@ -24,10 +26,10 @@
 #include <string>
 #include <vector>
 
-#include "kvstrata/crc32c.h"
-#include "kvstrata/disk_log.h"
-#include "kvstrata/record.h"
-#include "sparse_files.h"
+#include "disk/log.h"
+#include "hash/crc32c.h"
+#include "record/record.h"
+#include "support/sparse_files.h"
 
 using namespace kvstrata;
 
@@ -38,7 +40,7 @@ namespace {
   std::exit(1);
 }
 
-// Any 32 bytes that differ by number; the log takes a key's own bits as its hash.
+// A key for each number. Its bits must be evenly distributed, because the log uses them as a hash.
 Digest key_of(std::uint64_t number) {
   Digest key;
   for (std::size_t at = 0; at < key.size(); at += 8) {
@@ -133,7 +135,7 @@ class Replay {
     return item.presence == Presence::kPresent;
   }
 
-  // Verified, as a lane does.
+  // Loads a record and verifies it, as a lane does.
   void load_one(std::uint64_t number) {
     LoadItem item;
     item.key = key_of(number);
@@ -146,7 +148,8 @@ class Replay {
     ++loaded_;
   }
 
-  // Zeros behind the header, always: what is loaded has them too.
+  // Memory for a record. The bytes behind the header are always zeros, also after a load, because
+  // all payloads are zeros.
   struct Memory {
     explicit Memory(std::uint64_t bytes)
         : start(

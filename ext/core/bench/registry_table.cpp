@@ -4,13 +4,15 @@
 //
 //   registry_table INSTANCES CHUNKS
 //
-// Each instance reports its chunks in batches of kBatchKeys into two hidden slots, kL1Share of them
-// to L1 and the others to disk, and publishes them. kShared of the chunks are everybody's. The
-// table begins empty, so it grows all the while. Then come reports that replace earlier ones,
-// look-ups, and departures. Prints one line of JSON; times are in ns of CPU.
+// Each instance reports its chunks in batches of kBatchKeys into two hidden slots, the share
+// kL1Share for L1 and the others for disk, and publishes the slots. All instances have the share
+// kShared of the chunks in common. The table begins empty, so it grows during the reports. Then
+// follow reports that replace earlier reports, look-ups, and departures. Prints one line of JSON;
+// times are in ns of CPU.
 //
-// Between the look-ups, as many lines anywhere in other memory of the same size are read: one after
-// the other, and each where the one before says. So much is the machine's.
+// For comparison the program also reads as many random lines of other memory of the same size as it
+// makes look-ups: independently, and each at an address that depends on the line before. That part
+// of a look-up's time belongs to the machine.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -23,7 +25,7 @@
 #include <string>
 #include <vector>
 
-#include "kvstrata/registry.h"
+#include "registry/registry.h"
 
 using namespace kvstrata;
 
@@ -36,14 +38,14 @@ constexpr double kShared = 0.01;
 constexpr int kRepeats = 7;
 constexpr std::size_t kLookups = 400'000;
 
-// CPU time of this thread, so that what others take of the machine does not count.
+// CPU time of this thread, so that the load of other programs does not count.
 struct Clock {
   static double now(clockid_t clock = CLOCK_THREAD_CPUTIME_ID) {
     timespec time{};
     clock_gettime(clock, &time);
     return static_cast<double>(time.tv_sec) * 1e9 + static_cast<double>(time.tv_nsec);
   }
-  // Of the registry's own thread, which touches memory before it is needed.
+  // CPU time of the registry's own thread, which touches memory before the writer needs it.
   static double touching() { return now(CLOCK_PROCESS_CPUTIME_ID) - now(); }
 };
 
@@ -88,7 +90,7 @@ class Cluster {
 
   Registry& registry() { return *registry_; }
 
-  // Of chunk `number` of an instance, everybody's ones scattered among its own.
+  // The tag of chunk `number` of an instance. Common chunks are scattered among the instance's own.
   Tag tag(std::uint32_t instance, std::uint32_t number) const {
     const bool shared = mixed(number) < kShared * 18446744073709551615.0;
     return mixed(std::uint64_t{shared ? 0 : instance + 1} << 32 | number);
@@ -257,7 +259,7 @@ int main(int argc, char** argv) {
     one.push_back(ns_since(begin) / kLookups);
     if (hits != kLookups) fail("a placement is missing");
 
-    // Each needs the one before.
+    // Each look-up depends on the result of the one before.
     std::uint64_t chained = 0;
     begin = Clock::now();
     for (std::size_t at = 0; at < kLookups; ++at) {

@@ -1,7 +1,8 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// A connector over one directory for benchmarks/lanes_hol.py: one file a record, `exists` is one
-// stat a key, a put is durable. Loads and a cap, which nobody asks for there, it has not.
+// A connector over one directory for benchmarks/lanes_hol.py: one file per record, `exists` is one
+// stat per key, a put is durable. It has neither loads nor a cap, which that benchmark does not
+// need.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <fcntl.h>
@@ -26,7 +27,9 @@ class StatFiles final : public Connector {
   }
 
   std::string open(const ConnectorContext&) override {
-    return ::mkdir(base_.c_str(), 0700) == 0 || errno == EEXIST ? "" : base_ + ": cannot be made";
+    return ::mkdir(base_.c_str(), 0700) == 0 || errno == EEXIST
+               ? ""
+               : base_ + ": cannot create this directory";
   }
 
   void exists(std::span<ExistsItem> items) noexcept override {
@@ -104,7 +107,8 @@ PyObject* connector(PyObject*, PyObject* arguments) {
 }
 
 PyMethodDef methods[] = {
-    {"connector", connector, METH_VARARGS, "connector(base_path): the capsule."},
+    {"connector", connector, METH_VARARGS,
+     "connector(base_path): return a capsule that holds a connector over this directory."},
     {nullptr, nullptr, 0, nullptr},
 };
 

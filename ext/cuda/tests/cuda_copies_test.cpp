@@ -13,8 +13,8 @@
 #include <set>
 #include <thread>
 
-#include "check.h"
 #include "copy_engine.h"
+#include "support/check.h"
 
 extern "C" {
 void simulated_cuda_set(const char* name, const char* value);

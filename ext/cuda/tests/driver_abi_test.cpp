@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#include "check.h"
+#include "support/check.h"
 
 #if __has_include(<cuda.h>) && __has_include(<cudaTypedefs.h>)
 #include <cuda.h>

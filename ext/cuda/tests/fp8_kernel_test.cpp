@@ -8,8 +8,8 @@
 #include <random>
 #include <vector>
 
-#include "check.h"
-#include "kvstrata/fp8.h"
+#include "codec/fp8.h"
+#include "support/check.h"
 
 using namespace kvstrata;
 using namespace kvstrata::cuda;

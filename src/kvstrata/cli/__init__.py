@@ -1,4 +1,4 @@
-"""The commands: `kvstrata` with its subcommands, and their well-known names."""
+"""The command `kvstrata` and its subcommands."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ usage: kvstrata COMMAND [arguments]
 
   server      run a cache server (also: lmcache-server)
   controller  run a cluster's controller (also: lmcache-controller)
-  ctl         ask a running server: status, explain, prefetch, clear; `ctl cluster`: the controller
-  bench       measure a running server on this host; `bench l2`: one storage adapter, `bench serve`: engines,
-              `bench cluster`: a controller
-  doctor      check this machine: shared memory, limits, CPU, GPUs, extension, ports
+  ctl         ask a running server: status, explain, prefetch, clear; `ctl cluster` asks the controller,
+              `ctl pool dump` reads the files of a pool without a server
+  bench       measure a running server on this host; `bench l2` measures one storage adapter, `bench serve` engines,
+              `bench cluster` a controller
+  l2          `l2 rewrite` writes the records of a storage again with a new key
+  doctor      check this machine: shared memory, limits, CPU, GPUs, compiled modules, ports
 
-kvstrata COMMAND --help tells more; kvstrata --version prints the version, kvstrata --native-include-dir where the
-headers for storage connectors in C++ are."""
+kvstrata COMMAND --help tells more. kvstrata --version prints the version; kvstrata --native-include-dir prints the
+folder of the headers for storage connectors in C++."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,14 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def native_include_dir() -> Path:
-    """Folder to compile a storage connector with: it has `kvstrata/connector.h`."""
+    """The include folder for compiling a storage connector; `kvstrata/connector.h` lies in it."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "include"
     return installed if installed.is_dir() else package.parents[1] / "ext" / "core" / "include"
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int] | None:
-    """The subcommand's entry; imported only when it is run."""
+    """The subcommand's main function, or None for an unknown name; only this subcommand is imported."""
     if name == "server":
         from kvstrata.cli.server import main as server
 
@@ -67,6 +69,10 @@ def _command(name: str) -> Callable[[Sequence[str]], int] | None:
         from kvstrata.cli.bench import main as bench
 
         return bench
+    if name == "l2":
+        from kvstrata.cli.l2 import main as l2
+
+        return l2
     if name == "doctor":
         from kvstrata.cli.doctor import main as doctor
 

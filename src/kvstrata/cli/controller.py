@@ -1,4 +1,4 @@
-"""`lmcache-controller`: the one that knows which instance of a cluster holds which chunk."""
+"""`lmcache-controller`: the process that knows which instance of a cluster holds which chunk."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def serve(arguments: Sequence[str], restarts: Restarts) -> int:
-    """The command in the process that serves. What it needs is imported here, so that its keeper stays small."""
+    """Run the command in the process that serves. Imports are inside, so that the keeper's process stays small."""
     import json
 
     import msgspec
 
-    from kvstrata.cli.server import shown
     from kvstrata.config.flags import parse_controller_flags
     from kvstrata.config.load import load
     from kvstrata.config.model import ControllerSettings
+    from kvstrata.config.secrets import shown
     from kvstrata.controller.process import plan, run
     from kvstrata.errors import KvstrataError
 
@@ -37,7 +37,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
         )
         if flags.check:
             plan(settings, os.environ)
-            print(json.dumps(shown(msgspec.to_builtins(settings)), indent=2))
+            print(json.dumps(shown(msgspec.to_builtins(settings))[0], indent=2))
             return 0
         return run(settings, ready_fd=flags.ready_fd, restarts=restarts)
     except KvstrataError as error:

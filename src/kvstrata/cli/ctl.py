@@ -1,4 +1,7 @@
-"""`kvstrata ctl`: asks the admin port of a running server or controller; tables for people, `--json` for programs."""
+"""`kvstrata ctl`: asks the admin port of a running server or controller, and prints a table, or JSON with `--json`.
+
+`pool dump` needs neither: it reads the files of a pool.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,17 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from kvstrata.cli import ctl_cluster
+from kvstrata.cli import ctl_cluster, ctl_explain
 from kvstrata.config.model import HttpSettings
+from kvstrata.config.tokens import bearer_token, read_bearer_token
 from kvstrata.errors import BadRequest, KvstrataError, Unavailable
+from kvstrata.process.http_token import find_token
+from kvstrata.text import printable
 
+TIER_NAME = re.compile(r"[A-Za-z][\w]*-\d+")
 TIMEOUT_S = 30
 CLOSE_S = 60
-"""For an adapter to be opened or closed, beside what the command waits."""
+"""Time for opening or closing an adapter, on top of the command's own `--wait-s`."""
 MAX_WAIT_S = 600
 
 
@@ -32,20 +39,24 @@ class Ask(NamedTuple):
     path: str
     body: Mapping[str, Any] | None = None
     method: str = ""
-    """By default GET without a body, POST with one."""
+    """Empty: GET without a body, POST with one."""
     timeout_s: float = TIMEOUT_S
 
 
 def ask(url: str, asked: Ask, *, token: str = "") -> Any:
-    """The JSON answer of the admin port. Raises Unavailable without an answer, BadRequest for its errors."""
+    """Ask the admin port; returns its JSON. Raises BadRequest for an HTTP error, Unavailable without an answer.
+
+    An empty `token` is looked for (process/http_token.py).
+    """
     body = asked.body
     method = asked.method or ("GET" if body is None else "POST")
     request = urllib.request.Request(url.rstrip("/") + asked.path, method=method)
     if body is not None:
         request.data = json.dumps(body).encode()
         request.add_header("Content-Type", "application/json")
-    if token:
-        request.add_header("Authorization", f"Bearer {token}")
+    if token := token or find_token(url):
+        # Not sent to another port that an answer redirects to.
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
         with urllib.request.urlopen(request, timeout=asked.timeout_s) as response:
             return json.load(response)
@@ -57,27 +68,32 @@ def ask(url: str, asked: Ask, *, token: str = "") -> Any:
 
 
 def default_url() -> str:
-    """Where a server on this host answers."""
+    """URL of the admin port of a server on this host with default settings."""
     http = HttpSettings()
     return f"http://{http.host}:{http.port}"
 
 
 def table(value: Any, indent: str = "") -> str:
-    """Nested values as aligned lines; a list of mappings becomes a table with a head."""
+    """Nested values as aligned lines; a list of mappings becomes a table with a header.
+
+    Engines choose some of the texts, such as the name of a model, so nothing in them reaches the terminal as a command.
+    """
     if isinstance(value, Mapping):
-        width = max((len(str(key)) for key in value), default=0)
+        named = {printable(str(key)): inner for key, inner in value.items()}
+        width = max(map(len, named), default=0)
         lines = []
-        for key, inner in value.items():
+        for key, inner in named.items():
             if isinstance(inner, (Mapping, list)) and inner:
                 lines.append(f"{indent}{key}")
                 lines.append(table(inner, indent + "  "))
             else:
-                shown = "-" if inner in ({}, [], "", None) else _cell(inner)
-                lines.append(f"{indent}{key!s:<{width}}  {shown}")
+                lines.append(f"{indent}{key:<{width}}  {_cell(inner)}")
         return "\n".join(lines)
     if isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value):
         heads = list(dict.fromkeys(key for row in value for key in row))
-        rows = [heads] + [[_cell(row.get(head, "-")) for head in heads] for row in value]
+        rows = [list(map(printable, heads))] + [
+            [_cell(row.get(head, "-")) for head in heads] for row in value
+        ]
         widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
         return "\n".join(
             indent + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -96,18 +112,23 @@ def parser() -> argparse.ArgumentParser:
         default="",
         help=f"admin port ({default_url()}), for `cluster` the controller's ({ctl_cluster.default_url()})",
     )
-    top.add_argument("--token-file", default="", help="file with the bearer token")
+    top.add_argument("--token-file", default="",
+                     help="file with the bearer token; default: that of a server of the same user")  # fmt: skip
     top.add_argument("--json", action="store_true", help="print JSON")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("status", help="pool, sessions, adapters and counters")
     commands.add_parser("ready", help="whether requests are served")
     explain = commands.add_parser("explain", help="why a recent request missed")
-    explain.add_argument("request_id")
+    explain.add_argument(
+        "request_id", metavar="REQUEST_ID", help="as the API returned it, or as the engine logs it"
+    )
     clear = commands.add_parser("clear", help="drop chunks")
     clear.add_argument("--tier", choices=("l1", "l2", "all"), default="l1")
     clear.add_argument("--tenant")
     clear.add_argument(
-        "--wait", action="store_true", help="until the bytes of all dropped chunks are free, at most 30 s"
+        "--wait",
+        action="store_true",
+        help="wait until the bytes of all dropped chunks are free, at most 30 s",
     )
     prefetch = commands.add_parser("prefetch", help="load a prompt's chunks from L2 into L1")
     prefetch.add_argument("tokens", metavar="FILE", help="JSON list of token ids; - reads standard input")
@@ -119,42 +140,65 @@ def parser() -> argparse.ArgumentParser:
     job = commands.add_parser("job", help="outcome of a prefetch")
     job.add_argument("number", type=int)
     stranded = commands.add_parser(
-        "stranded", help="sessions that ended unseen and whose device may still write into L1"
+        "stranded", help="sessions of dead processes whose GPU may still write into L1"
     )
     steps = stranded.add_subparsers(dest="action", required=True, metavar="ACTION")
-    steps.add_parser("list", help="what they keep in quarantine")
-    free = steps.add_parser("clear", help="free it: their devices do not write any more")
-    free.add_argument("session", help="as `list` tells it, or all")
+    steps.add_parser("list", help="the sessions, and the bytes that they keep in quarantine")
+    free = steps.add_parser("clear", help="free the bytes; only once the GPU no longer writes")
+    free.add_argument("session", help="as `list` prints it, or `all`")
+    pool = commands.add_parser("pool", help="look into the files of a pool, with or without a server")
+    looks = pool.add_subparsers(dest="action", required=True, metavar="ACTION")
+    shown = looks.add_parser("dump", help="header, attached processes and entries of a pool; changes nothing")
+    shown.add_argument(
+        "path",
+        metavar="FILE|DIR",
+        type=Path,
+        help="folder of a pool, as /dev/shm/kvstrata-1000-5555, or an index file alone",
+    )
+    shown.add_argument("--entries", action="store_true", help="list each entry too")
+    # --json may also follow the command. It has no default, which would overwrite the value given before the command.
+    shown.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
     cluster = commands.add_parser("cluster", help="ask the controller of a cluster")
     ctl_cluster.add(cluster, _seconds)
-    l2 = commands.add_parser("l2", help="list, export, add, drain, resume or remove L2 adapters")
+    l2 = commands.add_parser("l2", help="list, show, export, add, drain, resume or remove L2 adapters")
     actions = l2.add_subparsers(dest="action", required=True, metavar="ACTION")
-    actions.add_parser("list", help="the adapters, nearest first; all that is known with --json")
-    actions.add_parser("export", help="the adapters as `l2_adapters` for the configuration file")
+    actions.add_parser("list", help="the adapters, nearest first; --json prints all that is known")
+    layers = actions.add_parser("show", help="the layers of adapters, from the storage outwards")
+    layers.add_argument("name", nargs="?", default="", help="as `list` prints it, e.g. fs-0; by default all")
+    actions.add_parser("export", help="the adapters as the `l2_adapters` of a configuration file")
     add = actions.add_parser("add", help="open an adapter and use it from now on")
     add.add_argument(
-        "adapter", metavar="JSON", help="what --l2-adapter of the server takes; - reads standard input"
+        "adapter",
+        metavar="JSON|NAME",
+        help="as for the server's --l2-adapter, - reads it from standard input; or the name of an adapter of the "
+        "server's settings, e.g. fs-0",
     )
     add.add_argument(
-        "--position", type=int, help="place in the order in which lookups ask, from 0; by default the last"
+        "--position",
+        type=int,
+        help="place in the order in which lookups ask the adapters, from 0; by default the last",
     )
-    add.add_argument("--backfill", action="store_true", help="offer it once what is in L1 already")
-    drain = actions.add_parser("drain", help="give an adapter no new chunks, and wait for those it is to get")
-    drain.add_argument("--no-loads", action="store_true", help="lookups do not ask it either")
+    add.add_argument(
+        "--backfill", action="store_true", help="offer the chunks that are in L1 now to the adapter"
+    )
+    drain = actions.add_parser("drain", help="give an adapter no new chunks, and wait for its puts")
+    drain.add_argument("--no-loads", action="store_true", help="let lookups not ask the adapter either")
     resume = actions.add_parser("resume", help="use a drained adapter as before")
-    resume.add_argument("--backfill", action="store_true", help="offer it once what is in L1")
+    resume.add_argument(
+        "--backfill", action="store_true", help="offer the chunks that are in L1 now to the adapter"
+    )
     remove = actions.add_parser(
         "remove", help="drain an adapter and close it; its records stay on the medium"
     )
     for action in (drain, resume, remove):
-        action.add_argument("name", help="as `list` tells it, e.g. fs-0")
+        action.add_argument("name", help="as `list` prints it, e.g. fs-0")
     for action in (drain, remove):
         action.add_argument(
             "--wait-s",
             type=_seconds,
             default=10.0,
             metavar="S",
-            help="longest wait for what is under way (%(default)s)",
+            help="longest wait for puts and loads under way (%(default)s)",
         )
     return top
 
@@ -170,20 +214,29 @@ def _seconds(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> Any:
-    """Carry out one command; returns what the server said."""
+    """Carry out one command; returns the answer of the server or the content of the file."""
+    if options.command == "pool":
+        # This alone loads the compiled modules; the other commands also run on a machine that lacks them.
+        from kvstrata.memory.pool_dump import dump
+
+        return dump(options.path, entries=options.entries)
     token = read_token("--token-file", options.token_file)
     url = options.url or (ctl_cluster.default_url() if options.command == "cluster" else default_url())
     answer = ask(url, _request(options), token=token)
     if options.command == "cluster":
         return answer if options.json else ctl_cluster.brief(options.action, answer)
+    if options.command == "explain":
+        return answer if options.json else ctl_explain.of_server(answer)
     if options.command == "l2" and options.action == "export":
         return _export(answer["adapters"])
+    if options.command == "l2" and options.action == "show":
+        return _layers(answer["adapters"], options.name)
     brief = options.command == "l2" and options.action == "list" and not options.json
     return _list(answer) or "no adapter" if brief else answer
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status 0, or 1 with one line on standard error."""
+    """Run the command; returns exit status 0, or 1 with one line on standard error."""
     options = parser().parse_args(arguments)
     try:
         answer = run(options)
@@ -229,14 +282,17 @@ def _request(options: argparse.Namespace) -> Ask:
 
 def _l2_request(options: argparse.Namespace) -> Ask:
     path = "/v1/l2/adapters"
-    if options.action in ("list", "export"):
+    if options.action in ("list", "show", "export"):
         return Ask(path)
     if options.action == "add":
         text = _read("-") if options.adapter == "-" else options.adapter
-        try:
-            adapter = json.loads(text)
-        except ValueError as error:
-            raise BadRequest(f"JSON: not JSON: {error}: {text!r:.200}") from None
+        adapter: Any = text
+        if not TIER_NAME.fullmatch(text):
+            try:
+                adapter = json.loads(text)
+            except ValueError as error:
+                # The text itself is not shown: it may hold a password.
+                raise BadRequest(f"JSON: not JSON, and no name of an adapter: {error}") from None
         body = {"adapter": adapter, "position": options.position, "backfill": options.backfill}
         return Ask(path, body, timeout_s=CLOSE_S)
     one = f"{path}/{urllib.parse.quote(options.name, safe='')}"
@@ -256,8 +312,21 @@ def _list(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
     return there + [{"name": name, "state": "removed", "after_restart": "back"} for name in answer["missing"]]
 
 
+def _layers(adapters: list[dict[str, Any]], name: str) -> list[dict[str, str]]:
+    """The layers of one adapter or of all, one row for each layer. Raises BadRequest for an unknown name."""
+    names = [row["name"] for row in adapters]
+    if name and name not in names:
+        raise BadRequest(f"no adapter {name!r}; there are: {', '.join(names) or 'none'}")
+    return [
+        {"name": row["name"], **layer}
+        for row in adapters
+        if name in ("", row["name"])
+        for layer in row["layers"]
+    ]
+
+
 def _export(adapters: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the configuration file needs to have these adapters."""
+    """The configuration of these adapters, as it stands in a configuration file."""
     placed = [row for row in adapters if row["position"] is not None]
     for row in placed:
         for field in row["secrets_left_out"]:
@@ -293,16 +362,15 @@ def _brief(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_token(flag: str, path: str) -> str:
-    """The bearer token of an admin port in a file, which others may be allowed to read: Prometheus reads the same one.
+    """The bearer token of an admin port in this file, or on standard input for `-`; empty without a path.
 
-    `-` reads standard input; empty without a path. Raises BadRequest that does not tell what the file holds.
+    Raises ConfigError.
     """
     if not path:
         return ""
-    token = _read(path).strip()
-    if not re.fullmatch("[ -~]+", token):
-        raise BadRequest(f"{flag}: {path} must hold the token alone, in one line of ASCII")
-    return token
+    if path == "-":
+        return bearer_token(_read(path), "standard input", flag)
+    return read_bearer_token(path, flag)
 
 
 def _read(path: str) -> str:
@@ -325,4 +393,12 @@ def _cell(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-    return str(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{printable(key)}={_part(inner)}" for key, inner in value.items()) or "-"
+    if isinstance(value, list):
+        return ", ".join(_part(inner) for inner in value) or "-"
+    return "-" if value is None else printable(str(value)) or "-"
+
+
+def _part(value: Any) -> str:
+    return f"({_cell(value)})" if isinstance(value, (Mapping, list)) and value else _cell(value)

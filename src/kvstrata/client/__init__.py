@@ -1,7 +1,10 @@
-"""What runs inside an engine process: attach, requests, copies, breaker.  Imports nothing heavy."""
+"""The part of kvstrata that runs inside an engine process: it attaches, sends requests and copies chunks.
 
-from kvstrata.client.calls import (
-    Identity,
+Importing it imports no torch, no engine and no server code.
+"""
+
+from kvstrata.client.client import CacheClient
+from kvstrata.client.handles import (
     LoadItem,
     LoadJob,
     LookupCall,
@@ -9,7 +12,7 @@ from kvstrata.client.calls import (
     StoreJob,
     StoreOutcome,
 )
-from kvstrata.client.client import CacheClient
+from kvstrata.client.identities import Identity
 
 __all__ = [
     "CacheClient",

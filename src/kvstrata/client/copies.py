@@ -1,13 +1,13 @@
 """Which bytes of the pool this process may touch now, and the native threads that touch them.
 
 Invariants
-1. A copy begins only in an epoch that is open here, and an epoch is open from its attach until `quiesce` closed it:
-   what the server leased or reserved to this process stays ours until then, also while the server is dead, and also
-   after the next server adopted the pool (design: leases end with their process or its word, not with a clock).
-2. `quiesce` closes epochs only when no copy of them runs, and no copy of them begins afterwards.
-3. A mapping lives as long as an open epoch or a running copy refers to it, so a server with a new pool takes no memory
-   away from under a copy.
-4. A lease serves one load of this process; a revoked or released one serves none.
+1. A copy begins only in an epoch that is open here.  An epoch is open from its attach until `quiesce` closes it: until
+   then the bytes that the server leased or reserved for this process stay ours, also while that server is dead, and
+   also after the next server has adopted the pool (a lease ends by its process's release or death, never by a clock).
+2. `quiesce` closes an epoch only when no copy of it runs, and no copy of it begins afterwards.
+3. A mapping lives as long as an open epoch or a running copy refers to it, so a copy never loses its memory to a new
+   server's pool.
+4. A lease serves one load of this process; a revoked or released lease serves none.
 """
 
 from __future__ import annotations
@@ -21,47 +21,49 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from kvstrata.errors import SegmentError
-from kvstrata.native.copying import RecordSpec
-from kvstrata.native.pool import ExtentsMap, IndexReader
+from kvstrata.native.index import ExtentsMap, IndexReader
+from kvstrata.native.record import RecordSpec
+from kvstrata.rpc.wire import MAX_SHORT_TEXT, DeviceCopies
 from kvstrata.types import LeaseName
 
 log = logging.getLogger(__name__)
 
 REMEMBERED_LEASES = 8192
 REFUSED = -1
-"""Code of an item that the engine did not take."""
+"""Code of an item that the copy engine did not take."""
 
-Kind = Literal["gather", "scatter"]
+Direction = Literal["gather", "scatter"]
+"""Blocks into extents, or extents into blocks."""
 
 GatherItem = tuple[Sequence[int], int, int, RecordSpec]
 """(block ids, extent address, extent length, what to write into the record's header)"""
-ScatterItem = tuple[Sequence[int], int, int, bytes]
-"""(block ids, extent address, extent length, expected storage key)"""
+ScatterItem = tuple[Sequence[int], int, int, tuple[bytes, bytes]]
+"""(block ids, extent address, extent length, (expected storage key, expected identity root))"""
 
 
 class Plan(Protocol):
-    """Describes an engine's blocks for the copy engine that goes with it; to the client only sizes."""
+    """Describes an engine's blocks to its copy engine; the client itself reads only the sizes."""
 
     @property
     def section_count(self) -> int: ...
     def payload_bytes(self, n_blocks: int) -> int: ...
 
 
-class Engine(Protocol):
-    """What copies between blocks and records: `native.copying.CopyEngine`, or one for blocks on a device."""
+class BlockCopyEngine(Protocol):
+    """Copies between blocks and records: `native.copying.CopyEngine`, or one for blocks on a device."""
 
     @property
     def event_fd(self) -> int: ...
-    def submit(self, job_id: int, kind: Kind, plan: Any, items: Any) -> bool: ...
+    def submit(self, job_id: int, direction: Direction, plan: Any, items: Any) -> bool: ...
     def completions(self) -> list[tuple[int, list[int]]]: ...
-    def run(self, kind: Kind, plan: Any, items: Any) -> list[int]: ...
+    def run(self, direction: Direction, plan: Any, items: Any) -> list[int]: ...
     def cancel(self, job_id: int) -> bool: ...
     def close(self) -> None: ...
 
 
 @runtime_checkable
-class DeviceEngine(Engine, Protocol):
-    """One for blocks on a device, `native.cuda.CudaCopyEngine`: it tells which of its ways of copying it took."""
+class DeviceCopyEngine(BlockCopyEngine, Protocol):
+    """A copy engine for blocks on a device (`native.cuda.CudaCopyEngine`), and which way of copying it has chosen."""
 
     @property
     def engine(self) -> str: ...
@@ -72,12 +74,14 @@ class DeviceEngine(Engine, Protocol):
 
 
 class Mapping:
-    """One pool as this process sees it. Unmapped when nobody refers to it any more."""
+    """One pool as this process sees it. Unmapped when nothing refers to it any more."""
 
     __slots__ = ("__weakref__", "extents", "index", "pool_id")
 
-    def __init__(self, pool_id: bytes, index_fd: int, extents_fd: int, extents_bytes: int) -> None:
-        """The descriptors stay the caller's. Raises SegmentError or OSError."""
+    def __init__(
+        self, pool_id: bytes, index_fd: int, extents_fd: int, extents_bytes: int, *, writable: bool
+    ) -> None:
+        """The descriptors stay the caller's. `writable`: this process stores. Raises SegmentError or OSError."""
         self.pool_id = pool_id
         self.index = IndexReader(index_fd)
         if self.index.pool_id != pool_id:
@@ -85,10 +89,10 @@ class Mapping:
                 f"the index belongs to pool {self.index.pool_id.hex()}, the server said {pool_id.hex()}",
                 field="pool_id",
             )
-        self.extents = ExtentsMap(extents_fd, extents_bytes)
+        self.extents = ExtentsMap(extents_fd, extents_bytes, writable)
 
     def address(self, offset_bytes: int, length_bytes: int) -> int:
-        """Where an extent lies here. Raises ValueError for one that is not inside the pool."""
+        """Address of an extent in this process. Raises ValueError for one that is not inside the pool."""
         if offset_bytes < 0 or length_bytes <= 0 or offset_bytes + length_bytes > self.extents.length:
             raise ValueError(
                 f"extent [{offset_bytes}, {offset_bytes + length_bytes}) is not inside the pool of "
@@ -98,7 +102,7 @@ class Mapping:
 
 
 class Pages(Protocol):
-    """What prepares a mapping's pages for copies, in the background: `PageWarmer`, or `Pinner` for a device."""
+    """Prepares a mapping's pages for copies, in the background: `PageWarmer`, or `Pinner` for a device."""
 
     def warm(self, mapping: Mapping) -> None: ...
     def forget(self, mapping: Mapping) -> None: ...
@@ -107,8 +111,20 @@ class Pages(Protocol):
     def stats(self) -> dict[str, int | float | str]: ...
 
 
+def device_copies(device: DeviceCopyEngine, pages: Pages) -> DeviceCopies:
+    """The message to the server: how blocks on a device are copied, and how much of the pool is pinned for that."""
+    told = pages.stats()
+    return DeviceCopies(
+        device.engine,
+        device.reason[:MAX_SHORT_TEXT],
+        {way: round(1000 * rate) for way, rate in device.measured.items()},
+        int(told.get("pinned_bytes", 0)),
+        str(told.get("pin_refusal", ""))[:MAX_SHORT_TEXT],
+    )
+
+
 class CopyLedger:
-    """Who may touch what. Any thread; each method is one short critical section."""
+    """Which copies may begin and which are running. Any thread; each method is one short critical section."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -118,7 +134,7 @@ class CopyLedger:
         self._spent: OrderedDict[LeaseName, None] = OrderedDict()
 
     def attached(self, epoch: int, pool_id: bytes, mapping: Callable[[], Mapping]) -> Mapping:
-        """Open an epoch, with the mapping of that pool if there is one, else with `mapping()`."""
+        """Open an epoch, with the mapping of that pool if an open epoch has it, else with `mapping()`."""
         with self._lock:
             known = next((m for m in self._open.values() if m.pool_id == pool_id), None)
         opened = known or mapping()
@@ -127,7 +143,7 @@ class CopyLedger:
         return opened
 
     def begin_gather(self, epoch: int) -> Mapping | None:
-        """Account for a copy into reserved extents of `epoch`; None when it may not begin. Then `end`."""
+        """Count a copy into reserved extents of `epoch` as running, until `end_gather`; None when it may not begin."""
         with self._lock:
             mapping = self._open.get(epoch)
             if mapping is not None:
@@ -135,12 +151,12 @@ class CopyLedger:
             return mapping
 
     def end_gather(self, epoch: int) -> None:
-        """A copy of `begin_gather` has ended."""
+        """End a copy of `begin_gather`."""
         with self._lock:
             self._running[epoch] -= 1
 
     def begin_load(self, lease: LeaseName) -> Mapping | None:
-        """Account for copies out of leased extents; None when they may not begin. Then `end_load`."""
+        """Count copies out of leased extents as running, until `end_load`; None when they may not begin."""
         with self._lock:
             mapping = self._open.get(lease.epoch)
             if mapping is None or lease in self._spent:
@@ -151,13 +167,13 @@ class CopyLedger:
             return mapping
 
     def end_load(self, lease: LeaseName) -> None:
-        """The copies of `begin_load` have ended."""
+        """End the copies of `begin_load`."""
         with self._lock:
             self._running[lease.epoch] -= 1
             self._lease_running.discard(lease)
 
     def spend(self, leases: Iterable[LeaseName]) -> list[LeaseName]:
-        """No load begins under these any more; those under which none runs now, whose share can be released."""
+        """Let no load begin under these leases any more. Returns those that no load uses; the caller releases them."""
         with self._lock:
             idle = []
             for lease in leases:
@@ -167,7 +183,7 @@ class CopyLedger:
             return idle
 
     def take_back(self, lease: LeaseName) -> bool:
-        """No load begins under it any more; False, and nothing changes, where one has begun or it was released."""
+        """Let no load begin under this lease; False, and nothing changes, if one has begun or it was released."""
         with self._lock:
             if lease in self._spent or lease in self._lease_running:
                 return False
@@ -190,13 +206,13 @@ class CopyLedger:
             return closed - set(self._open.values())
 
     def close(self) -> None:
-        """No epoch is open any more, and what no copy uses is unmapped."""
+        """Close all epochs, which unmaps every mapping that no copy uses."""
         with self._lock:
             self._open.clear()
 
     @property
     def n_running(self) -> int:
-        """Copies accounted for."""
+        """Copies that are running."""
         with self._lock:
             return self._running.total()
 
@@ -207,50 +223,44 @@ class CopyLedger:
 
 
 class Copier:
-    """Jobs for a copy engine: begun from any thread, their ends are told in the I/O thread.
+    """Gives jobs to a copy engine. Any thread begins them; the I/O thread hears of their ends.
 
-    The engine is this object's from now on.  Plans must be of its kind, and are only handed through.
+    The copy engine belongs to this object.  Plans must be of its kind; they are passed on unread.
 
-    A job that the engine's queue has no room for waits here and begins when another one ends, unless it was cancelled
-    by then.
+    A job that finds the copy engine's queue full waits here until another job ends or it is cancelled.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: BlockCopyEngine) -> None:
         self._engine = engine
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
         self._ended: dict[int, Callable[[list[int]], None]] = {}
-        self._waiting: dict[int, tuple[Kind, Plan, Sequence[GatherItem] | Sequence[ScatterItem]]] = {}
+        self._waiting: dict[int, tuple[Direction, Plan, Sequence[GatherItem] | Sequence[ScatterItem]]] = {}
         self._refused: dict[int, int] = {}
-        """Jobs that ended without the engine, and how many items they had; not told yet."""
+        """Jobs that ended without reaching the copy engine and are not reported yet: (callback, number of items)."""
         self.event_fd = self._engine.event_fd
         """Readable when `collect` has something to do."""
 
-    @property
-    def n_jobs(self) -> int:
-        """Jobs that have not ended, or whose end was not told yet."""
-        return len(self._ended)
-
     def begin(
         self,
-        kind: Kind,
+        direction: Direction,
         plan: Plan,
         items: Sequence[GatherItem] | Sequence[ScatterItem],
         ended: Callable[[list[int]], None],
         *,
         may_wait: bool = True,
     ) -> int:
-        """Copy in the background; `ended(codes)` is called in the I/O thread, 0 for each item that was copied.
+        """Copy in the background; the I/O thread calls `ended(codes)`, with 0 for each item that was copied.
 
-        A job that may not wait for room in the engine's queue ends uncopied where there is none.  Returns the job's
-        number.  Raises ValueError when the engine refuses the items; nothing is copied then.
+        Without `may_wait`, a job that finds the copy engine's queue full ends uncopied.  Returns the job's number.
+        Raises ValueError when the copy engine refuses the items; nothing is copied then.
         """
         job = next(self._ids)
         self._ended[job] = ended
         try:
             with self._lock:
-                if (may_wait and self._waiting) or not self._engine.submit(job, kind, plan, items):
-                    self._waiting[job] = (kind, plan, items)
+                if (may_wait and self._waiting) or not self._engine.submit(job, direction, plan, items):
+                    self._waiting[job] = (direction, plan, items)
         except ValueError:
             del self._ended[job]
             raise
@@ -259,7 +269,7 @@ class Copier:
         return job
 
     def cancel(self, job: int) -> None:
-        """Items not begun are not copied and end with a code other than 0. The job's end is told as ever."""
+        """Copy no further item; items left out end with a code other than 0. The job's end is reported as always."""
         with self._lock:
             waiting = self._waiting.pop(job, None)
             if waiting is None:
@@ -270,7 +280,7 @@ class Copier:
         os.eventfd_write(self.event_fd, 1)
 
     def collect(self) -> None:
-        """Tell the ends of jobs, then begin waiting ones. I/O thread only."""
+        """Report the jobs that have ended, then begin waiting ones. I/O thread only."""
         for job, codes in self._engine.completions():
             self._ended.pop(job)(codes)
         with self._lock:
@@ -281,9 +291,9 @@ class Copier:
 
     def _begin_waiting(self) -> None:
         while self._waiting:
-            job, (kind, plan, items) = next(iter(self._waiting.items()))
+            job, (direction, plan, items) = next(iter(self._waiting.items()))
             try:
-                if not self._engine.submit(job, kind, plan, items):
+                if not self._engine.submit(job, direction, plan, items):
                     return
             except ValueError as error:
                 log.error("the copy engine refused a job: %s", error)
@@ -291,9 +301,9 @@ class Copier:
             del self._waiting[job]
 
     def run_scatter(self, plan: Plan, items: Sequence[ScatterItem]) -> list[int]:
-        """Copy now, in this thread and the engine's; one code per item. Raises ValueError as `begin`."""
+        """Copy now, in this thread and the copy engine's. Returns a code per item; raises ValueError like `begin`."""
         return self._engine.run("scatter", plan, items)
 
     def close(self) -> None:
-        """Ends the engine's threads after the items they are at; jobs still running are not told."""
+        """End the copy engine's threads after the items that they are copying; jobs still running are not reported."""
         self._engine.close()

@@ -1,4 +1,8 @@
-"""Request identities: made at once, declared to each server in the background.  Also learns the engine's slices."""
+"""Request identities, which exist at once and are declared to each server in the background; and the engine's slices.
+
+A caller gets an `Identity` without any message: keys can be computed from it right away.  The I/O thread declares the
+identity to the attached server and keeps the id that this server gives it.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +11,87 @@ import math
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from functools import partial
+from typing import NamedTuple
 
-from kvstrata.client.calls import Declared, Identity
 from kvstrata.client.link import Link
 from kvstrata.client.requests import Kind, Pending
 from kvstrata.errors import InternalError, KvstrataError, Refused, Unavailable, UnknownSession, WrongVersion
+from kvstrata.keys import ChunkHasher, MediaItem
 from kvstrata.rpc import wire
-from kvstrata.types import RequestIdentity
+from kvstrata.types import LayoutIdentity, RequestIdentity, identity_root
 
 log = logging.getLogger(__name__)
 
 KEPT_IDENTITIES = 1024
-"""Below what a server keeps per session (4,096)."""
+"""Most identities kept; a server keeps more per session (4,096)."""
 REPLAYED_IDENTITIES = 64
-"""Declared anew at once after a restart, the latest used first; others with their next request."""
+"""Identities declared right after a server's restart, the last used first; others follow with their next request."""
 MISTAKE_RETRY_S = 1.0
-"""After an `internal` error; the next request of the identity has it declared again."""
+"""Time after an `internal` error for which an identity counts as refused; its next request then declares it again."""
 SLICES_RETRY_FIRST_S = 0.05
 SLICES_RETRY_LAST_S = 0.5
 
 
-class IdentityTable:
-    """All identities of one process."""
+class Declared(NamedTuple):
+    """The answer of the server of one epoch to `identify`."""
 
-    def __init__(self, link: Link, slices: tuple[bytes, ...]) -> None:
+    epoch: int
+    identity_id: int
+
+
+class Identity:
+    """One request identity. Keys can be computed at once; the server's id follows in the background."""
+
+    __slots__ = (
+        "_layout",
+        "_table",
+        "declared",
+        "error",
+        "refused_epoch",
+        "refused_until_s",
+        "request",
+        "root",
+    )
+
+    def __init__(self, table: IdentityTable, layout: LayoutIdentity, request: RequestIdentity) -> None:
+        self._table = table
+        self._layout = layout
+        self.request = request
+        self.root = identity_root(layout, request)
+        """32 bytes, the start of the hash chain."""
+        self.declared: Declared | None = None
+        """The last answer, written by the I/O thread only; valid while its epoch is the present one."""
+        self.error = ""
+        """Why the server refused this identity, or "". While it is refused, lookups miss and stores are refused."""
+        self.refused_epoch = 0
+        self.refused_until_s = math.inf
+        """`time.monotonic()` from which the server that refused this identity may be asked again in the same epoch."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the server of the present epoch knows this identity, and all slices of the engine are known."""
+        declared = self.declared
+        return declared is not None and declared.epoch == self._table.epoch and bool(self.slices)
+
+    @property
+    def slices(self) -> tuple[bytes, ...]:
+        """Digests of the slices, in the order of extents in lookup results; empty until all workers have attached."""
+        return self._table.slices
+
+    def hasher(self, media: Iterable[MediaItem] = ()) -> ChunkHasher:
+        """A hasher for one request of this identity."""
+        return ChunkHasher(self.root, self._layout.chunk_tokens, media)
+
+
+class IdentityTable:
+    """All identities of one process, and the slices of its engine."""
+
+    def __init__(self, link: Link, layout: LayoutIdentity, slices: tuple[bytes, ...]) -> None:
+        """`slices` are the digests of the engine's slices if this process knows them all, else empty."""
         self._link = link
+        self._layout = layout
         self._lock = threading.Lock()
         self._known: OrderedDict[RequestIdentity, Identity] = OrderedDict()
         self._asked: set[Identity] = set()
@@ -41,32 +100,37 @@ class IdentityTable:
         self._slices_retry_s = SLICES_RETRY_FIRST_S
         self._slices_due_s = math.inf
 
-    def get(self, request: RequestIdentity) -> Identity | None:
-        """The identity of this request if known. Any thread."""
-        with self._lock:
-            identity = self._known.get(request)
-            if identity is not None:
-                self._known.move_to_end(request)
-            return identity
+    @property
+    def epoch(self) -> int:
+        """Epoch of the server attached last; 0 before the first attachment."""
+        return self._link.epoch
 
-    def put(self, identity: Identity) -> Identity:
-        """Keep a new one, or the equal one that another thread put first. Any thread."""
+    def identity(self, request: RequestIdentity) -> Identity:
+        """The identity of requests like this one; the same object for equal requests. Any thread, never blocks."""
         with self._lock:
-            kept = self._known.setdefault(identity.request, identity)
+            known = self._known.get(request)
+            if known is not None:
+                self._known.move_to_end(request)
+                return known
+        fresh = Identity(self, self._layout, request)
+        with self._lock:
+            identity = self._known.setdefault(request, fresh)  # another thread may have been first
             if len(self._known) > KEPT_IDENTITIES:
                 self._known.popitem(last=False)
-            return kept
+        self._link.post(lambda: self.declare(identity))
+        return identity
 
     def abandon(self) -> None:
-        """In a forked child: a thread that does not exist here may have held the lock."""
+        """Called in a forked child: replace the lock, which a thread of the parent may have held."""
         self._lock = threading.Lock()
 
     # In the I/O thread.
 
     def declared(self, identity: Identity) -> Declared | None:
-        """What the present server knows it by; None: it is being told, and unsent requests are woken then.
+        """The present server's number for the identity; None while the server is being told.
 
-        Raises Refused when this server has refused it; a mistake of the server counts as that for a while only.
+        Unsent requests are woken when the server has answered.  Raises Refused when this server has refused the
+        identity; an internal error of the server counts as a refusal for `MISTAKE_RETRY_S` only.
         """
         known = identity.declared
         if known is not None and known.epoch == self._link.epoch:
@@ -77,7 +141,7 @@ class IdentityTable:
         return None
 
     def declare(self, identity: Identity) -> None:
-        """Tell the server, unless that is under way."""
+        """Tell the server of the identity, unless a message about it is under way."""
         if identity in self._asked or not self._link.connected:
             return
         self._asked.add(identity)
@@ -92,18 +156,18 @@ class IdentityTable:
         )
 
     def replay(self) -> None:
-        """A new server: tell it the identities used last."""
+        """Declare the identities used last to a server that has just been attached."""
         with self._lock:
             latest = list(self._known.values())[-REPLAYED_IDENTITIES:]
         for identity in reversed(latest):
             self.declare(identity)
 
     def due_s(self) -> float:
-        """When `tick` has something to do."""
+        """The time (`time.monotonic`) at which `tick` has something to do; inf: never."""
         return self._slices_due_s
 
     def tick(self, now_s: float) -> None:
-        """While slices are missing, ask again from time to time: workers attach one after another."""
+        """While slices are missing, declare an identity again after growing pauses: the answer names the slices."""
         if now_s < self._slices_due_s:
             return
         self._slices_due_s = math.inf
@@ -111,7 +175,7 @@ class IdentityTable:
             return
         with self._lock:
             known = list(self._known.values())
-        # A refused identity is never answered with slices, so the latest one that this server accepts is asked for.
+        # A refused identity is never answered with slices, so the latest identity that this server accepts is declared.
         latest = next((each for each in reversed(known) if not self._refused(each)), None)
         if latest is None:
             self._ask_slices_later()
@@ -122,7 +186,8 @@ class IdentityTable:
         self._asked.discard(identity)
         if not isinstance(reply, wire.IdentifyReply) or reply.root != identity.root:
             self._failed(
-                identity, WrongVersion("the server derives another root: versions of both sides differ")
+                identity,
+                WrongVersion("the server derives another root: client and server differ in version"),
             )
             return
         identity.error = ""
@@ -137,9 +202,9 @@ class IdentityTable:
     def _failed(self, identity: Identity, error: KvstrataError) -> None:
         self._asked.discard(identity)
         if isinstance(error, (Unavailable, UnknownSession)):
-            return  # the connection is lost; told anew to the next one
+            return  # the connection is lost, and the identity is declared again on the next one
         if identity.error != error.message:
-            # A salt is a secret of whoever sent it.
+            # A salt is a secret of the client that sent it.
             log.error(
                 "the server refused the identity with adapter %r, tenant %r and %s salt (%s): %s",
                 identity.request.adapter,
@@ -157,7 +222,7 @@ class IdentityTable:
             self._ask_slices_later()
 
     def _refused(self, identity: Identity) -> bool:
-        """Whether the present server has refused it, for good or for a while that is not over."""
+        """Whether the present server has refused the identity and may not be asked again yet."""
         refused = identity.refused_epoch == self._link.epoch and time.monotonic() < identity.refused_until_s
         return bool(identity.error) and refused
 

@@ -1,20 +1,16 @@
-"""The conversation with one server: attach, RPC connection, repetition, breaker.  All of it runs in one own thread.
+"""The conversation with one server: attach, RPC connection, repetition, silence.  One thread of its own does all of it.
 
-    state       means                                           leaves it by
-    ----------  ----------------------------------------------  ---------------------------------------------------
-    ABSENT      a second thread tries to attach, every 250 ms   attach succeeds → SETUP
-    SETUP       attached, hello sent                            hello answered → CONNECTED; socket closed → ABSENT
-    CONNECTED   requests go out (while the breaker is closed)   socket closed or unknown session → ABSENT
+`MACHINE` has the states of the connection.  Only while it is ABSENT does a second thread exist, which tries to attach.
 
 Invariants
 1. Other threads only `post`; everything else of this class belongs to the I/O thread.
-2. The thread never waits for anything but its poll: attaching, which may block, has a thread of its own that lives
-   only in ABSENT.
+2. The I/O thread never waits for anything but its poll: attaching may block, and has a thread of its own.
 3. A reply of another epoch than the attached one is dropped.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 import threading
@@ -28,80 +24,133 @@ from typing import Protocol
 import msgspec
 
 from kvstrata import __version__
-from kvstrata.client.breaker import Breaker
 from kvstrata.client.requests import Kind, Pending, RequestTable
+from kvstrata.client.silence import Silence
 from kvstrata.errors import ConfigError, KvstrataError, Unavailable, UnknownSession, WrongVersion
 from kvstrata.memory.attach.client import Attachment, attach, process_locks
 from kvstrata.memory.paths import RPC_SOCKET
-from kvstrata.rpc import wire
+from kvstrata.rpc import attach_wire, wire
+from kvstrata.rpc.frame import prove
 from kvstrata.rpc.zmq_client import Dealer, Waiter
+from kvstrata.states import Machine
 
 log = logging.getLogger(__name__)
 
 ATTACH_TIMEOUT_S = 1.0
 ATTACH_RETRY_FIRST_S = 0.02
 ATTACH_RETRY_LAST_S = 0.25
-"""Between tries while nobody answers: caching is back within a second of the server."""
+"""Between tries while no server answers: caching resumes within a second of the server's return."""
 GOODBYE_TIMEOUT_S = 0.3
 ATTACH_REFUSED_RETRY_S = 2.0
-"""After a refusal (other layout, no free row, other version), which trying soon would not change."""
+"""After a refusal (other layout, no free row, other version), which an early retry would not change."""
 FRAMES_PER_PASS = 256
 LONGEST_POLL_S = 1.0
 
 
-class LinkOwner(Protocol):
-    """What the link calls, always in the I/O thread."""
+class Connection(enum.Enum):
+    """How far the link has come with a server."""
 
-    def attach_request(self, old_epoch: int) -> wire.AttachRequest:
-        """The request to attach with (called in the attaching thread). Raises ConfigError for a bad token file."""
+    ABSENT = enum.auto()
+    """No server is attached; a second thread tries to attach."""
+    SETUP = enum.auto()
+    """A server is attached, its pool is mapped, and hello is sent."""
+    CONNECTED = enum.auto()
+    """Hello is answered; requests go out while the server is heard."""
+    ENDED = enum.auto()
+    """The client was closed, or this is a forked child."""
+
+
+class Step(enum.Enum):
+    """An event that changes the connection."""
+
+    ATTACHED = enum.auto()
+    """The attaching thread has got a pool, and it could be mapped."""
+    GREETED = enum.auto()
+    """The server answered hello in the same protocol version."""
+    LOST = enum.auto()
+    """The server closed the attach socket, or does not know this session any more."""
+    STOPPED = enum.auto()
+    """The I/O thread ends."""
+
+
+MACHINE = Machine(
+    "Link of a client",
+    Connection,
+    Step,
+    Connection.ABSENT,
+    {
+        Connection.ABSENT: {Step.ATTACHED: Connection.SETUP, Step.STOPPED: Connection.ENDED},
+        Connection.SETUP: {
+            Step.GREETED: Connection.CONNECTED,
+            Step.LOST: Connection.ABSENT,
+            Step.STOPPED: Connection.ENDED,
+        },
+        Connection.CONNECTED: {Step.LOST: Connection.ABSENT, Step.STOPPED: Connection.ENDED},
+        Connection.ENDED: {Step.STOPPED: Connection.ENDED},
+    },
+)
+
+
+class LinkOwner(Protocol):
+    """What the link calls, in the I/O thread unless a method says otherwise."""
+
+    def attach_request(self, old_epoch: int) -> attach_wire.AttachRequest:
+        """The request to attach with. Called in the attaching thread. Raises ConfigError for a bad token file."""
 
     def link_attached(self, attachment: Attachment, old_epoch: int) -> None:
         """Before any message: map the pool. May raise KvstrataError or OSError, which ends this attachment.
 
-        With another epoch than the old one, what is under way to the old server fails right afterwards.
+        If the epoch is not `old_epoch`, requests under way to the old server fail right afterwards.
         """
 
     def link_ready(self, hello: wire.HelloReply) -> None:
         """Requests may go out."""
 
     def link_silent(self) -> None:
-        """The server does not answer, or is gone: nobody shall wait for it. ASK requests have failed already."""
+        """The server is silent or lost, and nothing may wait for it. ASK requests have failed already."""
 
     def link_orphaned(self, leases: list[tuple[bytes, int]]) -> None:
-        """Who looked these leases up is gone: the own share ends."""
+        """The process whose lookups these leases come from has ended: end this process's shares of them."""
 
     def link_revoked(self, lookups: list[int]) -> None:
-        """The server asks for the leases of these own lookups."""
+        """The server asks for the leases of these lookups of ours."""
 
     def live_lookups(self) -> list[int]:
-        """Numbers of the lookups still wanted."""
+        """Numbers of the lookups that are still wanted."""
 
     def device_copies(self) -> wire.DeviceCopies | None:
-        """What the server is told of them; None where blocks are in host memory."""
+        """What to tell the server about copies to and from a device; None where blocks are in host memory."""
 
     def link_due_s(self) -> float:
-        """When `link_pass` has something to do without anything else happening."""
+        """When `link_pass` has something to do, even if nothing is received."""
 
     def link_pass(self, now_s: float) -> None:
-        """Once per pass of the loop, after all that was received was handled."""
+        """Called once per pass of the loop, after all received messages were handled."""
 
     def link_died(self) -> None:
-        """The I/O thread ends by a mistake of ours; finish what others wait for."""
+        """The I/O thread ends by a mistake of ours: finish every call that a caller waits for."""
 
 
 class Link:
-    """See the module. `session` are 16 bytes that name this process to the server, for life."""
+    """One client's link to its server: see the module. `session`: 16 bytes that name this process, for its life.
 
-    def __init__(self, socket_dir: Path, session: bytes, owner: LinkOwner) -> None:
+    The owner's parts are made from the link, so `start` brings the owner; until then nothing is received.
+    """
+
+    def __init__(self, socket_dir: Path, session: bytes) -> None:
         self.table = RequestTable()
-        self.breaker = Breaker()
+        self.silence = Silence()
         self.session = session
         self.epoch = 0
-        """Of the last attachment; stays after it is lost."""
-        self.connected = False
+        """Epoch of the last attachment, also after that is lost."""
         self.error = "not started"
+        self.closing = False
+        """The client takes no more calls: it is being closed, or this is a forked child. Any thread may set it."""
+        self.forked = False
+        """This is a forked child, which touches nothing that belongs to the parent."""
+        self._connection = MACHINE.first
+        self._owner: LinkOwner | None = None
         self._socket_dir = socket_dir
-        self._owner = owner
         self._inbox: deque[Callable[[], None]] = deque()
         self._woken = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -112,6 +161,8 @@ class Link:
         self._waiter: Waiter | None = None
         self._dealer: Dealer | None = None
         self._attachment: Attachment | None = None
+        self._secret = b""
+        """Proves our requests to the attached server."""
         self._copies_told: wire.DeviceCopies | None = None
         self._stop_attaching = threading.Event()
         self._attacher: threading.Thread | None = None
@@ -123,25 +174,41 @@ class Link:
     # From any thread.
 
     @property
+    def connected(self) -> bool:
+        """A server is attached and has answered hello."""
+        return self._connection is Connection.CONNECTED
+
+    @property
     def usable(self) -> bool:
-        """Whether a request sent now has a fair chance of an answer."""
-        return self.connected and not self.breaker.is_open
+        """Whether a server is attached and answers."""
+        return self.connected and not self.silence.silent
+
+    @property
+    def accepts(self) -> bool:
+        """Whether a caller's request is taken up now."""
+        return self.usable and not self.closing
 
     @property
     def alive(self) -> bool:
         """Whether posted calls will run."""
         return self._thread is not None and self._thread.is_alive() and not self._dead
 
-    def start(self, watch: dict[int, Callable[[], None]]) -> None:
+    def start(self, owner: LinkOwner, watch: dict[int, Callable[[], None]]) -> None:
         """Start the I/O thread. It calls `watch[fd]` whenever that descriptor is readable."""
         assert self._thread is None, "a link starts once"
+        self._owner = owner
         self._watched = dict(watch)
         self.error = "no answer yet"
         self._thread = threading.Thread(target=self._run, name="kvstrata-io", daemon=True)
         self._thread.start()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Run `call` in the I/O thread soon, or here and now when that thread has ended. Never blocks."""
+        """Run `call` in the I/O thread soon, or in the calling thread if the I/O thread has ended. Never blocks.
+
+        In a forked child, `call` is dropped.
+        """
+        if self.forked:
+            return
         self._inbox.append(call)
         with self._wake_lock:
             if not self._dead:
@@ -152,7 +219,7 @@ class Link:
         self._drain()
 
     def close(self) -> None:
-        """Of a link whose I/O thread was never started, or has ended. Idempotent."""
+        """Free the link's descriptor once the I/O thread has ended or if it was never started. Idempotent."""
         with self._wake_lock:
             self._dead = True
             if self._wake_fd >= 0:
@@ -160,7 +227,7 @@ class Link:
                 self._wake_fd = -1
 
     def stop(self, *, bye: bool) -> None:
-        """End the I/O thread; with `bye` the server is told that this process touches nothing any more."""
+        """End the I/O thread; with `bye` tell the server that this process touches nothing any more."""
 
         def end() -> None:
             self._bye = bye
@@ -169,7 +236,7 @@ class Link:
         self.post(end)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the threads; whether the I/O thread ended. (The other one may still wait for a server's answer.)"""
+        """Wait for both threads. Returns whether the I/O thread has ended; the attaching thread may still run."""
         ends_s = time.monotonic() + timeout_s
         for thread in (self._thread, self._attacher):
             if thread is not None:
@@ -177,20 +244,34 @@ class Link:
         return self._thread is None or not self._thread.is_alive()
 
     def abandon(self) -> None:
-        """In a forked child: no thread of ours runs here, and this process is nobody to the server."""
-        self._wake_lock = threading.RLock()  # the one of the parent may have been taken when it forked
+        """Called in a forked child, where no thread of ours runs and which the server does not know."""
+        self.forked = self.closing = True
+        self._secret = b""
+        self._wake_lock = threading.RLock()  # a thread of the parent may have held the old one at the fork
         self._inbox.clear()
-        self.connected = False
+        self._move(Step.STOPPED)
         self.close()
 
     # In the I/O thread.
 
     def ask(self, pending: Pending) -> None:
-        """Take up a request; an ASK fails at once while the server is silent or too many are under way."""
+        """Take up a request; an ASK fails at once while the server is silent or too many ASKs are under way."""
         if pending.kind is Kind.ASK and not self.usable:
             pending.failed(Unavailable(f"the cache server is not answering: {self.error or 'silent'}"))
         elif not self.table.add(pending):
             pending.failed(Unavailable("too many requests are under way"))
+
+    def settle(self, message: Callable[[int, int], wire.AnyRequest | None]) -> None:
+        """Take up a SETTLE request whose answer nothing waits for; see `Pending` for `message`."""
+        self.ask(Pending(Kind.SETTLE, message, lambda reply: None, lambda error: None))
+
+    @property
+    def _started_owner(self) -> LinkOwner:
+        assert self._owner is not None, "the link was not started"
+        return self._owner
+
+    def _move(self, step: Step) -> None:
+        self._connection = MACHINE.after(self._connection, step)
 
     def _run(self) -> None:
         waiter = self._waiter = Waiter()
@@ -205,10 +286,10 @@ class Link:
             # Supervisor of this thread: a mistake of ours must not leave the engine waiting.
             log.exception("the cache client stops: its I/O thread failed; the engine goes on without a cache")
             self.error = "the I/O thread failed, see the log"
-            self._owner.link_died()
+            self._started_owner.link_died()
         finally:
             self._dead = True
-            self.connected = False
+            self._move(Step.STOPPED)
             self._stop_attaching.set()
             if self._attachment is not None:
                 if self._bye:
@@ -239,14 +320,14 @@ class Link:
         self._woken = False
         self._drain()
         now_s = time.monotonic()
-        # An answer that came since the wait is no silence, however long this thread has slept since.
-        if self._dealer is not None and (frames or self.breaker.check_due_s() <= now_s):
+        # An answer that came after the wait counts, however long this thread slept afterwards.
+        if self._dealer is not None and (frames or self.silence.check_due_s() <= now_s):
             self._receive(self._dealer)
-        if self.breaker.check(now_s):
+        if self.silence.check(now_s):
             log.warning("the cache server does not answer; going on without it until it does")
-            self._silence("the server does not answer")
+            self._fell_silent("the server does not answer")
         self.table.expire(now_s)
-        self._owner.link_pass(now_s)
+        self._started_owner.link_pass(now_s)
         if self._dealer is not None:
             self._send(self._dealer, now_s)
 
@@ -255,9 +336,9 @@ class Link:
         if self._dealer is not None:
             due_s = min(
                 due_s,
-                self._owner.link_due_s(),
-                self.breaker.check_due_s(),
-                self.breaker.ping_due_s(self.table.awaited),
+                self._started_owner.link_due_s(),
+                self.silence.check_due_s(),
+                self.silence.ping_due_s(self.table.awaited),
             )
             if self._may_send:
                 due_s = min(due_s, self.table.due_s())
@@ -265,53 +346,57 @@ class Link:
 
     @property
     def _may_send(self) -> bool:
-        """A silent server gets nothing but pings, lest its queue fills with repeats; a fresh one is set up."""
-        return not self.breaker.is_open or not self.connected
+        """Whether requests are sent, not only pings: a silent server's queue would fill with repeats.
+
+        A server that has just been attached counts as silent until it is heard, and gets its hello.
+        """
+        return not self.silence.silent or not self.connected
 
     def _send(self, dealer: Dealer, now_s: float) -> None:
         if self._may_send:
             for pending, frame in self.table.to_send(now_s):
-                if dealer.try_send(frame):
+                if dealer.try_send(prove(self._secret, frame)):
                     self.table.sent(pending, now_s)
                 else:
                     self.table.not_sent(pending, now_s)
-        if self.breaker.ping_due_s(self.table.awaited) <= now_s:
-            live = self._owner.live_lookups()
+        if self.silence.ping_due_s(self.table.awaited) <= now_s:
+            live = self._started_owner.live_lookups()
             named = live if len(live) <= wire.MAX_LIVE else None
-            copies = self._owner.device_copies()
+            copies = self._started_owner.device_copies()
             news = None if copies == self._copies_told else copies
-            if dealer.try_send(wire.encode(wire.Ping(self.session, self.table.next_seq(), named, news))):
+            ping = wire.Ping(self.session, self.table.next_seq(), named, news)
+            if dealer.try_send(prove(self._secret, wire.encode(ping))):
                 self._copies_told = copies
-            self.breaker.pinged(time.monotonic())
+            self.silence.pinged(time.monotonic())
 
     def _receive(self, dealer: Dealer) -> None:
         for frame in dealer.receive(FRAMES_PER_PASS):
             try:
                 reply = wire.decode_reply(frame)
             except msgspec.MsgspecError as error:
-                log.warning("dropped a reply that is none of the protocol: %s", error)
+                log.warning("dropped an invalid message from the server: %s", error)
                 continue
             if reply.epoch != self.epoch:
                 continue
-            was_open = self.breaker.is_open
-            self.breaker.heard()
-            if was_open and self.connected:
+            was_silent = self.silence.silent
+            self.silence.heard()
+            if was_silent and self.connected:
                 log.info("the cache server answers again")
             if isinstance(reply, wire.Pong):
                 if reply.orphaned:
-                    self._owner.link_orphaned(reply.orphaned)
+                    self._started_owner.link_orphaned(reply.orphaned)
                 if reply.revoked:
-                    self._owner.link_revoked(reply.revoked)
+                    self._started_owner.link_revoked(reply.revoked)
             elif isinstance(self.table.reply(reply), UnknownSession):
                 self._lose("the server does not know this session any more")
                 return
 
-    def _silence(self, why: str) -> None:
+    def _fell_silent(self, why: str) -> None:
         self.table.fail_all(Unavailable(why), Kind.ASK)
-        self._owner.link_silent()
+        self._started_owner.link_silent()
 
     def _lose(self, why: str) -> None:
-        """To ABSENT."""
+        """Drop the connection, enter ABSENT and attach again."""
         if self._attachment is None or self._waiter is None:
             return
         log.warning("lost the cache server (%s); going on without it until it is back", why)
@@ -320,11 +405,11 @@ class Link:
         self._dealer = None
         self._attachment.close()
         self._attachment = None
-        self.connected = False
+        self._move(Step.LOST)
         self.error = why
-        self.breaker.trip()
+        self.silence.lost()
         self.table.fail_all(Unavailable(why), Kind.SETUP)
-        self._silence(why)
+        self._fell_silent(why)
         self._start_attaching()
 
     def _start_attaching(self, wait_s: float = 0.0) -> None:
@@ -338,7 +423,7 @@ class Link:
         retry_s = ATTACH_RETRY_FIRST_S
         while not self._stop_attaching.wait(wait_s):
             try:
-                request = self._owner.attach_request(self.epoch)
+                request = self._started_owner.attach_request(self.epoch)
                 attachment = attach(self._socket_dir, request, process_locks(), ATTACH_TIMEOUT_S)
             except Unavailable as error:
                 self.error = error.message
@@ -359,14 +444,14 @@ class Link:
         self.error = text
 
     def _attached(self, attachment: Attachment) -> None:
-        """To SETUP."""
+        """Map the pool, connect, and enter SETUP; or give the attachment back and try again."""
         assert self._waiter is not None
         if self._stopping:
             attachment.goodbye(GOODBYE_TIMEOUT_S)
             return
         old_epoch = self.epoch
         try:
-            self._owner.link_attached(attachment, old_epoch)
+            self._started_owner.link_attached(attachment, old_epoch)
             self._dealer = self._waiter.connect(f"ipc://{self._socket_dir / RPC_SOCKET}")
         except (KvstrataError, OSError) as error:
             self.error = f"attached, but cannot use the pool: {error}"
@@ -378,6 +463,8 @@ class Link:
         if self.epoch != old_epoch:
             self.table.fail_all(Unavailable("the server restarted"), Kind.SETTLE)
         self._attachment = attachment
+        self._secret = attachment.secret
+        self._move(Step.ATTACHED)
         self._copies_told = None
         attachment.close_pool_fds()
         self._waiter.watch(attachment.fileno())
@@ -394,7 +481,7 @@ class Link:
         )
 
     def _greeted(self, reply: wire.AnyReply) -> None:
-        """To CONNECTED."""
+        """Enter CONNECTED, unless the server speaks another version of the protocol."""
         if not isinstance(reply, wire.HelloReply) or reply.protocol != wire.PROTOCOL_VERSION:
             self._refused(
                 WrongVersion(
@@ -402,7 +489,7 @@ class Link:
                 )
             )
             return
-        self.connected = True
+        self._move(Step.GREETED)
         self.error = ""
         log.info("connected to cache server %s, epoch %d", reply.instance_id, self.epoch)
-        self._owner.link_ready(reply)
+        self._started_owner.link_ready(reply)

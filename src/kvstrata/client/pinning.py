@@ -1,14 +1,15 @@
-"""Registers the pool with a device's driver, so that the device reads and writes extents directly.
+"""Registers ("pins") the pool with a device's driver, so that the device reads and writes extents directly.
 
-An extent that is not registered is copied through buffers of the driver's, at a fraction of the speed, and its copies
-block the thread that begins them.  So each worker registers its mapping: slab by slab, in a thread of low priority,
-those slabs first that the server has faulted in, while copies go on everywhere.
+The driver copies an extent that is not registered through its own buffers, at a fraction of the speed, and such copies
+block the thread that begins them.  So each worker registers its mapping slab by slab, in a thread of low priority,
+beginning with the slabs that the server has faulted in, while copies go on everywhere.
 
 Invariants
-1. A slab is registered only when all its pages exist: what does not exist yet would be charged to this process.
-2. A mapping lives until all its slabs are unregistered, and they are only when no copy touches it any more (`forget`,
+1. A slab is registered only when all its pages exist: a page that does not exist yet would be charged to this process.
+2. A mapping lives until all its slabs are unregistered, which happens only when no copy touches it any more (`forget`,
    `close`).
-3. The first refusal ends the pinning of a pool: the rest is copied unpinned.  It is told once, with its remedy.
+3. The driver's first refusal ends the pinning of a pool; the remaining extents are copied unpinned.  The refusal is
+   logged once, with its remedy.
 """
 
 from __future__ import annotations
@@ -16,24 +17,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
 
 from kvstrata.client.copies import Mapping
 from kvstrata.client.warmup import present_steps
-from kvstrata.native.cuda import CudaError, HostRegion
-
-if TYPE_CHECKING:
-    from kvstrata.native.cuda import CudaCopyEngine
+from kvstrata.native.cuda import CudaCopyEngine, CudaError, HostRegion
 
 log = logging.getLogger(__name__)
 
 SLAB_BYTES = 64 << 20
 WALKS = 16
-"""Each waits twice as long as the one before: a pool that the server faults in within an hour is pinned whole."""
+"""Walks over a pool. The waits between them double: a pool that the server faults in within an hour is pinned whole."""
 
 
 class _Pinned:
-    """One mapping, its walk and what it has registered so far (which belongs to the walk's thread while that runs)."""
+    """One mapping, its walk and its registered regions, which belong to the walk's thread while that thread runs."""
 
     def __init__(self, mapping: Mapping) -> None:
         self.mapping = mapping
@@ -44,10 +41,10 @@ class _Pinned:
 
 
 class Pinner:
-    """Pins mappings for one engine. Any thread may call; nothing here blocks but `close`."""
+    """Pins mappings for one copy engine. Any thread may call any method; only `close` blocks."""
 
     def __init__(self, engine: CudaCopyEngine, device: int) -> None:
-        """`device` is the driver's number of the device; the engine is told of each slab."""
+        """`device` is the driver's number of the device; the copy engine is told of each registered slab."""
         self._engine = engine
         self._device = device
         self._lock = threading.Lock()
@@ -65,7 +62,7 @@ class Pinner:
         pinned.thread.start()
 
     def forget(self, mapping: Mapping) -> None:
-        """No copy touches this mapping any more: unregister it, in the background, and let it go."""
+        """Unregister this mapping in the background and drop it; no copy may touch it any more."""
         with self._lock:
             pinned = self._pools.pop(mapping, None)
             self._ending = [thread for thread in self._ending if thread.is_alive()]
@@ -84,7 +81,7 @@ class Pinner:
                 pinned.stop.set()
 
     def close(self, timeout_s: float) -> None:
-        """Unregister everything; no copy runs any more. What takes longer goes on in the background."""
+        """Unregister everything; no copy may run any more. After `timeout_s` the rest goes on in the background."""
         ends_s = time.monotonic() + timeout_s
         with self._lock:
             mappings = list(self._pools)
@@ -130,6 +127,6 @@ class Pinner:
             try:
                 region.unregister()
             except CudaError as error:
-                # The context is broken, and with it every registration.
+                # The context is broken, so every registration in it is void.
                 log.warning("the pool cannot be unpinned: %s", error)
                 return

@@ -1,10 +1,11 @@
-"""Leases on their way back to the server, many in one message.  Belongs to the I/O thread.
+"""Leases on their way back to the server, many in one message.  All methods but `end` belong to the I/O thread.
 
-While somebody waits for a lookup or a reserve they stay here, for at most `HOLD_S`: the server shall answer that first,
-and one message then gives back what several would have.
+While a caller waits for a lookup or a reserve, leases stay here for up to `HOLD_S`: the server answers the caller
+first, and one message then gives back the leases of several requests.
 
-A release is repeated until answered, for as long as the epoch of its lease lasts; afterwards `quiesced` ends it.
-Releases of an epoch that this process has not attached to yet (the scheduler was quicker) wait for it.
+A release is repeated until it is answered or the epoch of its lease ends; then `quiesced` ends the lease.  The
+scheduler may attach earlier than this process, so a release may name an epoch that this process has not attached to
+yet; such a release waits for that epoch.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from kvstrata.client.copies import CopyLedger
 from kvstrata.client.link import Link
 from kvstrata.client.requests import Kind, Pending
 from kvstrata.rpc import wire
@@ -20,15 +22,18 @@ from kvstrata.types import LeaseName
 LEASES_PER_MESSAGE = 1024
 HOLD_S = 0.002
 WAITING_LEASES = 65_536
-"""More than any engine has; beyond, the oldest are left to the server's own ends of a lease."""
+"""More leases than any engine has.  Beyond this number the oldest are dropped here; they end with this process."""
 
 
 class ReleaseQueue:
-    """Shares of leases to be ended: our own ones, and whole groups'."""
+    """The leases to be given back: this process's shares, and those of the whole group."""
 
-    def __init__(self, link: Link, released: Callable[[Sequence[LeaseName]], None]) -> None:
-        """`released` is told which leases the server has taken back."""
+    def __init__(
+        self, link: Link, ledger: CopyLedger, released: Callable[[Sequence[LeaseName]], None]
+    ) -> None:
+        """`released` is called with the leases that the server has taken back."""
         self._link = link
+        self._ledger = ledger
         self._released = released
         self._waiting: dict[bool, dict[LeaseName, None]] = {False: {}, True: {}}
         self._sending: dict[bool, bool] = {False: False, True: False}
@@ -36,8 +41,17 @@ class ReleaseQueue:
         self._held_until_s = math.inf
         self._added = False
 
+    def end(self, leases: Sequence[LeaseName], *, group: bool) -> None:
+        """Let no load begin under these leases, and give back those that no load uses. Any thread.
+
+        A load that runs gives its lease back when it ends.
+        """
+        if leases and not self._link.forked:
+            idle = self._ledger.spend(leases)
+            self._link.post(lambda: self.add(idle, group=group))
+
     def add(self, leases: Sequence[LeaseName], *, group: bool) -> None:
-        """Give these back; with `group` for every member of the engine."""
+        """Give these leases back; with `group` for every process of the engine."""
         waiting = self._waiting[group]
         for lease in leases:
             if lease.epoch not in self._past_epochs:
@@ -47,7 +61,7 @@ class ReleaseQueue:
         self._added = True
 
     def restarted(self, old_epoch: int, epoch: int) -> None:
-        """The link goes from one epoch to another: leases of the old one are none any more."""
+        """Forget the leases of the old epoch, which have ended: a server of another epoch is attached."""
         self._past_epochs.add(old_epoch)
         self._past_epochs.discard(epoch)
         for waiting in self._waiting.values():
@@ -55,11 +69,11 @@ class ReleaseQueue:
                 del waiting[lease]
 
     def due_s(self) -> float:
-        """When `tick` has something to do even if nothing else happens."""
+        """The time (`time.monotonic`) at which `tick` has something to do, even if no message arrives; inf: never."""
         return self._held_until_s
 
     def tick(self, now_s: float) -> None:
-        """Once per pass of the link: send what was added, unless it is to be held."""
+        """Send the leases that were added, unless they may still wait. Called once per pass of the link."""
         added, self._added = self._added, False
         if added and self._link.table.n_asks:
             self._held_until_s = min(self._held_until_s, now_s + HOLD_S)
@@ -67,7 +81,7 @@ class ReleaseQueue:
             self.pump()
 
     def pump(self) -> None:
-        """Send what can be sent; one message of each kind is under way at a time."""
+        """Send waiting leases; one message of each kind (own share, whole group) is under way at a time."""
         self._held_until_s = math.inf
         for group in (False, True):
             if not self._sending[group]:

@@ -1,24 +1,24 @@
 """Requests under way to one server: numbering, repetition, deadlines.  Sans-IO; belongs to one thread.
 
-A request gets its number when it is first sent and keeps it, so that a repeat does nothing twice.  Three kinds differ
-in what ends them besides an answer:
+A request gets its number when it is first sent and keeps it, so that the server executes a repeated one only once.
+Three kinds differ in what ends them besides an answer:
 
-    kind     deadline   server silent (breaker opens)   connection lost         server restarted (epoch)
+    kind     deadline   server silent                   connection lost         server restarted (epoch)
     -------  ---------  ------------------------------  ----------------------  ------------------------
     ASK      fails      fails                           fails                   (failed before)
     SETUP    -          kept                            fails (made anew)       (failed before)
     SETTLE   -          kept                            kept, repeated later    fails
 
-ASK are lookups and reserves: somebody waits.  SETTLE gives something back or makes something visible (release,
-commit, abort, cancel, corrupt, quiesced): it is repeated until answered, since what it speaks of stays as it is for
+ASK are lookups and reserves: a caller waits.  SETTLE gives something back or makes something visible (release,
+commit, abort, cancel, corrupt, quiesced): it is repeated until answered, since the lease or extent stays as it is for
 as long as the server's epoch lasts.  SETUP is hello and identify.
 
-An error ends a request, but SETUP and SETTLE not if it says that another time may do (refused, deadline, unavailable):
-they are said again when their next repeat is due, under a new number, because the server may remember the old one's
+An error ends a request, except for a SETUP or SETTLE that is refused for now (refused, deadline, unavailable).  That
+one is sent again when its next repeat is due, under a new number, because the server may remember the old number's
 outcome.
 
 Invariants
-1. Exactly one of `replied` and `failed` is called for each request added, once.
+1. For each request that was added and not removed, either `replied` or `failed` is called, once.
 2. At most `MAX_ASKS` ASK requests are under way.
 """
 
@@ -29,13 +29,12 @@ import math
 from collections.abc import Callable, Iterator
 
 from kvstrata.errors import (
-    WIRE_ERRORS,
     BadRequest,
     DeadlineExceeded,
-    InternalError,
     KvstrataError,
     Refused,
     Unavailable,
+    from_wire,
 )
 from kvstrata.rpc import wire
 
@@ -48,7 +47,7 @@ REFUSED_FOR_NOW = (Refused, DeadlineExceeded, Unavailable)
 
 
 class Kind(enum.Enum):
-    """What ends a request besides its answer; see the module's table."""
+    """The kind of a request decides what ends it besides an answer; see the module's table."""
 
     ASK = enum.auto()
     SETUP = enum.auto()
@@ -114,16 +113,16 @@ class RequestTable:
 
     @property
     def awaited(self) -> bool:
-        """Whether an answer is outstanding."""
+        """Whether any request waits for its answer."""
         return bool(self._sent)
 
     def next_seq(self) -> int:
-        """A fresh number, for messages that are not kept here (pings)."""
+        """A fresh number; pings, which are not kept here, take theirs directly."""
         self._last_seq += 1
         return self._last_seq
 
     def add(self, pending: Pending) -> bool:
-        """Take a request up; False, and nothing happens, when too many are under way."""
+        """Take a request up. Returns False, and does nothing, when too many ASKs are under way."""
         if pending.kind is Kind.ASK:
             if self._asks >= MAX_ASKS:
                 return False
@@ -133,7 +132,7 @@ class RequestTable:
         return True
 
     def remove(self, pending: Pending) -> None:
-        """Forget a request without calling it back, wherever it stands. Idempotent."""
+        """Forget a request without calling it back, sent or not. Idempotent."""
         if pending in self._unsent:
             del self._unsent[pending]
         elif self._sent.get(pending.seq) is pending:
@@ -144,7 +143,7 @@ class RequestTable:
             self._asks -= 1
 
     def wake_unsent(self) -> None:
-        """Something that unsent requests wait for has changed."""
+        """Try the unsent requests again: something that they wait for has changed."""
         for pending in self._unsent:
             pending.send_s = -math.inf
         self._due_s = -math.inf
@@ -161,14 +160,14 @@ class RequestTable:
             self._fail(pending, DeadlineExceeded("no answer before the request's deadline"))
 
     def to_send(self, now_s: float) -> Iterator[tuple[Pending, bytes]]:
-        """Frames to send now, first ones and repeats. Report each by `sent` or `not_sent`."""
+        """Frames to send now, new and repeated. Report each by `sent` or `not_sent`."""
         if now_s < self._due_s:
             return
         due = [p for p in self._all() if p.send_s <= now_s]
-        # What somebody waits for goes first.
+        # Requests that a caller waits for go first.
         for pending in sorted(due, key=lambda p: p.kind is not Kind.ASK) if len(due) > 1 else due:
             if pending not in self._unsent and self._sent.get(pending.seq) is not pending:
-                continue  # ended by the failure of one before it
+                continue  # the failure of an earlier request has ended this one
             fresh = pending.seq == 0
             seq = self._last_seq + 1 if fresh else pending.seq
             remaining_s = min(pending.deadline_s - now_s, wire.MAX_DEADLINE_MS / 1000)
@@ -188,16 +187,16 @@ class RequestTable:
         self._due_s = min((min(p.send_s, p.deadline_s) for p in self._all()), default=math.inf)
 
     def sent(self, pending: Pending, now_s: float) -> None:
-        """A frame of `to_send` went out."""
+        """Note that a frame of `to_send` went out."""
         pending.send_s = now_s + pending.repeat_s
         pending.repeat_s = min(2 * pending.repeat_s, LAST_REPEAT_S)
 
     def not_sent(self, pending: Pending, now_s: float) -> None:
-        """It could not be queued; it is tried again soon."""
+        """Note that a frame of `to_send` could not be queued; it is tried again soon."""
         pending.send_s = now_s + FULL_QUEUE_RETRY_S
 
     def reply(self, reply: wire.AnyReply) -> KvstrataError | None:
-        """Hand a reply to its request; the error it carries, if any. Unknown numbers are ignored."""
+        """Hand a reply to its request, if it is known. Returns the error that the reply carries, if any."""
         pending = self._sent.get(reply.seq)
         if pending is None:
             return None
@@ -205,10 +204,10 @@ class RequestTable:
             self.remove(pending)
             pending.replied(reply)
             return None
-        error = WIRE_ERRORS.get(reply.code, InternalError)(reply.message, field=reply.field)
+        error = from_wire(reply.code, reply.message, field=reply.field)
         forgotten = isinstance(error, BadRequest) and error.field == "seq"
         if forgotten and pending.kind is Kind.SETTLE and pending.renumbered < MAX_RENUMBERED:
-            # The number is older than the server remembers, so it was never executed: say it again anew.
+            # The number is older than the server remembers, so it was never executed: send it under a new one.
             pending.send_s = -math.inf
             pending.renumbered += 1
             self._renumber(pending)
@@ -225,7 +224,7 @@ class RequestTable:
         self.add(pending)
 
     def repeat_now(self) -> None:
-        """A new connection in the same epoch: whatever was sent may be lost."""
+        """Repeat all sent requests now: on a new connection in the same epoch they may be lost."""
         for pending in self._all():
             pending.send_s = -math.inf
             pending.repeat_s = FIRST_REPEAT_S

@@ -1,17 +1,12 @@
-"""Stores on their way: reserve → gather → commit, in batches.  Belongs to the I/O thread, but for `admit`.
+"""Stores: reserve → gather → commit, in batches.  All but `begin` and `admit` belongs to the I/O thread.
 
-    batch state  event                      does
-    -----------  -------------------------  ----------------------------------------------------------------------
-    RESERVING    extents                    gather them; chunks without one get their outcome; if the last chunk was
-                                            refused, so is what the job has not sent yet
-                 no answer, cancelled       cancel or abort the reserve; outcome unavailable / cancelled
-    GATHERING    the copies ended           blocks are free; commit what was copied, abort the rest
-    COMMITTING   outcomes                   each chunk gets its own
-                 server silent or gone      outcome failed; the commit goes on by itself within the epoch
+Each batch goes through the states of `kvstrata.client.batches.MACHINE`.  If the server refuses the last chunk of a
+batch, the chunks of its job that are in no batch yet are refused too.  When the server falls silent, the chunks of an
+unanswered commit count as failed at once; the commit itself is repeated for as long as the server's epoch lasts.
 
 Invariants
-1. Nothing is aborted or cancelled while a copy into it runs.
-2. What was gathered after `StoreJob.cancel` may hold foreign bytes, so it is never committed.
+1. No reservation is aborted or cancelled while a copy into its extents runs.
+2. A chunk that was gathered after `StoreJob.cancel` may hold other bytes than its own, so it is never committed.
 3. Reserved bytes stay below what the server allows one session, and admitted bytes below `backlog_bytes`.
 """
 
@@ -23,17 +18,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
-from kvstrata.client.calls import OUTCOME_OF_RESERVE, Declared, Identity, StoreJob, StoreOutcome
-from kvstrata.client.copies import Copier, CopyLedger, GatherItem, Plan
+from kvstrata.client.batches import Batch, BatchEvent, BatchState, StoreRequest, reserve_outcomes
+from kvstrata.client.copies import Copier, CopyLedger, GatherItem, Mapping, Plan
+from kvstrata.client.handles import OUTCOME_OF_RESERVE, StoreJob, StoreOutcome
+from kvstrata.client.identities import Declared, Identity
 from kvstrata.client.link import Link
 from kvstrata.client.requests import Kind, Pending
 from kvstrata.errors import KvstrataError, UnknownIdentity
-from kvstrata.native.copying import RecordSpec
+from kvstrata.keys import batch as keys
 from kvstrata.native.hashing import storage_keys
+from kvstrata.native.record import RecordSpec, record_bytes
 from kvstrata.rpc import wire
-from kvstrata.types import EXTENT, KEY_BYTES, Extent, unpack_extents
+from kvstrata.types import KEY_BYTES, Extent
 
 log = logging.getLogger(__name__)
 
@@ -42,64 +40,9 @@ BATCH_BYTES = 128 << 20
 """Batches are cut so that one is reserved while another is gathered and a third committed."""
 BATCH_CHUNKS = 1024
 BATCHES_IN_FLIGHT = 4
+NOT_COPIED = 1
+"""Code of a copy that did not run, or whose bytes may not be committed."""
 REFUSALS = frozenset(OUTCOME_OF_RESERVE) - {wire.ReserveOutcome.PRESENT, wire.ReserveOutcome.IN_FLIGHT}
-
-
-class StoreRequest(NamedTuple):
-    """What `CacheClient.store` was given, checked."""
-
-    job: StoreJob
-    identity: Identity
-    parent: bytes
-    """Chain key before the first chunk, b"" at the start."""
-    chain: bytes
-    plan: Plan
-    blocks: Sequence[Sequence[int]]
-    record_bytes: int
-    payload_bytes: int
-    probe: bytes
-
-    @property
-    def n_chunks(self) -> int:
-        """Chunks to store."""
-        return len(self.blocks)
-
-
-class _Batch:
-    """Chunks [first, first + n) of one request, reserved together."""
-
-    __slots__ = ("asked", "copy_job", "epoch", "first", "n_chunks", "request", "reserved", "seq", "unsettled")
-
-    def __init__(self, request: StoreRequest, first: int, n_chunks: int) -> None:
-        self.request = request
-        self.first = first
-        self.n_chunks = n_chunks
-        self.reserved: list[int] = []
-        """Indices within the batch that got an extent."""
-        self.asked: Pending | None = None
-        """The reserve while it is not answered."""
-        self.unsettled: list[int] = []
-        """Chunks of the job that wait for the commit's outcome."""
-        self.seq = 0
-        self.epoch = 0
-        self.copy_job = 0
-        """Number of the native copy, 0 while none runs."""
-
-    @property
-    def keys(self) -> bytes:
-        """Chain keys of the batch."""
-        return self.request.chain[self.first * KEY_BYTES : (self.first + self.n_chunks) * KEY_BYTES]
-
-    @property
-    def parent(self) -> bytes:
-        """Chain key before the batch."""
-        if self.first == 0:
-            return self.request.parent
-        return self.request.chain[(self.first - 1) * KEY_BYTES : self.first * KEY_BYTES]
-
-    def chunks(self, indices: Sequence[int]) -> list[int]:
-        """Chunks of the job, of indices within the batch."""
-        return [self.first + index for index in indices]
 
 
 class StoreQueue:
@@ -116,7 +59,11 @@ class StoreQueue:
         backlog_bytes: int,
         declared: Callable[[Identity], Declared | None],
     ) -> None:
-        """`declared(identity)` is what the present server knows it by; if None, it is told and we wake then."""
+        """`slice_digest` names the slice that this process writes; b"" for a scheduler, which writes none.
+
+        `declared(identity)` is `IdentityTable.declared`: the present server's number for the identity, None until the
+        server has answered, which wakes unsent requests.
+        """
         self._link = link
         self._ledger = ledger
         self._copier = copier
@@ -130,17 +77,54 @@ class StoreQueue:
         """First chunk of the queue's head that is in no batch yet."""
         self._pumping = False
         self._closing = False
+        self._max_reserved_bytes = 0
+        """Most bytes that the server lets this session have reserved; 0 until the server has named its limit."""
         self._reserved_bytes = 0
-        self._batches: dict[_Batch, None] = {}
-        """Those under way, oldest first."""
-        self.max_reserved_bytes = 0
-        """What the server allows; 0 until it said so."""
+        self._batches: dict[Batch, None] = {}
+        """Batches that count as under way (`BATCHES_IN_FLIGHT`), oldest first."""
         self.waiting_bytes = 0
         self.counts: dict[str, int] = {}
         """Chunks by outcome."""
 
+    def begin(
+        self,
+        identity: Identity,
+        parent_chain: bytes,
+        chain: bytes,
+        plan: Plan,
+        blocks: Sequence[Sequence[int]],
+        on_done: Callable[[StoreJob], Any] | None,
+        probe: bytes,
+    ) -> StoreJob:
+        """See `CacheClient.store`. Any thread."""
+        n = len(blocks)
+        if not self._slice_digest:
+            raise ValueError("a scheduler has no slice and cannot store")
+        if len(chain) != n * KEY_BYTES:
+            raise ValueError(f"chain has {len(chain)} bytes for {n} chunks, must have {n * KEY_BYTES}")
+        if len(parent_chain) not in (0, KEY_BYTES):
+            raise ValueError(f"parent_chain has {len(parent_chain)} bytes, must have 0 or {KEY_BYTES}")
+        if len({len(ids) for ids in blocks}) > 1:
+            raise ValueError("all chunks of one store must have the same number of blocks")
+        job = StoreJob(
+            n,
+            lambda job: self._link.post(lambda: self.cancel(job)),
+            partial(_call_back, on_done) if on_done is not None else None,
+        )
+        if n == 0 or not self._link.accepts:
+            job.refuse(StoreOutcome.UNAVAILABLE)
+            return job
+        payload = plan.payload_bytes(len(blocks[0]))
+        size = record_bytes(plan.section_count, payload)
+        request = StoreRequest(job, identity, parent_chain, chain, plan, blocks, size, payload, probe)
+        if self.admit(request):
+            self._link.post(lambda: self.add(request))
+        else:
+            job.refuse(StoreOutcome.BACKLOG)
+        return job
+
     def admit(self, request: StoreRequest) -> bool:
-        """Whether its bytes fit into the backlog; they count until gathered. Any thread."""
+        """Count the request's bytes in the backlog until they are gathered; False if they do not fit. Any thread."""
         size = request.n_chunks * request.record_bytes
         with self._lock:
             if self.waiting_bytes and self.waiting_bytes + size > self._backlog_bytes:
@@ -150,7 +134,7 @@ class StoreQueue:
 
     @property
     def idle(self) -> bool:
-        """No store is under way."""
+        """Whether no store is under way."""
         return not self._queue and not self._batches
 
     def add(self, request: StoreRequest) -> None:
@@ -162,7 +146,7 @@ class StoreQueue:
         self.pump()
 
     def cancel(self, job: StoreJob) -> None:
-        """A job was cancelled: nothing more of it begins, and what was not reserved yet ends here."""
+        """Begin nothing more of a cancelled job, and end its chunks that are not reserved yet."""
         kept: deque[StoreRequest] = deque()
         first = self._next_chunk
         for request in self._queue:
@@ -175,17 +159,22 @@ class StoreQueue:
             first = 0
         self._queue = kept
         for batch in [batch for batch in self._batches if batch.request.job is job]:
-            if batch.asked is not None:
+            if batch.state is BatchState.RESERVING:
+                assert batch.asked is not None
                 self._link.table.remove(batch.asked)
                 self._withdraw(batch, StoreOutcome.CANCELLED)
             elif batch.copy_job:
                 self._copier.cancel(batch.copy_job)
         self.pump()
 
+    def ready(self, max_reserved_bytes: int) -> None:
+        """Note that a server answers, and the most bytes that it lets this session have reserved."""
+        self._max_reserved_bytes = max_reserved_bytes
+
     def pump(self) -> None:
         """Reserve for as many batches as may be in flight."""
         if self._pumping:
-            return  # called back from within; the outer call goes on
+            return  # `_pump` is running further up the stack, and its loop goes on
         self._pumping = True
         try:
             self._pump()
@@ -193,14 +182,14 @@ class StoreQueue:
             self._pumping = False
 
     def _pump(self) -> None:
-        limit = max(self.max_reserved_bytes, 1)
+        limit = max(self._max_reserved_bytes, 1)
         while self._queue and len(self._batches) < BATCHES_IN_FLIGHT:
             request = self._queue[0]
             room = max(BATCH_BYTES if limit > 2 * BATCH_BYTES else limit // 2, request.record_bytes)
             n = min(room // request.record_bytes, BATCH_CHUNKS, request.n_chunks - self._next_chunk)
             if self._reserved_bytes and self._reserved_bytes + n * request.record_bytes > limit:
                 return
-            batch = _Batch(request, self._next_chunk, n)
+            batch = Batch(request, self._next_chunk, n)
             self._next_chunk += n
             if self._next_chunk == request.n_chunks:
                 self._queue.popleft()
@@ -208,12 +197,12 @@ class StoreQueue:
             self._reserve(batch)
 
     def close(self) -> None:
-        """Nothing more is reserved; batches under way go on to their end, or until their reserve fails."""
+        """Reserve nothing more; batches under way go on until they end or their reserve fails."""
         self._closing = True
         self._empty()
 
     def give_up(self) -> None:
-        """The server is silent or gone: nothing waits for it. Copies that run go on to their end."""
+        """Settle every chunk that waits for the server, which is silent or lost. Copies that run go on to their end."""
         self._empty()
         for batch in self._batches:
             self._settle(batch, batch.unsettled, StoreOutcome.FAILED)
@@ -225,11 +214,11 @@ class StoreQueue:
             self._drop(request, self._next_chunk, StoreOutcome.UNAVAILABLE)
             self._next_chunk = 0
 
-    def _reserve(self, batch: _Batch, *, again: bool = False) -> None:
+    def _reserve(self, batch: Batch, *, again: bool = False) -> None:
         request = batch.request
         if not again:
             self._batches[batch] = None
-            self._reserved_bytes += batch.n_chunks * request.record_bytes
+            self._reserved_bytes += batch.held_bytes
 
         def message(seq: int, remaining_ms: int) -> wire.Reserve | None:
             declared = self._declared(request.identity)
@@ -256,7 +245,7 @@ class StoreQueue:
         )
         self._link.ask(batch.asked)
 
-    def _not_reserved(self, batch: _Batch, again: bool, error: KvstrataError) -> None:
+    def _not_reserved(self, batch: Batch, again: bool, error: KvstrataError) -> None:
         if isinstance(error, UnknownIdentity) and not again:
             batch.request.identity.declared = None
             self._reserve(batch, again=True)
@@ -266,23 +255,25 @@ class StoreQueue:
             log.warning("a store was refused (%s): %s", error.code, refused or error.message)
         self._withdraw(batch, StoreOutcome.UNAVAILABLE)
 
-    def _withdraw(self, batch: _Batch, outcome: StoreOutcome) -> None:
-        """A batch ends before anything of it was gathered; its reserve, if it was sent, is taken back."""
+    def _withdraw(self, batch: Batch, outcome: StoreOutcome) -> None:
+        """End a batch of which nothing was gathered, and cancel its reserve if the reserve was sent."""
         batch.asked = None
         if batch.seq:
+            batch.move(BatchEvent.WITHDRAWN)
             self._undo(batch)
         else:
+            batch.move(BatchEvent.UNSENT)
             self._freed(batch)
         self._end_gather(batch, batch.n_chunks)
         self._settle(batch, batch.chunks(range(batch.n_chunks)), outcome)
         self._leave(batch)
 
-    def _reserved(self, batch: _Batch, reply: wire.AnyReply) -> None:
+    def _reserved(self, batch: Batch, reply: wire.AnyReply) -> None:
         request, n = batch.request, batch.n_chunks
         try:
-            outcomes, extents = _reserve_outcomes(reply, n)
+            outcomes, extents = reserve_outcomes(reply, n)
         except ValueError as error:
-            log.error("the server's answer to a reserve makes no sense, nothing is stored: %s", error)
+            log.error("invalid reply to a reserve, so its chunks are not stored: %s", error)
             self._not_reserved(batch, True, KvstrataError("bad answer"))
             return
         batch.asked = None
@@ -296,55 +287,66 @@ class StoreQueue:
         self._end_gather(batch, n - len(batch.reserved))
         self._reserved_bytes -= (n - len(batch.reserved)) * request.record_bytes
         if not batch.reserved:
+            batch.move(BatchEvent.REFUSED)
             self._leave(batch)
             return
+        batch.move(BatchEvent.RESERVED)
         mapping = None if request.job.cancelled else self._ledger.begin_gather(batch.epoch)
         if mapping is None:
-            self._gathered(batch, [1] * len(batch.reserved))
+            self._gathered(batch, [NOT_COPIED] * len(batch.reserved))
             return
-        digest = self._slice_digest
-        own_keys = storage_keys(batch.keys, digest)
-        before = storage_keys(batch.parent, digest) if batch.parent else bytes(KEY_BYTES)
-        parents = before + own_keys[:-KEY_BYTES]
         try:
-            items: list[GatherItem] = [
-                (
-                    request.blocks[batch.first + i],
-                    mapping.address(extents[i].offset_bytes, extents[i].length_bytes),
-                    extents[i].length_bytes,
-                    RecordSpec(
-                        own_keys[i * KEY_BYTES : (i + 1) * KEY_BYTES],
-                        request.identity.root,
-                        digest,
-                        parents[i * KEY_BYTES : (i + 1) * KEY_BYTES],
-                        self._chunk_tokens,
-                    ),
-                )
-                for i in batch.reserved
-            ]
+            items = self._gather_items(batch, mapping, extents)
             batch.copy_job = self._copier.begin("gather", request.plan, items, partial(self._copied, batch))
         except ValueError as error:
-            log.error("chunks cannot be gathered, they are not stored: %s", error)
+            log.error("chunks cannot be gathered, so they are not stored: %s", error)
             self._ledger.end_gather(batch.epoch)
-            self._gathered(batch, [1] * len(batch.reserved))
+            self._gathered(batch, [NOT_COPIED] * len(batch.reserved))
+
+    def _gather_items(self, batch: Batch, mapping: Mapping, extents: Sequence[Extent]) -> list[GatherItem]:
+        """The copies of the batch's reserved chunks. Raises ValueError for an extent outside the pool."""
+        request = batch.request
+        digest = self._slice_digest
+        root = request.identity.root
+        own_keys = storage_keys(root, batch.keys, digest)
+        before = storage_keys(root, batch.parent, digest) if batch.parent else bytes(KEY_BYTES)
+        parents = keys.parents(own_keys, before)
+        return [
+            (
+                request.blocks[batch.first + i],
+                mapping.address(extents[i].offset_bytes, extents[i].length_bytes),
+                extents[i].length_bytes,
+                RecordSpec(
+                    keys.nth(own_keys, i),
+                    root,
+                    digest,
+                    keys.nth(parents, i),
+                    self._chunk_tokens,
+                ),
+            )
+            for i in batch.reserved
+        ]
 
     def _refuse_rest(self, request: StoreRequest, outcome: StoreOutcome) -> None:
-        """A chunk was refused: no lookup counts what follows it, so the chunks that no batch has yet end likewise."""
+        """Refuse the chunks of a job that are in no batch yet, because the last chunk of a batch was refused.
+
+        No lookup would count these chunks: a chunk counts only if all chunks before it are present.
+        """
         if self._queue and self._queue[0] is request:
             self._queue.popleft()
             first, self._next_chunk = self._next_chunk, 0
             self._drop(request, first, outcome)
 
-    def _copied(self, batch: _Batch, codes: list[int]) -> None:
+    def _copied(self, batch: Batch, codes: list[int]) -> None:
         batch.copy_job = 0
         self._ledger.end_gather(batch.epoch)
         if batch.request.job.cancelled:
-            # Blocks may have been given away before the copy read them.
-            codes = [1] * len(codes)
+            # The engine may have reused the blocks before the copy read them.
+            codes = [NOT_COPIED] * len(codes)
         self._gathered(batch, codes)
 
-    def _gathered(self, batch: _Batch, codes: list[int]) -> None:
-        """No block of the batch is read any more; codes say which extents hold whole records."""
+    def _gathered(self, batch: Batch, codes: list[int]) -> None:
+        """Commit or undo a batch whose copies have ended; code 0 marks an extent that holds a whole record."""
         request = batch.request
         whole = [i for i, code in zip(batch.reserved, codes, strict=True) if code == 0]
         torn = [i for i, code in zip(batch.reserved, codes, strict=True) if code != 0]
@@ -354,17 +356,19 @@ class StoreQueue:
             outcome = StoreOutcome.CANCELLED if request.job.cancelled else StoreOutcome.FAILED
             self._settle(batch, batch.chunks(torn), outcome)
         if batch.epoch != self._link.epoch:
-            # The reservation died with its server; the bytes are ours until we say `quiesced`.
+            # The reservation ended with its server; the bytes stay ours until we send `quiesced`.
+            batch.move(BatchEvent.RESTARTED)
             self._settle(batch, batch.chunks(whole), StoreOutcome.FAILED)
             self._freed(batch)
             self._leave(batch)
             return
+        batch.move(BatchEvent.COPIED if whole else BatchEvent.TORN)
         if torn:
             self._abort(batch, torn, last=not whole)
         if whole:
             self._commit(batch, whole)
 
-    def _commit(self, batch: _Batch, indices: list[int]) -> None:
+    def _commit(self, batch: Batch, indices: list[int]) -> None:
         batch.unsettled = batch.chunks(indices)
         session, reservation = self._link.session, batch.seq
 
@@ -392,6 +396,7 @@ class StoreQueue:
             ended()
 
         def ended() -> None:
+            batch.move(BatchEvent.SETTLED)
             self._freed(batch)
             self._leave(batch)
 
@@ -407,12 +412,13 @@ class StoreQueue:
             lost, batch.unsettled = batch.unsettled, []
             self._settle(batch, lost, StoreOutcome.FAILED)
 
-    def _abort(self, batch: _Batch, indices: list[int], *, last: bool) -> None:
-        """Give extents back that no copy touches; with `last` that ends the batch."""
+    def _abort(self, batch: Batch, indices: list[int], *, last: bool) -> None:
+        """Give back extents that no copy touches any more; with `last` the answer ends the batch."""
         session, reservation = self._link.session, batch.seq
 
         def ended(_: object) -> None:
             if last:
+                batch.move(BatchEvent.SETTLED)
                 self._freed(batch)
                 self._leave(batch)
 
@@ -425,32 +431,33 @@ class StoreQueue:
             )
         )
 
-    def _undo(self, batch: _Batch) -> None:
-        """The reserve was perhaps executed, its answer is not known: take it back."""
+    def _undo(self, batch: Batch) -> None:
+        """Cancel a reserve that the server may have executed."""
         session, target = self._link.session, batch.seq
 
         def ended(_: object) -> None:
+            batch.move(BatchEvent.SETTLED)
             self._freed(batch)
-            self.pump()  # the batch has left already, and what is queued may have waited for its bytes
+            self.pump()  # queued requests may wait for these bytes
 
         self._link.ask(Pending(Kind.SETTLE, lambda seq, _: wire.Cancel(session, seq, target), ended, ended))
 
-    def _freed(self, batch: _Batch) -> None:
-        held = len(batch.reserved) if batch.reserved else batch.n_chunks
-        self._reserved_bytes -= held * batch.request.record_bytes
+    def _freed(self, batch: Batch) -> None:
+        self._reserved_bytes -= batch.held_bytes
         assert self._reserved_bytes >= 0, "reserved bytes were given back twice"
 
-    def _leave(self, batch: _Batch) -> None:
+    def _leave(self, batch: Batch) -> None:
+        """Stop counting the batch as under way, even while its reserve is being undone."""
         self._batches.pop(batch, None)
         self.pump()
 
-    def _end_gather(self, batch: _Batch, n_chunks: int) -> None:
+    def _end_gather(self, batch: Batch, n_chunks: int) -> None:
         with self._lock:
             self.waiting_bytes -= n_chunks * batch.request.record_bytes
         batch.request.job.ended_gather(n_chunks)
 
     def _drop(self, request: StoreRequest, first: int, outcome: StoreOutcome) -> None:
-        """Chunks from `first` on are not stored; nothing of them was begun."""
+        """Settle the chunks from `first` on, none of which was begun."""
         n = request.n_chunks - first
         with self._lock:
             self.waiting_bytes -= n * request.record_bytes
@@ -458,7 +465,7 @@ class StoreQueue:
         self._count(outcome, n)
         request.job.settle(range(first, request.n_chunks), outcome)
 
-    def _settle(self, batch: _Batch, chunks: Sequence[int], outcome: StoreOutcome) -> None:
+    def _settle(self, batch: Batch, chunks: Sequence[int], outcome: StoreOutcome) -> None:
         if chunks:
             self._count(outcome, len(chunks))
             batch.request.job.settle(chunks, outcome)
@@ -467,15 +474,9 @@ class StoreQueue:
         self.counts[outcome] = self.counts.get(outcome, 0) + n_chunks
 
 
-def _reserve_outcomes(reply: wire.AnyReply, n_chunks: int) -> tuple[bytes, list[Extent]]:
-    """Raises ValueError when the reply does not say of each of `n_chunks` chunks what became of it."""
-    if not isinstance(reply, wire.ReserveReply):
-        raise ValueError(f"reply {type(reply).__name__}")
-    if len(reply.outcomes) != n_chunks or len(reply.extents) != n_chunks * EXTENT.size:
-        raise ValueError(
-            f"{len(reply.outcomes)} outcomes and {len(reply.extents)} bytes of extents for {n_chunks} chunks"
-        )
-    unknown = set(reply.outcomes) - set(wire.ReserveOutcome)
-    if unknown:
-        raise ValueError(f"outcomes {sorted(unknown)}, which a reserve does not have")
-    return reply.outcomes, unpack_extents(reply.extents)
+def _call_back(on_done: Callable[[StoreJob], Any], job: StoreJob) -> None:
+    try:
+        on_done(job)
+    except Exception:
+        # Boundary to the caller's code: an error in `on_done` must not end the I/O thread.
+        log.exception("on_done of a store failed")

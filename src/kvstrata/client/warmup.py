@@ -2,8 +2,8 @@
 
 The server faults the pool in, but each process has page tables of its own: the first copy into an extent that this
 process never touched pays a fault for each page and runs at a third of its speed (`benchmarks/copy_path.py`).  A thread
-of low priority walks over the pool once and enters what exists; what the server has not faulted in yet is left for the
-next walk, since whoever touches a page first pays for it, also in its control group.
+of low priority walks over the pool and maps the pages that exist.  Pages that the server has not faulted in yet are
+left for the next walk: the process that touches a page first has it charged to its control group.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ log = logging.getLogger(__name__)
 STEP_BYTES = 32 << 20
 FIRST_WAIT_S = 0.1
 WALKS = 10
-"""The last one begins about a minute and a half after the first; what is missing then is left to the copies."""
+"""The last walk begins about 90 s after the first; pages that are missing then are mapped by the copies themselves."""
 NICENESS = 10
 
 
 class PageWarmer:
-    """Warms one mapping at a time. Any thread may call; nothing here blocks but `close`."""
+    """Maps the pages of one mapping at a time. Any thread may call; only `close` blocks."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.mapped_bytes = 0
-        """Of the present mapping."""
+        """Bytes of the present mapping that are mapped ahead of use."""
 
     def warm(self, mapping: Mapping) -> None:
-        """Begin with this mapping, in the background; one begun before is left."""
+        """Begin to map this mapping's pages, in the background; the walk over an earlier mapping stops."""
         self._stop.set()
         self._stop = threading.Event()
         self._thread = threading.Thread(
@@ -45,14 +45,14 @@ class PageWarmer:
         self._thread.start()
 
     def forget(self, mapping: Mapping) -> None:
-        """No copy touches this mapping any more. It was not kept alive here."""
+        """Does nothing: the walk keeps no mapping alive, so it ends by itself."""
 
     def stop(self) -> None:
         """Map nothing more ahead of use."""
         self._stop.set()
 
     def close(self, timeout_s: float) -> None:
-        """Stop, and wait for the step under way."""
+        """Stop, and wait at most `timeout_s` for the step under way."""
         self.stop()
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -71,10 +71,11 @@ class PageWarmer:
 def present_steps(
     find: Callable[[], Mapping | None], stop: threading.Event, step_bytes: int, walks: int = WALKS
 ) -> Iterator[tuple[int, int]]:
-    """(offset, length) of the parts of a mapping, each as soon as all its pages exist; they are mapped then.
+    """Map a mapping's pages; yields (offset, length) of each part once all its pages exist and are mapped.
 
-    Ends when all are, after `walks` over what is missing, or when `find` finds the mapping no more: it is held for one
-    step at a time, so that it ends when its last user ends.  Makes its thread one of low priority.
+    Ends when all parts are mapped, after `walks` walks over the missing parts, once `stop` is set, or when `find`
+    returns None: this function keeps the mapping for one step at a time, so the mapping goes away with its last user.
+    Gives the calling thread a low priority.
     """
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
     mapping = find()

@@ -1,1 +1,1 @@
-"""Settings of server and client: the model, where values come from, and the names users already know."""
+"""Settings of server, controller and client: their model, their sources, and the treatment of LMCache's names."""

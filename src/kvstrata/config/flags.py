@@ -1,4 +1,4 @@
-"""Command-line flags of `lmcache-server` and `lmcache-controller`: ours, and those of LMCache with their fate."""
+"""Command-line flags of `lmcache-server` and `lmcache-controller`: our own flags, and the treatment of LMCache's."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvstrata.config.lmcache_names import FLAG_PREFIXES, SERVER_FLAGS, Fate, Name, find, nearest
+from kvstrata.config.lmcache_names import FLAG_PREFIXES, SERVER_FLAGS, Fate, Name, find
 from kvstrata.config.load import put
+from kvstrata.config.nearest import nearest
+from kvstrata.config.secrets import secrets_in
 from kvstrata.errors import ConfigError
 
 
 class Flags(NamedTuple):
-    """What the command line said: `settings` nested as in the file, `notes` for the log."""
+    """A parsed command line: `settings` nested as in the file, `notes` for the log."""
 
     config_file: str
     settings: dict[str, Any]
     notes: list[str]
     check: bool
     ready_fd: int
+    exposed: list[str]
+    """Settings with secrets that stand on the command line, where every user of the machine can read them."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -28,10 +32,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def server_parser() -> argparse.ArgumentParser:
-    """The parser of our own and the kept flags. Absent flags are absent from the namespace."""
+    """The parser of our own flags and of LMCache's kept ones. A flag that is not given is absent from the namespace."""
     parser = _Parser(
         prog="lmcache-server",
-        description="KV-cache server for LLM inference. With no flag at all it runs on embedded defaults.",
+        description="KV-cache server for LLM inference. Without flags it runs on embedded defaults.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -39,7 +43,9 @@ def server_parser() -> argparse.ArgumentParser:
     add("--config", metavar="FILE", help="YAML file with any of the settings in docs/configuration.md")
     add("--instance-id", dest="instance_id", help="name of this instance (default: host name and port)")
     add(
-        "--host", dest="host", help="address of the RPC port (localhost); without it and --port there is none"
+        "--host",
+        dest="host",
+        help="address of the RPC port (localhost); with neither --host nor --port no tcp port is opened for RPC",
     )
     add("--port", dest="port", type=int, help="RPC port (5555)")
     add("--socket-dir", dest="socket_dir", metavar="DIR", help="directory of the local sockets")
@@ -61,9 +67,9 @@ def server_parser() -> argparse.ArgumentParser:
         help="share of the pool that one such eviction frees (0.2)")  # fmt: skip
     add("--l2-adapter", dest="l2_adapters", action="append", metavar="JSON",
         help='an L2 adapter, nearest first, repeatable: \'{"type": "disk", "base_path": "/data/kv", '
-        '"capacity_gb": 200}\'; `none` for no L2 at all')  # fmt: skip
+        '"capacity_gb": 200}\'; `none` for no L2')  # fmt: skip
     add("--l2-prefetch-max-in-flight", dest="l2.prefetch_max_in_flight", type=int, metavar="COUNT",
-        help="lookups that may load from L2 at the same time (8)")  # fmt: skip
+        help="lookups that may load from one L2 adapter at the same time (8)")  # fmt: skip
     add("--http-host", dest="http.host", help="address of the admin HTTP port (127.0.0.1)")
     add("--http-port", dest="http.port", type=int, help="admin HTTP port (8080)")
     add("--no-http", dest="http.enabled", action="store_false", help="no admin HTTP port")
@@ -72,18 +78,28 @@ def server_parser() -> argparse.ArgumentParser:
     add("--cluster-curve-file", dest="controller.curve_file", metavar="FILE",
         help="CURVE keys of a member of the cluster")  # fmt: skip
     add("--p2p-engine", dest="p2p.engine", metavar="NAME", help="auto, ucx, nixl or off (auto)")
-    add("--p2p-listen", dest="p2p.listen", metavar="HOST:PORT", help="where peers ask (localhost:0)")
-    add("--p2p-advertise", dest="p2p.advertise", metavar="HOST[:PORT]", help="where they find that")
+    add(
+        "--p2p-listen",
+        dest="p2p.listen",
+        metavar="HOST:PORT",
+        help="address on which peers are answered (localhost:0)",
+    )
+    add(
+        "--p2p-advertise",
+        dest="p2p.advertise",
+        metavar="HOST[:PORT]",
+        help="the same address as peers reach it",
+    )
     add("--zone", dest="p2p.zone", metavar="NAME", help="instances of one zone are near each other")
     _add_common(parser)
     return parser
 
 
 def controller_parser() -> argparse.ArgumentParser:
-    """The parser of the controller's flags. Absent flags are absent from the namespace."""
+    """The parser of the controller's flags. A flag that is not given is absent from the namespace."""
     parser = _Parser(
         prog="lmcache-controller",
-        description="Knows which instance of a cluster holds which chunk. With no flag at all it runs on this host.",
+        description="Knows which instance of a cluster holds which chunk. Without flags it listens on this host only.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -92,33 +108,43 @@ def controller_parser() -> argparse.ArgumentParser:
     add("--name", dest="name", help="name of this controller (default: host name and reply port)")
     add("--host", dest="http.host", help="address of all ports (localhost)")
     add("--port", dest="http.port", type=int, help="HTTP port (9000)")
-    add("--monitor-host", dest="monitor_host", help="address of the ZMQ ports, where it is another one")
+    add("--monitor-host", dest="monitor_host", help="address of the ZMQ ports (the same as --host)")
     add("--monitor-ports", dest="monitor_ports", type=_json_object, metavar="JSON",
         help='ZMQ ports: \'{"pull": 8300, "reply": 8400, "heartbeat": 8082}\'')  # fmt: skip
-    add("--heartbeat-s", dest="heartbeat_s", type=float, metavar="S", help="between two heartbeats (10)")
+    add("--heartbeat-s", dest="heartbeat_s", type=float, metavar="S", help="time between two heartbeats (10)")
     add("--dead-after-s", dest="dead_after_s", type=float, metavar="S",
         help="silence after which an instance is dead (30)")  # fmt: skip
     add("--snapshot-dir", dest="directory.snapshot_dir", metavar="DIR",
-        help="directory of the directory's snapshot; `none` for none")  # fmt: skip
-    add("--token-file", dest="http.token_file", metavar="FILE", help="bearer token for the HTTP port")
+        help="folder of the directory's snapshot; `none`: take no snapshots")  # fmt: skip
+    add(
+        "--token-file",
+        dest="http.token_file",
+        metavar="FILE",
+        help="file with the bearer token of the HTTP port",
+    )
     add("--etcd", dest="etcd.endpoints", action="append", metavar="HOST:PORT",
-        help="an etcd server (https:// before it: TLS), repeatable")  # fmt: skip
+        help="an etcd server, with https:// before it for TLS; repeatable")  # fmt: skip
     add("--advertise-url", dest="etcd.advertise_url", metavar="URL",
-        help="where the other controllers and users reach this one's HTTP API")  # fmt: skip
+        help="URL at which other controllers and users reach this controller's HTTP API")  # fmt: skip
     _add_common(parser)
     return parser
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    """What every long-running command takes."""
+    """Flags of every command that serves."""
     add = parser.add_argument
     add("--curve-secret-file", dest="security.curve_secret_file", metavar="FILE",
-        help="CURVE key for the ZMQ ports")  # fmt: skip
-    add("--insecure", dest="security.insecure", action="store_true", help="listen off loopback without keys")
+        help="file with the CURVE key of the ZMQ ports")  # fmt: skip
+    add(
+        "--insecure",
+        dest="security.insecure",
+        action="store_true",
+        help="allow listening off loopback without keys",
+    )
     add("--log-level", dest="log_level", help="debug, info, warning or error (info)")
     add("--check", action="store_true", help="check the settings, print them and exit")
     add("--no-supervise", dest="no_supervise", action="store_true",
-        help="run without a parent that starts it again when it dies, as under systemd")  # fmt: skip
+        help="run without the parent process that restarts it, for use under systemd and the like")  # fmt: skip
     add("--ready-fd", type=int, metavar="FD", help="write one line to this descriptor when ready")
 
 
@@ -133,37 +159,48 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def parse_server_flags(arguments: Sequence[str]) -> Flags:
-    """Flags as nested settings. Raises ConfigError for unknown, refused and malformed ones."""
+    """Parse the server's command line. Raises ConfigError for unknown, refused and malformed flags."""
     return _parse(server_parser(), arguments, SERVER_FLAGS, FLAG_PREFIXES)
 
 
 def parse_controller_flags(arguments: Sequence[str]) -> Flags:
-    """The same for the controller."""
+    """Parse the controller's command line. Raises ConfigError for unknown and malformed flags."""
     return _parse(controller_parser(), arguments, {}, {})
 
 
 def _parse(
     parser: argparse.ArgumentParser,
     arguments: Sequence[str],
-    peers: Mapping[str, Name],
+    theirs: Mapping[str, Name],
     prefixes: Mapping[str, Name],
 ) -> Flags:
     known = {option for action in parser._actions for option in action.option_strings}
-    ours, notes = _sort_out(arguments, known, peers, prefixes)
+    ours, notes = _sort_out(arguments, known, theirs, prefixes)
     parsed = vars(parser.parse_args(ours))
     settings: dict[str, Any] = {}
+    exposed: list[str] = []
     for name, value in parsed.items():
         if name == "l2_adapters":
             settings[name] = adapters_from_json(value)
+            exposed = [
+                f"l2_adapters[{i}].{field}"
+                for i, adapter in enumerate(settings[name])
+                for field in secrets_in(adapter)
+            ]
         elif name not in ("config", "check", "ready_fd", "no_supervise"):
             put(settings, name, value)
     return Flags(
-        parsed.get("config", ""), settings, notes, parsed.get("check", False), parsed.get("ready_fd", -1)
+        parsed.get("config", ""),
+        settings,
+        notes,
+        parsed.get("check", False),
+        parsed.get("ready_fd", -1),
+        exposed,
     )
 
 
 def adapters_from_json(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """The adapters of repeated --l2-adapter flags; the single word `none` is an empty list."""
+    """The adapters of repeated --l2-adapter flags; the single word `none` is an empty list. Raises ConfigError."""
     if list(texts) == ["none"]:
         return []
     adapters = []
@@ -172,12 +209,11 @@ def adapters_from_json(texts: Sequence[str]) -> list[dict[str, Any]]:
         try:
             adapter = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"--l2-adapter: {where}: not JSON: {error}: {text!r:.200}", field=where
-            ) from None
+            # The text itself is not shown: it may hold a password.
+            raise ConfigError(f"--l2-adapter: {where}: not JSON: {error}", field=where) from None
         if not isinstance(adapter, dict):
             raise ConfigError(
-                f'--l2-adapter: {where}: must be a JSON object with a "type", found {text!r:.200}',
+                f'--l2-adapter: {where}: must be a JSON object with a "type", found {type(adapter).__name__}',
                 field=where,
             )
         adapters.append(adapter)
@@ -185,9 +221,12 @@ def adapters_from_json(texts: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _sort_out(
-    arguments: Sequence[str], known: set[str], peers: Mapping[str, Name], prefixes: Mapping[str, Name]
+    arguments: Sequence[str], known: set[str], theirs: Mapping[str, Name], prefixes: Mapping[str, Name]
 ) -> tuple[list[str], list[str]]:
-    """Take the peer's flags out of the command line: notes for noted ones, errors for the others."""
+    """Split LMCache's flags off the command line; returns our own arguments, and notes for flags without effect.
+
+    Raises ConfigError for LMCache's other flags, and for unknown flags.
+    """
     ours: list[str] = []
     notes: list[str] = []
     rest = list(arguments)
@@ -199,10 +238,10 @@ def _sort_out(
             if name in known and not equals and rest and name not in _SWITCHES:
                 ours.append(rest.pop(0))
             continue
-        entry = find(name, peers, prefixes)
+        entry = find(name, theirs, prefixes)
         if entry is None:
             raise ConfigError(
-                f"command line: {name}: unknown flag{nearest(name, [*known, *peers])}", field=name
+                f"command line: {name}: unknown flag{nearest(name, [*known, *theirs])}", field=name
             )
         if entry.fate is Fate.REFUSED:
             raise ConfigError(f"command line: {name}: {entry.say}", field=name)

@@ -1,17 +1,17 @@
-"""Names that users of LMCache have in their deployments, and what each becomes here.
+"""Names that users of LMCache have in their deployments, and how each is treated here.
 
-*kept*: same name, same meaning.  *noted*: accepted, one log line says why it has no effect.  *replaced*:
-accepted where the meaning is clear, the log names the new key; otherwise an error with the new key.
-*refused*: an error that says what to do.  A name in no table is unknown: an error with the nearest name.
+*kept*: same name, same meaning.  *noted*: accepted; one log line says why it has no effect.  *replaced*: our setting
+has another name; as a flag it is an error, in a client's file or variables one log line says that it has no effect, and
+both name our setting.  *refused*: an error that says what to do.  A name in no table is an error with the nearest name.
 """
 
 from __future__ import annotations
 
-import difflib
 import enum
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from kvstrata.config.nearest import nearest
 from kvstrata.errors import ConfigError
 
 
@@ -25,8 +25,8 @@ class Fate(enum.StrEnum):
 
 
 class Name(NamedTuple):
-    """`target`: our setting for KEPT and REPLACED (dotted path, empty where there is no one-to-one meaning).
-    `say`: what the log line or the error tells, without the name itself."""
+    """`target`: our setting for KEPT and REPLACED (dotted path; empty where no single setting has that meaning).
+    `say`: the text of the log line or the error, without the name itself."""
 
     fate: Fate
     target: str = ""
@@ -82,9 +82,9 @@ SERVER_FLAGS: dict[str, Name] = {
     "--p2p-lookup-timeout": Name(
         Fate.REPLACED,
         "p2p.lookup_timeout_ms",
-        "a lookup waits for peers a part of a second, given in milliseconds",
+        "the time that a lookup waits for peers is given in milliseconds",
     ),
-    "--p2p-load-timeout": Name(Fate.REPLACED, "p2p.load_timeout_ms", "it is given in milliseconds"),
+    "--p2p-load-timeout": Name(Fate.REPLACED, "p2p.load_timeout_ms", "the time is given in milliseconds"),
     "--p2p-transfer-engine": Name(Fate.REPLACED, "p2p.engine", "use --p2p-engine auto, ucx or nixl"),
     "--transport": Name(Fate.NOTED, "", "the transport is always zmq"),
     "--max-workers": _noted(_OUR_COPIES),
@@ -92,7 +92,7 @@ SERVER_FLAGS: dict[str, Name] = {
     "--max-cpu-workers": _noted(_OUR_COPIES),
     "--supported-transfer-mode": _noted(_OUR_COPIES),
     "--isolated-ipc": _noted("workers only need the socket directory, whatever their IPC namespace"),
-    "--l1-use-lazy": _noted("the pool serves at once and is faulted in behind"),
+    "--l1-use-lazy": _noted("the pool serves at once and is faulted in meanwhile"),
     "--l1-init-size-gb": _noted("the pool has its full size from the start"),
     "--l1-align-bytes": _noted("extents are always aligned to pages"),
     "--l1-write-ttl-seconds": _noted(_OUR_LOCKS),
@@ -105,11 +105,11 @@ SERVER_FLAGS: dict[str, Name] = {
     "--event-bus-queue-size": _noted("there is no event bus"),
     "--disable-observability": _noted("metrics cost nothing measurable and are always on"),
     "--hash-algorithm": _refused("chunk keys are SHA-256 and cannot be changed; remove it"),
-    "--engine-type": _refused("there is one engine; remove it (blending is not supported)"),
+    "--engine-type": _refused("kvstrata has one kind of engine, and blending is not supported; remove it"),
     "--run-script-api-enabled": _refused(_NO_SCRIPTS),
     "--script-allowed-imports": _refused(_NO_SCRIPTS),
     "--l1-devdax-path": _refused("L1 is shared memory; remove it"),
-    "--l1-manager": _refused("there is one L1; remove it"),
+    "--l1-manager": _refused("kvstrata has one kind of L1; remove it"),
     "--server-module": _refused("start lmcache-server itself; remove it"),
     "--enable-tracing": _refused("tracing is not supported yet; remove it"),
     "--otlp-endpoint": _refused("tracing is not supported yet; remove it"),
@@ -122,7 +122,7 @@ FLAG_PREFIXES: dict[str, Name] = {
     "--l1-gds-": _refused("L1 is shared memory; remove it"),
     "--gds-l1-": _refused("L1 is shared memory; remove it"),
 }
-"""Families of flags that are refused whatever they end in."""
+"""Flags that begin with one of these words are refused."""
 
 CONNECTOR_EXTRA: dict[str, Name] = {
     "lmcache.mp.host": _kept("host"),
@@ -164,7 +164,7 @@ CLIENT_KEYS: dict[str, Name] = {
         "",
         f'{_ON_SERVER}: --l2-adapter \'{{"type": "disk", "base_path": …, "capacity_gb": …}}\'',
     ),
-    "max_local_disk_size": Name(Fate.REPLACED, "", f'{_ON_SERVER}: "max_capacity_gb" in --l2-adapter'),
+    "max_local_disk_size": Name(Fate.REPLACED, "", f'{_ON_SERVER}: "capacity_gb" in --l2-adapter'),
     "remote_url": Name(Fate.REPLACED, "", f"{_ON_SERVER}: --l2-adapter"),
     "cache_policy": Name(Fate.REPLACED, "", f"{_ON_SERVER}: --eviction-policy"),
     "storage_plugins": Name(Fate.REPLACED, "", f"{_ON_SERVER}: --l2-adapter"),
@@ -177,11 +177,11 @@ CLIENT_KEYS: dict[str, Name] = {
     "blocking_timeout_secs": _noted("every wait has its own short bound"),
     "retrieve_locations": _noted("tiers are asked in the order of the server's adapters"),
     "store_location": _noted("the server's adapters decide by their policy"),
-    "enable_lazy_memory_allocator": _noted("the pool serves at once and is faulted in behind"),
+    "enable_lazy_memory_allocator": _noted("the pool serves at once and is faulted in meanwhile"),
     "pin_timeout_sec": _noted(_OUR_LOCKS),
     "enable_chunk_statistics": _noted("statistics are always on"),
-    "extra_config": _noted("it belongs to another implementation"),
-    "py_enable_gc": _noted("the garbage collector is left alone"),
+    "extra_config": _noted("its keys are those of other implementations"),
+    "py_enable_gc": _noted("kvstrata does not change the garbage collector's settings"),
     "enable_pd": _refused("prefill/decode disaggregation is not supported yet; remove it"),
     "enable_blending": _refused(_NO_BLEND),
     "remote_config_url": _refused("settings are read from this file only; remove it"),
@@ -195,12 +195,12 @@ CLIENT_KEYS: dict[str, Name] = {
 """Keys of the file in LMCACHE_CONFIG_FILE, and, upper-cased, of LMCACHE_<KEY> variables."""
 
 CLIENT_KEY_PREFIXES: dict[str, Name] = {
-    "lazy_memory_": _noted("the pool serves at once and is faulted in behind"),
+    "lazy_memory_": _noted("the pool serves at once and is faulted in meanwhile"),
     "internal_api_server_": _noted("the server has an admin HTTP port"),
     "pd_": _refused("prefill/decode disaggregation is not supported yet; remove it"),
     "blend_": _refused(_NO_BLEND),
     "gds_": _refused("GPU direct storage is not supported; remove it"),
-    "maru_": _refused("it is not supported; remove it"),
+    "maru_": _refused("Maru is not supported; remove it"),
     "hidden_state_": _refused("hidden states are not cached; remove it"),
     "p2p_": Name(Fate.REPLACED, "", f"{_ON_SERVER}: p2p.*"),
     "nixl_": Name(Fate.REPLACED, "", f"{_ON_SERVER}: p2p.*"),
@@ -213,16 +213,10 @@ _FALSY = (False, None, "", "false", "False", "0", 0)
 
 
 def find(name: str, table: Mapping[str, Name], prefixes: Mapping[str, Name]) -> Name | None:
-    """The entry of a name, by the whole name first and by prefix otherwise."""
+    """The entry of the whole name, or else of a prefix of it."""
     if name in table:
         return table[name]
     return next((entry for prefix, entry in prefixes.items() if name.startswith(prefix)), None)
-
-
-def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """` (did you mean 'x'?)` for the nearest known name, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def translate(
@@ -233,10 +227,10 @@ def translate(
     prefixes: Mapping[str, Name],
     own: Iterable[str],
 ) -> tuple[dict[str, Any], list[str]]:
-    """Our settings and the log lines for what a user wrote under the peer's or our own names.
+    """Translate settings that a user gave under LMCache's or our own names; returns our settings and the log lines.
 
-    `own` are our setting names, accepted as they are.  Raises ConfigError for refused and unknown names;
-    a refused switch that is switched off is only noted, because it asks for nothing.
+    `own`: names of our settings, accepted as they are.  Raises ConfigError for refused and unknown names.  A refused
+    switch that is off asks for nothing, so it only gets a log line.
     """
     own_names = set(own)
     settings: dict[str, Any] = {}
@@ -252,7 +246,7 @@ def translate(
         if entry.fate is Fate.KEPT:
             settings[entry.target] = value
         elif entry.fate is Fate.REFUSED and value not in _FALSY:
-            raise ConfigError(f"{source}: {name}: {entry.say} (value {value!r})", field=name)
+            raise ConfigError(f"{source}: {name}: {entry.say} (value {value!r:.80})", field=name)
         else:
             notes.append(f"{source}: {name} has no effect: {entry.say}")
     return settings, notes

@@ -1,4 +1,4 @@
-"""Where settings come from: defaults, then a YAML file, then the environment, then flags; later wins.
+"""Reads settings from a YAML file, the environment and flags; a later source wins over an earlier one and the defaults.
 
 Errors name the source, the dotted key and the value.  Unknown keys are errors with the nearest name.
 """
@@ -17,26 +17,28 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from kvstrata.config.lmcache_names import nearest
 from kvstrata.config.model import ClientSettings, ControllerSettings, ServerSettings
+from kvstrata.config.nearest import nearest
+from kvstrata.config.secrets import quoted
 from kvstrata.errors import ConfigError
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 ENV_PREFIX = "KVSTRATA_"
 CONTROLLER_ENV_PREFIX = "KVSTRATA_CONTROLLER_"
-"""Of the controller's settings, so that it may share an environment with a server whose ports are others."""
+"""Prefix of the controller's variables: it may share an environment with a server, whose ports differ."""
 OTHER_ENV = {
     "KVSTRATA_CONFIG_FILE": "path of the YAML file",
-    "KVSTRATA_TAKEOVER": "let our connector answer to its bare name although lmcache is installed",
-    "KVSTRATA_CACHE": "folder where tests and the demo keep what they fetch",
-    "KVSTRATA_VLLM": "let the demo fetch vLLM whatever its size",
+    "KVSTRATA_TAKEOVER": "`1` makes vLLM's name `LMCacheConnectorV1` mean our connector although lmcache is installed",
+    "KVSTRATA_CACHE": "folder for objects of builds, and for downloads of tests and the demo",
+    "KVSTRATA_VLLM": "lets the demo download vLLM whatever its size",
     "KVSTRATA_CUDA": "`require` makes a missing CUDA compiler an error of the build",
     "KVSTRATA_UCX": "`require` makes missing headers of UCX an error of the build, `off` leaves its engine out",
     "KVSTRATA_WERROR": "`1` makes warnings of the C++ compiler errors of the build",
-    "KVSTRATA_FAILPOINTS": "named faults for tests; needs the testing extra",
+    "KVSTRATA_TESTING": "`1` allows two aids of tests: adapters of type `fault_inject`, and `KVSTRATA_FAILPOINTS`",
+    "KVSTRATA_FAILPOINTS": "named points at which a test kills or stops the process",
 }
-"""Variables with our prefix that are no settings."""
+"""Variables that begin with our prefix and are not settings."""
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -65,25 +67,27 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     if loaded is None:
         return {}
     if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
-        raise ConfigError(f"{path}: must be a mapping of setting names, found {loaded!r:.80}", field="config")
+        raise ConfigError(
+            f"{path}: must be a mapping of setting names, found {type(loaded).__name__}", field="config"
+        )
     return loaded
 
 
 def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Nested settings out of KVSTRATA_<SECTION>_<KEY> variables (KVSTRATA_CONTROLLER_… for the controller).
+    """Nested settings from KVSTRATA_<SECTION>_<KEY> variables (KVSTRATA_CONTROLLER_… for the controller).
 
     Lists and mappings are written as YAML.
     """
-    by_name = _variables(struct)
+    by_name = variables(struct)
     elsewhere = {
-        name for other in (ServerSettings, ClientSettings, ControllerSettings) for name in _variables(other)
+        name for other in (ServerSettings, ClientSettings, ControllerSettings) for name in variables(other)
     }
     nested: dict[str, Any] = {}
     for name, text in environment.items():
         if not name.startswith(ENV_PREFIX) or name in OTHER_ENV:
             continue
         if name not in by_name and name in elsewhere:
-            continue  # processes of all kinds may share an environment
+            continue  # server, client and controller may share an environment
         if name not in by_name:
             raise ConfigError(
                 f"environment: {name}: unknown variable{nearest(name, [*by_name, *OTHER_ENV])}", field=name
@@ -94,12 +98,14 @@ def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str
             try:
                 value = yaml.safe_load(text)
             except yaml.YAMLError:
-                raise ConfigError(f"environment: {name}: cannot be read: {text!r}", field=name) from None
+                # The text itself is not shown: it may hold a password.
+                raise ConfigError(f"environment: {name}: is no YAML; correct it", field=name) from None
         put(nested, key, value)
     return nested
 
 
-def _variables(struct: type[msgspec.Struct]) -> dict[str, tuple[str, Any]]:
+def variables(struct: type[msgspec.Struct]) -> dict[str, tuple[str, Any]]:
+    """The environment variable of every setting below a struct, with its dotted key and type."""
     prefix = CONTROLLER_ENV_PREFIX if struct is ControllerSettings else ENV_PREFIX
     return {prefix + key.upper().replace(".", "_"): (key, kind) for key, kind in leaves(struct)}
 
@@ -124,7 +130,7 @@ def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_keys(struct: type[msgspec.Struct], values: Mapping[str, Any], source: str, path: str = "") -> None:
-    """Raise ConfigError for the first key that `struct` does not have, with the nearest one."""
+    """Raise ConfigError, with the nearest known key, for the first key that `struct` does not have."""
     fields = {field.name: bare_type(field.type) for field in msgspec.structs.fields(struct)}
     for key, value in values.items():
         if key not in fields:
@@ -133,15 +139,15 @@ def check_keys(struct: type[msgspec.Struct], values: Mapping[str, Any], source: 
         if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
             if not isinstance(value, Mapping):
                 raise ConfigError(
-                    f"{source}: {path}{key}: must be a mapping, found {value!r:.80}", field=path + key
+                    f"{source}: {path}{key}: must be a mapping, found {quoted(key, value)}", field=path + key
                 )
             check_keys(inner, value, source, f"{path}{key}.")
 
 
 def odd_value(value: Any, path: str = "") -> tuple[str, str, Any] | None:
-    """(path, what it must be, value) of the first infinite number, not-a-number or lone surrogate in nested values.
+    """Find the first infinity, not-a-number or lone surrogate in nested values: (path, demand on the value, value).
 
-    YAML and JSON can spell these, and no setting means one.
+    YAML and JSON can spell these; no setting accepts them.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return path, "must be a finite number", value
@@ -161,7 +167,7 @@ def odd_value(value: Any, path: str = "") -> tuple[str, str, Any] | None:
 
 
 def convert(struct: type[S], values: Mapping[str, Any], source: str) -> S:
-    """Settings out of nested values. Raises ConfigError naming source, key, value and what is expected."""
+    """Settings from nested values. Raises ConfigError that names the source, the key, the value and its fault."""
     if odd := odd_value(values):
         path, must, found = odd
         raise ConfigError(f"{source}: {path or '(top)'}: {must}, found {found!a:.80}", field=path)
@@ -171,9 +177,9 @@ def convert(struct: type[S], values: Mapping[str, Any], source: str) -> S:
     except msgspec.ValidationError as error:
         says, _, where = str(error).partition(" - at `$")
         dotted = where.rstrip("`").lstrip(".")
-        found = _look_up(values, dotted)
+        found = quoted(_last(dotted), _look_up(values, dotted))
         raise ConfigError(
-            f"{source}: {dotted or '(top)'}: {says[:1].lower()}{says[1:]}, found {found!r:.80}", field=dotted
+            f"{source}: {dotted or '(top)'}: {says[:1].lower()}{says[1:]}, found {found}", field=dotted
         ) from None
 
 
@@ -184,7 +190,7 @@ def load(
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> S:
-    """Settings from file, environment and flags (nested mappings), each checked under its own name."""
+    """Settings from a file, the environment and flags (nested mappings); an error names the source that is wrong."""
     layers: list[tuple[str, dict[str, Any]]] = []
     if file:
         layers.append((str(file), read_yaml(file)))
@@ -193,7 +199,7 @@ def load(
     layers.append(("flags", dict(flags or {})))
     values: dict[str, Any] = {}
     for source, layer in layers:
-        convert(struct, layer, source)  # so that an error names the layer that is wrong
+        convert(struct, layer, source)  # each source alone, so that an error names it
         values = merge(values, layer)
     return convert(struct, values, "settings")
 
@@ -206,6 +212,11 @@ def bare_type(kind: Any) -> Any:
         others = [arg for arg in typing.get_args(kind) if arg is not type(None)]
         return bare_type(others[0]) if len(others) == 1 else kind
     return kind
+
+
+def _last(dotted: str) -> str:
+    """The name of the setting itself, without the number of an item."""
+    return re.sub(r"\[\d+\]$", "", dotted.rpartition(".")[2])
 
 
 def _look_up(values: Any, dotted: str) -> Any:

@@ -2,6 +2,8 @@
 
 The configuration reference in docs/configuration.md is generated from these structs, and the loader
 (`kvstrata.config.load`) takes names, bounds and defaults from them.  Sizes in GB are multiples of 2**30.
+
+Size: the loader and the reference page need the settings of all processes in one place.
 """
 
 from __future__ import annotations
@@ -11,13 +13,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from kvstrata.config.l2_model import L2Settings
 from kvstrata.types import MAX_L2_ADAPTERS
-
-GB = 1 << 30
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Common options of all settings structs."""
+    """Base of all settings structs."""
 
 
 class L1Settings(_Section, frozen=True, kw_only=True):
@@ -25,89 +26,89 @@ class L1Settings(_Section, frozen=True, kw_only=True):
 
     size_gb: Annotated[
         Annotated[float, Meta(gt=0, le=1 << 20)] | None,
-        Meta(description="Bytes of KV in shared memory, in GB; empty: 4, or less where less fits."),
+        Meta(description="Size of the pool in shared memory, in GB; empty: 4, or less if less fits."),
     ] = None
     eviction_policy: Annotated[
         Literal["LRU", "ARC", "S3FIFO", "noop"],
-        Meta(description="Which chunks leave first under pressure; `noop` never evicts and refuses instead."),
+        Meta(description="Which chunks are evicted first; `noop` never evicts and refuses stores instead."),
     ] = "LRU"
     eviction_trigger_watermark: Annotated[
-        float, Meta(gt=0, le=1, description="Share of the pool above which eviction starts ahead of need.")
+        float,
+        Meta(gt=0, le=1, description="Used share of the pool above which eviction starts ahead of need."),
     ] = 0.8
     eviction_ratio: Annotated[
         float, Meta(ge=0, lt=1, description="Share of the pool that one such eviction frees.")
     ] = 0.2
     entries: Annotated[
         Annotated[int, Meta(ge=1024, le=1 << 26)] | None,
-        Meta(description="Chunks the index can name; empty: derived from the size."),
+        Meta(description="Chunks that the index has room for; empty: derived from the size."),
     ] = None
     segment_dir: Annotated[
-        str, Meta(description="Directory of the pool's files on tmpfs; empty: made under /dev/shm.")
+        str, Meta(description="Directory of the pool's files on a tmpfs; empty: one is made under /dev/shm.")
     ] = ""
     use_hugepages: Annotated[
         bool,
         Meta(
-            description="Keep L1 in pages of 2 MiB out of the machine's reserve (`vm.nr_hugepages`); too few are an "
-            "error. The pool is then kept by a holder process instead of under `segment_dir`."
+            description="Keep L1 in pages of 2 MiB from the machine's reserve (`vm.nr_hugepages`); too few are an "
+            "error. A holder process then keeps the pool, instead of files under `segment_dir`."
         ),
     ] = False
     numa: Annotated[
         str,
         Meta(
             pattern=r"^(default|interleave|gpu|\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)$",
-            description="NUMA nodes that L1's pages come from: `default` (the kernel's choice), `interleave` (all that "
-            "the server may use, in turn), `gpu` (those next to this machine's NVIDIA GPUs) or nodes, as `'0'`, "
-            "`'0,2'` or `'0-1'`. Pages that an earlier server left stay where they are.",
+            description="NUMA nodes that L1's pages come from: `default` (the kernel's choice), `interleave` (page by "
+            "page over all nodes that the server may use), `gpu` (the nodes next to this machine's NVIDIA GPUs) or a "
+            "list of nodes, such as `'0'`, `'0,2'` or `'0-1'`. Pages that an earlier server left stay where they are.",
         ),
     ] = "default"
+    core_dump: Annotated[
+        bool,
+        Meta(
+            description="Let core dumps of the server contain L1, and so what users asked; otherwise no process that "
+            "maps L1 has it in its core dumps."
+        ),
+    ] = False
     prefault_threads: Annotated[
         int,
-        Meta(ge=0, le=64, description="Threads that fault the pool in at start; 0 leaves it to first use."),
+        Meta(ge=0, le=64, description="Threads that fault the pool in at the start; 0: at first use."),
     ] = 2
 
 
-class L2Settings(_Section, frozen=True, kw_only=True):
-    """What holds for all L2 adapters."""
-
-    prefetch_max_in_flight: Annotated[
-        int, Meta(ge=1, le=1024, description="Lookups that may load from L2 at the same time.")
-    ] = 8
-    backlog_share: Annotated[
-        float, Meta(gt=0, le=0.5, description="Share of L1 that chunks waiting for a put may pin.")
-    ] = 0.25
-    deadline_ms: Annotated[
-        int, Meta(ge=1, le=60_000, description="Time one adapter operation may take unless the adapter says.")
-    ] = 5_000
-    drain_s: Annotated[
-        float, Meta(ge=0, le=600, description="Time that puts in flight get when the server stops.")
-    ] = 10.0
-    quotas_gb: Annotated[
-        dict[str, Annotated[float, Meta(gt=0, le=1 << 20)]],
-        Meta(
-            description="Bytes that a tenant may have in each L2 adapter, in GB, by tenant name, as far as this server "
-            "knows: what it put, found or loaded there since it started."
-        ),
-    ] = {}
-
-
 class ListenSettings(_Section, frozen=True, kw_only=True):
-    """An HTTP server."""
+    """Settings of an HTTP server."""
 
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65_535, description="Port; 0 takes a free one.")] = 8080
     token_file: Annotated[
-        str, Meta(description="File with the bearer token that every request off loopback must carry.")
+        str,
+        Meta(
+            description="File with the bearer token that every request but the probes must carry, readable by its "
+            "owner only. Empty: a server makes a token at each start, which `kvstrata ctl` finds if the same user "
+            "runs it; a controller, which must be on loopback then, asks for none."
+        ),
     ] = ""
+    allowed_hosts: Annotated[
+        list[Annotated[str, Meta(pattern=r"^[A-Za-z0-9.:_\[\]-]{1,253}$")]],
+        Meta(
+            description="Further names by which clients reach this port, as `kvstrata` or, for browsers behind a "
+            "proxy, `cache.example.net:8443`. Always known: the address of `host`, `localhost` and, if the port "
+            "can be reached from elsewhere, this machine's name and every IP address."
+        ),
+    ] = []
+    open_metrics: Annotated[bool | None, Meta(description="/metrics needs no token; empty: on loopback.")] = (
+        None
+    )
 
 
 class HttpSettings(ListenSettings, frozen=True, kw_only=True):
-    """The admin HTTP server."""
+    """Settings of the server's admin HTTP port."""
 
-    enabled: Annotated[bool, Meta(description="Serve it at all.")] = True
+    enabled: Annotated[bool, Meta(description="Open the admin HTTP port.")] = True
 
 
 class PortSecuritySettings(_Section, frozen=True, kw_only=True):
-    """What guards ports off loopback."""
+    """Settings that guard ports off loopback."""
 
     curve_secret_file: Annotated[
         str, Meta(description="File with the server's CURVE secret key (Z85, 40 characters).")
@@ -118,59 +119,66 @@ class PortSecuritySettings(_Section, frozen=True, kw_only=True):
 
 
 class SecuritySettings(PortSecuritySettings, frozen=True, kw_only=True):
-    """What guards the RPC port."""
+    """Settings that guard the RPC port."""
 
     tenants_file: Annotated[
         str,
         Meta(
-            description="File with a line `TOKEN TENANT [TENANT ...]` each: processes that attach with the token "
-            "may use these tenants, others only the unnamed one. Empty: any local process may use any tenant."
+            description="File of lines `TOKEN TENANT [TENANT ...]`: a process that attaches with the token may use "
+            "these tenants, any other process only the unnamed one. Empty: any local process may use any tenant."
         ),
     ] = ""
+    sessions_per_process: Annotated[
+        int, Meta(ge=1, le=1023, description="Most sessions that one process may have attached.")
+    ] = 64
+    sessions_per_token: Annotated[
+        int, Meta(ge=1, le=1023, description="Most sessions of one token; counts only with a tenants file.")
+    ] = 512
 
 
 class ControllerLinkSettings(_Section, frozen=True, kw_only=True):
-    """How an instance is a member of a cluster."""
+    """Settings of an instance as a member of a cluster."""
 
     url: Annotated[
         str,
         Meta(
             pattern=r"^(tcp://[^\s/,]+:\d{1,5}(,tcp://[^\s/,]+:\d{1,5}){0,7})?$",
-            description="Reply port of the cluster's controller, as `tcp://HOST:8400`; of several, all with commas "
-            "between; empty: no cluster.",
+            description="Reply port of the cluster's controller, as `tcp://HOST:8400`; several controllers are "
+            "separated by commas; empty: no cluster.",
         ),
     ] = ""
     curve_file: Annotated[
         str,
         Meta(
-            description="File with the CURVE keys of a member: `secret KEY`, which all members may share, and where "
-            "theirs differ `server KEY` (the controller's public key) and a `client KEY` for each that may ask."
+            description="File with the CURVE keys of a member: `secret KEY`, which all members may share; if their "
+            "keys differ, also `server KEY` (the controller's public key) and a `client KEY` for each peer that may "
+            "ask."
         ),
     ] = ""
 
 
 class P2pSettings(_Section, frozen=True, kw_only=True):
-    """Reading the L1 of other instances of the cluster, and letting them read this one's."""
+    """Settings for reading the L1 of other instances of the cluster, and for leasing this instance's L1 to them."""
 
     engine: Annotated[
         Literal["auto", "ucx", "nixl", "off"],
         Meta(
-            description="What moves the bytes; `auto`: ucx where this build has it, else nixl where it is installed, "
-            "else off. Peers must use the same."
+            description="Transfer engine that moves the bytes; `auto`: ucx if this build has it, else nixl if it is "
+            "installed, else off. All peers must use the same."
         ),
     ] = "auto"
     listen: Annotated[
         str,
         Meta(
             pattern=r"^[^\s/]+:\d{1,5}$",
-            description="HOST:PORT where peers ask for leases; port 0 takes a free one.",
+            description="HOST:PORT on which peers ask for leases; port 0 takes a free one.",
         ),
     ] = "localhost:0"
     advertise: Annotated[
         str,
         Meta(
             pattern=r"^([^\s/:]+|[^\s/]+:\d{1,5})?$",
-            description="HOST or HOST:PORT under which peers reach `listen`; empty: as `listen` says.",
+            description="HOST or HOST:PORT at which peers reach `listen`; empty: the same as `listen`.",
         ),
     ] = ""
     zone: Annotated[
@@ -183,21 +191,21 @@ class P2pSettings(_Section, frozen=True, kw_only=True):
     keep: Annotated[
         bool,
         Meta(
-            description="Keep chunks that were read from peers, as any others; else they go once they are not in use."
+            description="Keep chunks that were read from peers like all others; if false they are dropped once unused."
         ),
     ] = True
     max_leased_share: Annotated[
-        float, Meta(gt=0, le=0.25, description="Share of L1 that peers may have leased at a time.")
+        float, Meta(gt=0, le=0.25, description="Share of L1 that leases of peers and admins' pins may keep.")
     ] = 0.25
     lookup_timeout_ms: Annotated[
         int, Meta(ge=1, le=60_000, description="Time for the directory and an owner to answer a lookup.")
     ] = 250
     load_timeout_ms: Annotated[
-        int, Meta(ge=1, le=60_000, description="Time for one batch to be read from a peer.")
+        int, Meta(ge=1, le=60_000, description="Time for reading one batch from a peer.")
     ] = 5_000
     max_read_mb_s: Annotated[
         float,
-        Meta(ge=0, le=1 << 20, description="MB per second that are read from peers at most; 0: no bound."),
+        Meta(ge=0, le=1 << 20, description="Most MB per second that are read from peers; 0: no bound."),
     ] = 0.0
 
 
@@ -217,14 +225,14 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
     host: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
-            description="Address of the RPC port. With neither `host` nor `port` there is no tcp port for RPC."
+            description="Address of the RPC port. With neither `host` nor `port` no tcp port is opened for RPC."
         ),
     ] = None
     port: Annotated[
         Annotated[int, Meta(ge=0, le=65_535)] | None,
         Meta(
-            description="RPC port on `host` (localhost); 0 takes a free one. Sockets and pool are named after it, "
-            "and after 5555 where it is not set."
+            description="RPC port on `host` (localhost); 0 takes a free one. Sockets and pool are named after it, or "
+            "after 5555 if it is not set."
         ),
     ] = None
     socket_dir: Annotated[
@@ -235,15 +243,15 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
     ] = ""
     chunk_size: Annotated[
         int,
-        Meta(ge=1, le=65_536, description="Tokens in a chunk, told to engines that do not say their own."),
+        Meta(ge=1, le=65_536, description="Tokens in a chunk for engines that do not set their own."),
     ] = 256
     l1: L1Settings = L1Settings()
     l2: L2Settings = L2Settings()
     l2_adapters: Annotated[
         Annotated[list[dict[str, Any]], Meta(max_length=MAX_L2_ADAPTERS)] | None,
         Meta(
-            description=f"L2 adapters in order of nearness, at most {MAX_L2_ADAPTERS}; empty list: none; "
-            "not set: the embedded one."
+            description=f"L2 adapters, nearest first, at most {MAX_L2_ADAPTERS}; empty list: none; not set: the "
+            "embedded disk adapter."
         ),
     ] = None
     http: HttpSettings = HttpSettings()
@@ -252,7 +260,7 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
     p2p: P2pSettings = P2pSettings()
     quotas_gb: Annotated[
         dict[str, Annotated[float, Meta(gt=0, le=1 << 20)]],
-        Meta(description="L1 bytes a tenant may hold, in GB, by tenant name."),
+        Meta(description="Bytes that a tenant may have in L1, in GB, by tenant name."),
     ] = {}
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe level that is logged.")
@@ -260,64 +268,62 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
 
     @property
     def has_tcp(self) -> bool:
-        """Whether RPC is asked for over tcp; engines of this host use the unix socket."""
+        """Whether RPC is served over tcp too; engines of this host use the unix socket in any case."""
         return self.host is not None or self.port is not None
 
     @property
     def named_host(self) -> str:
-        """Where the RPC port is, if there is one."""
+        """Address of the RPC port, if one is to be opened."""
         return DEFAULT_HOST if self.host is None else self.host
 
     @property
     def named_port(self) -> int:
-        """The RPC port, and what sockets and pool are named after, also where there is no such port."""
+        """The RPC port; sockets and pool are named after it even if it is not opened."""
         return DEFAULT_PORT if self.port is None else self.port
 
 
 class EtcdSettings(_Section, frozen=True, kw_only=True):
-    """Several controllers, of which one leads."""
+    """Settings of several controllers, one of which leads."""
 
     endpoints: Annotated[
         list[str],
         Meta(
-            description="etcd servers as HOST:PORT, or https://HOST:PORT for TLS, tried in turn; empty: this "
-            "controller is the only one."
+            description="etcd servers as HOST:PORT, or https://HOST:PORT for TLS, tried one after the other; empty: "
+            "this controller is the only one."
         ),
     ] = []
     prefix: Annotated[
-        str, Meta(pattern=r"^[A-Za-z0-9._/-]{1,200}$", description="What the names of all keys begin with.")
+        str, Meta(pattern=r"^[A-Za-z0-9._/-]{1,200}$", description="Prefix of the names of all keys.")
     ] = "kvstrata"
     ttl_s: Annotated[
         int,
-        Meta(ge=1, le=600, description="A leader that was silent so long is replaced, in seconds."),
+        Meta(ge=1, le=600, description="Silence after which a leader is replaced, in seconds."),
     ] = 5
     advertise_url: Annotated[
         str,
         Meta(
             pattern=r"^(https?://[^\s]+)?$",
-            description="Where users and other controllers reach this one's HTTP API; empty: `http://`, `http.host` "
-            "and the port.",
+            description="URL at which users and other controllers reach this controller's HTTP API; empty: `http://`, "
+            "`http.host` and the port.",
         ),
     ] = ""
-    user: Annotated[str, Meta(description="User of etcd, where it asks for one.")] = ""
+    user: Annotated[str, Meta(description="User of etcd, if etcd asks for one.")] = ""
     password_file: Annotated[
-        str, Meta(description="File with that user's password, readable by its owner alone.")
+        str, Meta(description="File with that user's password, readable by its owner only.")
     ] = ""
     ca_file: Annotated[
         str,
         Meta(
-            description="Certificates (PEM) of the authorities that etcd's certificate is checked against; empty: "
-            "those that gRPC ships."
+            description="Certificates (PEM) of the authorities against which etcd's certificate is checked; empty: "
+            "the ones that gRPC ships."
         ),
     ] = ""
     cert_file: Annotated[
         str,
-        Meta(
-            description="This controller's certificate (PEM), where etcd asks for one (`--client-cert-auth`)."
-        ),
+        Meta(description="This controller's certificate (PEM), if etcd asks for one (`--client-cert-auth`)."),
     ] = ""
     key_file: Annotated[
-        str, Meta(description="Key of `cert_file` (PEM, no passphrase), readable by its owner alone.")
+        str, Meta(description="Key of `cert_file` (PEM, no passphrase), readable by its owner only.")
     ] = ""
 
 
@@ -325,39 +331,40 @@ class MonitorPorts(_Section, frozen=True, kw_only=True):
     """ZMQ ports of the controller, all on one address."""
 
     pull: Annotated[
-        int, Meta(ge=0, le=65_535, description="What instances store and drop; 0 takes a free one.")
+        int,
+        Meta(ge=0, le=65_535, description="Port for the events of instances' chunks; 0 takes a free one."),
     ] = 8300
     reply: Annotated[
         int,
         Meta(
             ge=0,
             le=65_535,
-            description="Registration, full syncs and lookups; instances are told this one and learn the others.",
+            description="Port for registration, full syncs and lookups. Instances are configured with it and learn "
+            "the others.",
         ),
     ] = 8400
-    heartbeat: Annotated[int, Meta(ge=0, le=65_535, description="Heartbeats and commands.")] = 8082
+    heartbeat: Annotated[int, Meta(ge=0, le=65_535, description="Port for heartbeats and commands.")] = 8082
 
 
 class ControllerHttpSettings(ListenSettings, frozen=True, kw_only=True):
-    """API, dashboard and metrics of the controller."""
+    """Settings of the controller's HTTP port: API, dashboard and metrics."""
 
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "localhost"
     port: Annotated[int, Meta(ge=0, le=65_535, description="Port; 0 takes a free one.")] = 9000
 
 
 class DirectorySettings(_Section, frozen=True, kw_only=True):
-    """What the controller knows of chunks."""
+    """Settings of the directory, the controller's map from chunks to instances."""
 
     max_gb: Annotated[
         float,
-        Meta(ge=0.0625, le=1024, description="Memory for placements, in GB; about 11 bytes each are needed."),
+        Meta(ge=0.0625, le=1024, description="Memory for placements, in GB; each takes about 11 bytes."),
     ] = 4.0
     snapshot_dir: Annotated[
         str,
         Meta(
-            description="Directory of the snapshot and of what admins have ordered "
-            "(drains, removals, pins); empty: kvstrata/controller-PORT in "
-            "XDG_STATE_HOME, or in ~/.local/state; `none`: neither is kept."
+            description="Folder of the snapshot and of the admins' orders (drains, removals, pins); empty: "
+            "kvstrata/controller-PORT in XDG_STATE_HOME, or in ~/.local/state; `none`: neither is kept."
         ),
     ] = ""
     snapshot_s: Annotated[
@@ -365,7 +372,7 @@ class DirectorySettings(_Section, frozen=True, kw_only=True):
     ] = 30.0
     snapshot_max_age_s: Annotated[
         float,
-        Meta(ge=1, le=31_536_000, description="An older snapshot is not served after a start, in seconds."),
+        Meta(ge=1, le=31_536_000, description="Age above which a snapshot is not served, in seconds."),
     ] = 3_600.0
 
 
@@ -376,7 +383,7 @@ class ControllerSettings(_Section, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=r"^[A-Za-z0-9._-]{0,64}$",
-            description="Name of this controller in logs and answers; empty: host name and reply port.",
+            description="Name of this controller in logs and in its answers; empty: host name and reply port.",
         ),
     ] = ""
     http: ControllerHttpSettings = ControllerHttpSettings()
@@ -392,8 +399,8 @@ class ControllerSettings(_Section, frozen=True, kw_only=True):
         Meta(
             ge=0.1,
             le=86_400,
-            description="An instance that was silent so long is dead and its chunks are forgotten, in seconds; at "
-            "least twice `heartbeat_s`.",
+            description="Silence after which an instance is dead and its chunks are forgotten, in seconds; at least "
+            "twice `heartbeat_s`.",
         ),
     ] = 30.0
     max_instances: Annotated[
@@ -410,7 +417,7 @@ class ControllerSettings(_Section, frozen=True, kw_only=True):
 class ClientSettings(_Section, frozen=True, kw_only=True):
     """Settings of a process that attaches to a server (the vLLM connector and other clients)."""
 
-    host: Annotated[str, Meta(min_length=1, description="Host of the server; must be this one.")] = (
+    host: Annotated[str, Meta(min_length=1, description="Host of the server; must be this host.")] = (
         "localhost"
     )
     port: Annotated[int, Meta(ge=1, le=65_535, description="RPC port of the server.")] = 5555
@@ -420,10 +427,10 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
     chunk_size: Annotated[int, Meta(ge=1, le=65_536, description="Tokens in a chunk.")] = 256
     lookup_timeout_ms: Annotated[
         int,
-        Meta(ge=1, le=60_000, description="Longest time a request waits for its lookup; then it is a miss."),
+        Meta(ge=1, le=60_000, description="Longest wait of a request for its lookup; then it is a miss."),
     ] = 3_000
     min_retrieve_tokens: Annotated[
-        int, Meta(ge=0, description="Hits shorter than this are computed instead of loaded.")
+        int, Meta(ge=0, description="Tokens below which a hit is computed instead of loaded.")
     ] = 0
     save_decode_cache: Annotated[bool, Meta(description="Store chunks made of generated tokens too.")] = False
     enable_kv_events: Annotated[
@@ -436,43 +443,43 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
     load_mode: Annotated[
         Literal["auto", "sync", "async"],
         Meta(
-            description="Load hits before the forward pass, beside it, or whichever suits their size. `sync` is "
-            "refused where vLLM plans a step before the one before has ended: with asynchronous scheduling or pipeline "
-            "parallelism; `auto` loads beside it there."
+            description="When hits are loaded: `sync` before the forward pass, `async` beside it, `auto` by their "
+            "size. If vLLM plans a step before the previous one has ended (asynchronous scheduling, pipeline "
+            "parallelism), `sync` is refused and `auto` loads beside the pass."
         ),
     ] = "auto"
     tenant: Annotated[str, Meta(description="Tenant that this engine's requests belong to.")] = ""
     token_file: Annotated[
         str,
         Meta(
-            description="File with the token that opens `tenant` on a server with a tenants file, readable by "
-            "its owner alone; read again at every attach. Empty: no token."
+            description="File with the token that permits `tenant` on a server with a tenants file; readable by its "
+            "owner only, read again at every attach. Empty: no token."
         ),
     ] = ""
     fidelity: Annotated[
         Literal["lossless", "fp8"],
         Meta(
-            description="`fp8`: accept KV that adapters with the codec `fp8` have rounded to 8-bit floats; it is kept "
-            "apart from that of engines that do not."
+            description="`fp8`: accept KV that adapters with the codec `fp8` have rounded to 8-bit floats. Engines "
+            "with different settings share no chunks."
         ),
     ] = "lossless"
     gpu_fp8: Annotated[
         bool,
         Meta(
-            description="With `fidelity: fp8` and KV of 16 bits on a GPU: round it there, so that the link and L1 "
-            "carry half the bytes. Such chunks are shared with engines of the same setting only."
+            description="With `fidelity: fp8` and 16-bit KV on a GPU: round the KV on the GPU, so that the link and L1 "
+            "carry half the bytes. Such chunks are shared only with engines that have the same setting."
         ),
     ] = False
     gpu_copy_engine: Annotated[
         Literal["auto", "dma", "kernel", "staged"],
         Meta(
-            description="How KV is copied between a GPU and the pool: `dma` batched copies that use no SM, `kernel` a "
-            "gather kernel straight on host memory, `staged` a kernel into a buffer on the GPU and one large copy, "
-            "`auto` the fastest of them, as measured at the start."
+            description="How KV is copied between a GPU and the pool: `dma`: batched copies that use no SM; `kernel`: "
+            "a gather kernel straight on host memory; `staged`: a kernel into a buffer on the GPU and one large copy; "
+            "`auto`: the fastest of them, as measured at the start."
         ),
     ] = "auto"
     gpu_copy_max_sms: Annotated[
-        int, Meta(ge=1, le=1024, description="Most SMs that a kernel of ours takes from the model.")
+        int, Meta(ge=1, le=1024, description="Most SMs that one of our kernels takes from the model.")
     ] = 4
     gpu_staging_mb: Annotated[
         int, Meta(ge=1, le=65_536, description="GPU memory of the copy engine `staged`, and of `gpu_fp8`.")
@@ -481,10 +488,10 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
         bool,
         Meta(
             description="Register the pool with the GPU's driver, slab by slab in the background, so that the GPU "
-            "reads and writes it itself; such memory cannot be swapped."
+            "reads and writes the pool directly; registered memory cannot be swapped."
         ),
     ] = True
     max_store_backlog_gb: Annotated[
         float,
-        Meta(gt=0, description="Bytes waiting to be copied into the pool; stores above it are skipped."),
+        Meta(gt=0, description="Most bytes waiting to be copied into the pool; further stores are skipped."),
     ] = 1.0

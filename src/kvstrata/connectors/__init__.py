@@ -1,1 +1,1 @@
-"""Connectors: what plugs kvstrata into a serving engine."""
+"""Connectors; each one connects kvstrata to one kind of serving engine."""

@@ -1,1 +1,1 @@
-"""The cluster's controller: which instance lives, what it holds, what it is asked to do. Never on the data path."""
+"""The cluster's controller: it knows the instances and the chunks that they hold, and commands them; it moves no KV."""

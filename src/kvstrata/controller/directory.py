@@ -1,11 +1,11 @@
-"""Which chunk is where: the registry, the slots of members' tiers, their full syncs, and lookups.
+"""Changes the placements of chunks, by events, full syncs and a restored snapshot.  lookups.py reads the result.
 
-1. All changes of placements go through one thread, in the order in which they were decided on the loop; which slot a
-   change is for is decided with it.  So what comes after the end of a sync meets the slots that the sync filled.
-2. Retiring a slot is such a change too, so that no change that was decided for it meets what it stands for later.  That
-   its placements are not found any more holds at once: no name leads to it, and it is not readable.
-3. Looking up never waits for changes.  More than `INLINE_TAGS` tags are looked up on a thread.
-4. Changes that wait are bounded in bytes: `busy` tells the caller to read no more, `full` to refuse.
+1. One thread carries out all changes of placements, in the order in which the loop decided them, each for the slot that
+   was decided with it.  So a change after the end of a sync applies to the slots that the sync filled.
+2. Retiring a slot is such a change too, so no earlier change reaches the slot once it stands for something else.  The
+   placements of a retired slot are hidden at once, since the slot loses its name and is not readable.
+3. Waiting changes are bounded in bytes: `busy` tells the caller to stop reading events, `full` to refuse parts of
+   syncs.
 """
 
 from __future__ import annotations
@@ -15,49 +15,31 @@ import os
 from array import array
 from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
-from typing_extensions import Buffer
-
+from kvstrata.controller.lookups import INLINE_TAGS, Lookups
 from kvstrata.native.registry import Registry, RegistryError, RegistryUsage
 from kvstrata.rpc.cluster_wire import TAG_BYTES, Change, Run
 
-INLINE_TAGS = 512
-"""So many tags are looked up, or changed while nothing waits, on the loop: about 50 µs."""
 BUSY_BYTES = 16 << 20
 FULL_BYTES = 64 << 20
 SWEEP_CELLS = 1 << 20
-MASK_BYTES = 8_192
 
 
 def _yield_to_loop() -> None:
-    """Where cores are scarce, whoever asks for a lookup goes before whoever changes placements.
+    """Give lookups precedence over changes when cores are scarce.
 
-    The registry gives way after each turn besides: a scheduler lets what runs go on for milliseconds.
+    The registry also yields after each turn, since a scheduler may let a running thread go on for milliseconds.
     """
     os.nice(10)  # of the calling thread only, on Linux
 
 
 class SlotsExhausted(Exception):
-    """No slot is free now; retired ones become free in a while."""
-
-
-class Place(NamedTuple):
-    """What a slot stands for."""
-
-    group: int
-    tier: str
-
-
-class Found(NamedTuple):
-    """One group that holds a beginning of the chunks."""
-
-    group: int
-    n_chunks: int
+    """No slot is free now; retired slots become free when they are swept."""
 
 
 class Fill:
-    """Slots that a full sync fills, not found by anybody yet."""
+    """The slots that a full sync fills; lookups find them once it is published."""
 
     def __init__(self, group: int, tiers: list[str]) -> None:
         self.group = group
@@ -66,111 +48,67 @@ class Fill:
 
 
 class Directory:
-    """Everything runs on `loop`'s thread, except for what it hands to its own."""
+    """The placements of one controller. Belongs to the loop's thread; has one thread for changes, one for sweeping."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, *, max_bytes: int, failed: Callable[[int, str], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        registry: Registry,
+        lookups: Lookups,
+        *,
+        failed: Callable[[int, str], None],
+        drained: Callable[[], None],
     ) -> None:
-        """`failed(group, reason)`: a change of these placements could not be made; what is known is not exact."""
+        """`failed(group, reason)` is called after a change failed: the group's placements are inexact then.
+
+        `drained` is called when `busy` becomes false.
+        """
         self._loop = loop
         self._failed = failed
-        self.registry = Registry(max_bytes=max_bytes)
+        self._drained = drained
+        self._lookups = lookups
+        self.registry = registry
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-directory", initializer=_yield_to_loop)
         self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="kv-sweep", initializer=_yield_to_loop)
-        self._readers = ThreadPoolExecutor(2, thread_name_prefix="kv-lookup")
-        self._slots: dict[tuple[int, str], int] = {}
-        self._places: dict[int, Place] = {}
-        self._readable = bytearray(MASK_BYTES)
-        self._readable_groups: set[int] = set()
         self._pending = 0
         self._retired = asyncio.Event()
         self.waiting_bytes = 0
-        self.drained: Callable[[], None] = lambda: None
-        """Called when `busy` has become false."""
         self.admitted_keys = 0
         self.evicted_keys = 0
         self.refused_keys = 0
+        self.synced_keys = 0
+        """Number of placements that full syncs added."""
 
-    # --- what is known --------------------------------------------------------------------------------------
+    # --- state ----------------------------------------------------------------------------------------------
 
     def usage(self) -> RegistryUsage:
-        """Of the whole registry."""
+        """Usage of the whole registry."""
         return self.registry.usage()
-
-    def keys(self) -> dict[Place, int]:
-        """Placements by group and tier; what fills and what is retired left out."""
-        return {
-            place: found.keys
-            for place, slot in ((Place(*name), slot) for name, slot in self._slots.items())
-            if (found := self.registry.slot(slot)) is not None
-        }
-
-    def has(self, group: int) -> bool:
-        """Whether anything was ever said of this group's chunks."""
-        return any(name[0] == group for name in self._slots)
 
     @property
     def busy(self) -> bool:
-        """More waits than is taken at a time."""
+        """Whether too many changes wait for more events to be read."""
         return self.waiting_bytes > BUSY_BYTES
 
     @property
     def full(self) -> bool:
-        """No more may wait."""
+        """Whether too many changes wait for parts of syncs to be accepted."""
         return self.waiting_bytes > FULL_BYTES
-
-    def set_readable(self, group: int, readable: bool) -> None:
-        """Whether peers may be sent to this group's L1."""
-        (self._readable_groups.add if readable else self._readable_groups.discard)(group)
-        slot = self._slots.get((group, "l1"))
-        if slot is not None:
-            self._mark(slot, readable)
-
-    def longest(
-        self, tags: bytes, n_slices: int, except_group: int | None, best: int, allowed: Buffer | None = None
-    ) -> list[Found]:
-        """The readable groups that hold the longest beginnings in L1, the longest first.
-
-        On another thread (see `longest_on_thread`) with the mask as it was when that was asked.
-        """
-        found = self.registry.lookup_prefix(
-            tags,
-            n_slices=n_slices,
-            allowed=self._readable if allowed is None else allowed,
-            except_group=except_group,
-            best=best,
-        )
-        return [Found(candidate.group, candidate.chunks) for candidate in found]
-
-    async def longest_on_thread(
-        self, tags: bytes, n_slices: int, except_group: int | None, best: int
-    ) -> list[Found]:
-        """The same for more tags than the loop has time for."""
-        allowed = bytes(self._readable)
-        return await self._loop.run_in_executor(
-            self._readers, self.longest, tags, n_slices, except_group, best, allowed
-        )
-
-    async def holders(self, tags: bytes) -> list[list[Place]]:
-        """For each tag: who has it, and in which tier."""
-        places = dict(self._places)
-        slots = await self._loop.run_in_executor(self._readers, self.registry.holders, tags)
-        return [[places[slot] for slot in row if slot in places] for row in slots]
 
     # --- changes --------------------------------------------------------------------------------------------
 
     def apply(self, group: int, tiers: list[str], runs: list[Run]) -> None:
-        """A batch of events. Raises SlotsExhausted, then nothing or the first runs were applied."""
+        """Apply a batch of events. Raises SlotsExhausted; then none or the first runs were applied."""
         work: list[tuple[Change, int, bytes]] = []
         for run in runs:
             if run.change is Change.CLEAR:
                 self._clear(group, tiers, run.tier)
                 continue
-            slot = self._slots.get((group, run.tier))
+            slot = self._lookups.slot(group, run.tier)
             if slot is None:
                 slot = self._open(group, tiers, run.tier)
                 self.registry.publish(slot)
-                self._name(slot, group, run.tier)
+                self._lookups.name(slot, group, run.tier)
             work.append((run.change, slot, run.tags))
         if not work:
             return
@@ -181,7 +119,7 @@ class Directory:
             self._submit(n_bytes, lambda: self._work(work), lambda outcome: self._worked(group, outcome))
 
     def begin(self, group: int, tiers: list[str]) -> Fill:
-        """Begin to fill hidden slots. Raises SlotsExhausted."""
+        """Open slots that no lookup finds yet, for a full sync. Raises SlotsExhausted."""
         fill = Fill(group, tiers)
         try:
             for tier in tiers:
@@ -192,15 +130,20 @@ class Directory:
         return fill
 
     def fill(self, fill: Fill, tier: str, tags: bytes) -> Awaitable[str]:
-        """Add a part; awaits what went wrong, empty for nothing."""
+        """Add a part of a sync. The awaited result is the reason of a failure, empty for none."""
         slot = fill.slots[tier]
-        return self._submit(len(tags), lambda: self._work([(Change.ADMIT, slot, tags)])[3])
+
+        def done(wrong: str) -> None:
+            if not wrong:
+                self.synced_keys += len(tags) // TAG_BYTES
+
+        return self._submit(len(tags), lambda: self._work([(Change.ADMIT, slot, tags)])[3], done)
 
     def publish(self, fill: Fill) -> Awaitable[str]:
-        """What fills it is what is known from now on; awaits what went wrong, empty for nothing."""
-        old = {tier: self._slots.get((fill.group, tier)) for tier in fill.tiers}
+        """Make lookups find the slots of a sync. The awaited result is the reason of a failure, empty for none."""
+        old = {tier: self._lookups.slot(fill.group, tier) for tier in fill.tiers}
         for tier, slot in fill.slots.items():
-            self._name(slot, fill.group, tier)
+            self._lookups.name(slot, fill.group, tier)
 
         def work() -> str:
             try:
@@ -210,39 +153,35 @@ class Directory:
                 return error.reason
             return ""
 
-        for before in old.values():
-            if before is not None:
-                self._unname(before)
         return self._submit(0, work, lambda _: self._retired.set())
 
     def abandon(self, fill: Fill) -> None:
-        """What fills it is not wanted."""
+        """Retire the slots of a sync that failed."""
         for slot in fill.slots.values():
             self._retire(slot)
         fill.slots.clear()
 
     def forget(self, group: int) -> None:
-        """All placements of a group; no lookup finds one of them from now on."""
-        self._readable_groups.discard(group)
+        """Drop all placements of a group; no lookup finds one of them from now on."""
+        self._lookups.set_readable(group, False)
         self.forget_tiers_but(group, ())
 
     def forget_tiers_but(self, group: int, tiers: Collection[str]) -> None:
-        """All placements of a group in other tiers than these: it has them no more."""
-        for name in [name for name in self._slots if name[0] == group and name[1] not in tiers]:
-            slot = self._slots.pop(name)
-            self._unname(slot)
-            self._retire(slot)
+        """Drop the placements of a group in tiers other than these; the group no longer has those tiers."""
+        for tier in self._lookups.tiers(group):
+            if tier not in tiers:
+                self._retire(self._lookups.unname(group, tier))
 
     def restore_slots(self, group: int, tiers: list[str]) -> dict[str, int]:
-        """Visible slots for what a snapshot tells of a group. Raises SlotsExhausted."""
+        """Open visible slots for a group of a snapshot. Raises SlotsExhausted."""
         fill = self.begin(group, tiers)
         for tier, slot in fill.slots.items():
             self.registry.publish(slot)
-            self._name(slot, group, tier)
+            self._lookups.name(slot, group, tier)
         return fill.slots
 
     def restore(self, tags: array[int], slots: array[int], slot_of: array[int]) -> Awaitable[str]:
-        """Placements of a snapshot; awaits what went wrong, empty for nothing."""
+        """Add placements of a snapshot. The awaited result is the reason of a failure, empty for none."""
 
         def work() -> str:
             try:
@@ -253,12 +192,8 @@ class Directory:
 
         return self._submit(TAG_BYTES * len(tags), work)
 
-    def places(self) -> dict[int, Place]:
-        """What each visible slot stands for."""
-        return dict(self._places)
-
     async def keep_swept(self) -> None:
-        """Frees retired slots for as long as it runs."""
+        """Free retired slots, until cancelled."""
         while True:
             await self._retired.wait()
             self._retired.clear()
@@ -267,14 +202,13 @@ class Directory:
                 await asyncio.shield(step)
 
     async def idle(self) -> None:
-        """Returns when every change decided so far has been carried out."""
+        """Wait until every change decided so far has been carried out."""
         await self._submit(0, lambda: "")
 
     def close(self) -> None:
-        """Wait for what runs; drop what waits."""
+        """End the threads: wait for the running change, drop waiting ones."""
         self._writer.shutdown(wait=True, cancel_futures=True)
         self._sweeper.shutdown(wait=True, cancel_futures=True)
-        self._readers.shutdown(wait=True, cancel_futures=True)
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -284,24 +218,8 @@ class Directory:
             raise SlotsExhausted
         return slot
 
-    def _name(self, slot: int, group: int, tier: str) -> None:
-        self._slots[group, tier] = slot
-        self._places[slot] = Place(group, tier)
-        if tier == "l1":
-            self._mark(slot, group in self._readable_groups)
-
-    def _unname(self, slot: int) -> None:
-        self._mark(slot, False)
-        self._places.pop(slot, None)
-
-    def _mark(self, slot: int, readable: bool) -> None:
-        if readable:
-            self._readable[slot >> 3] |= 1 << (slot & 7)
-        else:
-            self._readable[slot >> 3] &= ~(1 << (slot & 7))
-
     def _retire(self, slot: int) -> None:
-        """In the order of the changes."""
+        """Retire a slot, in the order of the changes."""
         if self._pending:
             self._submit(0, lambda: self.registry.retire(slot), lambda _: self._retired.set())
         else:
@@ -309,15 +227,15 @@ class Directory:
             self._retired.set()
 
     def _clear(self, group: int, tiers: list[str], tier: str) -> None:
-        """A tier is empty: another slot, in the order of the changes."""
-        if (group, tier) not in self._slots:
+        """Empty a tier: give it a new slot, and retire the old one, in the order of the changes."""
+        if self._lookups.slot(group, tier) is None:
             return
         fill = Fill(group, [tier])
         fill.slots[tier] = self._open(group, tiers, tier)
         self.publish(fill)
 
     def _work(self, work: list[tuple[Change, int, bytes]]) -> tuple[int, int, int, str]:
-        """(admitted, evicted, refused, what went wrong); any thread."""
+        """Change placements; returns (admitted, evicted, refused, reason of a failure). Runs on any thread."""
         admitted = evicted = refused = 0
         wrong = ""
         for change, slot, tags in work:
@@ -328,7 +246,7 @@ class Directory:
                     evicted += self.registry.evict(slot, tags)
             except RegistryError as error:
                 refused += len(tags) // TAG_BYTES
-                if error.reason != "bad_slot":  # retired meanwhile: nobody wants it any more
+                if error.reason != "bad_slot":  # a slot that was retired meanwhile needs no changes
                     wrong = error.reason
         return admitted, evicted, refused, wrong
 
@@ -343,7 +261,7 @@ class Directory:
     def _submit(
         self, n_bytes: int, work: Callable[[], Any], done: Callable[[Any], None] | None = None
     ) -> asyncio.Future[Any]:
-        """Queue a change. `done` is called on the loop, before whoever awaits it goes on."""
+        """Queue a change. `done` is called on the loop, before a caller that awaits the change continues."""
         self._pending += 1
         self.waiting_bytes += n_bytes
         future = self._loop.run_in_executor(self._writer, work)
@@ -355,7 +273,7 @@ class Directory:
             if done is not None and not future.cancelled() and future.exception() is None:
                 done(future.result())
             if was_busy and not self.busy:
-                self.drained()
+                self._drained()
 
         future.add_done_callback(ended)
         return future

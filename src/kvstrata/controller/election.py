@@ -1,27 +1,29 @@
-"""Which of several controllers leads, by etcd: a lease for membership, a key for leadership, a token for every write.
+"""Elects the leader among several controllers, with keys and leases in etcd.
 
-    PREFIX/members/LEASE  what a controller is, as long as its lease lives
-    PREFIX/leader         the member that leads, likewise
-    PREFIX/cluster-id     a number that grows whenever etcd has lost what it knew
-    PREFIX/orders/NAME    what admins have ordered (orders.py)
-    PREFIX/orders-version written with each of them, so that one look tells whether they are others than before
+    PREFIX/members/LEASE  a controller that takes part, as long as its lease lives
+    PREFIX/leader         the controller that leads, as long as its lease lives
+    PREFIX/cluster-id     a number that grows whenever etcd has lost its data
+    PREFIX/orders/NAME    an order of an admin (orders.py)
+    PREFIX/orders-version written with each order, so that one read shows whether any order has changed
 
-Each *step* is one transaction, which reads all of this and writes the leader's key where there is none; each third step
-then refreshes the lease.  The *token* of a leadership is the revision of etcd that created the key: each leadership has
-a greater one than all before, as long as etcd keeps its data.  So the *cluster id* comes before it: the leader writes a
-greater one when it finds none, when etcd's revision has gone back, or when an instance has seen a greater token.
+Each *step* is one transaction, which reads all of these, and writes the leader's key if it is absent; every third step
+then refreshes the lease.  The *token* of a leadership is the revision of etcd that created the leader's key, so tokens
+grow from one leadership to the next as long as etcd keeps its data.  For the case that etcd loses its data, the
+*cluster id* is compared before the token: the leader writes a greater cluster id if the key is absent, if etcd's
+revision has gone back, or if an instance has seen a greater token.
 
 Invariants
 1. `token` is 0 unless etcd surely keeps the lease: the time to live is counted from before the refresh was sent.  A
    process that was stopped and goes on later finds its time over before it can believe that it leads.
-2. The lease is refreshed only by a step whose transaction succeeded.  A controller that has lost its rights, while etcd
-   would still keep its lease, is no member and no leader after one time to live.
-3. Orders are written by the leader, in transactions that demand that the key of the leadership is still the one that
-   `token` names, and read by all.  An etcd without any gets those that the leader knows.
-4. Instances keep the greatest (cluster id, token) that they have seen and refuse commands with a smaller one.  So what
-   a leader sent just before it was stopped, and what arrives late, does nothing either.
-5. With etcd away nobody leads after one time to live; reads go on, and the next leader is found when it is back.
-6. A leader's key whose lease is not that of a living member is nobody's: it is removed, unless it was written again
+2. The lease is refreshed only after a transaction that succeeded.  So a controller that has lost its rights in etcd is
+   neither member nor leader after one time to live.
+3. Only the leader writes orders, in transactions that require the leader's key to be the one that `token` names; all
+   controllers read them.  If etcd has no orders, the leader writes those that it knows.
+4. Instances keep the greatest (cluster id, token) that they have seen, and refuse commands with a smaller pair.  So
+   commands that a leader sent just before it was stopped, or that arrive late, have no effect.
+5. While etcd is away, no controller leads after one time to live; reads go on, and when etcd is back a leader is
+   elected.
+6. If the lease of the leader's key is not that of a living member, the key is removed, unless it was written again
    meanwhile, and the next step elects.
 """
 
@@ -47,98 +49,97 @@ from kvstrata.rpc.cluster_wire import MAX_CLUSTER_ID
 from kvstrata.rpc.zmq_server import resolve
 
 STEPS_PER_TTL = 9
-"""Looks for a leader in one time to live; each third one refreshes the lease."""
+"""Steps in one time to live; every third step refreshes the lease."""
 REFRESH_STEPS = 3
 MAX_WRITES = 100
-"""Orders in one transaction; etcd takes 128 operations."""
+"""Most orders in one transaction; etcd accepts 128 operations."""
 CALLS_PER_TTL = 6
-"""A call that takes more than this part of the time to live has failed; a login may take longer."""
+"""A call may take the time to live divided by this; a login may take longer."""
 
 
-class Member(msgspec.Struct, frozen=True):
-    """What one controller tells the others."""
+class Candidate(msgspec.Struct, frozen=True):
+    """A controller that takes part in the election, as it describes itself to the others."""
 
     name: str
     http_url: str
-    """Where its API and dashboard are."""
+    """URL of its API and dashboard."""
 
 
 class Leader(NamedTuple):
-    """The member that leads, and its token."""
+    """The controller that leads, and its token."""
 
-    member: Member
+    member: Candidate
     token: int
 
 
 class Election:
-    """This controller's part in the election.  `changed` is called on the loop when `leader` or `token` changed."""
+    """This controller's part in the election."""
 
-    def __init__(
-        self, settings: EtcdSettings, me: Member, clock: Clock, changed: Callable[[], None], orders: Orders
-    ) -> None:
-        """`orders` is kept as etcd has it. Raises ConfigError for endpoints or credentials that cannot be used."""
+    def __init__(self, settings: EtcdSettings, me: Candidate, clock: Clock) -> None:
+        """The controller takes part once `run` is called. Raises ConfigError for unusable endpoints or credentials."""
         etcd.check_credentials(settings)
         self._settings = settings
         self._me = me
         self._clock = clock
-        self._changed = changed
-        self._orders = orders
         self._orders_version = 0
-        """Revision of etcd at which the orders that are loaded were written last."""
+        """Revision of etcd that last wrote the loaded orders."""
         self._orders_revision = 0
-        """Revision of etcd that our orders are as new as."""
+        """Revision of etcd up to which our orders are complete."""
         self._log = EventLog("election")
         self._endpoints = [etcd.read_endpoint(endpoint) for endpoint in settings.endpoints]
         self._next_endpoint = 0
         self._connection: Etcd | None = None
         self._lease = 0
         self._lease_ends_s = float("-inf")
-        """Until then etcd keeps the lease, unless somebody revokes it."""
+        """Time until which etcd keeps the lease, unless it is revoked."""
         self._sure_until_s = float("-inf")
-        """The same, as of the last step that succeeded as a whole."""
+        """`_lease_ends_s` as of the last complete step."""
         self._token = 0
         self._told: tuple[Leader | None, int] = (None, 0)
-        self._members: list[Member] = []
+        self._members: list[Candidate] = []
         self._leader: Leader | None = None
         self._leader_seen_s = clock.monotonic_s()
         self._revision = 0
-        """Of etcd, when it answered last."""
+        """etcd's revision in its last answer."""
         self._least_id = 1
-        """The cluster id must not be less, once this controller leads."""
+        """Least cluster id that this controller may lead with."""
         self.cluster_id = 0
-        """As last seen; not 0 while this controller leads."""
+        """The cluster id as last seen; not 0 while this controller leads."""
         self.problem = ""
-        """Why the last step failed; empty: it did not."""
+        """Why the last step failed; empty if it succeeded."""
         self.failures = 0
-        """Steps that failed."""
+        """Number of failed steps."""
 
     @property
     def token(self) -> int:
-        """Of this controller's leadership; 0 while it does not lead, or cannot be sure that it does."""
+        """Token of this controller's leadership; 0 while it does not lead, or cannot be sure that it does."""
         return self._token if self._clock.monotonic_s() < self._sure_until_s else 0
 
     @property
     def leader(self) -> Leader | None:
-        """As last seen; None while nobody leads or etcd does not answer."""
+        """The leader as last seen; None while none leads or etcd does not answer."""
         return None if self._token and not self.token else self._leader
 
     @property
     def no_leader_s(self) -> float:
-        """For how long this controller has known of no leader; 0 while it knows of one."""
+        """Time since this controller last knew of a leader; 0 while it knows of one."""
         return 0.0 if self.leader is not None else max(0.0, self._clock.monotonic_s() - self._leader_seen_s)
 
     @property
-    def members(self) -> list[Member]:
-        """The controllers that etcd knows to live, by name, as last seen."""
+    def members(self) -> list[Candidate]:
+        """The controllers that live, by name, as last seen in etcd."""
         return list(self._members)
 
-    async def run(self) -> None:
-        """Take part until cancelled; etcd may come and go."""
+    async def run(self, orders: Orders, changed: Callable[[], None]) -> None:
+        """Take part until cancelled; etcd may fail and come back.
+
+        `orders` is kept equal to the orders in etcd.  `changed` is called when `leader` or `token` has changed.
+        """
         pause_s = self._settings.ttl_s / STEPS_PER_TTL
         step = 0
         while True:
             try:
-                await self._step(refresh=step % REFRESH_STEPS == 0)
+                await self._step(orders, refresh=step % REFRESH_STEPS == 0)
                 step += 1
             except EtcdFailed as error:
                 self._step_failed(error)
@@ -147,33 +148,34 @@ class Election:
                     await self._disconnect()
             except NotLeading:
                 step = 0
-            self._tell()
+            self._tell(changed)
             await asyncio.sleep(pause_s)
 
     def outbid(self, cluster_id: int) -> None:
-        """An instance obeys a leadership of this cluster id that is greater than ours: etcd has lost what it knew."""
+        """Lead only with a cluster id above this one, which an instance has seen: etcd has lost its data."""
         self._least_id = max(self._least_id, min(cluster_id + 1, MAX_CLUSTER_ID))
 
     async def write(self, changes: Mapping[str, bytes | None]) -> None:
-        """Write orders (None: delete). Raises NotLeading where this controller does not lead, and changes nothing then.
+        """Write orders (None: delete). Raises NotLeading if this controller does not lead, or etcd does not answer.
 
-        It also raises NotLeading where etcd does not answer; what it has written then is loaded with the next step.
+        If etcd does not answer, or more than MAX_WRITES orders were to be written, etcd may have written some of them
+        nevertheless; the next step loads these.
         """
         token = self.token
         if not token:
-            raise NotLeading("this controller does not lead; ask the one that does")
+            raise NotLeading("this controller does not lead; ask the leader")
         try:
             await self._write_orders(self._connected(), token, changes)
         except EtcdFailed as error:
             raise NotLeading(f"etcd does not answer: {error}") from None
 
     async def close(self) -> None:
-        """Leave: another controller may lead at once. Idempotent."""
+        """Leave the election, so that another controller may lead at once. Idempotent."""
         await self._give_up_lease()
         await self._disconnect()
 
-    async def _step(self, *, refresh: bool) -> None:
-        """Look who leads, or begin to; then refresh the lease, if that is due. Raises EtcdFailed."""
+    async def _step(self, orders: Orders, *, refresh: bool) -> None:
+        """Find the leader, or begin to lead; then refresh the lease if `refresh`. Raises EtcdFailed."""
         if self._clock.monotonic_s() >= self._lease_ends_s:
             await self._give_up_lease()
         connection = self._connected()
@@ -202,7 +204,7 @@ class Election:
             self._orders_version = self._orders_revision = 0
         self._revision = answer.revision
         cluster_id = await self._settled_cluster_id(connection, found, told_id)
-        await self._take_orders(connection, version, found)
+        await self._take_orders(connection, orders, version, found)
         if refresh:
             asked_s = self._clock.monotonic_s()
             ttl_s = await connection.keep_alive(self._lease)
@@ -212,20 +214,22 @@ class Election:
         self._token = found.create_revision if found.lease == self._lease and cluster_id else 0
         self.cluster_id = cluster_id
         self._sure_until_s = self._lease_ends_s
-        self._leader = Leader(_member(found.value), found.create_revision)
-        self._members = sorted({_member(row.value) for row in answer.rows.values()}, key=lambda one: one.name)
+        self._leader = Leader(_candidate(found.value), found.create_revision)
+        self._members = sorted(
+            {_candidate(row.value) for row in answer.rows.values()}, key=lambda one: one.name
+        )
         self.problem = ""
 
     async def _remove_leader(self, connection: Etcd, key: bytes, found: etcd.Row) -> None:
-        """The key names nobody who lives; the next step elects."""
+        """Remove a leader's key that names no living controller; the next step elects."""
         self._leader, self._token = None, 0
-        self.problem = f"{key.decode()} named no living controller: {_member(found.value).name}"
+        self.problem = f"{key.decode()} named no living controller: {_candidate(found.value).name}"
         self._log.warning("leader_key_removed", key=key.decode(), value=found.value.decode(errors="replace"),
                           lease=found.lease)  # fmt: skip
         await connection.transact([etcd.modified(key, found.mod_revision)], [etcd.delete(key)])
 
     async def _settled_cluster_id(self, connection: Etcd, leader: etcd.Row, told: etcd.Row | None) -> int:
-        """The cluster id, made great enough where this controller leads; 0: it does not lead any more."""
+        """The cluster id; a leader whose id is too small writes a greater one. 0: this controller lost the lead."""
         there = _number(told.value) if told is not None else 0
         if there < self.cluster_id:
             self.outbid(self.cluster_id)
@@ -245,11 +249,13 @@ class Election:
         self._log.info("cluster_id", was=there, now=fresh)
         return fresh
 
-    async def _take_orders(self, connection: Etcd, version: etcd.Row | None, leader: etcd.Row) -> None:
-        """Load the orders where they are others than before; give ours to an etcd that has none."""
+    async def _take_orders(
+        self, connection: Etcd, orders: Orders, version: etcd.Row | None, leader: etcd.Row
+    ) -> None:
+        """Load the orders if they have changed; if etcd has none and this controller leads, write ours."""
         if version is None:
             if leader.lease == self._lease:
-                ours = self._orders.entries()
+                ours = orders.entries()
                 await self._write_orders(connection, leader.create_revision, ours)
                 self._log.info("orders_written", count=len(ours))
         elif version.mod_revision != self._orders_version:
@@ -257,7 +263,7 @@ class Election:
             answer = await connection.transact([], [etcd.read_all(prefix)])
             if answer.revision >= self._orders_revision:
                 self._orders_revision = answer.revision
-                self._orders.load(
+                orders.load(
                     {
                         key.removeprefix(prefix).decode(errors="replace"): row.value
                         for key, row in answer.rows.items()
@@ -266,7 +272,7 @@ class Election:
             self._orders_version = version.mod_revision
 
     async def _write_orders(self, connection: Etcd, token: int, changes: Mapping[str, bytes | None]) -> None:
-        """Some at a time. Raises NotLeading, EtcdFailed."""
+        """Write orders, at most MAX_WRITES in one transaction. Raises NotLeading, EtcdFailed."""
         rows = list(changes.items())
         for at in range(0, max(1, len(rows)), MAX_WRITES):
             keys = [(self._key(f"orders/{name}"), value) for name, value in rows[at : at + MAX_WRITES]]
@@ -275,11 +281,11 @@ class Election:
                 writes.append(etcd.put(self._key("orders-version"), b"1"))
             answer = await connection.transact(self._while_leading(token), writes)
             if not answer.succeeded:
-                raise NotLeading("this controller does not lead any more; ask the one that does")
+                raise NotLeading("this controller no longer leads; ask the leader")
             self._orders_revision = max(self._orders_revision, answer.revision)
 
     def _while_leading(self, token: int) -> list[Any]:
-        """Comparisons that hold while this controller leads."""
+        """Comparisons that hold only while this controller leads with this token."""
         key = self._key("leader")
         return [etcd.created(key, token), etcd.owned(key, self._lease)]
 
@@ -293,7 +299,7 @@ class Election:
             self._leader = None
 
     async def _give_up_lease(self) -> None:
-        """End the lease, or leave it to its time to live."""
+        """Revoke the lease; if that fails, it ends by its time to live."""
         lease, self._lease = self._lease, 0
         self._lease_ends_s = self._sure_until_s = float("-inf")
         if lease and self._connection is not None:
@@ -317,7 +323,7 @@ class Election:
     def _key(self, name: str) -> bytes:
         return f"{self._settings.prefix}/{name}".encode()
 
-    def _tell(self) -> None:
+    def _tell(self, changed: Callable[[], None]) -> None:
         now = (self.leader, self.token)
         if self.leader is not None:
             self._leader_seen_s = self._clock.monotonic_s()
@@ -329,17 +335,17 @@ class Election:
             self._told = now
             leader = now[0].member.name if now[0] else ""
             self._log.info("leadership", leader=leader, token=now[1], leads=bool(now[1]))
-            self._changed()
+            changed()
 
 
 def check(settings: EtcdSettings, *, insecure: bool) -> None:
-    """Raises ConfigError for endpoints or credentials that cannot be used."""
+    """Raise ConfigError for endpoints or credentials that cannot be used."""
     for text in settings.endpoints:
         endpoint = etcd.read_endpoint(text)
         address, _ = resolve(endpoint.host, "etcd.endpoints")
         if not endpoint.tls and not ipaddress.ip_address(address).is_loopback and not insecure:
             raise ConfigError(
-                f"etcd.endpoints: {text}: is on another machine, and what goes there is not encrypted; write "
+                f"etcd.endpoints: {text}: is on another machine, and the connection is not encrypted; write "
                 f"https://{text.removeprefix('http://')} if that etcd speaks TLS, or allow it with --insecure",
                 field="etcd.endpoints",
             )
@@ -347,13 +353,13 @@ def check(settings: EtcdSettings, *, insecure: bool) -> None:
 
 
 def _number(value: bytes) -> int:
-    """A cluster id; 0 for what is none."""
+    """The cluster id in a value; 0 if it is not a number."""
     return int(value) if value.isdigit() and len(value) < 20 and int(value) <= MAX_CLUSTER_ID else 0
 
 
-def _member(value: bytes) -> Member:
-    """What somebody wrote; a name for what is none of ours."""
+def _candidate(value: bytes) -> Candidate:
+    """The controller that wrote this value; an invalid value becomes its name."""
     try:
-        return msgspec.json.decode(value, type=Member)
+        return msgspec.json.decode(value, type=Candidate)
     except msgspec.MsgspecError:
-        return Member(json.dumps(value.decode(errors="replace"))[:80], "")
+        return Candidate(json.dumps(value.decode(errors="replace"))[:80], "")

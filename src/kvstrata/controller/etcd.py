@@ -1,10 +1,10 @@
 """A connection to one etcd server: gRPC over TCP or TLS, with or without a user.
 
-The messages are the generated ones that aetcd ships; aetcd's own client opens insecure channels only.
+The messages are the generated ones of the package aetcd, whose own client opens only insecure channels.
 
-Every call ends within `call_s`, and one that has to log in before within LOGIN_S more: etcd hashes passwords slowly on
-purpose.  A call whose outcome is not known raises EtcdFailed, like one that was refused: etcd
-may have carried it out.  Certificates are read again for each connection, so renewed files need no restart.
+Every call ends within `call_s`, or LOGIN_S later if it has to log in first, since etcd hashes passwords slowly on
+purpose.  A call raises EtcdFailed if etcd refused it, and also if its outcome is unknown: etcd may have carried it out.
+Certificates are read again for each connection, so renewed files need no restart.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ try:
     import grpc
     from aetcd import rpc
 except ModuleNotFoundError:
-    # Settings that need this module are refused without the extra `etcd` (controller/process.py, `check_etcd`).
+    # Without the extra `etcd`, settings that need this module are refused (controller/process.py, `check_etcd`).
     pass
 
 from kvstrata.config.model import EtcdSettings
 from kvstrata.config.private_file import read_private_file
 from kvstrata.errors import ConfigError
+from kvstrata.text import remember_secret
 
 LOGIN_S = 5.0
 _STALE_LOGIN = ("invalid auth token", "revision of auth store is old")
-"""What etcd says when the user has to log in again; both come without any fault of ours."""
+"""etcd's words when the user has to log in again, which is not an error."""
 _REFUSALS = (
     "PERMISSION_DENIED",
     "FAILED_PRECONDITION",
@@ -37,7 +38,7 @@ _REFUSALS = (
     "OUT_OF_RANGE",
     "RESOURCE_EXHAUSTED",
 )
-"""Names of gRPC's status codes."""
+"""Names of the gRPC status codes with which etcd refuses a call."""
 
 
 class EtcdFailed(Exception):
@@ -46,13 +47,13 @@ class EtcdFailed(Exception):
     def __init__(self, message: str, *, refused: bool = False, lease_lost: bool = False) -> None:
         super().__init__(message)
         self.refused = refused
-        """etcd answered: another connection would hear the same."""
+        """etcd answered with a refusal, so another connection would not help."""
         self.lease_lost = lease_lost
-        """The lease that the call named has ended."""
+        """The lease that the call names has ended."""
 
 
 class Endpoint(NamedTuple):
-    """Where one etcd server listens."""
+    """Address of one etcd server."""
 
     host: str
     port: int
@@ -60,12 +61,12 @@ class Endpoint(NamedTuple):
 
     @property
     def target(self) -> str:
-        """For gRPC."""
+        """The address as gRPC takes it."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class Row(NamedTuple):
-    """A key that is there."""
+    """A key that exists, with its value."""
 
     value: bytes
     create_revision: int
@@ -79,9 +80,9 @@ class Answer(NamedTuple):
     succeeded: bool
     """The comparisons held."""
     revision: int
-    """Of etcd when the transaction was carried out."""
+    """etcd's revision when it carried the transaction out."""
     rows: dict[bytes, Row]
-    """Everything that its reads found, by key."""
+    """The keys that the transaction read, without those that do not exist."""
 
 
 class Etcd:
@@ -98,7 +99,7 @@ class Etcd:
     async def transact(
         self, compare: Sequence[Any], success: Sequence[Any], failure: Sequence[Any] = ()
     ) -> Answer:
-        """One transaction of the comparisons and operations below. Raises EtcdFailed."""
+        """Carry out one transaction, made of the comparisons and operations below. Raises EtcdFailed."""
         request = rpc.TxnRequest(compare=compare, success=success, failure=failure)
         told = await self._ask(lambda channel, login: rpc.KVStub(channel).Txn(request, metadata=login))
         rows = {
@@ -109,7 +110,7 @@ class Etcd:
         return Answer(told.succeeded, told.header.revision, rows)
 
     async def grant(self, ttl_s: int) -> tuple[int, int]:
-        """A new lease, and its time to live in seconds. Raises EtcdFailed."""
+        """Make a lease; returns it and its time to live in seconds. Raises EtcdFailed."""
         request = rpc.LeaseGrantRequest(TTL=ttl_s)
         told = await self._ask(
             lambda channel, login: rpc.LeaseStub(channel).LeaseGrant(request, metadata=login)
@@ -117,7 +118,7 @@ class Etcd:
         return told.ID, told.TTL
 
     async def keep_alive(self, lease: int) -> int:
-        """The time to live of a lease, in seconds from now on; 0 where it has ended. Raises EtcdFailed."""
+        """Refresh a lease; returns its time to live from now in seconds, 0 if it has ended. Raises EtcdFailed."""
         request = rpc.LeaseKeepAliveRequest(ID=lease)
 
         async def one(channel: grpc.aio.Channel, login: Any) -> Any:
@@ -140,14 +141,14 @@ class Etcd:
         await self._ask(lambda channel, login: rpc.LeaseStub(channel).LeaseRevoke(request, metadata=login))
 
     async def close(self) -> None:
-        """Calls under way fail. Idempotent."""
+        """Close the connection; calls under way fail. Idempotent."""
         self._closed = True
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()
 
     async def _ask(self, call: Any) -> Any:
-        """What etcd answers to `call(channel, login)`, after another login where it asks for one."""
+        """Make `call(channel, login)`, after another login if etcd asks for one; returns its answer."""
         if self._closed:
             raise EtcdFailed("the connection was closed")
         try:
@@ -174,7 +175,7 @@ class Etcd:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # gRPC's word for it: another call found etcd away, and closed the connection of both.
+            # gRPC cancels this call when another one finds etcd away and closes the shared connection.
             raise EtcdFailed("the connection was closed") from None
 
     async def _within_bounds(self, call: Any, channel: grpc.aio.Channel) -> Any:
@@ -185,7 +186,7 @@ class Etcd:
             return await call(channel, self._login)
 
     async def _log_in(self, channel: grpc.aio.Channel) -> tuple[tuple[str, str], ...]:
-        """What goes with each call."""
+        """Log in; returns the metadata for each call."""
         if not self._settings.user:
             return ()
         request = rpc.AuthenticateRequest(name=self._settings.user, password=read_password(self._settings))
@@ -194,7 +195,7 @@ class Etcd:
 
     def _open(self) -> grpc.aio.Channel:
         if self._channel is None:
-            # A pool of its own: gRPC would hand a new channel the back-off of the one that failed.
+            # Its own pool of subchannels: otherwise a new channel inherits the back-off of the one that failed.
             options = (("grpc.use_local_subchannel_pool", 1),)
             if self._endpoint.tls:
                 made = grpc.ssl_channel_credentials(**_read_certificates(self._settings))
@@ -204,37 +205,37 @@ class Etcd:
         return self._channel
 
 
-# --- what transactions are made of ------------------------------------------------------------------------------
+# --- parts of transactions --------------------------------------------------------------------------------------
 
 
 def created(key: bytes, revision: int) -> Any:
-    """Whether the key was created at this revision; 0: whether it is absent."""
+    """Compare: the key was created at this revision; 0: the key is absent."""
     return rpc.Compare(key=key, target=rpc.Compare.CREATE, result=rpc.Compare.EQUAL, create_revision=revision)
 
 
 def modified(key: bytes, revision: int) -> Any:
-    """Whether the key was written last at this revision; 0: whether it is absent."""
+    """Compare: the key was last written at this revision; 0: the key is absent."""
     return rpc.Compare(key=key, target=rpc.Compare.MOD, result=rpc.Compare.EQUAL, mod_revision=revision)
 
 
 def owned(key: bytes, lease: int) -> Any:
-    """Whether the key ends with this lease."""
+    """Compare: the key is bound to this lease."""
     return rpc.Compare(key=key, target=rpc.Compare.LEASE, result=rpc.Compare.EQUAL, lease=lease)
 
 
 def read(key: bytes) -> Any:
-    """One key."""
+    """Read one key."""
     return rpc.RequestOp(request_range=rpc.RangeRequest(key=key))
 
 
 def read_all(prefix: bytes) -> Any:
-    """All keys that begin with `prefix`, whose last byte is not 255."""
+    """Read all keys that begin with `prefix`, whose last byte must not be 255."""
     end = prefix[:-1] + bytes([prefix[-1] + 1])
     return rpc.RequestOp(request_range=rpc.RangeRequest(key=prefix, range_end=end))
 
 
 def put(key: bytes, value: bytes, lease: int = 0) -> Any:
-    """Write a key; it ends with the lease, where one is named."""
+    """Write a key, bound to the lease if one is named."""
     return rpc.RequestOp(request_put=rpc.PutRequest(key=key, value=value, lease=lease))
 
 
@@ -247,7 +248,7 @@ def delete(key: bytes) -> Any:
 
 
 def read_endpoint(endpoint: str) -> Endpoint:
-    """Of `HOST:PORT`, `http://HOST:PORT` or `https://HOST:PORT`. Raises ConfigError."""
+    """Parse `HOST:PORT`, `http://HOST:PORT` or `https://HOST:PORT`. Raises ConfigError."""
     field = "etcd.endpoints"
     tls = endpoint.startswith("https://")
     host, colon, port = endpoint.removeprefix("https://" if tls else "http://").rstrip("/").rpartition(":")
@@ -260,7 +261,7 @@ def read_endpoint(endpoint: str) -> Endpoint:
 
 
 def check_credentials(settings: EtcdSettings) -> None:
-    """Raises ConfigError for a user, password or certificates that cannot be used."""
+    """Raise ConfigError for a user, password or certificates that cannot be used."""
     if bool(settings.user) != bool(settings.password_file):
         missing = "password_file" if settings.user else "user"
         raise ConfigError(
@@ -291,12 +292,14 @@ def check_credentials(settings: EtcdSettings) -> None:
 
 
 def read_password(settings: EtcdSettings) -> str:
-    """Raises ConfigError."""
-    return read_private_file(settings.password_file, "etcd.password_file").strip()
+    """The password in `password_file`. Raises ConfigError."""
+    password = read_private_file(settings.password_file, "etcd.password_file").strip()
+    remember_secret(password)
+    return password
 
 
 def _read_certificates(settings: EtcdSettings) -> Mapping[str, bytes | None]:
-    """What gRPC wants. Raises ConfigError."""
+    """The certificates as gRPC takes them. Raises ConfigError."""
     key = read_private_file(settings.key_file, "etcd.key_file").encode() if settings.key_file else None
     return {
         "root_certificates": _read(settings.ca_file, "etcd.ca_file"),

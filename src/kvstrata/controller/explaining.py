@@ -1,7 +1,8 @@
-"""Where the chunks of a prompt are, or why they are not; and what became of a request: asked of all instances at once.
+"""Explains where the chunks of a prompt are or why they are missing, and what the lookups of a request found.
 
-Instances are asked by commands, so only a controller that leads can; the others tell what the directory knows.  Nobody
-is waited for longer than the caller says, and who has not answered is named.
+All instances are asked at once by commands, which only a leading controller may send; any other controller answers what
+its directory knows.  All instances together are waited for at most as long as the caller says, and instances without an
+answer are named.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.directory import Place
-from kvstrata.controller.members import Denied, Member, MemberState
+from kvstrata.controller.lookups import Place
+from kvstrata.controller.member import Member, MemberState
 from kvstrata.controller.operations import Placement
+from kvstrata.errors import KvstrataError
 from kvstrata.rpc.cluster_wire import MAX_EXPLAINED_KEYS, CommandKind, tags_of
 from kvstrata.types import KEY_BYTES, MissReason
 
@@ -37,16 +39,16 @@ _RANK = {reason.value: rank for rank, reason in enumerate(_MOST_TELLING)}
 
 
 class Answers(NamedTuple):
-    """What instances said, by instance."""
+    """The answers of the instances that were asked."""
 
     told: dict[str, dict[str, Any]]
     unanswered: dict[str, str]
-    """Why there is no answer."""
+    """Why an instance has not answered, by instance."""
 
-    def is_strange(self, instance: str, error: ValueError) -> None:
-        """It answered something else."""
+    def reject(self, instance: str, error: ValueError) -> None:
+        """Treat an instance as unanswered, because its answer is not of the expected form."""
         del self.told[instance]
-        self.unanswered[instance] = f"it answered something else: {error}"
+        self.unanswered[instance] = f"invalid answer: {error}"
 
 
 class _FirstMiss(msgspec.Struct, frozen=True):
@@ -54,14 +56,14 @@ class _FirstMiss(msgspec.Struct, frozen=True):
 
 
 class _Remembered(msgspec.Struct, frozen=True):
-    """What is used here of a lookup's document."""
+    """The fields of a lookup's document that this module uses."""
 
     unix_ms: int
     first_miss: _FirstMiss | None
 
 
 class _Row(msgspec.Struct, frozen=True):
-    """What an instance says of one key."""
+    """An instance's answer for one key."""
 
     tier: str
     reason: str
@@ -69,23 +71,23 @@ class _Row(msgspec.Struct, frozen=True):
 
 
 class Told(NamedTuple):
-    """What one instance says of a chunk that the directory does not know."""
+    """An instance's answer for a chunk that the directory does not find."""
 
     instance: str
     tier: str
-    """`l1` where it is there: the directory has not heard of it yet."""
+    """`l1` if the instance has the chunk and the directory has not received that event yet."""
     reason: str
     detail: str
 
 
 class Miss(NamedTuple):
-    """One chunk that nobody is known to have whole."""
+    """One chunk that, as far as the directory knows, no instance has with all slices."""
 
     chunk: int
     key: bytes
     """Storage key of its first slice."""
     told: list[Told]
-    """The most telling first."""
+    """The most informative answer first."""
 
 
 class Lookup(NamedTuple):
@@ -94,13 +96,13 @@ class Lookup(NamedTuple):
     instance: str
     document: dict[str, Any]
     places: list[Place]
-    """Who has the chunk now that it missed first."""
+    """Places that now have the chunk that the lookup missed first."""
 
 
 async def of_request(
     cluster: Cluster, members: Iterable[Member], request_id: str, wait_s: float
 ) -> tuple[list[Lookup], Answers]:
-    """The lookups of a request that instances remember, oldest first."""
+    """The lookups of a request that the instances remember, oldest first."""
     answers = await _ask(cluster, members, {"request_id": request_id}, wait_s)
     lookups: list[tuple[int, Lookup]] = []
     for instance, body in list(answers.told.items()):
@@ -110,17 +112,17 @@ async def of_request(
                 places: list[Place] = []
                 if told.first_miss is not None:
                     key = bytes.fromhex(told.first_miss.storage_key)
-                    (places,) = await cluster.directory.holders(tags_of(key))
+                    (places,) = await cluster.lookups.holders(tags_of(key))
                 lookups.append((told.unix_ms, Lookup(instance, document, places)))
-        except ValueError as error:  # msgspec's too
-            answers.is_strange(instance, error)
+        except ValueError as error:  # msgspec's errors are ValueErrors too
+            answers.reject(instance, error)
     return [lookup for _, lookup in sorted(lookups, key=lambda one: one[0])], answers
 
 
 async def of_chunks(
     cluster: Cluster, members: Iterable[Member], found: Placement, wait_s: float
 ) -> tuple[list[Miss], Answers]:
-    """Why the first chunks are missing that nobody is known to have; so many as one command may name."""
+    """Why the directory does not find some of the chunks: the first missing ones, as many as a command may name."""
     n_slices, keys = found.named.n_slices, found.named.keys
     absent = [index for index, places in enumerate(found.places) if not places]
     absent = absent[: MAX_EXPLAINED_KEYS // n_slices]
@@ -136,12 +138,12 @@ async def of_chunks(
             if len(said[instance]) != len(asked) // KEY_BYTES:
                 raise ValueError(f"{len(said.pop(instance))} keys instead of {len(asked) // KEY_BYTES}")
         except ValueError as error:
-            answers.is_strange(instance, error)
+            answers.reject(instance, error)
     misses = []
     for number, index in enumerate(absent):
         told = []
         for instance, all_rows in said.items():
-            # A chunk is there with all of its slices only: the slice that lacks says why.
+            # A chunk counts only with all of its slices, so the missing slice gives the reason.
             rows = all_rows[number * n_slices : (number + 1) * n_slices]
             row = min(rows, key=lambda row: (bool(row.tier), _RANK.get(row.reason, len(_RANK))))
             told.append(Told(instance, row.tier, row.reason, row.detail))
@@ -153,7 +155,7 @@ async def of_chunks(
 async def _ask(
     cluster: Cluster, members: Iterable[Member], argument: dict[str, Any], wait_s: float
 ) -> Answers:
-    """Ask all at once, and wait so long for all together."""
+    """Ask all members at once, and wait for all together at most `wait_s`."""
     told: dict[str, dict[str, Any]] = {}
     unanswered: dict[str, str] = {}
     issued = []
@@ -164,7 +166,7 @@ async def _ask(
             else:
                 ttl_s = max(LEAST_TTL_S, wait_s)
                 issued.append(cluster.issue(member, CommandKind.EXPLAIN, argument, ttl_s=ttl_s))
-        except Denied as denied:
+        except KvstrataError as denied:
             unanswered[member.id] = denied.message
     await cluster.outcome(issued, wait_s)
     for one in issued:

@@ -1,14 +1,15 @@
-"""What live readers are shown: the cluster once a second, as what has changed, serialised once for all of them.
+"""The live feed of dashboards: the changes of the cluster's state once a second, serialised once for all readers.
 
-1. A *look* is the state at one time, with a number.  `look` takes one where the last is LOOK_S old; readers that ask
-   meanwhile share it.  While nobody reads, nobody looks.
-2. Each look leaves one *change*: the fields that differ from the look before, and the events in between.  A reader that
-   has look n is given the changes n+1, n+2, … in order, one at a time.
-3. The last MAX_CHANGES are kept, MAX_CHANGES_BYTES at most.  A reader that lacks one which is not kept any more is
-   given the whole state instead.  So a reader that does not read costs one message, however long it does not.
-4. Applying a whole state and the changes behind it gives the state of the last look; dashboard/model.js does so.
+1. A *look* is the state at one time, and has a number.  `look` takes a new look when the last is LOOK_S old; readers
+   that ask meanwhile share the last one.  Without readers no looks are taken.
+2. Each look makes one *change*: the fields that differ from the previous look, and the events between the two.  A
+   reader that has look n gets the changes n+1, n+2, … in order, one at a time.
+3. The last MAX_CHANGES are kept, at most MAX_CHANGES_BYTES.  A reader whose next change is no longer kept gets the
+   whole state instead, so a reader that stops reading costs one message, however long it stops.
+4. A whole state and the changes after it, applied in order, give the state of the last look; dashboard/model.js applies
+   them.
 
-Looks are named EPOCH-NUMBER, so that those of another run of the controller are not taken for ours.
+Looks are named EPOCH-NUMBER, so that a look of another run of the controller is recognised.
 """
 
 from __future__ import annotations
@@ -23,33 +24,34 @@ LOOK_S = 1.0
 MAX_CHANGES = 32
 MAX_CHANGES_BYTES = 4 << 20
 FORGET_S = 30.0
-"""After so long without a reader the next look is told as a whole only."""
+"""After this time without a reader, no change leads to the next look: readers get the whole state."""
 MAX_EVENTS = 1_000
-"""Of one change, the newest; whoever misses some sees it by their numbers and asks /v1/events."""
+"""Most events in one change, the newest ones. A reader sees by their numbers that some are left out, and asks
+/v1/events."""
 
 Fields = dict[str, Any]
 
 
 class State(NamedTuple):
-    """What is shown.  Nothing in it may be changed once it was handed out."""
+    """The state that readers see. Nothing in it is changed after it was made."""
 
     cluster: Fields
     instances: dict[str, Fields]
-    """By id; all rows have the same fields."""
+    """Rows by id; all rows have the same fields."""
     lists: Fields
-    """What an admin ordered: `drained` and `removed`."""
+    """Orders of admins: `drained` and `removed`."""
     last_event: int
 
 
 class Change(NamedTuple):
-    """What leads from the look before to this one."""
+    """The difference between two consecutive looks; `number` is that of the second."""
 
     number: int
     body: bytes
 
 
 class Feed:
-    """Everything runs on one loop; nothing here waits."""
+    """The looks and changes of one controller. Everything runs on one loop; nothing here waits."""
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class Feed:
         *,
         look_s: float = LOOK_S,
     ) -> None:
-        """`see` gives the state now; `events(n)` the last MAX_EVENTS behind number n, oldest first."""
+        """`see` gives the present state, `events(n)` the last MAX_EVENTS events after number n, oldest first."""
         self._epoch = epoch
         self._clock_s = clock_s
         self._see = see
@@ -83,18 +85,18 @@ class Feed:
         return f"{self._epoch}-{number}"
 
     def number_of(self, name: str) -> int:
-        """The look with this name; 0, which nobody has, where it is none of ours."""
+        """The number of the look with this name; 0, which no look has, for a name of another run."""
         epoch, _, number = name.partition("-")
         if epoch != str(self._epoch) or not (number.isascii() and number.isdecimal() and len(number) < 16):
             return 0
         return int(number)
 
     def due_s(self) -> float:
-        """Until a look will be taken when somebody asks."""
+        """Time until the next look is due."""
         return max(0.0, self._looked_s + self._look_s - self._clock_s())
 
     def look(self) -> None:
-        """Take the look that is due, if one is."""
+        """Take a look, if one is due."""
         now_s = self._clock_s()
         if self._state is not None and now_s - self._looked_s < self._look_s:
             return
@@ -114,7 +116,7 @@ class Feed:
             self._changes_bytes -= len(self._changes.popleft().body)
 
     def after(self, number: int) -> Change | None:
-        """What a reader gets next that has this look; None where it has the last one. `look` was called before."""
+        """The next change for a reader that has this look; None if that is the last look. Call `look` first."""
         if number == self._number:
             return None
         first = self._changes[0].number if self._changes else self._number + 1
@@ -139,7 +141,7 @@ class Feed:
 
 
 def difference(before: State, now: State) -> Fields:
-    """Fields that differ; rows that are new in full; `gone`: ids of rows that are not there any more."""
+    """The fields that differ between two states; new rows are complete, `gone` names rows that were dropped."""
     instances = {}
     for name, row in now.instances.items():
         old = before.instances.get(name)

@@ -1,22 +1,39 @@
-"""What happened in the cluster, and how its numbers went: both bounded, both in memory only."""
+"""Recent events of the cluster, and its numbers over the last hour; both are bounded and only in memory."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from typing import Any, NamedTuple
+
+from kvstrata.clock import Clock
+from kvstrata.observability.logging import EventLog
 
 MAX_EVENTS = 8_192
 MAX_POINTS = 720
 SAMPLE_S = 5.0
-"""Between two points: an hour in all."""
+"""Seconds between two points."""
+LOUD = frozenset(
+    {
+        "died",
+        "superseded",
+        "obeys_others",
+        "resync",
+        "directory_full",
+        "clock",
+        "snapshot_ignored",
+        "snapshot_failed",
+    }
+)
+"""Kinds of events that are logged as warnings."""
 
 
 class Happened(NamedTuple):
     """One event of the cluster."""
 
     number: int
-    """Greater than that of any event before, also across restarts."""
+    """Greater than the number of any earlier event, also across restarts."""
     unix_ms: int
     kind: str
     instance: str
@@ -24,7 +41,7 @@ class Happened(NamedTuple):
 
 
 class EventTail:
-    """The last events, for readers that come back with a cursor or wait for more."""
+    """The last events, for readers that ask for events after a number, or wait for the next."""
 
     def __init__(self, first_number: int) -> None:
         self._events: deque[Happened] = deque(maxlen=MAX_EVENTS)
@@ -33,28 +50,28 @@ class EventTail:
 
     @property
     def last(self) -> int:
-        """Number of the last event; one below the first where there was none."""
+        """Number of the last event; before the first event, one less than the number that it will get."""
         return self._next - 1
 
     def add(self, unix_ms: int, kind: str, instance: str, facts: dict[str, Any]) -> None:
-        """Something happened."""
+        """Append an event."""
         self._events.append(Happened(self._next, unix_ms, kind, instance, facts))
         self._next += 1
         self._more.set()
         self._more = asyncio.Event()
 
     def after(self, number: int, limit: int) -> tuple[list[Happened], bool]:
-        """The first events behind a number, and whether some behind it are lost."""
+        """The first events after a number, and whether some of them are no longer kept."""
         found = [event for event in self._events if event.number > number][:limit]
         oldest = self._events[0].number if self._events else self._next
         return found, number + 1 < oldest
 
     def latest(self, limit: int) -> list[Happened]:
-        """The last ones, oldest first."""
+        """The last events, oldest first."""
         return list(self._events)[-limit:]
 
     async def wait(self, number: int, wait_s: float) -> None:
-        """Returns when there is an event behind a number, or after `wait_s`."""
+        """Wait until an event after this number exists, at most `wait_s`."""
         if self.last > number:
             return
         try:
@@ -63,18 +80,35 @@ class EventTail:
             pass
 
 
+class Journal:
+    """Receives the events of the cluster, and writes them to the tail and to the log."""
+
+    def __init__(self, clock: Clock, first_number: int) -> None:
+        self._clock = clock
+        self._log = EventLog("controller")
+        self.tail = EventTail(first_number)
+
+    def say(self, kind: str, instance: str = "", **facts: Any) -> None:
+        """Record an event, of an instance if one is named."""
+        self.tail.add(self._clock.unix_ms(), kind, instance, facts)
+        level = logging.WARNING if kind in LOUD else logging.INFO
+        self._log.repeated(
+            level, f"{kind} {instance}", kind, **({"instance": instance} if instance else {}), **facts
+        )
+
+
 class Point(NamedTuple):
-    """Numbers at one time, or of the time since the point before (`_per_s`)."""
+    """Numbers of the cluster at one time; rates (`_per_s`) are since the previous point."""
 
     unix_ms: int
     live: int
     dead: int
     keys: dict[str, int]
-    """By tier, as the directory has them."""
+    """Placements in the directory, by tier."""
     used_bytes: dict[str, int]
-    """By tier, as instances tell."""
+    """Bytes that instances report, by tier."""
     hits_per_s: dict[str, float]
-    """Chunks by source: `l1`, `l2`, `peer`, and `miss`."""
+    """Chunks that lookups asked for, by source: `l1`, `l2`, `peer`, and `miss`."""
     event_keys_per_s: float
     """Tags of events that were applied."""
     sync_keys_per_s: float
@@ -89,9 +123,9 @@ class Series:
         self._points: deque[Point] = deque(maxlen=MAX_POINTS)
 
     def add(self, point: Point) -> None:
-        """The newest."""
+        """Append the newest point."""
         self._points.append(point)
 
     def since(self, unix_ms: int) -> list[Point]:
-        """Those behind a time, oldest first."""
+        """Points after a time, oldest first."""
         return [point for point in self._points if point.unix_ms > unix_ms]

@@ -1,24 +1,25 @@
-"""What admins ask of the cluster: where chunks are, and to keep, copy, move and drop them.
+"""Operations of admins on the cluster: find, keep, copy, move and drop chunks; drain and remove instances.
 
-Instances are asked by commands that ride on their heartbeats; what is begun here goes on when nobody waits for it.
+Answers to heartbeats carry their commands to instances.  An operation goes on after its caller has stopped waiting.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kvstrata.controller import prompts
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.directory import Found, Place
-from kvstrata.controller.members import COMMAND_TTL_S, Denied, Issued, Member, MemberState
+from kvstrata.controller.commands import COMMAND_TTL_S
+from kvstrata.controller.lookups import Found, Place
+from kvstrata.controller.member import CommandState, Issued, Member, MemberState
 from kvstrata.controller.orders import Pin
 from kvstrata.controller.prompts import Named
-from kvstrata.errors import BadRequest, KvstrataError, Unavailable
+from kvstrata.errors import BadRequest, KvstrataError, NotFound, Unavailable
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, CommandKind, tags_of
 from kvstrata.types import KEY_BYTES, RequestIdentity
@@ -26,12 +27,8 @@ from kvstrata.types import KEY_BYTES, RequestIdentity
 MAX_LONGEST = 16
 
 
-class NotThere(Exception):
-    """What was named is not there; the message says so."""
-
-
 class Asked(NamedTuple):
-    """What names chunks in a request."""
+    """Chunks as a request names them, by tokens or by keys."""
 
     tokens: list[int] | None
     keys: Sequence[str] | None
@@ -41,22 +38,22 @@ class Asked(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where chunks are."""
+    """The places that have the named chunks."""
 
     named: Named
     longest: list[Found]
-    """Readable ones, best first."""
+    """Groups that peers may read and that hold a prefix of the chunks, the longest first."""
     places: list[list[Place]]
-    """By chunk: those that have all of its slices."""
+    """For each chunk, the places that have all of its slices."""
 
     @property
     def held_chunks(self) -> int:
-        """Leading chunks that somebody has."""
+        """Number of leading chunks that at least one place has."""
         return next((index for index, places in enumerate(self.places) if not places), len(self.places))
 
 
 class Operations:
-    """Over one cluster."""
+    """The operations on one cluster."""
 
     def __init__(self, cluster: Cluster, supervisor: Supervisor) -> None:
         self._cluster = cluster
@@ -65,19 +62,19 @@ class Operations:
     # --- finding --------------------------------------------------------------------------------------------
 
     def member(self, instance: str) -> Member:
-        """Raises NotThere."""
+        """The member with this id. Raises NotFound."""
         member = self._cluster.members.get(instance)
         if member is None:
             there = ", ".join(sorted(member.id for member in self._cluster.members)) or "none"
-            raise NotThere(f"instance: there is no {instance!r:.80}; there are: {there:.500}")
+            raise NotFound(f"instance: there is no {instance!r:.80}; there are: {there:.500}")
         return member
 
     def named(self, instances: Sequence[str] | None) -> list[Member]:
-        """These, or all, dead ones for a while too. Raises NotThere."""
+        """The members with these ids, or all members, also dead ones that are not forgotten yet. Raises NotFound."""
         return list(self._cluster.members) if instances is None else [self.member(one) for one in instances]
 
     async def name(self, asked: Asked) -> Named:
-        """The chunks that a request names. Raises BadRequest."""
+        """The storage keys of the chunks that a request names. Raises BadRequest."""
         if (asked.tokens is None) == (asked.keys is None):
             raise BadRequest("tokens: give either tokens or keys", field="tokens")
         if asked.keys is not None:
@@ -91,11 +88,11 @@ class Operations:
         return prompts.choose(prompts.kinds(self._cluster.members), asked.model, asked.kind)
 
     async def find(self, named: Named) -> Placement:
-        """Where they are."""
+        """Find the places that have the named chunks."""
         tags = tags_of(named.keys)
-        directory, n_slices = self._cluster.directory, named.n_slices
-        longest = await directory.longest_on_thread(tags, n_slices, None, MAX_LONGEST)
-        rows = await directory.holders(tags)
+        lookups, n_slices = self._cluster.lookups, named.n_slices
+        longest = await lookups.longest_on_thread(tags, n_slices, None, MAX_LONGEST)
+        rows = await lookups.holders(tags)
         places = []
         for first in range(0, len(rows), n_slices):
             common = set(rows[first])
@@ -104,15 +101,47 @@ class Operations:
             places.append(sorted(common, key=lambda place: (place.tier != "l1", place)))
         return Placement(named, longest, places)
 
+    # --- instances ------------------------------------------------------------------------------------------
+
+    async def drain(self, instance: str, on: bool) -> list[Issued]:
+        """Order that no peers are sent to an instance, or that they are sent again.
+
+        Returns the command for the instance; an empty list if the instance is not live.  A drain can also be ended for
+        an instance that is no member now.  Raises KvstrataError.
+        """
+        cluster = self._cluster
+        name = instance if not on and instance in cluster.orders.drained else self.member(instance).id
+        cluster.leadership.must_lead()
+        await cluster.orders.drain(name, on)
+        cluster.journal.say("draining" if on else "undrained", name)
+        member = cluster.members.get(name)
+        if member is None or member.state is not MemberState.LIVE:
+            return []
+        return [cluster.issue(member, CommandKind.DRAIN, {"on": on})]
+
+    async def remove(self, instance: str) -> MemberState:
+        """Forget a member; unless it is dead, it may not join again until it is allowed. Returns its state before.
+
+        Raises KvstrataError.
+        """
+        cluster, member = self._cluster, self.member(instance)
+        was = member.state
+        cluster.leadership.must_lead()
+        await cluster.orders.remove(member.id, bar=was is not MemberState.DEAD)
+        if cluster.members.get(member.id) is member:
+            cluster.members.remove(member)
+        cluster.settle()
+        return was
+
     # --- keeping --------------------------------------------------------------------------------------------
 
     async def pin(
         self, named: Named, instance: str | None, ttl_s: float
     ) -> tuple[Pin, list[Issued], asyncio.Task[None]]:
-        """Keep the leading chunks that an instance has in L1; the task ends when it has answered.
+        """Keep the leading chunks that an instance has in L1; the task ends when the instance has answered.
 
-        The order is written before the instance is asked, so that nothing is kept that is not listed.  Raises
-        BadRequest, NotThere, Refused, Denied, NotLeading.
+        The order is written before the instance gets its commands, so that every kept chunk is listed.
+        Raises KvstrataError.
         """
         cluster = self._cluster
         if instance is None:
@@ -121,7 +150,7 @@ class Operations:
         else:
             member, keys = self.member(instance), named.keys
         parts = _batches(_some(keys), 1)
-        cluster.members.check_room(member, len(parts))
+        cluster.commands.check_room(member, len(parts))
         ttl_ms = round(1000 * ttl_s)
         pin = Pin(
             secrets.token_hex(8),
@@ -139,37 +168,37 @@ class Operations:
         ]
         try:
             issued = cluster.issue_all(member, CommandKind.PIN, arguments)
-        except Denied:
+        except KvstrataError:
             await cluster.orders.end_pins(pin.claim)
             raise
         return pin, issued, self._supervisor.spawn(self._pinned(pin, issued), "pin")
 
     async def _pinned(self, pin: Pin, issued: list[Issued]) -> None:
-        """List what is kept; a part of it is ended again."""
+        """Wait for the commands of a pin; then list the pin as kept, or end it if the instance kept only a part."""
         await self._cluster.outcome(issued, COMMAND_TTL_S + 1)
         kept = [one for one in issued if _count(one)]
         n_keys = sum(_count(one) for one in issued)
         if self._cluster.orders.pin(pin.claim) is None:
-            return  # its time, or the process that was asked, is over
+            return  # the pin has expired, or the instance's process has ended
         try:
             if n_keys and all(one.result is not None and one.result.ok for one in issued):
                 await self._cluster.orders.put_pin(msgspec.structs.replace(pin, n_keys=n_keys, kept=True))
-            elif all(one.answered or not one.sent for one in issued):
+            elif all(one.state in (CommandState.ANSWERED, CommandState.UNSENT) for one in issued):
                 member = self._cluster.members.get(pin.instance)
                 if kept and member is not None:
                     ends = [{"claim": one.command.argument["claim"]} for one in kept]
                     self._cluster.issue_all(member, CommandKind.UNPIN, ends)
                 await self._cluster.orders.end_pins(pin.claim)
-            # Else the instance may keep them: it stays listed as it was asked for, until its time is over.
-        except (Denied, KvstrataError) as error:
-            self._cluster.say("pin_unsettled", pin.instance, claim=pin.claim, reason=str(error))
+            # Otherwise the instance may keep the chunks, so the pin stays listed as it was ordered, until it expires.
+        except KvstrataError as error:
+            self._cluster.journal.say("pin_unsettled", pin.instance, claim=pin.claim, reason=str(error))
 
     async def unpin(self, claim: str, instance: str | None) -> tuple[list[Issued], asyncio.Task[None]]:
-        """End a pin; it is listed until the instance has ended it, when the task ends. Raises NotThere, Denied."""
+        """End a pin; the task ends when the instance has ended it and it is no longer listed. Raises KvstrataError."""
         pin = self._cluster.orders.pin(claim)
         if pin is None and instance is None:
-            raise NotThere(
-                f"claim: there is no pin {claim!r:.80}; name its instance if another controller made it"
+            raise NotFound(
+                f"claim: no pin {claim!r:.80} is listed; name its instance if another controller made it"
             )
         member = self.member(pin.instance if instance is None and pin is not None else instance or "")
         claims = [claim] if pin is None else pin.claims
@@ -182,17 +211,17 @@ class Operations:
             if all(one.result is not None and one.result.ok for one in issued):
                 await self._cluster.orders.end_pins(claim)
         except KvstrataError as error:
-            self._cluster.say("pin_unsettled", issued[0].instance, claim=claim, reason=str(error))
+            self._cluster.journal.say("pin_unsettled", issued[0].instance, claim=claim, reason=str(error))
 
     # --- copying --------------------------------------------------------------------------------------------
 
     async def copy(
         self, named: Named, to: str, source: str | None, *, move: bool
     ) -> tuple[list[Issued], asyncio.Task[None]]:
-        """Copy the leading chunks that an instance has into another's L1, and drop them at the first for a move.
+        """Copy the leading chunks of one instance's L1 into that of instance `to`; a move drops them at the source.
 
-        The commands so far (a move has more in the end), and what ends when all have.  Raises BadRequest, NotThere,
-        Denied.
+        Returns the commands so far, to which a move adds its drops, and a task that ends when all commands have ended.
+        Raises KvstrataError.
         """
         target = self.member(to)
         if source is None:
@@ -201,7 +230,7 @@ class Operations:
             owner = self.member(source)
             n_chunks = named.n_chunks
         if owner is target:
-            raise BadRequest(f"to: {to} is where the chunks come from", field="to")
+            raise BadRequest(f"to: {to} is also the source of the chunks; name another instance", field="to")
         if not owner.told.peer_endpoint:
             raise BadRequest(f"source: {owner.id} serves no peers", field="source")
         if owner.state is not MemberState.LIVE:
@@ -234,12 +263,14 @@ class Operations:
         missing = [one.number for one in commands if not _all_arrived(one)]
         if missing:
             reason = f"not all chunks of the commands {missing} have arrived; nothing was dropped"
-            self._cluster.say("move_incomplete", leave.id, reason=reason)
+            self._cluster.journal.say("move_incomplete", leave.id, reason=reason)
             return
         try:
             drops = self._cluster.issue_all(leave, CommandKind.EVICT, _drops(keys))
-        except Denied as denied:
-            self._cluster.say("move_incomplete", leave.id, reason=f"nothing was dropped: {denied.message}")
+        except KvstrataError as denied:
+            self._cluster.journal.say(
+                "move_incomplete", leave.id, reason=f"nothing was dropped: {denied.message}"
+            )
             return
         commands += drops
         await self._cluster.outcome(drops, COMMAND_TTL_S + 1)
@@ -247,42 +278,44 @@ class Operations:
         if failed:
             why = failed[0].result.message if failed[0].result is not None else "no answer"
             reason = f"all chunks have arrived; the commands {[one.number for one in failed]} dropped nothing: {why}"
-            self._cluster.say("move_incomplete", leave.id, reason=reason)
+            self._cluster.journal.say("move_incomplete", leave.id, reason=reason)
 
     # --- dropping -------------------------------------------------------------------------------------------
 
     def clear(self, tier: str, tenant: str | None, instances: Sequence[str] | None) -> list[Issued]:
-        """Drop the chunks of a tier. Raises NotThere, Denied."""
-        return self._ask_all(
+        """Drop the chunks of a tier. Raises KvstrataError."""
+        return self._cluster.issue_to_each(
             CommandKind.CLEAR,
             [(member, [{"tier": tier, "tenant": tenant}]) for member in self._live_or_named(instances)],
         )
 
     def evict_identity(self, root: bytes, instances: Sequence[str] | None) -> list[Issued]:
-        """Drop all chunks of an identity from L1. Raises BadRequest, NotThere, Denied."""
+        """Drop all chunks of an identity from L1. Raises KvstrataError."""
         if len(root) != KEY_BYTES:
             raise BadRequest(f"identity: has {len(root)} bytes, must have {KEY_BYTES}", field="identity")
-        return self._ask_all(
+        return self._cluster.issue_to_each(
             CommandKind.EVICT, [(member, [{"identity": root}]) for member in self._live_or_named(instances)]
         )
 
     def identity_of(self, asked: Asked) -> bytes:
-        """The root that model, adapter, tenant and salt make. Raises BadRequest."""
+        """The root of the identity of model, adapter, tenant and salt. Raises BadRequest."""
         return prompts.from_tokens(self._kind(asked), asked.request, []).root
 
     async def evict_chunks(self, named: Named, instances: Sequence[str] | None) -> list[Issued]:
-        """Drop chunks from L1, by default wherever some of them are. Raises BadRequest, NotThere, Denied."""
+        """Drop chunks from L1, by default at all instances that have some of them. Raises KvstrataError."""
         drops = _drops(_some(named.keys))
         if instances is not None:
-            return self._ask_all(CommandKind.EVICT, [(member, drops) for member in self.named(instances)])
-        rows = await self._cluster.directory.holders(tags_of(named.keys))
+            return self._cluster.issue_to_each(
+                CommandKind.EVICT, [(member, drops) for member in self.named(instances)]
+            )
+        rows = await self._cluster.lookups.holders(tags_of(named.keys))
         of_group: dict[int, list[dict[str, Any]]] = {}
         for number, drop in enumerate(drops):
             here = rows[number * MAX_PEER_KEYS : (number + 1) * MAX_PEER_KEYS]
             for group in {place.group for row in here for place in row if place.tier == "l1"}:
                 of_group.setdefault(group, []).append(drop)
         there = [(self._cluster.members.of_group(group), drops) for group, drops in of_group.items()]
-        return self._ask_all(
+        return self._cluster.issue_to_each(
             CommandKind.EVICT,
             [(one, drops) for one, drops in there if one is not None and one.state is MemberState.LIVE],
         )
@@ -292,59 +325,46 @@ class Operations:
     def _live_or_named(self, instances: Sequence[str] | None) -> list[Member]:
         return self._cluster.live() if instances is None else self.named(instances)
 
-    def _ask_all(
-        self, kind: CommandKind, asked: Iterable[tuple[Member, list[dict[str, Any]]]]
-    ) -> list[Issued]:
-        """Ask all of them, or none. Raises Denied."""
-        rows = sorted(asked, key=lambda row: row[0].id)
-        for member, arguments in rows:
-            self._cluster.members.check_room(member, len(arguments))
-        return [
-            issued
-            for member, arguments in rows
-            for issued in self._cluster.issue_all(member, kind, arguments)
-        ]
-
     async def _longest(self, named: Named, but: Member | None) -> tuple[Member, int]:
-        """Who has the longest beginning. Raises NotThere."""
+        """The live member, other than `but`, with the longest prefix, and its chunks. Raises NotFound."""
         group = but.group if but is not None else None
-        found = await self._cluster.directory.longest_on_thread(
+        found = await self._cluster.lookups.longest_on_thread(
             tags_of(named.keys), named.n_slices, group, MAX_LONGEST
         )
         for one in found:
             member = self._cluster.members.of_group(one.group)
             if member is not None and member.state is MemberState.LIVE:
                 return member, one.n_chunks
-        raise NotThere("no instance that peers may read has the first of these chunks in L1")
+        raise NotFound("no instance that peers may read has the first of these chunks in L1")
 
 
 def _batches(keys: bytes, n_slices: int) -> list[bytes]:
-    """Whole chunks, as many at a time as one command may name."""
+    """The keys, cut between chunks into parts that one command may name."""
     step = max(1, MAX_PEER_KEYS // n_slices) * n_slices * KEY_BYTES
     return [keys[at : at + step] for at in range(0, len(keys), step)]
 
 
 def _drops(keys: bytes) -> list[dict[str, Any]]:
-    """Arguments of the commands that drop them from L1."""
+    """Arguments of the commands that drop these keys from L1."""
     return [{"keys": part} for part in _batches(keys, 1)]
 
 
 def _some(keys: bytes) -> bytes:
-    """Raises BadRequest where none are named."""
+    """The same keys. Raises BadRequest if they are empty."""
     if not keys:
-        raise BadRequest("tokens: name no whole chunk; give more tokens, or keys", field="tokens")
+        raise BadRequest("tokens: they make no whole chunk; give more tokens, or keys", field="tokens")
     return keys
 
 
 def _count(issued: Issued) -> int:
-    """Of records that a command changed, 0 where it failed."""
+    """The number of records that a command changed; 0 if it failed."""
     result = issued.result
     count = result.body.get("count") if result is not None and result.ok else 0
     return count if isinstance(count, int) else 0
 
 
 def _all_arrived(pull: Issued) -> bool:
-    """Whether a pull ended with every chunk that it named in L1: a part of them is no failure of the command."""
+    """Whether a pull brought every chunk that it names into L1; a pull that succeeds may bring only a part."""
     result, argument = pull.result, pull.command.argument
     n_chunks = len(argument["keys"]) // (KEY_BYTES * argument["n_slices"])
     return result is not None and result.ok and result.body.get("count") == n_chunks

@@ -1,11 +1,11 @@
-"""What admins have ordered and what holds until they say otherwise: drained instances, removed ones, and pins.
+"""The orders of admins, which hold until they order otherwise: drained instances, removed instances, and pins.
 
-Of several controllers that share an etcd, the one that leads writes an order there before it acts, and all read it
-from there (election.py).  A single controller has only the file.  Every controller writes what it knows to the file,
-whole, at each change: with it a controller begins, until etcd has answered, and an etcd that has lost its data gets it
-back.
+If several controllers share an etcd, the leader writes each order there before it acts, and all controllers read it
+from there (election.py).  A single controller has only a file.  Every controller writes all orders that it knows to its
+file at each change, and starts with the orders of its file until etcd has answered.  If etcd has lost its data, the
+leader writes the orders to it again.
 
-Orders have names: `drained/INSTANCE`, `removed/INSTANCE`, `pins/CLAIM`.  What cannot be read is left out, and said.
+Orders have names: `drained/INSTANCE`, `removed/INSTANCE`, `pins/CLAIM`.  An order that cannot be read is left out.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from kvstrata.observability.logging import EventLog
 
 MAX_PINS = 4_096
 MAX_INSTANCES = 1_024
-"""Drained ones, and removed ones."""
+"""Most drained instances, and most removed instances."""
 FILE = "orders.json"
 PINS_FILE = "pins.json"
-"""Of versions that kept pins alone; read where there is no FILE."""
+"""File of versions that kept only pins; read if FILE does not exist."""
 VERSION = 1
 DRAINED, REMOVED, PINS = "drained", "removed", "pins"
 STANDS = b"1"
-"""The value of an order that has nothing but its name."""
+"""The value of an order whose name says everything."""
 
 
 class Pin(msgspec.Struct, frozen=True):
-    """Chunks that an instance was asked to keep; it ends the pin by its own clock."""
+    """Chunks that an instance was commanded to keep; the instance ends the pin by its own clock."""
 
     claim: str
     instance: str
     n_keys: int
-    """That it keeps, or that it was asked for."""
+    """Number of keys that the instance keeps; until it has answered, the number that it was commanded to keep."""
     expires_unix_ms: int
     incarnation: int = 0
-    """Of the instance: its next process keeps nothing. 0: not known."""
+    """Incarnation of the instance, whose next process keeps nothing; 0: not known."""
     parts: int = 1
-    """Commands that it took; each part has a claim of its own at the instance."""
+    """Number of commands for this pin; each of these parts has its own claim at the instance."""
     kept: bool = True
-    """False until the instance has said so."""
+    """False until the instance has confirmed it."""
 
     @property
     def claims(self) -> list[str]:
-        """At the instance."""
+        """The claims of the pin's parts at the instance."""
         return [self.claim, *(f"{self.claim}.{part}" for part in range(1, self.parts))]
 
 
@@ -62,41 +62,44 @@ class _File(msgspec.Struct, frozen=True):
 
 
 class Orders:
-    """Belongs to the event loop."""
+    """All orders that hold. Belongs to the event loop."""
 
-    def __init__(self, clock: Clock, changed: Callable[[], None] = lambda: None) -> None:
-        """`changed` is called when drained or removed instances are others than before."""
+    def __init__(
+        self,
+        clock: Clock,
+        write_first: Callable[[Mapping[str, bytes | None]], Awaitable[None]] | None = None,
+    ) -> None:
+        """`write_first` writes orders to etcd, before they hold here, or raises NotLeading."""
         self._clock = clock
-        self._changed = changed
+        self._write_first = write_first
+        self._listeners: list[Callable[[], None]] = []
         self._pins: dict[str, Pin] = {}
         self.drained: dict[str, None] = {}
         self.removed: dict[str, None] = {}
-        """Removed while they lived; they are not let in."""
-        self.write_first: Callable[[Mapping[str, bytes | None]], Awaitable[None]] | None = None
-        """Where orders are written before they hold here; raises NotLeading. None: nowhere."""
+        """Instances that were removed while they lived; they may not join."""
         self._path: Path | None = None
         self._failed: Callable[[Path, OSError], None] = lambda path, error: None
         self._saving = asyncio.Lock()
         self._unsaved = False
         self._log = EventLog("orders")
 
-    # --- looking ------------------------------------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------------------------------
 
     def pin(self, claim: str) -> Pin | None:
-        """One whose time is not over."""
+        """The pin of this claim, unless it has expired."""
         pin = self._pins.get(claim)
         return None if pin is None or self.is_over(pin) else pin
 
     def pins(self) -> list[Pin]:
-        """Those whose time is not over, in the order in which they were made."""
+        """Pins that have not expired, in the order in which they were made."""
         return [pin for pin in self._pins.values() if not self.is_over(pin)]
 
     def all_pins(self) -> list[Pin]:
-        """Those too whose time is over, until they are taken away."""
+        """All pins, including expired ones that are not yet removed."""
         return list(self._pins.values())
 
     def is_over(self, pin: Pin) -> bool:
-        """Whether its time is over."""
+        """Whether the pin has expired."""
         return pin.expires_unix_ms <= self._clock.unix_ms()
 
     def entries(self) -> dict[str, bytes]:
@@ -109,53 +112,61 @@ class Orders:
 
     # --- changing -----------------------------------------------------------------------------------------
 
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """`listener` is called whenever orders have changed."""
+        self._listeners.append(listener)
+
     async def drain(self, instance: str, on: bool) -> None:
-        """Peers are sent to it no more, or again. Raises Refused, NotLeading."""
+        """Order that no peers are sent to an instance, or that they are sent again. Raises Refused, NotLeading."""
         if on == (instance in self.drained):
             return
         if on and len(self.drained) >= MAX_INSTANCES:
-            raise Refused(f"{MAX_INSTANCES} instances are drained already; undrain some first")
+            raise Refused(f"{MAX_INSTANCES} instances are already drained; undrain some first")
         await self._change({f"{DRAINED}/{instance}": STANDS if on else None})
 
     async def remove(self, instance: str, *, bar: bool) -> None:
-        """It is drained no more, and with `bar` not let in until `allow`. Raises Refused, NotLeading."""
+        """Remove an instance's drain; with `bar` it may not join until `allow`. Raises Refused, NotLeading."""
         changes: dict[str, bytes | None] = {f"{DRAINED}/{instance}": None} if instance in self.drained else {}
         if bar:
             if len(self.removed) >= MAX_INSTANCES:
-                raise Refused(f"{MAX_INSTANCES} instances are removed already; allow some first")
+                raise Refused(f"{MAX_INSTANCES} instances are already removed; allow some first")
             changes[f"{REMOVED}/{instance}"] = STANDS
         await self._change(changes)
 
     async def allow(self, instance: str) -> bool:
-        """Let a removed one in again; whether it was removed. Raises NotLeading."""
+        """Let a removed instance join again; returns whether it was removed. Raises NotLeading."""
         if instance not in self.removed:
             return False
         await self._change({f"{REMOVED}/{instance}": None})
         return True
 
     async def put_pin(self, pin: Pin) -> None:
-        """A new one, or what has become of one. Raises Refused, NotLeading."""
+        """Add or replace a pin. Raises Refused, NotLeading."""
         if pin.claim not in self._pins and len(self._pins) >= MAX_PINS:
-            raise Refused(f"{MAX_PINS} pins are there already; end some first")
+            raise Refused(f"{MAX_PINS} pins are already listed; end some first")
         await self._change({f"{PINS}/{pin.claim}": msgspec.json.encode(pin)})
 
     async def end_pins(self, *claims: str) -> None:
-        """They are listed no more. Raises NotLeading."""
+        """Take pins off the list. Raises NotLeading."""
         await self._change({f"{PINS}/{claim}": None for claim in claims if claim in self._pins})
 
     def load(self, entries: Mapping[str, bytes]) -> None:
-        """What holds, as etcd has it."""
+        """Replace all orders by those of etcd."""
         before = self.entries()
         self._pins, self.drained, self.removed = {}, {}, {}
         self._apply(entries)
         self._unsaved |= self.entries() != before
         self._changed()
 
+    def _changed(self) -> None:
+        for listener in self._listeners:
+            listener()
+
     async def _change(self, changes: Mapping[str, bytes | None]) -> None:
         if not changes:
             return
-        if self.write_first is not None:
-            await self.write_first(changes)
+        if self._write_first is not None:
+            await self._write_first(changes)
         self._apply(changes)
         self._unsaved = True
         self._changed()
@@ -180,10 +191,10 @@ class Orders:
     # --- on disk --------------------------------------------------------------------------------------------
 
     async def keep_in(self, folder: Path, failed: Callable[[Path, OSError], None]) -> tuple[Path, str]:
-        """Go on with the orders in this folder and write them there from now on.
+        """Take over the orders of the file in this folder, and write all orders there from now on.
 
-        The file, and why it is ignored, or empty.  `failed` is called when a write has failed; the orders hold all the
-        same.
+        Returns the file, and why it is ignored (empty if it is not).  `failed` is called when a write fails; the orders
+        hold nevertheless.
         """
         self._path, self._failed = folder / FILE, failed
         loop = asyncio.get_running_loop()
@@ -204,7 +215,10 @@ class Orders:
         return self._path, ""
 
     async def save(self) -> None:
-        """Returns when the file has what holds, or when writing it has failed."""
+        """Write the file if orders have changed since it was last written. A failed write is not repeated.
+
+        A change during the write is written by the call of `save` that follows that change.
+        """
         if self._path is None:
             return
         async with self._saving:
@@ -222,7 +236,7 @@ class Orders:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """What a crash leaves is the file of before, or this one. Raises OSError."""
+    """Replace a file atomically: a crash leaves the old file or the new one. Raises OSError."""
     fresh = path.with_suffix(".new")
     with open(fresh, "wb") as file:
         os.fchmod(file.fileno(), 0o600)
@@ -234,7 +248,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """What was renamed there stays renamed when the power goes. Raises OSError."""
+    """Sync a folder, so that renames in it survive a power cut. Raises OSError."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(number)

@@ -1,50 +1,66 @@
-"""The controller's process: what it starts, in which order, and how it ends (process/lifecycle.py).
+"""The controller's process: the order in which it starts and stops its parts (process/lifecycle.py).
 
     settings ─▶ ports bound ─▶ snapshot read ─▶ sockets read ─▶ HTTP ─▶ ready ─▶ last snapshot ─▶ stop
 
-A snapshot is brought back beside the work: what it tells is served as unconfirmed as soon as it is there.
+The snapshot's placements are restored while the controller serves, and are served as unconfirmed.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
 import platform
-import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
 
 from kvstrata import __version__
-from kvstrata.clock import SystemClock
+from kvstrata.clock import Clock, SystemClock
+from kvstrata.config.folders import user_folder
 from kvstrata.config.model import ControllerSettings
+from kvstrata.controller.answers import Answers
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.operations import Operations
+from kvstrata.controller.orders import Orders
 from kvstrata.controller.snapshot import Snapshots
-from kvstrata.controller.sockets import Links
+from kvstrata.controller.sockets import Sockets
+from kvstrata.controller.surroundings import Surroundings
 from kvstrata.errors import ConfigError
 from kvstrata.observability.logging import set_up as set_up_logging
+from kvstrata.process.http_gate import Access
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
 from kvstrata.process.lifecycle import run as run_process
-from kvstrata.process.listen import listen, prepare, read_token, serve
-from kvstrata.rpc.zmq_server import CurveKeys, read_curve_file
+from kvstrata.process.listen import (
+    Prepared,
+    listen,
+    prepare,
+    publish_token,
+    read_token,
+    serve,
+    warn_if_open,
+)
+from kvstrata.rpc.zmq_curve import CurveKeys, read_curve_file
+from kvstrata.types import NOT_IN_A_NAME
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from kvstrata.controller.election import Election
 
-_UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]")
 NO_SNAPSHOT = "none"
 STREAMS = frozenset({"/v1/events/stream", "/v1/live"})
-"""Paths of the API that bound their readers themselves."""
+"""Paths of the API that bound the number of their readers themselves."""
+DASHBOARD = frozenset({"/", "/dashboard/"})
+"""Where the dashboard's files are: they are the same for all users, and hold no data."""
 
 
 class Plan(NamedTuple):
-    """Settings, checked; nothing was opened or written."""
+    """Checked settings; nothing is opened or written yet."""
 
     settings: ControllerSettings
     http_token: str
@@ -52,15 +68,15 @@ class Plan(NamedTuple):
 
 
 def plan(settings: ControllerSettings, environment: Mapping[str, str]) -> Plan:
-    """Check all that can be checked without opening anything. Raises ConfigError."""
+    """Check the settings without opening anything. Raises ConfigError."""
     if settings.dead_after_s < 2 * settings.heartbeat_s:
         raise ConfigError(
-            f"dead_after_s: {settings.dead_after_s:g} is less than twice heartbeat_s ({settings.heartbeat_s:g}): one "
-            "lost heartbeat would be a death; make it longer",
+            f"dead_after_s: {settings.dead_after_s:g} is less than twice heartbeat_s ({settings.heartbeat_s:g}), so an "
+            "instance would be dead after one lost heartbeat; make it longer",
             field="dead_after_s",
         )
     snapshot_dir(settings, settings.http.port, environment)
-    token = read_token(settings.http, insecure=settings.security.insecure)
+    token = read_token(settings.http, insecure=settings.security.insecure, fresh=False)
     curve_file = settings.security.curve_secret_file
     if settings.etcd.endpoints:
         check_etcd(settings)
@@ -68,29 +84,24 @@ def plan(settings: ControllerSettings, environment: Mapping[str, str]) -> Plan:
 
 
 def snapshot_dir(settings: ControllerSettings, port: int, environment: Mapping[str, str]) -> Path | None:
-    """Where the snapshot lies; None for none. Raises ConfigError."""
+    """The snapshot's folder; None for no snapshot. Raises ConfigError."""
     given = settings.directory.snapshot_dir
     if given == NO_SNAPSHOT:
         return None
     if given:
         return Path(given)
-    state = environment.get("XDG_STATE_HOME", "")
-    if not state.startswith("/"):
-        home = environment.get("HOME", "")
-        if not home.startswith("/"):
-            home = os.path.expanduser("~")
-        if not home.startswith("/"):
-            raise ConfigError(
-                "directory.snapshot_dir: neither XDG_STATE_HOME nor HOME says where the snapshot may lie; set one of "
-                "them, or give --snapshot-dir (`none` for no snapshot)",
-                field="directory.snapshot_dir",
-            )
-        state = home + "/.local/state"
+    state = user_folder(environment, "XDG_STATE_HOME", ".local/state")
+    if not state:
+        raise ConfigError(
+            "directory.snapshot_dir: neither XDG_STATE_HOME nor HOME names a folder for the snapshot; set one of them, "
+            "or give --snapshot-dir (`none` for no snapshot)",
+            field="directory.snapshot_dir",
+        )
     return Path(state) / "kvstrata" / f"controller-{port}"
 
 
 def check_etcd(settings: ControllerSettings) -> None:
-    """Raises ConfigError where no election can be held with these settings."""
+    """Raise ConfigError if these settings allow no election."""
     if importlib.util.find_spec("aetcd") is None:
         raise ConfigError(
             "etcd.endpoints: the client library is missing; install it: pip install 'kvstrata[etcd]'",
@@ -101,19 +112,20 @@ def check_etcd(settings: ControllerSettings) -> None:
     election.check(settings.etcd, insecure=settings.security.insecure)
 
 
-def make_election(settings: ControllerSettings, cluster: Cluster, http_port: int) -> Election:
-    """This controller's part in the election; it has not begun."""
-    from kvstrata.controller import election
+def make_election(settings: ControllerSettings, name: str, clock: Clock, http_port: int) -> Election | None:
+    """This controller's Election, not yet running; None without etcd, for the only controller."""
+    if not settings.etcd.endpoints:
+        return None
+    from kvstrata.controller import election  # needs the extra
 
     host = settings.http.host
     shown = f"[{host}]" if ":" in host else platform.node() if host in ("*", "0.0.0.0") else host
     url = settings.etcd.advertise_url or f"http://{shown}:{http_port}"
-    me = election.Member(cluster.name, url.rstrip("/"))
-    return election.Election(settings.etcd, me, cluster.clock, cluster.leadership_changed, cluster.orders)
+    return election.Election(settings.etcd, election.Candidate(name, url.rstrip("/")), clock)
 
 
 def run(settings: ControllerSettings, *, ready_fd: int = -1, restarts: Restarts = NOT_RESTARTED) -> int:
-    """Run a controller until it is told to stop; returns the exit status. Raises KvstrataError before it is ready."""
+    """Run a controller until SIGTERM or Ctrl-C; returns the exit status. Raises KvstrataError before it is ready."""
     set_up_logging(settings.log_level)
     set_up()
     return run_process(Controller(plan(settings, os.environ), ready_fd, restarts))
@@ -129,35 +141,59 @@ class Controller(Process):
         self._ready_fd = ready_fd
         self._started_s = time.monotonic()
         self._snapshots: Snapshots | None = None
+        self._http_server: Prepared | None = None
 
     async def start(self) -> None:
-        """Raises KvstrataError."""
-        settings, loop = self._plan.settings, self.loop
+        """Open everything and serve. Raises KvstrataError; the closers then undo what was opened."""
+        settings, loop, clock = self._plan.settings, self.loop, SystemClock()
         http_socket = listen(settings.http, flag="--port")
         self.closers.append(soon(http_socket.close))
         http_port = http_socket.getsockname()[1]
-        cluster = Cluster(loop, settings, SystemClock(), name="")
-        cluster.restarts = self._restarts
-        self.closers.append(soon(cluster.close))
-        links = Links(loop, cluster, self.supervisor)
-        self.closers.append(soon(links.close))
-        links.bind(settings, self._plan.curve)
-        cluster.name = settings.name or _UNNAMEABLE.sub("-", f"{platform.node()}-{links.ports['reply']}")[:64]
-        self._cluster, self._links = cluster, links
+        epoch = clock.unix_ms()
+        sockets = Sockets(loop, epoch)
+        self.closers.append(soon(sockets.close))
+        sockets.bind(settings, self._plan.curve)
+        name = settings.name or NOT_IN_A_NAME.sub("-", f"{platform.node()}-{sockets.ports['reply']}")[:64]
+        election = make_election(settings, name, clock, http_port)
+        self._cluster = cluster = Cluster(
+            loop,
+            settings,
+            clock,
+            Orders(clock, election.write if election is not None else None),
+            name=name,
+            epoch=epoch,
+            election=election,
+            nudge=sockets.nudge,
+            drained=sockets.resume,
+        )
+        # The cluster is closed after the sockets, so that no frame reaches a closed cluster.
+        self.closers.insert(-1, soon(cluster.close))
         folder = snapshot_dir(settings, http_port, os.environ)
-        # Nobody would look for the snapshot of a port taken at random again.
+        # A free port differs at each start, so the next start would not find a snapshot that is named after it.
         if folder is not None and (settings.http.port or settings.directory.snapshot_dir):
             self._snapshots = Snapshots(loop, cluster, folder, settings.directory)
             self.closers.append(self._snapshots.close)
             await self._snapshots.open()
-        http_server = await prepare(self._make_app, streams=STREAMS)
-        cluster.http_stats = http_server.stats
-        links.start()
-        if settings.etcd.endpoints:
-            cluster.election = elected = make_election(settings, cluster, http_port)
-            cluster.orders.write_first = elected.write
-            self.closers.append(elected.close)
-            self.supervisor.spawn(elected.run(), "election")
+        around = Surroundings(
+            ports=sockets.ports,
+            sockets=sockets.stats,
+            http=self._http_stats,
+            snapshot=self._snapshots.status if self._snapshots is not None else {},
+            restarts=self._restarts,
+        )
+        make_app = functools.partial(self._make_app, cluster, around)
+        token, insecure = self._plan.http_token, settings.security.insecure
+        warn_if_open(settings.http, token, http_port, self.log, insecure=insecure)
+        token_file = publish_token(settings.http, token, http_port, self.log)
+        if token_file is not None:
+            self.closers.append(soon(token_file.close))
+        own_name = urlsplit(settings.etcd.advertise_url).netloc
+        access = Access(settings.http, token, public=DASHBOARD, pages=DASHBOARD, names=[own_name])
+        self._http_server = http_server = await prepare(make_app, access, streams=STREAMS)
+        Answers(cluster, sockets, self.supervisor).start()
+        if election is not None:
+            self.closers.append(election.close)
+            self.supervisor.spawn(election.run(cluster.orders, cluster.leadership_changed), "election")
         self.supervisor.spawn(cluster.keep_time(), "time")
         self.supervisor.spawn(cluster.keep_orders(), "orders")
         self.supervisor.spawn(cluster.directory.keep_swept(), "sweep")
@@ -169,11 +205,11 @@ class Controller(Process):
         gc.freeze()
         ready = {
             "pid": os.getpid(),
-            "name": cluster.name,
-            "epoch": cluster.epoch,
+            "name": name,
+            "epoch": epoch,
             "host": settings.http.host,
             "http_port": http_port,
-            "ports": links.ports,
+            "ports": sockets.ports,
             "snapshot_dir": str(folder) if self._snapshots is not None else "",
             "ready_s": round(time.monotonic() - self._started_s, 3),
         }
@@ -181,13 +217,16 @@ class Controller(Process):
         tell_ready(self._ready_fd, ready)
 
     async def drain(self) -> None:
-        """The last snapshot."""
+        """Write the last snapshot."""
         self._cluster.set_ready("stopping")
         if self._snapshots is not None:
             await self._snapshots.finish()
 
-    def _make_app(self) -> FastAPI:
+    def _http_stats(self) -> dict[str, int]:
+        return self._http_server.stats() if self._http_server is not None else {}
+
+    def _make_app(self, cluster: Cluster, around: Surroundings) -> FastAPI:
         from kvstrata.controller.app import make_app
 
-        operations = Operations(self._cluster, self.supervisor)
-        return make_app(self._cluster, operations, self._links.stats, token=self._plan.http_token)
+        operations = Operations(cluster, self.supervisor)
+        return make_app(cluster, operations, around)

@@ -1,11 +1,12 @@
-"""From what an admin names (tokens of a prompt, or keys) to the storage keys that the directory and instances know."""
+"""The storage keys of chunks that an admin names, by the tokens of a prompt or by keys."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvstrata.controller.members import Members, MemberState
+from kvstrata.controller.member import MemberState
+from kvstrata.controller.members import Members
 from kvstrata.errors import BadRequest
 from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity, identity_root
@@ -15,7 +16,7 @@ MAX_KEYS = 65_536
 
 
 class Kind(NamedTuple):
-    """One kind of KV in the cluster: a layout, and the slices that one engine has of it."""
+    """One kind of KV in the cluster: a layout, and the slices of one engine."""
 
     layout: LayoutIdentity
     slices: tuple[bytes, ...]
@@ -23,24 +24,24 @@ class Kind(NamedTuple):
 
 
 class Named(NamedTuple):
-    """The chunks that were named."""
+    """The chunks that a request names."""
 
     keys: bytes
-    """Storage keys, chunk-major."""
+    """Concatenated storage keys, chunk by chunk."""
     n_slices: int
     root: bytes
-    """Of their identity; empty where keys were named."""
+    """Root of their identity; empty if the request named keys."""
     tenant: str
     chunk_tokens: int
 
     @property
     def n_chunks(self) -> int:
-        """Whole chunks."""
+        """Number of whole chunks."""
         return len(self.keys) // KEY_BYTES // self.n_slices
 
 
 def kinds(members: Members) -> list[Kind]:
-    """The kinds that engines of live instances have, in a stable order."""
+    """The kinds of KV that engines at live instances have, in a stable order."""
     found: dict[tuple[LayoutIdentity, tuple[bytes, ...]], list[str]] = {}
     for member in members:
         if member.state is MemberState.LIVE:
@@ -51,26 +52,33 @@ def kinds(members: Members) -> list[Kind]:
 
 
 def choose(all_kinds: Sequence[Kind], model: str, number: int | None) -> Kind:
-    """The kind of this number, or the only one of this model (empty: the only one at all). Raises BadRequest."""
+    """The kind with this number, or the only kind of this model (empty: of any model). Raises BadRequest."""
     if number is not None:
         if not 0 <= number < len(all_kinds):
-            raise BadRequest(f"kind: {number} is not among the {len(all_kinds)} of /v1/models", field="kind")
+            raise BadRequest(
+                f"kind: {number} is not among the {len(all_kinds)} kinds of /v1/models", field="kind"
+            )
         return all_kinds[number]
     of_model = [kind for kind in all_kinds if not model or kind.layout.model == model]
     if not of_model:
         there = ", ".join(sorted({kind.layout.model for kind in all_kinds})) or "none, no engine is attached"
-        raise BadRequest(f"model: no engine has {model or 'any model'!r}; there are: {there}", field="model")
+        raise BadRequest(
+            f"model: no engine has {model or 'any model'!r:.80}; known are: {there}", field="model"
+        )
     if len(of_model) > 1:
         raise BadRequest(
-            f"kind: {len(of_model)} kinds of KV match; name one by its number in /v1/models", field="kind"
+            f"kind: {len(of_model)} kinds of KV match; give the number of one in /v1/models", field="kind"
         )
     return of_model[0]
 
 
 def from_tokens(kind: Kind, request: RequestIdentity, tokens: list[int]) -> Named:
-    """The full chunks of a prompt. Raises BadRequest. Takes a millisecond per thousand tokens: not on the loop."""
+    """The full chunks of a prompt; takes 1 ms per thousand tokens, so run it on a thread. Raises BadRequest."""
     if not kind.slices:
-        raise BadRequest("model: its engines have not told their slices yet; try again", field="model")
+        raise BadRequest(
+            "model: its engines have not all attached yet, so their slices are not known; try again",
+            field="model",
+        )
     root = identity_root(kind.layout, request)
     hasher = ChunkHasher(root, kind.layout.chunk_tokens)
     hasher.feed(tokens)
@@ -79,7 +87,7 @@ def from_tokens(kind: Kind, request: RequestIdentity, tokens: list[int]) -> Name
 
 
 def from_keys(texts: Sequence[str]) -> Named:
-    """Storage keys in hex, each for itself. Raises BadRequest."""
+    """Storage keys in hexadecimal digits, which need not be of one chain. Raises BadRequest."""
     keys = []
     for index, text in enumerate(texts):
         try:

@@ -1,18 +1,18 @@
-"""The directory on disk: written whole every while, read once at the start.  Nothing else rests on it.
+"""The snapshot of the directory on disk: written as a whole every `snapshot_s`, read once at the start.
 
-Beside it lie the orders of admins (orders.py).
+The orders of admins (orders.py) lie in the same folder.
 
     magic (8) · blocks: n u32, n tags u64, n slots u16 · end: n = 0 · document (JSON) · footer
 
-Little-endian.  The document names the members and which slot number stands for which of their tiers; it is written
-last, so that a slot that changed hands while the placements were gone through is left out.  The footer says where the
-document begins and holds the CRC32C of all before it.
+Little-endian.  The document names the members, and the slot number of each of their tiers.  It is written last, and
+leaves out slots that changed their tier while the placements were written.  The footer has the document's offset, and
+the CRC32C of everything before it.
 
-1. A file becomes the snapshot by rename, after fsync of it; the directory is synced after that.  What a crash leaves
-   is the snapshot of before and a `.new` file, which is written over.
-2. What cannot be read, was written by another format version, or is too old, is left where it is, is counted, said,
-   and not served.
-3. Placements are gone through in steps on a thread of its own; the loop waits for none of them.
+1. A file becomes the snapshot by rename, after its fsync; then the folder is synced.  After a crash the previous
+   snapshot is there, and perhaps a `.new` file, which the next write overwrites.
+2. A snapshot that cannot be read, has another format version, or is too old, is left in place, counted, recorded as an
+   event, and not served.
+3. A thread of its own writes and reads placements in steps, so the loop does not wait for them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ import msgspec
 
 from kvstrata.config.model import DirectorySettings
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.directory import Place
-from kvstrata.controller.members import MemberState
+from kvstrata.controller.directory import SlotsExhausted
+from kvstrata.controller.lookups import Place
+from kvstrata.controller.member import MemberState
 from kvstrata.controller.orders import sync_folder
 from kvstrata.errors import ConfigError
 from kvstrata.native.copying import crc32c
@@ -41,7 +42,7 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.rpc.cluster_wire import Register
 
 MAGIC = b"KVSDIR\x00\x01"
-"""The last byte is the format's version."""
+"""First bytes of a snapshot; the last of them is the format's version."""
 FILE = "directory.snapshot"
 DUMP_CELLS = 65_536
 MAX_BLOCK = 1 << 20
@@ -52,7 +53,7 @@ _END = b"KVSE"
 
 
 class BadSnapshot(Exception):
-    """The file is no snapshot that can be served; the message says why."""
+    """The file is not a snapshot that can be served; the message says why."""
 
 
 class Snapshots:
@@ -82,10 +83,9 @@ class Snapshots:
             "ignored": 0,
             "ignored_reason": "",
         }
-        cluster.snapshot = self.status
 
     async def open(self) -> None:
-        """Make the directory and read the members; their placements follow in `keep`. Raises ConfigError."""
+        """Make the folder and restore the members; `keep` restores their placements. Raises ConfigError."""
         folder = self._path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -93,7 +93,7 @@ class Snapshots:
                 raise PermissionError(f"{folder} cannot be written")
         except OSError as error:
             raise ConfigError(
-                f"directory.snapshot_dir: {folder}: {error.strerror or error}; give one that this user may "
+                f"directory.snapshot_dir: {folder}: {error.strerror or error}; give a folder that this user may "
                 "write, or `none`",
                 field="directory.snapshot_dir",
             ) from None
@@ -110,7 +110,7 @@ class Snapshots:
             self._ignore(str(error))
 
     async def keep(self) -> None:
-        """Bring the placements back, then write a snapshot every while, for as long as it runs."""
+        """Restore the placements, then write a snapshot every `snapshot_s`, until cancelled."""
         if self._slot_of is not None:
             await self._restore_placements(self._slot_of)
         while True:
@@ -118,9 +118,9 @@ class Snapshots:
             await self.write()
 
     async def write(self) -> None:
-        """Write one now. What goes wrong is counted and said."""
+        """Write a snapshot now. A failure is counted and recorded as an event."""
         if self._restoring or self._writing is not None:
-            return  # the file has more than we know; or somebody writes already
+            return  # not all placements of the file are restored yet, or a write is under way
         started_s = self._cluster.clock.monotonic_s()
         self._writing = self._loop.run_in_executor(self._thread, self._write)
         try:
@@ -137,15 +137,15 @@ class Snapshots:
 
     def _failed(self, path: Path, error: OSError) -> None:
         self.status["failed_writes"] += 1
-        self._cluster.say("snapshot_failed", path=str(path), reason=error.strerror or str(error))
+        self._cluster.journal.say("snapshot_failed", path=str(path), reason=error.strerror or str(error))
 
     async def finish(self) -> None:
-        """Write the last one, after one that is being written."""
+        """Write the last snapshot, after a running write."""
         await self._settled()
         await self.write()
 
     async def close(self) -> None:
-        """Wait for a write that runs: it needs the loop for its end."""
+        """Wait for a running write, which can end only while the loop runs; then end the thread. Idempotent."""
         await self._settled()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
@@ -156,7 +156,7 @@ class Snapshots:
     # --- writing (on the thread) ------------------------------------------------------------------------------
 
     def _write(self) -> int:
-        before = self._cluster.directory.places()
+        before = self._cluster.lookups.places()
         fresh = self._path.with_suffix(".new")
         with open(fresh, "wb") as file:
             os.fchmod(file.fileno(), 0o600)
@@ -173,7 +173,7 @@ class Snapshots:
                     break
             out.write(_COUNT.pack(0))
             document_at = out.n_bytes
-            # The loop's thread makes the document: it reads what only that thread changes.
+            # The document is made on the loop's thread, since only that thread changes the members and slots in it.
             told = asyncio.run_coroutine_threadsafe(self._document(before), self._loop).result()
             out.write(told)
             file.write(_FOOTER.pack(document_at, out.crc, _END))
@@ -187,7 +187,7 @@ class Snapshots:
     async def _document(self, before: dict[int, Place]) -> bytes:
         cluster = self._cluster
         tiers: dict[int, dict[str, int]] = {}
-        for slot, place in cluster.directory.places().items():
+        for slot, place in cluster.lookups.places().items():
             if before.get(slot) == place:
                 tiers.setdefault(place.group, {})[place.tier] = slot
         members = [
@@ -223,34 +223,48 @@ class Snapshots:
                 slots = {str(tier): int(slot) for tier, slot in entry["slots"].items()}
             except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
                 raise BadSnapshot(f"a member in it cannot be read: {error}") from None
-            restored = cluster.restore_member(told)
+            restored = self._restore_member(told)
             if restored is None:
                 continue
             self.status["restored_members"] += 1
-            for tier, slot in restored[1].items():
+            for tier, slot in restored.items():
                 if 0 < slots.get(tier, 0) < 65_536:
                     slot_of[slots[tier]] = slot
         self._slot_of = slot_of
-        cluster.say("snapshot_restored", members=self.status["restored_members"], path=str(self._path))
+        cluster.journal.say(
+            "snapshot_restored", members=self.status["restored_members"], path=str(self._path)
+        )
+
+    def _restore_member(self, told: Register) -> dict[str, int] | None:
+        """Restore a member; returns the slots of its tiers, None if the id is taken or the cluster is full."""
+        cluster = self._cluster
+        member = cluster.members.restore(told, now_s=cluster.clock.monotonic_s())
+        if member is None:
+            return None
+        cluster.lookups.set_readable(member.group, member.readable)
+        try:
+            return cluster.directory.restore_slots(member.group, told.tiers)
+        except SlotsExhausted:
+            return None
 
     async def _restore_placements(self, slot_of: array[int]) -> None:
-        """Block by block; what has a newer slot meanwhile is left out."""
+        """Restore placements block by block, but leave out tiers that have got another slot meanwhile."""
         self._restoring = True
-        directory = self._cluster.directory
-        ours = directory.places()
+        lookups = self._cluster.lookups
+        ours = lookups.places()
         blocks = read_blocks(self._path)
         try:
             while True:
                 block = await self._loop.run_in_executor(self._thread, next, blocks, None)
                 if block is None:
                     break
-                now = directory.places()
+                now = lookups.places()
                 for index, slot in enumerate(slot_of):
                     if slot and now.get(slot) != ours[slot]:
                         slot_of[index] = 0
-                wrong = await self._cluster.restore(block[0], block[1], slot_of)
+                wrong = await self._cluster.directory.restore(block[0], block[1], slot_of)
                 if wrong:
-                    self._ignore(f"not all of it found room: {wrong}")
+                    self._ignore(f"it was restored only in part: {wrong}")
                     break
                 self.status["restored_keys"] += len(block[0])
         except BadSnapshot as error:
@@ -261,11 +275,11 @@ class Snapshots:
     def _ignore(self, reason: str, path: Path | None = None) -> None:
         self.status["ignored"] += 1
         self.status["ignored_reason"] = reason
-        self._cluster.say("snapshot_ignored", path=str(path or self._path), reason=reason)
+        self._cluster.journal.say("snapshot_ignored", path=str(path or self._path), reason=reason)
 
 
 class _Checked:
-    """Writes and sums up."""
+    """A file, with the checksum and length of everything written to it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -284,10 +298,10 @@ def read_document(path: Path) -> dict[str, Any]:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < len(MAGIC) + _COUNT.size + _FOOTER.size:
-                raise BadSnapshot(f"it has {size} bytes only")
+                raise BadSnapshot(f"it has only {size} bytes")
             magic = file.read(len(MAGIC))
             if magic[:-1] != MAGIC[:-1]:
-                raise BadSnapshot("it is no snapshot of a directory")
+                raise BadSnapshot("it is not a snapshot of a directory")
             if magic != MAGIC:
                 raise BadSnapshot(f"it has format version {magic[-1]}, this controller reads {MAGIC[-1]}")
             file.seek(size - _FOOTER.size)

@@ -1,8 +1,8 @@
 """Chain and storage keys of one growing request; every token is hashed once.
 
 Invariants
-1. `chain` holds one key for each full chunk of the tokens fed so far, and never changes but by growing.
-2. Storage keys of a set of slices grow with the chain; each is derived once.
+1. `chain` holds one key for each full chunk of the tokens fed so far; keys are only appended.
+2. The storage keys of a tuple of slices grow with the chain; each is derived once, until other slices are asked for.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Sequence
 
+from kvstrata.keys import batch
 from kvstrata.keys.multimodal import MediaItem, check_media, media_extra
 from kvstrata.native.hashing import chain_keys, storage_keys
 from kvstrata.types import KEY_BYTES
@@ -19,15 +20,16 @@ PROBE_BYTES = 8
 
 
 class ChunkHasher:
-    """The keys of one request. Not thread-safe; one object lives as long as its request.
+    """The keys of one request. Not thread-safe; lives as long as its request.
 
-    Tokens themselves are not kept: the caller's own list is read where it has grown.
+    It keeps no tokens: `feed` reads the new tokens in the caller's list.
     """
 
     __slots__ = ("_chain", "_chunk_tokens", "_media", "_root", "_storage", "_storage_slices", "probe")
 
     def __init__(self, root: bytes, chunk_tokens: int, media: Iterable[MediaItem] = ()) -> None:
-        """`root` is the identity's (32 bytes). Raises ValueError for other lengths and for senseless media."""
+        """`root` is the identity's root (32 bytes). Raises ValueError for another length, for `chunk_tokens` below 1,
+        and for invalid media."""
         if len(root) != KEY_BYTES:
             raise ValueError(f"root has {len(root)} bytes, an identity root has {KEY_BYTES}")
         if chunk_tokens < 1:
@@ -39,7 +41,7 @@ class ChunkHasher:
         self._storage = b""
         self._storage_slices: tuple[bytes, ...] = ()
         self.probe = b""
-        """SHA-256 of the first chunk's tokens, 8 bytes; b"" before there is one. Names no identity."""
+        """First 8 bytes of the SHA-256 of the first chunk's tokens, b"" until they are fed; depends on no identity."""
 
     @property
     def chain(self) -> bytes:
@@ -48,23 +50,26 @@ class ChunkHasher:
 
     @property
     def n_chunks(self) -> int:
-        """How many full chunks were hashed."""
-        return len(self._chain) // KEY_BYTES
+        """The number of full chunks hashed so far."""
+        return batch.count(self._chain)
 
     def key(self, chunk: int) -> bytes:
-        """Chain key of one chunk; IndexError when it is not hashed yet."""
+        """The chain key of one chunk. Raises IndexError when the chunk is not hashed yet."""
         if not 0 <= chunk < self.n_chunks:
             raise IndexError(f"chunk {chunk} is not hashed, the request has {self.n_chunks} so far")
-        return self._chain[chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES]
+        return batch.nth(self._chain, chunk)
 
     def add_media(self, items: Iterable[MediaItem]) -> None:
-        """More media, known later. Raises ValueError when one reaches into a chunk already hashed."""
+        """Add media that the caller has learnt of later.
+
+        Raises ValueError for an invalid item and for one in a chunk already hashed; nothing changes then.
+        """
         new = check_media(items)
         hashed_tokens = self.n_chunks * self._chunk_tokens
         for item in new:
             if item.offset_tokens < hashed_tokens:
                 raise ValueError(
-                    f"media item {item.content_id!r} at token {item.offset_tokens} comes too late: "
+                    f"media item {item.content_id!r:.80} at token {item.offset_tokens} comes too late: "
                     f"{hashed_tokens} tokens are already hashed"
                 )
         self._media = sorted([*self._media, *new])
@@ -72,9 +77,9 @@ class ChunkHasher:
     def feed(self, tokens: Sequence[int], start: int = 0) -> int:
         """Hash the full chunks that `tokens` completes; returns how many are new.
 
-        `tokens[0]` is token number `start` of the request, so both the whole list (start 0) and a tail that
-        begins at or before the first token not hashed yet will do.  Raises ValueError when tokens are
-        missing in between and for a token outside 0..2**32-1; nothing changes then.
+        `tokens[0]` is token number `start` of the request.  The list may be the whole request (start 0) or a tail that
+        begins at or before the first token not hashed yet.  Raises ValueError when the tail begins later, and for a
+        token outside 0..2**32-1; nothing changes then.
         """
         size = self._chunk_tokens
         done_chunks = len(self._chain) // KEY_BYTES
@@ -100,16 +105,16 @@ class ChunkHasher:
         return new_chunks
 
     def storage_keys(self, slices: tuple[bytes, ...]) -> bytes:
-        """Storage keys of all chunks, chunk-major: chunk 0 of each slice, chunk 1 of each slice, …
+        """Storage keys of all chunks, chunk-major: chunk 0 in each slice, then chunk 1 in each slice, …
 
-        `slices` are 32-byte digests in the caller's order, at least one.
+        `slices` are one or more 32-byte digests, in the caller's order.
         """
         if slices != self._storage_slices:
             self._storage_slices = slices
             self._storage = b""
         derived = len(self._storage) // len(slices)
         if derived < len(self._chain):
-            self._storage += storage_keys(self._chain[derived:], b"".join(slices))
+            self._storage += storage_keys(self._root, self._chain[derived:], b"".join(slices))
         return self._storage
 
 

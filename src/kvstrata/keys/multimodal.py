@@ -1,4 +1,4 @@
-"""Media (images, audio, …) in a prompt: their place-holder tokens say nothing, so their content ids enter the keys."""
+"""Media (images, audio, …) in a prompt: all have the same placeholder tokens, so their content ids enter the keys."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvstrata.types import canonical_json
 
 
 class MediaItem(NamedTuple):
-    """One piece of media: the run of place-holder tokens it stands for, and what it is.
+    """One piece of media: the run of placeholder tokens that stands for it, and its content id.
 
-    `content_id` must differ whenever the content differs (a content hash); an empty run is ignored.
+    `content_id` is a hash of the content: different content must have different ids.  An empty run is ignored.
     """
 
     offset_tokens: int
@@ -21,13 +21,13 @@ class MediaItem(NamedTuple):
 
 
 def check_media(items: Iterable[MediaItem]) -> list[MediaItem]:
-    """The items that cover tokens, in prompt order. Raises ValueError naming the item that makes no sense."""
+    """The items that cover at least one token, in prompt order. Raises ValueError naming an invalid item."""
     checked = []
     for item in items:
         offset, length, content_id = item
         if offset < 0 or length < 0:
             raise ValueError(
-                f"media item {content_id!r}: offset_tokens {offset} and length_tokens {length} must not be negative"
+                f"media item {content_id!r:.80}: offset_tokens {offset} and length_tokens {length} must not be negative"
             )
         if not content_id:
             raise ValueError(f"media item at token {offset}: content_id is empty; give a hash of its content")
@@ -37,10 +37,10 @@ def check_media(items: Iterable[MediaItem]) -> list[MediaItem]:
 
 
 def media_extra(items: Iterable[MediaItem], first_token: int, chunk_tokens: int) -> bytes:
-    """The 32 bytes that the chunk from `first_token` on adds to its hash, b"" when no item reaches into it.
+    """The 32 bytes that media add to the hash of the chunk that begins at `first_token`; b"" if it has no media.
 
-    An item that began in an earlier chunk has a negative offset here, so that the second half of one picture
-    is not taken for the first half of the same picture.
+    An item that began in an earlier chunk is hashed with a negative offset, so that the second half of a picture is
+    not mistaken for its first half.
     """
     end = first_token + chunk_tokens
     inside = [

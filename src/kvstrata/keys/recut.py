@@ -1,12 +1,12 @@
-"""Recutting: the record that another geometry would have stored, out of records that there are.
+"""Recutting: making, out of existing records, the record that another geometry would have stored.  Only tests use it.
 
-A record holds one slice of a chunk: some layers, some KV heads, in blocks of some size whose axes lie in some order.
-Its facts (`docs/layouts.md`) name those axes, so for a slice under another tensor-parallel size, block size or order of
-axes, it can be said where each of its bytes lies in records of other slices.  `plan_recut` says it as strided copies;
-whoever holds the bytes does them (`testing/recut_record.py`).  Pure arithmetic: nothing here touches a record.
+A record holds one slice of a chunk: some layers and KV heads, in blocks of some size whose axes lie in some order.
+Its facts (`docs/layouts.md`) name those axes.  So for a slice under another tensor-parallel size, block size or order
+of axes, `plan_recut` can compute where each byte lies in the records of other slices.  It returns strided copies, which
+the owner of the bytes makes (`testing/recut_record.py`).  This module is pure arithmetic and touches no record.
 
-Cut are the axes `tokens` and `kv_heads`, and layers.  `kv` and `dim` may change their place.  All other axes are an
-arrangement known to its writer alone: they are moved as they are, in their order.
+Records are cut along layers and the axes `tokens` and `kv_heads`.  The axes `kv` and `dim` may change places.  Only the
+writer knows what other axes mean, so these are moved whole, in their order.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvstrata.errors import KvstrataError
+from kvstrata.errors import CallerError
 from kvstrata.types import Slice
 
 MAX_LOOPS = 8
-"""Nested loops of one copy."""
+"""Most nested loops of one copy."""
 SAME_FACTS = ("format", "dtype", "stored_dtype", "quantisation", "element_bytes", "chunk_tokens")
-"""Facts that must agree: a recut moves bytes and converts nothing."""
+"""Facts that must be equal on both sides: a recut moves bytes and converts nothing."""
 FREE_AXES = ("tokens", "kv_heads", "kv", "dim")
 
 
@@ -31,21 +31,21 @@ class RecutReason(enum.StrEnum):
     """Why a record cannot be recut."""
 
     FACTS = "facts"
-    """Facts are missing or make no sense."""
+    """Facts are missing or invalid."""
     DIFFERS = "differs"
-    """A fact that bytes cannot be converted by, e.g. the dtype or the tokens of a chunk."""
+    """A fact of SAME_FACTS differs, e.g. the dtype or the tokens of a chunk."""
     LOSSY = "lossy"
-    """Rounded by a lossy codec, in groups that the target would have made otherwise."""
+    """A lossy codec rounded the source, in groups other than those of the target."""
     ARRANGEMENT = "arrangement"
-    """Blocks are arranged in a way that is not known, or would be cut where that is not."""
+    """The facts do not say how blocks are arranged, at least not where the blocks would be cut."""
     SCALES = "scales"
     """The numbers were quantised with other scales."""
     MISSING = "missing"
-    """No source has a layer or a head."""
+    """No source has a layer or a head that the target needs."""
 
 
-class CannotRecut(KvstrataError):
-    """The sources do not hold what the target needs, or not in a form that is known; `field` names what of it."""
+class CannotRecut(CallerError):
+    """The sources lack bytes of the target, or hold them in an unknown form; `field` names the fact at fault."""
 
     code = "cannot_recut"
 
@@ -55,14 +55,14 @@ class CannotRecut(KvstrataError):
 
 
 class Part(NamedTuple):
-    """What records of one slice hold: the slice, and the facts behind `slice.layout`."""
+    """A slice, and the facts behind `slice.layout` that describe its records."""
 
     slice: Slice
     facts: Mapping[str, Any]
 
 
 class StridedCopy(NamedTuple):
-    """Runs of bytes from the payload of `source` (a position in the list of sources) to that of the target.
+    """Copies runs of bytes from the payload of source number `source` to the payload of the target.
 
     Offsets count from the start of the payload; `loops` are (count, stride in the source, stride in the target), in
     bytes, outermost first.
@@ -76,11 +76,11 @@ class StridedCopy(NamedTuple):
 
 
 class Recut(NamedTuple):
-    """All copies for one record. They write every byte of the target's payload exactly once."""
+    """All copies that make one record. They write every byte of the target's payload exactly once."""
 
     copies: tuple[StridedCopy, ...]
     source_sections: tuple[tuple[int, ...], ...]
-    """Lengths of the sections that the record of each source must have."""
+    """For each source, the lengths of the sections that its record must have."""
     target_sections: tuple[int, ...]
 
 
@@ -98,10 +98,10 @@ class _Record(NamedTuple):
     element_bytes: int
     section_bytes: int
     sections: dict[tuple[int, int], int]
-    """(Layer, which of its sections) → section."""
+    """(Layer, number among the layer's sections) → number among the record's sections."""
     kv_heads: tuple[int, int]
-    """Where `heads` is 1 for want of such an axis and this is more, heads cannot be told apart."""
     heads: int
+    """Size of the axis `kv_heads`; 1 without that axis: then the heads of a block cannot be told apart."""
     scales: list[list[str]]
 
     @property
@@ -110,9 +110,9 @@ class _Record(NamedTuple):
 
 
 def plan_recut(sources: Sequence[Part], target: Part) -> Recut:
-    """How to make the target's record from records of the sources (same chunk and identity, one each).
+    """Plan how to make the target's record from one record of each source, all of the same chunk and identity.
 
-    Where several sources have the same layer and head, one is taken.  Raises CannotRecut.
+    A head of a layer that several sources have is copied from one of them.  Raises CannotRecut.
     """
     there = [_read(part) for part in sources]
     wanted = _read(target)
@@ -150,13 +150,13 @@ def _read(part: Part) -> _Record:
         raise CannotRecut(
             RecutReason.LOSSY,
             lossy,
-            "the record was rounded in groups of its own geometry; only lossless ones are recut",
+            "a lossy codec rounded the record in groups of its own geometry; only lossless records can be recut",
         )
     if "makes" in facts:
         raise CannotRecut(
             RecutReason.ARRANGEMENT,
             "makes",
-            "its layers have blocks of unlike make-up; only records of layers that are alike are recut",
+            "its layers have blocks of different structure; only records whose layers are alike can be recut",
         )
     try:
         named = [(str(name), int(size)) for name, size in facts["axes"]]
@@ -165,7 +165,7 @@ def _read(part: Part) -> _Record:
         scales = [[str(scale) for scale in section] for section in facts["scales"]]
         section_bytes = int(facts["section_bytes"])
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise CannotRecut(RecutReason.FACTS, "facts", f"not those of paged blocks: {error!r}") from None
+        raise CannotRecut(RecutReason.FACTS, "facts", f"do not describe paged blocks: {error!r}") from None
     names = [name for name, _ in named]
     named.insert(0, ("tokens" if "tokens" in names else "blocks", blocks))
     axes: list[_Axis] = []
@@ -183,9 +183,11 @@ def _read(part: Part) -> _Record:
         or ("tokens" in names and tokens != facts["chunk_tokens"])
         or (scales and len(scales) != len(layers))
     ):
-        raise CannotRecut(RecutReason.FACTS, "facts", "sizes of axes, blocks and sections do not agree")
+        raise CannotRecut(
+            RecutReason.FACTS, "facts", "the sizes of axes, blocks and sections contradict each other"
+        )
     if any(name.startswith("axis") for name in names):
-        raise CannotRecut(RecutReason.ARRANGEMENT, "axes", "the facts do not say what they mean")
+        raise CannotRecut(RecutReason.ARRANGEMENT, "axes", "the facts do not say what these axes mean")
     sections: dict[tuple[int, int], int] = {}
     for section, layer in enumerate(layers):
         sections[layer, sum(1 for number, _ in sections if number == layer)] = section
@@ -201,7 +203,10 @@ def _read(part: Part) -> _Record:
 
 
 def _check_axes(source: _Record, target: _Record) -> None:
-    """Whether every axis that is not cut is in both, and those of an arrangement in the same order."""
+    """Check that both records have the same uncut axes, and those of unknown meaning in the same order.
+
+    Raises CannotRecut.
+    """
     for names in (FREE_AXES[2:], None):
         shown = []
         for record in (source, target):
@@ -212,13 +217,15 @@ def _check_axes(source: _Record, target: _Record) -> None:
             raise CannotRecut(
                 RecutReason.ARRANGEMENT,
                 "axes",
-                f"{dict(shown[0])} stored, {dict(shown[1])} wanted; these are not cut",
+                f"{dict(shown[0])} stored, {dict(shown[1])} wanted; these axes cannot be cut",
             )
     if ("tokens" in dict(_sizes(source))) != ("tokens" in dict(_sizes(target))):
         raise CannotRecut(RecutReason.ARRANGEMENT, "axes", "tokens can be told apart on one side only")
     if source.kv_heads != target.kv_heads and not (source.cuts_heads and target.cuts_heads):
         raise CannotRecut(
-            RecutReason.ARRANGEMENT, "kv_heads", "heads cannot be told apart in blocks of this backend"
+            RecutReason.ARRANGEMENT,
+            "kv_heads",
+            "heads cannot be told apart in blocks of this attention backend",
         )
 
 
@@ -229,7 +236,7 @@ def _sizes(record: _Record) -> Iterator[tuple[str, int]]:
 def _section_copies(
     there: Sequence[_Record], wanted: _Record, key: tuple[int, int], section: int
 ) -> Iterator[StridedCopy]:
-    """The copies for one section of the target: from each source a range of heads."""
+    """The copies for one section of the target: from each source a range of heads. Raises CannotRecut."""
     have = [(number, record) for number, record in enumerate(there) if key in record.sections]
     if not have:
         raise CannotRecut(RecutReason.MISSING, "layers", f"no source has layer {key[0]}")
@@ -253,20 +260,22 @@ def _check_scales(source: _Record, target: _Record, key: tuple[int, int], sectio
     wanted = target.scales[section] if target.scales else []
     if stored != wanted or (len(stored) > 2 and source.kv_heads != target.kv_heads):
         raise CannotRecut(
-            RecutReason.SCALES, "scales", f"layer {key[0]} was quantised with other scales or by heads"
+            RecutReason.SCALES,
+            "scales",
+            f"layer {key[0]} was quantised with other scales, or with one per head",
         )
 
 
 def _range_copies(
     number: int, source: _Record, target: _Record, key: tuple[int, int], section: int, heads: tuple[int, int]
 ) -> Iterator[StridedCopy]:
-    """One section, one source, one range of heads; more than one copy where blocks do not nest."""
+    """The copies of one range of heads from one section of a source; more than one copy if blocks do not nest."""
     at = [source.sections[key] * source.section_bytes, section * target.section_bytes]
     loops: list[tuple[int, int, int]] = []
     for name in dict.fromkeys(axis.name for axis in source.axes + target.axes if axis.name != "tokens"):
         pairs = [[axis for axis in record.axes if axis.name == name] for record in (source, target)]
         if name == "kv_heads":
-            # An axis of one head is not among the facts; its stride is then never used.
+            # The facts leave out an axis of one head; its stride is then never used.
             strides = [axes[0].stride if axes else 0 for axes in pairs]
             count = max(record.heads for record in (source, target))
             if source.cuts_heads and target.cuts_heads:
@@ -285,8 +294,8 @@ def _range_copies(
 def _token_loops(
     source: _Record, target: _Record
 ) -> Iterator[tuple[tuple[int, int], list[tuple[int, int, int]]]]:
-    """(Offsets of a first token, loops over tokens from there), for all tokens of a chunk."""
-    # Each axis by the number of tokens from one of its steps to the next.
+    """Pairs of a first token's offsets and the loops over tokens from there; together they cover a whole chunk."""
+    # For each side: tokens that one step of a token axis advances → that axis.
     steps: list[dict[int, _Axis]] = []
     for record in (source, target):
         by_step, step = {}, 1
@@ -298,7 +307,7 @@ def _token_loops(
     total = step
 
     def stride(side: int, step: int) -> int:
-        """Bytes from one token to that `step` later, where `step` is a multiple of what it lies in."""
+        """Bytes from one token to the token `step` later; `step` is a multiple of the largest axis step up to it."""
         below = max((s for s in steps[side] if s <= step), default=1)
         return steps[side][below].stride * (step // below) if steps[side] else 0
 
@@ -309,14 +318,14 @@ def _token_loops(
     if all(b % a == 0 for a, b in itertools.pairwise(cuts)):
         yield (0, 0), [(b // a, stride(0, a), stride(1, a)) for a, b in itertools.pairwise(cuts)]
         return
-    # Blocks that do not nest: what lies together on both sides, piece by piece.
+    # Blocks do not nest: copy piece by piece the tokens that are contiguous on both sides.
     together = math.gcd(*(cut for cut in cuts if cut > 1))
     for token in range(0, total, together):
         yield (offset(0, token), offset(1, token)), [(together, stride(0, 1), stride(1, 1))]
 
 
 def _dense(copy: StridedCopy) -> StridedCopy:
-    """The same with runs as long as they can be, and loops in the order of the target's memory."""
+    """The same copy with the longest possible runs, and loops in the order of the target's memory."""
     run = copy.run_bytes
     loops: list[tuple[int, int, int]] = []
     for count, from_stride, to_stride in sorted(copy.loops, key=lambda loop: loop[2]):
@@ -335,7 +344,7 @@ def _dense(copy: StridedCopy) -> StridedCopy:
 def _join(
     copies: Sequence[StridedCopy], place: Callable[[StridedCopy], tuple[int, ...]]
 ) -> Iterator[StridedCopy]:
-    """The same with copies of one `place` that differ only by even steps made one."""
+    """The same copies, where those of one `place` whose offsets advance evenly are joined into one."""
     alike: dict[tuple[Any, ...], list[StridedCopy]] = {}
     for copy in copies:
         alike.setdefault((copy.source, copy.loops, copy.run_bytes, place(copy)), []).append(copy)

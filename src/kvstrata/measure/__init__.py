@@ -1,1 +1,1 @@
-"""What `kvstrata bench`, the benchmarks and the tests share: an engine's blocks without an engine, and figures."""
+"""Simulated engines, workloads and figures, shared by `kvstrata bench`, the benchmarks and the tests."""

@@ -1,4 +1,4 @@
-"""An engine's paged KV cache without an engine: plain memory, a copy plan, and nothing of a model."""
+"""A stand-in for an engine's paged KV cache: plain memory and a copy plan, without an engine or a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from kvstrata.types import Slice, facts_digest
 
 
 class PagedBlocks:
-    """`num_blocks` blocks of `block_bytes` in each of `layers` layers; a block of one layer is one contiguous run."""
+    """`num_blocks` blocks of `block_bytes` bytes in each of `layers` layers; each block is one contiguous run.
+
+    Owns the memory until `close`.
+    """
 
     def __init__(self, *, layers: int, num_blocks: int, block_bytes: int) -> None:
         self.layers = layers
@@ -31,11 +34,11 @@ class PagedBlocks:
 
     @property
     def facts(self) -> dict[str, int]:
-        """The layout facts behind `slice().layout`."""
+        """The layout facts from which `slice().layout` is derived."""
         return {"layers": self.layers, "block_bytes": self.block_bytes}
 
     def fill(self, block_ids: Sequence[int], seed: object) -> None:
-        """Write bytes that follow from the seed into these blocks."""
+        """Fill these blocks with bytes that the seed determines."""
         source = random.Random(repr(seed))
         for layer in range(self.layers):
             for block in block_ids:
@@ -52,7 +55,7 @@ class PagedBlocks:
         return b"".join(parts)
 
     def touch(self, first: int = 0) -> None:
-        """Fault in the pages of the blocks from `first` on."""
+        """Fault in the pages of all blocks from block `first` on."""
         page = bytes(mmap.PAGESIZE)
         for layer in range(self.layers):
             begin = (layer * self.num_blocks + first) * self.block_bytes
@@ -60,6 +63,6 @@ class PagedBlocks:
                 self._memory[at : at + 1] = page[:1]
 
     def close(self) -> None:
-        """Unmap; no copy may run."""
+        """Unmap the memory. No copy may be running."""
         del self._anchor
         self._memory.close()

@@ -1,12 +1,12 @@
-"""How long lookups of one storage adapter take while it stores nothing, and while it stores much.
+"""Measures how long lookups in one storage adapter take, both while nothing is put and during a burst of puts.
 
-A lookup asks `exists` for LOOKUP_KEYS keys at once, as the server does for a prompt (for twice as many as there are
-records, where that is less): every second one is stored, and nobody has the others.  One begins every LOOKUP_EVERY_S
-seconds, whether or not the one before has ended, and is timed from the moment at which it was due: what holds up the
-event loop counts too.
+A lookup asks `exists` for LOOKUP_KEYS keys at once (at most twice the number of records), as the server does for a
+prompt; every second key is stored, the others are not.  A lookup begins every LOOKUP_EVERY_S seconds, even if the
+previous one has not ended, and is timed from the moment at which it was due, so delays of the event loop count too.
 
-A round is IDLE_S seconds of lookups alone, then a burst: callers that store their shares of the records at the same
-time, each batch after batch.  Then these are deleted.  A first round stores what is looked up, and warms up.
+A round is IDLE_S seconds of lookups alone, then a burst: several callers put their shares of the records at the same
+time, each of them one batch after another.  After the burst its records are deleted.  A first burst, the warm-up, puts
+the records that lookups ask for; they stay until `Work.end`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstrata.errors import StorageError
 from kvstrata.measure.l2 import Records, Work
 from kvstrata.native.pool import Hold
 from kvstrata.storage.base import Presence, PutItem, PutStatus
-from kvstrata.storage.registry import ConfiguredAdapter
+from kvstrata.storage.stack import Stack
 from kvstrata.types import KEY_BYTES
 
 LOOKUP_KEYS = 1024
@@ -32,14 +32,14 @@ IDLE_S = 1.0
 
 
 class Lookups(NamedTuple):
-    """Seconds of each one that was answered, and how many were UNKNOWN: past the deadline, say."""
+    """Seconds of each answered lookup, and the number of lookups of which a key was UNKNOWN, as after a deadline."""
 
     answered: list[float]
     unknown: int
 
 
 class Round(NamedTuple):
-    """Lookups alone and in the burst, and what the burst stored in how long."""
+    """Lookups alone, lookups during the burst, and the seconds and bytes of the burst's puts."""
 
     idle: Lookups
     burst: Lookups
@@ -48,14 +48,14 @@ class Round(NamedTuple):
 
 
 class Burst(Work):
-    """Rounds over one open adapter, in calls of `batch` records; the records' pool has room for all of them.
+    """Runs rounds on one open adapter. Each put takes up to `batch` records; the pool of `records` has room for all.
 
-    `moved(bytes)` is called after each put.
+    `callers` puts run at the same time. `moved(bytes)` is called after each of them.
     """
 
     def __init__(
         self,
-        built: ConfiguredAdapter,
+        built: Stack,
         records: Records,
         *,
         callers: int,
@@ -68,13 +68,17 @@ class Burst(Work):
         self._asked: list[bytes] = []
 
     async def warm_up(self) -> None:
-        """Store what is looked up from now on. Raises as `run`."""
+        """Put the records that lookups ask for from now on. Raises what `run` raises."""
         await self._burst()
-        there = self._records.keys[: LOOKUP_KEYS // 2]
-        self._asked = [key for stored in there for key in (stored, secrets.token_bytes(KEY_BYTES))]
+        asked = self._records.keys[: LOOKUP_KEYS // 2]
+        self._asked = [key for stored in asked for key in (stored, secrets.token_bytes(KEY_BYTES))]
 
     async def run(self) -> Round:
-        """One round. Raises StorageError for what the adapter refuses, InternalError for wrong answers."""
+        """Run one round.
+
+        Raises Refused if a record was not put, StorageError if one was not deleted or not found, InternalError if a
+        key that was never stored is found, Interrupted after `stop`.
+        """
         idle, _ = await self._looked_up_during(asyncio.sleep(IDLE_S))
         self._go_on()
         put_s, burst = await self._burst()
@@ -85,11 +89,11 @@ class Burst(Work):
         return Round(idle, burst, put_s, self._records.count * self._records.record_bytes)
 
     async def _burst(self) -> tuple[float, Lookups]:
-        """Store the records under fresh keys; how long it took, and the lookups meanwhile."""
+        """Put the records under fresh keys; return the seconds of the puts, and the lookups meanwhile."""
         records = self._records
         records.seal()
         numbers = range(records.count)
-        holds = records.committed(numbers)  # before: it copies
+        holds = records.committed(numbers)  # this copies the records, so it is not timed
         with contextlib.ExitStack() as own:
             for hold in holds:
                 own.callback(hold.drop)
@@ -99,7 +103,7 @@ class Burst(Work):
         return put_s, lookups
 
     async def _put(self, holds: Sequence[Hold]) -> None:
-        """Every caller its share."""
+        """Put all records: each caller puts its share, all callers at the same time."""
 
         async def share(caller: int) -> None:
             numbers = range(caller, self._records.count, self._callers)
@@ -113,7 +117,10 @@ class Burst(Work):
         await _all_of([share(caller) for caller in range(self._callers)])
 
     async def _looked_up_during(self, work: Coroutine[Any, Any, None]) -> tuple[Lookups, float]:
-        """The lookups that were due before `work` ended, and its seconds; none before there is a record."""
+        """Run `work`; return the lookups that were due before it ended, and the seconds that it took.
+
+        Before `warm_up` has stored records, no lookups run.
+        """
         loop = asyncio.get_running_loop()
         ended = threading.Event()
         times: list[float] = []
@@ -136,7 +143,7 @@ class Burst(Work):
                 due_s += LOOKUP_EVERY_S
                 loop.call_soon_threadsafe(begin, due_s)
 
-        # A thread: the loop's own timers are late by up to a millisecond.
+        # A thread starts the lookups, because the loop's timers are late by up to a millisecond.
         ticker = threading.Thread(target=tick, name="lookups")
         begun_s = time.perf_counter()
         if self._asked:
@@ -152,9 +159,9 @@ class Burst(Work):
         return Lookups(times, len(lookups) - len(times)), took_s
 
 
-async def _all_of(works: Sequence[Coroutine[Any, Any, None] | asyncio.Task[None]]) -> None:
-    """Wait for all of them, whatever one raises; then raise the first of it."""
-    outcomes = await asyncio.gather(*works, return_exceptions=True)
+async def _all_of(awaited: Sequence[Coroutine[Any, Any, None] | asyncio.Task[None]]) -> None:
+    """Wait for all of them, even if one raises; then raise the exception of the first that failed, in their order."""
+    outcomes = await asyncio.gather(*awaited, return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome

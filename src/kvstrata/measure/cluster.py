@@ -1,11 +1,11 @@
-"""Load on one controller by simulated instances: the real protocol, no KV bytes.
+"""Puts load on one controller with simulated instances, which speak the real protocol and have no KV bytes.
 
-    join        each instance registers and tells in a full sync that it holds `chunks` chunks
-    events      batches of admits and evicts are offered at a rate that doubles from step to step, beside lookups; the
-                limit is the last rate that the controller kept up with
-    lookups     so many lookups at a time, again doubling
+    join        each instance registers and names `chunks` chunks in a full sync
+    events      batches of admits and evicts are sent while lookups run, at a rate that doubles from step to step; the
+                limit is the last rate with which the controller kept up
+    lookups     lookups are sent; the number sent at a time doubles from step to step
 
-Tags are random, so nobody else's lookups find them; when the block is left every instance says goodbye.
+Tags are random, so lookups of real engines do not find them.  At the end every instance says goodbye.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from kvstrata import __version__
-from kvstrata.errors import Unavailable
+from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.measure.figures import percentile
 from kvstrata.native.copying import crc32c
 from kvstrata.rpc import cluster_wire as wire
-from kvstrata.rpc.zmq_link import AskLink, ClusterFailure, Links, PushLink
-from kvstrata.rpc.zmq_server import ClusterKeys
+from kvstrata.rpc.zmq_curve import ClusterKeys
+from kvstrata.rpc.zmq_link import AskLink, Links, PushLink
 
 ANSWER_S = 5.0
 PART_TAGS = 65_536
 JOIN_AT_A_TIME = 8
 SYNC_ATTEMPTS = 100
 EVICT_SHARE = 8
-"""One in so many changes is an evict of something that the batch before admitted."""
+"""One in this many changes evicts a chunk that the previous batch admitted."""
 KEPT_UP_SHARE = 0.95
 LAG_S = 1.0
-"""A controller that shows the last change of a step later than this has not kept up."""
+"""If lookups find the last change of a step later than this, the controller has not kept up."""
 TICK_S = 0.005
 SEEN_S, SEEN_PAUSE_S = 30.0, 0.001
 NO_LOAD = wire.Load({}, {}, {}, {}, 0, 0, 0, 0)
@@ -45,16 +45,16 @@ class Step(NamedTuple):
 
     offered_keys_per_s: float
     taken_keys_per_s: float
-    """Until the last one was found by a lookup."""
+    """Changes per second, counted until a lookup found the last change."""
     lag_ms: float
-    """From the last batch until then."""
+    """Time from the last batch until a lookup found its change."""
     lookups: int
     p50_ms: float
     p99_ms: float
 
     @property
     def kept_up(self) -> bool:
-        """Whether the controller took in what was offered."""
+        """Whether the controller took in all offered changes in time."""
         return self.taken_keys_per_s >= KEPT_UP_SHARE * self.offered_keys_per_s and self.lag_ms <= LAG_S * 1e3
 
 
@@ -79,12 +79,12 @@ class Instance:
         chunks: int,
         tiers: Sequence[str] = ("l1",),
     ) -> None:
-        """It holds `chunks` chunks in L1 once it has joined; `tiers` begins with `l1`."""
+        """The instance holds `chunks` chunks in L1 once it has joined. `tiers` begins with `l1`."""
         self.name = name
         self.tiers = list(tiers)
         self.incarnation = secrets.randbelow(1 << 62) + 1
         self.held = os.urandom(wire.TAG_BYTES * chunks)
-        """Tags that it told in its sync and never evicts."""
+        """Tags that the instance names in its sync and never evicts."""
         self.newest = b""
         self._links = links
         self._host = url.rpartition(":")[0]
@@ -97,7 +97,7 @@ class Instance:
         self._frame = b""
 
     async def join(self) -> float:
-        """Register and tell everything; seconds between two heartbeats. Raises Unavailable or ClusterFailure."""
+        """Register and sync; returns the seconds between two heartbeats. Raises Unavailable or ClusterFailure."""
         request = wire.Register(
             0, wire.CLUSTER_PROTOCOL_VERSION, self.name, self.incarnation, __version__, self.tiers, len(self.held), 256,
             "tcp://127.0.0.1:9", "", "bench", "bench", os.getpid(),
@@ -121,20 +121,23 @@ class Instance:
             try:
                 await self._reply.ask(part, wire.Done, ANSWER_S)
             except ClusterFailure as refused:
-                if not refused.failure.retryable or attempt == SYNC_ATTEMPTS - 1:
+                if not refused.retryable or attempt == SYNC_ATTEMPTS - 1:
                     raise
-                await asyncio.sleep(refused.failure.retry_after_ms / 1000)
+                await asyncio.sleep(refused.retry_after_ms / 1000)
             else:
                 return
 
-    async def beat(self, load: wire.Load = NO_LOAD, models: Sequence[wire.ModelInfo] = ()) -> None:
-        """One heartbeat. Raises Unavailable or ClusterFailure."""
+    async def beat(self, load: wire.Load = NO_LOAD, models: Sequence[wire.KvKind] = ()) -> None:
+        """Send one heartbeat. Raises Unavailable or ClusterFailure."""
         assert self._heart is not None
         told = wire.Heartbeat(0, self.name, self.incarnation, self._seq, "ready", load, list(models), [])
         await self._heart.ask(told, wire.Beat, ANSWER_S)
 
     def try_tell(self, keys: int, tier: str = "l1") -> bool:
-        """Send a batch of so many changes of one tier; False where the controller's socket takes no more now."""
+        """Send a batch of `keys` changes of one tier; returns False if the socket accepts no message now.
+
+        The next call then sends that same batch, whatever its arguments.
+        """
         assert self._push is not None
         if not self._frame:
             evicts = self._before[: wire.TAG_BYTES * (keys // EVICT_SHARE)]
@@ -148,27 +151,33 @@ class Instance:
             return False
         self._seq += 1
         self._frame = b""
-        # The last tag of a batch is not among those that the next one evicts.
+        # The last tag of a batch is not among those that the next batch evicts.
         self.newest = self._before[-wire.TAG_BYTES :]
         return True
 
     async def where(self, tags: bytes) -> int:
-        """Leading keys that another instance holds. Raises Unavailable or ClusterFailure."""
+        """Look up tags; returns how many leading tags the best other instance holds.
+
+        Raises Unavailable or ClusterFailure.
+        """
         found = await self._reply.ask(wire.Where(0, self.name, tags, 1), wire.WhereReply, ANSWER_S)
         return found.owners[0].n_keys if found.owners else 0
 
     async def leave(self) -> None:
-        """Say goodbye, where it has joined."""
+        """Say goodbye, if the instance has joined."""
         if self._push is None:
             return
         try:
             await self._reply.ask(wire.Goodbye(0, self.name, self.incarnation), wire.Done, ANSWER_S)
         except (Unavailable, ClusterFailure):
-            pass  # it is forgotten when it is silent for long enough
+            pass  # the controller forgets an instance that stays silent
 
 
 class SimulatedCluster:
-    """Simulated instances that have joined. Enter it once."""
+    """Simulated instances of one controller: they join when the context is entered and leave when it ends.
+
+    A context can be entered once.
+    """
 
     def __init__(self, url: str, *, instances: int, chunks: int, keys: ClusterKeys | None = None) -> None:
         """`url`: the controller's reply port, `tcp://HOST:PORT`; `instances` is 2 or more."""
@@ -179,7 +188,7 @@ class SimulatedCluster:
         ]
         self.chunks = chunks
         self.join_s = 0.0
-        """Until all had registered and told everything."""
+        """Time until all instances had registered and completed their full sync."""
         self._beating: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -216,12 +225,13 @@ class SimulatedCluster:
     async def events(
         self, keys_per_s: float, seconds: float, *, batch: int, lookups_per_s: int, tags: int
     ) -> Step:
-        """One step: this rate of changes for so long, beside lookups of `tags` tags.
+        """Run one step: `keys_per_s` changes for `seconds`, in batches of `batch`, while lookups of `tags` tags run.
 
-        Raises Unavailable, also when the last change never shows, or ClusterFailure.
+        Raises ClusterFailure or Unavailable; Unavailable also if lookups never find the last change.
         """
         loop = asyncio.get_running_loop()
-        looking = asyncio.create_task(self._look(lookups_per_s, tags), name="lookups")
+        times_ms: list[float] = []
+        looking = asyncio.create_task(self._look(lookups_per_s, tags, times_ms), name="lookups")
         started_s = loop.time()
         sent, at = 0, 0
         while (now_s := loop.time()) - started_s < seconds:
@@ -239,24 +249,23 @@ class SimulatedCluster:
         await asyncio.wait({looking})
         if not looking.cancelled() and (error := looking.exception()) is not None:
             raise error
-        times_ms = self._times_ms
         taken = sent * batch / max(seconds, done_s - started_s - TICK_S)
         return Step(
             keys_per_s, taken, 1e3 * (done_s - sent_s), len(times_ms), _ms(times_ms, 0.5), _ms(times_ms, 0.99)
         )
 
     async def _until_seen(self, tag: bytes, asker: Instance, end_s: float) -> None:
-        """Ask until somebody holds this chunk. Raises Unavailable when nobody does by then."""
+        """Ask until the controller names an instance for this chunk. Raises Unavailable after `end_s`."""
         while not await asker.where(tag):
             if asyncio.get_running_loop().time() > end_s:
                 raise Unavailable(
-                    "the controller never showed a change that it was told: it lost events and wants a full sync; "
-                    "offer less (--most-keys-per-s), and see its log"
+                    "no lookup found a change that was sent to the controller: it lost events and wants a full sync; "
+                    "offer fewer changes (--most-keys-per-s), and see its log"
                 )
             await asyncio.sleep(SEEN_PAUSE_S)
 
     async def lookups(self, at_a_time: int, seconds: float, *, tags: int) -> LookupStep:
-        """One step: so many lookups of `tags` tags at a time. Raises Unavailable or ClusterFailure."""
+        """Run one step: `at_a_time` concurrent lookups of `tags` tags each. Raises Unavailable or ClusterFailure."""
         end_s = time.perf_counter() + seconds
         times_ms: list[float] = []
 
@@ -270,18 +279,17 @@ class SimulatedCluster:
         per_s = len(times_ms) / (time.perf_counter() - started_s)
         return LookupStep(at_a_time, per_s, _ms(times_ms, 0.5), _ms(times_ms, 0.99))
 
-    async def _look(self, per_s: int, tags: int) -> None:
-        """Lookups at an even rate; one that is late is not made up for."""
-        self._times_ms: list[float] = []
+    async def _look(self, per_s: int, tags: int, times_ms: list[float]) -> None:
+        """Look up at an even rate, without catching up after a delay, and append each lookup's time."""
         number = 0
         while True:
             begun_s = time.perf_counter()
-            self._times_ms.append(await self._lookup(number, tags))
+            times_ms.append(await self._lookup(number, tags))
             number += 1
             await asyncio.sleep(max(0.0, begun_s + 1 / per_s - time.perf_counter()))
 
     async def _lookup(self, number: int, tags: int) -> float:
-        """Milliseconds of one lookup of what another instance holds. Raises Unavailable where the answer is wrong."""
+        """Look up chunks of another instance; returns the milliseconds. Raises Unavailable if some are missing."""
         holder = self._instances[number % len(self._instances)]
         asker = self._instances[(number + 1) % len(self._instances)]
         first = number * tags % max(1, self.chunks - tags + 1)
@@ -297,7 +305,7 @@ class SimulatedCluster:
 
 
 def figures_of(step: Step | LookupStep) -> dict[str, Any]:
-    """For reports."""
+    """The step's numbers by name, for reports."""
     more = {"kept_up": step.kept_up} if isinstance(step, Step) else {}
     return {name: round(value, 3) for name, value in step._asdict().items()} | more
 

@@ -1,4 +1,4 @@
-"""Medians, percentiles, the machine in words, and keys of prompts that nobody else has."""
+"""Medians, percentiles, a description of the machine, and fresh chain keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def median_spread(values: Sequence[float]) -> tuple[float, list[float]]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` (0 to 1) of them lie."""
+    """The value below which `share` (0 to 1) of the values lie. Raises IndexError without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
@@ -36,8 +36,8 @@ def machine() -> str:
 
 
 def chain_of(root: bytes, prompt: int, n_chunks: int) -> bytes:
-    """Chain keys of a prompt of `n_chunks` chunks, cheaply: no tokens are hashed; other numbers, other keys.
+    """Chain keys for `n_chunks` chunks of prompt number `prompt`, without hashing tokens.
 
-    Any 32 bytes are a chain key to the server; nobody could derive these from a prompt.
+    The server accepts any 32 bytes as a chain key; no real prompt has these.
     """
     return hashlib.shake_256(root + prompt.to_bytes(8, "little")).digest(n_chunks * 32)

@@ -1,15 +1,15 @@
-"""Rounds of puts, `exists` and loads of one storage adapter, verified, beside raw O_DIRECT I/O of the same records.
+"""Passes of verified puts, `exists` and loads of one storage adapter, compared with raw O_DIRECT I/O of the records.
 
-A pass puts records of random bytes under random keys, batch after batch, asks for them and for as many that nobody
-has, loads them into wiped extents, compares every byte, and deletes them.  The bare disk writes and reads the same
-bytes from and to the same extents, in turns with the adapter, batch by batch.
+A pass puts records of random bytes under random keys, batch after batch, asks `exists` for them and for as many absent
+keys, loads them into wiped extents, compares every byte, and deletes them.  Adapter and raw I/O take turns: for each
+batch, raw I/O writes and reads the same bytes from and to the same extents.
 
-1. Keys are 32 random bytes: no record of anybody else is asked for, written or removed.
-2. What was put is deleted by `Work.end`, whatever went wrong, once no put runs any more; with `keep` whole
-   passes stay.
-3. Extents are of a real pool, small and of this process alone, and the adapter has them by real holds.
+1. Keys are 32 random bytes, so records of other users are never asked for, written or removed.
+2. `Work.end` deletes the records that were put, even after a failure, once no put is running.  With `keep`, the records
+   of complete passes stay.
+3. Extents belong to a real pool, small and private to this process, and the adapter gets them through real holds.
 
-It stops between two calls of the adapter, never in one: each ends at the adapter's deadline at the latest.
+A run stops between two calls of the adapter, each of which ends at the adapter's deadline at the latest.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from kvstrata.clock import SystemClock
 from kvstrata.errors import InternalError, Refused, StorageError
 from kvstrata.measure.raw_io import RawFiles, in_batches
 from kvstrata.memory import linux
-from kvstrata.native.copying import RecordSpec, record_bytes, seal_record
 from kvstrata.native.pool import Hold, Pool
+from kvstrata.native.record import RecordSpec, record_bytes, seal_record
 from kvstrata.rpc.wire import CommitOutcome
 from kvstrata.storage.base import AdapterContext, Found, LoadItem, LoadStatus, Presence, PutItem, PutStatus
-from kvstrata.storage.registry import ConfiguredAdapter
+from kvstrata.storage.stack import Stack
 from kvstrata.types import KEY_BYTES, unpack_extents
 
 EXISTS_CALLS = 10
-"""Of each batch in a pass."""
+"""Calls of `exists` for each batch in a pass."""
 DROP_S = 10.0
-"""For holds to be dropped after their batch was answered; milliseconds at most, unless something is stuck."""
+"""Limit for holds to be dropped after the answer to their batch; it takes milliseconds, unless something is stuck."""
 IDENTITY = bytes(KEY_BYTES)
 WIPED = 0xA5
 
@@ -49,7 +49,7 @@ class Interrupted(Exception):
 
 
 class Pass(NamedTuple):
-    """Seconds of each call of one pass, a call a batch; of raw I/O none where there is none."""
+    """Seconds of each call in one pass, one call for each batch; the lists of raw I/O are empty without raw I/O."""
 
     put: list[float]
     raw_write: list[float]
@@ -57,14 +57,17 @@ class Pass(NamedTuple):
     load: list[float]
     raw_read: list[float]
     moved_bytes: int
-    """Bytes that each of put, load and raw I/O moved."""
+    """Bytes that each of put, raw write, load and raw read moved."""
 
 
 class Records:
-    """`count` records of `payload_bytes` under fresh keys in each pass, and a pool with extents for a batch."""
+    """`count` records of `payload_bytes` bytes, with fresh keys in each pass, and a pool with extents for one batch.
+
+    Owns the records' memory and the pool until `close`.
+    """
 
     def __init__(self, payload_bytes: int, count: int, batch: int, seed: int) -> None:
-        """Raises OSError where there is no memory."""
+        """`seed` determines the payloads. Raises OSError without enough memory."""
         self.count = count
         self.batch = min(batch, count)
         self.payload_bytes = payload_bytes
@@ -91,7 +94,7 @@ class Records:
         self._libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
     def context(self, record_evicted: Callable[[bytes], None]) -> AdapterContext:
-        """What the adapter is lent."""
+        """The context for opening an adapter on the pool's extents."""
         return AdapterContext(
             "kvstrata-bench", SystemClock(), self.pool.extents_address, self.pool.extents_bytes, record_evicted,
             self._fds[1],
@@ -105,7 +108,11 @@ class Records:
             seal_record(self._at(number), self.record_bytes, spec, [self.payload_bytes])
 
     def committed(self, numbers: Sequence[int]) -> list[Hold]:
-        """The records in the pool, as the server has what it puts. They leave by `forget`."""
+        """Commit these records to the pool, where a server's records lie before a put; returns holds on them.
+
+        The caller drops the holds, then `forget` removes the records.  Raises StorageError if the adapter still holds
+        extents of an earlier batch.
+        """
         held = []
         for number in numbers:
             ticket, address = self._reserve(number)
@@ -118,7 +125,7 @@ class Records:
         return held
 
     async def forget(self, numbers: Sequence[int]) -> None:
-        """Remove them from the pool, once nobody holds them. Raises StorageError where that does not happen."""
+        """Remove these records from the pool once no hold is left. Raises StorageError if holds stay for DROP_S."""
         left = [self.keys[number] for number in numbers]
         ends_s = time.monotonic() + DROP_S
         while left:
@@ -131,7 +138,11 @@ class Records:
 
     @contextlib.contextmanager
     def reserved(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Reservations of wiped extents for these records, as the server has for what it loads."""
+        """Reserve wiped extents for these records, as the server does for loads; yields one ticket for each.
+
+        Raises StorageError if the adapter still holds extents of an earlier batch.  The reservations end with the
+        context.
+        """
         tickets = []
         try:
             for number in numbers:
@@ -144,13 +155,13 @@ class Records:
                 self.pool.abort(ticket)
 
     def hold(self, ticket: int) -> Hold:
-        """A hold on a reserved extent."""
+        """A hold on a reserved extent; the caller drops it."""
         hold = self.pool.hold(reserved_ticket=ticket, index=0)
         assert hold is not None
         return hold
 
     def check(self, numbers: Sequence[int], tickets: Sequence[int], what: str) -> None:
-        """Compare every byte of what was read, and wipe it. Raises InternalError for one that differs."""
+        """Compare every byte of the loaded records, and wipe them. Raises InternalError for a wrong byte."""
         for number, ticket in zip(numbers, tickets, strict=True):
             with self.hold(ticket) as hold:
                 if self._libc.memcmp(hold.address, self._at(number), self.record_bytes):
@@ -158,7 +169,7 @@ class Records:
                 ctypes.memset(hold.address, WIPED, self.record_bytes)
 
     def close(self) -> None:
-        """Free everything; what is still held stays mapped until it is dropped."""
+        """Free everything; memory with a hold stays mapped until the hold is dropped."""
         self.pool.close()
         for fd in self._fds:
             os.close(fd)
@@ -176,9 +187,9 @@ class Records:
 
 
 class Work:
-    """What is done with one open adapter: stops at the next call after `stop`, and `end` deletes what it stored."""
+    """Work with one open adapter: after `stop` it ends before its next call; `end` deletes the stored records."""
 
-    def __init__(self, built: ConfiguredAdapter, records: Records, batch: int) -> None:
+    def __init__(self, built: Stack, records: Records, batch: int) -> None:
         self._built = built
         self._adapter = built.adapter
         self._records = records
@@ -187,18 +198,18 @@ class Work:
         self._stopping = False
 
     def stop(self) -> None:
-        """Raise Interrupted before the next call."""
+        """Make the work raise Interrupted before its next call."""
         self._stopping = True
 
     async def end(self) -> int:
-        """Delete what is there of unfinished work; how many records may still be stored."""
+        """Delete the records of unfinished work; returns the number that may still be stored."""
         if self._built.guard.running:  # a put that outlives its deadline may still store
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._built.guard.ended(), DROP_S)
         return await self._delete(self._stored)
 
     async def _delete(self, keys: Sequence[bytes]) -> int:
-        """Delete these of what is stored; how many of them may be left."""
+        """Delete records; returns the number that may still be stored."""
         for at in range(0, len(keys), self._batch):
             await self._adapter.delete(keys[at : at + self._batch])
         found = await self._adapter.exists(keys) if keys else []
@@ -207,16 +218,19 @@ class Work:
         return len(keys) - len(gone)
 
     def _check_found(self, found: Sequence[Found]) -> None:
-        """Of keys of which every second one is stored, the first one among them."""
+        """Check the answers of `exists` for keys that are in turns stored and absent, beginning with a stored one.
+
+        Raises StorageError for a stored key that is not found, InternalError for an absent key that is found.
+        """
         there, absent = found[::2], found[1::2]
         length = self._records.record_bytes
         if wrong := [f for f in there if (f.presence, f.record_bytes) != (Presence.PRESENT, length)]:
             raise StorageError(
-                f"{self._adapter.name}: exists: {len(wrong)} of {len(there)} records that were stored are "
+                f"{self._adapter.name}: exists: {len(wrong)} of {len(there)} stored records are "
                 f"{wrong[0].presence.name.lower()} {wrong[0].reason} with {wrong[0].record_bytes} bytes"
             )
         if any(f.presence is Presence.PRESENT for f in absent):
-            raise InternalError(f"{self._adapter.name}: exists: keys that nobody stored are present")
+            raise InternalError(f"{self._adapter.name}: exists: keys that were never stored are present")
 
     def _all(self, operation: str, outcomes: Sequence[tuple[bool, str, str]]) -> None:
         wrong = [(name.lower(), reason) for fine, name, reason in outcomes if not fine]
@@ -233,11 +247,11 @@ class Work:
 
 
 class Workload(Work):
-    """Passes beside the bare disk. `moved(bytes)` is called after each batch."""
+    """Passes of the adapter beside raw I/O. `moved(bytes)` is called after each batch."""
 
     def __init__(
         self,
-        built: ConfiguredAdapter,
+        built: Stack,
         records: Records,
         raw: RawFiles | None,
         *,
@@ -252,9 +266,10 @@ class Workload(Work):
         """Records that stay because of `keep`."""
 
     async def run(self, number: int) -> Pass:
-        """One pass; odd ones begin each batch with the adapter, even ones with the bare disk.
+        """Run one pass. From batch to batch and from pass to pass, adapter and raw I/O change places as the first.
 
-        Raises StorageError for what the adapter refuses, InternalError for wrong bytes, OSError for raw I/O.
+        Raises Refused or StorageError if the adapter refuses a record, InternalError for wrong bytes, OSError if raw
+        I/O fails, Interrupted after `stop`.
         """
         records = self._records
         records.seal()
@@ -280,9 +295,8 @@ class Workload(Work):
     async def _put(self, numbers: range, taken: Pass, *, adapter_first: bool) -> None:
         records = self._records
         holds = records.committed(numbers)
-        with (
-            contextlib.ExitStack() as own
-        ):  # the adapter drops its own holds; raw I/O has others on the same bytes
+        # The adapter drops the holds that it gets; raw I/O has holds of its own on the same bytes.
+        with contextlib.ExitStack() as own:
             for hold in holds:
                 own.callback(hold.drop)
             raw_holds: list[Hold] = []

@@ -1,4 +1,4 @@
-"""The figures of `kvstrata bench` l2, serve and cluster as SVGs, drawn by matplotlib (the extra `bench`)."""
+"""Draws the figures of `kvstrata bench` l2, serve and cluster as SVGs with matplotlib (the extra `bench`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIMES = (("put", "o", "#1f5fa8"), ("load", "s", "#b35900"), ("exists", "^", "#3
 
 
 def check_plot(flag: str) -> None:
-    """Raises ConfigError, naming the flag and what to install, where nothing can be drawn."""
+    """Raise ConfigError, which names the flag and what to install, if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             f"{flag}: needs the Python package 'matplotlib', which is not installed; pip install 'kvstrata[bench]'",
@@ -27,7 +27,7 @@ def check_plot(flag: str) -> None:
 
 
 def draw_l2(report: dict[str, Any], path: Path) -> None:
-    """Rates with their least and greatest pass beside raw I/O, and percentiles of batches. OSError when unwritable."""
+    """Draw the rates of the adapter and of raw I/O, and percentiles of the times of batches. Raises OSError."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -64,14 +64,14 @@ def draw_l2(report: dict[str, Any], path: Path) -> None:
             for number, size in enumerate(sizes):
                 ms = size[operation]["ms"]
                 x = number + (place - 1) * 0.22
-                label = operation if number == 0 else "_"  # named once
+                label = operation if number == 0 else "_"  # one entry in the legend
                 times.plot([x, x], [ms["p50"], ms["p99"]], color=colour, linewidth=1)
                 times.plot([x], [ms["p50"]], mark, color=colour, label=label)
                 times.plot([x, x], [ms["p95"], ms["p99"]], "_", color=colour, markersize=9)
         times.set_yscale("log")
         times.set_xticks(range(len(sizes)), names)
         times.set_xlim(-0.5, len(sizes) - 0.5)
-        times.set_ylabel("ms a batch (log)")
+        times.set_ylabel("ms per batch (log)")
         times.set_title("Batches: median (mark), p95 and p99 (dashes)")
         times.grid(axis="y", which="major", linewidth=0.4)
         times.legend(loc="upper center", bbox_to_anchor=(0.5, -0.07), ncols=3, frameon=False)
@@ -83,7 +83,7 @@ _SOURCES = ("#1f5fa8", "#b35900", "#3a7d34", "#7a4f9a", "#8c8c8c")
 
 
 def draw_serve(report: dict[str, Any], path: Path) -> None:
-    """TTFT of each round as a distribution, and where its prompts' tokens came from. OSError when unwritable."""
+    """Draw the distribution of each round's TTFT, and the sources of its prompts' tokens. Raises OSError."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -96,13 +96,13 @@ def draw_serve(report: dict[str, Any], path: Path) -> None:
             ms = sorted(found["ttfts_ms"])
             if not ms:
                 continue
-            # Rounds of a long run go from dark to light.
+            # The first round is darkest, the last lightest.
             shade = (0.12, 0.37, 0.66, 1.0 - 0.75 * number / len(rounds))
             times.step([ms[0], *ms], [100 * place / len(ms) for place in range(len(ms) + 1)], where="post",
                        color=shade, label=f"{name}: median {found['ttft_ms']['median']:.0f} ms")  # fmt: skip
         times.set_xscale("log")
         times.set_xlabel("TTFT, ms (log)")
-        times.set_ylabel("requests that were as fast, %")
+        times.set_ylabel("requests at least as fast, %")
         times.set_title("Time to the first token")
         times.grid(which="major", linewidth=0.4)
         times.legend(loc="upper left", frameon=False)
@@ -118,7 +118,9 @@ def draw_serve(report: dict[str, Any], path: Path) -> None:
             below = [a + b for a, b in zip(below, values, strict=True)]
         tokens.set_xticks(range(len(rounds)), names)
         tokens.set_ylabel("tokens of prompts")
-        tokens.set_title("Where prompts came from" if sources else "Prompts (the endpoint tells no sources)")
+        tokens.set_title(
+            "Sources of prompts' tokens" if sources else "Prompts (the endpoint reports no sources)"
+        )
         if any(below):
             tokens.legend(loc="upper center", bbox_to_anchor=(0.5, -0.07), ncols=4, frameon=False)
         label = f"{report['label']}: " if report["label"] else ""
@@ -127,7 +129,7 @@ def draw_serve(report: dict[str, Any], path: Path) -> None:
 
 
 def draw_cluster(report: dict[str, Any], path: Path) -> None:
-    """What was taken of the changes offered, and lookups beside them and alone. OSError when unwritable."""
+    """Draw offered and taken changes, the times of lookups during them, and of lookups alone. Raises OSError."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -1,8 +1,9 @@
-"""The bare medium that adapters on local files are compared with.
+"""Raw I/O on the medium of an adapter, for comparison.
 
-A file for each record, opened with O_DIRECT, written by one `pwritev` and synced by `fdatasync`, or read by one
-`preadv`, by as many threads as the adapter has; every batch is waited for, as the adapter's caller waits.  No names to
-make durable, no checksum, no index.  The system calls take the time: Python takes about 20 µs a file beside them.
+Each record is a file, opened with O_DIRECT, written by one `pwritev` and synced by `fdatasync`, or read by one
+`preadv`.  Its threads are as many as the adapter's, and its caller waits for each batch as the adapter's caller does.
+Names of files are not made durable, and there is neither checksum nor index.  Python adds about 20 µs per file to the
+system calls.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvstrata.errors import StorageError
 
 
 class RawFiles:
-    """Files named by numbers in a folder that is there and stays the caller's, as the files do."""
+    """Files named by numbers, in an existing folder; the caller owns the folder and the files, and calls `close`."""
 
     def __init__(self, folder: Path, write_threads: int, read_threads: int) -> None:
         self._folder = folder
@@ -26,10 +27,10 @@ class RawFiles:
             concurrent.futures.ThreadPoolExecutor(threads) for threads in (write_threads, read_threads)
         )
         for executor, threads in ((self._writers, write_threads), (self._readers, read_threads)):
-            list(executor.map(lambda _: time.sleep(0.001), range(threads)))  # its threads are there
+            list(executor.map(lambda _: time.sleep(0.001), range(threads)))  # starts all threads
 
     def write_s(self, numbers: Sequence[int], records: Sequence[memoryview]) -> float:
-        """Seconds to write each record to a new file; page-aligned, whole pages. OSError names what fails."""
+        """Write each record, page-aligned and of whole pages, to a new file; returns the seconds. Raises OSError."""
 
         def write(number: int, record: memoryview) -> None:
             path = self._folder / str(number)
@@ -44,7 +45,7 @@ class RawFiles:
         return _timed(self._writers, write, numbers, records)
 
     def read_s(self, numbers: Sequence[int], records: Sequence[memoryview]) -> float:
-        """Seconds to read what `write_s` wrote; likewise."""
+        """Read files, written by `write_s`, into these buffers; returns the seconds. Raises OSError."""
 
         def read(number: int, record: memoryview) -> None:
             path = self._folder / str(number)
@@ -58,7 +59,7 @@ class RawFiles:
         return _timed(self._readers, read, numbers, records)
 
     def remove(self, numbers: Sequence[int]) -> None:
-        """Remove these files."""
+        """Remove these files. Raises OSError."""
         for number in numbers:
             (self._folder / str(number)).unlink()
 
@@ -80,14 +81,14 @@ def _timed(
 
 
 def in_batches(count: int, batch: int) -> list[range]:
-    """Numbers 0 to count - 1 in runs of `batch`."""
+    """The numbers from 0 to count - 1, in runs of `batch`; the last run may be shorter."""
     return [range(at, min(at + batch, count)) for at in range(0, count, batch)]
 
 
 def check_direct(folder: Path) -> None:
-    """Raises StorageError where files in this folder cannot be made, or not be opened with O_DIRECT."""
+    """Raise StorageError if files cannot be made in this folder, or cannot be opened with O_DIRECT."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix="kvstrata-bench-") as file:
             os.close(os.open(file.name, os.O_WRONLY | os.O_DIRECT))
     except OSError as error:
-        raise StorageError(f"{folder}: no raw I/O with O_DIRECT there ({error})") from None
+        raise StorageError(f"{folder}: raw I/O with O_DIRECT is not possible there ({error})") from None

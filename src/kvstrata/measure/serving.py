@@ -1,4 +1,4 @@
-"""Drives OpenAI-compatible endpoints with a workload and measures what their users see.
+"""Sends a workload to OpenAI-compatible endpoints and measures what their users see.
 
 Every request is a streamed completion whose prompt is a list of token ids.  Times, in seconds:
 
@@ -7,8 +7,8 @@ Every request is a streamed completion whose prompt is a list of token ids.  Tim
     TPOT  from the first piece to the last, divided by the tokens after the first
     E2E   from sending the request to the end of the answer
 
-Counts of tokens are what the endpoint says in `usage`.  Where they came from is read from the endpoints' /metrics as
-vLLM names them, and from the cache servers', before and after each round.
+Counts of tokens are those of the endpoint's `usage`.  The sources of cached tokens are read from the /metrics of the
+endpoints (with vLLM's names) and of the cache servers, before and after each round.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ if TYPE_CHECKING:
     import httpx
 
 PROBE_S = 10.0
-"""An endpoint that serves lists its models within this."""
+"""Limit for an endpoint to list its models, and for a page of metrics."""
 CACHED = "vllm:prompt_tokens_cached_by_source"
-"""Of vLLM: cached prompt tokens by the tier that gave them."""
+"""vLLM's metric of cached prompt tokens, by their source."""
 CACHED_BEFORE = {"vllm:prefix_cache_hits": "device", "vllm:external_prefix_cache_hits": "external"}
-"""Where a vLLM has no such metric."""
+"""Metrics of a vLLM that lacks CACHED, and the sources that they count."""
 SERVER_CHUNKS = {"kvstrata_l1_hit_chunks": "L1 chunks", "kvstrata_l2_hit_chunks": "L2 chunks"}
-"""Of a cache server."""
+"""Metrics of a cache server, and the sources that they count."""
 
 
 class Endpoint(NamedTuple):
-    """`url` without a path; `model` as the endpoint calls it."""
+    """An endpoint: its `url` without a path, and the name of its `model`."""
 
     url: str
     model: str
 
 
 class CacheServer(NamedTuple):
-    """Admin port of an lmcache-server; `token` is empty where it asks for none."""
+    """The `url` of an lmcache-server's admin port; `token` is empty if that port needs none."""
 
     url: str
     token: str
 
 
 class Options(NamedTuple):
-    """How requests are sent."""
+    """Options for sending requests."""
 
     vocabulary: range
     seed: int
     concurrency: int
-    """Requests in flight at most, over all endpoints."""
+    """Most requests in flight, over all endpoints."""
     timeout_s: float
     extra_body: Mapping[str, Any]
-    """More fields of every request."""
+    """Further fields for every request."""
 
 
 class Result(NamedTuple):
-    """One request. With an `error` only `sent_s` and `ended_s` mean something."""
+    """The outcome of one request. With an `error`, only `sent_s` and `ended_s` have a meaning."""
 
     sent_s: float
     ended_s: float
@@ -76,17 +76,17 @@ class Result(NamedTuple):
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int | None = None
-    """None: the endpoint does not say (vLLM: --enable-prompt-tokens-details)."""
+    """None: the endpoint does not report it (vLLM: --enable-prompt-tokens-details)."""
     error: str = ""
 
 
 class Round(NamedTuple):
-    """What became of one round; `sources` are tokens (or chunks, where the name says so) by where they came from."""
+    """The outcome of one round; `sources` counts tokens (or chunks, if the name says so) by source."""
 
     results: list[Result]
     sources: dict[str, int]
     uncounted: list[str]
-    """URLs whose counters are not in `sources`: read before the round or after it only, or begun again between."""
+    """URLs whose counters are not in `sources`: they were missing before or after the round, or reset during it."""
 
 
 class _Usage(msgspec.Struct):
@@ -110,7 +110,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 async def find_model(client: httpx.AsyncClient, url: str, model: str) -> Endpoint:
-    """The endpoint at `url`, its only model where `model` is empty. Raises KvstrataError, naming what to change."""
+    """The endpoint at `url`, with its only model if `model` is empty. Raises ConfigError or Unavailable."""
     import httpx
 
     try:
@@ -147,9 +147,10 @@ async def run_round(
     options: Options,
     ended: Callable[[], object],
 ) -> Round:
-    """Send a round and wait for all of it; `ended` is called after each request. A failed request is a result.
+    """Send a round and wait for all its requests; `ended` is called after each. A failed request is a result too.
 
-    `plain`: a client that sends no key of the endpoints, for the counters.
+    `plain`: a client that does not send the endpoints' key, for reading the counters.  Cancelling the call cancels all
+    requests of the round.
     """
     before = await _counters(plain, endpoints, servers)
     room = asyncio.Semaphore(options.concurrency)
@@ -213,11 +214,11 @@ async def _send(
                     pieces_s.append(time.monotonic())
                 usage = event.usage or usage
     except TimeoutError:
-        return failed(f"no end of the answer in {options.timeout_s:g} s")
+        return failed(f"the answer did not end within {options.timeout_s:g} s")
     except httpx.HTTPError as error:
         return failed(f"{type(error).__name__}: {error}")
     except msgspec.DecodeError as error:
-        return failed(f"an event that is not JSON as expected: {error}")
+        return failed(f"an event of the answer is not the expected JSON: {error}")
     if not pieces_s or usage is None:
         return failed("an answer without tokens" if not pieces_s else "an answer without usage")
     details = usage.prompt_tokens_details
@@ -243,7 +244,7 @@ def _message(body: str) -> str:
 async def _counters(
     client: httpx.AsyncClient, endpoints: Sequence[Endpoint], servers: Sequence[CacheServer]
 ) -> dict[str, Counter[str]]:
-    """What each one that shows its counters has counted so far, by its URL."""
+    """The present counters of each endpoint and cache server that shows them, by URL."""
     import httpx
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -256,7 +257,7 @@ async def _counters(
         try:
             page = await client.get(f"{url}/metrics", headers=headers, timeout=PROBE_S)
         except httpx.HTTPError:
-            continue  # no engine of vLLM's kind; the requests say what is wrong with it
+            continue  # this endpoint has no metrics; if it does not answer at all, the requests say so
         if page.status_code != 200:
             continue
         found = {family.name: family for family in text_string_to_metric_families(page.text)}
@@ -274,13 +275,13 @@ async def _counters(
 def _grown(
     before: Mapping[str, Counter[str]], after: Mapping[str, Counter[str]]
 ) -> tuple[dict[str, int], list[str]]:
-    """What was counted between, over all, and the URLs of which that cannot be told."""
+    """How much each counter grew between two readings, and the URLs whose growth is unknown."""
     total: Counter[str] = Counter()
     unknown = list(before.keys() ^ after.keys())
     for url in before.keys() & after.keys():
         grown = Counter(after[url])
         grown.subtract(before[url])
-        if any(count < 0 for count in grown.values()):  # it was started again
+        if any(count < 0 for count in grown.values()):  # the process was restarted
             unknown.append(url)
         else:
             total.update(grown)
@@ -296,7 +297,7 @@ def _summed(families: dict[str, Any], names: dict[str, str]) -> dict[str, int]:
 
 
 async def check_servers(client: httpx.AsyncClient, servers: Sequence[CacheServer]) -> None:
-    """Raises KvstrataError for an admin port that does not serve its metrics."""
+    """Raise ConfigError if an admin port does not serve its metrics."""
     import httpx
 
     for server in servers:
@@ -305,7 +306,7 @@ async def check_servers(client: httpx.AsyncClient, servers: Sequence[CacheServer
         try:
             page = await client.get(f"{server.url}/metrics", headers=headers, timeout=PROBE_S)
             if page.status_code != 200 or "kvstrata_instance" not in page.text:
-                why = f"status {page.status_code}, no metrics of lmcache-server"
+                why = f"status {page.status_code}, without metrics of lmcache-server"
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             why = str(error) or type(error).__name__
         if why:
@@ -315,10 +316,10 @@ async def check_servers(client: httpx.AsyncClient, servers: Sequence[CacheServer
 
 
 def figures(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Of all results of these rounds, one after the other. Times in ms; None where no request succeeded."""
+    """The figures of all results of these rounds. Names end in the unit; the times are None if no request succeeded."""
     results = [result for part in rounds for result in part.results]
     good = [result for result in results if not result.error]
-    # Rounds run one after the other; what lies between them is nobody's.
+    # The time between two rounds counts for neither.
     duration_s = sum(
         max(r.ended_s for r in part.results) - min(r.sent_s for r in part.results) for part in rounds
     )

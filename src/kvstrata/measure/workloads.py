@@ -1,7 +1,7 @@
-"""What `kvstrata bench serve` sends: requests in rounds, each prompt made of pieces that others may share.
+"""The workloads of `kvstrata bench serve`: rounds of requests, whose prompts are made of pieces that they may share.
 
-No I/O but the reading of a trace.  A piece is a name and a length; its tokens follow from the seed and the name alone,
-so two prompts that begin with the same pieces begin with the same tokens, in every run with that seed.
+Only `read_trace` does I/O.  A piece is a name and a length; the seed and the name alone determine its tokens.  So two
+prompts that begin with the same pieces begin with the same tokens, in every run with that seed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,24 @@ import msgspec
 from kvstrata.errors import ConfigError
 
 BLOCK_TOKENS = 512
-"""Of a trace: tokens that one of its block ids stands for."""
+"""Tokens for which one block id of a trace stands."""
 LAST_MS = 1e15
-"""Of a trace: no request is later."""
+"""Latest time of a request in a trace, in ms."""
 
 
 class Piece(NamedTuple):
-    """Tokens that are the same wherever this name stands."""
+    """A run of tokens, the same wherever its name occurs."""
 
     name: str
     tokens: int
 
 
 class Request(NamedTuple):
-    """One prompt. `at_s`: seconds after its round began at which it is sent; None: as soon as there is room."""
+    """One request to endpoint number `endpoint`.
+
+    `at_s`: seconds from the start of its round until it is sent; None: as soon as the limit of requests in flight
+    allows.
+    """
 
     pieces: tuple[Piece, ...]
     output_tokens: int
@@ -40,11 +44,11 @@ class Request(NamedTuple):
 
     @property
     def input_tokens(self) -> int:
-        """Length of the prompt."""
+        """Tokens of the prompt."""
         return sum(piece.tokens for piece in self.pieces)
 
     def prompt(self, seed: int, vocabulary: range) -> list[int]:
-        """Its token ids, all within `vocabulary`."""
+        """The prompt's token ids, all within `vocabulary`."""
         return [
             token
             for piece in self.pieces
@@ -53,7 +57,7 @@ class Request(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """Rounds that run one after the other; `meaning` says in words what they are."""
+    """Rounds that run one after the other; `meaning` describes them in words."""
 
     name: str
     meaning: str
@@ -69,7 +73,7 @@ def long_documents(
     rounds: int,
     endpoints: int,
 ) -> Workload:
-    """Each round asks another question about each document, at the endpoint after the one that had it before."""
+    """Each round asks another question about each document, and sends it to the endpoint after the previous round's."""
     return Workload(
         "long-doc-qa",
         f"{documents} documents of {document_tokens} tokens, {rounds} rounds with another question of "
@@ -91,9 +95,9 @@ def long_documents(
 def shared_prefix_chat(
     users: int, turns: int, system_tokens: int, message_tokens: int, output_tokens: int, *, endpoints: int
 ) -> Workload:
-    """One system prompt for all; a round is one turn of every user, after all that was said before.
+    """All users share a system prompt; a round is one turn of every user, whose prompt holds all previous turns.
 
-    What the model answered is stood in for by as many other tokens, so prompts do not depend on the model.
+    In later prompts, as many made-up tokens stand for the model's answers, so prompts do not depend on the model.
     """
     rounds = []
     said: list[list[Piece]] = [[Piece("system", system_tokens)] for _ in range(users)]
@@ -117,7 +121,7 @@ def shared_prefix_chat(
 
 
 class TraceRequest(NamedTuple):
-    """One line of a trace: tokens of the prompt, ids of its blocks (the last may be partly filled)."""
+    """One line of a trace: time, tokens of prompt and answer, ids of the prompt's blocks (the last may be partial)."""
 
     tokens: int
     blocks: list[int]
@@ -136,10 +140,10 @@ _trace_line = msgspec.json.Decoder(_TraceLine).decode
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """A trace as published with Mooncake (FAST 2025): JSON lines with `timestamp`, `input_length`, `output_length` and
-    `hash_ids`, one id per 512 tokens of the prompt, equal for equal prefixes.
+    """Read a trace in the format that was published with Mooncake (FAST 2025).
 
-    Raises ConfigError naming the line, what is wrong with it, and what to change.
+    Its JSON lines have `timestamp`, `input_length`, `output_length` and `hash_ids`: one id per 512 tokens of the
+    prompt, equal for equal prefixes.  Raises ConfigError, which names the file or the line and what is wrong with it.
     """
     requests = []
     try:
@@ -170,10 +174,11 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 
 def synthetic_trace(requests: int = 6000, seed: int = 1) -> list[TraceRequest]:
-    """Conversations whose next turn comes after a while with all that was said before and some blocks more.
+    """A trace of conversations, in which the prompt of each turn is the previous prompt and some further blocks.
 
-    The gap between turns is log-normal with its median at 3 % of the trace and nine in ten below 14 %; most
-    conversations have one turn, and one prompt in ten begins with a shared system prompt.  Three requests a second.
+    The gap between turns is log-normal: its median is 3 % of the trace, and nine gaps in ten are below 14 %.  Most
+    conversations have one turn, and one conversation in ten begins with a shared system prompt.  Requests come at three
+    per second.
     """
     chance = random.Random(seed)
     outputs = random.Random(f"outputs {seed}")
@@ -198,9 +203,10 @@ def synthetic_trace(requests: int = 6000, seed: int = 1) -> list[TraceRequest]:
 def replay(
     trace: Sequence[TraceRequest], name: str, *, speed: float, scale: float, most_tokens: int, endpoints: int
 ) -> Workload:
-    """One round: every request at its time divided by `speed`, its lengths multiplied by `scale`.
+    """One round that sends every request at its time divided by `speed`, with lengths multiplied by `scale`.
 
-    Requests whose prompt and answer would be longer than `most_tokens` are left out.
+    Requests whose scaled prompt and answer together exceed `most_tokens` are left out.  Raises ConfigError if none is
+    left.
     """
     block_tokens = max(1, round(BLOCK_TOKENS * scale))
     first_ms = min(request.at_ms for request in trace)

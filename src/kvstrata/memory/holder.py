@@ -1,23 +1,21 @@
-"""Keeps a segment's memfds over the death of a server, for hosts whose /dev/shm is too small for files.
+"""Keeps a segment's memfds alive when a server dies, for hosts whose /dev/shm is too small for files.
 
-The holder is a process of its own session with no parent of ours: SIGKILL of the server, or of its whole
-process group, leaves it.  It holds at most one set of descriptors and maps nothing.  On `holder.sock`
+The holder is a process in a session of its own, adopted by init, so it survives SIGKILL of the server and of the
+server's process group.  It holds at most one set of descriptors and maps nothing.  On `holder.sock`
 (0600, our uid only) it answers one message per connection:
 
     get            → "held" + descriptors, or "empty"
     put + fds      → "ok"; replaces what was held
-    pid            → its process number, for `doctor` and for who waits for its end
     exit           → "ok", then the process ends
 
-1. A peer costs only itself: sockets never block, silent ones are dropped after 2 s, at most 8 are served at
-   a time.
-2. The holder ends when told, when a holder is not needed any more (its socket's path is gone or is
-   another's), and on SIGTERM; the memory then lives as long as attached processes map it.
-3. It touches no byte of the pool and takes no lock: a descriptor it hands out is reopened by the server
-   before that locks it (see `segment`).
+1. A bad process harms only itself: sockets never block, silent connections are dropped after 2 s, at most 8 are
+   served at a time.
+2. The holder ends when told to, when it is not needed any more (its socket's path is gone or belongs to another
+   holder), and on SIGTERM.  The memory then lives as long as attached processes map it.
+3. It touches no byte of the pool and takes no lock: the server reopens a descriptor that it gets from here before it
+   locks the file (see `segment`).
 
-Only the standard library and `memory.linux` are imported here, and it starts without `site`: it costs some
-10 MB.
+It imports only the standard library and `memory.linux`, and starts without `site`, so it takes only some 10 MB.
 """
 
 from __future__ import annotations
@@ -34,37 +32,37 @@ HELD_COUNT = 3
 """Descriptors of one segment: index, extents, sessions.lock, in this order."""
 
 MAX_MESSAGE_BYTES = 64
-MAX_PEERS = 8
-_PEER_TIMEOUT_S = 2.0
+MAX_CONNECTIONS = 8
+_SILENCE_S = 2.0
 _CHECK_INTERVAL_S = 1.0
 
 
 class Holder:
-    """The loop of the holder process. Owns the listener, its peers and the held descriptors."""
+    """The loop of the holder process. Owns the listener, its connections and the held descriptors."""
 
     def __init__(self, listener: socket.socket, path: str) -> None:
         self._listener = listener
         self._path = path
         self._socket_id = self._path_id()
-        self._peers: dict[int, tuple[socket.socket, float]] = {}
+        self._connections: dict[int, tuple[socket.socket, float]] = {}
         self._held: list[int] = []
         self._told_to_end = False
 
     def run(self) -> None:
-        """Serves until told to end or until nobody can reach the socket any more."""
+        """Serve until told to end, or until no process can reach the socket any more."""
         self._listener.setblocking(False)
         while not self._told_to_end and self._path_id() == self._socket_id:
             poller = select.poll()
-            if len(self._peers) < MAX_PEERS:
+            if len(self._connections) < MAX_CONNECTIONS:
                 poller.register(self._listener, select.POLLIN)
-            for fd in self._peers:
+            for fd in self._connections:
                 poller.register(fd, select.POLLIN)
             for fd, _ in poller.poll(_CHECK_INTERVAL_S * 1000):
                 if fd == self._listener.fileno():
                     self._accept()
                 else:
-                    self._serve(self._peers.pop(fd)[0])
-            self._drop_silent_peers()
+                    self._serve(self._connections.pop(fd)[0])
+            self._drop_silent()
 
     def _path_id(self) -> tuple[int, int] | None:
         try:
@@ -78,18 +76,18 @@ class Holder:
             sock, _ = self._listener.accept()
         except OSError:
             return
-        if linux.peer_of(sock).uid != os.geteuid():
+        if linux.credentials_of(sock).uid != os.geteuid():
             sock.close()
             return
         sock.setblocking(False)
-        self._peers[sock.fileno()] = (sock, time.monotonic() + _PEER_TIMEOUT_S)
+        self._connections[sock.fileno()] = (sock, time.monotonic() + _SILENCE_S)
 
-    def _drop_silent_peers(self) -> None:
+    def _drop_silent(self) -> None:
         now = time.monotonic()
-        for fd, (sock, deadline) in list(self._peers.items()):
+        for fd, (sock, deadline) in list(self._connections.items()):
             if now > deadline:
                 sock.close()
-                del self._peers[fd]
+                del self._connections[fd]
 
     def _serve(self, sock: socket.socket) -> None:
         with sock:
@@ -101,7 +99,7 @@ class Holder:
             try:
                 linux.send(sock, answer, fds)
             except OSError:
-                pass  # the peer is gone; what it put stays
+                pass  # the process has disconnected; the descriptors that it put stay
 
     def _answer(self, received: linux.Received) -> tuple[bytes, list[int]]:
         if received.data == b"put" and len(received.fds) == HELD_COUNT and not received.fds_lost:
@@ -111,8 +109,6 @@ class Holder:
         linux.close_all(received.fds)
         if received.data == b"get":
             return (b"held", self._held) if self._held else (b"empty", [])
-        if received.data == b"pid":
-            return str(os.getpid()).encode(), []
         if received.data == b"exit":
             self._told_to_end = True
             return b"ok", []
@@ -121,14 +117,15 @@ class Holder:
 
 def main() -> None:
     """Entry of the process: `argv` = import root, listening descriptor, path of its socket."""
-    listener, path = socket.socket(fileno=int(sys.argv[2])), sys.argv[3]
+    # Made before the starter goes on: a process that takes the path afterwards is recognized as another holder.
+    holder = Holder(socket.socket(fileno=int(sys.argv[2])), sys.argv[3])
     if os.fork():
-        os._exit(0)  # the starter reaps this one; init adopts the holder
+        os._exit(0)  # the starter reaps this process; init adopts its child, the holder
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
     os.close(null)
-    Holder(listener, path).run()
+    holder.run()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The server's side of the holder (see `holder`): start it, ask it, end it.  Blocking, with time limits."""
+"""The server's side of the holder (see `holder`): starts it, asks it and ends it.  Blocking, with time limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from kvstrata.memory import linux
-from kvstrata.memory.holder import HELD_COUNT, MAX_MESSAGE_BYTES, MAX_PEERS
+from kvstrata.memory.holder import HELD_COUNT, MAX_CONNECTIONS, MAX_MESSAGE_BYTES
+from kvstrata.process.child_environment import plain
 
 _REPLY_TIMEOUT_S = 3.0
 _START_TIMEOUT_S = 10.0
@@ -22,15 +23,15 @@ class HolderUnreachable(Exception):
 
 
 def start(path: Path) -> None:
-    """Starts a holder that listens on `path`, in place of one that may have been there.
+    """Start a holder that listens on `path`, in place of any earlier holder.
 
-    When this returns the socket takes connections.  Raises OSError when the process cannot be started.
+    When it returns, the socket takes connections.  Raises OSError when the process cannot be started.
     """
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         os.fchmod(listener.fileno(), 0o600)
         listener.bind(os.fspath(path))
-        listener.listen(MAX_PEERS)
+        listener.listen(MAX_CONNECTIONS)
         root = Path(__file__).resolve().parents[2]
         command = [
             sys.executable,
@@ -51,6 +52,7 @@ def start(path: Path) -> None:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
+                env=plain(os.environ),
                 cwd="/",
                 start_new_session=True,
                 timeout=_START_TIMEOUT_S,
@@ -65,7 +67,7 @@ def start(path: Path) -> None:
 
 
 def fetch(path: Path) -> list[int]:
-    """Descriptors held now (index, extents, sessions.lock; the caller's), or an empty list.
+    """Copies of the held descriptors (index, extents, sessions.lock), now the caller's; empty if the holder has none.
 
     Raises HolderUnreachable, and PermissionError when the socket is served by another uid.
     """
@@ -81,21 +83,15 @@ def fetch(path: Path) -> list[int]:
 
 
 def keep(path: Path, fds: list[int]) -> None:
-    """Hands copies of (index, extents, sessions.lock) to the holder, in place of what it had."""
+    """Hand copies of (index, extents, sessions.lock) to the holder, which drops the descriptors that it had.
+
+    Raises as `fetch`.
+    """
     _expect_ok(path, b"put", fds)
 
 
-def process_id(path: Path) -> int:
-    """The pid of the holder that answers on `path`."""
-    received = _ask(path, b"pid", [])
-    linux.close_all(received.fds)
-    if not received.data.isdigit():
-        raise HolderUnreachable(f"{path}: unexpected answer {received.data!r} to 'pid'")
-    return int(received.data)
-
-
 def dismiss(path: Path) -> None:
-    """Tells the holder to let go and end."""
+    """Tell the holder to close its descriptors and end. Raises as `fetch`."""
     _expect_ok(path, b"exit", [])
 
 
@@ -111,7 +107,7 @@ def _ask(path: Path, request: bytes, fds: list[int]) -> linux.Received:
         try:
             linux.connect(sock, os.fspath(path), _REPLY_TIMEOUT_S)
             sock.settimeout(_REPLY_TIMEOUT_S)
-            if linux.peer_of(sock).uid != os.geteuid():
+            if linux.credentials_of(sock).uid != os.geteuid():
                 raise PermissionError(errno.EPERM, "holder socket is served by another uid", os.fspath(path))
             linux.send(sock, request, fds)
             return linux.receive(sock, MAX_MESSAGE_BYTES, HELD_COUNT)

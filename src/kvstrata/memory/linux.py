@@ -1,12 +1,15 @@
 """The Linux calls behind segment and attach.  Standard library only: the holder process imports this.
 
-Constants are written out because Python builds against old C libraries (conda) leave some of them away; the
-kernel has had all of them since 5.4.
+Descriptors that these functions return belong to the caller.  A refusal by the kernel raises OSError, except where a
+function says otherwise.
 
-Record locks.  *POSIX* locks (`lock_byte`) belong to a process and end with it, whatever its children
+Constants are written out because Python builds against old C libraries (conda) lack some of them; the kernel has had
+all of them since 5.4.
+
+Record locks.  *POSIX* locks (`lock_byte`) belong to a process and end with it, whatever descriptors its children
 inherited; they also end when the process closes **any** descriptor of the same file.  *OFD* locks
-(`lock_whole_file`) belong to an open file description, so the locked descriptor must never be handed to
-another process.
+(`lock_whole_file`) belong to an open file description, so the locked descriptor must never be handed to another
+process.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ MSG_CMSG_CLOEXEC = 0x40000000
 SO_PEERPIDFD = 77
 PIDFD_THREAD = os.O_EXCL
 MPOL_DEFAULT, MPOL_BIND, MPOL_INTERLEAVE, MPOL_LOCAL = 0, 2, 3, 4
+MADV_DODUMP = 17
+DUMPS_SHARED = 0b1010
+"""Kinds of memory in /proc/PID/coredump_filter: shared memory without a file (a memfd), and with one."""
 MAX_NODES = 1024
 
 _FLOCK = struct.Struct("@hhqqi0q")  # l_type, l_whence, l_start, l_len, l_pid
@@ -39,12 +45,13 @@ _TIMEVAL = struct.Struct("@ll")
 _UCRED = struct.Struct("@iII")
 _SYSCALL_PIDFD_OPEN = 434
 _SYSCALL_MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
+_SYSCALL_MADVISE = {"x86_64": 28, "aarch64": 233}
 _SYSCALL_MBIND = {"x86_64": 237, "aarch64": 235}
 _SYSCALL_MOVE_PAGES = {"x86_64": 279, "aarch64": 239}
 
 
 def _syscall(number: int, *arguments: int | bytes) -> int:
-    import ctypes  # only where the interpreter lacks the call: it would double the holder's size
+    import ctypes  # only where the interpreter lacks the call: ctypes would double the holder's size
 
     libc = ctypes.CDLL(None, use_errno=True)
     result = int(
@@ -62,22 +69,22 @@ def _syscall(number: int, *arguments: int | bytes) -> int:
 
 
 def lock_whole_file(fd: int) -> bool:
-    """Takes an exclusive OFD lock on the whole file without waiting; False when somebody else has one."""
+    """Take an exclusive OFD lock on the whole file without waiting; False when another description has one."""
     return _set_lock(fd, OFD_SETLK, fcntl.F_WRLCK, 0, 0)
 
 
 def lock_byte(fd: int, byte: int) -> bool:
-    """Takes this process's POSIX write lock on one byte without waiting; False when another has it."""
+    """Take this process's POSIX write lock on one byte without waiting; False when another has it."""
     return _set_lock(fd, fcntl.F_SETLK, fcntl.F_WRLCK, byte, 1)
 
 
 def share_byte(fd: int, byte: int) -> bool:
-    """Takes this process's POSIX read lock on one byte without waiting; False when another has it for writing."""
+    """Take this process's POSIX read lock on one byte without waiting; False when another has it for writing."""
     return _set_lock(fd, fcntl.F_SETLK, fcntl.F_RDLCK, byte, 1)
 
 
 def unlock_byte(fd: int, byte: int) -> None:
-    """Gives this process's POSIX lock on one byte back; nothing happens when it had none."""
+    """Release this process's POSIX lock on one byte, if it has one."""
     _set_lock(fd, fcntl.F_SETLK, fcntl.F_UNLCK, byte, 1)
 
 
@@ -92,10 +99,9 @@ def _set_lock(fd: int, command: int, kind: int, start: int, length: int) -> bool
 
 
 def byte_locker(fd: int, byte: int) -> int | None:
-    """Who has a POSIX lock on `byte`: None = nobody, else its pid, 0 where this PID namespace does not see
-    it.
+    """The pid of the process with a POSIX lock on `byte`; None: no process, 0: not visible in this PID namespace.
 
-    Asked as an OFD owner, so that a lock of the calling process itself is seen too.
+    The question is asked for an OFD lock, so that the answer includes locks of the calling process itself.
     """
     answer = fcntl.fcntl(fd, OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
     kind, _, _, _, pid = _FLOCK.unpack(answer)
@@ -106,12 +112,12 @@ def byte_locker(fd: int, byte: int) -> int | None:
 
 
 def open_again(fd: int, flags: int) -> int:
-    """A new open file description of the file behind `fd` (locks and access mode are its own)."""
+    """A new open file description of the file behind `fd`, with locks and an access mode of its own."""
     return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
 
 
 def close_all(fds: list[int]) -> None:
-    """Closes descriptors that belong to the caller."""
+    """Close descriptors; those that are closed already do no harm."""
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)
@@ -124,7 +130,7 @@ def file_id(fd: int) -> tuple[int, int]:
 
 
 def create_memfd(name: str, *, huge_pages: bool = False) -> int:
-    """An empty, sealable memfd, of pages of 2 MiB if asked."""
+    """An empty, sealable memfd; with `huge_pages` in pages of 2 MiB."""
     flags = MEMFD_CLOEXEC | MEMFD_ALLOW_SEALING
     if huge_pages:
         flags |= MEMFD_HUGETLB | MEMFD_HUGE_2MB
@@ -137,7 +143,7 @@ def create_memfd(name: str, *, huge_pages: bool = False) -> int:
 
 
 def has_huge_pages(fd: int) -> bool:
-    """Whether the file is of pages of 2 MiB (tmpfs names the base page here, whatever it uses)."""
+    """Whether the file consists of pages of 2 MiB (tmpfs reports the base page here, whatever it uses)."""
     return os.fstatvfs(fd).f_bsize == HUGE_PAGE_BYTES
 
 
@@ -148,7 +154,7 @@ def _memfd_create(name: str, flags: int) -> int:
 
 
 def seal_size(fd: int) -> None:
-    """Forbids everybody, us included, to resize a memfd: a mapping of it can never fault past the end."""
+    """Seals the size of a memfd for all processes, so that no access to a mapping can fall past its end."""
     fcntl.fcntl(fd, ADD_SEALS, SEAL_SHRINK | SEAL_GROW | SEAL_SEAL)
 
 
@@ -156,10 +162,11 @@ def seal_size(fd: int) -> None:
 
 
 def place_memory(address: int, length: int, policy: int, nodes: tuple[int, ...]) -> None:
-    """mbind: where the pages of a whole mapping go that do not exist yet; others stay where they are.
+    """mbind: choose the nodes for the pages of a mapping that do not exist yet; existing pages stay where they are.
 
-    For files on tmpfs and memfds the policy is the file's and holds for every process; for huge pages it is this
-    mapping's (Linux 6.18 and before), so only pages that this mapping touches first follow it.
+    For files on tmpfs and for memfds the policy belongs to the file and holds for every process.  For huge pages it
+    belongs to this mapping (Linux 6.18 and before), so only pages that are first touched through this mapping follow
+    it.
     """
     mask = array.array("Q", bytes(MAX_NODES // 8))
     for node in nodes:
@@ -168,8 +175,18 @@ def place_memory(address: int, length: int, policy: int, nodes: tuple[int, ...])
     _syscall(number, address, length, policy, mask.buffer_info()[0], MAX_NODES + 1, 0)
 
 
+def dump_memory(address: int, length: int) -> None:
+    """Let core dumps of this process contain these shared pages, which its mapping excluded. Raises OSError."""
+    _syscall(_SYSCALL_MADVISE.get(platform.machine(), -1), address, length, MADV_DODUMP)
+    path = "/proc/self/coredump_filter"
+    with open(path, encoding="ascii") as file:
+        kinds = int(file.read(), 16)
+    with open(path, "w", encoding="ascii") as file:
+        file.write(f"0x{kinds | DUMPS_SHARED:x}")
+
+
 def nodes_of_pages(addresses: list[int]) -> list[int]:
-    """The node of the page at each address; negative where this process has not touched it."""
+    """The node of the page at each address; negative for a page that this process has not touched."""
     pages, nodes = array.array("Q", addresses), array.array("i", [-1] * len(addresses))
     number = _SYSCALL_MOVE_PAGES.get(platform.machine(), -1)
     _syscall(number, 0, len(pages), pages.buffer_info()[0], 0, nodes.buffer_info()[0], 0)
@@ -179,17 +196,17 @@ def nodes_of_pages(addresses: list[int]) -> list[int]:
 # --- processes --------------------------------------------------------------------------------------------
 
 
-class Peer(NamedTuple):
-    """Who connected, as this process's namespaces show it; pid 0 = not visible from here."""
+class SocketCredentials(NamedTuple):
+    """The process at the other end of a unix socket, as seen in our namespaces; pid 0: not visible there."""
 
     pid: int
     uid: int
 
 
-def peer_of(sock: socket.socket) -> Peer:
+def credentials_of(sock: socket.socket) -> SocketCredentials:
     """SO_PEERCRED of a connected unix socket."""
     pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return Peer(pid, uid)
+    return SocketCredentials(pid, uid)
 
 
 def open_pidfd(pid: int) -> int:
@@ -200,15 +217,15 @@ def open_pidfd(pid: int) -> int:
 
 
 class PidfdSubject(NamedTuple):
-    """What a pidfd stands for. `pid` is 0 for a process that is not visible from here, -1 for a dead one."""
+    """The process that a pidfd stands for. `pid`: 0 for a process not visible from here, -1 for a dead one."""
 
     pid: int
     thread: bool
-    """Made with PIDFD_THREAD: it tells of one thread's end, not of the process's."""
+    """Made with PIDFD_THREAD: it becomes readable when one thread ends, not the process."""
 
 
 def pidfd_subject(fd: int) -> PidfdSubject | None:
-    """What `fd` stands for, None when it is no pidfd. Needs /proc."""
+    """The process that `fd` stands for; None if it is not a pidfd. Needs /proc."""
     pid, flags = None, 0
     with open(f"/proc/self/fdinfo/{fd}") as lines:
         for line in lines:
@@ -223,8 +240,8 @@ def pidfd_subject(fd: int) -> PidfdSubject | None:
 def same_process(one: int, other: int) -> bool | None:
     """Whether two pidfds stand for one process; None where the kernel cannot tell (before Linux 6.9).
 
-    Since then every process has an inode of its own on pidfs; before, all pidfds shared the inode of all
-    anonymous files, which an eventfd shows.
+    Since 6.9 every process has an inode of its own on pidfs.  Before, pidfds shared one inode with all anonymous
+    files; an eventfd shows whether this kernel does so.
     """
     event = os.eventfd(0, os.EFD_CLOEXEC)
     try:
@@ -235,8 +252,8 @@ def same_process(one: int, other: int) -> bool | None:
     return file_id(one) == file_id(other)
 
 
-def peer_pidfd(sock: socket.socket) -> int | None:
-    """The kernel's own pidfd of a peer; None before Linux 6.5, or when the peer is already dead."""
+def socket_pidfd(sock: socket.socket) -> int | None:
+    """The kernel's pidfd of the process at the other end; None before Linux 6.5, or if that process is dead."""
     try:
         return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
     except OSError:
@@ -247,9 +264,9 @@ def peer_pidfd(sock: socket.socket) -> int | None:
 
 
 def connect(sock: socket.socket, path: str, timeout_s: float) -> None:
-    """Connects a unix socket, waiting while the other side's queue of connections is full; raises TimeoutError.
+    """Connects a unix socket, waiting while the other side's queue of connections is full. Raises TimeoutError.
 
-    A socket with a Python timeout would not wait: for the kernel it is non-blocking, and a full queue an error.
+    A socket with a Python timeout would not wait: to the kernel it is non-blocking, and a full queue is an error.
     """
     sock.settimeout(None)
     whole, rest = divmod(max(timeout_s, 0.001), 1.0)
@@ -261,18 +278,18 @@ def connect(sock: socket.socket, path: str, timeout_s: float) -> None:
 
 
 class Received(NamedTuple):
-    """One message. The descriptors belong to the caller from now on."""
+    """One message. The descriptors belong to the receiver."""
 
     data: bytes
     fds: list[int]
     cut: bool
     """The message was longer than allowed; the rest is lost."""
     fds_lost: bool
-    """More descriptors came than allowed, or this process has no free numbers; the kernel dropped them."""
+    """The kernel dropped descriptors: more came than allowed, or this process has no free numbers."""
 
 
 def receive(sock: socket.socket, max_bytes: int, max_fds: int) -> Received:
-    """One message of a seqpacket socket with its descriptors, all CLOEXEC; no data = closed by the peer."""
+    """Receive one message of a seqpacket socket; its descriptors are CLOEXEC. No data: the other end is closed."""
     size = array.array("i").itemsize
     data, ancillary, flags, _ = sock.recvmsg(max_bytes, socket.CMSG_SPACE(max_fds * size), MSG_CMSG_CLOEXEC)
     fds = array.array("i")
@@ -283,6 +300,6 @@ def receive(sock: socket.socket, max_bytes: int, max_fds: int) -> Received:
 
 
 def send(sock: socket.socket, data: bytes, fds: list[int] | None = None) -> None:
-    """One message with copies of `fds`; they stay the caller's."""
+    """Send one message with copies of `fds`, which stay the caller's."""
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)

@@ -1,4 +1,4 @@
-"""How much memory this machine and our control group give us."""
+"""How much memory this machine and our control group let us use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
 
 HUGE_PAGES = f"hugepages-{HUGE_PAGE_BYTES >> 10}kB"
-"""The kernel's name of their folder."""
+"""The kernel's name for the folder of huge pages."""
 _UNLIMITED = 1 << 60
 """A cgroup without a limit reports a number near 2^63."""
 
@@ -21,26 +21,31 @@ class MemoryLimit(NamedTuple):
 
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit:
-    """The least of physical memory and the memory limits of our cgroup and those above it (v1, v2)."""
+    """The least of physical memory and the memory limits of our cgroup and its ancestors (v1, v2)."""
     limits = [MemoryLimit(meminfo_bytes(root / "proc/meminfo", "MemTotal"), "this machine's memory")]
     limits += _cgroup_limits(root)
     return min(limits)
 
 
+def cgroup_limit_bytes(root: Path = Path("/")) -> int:
+    """The least limit of our cgroup and its ancestors; 0: no limit."""
+    return min((limit.limit_bytes for limit in _cgroup_limits(root)), default=0)
+
+
 def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that can be had now without swapping, as the kernel estimates it (not looking at cgroups)."""
+    """Memory that is available now without swapping, by the kernel's estimate; cgroups are ignored."""
     return meminfo_bytes(root / "proc/meminfo", "MemAvailable")
 
 
 class HugePages(NamedTuple):
-    """Pages of `HUGE_PAGE_BYTES` that this machine keeps apart, and how many of them nobody has or reserved."""
+    """Pages of `HUGE_PAGE_BYTES` that this machine sets aside, and how many are neither used nor reserved."""
 
     total: int
     free: int
 
 
 def huge_pages(root: Path = Path("/")) -> HugePages:
-    """The machine's reserve of 2 MiB pages; none where the kernel has no such pages."""
+    """The machine's reserve of 2 MiB pages; zero if the kernel has no such pages."""
     pool = root / "sys/kernel/mm/hugepages" / HUGE_PAGES
     try:
         total, free, reserved = (
@@ -52,7 +57,10 @@ def huge_pages(root: Path = Path("/")) -> HugePages:
 
 
 def meminfo_bytes(path: Path, field: str) -> int:
-    """One amount out of /proc/meminfo, or out of a node's, where `Node 0` stands before the name."""
+    """One amount out of /proc/meminfo, or out of a node's meminfo, which puts `Node 0` before the name.
+
+    Raises OSError, and ValueError if the file has no such field.
+    """
     for line in path.read_text().splitlines():
         name, _, value = line.partition(":")
         if name.split()[-1:] == [field]:
@@ -80,7 +88,7 @@ def _cgroup_limits(root: Path) -> list[MemoryLimit]:
 
 
 def _limits_up_from(mount: Path, path: str, name: str) -> list[MemoryLimit]:
-    """Limits of the group and its ancestors; only the mount's own where the path is of another namespace."""
+    """Limits of a group and its ancestors; only the mount's own if the path belongs to another namespace."""
     group = mount if ".." in path.split("/") else mount / path.strip("/")
     found = []
     for directory in [group, *group.parents]:

@@ -1,8 +1,8 @@
-"""Which NUMA nodes L1 shall lie on, and where its pages are.
+"""Chooses the NUMA nodes for L1, and tells on which nodes its pages lie.
 
-What `l1.numa` means is read from the kernel: nodes that have memory (/sys/devices/system/node), those that this process
-may use (/proc/self/status), and those next to NVIDIA GPUs (/sys/bus/pci), so that the server needs no driver.
-Pages are never moved: a placement holds for those that do not exist yet.
+The kernel tells which nodes have memory (/sys/devices/system/node), which ones this process may use
+(/proc/self/status), and which ones are next to NVIDIA GPUs (/sys/bus/pci), so that the server needs no driver.
+Pages are never moved: a placement holds for pages that do not exist yet.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from kvstrata.memory import linux
 from kvstrata.memory.memory_limit import HUGE_PAGES, meminfo_bytes
 
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
-"""Vendor, and first byte of the class of display and 3D controllers."""
+"""PCI vendor NVIDIA, and the first byte of the class of display and 3D controllers."""
 _NODES = "sys/devices/system/node"
 _SAMPLED_PAGES = 64
 
 
 class Placement(NamedTuple):
-    """`setting`, and what it is on this machine. No nodes: the kernel's own policy."""
+    """The setting `l1.numa`, and its meaning on this machine. No nodes: the kernel's own policy."""
 
     setting: str = "default"
     policy: int = linux.MPOL_DEFAULT
     nodes: tuple[int, ...] = ()
     memory_bytes: int | None = None
-    """Of the nodes, where no others may be used."""
+    """Memory of the nodes, if no other nodes may be used."""
 
 
 def placement(setting: str, root: Path = Path("/")) -> Placement:
-    """What `l1.numa` asks for. Raises ConfigError naming what this machine does not have."""
+    """The placement that `l1.numa` asks for. Raises ConfigError that says why this machine cannot provide it."""
     if setting == "default":
         return Placement()
     there, allowed = nodes_with_memory(root), allowed_nodes(root)
     if not there:
-        raise _refused(setting, f"this kernel tells of no NUMA nodes (/{_NODES}); leave --l1-numa away")
+        raise _refused(setting, f"this kernel reports no NUMA nodes (/{_NODES}); leave --l1-numa out")
     if setting == "interleave":
         return Placement(setting, linux.MPOL_INTERLEAVE, tuple(node for node in there if node in allowed))
     try:
@@ -58,10 +58,10 @@ def placement(setting: str, root: Path = Path("/")) -> Placement:
 
 
 def place(wanted: Placement, address: int, length: int) -> None:
-    """Have the kernel place this mapping's pages so. Raises SegmentError where it refuses."""
+    """Tell the kernel where to place this mapping's pages. Raises SegmentError if it refuses."""
     if wanted.policy == linux.MPOL_DEFAULT:
-        # The file may have the policy of an earlier server. A mapping that never had one counts as unchanged by
-        # MPOL_DEFAULT (Linux 6.18), so it gets another first. Who refuses this has let nobody set one.
+        # The file may have an earlier server's policy. For a mapping that never had one, MPOL_DEFAULT changes nothing
+        # (Linux 6.18), so it gets another policy first. If the kernel refuses that, no earlier server has set one.
         with contextlib.suppress(OSError):
             linux.place_memory(address, length, linux.MPOL_LOCAL, ())
             linux.place_memory(address, length, linux.MPOL_DEFAULT, ())
@@ -71,13 +71,16 @@ def place(wanted: Placement, address: int, length: int) -> None:
     except OSError as error:
         raise SegmentError(
             f"l1.numa: {wanted.setting!r}: the kernel refuses to place L1 on nodes {_shown(wanted.nodes)} (mbind: "
-            f"{error.strerror}); in a container allow it (docker run --cap-add SYS_NICE), or leave --l1-numa away",
+            f"{error.strerror}); in a container allow it (docker run --cap-add SYS_NICE), or leave --l1-numa out",
             field="l1.numa",
         ) from error
 
 
 def sampled_nodes(address: int, length: int) -> dict[str, int]:
-    """How many of some pages spread over this mapping lie on which node; those it has not touched are left out."""
+    """Node → pages of a sample that lie on it, without pages that this process has not touched.
+
+    Empty if the kernel does not tell.
+    """
     step = max(4096, length // _SAMPLED_PAGES & ~4095)
     try:
         nodes = linux.nodes_of_pages(list(range(address, address + length, step)))
@@ -87,7 +90,7 @@ def sampled_nodes(address: int, length: int) -> dict[str, int]:
 
 
 def nodes_with_memory(root: Path = Path("/")) -> tuple[int, ...]:
-    """This machine's nodes; none where the kernel was built without NUMA."""
+    """This machine's nodes with memory; empty if the kernel was built without NUMA."""
     try:
         return _read_list((root / _NODES / "has_memory").read_text().strip())
     except OSError:
@@ -104,7 +107,7 @@ def allowed_nodes(root: Path = Path("/")) -> tuple[int, ...]:
 
 
 def nodes_of_gpus(root: Path = Path("/")) -> list[int]:
-    """The node of each NVIDIA GPU on the bus, -1 where the kernel does not know."""
+    """The node of each NVIDIA GPU on the bus; -1 if the kernel does not know it."""
     nodes = []
     for device in sorted((root / "sys/bus/pci/devices").glob("*")):
         try:
@@ -118,7 +121,7 @@ def nodes_of_gpus(root: Path = Path("/")) -> list[int]:
 
 
 def free_huge_pages(nodes: tuple[int, ...], root: Path = Path("/")) -> int:
-    """Pages of 2 MiB that nobody has on these nodes."""
+    """Free pages of 2 MiB on these nodes."""
     return sum(
         int((root / _NODES / f"node{node}/hugepages/{HUGE_PAGES}/free_hugepages").read_text())
         for node in nodes

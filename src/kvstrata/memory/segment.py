@@ -1,28 +1,26 @@
-"""The shared-memory segment of one instance: found and adopted, or made.
+"""The shared-memory segment of one instance: adopts an existing one or makes a new one.
 
-A segment is three descriptors: `index`, `extents`, `sessions.lock`.  They are files in the segment
-directory on /dev/shm, or, where that is too small or missing or huge pages are asked for, memfds that a holder
-process keeps over a restart.
+A segment consists of `index`, `extents` and `sessions.lock`.  They are files in the segment directory on /dev/shm.  If
+that is too small or missing, or if huge pages are asked for, they are memfds that a holder process keeps during a
+restart.
 
 Invariants
-1. One server per segment: an OFD lock on the index, taken before anything else is looked at, held for life
-   on a descriptor that no other process ever gets.  One server per socket directory: the same on its
-   server.pid.
-2. The index at its path is locked before it is visible there; only who holds that lock touches the other
-   files.
-3. An existing file is never truncated, resized or written over: what does not fit is unlinked and made
-   anew, so that processes which still map it see their old bytes until they attach again.
-4. A segment that an adapter host of the server before still maps is not adopted: each holds a shared lock on
-   HOSTS_BYTE of sessions.lock as long as any of its threads can touch the extents.
-5. A file of the segment takes its memory before anybody touches it: the index as a whole when it is made or
-   adopted, the extents bit by bit (Pool).  So a full file system is an error here, and never a process's death.
-6. The three belong together: a new index always comes with new extents and a new sessions.lock, so that a
-   lock held by a process of the old segment can never be taken for one of the new.
+1. One server per segment: it takes an OFD lock on the index before it looks at anything else, and holds it for life
+   on a descriptor that no other process ever gets.  One server per socket directory: likewise with its server.pid.
+2. An index is locked before it gets its path; only the process with that lock touches the other files
+   (`segment_files`).
+3. An existing file is never truncated, resized or overwritten: a file that does not fit is unlinked and made anew, so
+   that processes which still map it see their old bytes until they attach again.
+4. A segment is not adopted while an adapter host of the previous server maps it: each host holds a shared lock on
+   HOSTS_BYTE of sessions.lock while any of its threads can touch the extents.
+5. The memory of a file is allocated before any process touches it: of the index as a whole when it is made or adopted,
+   of the extents step by step (Pool).  So a full file system is an error here and never kills a process.
+6. The three files are made together: a new index always comes with new extents and a new sessions.lock, so that a lock
+   held by a process of the old segment is never taken for a lock in the new one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -32,29 +30,39 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvstrata.config.private_dir import make_private_dir
 from kvstrata.errors import ConfigError, SegmentError
 from kvstrata.memory import holder_client, linux, numa
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.memory_limit import available_bytes, huge_pages, memory_limit
-from kvstrata.memory.paths import HOLDER_SOCKET, PID_FILE, check_private_dir, make_private_dir
+from kvstrata.memory.paths import HOLDER_SOCKET
+from kvstrata.memory.segment_files import (
+    EXTENTS,
+    HOSTS_BYTE,
+    INDEX,
+    SESSIONS_LOCK,
+    free_bytes,
+    lock_instance,
+    open_locked_index,
+    remove_own,
+    remove_replaced,
+    write_pid,
+)
 from kvstrata.native.pool import Pool, PoolError, PoolFormatError
+from kvstrata.types import GB
 
 _log = logging.getLogger(__name__)
 
-INDEX, EXTENTS, SESSIONS_LOCK = "index", "extents", "sessions.lock"
 MIN_EXTENTS_BYTES = 1 << 20
-HOSTS_BYTE = 1 << 20
-"""Of sessions.lock, beyond every row's byte."""
 _HOSTS_END_S = 2.0
-"""Wait for adapter hosts that the kernel killed together with their server."""
+"""Longest wait for adapter hosts that the kernel kills together with their server."""
 _ENTRY_PER_BYTES = 64 << 10
 _MIN_ENTRIES, _MAX_ENTRIES = 16 << 10, 4 << 20
 _INDEX_BYTES, _INDEX_BYTES_PER_ENTRY = 96 << 10, 144  # upper bounds
-_GB = 1 << 30
 
 
 class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a segment shall be."""
+    """The settings of a segment."""
 
     socket_dir: Path
     directory: Path
@@ -62,14 +70,14 @@ class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
     extents_bytes: int
     """Size of L1, a multiple of 4096."""
     entry_capacity: int | None = None
-    """Chunks that the index can name; None = one per 64 KiB of L1, between 16 Ki and 4 Mi."""
+    """Entries of the index; None: one per 64 KiB of L1, at least 16 Ki, at most 4 Mi."""
     policy: str = "LRU"
     watermark: tuple[float, float] | None = None
     max_session_share: int = 8
     huge_pages: bool = False
-    """Extents in pages of 2 MiB, of which `extents_bytes` is then a multiple."""
+    """Make the extents of pages of 2 MiB; `extents_bytes` must then be a multiple of that."""
     placement: numa.Placement = numa.Placement()
-    """Where pages of the extents go that do not exist yet."""
+    """Nodes for the pages of the extents that do not exist yet."""
 
     def entries(self) -> int:
         """Entry capacity of a new segment."""
@@ -77,20 +85,22 @@ class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.entry_capacity or derived
 
     def needed_bytes(self) -> int:
-        """Memory that L1 and index take once all of it is touched."""
+        """Memory that L1 and index take once all their pages are touched."""
         return self.extents_bytes + _INDEX_BYTES + self.entries() * _INDEX_BYTES_PER_ENTRY
 
 
 class Descriptors(NamedTuple):
-    """What an attached process gets; `index_readonly` cannot be mapped for writing."""
+    """Descriptors that attached processes get; those named `readonly` cannot be mapped for writing."""
 
     index_readonly: int
     extents: int
+    extents_readonly: int
+    """For a process without a slice, which stores nothing."""
     sessions_lock: int
 
 
 class _Parts(NamedTuple):
-    """One segment's descriptors as the server uses them. `index_fd` carries the lock."""
+    """One segment's descriptors as the server uses them. The lock is on `index_fd`."""
 
     index_fd: int
     extents_fd: int
@@ -109,10 +119,11 @@ class Segment:
         """"files" or "memfd"."""
         self.adopted = found.adopted
         self.reason = found.reason
-        """Why the segment was made anew, or that it was adopted; one line for the log and `doctor`."""
+        """Whether the segment was adopted, or why it was made anew; one line for the log."""
         self.descriptors = Descriptors(
             linux.open_again(found.parts.index_fd, os.O_RDONLY),
             found.parts.extents_fd,
+            linux.open_again(found.parts.extents_fd, os.O_RDONLY),
             found.parts.sessions_lock_fd,
         )
         self._settings = settings
@@ -123,15 +134,14 @@ class Segment:
 
     @classmethod
     def open(cls, settings: SegmentSettings) -> Segment:
-        """Adopts the segment that an earlier server left, if it fits, else makes one.  Blocks for
-        milliseconds.
+        """Adopt the segment that an earlier server left, if it fits, or make one.  Blocks for milliseconds.
 
-        Raises ConfigError for a size or directory that cannot be, SegmentError when another server has the
+        Raises ConfigError for an impossible size or directory, SegmentError when another server has the
         segment or the socket directory (naming its pid), or when the kernel refuses memory or files.
         """
         check_size(settings)
         make_private_dir(settings.socket_dir, "socket_dir")
-        instance_lock = _lock_instance(settings.socket_dir)
+        instance_lock = lock_instance(settings.socket_dir)
         try:
             found = _find(settings)
             try:
@@ -157,7 +167,7 @@ class Segment:
         return segment
 
     def numa_status(self) -> dict[str, object]:
-        """Where the extents shall lie, where some of their pages do, and the nodes next to GPUs."""
+        """The nodes chosen for the extents, the nodes of a sample of their pages, and the nodes next to GPUs."""
         wanted = self._settings.placement
         return {
             "setting": wanted.setting,
@@ -167,9 +177,9 @@ class Segment:
         }
 
     def close(self) -> None:
-        """Lets go of the segment; its bytes stay for the next server.  Idempotent.
+        """Close the segment; its bytes stay for the next server.  Idempotent.
 
-        The locks end with the pool's mapping of the index, so only when nobody else refers to the pool and the
+        The locks end with the pool's mapping of the index, that is, when nothing refers to the pool any more and the
         last hold is dropped: until then bytes may still be written, and no other server may adopt them.
         """
         if self._closed:
@@ -178,17 +188,18 @@ class Segment:
         self.pool.close()
         del self.pool
         os.close(self.descriptors.index_readonly)
+        os.close(self.descriptors.extents_readonly)
         self._parts.close()
         os.close(self._instance_lock)
 
     def destroy(self) -> None:
-        """Removes files or holder, then closes: the memory is free when the last process unmaps it."""
+        """Remove the files or the holder, then close: the memory is free when the last process unmaps it."""
         if self._closed:
             return
         if self.backing == "memfd":
             _dismiss_holder(self._settings.socket_dir)
         else:
-            _remove_own_files(self._settings.directory)
+            remove_own(self._settings.directory)
         self.close()
 
 
@@ -205,7 +216,7 @@ class _Found(NamedTuple):
 
 
 def check_size(settings: SegmentSettings) -> None:
-    """Raises ConfigError for a size of L1 that no pool has or that memory or cgroup cannot hold."""
+    """Raises ConfigError for a size of L1 that is invalid for a pool, or too large for memory or cgroup."""
     size = settings.extents_bytes
     if size < MIN_EXTENTS_BYTES or size % 4096:
         raise ConfigError(
@@ -222,8 +233,8 @@ def check_size(settings: SegmentSettings) -> None:
     needed = settings.needed_bytes()
     if needed > limit.limit_bytes:
         raise ConfigError(
-            f"l1_size_gb: L1 of {size / _GB:.2f} GB needs {needed} bytes with its index, {limit.source} is "
-            f"{limit.limit_bytes} bytes; set --l1-size-gb to less than {limit.limit_bytes / _GB:.2f}",
+            f"l1_size_gb: L1 of {size / GB:.2f} GB needs {needed} bytes with its index, {limit.source} is "
+            f"{limit.limit_bytes} bytes; set --l1-size-gb to less than {limit.limit_bytes / GB:.2f}",
             field="l1_size_gb",
         )
     _check_nodes(settings)
@@ -232,94 +243,14 @@ def check_size(settings: SegmentSettings) -> None:
 
 
 def _check_nodes(settings: SegmentSettings) -> None:
-    """Raises ConfigError when the nodes that L1 is bound to do not hold it: the kernel would kill processes."""
+    """Raises ConfigError if L1 is larger than the nodes it is bound to: the kernel would kill processes."""
     there = settings.placement.memory_bytes
     if there is not None and settings.extents_bytes > there:
         raise ConfigError(
-            f"l1.numa: {settings.placement.setting!r}: L1 of {settings.extents_bytes} bytes is to lie on nodes of "
+            f"l1.numa: {settings.placement.setting!r}: L1 of {settings.extents_bytes} bytes is bound to nodes with "
             f"{there} bytes; add nodes, choose interleave, or lower --l1-size-gb",
             field="l1.numa",
         )
-
-
-# --- locks ------------------------------------------------------------------------------------------------
-
-
-def _lock_instance(socket_dir: Path) -> int:
-    """Takes server.pid of the socket directory for life. Raises SegmentError naming who has it."""
-    path = socket_dir / PID_FILE
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise SegmentError(f"{str(path)!r}: {error.strerror}", field="socket_dir") from error
-    if not linux.lock_whole_file(fd):
-        holder = _read_pid(path)
-        os.close(fd)
-        raise SegmentError(
-            f"socket directory {str(socket_dir)!r} is in use by server process {holder}; stop that server or "
-            "choose another --port or --socket-dir",
-            field="socket_dir",
-        )
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd
-
-
-def _read_pid(path: Path) -> str:
-    try:
-        return path.read_text().strip() or "(unknown)"
-    except OSError:
-        return "(unknown)"
-
-
-def _open_locked_index(directory: Path) -> tuple[int, bool]:
-    """The index at its path, locked: an existing one, or an empty new one (then True).
-
-    Raises SegmentError when another server has it.
-    """
-    path = directory / INDEX
-    while True:
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            made = _make_locked_index(path)
-            if made is None:
-                continue  # another starting server was quicker; look at its index
-            return made, True
-        if not linux.lock_whole_file(fd):
-            os.close(fd)
-            raise SegmentError(
-                f"segment {str(directory)!r} is in use by server process {_read_pid(directory / PID_FILE)}; "
-                "stop that server or choose another --port or --instance-id",
-                field="segment",
-            )
-        if _is_at(path, fd):
-            return fd, False
-        os.close(fd)  # it was replaced between open and lock
-
-
-def _make_locked_index(path: Path) -> int | None:
-    """A new index, locked before it gets its name; None when the name is taken meanwhile."""
-    fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        if not linux.lock_whole_file(fd):
-            raise SegmentError("a file nobody else can see is locked")
-        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd)  # a directory descriptor makes it follow the link
-    except FileExistsError:
-        os.close(fd)
-        return None
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _is_at(path: Path, fd: int) -> bool:
-    try:
-        status = os.lstat(path)
-    except FileNotFoundError:
-        return False
-    return (status.st_dev, status.st_ino) == linux.file_id(fd)
 
 
 # --- finding and making -----------------------------------------------------------------------------------
@@ -328,13 +259,13 @@ def _is_at(path: Path, fd: int) -> bool:
 def _find(settings: SegmentSettings) -> _Found:
     held = _adopt_held(settings)
     if isinstance(held, _Found):
-        _remove_files(settings.directory)
+        remove_replaced(settings.directory)
         return held
     if settings.huge_pages:
-        _remove_files(settings.directory)
+        remove_replaced(settings.directory)
         if held:
-            _log.warning("segment: what the holder kept was given up: %s", held)
-            _dismiss_holder(settings.socket_dir)  # its huge pages are needed for the new one
+            _log.warning("segment: the holder's segment was given up: %s", held)
+            _dismiss_holder(settings.socket_dir)  # its huge pages are needed for the new segment
         _check_huge_pages(settings)
         return _make_held(settings, "huge pages were asked for")
     try:
@@ -343,20 +274,20 @@ def _find(settings: SegmentSettings) -> _Found:
         raise SegmentError(f"segment {str(settings.directory)!r}: {error}", field="segment") from error
     if isinstance(filed, _Found):
         if held:
-            _log.warning("segment: what the holder kept was given up: %s", held)
+            _log.warning("segment: the holder's segment was given up: %s", held)
             _dismiss_holder(settings.socket_dir)
         return filed
     return _make_held(settings, "; ".join(filter(None, [held, filed])))
 
 
 def _check_huge_pages(settings: SegmentSettings) -> None:
-    """Raises SegmentError when the reserve of huge pages, the machine's or that of the nodes, does not hold L1."""
+    """Raises SegmentError if the reserve of huge pages, of the machine or of the nodes, is smaller than L1."""
     reserve, needed = huge_pages(), settings.extents_bytes // HUGE_PAGE_BYTES
     if needed > reserve.free:
         raise SegmentError(
             f"l1.use_hugepages: L1 needs {needed} huge pages of 2 MiB, {reserve.free} of {reserve.total} are free; "
             f"reserve them with `sysctl -w vm.nr_hugepages={reserve.total - reserve.free + needed}`, lower "
-            "--l1-size-gb or leave --l1-use-hugepages away",
+            "--l1-size-gb or leave --l1-use-hugepages out",
             field="l1.use_hugepages",
         )
     wanted = settings.placement
@@ -373,7 +304,7 @@ def _adopt(parts: _Parts, settings: SegmentSettings) -> Pool | str:
     """The pool in existing descriptors, or why it does not fit."""
     host = _host_left(parts.sessions_lock_fd)
     if host is not None:
-        return f"an adapter host of the server before, process {host}, does not end"
+        return f"an adapter host of the previous server, process {host}, has not ended"
     try:
         return Pool.adopt(
             parts.index_fd,
@@ -395,7 +326,7 @@ def _adopt(parts: _Parts, settings: SegmentSettings) -> Pool | str:
 
 
 def _host_left(sessions_lock_fd: int) -> int | None:
-    """An adapter host that still maps the segment, after it had some time to end; None: there is none (any more)."""
+    """The pid of an adapter host that still maps the segment after `_HOSTS_END_S`; None if no host does."""
     deadline_s = time.monotonic() + _HOSTS_END_S
     while (host := linux.byte_locker(sessions_lock_fd, HOSTS_BYTE)) is not None:
         if time.monotonic() > deadline_s:
@@ -405,7 +336,7 @@ def _host_left(sessions_lock_fd: int) -> int | None:
 
 
 def _create(parts: _Parts, settings: SegmentSettings) -> Pool:
-    """A pool in new files. Raises _NoRoom when their file system has no memory for the index."""
+    """Make a pool in new files. Raises _NoRoom when their file system has no memory for the index."""
     try:
         return Pool.create(
             parts.index_fd,
@@ -424,19 +355,19 @@ def _create(parts: _Parts, settings: SegmentSettings) -> Pool:
 
 
 def _adopt_or_make_files(settings: SegmentSettings) -> _Found | str:
-    """A segment of files, or why there can be none."""
+    """Adopt or make a segment of files; or return why that is impossible."""
     directory = settings.directory
     if not directory.parent.is_dir() or not os.access(directory.parent, os.W_OK | os.X_OK):
         return f"{str(directory.parent)!r} is missing or not writable"
     make_private_dir(directory, "segment")
     reason = "no segment was there"
     while True:
-        index, fresh = _open_locked_index(directory)
+        index, fresh = open_locked_index(directory)
         if fresh:
             break
         found = _adopt_files(index, settings)
         if isinstance(found, _Found):
-            _write_pid(directory)
+            write_pid(directory)
             return found
         reason = f"the segment there was given up: {found}"
         _log.warning("segment: %s", reason)
@@ -446,23 +377,23 @@ def _adopt_or_make_files(settings: SegmentSettings) -> _Found | str:
     try:
         for name in (EXTENTS, SESSIONS_LOCK):
             (directory / name).unlink(missing_ok=True)
-        free = _free_bytes(directory)
+        free = free_bytes(directory)
         if free < settings.needed_bytes():
-            _remove_own_files(directory)
+            remove_own(directory)
             os.close(index)
             return f"{str(directory.parent)!r} has {free} bytes free, {settings.needed_bytes()} are needed"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         parts = _Parts(index, os.open(directory / EXTENTS, flags, 0o600), -1)
         parts = parts._replace(sessions_lock_fd=os.open(directory / SESSIONS_LOCK, flags, 0o600))
         pool = _create(parts, settings)
-    except _NoRoom as error:  # somebody took it since we looked
-        _remove_own_files(directory)
+    except _NoRoom as error:  # another process took the memory since we looked
+        remove_own(directory)
         linux.close_all(list(parts or [index]))
         return str(error)
     except BaseException:
         linux.close_all([fd for fd in parts or [index] if fd >= 0])
         raise
-    _write_pid(directory)
+    write_pid(directory)
     return _Found(pool, parts, "files", False, f"made, {reason}")
 
 
@@ -479,8 +410,8 @@ def _adopt_files(index: int, settings: SegmentSettings) -> _Found | str:
         return f"sessions.lock: {error.strerror}"
     parts = _Parts(index, extents, sessions_lock)
     missing = settings.extents_bytes - os.fstat(extents).st_blocks * 512
-    if missing > (free := _free_bytes(directory)):
-        found: Pool | str = f"{missing} bytes of its L1 are not there yet and only {free} are free"
+    if missing > (free := free_bytes(directory)):
+        found: Pool | str = f"{missing} bytes of its L1 have no memory yet and only {free} are free"
     else:
         found = _adopt(parts, settings)
     if isinstance(found, str):
@@ -490,7 +421,7 @@ def _adopt_files(index: int, settings: SegmentSettings) -> _Found | str:
 
 
 def _adopt_held(settings: SegmentSettings) -> _Found | str:
-    """The segment that a holder keeps; else why it cannot be used, empty when there is none."""
+    """Adopt the segment that a holder keeps; or return why it cannot be used, "" if no holder keeps one."""
     path = settings.socket_dir / HOLDER_SOCKET
     if not path.exists():
         return ""
@@ -502,7 +433,7 @@ def _adopt_held(settings: SegmentSettings) -> _Found | str:
         return f"no holder answers: {error}"
     if not fds:
         return ""
-    # A description of our own: the holder's would keep the lock when we die.
+    # A new file description: a lock on the holder's would outlive us.
     parts = _Parts(linux.open_again(fds[0], os.O_RDWR), fds[1], fds[2])
     os.close(fds[0])
     if not linux.lock_whole_file(parts.index_fd):
@@ -521,7 +452,7 @@ def _adopt_held(settings: SegmentSettings) -> _Found | str:
 
 
 def _make_held(settings: SegmentSettings, reason: str) -> _Found:
-    """A segment of memfds, handed to a holder. `reason` says why it is needed."""
+    """Make a segment of memfds and hand it to a holder. `reason`: why files are not used. Raises SegmentError."""
     path = settings.socket_dir / HOLDER_SOCKET
     fds: list[int] = []
     pool: Pool | None = None
@@ -533,7 +464,7 @@ def _make_held(settings: SegmentSettings, reason: str) -> _Found:
         parts = _Parts(linux.open_again(fds[0], os.O_RDWR), fds[1], fds[2])
         try:
             if not linux.lock_whole_file(parts.index_fd):
-                raise SegmentError("a memfd that nobody else can see is locked")
+                raise SegmentError("a memfd that no other process can see is locked")
             pool = _create(parts, settings)
             for fd in fds:
                 linux.seal_size(fd)
@@ -553,8 +484,8 @@ def _make_held(settings: SegmentSettings, reason: str) -> _Found:
     except BaseException:
         linux.close_all(fds)
         raise
-    os.close(fds[0])  # the holder has the description that stays unlocked
-    _log.warning("segment: kept in memory of its own by a holder process: %s", reason)
+    os.close(fds[0])  # the holder has this description, which stays unlocked
+    _log.warning("segment: a holder process keeps it in memfds: %s", reason)
     return _Found(pool, parts, "memfd", False, f"made, {reason}")
 
 
@@ -563,42 +494,4 @@ def _dismiss_holder(socket_dir: Path) -> None:
         holder_client.dismiss(socket_dir / HOLDER_SOCKET)
     except (OSError, holder_client.HolderUnreachable) as error:
         _log.warning("segment: the holder could not be told to end: %s", error)
-    (socket_dir / HOLDER_SOCKET).unlink(missing_ok=True)  # then it ends by itself
-
-
-def _remove_files(directory: Path) -> None:
-    """Frees files of an earlier segment that the one kept by a holder replaced."""
-    if not (directory / INDEX).exists():
-        return
-    check_private_dir(directory, "segment")
-    index, _ = _open_locked_index(directory)
-    try:
-        _remove_own_files(directory)
-    finally:
-        os.close(index)
-
-
-def _remove_own_files(directory: Path) -> None:
-    """The caller has the index locked; it goes last, because its lock guards the others."""
-    for name in (EXTENTS, SESSIONS_LOCK, PID_FILE, INDEX):
-        (directory / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        directory.rmdir()
-
-
-def _free_bytes(directory: Path) -> int:
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
-
-
-def _write_pid(directory: Path) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(directory / PID_FILE, flags, 0o600)
-    try:
-        os.write(fd, f"{os.getpid()}\n".encode())
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        _log.warning("segment: %s stays empty: %s", directory / PID_FILE, error.strerror)  # it is for people
-    finally:
-        os.close(fd)
+    (socket_dir / HOLDER_SOCKET).unlink(missing_ok=True)  # without this path the holder ends by itself

@@ -1,7 +1,7 @@
 """The compiled modules, each with its `.pyi` beside it. There is no fallback in Python.
 
-Importing this package fails when none of them was built for the running Python, and says which command
-builds them.
+Importing this package raises ImportError when no module was built for the running Python; the message names the
+command that builds the modules.
 """
 
 import sysconfig

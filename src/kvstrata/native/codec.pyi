@@ -1,14 +1,20 @@
-"""Transformations of payloads for the codec wrapper (`docs/formats.md`). Without the GIL."""
+"""Transformations of payloads for the codec wrapper (`docs/formats.md`). They run without the GIL.
+
+All buffers stay the caller's; each function returns when its output buffers are filled.
+"""
 
 from collections.abc import Sequence
 
 from typing_extensions import Buffer
 
 def split_planes(out: Buffer, source: Buffer) -> None:
-    """Every other byte of `source`, from the first on, then the others. ValueError for overlap or unequal lengths."""
+    """Writes bytes 0, 2, 4, … of `source` to `out`, then bytes 1, 3, 5, …
+
+    Raises ValueError if the two buffers overlap or differ in length.
+    """
 
 def join_planes(out: Buffer, source: Buffer) -> None:
-    """The inverse of `split_planes`."""
+    """The inverse of `split_planes`; raises as it does."""
 
 def planes_path() -> str:
     """The implementation in use: scalar, avx2 or avx512."""
@@ -20,19 +26,19 @@ def set_planes_path(name: str | None) -> None:
     """Forces an implementation, for tests and benchmarks; None: the best one. ValueError if unsupported."""
 
 def fp8_sizes(shape: Sequence[int]) -> tuple[int, int]:
-    """Numbers and scales of a section of this shape: (blocks, groups, tokens, heads, dim), see fp8.h.
+    """(numbers, scales) that a section of this shape has; the shape is (blocks, groups, tokens, heads, dim), see fp8.h.
 
-    ValueError for a shape that makes no sense.
+    Raises ValueError for an impossible shape.
     """
 
 def fp8_encode(shape: Sequence[int], dtype: int, numbers: Buffer, codes: Buffer, scales: Buffer) -> bool:
-    """16-bit numbers (dtype 1: bfloat16, 2: float16) into codes and scales; False when one is not finite.
+    """Turns 16-bit numbers (dtype 1: bfloat16, 2: float16) into codes and scales; False if a number is not finite.
 
     Raises ValueError for buffers that do not fit the shape.
     """
 
 def fp8_decode(shape: Sequence[int], dtype: int, codes: Buffer, scales: Buffer, numbers: Buffer) -> None:
-    """The inverse, rounded to the 16-bit type. ValueError likewise."""
+    """Turns codes and scales back into numbers, rounded to the 16-bit type. Raises ValueError as `fp8_encode`."""
 
 def fp8_path() -> str:
     """The implementation in use: scalar, avx2 or avx512."""

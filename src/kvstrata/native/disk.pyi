@@ -1,10 +1,10 @@
-"""The disk log as a connector (ext/core/include/kvstrata/disk_log.h)."""
+"""The disk log as a connector (ext/core/src/disk/log.h)."""
 
 MIN_CAPACITY_BYTES: int
-"""A log needs so much."""
+"""The smallest capacity of a log."""
 
 def segment_bytes_for(capacity_bytes: int) -> int:
-    """Length of a segment in a log of this capacity where none is given."""
+    """The length of a segment in a log of this capacity, unless another one is configured."""
 
 def disk_connector(
     folder: str,
@@ -16,10 +16,11 @@ def disk_connector(
     reinsert_percent: int = 20,
     scrub_bytes_per_s: int = 0,
 ) -> object:
-    """A capsule for `kvstrata.native.lanes.NativeConnector`, not open.
+    """A capsule for `kvstrata.native.connector.NativeConnector`; its log is not opened yet.
 
-    `folder`: absolute, made if need be.  `capacity_bytes`: at least MIN_CAPACITY_BYTES.  `segment_bytes`: a multiple
-    of 4096, at most a sixteenth of the capacity; 0: `segment_bytes_for`.  `min_free_bytes`: the log does not grow where
-    less would be left on the file system.  `direct`: O_DIRECT where the file system has it.  `reinsert_percent`: share
-    of a segment that is written again when it retires, of what was loaded last.  `scrub_bytes_per_s`: 0 for none.
+    `folder`: an absolute path, created if it is missing.  `capacity_bytes`: at least MIN_CAPACITY_BYTES.
+    `segment_bytes`: a multiple of 4096, at most a sixteenth of the capacity; 0: as `segment_bytes_for` says.
+    `min_free_bytes`: the log grows only if it leaves this much free on the file system.  `direct`: use O_DIRECT if the
+    file system supports it.  `reinsert_percent`: when a segment retires, this share of it is written again: its most
+    recently loaded records.  `scrub_bytes_per_s`: 0 turns scrubbing off.
     """

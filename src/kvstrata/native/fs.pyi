@@ -1,4 +1,4 @@
-"""The native connectors of `fs` (ext/core/include/kvstrata/fs_connector.h and fs_shared.h)."""
+"""The native connectors of `fs` (ext/core/src/fs/exclusive/connector.h and fs/shared/connector.h)."""
 
 def connector(
     base_path: str,
@@ -9,4 +9,7 @@ def connector(
     capacity_bytes: int,
     min_free_bytes: int | None,
 ) -> object:
-    """The capsule for `kvstrata.storage.native_adapter.NativeAdapter`; sizes in bytes, 0 capacity: no cap."""
+    """The capsule for `kvstrata.storage.native_adapter.NativeAdapter`; its directory is not opened yet.
+
+    `capacity_bytes` 0: no cap.  `min_free_bytes` None: the default of ext/core/src/fs/directory.h.
+    """

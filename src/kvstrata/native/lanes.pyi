@@ -1,49 +1,22 @@
-"""Bounded queues and threads for an adapter's blocking work (ext/core/include/kvstrata/lanes.h).
+"""Bounded queues and threads for an adapter's blocking work (ext/core/src/lanes/lanes.h).
 
 Lanes are numbered in order of precedence: 0 lookup, 1 load, 2 delete, 3 put.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
-
-class NativeConnector:
-    """A storage medium in C++ (ext/core/include/kvstrata/connector.h), out of the capsule that its module made.
-
-    Owns the medium, and shares it with the work that is under way.  Raises ValueError for anything but an unused
-    capsule of this version.
-    """
-
-    def __init__(self, capsule: object) -> None: ...
-
-    capabilities: dict[str, Any]
-    """The fields of `kvstrata::ConnectorCapabilities` by name, without `items_per_piece`."""
-
-    ready: bool
-    """Whether `exists_now` would answer at once, and `submit_list` be right to ask: the medium has been read in."""
-
-    def exists_now(self, keys: Sequence[bytes], found: Callable[[int, int, str], T]) -> list[T] | None:
-        """What `found(presence, record_bytes, reason)` makes of each key; equal ones share one.
-
-        Asked in the calling thread, without the GIL; None while the connector would wait. Raises ValueError for a
-        key that has not 32 bytes.
-        """
-
-    def counts(self) -> dict[str, int]:
-        """What the connector counts, by name."""
-
-    def take_notes(self) -> list[tuple[bool, str]]:
-        """(is a warning, sentence) of what happened since the last call that belongs into the log."""
+from kvstrata.native.connector import NativeConnector
 
 class NativeLanes:
-    """The four lanes of one adapter. Thread-safe. Threads start with the first work they are needed for.
+    """The four lanes of one adapter. Thread-safe. A thread starts with the first work that needs it.
 
-    Without `close`, work that still runs when the object goes is left to its thread; the process can end.
+    If the object is destroyed without `close`, its threads finish the running work by themselves, and do not keep the
+    process from ending.
     """
 
     def __init__(self, name: str, common_workers: int, own_workers: Sequence[int], queue_limit: int) -> None:
-        """`own_workers[lane]` threads for that lane alone; 0: the `common_workers` serve it.
+        """A lane has `own_workers[lane]` threads of its own; lanes with 0 share `common_workers` threads.
 
         At most `queue_limit` pieces of work wait in one lane. Raises ValueError for numbers out of bounds.
         """
@@ -51,12 +24,14 @@ class NativeLanes:
     event_fd: int
     """Readable while work has ended and was not taken, and once when the last thread has left after `stop`."""
     idle: bool
-    """Stopped, and no thread is left."""
+    """Whether the lanes were stopped and no thread is left."""
 
     def submit(self, lane: int, work: Callable[[], Any], token: object, beyond_limit: bool) -> bool:
-        """Queue `work`, called once in a thread of that lane; False, and nothing happens, when the lane is full.
+        """Queue `work`, to be called once in a thread of that lane; False, and nothing happens, when the lane is full.
 
-        Raises RuntimeError after `stop`, OSError when no thread can be started.
+        `token` names the work in `take_done`.  With `beyond_limit` the work is queued even if the lane is full.
+        Raises RuntimeError after `stop`, OSError when no thread can be started.  The other `submit_…` methods raise
+        likewise.
         """
 
     def submit_open(
@@ -68,7 +43,7 @@ class NativeLanes:
         region_bytes: int,
         token: object,
     ) -> bool:
-        """Open the connector; the result is what is wrong, or an empty string. Never refused for want of room."""
+        """Open the connector; the result is an error message, or an empty string. A full lane does not refuse it."""
 
     def submit_exists(
         self,
@@ -78,22 +53,22 @@ class NativeLanes:
         found: Callable[[int, int, str], Any],
         token: object,
     ) -> bool:
-        """The result is as of `NativeConnector.exists_now`."""
+        """Ask which keys exist; the result is that of `NativeConnector.exists_now`."""
 
     def submit_heads(
         self, lane: int, connector: NativeConnector, keys: Sequence[bytes], token: object
     ) -> bool:
-        """The result is the first bytes of each record, at most 512 (`StorageAdapter.heads`)."""
+        """Read heads; the result is the first bytes of each record, at most 512 (`StorageAdapter.heads`)."""
 
     def submit_list(
         self, lane: int, connector: NativeConnector, cursor: int, most: int, token: object
     ) -> bool:
-        """The result is (keys, where to go on: 0 after the last). REQUIRES `connector.ready`."""
+        """List keys; the result is (keys, next cursor: 0 after the last). REQUIRES: `connector.ready`."""
 
     def submit_put(
         self, lane: int, connector: NativeConnector, items: Sequence[tuple[bytes, Any]], token: object
     ) -> bool:
-        """Put (key, hold) each; takes over the holds, also when it answers False or raises.
+        """Put records given as (key, hold); takes over and drops the holds, also if it returns False or raises.
 
         A hold has `address`, `length` and `drop()`.  The result is ([(PutStatus, reason)], keys that the
         connector's cap dropped since it was last asked).
@@ -102,30 +77,36 @@ class NativeLanes:
     def submit_load(
         self, lane: int, connector: NativeConnector, items: Sequence[tuple[bytes, Any]], token: object
     ) -> bool:
-        """Load (key, hold) each, likewise; the result is ([(LoadStatus, reason)], keys dropped)."""
+        """Load records into the extents of (key, hold), with holds as in `submit_put`.
+
+        The result is ([(LoadStatus, reason)], keys that the connector's cap dropped since it was last asked).
+        """
 
     def submit_delete(
         self, lane: int, connector: NativeConnector, keys: Sequence[bytes], token: object
     ) -> bool:
-        """The result is how many were there. Never refused for want of room, as the next three."""
+        """Delete keys; the result is how many records were removed.
+
+        A full lane does not refuse this job, nor those of the next three methods.
+        """
 
     def submit_clear(self, lane: int, connector: NativeConnector, token: object) -> bool:
-        """The result is how many there were."""
+        """Remove all records; the result is how many were removed."""
 
     def submit_usage(self, lane: int, connector: NativeConnector, token: object) -> bool:
-        """The result is (used bytes, capacity in bytes, records)."""
+        """Ask for the usage; the result is (used bytes, capacity in bytes, records)."""
 
     def submit_close(self, lane: int, connector: NativeConnector, token: object) -> bool:
-        """Close the connector; REQUIRES that nothing else of it is queued or runs."""
+        """Close the connector. REQUIRES: no other job of it is queued or runs."""
 
     def take_done(self) -> list[tuple[Any, Any, BaseException | None]]:
-        """(token, result, error) of what has ended and was not taken, in the order of ending."""
+        """(token, result, error) of each job that has ended and was not taken yet, in the order of their ends."""
 
     def counts(self, lane: int) -> dict[str, int]:
-        """waiting, running (pieces now), refused, done (jobs ever)."""
+        """By name: `waiting` and `running` (pieces now), `refused` and `done` (jobs so far)."""
 
     def stop(self) -> None:
-        """Take nothing more; what was taken runs to its end."""
+        """Accept no more work; work accepted before runs to its end."""
 
     def close(self) -> None:
-        """`stop`, wait for everything, join the threads. Without the GIL."""
+        """Stop, wait for all work, and join the threads, without the GIL."""

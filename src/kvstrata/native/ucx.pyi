@@ -1,15 +1,16 @@
-"""One-sided reads over UCX (ext/ucx/ucx_engine.h). Built where UCX's headers were found; libucp is loaded at run time.
+"""One-sided reads over UCX (ext/ucx/engine.h). Built where UCX's headers were found; libucp is loaded at run time.
 
-Each command ends with one event `(ticket, end, text)`, whatever happens.  `end` is one of the constants of
-kvstrata.p2p.engines.ucx; `text` says more.
+Each command ends with exactly one event `(ticket, end, text)`, whatever happens.  `end` is one of the constants of
+kvstrata.p2p.engines.ucx; `text` gives details.
 """
 
 from collections.abc import Mapping, Sequence
 
 class UcxEngine:
-    """Starts its thread, which loads `library` and registers `regions` (address, length): the event of ticket 0.
+    """A transfer engine with one thread, which loads `library` and registers `regions` (address, length).
 
-    `config` are UCX's settings without their prefix UCX_, over those of the environment.
+    The event of ticket 0 says when that has ended.  `config` holds UCX's settings without their prefix UCX_; they
+    override those of the environment.
     """
 
     def __init__(
@@ -20,28 +21,29 @@ class UcxEngine:
         """Readable while events wait."""
 
     def take_events(self) -> list[tuple[int, int, bytes]]:
-        """What came to an end since the last call."""
+        """The events since the last call."""
 
     def connect(self, ticket: int, connection: int, packed: bytes, region_bytes: Sequence[int]) -> None:
-        """`packed`: the text of the peer's ticket 0; `region_bytes`: the lengths of its regions, by its metadata.
+        """Connect to a peer. `packed`: the text of the peer's event of ticket 0; `region_bytes`: the lengths of the
+        peer's regions, as its metadata names them.
 
         The text of the event names the transports, or says what is wrong with `packed`.
         """
 
     def read(self, ticket: int, connection: int, items: Sequence[tuple[int, int, int, int, int]]) -> None:
-        """Items as base.ReadItem; one outside the regions of either side fails the read before it begins.
+        """Read `items`, each a base.ReadItem; if one lies outside the regions of either side, nothing is read.
 
-        Its event: no byte is written any more.
+        After the read's event no byte is written any more.
         """
 
     def cancel(self, read_ticket: int) -> None:
-        """Begin no more of a read; has no event of its own."""
+        """Begin no further transfers of a read. Has no event of its own."""
 
     def disconnect(self, ticket: int, connection: int) -> None:
-        """Its event comes after those of the connection's reads."""
+        """End a connection; this command's event comes after those of the connection's reads."""
 
     def begin_close(self, ticket: int) -> None:
-        """End everything; its event is the last."""
+        """End all connections and reads; this command's event is the last."""
 
     def close(self) -> None:
         """End the thread and wait for it. Idempotent; nothing may be called after it."""

@@ -1,1 +1,1 @@
-"""What the server tells about itself: log lines, metrics, and why a chunk was not there."""
+"""The server's log lines and metrics."""

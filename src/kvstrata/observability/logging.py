@@ -1,7 +1,8 @@
 """One line per event on stderr: time, level, component, event and its fields as name=value.
 
-Repeated events are thinned: the first of a kind in `WINDOW_S` is written, later ones are counted and the next
-line written says how many were left out.  Values never hold secrets: callers log names, sizes and reasons.
+Repeated events are thinned: in each `WINDOW_S` the first event of a kind is written and later ones are counted; the
+next line of that kind says how many were left out.  Values never hold secrets: callers log names, sizes and reasons;
+credentials that an error of somebody else's library quotes are left out all the same (text.py).
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
+
+from kvstrata.text import one_line
 
 WINDOW_S = 10.0
 MAX_KINDS = 1024
 MAX_VALUE_CHARS = 300
+MAX_MESSAGE_CHARS = 4_000
 
 _ROOT = "kvstrata"
 
@@ -23,9 +28,7 @@ _ROOT = "kvstrata"
 def set_up(level: str) -> None:
     """Send the package's log to stderr, from `level` (debug, info, warning, error) upwards."""
     handler = logging.StreamHandler(sys.stderr)
-    formatter = logging.Formatter(
-        "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S"
-    )
+    formatter = _Formatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
     root = logging.getLogger(_ROOT)
@@ -34,8 +37,21 @@ def set_up(level: str) -> None:
     root.propagate = False
 
 
+class _Formatter(logging.Formatter):
+    """Every message in one line, without credentials; the lines of a traceback stay apart."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        # The record belongs to all handlers, so it is not changed.
+        plain = logging.makeLogRecord(record.__dict__)
+        plain.msg, plain.args = one_line(record.getMessage(), MAX_MESSAGE_CHARS), None
+        return super().format(plain)
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(one_line(line) for line in super().formatException(ei).splitlines())
+
+
 class Thinning:
-    """Lets one line of each kind through in `window_s`, and counts the others. Bounded, for any thread."""
+    """Lets one line of each kind through in `window_s`, and counts the others. Keeps MAX_KINDS kinds; thread-safe."""
 
     def __init__(self, window_s: float = WINDOW_S, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._window_s = window_s
@@ -44,7 +60,7 @@ class Thinning:
         self._kinds: dict[str, tuple[float, int]] = {}
 
     def left_out(self, kind: str) -> int | None:
-        """How many lines of this kind were left out since the last one; None: this one is to be left out too."""
+        """Lines of this kind left out since the last written one; None: leave this line out too."""
         now_s = self._clock_s()
         with self._lock:
             last_s, left_out = self._kinds.get(kind, (-math.inf, 0))
@@ -57,7 +73,7 @@ class Thinning:
         return left_out
 
     def log(self, logger: logging.Logger, level: int, kind: str, text: str, *values: object) -> None:
-        """As `logger.log`, thinned."""
+        """Like `logger.log`, thinned."""
         if not logger.isEnabledFor(level):
             return
         left_out = self.left_out(kind)
@@ -75,23 +91,23 @@ class EventLog:
         self._thinning = Thinning(clock_s=clock_s)
 
     def debug(self, event: str, **fields: object) -> None:
-        """Detail for finding faults."""
+        """Write a detail that helps to find faults."""
         self._write(logging.DEBUG, event, fields)
 
     def info(self, event: str, **fields: object) -> None:
-        """Something an operator wants to see once."""
+        """Write an event that an operator wants to see once."""
         self._write(logging.INFO, event, fields)
 
     def warning(self, event: str, **fields: object) -> None:
-        """Something went wrong and the server goes on."""
+        """Write that something went wrong, although the server goes on."""
         self._write(logging.WARNING, event, fields)
 
     def error(self, event: str, **fields: object) -> None:
-        """Something ends or a promise is in danger."""
+        """Write that a part of the server ends, or that a promise to users may be broken."""
         self._write(logging.ERROR, event, fields)
 
     def repeated(self, level: int, kind: str, event: str, **fields: object) -> None:
-        """As the others, but at most one line per `kind` and window."""
+        """Write an event of level `level`, but at most one line per `kind` in each `WINDOW_S`."""
         left_out = self._thinning.left_out(kind)
         if left_out:
             fields["left_out"] = left_out

@@ -1,12 +1,13 @@
 """Counters of the server and their Prometheus text.
 
-The hot path adds to plain integers; names, help texts and labels are put on when somebody scrapes.  Every
-label has a closed set of values: operations, error codes and reasons come from enums, adapters from the
-configuration.  There is no label for tenants, requests or keys.
+The hot path only increments plain integers; names, help texts and labels are added during a scrape.  Every
+label has a closed set of values: operations, error codes and reasons come from enums, adapter names from the
+configuration.  No label carries a tenant, a request or a key.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,11 +33,13 @@ SECONDS_BUCKETS = (
     10.0,
 )
 MAX_OUTCOME_WORDS = 32
-"""Outcomes of an adapter's operation that get a label of their own (plugins choose their words)."""
+"""Most outcomes of an adapter's operation with a label of their own, since plugins choose their own words."""
+OUTCOME_WORD = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
+"""Outcomes that can be a label; any other counts as `other`."""
 
 
 class Family(NamedTuple):
-    """One metric family. `labels` in the order of their values."""
+    """One metric family. `labels` are in the order of the values that a sample gives."""
 
     kind: str
     """counter, gauge or histogram; a counter's samples end in `_total`."""
@@ -48,20 +51,29 @@ FAMILIES: dict[str, Family] = {
     "kvstrata_instance": Family("gauge", ("instance_id",), "This instance; always 1."),
     "kvstrata_requests": Family("counter", ("op",), "Requests by operation."),
     "kvstrata_errors": Family("counter", ("code",), "Error replies by code."),
+    "kvstrata_wrong_proofs": Family(
+        "counter",
+        (),
+        "Requests refused because they did not prove that they came from the session that they named.",
+    ),
     "kvstrata_first_misses": Family("counter", ("reason",), "Lookups by the reason of their first miss."),
     "kvstrata_reserve_outcomes": Family("counter", ("outcome",), "Chunks of reserves by outcome."),
     "kvstrata_put_skipped": Family("counter", ("reason",), "Chunks not put to L2, by reason."),
-    "kvstrata_lookup_chunks": Family("counter", (), "Chunks asked for."),
-    "kvstrata_l1_hit_chunks": Family("counter", (), "Chunks served that were in L1."),
+    "kvstrata_lookup_chunks": Family("counter", (), "Chunks that lookups asked for."),
+    "kvstrata_l1_hit_chunks": Family("counter", (), "Chunks served from L1."),
     "kvstrata_l2_hit_chunks": Family("counter", (), "Chunks served after a load from L2."),
     "kvstrata_revoked_leases": Family(
-        "counter", (), "Waiting leases asked back because others needed the room."
+        "counter", (), "Leases revoked before a copy began, because other requests needed the space."
     ),
     "kvstrata_committed_chunks": Family("counter", (), "Chunks that became visible."),
-    "kvstrata_bad_records": Family("counter", (), "Commits refused because the record was wrong."),
+    "kvstrata_bad_records": Family(
+        "counter", (), "Commits refused because the record did not match its reservation."
+    ),
     "kvstrata_retrieved_bytes": Family("counter", (), "Bytes sent by retrieve."),
     "kvstrata_lookup_seconds": Family("histogram", (), "Time from a lookup's arrival to its reply."),
-    "kvstrata_l2_seconds": Family("histogram", ("adapter", "operation"), "Time of one batch on an adapter."),
+    "kvstrata_l2_seconds": Family(
+        "histogram", ("adapter", "operation"), "Duration of one batch on an adapter."
+    ),
     "kvstrata_l2_bytes": Family("counter", ("adapter", "operation"), "Record bytes moved by an adapter."),
     "kvstrata_l2_items": Family(
         "counter", ("adapter", "operation", "outcome"), "Chunks by outcome of an adapter's operation."
@@ -69,141 +81,153 @@ FAMILIES: dict[str, Family] = {
     "kvstrata_l2_breaker_open": Family(
         "gauge",
         ("adapter", "operation"),
-        "1 while an adapter's breaker is open, so that it is not asked, or lets one probe through; else 0.",
+        "1 while an adapter's breaker is open (it is not asked) or probing (one request is let through); else 0.",
     ),
 }
 """By name."""
 
 STATUS_NUMBERS: dict[str, str] = {
     "pool.extents_bytes": "Size of L1.",
-    "pool.used_bytes": "Bytes of L1 in extents that are taken, whatever their state.",
-    "pool.free_bytes": "Bytes of L1 that no extent takes.",
+    "pool.used_bytes": "Bytes of L1 occupied by extents in any state.",
+    "pool.free_bytes": "Bytes of L1 occupied by no extent.",
     "pool.slab_bytes": "Size of one slab.",
-    "pool.unusable_bytes": "Bytes of slabs in use that are too few for one more extent.",
-    "pool.largest_allocatable_bytes": "The longest record that fits now without evicting.",
-    "pool.fragmentation": "0 when one record may take all free bytes, towards 1 the smaller the longest that fits.",
-    "pool.entry_capacity": "Entries the index has room for.",
+    "pool.unusable_bytes": "Bytes left over in slabs that are in use, too few for one more extent.",
+    "pool.largest_allocatable_bytes": "Length of the longest record that fits now without an eviction.",
+    "pool.fragmentation": "0 when a single record could occupy all free bytes; approaches 1 as "
+    "the longest record that fits gets shorter.",
+    "pool.entry_capacity": "Entries that the index has room for.",
     "pool.entries.WORD": "Entries in this state: reserved, ready, unverified or quarantined.",
     "pool.bytes.WORD": "Bytes of the entries in this state.",
-    "pool.reserved_bytes": "Bytes that some process may write and nobody can see yet.",
-    "pool.quarantined_bytes": "Bytes kept back because somebody may still write them.",
+    "pool.reserved_bytes": "Bytes that a process may be writing and that no lookup can see yet.",
+    "pool.quarantined_bytes": "Bytes withheld from use because a process that is gone or unknown "
+    "may still write them.",
     "pool.leased_bytes": "Bytes that leases keep in place.",
     "pool.pinned_bytes": "Bytes that operations hold while they touch them: puts, loads, retrieves.",
-    "pool.blocked_bytes": "Bytes that cannot be evicted now: leased, held or not ready.",
+    "pool.blocked_bytes": "Bytes that cannot be evicted now because they are leased, held or not ready.",
     "pool.leases": "Leases that have not ended.",
     "pool.reservations": "Reservations that have not ended.",
-    "pool.holds": "References by operations that touch bytes.",
-    "pool.rows_claimed": "Rows of the session table in use: processes that are attached, or were and may still copy.",
-    "pool.rows_capacity": "Rows of the session table: so many processes can be attached at a time.",
-    "pool.inserted_entries": "Chunks that became visible since the start, loads from L2 included.",
-    "pool.inserted_bytes": "Their bytes.",
+    "pool.holds": "References held by operations that are touching bytes.",
+    "pool.rows_claimed": "Rows of the session table in use: processes that are attached, or that "
+    "have ended but whose copies may still run.",
+    "pool.rows_capacity": "Rows of the session table, which limit how many processes can be attached at a time.",
+    "pool.inserted_entries": "Chunks that became visible since the start, including those loaded from L2.",
+    "pool.inserted_bytes": "Bytes of the chunks that became visible since the start.",
     "pool.evicted_entries": "Chunks evicted since the start.",
-    "pool.evicted_bytes": "Their bytes.",
+    "pool.evicted_bytes": "Bytes of the chunks evicted since the start.",
     "pool.evictions.WORD": "Evictions since the start by cause: policy, window (a whole slab), quota or watermark.",
-    "pool.cleared_entries": "Chunks dropped by clear since the start.",
+    "pool.cleared_entries": "Chunks dropped by a clear since the start.",
     "pool.corrupt_entries": "Chunks dropped since the start because their checksum was wrong.",
     "pool.quarantined_entries": "Entries put into quarantine since the start.",
-    "pool.bad_records": "Commits refused by the pool since the start.",
-    "pool.refused.WORD": "Chunks that got no extent since the start, by reason.",
-    "pool.leases_trimmed": "Lookups answered shorter since the start because leases keep half of L1 already.",
-    "pool.adopted_entries": "Entries taken over from the server before.",
-    "pool.adoption_dropped": "Entries of the server before that could not be taken over.",
-    "pool.events_lost": "Events of the pool that came faster than they were read.",
-    "pool.backed_bytes": "Bytes of L1 that have memory; only these are handed out.",
-    "pool.missing_bytes": "Bytes of L1 that got none: its file system (often /dev/shm) is full. 0 is good.",
-    "pool.prefaulted_bytes": "Bytes of L1 whose pages are there already.",
-    "pool.prefault_error": "The errno that ended that early, 0 for none.",
-    "sessions.attached": "Processes attached.",
-    "sessions.detached": "Processes that live but whose attach connection is closed.",
-    "sessions.groups": "Engines with a process attached.",
-    "sessions.leases": "Leases the sessions hold.",
-    "sessions.leases_revoked": "Leases asked back that were neither given back nor handed on yet.",
-    "sessions.extents_being_written": "Extents reserved and not committed.",
+    "pool.bad_records": "Commits that the pool refused since the start because the record did not "
+    "match its reservation.",
+    "pool.refused.WORD": "Chunks that were given no extent since the start, by reason.",
+    "pool.leases_trimmed": "Lookups shortened since the start because leases already covered half of L1.",
+    "pool.adopted_entries": "Entries taken over from the previous server.",
+    "pool.adoption_dropped": "Entries of the previous server that could not be taken over.",
+    "pool.events_lost": "Pool events that were dropped because they arrived faster than they were read.",
+    "pool.backed_bytes": "Bytes of L1 that have memory behind them; only these are handed out.",
+    "pool.missing_bytes": "Bytes of L1 without memory because its file system (often /dev/shm) is full; should be 0.",
+    "pool.prefaulted_bytes": "Bytes of L1 whose pages have been faulted in.",
+    "pool.prefault_error": "The errno that ended prefaulting early; 0 if none did.",
+    "sessions.attached": "Attached processes.",
+    "sessions.detached": "Processes that are alive but whose attach connection is closed.",
+    "sessions.groups": "Engines with at least one attached process.",
+    "sessions.leases": "Leases held by sessions.",
+    "sessions.leases_revoked": "Revoked leases that have been neither returned nor handed on yet.",
+    "sessions.extents_being_written": "Extents that are reserved and not committed.",
     "sessions.tasks": "Tasks running in the server.",
-    "sessions.absent_keys_remembered": "Keys whose reason of absence is remembered for explain.",
-    "l2_store.backlog_bytes": "Bytes of L1 pinned because they wait to be put.",
-    "l2_store.backlog_limit_bytes": "Most bytes that may wait; more are skipped.",
-    "l2_store.adapters.ADAPTER.queued": "Puts that wait for this adapter.",
-    "l2_store.adapters.ADAPTER.retrying": "Puts that this adapter throttled and that are tried again.",
-    "l2_store.adapters.ADAPTER.in_flight": "Puts under way.",
+    "sessions.absent_keys_remembered": "Absent keys whose reason is remembered for `explain`.",
+    "l2_store.backlog_bytes": "Bytes of L1 that stay pinned because they are waiting to be put.",
+    "l2_store.backlog_limit_bytes": "Limit of the bytes waiting to be put; chunks beyond it are skipped.",
+    "l2_store.adapters.ADAPTER.queued": "Puts waiting for this adapter.",
+    "l2_store.adapters.ADAPTER.retrying": "Puts that this adapter throttled and that will be tried again.",
+    "l2_store.adapters.ADAPTER.in_flight": "Puts in progress.",
     "l2_store.adapters.ADAPTER.stored_bytes": "Record bytes stored since the start.",
-    "l2_store.adapters.ADAPTER.outcomes.WORD": "Puts by what became of them: stored, exists, throttled, taken_up "
-    "(begun late), or `skipped:` and the reason; trimmed: records deleted because their tenant was at its quota.",
-    "l2_prefetch.fetches_running": "Lookups and prewarms that load now.",
+    "l2_store.adapters.ADAPTER.outcomes.WORD": "Puts by outcome: stored, exists, "
+    "throttled, taken_up (begun late), or `skipped:` and the reason; trimmed: records deleted because "
+    "their tenant was at its quota.",
+    "l2_prefetch.fetches_running": "Lookups and prewarms that are loading now.",
     "l2_prefetch.keys_loading": "Records being loaded.",
     "l2_prefetch.loaded_bytes": "Record bytes loaded since the start.",
-    "l2_prefetch.counts.WORD": "Since the start: fetches, joined (waited for another's load), loaded, and what "
-    "failed as `reserve:` or `load:` and the reason.",
+    "l2_prefetch.counts.WORD": "Since the start: fetches, joined (waited for the load of another fetch), "
+    "loaded, and failures as `reserve:` or `load:` and the reason.",
     "l2_prefetch.adapters.ADAPTER.loading_bytes": "Bytes being loaded from this adapter.",
     "l2_prefetch.adapters.ADAPTER.waiting": "Fetches that wait for their turn on this adapter.",
-    "l2_adapters.ADAPTER.takes_loads": "Whether lookups ask this adapter.",
-    "l2_adapters.ADAPTER.stuck_bytes": "Bytes of operations past their deadline that have not ended.",
-    "l2_adapters.ADAPTER.codec.WORD": "What its codecs count, and the bytes of their staging that are in use.",
-    "l2_adapters.ADAPTER.numbers.WORD": "What the adapter counts itself; see operations.md, remote-tiers.md and "
-    "p2p.md.",
-    "l2_adapters.ADAPTER.presence.WORD": "Of storage that others share: keys asked of it, keys answered from memory "
-    "(recalled_present, recalled_absent), and keys remembered now.",
-    "l2_adapters.ADAPTER.host.pid": "Process of an adapter that runs in one of its own; 0 while there is none.",
-    "l2_adapters.ADAPTER.host.restarts": "Such processes started since the start in place of one that had ended.",
-    "l2_adapters.ADAPTER.host.requests": "What that process was asked and has not ended yet.",
-    "numa.sampled_pages.WORD": "Of some pages spread over L1 that the server has touched: those on this NUMA node.",
-    "http.connections": "Connections of the admin port now.",
-    "http.requests": "Requests of it under way, without probes.",
-    "http.refused": "Requests answered with 503 since the start because too many were under way.",
-    "http.closed_idle": "Connections closed to make room for a new one: those idle longest.",
-    "http.closed_late": "Connections closed because a request took too long to arrive.",
-    "http.closed_stalled": "Connections closed because the client did not read its answer.",
-    "process.restarts": "Times that its keeper has started the server again because it died.",
-    "attach.pending": "Handshakes under way.",
+    "l2_adapters.ADAPTER.takes_loads": "1 if lookups ask this adapter, else 0.",
+    "l2_adapters.ADAPTER.stuck_bytes": "Bytes of operations that are past their deadline and have not ended.",
+    "l2_adapters.ADAPTER.codec.WORD": "Counters of its codecs, and the bytes of their staging memory in use.",
+    "l2_adapters.ADAPTER.numbers.WORD": "Counters of the adapter itself; see operations.md, "
+    "remote-tiers.md and p2p.md.",
+    "l2_adapters.ADAPTER.presence.WORD": "For storage shared with other servers: keys it was "
+    "asked for, keys answered from memory (recalled_present, recalled_absent), and keys remembered "
+    "now.",
+    "l2_adapters.ADAPTER.host.pid": "Process id of the adapter host; 0 while none runs or if "
+    "the adapter has none.",
+    "l2_adapters.ADAPTER.host.restarts": "Adapter hosts started since the start to replace one that had ended.",
+    "l2_adapters.ADAPTER.host.requests": "Requests to the adapter host that have not ended.",
+    "numa.sampled_pages.WORD": "Pages on this NUMA node, from a sample spread over the part of L1 "
+    "that the server has touched.",
+    "http.connections": "Open connections of the admin port.",
+    "http.requests": "Requests in progress on the admin port, not counting probes.",
+    "http.refused": "Requests answered with 503 since the start because too many were in progress.",
+    "http.closed_idle": "Connections closed since the start to make room for new ones, the longest idle first.",
+    "http.closed_late": "Connections closed since the start because a request took too long to arrive.",
+    "http.closed_stalled": "Connections closed since the start because the client did not read the response.",
+    "process.restarts": "Times that the supervising process has restarted the server because it died.",
+    "attach.pending": "Handshakes in progress.",
     "attach.attached": "Sessions with an open attach connection.",
-    "attach.detached": "Sessions without one whose process lives.",
-    "attach.old_rows": "Rows of the server before whose process has neither ended nor come back.",
-    "attach.stranded": "Sessions that ended while no server watched and whose device may still write into L1.",
-    "attach.stranded_bytes": "Bytes of L1 kept in quarantine because of them, until an admin clears them.",
-    "attach.refused.WORD": "Attaches refused since the start, by code; `gave_up`: the process had ended or hung up.",
-    "cluster.member": "Whether the controller has let this instance in and has answered since.",
-    "cluster.frozen": "Whether stores are refused while the controller takes stock.",
-    "cluster.last_event": "Batches of events told to the controller since the start.",
-    "cluster.queued_tags": "Chunks whose change the controller was not told yet.",
-    "cluster.commands_waiting": "Commands of the controller that run, or whose result it does not have yet.",
+    "attach.detached": "Sessions without an open attach connection whose process is alive.",
+    "attach.old_rows": "Rows of the previous server whose process has neither ended nor re-attached.",
+    "attach.stranded": "Sessions that ended while no server was watching and whose device may still write into L1.",
+    "attach.stranded_bytes": "Bytes of L1 kept in quarantine for stranded sessions until an admin clears them.",
+    "attach.refused.WORD": "Attaches refused since the start, by code; `gave_up`: the process "
+    "ended or hung up first.",
+    "cluster.member": "1 if the controller has accepted this instance and has answered since, else 0.",
+    "cluster.frozen": "1 while stores are refused during a full sync, else 0.",
+    "cluster.last_event": "Sequence number of the last batch of events sent to the controller.",
+    "cluster.queued_tags": "Chunks with a change that the controller has not been told yet.",
+    "cluster.commands_waiting": "Commands of the controller that are running or whose result it does not have yet.",
     "cluster.registrations": "Registrations with a controller since the start.",
-    "cluster.heartbeats": "Heartbeats that were answered since the start.",
-    "cluster.unanswered": "Heartbeats that were not.",
+    "cluster.heartbeats": "Heartbeats answered since the start.",
+    "cluster.unanswered": "Heartbeats not answered since the start.",
     "cluster.event_batches": "Batches of events sent since the start.",
-    "cluster.events": "Changes of chunks sent in them.",
-    "cluster.syncs": "Full syncs that ended well since the start.",
-    "cluster.syncs_failed": "Full syncs that did not.",
-    "cluster.freezes": "Full syncs during which stores were refused.",
-    "cluster.freezes_cut": "Those that ended because heartbeats were not answered any more.",
-    "cluster.overflows": "Times that more changed than could be kept until it was told.",
-    "peers_served.leases": "Leases that readers of this instance have now.",
-    "peers_served.pins": "Pins of the controller now.",
-    "peers_served.leased_bytes": "Bytes of L1 that these keep, each record once.",
-    "peers_served.limit_bytes": "As many as they may keep.",
-    "peers_served.draining": "Whether peers are leased nothing.",
-    "peers_served.read_bytes": "Bytes that readers said that they have read here since the start.",
+    "cluster.events": "Changes of chunks sent in batches of events since the start.",
+    "cluster.syncs": "Full syncs that succeeded since the start.",
+    "cluster.syncs_failed": "Full syncs that failed since the start.",
+    "cluster.freezes": "Full syncs since the start during which stores were refused.",
+    "cluster.freezes_cut": "Freezes ended early since the start because heartbeats were no longer answered.",
+    "cluster.overflows": "Times that more changes piled up than could be kept until the controller was told.",
+    "peers_served.leases": "Leases that readers hold on chunks of this instance.",
+    "peers_served.pins": "Pins that the controller holds on chunks of this instance.",
+    "peers_served.leased_bytes": "Bytes of L1 kept by these leases and pins, each record counted once.",
+    "peers_served.limit_bytes": "Limit of the bytes that these leases and pins may keep.",
+    "peers_served.draining": "1 while peers are granted no leases, else 0.",
+    "peers_served.read_bytes": "Bytes that readers have reported as read from here since the start.",
     "peers_served.granted": "Leases granted since the start.",
-    "peers_served.released": "Leases that their reader ended.",
-    "peers_served.expired": "Leases that the clock ended.",
-    "peers_served.absent": "Requests for leases that named records that are not here.",
-    "peers_served.limit": "Requests for leases that the limit cut.",
-    "peers_served.draining_refused": "Requests for leases while draining.",
-    "peers_served.errors": "Requests of peers that were refused.",
+    "peers_served.released": "Leases ended by their reader since the start.",
+    "peers_served.expired": "Leases that expired since the start.",
+    "peers_served.absent": "Lease requests since the start for records that are not here.",
+    "peers_served.limit": "Lease requests shortened since the start by the limit.",
+    "peers_served.draining_refused": "Lease requests refused since the start while draining.",
+    "peers_served.errors": "Requests of peers refused since the start.",
     "peers_served.received": "Frames received from peers since the start.",
-    "peers_served.dropped_replies": "Replies to peers that found no receiver, or one that leaves too much unread.",
-    "peers_served.unread_reply_bytes": "Bytes of large replies to peers that they have not read yet.",
-    "peers_served.refused_handshakes": "Connections of peers that broke off before they had shown the right keys.",
-    "peers_served.connections": "Connections of peers now.",
-    "peers_served.cut_connections": "Connections of peers cut: one too many, or more sent than may wait.",
+    "peers_served.dropped_replies": "Replies to peers dropped since the start because the "
+    "receiver was gone or left too much unread.",
+    "peers_served.unread_reply_bytes": "Bytes of large replies that peers have not read yet.",
+    "peers_served.refused_handshakes": "Connections from peers that ended before they had proved the right keys.",
+    "peers_served.connections": "Open connections from peers.",
+    "peers_served.cut_connections": "Connections from peers cut since the start: over the limit, "
+    "or with more unprocessed bytes than allowed.",
     "rpc.received": "Frames received since the start.",
-    "rpc.dropped_replies": "Replies that found no receiver, or one that leaves too many bytes unread.",
-    "rpc.unread_reply_bytes": "Bytes of large replies that peers have not read yet.",
-    "rpc.refused_handshakes": "Connections that broke off before they had shown the right keys.",
-    "rpc.connections": "Connections now.",
-    "rpc.cut_connections": "Connections cut: one too many, or more sent than may wait.",
+    "rpc.dropped_replies": "Replies dropped since the start because the receiver was gone or left too much unread.",
+    "rpc.unread_reply_bytes": "Bytes of large replies that clients have not read yet.",
+    "rpc.refused_handshakes": "Connections that ended before they had proved the right keys.",
+    "rpc.connections": "Open connections.",
+    "rpc.cut_connections": "Connections cut since the start: over the limit, or with more "
+    "unprocessed bytes than allowed.",
 }
-"""Numbers of the status document that are served as gauges, and what they tell. ADAPTER stands for an adapter's
-name (`fs-0`), WORD for one of several words."""
+"""Numbers of the status document that are served as gauges, with their meaning. ADAPTER stands for the name of an
+adapter (`fs-0`), WORD for one of several words."""
 
 
 class Histogram:
@@ -221,13 +245,20 @@ class Histogram:
         self.sum_s += seconds
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Cumulated, as Prometheus wants them."""
+        """Cumulative counts by upper bound, as Prometheus expects them."""
         total = 0
         result = []
         for bound, count in zip((*map(str, SECONDS_BUCKETS), "+Inf"), self.counts, strict=True):
             total += count
             result.append((bound, float(total)))
         return result
+
+
+def count_word(counts: dict[str, int], word: str, count: int = 1) -> None:
+    """Count a word that somebody else may have chosen: one that cannot be a label, or one too many, as `other`."""
+    if word not in counts and (len(counts) >= MAX_OUTCOME_WORDS or not OUTCOME_WORD.fullmatch(word)):
+        word = "other"
+    counts[word] = counts.get(word, 0) + count
 
 
 class L2Operation:
@@ -242,11 +273,12 @@ class L2Operation:
 
 
 class ServerCounters:
-    """What the request path counts."""
+    """Counters of requests and L2 operations."""
 
     def __init__(self) -> None:
         self.requests: dict[str, int] = {}
         self.errors: dict[str, int] = {}
+        self.wrong_proofs = 0
         self.misses: dict[str, int] = {}
         self.lookup_chunks = 0
         self.l1_hit_chunks = 0
@@ -263,25 +295,25 @@ class ServerCounters:
     def l2_operation(
         self, adapter: str, operation: str, seconds: float, moved_bytes: int, outcomes: Mapping[str, int]
     ) -> None:
-        """One batch on an adapter ended; `outcomes`: items by outcome's word."""
+        """Count one batch that an adapter has ended; `outcomes` maps the word of an outcome to its number of items."""
         counted = self.l2.get((adapter, operation))
         if counted is None:
             counted = self.l2[(adapter, operation)] = L2Operation()
         counted.time.add(seconds)
         counted.moved_bytes += moved_bytes
         for word, count in outcomes.items():
-            known = word if word in counted.outcomes or len(counted.outcomes) < MAX_OUTCOME_WORDS else "other"
-            counted.outcomes[known] = counted.outcomes.get(known, 0) + count
+            count_word(counted.outcomes, word, count)
 
     def forget_adapter(self, name: str) -> None:
-        """An adapter was removed: its name is no label any more."""
+        """Drop the counters of an adapter that was removed, so that its name is no longer a label."""
         self.l2 = {known: counted for known, counted in self.l2.items() if known[0] != name}
 
     def as_dict(self) -> dict[str, Any]:
-        """For the status document."""
+        """The counters by name, for the status document; histograms and L2 operations are not among them."""
         return {
             "requests": dict(self.requests),
             "errors": dict(self.errors),
+            "wrong_proofs": self.wrong_proofs,
             "first_miss_reasons": dict(self.misses),
             "lookup_chunks": self.lookup_chunks,
             "l1_hit_chunks": self.l1_hit_chunks,
@@ -296,13 +328,13 @@ class ServerCounters:
 
 
 class ServerCollector:
-    """Registered with a CollectorRegistry; asks the engine at each scrape."""
+    """A collector for a prometheus_client CollectorRegistry: reads counters and status document at each scrape."""
 
     def __init__(
         self, instance_id: str, counters: ServerCounters, numbers: Callable[[], Mapping[str, Any]]
     ) -> None:
-        """`numbers`: gives sections of the status document. Every number in them becomes a gauge named after
-        its path; lists and texts are left out."""
+        """`numbers` returns sections of the status document. Every number in them becomes a gauge named after
+        its path; lists and texts are ignored."""
         self._instance_id = instance_id
         self._counters = counters
         self._numbers = numbers
@@ -351,6 +383,7 @@ def _counted(
         "kvstrata_instance": [([instance_id], 1.0)],
         "kvstrata_requests": by_word(counters.requests),
         "kvstrata_errors": by_word(counters.errors),
+        "kvstrata_wrong_proofs": [([], counters.wrong_proofs)],
         "kvstrata_first_misses": by_word(counters.misses),
         "kvstrata_reserve_outcomes": by_word(counters.reserve_outcomes),
         "kvstrata_put_skipped": by_word(counters.put_skipped),
@@ -389,11 +422,11 @@ def numbers_in(document: Mapping[str, Any], above: str = "") -> Iterator[tuple[s
 
 def gauge_name(path: str) -> str:
     """The metric that carries the number at this path of the status document."""
-    return "kvstrata_" + "".join(character if character.isalnum() else "_" for character in path)
+    return "kvstrata_" + re.sub("[^A-Za-z0-9]", "_", path)
 
 
 def meaning_of(path: str) -> str:
-    """What the number at this path of the status document tells; a plain reference where nothing more is known."""
+    """The meaning of the number at this path of the status document; a generic sentence for an unknown path."""
     for pattern, meaning in STATUS_NUMBERS.items():
         parts, known = path.split("."), pattern.split(".")
         if len(parts) == len(known) and all(

@@ -1,10 +1,10 @@
-"""Chunks that were read from peers and are not to stay (`p2p.keep` off): dropped once nobody uses them.
+"""Chunks that were read from peers and are not to stay in L1 (`p2p.keep` off): dropped once nobody uses them.
 
-What an admin has asked for (`keeping`) is not borrowed, whoever reads it.
+Even such a chunk passes through L1, since engines load only from there.  For LINGER_S it stays, so that the lookup for
+which it was read can lease it; after that it is dropped as soon as nobody has a lease on it, children before their
+parents.  If there are more than `max_keys`, the oldest are forgotten here and leave L1 by eviction like other chunks.
 
-A chunk comes to L1 whatever happens, since engines load from there.  It gets LINGER_S, in which the lookup that it was
-read for leases it; after that it goes as soon as nobody has a lease on it, children before their parents.  Of more
-than `max_keys` the oldest are forgotten and leave as other chunks do, by eviction.
+Chunks that an admin has asked for (`keeping`) are not borrowed, whoever reads them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvstrata.clock import Clock
     from kvstrata.native.pool import Pool
-    from kvstrata.process.supervisor import PoolLane
+    from kvstrata.process.lane import PoolLane
 
 LINGER_S = 2.0
 AT_A_TIME = 1024
-"""Chunks that one `drop_due` looks at."""
+"""Most chunks that one `drop_due` looks at."""
 
 
 class Borrowed:
@@ -35,25 +35,26 @@ class Borrowed:
         self._clock = clock
         self._max_keys = max_keys
         self._due_s: collections.OrderedDict[bytes, float] = collections.OrderedDict()
-        """By key, in the order of these times."""
+        """When each key is to be dropped, in the order of these times."""
         self._dropping: asyncio.Future[int] | None = None
-        """The removal that runs."""
+        """The pool's removal of due chunks that runs now."""
         self._kept: collections.Counter[bytes] = collections.Counter()
+        """How many `keeping` blocks name a key."""
 
     def __len__(self) -> int:
         return len(self._due_s)
 
     def read(self, keys: Iterable[bytes]) -> None:
-        """These chunks were read from a peer just now."""
+        """Note that these chunks were read from a peer just now."""
         self._later(key for key in keys if key not in self._kept)
         while len(self._due_s) > self._max_keys:
             self._due_s.popitem(last=False)
 
     @contextlib.asynccontextmanager
     async def keeping(self, keys: Iterable[bytes]) -> AsyncIterator[None]:
-        """What is read of these within the block stays, and so does what was read before.
+        """Within the block none of these chunks becomes borrowed; borrowed ones become ordinary chunks for good.
 
-        A drop that had begun has ended when the block begins: what is in L1 then is not about to be dropped.
+        The block begins after a drop that was under way has ended, so that no chunk in L1 is about to be dropped then.
         """
         keys = list(keys)
         self._kept.update(keys)
@@ -70,7 +71,10 @@ class Borrowed:
                     del self._kept[key]
 
     async def drop_due(self) -> int:
-        """Drop what has had its time and is not in use; returns how many went. The others get the time again."""
+        """Drop the due chunks that nobody uses; returns how many were dropped. Due chunks in use get LINGER_S more.
+
+        A cancelled call leaves the pool's removal to its end.
+        """
         now_s = self._clock.monotonic_s()
         first = itertools.islice(self._due_s.items(), AT_A_TIME)
         due = [key for key, due_s in first if due_s <= now_s]

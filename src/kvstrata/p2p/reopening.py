@@ -1,23 +1,23 @@
-"""The transfer engine that reads peers: opened with the network devices that can be used, and anew with others.
+"""The transfer engine that reads peers, which is replaced by a new one when other network devices become usable.
 
-UCX never uses a device whose link was down when its engine was opened.  So the engine is opened anew
+UCX never uses a device whose link was down when the engine was opened.  So a new engine is opened
 
-    devices       when an address or a port can be used that could not be when it was opened, and
-    unreachable   when for a while no read and no connection of any peer has come about, though peers have answered.
+    devices       when an address or port is usable that was not usable when the engine was opened, and
+    unreachable   when for a while no read and no connection has succeeded, although peers have answered messages.
 
-A device that is lost is no reason: the engine goes on over the others, and over this one once it is back.
+The loss of a device is no reason: the engine uses the other devices, and the lost one again when it is back.
 
-    another engine is opened ─▶ it connects the peers ─▶ it takes its place ─▶ `linger_s` ─▶ the first one is closed
+    a new engine is opened ─▶ it connects the peers ─▶ it becomes the current one ─▶ `linger_s` ─▶ the old one is closed
 
 Invariants
-1. Where another engine cannot be opened the one in place stays.  There is none only from the start to the first moment
-   that one of the devices that UCX_NET_DEVICES names can be used, where UCX opens none without.
-2. Both have the same region registered, so what is being read or leased is neither cut nor moved; what the first one
-   has under way when it is closed is forced to its end as its contract says, as by any `close`.
-3. At most two engines are open.  Between two openings is a pause that doubles up to `max_pause_s`, and for
-   `unreachable` a wait that doubles up to `max_unreachable_s`, so peers that are dead for ever cost little.
-4. Metadata are those of the engine that is in place.  Peers with older ones are served for `linger_s`; their reads then
-   fail cleanly, and they ask for others.
+1. If no new engine can be opened, the current one stays.  Only a start may leave no current engine: if no device of
+   UCX_NET_DEVICES was usable then and UCX cannot open an engine without one, until a device is usable.
+2. Both engines have registered the same region, so reads and leases under way are not disturbed.  Reads that the old
+   engine still has under way at its close are forced to their end, as by any `close`.
+3. At most two engines are open.  The pause between two openings doubles up to `max_pause_s`.  The wait before an
+   opening for `unreachable` doubles too, up to `max_unreachable_s`, so that dead peers cost little.
+4. `metadata` are those of the current engine.  Peers that have older metadata are served for `linger_s`; after that
+   their reads fail cleanly, and they ask for the new metadata.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOK_S = 10.0
-"""Between two looks at the devices where the kernel tells of no change."""
+"""Time between two looks at the devices while the kernel reports no change."""
 SETTLE_S = 0.5
-"""From a change to the look at it: a link that comes up gets its addresses one after the other."""
+"""Time from a change to the look at it, since a link that comes up gets its addresses one after the other."""
 MAX_SHOWN = 200
 
 
 class Limits(NamedTuple):
-    """See the module."""
+    """The bounds of ReopenPolicy; see the module."""
 
     first_pause_s: float = 5.0
     max_pause_s: float = 300.0
     calm_s: float = 600.0
-    """After so long without another opening the pauses begin anew."""
+    """After this long without an opening the pauses begin anew."""
     unreachable_s: float = 10.0
     max_unreachable_s: float = 600.0
     min_failures: int = 3
@@ -62,14 +62,14 @@ LIMITS = Limits()
 
 
 class Cause(enum.StrEnum):
-    """Why an engine was opened anew."""
+    """Why a new engine was opened."""
 
     DEVICES = "devices"
     UNREACHABLE = "unreachable"
 
 
 class ReopenPolicy:
-    """When to open the engine anew. The caller brings times and what it has seen; no I/O."""
+    """Decides when to open a new engine. The caller brings times and observations; no I/O."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self._limits = limits
@@ -82,7 +82,7 @@ class ReopenPolicy:
         self._failing_since_s = 0.0
 
     def opened(self, devices: frozenset[str], now_s: float, cause: Cause | None = None) -> None:
-        """An engine has taken its place that was opened when these devices could be used; `cause` None: the first."""
+        """An engine that was opened with these usable devices is the current one now; `cause` None: the first one."""
         self._with = devices
         self._failures = 0
         if cause is not None:
@@ -91,27 +91,27 @@ class ReopenPolicy:
             self._unreachable_s = min(2 * self._unreachable_s, self._limits.max_unreachable_s)
 
     def not_opened(self, now_s: float) -> None:
-        """Another engine could not be opened."""
+        """A new engine could not be opened."""
         self._pause(now_s)
 
     def reached(self) -> None:
-        """A read of a peer came about."""
+        """A read from a peer succeeded."""
         self._failures = 0
         self._unreachable_s = self._limits.unreachable_s
 
     def failed(self, now_s: float) -> None:
-        """A peer that answers was not reached by the engine."""
+        """The engine could not reach a peer that answers messages."""
         if not self._failures:
             self._failing_since_s = now_s
         self._failures += 1
 
     def due(self, devices: frozenset[str], now_s: float) -> tuple[Cause, str] | None:
-        """Whether to open another engine now that these devices can be used, and a sentence that says why."""
+        """Whether to open a new engine now, given the usable devices: the cause and a sentence that says why."""
         if now_s < self._not_before_s:
             return None
         added = ", ".join(sorted(devices - self._with))
         if added:
-            return Cause.DEVICES, f"usable since it was opened: {added[:MAX_SHOWN]}"
+            return Cause.DEVICES, f"devices that became usable: {added[:MAX_SHOWN]}"
         failing_s = now_s - self._failing_since_s
         if self._failures >= self._limits.min_failures and failing_s >= self._unreachable_s:
             return Cause.UNREACHABLE, f"no peer was reached for {failing_s:.0f} s in {self._failures} tries"
@@ -126,7 +126,7 @@ class ReopenPolicy:
 
 
 class PeerEngine:
-    """See the module. Everything but looking at devices runs on the loop."""
+    """See the module. Everything except the look at devices runs on the loop."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class PeerEngine:
     ) -> None:
         """`make` may raise TransferError; `look` runs in a thread and may raise OSError."""
         self.metadata = b""
-        """What peers want to reach the region."""
+        """The current engine's metadata, by which peers reach the region; empty while no engine is current."""
         self._name = name
         self._make = make
         self._linger_s = linger_s
@@ -156,13 +156,13 @@ class PeerEngine:
 
     @property
     def current(self) -> TransferEngine:
-        """The engine to connect and read with from now on. Raises TransferError while there is none."""
+        """The transfer engine for connections and reads from now on. Raises TransferError while none is open."""
         if self._current is None:
             raise TransferError("no network device of this instance can be used", field="engine")
         return self._current
 
     async def open(self, region: Region, clock: Clock) -> None:
-        """Open the first engine, or wait for a device to open it with. Raises TransferError."""
+        """Open the first engine, or log that no device is usable and leave it to `start`. Raises TransferError."""
         self._region, self._clock = region, clock
         devices = Devices(frozenset(), frozenset())
         with contextlib.suppress(OSError):
@@ -177,49 +177,54 @@ class PeerEngine:
                 raise
             self._last = f"waits for a link of {idle}"
             log.warning(
-                "%s: no peers until a network device has its link (%s): %s", self._name, idle, error.message
+                "%s: no peers are read until a network device has its link (%s): %s",
+                self._name,
+                idle,
+                error.message,
             )
         else:
             self._current = engine
 
     def start(self, move: Callable[[TransferEngine], Awaitable[Callable[[], None]]]) -> None:
-        """Open others from now on.
+        """Open new engines from now on when they are due.
 
-        `move` connects peers to an engine that is about to take its place, and returns what to call in the moment that
-        it has taken it.
+        `move` connects the peers by a new engine, and returns a function to call when that engine is the current one.
         """
         self._move = move
         try:
             self._watch = LinkWatch(self.look_now)
         except OSError as error:
             log.warning(
-                "%s: changes of network devices are not told, %.0f s may pass: %s", self._name, LOOK_S, error
+                "%s: the kernel reports no changes of network devices, they are noticed within %.0f s: %s",
+                self._name,
+                LOOK_S,
+                error,
             )
         self._keeper = asyncio.create_task(self._keep_up(), name=f"{self._name}-engine")
         self._keeper.add_done_callback(self._ended)
 
     def look_now(self) -> None:
-        """Devices may have changed."""
+        """Look at the devices soon, since they may have changed."""
         self._changed.set()
 
     def failed(self) -> None:
-        """A peer that answers was not reached by the engine in place."""
+        """The current engine could not reach a peer that answers messages."""
         self._policy.failed(self._now_s())
 
     def reached(self) -> None:
-        """A read by the engine in place came about."""
+        """A read by the current engine succeeded."""
         self._policy.reached()
 
     def numbers(self) -> dict[str, int]:
-        """How often an engine was opened anew, by cause, and how often none could be."""
+        """How often a new engine was opened, by cause, and how often none could be opened."""
         return dict(self._counts)
 
     def remarks(self) -> dict[str, str]:
-        """Why that was so the last time."""
+        """Why a new engine was opened, or could not be, the last time."""
         return {"reopened": self._last} if self._last else {}
 
     async def close(self) -> None:
-        """Open no others, and close what is open. Idempotent."""
+        """Open no more engines, and close those that are open. Idempotent."""
         if self._watch is not None:
             self._watch.close()
         if self._keeper is not None:
@@ -247,32 +252,32 @@ class PeerEngine:
                 await self._reopen(*due, usable)
 
     def _ended(self, keeper: asyncio.Task[None]) -> None:
-        """Say so where a mistake of ours has ended the task: the engine in place stays, and no other one follows."""
+        """Log a failure of the task, our own mistake: the current engine stays, and no new one will be opened."""
         if keeper.cancelled() or (error := keeper.exception()) is None:
             return
-        self._last = f"no other engine will be opened: {error!r}"[:MAX_REMARK_CHARS]
-        log.error("%s: the transfer engine will not be opened anew any more", self._name, exc_info=error)
+        self._last = f"no new engine will be opened: {error!r}"[:MAX_REMARK_CHARS]
+        log.error("%s: the task that opens new transfer engines has failed", self._name, exc_info=error)
 
     async def _reopen(self, cause: Cause, why: str, usable: frozenset[str]) -> None:
         try:
             self._coming = coming = self._make()
             metadata = await coming.open([self._region])
-        except (TransferError, OSError, RuntimeError) as error:  # the latter of native code: no more threads
+        except (TransferError, OSError, RuntimeError) as error:  # RuntimeError: native code got no thread
             self._counts["reopen_failures"] += 1
             self._last = f"failed: {why}; {error}"[:MAX_REMARK_CHARS]
-            log.warning("%s: the transfer engine could not be opened anew (%s): %s", self._name, why, error)
+            log.warning("%s: no new transfer engine could be opened (%s): %s", self._name, why, error)
             self._policy.not_opened(self._now_s())
-            self._coming = None  # what could not be opened has closed itself
+            self._coming = None  # an engine that could not be opened has closed itself
             return
         moved = await self._move(coming)
-        # From here to the end of `moved` nothing waits: reads and connections see one engine or the other.
+        # No await until `moved` has returned, so that reads and connections see either the old engine or the new one.
         self._leaving, self._current, self._coming = self._current, coming, None
         self.metadata = metadata
         self._counts[f"reopened_{cause}"] += 1
         self._last = f"{cause}: {why}"
         self._policy.opened(usable, self._now_s(), cause)
         moved()
-        log.warning("%s: the transfer engine was opened anew: %s", self._name, why)
+        log.warning("%s: a new transfer engine was opened: %s", self._name, why)
         if self._leaving is not None:
             await asyncio.sleep(self._linger_s)
             await self._leaving.close()

@@ -1,15 +1,15 @@
-"""Why a chunk was not there: bounded memories of keys, of first chunks by identity, and of recent requests.
+"""Explains why a chunk was absent, from bounded memories of keys, of first chunks by identity, and of recent requests.
 
 Three memories, each with its own bound:
 
-- *Keys*: what last happened to a storage key that is not in L1 (evicted, corrupt, refused, put skipped, …) or
-  that somebody asked for in vain.  A key that is stored is dropped from it.
-- *Probes*: which identities stored a prompt with these first tokens, per tenant.  A probe is a digest of
-  tokens alone, compared only within the tenant of the caller, so nobody learns what another tenant holds.
-- *Requests*: the last lookups by request id, with what each tier had and the reason of the first miss.
+- *Keys*: the last event of a storage key that is not in L1 (evicted, corrupt, refused, put skipped, …, or looked up
+  without success).  When a key is stored, its note is dropped.
+- *Probes*: the identities under which a prompt with these first tokens was stored, per tenant.  A probe is a digest of
+  tokens alone and is compared only within the tenant of the caller, so nobody learns which prompts another tenant has.
+- *Requests*: the last lookups by request id, with the chunks that each tier had and the reason of the first miss.
 
-Invariant: a reason is only given when this instance knows it; once the key memory dropped anything, a key
-that it does not know is `forgotten`, not `unknown_key`.
+Invariant: a reason is given only if this instance knows it.  Once the key memory has overflowed, a key without a note
+is `forgotten`, not `unknown_key`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from kvstrata.types import KEY_BYTES, LayoutIdentity, MissReason, RequestIdentity
+from kvstrata.errors import BadRequest
+from kvstrata.types import LayoutIdentity, MissReason, RequestIdentity
 
 MAX_KEYS = 32_768
-"""Some 230 bytes each: with all of them a server stays below 100 MB."""
+"""Some 230 bytes each: with all these notes a server stays below 100 MB."""
 MAX_PROBES = 8_192
-"""Some 950 bytes each, where each names another identity."""
+"""Some 950 bytes each, if each probe has an identity of its own."""
 MAX_IDENTITIES_PER_PROBE = 8
 MAX_REQUESTS = 1_024
+MAX_LISTED_IDS = 8
+"""Request ids that an error names where several match."""
 MAX_DETAIL_CHARS = 120
 _TAG_BYTES = 8
 
@@ -39,12 +42,12 @@ _ADVICE = {
 
 
 def with_advice(word: str) -> str:
-    """A short reason, and what to change where a setting is the cause."""
+    """A short reason, with advice if a setting is the cause."""
     return f"{word}: {_ADVICE[word]}" if word in _ADVICE else word
 
 
 class KeyNote(NamedTuple):
-    """What is known of one absent key."""
+    """The last event of one absent key."""
 
     reason: MissReason
     detail: str
@@ -52,11 +55,11 @@ class KeyNote(NamedTuple):
 
 
 class KeyMemory:
-    """What happened to keys that are not there. Keys are known by their first 8 bytes."""
+    """The notes of absent keys. It identifies keys by their first 8 bytes."""
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._max_keys = max_keys
-        # Ordered, because a plain dict looks for its first item behind all that were deleted before it.
+        # Not a plain dict, which finds its first item only by stepping over all items deleted before it.
         self._notes: OrderedDict[bytes, KeyNote] = OrderedDict()
         self._last = KeyNote(MissReason.UNKNOWN_KEY, "", 0)
         self.overflowed = False
@@ -65,11 +68,11 @@ class KeyMemory:
         return len(self._notes)
 
     def note(self, key: bytes, reason: MissReason, detail: str, unix_ms: int) -> None:
-        """Something happened to this key; replaces what was known."""
+        """Note an event of this key, in place of an older note."""
         tag = key[:_TAG_BYTES]
         known = KeyNote(reason, detail[:MAX_DETAIL_CHARS], unix_ms)
         if known != self._last:
-            self._last = known  # chunks evicted together share one note
+            self._last = known  # chunks that were evicted together share one note
         self._notes[tag] = self._last
         self._notes.move_to_end(tag)
         if len(self._notes) > self._max_keys:
@@ -77,28 +80,28 @@ class KeyMemory:
             self.overflowed = True
 
     def missed(self, key: bytes, unix_ms: int) -> None:
-        """Somebody asked for this key in vain; says nothing where more is known."""
+        """Note that this key was looked up without success, unless it has a note already."""
         if key[:_TAG_BYTES] not in self._notes:
             self.note(key, MissReason.NEVER_STORED, "", unix_ms)
 
     def stored(self, keys: Iterable[bytes]) -> None:
-        """These keys are there now."""
+        """Drop the notes of these keys, which are stored now."""
         notes = self._notes
         if notes:
             for key in keys:
                 notes.pop(key[:_TAG_BYTES], None)
 
     def lost_events(self) -> None:
-        """Something happened to keys that this memory was not told."""
+        """Note that events of unknown keys were lost, so a missing note proves nothing any more."""
         self.overflowed = True
 
     def get(self, key: bytes) -> KeyNote | None:
-        """What is known of a key."""
+        """The note of a key; None if it has none."""
         return self._notes.get(key[:_TAG_BYTES])
 
 
 class IdentityMemory:
-    """Which identities stored prompts that begin with the same tokens, per tenant."""
+    """The identities under which prompts that begin with the same tokens were stored, per tenant."""
 
     def __init__(self, max_probes: int = MAX_PROBES) -> None:
         self._max_probes = max_probes
@@ -107,7 +110,7 @@ class IdentityMemory:
         )
 
     def stored(self, probe: bytes, root: bytes, layout: LayoutIdentity, request: RequestIdentity) -> None:
-        """A prompt with this probe was stored under this identity."""
+        """Note that a prompt with this probe was stored under this identity."""
         if not probe:
             return
         known = self._probes.setdefault((request.tenant, probe), {})
@@ -121,9 +124,9 @@ class IdentityMemory:
     def difference(
         self, probe: bytes, root: bytes, layout: LayoutIdentity, request: RequestIdentity
     ) -> tuple[str, str] | None:
-        """The (field, value there) in which the newest other identity with the same tokens differs.
+        """(field, that identity's value) in which the newest other identity with the same tokens differs; no salts.
 
-        None when no other identity of this tenant stored such a prompt.
+        None when no prompt with these tokens was stored under another identity of this tenant.
         """
         known = self._probes.get((request.tenant, probe)) if probe else None
         if not known:
@@ -140,7 +143,7 @@ class IdentityMemory:
 
 
 class Explained(NamedTuple):
-    """One lookup, as told by explain. Times in milliseconds."""
+    """One lookup, as `explain` shows it. Times are in milliseconds."""
 
     request_id: str
     tenant: str
@@ -157,7 +160,7 @@ class Explained(NamedTuple):
 
 
 class RequestMemory:
-    """The last lookups; a request that looked up several times is told with all that are remembered."""
+    """The last lookups. A request may have several."""
 
     def __init__(self, max_requests: int = MAX_REQUESTS) -> None:
         self._max_requests = max_requests
@@ -165,28 +168,35 @@ class RequestMemory:
         self._next = 0
 
     def add(self, explained: Explained) -> None:
-        """Remember one lookup in place of the oldest."""
+        """Remember a lookup; the oldest is forgotten."""
         self._ring[self._next] = explained
         self._next = (self._next + 1) % self._max_requests
 
-    def find(self, request_id: str) -> list[Explained]:
-        """All remembered lookups of a request, oldest first."""
+    def of_tenants(self, tenants: frozenset[str] | None) -> list[Explained]:
+        """All remembered lookups of these tenants (None: of all), oldest first."""
         order = self._ring[self._next :] + self._ring[: self._next]
-        return [entry for entry in order if entry is not None and entry.request_id == request_id]
+        return [
+            entry for entry in order if entry is not None and (tenants is None or entry.tenant in tenants)
+        ]
 
     def recent(self, count: int) -> list[Explained]:
         """The newest lookups, newest first."""
-        order = self._ring[self._next :] + self._ring[: self._next]
-        return [entry for entry in reversed(order) if entry is not None][:count]
+        return self.of_tenants(None)[::-1][:count]
 
 
 class Explainer:
-    """The three memories and the rule by which a reason is chosen."""
+    """The three memories, and the rule that chooses a reason."""
 
-    def __init__(self) -> None:
-        self.keys = KeyMemory()
-        self.identities = IdentityMemory()
-        self.requests = RequestMemory()
+    def __init__(
+        self,
+        *,
+        max_keys: int = MAX_KEYS,
+        max_probes: int = MAX_PROBES,
+        max_requests: int = MAX_REQUESTS,
+    ) -> None:
+        self.keys = KeyMemory(max_keys)
+        self.identities = IdentityMemory(max_probes)
+        self.requests = RequestMemory(max_requests)
 
     def why(
         self,
@@ -200,10 +210,10 @@ class Explainer:
         in_flight: bool,
         policy: str,
     ) -> tuple[MissReason, str]:
-        """Reason and detail for a chunk that is not there.
+        """The reason why a chunk is absent, and a detail.
 
-        `key`: storage key of its first missing slice; `first`: it is the prompt's first chunk;
-        `in_flight`: somebody is writing or loading it now; `policy`: the eviction policy's name.
+        `key`: the storage key of the chunk's first missing slice; `first`: the chunk is the prompt's first;
+        `in_flight`: a process is writing or loading the chunk now; `policy`: the eviction policy's name.
         """
         note = self.keys.get(key)
         if first and not in_flight and (note is None or note.reason is MissReason.NEVER_STORED):
@@ -215,7 +225,7 @@ class Explainer:
         return self.why_key(key, in_flight=in_flight, policy=policy)
 
     def why_key(self, key: bytes, *, in_flight: bool, policy: str) -> tuple[MissReason, str]:
-        """The same as far as the key alone tells."""
+        """The reason and detail as far as the key alone tells."""
         if in_flight:
             return MissReason.IN_FLIGHT, "being stored or loaded"
         note = self.keys.get(key)
@@ -230,24 +240,30 @@ class Explainer:
         return MissReason.UNKNOWN_KEY, "nobody has named this chunk here before"
 
     def explain(self, request_id: str, tenants: frozenset[str] | None) -> dict[str, Any]:
-        """The document for one request id, as far as the caller may see its tenant (None: any)."""
-        found = [
-            entry for entry in self.requests.find(request_id) if tenants is None or entry.tenant in tenants
-        ]
-        return {
-            "request_id": request_id,
-            "known": bool(found),
-            "lookups": [_document(entry) for entry in found],
-        }
+        """The document of one request's lookups; only lookups of `tenants` are shown (None: of all tenants).
+
+        `request_id` is the engine's id of the request, or else the id that the API's client saw, to which vLLM appends
+        `-RANDOM`, for a completion `-NUMBER-RANDOM`. Raises BadRequest if several of the engine's ids begin with it.
+        """
+        seen = self.requests.of_tenants(tenants)
+        names = {entry.request_id for entry in seen}
+        if request_id not in names:
+            longer = [name for name in names if name.startswith(f"{request_id}-")]
+            if len(longer) > 1:
+                raise BadRequest(_several(request_id, sorted(longer)), field="request_id")
+            request_id = longer[0] if longer else request_id
+        found = [_document(entry) for entry in seen if entry.request_id == request_id]
+        return {"request_id": request_id, "known": bool(found), "lookups": found}
 
     def recent(self, count: int) -> list[dict[str, Any]]:
         """Documents of the newest lookups, newest first."""
         return [_document(entry) for entry in self.requests.recent(count)]
 
 
-def split_keys(keys: bytes) -> list[bytes]:
-    """Concatenated keys, one by one."""
-    return [keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)]
+def _several(request_id: str, longer: list[str]) -> str:
+    more = f" and {len(longer) - MAX_LISTED_IDS} more" if len(longer) > MAX_LISTED_IDS else ""
+    names = ", ".join(longer[:MAX_LISTED_IDS]) + more
+    return f"request_id: {len(longer)} recent requests begin with {request_id!r:.80}: {names}; give one of these ids"
 
 
 def _document(entry: Explained) -> dict[str, Any]:

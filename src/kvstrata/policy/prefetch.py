@@ -1,7 +1,7 @@
-"""What a prefetch loads from where: pure functions on keys and answers. No I/O, no clock.
+"""Decides which keys a prefetch loads and from which adapter: pure functions on keys and answers. No I/O, no clock.
 
-Keys are chunk-major: key number `i` belongs to chunk `i // n_slices` and slice `i % n_slices`.  A prefix
-counts as far as every slice of a chunk is in L1 or in some adapter.
+Keys are chunk-major: key number `i` belongs to chunk `i // n_slices` and slice `i % n_slices`.  The prefix ends before
+the first chunk of which a slice is neither in L1 nor in any adapter.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from kvstrata.policy.reasons import miss_reason
 from kvstrata.types import MissReason
 
 
@@ -16,7 +17,7 @@ class Source(NamedTuple):
     """One adapter that has a key."""
 
     adapter: int
-    """Its place among the adapters that the fetch asks, nearest first."""
+    """The adapter's index among those that the fetch asks, nearest first."""
     record_bytes: int
 
 
@@ -24,66 +25,30 @@ class Hole(NamedTuple):
     """One key of the prefix that is not in L1 and has to be loaded."""
 
     number: int
-    """Its number among the keys."""
+    """The key's number among all keys of the prefix."""
     key: bytes
     source: Source
-    """The nearest adapter that has it."""
+    """The nearest adapter that has the key."""
 
 
 class Plan(NamedTuple):
-    """How far the prefix goes and what has to be loaded for that."""
+    """How far the prefix goes, and the keys that must be loaded for it."""
 
     n_chunks: int
     holes: list[Hole]
     """In the order of the keys."""
     reason: str
-    """MissReason of chunk `n_chunks`, empty when there is none beyond."""
+    """MissReason of chunk `n_chunks`; empty if the prefix has all chunks."""
     detail: str = ""
 
 
 class Run(NamedTuple):
-    """Neighbouring chunks of one slice with records of one length: what one reserve asks for."""
+    """Neighbouring chunks of one slice whose records have the same length; one reserve asks for all of them."""
 
     parent: bytes
-    """Storage key of the chunk before in this slice, empty at the start of a prompt."""
+    """Storage key of the chunk before the run, in this slice; empty at the start of a prompt."""
     record_bytes: int
     holes: list[Hole]
-
-
-MISS_REASONS: dict[str, MissReason] = {
-    **dict.fromkeys(("deadline", "peer_deadline", "peer_gone"), MissReason.DEADLINE),
-    **dict.fromkeys(
-        ("breaker_open", "controller_down", "host_down", "closed", "stopping", "adapter_removed"),
-        MissReason.BREAKER_OPEN,
-    ),
-    **dict.fromkeys(
-        ("refused", "budget", "throttled", "queue_full", "staging", "staging_too_small", "limit"),
-        MissReason.REFUSED,
-    ),
-    # The pool's refusals (rpc.wire.ReserveOutcome).
-    **dict.fromkeys(
-        (
-            "chain_exceeds_pool",
-            "pool_pinned",
-            "session_limit",
-            "quota",
-            "too_large",
-            "entries_full",
-            "frozen",
-            "parent_absent",
-        ),
-        MissReason.REFUSED,
-    ),
-    "corrupt": MissReason.CORRUPT,
-    "in_flight": MissReason.IN_FLIGHT,
-    "absent": MissReason.EVICTED,
-}
-"""Short reasons of our own as reasons of a miss. Every other word is an adapter's for how it failed."""
-
-
-def miss_reason(reason: str) -> MissReason:
-    """The closed list's word for a short reason."""
-    return MISS_REASONS.get(reason, MissReason.L2_FAILED)
 
 
 def make_plan(
@@ -95,11 +60,11 @@ def make_plan(
     unknown: Mapping[int, str],
     budget_bytes: int | None = None,
 ) -> Plan:
-    """Walk the prefix to the first chunk that nobody has.
+    """Plan the loads for the longest prefix whose chunks L1 or an adapter has.
 
-    `l1_chunks` is L1's leading chunks per slice; `in_l1` is asked only for keys beyond them.  `sources` and
-    `unknown` are by key number; `unknown` says why an adapter could not answer.  With a budget the prefix ends
-    before the chunk whose loads would exceed it.
+    `l1_chunks` has the number of leading chunks in L1 for each slice; `in_l1` is asked only for keys beyond them.
+    `sources` and `unknown` are by key number; `unknown` says why an adapter could not answer.  With a budget the prefix
+    ends before the chunk whose loads would exceed the budget.
     """
     n_chunks = len(keys) // n_slices
     holes: list[Hole] = []
@@ -125,7 +90,7 @@ def make_plan(
 
 
 def next_batch(pending: Sequence[Hole], max_items: int, max_bytes: int) -> int:
-    """How many of the pending holes make the next batch: one adapter, bounded, at least one."""
+    """The number of pending holes that form the next batch: all from one adapter, within the bounds, at least one."""
     count = batch_bytes = 0
     for hole in pending:
         source = hole.source
@@ -141,9 +106,9 @@ def next_batch(pending: Sequence[Hole], max_items: int, max_bytes: int) -> int:
 def reserve_runs(
     batch: Sequence[Hole], keys: Sequence[bytes], n_slices: int, parents: Sequence[bytes]
 ) -> list[Run]:
-    """The reserves that a batch needs, in the order of their first holes.
+    """The runs that a batch must reserve, in the order of their first holes.
 
-    `parents` holds per slice the storage key before the first chunk, or is empty at the start of a prompt.
+    `parents` has for each slice the storage key before the first chunk; it is empty at the start of a prompt.
     """
     runs: list[Run] = []
     open_runs: dict[int, Run] = {}

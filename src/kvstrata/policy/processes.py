@@ -1,31 +1,32 @@
-"""Who belongs together: attached processes, their engine groups, identities and tenants.
+"""Attached processes, their engine groups, identities and tenants.
 
 A *group* is one engine: a scheduler and its workers, or one process that is both.  Each worker declares the
-slice of every chunk's KV that it holds; a group is *complete* when as many distinct slices are known as the
-engine has, and only then can a chunk count as a hit (all of its slices must be there).
+slice of every chunk's KV that it has.  A group is *complete* when as many distinct slices are known as the
+engine has; only then can a chunk count as a hit, since all its slices must be present.
 
 Invariants:
 
-1. All members of a group declared the same LayoutIdentity and the same number of slices (the attach handshake
-   refuses others, memory/attach/checks.py).
-2. An identity id is given once per epoch and names one (layout, request) for ever; ids that are dropped are
-   not given again.
+1. All members of a group declared the same LayoutIdentity and the same number of slices; the attach handshake
+   refuses others (memory/attach/checks.py).
+2. In one epoch an identity id names one (layout, request) and no other; ids of dropped identities are not reused.
 
-It does not know outcomes (rpc/session.py), sockets or the pool.
+This module does not know the outcomes of requests (rpc/session.py), sockets or the pool.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from kvstrata.errors import BadRequest, NotPermitted, UnknownIdentity
+from kvstrata.errors import BadRequest, NotPermitted, Refused, UnknownIdentity
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice, identity_root
 
 MAX_IDENTITIES = 4096
-"""Identities one session may have declared; the one declared or used longest ago is dropped."""
+"""Most identities that one session may have; the one that was declared or used longest ago is dropped."""
+MOST_LENGTHS = 8
+"""Different lengths of records that are remembered of one process."""
 MAX_NAME_CHARS = 4096
 """Longest adapter, tenant or salt."""
 
@@ -37,8 +38,8 @@ def tenant_number(tenant: str) -> int:
     return int.from_bytes(hashlib.sha256(tenant.encode()).digest()[:4], "little") or 1
 
 
-class Identity(NamedTuple):
-    """What `identify` declared."""
+class DeclaredIdentity(NamedTuple):
+    """An identity that a session has declared by `identify`."""
 
     number: int
     layout: LayoutIdentity
@@ -47,8 +48,8 @@ class Identity(NamedTuple):
     tenant: int
 
 
-class Group:
-    """One engine: its members and the slices they hold."""
+class EngineGroup:
+    """One engine: its members and their slices."""
 
     __slots__ = ("_order", "engine_slices", "layout", "members", "name")
 
@@ -56,7 +57,7 @@ class Group:
         self.name = name
         self.layout = layout
         self.engine_slices = engine_slices
-        self.members: dict[bytes, Member] = {}
+        self.members: dict[bytes, AttachedProcess] = {}
         self._order: tuple[list[bytes], bytes, list[int]] | None = None
 
     @property
@@ -66,7 +67,7 @@ class Group:
 
     @property
     def packed_slices(self) -> bytes:
-        """The same, concatenated."""
+        """The digests of `slices`, concatenated."""
         return self._ordered()[1]
 
     @property
@@ -75,12 +76,26 @@ class Group:
         return self._ordered()[2]
 
     @property
+    def lengths(self) -> list[frozenset[int]]:
+        """For each of `slices` the lengths that its records may have; an empty set: not known."""
+        of: dict[bytes, set[int]] = {digest: set() for digest in self.slices}
+        for member in self.members.values():
+            if member.digest:
+                of[member.digest].update(member.lengths)
+        return [frozenset(of[digest]) for digest in self.slices]
+
+    @property
+    def declares_lengths(self) -> bool:
+        """Whether every process with a slice has declared the length of its records."""
+        return all(member.declares_length for member in self.members.values() if member.digest)
+
+    @property
     def complete(self) -> bool:
         """Whether every slice of the engine has a present member."""
         return len(self._ordered()[0]) == self.engine_slices
 
     def changed(self) -> None:
-        """Members came or went."""
+        """Note that members came or went."""
         self._order = None
 
     def _ordered(self) -> tuple[list[bytes], bytes, list[int]]:
@@ -91,25 +106,28 @@ class Group:
         return self._order
 
 
-class Member:
+class AttachedProcess:
     """One attached process. `digest` is empty for a scheduler; `detached` while its socket is closed."""
 
     __slots__ = (
         "copies",
+        "declares_length",
         "detached",
         "digest",
         "group",
         "identities",
+        "lengths",
         "pid",
         "role",
         "row",
+        "secret",
         "session",
         "slice",
         "tenants",
     )
 
     def __init__(
-        self, session: bytes, group: Group, role: Role, part: Slice | None, row: int, pid: int
+        self, session: bytes, group: EngineGroup, role: Role, part: Slice | None, row: int, pid: int
     ) -> None:
         self.session = session
         self.group = group
@@ -118,57 +136,106 @@ class Member:
         self.pid = pid
         self.slice = part
         self.digest = part.digest() if part is not None else b""
+        self.secret = b""
+        """Proves its requests."""
         self.tenants: frozenset[str] | None = None
-        """Tenants that it may name; None: any."""
+        """The tenants that it may name; None: any."""
         self.detached = False
-        self.identities: dict[int, Identity] = {}
+        self.identities: dict[int, DeclaredIdentity] = {}
         self.copies: dict[str, object] | None = None
-        """How it copies, as it said last; None where its blocks are in host memory."""
+        """How it copies, by its last report; None if its blocks are in host memory."""
+        self.lengths: dict[int, None] = {}
+        """Lengths of the records of its slice, as it declared and reserved them; the last MOST_LENGTHS."""
+        self.declares_length = False
+
+    def has_records_of(self, record_bytes: int) -> None:
+        """Note a length that it declared, or reserves extents of."""
+        self.lengths.pop(record_bytes, None)
+        self.lengths[record_bytes] = None
+        if len(self.lengths) > MOST_LENGTHS:
+            del self.lengths[next(iter(self.lengths))]
 
 
 class TenantTokens:
-    """Which tenants a token opens. Without any token on file, every local peer may use every tenant."""
+    """The tenants that each token allows. If no tokens are configured, every local process may use every tenant."""
 
     def __init__(self, tokens: Mapping[str, frozenset[str]] | None = None) -> None:
         self._tokens = dict(tokens or {})
 
+    @property
+    def without(self) -> frozenset[str] | None:
+        """The tenants that a process without a token may use (None: any)."""
+        return frozenset({""}) if self._tokens else None
+
     def allowed(self, token: str) -> frozenset[str] | None:
-        """Tenants for a peer with this token (None: any). Raises NotPermitted for an unknown token."""
-        if not self._tokens:
-            return None
-        if not token:
-            return frozenset({""})
+        """The tenants that a process with this token may use (None: any). Raises NotPermitted for an unknown token."""
+        if not self._tokens or not token:
+            return self.without
         for known, tenants in self._tokens.items():
             if hmac.compare_digest(known.encode(), token.encode()):
                 return tenants
         raise NotPermitted(
-            "token: opens no tenant of this server; check it against its tenants file", field="token"
+            "token: not in this server's tenants file; check the token and the file", field="token"
         )
 
 
-class Registry:
+class SessionLimits(NamedTuple):
+    """Most sessions of one process, and of all processes that may name the same tenants."""
+
+    per_process: int = 64
+    per_token: int = 512
+
+
+class ProcessTable:
     """All groups, members and identities of one instance. Single-threaded."""
 
     def __init__(self, epoch: int) -> None:
-        self._groups: dict[bytes, Group] = {}
-        self._members: dict[bytes, Member] = {}
-        self._by_root: dict[bytes, Identity] = {}
+        self._groups: dict[bytes, EngineGroup] = {}
+        self._processes: dict[bytes, AttachedProcess] = {}
+        self._by_root: dict[bytes, DeclaredIdentity] = {}
         self._users: dict[bytes, int] = {}
         self._next_number = ((epoch & 0xFFFFFF) << 32) | 1
 
     @property
-    def groups(self) -> list[Group]:
-        """All groups with a member."""
+    def groups(self) -> list[EngineGroup]:
+        """All groups with a process."""
         return list(self._groups.values())
 
-    @property
-    def members(self) -> list[Member]:
+    def __iter__(self) -> Iterator[AttachedProcess]:
         """All attached processes, detached ones included."""
-        return list(self._members.values())
+        return iter(list(self._processes.values()))
 
-    def member(self, session: bytes) -> Member | None:
+    def __len__(self) -> int:
+        return len(self._processes)
+
+    def get(self, session: bytes) -> AttachedProcess | None:
         """The attached process of a session."""
-        return self._members.get(session)
+        return self._processes.get(session)
+
+    def check_room(
+        self, session: bytes, pid: int, tenants: frozenset[str] | None, limits: SessionLimits
+    ) -> None:
+        """Raises Refused if the sessions of a process, or of a token, are too many for one more.
+
+        A session that is attached already needs no room. `pid` 0 (a process in another PID namespace) cannot be told
+        from other processes, and `tenants` None means that there are no tokens; neither is counted.
+        """
+        if session in self._processes:
+            return
+        of_process = sum(one.pid == pid for one in self._processes.values()) if pid else 0
+        if of_process >= limits.per_process:
+            raise Refused(
+                f"session: process {pid} has {of_process} sessions attached, and one process may have "
+                f"{limits.per_process}; close some, or raise security.sessions_per_process",
+                field="session",
+            )
+        of_token = 0 if tenants is None else sum(one.tenants == tenants for one in self._processes.values())
+        if of_token >= limits.per_token:
+            raise Refused(
+                f"session: {of_token} sessions are attached with this token, and one token may have "
+                f"{limits.per_token}; end other engines of the tenant, or raise security.sessions_per_token",
+                field="session",
+            )
 
     def attach(
         self,
@@ -182,73 +249,82 @@ class Registry:
         tenants: frozenset[str] | None,
         row: int,
         pid: int,
-    ) -> Member:
-        """The process is attached, its declaration was checked. The same session again: the same member.
+        secret: bytes,
+        record_bytes: int = 0,
+    ) -> AttachedProcess:
+        """Add a process whose declaration was checked; for a session that is known, return its process.
 
-        `part`: the slice it holds, None for a scheduler. `tenants`: those it may name, None for any.
+        `part`: the slice that it has, None for a scheduler. `tenants`: those that it may name, None for any.
+        `secret`: proves its requests from now on.
+        `record_bytes`: the length of the slice's records, 0 if it did not declare it.
         """
-        member = self._members.get(session)
-        if member is not None:
-            member.detached = False
-            member.tenants = tenants
-            member.row = row
-            member.group.changed()
-            return member
-        engine = self._groups.get(group)
-        if engine is None:
-            engine = self._groups[group] = Group(group, layout, engine_slices)
-        member = Member(session, engine, role, part, row, pid)
-        member.tenants = tenants
-        self._members[session] = member
-        engine.members[session] = member
-        engine.changed()
-        return member
+        process = self._processes.get(session)
+        if process is not None:
+            process.detached = False
+            process.tenants = tenants
+            process.secret = secret
+            process.row = row
+            process.group.changed()
+            return process
+        of_engine = self._groups.get(group)
+        if of_engine is None:
+            of_engine = self._groups[group] = EngineGroup(group, layout, engine_slices)
+        process = AttachedProcess(session, of_engine, role, part, row, pid)
+        process.tenants = tenants
+        process.secret = secret
+        if record_bytes:
+            process.declares_length = True
+            process.has_records_of(record_bytes)
+        self._processes[session] = process
+        of_engine.members[session] = process
+        of_engine.changed()
+        return process
 
     def detached(self, session: bytes) -> None:
-        """Its socket is closed, the process lives: it stays a member."""
-        member = self._members.get(session)
-        if member is not None:
-            member.detached = True
+        """The process has closed its socket but lives: it stays in its group."""
+        process = self._processes.get(session)
+        if process is not None:
+            process.detached = True
 
-    def gone(self, session: bytes) -> Member | None:
-        """The process is dead: it leaves its group."""
-        member = self._members.pop(session, None)
-        if member is not None:
-            self._leave(member)
-            self._drop_identities(member)
-        return member
+    def gone(self, session: bytes) -> AttachedProcess | None:
+        """The process is dead: remove it from its group, and return it."""
+        process = self._processes.pop(session, None)
+        if process is not None:
+            self._leave(process)
+            self._drop_identities(process)
+        return process
 
-    def identify(self, member: Member, request: RequestIdentity) -> Identity:
-        """The identity of a request under the member's layout. Raises NotPermitted for a foreign tenant."""
+    def identify(self, process: AttachedProcess, request: RequestIdentity) -> DeclaredIdentity:
+        """The identity of a request under the process's layout. Raises NotPermitted if it may not use the tenant."""
         for name in ("adapter", "tenant", "salt"):
             if len(getattr(request, name)) > MAX_NAME_CHARS:
                 raise BadRequest(
                     f"request.{name}: longer than {MAX_NAME_CHARS} characters; send a digest",
                     field=f"request.{name}",
                 )
-        if member.tenants is not None and request.tenant not in member.tenants:
+        if process.tenants is not None and request.tenant not in process.tenants:
             raise NotPermitted(
-                f"request.tenant: this process may not use tenant {request.tenant!r}; attach with its token",
+                f"request.tenant: this process may not use tenant {request.tenant!r:.80}; attach with its token",
                 field="request.tenant",
             )
-        root = identity_root(member.group.layout, request)
+        root = identity_root(process.group.layout, request)
         identity = self._by_root.get(root)
         if identity is None:
-            identity = Identity(
-                self._next_number, member.group.layout, request, root, tenant_number(request.tenant)
+            identity = DeclaredIdentity(
+                self._next_number, process.group.layout, request, root, tenant_number(request.tenant)
             )
             self._next_number += 1
             self._by_root[root] = identity
-        if member.identities.pop(identity.number, None) is None:
+        if process.identities.pop(identity.number, None) is None:
             self._users[root] = self._users.get(root, 0) + 1
-        member.identities[identity.number] = identity
-        if len(member.identities) > MAX_IDENTITIES:
-            self._drop(member.identities.pop(next(iter(member.identities))))
+        process.identities[identity.number] = identity
+        if len(process.identities) > MAX_IDENTITIES:
+            self._drop(process.identities.pop(next(iter(process.identities))))
         return identity
 
-    def identity(self, member: Member, number: int) -> Identity:
-        """The identity that this member declared under that number. Raises UnknownIdentity."""
-        identity = member.identities.get(number)
+    def identity(self, process: AttachedProcess, number: int) -> DeclaredIdentity:
+        """The identity that this process declared under that number. Raises UnknownIdentity."""
+        identity = process.identities.get(number)
         if identity is None:
             raise UnknownIdentity(
                 f"identity_id: {number} was not declared by this session in this epoch; identify again",
@@ -256,22 +332,36 @@ class Registry:
             )
         return identity
 
-    def by_root(self, root: bytes) -> Identity | None:
+    def by_root(self, root: bytes) -> DeclaredIdentity | None:
         """A declared identity by its root."""
         return self._by_root.get(root)
 
-    def _leave(self, member: Member) -> None:
-        member.group.members.pop(member.session, None)
-        member.group.changed()
-        if not member.group.members:
-            self._groups.pop(member.group.name, None)
+    def lengths_of(self, root: bytes) -> frozenset[int]:
+        """The lengths that records of an identity may have, of all slices of its engines; empty: not known.
 
-    def _drop_identities(self, member: Member) -> None:
-        for identity in member.identities.values():
+        Empty too while some process with a slice of that layout has neither declared nor reserved a length.
+        """
+        identity = self._by_root.get(root)
+        lengths: set[int] = set()
+        for group in self._groups.values() if identity is not None else ():
+            if identity is not None and group.layout == identity.layout:
+                if not all(group.lengths):
+                    return frozenset()
+                lengths.update(*group.lengths)
+        return frozenset(lengths)
+
+    def _leave(self, process: AttachedProcess) -> None:
+        process.group.members.pop(process.session, None)
+        process.group.changed()
+        if not process.group.members:
+            self._groups.pop(process.group.name, None)
+
+    def _drop_identities(self, process: AttachedProcess) -> None:
+        for identity in process.identities.values():
             self._drop(identity)
-        member.identities = {}
+        process.identities = {}
 
-    def _drop(self, identity: Identity) -> None:
+    def _drop(self, identity: DeclaredIdentity) -> None:
         users = self._users[identity.root] - 1
         if users:
             self._users[identity.root] = users

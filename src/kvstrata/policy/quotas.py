@@ -1,19 +1,19 @@
-"""How many bytes each tenant has in one L2 adapter, as far as this server knows. Decides only: no I/O, no clock.
+"""Counts the bytes that each tenant has in one L2 adapter, as far as this server knows. Decides only: no I/O, no clock.
 
-A medium outlives the server and its keys name no tenant.  So what is counted is what this server *knows* to be there:
+A medium outlives the server and its keys name no tenant.  So only records that this server *knows* to be stored count:
 
-    it was put, found there by a put, or loaded   counted for the tenant, and the newest
-    the adapter's cap dropped it, it was deleted, it was corrupt or gone   no longer counted
+    a record that it put, that a put found stored, or that it loaded    counts for the tenant, as the newest
+    a record that the cap dropped, that was deleted, corrupt or gone    no longer counts
 
-Records of before the start that nobody used since are not counted; they are the ones that the adapter's cap drops
-first (docs/decisions/0007-l2-quotas.md).
+Records that were stored before the server's start and not used since do not count; the adapter's cap drops these first
+(docs/decisions/0007-l2-quotas.md).
 
 Invariants
-1. Counted bytes plus admitted ones that have not ended never exceed the tenant's quota, except by records that were
-   found or loaded: those are there already.
+1. Counted bytes plus the bytes of admitted puts never exceed the tenant's quota, except by records that were found or
+   loaded, since those are stored already.
 2. Each admitted put ends once, in `ended`.
-3. At most `limit_keys` records are known; beyond, the one that the newest's tenant used longest ago is forgotten, and
-   then not counted.
+3. At most `limit_keys` records are known; when one more comes, the same tenant's record that was used longest ago is
+   forgotten and no longer counts.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 LIMIT_KEYS = 1 << 18
-"""Some 300 bytes each, only for tenants that have a quota."""
+"""Most known records, at some 300 bytes each; only records of tenants with a quota are known."""
 TRIM_SHARE = 16
-"""A tenant at its quota is brought 1/16 below it, so that not each put has to make room for itself."""
+"""A tenant at its quota is trimmed to 1/16 below it, so that not every put has to make room for itself."""
 
 
 class _Known(NamedTuple):
@@ -34,13 +34,13 @@ class _Known(NamedTuple):
 
 
 class TenantLedger:
-    """See the module. Tenants by their 32-bit number; those without a quota are not counted."""
+    """See the module. Tenants are named by their 32-bit number; tenants without a quota are not counted."""
 
     def __init__(self, quotas: Mapping[int, int], limit_keys: int = LIMIT_KEYS) -> None:
         self.quotas = dict(quotas)
         self._limit_keys = limit_keys
         self._known: dict[bytes, _Known] = {}
-        # Ordered, because a plain dict looks for its first item behind all that were deleted before it.
+        # Not plain dicts, which find their first item only by stepping over all items deleted before it.
         self._order: dict[int, collections.OrderedDict[bytes, None]] = {
             tenant: collections.OrderedDict() for tenant in quotas
         }
@@ -49,7 +49,7 @@ class TenantLedger:
         self._on_its_way: collections.Counter[int] = collections.Counter()
 
     def admit(self, tenant: int, key: bytes, length_bytes: int) -> bool:
-        """Whether this record may be put now; if so it counts until `ended`."""
+        """Whether this record may be put now; if so, its bytes count until `ended`."""
         quota_bytes = self.quotas.get(tenant)
         if quota_bytes is None:
             return True
@@ -60,14 +60,14 @@ class TenantLedger:
         return True
 
     def ended(self, tenant: int, key: bytes, length_bytes: int, there: bool) -> None:
-        """How an admitted put ended: whether the record is there."""
+        """Note that an admitted put has ended; `there`: the record is stored now."""
         if tenant in self.quotas:
             self._on_its_way[tenant] -= length_bytes
             if there:
                 self.found(tenant, key, length_bytes)
 
     def found(self, tenant: int, key: bytes, length_bytes: int) -> None:
-        """This record is there and was used."""
+        """Note that this record is stored, and used just now."""
         if tenant not in self.quotas:
             return
         self.gone((key,))
@@ -78,7 +78,7 @@ class TenantLedger:
             self.gone((next(iter(self._order[tenant])),))
 
     def gone(self, keys: Iterable[bytes]) -> None:
-        """These records are not there (any more)."""
+        """Note that these records are not stored (any more)."""
         for key in keys:
             known = self._known.pop(key, None)
             if known is not None:
@@ -86,7 +86,7 @@ class TenantLedger:
                 self._there[known.tenant] -= known.length_bytes
 
     def forget(self) -> None:
-        """Nothing is there any more."""
+        """Note that no record is stored any more."""
         self._known.clear()
         self._there.clear()
         for order in self._order.values():
@@ -97,9 +97,10 @@ class TenantLedger:
         return self._there[tenant] + self._on_its_way[tenant]
 
     def to_leave(self, tenant: int, need_bytes: int, max_keys: int) -> list[bytes]:
-        """The tenant's records longest unused that have to leave for so many bytes more, with some to spare.
+        """The longest unused records of a tenant, at most `max_keys`, whose deletion makes room for `need_bytes`.
 
-        Empty where no number of them makes room, because the record or what is on its way fills the quota.
+        They make room for 1/TRIM_SHARE of the quota beyond that.  Empty if no deletion is needed, or if none helps
+        because the new record and the admitted puts alone exceed the quota.
         """
         quota_bytes = self.quotas[tenant]
         if self._on_its_way[tenant] + need_bytes > quota_bytes:
@@ -124,6 +125,6 @@ class TenantLedger:
                 assert self._known[key].tenant == tenant
                 there[tenant] += self._known[key].length_bytes
         assert sum(map(len, self._order.values())) == len(self._known)
-        assert there == +self._there, "the sums are those of what is known"
+        assert there == +self._there, "the sums are not those of the known records"
         assert all(count >= 0 for count in (*self._there.values(), *self._on_its_way.values()))
         assert len(self._known) <= self._limit_keys

@@ -1,8 +1,8 @@
-"""When a chunk goes to L2, and what bounds the chunks that wait for it. Decides only: no I/O, no clock.
+"""Decides when a chunk is put to L2, and bounds the bytes that wait for puts. Decides only: no I/O, no clock.
 
-Policies of an adapter: `through` puts every chunk when it is committed; `second_touch` puts it when it was
-stored or used a second time; `on_evict` puts it when it is about to leave L1, which begins at a low watermark
-so that room is made ahead of need.
+Policies of an adapter: `through` puts every chunk when it is committed; `second_touch` puts a chunk when it was stored
+or used for the second time; `on_evict` puts a chunk when it is about to leave L1, from a low watermark on, so that
+chunks are stored before their room is needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 
 class StorePolicy(enum.StrEnum):
-    """When an adapter gets a chunk."""
+    """When a chunk is put to an adapter."""
 
     THROUGH = "through"
     ON_EVICT = "on_evict"
@@ -23,42 +23,42 @@ class StorePolicy(enum.StrEnum):
 
 
 class Skip(enum.StrEnum):
-    """Our own reasons for not putting a chunk; an adapter's reasons come as it says them."""
+    """The server's own reasons for not putting a chunk; an adapter's reasons are passed on as they are."""
 
     BACKLOG = "backlog"
     """Too many bytes were waiting to be put."""
     EVICTED = "evicted"
-    """It left L1 before its put could begin."""
+    """The chunk left L1 before its put could begin."""
     QUEUE_FULL = "queue_full"
-    """More chunks were committed at a time than wait for a decision."""
+    """More chunks were committed at once than may wait for a decision."""
     STOPPING = "stopping"
-    """The server stops."""
+    """The server is stopping."""
     CLEARED = "cleared"
-    """L2 was cleared while it waited."""
+    """L2 was cleared while the chunk waited."""
     DRAINING = "draining"
-    """The adapter takes no more: an admin drains it."""
+    """An admin is draining the adapter, which takes no more chunks."""
     QUOTA = "quota"
-    """Its tenant may have no more bytes in the adapter."""
+    """The chunk's tenant may have no more bytes in the adapter."""
     REMOVED = "removed"
-    """The adapter was removed while it waited."""
+    """The adapter was removed while the chunk waited."""
 
 
 class RetryRule(msgspec.Struct, frozen=True, kw_only=True):
-    """How often and how late a throttled put is tried again."""
+    """The number of further tries of a throttled put, and the pauses before them."""
 
     retries: int = 3
     first_s: float = 0.25
     longest_s: float = 4.0
 
     def delay_s(self, attempts: int) -> float | None:
-        """Seconds until the next try after so many throttled ones; None: no more."""
+        """Seconds until the next try after `attempts` throttled tries; None: the put is not tried again."""
         if attempts > self.retries:
             return None
         return min(self.first_s * 2.0 ** (attempts - 1), self.longest_s)
 
 
 class Backlog:
-    """Bytes of L1 pinned for puts, each key counted once however many adapters get it."""
+    """Counts the bytes of L1 that are pinned for puts; a key counts once, however many adapters it is put to."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -66,7 +66,7 @@ class Backlog:
         self._pins: dict[bytes, list[int]] = {}
 
     def admit(self, key: bytes, length_bytes: int) -> bool:
-        """Count a pin, unless that would exceed the limit. Each admitted one ends in `release`."""
+        """Count a pin, or return False if it would exceed the limit. `release` ends an admitted pin."""
         pin = self._pins.get(key)
         if pin is not None:
             pin[0] += 1
@@ -87,7 +87,7 @@ class Backlog:
 
 
 class RecentKeys:
-    """A bounded set of keys that forgets the one longest unused."""
+    """A bounded set of keys, which forgets the key that was added longest ago."""
 
     def __init__(self, limit_keys: int) -> None:
         self._limit_keys = limit_keys
@@ -107,17 +107,21 @@ class RecentKeys:
             self._keys.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all keys."""
         self._keys.clear()
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """Forget keys."""
+        """Forget these keys."""
         for key in keys:
             self._keys.pop(key, None)
 
 
 class PutPlanner:
-    """Which keys one adapter gets, by its policy. Remembers keys, bounded, never what is in L1."""
+    """Decides by an adapter's policy which keys the adapter gets.
+
+    It remembers at most `limit_keys` keys that were seen once and as many that the adapter has, but not the content of
+    L1.
+    """
 
     def __init__(self, policy: StorePolicy, limit_keys: int = 1 << 17) -> None:
         self.policy = policy
@@ -125,7 +129,7 @@ class PutPlanner:
         self._clean = RecentKeys(limit_keys)
 
     def committed(self, key: bytes) -> bool:
-        """A worker stored this chunk in L1: put it now?"""
+        """Note that a worker has stored this chunk in L1; returns whether to put it now."""
         if self.policy is StorePolicy.THROUGH:
             return True
         if self.policy is StorePolicy.SECOND_TOUCH:
@@ -133,7 +137,7 @@ class PutPlanner:
         return False
 
     def touched(self, key: bytes) -> bool:
-        """This chunk was used: put it now?"""
+        """Note that this chunk was used; returns whether to put it now."""
         if self.policy is not StorePolicy.SECOND_TOUCH or key in self._clean:
             return False
         if key in self._seen:
@@ -143,36 +147,36 @@ class PutPlanner:
         return False
 
     def leaving(self, key: bytes) -> bool:
-        """This chunk is among the next to leave L1: put it now?"""
+        """Whether to put this chunk now, which is among the next to leave L1."""
         return self.policy is StorePolicy.ON_EVICT and key not in self._clean
 
     def stored(self, key: bytes) -> None:
-        """The adapter has this chunk."""
+        """Note that the adapter has this chunk."""
         if self.policy is not StorePolicy.THROUGH:
             self._clean.add(key)
 
     def left(self, key: bytes) -> bool:
-        """This chunk left L1. True: the policy meant to put it first and did not come to it."""
+        """Whether the policy wanted this chunk, which has left L1, to be put before."""
         return self.policy is StorePolicy.ON_EVICT and key not in self._clean
 
     def gone(self, keys: Iterable[bytes]) -> None:
-        """The adapter does not have these chunks any more."""
+        """Note that the adapter no longer has these chunks."""
         self._clean.discard(keys)
 
     def forget(self) -> None:
-        """The adapter has nothing any more."""
+        """Note that the adapter no longer has any chunk."""
         self._clean.clear()
 
 
 class EvictAhead(msgspec.Struct, frozen=True, kw_only=True):
-    """When and how far `on_evict` cleans ahead of eviction. Shares of L1's bytes."""
+    """When `on_evict` begins to put chunks ahead of their eviction, and how many, as shares of L1's bytes."""
 
     low_watermark: float = 0.6
-    """Occupancy above which puts begin; below the watermark at which the pool evicts."""
+    """Occupancy above which puts begin; lower than the watermark at which the pool evicts."""
     step: float = 1 / 16
-    """Bytes looked at in one go."""
+    """Largest answer of `need_bytes`."""
 
     def need_bytes(self, used_bytes: int, l1_bytes: int) -> int:
-        """Bytes whose next victims should be put now; 0 below the watermark."""
+        """Bytes of the chunks next in the order of eviction that should be put now; 0 below the watermark."""
         over_bytes = used_bytes - int(self.low_watermark * l1_bytes)
         return min(over_bytes, int(self.step * l1_bytes)) if over_bytes > 0 else 0

@@ -1,1 +1,1 @@
-"""What every long-running process of ours does alike: start, tasks, HTTP port, signals, end."""
+"""The common part of our long-running processes: start, tasks, HTTP port, signals, end."""

@@ -1,17 +1,16 @@
-"""What our HTTP APIs do alike: errors as JSON, bearer token, and the two probes (FastAPI).
+"""The common part of our HTTP APIs: errors as JSON, and the two probes (FastAPI).
 
-Off loopback every request carries `Authorization: Bearer TOKEN`; /healthz and /readyz are open for probes.
-Errors are JSON `{"code", "message", "field"}` with the codes of `kvstrata.errors`.
+Who may send which request is decided before (process/http_gate.py).  Errors are JSON `{"code", "message", "field"}`
+with the codes of `kvstrata.errors`.
 """
 
 from __future__ import annotations
 
-import hmac
 import re
 from collections.abc import Callable
 from typing import Any
 
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
@@ -20,12 +19,14 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from kvstrata import __version__
 from kvstrata.config.load import odd_value
+from kvstrata.config.secrets import quoted
 from kvstrata.errors import (
     BadRequest,
     ConfigError,
     DeadlineExceeded,
     KvstrataError,
     LayoutRefused,
+    NotFound,
     NotLeading,
     NotPermitted,
     Refused,
@@ -33,6 +34,7 @@ from kvstrata.errors import (
     Unavailable,
     UnknownSession,
 )
+from kvstrata.text import one_line
 
 SPELLS_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 HTTP_STATUS = {
@@ -40,6 +42,7 @@ HTTP_STATUS = {
     ConfigError: 400,
     NotPermitted: 403,
     UnknownSession: 404,
+    NotFound: 404,
     LayoutRefused: 409,
     StorageError: 422,
     Refused: 429,
@@ -47,30 +50,24 @@ HTTP_STATUS = {
     NotLeading: 503,
     DeadlineExceeded: 504,
 }
-"""Status of an error's answer; 500 for those not listed."""
+"""HTTP status of each error; 500 for those not listed."""
 
 
 class ErrorBody(BaseModel):
-    """What went wrong."""
+    """Body of an answer that is an error."""
 
-    code: str = Field(description="A stable word, see docs/wire-codes.md; `not_found` for what is not there.")
+    code: str = Field(
+        description="A stable word, see docs/wire-codes.md; `not_found` for a thing that does not exist."
+    )
     message: str = Field(description="What is wrong and what to change, for people.")
-    field: str = Field(description="The field that was wrong, empty where none was.")
+    field: str = Field(description="The wrong field; empty if no single field is wrong.")
 
 
-def make_base(title: str, readiness: Callable[[], tuple[bool, str]], token: str) -> tuple[FastAPI, list[Any]]:
-    """An app with errors and probes, and the dependencies of every guarded route.
-
-    With `token`, every guarded request must carry it.
-    """
-
-    def authorised(request: Request) -> None:
-        given = request.headers.get("authorization", "")
-        if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            raise HTTPException(401, "missing or wrong bearer token", {"WWW-Authenticate": "Bearer"})
+def make_base(title: str, readiness: Callable[[], tuple[bool, str]]) -> tuple[FastAPI, list[Any]]:
+    """An app with errors and probes, and the dependencies of every route that needs the token."""
 
     async def readable(request: Request) -> None:
-        """JSON can spell lone surrogates, which no answer, hash or log line can contain."""
+        """Refuse lone surrogates, which JSON can spell but no answer, hash or log line can contain."""
         if not SPELLS_SURROGATE.search(await request.body()):
             return
         if odd := odd_value(await request.json()):
@@ -88,8 +85,10 @@ def make_base(title: str, readiness: Callable[[], tuple[bool, str]], token: str)
             "5XX": {"model": ErrorBody, "description": "The server cannot fulfil it now, or failed."},
         },
     )
-    # The scheme is declared for the description only; `authorised` decides.
-    bearer = HTTPBearer(auto_error=False, description="Needed where the server has `http.token_file`.")
+    # The scheme is declared only for the API description.
+    bearer = HTTPBearer(
+        auto_error=False, description="The token of `http.token_file`, or of the process's start."
+    )
 
     @app.exception_handler(KvstrataError)
     async def refused(_: Request, error: KvstrataError) -> JSONResponse:
@@ -99,15 +98,15 @@ def make_base(title: str, readiness: Callable[[], tuple[bool, str]], token: str)
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"] if part not in ("body", "query"))
-        found = f", found {first['input']!r:.80}" if first["type"] != "missing" else ""
-        message = f"{field or 'body'}: {first['msg']}{found}"
+        field = ".".join(f"{part!s:.80}" for part in first["loc"] if part not in ("body", "query"))
+        found = f", found {quoted(field, first['input'])}" if first["type"] != "missing" else ""
+        message = one_line(f"{field or 'body'}: {first['msg']}{found}")
         return JSONResponse({"code": BadRequest.code, "message": message, "field": field}, 400)
 
     @app.exception_handler(StarletteHTTPException)
     async def failed(_: Request, error: StarletteHTTPException) -> JSONResponse:
         code = {401: NotPermitted.code, 404: "not_found"}.get(error.status_code, BadRequest.code)
-        body = {"code": code, "message": error.detail, "field": ""}
+        body = {"code": code, "message": one_line(str(error.detail)), "field": ""}
         return JSONResponse(body, error.status_code, error.headers)
 
     @app.get("/healthz", tags=["probes"])
@@ -117,8 +116,8 @@ def make_base(title: str, readiness: Callable[[], tuple[bool, str]], token: str)
 
     @app.get("/readyz", tags=["probes"])
     async def readyz() -> JSONResponse:
-        """Requests are served; otherwise 503 and why not."""
+        """Requests are served; otherwise 503 with the reason."""
         ready, why = readiness()
         return JSONResponse({"ready": ready, "why": why}, 200 if ready else 503)
 
-    return app, [Depends(bearer), Depends(authorised)]
+    return app, [Depends(bearer)]

@@ -1,13 +1,13 @@
-"""Bounds of an HTTP port, so that no client takes it, or the process's descriptors, from the others.
+"""Bounds of an HTTP port, so that no client can use up the port, or the process's descriptors.
 
-1. A port has at most MAX_CONNECTIONS connections, and a quarter of the descriptors that the process may open.  One
-   more costs the connection that has been idle longest (no request of it is under way).
-2. A request has REQUEST_S to arrive whole, from its connection's start or its own first byte; a client that reads
-   nothing of its answer for STALLED_S is cut.  Idle between requests: `timeout_keep_alive` of uvicorn.
-3. At most MAX_REQUESTS requests are under way; more get 503 at once.  The probes (PROBES) are outside of this, and so
-   are streams, which their routes count.
-4. Since requests under way and streams are fewer than connections may be, there is always an idle connection to close,
-   and a probe always gets through.
+1. A port has at most MAX_CONNECTIONS connections, and at most a quarter of the descriptors that the process may open.
+   A further connection closes the one that has been idle longest (without a request under way).
+2. A request must arrive within REQUEST_S of its connection's start, or of its own first byte.  A client that reads
+   nothing of its answer for STALLED_S is cut.  `timeout_keep_alive` of uvicorn bounds the time between requests.
+3. At most MAX_REQUESTS requests are under way; further ones get 503 at once.  The probes (PROBES) do not count, nor do
+   streams, which their routes bound.
+4. Since requests under way and streams together are fewer than the connections allowed, there is always an idle
+   connection to close, and a probe always gets through.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
 
 
 class Bounds:
-    """Of one port: its connections, and its requests under way."""
+    """The connections of one port, and its requests under way."""
 
     def __init__(self) -> None:
         self._connections: dict[BoundedProtocol, None] = {}
         self._idle: dict[BoundedProtocol, None] = {}
-        """Those without a request under way, idle longest first."""
+        """Connections without a request under way, the longest idle first."""
         self._requests = 0
         self._closed = {"idle": 0, "late": 0, "stalled": 0}
         self._refused = 0
@@ -66,16 +66,16 @@ class Bounds:
             self._idle[connection] = None
 
     def busy(self, connection: BoundedProtocol) -> None:
-        """A request of it is under way."""
+        """A request of this connection is under way."""
         self._idle.pop(connection, None)
 
     def idle(self, connection: BoundedProtocol) -> None:
-        """None is any more."""
+        """No request of this connection is under way any more."""
         if connection in self._connections:
             self._idle.setdefault(connection)
 
     def gone(self, connection: BoundedProtocol) -> None:
-        """It has ended. Idempotent."""
+        """The connection has ended. Idempotent."""
         self._connections.pop(connection, None)
         self._idle.pop(connection, None)
 
@@ -89,7 +89,7 @@ class Bounds:
         connection.transport.abort()
 
     def limited(self, app: ASGIApp, streams: frozenset[str]) -> ASGIApp:
-        """`app` with its requests bounded; `streams`: paths that bound themselves."""
+        """`app` with bounded requests; `streams`: paths that bound their requests themselves."""
         free = PROBES | streams
 
         async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,15 +110,15 @@ class Bounds:
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's connection, with times for what it does not time."""
+    """uvicorn's connection, with time limits that uvicorn lacks."""
 
     def __init__(self, bounds: Bounds, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._bounds = bounds
         self._arrival: asyncio.TimerHandle | None = None
-        """Runs while a request arrives."""
+        """Timer that runs while a request arrives."""
         self._stall: asyncio.TimerHandle | None = None
-        """Runs while the client does not read."""
+        """Timer that runs while the client does not read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -159,7 +159,7 @@ class BoundedProtocol(H11Protocol):
             self._stall = None
 
     def _look(self) -> None:
-        """What the bytes so far mean for times and bounds."""
+        """Start and stop the timer, and mark the connection busy or idle, by the bytes that have arrived so far."""
         if self.transport.is_closing():
             return
         under_way = self.cycle is not None and not self.cycle.response_complete
@@ -176,7 +176,7 @@ class BoundedProtocol(H11Protocol):
 
 
 def protocol_of(bounds: Bounds) -> Callable[..., BoundedProtocol]:
-    """What uvicorn makes a connection with."""
+    """The factory by which uvicorn makes connections."""
 
     def make(*arguments: Any, **more: Any) -> BoundedProtocol:
         return BoundedProtocol(bounds, *arguments, **more)
@@ -185,7 +185,7 @@ def protocol_of(bounds: Bounds) -> Callable[..., BoundedProtocol]:
 
 
 def max_connections() -> int:
-    """What one port may have open, of the descriptors of this process."""
+    """How many connections one port may have: at most a share of this process's descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft < 0 else max(8, min(MAX_CONNECTIONS, soft // DESCRIPTORS_SHARE))
 

@@ -1,4 +1,4 @@
-"""The parent of a server or controller: it starts the process that serves again when that dies.
+"""The parent of a server or controller: when the process that serves dies, the keeper starts it again.
 
     keep ──fork──▶ child: imports everything and serves
       │ exit 0, or told to end, or exit 2 of the first start ──▶ the keeper ends with the same status
@@ -8,12 +8,13 @@ Rules:
 
 1. The keeper forks before anything heavy is imported, opens nothing and listens nowhere: about 10 MB.  Only the
    standard library's os, signal, sys and time are used here.
-2. Every signal of FORWARDED goes on to the child, except one that the terminal sent, since the terminal sent it to the
-   child too, and SIGHUP where it is ignored (nohup).  A child that ends after it was told to end is not started again.
-3. When the keeper ends, by SIGKILL too, the kernel kills the child (PR_SET_PDEATHSIG): nobody is left behind who owns
-   the ports and the pool.
-4. Exit status 2, which tells of settings, is final for the first start only: after a crash the same settings may fail
-   for a while, since a port or the pool is not yet free.
+2. Every signal of FORWARDED goes on to the child, except a signal that the terminal sent, since the terminal sent it to
+   the child too, and SIGHUP where it is ignored (nohup).  A child that ends after it was told to end is not started
+   again.
+3. When the keeper ends, by SIGKILL too, the kernel kills the child (PR_SET_PDEATHSIG), so no process is left behind
+   that owns the ports and the pool.
+4. Exit status 2 (bad settings) is final for the first start only: after a crash the same settings may fail for a while,
+   since a port or the pool is not free yet.
 5. As process 1 of a container it reaps every orphan.
 6. The first restart comes after FIRST_PAUSE_S, each further one after twice the pause before, at most LONGEST_PAUSE_S.
    A child that lived for STEADY_S begins the series anew.
@@ -31,18 +32,20 @@ from typing import NamedTuple, NoReturn
 from kvstrata.process.parent import die_with_parent
 
 NO_SUPERVISE = "--no-supervise"
+_ENDS_BY_ITSELF = frozenset({"--check", "--help", "-h"})
+"""With these arguments the command prints something and ends; it is not supervised."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
 STEADY_S = 60.0
 EXIT_CONFIG = 2
 ENDING: frozenset[int] = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-"""Those that tell a process to end."""
+"""Signals that tell a process to end."""
 FORWARDED = ENDING | {signal.SIGUSR1, signal.SIGUSR2}
 _FROM_KERNEL = 0x80
 """`si_code` of a signal that the terminal sent to its whole foreground group."""
 
 
 class Restarts(NamedTuple):
-    """How often the process was started again, and what ended it the last time."""
+    """How often the process was started again, and why it ended the last time."""
 
     times: int = 0
     cause: str = ""
@@ -57,22 +60,23 @@ Serve = Callable[[Sequence[str], Restarts], int]
 def keep(name: str, arguments: Sequence[str], serve: Serve) -> int:
     """Run `serve` in a child and start it again when it dies; returns the exit status.
 
-    With --no-supervise among the arguments it runs in this process.  In a child this never returns.
+    With --no-supervise, or if the command only prints something, `serve` runs in this process.
+    In a child this function never returns.
     """
-    if NO_SUPERVISE in arguments:
+    if NO_SUPERVISE in arguments or not _ENDS_BY_ITSELF.isdisjoint(arguments):
         return serve(arguments, NOT_RESTARTED)
     return _Keeper(name, arguments, serve).run()
 
 
 def pause_s(pause_before_s: float, lived_s: float) -> float:
-    """How long to wait before the next start."""
+    """How long to wait before the next start, after a pause of `pause_before_s` and a child that lived `lived_s`."""
     if pause_before_s == 0 or lived_s >= STEADY_S:
         return FIRST_PAUSE_S
     return min(2 * pause_before_s, LONGEST_PAUSE_S)
 
 
 def cause_of(wait_status: int) -> str:
-    """Why a process ended, for people."""
+    """Why a process ended: the name of its signal, or its exit status."""
     if os.WIFSIGNALED(wait_status):
         number = os.WTERMSIG(wait_status)
         try:
@@ -83,14 +87,14 @@ def cause_of(wait_status: int) -> str:
 
 
 def exit_status(wait_status: int) -> int:
-    """What a shell would call it: 128 + n for a process that signal n ended."""
+    """The exit status as a shell reports it: 128 + n for a process that signal n ended."""
     if os.WIFSIGNALED(wait_status):
         return 128 + os.WTERMSIG(wait_status)
     return os.WEXITSTATUS(wait_status)
 
 
 class _Keeper:
-    """The loop of the parent. Owns the child."""
+    """The parent's loop. It owns the child."""
 
     def __init__(self, name: str, arguments: Sequence[str], serve: Serve) -> None:
         self._name = name
@@ -104,7 +108,8 @@ class _Keeper:
         waited = FORWARDED | {signal.SIGCHLD}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             waited -= {signal.SIGHUP}
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, nothing could be waited for
+        # SIGCHLD may be inherited as ignored, and then the parent could not wait for a child.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
         own_pid, pause_before_s = os.getpid(), 0.0
         while True:
@@ -131,7 +136,7 @@ class _Keeper:
         sys.exit(self._serve(self._arguments, self._restarts))
 
     def _wait_for_child(self, waited: frozenset[int]) -> int:
-        """Forward signals until the child has ended; its wait status."""
+        """Forward signals until the child has ended; returns its wait status."""
         while True:
             told = signal.sigwaitinfo(waited)
             if told.si_signo == signal.SIGCHLD:
@@ -141,10 +146,11 @@ class _Keeper:
                 continue
             self._told_to_end |= told.si_signo in ENDING
             if told.si_code != _FROM_KERNEL:
-                os.kill(self._child, told.si_signo)  # not yet reaped, so the number is still the child's
+                # The child is not reaped yet, so its process number names no other process.
+                os.kill(self._child, told.si_signo)
 
     def _reap(self) -> int | None:
-        """Reap all that have ended; the child's wait status if it is among them."""
+        """Reap all processes that have ended; returns the child's wait status if it is among them."""
         found = None
         while True:
             try:
@@ -163,7 +169,7 @@ class _Keeper:
         return self._told_to_end or os.WEXITSTATUS(ended) in final
 
     def _told_in_pause(self, waited: frozenset[int], seconds: float) -> bool:
-        """Wait; True when told to end meanwhile."""
+        """Wait for the pause; returns True if a signal tells the keeper to end meanwhile."""
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 0:
             told = signal.sigtimedwait(waited, left_s)
@@ -174,14 +180,14 @@ class _Keeper:
         return False
 
     def _log(self, line: str) -> None:
-        """In the form of observability.logging, which is not imported here."""
+        """Log a line in the form of observability.logging, which is not imported here."""
         now_s = time.time()
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now_s))
         text = f"{stamp}.{int(now_s * 1000) % 1000:03d}Z ERROR kvstrata.keeper {self._name} {line}\n"
         try:
             os.write(2, text.encode())
         except OSError:
-            pass  # nobody reads the log; what serves is more important
+            pass  # nobody reads the log any more, and serving is more important
 
 
 def _quoted(text: str) -> str:

@@ -1,10 +1,11 @@
-"""How a process of ours starts, waits for its end and ends.
+"""How our long-running processes start, serve and end.
 
-1. Whatever is wrong with settings, ports or files stops the start with one line that says what to change.
-2. SIGTERM and SIGINT stop in order; a second signal ends at once.  Signals within SAME_STOP_S of the first belong to
-   it: who signals a whole process group reaches the keeper, which forwards it, and this process.
-3. A background task that crashes ends the process with its reason and exit status 70; what is on disk and in
-   shared memory is left as it is, exactly as after SIGKILL.  The keeper starts it again (process/keeper.py).
+1. A fault in settings, ports or files stops the start with one line that says what to change.
+2. SIGTERM and SIGINT stop the process in order; a second signal ends it at once.  Signals within SAME_STOP_S of the
+   first count as the same one, since a signal to a whole process group arrives twice: directly, and from the keeper,
+   which forwards it.
+3. A background task that crashes ends the process with the reason and exit status 70.  Disk and shared memory are left
+   as they are, exactly as after SIGKILL.  The keeper starts the process again (process/keeper.py).
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ SAME_STOP_S = 0.2
 
 
 def set_up() -> None:
-    """Once in a process, before anything is opened: failpoints of the environment, and enough descriptors."""
+    """Arm the environment's failpoints and raise the limit of descriptors; once, before anything is opened."""
     failpoints.arm(os.environ)
     _raise_file_limit()
 
 
 def run(process: Process) -> int:
-    """Run a process on a loop of its own; returns the exit status. Raises KvstrataError before it is ready."""
+    """Run a process on a loop of its own; returns the exit status. Raises KvstrataError if the start fails."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(process.run())
 
@@ -50,18 +51,18 @@ class Process(ABC):
         self._name = name
         self._stopping_s = 0.0
         self.closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
-        """What closes what was opened; called last first."""
+        """Functions that each close one thing that was opened; called in reverse order at the end."""
 
     @abstractmethod
     async def start(self) -> None:
-        """Open everything and serve. Raises KvstrataError; what `closers` knows is closed then."""
+        """Open everything and serve. Raises KvstrataError; `closers` then close everything that was opened."""
 
     @abstractmethod
     async def drain(self) -> None:
-        """A stop was asked for: finish what is under way, within bounds."""
+        """Finish the work under way, within bounds, because the process is told to stop."""
 
     async def run(self) -> int:
-        """Start, serve, stop. Raises KvstrataError when the start fails; what was opened is closed then."""
+        """Start, serve, stop. If the start fails, closes everything that was opened and raises KvstrataError."""
         self.loop = loop = asyncio.get_running_loop()
         self.supervisor = Supervisor(loop)
         stop = asyncio.Event()
@@ -99,7 +100,7 @@ class Process(ABC):
 
 
 def soon(close: Callable[[], object]) -> Callable[[], Coroutine[Any, Any, None]]:
-    """A plain function as a closer."""
+    """A closer that calls a plain function."""
 
     async def closer() -> None:
         close()
@@ -108,9 +109,9 @@ def soon(close: Callable[[], object]) -> Callable[[], Coroutine[Any, Any, None]]
 
 
 def tell_ready(ready_fd: int, ready: Mapping[str, Any]) -> None:
-    """One line of JSON to the descriptor of `--ready-fd`, unless that is negative. Raises ConfigError.
+    """Write one line of JSON to the descriptor of `--ready-fd`, unless that is negative. Raises ConfigError.
 
-    A process that was started again after it was ready finds nobody who reads; that is no error.
+    A closed pipe is no error: a process that was restarted after it had been ready finds it closed.
     """
     if ready_fd < 0:
         return
@@ -125,7 +126,7 @@ def tell_ready(ready_fd: int, ready: Mapping[str, Any]) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Sockets, pidfds and files of many peers need more descriptors than the usual soft limit."""
+    """Raise the soft limit of descriptors, which is too low for the sockets, pidfds and files of many clients."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,21 +1,23 @@
 """Runs an HTTP API on the process's own loop.
 
-`prepare` imports FastAPI, which takes longer than the rest of a start and holds the interpreter meanwhile: so it comes
-before the process says that it is ready, and on a thread, where signals are still answered.
+`prepare` imports FastAPI, which takes longer than the rest of a start and occupies the interpreter meanwhile.  So it
+runs before the process says that it is ready, and on a thread, so that the process still answers signals.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.config.model import ListenSettings
+from kvstrata.config.tokens import read_bearer_token
 from kvstrata.errors import ConfigError
+from kvstrata.observability.logging import EventLog
+from kvstrata.process.http_gate import Access, guard, is_loopback, sized
+from kvstrata.process.http_token import FIELD, TokenFile, fresh_token
 from kvstrata.process.ports import port_holder
 
 if TYPE_CHECKING:
@@ -23,39 +25,50 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 
-def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine only. Names other than localhost count as not."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def read_token(settings: ListenSettings, *, insecure: bool, fresh: bool) -> str:
+    """The bearer token of the settings' file; without a file, with `fresh`, a new one; empty for an open port.
 
-
-def read_token(settings: ListenSettings, *, insecure: bool) -> str:
-    """The bearer token, empty where none is needed. Raises ConfigError off loopback without one."""
+    Raises ConfigError if a port that can be reached from elsewhere would be open without `insecure`.
+    """
     if settings.token_file:
-        try:
-            token = Path(settings.token_file).read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"http.token_file: cannot be read: {error}", field="http.token_file") from None
-        if len(token) < 16:
-            raise ConfigError(
-                f"http.token_file: {settings.token_file}: holds {len(token)} characters, needs at least 16",
-                field="http.token_file",
-            )
-        return token
+        return read_bearer_token(settings.token_file, FIELD)
     if not is_loopback(settings.host) and not insecure:
         raise ConfigError(
             f"http.host: {settings.host!r} is not loopback: set http.token_file, or --insecure to go without",
             field="http.host",
         )
-    return ""
+    return fresh_token() if fresh and not insecure else ""
+
+
+def publish_token(settings: ListenSettings, token: str, port: int, log: EventLog) -> TokenFile | None:
+    """Put a port's token where clients of the same user find it; None if the port has no token.
+
+    Raises ConfigError, unless clients can be given the settings' own file.
+    """
+    if not token:
+        return None
+    try:
+        return TokenFile(token, port)
+    except ConfigError as error:
+        if not settings.token_file:
+            raise
+        log.warning("http_token_not_found", note=f"clients need --token-file: {error.message}")
+        return None
+
+
+def warn_if_open(settings: ListenSettings, token: str, port: int, log: EventLog, *, insecure: bool) -> None:
+    """Log that `--insecure` opens a port to everybody."""
+    if insecure and not token:
+        log.warning(
+            "http_port_open",
+            host=settings.host,
+            port=port,
+            note="--insecure: everybody who reaches this port may read and change everything; set http.token_file",
+        )
 
 
 def listen(settings: ListenSettings, *, flag: str = "--http-port") -> socket.socket:
-    """A listening socket. Raises ConfigError that says who holds the port and names the flag that sets it."""
+    """A listening socket. Raises ConfigError that names the process that has the port, and the flag to change."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -76,18 +89,23 @@ def listen(settings: ListenSettings, *, flag: str = "--http-port") -> socket.soc
 
 
 class Prepared(NamedTuple):
-    """What `serve` serves, and counts of its port."""
+    """A uvicorn server for `serve`, and the counters of its port's bounds."""
 
     server: uvicorn.Server
     stats: Callable[[], dict[str, int]]
 
 
-async def prepare(make_app: Callable[[], FastAPI], *, streams: frozenset[str] = frozenset()) -> Prepared:
-    """What `serve` serves. `make_app` is called on a thread; `streams`: paths that bound their requests themselves."""
-    server = await asyncio.get_running_loop().run_in_executor(None, _make_server, make_app, streams)
+async def prepare(
+    make_app: Callable[[], FastAPI],
+    access: Access,
+    *,
+    streams: frozenset[str] = frozenset(),
+) -> Prepared:
+    """Make a server for `serve`. `make_app` runs on a thread; `streams`: paths that bound their requests themselves."""
+    server = await asyncio.get_running_loop().run_in_executor(None, _make_server, make_app, access, streams)
     from anyio import to_thread
 
-    to_thread.current_default_thread_limiter()  # or the first request would import the rest of anyio
+    to_thread.current_default_thread_limiter()  # imports the rest of anyio now, not in the first request
     return server
 
 
@@ -99,7 +117,11 @@ async def serve(listener: socket.socket, prepared: Prepared) -> None:
         listener.close()
 
 
-def _make_server(make_app: Callable[[], FastAPI], streams: frozenset[str]) -> Prepared:
+def _make_server(
+    make_app: Callable[[], FastAPI],
+    access: Access,
+    streams: frozenset[str],
+) -> Prepared:
     import uvicorn
 
     from kvstrata.process.http_connections import Bounds, protocol_of
@@ -107,13 +129,14 @@ def _make_server(make_app: Callable[[], FastAPI], streams: frozenset[str]) -> Pr
     class _Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            """Signals are the server process's own business."""
+            """Leave signals to the process."""
             yield
 
     bounds = Bounds()
     config = uvicorn.Config(
-        bounds.limited(make_app(), streams),
-        http=protocol_of(bounds),  # type: ignore[arg-type]  # called to make one, as a class is
+        guard(bounds.limited(sized(make_app(), access), streams), access),
+        ws="none",
+        http=protocol_of(bounds),  # type: ignore[arg-type]  # a factory, which uvicorn calls as it would a class
         log_level="warning",
         access_log=False,
         lifespan="off",

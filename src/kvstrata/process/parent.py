@@ -1,4 +1,4 @@
-"""A process that ends with the one that made it."""
+"""Makes a process end with its parent."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Has the kernel send SIGKILL to this process when the thread that made it ends; ends it if that has happened.
+    """Have the kernel send SIGKILL to this process when the thread that made it ends.
 
-    Also while it is stopped or computes without end. `parent_pid`: the process that this one was made by.
+    If the parent, process `parent_pid`, has ended already, this process ends at once.  The signal also reaches a
+    process that is stopped or in an endless loop.  Raises OSError.
     """
-    import ctypes  # here, because a parent that forks this process should stay small
+    import ctypes  # here, because the keeper, which imports this module, should stay small
 
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)) != 0:

@@ -1,23 +1,15 @@
-"""Who holds a TCP port, for messages that say what to stop."""
+"""Finds the processes and users that listen on a TCP port of this machine."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
 def port_holder(port: int) -> str:
-    """Who listens on a TCP port here, as far as this user can see: `pid 12 (name)`; empty if nobody."""
-    inodes = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            with open(table, encoding="ascii") as lines:
-                for line in list(lines)[1:]:
-                    fields = line.split()
-                    if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == "0A":
-                        inodes.add(f"socket:[{fields[9]}]")
-        except OSError:
-            continue
+    """The process that listens on a TCP port here, as far as this user can see: `pid 12 (name)`; empty if none."""
+    inodes = {f"socket:[{inode}]" for _, inode in _listeners(port)}
     for entry in os.scandir("/proc") if inodes else ():
         if not entry.name.isdigit():
             continue
@@ -29,3 +21,21 @@ def port_holder(port: int) -> str:
         except OSError:
             continue
     return "a process of another user or network namespace" if inodes else ""
+
+
+def port_uids(port: int) -> set[int]:
+    """The users whose processes listen on a TCP port in our network namespace."""
+    return {uid for uid, _ in _listeners(port)}
+
+
+def _listeners(port: int) -> Iterator[tuple[int, str]]:
+    """(uid, inode) of each socket that listens on a port."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            lines = Path(table).read_text(encoding="ascii").splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == "0A":
+                yield int(fields[7]), fields[9]

@@ -1,19 +1,20 @@
-"""Messages between instances, their controller and their peers: one msgpack array a frame, the name first.
+"""Messages between instances, their controller and their peers: one msgpack array per frame, its name first.
 
-Three sockets of the controller, as its `--monitor-ports` name them:
+The controller has three sockets, named as in its `--monitor-ports`:
 
     reply       ROUTER   Register, Goodbye, SyncBegin, SyncPart, SyncEnd, Where        one answer each
     pull        PULL     Events                                                        no answer
     heartbeat   ROUTER   Heartbeat                                                     Beat with commands; Nudge
 
-and one of each instance, for its peers:
+and each instance has one for its peers:
 
     peer        ROUTER   PeerHello, PeerLease, PeerRelease                             one answer each
 
-A request is `[name, seq, …]`, its answer `[name, seq, epoch, …]` or a Failure.  `seq` is chosen by the asker and only
-pairs the answer with the question.  `epoch` changes whenever the answering process restarts.  Times are remaining
-milliseconds.  The directory knows chunks by *tag*: the first 8 bytes of the 32-byte storage key, which are uniform;
-whoever holds the chunk confirms it by the whole key.  An *incarnation* names one run of an instance's process.
+A request is `[name, seq, …]`, its answer `[name, seq, epoch, …]` or a Failure.  The asker chooses `seq`, which only
+pairs the answer with its question.  `epoch` changes whenever the answering process restarts.  Times are remaining
+milliseconds.  The directory knows a chunk by its *tag*, the first 8 bytes of the 32-byte storage key, which are
+uniformly distributed; the owner of the chunk compares the whole key.  An *incarnation* names one run of an instance's
+process.
 """
 
 from __future__ import annotations
@@ -40,29 +41,36 @@ MAX_COMMANDS = 64
 MAX_OWNERS = 8
 MAX_CLUSTER_ID = (1 << 53) - 1
 MAX_METADATA_BYTES = 1 << 20
-"""What a transfer engine tells its peers of itself."""
+"""Longest description of itself that a transfer engine sends to its peers."""
 
 Seq = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 ClusterId = Annotated[int, Meta(ge=0, le=MAX_CLUSTER_ID)]
 Incarnation = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 InstanceId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-Endpoint = Annotated[str, Meta(max_length=256)]
+Endpoint = Annotated[str, Meta(max_length=256, pattern=r"^[^\s\x00-\x1f\x7f]*$")]
 TierName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,32}$")]
-"""`l1`, or the name of an L2 adapter that is this instance's own."""
+"""`l1`, or the name of an L2 adapter that only this instance uses."""
 Tags = Annotated[bytes, Meta(max_length=MAX_TAGS * TAG_BYTES)]
 PeerKeys = Annotated[bytes, Meta(max_length=MAX_PEER_KEYS * KEY_BYTES)]
 Text = Annotated[str, Meta(max_length=2_000)]
+Word = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
+"""A text without control characters, which pages and logs show as it is."""
+MAX_TIERS = 2 * (1 + MAX_L2_ADAPTERS)
+"""Tiers in one report: those of an instance, and those that are just being removed."""
+ByTier = Annotated[dict[TierName, Count], Meta(max_length=MAX_TIERS)]
+"""A number by tier. The names become labels of metrics, so their alphabet and their number are bounded."""
+HitSource = Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,16}$")]
 
 
 class ClusterRequest(msgspec.Struct, array_like=True, frozen=True):
-    """Common head of all requests."""
+    """Base of all requests, with their common first field."""
 
     seq: Seq
 
 
 class ClusterReply(msgspec.Struct, array_like=True, frozen=True):
-    """Common head of all answers."""
+    """Base of all answers, with their common first fields."""
 
     seq: int
     epoch: int
@@ -72,8 +80,9 @@ class Failure(ClusterReply, frozen=True, tag="failure"):
     """The request failed and changed nothing."""
 
     code: str
-    """As in the error tree; also `unknown_instance` (register first), `superseded` (another incarnation of this
-    id is registered), `instance_id_taken` (it lives elsewhere), `no_slots`, `bad_sync` (begin it again)."""
+    """A code of the error tree, or `unknown_instance` (register first), `superseded` (another incarnation of this
+    id is registered), `instance_id_taken` (a live instance elsewhere has this id), `no_slots` (the controller has as
+    many instances as it may), `bad_sync` (begin the sync again)."""
     message: str
     field: str
     retryable: bool
@@ -83,61 +92,61 @@ class Failure(ClusterReply, frozen=True, tag="failure"):
 # --- instance to controller: reply socket -----------------------------------------------------------------
 
 
-class ModelInfo(msgspec.Struct, array_like=True, frozen=True):
-    """One kind of KV that engines attached to this instance have."""
+class KvKind(msgspec.Struct, array_like=True, frozen=True):
+    """One kind of KV, of engines that are attached to this instance."""
 
     layout: LayoutIdentity
     slices: list[bytes]
-    """Digests of the slices of one engine, sorted: a chunk has one storage key for each."""
+    """Digests of the slices of one engine, sorted; a chunk has one storage key for each slice."""
 
 
 class Register(ClusterRequest, frozen=True, tag="register"):
-    """An instance begins its life in the cluster, or tells a restarted controller that it lives."""
+    """An instance joins the cluster, or tells a restarted controller that it lives."""
 
     protocol: int
     instance: InstanceId
     incarnation: Incarnation
-    version: Text
+    version: Word
     tiers: Annotated[list[TierName], Meta(min_length=1, max_length=1 + MAX_L2_ADAPTERS)]
-    """Those whose chunks it reports; the first is `l1`."""
+    """The tiers whose chunks the instance reports; the first is `l1`."""
     l1_bytes: Count
     chunk_tokens: Count
     peer_endpoint: Endpoint
-    """Where peers ask for leases (`tcp://host:port`); empty: its chunks cannot be read by peers."""
+    """Where peers ask for leases (`tcp://host:port`); empty: peers cannot read the instance's chunks."""
     http_url: Endpoint
-    zone: Annotated[str, Meta(max_length=64)] = ""
+    zone: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,64}$")] = ""
     """Instances of one zone are near each other."""
-    host: Text = ""
+    host: Word = ""
     pid: Count = 0
     last_event: Seq = 0
-    """The seq of its last Events; the next one is one more."""
+    """Seq of the instance's last Events; the next Events have the next number."""
 
 
 class Registered(ClusterReply, frozen=True, tag="register"):
-    """It is a member from now on."""
+    """The instance is a member from now on."""
 
     controller: str
     pull_port: int
     heartbeat_port: int
-    """Both on the host that this connection leads to."""
+    """Both ports are on the host of this connection."""
     heartbeat_ms: int
     dead_after_ms: int
     sync: bool
-    """A full sync is wanted; without it what the controller has of this incarnation stands."""
+    """The controller wants a full sync; if false, what it knows of this incarnation is still right."""
 
 
 class Goodbye(ClusterRequest, frozen=True, tag="goodbye"):
-    """It leaves; its chunks are forgotten at once."""
+    """The instance leaves; the controller forgets its chunks at once."""
 
     instance: InstanceId
     incarnation: Incarnation
 
 
 class SyncBegin(ClusterRequest, frozen=True, tag="sync_begin"):
-    """What follows under this `sync` is everything that the instance holds.
+    """Begins a full sync: the parts with this `sync` name everything that the instance holds.
 
-    Events up to `events_seq` are contained in it; the instance sends later ones only after SyncEnd was answered.
-    What was known before serves until then.  A new begin ends an unfinished sync.
+    They contain Events up to `events_seq`; the instance sends later Events only after the answer to SyncEnd.  Until
+    then the directory serves what it knew before.  A new SyncBegin ends an unfinished sync.
     """
 
     instance: InstanceId
@@ -147,7 +156,7 @@ class SyncBegin(ClusterRequest, frozen=True, tag="sync_begin"):
 
 
 class SyncPart(ClusterRequest, frozen=True, tag="sync_part"):
-    """One batch of a full sync. Parts are numbered from 0 over all tiers; a repeated one changes nothing."""
+    """One batch of a full sync. Parts are numbered from 0 over all tiers; a repeated part changes nothing."""
 
     instance: InstanceId
     incarnation: Incarnation
@@ -160,44 +169,47 @@ class SyncPart(ClusterRequest, frozen=True, tag="sync_part"):
 
 
 class SyncEnd(ClusterRequest, frozen=True, tag="sync_end"):
-    """Refused with `bad_sync` unless every part has come and the counts agree; then it replaces what was known."""
+    """Ends a full sync, which then replaces what the directory knew of the instance.
+
+    Refused with `bad_sync` if a part is missing or the counts differ.
+    """
 
     instance: InstanceId
     incarnation: Incarnation
     sync: Count
     parts: Count
     tags: dict[TierName, Count]
-    """How many tags each tier had."""
+    """Number of tags that were sent for each tier."""
 
 
 class Done(ClusterReply, frozen=True, tag="done"):
-    """Outcome of goodbye and of the steps of a sync."""
+    """A goodbye or a step of a sync has succeeded."""
 
 
 class Where(ClusterRequest, frozen=True, tag="where"):
-    """Which other instances hold the longest beginning of these chunks in L1."""
+    """Asks which other instances hold the longest prefix of these chunks in L1."""
 
     asker: InstanceId
     tags: Tags
-    """Of storage keys, chunk-major."""
+    """Tags of the storage keys, chunk by chunk."""
     n_slices: Annotated[int, Meta(ge=1, le=4096)]
     max_owners: Annotated[int, Meta(ge=1, le=MAX_OWNERS)] = 2
 
 
 class Owner(msgspec.Struct, array_like=True, frozen=True):
-    """One that holds a beginning of the chunks, as far as the directory knows."""
+    """An instance that holds a prefix of the chunks, as far as the directory knows."""
 
     instance: str
     incarnation: int
     peer_endpoint: str
     n_keys: int
-    """Leading keys, a multiple of n_slices."""
+    """Number of leading keys that it holds, a multiple of n_slices."""
     confirmed: bool
-    """False: known from before a restart of the controller only."""
+    """False: the controller knows this only from before its restart."""
 
 
 class WhereReply(ClusterReply, frozen=True, tag="where"):
-    """Best first: longest, then same zone, then least loaded. Empty when nobody has the first chunk."""
+    """Owners, best first: longest prefix, confirmed, same zone, least loaded; none if no one has the first chunk."""
 
     owners: list[Owner]
 
@@ -206,16 +218,16 @@ class WhereReply(ClusterReply, frozen=True, tag="where"):
 
 
 class Change(enum.IntEnum):
-    """What happened to the chunks of a run."""
+    """The change of a run's chunks."""
 
     ADMIT = 0
     EVICT = 1
     CLEAR = 2
-    """The tier is empty; no tags."""
+    """The tier is empty now; the run has no tags."""
 
 
 class Run(msgspec.Struct, array_like=True, frozen=True):
-    """Chunks of one tier to which the same happened one after the other."""
+    """Chunks of one tier, in order, that changed in the same way one after the other."""
 
     change: Change
     tier: TierName
@@ -223,7 +235,7 @@ class Run(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Events(msgspec.Struct, array_like=True, frozen=True, tag="events"):
-    """What happened, in order. `seq` counts the batches of one incarnation from 1; a gap calls for a full sync."""
+    """Changes in their order. `seq` numbers the batches of one incarnation from 1; a gap calls for a full sync."""
 
     instance: InstanceId
     incarnation: Incarnation
@@ -235,34 +247,39 @@ class Events(msgspec.Struct, array_like=True, frozen=True, tag="events"):
 
 
 class CommandKind(enum.StrEnum):
-    """What the controller may ask of an instance; `argument` as said."""
+    """A command of the controller to an instance, with the fields of its `argument`."""
 
     RESYNC = "resync"
-    """Begin a full sync. {"freeze_ms": 0 to 5000}: store nothing new and tell no events meanwhile, at most so long."""
+    """{"freeze_ms": 0 to 5000}: begin a full sync; meanwhile, for at most this time, store nothing new and send no
+    Events."""
     CLEAR = "clear"
-    """{"tier": "l1" | "l2" | "all", "tenant": str | null}: drop the chunks; bytes in use are free when the use ends."""
+    """{"tier": "l1" | "l2" | "all", "tenant": str | null}: drop the chunks; bytes in use become free when their use
+    ends."""
     EVICT = "evict"
-    """{"keys": bytes} (storage keys) or {"identity": bytes} (an identity root): drop them from L1."""
+    """{"keys": bytes} (storage keys) or {"identity": bytes} (an identity's root): drop these chunks from L1."""
     PIN = "pin"
-    """{"keys": bytes, "ttl_ms": int, "claim": str}: keep them in L1 so long; counts as leased to peers."""
+    """{"keys": bytes, "ttl_ms": int, "claim": str}: keep these chunks in L1 for this time; their bytes count as leased
+    to peers."""
     UNPIN = "unpin"
-    """{"claim": str}"""
+    """{"claim": str}: end this pin."""
     PULL = "pull"
-    """{"keys": bytes, "n_slices": int, "identity": bytes, "tenant": str, "owner": {…as Owner…}}: read into L1, from
-    that peer if it leases them, else from others (replicate; move, when an EVICT at the owner follows)."""
+    """{"keys": bytes, "n_slices": int, "identity": bytes, "tenant": str, "owner": {…as Owner…}}: read these chunks into
+    L1, from the owner if it leases them, else from other peers. Used by replicate, and by move, which then sends the
+    owner an EVICT."""
     DRAIN = "drain"
-    """{"on": bool}: lease nothing to peers any more, and serve them again."""
+    """{"on": bool}: true: lease nothing more to peers; false: lease to them again."""
     EXPLAIN = "explain"
-    """{"request_id": str}: the document of /v1/explain; or {"keys": bytes}, at most 256: of each one that it is in L1,
-    or why it is not."""
+    """{"request_id": str}: answer the document of /v1/explain; or {"keys": bytes}, at most 256 keys: answer for each
+    key that its chunk is in L1, or why it is not."""
     RUNTIME = "runtime"
-    """{}: threads, memory, garbage collector, lag of the loop, allow-listed environment."""
+    """{}: answer threads, memory, garbage collector, lag of the loop, allow-listed environment."""
     STATUS = "status"
-    """{}: the document of /v1/status."""
+    """{}: answer the document of /v1/status."""
 
 
 class Command(msgspec.Struct, array_like=True, frozen=True):
-    """Repeated in each answer until its result has come; carried out once by its `number`."""
+    """An order of the controller. It is repeated in each answer until its result arrives, and carried out once for its
+    `number`."""
 
     number: Seq
     kind: CommandKind
@@ -275,21 +292,21 @@ class CommandResult(msgspec.Struct, array_like=True, frozen=True):
     number: Seq
     ok: bool
     message: Text
-    """Why not, where it failed."""
+    """Why the command failed; empty if it succeeded."""
     body: dict[str, Any] = {}
-    """`count` of what changed, or the document asked for."""
+    """The `count` of changed things, or the document that was asked for."""
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):
-    """Numbers of an instance since it started (`_total`) or now."""
+    """Counts of an instance since its start (`_total`), and its present numbers."""
 
-    chunks: dict[str, int]
+    chunks: ByTier
     """Records by tier."""
-    used_bytes: dict[str, int]
-    """By tier, a moment ago; without those that could not say."""
-    capacity_bytes: dict[str, int]
-    """By tier; without those that have no cap."""
-    hits_total: dict[str, int]
+    used_bytes: ByTier
+    """Bytes used by tier, as of a moment ago; without tiers that do not know."""
+    capacity_bytes: ByTier
+    """Capacity by tier; without tiers that have no cap."""
+    hits_total: Annotated[dict[HitSource, int], Meta(max_length=16)]
     """Chunks that lookups found, by source: `l1`, `l2`, `peer`; and `miss`."""
     peer_leased_bytes: int
     peer_sent_bytes_total: int
@@ -298,36 +315,37 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Heartbeat(ClusterRequest, frozen=True, tag="heartbeat"):
-    """It lives. Sent every `heartbeat_ms`, and at once after a Nudge or when commands have ended."""
+    """The instance lives. Sent every `heartbeat_ms`, and at once after a Nudge and when commands have ended."""
 
     instance: InstanceId
     incarnation: Incarnation
     last_event: Seq
-    """What the controller must have got by now; if it lacks some, events were lost."""
+    """Seq of the last Events that were sent; if the controller lacks some, they are lost."""
     state: Annotated[str, Meta(pattern="^(ready|syncing|frozen|draining|stopping)$")]
     load: Load
-    models: Annotated[list[ModelInfo], Meta(max_length=64)]
+    models: Annotated[list[KvKind], Meta(max_length=64)]
     results: Annotated[list[CommandResult], Meta(max_length=MAX_COMMANDS)]
     obeys: tuple[ClusterId, Count] = (0, 0)
-    """The greatest (cluster id, token) that it has seen. A leader whose own is smaller learns from it that etcd has
-    lost what it knew, and takes a greater cluster id."""
+    """The greatest (cluster id, token) that the instance has seen. A leader with a smaller pair concludes that etcd has
+    lost its data, and takes a greater cluster id."""
     draining: bool = False
-    """It leases nothing to peers. A leader that ordered something else tells it again."""
+    """The instance leases nothing to peers. A leader that ordered otherwise repeats its order."""
 
 
 class Beat(ClusterReply, frozen=True, tag="beat"):
-    """The controller heard it. Another `epoch` than before: register again."""
+    """The controller received the heartbeat. If `epoch` has changed, the instance registers again."""
 
     commands: list[Command]
     token: int = 0
-    """Of the controller's leadership, where there are several; 0: it does not lead, or is the only one."""
+    """Number of the controller's leadership, if the cluster has several controllers; 0: this one does not lead, or is
+    the only one."""
     cluster_id: int = 0
-    """Goes before the token: it grows when etcd has lost its data or was restored. An instance keeps the greatest
-    (cluster id, token) it has seen from any controller and refuses commands that come with a smaller one."""
+    """Compared before the token; it grows when etcd has lost its data or was restored. An instance keeps the greatest
+    (cluster id, token) that it has seen from any controller, and refuses commands that come with a smaller pair."""
 
 
 class Nudge(msgspec.Struct, array_like=True, frozen=True, tag="nudge"):
-    """From the controller, unasked. There are commands: send a heartbeat now."""
+    """Sent by the controller without a request: it has commands, so the instance sends a heartbeat now."""
 
     epoch: int
 
@@ -336,27 +354,27 @@ class Nudge(msgspec.Struct, array_like=True, frozen=True, tag="nudge"):
 
 
 class PeerHello(ClusterRequest, frozen=True, tag="peer_hello"):
-    """A reader asks how to reach an owner's memory."""
+    """Asks an owner how a reader reaches its memory."""
 
     protocol: int
     reader: InstanceId
     record_version: int
-    """Format of the records it can read (docs/formats.md)."""
+    """Version of the records that the reader can read (docs/formats.md)."""
     engine: Annotated[str, Meta(max_length=32)]
-    """The transfer engine it reads with."""
+    """The transfer engine that the reader uses."""
 
 
 class PeerWelcome(ClusterReply, frozen=True, tag="peer_hello"):
-    """`epoch` is the owner's incarnation: it names the memory that `metadata` leads to."""
+    """Tells the reader how to reach the owner's memory. `epoch` is the owner's incarnation, which names that memory."""
 
     instance: str
     metadata: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
-    """Of its transfer engine; region 0 is the extents file."""
+    """Metadata of the owner's transfer engine; region 0 is the extents file."""
     extents_bytes: int
 
 
 class PeerLease(ClusterRequest, frozen=True, tag="peer_lease"):
-    """Keep the leading ones of these records in L1 for a while."""
+    """Asks to keep the leading records among these in L1 for a while."""
 
     reader: InstanceId
     keys: PeerKeys
@@ -365,32 +383,34 @@ class PeerLease(ClusterRequest, frozen=True, tag="peer_lease"):
 
 
 class PeerLeased(ClusterReply, frozen=True, tag="peer_lease"):
-    """Records that stay where they are until the lease is released or `ttl_ms` have passed on the owner's clock."""
+    """The leased records, which stay in place until release, or until `ttl_ms` have passed on the owner's clock."""
 
     lease: int
-    """0 where nothing is leased."""
+    """Number of the lease; 0 if nothing is leased."""
     extents: bytes
-    """Packed extents of the leading keys (as in a lookup of an engine): whole chunks."""
+    """Packed extents of the leading keys, as in an engine's lookup; only whole chunks."""
     ttl_ms: int
     reason: str
-    """Why it is not all: `absent`, `limit` (25 % of L1), `draining`; empty when it is."""
+    """Why not all records are leased: `absent`, `limit` (25 % of L1), `draining`; empty if all are."""
 
 
 class PeerRelease(ClusterRequest, frozen=True, tag="peer_release"):
-    """The reader has read what it wanted, or wants it no more; with `keep_ms` it has read a part of it."""
+    """Ends a lease; with `keep_ms` the reader has read only a part, and the lease goes on."""
 
     lease: int
     keep_ms: Annotated[int, Meta(ge=0, le=60_000)] = 0
-    """Not 0: the lease goes on, for so long from now on the owner's clock, and only whether it stood is asked."""
+    """0 ends the lease; otherwise it goes on for this long from now on the owner's clock, and the reader only asks
+    whether it was still valid."""
     read_bytes: Count = 0
-    """What was read under it since the last release, for the owner's count of what it has sent."""
+    """Bytes that were read under the lease since the last release, for the owner's count of sent bytes."""
 
 
 class PeerReleased(ClusterReply, frozen=True, tag="peer_release"):
-    """The lease has ended, or goes on as it was asked to where it stood."""
+    """The lease has ended, or goes on if that was asked and it was still valid."""
 
     stood: bool
-    """It stood until now: what was read since it was granted is what it named. Else the reader drops what it read."""
+    """The lease was valid until now, so the bytes that were read are those of the leased records. If false, the reader
+    drops what it read."""
 
 
 ToReply = Register | Goodbye | SyncBegin | SyncPart | SyncEnd | Where
@@ -401,7 +421,7 @@ FromCluster = (
 
 
 BAD_FRAME = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding a frame that is no message may raise."""
+"""Errors that decoding an invalid frame may raise."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -415,11 +435,11 @@ EVENTS: msgspec.msgpack.Decoder[Events] = msgspec.msgpack.Decoder(Events)
 HEARTBEATS: msgspec.msgpack.Decoder[Heartbeat] = msgspec.msgpack.Decoder(Heartbeat)
 PEER_REQUESTS: msgspec.msgpack.Decoder[ToPeer] = msgspec.msgpack.Decoder(ToPeer)
 ANSWERS: msgspec.msgpack.Decoder[FromCluster] = msgspec.msgpack.Decoder(FromCluster)
-"""What an instance, or a reader, may be told. All raise one of BAD_FRAME for anything else."""
+"""Decoders of the messages that an instance or a reader may receive; all raise one of BAD_FRAME for anything else."""
 
 
 def seq_of(frame: bytes) -> int:
-    """The seq of a request that is none of the protocol, as far as it can be told, so that its sender hears of it."""
+    """The seq of an invalid request, so that its sender gets an answer; 0 if the frame has none."""
     try:
         parts = msgspec.msgpack.decode(frame)
     except BAD_FRAME:

@@ -1,34 +1,24 @@
-"""What a request did, remembered per session: the sans-IO core of the RPC protocol.
+"""The outcomes of requests, remembered per session: the sans-IO core of the RPC protocol.
 
-Messages get lost, come late and come twice.  A session (an attached process) numbers its requests; this
-module decides for each message whether it is done now, joined to the same request still running, answered
-from memory, or refused.  It holds no socket, reads no clock and touches no pool: the caller executes, sends
-and undoes what the methods return.
+Messages get lost, arrive late and arrive twice.  A session (an attached process) numbers its requests; for each message
+this module decides whether it is executed now, joins the same request that is still running, is answered from memory,
+or is refused.  It holds no socket, reads no clock and touches no pool: the caller executes, sends and undoes what the
+methods return.
 
-States of one (session, seq), and what each event makes of them::
-
-    state        request           finish              cancel                 ping without it     forget
-    -----------  ----------------  ------------------  ---------------------  ------------------  ---------
-    ABSENT       RUNNING, RUN      -                   CANCELLED              -                   -
-    RUNNING      JOINED            DONE, send          CANCELLING, send       as cancel (lookup)  -
-    CANCELLING   replay the error  CANCELLED, undo     no change              no change           -
-    DONE         replay the reply  -                   CANCELLED, undo if     as cancel (lookup   FORGOTTEN
-                                                       it has an effect       with own share)
-    CANCELLED    replay the error  -                   no change              no change           FORGOTTEN
-    FORGOTTEN    refused: too old  -                   undo a kept effect     as DONE             -
-
-A deadline that passes makes CANCELLING out of RUNNING too, with the error `deadline` in place of `cancelled`.
+The states of one (session, seq) are those of `MACHINE`.  If a ping does not name a lookup, the lookup is cancelled
+while it runs; later its lease is undone, unless the session has released its own share.
 
 Invariants:
 
 1. A (session, seq) gives RUN at most once in the life of its session.
 2. Every effect (lease, reservation) is in `effects` of its session from `finish` until it is returned for
-   undoing, settled, or its session is closed; nothing else holds one.
-3. At most `max_outcomes` outcomes and about `max_reply_bytes` of replies are kept per session; a seq not kept
-   and not above the highest forgotten one is refused, never executed.
-4. An outcome of a request still running is never forgotten.
+   undoing or settled, or its session is closed; nothing else holds an effect.
+3. At most `max_outcomes` outcomes and about `max_reply_bytes` of replies are kept per session.  A seq whose outcome is
+   not kept is refused, never executed, if it is not above the highest forgotten seq.
+4. A request that is still running is never forgotten.
+5. A session's numbers rise by at most MAX_SEQ_STEP at a time, and so does the highest forgotten one.
 
-It does not know sessions' processes, groups or tenants (policy/processes.py), nor what an effect is.
+This module does not know the processes, groups or tenants of sessions (policy/processes.py), nor what an effect is.
 """
 
 from __future__ import annotations
@@ -38,28 +28,86 @@ from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from kvstrata.errors import BadRequest, Cancelled, KvstrataError, Refused, UnknownSession
+from kvstrata.states import Machine
 
 Address = Hashable
-"""Where a reply goes; any value that the transport understands. It says nothing about who asked."""
+"""Destination of a reply: any value that the transport understands. It does not prove who asked."""
 
 MAX_WAITERS = 4
-"""Connections on which one running request can be asked again; the newest are answered."""
+"""Connections that may wait for the reply to one running request; only the newest are answered."""
+
+MAX_SEQ_STEP = 1 << 24
+"""How far a number may lie above all earlier ones of its session; the first may be any. So no single request uses up
+the numbers of its session."""
 
 
 class State(enum.Enum):
-    """State of an outcome that is kept; ABSENT and FORGOTTEN keep none."""
+    """What this module knows of one request."""
 
+    ABSENT = enum.auto()
+    """The request has not arrived; nothing is kept of it."""
     RUNNING = enum.auto()
+    """Its work is under way; a repeated request waits for the same reply."""
     CANCELLING = enum.auto()
+    """Its work is still under way and is undone when it ends; a repeated request gets the error."""
     DONE = enum.auto()
+    """Its reply is kept; its effect, if it has one, is in `effects`."""
     CANCELLED = enum.auto()
+    """It has no effect; the error is kept."""
+    FORGOTTEN = enum.auto()
+    """Its outcome is no longer kept; a repeated request is refused as too old."""
+
+
+class Happening(enum.Enum):
+    """What happens to one request."""
+
+    REQUEST = enum.auto()
+    """It arrives, for the first time or again."""
+    FINISH = enum.auto()
+    """Its work has ended."""
+    STOP = enum.auto()
+    """While it runs: its owner cancels it, a ping does not name it, its deadline passes, or its process ends."""
+    UNDO = enum.auto()
+    """Its effect is taken back because its owner cancels it or a ping does not name it."""
+    FORESTALL = enum.auto()
+    """Its owner cancels it before it arrives."""
+    FORGET = enum.auto()
+    """Its outcome is dropped to make room for newer ones."""
+
+
+MACHINE = Machine(
+    "Request of a session",
+    State,
+    Happening,
+    State.ABSENT,
+    {
+        State.ABSENT: {Happening.REQUEST: State.RUNNING, Happening.FORESTALL: State.CANCELLED},
+        State.RUNNING: {
+            Happening.REQUEST: State.RUNNING,
+            Happening.FINISH: State.DONE,
+            Happening.STOP: State.CANCELLING,
+        },
+        State.CANCELLING: {Happening.REQUEST: State.CANCELLING, Happening.FINISH: State.CANCELLED},
+        State.DONE: {
+            Happening.REQUEST: State.DONE,
+            Happening.UNDO: State.CANCELLED,
+            Happening.FORGET: State.FORGOTTEN,
+        },
+        State.CANCELLED: {Happening.REQUEST: State.CANCELLED, Happening.FORGET: State.FORGOTTEN},
+    },
+)
+_AFTER = MACHINE.after
+# The states after the moves that every request makes, looked up once.
+_BEGUN = _AFTER(MACHINE.first, Happening.REQUEST)
+_ENDED = _AFTER(_BEGUN, Happening.FINISH)
+_STOPPED = _AFTER(_BEGUN, Happening.STOP)
+_UNDONE_AT_ITS_END = _AFTER(_STOPPED, Happening.FINISH)
 
 
 class Effect:
-    """What a finished request left behind until it is released, committed, aborted or undone.
+    """The lease or reservation of a finished request, until it is released, committed, aborted or undone.
 
-    `wanted_by_ping`: the owner must name it in each ping, else it is undone (leases whose own share is
-    still held).
+    `wanted_by_ping`: it is undone unless its owner names it in each ping (a lease whose own share is still held).
     """
 
     __slots__ = ("wanted_by_ping",)
@@ -69,7 +117,7 @@ class Effect:
 
 
 class Call:
-    """One request of one session and its outcome. Made by `Sessions.request`, ended by `Sessions.finish`."""
+    """One request of one session, with its outcome. `Sessions.request` makes it, `Sessions.finish` ends it."""
 
     __slots__ = ("op", "reply", "seq", "session", "state", "stop", "waiters", "wanted_by_ping")
 
@@ -77,18 +125,18 @@ class Call:
         self.session = session
         self.seq = seq
         self.op = op
-        self.state = State.RUNNING
+        self.state = _BEGUN
         self.reply = b""
         self.waiters: list[Address] = []
         self.wanted_by_ping = wanted_by_ping
         self.stop: Callable[[], object] | None = None
-        """Set by the caller for a request that takes time: asks the work to end early."""
+        """Asks the work to end early; the caller sets it for a request that takes time."""
 
 
 class Session:
     """The outcomes of one attached process."""
 
-    __slots__ = ("calls", "effects", "floor", "name", "open", "reply_bytes", "running")
+    __slots__ = ("calls", "effects", "floor", "name", "open", "reply_bytes", "running", "top")
 
     def __init__(self, name: bytes) -> None:
         self.name = name
@@ -97,12 +145,14 @@ class Session:
         self.running: dict[int, Call] = {}
         self.effects: dict[int, Effect] = {}
         self.floor = 0
-        """Highest seq whose outcome was forgotten."""
+        """Highest seq whose outcome is forgotten."""
+        self.top = 0
+        """Highest seq of all requests and pings."""
         self.reply_bytes = 0
 
 
 class Verdict(enum.Enum):
-    """What to do with a request."""
+    """What the caller does with a request."""
 
     RUN = enum.auto()
     JOINED = enum.auto()
@@ -110,18 +160,22 @@ class Verdict(enum.Enum):
 
 
 class Receipt(NamedTuple):
-    """Answer to a request. `call` is what to run or what runs already, `reply` the bytes to replay."""
+    """The decision on a request. `call` holds the request to run, or the one that runs or has run already."""
 
     verdict: Verdict
     call: Call
 
 
 class Undoing(NamedTuple):
-    """What a cancel or a ping leaves to do: effects to undo, work to stop, replies to send."""
+    """The work that a cancel or a ping gives the caller: effects to undo, calls to stop, replies to send."""
 
     effects: list[Effect]
     stopped: list[Call]
     replies: list[tuple[Address, bytes]]
+
+
+_NOTHING = Undoing([], [], [])
+"""The outcome of most pings, made once; nobody changes it."""
 
 
 class Limits(NamedTuple):
@@ -130,7 +184,7 @@ class Limits(NamedTuple):
     max_outcomes: int = 1024
     max_reply_bytes: int = 2 << 20
     kept_anyway: int = 8
-    """The newest outcomes are kept whatever their bytes."""
+    """This many of the newest outcomes are kept, however many bytes they have."""
     max_running: int = 1024
     max_effects: int = 8192
 
@@ -138,7 +192,7 @@ class Limits(NamedTuple):
 class Sessions:
     """All sessions of one instance. Single-threaded.
 
-    `encode_error(seq, error)` gives the reply that carries an error.
+    `encode_error(seq, error)` makes the reply that carries an error.
     """
 
     def __init__(
@@ -152,7 +206,7 @@ class Sessions:
         return len(self._sessions)
 
     def open(self, name: bytes) -> Session:
-        """The session of an attached process; the same one when it attaches again."""
+        """Open the session of an attached process; a process that attaches again gets the same session."""
         session = self._sessions.get(name)
         if session is None:
             session = self._sessions[name] = Session(name)
@@ -163,9 +217,9 @@ class Sessions:
         return self._sessions.get(name)
 
     def close(self, name: bytes) -> Undoing:
-        """The process is gone: nobody waits any more, running work is to stop.
+        """The process has ended: drop its waiters, and return its running calls, to be stopped, and its effects.
 
-        Returns the effects left behind; the caller decides which of them died with the process.
+        The caller decides which of the effects died with the process.
         """
         session = self._sessions.pop(name, None)
         if session is None:
@@ -173,7 +227,7 @@ class Sessions:
         session.open = False
         stopped = [call for call in session.running.values() if call.state is State.RUNNING]
         for call in stopped:
-            call.state = State.CANCELLING
+            call.state = _STOPPED
             call.waiters.clear()
         effects = list(session.effects.values())
         session.effects.clear()
@@ -190,9 +244,9 @@ class Sessions:
         wanted_by_ping: bool = False,
         takes: bool = True,
     ) -> Receipt:
-        """A request arrived. Raises UnknownSession, BadRequest (seq) or Refused; then nothing changed.
+        """A request arrived. Raises UnknownSession, BadRequest (seq) or Refused; then nothing has changed.
 
-        `takes`: it may end with an effect; one that gives back is never refused for how many there are.
+        `takes`: the request may end with an effect, so it is refused if the session has too many.
         """
         session = self._sessions.get(name)
         if session is None:
@@ -222,6 +276,7 @@ class Sessions:
                 f"seq: this session holds {len(session.effects)} leases and reservations; end some",
                 field="seq",
             )
+        session.top = max(session.top, seq)
         call = Call(session, seq, op, wanted_by_ping)
         call.waiters.append(address)
         session.calls[seq] = call
@@ -231,16 +286,16 @@ class Sessions:
     def finish(
         self, call: Call, reply: bytes, effect: Effect | None = None
     ) -> tuple[list[Address], Effect | None]:
-        """The work of `call` ended. Returns who gets `reply`, and the effect to undo if it was cancelled."""
+        """The work of `call` has ended. Returns the addresses that get `reply`, and the effect to undo if cancelled."""
         session = call.session
         if call.state is State.CANCELLING:
             session.running.pop(call.seq, None)
-            call.state = State.CANCELLED
+            call.state = _UNDONE_AT_ITS_END
             self._forget(session)
             return [], effect
         assert call.state is State.RUNNING, call.state
         del session.running[call.seq]
-        call.state = State.DONE
+        call.state = _ENDED
         call.reply = reply
         call.stop = None
         session.reply_bytes += len(reply)
@@ -251,20 +306,20 @@ class Sessions:
         return waiters, None
 
     def expire(self, call: Call, reply: bytes) -> list[Address]:
-        """The deadline passed while `call` runs: `reply` is its outcome, its work is undone when it ends.
+        """The deadline of `call` has passed: `reply` is its outcome, and its work is undone when it ends.
 
-        Returns who gets the reply; nobody if the call is not running any more.
+        Returns the addresses that get the reply; none if the call is not running any more.
         """
         if call.state is not State.RUNNING:
             return []
-        call.state = State.CANCELLING
+        call.state = _STOPPED
         call.reply = reply
         call.session.reply_bytes += len(reply)
         waiters, call.waiters = call.waiters, []
         return waiters
 
     def cancel(self, name: bytes, target: int) -> Undoing:
-        """The owner wants `target` not to have happened. Raises UnknownSession."""
+        """The owner cancels request `target`, which may not have arrived yet. Raises UnknownSession or BadRequest."""
         session = self._sessions.get(name)
         if session is None:
             raise UnknownSession(
@@ -272,9 +327,11 @@ class Sessions:
             )
         undoing = Undoing([], [], [])
         if target not in session.calls and target not in session.effects:
+            _check_step(session, target, "target")
             if target > session.floor:
+                session.top = max(session.top, target)
                 call = Call(session, target, "", False)
-                call.state = State.CANCELLED
+                call.state = _AFTER(MACHINE.first, Happening.FORESTALL)
                 call.reply = self._cancelled(target)
                 session.calls[target] = call
                 session.reply_bytes += len(call.reply)
@@ -283,16 +340,22 @@ class Sessions:
         self._cancel(session, target, undoing)
         return undoing
 
-    def ping(self, name: bytes, seq: int, live: list[int]) -> Undoing:
-        """The owner names the lookups it still wants among those older than `seq`. Raises UnknownSession."""
+    def ping(self, name: bytes, seq: int, live: list[int] | None) -> Undoing:
+        """The owner names, in `live`, the lookups older than `seq` that it still wants; None: all of them.
+
+        Raises UnknownSession or BadRequest (seq).
+        """
         session = self._sessions.get(name)
         if session is None:
             raise UnknownSession(
                 "session: not attached to this instance; attach, then send again", field="session"
             )
+        _check_step(session, seq, "seq")
+        if seq > session.top:
+            session.top = seq
+        if live is None or not (session.effects or session.running):
+            return _NOTHING
         undoing = Undoing([], [], [])
-        if not session.effects and not session.running:
-            return undoing
         named = set(live)
         unwanted = [
             number
@@ -318,6 +381,8 @@ class Sessions:
         """Assert the invariants (tests call it after every step)."""
         for name, session in self._sessions.items():
             assert session.name == name and session.open
+            assert session.floor <= session.top
+            assert not session.calls or max(session.calls) <= session.top
             assert len(session.calls) - len(session.running) <= self._limits.max_outcomes
             assert session.reply_bytes == sum(len(call.reply) for call in session.calls.values())
             for seq, call in session.running.items():
@@ -332,10 +397,11 @@ class Sessions:
     def _check_new(self, session: Session, seq: int) -> None:
         if seq <= session.floor:
             raise BadRequest(
-                f"seq: {seq} is older than the outcomes kept (up to {session.floor} forgotten); "
-                "number requests upwards and give up old ones",
+                f"seq: {seq} is too old: outcomes up to {session.floor} are forgotten; number requests upwards, and do "
+                "not repeat old ones",
                 field="seq",
             )
+        _check_step(session, seq, "seq")
 
     def _cancel(self, session: Session, seq: int, undoing: Undoing) -> None:
         call = session.calls.get(seq)
@@ -346,9 +412,9 @@ class Sessions:
                 session.reply_bytes -= len(call.reply)
                 call.reply = self._cancelled(seq)
                 session.reply_bytes += len(call.reply)
-                call.state = State.CANCELLED
+                call.state = _AFTER(call.state, Happening.UNDO)
         elif call is not None and call.state is State.RUNNING:
-            call.state = State.CANCELLING
+            call.state = _STOPPED
             call.reply = self._cancelled(seq)
             session.reply_bytes += len(call.reply)
             undoing.stopped.append(call)
@@ -359,7 +425,7 @@ class Sessions:
         return self._encode_error(seq, Cancelled("the session cancelled this request itself"))
 
     def _forget(self, session: Session) -> None:
-        """Drop the oldest outcomes beyond the bounds; what still runs stays."""
+        """Drop the oldest outcomes beyond the bounds, but no request that is still running."""
         limits = self._limits
         finished = len(session.calls) - len(session.running)
         if finished <= limits.max_outcomes and session.reply_bytes <= limits.max_reply_bytes:
@@ -378,3 +444,13 @@ class Sessions:
             del session.calls[seq]
         session.reply_bytes = reply_bytes
         session.floor = max(session.floor, *victims) if victims else session.floor
+
+
+def _check_step(session: Session, seq: int, field: str) -> None:
+    """Raises BadRequest for a number too far above all earlier ones of its session."""
+    if session.top and seq > session.top + MAX_SEQ_STEP:
+        raise BadRequest(
+            f"{field}: {seq} is more than {MAX_SEQ_STEP} above {session.top}, this session's highest number; number "
+            "requests by one counter",
+            field=field,
+        )

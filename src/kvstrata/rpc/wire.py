@@ -1,9 +1,10 @@
-"""Messages of the RPC protocol: one msgpack array per frame, the operation's name first.
+"""Messages of the RPC protocol: one msgpack array per frame, which begins with the operation's name.
 
 A request is `[op, session, seq, …]`, its reply `[op, seq, epoch, …]` or
 `["error", seq, epoch, code, message, field, retryable]`.  `session` (16 bytes) and `seq` are chosen by the
-client; a repeated (session, seq) gets the same outcome and does nothing twice.  Times on the wire are
-remaining milliseconds.  Keys travel as concatenated 32-byte strings.
+client; a repeated (session, seq) gets the same outcome and does nothing twice.  In the frame of a request, the secret
+of the session precedes the message (`frame`).  Times on the wire are remaining milliseconds.  Keys travel as
+concatenated 32-byte strings.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity, Role, Slice
+from kvstrata.types import KEY_BYTES, RequestIdentity
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 8 << 20
-"""A larger request is dropped by the socket and its sender disconnected."""
+"""The socket drops a larger request and disconnects its sender."""
 MAX_CHUNKS = 65_536
-"""Chunks in one request (16 M tokens of 256)."""
+"""Chunks in one request (16 M tokens, at 256 tokens a chunk)."""
 MAX_DEADLINE_MS = 60_000
 MAX_RESERVE_CHUNKS = 4_096
-"""Chunks in one reserve, commit, abort or corrupt; longer prompts go in several."""
+"""Chunks in one reserve, commit, abort or corrupt; a longer prompt takes several."""
 MAX_LIVE = 16_384
 """Lookups named in one ping."""
 MAX_RELEASES = 1_024
@@ -31,10 +32,10 @@ MAX_RELEASES = 1_024
 MAX_RETRIEVE_BYTES = 4 << 20
 MAX_SLICES = 4096
 """Distinct slices of one engine."""
-MAX_HELD_LOCKS = 1024
-"""Lock files of one process: one per segment it was ever attached to."""
 SESSION_BYTES = 16
 NO_SESSION = bytes(SESSION_BYTES)
+SECRET_BYTES = 32
+"""A session's secret, which the attach reply carries and each frame of the session proves."""
 MAX_SEQ = (1 << 63) - 1
 
 Seq = Annotated[int, Meta(ge=0, le=MAX_SEQ)]
@@ -52,111 +53,111 @@ MAX_SHORT_TEXT = 512
 ShortText = Annotated[str, Meta(max_length=MAX_SHORT_TEXT)]
 RequestId = Annotated[str, Meta(max_length=256)]
 LeaseId = tuple[SessionName, Seq]
-"""(session that looked up, its lookup's seq)"""
+"""(session that looked up, seq of the lookup)"""
 
 
 class Request(msgspec.Struct, array_like=True, frozen=True):
-    """Common head of all requests."""
+    """Base of all requests, with their common first fields."""
 
     session: SessionName
     seq: Seq
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
-    """Common head of all replies."""
+    """Base of all replies, with their common first fields."""
 
     seq: int
     epoch: int
 
 
 class Hello(Request, frozen=True, tag="hello"):
-    """Opens a conversation; allowed without a session (then `session` is 16 zero bytes)."""
+    """Opens a connection; allowed without a session (then `session` is 16 zero bytes)."""
 
     protocol: int
-    """The version the client speaks."""
+    """Version of the protocol that the client speaks."""
     client: Annotated[str, Meta(max_length=256)] = ""
 
 
 class HelloReply(Reply, frozen=True, tag="hello"):
-    """What the server is; `wrong_version` names both versions."""
+    """The server's version and limits; the error `wrong_version` names both versions."""
 
     protocol: int
     server: str
-    """Name and version."""
+    """The server's name and version."""
     instance_id: str
     chunk_tokens: int
     socket_dir: str
     max_message_bytes: int
-    """Longest frame it takes."""
+    """Longest frame that the server takes."""
     has_l2: bool
-    """Whether a miss in L1 may still be a hit."""
+    """The server has L2, so a miss in L1 may still be a hit."""
     max_reserved_bytes: int
-    """Bytes one session may hold reserved at a time; larger stores go in several reserves."""
+    """Most bytes that one session may have reserved at a time; a larger store takes several reserves."""
 
 
 class Identify(Request, frozen=True, tag="identify"):
-    """Declares a request identity once. The layout identity was declared at attach."""
+    """Declares a request identity, once for each; the layout identity was declared when the process attached."""
 
     request: RequestIdentity
 
 
 class IdentifyReply(Reply, frozen=True, tag="identify"):
-    """The identity is known from here on."""
+    """The server knows the identity from now on."""
 
     identity_id: int
-    """Stands for the identity in later messages of this session, in this epoch."""
+    """Number that names the identity in later messages of this session and epoch."""
     root: bytes
-    """32 bytes; the client compares it with its own."""
+    """The identity's root, 32 bytes; the client compares it with its own."""
     slices: list[bytes]
-    """Digests of the group's slices known now, sorted; the order of extents in lookup replies."""
+    """Digests of the group's slices that are known now, sorted; extents in lookup replies have this order."""
     complete: bool
     """All `engine_slices` of the group are known; until then every lookup answers 0."""
 
 
 class DeviceCopies(msgspec.Struct, array_like=True, frozen=True):
-    """A list: how a process whose blocks are on a device copies between them and L1."""
+    """How a process whose blocks are on a device copies between them and L1; a list."""
 
     engine: Annotated[str, Meta(max_length=32)]
     """The way of copying: `dma`, `kernel` or `staged`."""
     reason: ShortText
-    """Why that one."""
+    """Why this way was chosen."""
     mb_per_s: Annotated[dict[Annotated[str, Meta(max_length=32)], Count], Meta(max_length=16)]
-    """What each way reached when they were measured, in 10^6 bytes per second."""
+    """Measured speed of each way, in 10^6 bytes per second."""
     pinned_bytes: Count
     """Bytes of L1 that are registered with the device's driver."""
     pin_refusal: ShortText
-    """Why no more are, in the driver's words; empty: nothing was refused."""
+    """The driver's reason for refusing to register more bytes; empty if it refused none."""
 
 
 class Ping(Request, frozen=True, tag="ping"):
-    """Liveness. `live` names the lookups this session still wants, among those older than this ping.
+    """Says that the process lives. `live` names the lookups older than this ping that the session still wants.
 
-    A lookup that is not named and whose own share was not released is undone for the whole group: a looker
-    that handed a lease to workers names it until its own release was answered.
+    A lookup that is not named is undone for the whole group, unless the session has released its own share. So a
+    process that handed a lease to workers names its lookup until its own release is answered.
     """
 
     live: Annotated[list[Seq], Meta(max_length=MAX_LIVE)] | None = None
     copies: DeviceCopies | None = None
-    """Told when it has changed, and again to another server."""
+    """Sent when it has changed, and once to each new server."""
 
 
 class Pong(Reply, frozen=True, tag="ping"):
-    """The server is alive. Also sent unasked, with seq 0, when leases are asked back."""
+    """The server is alive. Also sent without a ping, with seq 0, when the server asks for leases back."""
 
     orphaned: list[tuple[bytes, int]] = []
-    """Leases (session that looked up, seq) whose looker is gone: release the own share once no copy runs."""
+    """Leases (session that looked up, seq) of sessions that have ended: release your own share once no copy runs."""
     revoked: list[int] = []
-    """Own lookups whose leases are asked back: release for the group what nobody was promised."""
+    """Your own lookups whose leases are asked back: release, for the group, those that no request was promised."""
 
 
 class Rule(enum.StrEnum):
-    """How a group of keys counts as hit."""
+    """The rule by which keys of a group count as a hit."""
 
     PREFIX = "prefix"
-    """As far as all leading chunks are there."""
+    """The leading keys, up to the first whose chunk is not present."""
 
 
-class Group(msgspec.Struct, array_like=True, frozen=True):
+class KeyGroup(msgspec.Struct, array_like=True, frozen=True):
     """Keys of one KV-cache group: chain keys c_i, concatenated."""
 
     rule: Rule
@@ -164,48 +165,48 @@ class Group(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Lookup(Request, frozen=True, tag="lookup"):
-    """How many leading chunks are there; leases them for the caller's engine group."""
+    """Asks how many leading chunks are present, and leases them for the engine group of the caller."""
 
     deadline_ms: DeadlineMs
-    """Time left until it must be answered."""
+    """Time left for the answer."""
     identity_id: Count
     request_id: RequestId
-    """What `explain` asks for later."""
-    groups: Annotated[list[Group], Meta(min_length=1, max_length=1)]
+    """The engine's id of the request, by which `explain` finds this lookup."""
+    groups: Annotated[list[KeyGroup], Meta(min_length=1, max_length=1)]
     """`rule` and the prompt's concatenated chain keys."""
     probe: Probe = b""
-    """Names the first chunk's tokens without any identity, to explain a miss."""
+    """Digest of the first chunk's tokens without any identity, for explaining a miss."""
 
 
 class LookupReply(Reply, frozen=True, tag="lookup"):
-    """These chunks are leased."""
+    """The leading chunks that are present, and now leased."""
 
     n_chunks: int
-    """Leading chunks that are there in all slices."""
+    """Leading chunks that are present in all slices."""
     extents: bytes
-    """n_chunks × slices packed extents, chunk-major, slices in the order of the reply to `identify`."""
+    """n_chunks × slices packed extents, chunk by chunk, with the slices in the order of the reply to `identify`."""
     l1_chunks: int
-    """Of them, those that L1 had."""
+    """The number of these chunks that were in L1."""
     l2_chunks: int
-    """Those that were loaded."""
+    """The number of these chunks that were loaded from L2."""
     reason: str
-    """Reason of the first chunk that is not served, empty if all are."""
+    """Why the first chunk that is not served is missing; empty if all are served."""
 
 
 class Release(Request, frozen=True, tag="release"):
-    """Ends the caller's share of leases; with `group` every member's share (never handed to workers)."""
+    """Ends the caller's share of leases; with `group` also those of all other processes, if it handed no lease on."""
 
     leases: Annotated[list[LeaseId], Meta(max_length=MAX_RELEASES)]
     """(session that looked up, seq of the lookup)"""
     group: bool = False
-    """All shares at once."""
+    """End the shares of all processes."""
 
 
 class Reserve(Request, frozen=True, tag="reserve"):
     """Asks for extents to write chunks of the caller's own slice."""
 
     deadline_ms: DeadlineMs
-    """As in a lookup."""
+    """Digest of the first chunk's tokens, as in a lookup."""
     identity_id: Count
     parent: Annotated[bytes, Meta(max_length=KEY_BYTES)]
     """Chain key of the chunk before the first, empty at the start of a prompt."""
@@ -217,83 +218,83 @@ class Reserve(Request, frozen=True, tag="reserve"):
 
 
 class ReserveOutcome(enum.IntEnum):
-    """Per chunk of a reserve. Everything above IN_FLIGHT is a refusal with its reason."""
+    """Outcome of a reserve for one chunk. Values above IN_FLIGHT are refusals, each with its reason."""
 
     RESERVED = 0
-    """There is an extent to write."""
+    """The chunk has an extent to write."""
     PRESENT = 1
-    """It is in L1 already."""
+    """The chunk is in L1 already."""
     IN_FLIGHT = 2
-    """Somebody else writes it."""
+    """Another process is writing the chunk."""
     CHAIN_EXCEEDS_POOL = 3
-    """Only chunks of the same chain could make room."""
+    """Space could only be made by evicting chunks of the same chain."""
     POOL_PINNED = 4
-    """Everything that could make room is in use."""
+    """All chunks that could be evicted are in use."""
     SESSION_LIMIT = 5
-    """This process has too much reserved."""
+    """This process has reserved too many bytes."""
     QUOTA = 6
-    """Its tenant's share of L1 is used up."""
+    """The tenant's quota of L1 is used up."""
     TOO_LARGE = 7
-    """No extent of L1 is that long."""
+    """L1 has no extent as long as the record."""
     ENTRIES_FULL = 8
     """The index has no entry left."""
     FROZEN = 9
-    """The instance stores nothing new for some seconds, while its cluster's controller takes stock of it."""
+    """The instance stores nothing new for some seconds, during a full sync with its cluster's controller."""
     PARENT_ABSENT = 10
-    """The chunk before it was refused or evicted, so no lookup could count this one; nothing is evicted for it."""
+    """The previous chunk was refused or evicted, so no lookup could reach this one; nothing is evicted for it."""
 
 
 class ReserveReply(Reply, frozen=True, tag="reserve"):
-    """What may be written where."""
+    """Which chunks may be written, and where."""
 
     outcomes: bytes
     """One byte per chunk, see the outcomes of reserve."""
     extents: bytes
-    """One packed extent per chunk, zeros where there is none."""
+    """One packed extent per chunk; zeros for a chunk without one."""
 
 
 class CommitOutcome(enum.IntEnum):
-    """Per chunk of a commit."""
+    """Outcome of a commit for one chunk."""
 
     COMMITTED = 0
-    """It is visible."""
+    """The chunk is visible."""
     NOT_RESERVED = 1
-    """This reservation does not, or no longer, have it."""
+    """The chunk is not in this reservation, or no longer."""
     BAD_RECORD = 2
-    """Its header is not that of what was reserved; the extent was given back."""
+    """The record's header does not match the reservation; the extent was given back."""
 
 
 class Commit(Request, frozen=True, tag="commit"):
-    """Makes written chunks visible. `reservation` is the seq of the reserve; `indices` into its keys."""
+    """Makes written chunks visible. `reservation` is the seq of the reserve, `indices` point into its keys."""
 
     reservation: Seq
     indices: Indices
 
 
 class CommitReply(Reply, frozen=True, tag="commit"):
-    """The reservation of these items has ended, whatever the outcome."""
+    """The chunks' part of the reservation has ended, whatever the outcome."""
 
     outcomes: bytes
     """One byte per index, see the outcomes of commit."""
 
 
 class Abort(Request, frozen=True, tag="abort"):
-    """Gives reserved extents back; the caller promises that nobody writes them any more."""
+    """Gives reserved extents back; the caller promises to write none of them any more."""
 
     reservation: Seq
     indices: Indices | None = None
-    """nil: all that are left."""
+    """nil: all extents that the reservation still has."""
 
 
 class Cancel(Request, frozen=True, tag="cancel"):
-    """Whatever `target` did or will do is undone; valid before, after and without the request."""
+    """Undoes the effect of request `target`; also valid before `target` arrives, and if it never arrives."""
 
     target: Seq
-    """The request's seq."""
+    """Seq of the request to undo."""
 
 
 class Retrieve(Request, frozen=True, tag="retrieve"):
-    """Bytes of one record by RPC, for clients that cannot map the pool."""
+    """Asks for bytes of one record, for clients that cannot map the pool."""
 
     identity_id: Count
     key: Key
@@ -304,7 +305,7 @@ class Retrieve(Request, frozen=True, tag="retrieve"):
 
 
 class RetrieveReply(Reply, frozen=True, tag="retrieve"):
-    """A part of a record."""
+    """The bytes asked for."""
 
     found: bool
     record_bytes: int
@@ -312,66 +313,68 @@ class RetrieveReply(Reply, frozen=True, tag="retrieve"):
 
 
 class Prefetch(Request, frozen=True, tag="prefetch"):
-    """Prewarm: load chunks from L2 to L1 with no request behind it."""
+    """Prewarms: loads chunks from L2 into L1 before any user's request needs them."""
 
     identity_id: Count
     keys: Keys
     """Concatenated chain keys of one prompt, in order."""
     budget_bytes: Count
-    """Bytes it may load; 0 means as much as fits."""
+    """Most bytes that the job may load; 0 means as many as fit."""
     ttl_ms: Annotated[int, Meta(ge=0, le=3_600_000)]
-    """It stops after this long."""
+    """Time after which the job stops."""
 
 
 class PrefetchReply(Reply, frozen=True, tag="prefetch"):
-    """It has begun."""
+    """The job has begun."""
 
     job: int
-    """What `status` is asked for its outcome."""
+    """Number by which `status` finds the job's outcome."""
 
 
 class Status(Request, frozen=True, tag="status"):
-    """`job` 0: the instance; otherwise the outcome of a prewarm job."""
+    """Asks for the status of the instance (`job` 0), or for the outcome of a prewarm job."""
 
     job: Count = 0
 
 
-class Tier(enum.StrEnum):
-    """What a clear empties."""
+class ClearScope(enum.StrEnum):
+    """The layers that a clear empties."""
 
     L1 = "l1"
     """Shared memory."""
     L2 = "l2"
-    """Everything behind it."""
+    """All adapters."""
     ALL = "all"
     """Both."""
 
 
 class Clear(Request, frozen=True, tag="clear"):
-    """Drops chunks. `tier`: l1, l2 or all; without `tenant`: every tenant the peer may use.
+    """Drops chunks. `tier`: l1, l2 or all; without `tenant`: chunks of every tenant that the client may use.
 
-    Nobody finds a dropped chunk any more. Where its bytes are in use, they are free when the use ends.
+    No lookup finds a dropped chunk any more. Its bytes become free when nothing uses them any more.
     """
 
-    tier: Tier
+    tier: ClearScope
     tenant: Annotated[str, Meta(max_length=256)] | None = None
     wait: bool = False
     """Answer when all bytes of dropped chunks are free, at most 30 s later."""
 
 
 class Explain(Request, frozen=True, tag="explain"):
-    """How many chunks of a recent lookup hit where, and why the first missing one missed."""
+    """Asks where the chunks of a recent lookup were found, and why the first missing chunk was absent."""
 
     request_id: RequestId
+    """The engine's id of the request, or the id that the API's client saw."""
 
 
 class Quiesced(Request, frozen=True, tag="quiesced"):
-    """Nothing of this process touches extents leased or reserved before the present epoch any more."""
+    """Says that this process no longer touches extents that were leased or reserved before the present epoch."""
 
 
 class Corrupt(Request, frozen=True, tag="corrupt"):
-    """The caller's verified copy failed on these chunks of its slice; the server checks them itself."""
+    """Says that the caller's copy found these chunks of its slice corrupt; the server checks them itself."""
 
+    identity_id: Count
     keys: ReserveKeys
     """Concatenated chain keys."""
 
@@ -384,24 +387,24 @@ class Cleared(Reply, frozen=True, tag="cleared"):
     held: int
     """Chunks that clears have dropped from L1 and whose bytes a put or a read of the server still uses."""
     leased: int
-    """Such whose bytes an engine still reads."""
+    """Chunks that clears have dropped from L1 and whose bytes an engine still reads."""
     kept: int
     """Chunks that stay in L1, because they are pinned or another instance reads them."""
 
 
 class Ok(Reply, frozen=True, tag="ok"):
-    """Outcome of release, abort, cancel, quiesced, corrupt: how many things changed.
+    """Outcome of release, abort, cancel, quiesced and corrupt: a count.
 
     release: leases whose share ended; abort: extents given back; cancel: 1 if something was undone or
     stopped; corrupt: chunks dropped.
     """
 
     count: int = 0
-    """As said above."""
+    """The count, as listed above."""
 
 
 class Document(Reply, frozen=True, tag="document"):
-    """Outcome of status and explain."""
+    """The document that status or explain asked for."""
 
     body: dict[str, Any]
 
@@ -411,7 +414,7 @@ class Error(Reply, frozen=True, tag="error"):
 
     code: str
     message: str
-    """What is wrong and what to change, for people."""
+    """Says, for people, what is wrong and what to change."""
     field: str
     """The field that was wrong, where one was."""
     retryable: bool
@@ -436,7 +439,7 @@ REPLIES: dict[type[Request], type[Reply]] = {
     Quiesced: Ok,
     Corrupt: Ok,
 }
-"""What answers each request, unless an Error does."""
+"""The reply to each request, unless it is an Error."""
 
 
 AnyRequest = (
@@ -449,69 +452,14 @@ AnyReply = (
 )  # fmt: skip
 
 
-class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """First message on the attach socket, with the caller's own pidfd."""
-
-    protocol: int
-    session: SessionName
-    """Chosen by the caller, random; the same one when it attaches again."""
-    group: SessionName
-    """Names the engine; all its processes attach with the same 16 bytes."""
-    role: Role
-    """What the process does in its engine."""
-    layout: LayoutIdentity
-    engine_slices: Annotated[int, Meta(ge=1, le=MAX_SLICES)]
-    """How many distinct slices the whole engine has."""
-    slice: Slice | None = None
-    """The slice this process reads and writes; nil for a scheduler."""
-    facts: dict[str, Any] | None = None
-    """Derived layout facts behind `slice.layout`: the same identity with other facts is refused, naming the field."""
-    old_epoch: int = 0
-    """Epoch of the attachment before, 0 for none."""
-    registers_memory: bool = False
-    """Whether a device may access the extents on behalf of this process (they are registered with its driver). Such
-    access may outlast the locks of a process that dies, though not its pidfd."""
-    token: Annotated[str, Meta(max_length=256)] = ""
-    """Proves which tenants this process may use, where the server was given a tenants file."""
-    held_locks: Annotated[list[tuple[int, int]], Meta(max_length=MAX_HELD_LOCKS)] = []
-    """(device, inode) of every sessions.lock this process already has open. It must never get a second
-    descriptor of one: closing that would drop its locks."""
-
-    def __repr__(self) -> str:
-        """Every field but the token, which is a secret."""
-        shown = {**msgspec.structs.asdict(self), "token": "***" if self.token else ""}
-        return f"AttachRequest({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
-
-
-class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer on the attach socket; `code` empty means accepted. Then the descriptors index (read-only) and
-    extents come along, and sessions.lock unless the request's `held_locks` names it."""
-
-    code: str = ""
-    message: str = ""
-    field: str = ""
-    """As in an error reply."""
-    row: int = 0
-    """Of the session table."""
-    epoch: int = 0
-    """Changes with every start of the server."""
-    pool_id: bytes = b""
-    """Changes with every new pool: then the descriptors must be mapped anew."""
-    extents_bytes: int = 0
-    """Length of the extents file."""
-    instance_id: str = ""
-    lock_file: tuple[int, int] = (0, 0)
-    """(device, inode) of sessions.lock; the client locks byte `row` of it for life."""
-
-
 def encode(reply: msgspec.Struct) -> bytes:
     """One frame."""
     return _ENCODER.encode(reply)
 
 
-def decode_request(frame: bytes) -> AnyRequest:
-    """The request in a frame. Raises msgspec.MsgspecError for anything else."""
-    return _REQUESTS.decode(frame)
+def decode_request(message: bytes | memoryview) -> AnyRequest:
+    """The request in a message. Raises msgspec.MsgspecError for anything else."""
+    return _REQUESTS.decode(message)
 
 
 def decode_reply(frame: bytes) -> AnyReply:

@@ -1,4 +1,4 @@
-"""The client's end of a ZMQ connection: one DEALER socket and the wait over it and plain descriptors.
+"""The client's side of a ZMQ connection: a DEALER socket, and a wait over this socket and plain descriptors.
 
 Not thread-safe: everything here belongs to one I/O thread.  Other threads wake it through an eventfd.
 """
@@ -18,10 +18,10 @@ RECONNECT_MAX_MS = 200
 
 
 class Dealer:
-    """One connection to `endpoint` that libzmq re-opens by itself; frames still queued are kept meanwhile."""
+    """One connection to `endpoint`. libzmq reconnects by itself, and keeps queued frames meanwhile."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-        """Raises Unavailable when libzmq refuses the endpoint; an absent server is no error."""
+        """Raises Unavailable if libzmq refuses the endpoint; an absent server is not an error."""
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
@@ -37,11 +37,11 @@ class Dealer:
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
-        """For Waiter only."""
+        """The socket, for Waiter only."""
         return self._socket
 
     def try_send(self, frame: bytes) -> bool:
-        """Queue one frame; False when the queue is full (the server reads nothing). Never blocks."""
+        """Queue one frame; returns False if the queue is full because the server reads nothing. Never blocks."""
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
@@ -49,7 +49,7 @@ class Dealer:
         return True
 
     def receive(self, limit: int) -> list[bytes]:
-        """Up to `limit` frames that are here, oldest first. Messages of more than one frame are dropped."""
+        """Up to `limit` frames that have arrived, oldest first. Messages of more than one frame are dropped."""
         frames: list[bytes] = []
         while len(frames) < limit:
             try:
@@ -61,12 +61,12 @@ class Dealer:
         return frames
 
     def close(self) -> None:
-        """Drop the connection and what is queued. Idempotent."""
+        """Close the connection and drop queued frames. Idempotent."""
         self._socket.close()
 
 
 class Waiter:
-    """Waits for any of: frames on the present Dealer, readable descriptors, a time."""
+    """Waits for frames on the present Dealer and for readable descriptors, up to a time limit."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -88,20 +88,20 @@ class Waiter:
             self._dealer = None
 
     def watch(self, fd: int) -> None:
-        """Report `fd` when readable."""
+        """Report `fd` whenever it is readable."""
         self._poller.register(fd, zmq.POLLIN)
 
     def unwatch(self, fd: int) -> None:
-        """No longer. Call before the descriptor is closed."""
+        """Stop reporting `fd`. Call this before closing the descriptor."""
         self._poller.unregister(fd)
 
     def wait(self, timeout_s: float) -> tuple[bool, Iterable[int]]:
-        """(frames are here, readable descriptors); both empty after `timeout_s`."""
+        """Wait at most `timeout_s`; returns whether frames have arrived, and the readable descriptors."""
         ready = self._poller.poll(max(0, round(timeout_s * 1000 + 0.5)))
         descriptors = [item for item, _ in ready if isinstance(item, int)]
         return len(descriptors) < len(ready), descriptors
 
     def close(self) -> None:
-        """Everything, without waiting for anything unsent."""
+        """Close everything; unsent frames are lost."""
         self.disconnect()
         self._context.destroy(linger=0)

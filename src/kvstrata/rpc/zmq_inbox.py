@@ -1,16 +1,17 @@
-"""What has arrived on one listening ZMQ socket: its connections, and their messages that nobody has handled yet.
+"""The input of one listening ZMQ socket: its connections, and their messages that are not handled yet.
 
-libzmq 4.3.5 aborts the process when a connection dies after the receive high-water mark has stopped its input and a
-PING lies in what it had already read (`stream_engine_base.cpp`, `!_io_error`).  So our sockets have no mark: libzmq
-never stops reading, messages are taken from it at once, and the bounds are here.
+libzmq 4.3.5 aborts the process if the receive high-water mark has stopped a connection's input, a PING is among the
+bytes already read, and the connection then dies (`stream_engine_base.cpp`, `!_io_error`).  So our sockets have no such
+mark: libzmq never stops reading, its messages are taken at once, and this module bounds them.
 
-1. A connection with more than MAX_WAITING_MESSAGES or `max_waiting_bytes` that wait to be handled is cut, and what it
-   sent is dropped.  When all connections together hold more than `max_total_bytes`, the one that holds most is cut.
-2. Messages are handled one of each connection in turn.
-3. At most `max_connections()` are open.  One more costs the connection that has been silent longest, first among those
-   that never sent a message.
-4. Cutting means `shutdown` of the descriptor, which libzmq takes for the peer's end.  The descriptor belongs to libzmq
-   and may have been used anew meanwhile, so only a connection of this very listener is ever cut.
+1. If more than MAX_WAITING_MESSAGES or `max_waiting_bytes` of a connection wait to be handled, the connection is cut
+   and its messages are dropped.  If all connections together exceed `max_total_bytes`, the one with the most bytes is
+   cut.
+2. Connections take turns: one message of each is handled at a time.
+3. At most `max_connections()` are open.  When one more opens, the connection that has been silent longest is cut, first
+   among those that never sent a message.
+4. Cutting means `shutdown` of the descriptor, which libzmq takes for a hang-up of the other side.  The descriptor
+   belongs to libzmq and may have been reused meanwhile, so it is shut down only if it is a connection of this listener.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ import contextlib
 import resource
 import socket
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 MAX_WAITING_MESSAGES = 4_096
 MAX_WAITING_LARGEST = 8
 """Messages of the largest size that may wait for one connection."""
 MAX_TOTAL_LARGEST = 32
-"""The same for all connections together."""
+"""Messages of the largest size that may wait for all connections together."""
 MAX_CONNECTIONS = 4_096
 CONNECTIONS_SHARE = 8
-"""A port takes at most an eighth of the descriptors that the process may open."""
+"""A port uses at most this share of the descriptors that the process may open: one in eight."""
 MESSAGE_COST_BYTES = 200
-"""Added to the length of each waiting message."""
+"""Bytes that each waiting message counts beside its length."""
 
 
 class Message(NamedTuple):
@@ -38,11 +40,11 @@ class Message(NamedTuple):
 
     connection: int
     routing_id: bytes
-    frames: list[bytes]
+    frames: Sequence[bytes | memoryview]
 
 
 def max_connections() -> int:
-    """What one port may have open, of the descriptors of this process."""
+    """Most connections that one port may have open, a share of this process's limit of descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft < 0 else max(8, min(MAX_CONNECTIONS, soft // CONNECTIONS_SHARE))
 
@@ -55,37 +57,37 @@ class Inbox:
         self._max_total_bytes = MAX_TOTAL_LARGEST * max_message_bytes
         self._name: int | str = ""
         self._waiting: dict[int, deque[Message]] = {}
-        """By connection; in the order of their turns."""
+        """Waiting messages by connection, in the order of the connections' turns."""
         self._waiting_bytes: dict[int, int] = {}
         self._total_bytes = 0
         self._silent: dict[int, None] = {}
-        """Connections without a message so far, oldest first."""
+        """Connections that have sent no message, oldest first."""
         self._heard: dict[int, None] = {}
-        """The others; the one heard last is at the end."""
+        """The other connections; the connection of the newest message is last."""
         self._cut: set[int] = set()
-        """Connections that were cut and whose last messages may still come."""
+        """Cut connections whose last messages may still arrive."""
         self.cut_count = 0
 
     def __len__(self) -> int:
-        """Connections with messages that wait."""
+        """Number of connections with waiting messages."""
         return len(self._waiting)
 
     @property
     def connections_count(self) -> int:
-        """Those that are open, as far as libzmq has told."""
+        """Number of open connections, as far as libzmq has reported them."""
         return len(self._silent) + len(self._heard)
 
     @property
     def has_cut(self) -> bool:
-        """Whether messages of connections that were cut may still come."""
+        """Whether messages of cut connections may still arrive."""
         return bool(self._cut)
 
     def listen(self, name: int | str) -> None:
-        """Its socket listens on this port or path."""
+        """Set the port or path on which the socket listens."""
         self._name = name
 
     def opened(self, connection: int) -> None:
-        """A connection was accepted; the longest silent one is cut when it is one too many."""
+        """A connection was accepted; if it exceeds the bound, the connection that has been silent longest is cut."""
         self._cut.discard(connection)
         self._heard.pop(connection, None)
         self._silent[connection] = None
@@ -93,12 +95,12 @@ class Inbox:
             self._cut_off(next(iter(self._silent if len(self._silent) > 1 else self._heard)))
 
     def closed(self, connection: int) -> None:
-        """A connection has ended; its messages that wait are still handled."""
+        """A connection has ended; its waiting messages are still handled."""
         self._silent.pop(connection, None)
         self._heard.pop(connection, None)
 
     def hears(self, connection: int) -> bool:
-        """A message of it has come; False where it was cut, and the message is to be dropped."""
+        """A message of this connection has arrived; False: the connection was cut, so the caller drops the message."""
         if connection in self._cut:
             return False
         self._silent.pop(connection, None)
@@ -107,7 +109,7 @@ class Inbox:
         return True
 
     def add(self, message: Message) -> int | None:
-        """Keep a message until its turn; the connection that was cut for it, if any was."""
+        """Keep a message until its turn; returns the connection that was cut because of it, or None."""
         connection = message.connection
         if not self.hears(connection):
             return None
@@ -128,7 +130,7 @@ class Inbox:
         return None
 
     def next(self) -> Message | None:
-        """The message whose turn it is; None when none waits."""
+        """Take the next message; None if no message waits."""
         if not self._waiting:
             return None
         connection = next(iter(self._waiting))
@@ -144,14 +146,14 @@ class Inbox:
         return message
 
     def _cut_off(self, connection: int) -> None:
-        """Forget what it sent, and end it."""
+        """Drop the messages of a connection, and shut it down."""
         self._waiting.pop(connection, None)
         self._total_bytes -= self._waiting_bytes.pop(connection, 0)
         self._silent.pop(connection, None)
         self._heard.pop(connection, None)
         self._cut.add(connection)
         self.cut_count += 1
-        with contextlib.suppress(OSError):  # it has ended by itself
+        with contextlib.suppress(OSError):  # the connection has ended by itself
             borrowed = socket.socket(fileno=connection)
             try:
                 if self._is_ours(borrowed):

@@ -1,13 +1,13 @@
-"""The asking end of cluster messages: ZMQ sockets on one asyncio loop, for questions (DEALER) and for events (PUSH).
+"""The asking side of cluster messages: ZMQ sockets on one asyncio loop, for questions (DEALER) and for events (PUSH).
 
 Rules:
 
-1. Nothing here blocks or waits longer than it was told.  A question has one outcome: its answer, ClusterFailure
-   when the other side refuses it, or Unavailable when no answer came in time or too much is asked already.
-2. Nothing is queued for a peer that is not connected: a question waits here for the connection, at most its own
-   time, and what nobody waits for any more is never sent.
-3. libzmq re-opens connections by itself, also to a process that was cut off.
-4. What is no message, or answers nothing that is still open, is counted and dropped.
+1. Nothing here blocks, or waits longer than its time limit.  A question has one outcome: its answer, ClusterFailure if
+   the other side refuses it, or Unavailable if no answer arrives in time or too many questions are open.
+2. Nothing is queued in libzmq for a server that is not connected: a question waits here for the connection, up to its
+   own time limit, and is never sent after its asker has given up.
+3. libzmq reconnects by itself, also after the other side has cut the connection.
+4. An invalid frame is counted and dropped; an answer to no open question is dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from kvstrata.errors import KvstrataError, Unavailable
+from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.rpc.cluster_wire import (
     ANSWERS,
     BAD_FRAME,
@@ -32,14 +32,15 @@ from kvstrata.rpc.cluster_wire import (
     Nudge,
     encode,
 )
-from kvstrata.rpc.zmq_server import MESSAGES_PER_WAKE, SECONDS_PER_WAKE, ClusterKeys
+from kvstrata.rpc.zmq_curve import ClusterKeys
+from kvstrata.rpc.zmq_server import MESSAGES_PER_WAKE, SECONDS_PER_WAKE
 
 R = TypeVar("R", bound=ClusterReply)
 
 MAX_OPEN = 1_024
-"""Questions of one link without an outcome."""
+"""Most questions of one link that have no outcome yet."""
 QUEUE_MESSAGES = 64
-"""Messages that libzmq keeps for one peer that does not read."""
+"""Most messages that libzmq keeps for a server that does not read."""
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 500
 CONNECT_TIMEOUT_MS = 2_000
 HANDSHAKE_MS = 5_000
@@ -51,20 +52,13 @@ KEEPALIVE = {
     zmq.TCP_KEEPALIVE_CNT: 2,
     zmq.TCP_MAXRT: 6_000,
 }
-"""TCP's own: a connection whose other end answers nothing for 6 s is opened anew.  A frozen process still answers; who
-asks it finds out by the time of the question.  No ZMTP heartbeats: libzmq may abort over a PING, see zmq_inbox.py."""
-
-
-class ClusterFailure(KvstrataError):
-    """The other side refused a request and did nothing; `failure` says why, and when to try again."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(f"{failure.code}: {failure.message}", field=failure.field)
-        self.failure = failure
+"""TCP's keepalive: a connection whose other end does not respond for 6 s is opened anew.  The kernel still responds for
+a frozen process, which its askers notice by the time limits of their questions.  ZMTP heartbeats are off, because
+libzmq may abort over a PING (see zmq_inbox.py)."""
 
 
 class Links:
-    """Owner of links and their one I/O thread. Everything runs on `loop`'s thread."""
+    """All links of a process, and their one I/O thread. Everything runs on the thread of `loop`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -80,10 +74,10 @@ class Links:
         told: Callable[[Nudge], None] | None = None,
         changed: Callable[[bool], None] | None = None,
     ) -> AskLink:
-        """A link for questions to `endpoint`, which may be absent.
+        """Open a link for questions to `endpoint`, whose process may be absent.
 
-        `told` gets what comes unasked; `changed` hears of each connection, which may lead to another process than the
-        one before, and of its end.  Raises Unavailable when libzmq refuses the endpoint.
+        `told` gets each Nudge.  `changed` gets True for each new connection, which may lead to another process than the
+        last one, and False when it ends.  Raises Unavailable if libzmq refuses the endpoint.
         """
         link = AskLink(self._loop, self._socket(zmq.DEALER, endpoint, keys), told, changed)
         self._links.add(link)
@@ -96,13 +90,13 @@ class Links:
         keys: ClusterKeys | None = None,
         writable: Callable[[], None] | None = None,
     ) -> PushLink:
-        """A link for messages without an answer; `writable` is called when it takes some (again)."""
+        """Open a link for messages without an answer; `writable` is called whenever it begins to accept messages."""
         link = PushLink(self._loop, self._socket(zmq.PUSH, endpoint, keys), writable)
         self._links.add(link)
         return link
 
     def close(self) -> None:
-        """Close every link, give what libzmq has taken a moment to leave, free everything."""
+        """Close every link, give queued messages a moment to leave, free everything."""
         for link in self._links:
             link.close(linger_ms=LINGER_MS)
         self._context.term()
@@ -139,7 +133,7 @@ _OPTIONS = {
 
 
 class _Link:
-    """A socket that wakes the loop: the descriptor only tells of changes, so each turn looks at the state."""
+    """A socket on the loop. Its descriptor signals only changes, so each turn looks at the socket's state."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, link: zmq.Socket[bytes]) -> None:
         self._loop = loop
@@ -150,16 +144,16 @@ class _Link:
 
     @property
     def endpoint(self) -> str:
-        """Where it leads."""
+        """Endpoint of the other side."""
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     @property
     def connected(self) -> bool:
-        """Whether a message would be taken now."""
+        """Whether libzmq would accept a message now."""
         return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
     def close(self, *, linger_ms: int = 0) -> None:
-        """Ends it; messages that libzmq has taken get `linger_ms` to leave. Idempotent."""
+        """Close the link; messages that libzmq has accepted get `linger_ms` to leave. Idempotent."""
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close(linger_ms)
@@ -175,7 +169,7 @@ class _Link:
             self._look_again()
 
     def _turn(self, events: int) -> bool:
-        """Do what `events` allow; True when another turn may find more."""
+        """Send and receive as `events` allow; returns True if another turn may find more to do."""
         raise NotImplementedError
 
     def _try_send(self, frame: bytes) -> bool:
@@ -183,13 +177,13 @@ class _Link:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             return False
-        # A send may take the signal that something has arrived; the descriptor would then stay silent.
+        # Sending may consume the signal of an arrival, after which the descriptor would stay silent.
         self._look_again()
         return True
 
 
 class AskLink(_Link):
-    """Questions to one process; several may be open, and answers may come in any order."""
+    """A link for questions to one process; several may be open, and their answers may arrive in any order."""
 
     def __init__(
         self,
@@ -208,10 +202,10 @@ class AskLink(_Link):
         super().__init__(loop, link)
 
     async def ask(self, request: ClusterRequest, answer: type[R], timeout_s: float) -> R:
-        """The answer to `request`, whose seq is chosen here.
+        """Send `request` under a new seq; returns its answer.
 
-        Raises ClusterFailure when it is refused and Unavailable without an answer in time; the other side may then
-        have carried it out.  Cancelling forgets the question.
+        Raises ClusterFailure if the request is refused, and Unavailable without an answer in time, though the other
+        side may have carried the request out.  Cancelling forgets the question.
         """
         if len(self._open) >= MAX_OPEN:
             raise Unavailable(f"{MAX_OPEN} questions to {self.endpoint} are open; ask again later")
@@ -232,13 +226,19 @@ class AskLink(_Link):
             del self._open[seq]
             self._unsent.pop(seq, None)
         if isinstance(reply, Failure):
-            raise ClusterFailure(reply)
+            raise ClusterFailure(
+                reply.code,
+                reply.message,
+                field=reply.field,
+                retryable=reply.retryable,
+                retry_after_ms=reply.retry_after_ms,
+            )
         if not isinstance(reply, answer):
             raise Unavailable(f"{self.endpoint} answered {type(reply).__name__} for {answer.__name__}")
         return reply
 
     def close(self, *, linger_ms: int = 0) -> None:
-        """Also ends open questions, with Unavailable."""
+        """Close the link; open questions end with Unavailable."""
         super().close(linger_ms=linger_ms)
         for outcome in self._open.values():
             if not outcome.done():
@@ -259,7 +259,7 @@ class AskLink(_Link):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                # Looking may have taken the signal that a connection is there, for which something waits.
+                # Receiving may have consumed the signal of a new connection, for which unsent questions wait.
                 return bool(self._unsent) and self.connected
             self._take(frames)
             if self._socket.closed:
@@ -284,7 +284,7 @@ class AskLink(_Link):
 
 
 class PushLink(_Link):
-    """Messages to one process that get no answer; whoever sends them finds losses out by other means."""
+    """A link for messages without an answer to one process; the sender detects losses by other means."""
 
     def __init__(
         self,
@@ -297,7 +297,7 @@ class PushLink(_Link):
         super().__init__(loop, link)
 
     def try_send(self, frame: bytes) -> bool:
-        """Hand one frame to libzmq; False, and nothing done, without a connection or with its queue full."""
+        """Hand one frame to libzmq; returns False, without effect, if no connection exists or its queue is full."""
         sent = not self._socket.closed and self._try_send(frame)
         self._full = not sent
         return sent

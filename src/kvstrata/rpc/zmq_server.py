@@ -1,24 +1,24 @@
-"""Ports that others send to: ZMQ ROUTER or PULL sockets on one asyncio loop. They know nothing of what they carry.
+"""The listening side of all ZMQ ports: ROUTER or PULL sockets on one asyncio loop, which pass frames on unread.
 
-Two sockets: `local` (ipc, 0600) for processes of this host and `remote` (tcp).  With `receive_only` they are PULL:
-there is no answer, and no address.  A message is one frame; the handler gets (address, frame) and answers through
-`send`, now or later.  Rules:
+A server has up to two sockets: `local` (ipc, 0600) for processes of this host, and `remote` (tcp).  With `receive_only`
+they are PULL sockets, which give no addresses and answer nothing.  A message is one frame; the handler gets (address,
+frame) and answers through `send`, now or later.  Rules:
 
-1. Nothing here blocks: reads and sends are NOBLOCK; a reply to a peer that does not read is dropped when its
-   queue is full or its bytes are too many (zmq_outbox.py); the peer asks again and gets the same outcome.
-2. One wake handles at most `MESSAGES_PER_WAKE` messages and `SECONDS_PER_WAKE`, then lets the loop do other
-   work; connections are served in turn.
-3. A message with another number of frames gets the handler's error reply; a message above the size limit
-   costs its sender the connection (libzmq closes it) and nobody else anything.
-4. What arrives is taken from libzmq at once, also while handling is paused, and waits in the inbox (zmq_inbox.py):
-   a connection that makes more wait than its bound is cut.
-5. No ZMTP heartbeats: who is alive is the business of the protocols above.  TCP's own keepalive ends connections
-   whose other end is gone without a word.
-6. Only ZMTP 3 is spoken: older peers' messages do not tell which connection they came on.
+1. Nothing here blocks: reads and sends are NOBLOCK.  If a client does not read, so that its queue is full or has too
+   many bytes (zmq_outbox.py), a reply is dropped; the client asks again and gets the same outcome.
+2. One wake handles at most `MESSAGES_PER_WAKE` messages in at most `SECONDS_PER_WAKE`, then lets the loop do other
+   work; connections take turns.
+3. A message that has not exactly one frame gets the handler's error reply.  If a message is above the size limit,
+   libzmq closes its sender's connection; other connections are not affected.
+4. Messages are taken from libzmq as they arrive, also while handling is paused, and wait in the inbox (zmq_inbox.py),
+   which cuts a connection that exceeds its bounds.
+5. No ZMTP heartbeats are sent: the protocols above decide which process is alive.  TCP's own keepalive ends connections
+   whose other end has vanished.
+6. Only ZMTP 3 is accepted, because messages of older versions do not tell on which connection they arrived.
 
-Off loopback the tcp socket needs CURVE (RFC 26): the server's secret key and the public keys of the clients
-that may connect, or an explicit permission to go without.  Who comes without the right keys is refused by libzmq
-before it can send anything; that is counted, and said.
+Off loopback the tcp socket needs CURVE (RFC 26), with the server's secret key and the public keys of the clients that
+may connect, or an explicit permission to do without.  libzmq refuses a client without the right keys before it can send
+anything; the refusal is counted and logged.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ import ipaddress
 import logging
 import os
 import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from kvstrata.config.private_file import read_private_file
 from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.ports import port_holder
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
+from kvstrata.rpc.zmq_curve import CurveKeys
 from kvstrata.rpc.zmq_inbox import Inbox, Message
 from kvstrata.rpc.zmq_outbox import TRACKED_BYTES, Outbox
 
 MESSAGES_PER_WAKE = 32
 SECONDS_PER_WAKE = 0.002
 SEND_QUEUE = 2_048
-"""Replies waiting for one peer: more than it can have asked for at a time (rpc/session.py)."""
+"""Most replies that wait for one client: more than it can ask for at a time (rpc/session.py)."""
 TAKEN_PER_WAKE = 512
 """Messages taken from libzmq in one wake; taking one costs a few microseconds."""
 HANDSHAKE_MS = 5_000
@@ -59,7 +60,7 @@ KEEPALIVE = {
     zmq.TCP_KEEPALIVE_CNT: 4,
     zmq.TCP_MAXRT: 30_000,
 }
-"""A tcp connection whose other end answers nothing for 30 s is closed."""
+"""A tcp connection whose other end does not respond for 30 s is closed."""
 CONNECTIONS = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED
 REFUSED_HANDSHAKES = (
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
@@ -69,32 +70,24 @@ REFUSED_HANDSHAKES = (
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = "kvstrata"
 KEYLESS_DOMAIN = "kvstrata-keyless"
-"""Of sockets without keys.  A socket that has a domain refuses ZMTP 1 and 2."""
-Z85_CHARS = 40
+"""ZAP domain of sockets without keys.  A socket that has a domain refuses ZMTP 1 and 2."""
 
 
 class Address(NamedTuple):
-    """Where a reply goes: which socket, and the peer's routing id on it. Says nothing about who asked."""
+    """Destination of a reply: the socket, and the client's routing id on it. It does not prove who asked."""
 
     local: bool
     routing_id: bytes
 
 
-class CurveKeys(NamedTuple):
-    """The server's secret key and the clients that may connect, all in Z85."""
-
-    secret: bytes
-    clients: frozenset[bytes]
-
-
-Handler = Callable[[Address, bytes], None]
-"""Gets one frame; answers through `ZmqServer.send`, now or later."""
+Handler = Callable[[Address, Any], None]
+"""Gets one frame (bytes, or a memoryview: see `lent_from_bytes`); answers through `ZmqServer.send`, now or later."""
 FrameErrorHandler = Callable[[Address, int], bytes]
-"""Gets the number of frames of a message that has not exactly one; returns the error reply."""
+"""Gets the number of frames of a message that has not exactly one frame; returns the error reply."""
 
 
 class ZmqServer:
-    """Both sockets. Everything runs on `loop`'s thread."""
+    """The two sockets of one server. Everything runs on the thread of `loop`."""
 
     def __init__(
         self,
@@ -102,7 +95,11 @@ class ZmqServer:
         *,
         receive_only: bool = False,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        lent_from_bytes: int = sys.maxsize,
     ) -> None:
+        """`lent_from_bytes`: a frame at least so long is handed over as libzmq's own memory (a read-only memoryview),
+        because copying megabytes would hold up the loop for a frame that may be refused."""
+        self._lent_from_bytes = lent_from_bytes
         self._loop = loop
         self._receive_only = receive_only
         self._max_message_bytes = max_message_bytes
@@ -113,7 +110,7 @@ class ZmqServer:
         self._inboxes: dict[bool, Inbox] = {}
         self._outbox = Outbox()
         self._watches: dict[bool, zmq.Socket[bytes]] = {}
-        """Where libzmq tells of connections."""
+        """Sockets on which libzmq reports connections."""
         self._zap: zmq.Socket[bytes] | None = None
         self._clients: frozenset[bytes] = frozenset()
         self._ipc_path: Path | None = None
@@ -122,17 +119,17 @@ class ZmqServer:
         self._draining = False
         self._draining_local = False
         self._sent_to: set[bool] = set()
-        """Sockets other than the one being read to which a handler sent."""
+        """Sockets to which a handler sent while another socket was being read."""
         self.received_count = 0
         self.dropped_replies_count = 0
         self.refused_handshakes_count = 0
-        """Connections that broke off before they had shown the right keys."""
+        """Connections that ended before they showed the right keys."""
         self._keys_asked_on = ""
-        """The setting of the port that asks for keys; empty where none does."""
+        """Setting of the port that asks for keys; empty if no port does."""
         self._log = EventLog("zmq")
 
     def bind_ipc(self, path: Path) -> None:
-        """Listen on a unix socket that only this user can open. A dead server's leftover file is replaced."""
+        """Listen on a unix socket that only this user can open; replaces the file that a dead server left behind."""
         server = self._router(local=True)
         path.unlink(missing_ok=True)
         old_umask = os.umask(0o177)
@@ -155,15 +152,17 @@ class ZmqServer:
         *,
         curve: CurveKeys | None,
         insecure: bool,
+        max_keyless_bytes: int | None = None,
         host_setting: str = "host",
         port_setting: str = "port",
         flag: str = "--port",
         keys_setting: str = "security.curve_secret_file (--curve-secret-file)",
     ) -> int:
-        """Listen on host:port (0 takes a free one); returns the port.  The settings and the flag are for messages.
+        """Listen on host:port (0 takes a free port); returns the port.  Names of settings and flag are for errors.
+        `max_keyless_bytes`: length of a message if no keys are asked for; a longer one closes its connection.
 
-        Raises ConfigError when the host is no address of this machine, is not loopback and has no key, or
-        the port is taken (naming who holds it).
+        Raises ConfigError if the host is not an address of this machine, if it is off loopback and has no key, or if
+        the port is taken; the error then names the process that holds the port.
         """
         address, family = resolve(host, host_setting)
         if not ipaddress.ip_address(address).is_loopback and curve is None and not insecure:
@@ -175,6 +174,8 @@ class ZmqServer:
         server = self._router(local=False)
         if family == socket.AF_INET6:
             server.setsockopt(zmq.IPV6, 1)
+        if curve is None and max_keyless_bytes is not None:
+            server.setsockopt(zmq.MAXMSGSIZE, max_keyless_bytes)
         if curve is not None:
             self._start_zap(curve)
             server.setsockopt(zmq.CURVE_SERVER, 1)
@@ -218,9 +219,9 @@ class ZmqServer:
             self.start(self._handler, self._frame_error)
 
     def send(self, address: Address, reply: bytes) -> bool:
-        """Queue a reply; dropped when the peer is gone or does not read.
+        """Queue a reply; it is dropped if the client has disconnected or does not read.
 
-        True: it was dropped, because this peer leaves too many bytes unread.
+        Returns True if it was dropped because this client leaves too many bytes unread.
         """
         server = self._sockets.get(address.local)
         if server is None or server.closed:
@@ -237,7 +238,7 @@ class ZmqServer:
             if address.local is not self._draining_local:
                 self._sent_to.add(address.local)
         else:
-            # A send may take the signal that messages have arrived; the descriptor would then stay silent.
+            # Sending may consume the signal of an arrival, after which the descriptor would stay silent.
             self._look_again(address.local)
         return False
 
@@ -282,7 +283,7 @@ class ZmqServer:
         if not self._receive_only:
             server.setsockopt(zmq.SNDHWM, SEND_QUEUE)
             server.copy_threshold = TRACKED_BYTES
-            # A client that comes back under the routing id of its dead connection takes the place over.
+            # A client that reconnects under the routing id of its dead connection takes it over.
             server.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if not local:
             for option, value in KEEPALIVE.items():
@@ -314,7 +315,7 @@ class ZmqServer:
         finally:
             self._draining = False
         if not self._sockets:
-            return  # a handler has closed this
+            return  # a handler has closed this server
         if not empty or (self._reading and self._inboxes[local]):
             self._wake_soon(local)
         sent_to, self._sent_to = self._sent_to, set()
@@ -322,14 +323,14 @@ class ZmqServer:
             self._look_again(other)
 
     def _take_in(self, server: zmq.Socket[bytes], local: bool) -> bool:
-        """Handle messages that wait, then take what libzmq has; True when it has nothing more.
+        """Handle waiting messages, then take messages from libzmq; returns True if libzmq has no more.
 
-        What comes while nothing waits is handled at once, the rest goes to the inbox.  libzmq is asked last, since a
-        reply may take the signal that more has arrived.
+        A message that arrives while none waits is handled at once; others go to the inbox.  libzmq is asked last,
+        because a reply may consume the signal of an arrival.
         """
         inbox = self._inboxes[local]
         if inbox.has_cut:
-            self._see_connections(local)  # a new one may have the descriptor of one that was cut
+            self._see_connections(local)  # a new connection may have the descriptor of a cut one
         started_s = time.monotonic()
         n_handled = 0
         while self._reading and n_handled < MESSAGES_PER_WAKE and (message := inbox.next()) is not None:
@@ -340,19 +341,20 @@ class ZmqServer:
         started_s = time.monotonic()
         for _ in range(TAKEN_PER_WAKE):
             if server.closed:
-                return True  # by a handler
+                return True  # a handler has closed this server
             try:
                 first = server.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return True
             self.received_count += 1
             connection = int(first.get(zmq.SRCFD))
-            frames = [first.bytes]
+            frames: list[bytes | memoryview] = [first.bytes]
             more = first.more
             while more:
-                frames.append(server.recv(zmq.NOBLOCK))
-                more = bool(server.getsockopt(zmq.RCVMORE))
-            routing_id = b"" if self._receive_only else frames.pop(0)
+                part = server.recv(zmq.NOBLOCK, copy=False)
+                frames.append(part.bytes if len(part) < self._lent_from_bytes else part.buffer)
+                more = part.more
+            routing_id = b"" if self._receive_only else bytes(frames.pop(0))
             if self._reading and n_handled < MESSAGES_PER_WAKE and not inbox:
                 n_handled += 1
                 if inbox.hears(connection):
@@ -363,13 +365,15 @@ class ZmqServer:
                     f"cut {self._name(local)}",
                     "connection_cut",
                     port=self._name(local),
-                    why="it sent more than the bounds let wait",
+                    why="more of its messages waited than the bounds allow",
                 )
             if time.monotonic() - started_s > SECONDS_PER_WAKE:
                 break
         return False
 
-    def _handle(self, server: zmq.Socket[bytes], address: Address, frames: list[bytes]) -> None:
+    def _handle(
+        self, server: zmq.Socket[bytes], address: Address, frames: Sequence[bytes | memoryview]
+    ) -> None:
         handler, frame_error = self._handler, self._frame_error
         assert handler is not None and frame_error is not None, "reading before start"
         if len(frames) == 1:
@@ -395,11 +399,11 @@ class ZmqServer:
         except zmq.ZMQError:
             self.dropped_replies_count += 1
         else:
-            assert tracker is not None, "asked for with track"
+            assert tracker is not None, "track=True gives a tracker"
             self._outbox.sent(address, len(reply), tracker)
 
     def _watch_connections(self, server: zmq.Socket[bytes], local: bool) -> None:
-        """libzmq tells of connections that open, end, or never came to be; nobody else hears of the last."""
+        """Have libzmq report connections that open, end or fail; failures are reported nowhere else."""
         endpoint = f"inproc://connections-{local}"
         server.monitor(endpoint, CONNECTIONS | REFUSED_HANDSHAKES)
         watch = self._watches[local] = self._context.socket(zmq.PAIR)
@@ -427,13 +431,13 @@ class ZmqServer:
     def _handshake_refused(self, *, unknown: bool) -> None:
         self.refused_handshakes_count += 1
         setting = self._keys_asked_on
-        why = "unknown client key" if unknown else "no key, or one of another cluster"
+        why = "unknown client key" if unknown else "no key, or a key of another cluster"
         self._log.repeated(
             logging.WARNING, f"refused {setting} {why}", "connection_refused", port=setting, why=why
         )
 
     def _start_zap(self, curve: CurveKeys) -> None:
-        """Answer libzmq's question who may connect (RFC 27) from the list of client keys."""
+        """Answer libzmq's questions whether a client may connect (ZAP, RFC 27) by the list of client keys."""
         self._clients = frozenset(z85.decode(key) for key in curve.clients)
         self._zap = self._context.socket(zmq.ROUTER)
         self._zap.bind(ZAP_ENDPOINT)
@@ -462,71 +466,6 @@ def resolve(host: str, setting: str = "host") -> tuple[str, socket.AddressFamily
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"{setting}: {host!r} is no address: {error}", field=setting) from None
+        raise ConfigError(f"{setting}: {host!r} is not an address: {error}", field=setting) from None
     family, _, _, _, where = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return str(where[0]).partition("%")[0], family
-
-
-class ClusterKeys(NamedTuple):
-    """Keys of one member of a cluster, all in Z85: its own, whom it connects to, and who may connect to it."""
-
-    secret: bytes
-    server: bytes
-    """Public key of the processes that it asks."""
-    clients: frozenset[bytes]
-
-    @property
-    def curve(self) -> CurveKeys:
-        """For the sockets that it is asked on."""
-        return CurveKeys(self.secret, self.clients)
-
-
-def read_curve_file(path: str) -> CurveKeys:
-    """Keys from a file with one line `secret KEY` and a line `client KEY` per client.
-
-    Lines that begin with `#` are comments.  Raises ConfigError, also when others can read the file.
-    """
-    field = "security.curve_secret_file"
-    keys = _key_lines(path, field, ("secret", "client"))
-    if not keys["client"]:
-        raise ConfigError(
-            f"{field}: {path}: has no line `client KEY`, so nobody could connect; add clients' public keys",
-            field=field,
-        )
-    return CurveKeys(keys["secret"][-1], frozenset(keys["client"]))
-
-
-def read_cluster_keys(path: str, field: str) -> ClusterKeys:
-    """Keys of a cluster's member: `secret KEY`, and where others differ `server KEY` and `client KEY` lines.
-
-    With the secret alone all members share it: each connects to, and is connected to by, whoever has it too.
-    Raises ConfigError naming `field`.
-    """
-    keys = _key_lines(path, field, ("secret", "server", "client"))
-    secret = keys["secret"][-1]
-    try:
-        own = zmq.curve_public(secret)
-    except (zmq.ZMQError, ValueError):
-        raise ConfigError(
-            f"{field}: {path}: the secret is no CURVE key; make one with zmq.curve_keypair()", field=field
-        ) from None
-    return ClusterKeys(secret, (keys["server"] or [own])[-1], frozenset(keys["client"] or [own]))
-
-
-def _key_lines(path: str, field: str, words: tuple[str, ...]) -> dict[str, list[bytes]]:
-    """The keys after each word, in order; at least one `secret`. Raises ConfigError."""
-    keys: dict[str, list[bytes]] = {word: [] for word in words}
-    for number, line in enumerate(read_private_file(path, field).splitlines(), 1):
-        parts = line.split()
-        if not parts or parts[0].startswith("#"):  # within a line, # is a character of Z85
-            continue
-        if len(parts) != 2 or parts[0] not in keys or len(parts[1]) != Z85_CHARS:
-            shapes = " or ".join(f"`{word} KEY`" for word in words)
-            raise ConfigError(
-                f"{field}: {path}: line {number}: write {shapes} with a Z85 key of {Z85_CHARS} characters",
-                field=field,
-            )
-        keys[parts[0]].append(parts[1].encode())
-    if not keys["secret"]:
-        raise ConfigError(f"{field}: {path}: has no line `secret KEY`", field=field)
-    return keys

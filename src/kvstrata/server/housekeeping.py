@@ -1,34 +1,61 @@
-"""The server's own work on its pool: check adopted chunks, offer them to L2, evict ahead of need, see to its memory.
+"""The instance's own work on its pool: verify adopted chunks, offer them to L2, evict ahead of need, get memory.
 
-It runs on the engine's `own_lane`, so that no number of requests can refuse or delay it.
+It runs on a lane of its own, so that requests cannot crowd it out, however many they are.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
+from kvstrata.clock import Clock
+from kvstrata.native.pool import Pool
 from kvstrata.observability.logging import EventLog
+from kvstrata.p2p.borrowed import Borrowed
+from kvstrata.process.lane import PoolLane
+from kvstrata.process.supervisor import Supervisor
+from kvstrata.server.l2.store import StoreController
+from kvstrata.server.pool_events import PoolEvents
 
-if TYPE_CHECKING:
-    from kvstrata.server.engine import Engine
-    from kvstrata.server.l2.store import StoreController
-
+TICK_S = 0.1
+"""Interval of heartbeats in the index. To readers, a heartbeat older than 1 s means a dead server."""
 ROUND_S = 0.1
-"""Rest between two rounds, once all adopted chunks are checked."""
+"""Pause between two rounds, once all adopted chunks are verified."""
 VERIFY_BYTES = 64 << 20
-"""Adopted bytes that one round checks."""
+"""Adopted bytes that one round verifies."""
 MISSING_S = 1.0
-"""Between two attempts to get memory of L1 that the file system refused."""
+"""Pause between two attempts to get the memory that L1's file system refused."""
 ADOPTED_KEYS = 2
 """Adopted chunks that are offered to L2 at a time."""
 
 
-class Housekeeping:
-    """See the module. Belongs to the event loop."""
+async def heartbeat(pool: Pool, events: PoolEvents) -> None:
+    """Write the heartbeat that readers of the index look at, and read the pool's events, until cancelled."""
+    while True:
+        pool.heartbeat()
+        events.drain()
+        await asyncio.sleep(TICK_S)
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+
+class Housekeeping:
+    """The instance's own work on its pool. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        lane: PoolLane,
+        events: PoolEvents,
+        store: StoreController,
+        borrowed: Borrowed,
+        clock: Clock,
+        supervisor: Supervisor,
+    ) -> None:
+        self._pool = pool
+        self._lane = lane
+        self._events = events
+        self._store = store
+        self._borrowed = borrowed
+        self._clock = clock
+        self._supervisor = supervisor
         self._unverified = 1
         self._offering: asyncio.Task[None] | None = None
         self._log = EventLog("server")
@@ -36,52 +63,50 @@ class Housekeeping:
         self._looked_s = float("-inf")
 
     async def run(self) -> None:
-        """One round after the other, until cancelled."""
+        """Run rounds until cancelled."""
         while True:
             await self.round()
             await asyncio.sleep(0.0 if self._unverified else ROUND_S)
 
     async def round(self) -> None:
-        """Do what is due now."""
-        engine, pool, lane = self._engine, self._engine.pool, self._engine.own_lane
+        """Run one round: do all work that is due."""
+        pool, lane, events = self._pool, self._lane, self._events
         if self._unverified:
             self._unverified = await asyncio.shield(lane.run(pool.verify_next, VERIFY_BYTES))
-            engine.drain_events()  # what was verified; the pool keeps so many events and no more
+            events.drain()  # now, because the pool keeps a bounded number of events
         offering = self._offering is not None and not self._offering.done()
-        if engine.verified and engine.store is not None and not offering:
-            self._offering = engine.supervisor.spawn(
-                self._put_adopted(engine.store), "puts of adopted chunks"
-            )
+        if events.verified and not offering:
+            self._offering = self._supervisor.spawn(self._put_adopted(), "puts of adopted chunks")
         await asyncio.shield(lane.run(pool.evict_to_watermark))
         await self._see_to_memory()
-        await engine.borrowed.drop_due()
+        await self._borrowed.drop_due()
 
     async def _see_to_memory(self) -> None:
-        """Ask again for memory that L1 did not get, and say when some begins or ceases to be missing."""
-        engine = self._engine
-        now_s = engine.clock.monotonic_s()
+        """Ask again for memory that L1 did not get, and log when memory starts or ceases to be missing."""
+        pool, now_s = self._pool, self._clock.monotonic_s()
         if now_s - self._looked_s < MISSING_S:
             return
         self._looked_s = now_s
-        missing_bytes = await asyncio.shield(engine.own_lane.run(engine.pool.retry_missing))
+        missing_bytes = await asyncio.shield(self._lane.run(pool.retry_missing))
         if missing_bytes and not self._missing_bytes:
             self._log.warning(
                 "l1_memory_missing",
                 missing_bytes=missing_bytes,
-                extents_bytes=engine.pool.extents_bytes,
+                extents_bytes=pool.extents_bytes,
                 advice="the file system of L1 is full and L1 uses what it got: free space there (/dev/shm), enlarge "
                 "it, or lower --l1-size-gb",
             )
         elif self._missing_bytes and not missing_bytes:
-            self._log.info("l1_memory_complete", extents_bytes=engine.pool.extents_bytes)
+            self._log.info("l1_memory_complete", extents_bytes=pool.extents_bytes)
         self._missing_bytes = missing_bytes
 
-    async def _put_adopted(self, store: StoreController) -> None:
-        """Offer what a killed server may not have put to L2 yet; what L2 has is answered from its index.
+    async def _put_adopted(self) -> None:
+        """Offer verified chunks to L2, since the killed server may not have put them; L2 knows the chunks that it has.
 
-        Leased chunks too: nobody writes what is verified.  In small parts, so that they never fill the backlog.
+        Leased chunks are offered too, since nobody writes to a verified chunk.  The chunks are offered a few at a time,
+        so that they never fill the backlog.
         """
-        verified = self._engine.verified
+        verified, store = self._events.verified, self._store
         chunks = 0
         while verified:
             await store.idle()

@@ -4,12 +4,12 @@ Invariants
 1. All calls are batches; outcomes are per item and in order; one bad item never fails its batch.
 2. Each item carries a hold on its extent.  The lowest layer that touches the bytes drops the hold when the
    medium has really finished with them; a deadline or a cancelled await ends the wait, never the hold.
-3. A key that is not there is an outcome (ABSENT), not an exception.  Exceptions mean that the adapter broke
-   its contract; the caller counts them as FAILED for every item of the batch.  Holds that were not dropped then
+3. An absent key is an outcome (ABSENT), not an exception.  An exception means that the adapter broke its
+   contract; the caller then counts every item of the batch as FAILED, and holds that the adapter did not drop
    end with the last reference to them.
 4. STORED means durable where `capabilities.persistent` is true.
-5. Bytes of a LOADED item were checked against the record's checksums; CORRUPT means that the adapter has also
-   removed or quarantined the bad copy, so that the next put can heal it.
+5. LOADED means that the bytes passed the record's checksums.  CORRUPT means that they did not, and that the adapter
+   has removed or quarantined the bad copy, so that the next put can store the record again.
 """
 
 from __future__ import annotations
@@ -34,18 +34,7 @@ if TYPE_CHECKING:
 
 
 HEAD_BYTES = 512
-"""Both headers of a record."""
-
-
-NOT_THE_MEDIUM = frozenset(
-    {
-        "throttled", "queue_full", "host_down", "staging", "staging_too_small", "length", "mismatch", "encoded",
-        "codec", "codec_unknown", "codec_missing", "no_key", "wrong_key", "read_only",
-        "controller_down", "peer_gone", "peer_deadline",
-    }
-)  # fmt: skip
-"""Reasons of outcomes that say nothing about the medium's health: it did, or would have done, what it was asked; or one
-of many owners did not, and is let alone by the adapter itself."""
+"""Length of a record's two headers together."""
 
 
 class Presence(enum.IntEnum):
@@ -54,14 +43,14 @@ class Presence(enum.IntEnum):
     ABSENT = 0
     PRESENT = 1
     UNKNOWN = 2
-    """The medium did not answer in time or at all; treat as a miss that says nothing about the future."""
+    """The medium did not answer, or not in time; treat it as a miss that says nothing about the next question."""
 
 
 class Found(NamedTuple):
     """Answer of `exists` for one key.
 
-    `record_bytes` is the length of the whole record as stored where PRESENT, else 0: what a load needs room for.
-    (Around every adapter lies the codec wrapper, which answers with the length in L1.)
+    `record_bytes` is the length of the whole record as the medium stores it where PRESENT, else 0.  (The codec wrapper
+    around the adapter answers with the record's length in L1 instead.)
     `reason` is a short word for UNKNOWN (deadline, breaker_open, throttled, io, …), empty otherwise.
     """
 
@@ -74,18 +63,24 @@ _PRESENCE = tuple(Presence)
 
 
 def found_of(presence: int, record_bytes: int, reason: str) -> Found:
-    """What native code says of a key."""
+    """Native code's answer for one key as a Found."""
     return Found(_PRESENCE[presence], record_bytes, reason)
 
 
 class PutStatus(enum.IntEnum):
+    """The outcome of one put."""
+
     STORED = 0
     EXISTS = 1
+    """The medium has it already."""
     THROTTLED = 2
+    """The adapter takes no more now; the same put may succeed later."""
     FAILED = 3
 
 
 class LoadStatus(enum.IntEnum):
+    """The outcome of one load; see the invariants."""
+
     LOADED = 0
     ABSENT = 1
     CORRUPT = 2
@@ -100,12 +95,14 @@ class PutOutcome(NamedTuple):
 
 
 class LoadOutcome(NamedTuple):
+    """`reason` is a short word for FAILED (deadline, io, …), empty otherwise."""
+
     status: LoadStatus
     reason: str = ""
 
 
 class PutItem(NamedTuple):
-    """One record to put. `hold.view()` is the whole record, header and payload; the adapter only reads it."""
+    """One record to put. `hold.view()` is the whole record, headers and payload; the adapter only reads it."""
 
     key: bytes
     hold: Hold
@@ -119,36 +116,36 @@ class LoadItem(NamedTuple):
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What the controllers may expect of an adapter."""
+    """What the server may expect of an adapter."""
 
     persistent: bool
     """Keeps its records across a restart of this process."""
     shared: bool
-    """Other instances put and delete there too, so presence may be stale."""
+    """Other instances put and delete on the same medium, so answers about presence may be stale."""
     max_batch: int = 64
     wants_registered_memory: bool = False
     takes_puts: bool = True
-    """False: it is only read, and never offered a chunk."""
+    """False: the medium is only read, and never offered a chunk."""
     can_delete: bool = True
     has_heads: bool = False
-    """`heads` tells: what is needed before records may be stored encoded there."""
+    """`heads` is implemented; without it no codec may encode records for this medium."""
     lists: bool = False
-    """`list_keys` names what is there: what a cluster's controller is told of records from before this start."""
+    """`list_keys` is implemented; by it the cluster's controllers learn of records from before this start."""
     quiesce: Literal["drain", "never"] = "drain"
-    """What ends an operation in flight: it does so by itself, or only killing its process does."""
+    """Whether an operation in flight ends by itself ("drain"), or only when its process is killed ("never")."""
 
 
 class PayloadKind(NamedTuple):
-    """What an engine has declared of its payloads, for codecs."""
+    """The kind of an engine's payloads, as codecs need it and the engine has declared it."""
 
     element_bytes: int
     """Bytes of one number."""
     fp8: tuple[int, ...] | None = None
-    """Where the engine has accepted the fidelity fp8: dtype (1 bfloat16, 2 float16) and the shape of a section."""
+    """Dtype (1 bfloat16, 2 float16) and the shape of a section; None unless the engine accepts the fidelity fp8."""
 
 
 def nothing_known(identity: bytes, slice_digest: bytes) -> PayloadKind | None:
-    """A `payload_kind` for adapters outside a server."""
+    """The `payload_kind` of adapters outside a server."""
     return None
 
 
@@ -159,15 +156,15 @@ class AdapterContext(NamedTuple):
     clock: Clock
     region_address: int
     region_bytes: int
-    """The pool's mapping, to register with devices; valid until `close` returned."""
+    """The pool's mapping, to register with devices; valid until `close` has returned."""
     record_evicted: Callable[[bytes], None]
     """Tells the server that the adapter's own cap dropped a key (thread-safe)."""
     region_fd: int = -1
-    """The file behind the mapping, the server's, for another process that maps it too; -1 where there is none."""
+    """The server's descriptor of the file behind the mapping, so that an adapter host can map it; -1: no file."""
     lock_fd: int = -1
-    """The server's sessions.lock, of which such a process locks HOSTS_BYTE (memory.segment); -1 where there is none."""
+    """The server's descriptor of sessions.lock, of which a host locks HOSTS_BYTE (memory.segment); -1: no such file."""
     payload_kind: Callable[[bytes, bytes], PayloadKind | None] = nothing_known
-    """What is known of the payloads of an identity root and a slice digest (thread-safe)."""
+    """Tells what engines have declared of the payloads of an identity root and a slice digest (thread-safe)."""
 
 
 Counts = Annotated[
@@ -177,7 +174,7 @@ Counts = Annotated[
     ],
     msgspec.Meta(max_length=200),
 ]
-"""What `numbers` may answer: names become parts of metrics' names."""
+"""What `numbers` may return: its names become parts of the names of metrics."""
 MAX_REMARK_CHARS = 500
 Remarks = Annotated[
     dict[
@@ -186,11 +183,11 @@ Remarks = Annotated[
     ],
     msgspec.Meta(max_length=8),
 ]
-"""What `remarks` may answer."""
+"""What `remarks` may return."""
 
 
 class Usage(NamedTuple):
-    """`capacity_bytes` 0 means unlimited."""
+    """What a medium holds; `capacity_bytes` 0 means unlimited."""
 
     used_bytes: int
     capacity_bytes: int
@@ -201,9 +198,9 @@ _broken = Thinning(60.0)
 
 
 def log_broken_contract(name: str, operation: str, error: BaseException) -> None:
-    """Log that an adapter raised, once in a while for each kind of it, and let go of what its frames refer to.
+    """Log that an adapter raised, at most once a minute per operation and exception type, and clear its frames.
 
-    Holds of items that it did not drop then end with the last reference that the medium itself has.
+    The frames refer to items; once they are cleared, holds that were not dropped end with the medium's last reference.
     """
     if _broken.left_out(f"{name} {operation} {type(error).__name__}") is None:
         log.debug("%s: %s raised again: %s", name, operation, type(error).__name__)
@@ -214,11 +211,11 @@ def log_broken_contract(name: str, operation: str, error: BaseException) -> None
 
 
 MORE_KEYS = 64
-"""So many more than were asked for may be in a page, where an index cannot tell some of its keys apart."""
+"""How many keys a page may have beyond the requested number: some indexes cannot divide keys that share a place."""
 
 
 class KeyPage(NamedTuple):
-    """Some of the keys that are there, and where to go on; 0 after the last."""
+    """Some of the stored keys, and the cursor of the next page; 0 after the last page."""
 
     keys: Sequence[bytes]
     cursor: int
@@ -233,26 +230,26 @@ class StorageAdapter(ABC):
 
     @abstractmethod
     async def open(self, context: AdapterContext) -> None:
-        """Make the medium ready. Raises StorageError with what to change when it cannot be."""
+        """Make the medium ready. Raises StorageError that says what to change when it cannot be used."""
 
     @abstractmethod
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
-        """Which keys can be loaded and how long their records are, in order. Never touches payloads."""
+        """Tell for each key, in order, whether it can be loaded and how long its record is. Never touches payloads."""
 
     async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The first HEAD_BYTES of each stored record, in order; fewer or none where there are no more or it fails.
+        """The first HEAD_BYTES of each stored record, in order; fewer of a shorter record, none where reading fails.
 
-        An encoded record's length in L1 is told by its header alone.  Asked once per key and life of the server;
-        only where `capabilities.has_heads`.
+        Only the header of an encoded record tells its length in L1.  Called only where `capabilities.has_heads`, about
+        once per key and life of the server.
         """
         return [b""] * len(keys)
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
-        """Keys of records that are there, from `cursor` on (0: from the beginning): `most`, or up to MORE_KEYS more.
+        """A page of stored keys, from `cursor` on (0: the first page); it has `most` keys, or up to MORE_KEYS more.
 
-        A record that is there from the first page's call to the last one's is named at least once; what comes or goes
-        meanwhile may be named.  A page may be empty and not the last.  None: not now, ask from the beginning later.
-        Quick, from an index; only where `capabilities.lists`.
+        A record that is stored from the first page's call to the last one's is named at least once; a record that is
+        stored or removed meanwhile may be named.  An empty page need not be the last one.  None: the medium cannot list
+        now; begin again later.  Called only where `capabilities.lists`; must be quick, from an index.
         """
         return None
 
@@ -262,45 +259,31 @@ class StorageAdapter(ABC):
 
     @abstractmethod
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
-        """Read records into their extents and verify them. Drops each item's hold likewise."""
+        """Read records into their extents and verify them. Drops each item's hold as `put` does."""
 
     @abstractmethod
     async def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove records; returns how many were there. A running load of one still ends well or as ABSENT."""
+        """Remove records; returns how many were stored. A load that is reading such a record ends LOADED or ABSENT."""
 
     async def clear(self) -> int:
-        """Remove every record that may be removed; returns how many. Raises StorageError if it cannot."""
+        """Remove every record that may be removed; returns how many. Raises StorageError if the medium cannot."""
         raise StorageError(f"{self.name}: this kind of storage cannot be cleared from here", field=self.name)
 
     def numbers(self) -> dict[str, int]:
-        """What else it counts, by a fixed set of names in snake_case (see Counts); for status pages and metrics.
+        """The adapter's own counters by a fixed set of names in snake_case (see Counts); for status and metrics.
 
         Never blocks.
         """
         return {}
 
     def remarks(self) -> dict[str, str]:
-        """What else an operator should know, by a fixed set of names in snake_case; for status pages. Never blocks."""
+        """Texts for operators by a fixed set of names in snake_case; for status pages. Never blocks."""
         return {}
-
-    def advertisement(self) -> bytes:
-        """What other instances need to reach the memory that this adapter has registered; empty where they cannot.
-
-        Valid once `open` has returned; may become another later. Never blocks.
-        """
-        return b""
-
-    def prefer(self, keys: Sequence[bytes], source: bytes) -> None:
-        """Read these keys from `source`, which only this adapter understands, rather than from its other places.
-
-        It holds until the same keys come with an empty source. Never blocks; whoever has one place ignores it.
-        """
-        return
 
     @abstractmethod
     async def usage(self) -> Usage:
-        """Bytes and records held now."""
+        """The bytes and records that the medium holds now."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Finish what is in flight as `capabilities.quiesce` says and free everything. Idempotent."""
+        """Wait for operations in flight as far as `capabilities.quiesce` allows, and free everything. Idempotent."""

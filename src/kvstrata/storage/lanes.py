@@ -1,18 +1,18 @@
 """Lanes: bounded queues and threads in which an adapter does its blocking work.
 
 There is one lane per class of operation: lookup, load, put, delete.  A lane named in `per_op_workers` has
-threads of its own; the others share a common group of `num_workers` threads, where a waiting lookup goes
-before a load, a load before a delete and a delete before a put.  Queues and threads are native
-(ext/core/include/kvstrata/lanes.h); here they meet the event loop.
+threads of its own; the others share a common group of `num_workers` threads, which takes waiting lookups first,
+then loads, deletes and puts.  Queues and threads are native (ext/core/src/lanes/lanes.h); this module connects
+them with the event loop.
 
 Invariants
-1. `submit` never blocks: a full lane answers None and the work was not taken.
+1. `submit` never blocks: where the lane is full it returns None and takes nothing.
 2. Work that was taken runs exactly once, also when nobody awaits its future any more and while the lanes
-   close.  So whatever the work owns (holds, descriptors) it can drop itself.
+   close.  So the work can itself drop the holds and descriptors that it owns.
 3. In the common group puts never occupy the last free thread, so that a burst of puts delays no lookup or
-   load; beside a common group of one thread, lookups have a thread of their own.
+   load; if the common group has only one thread, lookups have a thread of their own.
 
-Nothing here knows what the work is.
+Nothing here knows what the work does.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Lanes:
     def submit(
         self, lane: Lane, work: Callable[[], T], *, beyond_limit: bool = False
     ) -> asyncio.Future[T] | None:
-        """Queue `work`; the future carries its result or exception. None: the lane is full, nothing is taken.
+        """Queue `work`; the future carries its result or exception. None: the lane is full, nothing was taken.
 
-        `beyond_limit` is for the end of work that was admitted before (one piece per admitted batch).
+        `beyond_limit` is for finishing work that was admitted before (one piece per admitted batch).
         Cancelling the future ends the wait only. Raises RuntimeError after `close`.
         """
         number = _NUMBER[lane]
@@ -85,17 +85,17 @@ class Lanes:
         return future if submit(self._native, future) else None
 
     def waiting(self, lane: Lane) -> int:
-        """Pieces of work in a lane that no thread has begun."""
+        """How many pieces of work in a lane no thread has begun."""
         return 0 if self._native is None else self._native.counts(_NUMBER[lane])["waiting"]
 
     def number(self, lane: Lane) -> int:
-        """The lane as the native lanes name it."""
+        """The lane's number in the native lanes."""
         return _NUMBER[lane]
 
     async def close(self) -> None:
-        """Take nothing more, run what was taken to its end, end the threads. Idempotent.
+        """Take no more work, finish all that was taken, end the threads. Idempotent.
 
-        The native lanes and their descriptor are gone then, not only when a garbage collection finds this object.
+        The native lanes and their descriptor are freed at once, not by a later garbage collection.
         """
         if self._native is None:
             return
@@ -106,7 +106,7 @@ class Lanes:
         self._read()
         await self._left.wait()
         native, self._native = self._native, None
-        if native is not None:  # else another call of close was faster
+        if native is not None:  # else another call of `close` has freed them
             self._loop.remove_reader(native.event_fd)
             native.close()
 
@@ -118,7 +118,7 @@ class Lanes:
     def _read(self) -> None:
         self._take_done()
         if self._native is not None and self._native.idle and self._left is not None:
-            # Idle lanes tell nothing more: what ended since must be read now.
+            # Idle lanes write no more to the descriptor: work that ended since `_take_done` must be taken now.
             self._take_done()
             self._left.set()
 
@@ -129,7 +129,7 @@ class Lanes:
 
 def _finish(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
     if future.done():
-        return  # cancelled by who awaited it; the work itself has run to its end
+        return  # the caller cancelled its wait; the work itself has run to its end
     if error is None:
         future.set_result(result)
     else:

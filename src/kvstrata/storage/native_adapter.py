@@ -1,12 +1,13 @@
 """A storage adapter around a connector written in C++ (ext/core/include/kvstrata/connector.h).
 
-The module of the connector makes a capsule; `NativeAdapter(capsule, ...)` is the adapter: batches become jobs of the
-lanes, whose threads call the connector without the GIL, and outcomes come back over one descriptor.
+The connector's module makes a capsule; `NativeAdapter(capsule, ...)` is the adapter.  Batches become jobs of the lanes,
+whose threads call the connector without the GIL; their outcomes arrive over one descriptor.
 
 Invariants
-1. A batch that was taken runs to its end, whoever waits; what the connector's cap dropped is then told to the server.
-2. Holds are dropped by the connector's threads; those of a batch that was not taken, at once.
-3. `close` runs the connector's close after everything else, and nothing after it.
+1. A batch that was taken runs to its end, even if nobody waits for it.  The server then hears which keys the
+   connector's cap dropped.
+2. The connector's threads drop the holds; the holds of a batch that was not taken are dropped at once.
+3. `close` calls the connector's close when all other calls have ended, and makes no call after it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvstrata.errors import StorageError
-from kvstrata.native.lanes import NativeConnector, NativeLanes
+from kvstrata.native.connector import NativeConnector
+from kvstrata.native.lanes import NativeLanes
+from kvstrata.policy.reasons import BAD_ITEM, CLOSED, QUEUE_FULL, THROTTLED
 from kvstrata.storage.base import (
     AdapterContext,
     Capabilities,
@@ -39,7 +42,6 @@ from kvstrata.types import KEY_BYTES
 
 log = logging.getLogger(__name__)
 
-BAD_ITEM = "bad_item"
 _PUT_STATUS = list(PutStatus)
 _LOAD_STATUS = list(LoadStatus)
 
@@ -48,7 +50,7 @@ _Submit = Callable[[NativeLanes, "asyncio.Future[Any]"], bool]
 
 
 class NativeAdapter(StorageAdapter):
-    """See the module. Takes the capsule over; raises ValueError when it holds no connector of this version.
+    """See the module. Owns the capsule. Raises ValueError if the capsule holds no connector of this version.
 
     `num_workers` threads serve the lanes that `per_op_workers` does not name (see storage/lanes.py).
     """
@@ -61,14 +63,16 @@ class NativeAdapter(StorageAdapter):
         num_workers: int = 4,
         per_op_workers: Mapping[Lane, int] | None = None,
         queue_limit: int = 1024,
+        lanes: Lanes | None = None,
     ) -> None:
+        """`lanes` are used instead of lanes made from the numbers before; either way the adapter closes its lanes."""
         self.name = name
         self._connector: NativeConnector | None = NativeConnector(capsule)
         can = dict(self._native.capabilities)
         self._exists_is_quick: bool = can.pop("exists_is_quick")
         self._can_clear: bool = can.pop("can_clear")
         self.capabilities = Capabilities(**can)
-        self._lanes = Lanes(
+        self._lanes = lanes or Lanes(
             name, num_workers=num_workers, per_op_workers=per_op_workers, queue_limit=queue_limit
         )
         self._context: AdapterContext | None = None
@@ -77,7 +81,7 @@ class NativeAdapter(StorageAdapter):
         self._closed = False
 
     async def open(self, context: AdapterContext) -> None:
-        """Open the connector in a lane. Raises StorageError with what the connector says is wrong."""
+        """Open the connector in a lane. Raises StorageError with the connector's reason."""
         lane = self._lanes.number(Lane.DELETE)
         region = (context.region_address, context.region_bytes)
         wrong = await self._always(
@@ -95,7 +99,7 @@ class NativeAdapter(StorageAdapter):
         self._opened = True
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
-        """At once where the connector does not block on it, else in the lookup lane."""
+        """Ask the connector: at once where its `exists` does not block, else in the lookup lane."""
         if reason := self._not_ready():
             return [Found(Presence.UNKNOWN, 0, reason)] * len(keys)
         lane = self._lanes.number(Lane.LOOKUP)
@@ -108,11 +112,11 @@ class NativeAdapter(StorageAdapter):
         except ValueError:  # a key of another length
             return [Found(Presence.UNKNOWN, 0, BAD_ITEM)] * len(keys)
         if future is None:
-            return [Found(Presence.UNKNOWN, 0, "throttled")] * len(keys)
+            return [Found(Presence.UNKNOWN, 0, THROTTLED)] * len(keys)
         return list(await asyncio.shield(future))
 
     async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Of the connector, in the lookup lane; empty where it cannot tell or the lane is full."""
+        """Ask the connector in the lookup lane; empty where it cannot tell, or the lane is full."""
         if self._not_ready() or not self.capabilities.has_heads or any(len(k) != KEY_BYTES for k in keys):
             return [b""] * len(keys)
         lane = self._lanes.number(Lane.LOOKUP)
@@ -120,7 +124,7 @@ class NativeAdapter(StorageAdapter):
         return [b""] * len(keys) if future is None else list(await asyncio.shield(future))
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
-        """Of the connector, in the lookup lane; None while it reads its medium in, or the lane is full."""
+        """Ask the connector in the lookup lane; None while it still reads its index in, and where the lane is full."""
         if self._not_ready() or not self.capabilities.lists or not self._native.ready:
             return None
         lane = self._lanes.number(Lane.LOOKUP)
@@ -138,7 +142,7 @@ class NativeAdapter(StorageAdapter):
         lane, batch = self._lanes.number(Lane.PUT), [items[i] for i in places]
         future = self._take(lambda native, future: native.submit_put(lane, self._native, batch, future))
         if future is None:
-            put = [PutOutcome(PutStatus.THROTTLED, "queue_full")] * len(batch)
+            put = [PutOutcome(PutStatus.THROTTLED, QUEUE_FULL)] * len(batch)
         else:
             put = [PutOutcome(_PUT_STATUS[status], why) for status, why in (await asyncio.shield(future))[0]]
         for i, outcome in zip(places, put, strict=True):
@@ -154,7 +158,7 @@ class NativeAdapter(StorageAdapter):
         lane, batch = self._lanes.number(Lane.LOAD), [items[i] for i in places]
         future = self._take(lambda native, future: native.submit_load(lane, self._native, batch, future))
         if future is None:
-            loaded = [LoadOutcome(LoadStatus.FAILED, "throttled")] * len(batch)
+            loaded = [LoadOutcome(LoadStatus.FAILED, THROTTLED)] * len(batch)
         else:
             loaded = [
                 LoadOutcome(_LOAD_STATUS[status], why) for status, why in (await asyncio.shield(future))[0]
@@ -164,7 +168,7 @@ class NativeAdapter(StorageAdapter):
         return outcomes
 
     async def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove records, in the delete lane."""
+        """Remove records in the delete lane."""
         keys = [key for key in keys if len(key) == KEY_BYTES]
         if self._not_ready() or not keys:
             return 0
@@ -174,7 +178,7 @@ class NativeAdapter(StorageAdapter):
         )
 
     async def clear(self) -> int:
-        """Remove every record. Raises StorageError where the connector cannot."""
+        """Remove every record. Raises StorageError if the connector cannot."""
         if not self._can_clear:
             return await super().clear()
         if self._not_ready():
@@ -183,7 +187,7 @@ class NativeAdapter(StorageAdapter):
         return int(await self._always(lambda native, future: native.submit_clear(lane, self._native, future)))
 
     async def usage(self) -> Usage:
-        """What the connector counts, asked in the lookup lane."""
+        """Ask the connector in the lookup lane."""
         if self._not_ready():
             return Usage(0, 0, 0)
         lane = self._lanes.number(Lane.LOOKUP)
@@ -192,11 +196,11 @@ class NativeAdapter(StorageAdapter):
         )
 
     def numbers(self) -> dict[str, int]:
-        """What the connector counts."""
+        """The connector's counters."""
         return {} if self._not_ready() else self._native.counts()
 
     async def close(self) -> None:
-        """Wait for what is in flight, close the connector, end the threads. Idempotent."""
+        """Wait for the operations in flight, close the connector, end the threads. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -207,7 +211,7 @@ class NativeAdapter(StorageAdapter):
             await self._always(lambda native, future: native.submit_close(lane, self._native, future))
             self._log_notes()
         await self._lanes.close()
-        # Its threads end with it, also where something still refers to this adapter.
+        # This frees the connector and ends its threads, also where something still refers to this adapter.
         self._connector = None
 
     @property
@@ -216,7 +220,7 @@ class NativeAdapter(StorageAdapter):
         return self._connector
 
     def _acceptable(self, items: Sequence[PutItem | LoadItem]) -> list[int]:
-        """Places of the items that the connector gets; the holds of the others are dropped."""
+        """Indices of the items that the connector gets; the holds of the others are dropped."""
         ready = not self._not_ready()
         places = [i for i, item in enumerate(items) if ready and len(item.key) == KEY_BYTES]
         if len(places) < len(items):
@@ -225,10 +229,10 @@ class NativeAdapter(StorageAdapter):
         return places
 
     def _not_ready(self) -> str:
-        return "" if self._opened and not self._closed else "closed"
+        return "" if self._opened and not self._closed else CLOSED
 
     async def _always(self, submit: _Submit) -> Any:
-        """The result of work that is never refused."""
+        """The result of work for which the lanes have no limit."""
         future = self._take(submit)
         assert future is not None, "refused work that has no limit"
         return await asyncio.shield(future)

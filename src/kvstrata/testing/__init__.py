@@ -1,5 +1,4 @@
-"""What adapter authors and our own tests share: the adapter contract suite, strategies, seeded faults.
+"""Shipped tools for authors of adapters and for our own tests: the adapter contract suite, strategies, seeded faults.
 
-Needs the `test` extra.  Nothing in the server imports this package unless a configured `fault_inject` adapter
-asks for it.
+Most modules need the `test` extra.  The server imports this package only for a configured `fault_inject` adapter.
 """

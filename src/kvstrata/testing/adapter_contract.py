@@ -1,15 +1,17 @@
-"""The storage contract as tests. Every adapter runs them; so can the author of one that lives elsewhere:
+"""The storage contract as a suite of tests; every adapter of ours runs it, and authors of other adapters can, too:
 
     class TestMine(AdapterContract):
         def make_medium(self, folder): return MyMedium(folder)
         def make_adapter(self, medium, capacity_bytes=0): return MyAdapter(medium.address, capacity_bytes)
 
-`Medium` reaches the storage without going through the adapter, because an adapter that is asked about itself
-can be consistently wrong.  The holds given to the adapter are watched (strategies.WatchedHold): they are
-poisoned when they are dropped, so reading or writing too late is seen.
+`Medium` reaches the storage without going through the adapter, because an adapter that is asked about itself can be
+consistently wrong.  The adapter gets watched holds (strategies.WatchedHold), which detect that the adapter reads or
+writes after it has dropped a hold.
 
-Needs pytest and pytest-asyncio (the `test` extra).  For failures that tell what was compared, call
-`pytest.register_assert_rewrite("kvstrata.testing.adapter_contract")` in a conftest.py before this is imported.
+Needs pytest and pytest-asyncio (the `test` extra).  To see in failures what was compared, call
+`pytest.register_assert_rewrite("kvstrata.testing.adapter_contract")` in a conftest.py before importing this module.
+
+Size: one suite, because authors of adapters subclass it as a whole.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from kvstrata.storage.base import (
     PutStatus,
     StorageAdapter,
 )
+from kvstrata.storage.entry import configure_tier
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.testing.strategies import (
     WAIT_S,
@@ -52,7 +55,7 @@ from kvstrata.testing.strategies import (
 )
 
 SIZE = 10_000
-"""Payload bytes of most records here; no multiple of a block."""
+"""Payload bytes of most records here; not a multiple of a block."""
 SIZES = (1, 4096, 4097, 10_000, 300_001)
 
 STORED = PutOutcome(PutStatus.STORED)
@@ -62,11 +65,11 @@ ABSENT = LoadOutcome(LoadStatus.ABSENT)
 
 
 class Medium(ABC):
-    """What an adapter stores in, seen from beside it. Damage is done to the stored bytes themselves."""
+    """An adapter's storage, reached without the adapter. `flip`, `truncate`, `extend` and `swap` damage its bytes."""
 
     @abstractmethod
     def keys(self) -> set[bytes]:
-        """Keys of all records that are there."""
+        """Keys of all stored records."""
 
     @abstractmethod
     def read(self, key: bytes) -> bytes:
@@ -82,10 +85,10 @@ class Medium(ABC):
 
     @abstractmethod
     def used_bytes(self) -> int:
-        """Bytes that everything stored takes, leftovers included."""
+        """Bytes that the storage takes in all, leftovers of earlier records included."""
 
     def flip(self, key: bytes, at: int) -> None:
-        """Turn one bit of a stored byte."""
+        """Invert one bit of a stored byte."""
         stored = bytearray(self.read(key))
         stored[at] ^= 0x10
         self.write(key, bytes(stored))
@@ -99,7 +102,7 @@ class Medium(ABC):
         self.write(key, self.read(key) + bytes(count))
 
     def swap(self, one: bytes, other: bytes) -> None:
-        """Exchange two records."""
+        """Exchange the stored bytes of two records."""
         first, second = self.read(one), self.read(other)
         self.write(one, second)
         self.write(other, first)
@@ -107,28 +110,31 @@ class Medium(ABC):
 
 @pytest.mark.asyncio
 class AdapterContract(ABC):
-    """See the module. Set `has_cap` and `waits_in_threads` to what is true of the adapter."""
+    """The contract, see the module. A subclass sets `has_cap`, `cap_scale` and `waits_in_threads` for its adapter.
+
+    Size: each promise of the contract is one test method.
+    """
 
     has_cap = True
-    """`make_adapter` honours `capacity_bytes`."""
+    """Whether `make_adapter` honours `capacity_bytes`."""
     cap_scale = 1
-    """For a medium whose smallest cap is larger: caps and numbers of records are multiplied by this."""
+    """Factor for caps and numbers of records, for a medium whose smallest possible cap is large."""
     waits_in_threads = True
-    """The adapter asks a hold for its bytes in a thread, so that tests may block it there."""
+    """Whether the adapter asks holds for their bytes in a thread, where tests can block the adapter."""
 
     @abstractmethod
     def make_medium(self, folder: Path) -> Medium:
-        """A fresh, empty medium; `folder` is a temporary directory for whatever it needs."""
+        """A new, empty medium; it may use the temporary directory `folder`."""
 
     @abstractmethod
     def make_adapter(self, medium: Medium, capacity_bytes: int = 0) -> StorageAdapter:
-        """An adapter on that medium, not open; 0 means no cap."""
+        """An adapter on that medium, not opened yet; with `capacity_bytes` 0 it has no cap."""
 
     @contextlib.asynccontextmanager
     async def opened(
         self, medium: Medium, capacity_bytes: int = 0, evicted: list[bytes] | None = None
     ) -> AsyncIterator[StorageAdapter]:
-        """An open adapter, closed at the end."""
+        """An open adapter, which is closed at the end of the block."""
         dropped = evicted if evicted is not None else []
         adapter = self.make_adapter(medium, capacity_bytes)
         await adapter.open(lent_context(dropped.append))
@@ -151,7 +157,7 @@ class AdapterContract(ABC):
         return outcomes
 
     async def load(self, adapter: StorageAdapter, *numbers: int, size: int = SIZE) -> list[LoadOutcome]:
-        """Load records by number; check holds, and the bytes of what was loaded."""
+        """Load records by number; check their holds, and the bytes of the LOADED ones."""
         items = [load_item(key_of(n), size) for n in numbers]
         outcomes = await adapter.load(items)
         for item, outcome in zip(items, outcomes, strict=True):
@@ -162,7 +168,7 @@ class AdapterContract(ABC):
 
     # -- batches -------------------------------------------------------------------------------------------
 
-    async def test_what_was_put_is_loaded_with_the_same_bytes(self, medium: Medium) -> None:
+    async def test_a_record_is_loaded_with_the_bytes_that_were_put(self, medium: Medium) -> None:
         async with self.opened(medium) as adapter:
             for number, size in enumerate(SIZES):
                 assert await self.put(adapter, number, size=size) == [STORED]
@@ -239,14 +245,14 @@ class AdapterContract(ABC):
     async def listed(
         self, adapter: StorageAdapter, most: int, between: Callable[[], Awaitable[object]] | None = None
     ) -> list[bytes]:
-        """All keys, so many at a time, with something done between the pages; waits until it can be listed."""
+        """All keys, read in pages of `most`; calls `between` between the pages, and waits until the medium can list."""
         keys: list[bytes] = []
         cursor = 0
         async with asyncio.timeout(WAIT_S):
             while True:
                 page = await adapter.list_keys(cursor, most)
                 if page is None:
-                    assert not keys, "a listing that had begun ended"
+                    assert not keys, "a listing that had begun was cut short"
                     await asyncio.sleep(0.001)
                     continue
                 assert len(page.keys) <= most + MORE_KEYS
@@ -257,7 +263,7 @@ class AdapterContract(ABC):
                 if between is not None:
                     await between()
 
-    async def test_everything_that_is_there_is_listed(self, medium: Medium) -> None:
+    async def test_all_stored_keys_are_listed(self, medium: Medium) -> None:
         numbers = range(30)
         async with self.opened(medium) as adapter:
             if not adapter.capabilities.lists:
@@ -275,7 +281,7 @@ class AdapterContract(ABC):
             async with self.opened(medium) as adapter:
                 assert set(await self.listed(adapter, 8)) == medium.keys()
 
-    async def test_what_is_there_all_the_time_is_listed_while_others_come_and_go(
+    async def test_keys_stored_throughout_a_listing_are_listed_while_others_come_and_go(
         self, medium: Medium
     ) -> None:
         async with self.opened(medium) as adapter:
@@ -328,7 +334,7 @@ class AdapterContract(ABC):
             medium.flip(key, places.get(damage, length - 1))
 
     async def expect_healing(self, adapter: StorageAdapter) -> None:
-        """Record 1 is not served, a put stores it again, record 2 is untouched."""
+        """Check that record 1 is not served, that a put stores it again, and that record 2 is untouched."""
         [outcome] = await self.load(adapter, 1)
         assert outcome.status in (LoadStatus.CORRUPT, LoadStatus.ABSENT)
         [found] = await adapter.exists([key_of(1)])
@@ -500,14 +506,14 @@ class AdapterContract(ABC):
             for number in range(count):
                 assert await self.put(adapter, number) == [STORED]
                 assert medium.used_bytes() <= cap_bytes
-            # A medium may evict in the background; it tells so with the next batch.
+            # A medium may evict in the background, and report the evictions with the next batch.
             deadline_s = time.monotonic() + WAIT_S
             while True:
                 kept = medium.keys()
                 assert await self.load(adapter, count - 1) == [LOADED]
                 if set(evicted) == {key_of(n) for n in range(count)} - kept:
                     break
-                assert time.monotonic() < deadline_s, "evicted keys that nobody was told of"
+                assert time.monotonic() < deadline_s, "the adapter has evicted keys without reporting them"
             assert key_of(count - 1) in kept
             assert len(kept) >= 3 * self.cap_scale
             assert kept == {key_of(n) for n in range(count - len(kept), count)}
@@ -570,7 +576,7 @@ class AdapterContract(ABC):
                 return
             usage = await adapter.usage()
             if adapter.capabilities.shared:
-                # What is written while others count may be counted twice for a while, but never left out.
+                # A record that is stored while another server counts may count twice for a while, but always counts.
                 assert 2 <= usage.records <= before.records
             else:
                 assert usage == before
@@ -588,7 +594,7 @@ class AdapterContract(ABC):
                 await adapter.delete([key_of(1), key_of(2)])
                 assert (await adapter.usage()).used_bytes == 0
 
-    async def test_close_may_be_called_again_and_again(self, medium: Medium) -> None:
+    async def test_close_may_be_called_twice(self, medium: Medium) -> None:
         async with self.opened(medium) as adapter:
             await self.put(adapter, 1)
             await adapter.close()
@@ -610,7 +616,7 @@ class AdapterContract(ABC):
         adapter = self.make_adapter(medium)
         await adapter.close()
 
-    async def test_items_of_no_legal_form_are_failed_one_by_one(self, medium: Medium) -> None:
+    async def test_each_invalid_item_fails_by_itself(self, medium: Medium) -> None:
         async with self.opened(medium) as adapter:
             short_key = put_item(key_of(1), SIZE)._replace(key=b"short")
             good = put_item(key_of(2), SIZE)
@@ -623,21 +629,21 @@ class AdapterContract(ABC):
 
 
 class HostedContract(AdapterContract):
-    """The contract for an adapter in a process of its own (`"isolation": "process"`), and what a crash of it leaves.
+    """The contract for an adapter in an adapter host (`"isolation": "process"`), and for crashes of that host.
 
-    The holds are watched here and used there, so nothing can be blocked in a thread.
+    This process watches the holds while the host uses their bytes, so tests cannot block the adapter in a thread.
     """
 
     waits_in_threads = False
 
     @abstractmethod
     def entry(self, medium: Medium, capacity_bytes: int = 0) -> dict[str, Any]:
-        """The adapter on that medium as an entry of `l2_adapters`."""
+        """The entry of `l2_adapters` for the adapter on that medium."""
 
     def make_adapter(self, medium: Medium, capacity_bytes: int = 0) -> HostedAdapter:
-        """The same in a host."""
+        """The adapter of `entry`, in an adapter host."""
         entry = self.entry(medium, capacity_bytes)
-        return HostedAdapter(entry, 0, name="hosted-0", kill_ms=600_000, max_pause_s=0.1)
+        return HostedAdapter(configure_tier(entry, 0).recipe, kill_ms=600_000, max_pause_s=0.1)
 
     @pytest.mark.parametrize("seed", range(3))
     async def test_a_crash_of_the_host_frees_its_bytes_and_loses_nothing_stored(
@@ -658,7 +664,7 @@ class HostedContract(AdapterContract):
                         stored.add(n)
                     else:
                         assert outcome.reason in ("host_died", "host_down"), (seed, outcome)
-                loads = await self.load(adapter, *numbers)  # checks the bytes of what was loaded
+                loads = await self.load(adapter, *numbers)  # checks the bytes of loaded records
                 assert LoadStatus.CORRUPT not in [load.status for load in loads], (seed, loads)
             await _until_up(adapter)
             restarts = adapter.restarts

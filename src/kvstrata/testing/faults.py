@@ -1,4 +1,4 @@
-"""Seeded fault plans: which operation goes wrong, and how. Decides only; `storage.wrap.faults` acts."""
+"""Seeded fault plans: which operation goes wrong, and how. This module only decides; faulty_adapter.py acts."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ class Fault(enum.StrEnum):
     """One way in which an adapter operation goes wrong."""
 
     ERROR = "error"
-    """Nothing is done; every item is answered FAILED (exists: UNKNOWN)."""
+    """Nothing is done, and the answer for every item is FAILED (exists: UNKNOWN)."""
     RAISE = "raise"
     """The adapter breaks its contract and raises."""
     LOST_ACK = "lost_ack"
-    """All is done, and answered as in ERROR."""
+    """The operation is done, but its answer is that of ERROR."""
     SLOW = "slow"
-    """Done, but later."""
+    """The operation is done after a pause of `FaultPlan.slow_s`."""
     HANG = "hang"
-    """Not begun before the plan is released; the items' holds stay."""
+    """The operation does not begin before `FaultyAdapter.release` or `close`; the items' holds stay until then."""
     TORN = "torn"
-    """A put stores the first part of one record, and zeros instead of the rest."""
+    """A put stores one record with zeros in place of its last part."""
     FLIPPED = "flipped"
-    """A put stores one record with one wrong bit."""
+    """A put stores one record with one inverted bit."""
     THROTTLED = "throttled"
-    """A put is answered THROTTLED; other operations as in ERROR."""
+    """Nothing is done. The answer to a put is THROTTLED; other operations get that of ERROR."""
 
 
 class FaultPlan:
-    """Draws a fault for each operation, reproducibly: same seed and same order of operations, same faults.
+    """Draws a fault for each operation; the same seed and order of operations give the same faults.
 
-    `rate` is the share of operations that go wrong; `only` restricts the faults.
+    `rate` is the share of operations that go wrong, 0 to 1; `only` are the faults that are drawn. Not thread-safe.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class FaultPlan:
         self._next: list[Fault] = []
 
     def schedule(self, *faults: Fault) -> None:
-        """The next operations get exactly these, before anything is drawn."""
+        """Give exactly these faults to the next operations, one each; operations after them get drawn faults again."""
         self._next.extend(faults)
 
     def draw(self) -> Fault | None:
-        """The fault of the next operation, None for none."""
+        """Return the fault of the next operation; None: it does not go wrong."""
         if self._next:
             return self._next.pop(0)
         if not self.only or self._random.random() >= self.rate:
@@ -57,7 +57,7 @@ class FaultPlan:
         return self._random.choice(self.only)
 
     def below(self, limit: int) -> int:
-        """A number in 0..limit-1, for which item, byte or bit is hit."""
+        """Return a number in [0, limit), to choose the item, byte or bit that is hit."""
         return self._random.randrange(limit)
 
     def __repr__(self) -> str:

@@ -1,13 +1,19 @@
-"""Makes an adapter go wrong by a seeded plan. Needs the `test` extra; never part of a production set-up."""
+"""The adapter type `fault_inject`, only for tests (`failpoints.is_testing`): makes another adapter fail by a plan."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
 import mmap
+import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
+import msgspec
+from msgspec import Meta
+
+from kvstrata import failpoints
+from kvstrata.storage import catalogue
 from kvstrata.storage.base import (
     AdapterContext,
     Found,
@@ -22,6 +28,9 @@ from kvstrata.storage.base import (
     StorageAdapter,
     Usage,
 )
+from kvstrata.storage.catalogue import Make, Medium, Reach
+from kvstrata.storage.entry import kind_of
+from kvstrata.storage.structs import Place
 from kvstrata.testing.faults import Fault, FaultPlan
 
 if TYPE_CHECKING:
@@ -29,13 +38,14 @@ if TYPE_CHECKING:
 
 
 class InjectedError(Exception):
-    """What Fault.RAISE raises."""
+    """The exception that Fault.RAISE raises."""
 
 
 class AlteredHold:
-    """A copy of a hold's bytes that a put may store instead. Has the attributes of a native hold."""
+    """An altered copy of a hold's bytes, which a put stores instead. It has the attributes of a native hold."""
 
     def __init__(self, original: Hold) -> None:
+        """Copies the bytes of `original`, and drops it."""
         self.key = original.key
         self.length = original.length
         self.offset = original.offset
@@ -51,11 +61,11 @@ class AlteredHold:
         return memoryview(self._pages)[: self.length]
 
     def drop(self) -> None:
-        """The bytes are private: they go with the object."""
+        """Do nothing: the bytes belong to this object and are freed with it."""
 
 
 class FaultyAdapter(StorageAdapter):
-    """See the module. Holds of operations that hang stay until `release` or `close`."""
+    """See the module. Operations that hang keep their holds until `release` or `close`."""
 
     def __init__(self, inner: StorageAdapter, plan: FaultPlan) -> None:
         self.inner = inner
@@ -67,11 +77,11 @@ class FaultyAdapter(StorageAdapter):
 
     @property
     def hanging(self) -> int:
-        """Operations that hang now."""
+        """The number of operations that hang now."""
         return self._hanging
 
     def release(self) -> None:
-        """Let everything that hangs go on; later hangs hang again."""
+        """Let all operations that hang now go on."""
         self._released.set()
         self._released = asyncio.Event()
 
@@ -81,22 +91,22 @@ class FaultyAdapter(StorageAdapter):
         self.capabilities = self.inner.capabilities
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
-        """As the inner adapter, or not."""
+        """As the inner adapter, unless a fault is drawn."""
         fault = await self._begin()
         if fault in (Fault.ERROR, Fault.LOST_ACK, Fault.THROTTLED):
             return [Found(Presence.UNKNOWN, 0, "injected")] * len(keys)
         return await self.inner.exists(keys)
 
     async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
-        """As the inner adapter, always: it belongs to an `exists` or a load that has had its fault."""
+        """As the inner adapter, without faults: the `exists` or load that makes this call draws its own fault."""
         return await self.inner.heads(keys)
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
-        """As the inner adapter, always."""
+        """As the inner adapter, without faults."""
         return await self.inner.list_keys(cursor, most)
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        """As the inner adapter, or not."""
+        """As the inner adapter, unless a fault is drawn."""
         fault = await self._begin()
         if fault in (Fault.ERROR, Fault.THROTTLED):
             for item in items:
@@ -114,7 +124,7 @@ class FaultyAdapter(StorageAdapter):
         return outcomes
 
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
-        """As the inner adapter, or not."""
+        """As the inner adapter, unless a fault is drawn."""
         fault = await self._begin()
         if fault in (Fault.ERROR, Fault.THROTTLED):
             for item in items:
@@ -126,7 +136,7 @@ class FaultyAdapter(StorageAdapter):
         return outcomes
 
     async def delete(self, keys: Sequence[bytes]) -> int:
-        """As the inner adapter, or not."""
+        """As the inner adapter, unless a fault is drawn."""
         fault = await self._begin()
         if fault in (Fault.ERROR, Fault.THROTTLED):
             return 0
@@ -145,16 +155,12 @@ class FaultyAdapter(StorageAdapter):
         """As the inner adapter."""
         return self.inner.remarks()
 
-    def advertisement(self) -> bytes:
-        """As the inner adapter."""
-        return self.inner.advertisement()
-
     async def usage(self) -> Usage:
         """As the inner adapter."""
         return await self.inner.usage()
 
     async def close(self) -> None:
-        """Releases what hangs, then as the inner adapter."""
+        """Release the operations that hang, then close the inner adapter."""
         self.release()
         await self.inner.close()
 
@@ -183,3 +189,45 @@ class FaultyAdapter(StorageAdapter):
             else:
                 view[at] ^= 1 << self.plan.below(8)
         return cast("Hold", altered)
+
+
+class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Another adapter, and how often and how it goes wrong."""
+
+    inner: Annotated[
+        dict[str, Any],
+        Meta(
+            extra={"missing": "must be the object of the adapter that goes wrong"},
+            description="The adapter that goes wrong.",
+        ),
+    ]
+    rate: Annotated[float, Meta(ge=0, le=1, description="Share of operations that go wrong.")] = 0.0
+    seed: Annotated[int, Meta(ge=0, le=1 << 62, description="Seed of the generator that draws faults.")] = 0
+    faults: Annotated[list[Fault] | None, Meta(description="The faults that may be drawn; not set: all.")] = (
+        None
+    )
+
+
+def _prepare(config: FaultConfig, place: Place, name: str) -> Make:
+    inner = Place(place.at("inner"))
+    kind = kind_of(config.inner, inner)
+    if (isolation := config.inner.get("isolation")) is not None:
+        advice = "set it in the outer entry, of type fault_inject"
+        raise inner.refused("isolation", isolation, advice)
+    found = catalogue.find(kind, inner.at("type"))
+    make = found.medium.prepare(found.config(config.inner, inner), inner, name)
+    plan = FaultPlan(config.seed, config.rate, list(Fault) if config.faults is None else config.faults)
+    return lambda: FaultyAdapter(make(), plan)
+
+
+def _not_testing() -> str:
+    if failpoints.is_testing(os.environ):
+        return ""
+    return f"it makes storage go wrong on purpose, for tests, which set {failpoints.TESTING_VARIABLE}=1"
+
+
+def _reach(config: FaultConfig, place: Place) -> Reach:
+    return Reach(inner={"inner": config.inner})
+
+
+MEDIUM = Medium(FaultConfig, _prepare, reach=_reach, refusal=_not_testing)

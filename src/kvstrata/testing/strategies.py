@@ -1,4 +1,4 @@
-"""Records, holds that watch what happens to their bytes, and hypothesis strategies for both."""
+"""Test records, holds that detect misuse of their bytes, and hypothesis strategies for both."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from kvstrata.clock import SystemClock
 from kvstrata.memory import linux
-from kvstrata.native.copying import RecordSpec, record_bytes, seal_record
-from kvstrata.native.pool import ExtentsMap
+from kvstrata.native.index import ExtentsMap
+from kvstrata.native.record import RecordSpec, record_bytes, seal_record
 from kvstrata.storage.base import AdapterContext, LoadItem, PutItem
 
 if TYPE_CHECKING:
@@ -25,36 +25,36 @@ if TYPE_CHECKING:
 IDENTITY = hashlib.sha256(b"identity of the contract suite").digest()
 POISON = 0xDB
 WAIT_S = 60.0
-"""Longest wait for something that must happen; only a failing test waits so long."""
+"""Longest wait for an event that must happen; only a failing test waits this long."""
 
 
 def key_of(number: int) -> bytes:
-    """A storage key for a test: numbers give different ones."""
+    """A storage key for tests; different numbers give different keys."""
     return hashlib.sha256(b"key %d" % number).digest()
 
 
 def payload_of(key: bytes, length: int) -> bytes:
-    """The payload that tests store under a key: any other key has other bytes."""
+    """The payload that tests store under a key; different keys have different payloads."""
     return hashlib.shake_128(key).digest(length)
 
 
 def section_lengths(payload_bytes: int) -> list[int]:
-    """A payload of so many bytes in up to three sections of different lengths."""
+    """Lengths of up to three sections, all different, that make up a payload of this length."""
     first = payload_bytes // 2
     second = (payload_bytes - first) // 3
     return [length for length in (first, second, payload_bytes - first - second) if length]
 
 
 def record_length(payload_bytes: int) -> int:
-    """Bytes of a whole record with such a payload."""
+    """Length of a whole record with a payload of this length."""
     return record_bytes(len(section_lengths(payload_bytes)), payload_bytes)
 
 
 class Region:
-    """The shared memory in which the holds of tests lie, as a server's lie in its pool: an adapter may register it,
-    and an adapter host maps it.
+    """Shared memory for the holds of tests, in place of a server's pool: an adapter may register it, and an adapter
+    host maps it.
 
-    Sparse: only what is used takes memory.  Extents that nobody refers to any more are given out again.
+    Only used pages take memory.  Extents that were given back are given out again.  Thread-safe.
     """
 
     LENGTH = 1 << 30
@@ -69,7 +69,7 @@ class Region:
         self._lock = threading.Lock()
 
     def take(self, length: int) -> tuple[int, memoryview]:
-        """Offset and bytes of an extent of whole pages, all zero."""
+        """Offset and bytes of an extent of whole pages, all zero; the caller passes it to `give_back` in the end."""
         length = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
             free = self._free.get(length)
@@ -83,7 +83,7 @@ class Region:
         return offset, extent
 
     def give_back(self, offset: int, length: int) -> None:
-        """An extent that `take` gave."""
+        """Give back an extent of `take`."""
         with self._lock:
             self._free.setdefault(length, []).append(offset)
 
@@ -95,17 +95,17 @@ def region() -> Region:
 
 
 def lent_context(record_evicted: Callable[[bytes], None], name: str = "contract") -> AdapterContext:
-    """What a server would lend an adapter, with the region as its pool."""
+    """The context that a server would give an adapter, with the region as its pool."""
     lent = region()
     return AdapterContext(name, SystemClock(), lent.address, lent.LENGTH, record_evicted, lent.fd)
 
 
 class WatchedHold:
-    """A hold on an extent of the region that looks like a native one and notices misuse.
+    """A hold on an extent of the region, with the interface of a native hold, that detects misuse.
 
-    `drop` counts its calls and marks the moment when the medium says it has finished: the bytes of a put are
-    then poisoned, so that reading them later stores garbage, and those of a load are remembered, so that
-    `check` finds later writes.  With a `gate`, whoever asks for the bytes waits until it is set.
+    `drop` counts its calls.  Its first call poisons the bytes of a put, so that an adapter that reads them later stores
+    garbage, and remembers the bytes, so that `check` finds later writes.  With a `gate`, a caller that asks for the
+    bytes waits until the gate is set.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class WatchedHold:
         self.generation = 1
         self.gate = gate
         self.asked = threading.Event()
-        """Set once somebody asked for the bytes."""
+        """Set when the bytes were asked for."""
         self.dropped = threading.Event()
         self.drops = 0
         self._for_put = for_put
@@ -126,7 +126,7 @@ class WatchedHold:
 
     @property
     def address(self) -> int:
-        """Where the bytes lie."""
+        """Address of the bytes."""
         return region().address + self.offset
 
     def view(self) -> memoryview:
@@ -138,7 +138,7 @@ class WatchedHold:
         return self._pages[: self.length]
 
     def drop(self) -> None:
-        """The medium has finished with the bytes."""
+        """End the hold: the medium has finished with the bytes."""
         with self._lock:
             self.drops += 1
             if self.drops == 1:
@@ -152,7 +152,7 @@ class WatchedHold:
         return bytes(self._pages[: self.length])
 
     def check(self) -> None:
-        """The hold was dropped exactly once, and nobody wrote the bytes afterwards."""
+        """Assert that the hold was dropped exactly once, and that nobody wrote the bytes afterwards."""
         assert self.drops == 1, f"the hold was dropped {self.drops} times"
         assert self._pages == self._at_drop, "the bytes were written after the hold was dropped"
 
@@ -164,8 +164,8 @@ class WatchedHold:
         assert await asyncio.to_thread(self.dropped.wait, WAIT_S), "the hold was never dropped"
 
     async def until_asked(self) -> None:
-        """Wait until somebody asked for the bytes."""
-        assert await asyncio.to_thread(self.asked.wait, WAIT_S), "nobody ever asked for the bytes"
+        """Wait until the bytes were asked for."""
+        assert await asyncio.to_thread(self.asked.wait, WAIT_S), "nobody asked for the bytes"
 
 
 def record_hold(
@@ -198,7 +198,7 @@ def load_item(key: bytes, payload_bytes: int, *, gate: threading.Event | None = 
 
 
 def watched(item: PutItem | LoadItem) -> WatchedHold:
-    """The hold of an item made here."""
+    """The hold of an item of `put_item` or `load_item`."""
     assert isinstance(item.hold, WatchedHold)
     return item.hold
 
@@ -209,7 +209,7 @@ def loaded_payload(item: LoadItem, payload_bytes: int) -> bytes:
 
 
 payload_sizes = st.one_of(st.integers(1, 20_000), st.sampled_from([4095, 4096, 4097, 65_536, 70_001]))
-"""Payload lengths around the borders that media care about."""
+"""Payload lengths around the block and page sizes of media."""
 
 keys = st.integers(0, 11).map(key_of)
-"""Few enough keys that tests hit the same one often."""
+"""Few keys, so that tests often use the same one."""

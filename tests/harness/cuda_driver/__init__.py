@@ -1,7 +1,7 @@
-"""A CUDA driver for machines without a GPU (driver.cpp): the shipped code runs on it in a process of its own.
+"""A CUDA driver for machines without a GPU (driver.cpp), with which the shipped code runs in a process of its own.
 
-`environment()` gives a child process that finds it as libcuda.so.1.  Inside such a process `SimulatedGpu` is the
-hand of the test: memory, streams and the controls that the environment variables cannot change later.
+A child process with the variables of `environment()` finds this driver as libcuda.so.1.  Inside such a process, tests
+use `SimulatedGpu` for memory, streams, and the options that environment variables cannot change later.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import provision
+from tests.tools import provision
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = [Path(__file__).with_name("driver.cpp"), ROOT / "ext" / "cuda" / "driver.cpp"]
-INCLUDES = [ROOT / "ext" / "cuda", ROOT / "ext" / "core" / "include"]
+INCLUDES = [ROOT / "ext" / "cuda", ROOT / "ext" / "core" / "src", ROOT / "ext" / "core" / "include"]
 HEADERS = [INCLUDES[0] / name for name in ("driver.h", "kernel_body.h", "fp8_kernel_body.h")]
-HEADERS.append(INCLUDES[1] / "kvstrata" / "fp8_scalar.h")
+HEADERS.append(INCLUDES[1] / "codec" / "fp8_scalar.h")
 LIBRARY = "libcuda.so.1"
 
 
 def build(folder: Path | None = None, *flags: str) -> Path:
-    """Compiles the driver into `folder` (default: one under build/ that is kept) unless it is current."""
+    """Compile the driver into `folder` (default: below build/, and kept) unless it is current; return the folder."""
     folder = folder or ROOT / "build" / "cuda-driver"
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / LIBRARY
@@ -49,7 +49,7 @@ def build(folder: Path | None = None, *flags: str) -> Path:
 
 
 def environment(**options: object) -> dict[str, str]:
-    """For a child process: this driver, with the options of driver.cpp (`delay_us=100`, `fail="copy:3:700"`)."""
+    """Return variables for a child process with this driver and these options (`delay_us=100`, `fail="copy:3:700"`)."""
     variables = {f"SIMULATED_CUDA_{name.upper()}": str(value) for name, value in options.items()}
     paths = [str(build()), os.environ.get("LD_LIBRARY_PATH", "")]
     return {**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, paths)), **variables}
@@ -67,6 +67,7 @@ class Gpu:
         self.call("cuCtxSetCurrent", context)
 
     def call(self, name: str, *arguments: object) -> None:
+        """Call a function of the driver; assert that it succeeds."""
         error = getattr(self.driver, name)(*arguments)
         assert error == 0, f"{name}: CUDA driver error {error}"
 
@@ -96,32 +97,34 @@ class Gpu:
         return target.raw
 
     def copy_later(self, target: int, content: int, length: int, stream: int) -> None:
-        """Queues a copy from (registered) host memory to the device, as an engine's kernel would write there."""
+        """Queue a copy from (registered) host memory to the device, in place of an engine's kernel that writes."""
         arguments = (ctypes.c_uint64(target), ctypes.c_void_p(content), ctypes.c_size_t(length))
         self.call("cuMemcpyHtoDAsync_v2", *arguments, ctypes.c_void_p(stream))
 
 
 class SimulatedGpu(Gpu):
+    """The first device of this driver, with the controls that a real one lacks."""
+
     def set(self, name: str, value: object) -> None:
-        """An option of driver.cpp. Setting `fail` begins to count calls anew."""
+        """Set an option of driver.cpp. Setting `fail` restarts the count of calls."""
         self.driver.simulated_cuda_set(name.encode(), str(value).encode())
 
     def calls(self, name: str) -> int:
-        """Calls of a function (`cuMemcpyDtoHAsync`), or of "copy", "kernel", "pageable" (driver.cpp)."""
+        """Return the calls of a function (`cuMemcpyDtoHAsync`), or of "copy", "kernel", "pageable" (driver.cpp)."""
         self.driver.simulated_cuda_calls.restype = ctypes.c_uint64
         return int(self.driver.simulated_cuda_calls(name.encode()))
 
     def adopt(self, address: int, length: int, device: int = 0) -> None:
-        """Makes memory of the test (a tensor on the CPU) a part of the device's."""
+        """Let memory of the test (a tensor on the CPU) count as memory of a device."""
         self.driver.simulated_cuda_adopt(ctypes.c_uint64(address), ctypes.c_uint64(length), device)
 
     def hold(self, held: bool) -> None:
-        """While held, no stream begins another piece of work."""
+        """Keep streams from beginning further pieces of work, or let them go on."""
         self.driver.simulated_cuda_hold(int(held))
 
 
 def simulated(**options: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a test run in a process of its own on this driver, with these options; its arguments are plain data."""
+    """Make a test run in a process of its own on this driver, with these options; the test's arguments must be JSON."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
@@ -135,7 +138,7 @@ def simulated(**options: object) -> Callable[[Callable[..., None]], Callable[...
 
 
 def _why_not_real() -> str:
-    """Why there is no real driver on this machine; empty where there is one."""
+    """Return why this machine has no real driver; empty if it has one."""
     try:
         ctypes.CDLL(LIBRARY)
     except OSError as error:
@@ -149,7 +152,10 @@ DRIVERS = pytest.mark.parametrize("driver", ["simulated", pytest.param("real", m
 
 
 def environment_of(driver: str, **options: object) -> dict[str, str]:
-    """For a child process: `simulated`, with these options, or `real`; the test is skipped where there is no GPU."""
+    """Return variables for a child process with the driver `simulated`, with these options, or `real`.
+
+    For `real` the test is skipped if the driver finds no GPU.
+    """
     if driver == "simulated":
         return environment(**options)
     if ctypes.CDLL(LIBRARY).cuInit(0):
@@ -158,7 +164,7 @@ def environment_of(driver: str, **options: object) -> dict[str, str]:
 
 
 def on_gpu(body: Callable[..., None]) -> Callable[..., None]:
-    """Makes a test run on this driver and, where the machine has a GPU, on the real one; likewise."""
+    """Make a test run on this driver and, if the machine has a GPU, on the real one; see `simulated`."""
 
     @DRIVERS
     @functools.wraps(body)
@@ -173,6 +179,7 @@ def on_gpu(body: Callable[..., None]) -> Callable[..., None]:
 
 
 def run_body(body: Callable[..., None], arguments: dict[str, object], variables: dict[str, str]) -> None:
+    """Run the body of a test in a child process; assert that it succeeds."""
     code = "import sys; from tests.harness.cuda_driver import call_body; call_body(*sys.argv[1:])"
     command = [sys.executable, "-c", code, body.__module__, body.__name__, json.dumps(arguments)]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
@@ -182,4 +189,5 @@ def run_body(body: Callable[..., None], arguments: dict[str, object], variables:
 
 
 def call_body(module: str, name: str, arguments: str) -> None:
+    """Call the body of a test with arguments in JSON (called in the child)."""
     getattr(importlib.import_module(module), name).body(**json.loads(arguments))

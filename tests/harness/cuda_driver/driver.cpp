@@ -1,25 +1,26 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // A CUDA driver for tests on machines without a GPU: built as libcuda.so.1 and found by the loader
-// before (or instead of) a real one. Device memory is host memory that it keeps account of, a
-// stream is a thread, a kernel is its host twin from ext/cuda/kernel_body.h. It is strict where a
-// real driver is undefined or slow:
+// before (or instead of) a real one. Device memory is host memory that the driver keeps account of,
+// a stream is a thread, a kernel is its host twin from ext/cuda/kernel_body.h. The driver is strict
+// where the behaviour of a real driver is undefined or slow:
 //
 //   - a copy from or to memory that is neither a device's nor registered runs in the call, after
-//     what the stream has before it, and is counted ("pageable")
+//     the earlier work of its stream, and is counted ("pageable")
 //   - a copy that crosses the border of two registrations, or leaves an allocation, is refused
-//   - memory that was freed or unregistered while work still needed it is a sticky
-//     CUDA_ERROR_ILLEGAL_ADDRESS, and so is whatever a kernel touches outside
+//   - work that needs freed or unregistered memory ends with a sticky CUDA_ERROR_ILLEGAL_ADDRESS,
+//     and so does a kernel that touches other memory than a device's or registered memory
 //   - the copies of a batch run in random order
 //
 // Environment (all may be changed later by simulated_cuda_set with the lower-case rest of the
 // name):
 //   SIMULATED_CUDA_DEVICES=1         SIMULATED_CUDA_VERSION=13000
 //   SIMULATED_CUDA_MEMORY=1073741824 bytes of each device
-//   SIMULATED_CUDA_REGISTER=bytes    that may be registered at once
+//   SIMULATED_CUDA_REGISTER=bytes    most bytes that may be registered at once
 //   SIMULATED_CUDA_HOLD_REGISTER=0   1: calls that register memory do not return
-//   SIMULATED_CUDA_DELAY_US=0        before each piece of work, at most; random,
-//   SIMULATED_CUDA_SEED SIMULATED_CUDA_FAIL=call:n:number[,...]
+//   SIMULATED_CUDA_DELAY_US=0        longest random delay before each piece of work
+//   SIMULATED_CUDA_SEED=number       seed of the random delays and orders
+//   SIMULATED_CUDA_FAIL=call:n:number[,...]
 //       the n-th call (n+: and all later ones) of this function returns that error. "copy" and
 //       "kernel" count pieces of work as they run, which makes the error sticky; so do calls that
 //       fail with a sticky number.

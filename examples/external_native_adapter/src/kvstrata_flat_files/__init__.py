@@ -1,6 +1,6 @@
-"""`{"type": "flat_files", "base_path": "/data/kv", "capacity_gb": 20}`: a storage adapter whose medium is C++.
+"""The adapter of `{"type": "flat_files", "base_path": "/data/kv", "capacity_gb": 20}`, whose medium is in C++.
 
-The connector is in connector.cpp; kvstrata's NativeAdapter is the adapter around it.
+The connector is in connector.cpp; kvstrata's NativeAdapter makes an adapter of it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ FIELDS = ("base_path", "capacity_gb", "num_workers")
 
 
 def make_adapter(base_path: str, capacity_bytes: int = 0, num_workers: int = 4) -> NativeAdapter:
-    """The adapter, not open; 0 bytes: no cap."""
+    """Make the adapter, not opened yet; `capacity_bytes` 0: no cap."""
     capsule = _connector.connector(base_path, capacity_bytes)
     return NativeAdapter(capsule, name="flat_files", num_workers=num_workers)
 
 
 def from_fields(fields: Mapping[str, Any], path: str) -> NativeAdapter:
-    """For the entry point: an adapter out of an `l2_adapters` entry. Raises ConfigError by field."""
+    """The entry point: make the adapter of an `l2_adapters` entry at `path`. Raises ConfigError naming the field."""
 
     def wrong(name: str, must: str) -> ConfigError:
         return ConfigError(f"{path}.{name}: {must}, found {fields.get(name)!r}", field=f"{path}.{name}")
 
     for name in fields:
         if name not in FIELDS:
-            raise wrong(name, f"unknown field; there are {', '.join(FIELDS)}")
+            raise wrong(name, f"unknown field; the fields are {', '.join(FIELDS)}")
     base_path, capacity_gb = fields.get("base_path"), fields.get("capacity_gb", 0)
     num_workers = fields.get("num_workers", 4)
     if not isinstance(base_path, str) or not base_path or "\0" in base_path:

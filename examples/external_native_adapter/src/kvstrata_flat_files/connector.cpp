@@ -1,15 +1,15 @@
 // A storage connector outside kvstrata: one file per record, all in one directory.
 //
 //   <base>/<64 hex>         a record, complete and synced before it gets this name
-//   <base>/<64 hex>.part    one being written; removed at the next start
+//   <base>/<64 hex>.part    a record that is being written; removed at the next start
 //
-// What a connector has to get right, and where it is done here:
-//   - several threads at a time: the index is guarded by `mutex_`, files are touched outside of it;
+// A connector has to get these things right:
+//   - several threads at a time: `mutex_` guards the index; records are read and written without it;
 //   - a key that is put twice at the same time is stored once: `claimed_`;
-//   - STORED is durable: fdatasync before the rename (put), the directory synced once per batch
-//   after
-//     it (put_end);
-//   - the cap: room is made before a record is written, oldest first, and told (take_evicted).
+//   - STORED is durable: fdatasync before the rename (put), then one sync of the directory for each
+//     batch (put_end);
+//   - the cap: the oldest records make room before a record is written, and are reported
+//     (take_evicted).
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <fcntl.h>
@@ -81,7 +81,7 @@ class FlatFiles final : public kvstrata::Connector {
       : base_(std::move(base)), capacity_bytes_(capacity_bytes) {}
 
   kvstrata::ConnectorCapabilities capabilities() const noexcept override {
-    // Not exists_is_quick: it takes a lock under which files are removed.
+    // `exists` may block, because it takes a lock that is held while files are removed.
     return {.persistent = true, .can_clear = true};
   }
 
@@ -123,7 +123,7 @@ class FlatFiles final : public kvstrata::Connector {
   void put(std::span<PutItem> piece) noexcept override {
     for (PutItem& item : piece) {
       std::tie(item.status, item.reason) = put_one(item);
-      item.hold.reset();  // the file has the bytes
+      item.hold.reset();  // the bytes are written
     }
   }
 
@@ -237,7 +237,7 @@ class FlatFiles final : public kvstrata::Connector {
     return {PutStatus::kFailed, "io"};
   }
 
-  // 0 or errno.
+  // Writes the record to its file and syncs the file. Returns 0 or errno.
   int write(const PutItem& item) const {
     const std::string path = path_of(item.key);
     const std::string part = path + ".part";
@@ -265,12 +265,12 @@ class FlatFiles final : public kvstrata::Connector {
       const std::lock_guard lock(mutex_);
       const auto record = index_.find(item.key);
       if (record == index_.end()) return {LoadStatus::kAbsent, ""};
-      ages_.splice(ages_.end(), ages_, record->second.age);  // used: leaves last
+      ages_.splice(ages_.end(), ages_, record->second.age);  // just used, so evicted last
     }
     const File file(path_of(item.key), O_RDONLY);
     if (!file) {
       if (errno != ENOENT) return {LoadStatus::kFailed, "io"};
-      forget(item.key);  // somebody removed it behind our back
+      forget(item.key);  // removed by another program
       return {LoadStatus::kAbsent, ""};
     }
     struct stat status{};
@@ -289,7 +289,7 @@ class FlatFiles final : public kvstrata::Connector {
   const std::string base_;
   const std::uint64_t capacity_bytes_;  // 0: no cap
   std::mutex mutex_;
-  std::condition_variable changed_;  // a put ended
+  std::condition_variable changed_;  // notified when a put has ended
   std::map<Digest, Record> index_;
   std::list<Digest> ages_;    // oldest first
   std::set<Digest> claimed_;  // being written

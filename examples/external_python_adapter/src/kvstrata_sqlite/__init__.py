@@ -1,13 +1,13 @@
-"""An L2 adapter for kvstrata that keeps records in one SQLite database: small, complete, and kept honest by the suite.
+"""An L2 adapter for kvstrata that keeps records in one SQLite database; kvstrata's contract suite tests it.
+
+The package's entry point names `from_fields`, so a server accepts the type once the package is installed:
 
     lmcache-server --l2-adapter '{"type": "sqlite", "path": "/data/kv.sqlite", "capacity_gb": 20}'
 
-once this package is installed: its entry point names `from_fields`.
-
 Invariants
-1. The index (key → length, least recently used first) belongs to the event loop.  Threads do nothing but SQL.
+1. The index (key → length, least recently used first) belongs to the event loop.  Threads only run SQL.
 2. One put, delete or clear at a time changes the table (`_changing`); the index follows when the change is committed.
-3. A hold is dropped by the thread that touched its bytes, when it has finished, or at once if none will.
+3. The thread that touches the bytes of a hold drops it when it has finished; if no thread will, it is dropped at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvstrata.errors import ConfigError, StorageError
-from kvstrata.native.copying import CopyOutcome, verify_stored_record
+from kvstrata.native.record import CopyOutcome, verify_stored_record
 from kvstrata.storage.base import (
     AdapterContext,
     Capabilities,
@@ -48,12 +48,12 @@ CLOSED = "closed"
 
 
 def from_fields(fields: Mapping[str, Any], path: str) -> SqliteAdapter:
-    """For the entry point: an adapter out of the fields of an `l2_adapters` entry. Raises ConfigError by field."""
+    """The entry point: make the adapter of an `l2_adapters` entry at `path`. Raises ConfigError naming the field."""
     known = {"path": None, "capacity_gb": 0}
     for name in fields:
         if name not in known:
             raise ConfigError(
-                f"{path}.{name}: unknown field; there are {', '.join(known)}", field=f"{path}.{name}"
+                f"{path}.{name}: unknown field; the fields are {', '.join(known)}", field=f"{path}.{name}"
             )
     file, capacity_gb = fields.get("path"), fields.get("capacity_gb", 0)
     if not isinstance(file, str) or not file:
@@ -65,10 +65,10 @@ def from_fields(fields: Mapping[str, Any], path: str) -> SqliteAdapter:
 
 
 class SqliteAdapter(StorageAdapter):
-    """See the module. `capacity_gb` counts the records' bytes; 0 means no cap. SQLite's own pages come on top."""
+    """The adapter, see the module. `capacity_gb` limits the records' bytes; 0: no cap. SQLite's pages come on top."""
 
     def __init__(self, path: str, capacity_gb: float = 0) -> None:
-        self.name = "sqlite"  # the server puts its own name here: type and index
+        self.name = "sqlite"  # the server replaces it by type and index
         self.capabilities = Capabilities(persistent=True, shared=False, max_batch=16, lists=True)
         self._path = path
         self._capacity_bytes = int(capacity_gb * GB)
@@ -85,7 +85,7 @@ class SqliteAdapter(StorageAdapter):
     # Life.
 
     async def open(self, context: AdapterContext) -> None:
-        """Read keys and lengths, but no record. Raises StorageError naming the file."""
+        """Read keys and lengths, but no records. Raises StorageError naming the file."""
         self._context = context
         self._lanes = Lanes(self.name)
         try:
@@ -106,7 +106,7 @@ class SqliteAdapter(StorageAdapter):
                 self._forget(victims, evicted=True)
 
     async def close(self) -> None:
-        """Wait for what is in flight: every hold is dropped by then."""
+        """Wait until all work has ended; all holds are then dropped."""
         self._closed = True
         while self._running:
             await asyncio.wait(set(self._running))
@@ -118,7 +118,7 @@ class SqliteAdapter(StorageAdapter):
     # The contract. Each batch is a task of the adapter: cancelling the call ends the wait, not the work.
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
-        """From the index alone: no disk and no queue."""
+        """Answer from the index, without disk or queue."""
         if self._closed:
             return [Found(Presence.UNKNOWN, 0, CLOSED)] * len(keys)
         lengths = [self._index.get(key) for key in keys]
@@ -128,29 +128,29 @@ class SqliteAdapter(StorageAdapter):
         ]
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
-        """By row: a record keeps its own as long as it is there."""
+        """List keys by row number, which a record keeps as long as it exists."""
         if self._closed:
             return None
         return await self._own(self._in_lane(Lane.LOOKUP, lambda: self._read_keys(cursor, most)))
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        """One transaction a record: STORED means that it is on the disk."""
+        """Put each record in a transaction of its own; STORED means that it is on the disk."""
         return await self._own(self._put_batch(list(items)))
 
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
-        """All at once, each in a thread."""
+        """Load all records at once, each in a thread."""
         return await self._own(self._load_batch(list(items)))
 
     async def delete(self, keys: Sequence[bytes]) -> int:
-        """In one transaction."""
+        """Delete all keys in one transaction."""
         return await self._own(self._delete_batch(list(keys)))
 
     async def clear(self) -> int:
-        """Every record."""
+        """Delete every record."""
         return await self._own(self._delete_batch(None))
 
     async def usage(self) -> Usage:
-        """As counted against the cap."""
+        """The bytes and records that count against the cap."""
         return Usage(self._used_bytes, self._capacity_bytes, len(self._index))
 
     async def _own(self, work: Coroutine[Any, Any, T]) -> T:
@@ -175,13 +175,13 @@ class SqliteAdapter(StorageAdapter):
         elif 0 < self._capacity_bytes < length:
             refusal = "larger_than_cap"
         if refusal or self._index.get(key) == length:
-            item.hold.drop()  # nobody will touch its bytes
+            item.hold.drop()  # no thread will touch its bytes
             return PutOutcome(PutStatus.FAILED, refusal) if refusal else PutOutcome(PutStatus.EXISTS)
         victims = self._victims(length - self._index.get(key, 0))
         failure = await self._in_lane(Lane.PUT, lambda: self._write_row(item, victims))
         if failure is not None:
             return failure
-        self._forget([key], evicted=False)  # a copy of another length, which this one replaces
+        self._forget([key], evicted=False)  # the new record replaces a copy of another length
         self._forget(victims, evicted=True)
         self._index[key] = length
         self._used_bytes += length
@@ -201,7 +201,7 @@ class SqliteAdapter(StorageAdapter):
         return victims
 
     def _forget(self, keys: Sequence[bytes], *, evicted: bool) -> int:
-        """Take keys out of the index; how many were in it. The server is told of those that the cap drove out."""
+        """Remove keys from the index; returns how many were in it. Evicted keys are reported to the server."""
         known = [key for key in dict.fromkeys(keys) if key in self._index]
         for key in known:
             self._used_bytes -= self._index.pop(key)
@@ -220,14 +220,14 @@ class SqliteAdapter(StorageAdapter):
         if outcome.status is LoadStatus.LOADED and item.key in self._index:
             self._index.move_to_end(item.key)
         elif outcome.status in (LoadStatus.ABSENT, LoadStatus.CORRUPT):
-            # Only without the bad copy can the next put heal it. A put may have been faster: that row stays.
+            # Delete the bad copy, so that the next put can store the record. A row that a faster put wrote stays.
             async with self._changing:
                 if not await self._in_lane(Lane.DELETE, lambda: self._is_there_without(item.key, row)):
                     self._forget([item.key], evicted=False)
         return outcome
 
     async def _delete_batch(self, keys: list[bytes] | None) -> int:
-        """None: all there are."""
+        """Delete these keys (None: all); returns how many records were deleted."""
         async with self._changing:
             if self._closed:
                 return 0
@@ -237,7 +237,7 @@ class SqliteAdapter(StorageAdapter):
             return self._forget(chosen, evicted=False)
 
     async def _in_lane(self, lane: Lane, work: Callable[[], T]) -> T:
-        """Run blocking work in a thread; a burst of puts leaves one for lookups and loads."""
+        """Run blocking work in a thread of a lane; a burst of puts leaves one thread for lookups and loads."""
         assert self._lanes is not None
         done = self._lanes.submit(lane, work, beyond_limit=True)
         assert done is not None
@@ -247,7 +247,7 @@ class SqliteAdapter(StorageAdapter):
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
-        """A connection that no other thread uses meanwhile; what was done is committed unless it raises."""
+        """Lend a connection to this thread alone; its work is committed unless the block raises."""
         with self._connections_lock:
             connection = self._connections.pop() if self._connections else None
         if connection is None:
@@ -282,7 +282,7 @@ class SqliteAdapter(StorageAdapter):
         return KeyPage([key for _, key in rows], rows[-1][0] if len(rows) == most else 0)
 
     def _write_row(self, item: PutItem, victims: list[bytes]) -> PutOutcome | None:
-        """None when it is committed."""
+        """Write one record; returns None if it is committed, else the outcome."""
         try:
             with self._connection() as sql:
                 sql.executemany("DELETE FROM records WHERE key = ?", [(key,) for key in victims])
@@ -297,7 +297,7 @@ class SqliteAdapter(StorageAdapter):
         return None
 
     def _read_row(self, item: LoadItem) -> tuple[LoadOutcome, int]:
-        """The outcome, and the row's id where there was one."""
+        """Read one record; returns the outcome, and the row's id (0 without a row)."""
         try:
             with self._connection() as sql:
                 found = sql.execute("SELECT id, record FROM records WHERE key = ?", (item.key,)).fetchone()
@@ -315,7 +315,7 @@ class SqliteAdapter(StorageAdapter):
             item.hold.drop()
 
     def _is_there_without(self, key: bytes, row: int) -> bool:
-        """Delete that one row, and say whether the key has another."""
+        """Delete this row; returns whether the key has another."""
         try:
             with self._connection() as sql:
                 sql.execute("DELETE FROM records WHERE id = ?", (row,))

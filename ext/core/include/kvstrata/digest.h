@@ -1,6 +1,6 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// 32 bytes of SHA-256, as they stand in files and messages: keys, identities, slices.
+// A SHA-256 digest, as stored in files and messages: keys, identities, slices.
 #pragma once
 
 #include <array>

@@ -1,8 +1,6 @@
-"""Our connector for vLLM: `{"kv_connector": "LMCacheConnectorV1", "kv_connector_module_path": this module,
-…}`.
+"""Our connector for vLLM: `{"kv_connector": "LMCacheConnectorV1", "kv_connector_module_path": this module, …}`.
 
-vLLM is imported when the class is first asked for, so that settings, decisions and layouts can be used
-without it.
+vLLM is imported when the class is first asked for, so settings, decisions and layouts can be used without it.
 """
 
 from __future__ import annotations

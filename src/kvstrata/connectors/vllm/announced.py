@@ -1,44 +1,47 @@
 """Chunks that KV events named as stored, watched until they leave L1, so that events can name them as removed.
 
-The server tells its clients nothing of evictions; the index in shared memory shows them.  A few chunks are looked at in
-each step, the one looked at longest ago first, so a removal is told a while after it happened: within some hundred
-steps of a busy engine, and not at all while vLLM makes no steps.
+The server does not tell its clients of evictions, but the index in shared memory shows them.  Each step of vLLM looks
+at a few chunks, first at those looked at longest ago.  So a removal is reported some time after it happened: in a busy
+engine after at most about MAX_ANNOUNCED / LOOKED_AT_PER_STEP = 2,048 steps, and never while vLLM makes no steps.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-
-from kvstrata.types import KEY_BYTES
+from collections.abc import Callable, Iterable, Sequence
 
 MAX_ANNOUNCED = 65_536
-"""Chunks watched; of more, the one looked at longest ago is told as removed."""
+"""Most chunks that are watched; beyond that, the chunk looked at longest ago is reported as removed."""
 LOOKED_AT_PER_STEP = 32
 ROUND_S = 0.1
-"""A chunk is not looked at again sooner than this."""
+"""Shortest time between two looks at a chunk."""
 ARRIVES_WITHIN_S = 10.0
-"""A chunk that somebody else was storing is in L1 by then, or never."""
+"""A chunk that another process still stores when events name it reaches L1 within this time, or never."""
 
 
 class Announced:
     """The chunks of one engine. Belongs to the scheduler's thread."""
 
     def __init__(
-        self, present: Callable[[bytes], list[bool] | None], now: Callable[[], float] = time.monotonic
+        self,
+        present: Callable[[Sequence[tuple[bytes, bytes]]], list[bool] | None],
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`present(chain)` tells for each of these keys whether it can be hit in L1; None when that cannot be told."""
+        """`present` tells for each (identity root, chain key) whether L1 has the chunk; None while that is unknown."""
         self._present = present
         self._now = now
-        self._chunks: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
-        """Key → (when it was looked at last, until when it may still be on its way), in the order of the first."""
+        self._chunks: OrderedDict[bytes, tuple[bytes, float, float]] = OrderedDict()
+        """Key → (root, time of the last look, time until which it may still be on its way); the oldest look first."""
 
-    def add(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Watch these, which events name as stored now. Those that are not watched any more instead."""
+    def add(self, root: bytes, keys: Iterable[bytes]) -> list[bytes]:
+        """Watch these chunks of an identity, which events now name as stored.
+
+        Returns the chunks that are dropped to stay within MAX_ANNOUNCED; the caller reports them as removed.
+        """
         now = self._now()
         for key in keys:
-            self._chunks[key] = (now, now + ARRIVES_WITHIN_S)
+            self._chunks[key] = (root, now, now + ARRIVES_WITHIN_S)
             self._chunks.move_to_end(key)
         dropped = []
         while len(self._chunks) > MAX_ANNOUNCED:
@@ -46,28 +49,23 @@ class Announced:
         return dropped
 
     def left(self) -> list[bytes]:
-        """Look at a few chunks; those that have left L1 and are not watched any more."""
+        """Look at a few chunks. Returns those that have left L1, which are not watched any more."""
         now = self._now()
-        due: list[bytes] = []
-        for key, (looked_s, _) in self._chunks.items():
+        due: list[tuple[bytes, bytes]] = []
+        for key, (root, looked_s, _) in self._chunks.items():
             if len(due) == LOOKED_AT_PER_STEP or now - looked_s < ROUND_S:
                 break
-            due.append(key)
-        present = self._present(b"".join(due)) if due else None
+            due.append((root, key))
+        present = self._present(due) if due else None
         if present is None:
             return []
         gone = []
-        for key, there in zip(due, present, strict=True):
-            arrives_s = self._chunks[key][1]
+        for (root, key), there in zip(due, present, strict=True):
+            arrives_s = self._chunks[key][2]
             if there or now < arrives_s:
-                self._chunks[key] = (now, 0.0 if there else arrives_s)
+                self._chunks[key] = (root, now, 0.0 if there else arrives_s)
                 self._chunks.move_to_end(key)
             else:
                 del self._chunks[key]
                 gone.append(key)
         return gone
-
-
-def chunk_keys(chain: bytes) -> list[bytes]:
-    """The chain keys one by one."""
-    return [chain[at : at + KEY_BYTES] for at in range(0, len(chain), KEY_BYTES)]

@@ -1,12 +1,12 @@
-"""The boundary to vLLM: no exception of ours passes it while the engine serves.
+"""The boundary to vLLM: no exception of ours crosses it while the engine serves.
 
-vLLM does not expect its connector to raise: what a call of its scheduler or a worker into us raises ends the whole
-engine.  Every method of ours that vLLM calls while it serves is therefore `guarded`: an unexpected exception is counted
-(`errors`), logged (each kind the 1st, 10th, 100th … time), and vLLM gets the answer of an engine without a cache.  For
-most methods another method puts things in order first, so that leases are given back and no block is freed or read
-while a copy still uses it; it gives the answer.
+vLLM does not expect its connector to raise: an exception of ours in its scheduler or in a worker ends the whole engine.
+Every method of ours that vLLM calls while it serves is therefore `guarded`: an unexpected exception is counted
+(`errors`) and logged (each kind the 1st, 10th, 100th … time), and vLLM gets the answer that a connector without a cache
+would give.  For most methods a recovery method gives that answer; it first gives leases back and makes sure that no
+block is freed or read while a copy still uses it.
 
-At the start of an engine exceptions pass: an operator sees them at once and nobody is served yet.
+While an engine starts, exceptions reach vLLM: the operator sees them at once, and no request is served yet.
 
 This is the plugin boundary seen from the plugin's side: `except Exception` stands here and nowhere else in the
 connector.
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Errors:
-    """What was caught in this process. Thread-safe."""
+    """The errors that were caught in this process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,7 +36,7 @@ class Errors:
         self.total = 0
 
     def caught(self, where: str, error: Exception) -> None:
-        """Count an error in the method `where`, and log it if it is one of the first of its kind."""
+        """Count an error in the method `where`; log the 1st, 10th, 100th … of its kind."""
         with self._lock:
             self._untold += 1
             self.total += 1
@@ -52,7 +52,7 @@ class Errors:
             )
 
     def take_count(self) -> int:
-        """How many since the last call."""
+        """The number of errors since the last call."""
         with self._lock:
             count, self._untold = self._untold, 0
         return count
@@ -66,8 +66,8 @@ def guarded(
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Decorates a method that vLLM calls.
 
-    After an exception, `recover` is called with the same arguments and gives the answer.  If there is none, or it
-    raises as well, the answer is `neutral`.
+    After an exception of the method, the answer is that of `recover`, called with the same arguments.  Without
+    `recover`, or if it raises as well, the answer is `neutral`.
     """
 
     def decorate(method: Callable[..., T]) -> Callable[..., T]:

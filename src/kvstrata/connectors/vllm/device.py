@@ -1,16 +1,17 @@
 """Blocks in device memory: chunks go straight between them and the pool, on streams of our own.
 
     store   engine's stream ──moment──▶ store stream: blocks ──▶ extents ──▶ CRCs and header on the host
-    load    engine's stream ──moment──▶ load stream: extents ──▶ blocks, the CRCs are verified meanwhile
+    load    engine's stream ──moment──▶ load stream: extents ──▶ blocks, while the CRCs are verified
             engine's stream ◀──event of a section── as soon as the engine comes to that layer
 
-Both begin behind what the engine's stream had to do at the call: a store behind the forward pass that computed it, a
-load behind whatever still reads, writes or zeroes the blocks it was given.  No stream is ever synchronised; what the
-engine's thread waits for is the end of loads that it could not go on without (`worker.WorkerSide`).
+Both begin after the work that the engine's stream holds at the call: a store after the forward pass that computes its
+chunks, a load after everything that still reads, writes or zeroes its blocks.  No stream is ever synchronised: the
+engine's thread waits only for the end of loads that its step needs (`worker.WorkerSide`).
 
-After a sticky error of the driver nothing is copied any more: stores are refused, loads fail, and the engine computes.
+After a sticky error of the driver nothing is copied any more: stores are refused, loads fail, and the engine computes
+the tokens.
 
-No torch here: a stream is the driver's handle as an int.
+This module does not import torch: a stream is the driver's handle as an int.
 """
 
 from __future__ import annotations
@@ -18,19 +19,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from kvstrata.client.calls import LoadItem, LoadJob, StoreJob, StoreOutcome
+from kvstrata.client import CacheClient, Identity
+from kvstrata.client.copies import Pages, device_copies
+from kvstrata.client.handles import LoadItem, LoadJob, StoreJob, StoreOutcome
+from kvstrata.config.model import ClientSettings
+from kvstrata.connectors.vllm.kv_view import KvView
 from kvstrata.connectors.vllm.metadata import Store
 from kvstrata.errors import ConfigError
 from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, CudaError
+from kvstrata.rpc.wire import DeviceCopies
 from kvstrata.types import LeaseName
-
-if TYPE_CHECKING:
-    from kvstrata.client import CacheClient, Identity
-    from kvstrata.config.model import ClientSettings
-    from kvstrata.connectors.vllm.kv_view import KvView
-    from kvstrata.rpc.wire import DeviceCopies
 
 logger = logging.getLogger("vllm.kvstrata")
 
@@ -38,9 +37,9 @@ logger = logging.getLogger("vllm.kvstrata")
 def open_engine(
     settings: ClientSettings, view: KvView, device: object, ordinal: int
 ) -> tuple[CudaCopyEngine, CudaCopyPlan]:
-    """What copies these blocks, and its plan. `device` names the GPU `ordinal` in errors.
+    """Open the copy engine for these blocks; returns it with the plan of its copies.
 
-    Raises ConfigError where that cannot work.
+    `device` is the name of GPU number `ordinal` in errors.  Raises ConfigError if these blocks cannot be copied.
     """
     try:
         plan = CudaCopyPlan(view.plan(), ordinal, fp8=view.rounding)
@@ -68,7 +67,7 @@ def open_engine(
 
 
 def choose_way(engine: CudaCopyEngine, device: object, plan: CudaCopyPlan, chunk_blocks: int) -> None:
-    """Measure with records of `chunk_blocks` blocks, take the best way where none is configured, and tell the log."""
+    """Measure copies of `chunk_blocks` blocks, choose the fastest way if none is configured, and log the result."""
     try:
         engine.choose(plan, 0, 0, range(chunk_blocks))
     except CudaError as error:
@@ -80,7 +79,7 @@ def choose_way(engine: CudaCopyEngine, device: object, plan: CudaCopyPlan, chunk
 
 
 class DeviceMover:
-    """See the module and `worker.Mover`."""
+    """The `Mover` for blocks on a GPU."""
 
     def __init__(
         self,
@@ -88,11 +87,14 @@ class DeviceMover:
         engine: CudaCopyEngine,
         plan: CudaCopyPlan,
         *,
+        pages: Pages,
         sections: Mapping[str, int],
         current_stream: Callable[[], int],
     ) -> None:
-        """`engine` is the client's, `sections` the record's section of each layer; `current_stream()` is the stream on
-        which the calling thread gives work to the device.  Raises ValueError where no layer waits for a section.
+        """`engine` (the copy engine) and `pages` are the client's; `sections` maps each layer to its record section.
+
+        `current_stream()` is the stream on which the calling thread gives work to the device.  Raises ValueError if a
+        section has no layer that would wait for it.
         """
         if set(sections.values()) != set(range(plan.section_count)):
             raise ValueError(f"sections: {sorted(set(sections.values()))}, not all of {plan.section_count}")
@@ -100,13 +102,14 @@ class DeviceMover:
         self._engine = engine
         self._plan = plan
         self._layerwise_plan = plan.layerwise()
+        self._pages = pages
         self._current_stream = current_stream
         self._told = False
         self._counted: DeviceCopies | None = None
         self.sections = sections
 
     def store(self, identity: Identity, store: Store, blocks: Sequence[Sequence[int]]) -> StoreJob:
-        """Reads the blocks behind what is on the current stream now."""
+        """Begins a store; it reads the blocks after the present work of the current stream."""
         plan = self._behind_now(self._plan)
         if plan is None:
             job = StoreJob(len(blocks), lambda job: None)
@@ -114,18 +117,18 @@ class DeviceMover:
             return job
         return self._client.store(identity, store.parent, store.chain, plan, blocks, probe=store.probe)
 
-    def load(self, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:
-        """Writes the blocks behind what is on the current stream now; with `sync` layer after layer."""
+    def load(self, identity: Identity, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:
+        """Begins a load; its writes are ordered behind the current stream's present work. `sync`: layer after layer."""
         plan = self._behind_now(self._layerwise_plan if sync else self._plan)
         if plan is None:
             job = LoadJob(lambda job: None)
             job.finish(range(len(items)), 0)
             self._client.release([lease])
             return job
-        return self._client.load(lease, items, plan, whole=sync)
+        return self._client.load(identity, lease, items, plan, whole=sync)
 
     def await_section(self, job: LoadJob, section: int | None, timeout_s: float) -> bool:
-        """Put the current stream behind these copies, which this thread waits for only until they are queued."""
+        """Make the current stream wait for these copies; this thread waits only until the copies are queued."""
         if job.done.is_set():
             return True
         ends_s = time.monotonic() + timeout_s
@@ -140,18 +143,17 @@ class DeviceMover:
         except CudaError as error:
             self._tell(error)
             queued = False
-        # A copy that has ended meanwhile is not known to the engine any more.
+        # A copy that has ended meanwhile is unknown to the copy engine; then the job's end answers.
         return queued or job.wait(max(0.0, ends_s - time.monotonic()))
 
     @property
     def broken(self) -> bool:
-        """Nothing is copied any more, for good."""
+        """Whether copying has stopped, for the rest of the process."""
         return self._engine.failed is not None
 
     def take_counts(self) -> dict[str, int]:
-        """By which way this worker copies, once; bytes that were pinned, and whether more were refused."""
-        before, now = self._counted, self._client.device_copies()
-        assert now is not None
+        """Counts since the last call: this worker's way of copying (once), pinned bytes, and refusals to pin."""
+        before, now = self._counted, device_copies(self._engine, self._pages)
         self._counted = now
         refused = now.pin_refusal and (before is None or before.pin_refusal != now.pin_refusal)
         return {
@@ -161,10 +163,10 @@ class DeviceMover:
         }
 
     def close(self) -> None:
-        """The client closes the engine."""
+        """Nothing to do: the client closes the copy engine."""
 
     def _behind_now(self, plan: CudaCopyPlan) -> CudaCopyPlan | None:
-        """The plan for copies behind what is on the current stream now; None when there are to be none."""
+        """The plan for copies after the present work of the current stream; None if nothing can be copied."""
         if self._engine.failed is None:
             try:
                 return plan.behind(self._engine.moment(self._current_stream()))

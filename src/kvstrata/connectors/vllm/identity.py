@@ -1,8 +1,8 @@
-"""Who this engine is: model, weights, adapters and layout as identities, read from vLLM's configuration.
+"""The identity of this engine: model, weights, adapters and layout, read from vLLM's configuration.
 
-What decides the meaning of KV bytes must be in the identity, also where a name alone would not tell: the
-files of a local model or adapter are sampled, the model's configuration is hashed.  vLLM's objects are read
-by attribute only; nothing here imports vLLM or torch.
+Everything that decides the meaning of KV bytes must be in the identity.  Where a name does not determine the meaning,
+content is read: the files of a local model or adapter are sampled, and the model's configuration is hashed.  vLLM's
+objects are read by attribute only; nothing here imports vLLM or torch.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _VOLATILE_CONFIG = ("transformers_version", "_name_or_path", "_attn_implementati
 def fingerprint(folder: str | os.PathLike[str]) -> str:
     """Hex digest for the weights below a folder (or of one file): names, sizes, and samples of content.
 
-    256 samples of 4 KiB, evenly spread, are read from each weight file, and all of every `*.json`.  Two
-    trainings of one architecture differ nearly everywhere, so samples tell them apart; what cannot be told
-    is a change of a few bytes made by hand.  Returns "" when there is nothing to read.
+    It reads 256 samples of 4 KiB, evenly spread, from each weight file (a file of up to 1 MiB whole), and all of every
+    `*.json`.  Two trainings of one architecture differ nearly everywhere, so samples tell them apart; a change of a few
+    bytes made by hand may not be seen.  Returns "" if the folder has no weight file.  Raises ConfigError if a file
+    cannot be read.
     """
     root = Path(folder)
     try:
@@ -64,9 +65,10 @@ def fingerprint(folder: str | os.PathLike[str]) -> str:
 
 
 def fidelity_of(settings: ClientSettings) -> str:
-    """What this engine's KV has gone through or may go through.
+    """The fidelity in this engine's identities: the lossy codec that its KV may have passed, if any.
 
-    Records that a GPU has rounded (`gpu_fp8`) have one of their own: nobody else reads them or rounds them again.
+    Records that a GPU has rounded (`gpu_fp8`) have a fidelity of their own, so engines without `gpu_fp8` never read
+    them.
     """
     return ENCODING if settings.gpu_fp8 else settings.fidelity
 
@@ -76,8 +78,9 @@ def layout_identity(
 ) -> LayoutIdentity:
     """The layout identity of an engine; the same in its scheduler and all its workers, and after each start.
 
-    A local model is named by its folder's last part (its content is in `weights`), so moving it changes
-    nothing. KV scales that are computed at run time make the identity of this engine unique.
+    A local model is named by the last part of its path (its content is in `weights`), so moving the model does not
+    change the identity.  KV scales that are computed at run time make the identity of this engine unique.  Raises
+    ConfigError if the model's files cannot be read.
     """
     model = vllm_config.model_config
     path = str(model.model)
@@ -91,13 +94,13 @@ def layout_identity(
         "quantization": str(model.quantization or ""),
     }
     if _has_long_rope(weights["config"]):
-        # The engine takes its long or its short factors, for prompts of any length, by the length that it allows.
+        # vLLM chooses the long or the short factors by its maximum model length, whatever the length of the prompt.
         weights["max_model_len"] = int(model.max_model_len)
     if local:
         weights["files"] = fingerprint(path)
     load_format = str(getattr(getattr(vllm_config, "load_config", None), "load_format", "auto"))
     if "dummy" in load_format:
-        # Made-up weights depend on the seed, and are shared with nobody who has real ones.
+        # Dummy weights depend on the seed, and no engine with real weights may share them.
         weights["dummy_seed"] = int(getattr(model, "seed", 0) or 0)
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is not None:
@@ -118,7 +121,7 @@ def layout_identity(
 
 
 def _plain(value: Any) -> Any:
-    """A configuration as JSON types; whatever else is in it by its text."""
+    """A configuration as JSON types; values of any other type become their text."""
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -129,7 +132,7 @@ def _plain(value: Any) -> Any:
 
 
 def _has_long_rope(config: Any) -> bool:
-    """Whether rotary embeddings of this kind are named anywhere in a configuration."""
+    """Whether a configuration names long-context rotary embeddings anywhere."""
     if isinstance(config, dict):
         kinds = (config.get("rope_type"), config.get("type"))
         return "longrope" in kinds or "su" in kinds or any(map(_has_long_rope, config.values()))
@@ -139,8 +142,8 @@ def _has_long_rope(config: Any) -> bool:
 def engine_group(vllm_config: Any) -> bytes:
     """16 bytes that name this engine's group of processes: scheduler and workers of one start.
 
-    vLLM makes `instance_id` and `engine_id` in the parent process and hands them to all.  A user may have
-    fixed `engine_id`, so both are used.
+    vLLM makes `instance_id` and `engine_id` in the parent process and hands them to all its processes.  A user may have
+    set a fixed `engine_id`, so both are used.
     """
     parallel = vllm_config.parallel_config
     name = [
@@ -158,21 +161,21 @@ class AdapterUnreadable(Exception):
 class Adapters:
     """Content ids of LoRA adapters, found in the background because reading files may take long.
 
-    Thread-safe.  Remembers the last 1,024 adapters.  A request that makes vLLM load an adapter again in place
-    (`load_inplace`) makes its files be read again, and later requests go by what they hold then.
+    Thread-safe.  Remembers the last 1,024 adapters.  When a request makes vLLM load an adapter again in place
+    (`load_inplace`), its files are read again too, and later requests use the new content id.
     """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvstrata-adapter")
         self._known: OrderedDict[tuple[str, int, str], tuple[Future[str], Any]] = OrderedDict()
-        """Beside each content id the LoRARequest that asked for it to be read in place, or None."""
+        """(name, id, path) → the content id, and the LoRARequest that had the files read again in place, or None."""
         self._lock = threading.Lock()
 
     def name(self, lora: Any) -> str | None:
         """The adapter's part of a request identity: "" for no adapter, None while its files are being read.
 
         `lora` is vLLM's LoRARequest or None.  An adapter without files at its path is on a hub and named by that path.
-        Raises AdapterUnreadable for one whose files are there and cannot be read: what it holds is not known.
+        Raises AdapterUnreadable if the adapter has files that cannot be read, because its content is then unknown.
         """
         if lora is None:
             return ""
@@ -192,7 +195,7 @@ class Adapters:
             content = future.result()
         except AdapterUnreadable:
             with self._lock:
-                self._known.pop(key, None)  # the next request has it read again
+                self._known.pop(key, None)  # it is read again for the next request
             raise
         return canonical_json([key[0], content]).decode()
 

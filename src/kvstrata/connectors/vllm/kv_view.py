@@ -1,15 +1,9 @@
-"""Where the bytes of a chunk lie in an engine's paged KV cache: from shapes, strides and its configuration.
+"""Where the bytes of a chunk lie in an engine's paged KV cache, derived from shapes, strides and configuration.
 
-vLLM registers one tensor per layer, logically (blocks, heads, tokens, content) for every attention backend, whose
-strides tell the physical order: six of them exist (`docs/layouts.md`), kernel blocks may be smaller than blocks, and
-pages may be padded.  Nothing here assumes one of them; where vLLM's description of a layer is not given, any shape is
-taken whose block axis can be told by its size, as those of older backends: (2, blocks, tokens, heads, head) or
-(blocks, 2, tokens, heads, head).  A record holds one section per layer; a section holds the blocks of the chunk in
-order, each block its axes in physical order (outermost first), which may differ from layer to layer.  The facts name
-those axes and what else decides the meaning of the bytes, so equal facts mean equal bytes, and a reader with other
-facts has another slice digest.
-
-No torch here: a tensor is anything with `shape`, `stride()`, `element_size()`, `data_ptr()` and `dtype`.
+`layer_runs` tells how to walk one block of one layer; this module puts the layers of one worker together.  A record
+holds one section per layer; a section holds the blocks of the chunk in order, each block its axes in physical order
+(outermost first), which may differ from layer to layer.  The facts name those axes and everything else that decides
+the meaning of the bytes, so equal facts mean equal bytes, and a reader with other facts has another slice digest.
 """
 
 from __future__ import annotations
@@ -17,61 +11,29 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from kvstrata.connectors.vllm.layer_kinds import LayerKind
+from kvstrata.connectors.vllm.layer_runs import LayerRuns, TensorLike, axis_names, layer_runs
 from kvstrata.errors import ConfigError
 from kvstrata.native.copying import CopyPlan
 from kvstrata.types import Slice, facts_digest
 
-MAX_DIMS = 3
-"""Strided loops that one copy run may sit in (the copy plan's limit)."""
 FORMAT = "paged-blocks/2"
 """Names the arrangement of blocks in a section; part of the facts."""
 ENCODING = "fp8-e4m3/1"
-"""Names what `gpu_fp8` makes of a section (docs/formats.md): fidelity of such engines and a fact of their slices."""
-
-
-class TensorLike(Protocol):
-    """The part of a torch tensor that is read here."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-    @property
-    def dtype(self) -> Any: ...
-    def stride(self) -> Sequence[int]: ...
-    def element_size(self) -> int: ...
-    def data_ptr(self) -> int: ...
+"""Names the encoding that `gpu_fp8` gives to sections (docs/formats.md): fidelity of such engines, and a fact of their
+slices."""
 
 
 class Heads(NamedTuple):
-    """Which KV heads and layers one worker holds, and how many distinct slices the whole engine has."""
+    """The KV heads and layers that one worker holds, and the number of distinct slices of the whole engine."""
 
     layers: tuple[int, int]
     kv_heads: tuple[int, int]
     engine_slices: int
     replicas: int = 1
-    """Tensor-parallel ranks that hold this very slice."""
-
-
-class LayerRuns(NamedTuple):
-    """One layer: `base` address of block 0, bytes between blocks, loops (count, stride in bytes) outermost
-    first around one contiguous run, and the axes of a block in physical order as (axis, size)."""
-
-    base: int
-    block_stride_bytes: int
-    dims: tuple[tuple[int, int], ...]
-    run_bytes: int
-    axes: tuple[tuple[int, int], ...]
-
-    @property
-    def shape(self) -> tuple[tuple[tuple[int, int], ...], int]:
-        """As `CopyPlan` takes it."""
-        return self.dims, self.run_bytes
-
-    @property
-    def block_bytes(self) -> int:
-        return self.run_bytes * math.prod(count for count, _ in self.dims)
+    """Number of tensor-parallel ranks that hold this same slice."""
 
 
 class KvView(NamedTuple):
@@ -93,7 +55,7 @@ class KvView(NamedTuple):
     """With `gpu_fp8`: dtype, groups, tokens, heads, dim of a block, as `CudaCopyPlan` takes them."""
 
     def plan(self) -> CopyPlan:
-        """What copies between these blocks and records."""
+        """The plan of copies between these blocks and records."""
         layers = self.layers.values()
         shapes = list(dict.fromkeys(layer.shape for layer in layers))
         return CopyPlan(
@@ -106,7 +68,7 @@ class KvView(NamedTuple):
 
 
 def check_chunk_size(chunk_tokens: int, block_tokens: int) -> int:
-    """Blocks per chunk. Raises ConfigError naming both sizes when a chunk is no whole number of blocks."""
+    """Blocks per chunk. Raises ConfigError naming both sizes unless a chunk is a whole number of blocks."""
     blocks, rest = divmod(chunk_tokens, block_tokens)
     if rest or not blocks:
         better = max(block_tokens, -(-chunk_tokens // block_tokens) * block_tokens)
@@ -129,8 +91,8 @@ def heads_of(
 ) -> Heads:
     """The slice that one rank holds. Ranks that hold replicas of the same heads get the same slice.
 
-    `layers` is the half-open range of this pipeline stage.  An MLA latent is the same on every
-    tensor-parallel rank.
+    `layers` is the half-open range of this pipeline stage.  An MLA latent is the same on every tensor-parallel rank.
+    Raises ConfigError if `tp_size` is below the number of heads and does not divide it.
     """
     if mla:
         return Heads(layers, (0, 1), pp_size, tp_size)
@@ -145,129 +107,6 @@ def heads_of(
     replicas = tp_size // total_kv_heads
     head = tp_rank // replicas
     return Heads(layers, (head, head + 1), total_kv_heads * pp_size, replicas)
-
-
-def find_block_axis(
-    name: str, tensor: TensorLike, num_blocks: int, block_tokens: int, kind: LayerKind | None = None
-) -> tuple[int, int]:
-    """(axis, pieces): the axis that counts blocks, and how many equal pieces make a block of the block table.
-
-    Some backends split a block of the block table into smaller kernel blocks; then the axis has a multiple of
-    `num_blocks`.  A tensor of the shape that its `kind` announces has its blocks in front.  For others, where several
-    axes fit by their size, it is the one that lies outermost or just inside the pair of
-    K and V, and of those the one of exactly that size.  Raises ConfigError naming the shape when that leaves none
-    or more than one.
-    """
-    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-    if kind is not None and len(shape) == 4 and shape[1] == kind.heads:
-        pieces, rest = divmod(shape[0], num_blocks)
-        if pieces and not rest and shape[2] * pieces == kind.block_tokens:
-            return 0, pieces
-    fitting = [
-        (axis, size // num_blocks)
-        for axis, size in enumerate(shape)
-        if size >= num_blocks and size % num_blocks == 0 and block_tokens % (size // num_blocks) == 0
-    ]
-    outside = [found for found in fitting if _elements_outside(found[0], shape, strides) <= 2]
-    exact = [found for found in fitting if found[1] == 1]
-    # The size of a head or of anything else may be that of the blocks by chance.
-    candidates = [found for found in outside if found in exact] or outside or exact or fitting
-    if len(candidates) != 1:
-        found = "more than one axis" if candidates else "no axis"
-        raise ConfigError(
-            f"KV cache of layer {name!r}: shape {list(shape)} with strides {list(strides)} has {found} of "
-            f"num_blocks {num_blocks}; "
-            + (
-                "change the number of blocks a little, e.g. by --num-gpu-blocks-override"
-                if candidates
-                else "this attention backend is not supported"
-            ),
-            field="kv_cache",
-        )
-    return candidates[0]
-
-
-def _elements_outside(axis: int, shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Product of the sizes of all axes with a larger stride."""
-    product = 1
-    for other, size in enumerate(shape):
-        if other != axis and size > 1 and strides[other] > strides[axis]:
-            product *= size
-    return product
-
-
-def layer_runs(
-    name: str, tensor: TensorLike, num_blocks: int, block_tokens: int, kind: LayerKind | None = None
-) -> LayerRuns:
-    """How to walk the bytes of one block of one layer. Raises ConfigError naming layer and shape."""
-    axis, pieces = find_block_axis(name, tensor, num_blocks, block_tokens, kind)
-    element = tensor.element_size()
-    strides = [stride * element for stride in tensor.stride()]
-    loops = [
-        (index, size, strides[index]) for index, size in enumerate(tensor.shape) if index != axis and size > 1
-    ]
-    if pieces > 1:
-        loops.append((axis, pieces, strides[axis]))
-    loops.sort(key=lambda loop: (-loop[2], loop[0]))
-    run = element
-    dims: list[tuple[int, int]] = []
-    covered = element
-    for _, size, stride in reversed(loops):
-        if stride < covered:
-            raise ConfigError(
-                f"KV cache of layer {name!r}: shape {list(tensor.shape)} with strides "
-                f"{list(tensor.stride())} overlaps itself",
-                field="kv_cache",
-            )
-        if not dims and stride == run:
-            run *= size
-        elif dims and stride == dims[0][0] * dims[0][1]:
-            dims[0] = (dims[0][0] * size, dims[0][1])
-        else:
-            dims.insert(0, (size, stride))
-        covered = stride * (size - 1) + covered
-    if len(dims) > MAX_DIMS:
-        raise ConfigError(
-            f"KV cache of layer {name!r}: a block of shape {list(tensor.shape)} with strides "
-            f"{list(tensor.stride())} is scattered over {len(dims)} nested loops, at most {MAX_DIMS} are "
-            "supported",
-            field="kv_cache",
-        )
-    runs = LayerRuns(
-        base=tensor.data_ptr(),
-        block_stride_bytes=strides[axis] * pieces,
-        dims=tuple(dims),
-        run_bytes=run,
-        axes=tuple((index, size) for index, size, _ in loops),
-    )
-    if kind is not None and runs.block_bytes != kind.page_bytes:
-        raise ConfigError(
-            f"KV cache of layer {name!r}: a block of shape {list(tensor.shape)} has {runs.block_bytes} bytes, but vLLM "
-            f"announces {kind.page_bytes}; this layout is not supported",
-            field="kv_cache",
-        )
-    return runs
-
-
-def axis_names(runs: LayerRuns, kind: LayerKind | None) -> list[list[Any]]:
-    """The axes of a block in physical order as [name, size], for the facts; of two `tokens` the first is the outer.
-
-    Names as in `LayerKind.axes`, but for the halves K and V of a content, which are an axis `kv` of their own.  Kernel
-    blocks that are dense in tokens are not seen in the bytes, nor here.
-    """
-    named: list[list[Any]] = []
-    for index, size in runs.axes:
-        name = f"axis{index}" if kind is None else (kind.axes[1], *kind.axes)[index]
-        if name == "k+v":
-            named += [["kv", 2], ["dim", size // 2]]
-        elif name == "tokens" and named and named[-1][0] == name:
-            named[-1][1] *= size
-        else:
-            named.append([name, size])
-    if kind is not None and kind.axes[1] == "tokens" and kind.block_tokens == 1:
-        # Axes of one element are not seen in the bytes, but whether tokens are apart is a promise.
-        named.insert(0, ["tokens", 1])
-    return named
 
 
 def layer_number(name: str) -> int | None:
@@ -287,12 +126,12 @@ FP8_DTYPES = {"bfloat16": 1, "float16": 2}
 def fp8_shape(
     axes: Sequence[tuple[int, int]], *, chunk_blocks: int, block_tokens: int, head_size: int, dtype: str
 ) -> list[int]:
-    """What the codec `fp8` needs to know of a section: dtype, blocks, groups, tokens, heads, dim (see fp8.h).
+    """The shape of a section for the codec `fp8`: dtype, blocks, groups, tokens, heads, dim (see fp8.h).
 
-    Axes before that of the tokens are groups, those behind it heads, the last one is a head; where it is twice
-    a head's size it holds K and V, which get scales of their own.  Without an axis of tokens alone the last one but
-    the head is taken for it: the scales are coarser or finer then, and every bound holds as it is.  Raises
-    ConfigError for numbers that are not of 16 bits.
+    Axes before the token axis are groups, axes behind it heads, and the last axis is one head; if the last axis has
+    twice a head's size, it holds K and V, which get separate scales.  If no axis is known to be the token axis, the
+    last one before the head is used: the scales are then coarser or finer, and every error bound still holds.  Raises
+    ConfigError for numbers that do not have 16 bits.
     """
     if dtype not in FP8_DTYPES:
         raise ConfigError(
@@ -303,7 +142,7 @@ def fp8_shape(
     outer, dim = sizes[:-1], sizes[-1]
     halves = 2 if head_size and dim == 2 * head_size else 1
     found = [i for i, size in enumerate(outer) if size == block_tokens]
-    # K and V, or the heads, may be as many as a block has tokens: the axis further in is then taken.
+    # The axis of K and V or of the heads may have the size of the token axis: then the innermost one is taken.
     at = found[-1] if found else len(outer) - 1
     groups, heads = math.prod(outer[: max(at, 0)]), math.prod(outer[at + 1 :]) * halves
     return [FP8_DTYPES[dtype], chunk_blocks, groups, outer[at] if outer else 1, heads, dim // halves]
@@ -324,11 +163,11 @@ def build_view(
 ) -> KvView:
     """The view of all registered layers of one KV cache group. `head_size` is needed for the fidelity `fp8`.
 
-    With `gpu_fp8`, for that fidelity only, sections hold what `fp8_encode` makes of the blocks, and the facts are those
-    of such records.
+    With `gpu_fp8`, for the fidelity `fp8` only, sections hold the output of `fp8_encode`, and the facts say so.
 
-    Layers that share one tensor with another layer are taken once.  What differs between layers is in the facts for
-    each of them.  Without `kinds` the facts do not say what the axes mean, and such records cannot be recut.
+    Layers that share one tensor are taken once.  Facts that differ between layers are listed for each layer.  Without
+    `kinds` the facts do not say what the axes mean, and such records cannot be recut.  Raises ConfigError for layers
+    that are not supported.
     """
     if kinds is not None:
         tensors = _layers_of_groups(tensors, kinds)
@@ -356,7 +195,7 @@ def build_view(
         }
         for name, layer in runs.items()
     ]
-    # Facts of engines whose layers are alike must stay what they are: records are found by their digest.
+    # If all layers are alike, the facts must keep this form: their digest is part of the keys of stored records.
     differing = {fact for fact, value in makes[0].items() if any(make[fact] != value for make in makes)}
     payload_bytes = sum(layer.block_bytes for layer in runs.values()) * chunk_blocks
     facts: dict[str, int | str | list[Any]] = {
@@ -365,7 +204,7 @@ def build_view(
         **{fact: value for fact, value in makes[0].items() if fact not in differing},
         "chunk_tokens": chunk_tokens,
         "block_tokens": block_tokens,
-        # The layer that each section is of.
+        # The layer of each section.
         "layers": [heads.layers[0] + i if number is None else number for i, number in enumerate(numbers)],
         "scales": [list(kinds[name].scales) for name in runs]
         if any(name in kinds and kinds[name].scales for name in runs)
@@ -382,7 +221,7 @@ def build_view(
     if fidelity == "fp8":
         if differing:
             raise ConfigError(
-                "fidelity: 'fp8' rounds layers of one make-up, and those of this model differ in their "
+                "fidelity: 'fp8' needs layers of equal shape, and those of this model differ in their "
                 f"{', '.join(sorted(differing))}; use 'lossless'",
                 field="fidelity",
             )
@@ -422,7 +261,7 @@ def build_view(
 
 
 def _check_numbers(name: str, tensor: TensorLike, kind: LayerKind | None) -> None:
-    """Whether the blocks of a layer are arrays of 16-bit numbers and nothing else."""
+    """Raises ConfigError unless the blocks of a layer are known to be plain arrays of 16-bit numbers."""
     known = kind is None or (kind.quantisation == "NONE" and "." not in kind.axes[2])
     if tensor.element_size() != 2 or not known:
         raise ConfigError(
@@ -438,17 +277,17 @@ def _check_replicas(
     kinds: Mapping[str, LayerKind],
     heads: Heads,
 ) -> None:
-    """Ranks that share records must hold the same of every layer, not of most.
+    """Raises ConfigError if ranks that share records might hold different bytes of some layer.
 
-    The number of heads is known for the model, not for each layer; where layers differ, only latents are sure to be
-    the same on every rank.
+    The number of heads is known for the model, not for each layer; if layers differ, only latents are certain to be the
+    same on every rank.
     """
     if heads.replicas == 1 or all(name in kinds and kinds[name].latent for name in runs):
         return
     first_name, *names = runs
-    first = _make_up(runs[first_name], tensors[first_name], kinds.get(first_name))
+    first = _shape_and_kind(runs[first_name], tensors[first_name], kinds.get(first_name))
     for name in names:
-        if _make_up(runs[name], tensors[name], kinds.get(name)) != first:
+        if _shape_and_kind(runs[name], tensors[name], kinds.get(name)) != first:
             raise ConfigError(
                 f"KV cache: the blocks of layer {name!r} ({_described(tensors[name], kinds.get(name))}) differ from "
                 f"those of layer {first_name!r} ({_described(tensors[first_name], kinds.get(first_name))}), while "
@@ -461,7 +300,7 @@ def _check_replicas(
 def _layers_of_groups(
     tensors: Mapping[str, TensorLike], kinds: Mapping[str, LayerKind]
 ) -> dict[str, TensorLike]:
-    """The tensors that have a kind. Any other must be that of a layer which uses another one's blocks."""
+    """The tensors that have a kind. Raises ConfigError for others, unless their layers use other layers' blocks."""
     known = {name: tensors[name] for name in kinds if name in tensors}
     places = {_place(tensor) for tensor in known.values()}
     for name, tensor in tensors.items():
@@ -478,7 +317,7 @@ def _place(tensor: TensorLike) -> tuple[Any, ...]:
     return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
 
 
-def _make_up(layer: LayerRuns, tensor: TensorLike, kind: LayerKind | None) -> tuple[Any, ...]:
+def _shape_and_kind(layer: LayerRuns, tensor: TensorLike, kind: LayerKind | None) -> tuple[Any, ...]:
     return layer.dims, layer.run_bytes, layer.axes, str(tensor.dtype), kind and kind._replace(scales=())
 
 
@@ -492,7 +331,7 @@ FULL_ATTENTION_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
 
 
 def check_groups(groups: Sequence[Any]) -> int:
-    """Tokens in a block of the one KV cache group. Raises ConfigError when the model needs more than that.
+    """Tokens in a block of the only KV cache group. Raises ConfigError for a model that needs other groups.
 
     `groups` are vLLM's `KVCacheConfig.kv_cache_groups`.
     """

@@ -1,9 +1,9 @@
-"""What vLLM says about the bytes of each layer's blocks, beyond shape and strides: `docs/layouts.md` lists it all.
+"""The kind of each layer: facts that vLLM tells about the bytes of its blocks beyond shape and strides.
 
-Shape and strides are enough to copy blocks.  They do not tell whose bytes lie where *inside* a block (CPU attention
-packs them for the instructions that the CPU has), nor with which scales numbers were quantised.  Both decide the
-meaning of KV bytes, so both are facts of a slice; and only an axis that is known to mean one head or one token can be
-cut when a record is recut for another geometry.
+See `docs/layouts.md`.  Shape and strides are enough to copy blocks.  They do not tell how bytes are arranged *inside* a
+block (CPU attention packs them for the instructions that the CPU has), nor with which scales numbers were quantised.
+Both decide the meaning of KV bytes, so both are facts of a slice.  When a record is recut for another geometry, only
+axes known to be heads or tokens can be cut.
 
 vLLM's objects are read by attribute only; nothing here imports vLLM or torch.
 """
@@ -25,7 +25,7 @@ CELL_BACKENDS = (
 )
 """Attention backends that keep, for each head and token, the numbers of K and then those of V."""
 CELL_MODES = ("NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD")
-"""Quantisations under which they do; the last two put a scale behind the numbers of each half."""
+"""Quantisations with which CELL_BACKENDS do so; with the last two, a scale follows the numbers of each half."""
 LATENT_BACKENDS = (
     "CUTLASS_MLA",
     "FLASHINFER_MLA",
@@ -35,33 +35,34 @@ LATENT_BACKENDS = (
     "FLASH_ATTN_MLA_SPARSE",
     "TRITON_MLA",
 )
-"""Backends that keep one latent a token, one token behind the other."""
+"""Backends that keep one latent per token, token after token."""
 LATENT_MODES = ("NONE", "FP8_PER_TENSOR")
 HEADS_APART_BACKENDS = ("CPU_ATTN",)
-"""Backends that arrange the tokens of a block in a way of their own, but each head by itself."""
+"""Backends with their own arrangement of a block's tokens, in which each head's bytes are contiguous."""
 
 
 class LayerKind(NamedTuple):
-    """One layer as vLLM describes it, whose tensor is logically (blocks, heads, tokens, content)."""
+    """vLLM's description of one layer, whose tensor is logically (blocks, heads, tokens, content)."""
 
     heads: int
     block_tokens: int
     page_bytes: int
     """Bytes of a block without padding."""
     axes: tuple[str, str, str]
-    """Names of the axes heads, tokens and content: `kv_heads`, `tokens` and `k+v` (two halves) mean just that; any
-    other name stands for an arrangement that is only known to whoever wrote it, and holds vLLM's version."""
+    """Names of the axes heads, tokens and content.  `kv_heads` and `tokens` count heads and tokens, `k+v` is two
+    halves; a name with `@` and vLLM's version stands for an arrangement that only its writer knows."""
     quantisation: str
     latent: bool
-    """One state a token, which every tensor-parallel rank holds, without a V of its own."""
+    """Whether the layer keeps one latent per token, without a separate V; every tensor-parallel rank then holds all of
+    it."""
     scales: tuple[str, ...]
-    """Scales of K and of V that hold for the whole layer or each head, as hexadecimal floats; () where none apply."""
+    """Scales of K and of V, of the whole layer or of each head, as hexadecimal floats; () if none apply."""
 
 
 def layer_kinds(groups: Sequence[Any], modules: Mapping[str, Any], version: str) -> dict[str, LayerKind]:
     """The kind of every layer that has blocks of its own, by name.
 
-    `version` is vLLM's: an arrangement that only its writer knows may change with any version.  `groups` are
+    `version` is vLLM's, since any version may change an arrangement that only its writer knows.  `groups` are
     `KVCacheConfig.kv_cache_groups`, `modules` the attention layers by name
     (`CompilationConfig.static_forward_context`).  Raises ConfigError for a layer whose module is missing.
     """
@@ -110,7 +111,7 @@ def _kind(spec: Any, module: Any, version: str) -> LayerKind:
 
 
 def _mode_name(mode: Any) -> str:
-    """All names of a quantisation mode: in vLLM 0.33 two modes have the number 12 and read as the first of them.
+    """All names of a quantisation mode: in vLLM 0.33 two modes share the number 12, and both show the first one's name.
 
     The KV dtype, which is in the facts as well, tells them apart.
     """

@@ -1,7 +1,7 @@
-"""What scheduler and worker side tell each other each step.  Plain picklable values: they may be processes.
+"""The messages between scheduler and worker side in each step, picklable: the sides may be separate processes.
 
-A step's `StepPlan` goes from the scheduler to every worker; every worker that has something to say answers
-with one `WorkerReport`.
+A step's `StepPlan` goes from the scheduler to every worker; a worker with something to report answers with one
+`WorkerReport`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import dataclasses
 from kvstrata.types import LeaseName, RequestIdentity
 
 SKIP_BLOCK = -1
-"""Stands for a block of a chunk that the engine already has: verified, not written."""
+"""Stands for a block that the engine already has: its part of the chunk is verified, but not written."""
 
 
 @dataclasses.dataclass(slots=True)
 class Load:
-    """Chunks to copy from L1 into blocks, under a lease that each worker gives back when its copies ended."""
+    """Chunks to copy from L1 into blocks, under a lease that each worker gives back when its copies have ended."""
 
     request_id: str
     lease: LeaseName | None
-    """None: nothing can be loaded, though vLLM was promised it; the workers report the blocks as failed."""
+    """None: the promised chunks cannot be loaded, and the workers report the blocks as failed."""
+    identity: RequestIdentity
+    """Of the chunks; means nothing without a lease."""
     chain: bytes
     """Chain keys of the chunks, 32 bytes each."""
     extents: bytes
@@ -28,7 +30,7 @@ class Load:
     slices: tuple[bytes, ...]
     """Slice digests; a worker takes the extents of its own."""
     blocks: list[int]
-    """Block ids, a chunk's worth per chunk, `SKIP_BLOCK` where nothing is to be written."""
+    """Block ids, the blocks of chunk after chunk; `SKIP_BLOCK` for a block that is not written."""
     asynchronous: bool
 
 
@@ -41,33 +43,33 @@ class Store:
     request_id: str
     identity: RequestIdentity
     parent: bytes
-    """Chain key of the chunk before, empty at the start of a prompt."""
+    """Chain key of the chunk before the first; empty at the start of a prompt."""
     chain: bytes
     blocks: list[int]
     probe: bytes
-    """Of the request's first chunk; explains later misses."""
+    """Probe of the request's first chunk; explains later misses."""
 
 
 @dataclasses.dataclass(slots=True)
 class StepPlan:
-    """One step. Workers act on it in this order: preempted, loads, stores, awaited."""
+    """The plan of one step. Workers act on its fields in this order: preempted, loads, stores, awaited."""
 
     step: int
     loads: list[Load] = dataclasses.field(default_factory=list)
     stores: list[Store] = dataclasses.field(default_factory=list)
     preempted: set[str] = dataclasses.field(default_factory=set)
-    """Requests whose blocks may be overwritten in this step: their copies must have ended before it."""
+    """Requests whose blocks this step may overwrite: copies of these blocks must end before the step."""
     awaited: set[str] = dataclasses.field(default_factory=set)
     """Finished requests whose blocks the scheduler keeps until the worker reports them."""
     failures_seen: int = 0
-    """How many failing load steps the scheduler knew of when it planned this step."""
+    """Number of steps with failed loads that the scheduler knew of when it planned this step."""
     weigh: int = 0
-    """Number of the question which weights the worker has now; 0 for none."""
+    """Number of the question about the worker's present weights; 0 without a question."""
 
 
 @dataclasses.dataclass(slots=True)
 class WorkerReport:
-    """What one worker has to say after a step."""
+    """One worker's report after a step."""
 
     step: int
     gathered: list[int] = dataclasses.field(default_factory=list)
@@ -75,15 +77,16 @@ class WorkerReport:
     stored: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """(store, bit mask of its chunks that are in L1 now)."""
     dropped: list[int] = dataclasses.field(default_factory=list)
-    """Stores that were not made and may be asked for again."""
+    """Stores that were not made and may be planned again."""
     failures: int = 0
-    """Steps of this worker, since its start, in which a synchronous load failed."""
+    """Number of this worker's steps, since its start, in which a synchronous load failed."""
 
     broken: bool = False
-    """This worker copies nothing any more, until it is started again."""
+    """Whether this worker has stopped copying until it is started again."""
 
     weights: tuple[int, str, str] | None = None
-    """(question, digest of the weights at the start, digest of them now), when asked; "" for what cannot be told."""
+    """(number of the question, digest of the weights at the start, digest of the weights now), if asked; a digest is ""
+    if the worker cannot tell."""
 
     def says_something(self) -> bool:
         """Whether the report is worth sending."""

@@ -1,8 +1,8 @@
 """Entry point `vllm.general_plugins`: makes the bare name `LMCacheConnectorV1` mean our connector.
 
-Published command lines name the connector without a module path.  vLLM then takes it from its registry,
-whose own entry needs the `lmcache` package.  Where that is not installed (or with `KVSTRATA_TAKEOVER=1`)
-the entry is replaced by ours, and the log says so.
+Published command lines name the connector without a module path.  vLLM then takes it from its own table of connectors,
+whose entry of that name needs the `lmcache` package.  If that package is not installed, or with `KVSTRATA_TAKEOVER=1`,
+our entry replaces the other one, and the log says so.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ logger = logging.getLogger("vllm.kvstrata")
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, before any connector is made; may be called again."""
+    """Put our entry into vLLM's table. vLLM calls this in each of its processes, before it makes any connector."""
     takeover = os.environ.get("KVSTRATA_TAKEOVER", "")
     if takeover not in ("", "0", "1"):
         logger.warning("KVSTRATA_TAKEOVER is %r, use 0 or 1; taken as 0", takeover)
     if takeover != "1" and importlib.util.find_spec("lmcache") is not None:
         logger.info(
-            "%s stays the one of the installed lmcache package; set KVSTRATA_TAKEOVER=1, or "
+            "%s is the one of the installed lmcache package; set KVSTRATA_TAKEOVER=1, or "
             '"kv_connector_module_path": "%s", to use kvstrata',
             NAME,
             MODULE,

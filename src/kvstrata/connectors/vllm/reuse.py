@@ -1,4 +1,4 @@
-"""What vLLM's configuration says about reusing KV: by which engines, and for which requests.
+"""Decides from vLLM's configuration whether an engine may reuse KV, and how the media of its requests are named.
 
 vLLM's objects are read by attribute only; nothing here imports vLLM or torch.
 """
@@ -11,11 +11,11 @@ from typing import Any
 from kvstrata.keys import MediaItem
 
 CONTENT_HASH = re.compile(r"(?:.*:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
-"""What vLLM's hash of a medium's content looks like; the name of a LoRA adapter may stand before it."""
+"""The form of vLLM's hash of a medium's content; the name of a LoRA adapter may precede it."""
 
 
 def no_reuse_reason(vllm_config: Any) -> str:
-    """Why this engine must not load KV that was computed before; "" when it may.
+    """Why this engine must not load KV that was computed earlier; "" if it may.
 
     Pooling over all tokens (MEAN, CLS, STEP) needs the hidden states of the whole prompt; vLLM turns its own prefix
     cache off for it, and its pooler raises when tokens were not computed.
@@ -32,7 +32,7 @@ def no_reuse_reason(vllm_config: Any) -> str:
 def media_are_counted(vllm_config: Any) -> bool:
     """Whether vLLM numbers images and the like instead of hashing their content.
 
-    It does so when neither its processor cache nor its prefix cache is on.  The numbers begin anew with each process.
+    vLLM does so when both its processor cache and its prefix cache are off.  The numbers begin anew with each process.
     """
     multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
     return (
@@ -43,10 +43,10 @@ def media_are_counted(vllm_config: Any) -> bool:
 
 
 def media_items(features: Any, engine: str) -> list[MediaItem]:
-    """What the place-holder tokens of a request stand for, from vLLM's `Request.mm_features`.
+    """The media that a request's placeholder tokens stand for, from vLLM's `Request.mm_features`.
 
-    A name that the requester gave (`uuid`) is no hash of a content: like vLLM we believe it while this engine runs, so
-    it is valid for the start of one engine, `engine`, only.
+    A name that the requester gave (`uuid`) is not a hash of content.  Like vLLM we trust such a name while this engine
+    runs, so its content id is valid only for this start of the engine, which `engine` names.
     """
     return [
         MediaItem(

@@ -1,11 +1,11 @@
 """The connector's settings: `kv_connector_extra_config`, then the environment, then a file; the first wins.
 
-- extra config: `lmcache.mp.*` as users have it; any of our settings as `kvstrata.NAME`, `lmcache.NAME`, bare;
+- extra config: `lmcache.mp.*` as users of LMCache have it; our settings as `kvstrata.NAME`, `lmcache.NAME` or `NAME`;
 - environment: `KVSTRATA_NAME`, then `LMCACHE_NAME`;
 - file: the YAML in `KVSTRATA_CONFIG_FILE` or `LMCACHE_CONFIG_FILE`.
 
-One file and one environment may serve server and engine alike: what is a setting of the server is left to it.
-Every name that has no effect here is logged once; an unknown or refused one stops the start with advice.
+Server and engine may share one file and one environment: settings of the server are ignored here.  Every name that has
+no effect here is logged once; an unknown or refused name stops the start with advice.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _FOREIGN_ENVIRONMENT = {
     "LMCACHE_TRACK_USAGE": "nothing is reported to anybody",
     "LMCACHE_LOG_LEVEL": "the log follows vLLM's; set VLLM_LOGGING_LEVEL",
 }
-"""Variables that the peer's users export and that are no configuration keys."""
+"""Variables that users of LMCache export although these are not configuration keys, and why each has no effect."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
 
 def load_settings(
     extra: Mapping[str, Any], environment: Mapping[str, str]
 ) -> tuple[ClientSettings, list[str]]:
-    """Settings, and the lines to log about names without effect. Raises ConfigError with source and key."""
+    """The settings, and lines to log about names without effect. Raises ConfigError naming source and key."""
     notes: list[str] = []
     merged: dict[str, Any] = {}
     for source, layer in (
@@ -58,12 +58,12 @@ def load_settings(
         ("kv_connector_extra_config", _from_extra(extra, notes)),
     ):
         _read_host(layer, source)
-        convert(ClientSettings, layer, source)  # so that an error names the layer that is wrong
+        convert(ClientSettings, layer, source)  # so that an error names the source
         merged.update(layer)
     settings = convert(ClientSettings, merged, "settings")
     if settings.gpu_fp8 and settings.fidelity != "fp8":
         raise ConfigError(
-            f"gpu_fp8: rounds KV to 8 bits, and fidelity is {settings.fidelity!r}; set fidelity to 'fp8', or "
+            f"gpu_fp8: rounds KV to 8 bits, but fidelity is {settings.fidelity!r}; set fidelity to 'fp8', or "
             "gpu_fp8 to false",
             field="gpu_fp8",
         )
@@ -128,7 +128,7 @@ def _from_extra(extra: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     )
     notes.extend(said)
     for key in ("port", "save_decode_cache"):
-        # Deployments pass these through shell variables, so strings are common.
+        # Deployments pass these values through shell variables, so strings are common.
         if isinstance(over.get(key), str):
             over[key] = _parse(key, over[key], f"lmcache.mp.{key}")
     settings.update(over)
@@ -136,17 +136,17 @@ def _from_extra(extra: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
 
 
 def _parse(key: str, text: str, name: str) -> Any:
-    """A value out of a variable's text: as it is for settings of type str, else read as YAML."""
+    """The value of a variable's text: unchanged for settings of type str, else read as YAML."""
     if OWN.get(key) is str:
         return text
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
-        raise ConfigError(f"environment: {name}: cannot be read: {text!r}", field=name) from None
+        raise ConfigError(f"environment: {name}: is no YAML; correct it", field=name) from None
 
 
 def _read_host(layer: dict[str, Any], source: str) -> None:
-    """`tcp://host[:port]`, as users write it, becomes a host and, where it says so, a port."""
+    """`tcp://host[:port]`, as users write it, becomes a host and, if it names one, a port."""
     host = layer.get("host")
     if not isinstance(host, str) or "://" not in host:
         return
@@ -154,9 +154,9 @@ def _read_host(layer: dict[str, Any], source: str) -> None:
         parts = urlsplit(host)
         port = parts.port
     except ValueError:
-        raise ConfigError(f"{source}: host: {host!r} is no address", field="host") from None
+        raise ConfigError(f"{source}: host: {host!r:.80} is not an address", field="host") from None
     if parts.scheme != "tcp" or not parts.hostname:
-        raise ConfigError(f"{source}: host: {host!r} must look like tcp://localhost", field="host")
+        raise ConfigError(f"{source}: host: {host!r:.80} must look like tcp://localhost", field="host")
     layer["host"] = parts.hostname
     if port is not None:
         layer.setdefault("port", port)

@@ -1,8 +1,9 @@
-"""vLLM's sleep mode for versions that do not tell a connector of it: 0.32 and before.
+"""Follows vLLM's sleep mode in versions that do not tell a connector when they sleep: 0.32 and before.
 
-Sleep unmaps the memory of the KV cache; a copy that touches it then breaks the device for the whole process.  From 0.33
-on vLLM calls `unregister_kv_caches` before and `restore_kv_caches` after.  Here the sleep backend that the engine has
-chosen is wrapped in vLLM's registry of backends, from which a worker makes its own at its first sleep.
+Sleep unmaps the memory of the KV cache; a copy that touches that memory during sleep breaks the device for the whole
+process.  From 0.33 on vLLM calls `unregister_kv_caches` before sleep and `restore_kv_caches` after it.  For earlier
+versions, this module wraps the sleep backend that the engine has chosen, in vLLM's table of backends, from which a
+worker makes its own backend at its first sleep.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any
 def follow_sleep(
     registry: dict[str, Any], name: str, before: Callable[[], None], after: Callable[[], None]
 ) -> None:
-    """Have `before` called before the backend `name` takes KV memory away, and `after` once it is back.
+    """Let the backend `name` call `before` before it takes KV memory away, and `after` once that memory is back.
 
-    `registry` is `SleepModeBackendFactory._registry`: functions that give a backend's class.  The last call for a name
-    counts.  What `before` raises stops vLLM's sleep.
+    `registry` is `SleepModeBackendFactory._registry`: functions that return a backend's class.  A later call for the
+    same name replaces both functions.  An exception of `before` prevents vLLM's sleep.
     """
     load = getattr(registry[name], "wrapped", registry[name])
 

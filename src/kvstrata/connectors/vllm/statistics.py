@@ -11,11 +11,11 @@ from kvstrata.connectors.vllm.boundary import guarded
 
 COUNTERS = {
     "lookups": "Lookups sent to the cache server.",
-    "lookup_hit_tokens": "Prompt tokens that the cache gave.",
+    "lookup_hit_tokens": "Prompt tokens that were found in the cache.",
     "lookup_timeouts": "Lookups that had no answer in time and counted as misses.",
     "leases_revoked": "Leases that waiting requests gave back because others needed the room.",
     "loads_sync": "Requests loaded before their forward pass.",
-    "loads_async": "Requests loaded beside the forward passes of others.",
+    "loads_async": "Requests loaded during the forward passes of others.",
     "loaded_chunks": "Chunks copied into the engine's blocks.",
     "loaded_bytes": "Bytes copied into the engine's blocks.",
     "load_failed_chunks": "Chunks that failed to load and were computed.",
@@ -26,22 +26,22 @@ COUNTERS = {
     "copy_dma_workers": "Workers since the start whose KV is copied by the GPU's copy engines.",
     "copy_kernel_workers": "Workers since the start whose KV is copied by a kernel straight on host memory.",
     "copy_staged_workers": "Workers since the start whose KV is copied by a kernel through a buffer on the GPU.",
-    "pinned_bytes": "Bytes of the pool registered with a GPU's driver since the start, of every pool there was.",
+    "pinned_bytes": "Bytes registered with a GPU's driver since the start, summed over all pools.",
     "pin_refusals": "Pools that the driver did not register whole.",
-    "errors": "Calls of vLLM that failed inside the connector and were answered as without a cache; see the log.",
+    "errors": "Calls of vLLM that failed inside the connector and were answered as without a cache; see its log.",
     "skipped_prompt_embeds": "Requests computed without the cache because they gave embeddings, not tokens.",
     "skipped_resumable": "Requests computed without the cache because their prompt may still change.",
-    "skipped_unnamed_media": "Requests computed without the cache because some medium has an empty identifier.",
+    "skipped_unnamed_media": "Requests computed without the cache because a medium has an empty identifier.",
     "skipped_counted_media": "Requests computed without the cache because vLLM numbers media instead of hashing them.",
     "skipped_unreadable_adapter": "Requests computed without the cache because their LoRA files cannot be read.",
     "skipped_error": "Requests computed without the cache after an error in the connector.",
-    "stores_dropped": "Stores given up because a load they may rest on failed.",
+    "stores_dropped": "Stores given up because a load that they may rest on failed.",
 }
-"""What is exported as counters; other counts appear in the log only."""
+"""Counts that are exported as counters; others appear in the log only."""
 
 
 class KvstrataStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts of one interval; sums over workers and intervals."""
+    """Counts of one interval; `aggregate` sums over workers and intervals."""
 
     def reset(self) -> None:
         """Forget everything."""
@@ -56,7 +56,7 @@ class KvstrataStats(KVConnectorStats):  # type: ignore[misc]
 
     @guarded({})
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM writes to its log."""
+        """The counts that vLLM writes to its log."""
         shown = {name: round(amount, 4) for name, amount in sorted(self.data.items())}
         seconds = self.data.get("load_s", 0)
         if seconds:
@@ -64,7 +64,7 @@ class KvstrataStats(KVConnectorStats):  # type: ignore[misc]
         return shown
 
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
+        """Whether all counts are zero."""
         return not self.data
 
 

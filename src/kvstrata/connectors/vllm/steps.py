@@ -1,4 +1,4 @@
-"""What vLLM's configuration says about the order of its steps: which loads are safe, which engines are refused.
+"""Decides which loads are safe and which engines are refused, given the order of vLLM's steps in its configuration.
 
 vLLM's objects are read by attribute only; nothing here imports vLLM or torch.
 """
@@ -11,11 +11,11 @@ from kvstrata.errors import ConfigError
 
 
 def check_steps(vllm_config: Any, load_mode: str) -> None:
-    """Raises ConfigError for an engine whose steps cannot be followed, or not with this `load_mode`."""
+    """Raises ConfigError for an engine whose steps this connector cannot follow, or not with this `load_mode`."""
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and vllm_config.speculative_config is not None and not vllm_config.use_v2_model_runner:
-        # In all stages but the last, that runner never calls wait_for_save in a step that computes something: nothing
-        # would be stored, and the blocks of finished requests would stay allocated for ever.
+        # In all stages but the last, that runner does not call wait_for_save in steps that compute: nothing would be
+        # stored, and the blocks of finished requests would stay allocated for ever.
         raise ConfigError(
             f"speculative_config: speculative decoding with pipeline_parallel_size {stages} on vLLM's V1 model runner "
             "is not supported; set pipeline_parallel_size to 1, turn speculative decoding off, or use the V2 model "
@@ -36,16 +36,16 @@ def check_steps(vllm_config: Any, load_mode: str) -> None:
 def may_load_synchronously(vllm_config: Any) -> bool:
     """Whether vLLM knows the outcome of each step's loads before it plans the next step.
 
-    It does not where several steps are under way at once, by asynchronous scheduling or by pipeline parallelism.  An
-    asynchronous load has ended before vLLM plans anything that rests on it.
+    vLLM does not know it when several steps are under way at once, by asynchronous scheduling or pipeline parallelism.
+    An asynchronous load always ends before vLLM plans a step that uses its blocks.
     """
     return bool(vllm_config.max_concurrent_batches == 1)
 
 
 def no_load_reason(vllm_config: Any) -> str:
-    """Why this engine must load nothing, though it may store; "" when it may load.
+    """Why this engine must load nothing, though it may store; "" if it may load.
 
-    Routed experts are returned for each token of the prompt, and only the engine that computed a token knows them.
+    Routed experts are returned for each token of the prompt; only the engine that computed a token knows its experts.
     """
     outputs = getattr(vllm_config, "aux_output_config", None)
     if getattr(outputs, "enabled", False):

@@ -1,17 +1,17 @@
-"""Which weights an engine computes with: samples on the workers' side, a version on the scheduler's.
+"""Tells which weights an engine computes with: the workers sample them, the scheduler keeps a version.
 
-Weights may change while an engine runs (sleep and reload, weight transfer from a trainer), and vLLM tells its connector
-nothing but that caches were reset, which happens for other reasons too.  So whenever weights may have changed, each
-worker digests samples of all its parameters and compares them with those of its start:
+Weights may change while an engine runs (sleep and reload, weight transfer from a trainer).  vLLM tells its connector
+only that caches were reset, which happens for other reasons too.  So whenever weights may have changed, each worker
+digests samples of all its parameters and compares them with those of its start:
 
     start, or a reset ──a request arrives──▶ ASKED ──every worker told──▶ KNOWN, with a `mark` for the keys
                                                └──a worker cannot tell──▶ KNOWN, never asked again
 
-The mark is empty for the weights of the start, which the layout identity names.  Other weights have a mark that depends
-on nothing but them, so engines of the same parallel sizes that got the same weights share KV.  Where a worker cannot
-tell, each reset makes a mark that nobody else has.
+The mark is empty for the weights of the start, which the layout identity names.  The mark of other weights depends on
+nothing but these weights, so engines of the same parallel sizes that got the same weights share KV.  If a worker cannot
+tell, each reset makes a unique mark.
 
-Tensors are used by their methods only; torch is imported when the first one is sampled.
+Tensors are used by their methods only; torch is imported when the first tensor is sampled.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from kvstrata.types import canonical_json
 logger = logging.getLogger("vllm.kvstrata")
 
 RUNS, RUN_BYTES = 64, 64
-"""Samples of one parameter: this many runs, evenly spread over its memory; all of a parameter that is smaller."""
+"""RUNS runs of RUN_BYTES bytes of each parameter are sampled, evenly spread over its memory; a parameter that is
+smaller than all of them is read whole."""
 ASK_AGAIN_S = 10.0
-"""An answer that takes longer is lost."""
+"""An answer that takes longer counts as lost."""
 
 
 class LoadedWeights:
-    """The parameters of the model in this process, and of its draft model. Not thread-safe."""
+    """The parameters of the model and the draft model in this process. Not thread-safe."""
 
     def __init__(self, runner: Any) -> None:
-        """`runner` has the method `get_model()`, as vLLM's model runners have; it is not kept alive."""
+        """`runner` has the method `get_model()`, like vLLM's model runners; this object does not keep it alive."""
         self._runner = weakref.ref(runner)
         self.initial = self.digest()
-        """Of the time when this object was made."""
+        """The digest when this object was made."""
 
     def digest(self) -> str:
-        """Hex digest of names, shapes, strides, dtypes and samples of all parameters; "" when they cannot be read.
+        """Hex digest of names, shapes, strides, dtypes and samples of all parameters; "" if they cannot be read.
 
         Two trainings differ nearly everywhere, and even one small step changes some of the samples; a change of a few
-        numbers made by hand may not be seen.  Takes some milliseconds, and waits for what the device has to do.
+        numbers made by hand may not be seen.  Takes some milliseconds, and waits for the device's queued work.
         """
         runner = self._runner()
         if runner is None:
@@ -83,9 +84,9 @@ def _digest(named: Sequence[tuple[str, Any]]) -> str:
 
 
 def find_runner() -> Any:
-    """The model runner that is calling us, found on the stack; None if there is none.
+    """The model runner that is calling us, found on the stack; None if no caller on the stack is a model runner.
 
-    vLLM gives a connector no way to its model.  Its model runners call `register_kv_caches` themselves.
+    vLLM gives a connector no access to its model, but its model runners call `register_kv_caches` themselves.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -97,7 +98,7 @@ def find_runner() -> Any:
 
 
 def loaded_weights() -> LoadedWeights | None:
-    """The weights of the model runner that is calling us; None, with a line in the log, when they cannot be read."""
+    """The weights of the model runner that is calling us; None if they cannot be read, which is logged."""
     runner = find_runner()
     try:
         weights = LoadedWeights(runner) if runner is not None else None
@@ -110,46 +111,46 @@ def loaded_weights() -> LoadedWeights | None:
 
 
 class WeightsVersion:
-    """What the workers said about their weights. Belongs to the scheduler's thread."""
+    """The version of the engine's weights, from the workers' answers. Belongs to the scheduler's thread."""
 
     def __init__(self, world_size: int, now: Callable[[], float] = time.monotonic) -> None:
         self._world_size = world_size
         self._now = now
         self._number = 0
-        """Of the question; answers to earlier ones do not count."""
+        """Number of the last question; answers to earlier questions do not count."""
         self._told: list[tuple[str, str]] = []
         self._wanted = False
         self._asked_s = math.inf
         self._was_reset = False
         self.can_tell = True
-        """No worker was unable to answer so far."""
+        """Whether every worker could answer so far."""
         self.known = False
         self.mark = ""
-        """Names the weights, "" for those of the start. Counts while `known`."""
+        """Names the weights; "" for those of the start. Valid while `known`."""
 
     def may_have_changed(self) -> None:
-        """Caches were reset: what the weights are is not known until the workers were asked again."""
+        """Note a reset of caches: the weights are unknown until the workers have answered again."""
         self._wanted, self._asked_s = False, math.inf
-        self._number += 1  # answers on their way are about what was
+        self._number += 1  # answers on their way are about the earlier weights
         self._was_reset = True
         self.known = False
         if not self.can_tell:
             self._give_up()
 
     def wanted(self) -> bool:
-        """A request must know the weights: whether they are known. Asks the workers if not."""
+        """Called when a request needs the weights: returns whether they are known; if not, asks the workers."""
         now = self._now()
         if not self.known and not 0 <= now - self._asked_s <= ASK_AGAIN_S:
             self._ask(now)
         return self.known
 
     def take_question(self) -> int:
-        """The number of the question to put to the workers in this step; 0 for none. Each is put once."""
+        """The number of the question to ask in this step; 0 for none. Each question is asked only once."""
         wanted, self._wanted = self._wanted, False
         return self._number if wanted else 0
 
     def heard(self, number: int, initial: str, digest: str) -> None:
-        """One worker's answer: digests of its start and of now, "" when it cannot tell."""
+        """Apply one worker's answer: digests of its start and of now, "" if it cannot tell."""
         if number != self._number or self.known:
             return
         self._told.append((initial, digest))

@@ -1,21 +1,21 @@
-"""The side of the connector that lives in a vLLM worker: copies between the engine's blocks and the pool.
+"""The side of the connector in a vLLM worker: copies between the engine's blocks and the pool.
 
-Order within a step: `before_step` (preempted blocks are let go), `start_loads`, the forward pass with `wait_layer`
+Order within a step: `before_step` (copies of preempted blocks end), `start_loads`, the forward pass with `wait_layer`
 before each layer, then `start_stores`, `finished`, `take_bad_blocks`, `report`.  With a draft model vLLM may call
-`start_stores` last, behind that model, when the step has been reported.  Whichever of `start_stores` and `finished`
-comes first ends the synchronous loads.  Stores and asynchronous loads go on by themselves between steps, on the
-client's threads, so nothing is lost when vLLM stops stepping.
+`start_stores` last, after that model, when the step has already been reported.  The first of `start_stores` and
+`finished` ends the synchronous loads.  Stores and asynchronous loads go on between steps, on the client's threads, so
+they end even if vLLM stops stepping.
 
 Invariants
-1. A block is written only by a load whose step has not ended (synchronous), or that was not reported yet.
-2. A block is read by a store only until the step after its request was preempted, or until its request was
-   reported as sent.
-3. Nothing computed in a step whose synchronous load failed is stored, nor in steps planned before the
-   scheduler knew (they may rest on what failed).
-4. A step is reported only after its synchronous loads have ended, so a failed one is never confirmed.
-5. All waiting in one step is for copies already begun, one second in all at most; then they are cancelled.
+1. A synchronous load writes blocks only until its step ends, an asynchronous one only until it is reported.
+2. A store reads blocks only until the step after its request was preempted, or until its request is reported as sent.
+3. Nothing is stored that was computed in a step whose synchronous load failed, or in steps planned before the
+   scheduler knew of that (they may rest on the failed blocks).
+4. A step is reported only after its synchronous loads have ended, so a failed load is never confirmed.
+5. A step waits for copies for one second at most, then cancels them; after that it waits only for items that a copy
+   thread has begun.
 6. No block is read or written between `suspend` and `resume`: vLLM unmaps their memory.
-7. A layer that the model computed before its load was ordered ahead of it fails the load.
+7. If the model computed a layer before that layer's work was made to wait for the load, the load fails.
 """
 
 from __future__ import annotations
@@ -24,85 +24,25 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from kvstrata.client import CacheClient, Identity, LoadItem, LoadJob, StoreJob
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, Store, WorkerReport
-from kvstrata.types import EXTENT, KEY_BYTES, LeaseName, RequestIdentity
-
-if TYPE_CHECKING:
-    from kvstrata.client import CacheClient, Identity, LoadItem, LoadJob, StoreJob
-    from kvstrata.connectors.vllm.weights import LoadedWeights
+from kvstrata.connectors.vllm.mover import Mover
+from kvstrata.connectors.vllm.weights import LoadedWeights
+from kvstrata.keys import batch
+from kvstrata.types import EXTENT, LeaseName, RequestIdentity
 
 logger = logging.getLogger("vllm.kvstrata")
 
 WAIT_S = 1.0
 """Longest wait for copies in one step."""
 SLEEP_WAIT_S = 30.0
-"""Time that copies under way get when vLLM takes the memory of the blocks away."""
+"""Time that copies under way get to end when vLLM takes the blocks' memory away."""
 CLOSE_WAIT_S = 2.0
-"""Time that stores get at shutdown."""
+"""Time that stores get to end at shutdown."""
 IDENTITIES_REMEMBERED = 1024
-
-
-class Mover(Protocol):
-    """Moves whole chunks between the engine's blocks and the pool, wherever the blocks live."""
-
-    @property
-    def sections(self) -> Mapping[str, int]:
-        """Section of each layer, where synchronous loads go on beside the model; empty where they end before it."""
-
-    @property
-    def broken(self) -> bool:
-        """Nothing is copied any more, for good."""
-
-    def store(self, identity: Identity, store: Store, blocks: Sequence[Sequence[int]]) -> StoreJob:
-        """Begin to copy a store's chunks into L1. Never blocks; blocks are read until the job is `gathered`."""
-
-    def load(self, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:
-        """Begin to copy chunks into blocks, which are written until the job is `done`. Never blocks."""
-
-    def await_section(self, job: LoadJob, section: int | None, timeout_s: float) -> bool:
-        """What the model computes from now on comes behind the copies of this section, of all with None.
-
-        Waits at most `timeout_s`; False when that is not so.
-        """
-
-    def take_counts(self) -> dict[str, int]:
-        """What it counts itself, since the last call."""
-
-    def close(self) -> None:
-        """Free what the mover holds."""
-
-
-class HostMover:
-    """Blocks in host memory: the client's native threads copy them straight into and out of the pool."""
-
-    sections: Mapping[str, int] = {}
-    broken = False
-
-    def __init__(self, client: CacheClient, plan: Any) -> None:
-        self._client = client
-        self._plan = plan
-
-    def store(self, identity: Identity, store: Store, blocks: Sequence[Sequence[int]]) -> StoreJob:
-        """See `Mover.store`."""
-        return self._client.store(identity, store.parent, store.chain, self._plan, blocks, probe=store.probe)
-
-    def load(self, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:
-        """See `Mover.load`."""
-        return self._client.load(lease, items, self._plan, sync=sync)
-
-    def await_section(self, job: LoadJob, section: int | None, timeout_s: float) -> bool:
-        """See `Mover.await_section`."""
-        return job.wait(timeout_s)
-
-    def take_counts(self) -> dict[str, int]:
-        """Nothing."""
-        return {}
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 class _Stored(NamedTuple):
@@ -117,13 +57,13 @@ class _Loading:
     job: LoadJob
     begun_s: float
     late: bool = False
-    """Something was computed before the copy that it rests on."""
+    """The model computed on blocks of this load before they were copied."""
 
 
 class WorkerSide:
-    """One worker. All methods are called by vLLM's worker thread; jobs end on other threads.
+    """One worker. vLLM's worker thread calls all methods; jobs end on other threads.
 
-    `client` is started by the caller and closed by `close`; `slice_digest` names the part this worker holds.
+    The caller starts `client`; `close` closes it. `slice_digest` names the slice that this worker holds.
     """
 
     def __init__(
@@ -150,30 +90,30 @@ class WorkerSide:
         self._awaited: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._synchronous: list[_Loading] = []
-        """Loads that the step's forward pass rests on, until `end_loads`."""
+        """The step's synchronous loads, until `end_loads`."""
         self._waits_end_s = 0.0
         self._unordered: set[int] = set()
-        """Sections that the forward pass must still be put behind."""
+        """Sections whose copies the forward pass was not made to wait for yet."""
         self._failed_unbegun = False
         """A synchronous load of the step never began."""
         self._failures = 0
         self._suspended = False
         self._report = WorkerReport(0)
-        """What the next report will say."""
+        """The next report."""
         self._step = StepPlan(0)
         self._to_begin: deque[Load] = deque()
         """Loads of the step that have not begun."""
         self._to_store: deque[Store] = deque()
         self._to_await: set[str] = set()
-        """Of the step, until its stores have begun."""
+        """The step's awaited requests, until its stores have begun."""
         self._not_loaded: set[str] = set()
-        """Requests whose asynchronous load failed before it began, until that is told."""
+        """Requests whose asynchronous load failed before it began, until `finished` reports them."""
         self.counts: dict[str, int | float] = {}
 
     # -- one step --------------------------------------------------------------------------------------------
 
     def before_step(self, plan: StepPlan) -> None:
-        """Before anything of the step runs: let go of the blocks of preempted requests."""
+        """Called before any work of the step: end the copies of preempted requests."""
         self._take_up(plan)
         if plan.weigh and self._weights is not None:
             self._report.weights = (plan.weigh, self._weights.initial, self._weights.digest())
@@ -185,14 +125,14 @@ class WorkerSide:
         deadline = self._now() + WAIT_S
         for entry in lost:
             if not entry.job.wait_gathered(max(0.0, deadline - self._now())):
-                # It cannot be committed any more, so a torn copy is never seen.
+                # Its job is cancelled and never commits, so a torn copy is never visible.
                 logger.warning("a copy of request %s outlasted its blocks", entry.store.request_id)
             self._count("stores_preempted")
 
     def start_loads(self, *, layerwise: bool = False) -> None:
-        """Begin the step's loads and put the forward pass behind the synchronous ones.
+        """Begin the step's loads and make the forward pass wait for the synchronous ones.
 
-        With `layerwise` that is done layer after layer: `wait_layer` will be called before each.
+        With `layerwise` each layer waits only for its own section: vLLM calls `wait_layer` before each layer.
         """
         started = self._now()
         self._waits_end_s = started + WAIT_S
@@ -216,24 +156,27 @@ class WorkerSide:
         self._count("load_wait_s", self._now() - started)
 
     def wait_layer(self, name: str) -> None:
-        """The model comes to this layer. May be called several times for one."""
+        """Make the model, which is about to compute this layer, wait for the layer's section.
+
+        May be called several times for a layer.
+        """
         section = self._mover.sections.get(name) if self._synchronous else None
         if section is not None:
             self._order(section)
             self._unordered.discard(section)
 
     def end_loads(self) -> None:
-        """After the forward pass was given to the device: learn how the synchronous loads ended. Idempotent."""
+        """Called once the forward pass is on the device: find out how the synchronous loads ended. Idempotent."""
         failed, self._failed_unbegun = self._failed_unbegun, False
         if self._unordered:
             logger.error(
-                "the model ran over KV that was being loaded, without asking; its tokens are computed again"
+                "the model computed layers without waiting for their KV to be loaded; the tokens are computed again"
             )
         for loading in self._synchronous:
             if not loading.job.wait(max(0.0, self._waits_end_s - self._now())):
                 loading.job.cancel()
         for loading in self._synchronous:
-            # What was begun must end before the blocks are computed on; these are copies of a few chunks each.
+            # A load that has begun must end before its blocks are recomputed; each of its copies has only a few chunks.
             while not loading.job.wait(WAIT_S):
                 logger.warning("a copy into blocks of request %s is slow", loading.load.request_id)
             if loading.late or self._unordered:
@@ -243,7 +186,7 @@ class WorkerSide:
         self._failures += failed
 
     def start_stores(self) -> None:
-        """After the forward pass: begin the step's stores."""
+        """Called after the forward pass: begin the step's stores."""
         self.end_loads()
         while self._to_store:
             store = self._to_store[0]
@@ -262,33 +205,33 @@ class WorkerSide:
         self._to_await = set()
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """(requests whose blocks may be freed, requests whose asynchronous load ended), each told once."""
+        """(requests whose blocks may be freed, requests whose asynchronous load has ended), each named once."""
         # A report of this step may follow before `start_stores`, and it confirms the synchronous loads.
         self.end_loads()
         received = set(self._not_loaded)
         running = []
         for loading in self._loads:
-            if loading.job.done.is_set():  # asked once: it may end at any time
+            if loading.job.done.is_set():  # checked only once, since the job may end at any time
                 self._ended_load(loading)
                 received.add(loading.load.request_id)
             else:
                 running.append(loading)
         sent = self._awaited - self._settle_stores()
-        # Nothing is taken as told before all is known: an error on the way must not lose it.
+        # State changes only from here on, so that an error above loses no news.
         self._loads = running
         self._not_loaded.clear()
         self._awaited -= sent
         return sent, received
 
     def take_bad_blocks(self) -> set[int]:
-        """Blocks that were to be loaded and must be computed instead, since the last call."""
+        """Blocks whose load failed since the last call, so that they must be computed."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def report(self) -> WorkerReport | None:
-        """The step's report, or None when the scheduler need not know.
+        """The step's report; None if it has no news for the scheduler.
 
-        What happens after it, in a step whose stores begin behind a draft model, is in the next report.
+        If stores begin only after a draft model, their news is in the next report.
         """
         report = self._report
         report.failures = self._failures
@@ -307,10 +250,10 @@ class WorkerSide:
         return counts
 
     def suspend(self) -> None:
-        """Before the memory of the blocks is taken away: end all copies and begin none until `resume`. Idempotent.
+        """Called before vLLM takes the blocks' memory away: end all copies, begin none until `resume`. Idempotent.
 
-        Copies that have not begun are given up; their stores are told as dropped and their loads as failed.  Raises
-        RuntimeError when a copy does not end in its time; nothing is suspended then, and the memory must stay.
+        Copies that have not begun are given up; their stores are reported as dropped, their loads as failed.  Raises
+        RuntimeError when a copy does not end in time; copying then goes on, and the memory must stay.
         """
         self._suspended = True
         self.end_loads()
@@ -326,15 +269,15 @@ class WorkerSide:
                 self._suspended = False
                 raise RuntimeError(
                     f"a copy of KV of request {request_id} goes on after {SLEEP_WAIT_S:.0f} s, so the memory of the KV "
-                    "cache cannot be given up; try to sleep again"
+                    "cache cannot be freed; try to sleep again"
                 )
 
     def resume(self) -> None:
-        """The memory of the blocks is back, at the same addresses. Idempotent."""
+        """Allow copies again: the blocks' memory is back, at the same addresses. Idempotent."""
         self._suspended = False
 
     def close(self) -> None:
-        """Give stores a moment, stop all copies, and leave the server."""
+        """Give stores a moment to end, stop all copies, and detach from the server."""
         deadline = self._now() + CLOSE_WAIT_S
         for entry in self._stores:
             if not entry.job.done.wait(max(0.0, deadline - self._now())):
@@ -346,18 +289,18 @@ class WorkerSide:
         self._mover.close()
         self._client.close(0.5)
 
-    # -- after an error of ours in one of these calls: the answer, and what keeps blocks and leases in order ------
+    # -- recovery after an error of ours in one of these calls: the answer, with blocks and leases in order --
 
     def step_failed(self, plan: StepPlan) -> None:
-        """After `before_step`: nothing goes on that reads blocks of preempted requests. The step goes on."""
+        """After `before_step`: cancel all stores of preempted requests' blocks, and go on with the step."""
         if self._step is not plan:
             self._take_up(plan)
         for entry in self._stores:
             if entry.store.request_id in plan.preempted:
-                entry.job.cancel()  # it cannot be committed any more
+                entry.job.cancel()  # so that it never commits
 
     def loads_failed(self) -> None:
-        """After `start_loads`, `wait_layer` or `end_loads`: every load of the step that has not ended failed."""
+        """After `start_loads`, `wait_layer` or `end_loads`: fail every load of the step that has not ended."""
         while self._to_begin:
             self._cannot_load(self._to_begin.popleft())
         begun, self._synchronous, self._unordered = self._synchronous, [], set()
@@ -371,9 +314,7 @@ class WorkerSide:
             loading.job.wait(max(0.0, self._waits_end_s - self._now()))
 
     def stores_failed(self) -> None:
-        """After `start_stores`: those that did not begin are dropped, and finished requests still get their blocks
-        freed.
-        """
+        """After `start_stores`: drop the stores that did not begin; blocks of finished requests are still freed."""
         self._awaited |= self._to_await
         self._to_await = set()
         self._report.dropped.extend(store.store_id for store in self._to_store)
@@ -381,7 +322,7 @@ class WorkerSide:
         self.loads_failed()
 
     def finished_failed(self) -> tuple[set[str], set[str]]:
-        """After `finished`: the same without its accounts; loads that have ended count as failed."""
+        """After `finished`: the same without its counting; loads that have ended count as failed."""
         self.loads_failed()
         received, self._not_loaded = self._not_loaded, set()
         running = []
@@ -398,7 +339,7 @@ class WorkerSide:
         return sent, received
 
     def report_failed(self) -> WorkerReport:
-        """After `report`: the step is confirmed with the failures so far."""
+        """After `report`: confirm the step with the failures so far."""
         weights, self._report.weights = self._report.weights, None
         return WorkerReport(self._step.step, failures=self._failures, weights=weights)
 
@@ -408,24 +349,24 @@ class WorkerSide:
         self._step = plan
         self._report.step = plan.step
         if plan.weigh:
-            self._report.weights = (plan.weigh, "", "")  # until it is told
-        # Loads that nothing waits for begin first.
+            self._report.weights = (plan.weigh, "", "")  # until the digests are known
+        # Asynchronous loads first: no forward pass waits for them.
         self._to_begin = deque(sorted(plan.loads, key=lambda load: not load.asynchronous))
         self._to_store = deque(plan.stores)
         self._to_await = set(plan.awaited)
 
     def _order(self, section: int | None) -> None:
-        """Put what the model computes from now on behind this section of the synchronous loads, None: behind all."""
+        """Make the model's further work wait for this section of the synchronous loads; None: for all sections."""
         for loading in self._synchronous:
             left_s = max(0.0, self._waits_end_s - self._now())
             loading.late |= not self._mover.await_section(loading.job, section, left_s)
 
     def _cannot_load(self, load: Load) -> None:
-        """Account for a load that never begins: its blocks are computed."""
+        """Fail a load that never begins: its blocks are computed."""
         if load.lease is not None:
             self._client.release([load.lease])
         self._bad_blocks.update(block for block in load.blocks if block != SKIP_BLOCK)
-        self._count("load_failed_chunks", len(load.chain) // KEY_BYTES)
+        self._count("load_failed_chunks", batch.count(load.chain))
         if load.asynchronous:
             self._not_loaded.add(load.request_id)
         else:
@@ -436,24 +377,25 @@ class WorkerSide:
         row = EXTENT.size * len(load.slices)
         mine = load.slices.index(self._slice) if self._slice in load.slices else -1
         items = []
-        for index in range(len(load.chain) // KEY_BYTES):
-            # A scheduler that does not know this slice names no extent for it; the load then fails as a
-            # whole.
+        for index in range(batch.count(load.chain)):
+            # If the scheduler does not know this slice, it names no extent for it, and the whole load fails.
             offset, length, _, _, _ = (
                 EXTENT.unpack_from(load.extents, index * row + mine * EXTENT.size) if mine >= 0 else (0,) * 5
             )
             items.append(
                 self._make_item(
-                    load.chain[index * KEY_BYTES : (index + 1) * KEY_BYTES],
+                    batch.nth(load.chain, index),
                     offset,
                     length,
                     load.blocks[index * self._chunk_blocks : (index + 1) * self._chunk_blocks],
                 )
             )
-        return _Loading(load, items, self._mover.load(lease, items, sync=not load.asynchronous), begun)
+        identity = self._identity(load.identity)
+        job = self._mover.load(identity, lease, items, sync=not load.asynchronous)
+        return _Loading(load, items, job, begun)
 
     def _ended_load(self, loading: _Loading) -> bool:
-        """Account for a load that is done; whether part of it failed."""
+        """Count a load that has ended. Returns whether part of it failed."""
         job = loading.job
         for index in job.failed:
             self._bad_blocks.update(block for block in loading.items[index].block_ids if block != SKIP_BLOCK)
@@ -471,7 +413,7 @@ class WorkerSide:
         return bool(job.failed)
 
     def _settle_stores(self) -> set[str]:
-        """Report what happened to stores; the requests that are still being read."""
+        """Add the outcomes of stores to the report. Returns the requests whose blocks are still being read."""
         reading = set()
         left = []
         for entry in self._stores:
@@ -511,4 +453,4 @@ class WorkerSide:
 
 
 IN_L1 = ("stored", "present", "in_flight")
-"""Outcomes of a store after which the chunk is in L1, or soon will be by somebody else's doing."""
+"""Outcomes of a store after which the chunk is in L1, or will soon be because another process is storing it."""

@@ -1,11 +1,11 @@
-// The controller's HTTP API. Where it asks for a token, so does the page, once, and keeps it for this browser tab.
+// The controller's HTTP API. If it wants a token, the page asks the user once, and keeps the token for this browser tab.
 
 import { askToken } from "./dialog.js";
 
 const TOKEN = "kvstrata.token";
 let asking = null;
 
-/** An answer that is not a success; `status` 0: there was none. */
+/** An answer that is not a success; `status` 0: no answer. */
 export class ApiError extends Error {
   constructor(status, message, code = "", field = "") {
     super(message);
@@ -13,7 +13,7 @@ export class ApiError extends Error {
   }
 }
 
-/** A response with a success status. Raises ApiError; asks for a token and tries again where one is needed. */
+/** A response with a success status; if a token is needed, asks for it and tries again. Raises ApiError. */
 export async function open(method, path, { body, signal, timeoutMs } = {}) {
   for (;;) {
     const token = sessionStorage.getItem(TOKEN);
@@ -40,7 +40,7 @@ export async function open(method, path, { body, signal, timeoutMs } = {}) {
 }
 
 async function newToken(refused) {
-  if (sessionStorage.getItem(TOKEN) !== refused) return; // another request has asked meanwhile
+  if (sessionStorage.getItem(TOKEN) !== refused) return; // another request has already got a new token
   asking ??= askToken(refused !== null).finally(() => { asking = null; });
   const given = await asking;
   sessionStorage.setItem(TOKEN, given);
@@ -60,7 +60,7 @@ export const instancePath = (id) => `/v1/instances/${encodeURIComponent(id)}`;
 const COMMAND_POLL_MS = 500;
 const COMMAND_WAIT_MS = 60_000;
 
-/** Waits until a command has ended, and returns it; raises ApiError when it takes too long. */
+/** Waits until a command has ended, and returns it. Raises ApiError after COMMAND_WAIT_MS. */
 async function ended(number) {
   const until = Date.now() + COMMAND_WAIT_MS;
   for (;;) {
@@ -71,12 +71,12 @@ async function ended(number) {
   }
 }
 
-/** The ended commands of an answer that names some. */
+/** The commands of an answer, once all have ended. */
 export function outcomes(answer) {
   return answer.done ? Promise.resolve(answer.commands) : Promise.all(answer.commands.map(({ number }) => ended(number)));
 }
 
-/** A document that an instance gives of itself. Raises ApiError where it refuses or does not answer. */
+/** A document that an instance answers. Raises ApiError if it refuses or does not answer. */
 export async function documentOf(path) {
   const answer = await get(path);
   if (answer.done) {

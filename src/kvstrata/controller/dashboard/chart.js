@@ -1,7 +1,7 @@
-// Charts over time, drawn as SVG: lines with their names at their ends, or areas on top of each other.
+// Charts over time, drawn as SVG: lines with their names at their ends, or stacked areas.
 //
-// The cursor follows the pointer and the arrow keys; the legend shows the numbers at the cursor, else the newest. A
-// screen reader meets a slider over time whose value is the readout, and the same numbers as a table below.
+// The cursor follows the pointer and the arrow keys; the legend shows the numbers at the cursor, else the newest. For a
+// screen reader the chart is a slider over time whose value is the readout, and a table below has the same numbers.
 
 import { h, lazy } from "./dom.js";
 import { clock } from "./format.js";
@@ -21,7 +21,7 @@ export function onRedraw(callback) {
   redraw = callback;
 }
 
-/** After the page has changed: charts whose width is another than they were drawn for are drawn again. */
+/** After a change of the page: draws charts again whose width has changed. */
 export function measure() {
   let stale = false;
   for (const plot of document.querySelectorAll("[data-plot]")) {
@@ -80,7 +80,7 @@ function linePath(times, values, x, y) {
   return path;
 }
 
-/** Areas between two edges, one for each run of times at which `values` has some, up to halfway to its neighbours. */
+/** Areas between two edges, one for each run of times with values, up to halfway to the run's neighbours. */
 function areaPath(times, values, below, above, x, y) {
   let path = "";
   let run = [];
@@ -97,7 +97,7 @@ function areaPath(times, values, below, above, x, y) {
   return path;
 }
 
-/** Pushes labels apart that would overlap; `places` are sorted by y. */
+/** Pushes overlapping labels apart; `places` are sorted by y. */
 function spread(places, low, high) {
   for (let index = 1; index < places.length; index += 1) {
     places[index].at = Math.max(places[index].at, places[index - 1].at + LABEL_GAP);
@@ -112,21 +112,22 @@ function spread(places, low, high) {
   for (const place of places) place.at = Math.max(low, place.at);
 }
 
-/** A chart as `drawn` tells it, drawn again when its series, its width or its cursor are others. */
+/** A chart as `drawn` makes it, drawn again when its series, its width or its cursor has changed. */
 export function chart(wanted) {
   const { id, series, windowMs } = wanted;
   return lazy("figure", id, [series, windowMs, widths.get(id), cursors.get(id)], () => drawn(wanted));
 }
 
 /**
- * One chart. `times`: unix ms, ascending; `series`: [{name, tone, values}] with one value (or null) a time, `tone` a
- * colour class; `stacked`: the parts of a whole; `format` makes text of a value; `top`: a line at this value.
+ * One chart. `times`: unix ms, ascending; `series`: [{name, tone, values}] with one value (or null) for each time, `tone`
+ * a colour class; `stacked`: the series are parts of a whole; `format` makes text of a value; `max`: the axis reaches at
+ * least this value.
  */
 function drawn({ id, title, note, times, series, format, stacked = false, binary = false, max = 0, height = 168, windowMs }) {
   const heading = `${id}-title`;
   if (times.length < 2) {
     return h("figure", { class: "chart", key: id, "aria-labelledby": heading }, h("figcaption", {}, h("h3", { id: heading }, title)),
-      h("p", { class: "quiet" }, "The first numbers come in a few seconds."));
+      h("p", { class: "quiet" }, "The first numbers appear in a few seconds."));
   }
   const width = widths.get(id) ?? 560;
   const longest = Math.max(...series.map(({ name }) => name.length));

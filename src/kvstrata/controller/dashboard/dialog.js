@@ -13,7 +13,7 @@ function show(title, content, buttons, attributes = {}) {
   return dialog;
 }
 
-/** Asks before something is done. Resolves to whether it was confirmed. */
+/** Asks the user to confirm an action. Resolves to whether it was confirmed. */
 export function confirm({ title, paragraphs, action, danger = false }) {
   return new Promise((resolve) => {
     const dialog = show(title, paragraphs.map((text) => h("p", {}, text)), [
@@ -27,7 +27,7 @@ export function confirm({ title, paragraphs, action, danger = false }) {
   });
 }
 
-/** Asks for the bearer token until one is given. */
+/** Asks the user for the bearer token until one is given. */
 export function askToken(refused) {
   return new Promise((resolve) => {
     const field = h("input", {
@@ -36,7 +36,7 @@ export function askToken(refused) {
     });
     const dialog = show("Token", [
       refused && h("p", { class: "wrong", role: "alert" }, "The controller refused that token."),
-      h("p", { id: "token-note" }, "This controller listens beyond this machine and wants the token of its ",
+      h("p", { id: "token-note" }, "This controller wants the token of its ",
         h("code", {}, "http.token_file"), ". It is kept until this tab is closed."),
       h("label", { for: "token" }, "Bearer token"), field,
     ], [h("button", { class: "primary" }, "Sign in")]);

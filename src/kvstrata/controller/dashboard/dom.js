@@ -1,8 +1,8 @@
-// Elements from values, and one tree made like another.
+// Builds elements from values, and changes the page's tree into a new one.
 //
-// A page is a function of the state: it builds the tree that should be seen, and `morph` changes the tree that is
-// there as little as it can, so that focus, selection, scroll positions and open dialogs outlive every update. Parts that
-// are many or large are `lazy`: they are not even built while what they show is the same.
+// A page is a function of the state: it builds the wanted tree, and `morph` changes the present tree as little as it can,
+// so that focus, selection, scroll positions and open dialogs survive every update. Parts that are numerous or large are
+// `lazy`: they are not built again as long as they show the same values.
 // Every value becomes a text node or an attribute; nothing is ever parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -28,14 +28,14 @@ export function h(tag, attributes = {}, ...children) {
 }
 
 /**
- * An element that `build` makes, and makes again only when one of `deps` is another than the last time: what has not
- * changed costs nothing. `key` names it among its siblings. It may stand only in a tree that `morphChildren` is given.
+ * An element that `build` makes, and makes again only if one of `deps` has changed since the last time. `key` names the
+ * element among its siblings. It may stand only in a tree that is given to `morphChildren`.
  */
 export function lazy(tag, key, deps, build) {
   return Object.assign(document.createElement(tag), { key: String(key), deps, build });
 }
 
-/** What was there under this key stays as it looked, for nobody to use: what it stood for has ended. */
+/** The element with this key stays visible but inert, because the row that it showed has ended. */
 export function ended(tag, key) {
   return Object.assign(h(tag, { class: "ended", "aria-hidden": "true", inert: true }), { key: String(key), stays: true });
 }
@@ -44,7 +44,7 @@ function built({ key, deps, build }) {
   return Object.assign(build(), { key, deps });
 }
 
-/** A tree that is new to the page, with its lazy elements built. */
+/** A new tree with its lazy elements built. */
 function grown(node) {
   const whole = node.build ? built(node) : node;
   for (const child of [...whole.childNodes]) {
@@ -64,7 +64,7 @@ function append(element, children) {
   }
 }
 
-/** Makes the children of `parent` like `wanted`. */
+/** Changes the children of `parent` into `wanted`. */
 export function morphChildren(parent, wanted) {
   const focused = document.activeElement;
   reconcile(parent, wanted);
@@ -128,7 +128,7 @@ function update(element, wanted) {
 
 const announcements = [];
 
-/** Tells it to a screen reader, one after the other. */
+/** Announces texts to a screen reader, one after the other. */
 export function announce(text) {
   announcements.push(text);
   if (announcements.length > 1) return;

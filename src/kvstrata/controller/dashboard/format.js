@@ -85,7 +85,7 @@ export function date(ms) {
   return `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} ${clock(ms)}`;
 }
 
-/** A value of a document whose unit is the end of its name. */
+/** A value of a document as text; the end of its name gives the unit. */
 export function named(name, value) {
   if (value === null || value === undefined || value === "") return NONE;
   if (typeof value === "boolean") return value ? "yes" : "no";

@@ -1,15 +1,15 @@
-// What the controller tells by itself: one stream of changes, and where a proxy swallows streams, the same changes asked
-// for every two seconds.
+// The live state of the cluster, from one stream of changes; if a proxy holds streams back, the page asks for the same
+// changes every two seconds.
 //
-// States of the connection: connecting, live (the stream), polling, lost. `sinceMs` is when the state began, for lost: when the
-// controller was heard last; what is shown then is what was known then.
+// States of the connection: connecting, live (the stream), polling, lost. `sinceMs` is the time when the state began; for
+// lost, the time of the last message, whose state the page goes on showing.
 
 import { get, open } from "./api.js";
 import { announce } from "./dom.js";
 import { named, words } from "./format.js";
 import { NOTHING, applied, factsText, remember } from "./model.js";
 
-const SILENCE_MS = 6_000; // the stream tells something every second
+const SILENCE_MS = 6_000; // the stream sends something every second
 const ANSWER_MS = 4_000;
 const POLL_MS = 2_000;
 const STREAM_AGAIN_MS = 30_000;
@@ -20,10 +20,10 @@ const TOLD = new Set(["joined", "left", "died", "removed", "superseded", "came_b
 export const live = {
   connection: { state: "connecting", sinceMs: Date.now() },
   cluster: null,
-  instances: null, // by id, in order; a row that has changed is another object
+  instances: null, // rows in the order of their ids; a changed row is another object
   removed: [],
   events: [],
-  /** Now, by the controller's clock; when it was heard last while the connection is lost. */
+  /** The present time by the controller's clock; while the connection is lost, the time of the last message. */
   nowMs: () => live.cluster.unix_ms + (live.connection.state === "lost" ? 0 : Date.now() - heardMs),
 };
 let changed = () => {};
@@ -42,20 +42,20 @@ function connection(state, sinceMs = Date.now()) {
   changed();
 }
 
-/** Takes a change in. Returns whether it followed what was known; otherwise the whole state is wanted. */
+/** Applies a change. Returns false if it does not follow the known state; then the whole state is needed. */
 async function tell(change) {
   const next = applied(known, change);
   if (next === null) {
     known = NOTHING;
     return false;
   }
-  if (live.cluster && live.cluster.epoch !== next.cluster.epoch) lastCursor = null; // another run counts its events anew
+  if (live.cluster && live.cluster.epoch !== next.cluster.epoch) lastCursor = null; // another run of the controller numbers its events anew
   known = next;
   live.cluster = next.cluster;
   live.instances = [...next.instances.values()];
   live.removed = next.removed;
   remember(live.instances, live.nowMs());
-  // A whole state tells no events, and of very many only the newest come.
+  // A whole state has no events, and a change has only the newest ones: fetch the others.
   if (change.after === null || lastCursor === null || change.events[0]?.number > lastCursor + 1) await catchUp();
   else tellEvents(change.events, true);
   return true;
@@ -77,7 +77,7 @@ async function catchUp() {
   lastCursor = Math.max(lastCursor ?? 0, cursor);
 }
 
-/** Reads the stream until it ends. Returns whether anything came. */
+/** Reads the stream until it ends. Returns whether a change arrived. */
 async function stream() {
   const abort = new AbortController();
   let watchdog = setTimeout(() => abort.abort(), SILENCE_MS);
@@ -119,7 +119,7 @@ async function poll() {
   for (const change of changes) if (!await tell(change)) return;
 }
 
-/** Listens for ever; calls `onChange` after each change. */
+/** Follows the controller for as long as the page lives; calls `onChange` after each change. */
 export async function listen(onChange) {
   changed = onChange;
   let streamAt = 0;

@@ -1,4 +1,4 @@
-// The page: which part is shown, the head above it, and what is said about the connection.
+// The page: chooses the part that the address names, and draws the head and the state of the connection.
 
 import { measure, onRedraw } from "./chart.js";
 import { announce, h, morphChildren } from "./dom.js";
@@ -45,7 +45,7 @@ let page = null;
 let context = null;
 let waiting = false;
 let drawnMs = 0;
-let pressed = false; // a button that moved away under a press would not get its click
+let pressed = false; // while a button is pressed nothing is drawn, since a moved button would lose the click
 let owed = false;
 
 function redraw() {
@@ -154,9 +154,9 @@ onRedraw(redraw);
 window.addEventListener("hashchange", navigate);
 window.addEventListener("resize", redraw);
 document.querySelector(".skip").addEventListener("click", (event) => {
-  event.preventDefault(); // the hash names the page
+  event.preventDefault(); // the address's hash names the page
   document.getElementById("main").focus();
 });
-setInterval(() => { if (performance.now() - drawnMs > TICK_MS) redraw(); }, 1000); // ages tick also when nothing comes
+setInterval(() => { if (performance.now() - drawnMs > TICK_MS) redraw(); }, 1000); // ages tick also without messages
 navigate();
 listen(redraw);

@@ -1,8 +1,8 @@
-// What the API's documents say, in the words of the pages.
+// Reads the API's documents for the pages.
 
 import { inOrder } from "./rows.js";
 
-/** One word for how an instance is. */
+/** The state of an instance in one word. */
 export function stateOf(one) {
   if (one.state === "dead") return "dead";
   if (one.state === "restored") return "restored";
@@ -12,10 +12,10 @@ export function stateOf(one) {
   return one.confirmed ? "ready" : "unconfirmed";
 }
 
-/** L1 comes before all others. */
+/** Sort key of tiers: L1 comes first. */
 export const tierOrder = (tier) => (tier === "l1" ? "" : tier);
 
-/** Its tiers: [{tier, keys, used_bytes, capacity_bytes}]. */
+/** The tiers of an instance: [{tier, keys, used_bytes, capacity_bytes}]. */
 export function tiersOf(one) {
   return one.tiers.map((tier) => ({
     tier, keys: one.keys[tier] ?? 0, used_bytes: one.used_bytes[tier] ?? 0, capacity_bytes: one.capacity_bytes[tier] ?? 0,
@@ -24,16 +24,16 @@ export function tiersOf(one) {
 
 export const sum = (numbers) => Object.values(numbers).reduce((all, value) => all + value, 0);
 
-/** Share of chunks found, of counts by source; null when there are none. */
+/** Share of chunks that were found, from counts by source; null if all counts are 0. */
 export function hitShare(counts) {
   const all = sum(counts);
   return all > 0 ? (all - (counts.miss ?? 0)) / all : null;
 }
 
-/** Nothing is known yet. */
+/** The state before anything is known. */
 export const NOTHING = { look: "", cluster: null, instances: null, removed: [] };
 
-/** What is known after a change, by feed.py's rules; null where the change does not follow what is known. */
+/** The state after a change, by feed.py's rules; null if the change does not follow the known state. */
 export function applied(known, change) {
   if (change.after !== null && change.after !== known.look) return null;
   const { cluster, instances: rows, removed } = change.after === null ? { ...NOTHING, instances: new Map() } : known;
@@ -47,9 +47,9 @@ export function applied(known, change) {
 
 const RECENT_MS = 60_000;
 const RECENT_STEP_MS = 1_000;
-const seen = new Map(); // incarnation → [{ms, counts}]: what it had counted a minute ago and since then
+const seen = new Map(); // incarnation → [{ms, counts}]: its counts a minute ago and since then
 
-/** Remembers what instances have counted, for `recentHits`. */
+/** Remembers the counts of instances, for `recentHits`. */
 export function remember(instances, nowMs) {
   const there = new Set();
   for (const { incarnation, hits_total: counts } of instances) {
@@ -63,7 +63,7 @@ export function remember(instances, nowMs) {
   for (const incarnation of seen.keys()) if (!there.has(incarnation)) seen.delete(incarnation);
 }
 
-/** Share of chunks found in the last minute that this page has seen; null when nobody asked. */
+/** Share of chunks that were found in the last minute that this page has seen; null without lookups. */
 export function recentHits({ incarnation, hits_total: counts }) {
   const first = seen.get(incarnation)?.[0].counts ?? {};
   let all = 0;
@@ -71,7 +71,7 @@ export function recentHits({ incarnation, hits_total: counts }) {
   return all > 0 ? (all - ((counts.miss ?? 0) - (first.miss ?? 0))) / all : null;
 }
 
-/** "synced: tags l1 400, took 52 ms" without the kind. */
+/** The facts of an event as text, such as "tags l1 400; took 52 ms". */
 export function factsText(facts, named, words) {
   return Object.entries(facts).filter(([, value]) => value !== "" && value !== null).map(([name, value]) => {
     if (name === "ok") return value ? "done" : "failed";

@@ -1,4 +1,4 @@
-// What several pages show: states, bars, empty places, actions on an instance.
+// Parts that several pages share: states, bars, empty places, actions on an instance.
 
 import { get, instancePath, outcomes, send } from "./api.js";
 import { confirm } from "./dialog.js";
@@ -9,13 +9,13 @@ import { sum } from "./model.js";
 
 const STATES = {
   ready: ["good", "Serves and reports."],
-  syncing: ["busy", "Sends its full report; what was known before serves until it ends."],
+  syncing: ["busy", "Sends its full report; lookups use the previous knowledge until it ends."],
   frozen: ["busy", "Stores nothing new for at most 5 s, until its full report ends."],
   draining: ["calm", "Serves its own engines; leases nothing to peers."],
   stopping: ["calm", "Is about to leave."],
-  unconfirmed: ["warn", "What is known of its chunks may be wrong until its next full report has come."],
-  restored: ["warn", "Known from before the controller's restart; not heard since."],
-  dead: ["bad", "Not heard for longer than the timeout; its chunks are forgotten."],
+  unconfirmed: ["warn", "The directory's knowledge of its chunks may be wrong until its next full report."],
+  restored: ["warn", "Known from before the controller's restart; no message since."],
+  dead: ["bad", "No message for longer than the timeout; its chunks are forgotten."],
 };
 
 export function state(name) {
@@ -25,7 +25,7 @@ export function state(name) {
 
 /** A share of a whole, as a bar with its text beside it. */
 export function usage(used, capacity, brief = false) {
-  if (!used && !capacity) return h("span", { class: "quiet" }, "not told");
+  if (!used && !capacity) return h("span", { class: "quiet" }, "not reported");
   const share = capacity > 0 ? Math.min(1, used / capacity) : 0;
   return h("div", { class: "usage" },
     h("svg", { class: "meter", "aria-hidden": "true", preserveAspectRatio: "none", viewBox: "0 0 100 4" },
@@ -51,8 +51,8 @@ export function line(text) {
       await navigator.clipboard.writeText(text);
       toast("Copied.");
     } catch {
-      getSelection().selectAllChildren(code); // pages over plain HTTP may not write the clipboard
-      toast("Marked; press Ctrl+C to copy it.");
+      getSelection().selectAllChildren(code); // a page over plain HTTP may not write to the clipboard
+      toast("The line is selected; press Ctrl+C to copy it.");
     }
   };
   return h("div", { class: "line" }, h("code", {}, text), h("button", { onclick: copy }, "Copy", h("span", { class: "unseen" }, " the line")));
@@ -69,14 +69,14 @@ export function noInstances(cluster) {
   return h("section", { class: "empty", key: "empty" }, h("h2", {}, "No instance has registered yet"),
     h("p", {}, "Start a cache server on each host that runs engines, and tell it where this controller is. It appears here within a second."),
     line(startLine(cluster)),
-    h("p", { class: "quiet" }, "A server that runs already takes ", h("code", {}, "controller.url"), " in its settings file. Off this machine both sides need keys; see docs/operations.md."));
+    h("p", { class: "quiet" }, "A server that runs already takes ", h("code", {}, "controller.url"), " in its settings file. Between machines both sides need keys; see docs/operations.md."));
 }
 
 export function failure(error, what) {
   return h("div", { class: "wrong", role: "alert", key: "failure" }, h("strong", {}, what), " ", error.field ? h("code", {}, error.field) : null, error.field ? ": " : "", error.message);
 }
 
-/** A controller that does not lead takes no orders: the one that does has a dashboard of its own. */
+/** The leader's name, as a link to its dashboard: only the leader takes orders. */
 export function leaderLink({ leader, leader_url: url }) {
   return /^https?:\/\//.test(url) ? h("a", { href: url }, leader) : leader;
 }
@@ -84,7 +84,7 @@ export function leaderLink({ leader, leader_url: url }) {
 export function follower(cluster) {
   if (!cluster || cluster.election.leads) return null;
   return h("p", { class: "note", key: "follower" }, "This controller does not lead, so it takes no orders. ",
-    cluster.election.leader ? ["Give them to ", leaderLink(cluster.election), "."] : "Nobody leads at the moment.");
+    cluster.election.leader ? ["Give them to ", leaderLink(cluster.election), "."] : "No controller leads at the moment.");
 }
 
 export function instanceLink(id) {
@@ -112,7 +112,7 @@ export async function drain(id, on) {
   if (sure) await command(id, on ? "drain" : "undrain", on ? `${id} is draining.` : `${id} serves peers again.`);
 }
 
-/** Tells an instance to do something, and how it went. */
+/** Commands an instance, and shows the outcome. */
 export async function command(id, what, done) {
   try {
     const failed = (await outcomes(await send("POST", `${instancePath(id)}/${what}`, {}))).filter(({ state: end }) => end !== "done");
@@ -123,7 +123,7 @@ export async function command(id, what, done) {
   }
 }
 
-/** Lets a removed instance in again. */
+/** Lets a removed instance join again. */
 export async function allow(id) {
   try {
     await send("POST", `${instancePath(id)}/allow`);
@@ -162,7 +162,7 @@ export function actions(instance) {
     h("button", { class: "quiet-danger", onclick: () => remove(id) }, "Remove", h("span", { class: "unseen" }, ` ${id}`)));
 }
 
-/** Asks for `path` again and again while a page is shown. */
+/** Asks for `path` every `everyMs` while a page is shown. */
 export function poller(path, everyMs, redraw, ask = get) {
   const answer = { document: null, error: null, loading: true };
   let stopped = false;

@@ -1,14 +1,14 @@
-// What of a long list is shown: filtered, ordered, a page at a time. Tables, logs and lists show it as they like.
+// Chooses the rows of a long list that are shown: filtered, ordered, a page at a time. Tables, logs and lists draw them.
 //
-// While the pointer or the focus is among the rows, each stays where it is: values change, places do not. A row that has
-// ended meanwhile leaves its place empty; one that is new comes last, or waits where `waits` is given.
+// While the pointer or the focus is among the rows, each row keeps its place: values change, places do not. A row that
+// ends meanwhile stays visible but inert; a new row comes last, or with `waits` after the pointer or focus has left.
 
 import { ended, h, lazy } from "./dom.js";
 import { exact } from "./format.js";
 import { ask, asked } from "./query.js";
 
 export const PAGE_ROWS = 100;
-const FILTER_FROM = 9; // fewer rows are seen at a glance
+const FILTER_FROM = 9; // fewer rows need no filter
 const collator = new Intl.Collator("en", { numeric: true });
 const kept = new Map(); // list id → {signature, rows, all, order} of the last draw
 
@@ -23,7 +23,7 @@ function compare(one, other) {
 
 const hovers = matchMedia("(hover: hover)");
 
-/** Whether somebody points at the rows or works among them. */
+/** Whether the pointer or the focus is among the rows. */
 function held(id) {
   const place = document.getElementById(`${id}-rows`);
   return Boolean(place && ((hovers.matches && place.matches(":hover")) || place.contains(document.activeElement)));
@@ -32,18 +32,18 @@ function held(id) {
 function ordered(rows, key, sort, down, before) {
   if (!sort) return rows.map(key);
   const values = new Map(rows.map((row) => [key(row), sort(row)]));
-  // Beginning with the order of the last draw, which is nearly right.
+  // Sorting starts from the order of the last draw, which is nearly right.
   const names = before ? [...before.filter((name) => values.has(name)), ...[...values.keys()].filter((name) => !before.places.has(name))] : [...values.keys()];
   const turn = down ? -1 : 1;
   return names.sort((one, other) => turn * (compare(values.get(one), values.get(other)) || collator.compare(one, other)));
 }
 
 /**
- * `rows` as `key` names them; `text(row)` is what the filter looks at; `sort(row)` the value to order by (without: as they
- * come). `prefix` goes before the names of the parameters in the address. Returns {shown: [[name, row | null]], tools}:
- * the rows of the page, null where one has ended; and what goes above them. The element around the rows has the id
- * `${id}-rows`. `filter`: show the field for it, which short lists have only while something is in it;
- * `hint`: what may be typed into it.
+ * `key(row)` names a row, the filter searches `text(row)`, `sort(row)` is the value to order by (without it rows keep their
+ * order). `prefix` begins the names of the parameters in the address. Returns {shown: [[name, row | null]], tools}: the
+ * rows of the page, null for a row that has ended, and the controls above them. The element around the rows must have the
+ * id `${id}-rows`. `filter`: show the filter's field, which short lists have only while it holds text; `hint`: what may be
+ * typed into it.
  */
 export function windowed({ id, what, rows, key, text, sort, sorting = "", down = false, prefix = `${id}.`, size = PAGE_ROWS, waits = false, hint = "", redraw, filter = rows.length >= FILTER_FROM }) {
   const word = asked(`${prefix}filter`);
@@ -91,14 +91,14 @@ function tools({ id, what, rows, matching, word, prefix, page, pages, size, tota
       step("Next", page + 1, page < pages), step("Last", pages, page < pages)));
 }
 
-/** What stands in place of rows of which none is let through by the filter. */
+/** The text shown if the filter lets no row through. */
 export function noneMatch({ id, what, rows, shown, prefix = `${id}.`, redraw }) {
   if (shown.length || !rows.length) return null;
   return h("p", { class: "quiet", key: `${id}-none` }, `The filter lets none of the ${exact(rows.length)} through. `,
     h("button", { onclick: () => { ask({ [`${prefix}filter`]: "" }); redraw(); } }, "Show all", h("span", { class: "unseen" }, ` ${what}`)));
 }
 
-/** A list whose items `item(row)` makes; no more than `size` of them at a time. */
+/** A list whose items `item(row)` makes, at most `size` at a time. */
 export function list({ id, what, rows, key, text, item, deps = (row) => [row], size = 20, attributes = {}, redraw }) {
   const { shown, tools: above } = windowed({ id, what, rows, key, text, size, redraw });
   return h("div", { key: id }, above, noneMatch({ id, what, rows, shown, redraw }),

@@ -1,14 +1,15 @@
-// Tables to filter and to order by a column, a page of rows at a time; they become cards where the page is narrow.
+// Tables that can be filtered and ordered by a column, a page of rows at a time; on a narrow page rows become cards.
 
 import { ended, h, lazy } from "./dom.js";
 import { ask, asked } from "./query.js";
 import { noneMatch, windowed } from "./rows.js";
 
 /**
- * `columns`: [{name, title, cell(row) → content, sort(row) → value, shows(row), number, wide}]; without `sort` it cannot be
- * sorted by. `key(row)` names a row, `text(row)` is what the filter looks at. A cell is drawn again when one of the
- * values that its column `shows` is another; without `shows`, when one of `deps(row)` is. `caption` is for screen readers. `first` is the column it is sorted by at first. `prefix` goes before its
- * parameters in the address; empty for the one table that a page is about.
+ * `columns`: [{name, title, cell(row) → content, sort(row) → value, shows(row), number, wide}]; a column without `sort`
+ * cannot be sorted by. `key(row)` names a row, the filter searches `text(row)`. A cell is drawn again when one of the values
+ * that its column `shows` has changed, or without `shows` one of `deps(row)`. `caption` is for screen readers. `first` is
+ * the column of the first order. `prefix` begins the table's parameters in the address; it is empty for the main table of a
+ * page.
  */
 export function table({ id, caption, columns, rows, key, text, deps = (row) => [row], first, down = false, prefix = `${id}.`, size, filter, hint, redraw, mark }) {
   const said = asked(`${prefix}sort`);

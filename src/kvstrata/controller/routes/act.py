@@ -1,6 +1,6 @@
-"""What changes something, or asks an instance: the answer is 202 when the instance has not answered in `wait_s`.
+"""Routes that change something or ask an instance; they answer 202 if the instance has not answered within `wait_s`.
 
-A controller that does not lead sends the client to the one that does (307).
+A controller that does not lead redirects the client to the leader (307).
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.members import Issued, MemberState
+from kvstrata.controller.member import Issued, MemberState
 from kvstrata.controller.operations import Operations
-from kvstrata.controller.routes import bodies, views
+from kvstrata.controller.routes import bodies, requests, views
 from kvstrata.controller.routes.look import Name, asked
 from kvstrata.errors import BadRequest
 from kvstrata.rpc.cluster_wire import CommandKind
 
 WaitS = Annotated[
-    float, Query(ge=0, le=bodies.MAX_WAIT_S, description="Longest wait for the instance's answer; then 202.")
+    float,
+    Query(ge=0, le=requests.MAX_WAIT_S, description="Longest wait for the instance's answer; then 202."),
 ]
 
 
 def router(cluster: Cluster, operations: Operations, guarded: list[Any]) -> APIRouter:
-    """The routes."""
+    """The routes of this module."""
 
-    def to_the_leader(request: Request) -> None:
-        leader = cluster.election.leader if cluster.election is not None else None
+    def redirect_to_leader(request: Request) -> None:
+        leader = cluster.leadership.election.leader if cluster.leadership.election is not None else None
         if (
-            cluster.token is None
+            cluster.leadership.token is None
             and leader is not None
             and leader.member.http_url
             and leader.member.name != cluster.name
@@ -40,9 +41,9 @@ def router(cluster: Cluster, operations: Operations, guarded: list[Any]) -> APIR
             raise HTTPException(
                 307, f"this controller does not lead; ask {leader.member.name}", {"Location": where}
             )
-        cluster.must_lead()
+        cluster.leadership.must_lead()
 
-    routes = APIRouter(dependencies=[*guarded, Depends(to_the_leader)])
+    routes = APIRouter(dependencies=[*guarded, Depends(redirect_to_leader)])
 
     async def ended(issued: Sequence[Issued], wait_s: float, response: Response) -> bodies.CommandsBody:
         done = await cluster.outcome(issued, wait_s)
@@ -69,26 +70,22 @@ def router(cluster: Cluster, operations: Operations, guarded: list[Any]) -> APIR
     # --- instances --------------------------------------------------------------------------------------------
 
     @routes.post("/v1/instances/{name}/drain", tags=["instances"])
-    async def drain(name: Name, body: bodies.Wait, response: Response) -> bodies.CommandsBody:
-        """Send no peer to an instance any more, from now on, and tell it to lease nothing to peers.
+    async def drain(name: Name, body: requests.Wait, response: Response) -> bodies.CommandsBody:
+        """Send no peers to an instance from now on, and command it to lease nothing to peers.
 
-        It holds until it is undrained, whatever restarts meanwhile. An instance that does not live now is told when it
-        comes back; then there is no command to wait for.
+        The order holds until the instance is undrained, also across restarts. If the instance does not live, the answer
+        names no command, and the instance gets its command when it comes back.
         """
-        issued = await cluster.drain(operations.member(name).id, True)
-        return await ended([issued] if issued is not None else [], body.wait_s, response)
+        return await ended(await operations.drain(name, True), body.wait_s, response)
 
     @routes.post("/v1/instances/{name}/undrain", tags=["instances"])
-    async def undrain(name: Name, body: bodies.Wait, response: Response) -> bodies.CommandsBody:
-        """Use a drained instance as before. One that does not live now is told when it comes back."""
-        issued = await cluster.drain(
-            name if name in cluster.orders.drained else operations.member(name).id, False
-        )
-        return await ended([issued] if issued is not None else [], body.wait_s, response)
+    async def undrain(name: Name, body: requests.Wait, response: Response) -> bodies.CommandsBody:
+        """Use a drained instance as before. If it does not live, it gets its command when it comes back."""
+        return await ended(await operations.drain(name, False), body.wait_s, response)
 
     @routes.post("/v1/instances/{name}/resync", tags=["instances"])
-    async def resync(name: Name, body: bodies.Wait, response: Response) -> bodies.CommandsBody:
-        """Ask an instance for a full sync."""
+    async def resync(name: Name, body: requests.Wait, response: Response) -> bodies.CommandsBody:
+        """Command an instance to begin a full sync."""
         issued = cluster.issue(operations.member(name), CommandKind.RESYNC, {"freeze_ms": 0})
         return await ended([issued], body.wait_s, response)
 
@@ -96,30 +93,28 @@ def router(cluster: Cluster, operations: Operations, guarded: list[Any]) -> APIR
     async def remove(name: Name) -> bodies.RemovedBody:
         """Forget an instance and its chunks at once.
 
-        One that lives goes on alone, and is not let in again until it is allowed.
+        A live instance goes on without the cluster, and may not join again until it is allowed.
         """
-        member = operations.member(name)
-        was = member.state
-        await cluster.remove(member)
+        was = await operations.remove(name)
         return bodies.RemovedBody(id=name, was=was.value, barred=was is not MemberState.DEAD)
 
     @routes.post("/v1/instances/{name}/allow", tags=["instances"])
     async def allow(name: Name) -> dict[str, bool]:
-        """Let a removed instance in again."""
+        """Let a removed instance join again."""
         if not await cluster.orders.allow(name):
             raise HTTPException(404, f"name: {name!r:.80} was not removed")
         return {"allowed": True}
 
     @routes.get("/v1/instances/{name}/status", tags=["instances"])
     async def status(
-        name: Name, response: Response, wait_s: WaitS = bodies.DEFAULT_WAIT_S
+        name: Name, response: Response, wait_s: WaitS = requests.DEFAULT_WAIT_S
     ) -> bodies.DocumentBody:
         """The status document of an instance: pool, engine processes (workers), adapters, counters."""
         return await document(name, CommandKind.STATUS, {}, wait_s, response)
 
     @routes.get("/v1/instances/{name}/runtime", tags=["instances"])
     async def runtime(
-        name: Name, response: Response, wait_s: WaitS = bodies.DEFAULT_WAIT_S
+        name: Name, response: Response, wait_s: WaitS = requests.DEFAULT_WAIT_S
     ) -> bodies.DocumentBody:
         """Threads, memory, garbage collector, lag of the loop and allow-listed environment of an instance."""
         return await document(name, CommandKind.RUNTIME, {}, wait_s, response)
@@ -127,10 +122,10 @@ def router(cluster: Cluster, operations: Operations, guarded: list[Any]) -> APIR
     # --- chunks -----------------------------------------------------------------------------------------------
 
     @routes.post("/v1/pin", tags=["chunks"])
-    async def pin(body: bodies.PinBody, response: Response) -> bodies.PinnedBody:
+    async def pin(body: requests.PinBody, response: Response) -> bodies.PinnedBody:
         """Keep chunks in the L1 of one instance for a while.
 
-        All of them that are there are kept, or none; where none is, the pin is not listed.
+        The instance keeps all of these chunks that it has, or none; a pin that keeps none is not listed.
         """
         named = await operations.name(asked(body))
         made, issued, task = await operations.pin(named, body.instance, body.ttl_s)
@@ -139,35 +134,35 @@ def router(cluster: Cluster, operations: Operations, guarded: list[Any]) -> APIR
         return bodies.PinnedBody(claim=made.claim, done=outcome.done, commands=outcome.commands)
 
     @routes.post("/v1/unpin", tags=["chunks"])
-    async def unpin(body: bodies.UnpinBody, response: Response) -> bodies.CommandsBody:
-        """End a pin. It is listed until its instance has ended it."""
+    async def unpin(body: requests.UnpinBody, response: Response) -> bodies.CommandsBody:
+        """End a pin, which is listed until its instance has ended it."""
         issued, task = await operations.unpin(body.claim, body.instance)
         await asyncio.wait([task], timeout=body.wait_s)
         return await ended(issued, 0.0, response)
 
-    async def copied(body: bodies.CopyBody, response: Response, *, move: bool) -> bodies.CommandsBody:
+    async def copied(body: requests.CopyBody, response: Response, *, move: bool) -> bodies.CommandsBody:
         named = await operations.name(asked(body))
         issued, task = await operations.copy(named, body.to, body.source, move=move)
         await asyncio.wait([task], timeout=body.wait_s)
         return await ended(issued, 0.0, response)
 
     @routes.post("/v1/replicate", tags=["chunks"])
-    async def replicate(body: bodies.CopyBody, response: Response) -> bodies.CommandsBody:
+    async def replicate(body: requests.CopyBody, response: Response) -> bodies.CommandsBody:
         """Copy chunks from the L1 of one instance into that of another."""
         return await copied(body, response, move=False)
 
     @routes.post("/v1/move", tags=["chunks"])
-    async def move(body: bodies.CopyBody, response: Response) -> bodies.CommandsBody:
-        """Copy chunks into the L1 of another instance, and drop them from the first when all have arrived."""
+    async def move(body: requests.CopyBody, response: Response) -> bodies.CommandsBody:
+        """Copy chunks into the L1 of another instance, and drop them at the source once all have arrived."""
         return await copied(body, response, move=True)
 
     @routes.post("/v1/clear", tags=["chunks"])
-    async def clear(body: bodies.ClearBody, response: Response) -> bodies.CommandsBody:
-        """Drop chunks of all tenants or of one. Bytes in use are free when the use ends."""
+    async def clear(body: requests.ClearBody, response: Response) -> bodies.CommandsBody:
+        """Drop chunks of all tenants or of one. Bytes in use become free when their use ends."""
         return await ended(operations.clear(body.tier, body.tenant, body.instances), body.wait_s, response)
 
     @routes.post("/v1/evict", tags=["chunks"])
-    async def evict(body: bodies.EvictBody, response: Response) -> bodies.CommandsBody:
+    async def evict(body: requests.EvictBody, response: Response) -> bodies.CommandsBody:
         """Drop chunks from L1: those named, all of an identity, or all of a tenant."""
         ways = [body.identity is not None, body.whole_identity, body.whole_tenant]
         ways.append(body.tokens is not None or body.keys is not None)

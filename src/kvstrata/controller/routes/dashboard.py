@@ -1,7 +1,7 @@
-"""The dashboard's static files, as they are in the package: one page, its styles and its modules.
+"""Serves the dashboard's static files from the package: one page, its styles and its modules.
 
-They are the same for everybody and open without a token: what they show they ask the API for, which wants one.
-The policy that goes with them lets the page load and ask nothing but this controller, and run nothing but its files.
+The files are the same for all users and need no token; the page asks the API for data, which does need one.  Their
+security policy lets the page contact only this controller and run only its files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEADERS = {
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # Always asked for again, and answered with 304: a page never runs with files of another version.
+    # The browser asks for each file again (answered with 304), so a page never mixes files of two versions.
     "Cache-Control": "no-cache",
 }
 

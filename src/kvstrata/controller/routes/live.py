@@ -1,9 +1,9 @@
-"""What happens: events by cursor or as a stream, and numbers over time."""
+"""Routes that follow the cluster: events by cursor or as a stream, the live feed, and numbers over time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -13,37 +13,41 @@ from kvstrata.clock import Clock
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.feed import MAX_EVENTS, Feed, State
 from kvstrata.controller.history import SAMPLE_S, Happened
-from kvstrata.controller.routes import bodies, views
+from kvstrata.controller.routes import bodies, requests, views
+from kvstrata.controller.surroundings import Surroundings
 from kvstrata.errors import Refused
 
 MAX_STREAMS = 16
-"""Readers of the stream at a time; each has a connection of its own."""
+"""Most readers of streams at a time; each holds a connection."""
 KEEP_ALIVE_S = 10.0
 
 STREAMED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 After = Annotated[
     int | None,
-    Query(ge=-1, description="Number of the last event that is known; left out: the newest are told."),
+    Query(
+        ge=-1,
+        description="Number of the last event that the client knows; without it the newest events are answered.",
+    ),
 ]
 
 
 Look = Annotated[
-    str, Query(max_length=64, description="Name of the last look that is known (`look` of a change).")
+    str, Query(max_length=64, description="Name of the last look that the client knows (`look` of a change).")
 ]
 CLOCK_SET_MS = 1_000
-"""A difference that is no inaccuracy any more: somebody has set the clock."""
+"""A greater difference between the clocks is no inaccuracy: the clock was set."""
 
 
 class Steady:
-    """Times of the day for monotonic ones: always the same time for the same one, until the clock is set."""
+    """Converts monotonic times to times of day; the same one always gives the same time, until the clock is set."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._offset_ms = 0.0
 
     def look(self) -> None:
-        """Follow the clock where it was set."""
+        """Take over the clock's new time, if it was set."""
         offset_ms = self._clock.unix_ms() - 1000 * self._clock.monotonic_s()
         if abs(offset_ms - self._offset_ms) > CLOCK_SET_MS:
             self._offset_ms = offset_ms
@@ -54,26 +58,24 @@ class Steady:
 
 
 def tail_body(events: list[Happened], next_after: int, lost: bool) -> bodies.EventsBody:
-    """A piece of the tail."""
+    """The body of an answer with these events."""
     rows = [views.event_row(event) for event in events]
     return bodies.EventsBody(events=rows, next_after=next_after, lost=lost)
 
 
-def router(
-    cluster: Cluster, sockets: Callable[[], dict[str, dict[str, int]]], guarded: list[Any]
-) -> APIRouter:
-    """The routes."""
+def router(cluster: Cluster, around: Surroundings, guarded: list[Any]) -> APIRouter:
+    """The routes of this module."""
     routes = APIRouter(dependencies=guarded, tags=["events"])
     streams = 0
     clock = Steady(cluster.clock)
 
     def happened(number: int) -> list[dict[str, Any]]:
-        found, _ = cluster.events.after(number, cluster.events.last - number)
+        found, _ = cluster.journal.tail.after(number, cluster.journal.tail.last - number)
         return [views.event_row(event).model_dump(mode="json") for event in found[-MAX_EVENTS:]]
 
     def see() -> State:
         clock.look()
-        return views.state(cluster, sockets, clock.unix_ms)
+        return views.state(cluster, around, clock.unix_ms)
 
     feed = Feed(cluster.epoch, cluster.clock.monotonic_s, see, happened)
 
@@ -83,11 +85,13 @@ def router(
         limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = 100,
         wait_s: Annotated[
             float,
-            Query(ge=0, le=bodies.MAX_WAIT_S, description="Longest wait for the first one behind `after`."),
+            Query(
+                ge=0, le=requests.MAX_WAIT_S, description="Longest wait for the first event after `after`."
+            ),
         ] = 0.0,
     ) -> bodies.EventsBody:
-        """The tail of what happened in the cluster, oldest first."""
-        tail = cluster.events
+        """Recent events of the cluster, oldest first."""
+        tail = cluster.journal.tail
         if after is None:
             found, lost = tail.latest(limit), False
             after = tail.last
@@ -99,26 +103,26 @@ def router(
 
     @routes.get("/v1/events/stream", response_class=StreamingResponse)
     async def stream(request: Request, after: After = None) -> StreamingResponse:
-        """Events as they happen (server-sent events): `id` is the number, `data` a JSON event; `event: lost` when some
-        behind `after` are not kept any more. `Last-Event-ID` goes before `after`."""
+        """Events as they happen (server-sent events): `id` is the number, `data` the event as JSON. `event: lost` says
+        that some events after `after` are no longer kept. `Last-Event-ID` takes precedence over `after`."""
         room()
         last = request.headers.get("last-event-id", "")
         cursor = int(last) if last.isdecimal() and len(last) < 20 else after
-        first = cluster.events.last if cursor is None else cursor
+        first = cluster.journal.tail.last if cursor is None else cursor
         return StreamingResponse(told(first), media_type="text/event-stream", headers=STREAMED)
 
     @routes.get("/v1/live", response_class=StreamingResponse)
     async def watch(request: Request, after: Look = "") -> StreamingResponse:
         """The cluster every second (server-sent events): each `change` is a ChangeBody, its `id` the name of its look.
-        The first is a whole state, and so is one for a reader that was too slow for the changes in between to be kept.
-        A reader that comes back names its last look as `Last-Event-ID` or `after`."""
+        The first change is a whole state; a reader that is too slow for the kept changes gets a whole state again.
+        A reader that reconnects names its last look as `Last-Event-ID` or `after`."""
         room()
         number = feed.number_of(request.headers.get("last-event-id", "") or after)
         return StreamingResponse(seen(number), media_type="text/event-stream", headers=STREAMED)
 
     @routes.get("/v1/changes", response_model=bodies.ChangesBody)
     async def changes(after: Look = "") -> Response:
-        """What `/v1/live` tells, for who cannot have a stream: the changes since `after`, or a whole state."""
+        """The changes since `after`, or a whole state, as in `/v1/live`; for clients that cannot read a stream."""
         feed.look()
         number, found = feed.number_of(after), list[bytes]()
         while change := feed.after(number):
@@ -128,7 +132,7 @@ def router(
 
     def room() -> None:
         if streams >= MAX_STREAMS:
-            raise Refused(f"{MAX_STREAMS} readers have a stream already; use /v1/events with wait_s")
+            raise Refused(f"{MAX_STREAMS} readers already have a stream; use /v1/events with wait_s")
 
     async def seen(number: int) -> AsyncIterator[bytes]:
         nonlocal streams
@@ -136,7 +140,7 @@ def router(
         try:
             while True:
                 feed.look()
-                # One at a time: while the reader does not read, changes are kept by the feed or not at all.
+                # One change at a time: while the reader does not read, no changes pile up here.
                 while change := feed.after(number):
                     number = change.number
                     yield b"id: %b\nevent: change\ndata: %b\n\n" % (feed.name(number).encode(), change.body)
@@ -150,25 +154,27 @@ def router(
         try:
             yield ": connected\n\n"
             while True:
-                found, lost = cluster.events.after(number, MAX_EVENTS)
+                found, lost = cluster.journal.tail.after(number, MAX_EVENTS)
                 if lost:
                     yield "event: lost\ndata: {}\n\n"
                 for event in found:
                     number = event.number
                     yield f"id: {number}\ndata: {views.event_row(event).model_dump_json()}\n\n"
                 if not found:
-                    await cluster.events.wait(number, KEEP_ALIVE_S)
-                    if cluster.events.last <= number:
+                    await cluster.journal.tail.wait(number, KEEP_ALIVE_S)
+                    if cluster.journal.tail.last <= number:
                         yield ": alive\n\n"
         finally:
             streams -= 1
 
     @routes.get("/v1/series")
     async def series(
-        after_unix_ms: Annotated[int, Query(ge=0, description="Only points behind this time.")] = 0,
+        after_unix_ms: Annotated[int, Query(ge=0, description="Only points after this time.")] = 0,
     ) -> bodies.SeriesBody:
         """Numbers over the last hour."""
-        points = [bodies.PointBody(**point._asdict()) for point in cluster.series.since(after_unix_ms)]
+        points = [
+            bodies.PointBody(**point._asdict()) for point in cluster.sampling.series.since(after_unix_ms)
+        ]
         return bodies.SeriesBody(sample_s=SAMPLE_S, points=points)
 
     return routes

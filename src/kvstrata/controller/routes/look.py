@@ -1,8 +1,7 @@
-"""What is there: the cluster, its instances, tiers, models, chunks."""
+"""Routes that read: the cluster, its instances, tiers, models, chunks, commands and pins."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Path, Response
@@ -12,15 +11,16 @@ from kvstrata.controller import explaining
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.metrics import ControllerCollector
 from kvstrata.controller.operations import Asked, Operations
-from kvstrata.controller.routes import bodies, views
+from kvstrata.controller.routes import bodies, requests, views
+from kvstrata.controller.surroundings import Surroundings
 from kvstrata.errors import BadRequest
 from kvstrata.types import RequestIdentity
 
-Name = Annotated[str, Path(description="Of an instance.", max_length=64)]
+Name = Annotated[str, Path(description="Id of an instance.", max_length=64)]
 
 
-def asked(body: bodies.ChunksBody) -> Asked:
-    """What a body names."""
+def asked(body: requests.ChunksBody) -> Asked:
+    """The chunks that a body names."""
     request = RequestIdentity(adapter=body.adapter, tenant=body.tenant, salt=body.salt)
     return Asked(body.tokens, body.keys, body.model, body.kind, request)
 
@@ -28,27 +28,27 @@ def asked(body: bodies.ChunksBody) -> Asked:
 def router(
     cluster: Cluster,
     operations: Operations,
-    sockets: Callable[[], dict[str, dict[str, int]]],
+    around: Surroundings,
     guarded: list[Any],
 ) -> APIRouter:
-    """The routes."""
+    """The routes of this module."""
     routes = APIRouter(dependencies=guarded)
     registry = CollectorRegistry()
-    registry.register(ControllerCollector(cluster, sockets))
+    registry.register(ControllerCollector(cluster, around))
 
     @routes.get("/metrics", tags=["metrics"], response_class=Response)
     async def metrics() -> Response:
-        """Prometheus text format."""
+        """Metrics in Prometheus' text format."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     @routes.get("/v1/cluster", tags=["cluster"])
     async def at_a_glance() -> bodies.ClusterBody:
         """The cluster at a glance."""
-        return views.cluster_body(cluster, sockets)
+        return views.cluster_body(cluster, around)
 
     @routes.get("/v1/instances", tags=["instances"])
     async def instances() -> bodies.InstancesBody:
-        """All instances, dead ones for a while too."""
+        """All instances, for a while also dead ones."""
         return views.instances(cluster)
 
     @routes.get("/v1/instances/{name}", tags=["instances"])
@@ -59,27 +59,27 @@ def router(
 
     @routes.get("/v1/tiers", tags=["cluster"])
     async def tiers() -> bodies.TiersBody:
-        """Chunks and bytes by tier, of each instance and of all."""
+        """Chunks and bytes by tier, of each instance and of all instances together."""
         return views.tiers(cluster)
 
     @routes.get("/v1/models", tags=["cluster"])
     async def models() -> bodies.ModelsBody:
-        """The kinds of KV that engines of live instances have."""
+        """The kinds of KV that engines at live instances have."""
         return views.models(cluster)
 
     @routes.post("/v1/lookup", tags=["chunks"])
-    async def lookup(body: bodies.LookupBody) -> bodies.PlacementBody:
-        """Where the chunks of a prompt, or some keys, are, as far as the directory knows."""
+    async def lookup(body: requests.LookupBody) -> bodies.PlacementBody:
+        """Where the chunks of a prompt, or of some keys, are, as far as the directory knows."""
         named = await operations.name(asked(body))
         found = await operations.find(named)
         return views.placement(cluster, found, body.limit)
 
     @routes.post("/v1/explain", tags=["chunks"])
-    async def explain(body: bodies.ExplainBody) -> bodies.ExplainedBody:
-        """Where the chunks of a prompt are or why they are missing, or what became of a recent request.
+    async def explain(body: requests.ExplainBody) -> bodies.ExplainedBody:
+        """Where the chunks of a prompt are or why they are missing, or what a recent request hit and missed.
 
-        Every instance is asked at once, for `wait_s` at most; those that did not answer are named.  A controller that
-        does not lead asks nobody.
+        All instances are asked at once and waited for at most `wait_s`; the answer names those that did not answer.  A
+        controller that does not lead asks no instance.
         """
         members = operations.named(body.instances)
         if body.request_id is not None:
@@ -94,21 +94,21 @@ def router(
 
     @routes.get("/v1/commands", tags=["commands"])
     async def commands() -> bodies.CommandsBody:
-        """Recent commands, newest first; `done` when none is under way."""
-        rows = [views.command_row(cluster, issued) for issued in reversed(cluster.members.commands())]
+        """Recent commands, newest first; `done`: none of them is under way."""
+        rows = [views.command_row(cluster, issued) for issued in reversed(cluster.commands.recent())]
         return bodies.CommandsBody(done=all(row.state in ("done", "failed") for row in rows), commands=rows)
 
     @routes.get("/v1/commands/{number}", tags=["commands"])
     async def command(number: int) -> bodies.CommandRow:
-        """What came of a command."""
-        issued = cluster.members.command(number)
+        """State and result of a command."""
+        issued = cluster.commands.get(number)
         if issued is None:
             raise HTTPException(404, f"number: {number} is not among the recent commands")
         return views.command_row(cluster, issued)
 
     @routes.get("/v1/pins", tags=["chunks"])
     async def pins() -> bodies.PinsBody:
-        """Pins that have not ended, those of before a restart and of other controllers of the same etcd too."""
+        """Pins that have not ended, also from before a restart and from other controllers of the same etcd."""
         now_ms = cluster.clock.unix_ms()
         return bodies.PinsBody(pins=[views.pin_row(cluster, pin, now_ms) for pin in cluster.orders.pins()])
 

@@ -1,4 +1,4 @@
-"""Bodies out of what the cluster knows."""
+"""Makes bodies of answers from what the cluster knows."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import msgspec
 from kvstrata import __version__
 from kvstrata.controller import prompts
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.directory import Place
 from kvstrata.controller.explaining import Answers, Lookup, Miss
 from kvstrata.controller.feed import State
 from kvstrata.controller.history import Happened
-from kvstrata.controller.members import Issued, Member, MemberState
+from kvstrata.controller.lookups import Place
+from kvstrata.controller.member import SHOWN_STATES, CommandState, Issued, Member, MemberState
 from kvstrata.controller.operations import Placement
 from kvstrata.controller.orders import Pin
 from kvstrata.controller.routes import bodies
-from kvstrata.types import KEY_BYTES
+from kvstrata.controller.surroundings import Surroundings
+from kvstrata.types import GB, KEY_BYTES
 
 
 def instance_row(cluster: Cluster, member: Member, keys: Mapping[str, int]) -> bodies.InstanceRow:
-    """`keys`: its placements by tier."""
+    """One instance; `keys`: its placements by tier."""
     now_s = cluster.clock.monotonic_s()
     synced_s = member.synced_s
     return bodies.InstanceRow(
@@ -36,9 +37,9 @@ def instance_row(cluster: Cluster, member: Member, keys: Mapping[str, int]) -> b
 
 
 def live_row(member: Member, keys: Mapping[str, int], unix_ms: Callable[[float], int]) -> dict[str, Any]:
-    """The fields of a bodies.LiveRow, which is not made of them: it would be, of each instance, every second.
+    """The fields of a bodies.LiveRow; the model is not made, since that would take time every second for each instance.
 
-    `unix_ms` makes times of monotonic seconds.
+    `unix_ms` converts monotonic seconds to times of day.
     """
     synced_s = member.synced_s
     return {
@@ -107,13 +108,13 @@ def _sync(member: Member) -> dict[str, Any]:
 def keys_of(cluster: Cluster) -> dict[int, dict[str, int]]:
     """Placements by group and tier."""
     found: dict[int, dict[str, int]] = {}
-    for place, count in cluster.directory.keys().items():
+    for place, count in cluster.lookups.keys().items():
         found.setdefault(place.group, {})[place.tier] = count
     return found
 
 
 def instances(cluster: Cluster) -> bodies.InstancesBody:
-    """All of them, by name."""
+    """All instances, by name."""
     keys = keys_of(cluster)
     rows = [instance_row(cluster, member, keys.get(member.group, {})) for member in cluster.members]
     return bodies.InstancesBody(
@@ -124,7 +125,7 @@ def instances(cluster: Cluster) -> bodies.InstancesBody:
 
 
 class TierTotal:
-    """One tier of all instances that are not dead."""
+    """One tier, over all instances that are not dead."""
 
     def __init__(self) -> None:
         self.instances = 0
@@ -134,7 +135,7 @@ class TierTotal:
 
 
 def tier_totals(cluster: Cluster, keys: Mapping[int, Mapping[str, int]]) -> dict[str, TierTotal]:
-    """By tier, L1 first; `keys` as keys_of gives them."""
+    """Totals by tier, L1 first; `keys` as from `keys_of`."""
     totals: dict[str, TierTotal] = {}
     for member in cluster.members:
         if member.state is MemberState.DEAD:
@@ -172,7 +173,7 @@ def tiers(cluster: Cluster) -> bodies.TiersBody:
 
 
 def models(cluster: Cluster) -> bodies.ModelsBody:
-    """Kinds of KV."""
+    """The kinds of KV of live instances."""
     return bodies.ModelsBody(
         models=[
             bodies.ModelRow(
@@ -187,8 +188,8 @@ def models(cluster: Cluster) -> bodies.ModelsBody:
 
 
 def election_body(cluster: Cluster) -> bodies.ElectionBody:
-    """Which of several controllers leads."""
-    election = cluster.election
+    """The election among several controllers."""
+    election = cluster.leadership.election
     if election is None:
         return bodies.ElectionBody(
             leads=True,
@@ -202,7 +203,7 @@ def election_body(cluster: Cluster) -> bodies.ElectionBody:
         )
     leader = election.leader
     return bodies.ElectionBody(
-        leads=cluster.token is not None,
+        leads=cluster.leadership.token is not None,
         leader=leader.member.name if leader else "",
         leader_url=leader.member.http_url if leader else "",
         token=leader.token if leader else 0,
@@ -213,30 +214,28 @@ def election_body(cluster: Cluster) -> bodies.ElectionBody:
     )
 
 
-def state(
-    cluster: Cluster, sockets: Callable[[], dict[str, dict[str, int]]], unix_ms: Callable[[float], int]
-) -> State:
-    """What live readers are shown; `unix_ms` makes times of monotonic seconds."""
+def state(cluster: Cluster, around: Surroundings, unix_ms: Callable[[float], int]) -> State:
+    """The state for readers of the live feed; `unix_ms` converts monotonic seconds to times of day."""
     keys = keys_of(cluster)
     rows = {member.id: live_row(member, keys.get(member.group, {}), unix_ms) for member in cluster.members}
-    whole = cluster_body(cluster, sockets, keys).model_dump(mode="json")
+    whole = cluster_body(cluster, around, keys).model_dump(mode="json")
     orders = {"drained": list(cluster.orders.drained), "removed": list(cluster.orders.removed)}
-    return State(whole, rows, orders, cluster.events.last)
+    return State(whole, rows, orders, cluster.journal.tail.last)
 
 
 def cluster_body(
     cluster: Cluster,
-    sockets: Callable[[], dict[str, dict[str, int]]],
+    around: Surroundings,
     keys: Mapping[int, Mapping[str, int]] | None = None,
 ) -> bodies.ClusterBody:
-    """The cluster at a glance; `keys`: what keys_of gives, where it was asked already."""
+    """The cluster at a glance; `keys` as from `keys_of`, if the caller has them."""
     totals = tier_totals(cluster, keys_of(cluster) if keys is None else keys)
     states = [member.state.value for member in cluster.members]
-    counts = {state.value: states.count(state.value) for state in MemberState}
+    counts = {state.value: states.count(state.value) for state in SHOWN_STATES}
     counts["draining"] = sum(member.draining for member in cluster.live())
     counts["unconfirmed"] = sum(not member.confirmed for member in cluster.live())
     directory, usage = cluster.directory, cluster.directory.usage()
-    total = sum(cluster.lookup.counts)
+    total = sum(cluster.ranking.seconds.counts)
     ready, why = cluster.readiness()
     return bodies.ClusterBody(
         name=cluster.name,
@@ -244,8 +243,8 @@ def cluster_body(
         epoch=cluster.epoch,
         unix_ms=cluster.clock.unix_ms(),
         up_s=round(cluster.clock.monotonic_s() - cluster.started_s, 3),
-        restarts=cluster.restarts.times,
-        last_end=cluster.restarts.cause,
+        restarts=around.restarts.times,
+        last_end=around.restarts.cause,
         ready=ready,
         why_not_ready=why,
         heartbeat_s=cluster.settings.heartbeat_s,
@@ -254,34 +253,34 @@ def cluster_body(
         keys={tier: total.keys for tier, total in totals.items()},
         used_bytes={tier: total.used_bytes for tier, total in totals.items()},
         capacity_bytes={tier: total.capacity_bytes for tier, total in totals.items()},
-        hits_total=cluster.hits_total,
+        hits_total=cluster.sampling.hits_total,
         directory=bodies.DirectoryBody(
             placements=usage.placements,
             bytes=usage.bytes,
-            max_bytes=int(cluster.settings.directory.max_gb * (1 << 30)),
+            max_bytes=int(cluster.settings.directory.max_gb * GB),
             shared_tags=usage.shared_tags,
             slots=usage.slots,
             retired_slots=usage.retired,
             rebuilds=usage.rebuilds,
             admitted_keys_total=directory.admitted_keys,
             evicted_keys_total=directory.evicted_keys,
-            synced_keys_total=cluster.sync_keys,
+            synced_keys_total=directory.synced_keys,
             refused_keys_total=directory.refused_keys + usage.refused,
             waiting_bytes=directory.waiting_bytes,
         ),
         lookups=bodies.LookupsBody(
             total=total,
-            hits_total=cluster.lookup_hits,
-            keys_total=cluster.lookup_keys,
-            mean_ms=round(1000 * cluster.lookup.sum_s / total, 4) if total else 0.0,
+            hits_total=cluster.ranking.hits,
+            keys_total=cluster.ranking.keys,
+            mean_ms=round(1000 * cluster.ranking.seconds.sum_s / total, 4) if total else 0.0,
         ),
-        dropped_event_batches=cluster.members.dropped,
+        dropped_event_batches=cluster.syncs.dropped,
         refused_requests=cluster.denied,
-        sockets=sockets(),
-        monitor_ports=cluster.ports,
-        snapshot=cluster.snapshot,
+        sockets=around.sockets(),
+        monitor_ports=dict(around.ports),
+        snapshot=dict(around.snapshot),
         election=election_body(cluster),
-        last_event=cluster.events.last,
+        last_event=cluster.journal.tail.last,
     )
 
 
@@ -300,7 +299,7 @@ def command_row(cluster: Cluster, issued: Issued) -> bodies.CommandRow:
     """One command."""
     result = issued.result
     if result is None:
-        state = "sent" if issued.sent else "waiting"
+        state = "sent" if issued.state is CommandState.SENT else "waiting"
     else:
         state = "done" if result.ok else "failed"
     return bodies.CommandRow(
@@ -329,7 +328,7 @@ def pin_row(cluster: Cluster, pin: Pin, now_ms: int) -> bodies.PinRow:
 
 
 def placement(cluster: Cluster, found: Placement, limit: int) -> bodies.PlacementBody:
-    """Where chunks are; so many of them one by one."""
+    """The places of chunks; at most `limit` chunks one by one."""
     named = found.named
     members = {member.group: member for member in cluster.members}
     longest = [
@@ -374,7 +373,7 @@ def explained(
     misses: list[Miss],
     answers: Answers,
 ) -> bodies.ExplainedBody:
-    """What the directory knows and instances remember."""
+    """What the directory knows and what instances remember."""
     members = {member.group: member for member in cluster.members}
     return bodies.ExplainedBody(
         lookups=[
@@ -418,7 +417,7 @@ MAX_SHOWN_BYTES = 64
 
 
 def plain(value: Any) -> Any:
-    """A document as JSON can have it: bytes become hexadecimal digits, long ones their length."""
+    """A document for JSON: bytes become hexadecimal digits, or their length if they are long."""
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,9 +1,9 @@
-"""What an attach request must fulfil: checks without sockets, each a named error.
+"""The checks of an attach request, without sockets; each raises an error that names the field.
 
-1. A session is one process: its request comes with a pidfd that stands for the very process that sent it.
+1. A session is one process: its request comes with a pidfd of the very process that sent it.
 2. All processes of one group declare one layout and one number of slices.
-3. One part of the KV (layout identity, layers, kv heads, object group) has one set of layout facts among all
-   sessions that live; whoever comes with others is refused and told the first fact that differs.
+3. All living sessions of the same tenants with the same part of the KV (layout identity, layers, kv heads, object
+   group) have the same layout facts; a process with other facts is refused and told the first fact that differs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,24 @@ import msgspec
 
 from kvstrata.errors import BadRequest, LayoutRefused, NotPermitted, Refused, WrongVersion
 from kvstrata.memory import linux
-from kvstrata.rpc.wire import NO_SESSION, PROTOCOL_VERSION, AttachRequest
+from kvstrata.native.message import Scan
+from kvstrata.rpc.attach_wire import AttachRequest
+from kvstrata.rpc.wire import NO_SESSION, PROTOCOL_VERSION
 from kvstrata.types import Role, canonical_json, facts_digest
 
 MAX_ATTACH_BYTES = 64 << 10
 """Length of one message on the attach socket, either way."""
+
+
+MAX_ATTACH_DEPTH = 32
+MAX_ATTACH_VALUES = 16_384
+"""Values in one request, which the facts of a layout with hundreds of sections do not reach."""
+_SCAN = Scan(
+    depth=MAX_ATTACH_DEPTH,
+    elements=MAX_ATTACH_VALUES,
+    text_bytes=MAX_ATTACH_BYTES,
+    binary_bytes=MAX_ATTACH_BYTES,
+)
 
 
 class _Version(msgspec.Struct):
@@ -33,13 +46,13 @@ _REQUEST = msgspec.msgpack.Decoder(AttachRequest)
 
 
 class GaveUp(Exception):
-    """The process has ended or closed its connection before its attach was completed; nobody is there to be told."""
+    """The process ended or closed its connection before its attach was complete, so it cannot be told an error."""
 
 
 def parse_request(data: bytes) -> AttachRequest:
-    """The request in a message, checked by itself.
+    """The request in a message, checked without looking at other sessions.
 
-    Raises BadRequest naming the field, or WrongVersion (before anything else is looked at).
+    Raises BadRequest naming the field, or WrongVersion, which is checked first.
     """
     try:
         version = _VERSION.decode(data)
@@ -49,12 +62,18 @@ def parse_request(data: bytes) -> AttachRequest:
                 "use the same kvstrata release on both sides",
                 field="protocol",
             )
+        fault = _SCAN(data)[-1]
+        if fault not in ("", "broken"):
+            raise BadRequest(
+                f"attach request: {fault}; it may have {MAX_ATTACH_VALUES} values, nested {MAX_ATTACH_DEPTH} deep",
+                field="request",
+            )
         request = _REQUEST.decode(data)
     except _DECODE_ERRORS as error:
         raise BadRequest(f"attach request: {error}", field="request") from error
     if NO_SESSION in (request.session, request.group):
         field = "session" if request.session == NO_SESSION else "group"
-        raise BadRequest(f"{field}: 16 zero bytes are no name; choose 16 random bytes", field=field)
+        raise BadRequest(f"{field}: 16 zero bytes cannot be a name; choose 16 random bytes", field=field)
     _check_slice(request)
     return request
 
@@ -82,16 +101,16 @@ def _check_slice(request: AttachRequest) -> None:
         raise BadRequest(f"facts: not plain numbers, strings and lists: {error}", field="facts") from error
     if part.layout != digest:
         raise BadRequest(
-            f"slice.layout: {part.layout!r} is not the digest of the facts, which is {digest!r}",
+            f"slice.layout: {part.layout!r:.80} is not the digest of the facts, which is {digest!r}",
             field="slice.layout",
         )
 
 
 def check_company(request: AttachRequest, others: Iterable[AttachRequest]) -> None:
-    """Checks a request against those of the other living sessions.
+    """Checks a request against those of the other living sessions of the same tenants.
 
-    Raises BadRequest when its own group declared something else, LayoutRefused when the same part of the KV
-    has other facts.  All that have the same part agree already, so one of them is looked at.
+    Raises BadRequest when its own group declared something else, LayoutRefused when a session with the same part of
+    the KV has other facts.  Sessions with the same part agree already, so the first one found stands for all.
     """
     part = None if request.slice is None else _part(request)
     for other in others:
@@ -116,7 +135,7 @@ def _check_same(request: AttachRequest, other: AttachRequest, fields: tuple[str,
         if isinstance(mine, msgspec.Struct) and isinstance(theirs, msgspec.Struct):
             inner = next(f for f in mine.__struct_fields__ if getattr(mine, f) != getattr(theirs, f))
             field, mine, theirs = f"{field}.{inner}", getattr(mine, inner), getattr(theirs, inner)
-        raise BadRequest(f"{field}: {mine!r}, but {who} declared {theirs!r}", field=field)
+        raise BadRequest(f"{field}: {mine!r:.80}, but {who} declared {theirs!r:.80}", field=field)
 
 
 def _part(request: AttachRequest) -> tuple[object, ...]:
@@ -138,11 +157,11 @@ def _check_facts(facts: dict[str, Any], earlier: dict[str, Any]) -> None:
             )
 
 
-def take_pidfd(received: linux.Received, sock: socket.socket, peer: linux.Peer) -> int:
-    """The pidfd that came with a request, taken out of `received.fds`, once it is sure to be the peer's own.
+def take_pidfd(received: linux.Received, sock: socket.socket, credentials: linux.SocketCredentials) -> int:
+    """Take the pidfd of a request out of `received.fds`, after checking that it is the sender's own.
 
-    Raises BadRequest for none, several or another descriptor, NotPermitted for another process's pidfd, GaveUp when
-    the process has ended, Refused when this server has no descriptor numbers left.
+    Raises BadRequest unless exactly one pidfd came, NotPermitted for another process's pidfd, GaveUp when the process
+    has ended, Refused when this server has no free descriptor numbers.
     """
     if received.fds_lost and not received.fds:
         raise Refused("the server has no free file descriptors; try again", field="pidfd")
@@ -159,9 +178,9 @@ def take_pidfd(received: linux.Received, sock: socket.socket, peer: linux.Peer) 
         raise BadRequest(f"pidfd: the descriptor is {what}; send pidfd_open(getpid(), 0)", field="pidfd")
     if subject.pid < 0:
         raise GaveUp("it has ended")
-    if subject.pid != peer.pid or (peer.pid == 0 and not _is_peers(fd, sock)):
+    if subject.pid != credentials.pid or (credentials.pid == 0 and not _is_senders(fd, sock)):
         raise NotPermitted(
-            f"pidfd: it stands for process {subject.pid}, the request came from {peer.pid}; a process "
+            f"pidfd: it stands for process {subject.pid}, the request came from {credentials.pid}; a process "
             "attaches itself",
             field="pidfd",
         )
@@ -169,11 +188,11 @@ def take_pidfd(received: linux.Received, sock: socket.socket, peer: linux.Peer) 
     return fd
 
 
-def _is_peers(fd: int, sock: socket.socket) -> bool:
-    """Where process numbers are not visible (a sibling PID namespace), the kernel's own pidfd decides."""
-    own = linux.peer_pidfd(sock)
+def _is_senders(fd: int, sock: socket.socket) -> bool:
+    """Whether a pidfd is the sender's, where process numbers are not visible (a sibling PID namespace)."""
+    own = linux.socket_pidfd(sock)
     if own is None:
-        return True  # before Linux 6.5 nothing more can be known; the uid was checked
+        return True  # before Linux 6.5 the kernel cannot tell; the uid was checked
     try:
         return linux.same_process(fd, own) is not False
     finally:

@@ -1,12 +1,12 @@
-"""Engine side of the attach handshake.  Blocking sockets with a deadline; for the client's I/O thread.
+"""Engine side of the attach handshake.  Blocking sockets with a deadline; for the client's attaching thread.
 
-What keeps a process's claim on the pool alive is the process itself: its pidfd, which the server holds, and a
+A process's right to the pool lives as long as the process: the server holds its pidfd, and the process holds a
 POSIX record lock on its row's byte of sessions.lock.  Such locks vanish as soon as the process closes *any*
-descriptor of that file, so `LockHolder` keeps exactly one descriptor per file, for life, for all sessions
-of the process.  A forked child has neither: its pid is its own, record locks are not inherited, mappings
-are MADV_DONTFORK, and what descriptors it inherited it closes at once (`os.register_at_fork`).
+descriptor of that file, so `LockHolder` keeps exactly one descriptor per file, for the process's life and for all of
+its sessions.  A forked child has no such right: its pid is another one, record locks are not inherited, mappings are
+MADV_DONTFORK, and it closes the inherited descriptors at once (`os.register_at_fork`).
 
-No asyncio here, and nothing that would pull numba, llvmlite or torch into an engine.
+This module imports no asyncio, and nothing that would pull numba, llvmlite or torch into an engine.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from pathlib import Path
 
 import msgspec
 
-from kvstrata.errors import WIRE_ERRORS, InternalError, KvstrataError, NotPermitted, Unavailable
+from kvstrata.config.private_dir import check_private_dir
+from kvstrata.errors import InternalError, NotPermitted, Unavailable, from_wire
 from kvstrata.memory import linux
-from kvstrata.memory.paths import ATTACH_SOCKET, check_private_dir, check_socket_path
-from kvstrata.rpc.wire import AttachReply, AttachRequest
+from kvstrata.memory.paths import ATTACH_SOCKET, check_socket_path
+from kvstrata.rpc.attach_wire import AttachReply, AttachRequest
 
 _MAX_BYTES = 64 << 10
 _MAX_FDS = 3
@@ -36,11 +37,11 @@ FileId = tuple[int, int]
 
 
 class LockHolder:
-    """The descriptors of sessions.lock files in this process, one per file, never closed; and who locks what.
+    """This process's descriptors of sessions.lock files, one per file, never closed; and which session has which byte.
 
-    Use `process_locks()`; a second holder in one process would bring a second descriptor.  Thread-safe.
+    Use `process_locks()`: a second LockHolder in one process would open a second descriptor.  Thread-safe.
     Attaches of one process go one after another (`mutex`), because the server must know which files are
-    already open before it sends one.
+    already open before it sends another.
     """
 
     def __init__(self) -> None:
@@ -54,9 +55,7 @@ class LockHolder:
         return list(self._files)
 
     def adopt(self, fd: int) -> FileId:
-        """Keeps `fd` for life. A second descriptor of one file is kept too: closing it would drop the
-        locks.
-        """
+        """Keep `fd` for the process's life, also a second descriptor of a file: closing it would drop the locks."""
         file = linux.file_id(fd)
         if file in self._files:
             self._surplus.append(fd)
@@ -65,16 +64,14 @@ class LockHolder:
         return file
 
     def lock(self, file: FileId, row: int, session: bytes) -> bool:
-        """Locks the byte of `row` for `session`; False when another process has it. Repeating it is
-        harmless.
-        """
+        """Lock the byte of `row` for `session`; False when another process has it. Idempotent."""
         if not linux.lock_byte(self._files[file], row):
             return False
         self._owners[file, row] = session
         return True
 
     def unlock(self, file: FileId, row: int, session: bytes) -> None:
-        """Gives the byte back if it is still `session`'s: another of this process may have got the row."""
+        """Unlock the byte if `session` has it; another session of this process may have the row by now."""
         if self._owners.get((file, row)) == session:
             del self._owners[file, row]
             linux.unlock_byte(self._files[file], row)
@@ -84,7 +81,7 @@ class LockHolder:
         return self._owners.get((file, row)) == session
 
     def forget_in_child(self) -> None:
-        """After a fork the child has no locks: it closes the descriptors and starts empty."""
+        """Called in a forked child, which has no locks: close the descriptors and start empty."""
         self.mutex = threading.Lock()
         linux.close_all([*self._files.values(), *self._surplus])
         self._files, self._surplus, self._owners = {}, [], {}
@@ -93,9 +90,9 @@ class LockHolder:
 class Attachment:
     """One attached session. Owns the connection and the descriptors of the pool.
 
-    `index_fd` (read-only) and `extents_fd` may be closed once mapped (`close_pool_fds`).  The connection
-    has one meaning for the client: when it becomes readable the server has closed it (`server_closed`), and
-    the session should attach again with the same session id.  Not thread-safe.
+    `index_fd` (read-only) and `extents_fd` may be closed once mapped (`close_pool_fds`).  When the connection becomes
+    readable, the server has closed it (`server_closed`), and the process should attach again with the same session id.
+    Not thread-safe.
     """
 
     def __init__(
@@ -111,6 +108,8 @@ class Attachment:
         self.epoch = reply.epoch
         self.pool_id = reply.pool_id
         self.extents_bytes = reply.extents_bytes
+        self.secret = reply.secret
+        """Proves the requests of this session to the server that it is attached to."""
         self.instance_id = reply.instance_id
         self.lock_file: FileId = reply.lock_file
         self.session = session
@@ -132,27 +131,26 @@ class Attachment:
             return False
         except OSError:
             return True
-        return True  # end of file, or an error reply before it
+        return True  # end of file, or an error reply that precedes it
 
     def close_pool_fds(self) -> None:
-        """Closes index and extents; mappings made of them stay."""
+        """Close index and extents; their mappings stay."""
         linux.close_all([fd for fd in (self.index_fd, self.extents_fd) if fd >= 0])
         self.index_fd = self.extents_fd = -1
 
     def close(self) -> None:
-        """Detaches: the connection and our descriptors close, the row and everything it owns stay.
-        Idempotent.
-        """
+        """Detach: close the connection and our descriptors; the row and everything it owns stay. Idempotent."""
         _open_attachments.discard(self)
+        self.secret = b""
         self._sock.close()
         self.close_pool_fds()
 
     def goodbye(self, timeout_s: float) -> bool:
-        """Gives the row back while the process lives on, then closes; True when the server confirmed it.
+        """Give the row back while the process lives on, then close; True when the server confirmed it.
 
-        The caller promises that nothing of this session touches the pool any more: its copies have ended
-        and its mappings are gone.  Without confirmation the row ends with the process, or, as its byte is
-        unlocked, with the server's next start.
+        The caller promises that this session does not touch the pool any more: its copies have ended and its
+        mappings are gone.  Without the server's confirmation the row ends with the process, or when the next server
+        starts and finds its byte unlocked.
         """
         try:
             self._locks.unlock(self.lock_file, self.row, self.session)
@@ -171,11 +169,11 @@ def process_locks() -> LockHolder:
 
 
 def attach(socket_dir: Path, request: AttachRequest, locks: LockHolder, timeout_s: float = 5.0) -> Attachment:
-    """Attaches this process, or attaches it again (same `request.session`), within `timeout_s`.
+    """Attach this process, or attach it again (same `request.session`), within `timeout_s`.
 
-    Raises Unavailable (no server there, it is starting, busy or stopped; try again), the error the server
-    named, or ConfigError / NotPermitted when socket directory or server belong to somebody else.  After an
-    error this process holds nothing that it did not hold before.
+    Raises Unavailable (no server runs, or it is starting, busy or stopped; try again), the error that the server
+    named, or ConfigError / NotPermitted when socket directory or server belong to another user.  After an error this
+    process holds the same descriptors and locks as before.
     """
     deadline = time.monotonic() + timeout_s
     path = socket_dir / ATTACH_SOCKET
@@ -209,7 +207,7 @@ def _attach(
     try:
         linux.connect(sock, os.fspath(path), remaining_s())
         _limit(sock, remaining_s)
-        if (uid := linux.peer_of(sock).uid) != os.geteuid():
+        if (uid := linux.credentials_of(sock).uid) != os.geteuid():
             raise NotPermitted(f"{str(path)!r} is served by uid {uid}, not by us (uid {os.geteuid()})")
         pidfd = linux.open_pidfd(os.getpid())
         try:
@@ -246,9 +244,7 @@ def _limit(sock: socket.socket, remaining_s: Callable[[], float]) -> None:
 
 
 def _receive_reply(sock: socket.socket, locks: LockHolder, pool_fds: list[int]) -> AttachReply:
-    """The reply that accepts us. `pool_fds` gets index and extents, `locks` the lock file if it is new
-    here.
-    """
+    """The reply of an accepted attach. `pool_fds` gets index and extents, `locks` the lock file if it is new here."""
     received = linux.receive(sock, _MAX_BYTES, _MAX_FDS)
     pool_fds += received.fds[:2]
     if len(received.fds) == _MAX_FDS:
@@ -274,8 +270,7 @@ def _decode(data: bytes) -> AttachReply:
 
 def _raise_refusal(data: bytes) -> None:
     reply = _decode(data)
-    kind: type[KvstrataError] = WIRE_ERRORS.get(reply.code, InternalError)
-    raise kind(reply.message, field=reply.field)
+    raise from_wire(reply.code, reply.message, field=reply.field)
 
 
 _process_locks = LockHolder()

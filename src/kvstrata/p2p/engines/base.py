@@ -1,17 +1,17 @@
 """The contract of transfer engines: one-sided reads out of another instance's registered memory.
 
 Invariants
-1. `ended` of a read is called exactly once, on the event loop, when no byte of any of its destinations can be written
-   any more: after its completion, its error completion, or the forced end of its connection.  A deadline or a
-   cancelled await ends the wait only.  A read that was refused before anything was posted has ended too.
+1. `ended` of a read is called exactly once, on the event loop, when no byte of its destinations can be written any
+   more: after its completion, its error completion, or the forced end of its connection.  A deadline or a cancelled
+   await ends only the wait.  `ended` is also called for a read that was refused before anything was posted.
 2. A read answers at its deadline at the latest, whatever the peer and the network do.
-3. Nothing outside the regions of either side is ever read or written: items are checked before one is posted.
-4. `disconnect` and `close` force the reads that they concern to their end where `quiesce` is "drain"; where it is
-   "never", a read of a peer that hangs may have none, and only the end of this process frees its destinations.
-5. What another instance sent as metadata is checked before any of it reaches native code.
+3. Nothing outside the regions of either side is read or written: all items are checked before the first is posted.
+4. Where `quiesce` is "drain", `disconnect` and `close` force the reads that they concern to their end.  Where it is
+   "never", a read from a hanging peer may never end, and only the end of this process frees its destinations.
+5. Metadata from another instance are checked before any part of them reaches native code.
 
-The bytes that were read are whatever lay there: that they are what was wanted is checked by the reader, by generation,
-identity and checksum.
+A read delivers the bytes that lie at the peer's offsets.  The caller checks by generation, identity and checksum that
+they are the wanted record.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvstrata.errors import TransferError
 
 MAX_REGIONS = 16
 MAX_ITEMS = 4096
-"""Of one read."""
+"""Most items of one read."""
 MAX_METADATA_BYTES = 64 << 10
 MAX_PEER_NAME_BYTES = 256
 
@@ -39,20 +39,21 @@ NOT_CONNECTED, OUT_OF_RANGE, BUSY, CLOSED, FAILED = (
     "failed",
 )
 REASONS = (DEADLINE, CANCELLED, PEER_GONE, NOT_CONNECTED, OUT_OF_RANGE, BUSY, CLOSED, FAILED)
-"""What `read` answers besides "": the time is up; disconnected or closed meanwhile; the peer's process or the way to it
-is gone; no such peer; an item leaves its region, or there are too many or none; too much is under way already; the
-engine is closed; the transport failed in another way (the log says how)."""
+"""The answers of `read` besides "", in this order: the time is up; the peer was disconnected meanwhile; the peer's
+process or the way to it is gone; the peer is not connected; an item leaves its region, or the number of items is 0 or
+too large; too much is under way already; the engine is closed; the transport failed in another way (the log says how).
+"""
 
 
 class Region(NamedTuple):
-    """Memory of this process that peers may read and reads may fill; must live until `close` returned."""
+    """Memory of this process that peers may read and reads may fill; must live until `close` has returned."""
 
     address: int
     length: int
 
 
 class ReadItem(NamedTuple):
-    """`length` bytes at an offset of the peer's region into an offset of an own one; regions by their index."""
+    """Read `length` bytes from an offset in a region of the peer to an offset in an own region; regions by index."""
 
     remote_region: int
     remote_offset: int
@@ -62,50 +63,52 @@ class ReadItem(NamedTuple):
 
 
 class TransferEngine(ABC):
-    """One engine: registered regions, connections by peer name, reads.  Called on one event loop; never blocks it."""
+    """Registered regions, connections by the peer's name, and reads.  Called on one event loop; never blocks it."""
 
     name: str
     quiesce: Literal["drain", "never"]
-    """What ends a read in flight: `disconnect` does ("drain"), or only killing this process does ("never")."""
+    """Whether `disconnect` ends a read in flight ("drain"), or only killing this process does ("never")."""
 
     @abstractmethod
     async def open(self, regions: Sequence[Region]) -> bytes:
-        """Register memory and serve it to peers; the metadata that a peer's `connect` wants, below MAX_METADATA_BYTES.
+        """Register memory and serve it to peers; returns metadata for their `connect`, below MAX_METADATA_BYTES.
 
-        Raises TransferError with what to install or to change; its field is `network` where no device can be used.
+        Raises TransferError that says what to install or change; its field is `network` if no device can be used.
         """
 
     @abstractmethod
     async def connect(self, peer: str, metadata: bytes) -> None:
-        """Make a peer known. Again with the same metadata changes nothing while that connection holds; with others,
-        the peer has been started again: what was under way with the old one is forced to its end.
+        """Connect a peer by its metadata.
 
-        Raises TransferError naming what is wrong with the metadata; its field is `network` where the devices of both
-        sides do not meet. An older connection of that name then stays.
+        The same metadata again changes nothing while the connection holds.  Other metadata mean that the peer has
+        restarted: reads from its old process are forced to their end.
+
+        Raises TransferError that names what is wrong with the metadata; its field is `network` if no device of one side
+        reaches a device of the other.  An older connection of that name then stays.
         """
 
     @abstractmethod
     async def read(
         self, peer: str, items: Sequence[ReadItem], deadline_s: float, ended: Callable[[], None]
     ) -> str:
-        """Fill the items' destinations; "" when all bytes are there, else a word of REASONS. Never raises for them.
+        """Fill the items' destinations; returns "" when all bytes have arrived, else a word of REASONS; does not raise.
 
-        `deadline_s` is how long from now, in seconds. `ended`: see the invariants; it must not raise.
+        `deadline_s` counts seconds from now. `ended`: see the invariants; it must not raise.
         """
 
     @abstractmethod
     async def disconnect(self, peer: str) -> None:
-        """Forget a peer; its reads are answered "cancelled". Unknown peers are fine."""
+        """Forget a peer; its reads are answered "cancelled". Does nothing for an unknown peer."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End everything and unregister. Idempotent. No `ended` is called after it."""
+        """End all reads and connections, and unregister the memory. Idempotent. No `ended` is called after it."""
 
 
 # --- metadata ----------------------------------------------------------------------------------------------
 #
-# magic, format version, regions, length of the engine's name, of its part, CRC-32 of all that follows the CRC:
-# region lengths, name, the engine's part.
+# Magic, format version, number of regions, length of the transfer engine's name, length of its part, and the CRC-32 of
+# all bytes that follow: the region lengths, the name, the part.
 
 _MAGIC = b"KVXF"
 _VERSION = 1
@@ -114,15 +117,15 @@ _REGION = struct.Struct("<Q")
 
 
 class PeerMetadata(NamedTuple):
-    """What another instance's `open` returned."""
+    """The metadata that another instance's `open` returned."""
 
     region_bytes: tuple[int, ...]
     part: bytes
-    """Of its engine alone."""
+    """The part that only transfer engines of the same kind understand."""
 
 
 def pack_metadata(engine: str, regions: Sequence[Region], part: bytes) -> bytes:
-    """Metadata for peers. Raises TransferError where they would be too long."""
+    """Pack metadata for peers. Raises TransferError if they would be too long."""
     rest = b"".join(_REGION.pack(region.length) for region in regions) + engine.encode() + part
     packed = _HEAD.pack(_MAGIC, _VERSION, len(regions), len(engine), len(part), zlib.crc32(rest)) + rest
     if len(packed) > MAX_METADATA_BYTES:
@@ -132,7 +135,7 @@ def pack_metadata(engine: str, regions: Sequence[Region], part: bytes) -> bytes:
 
 
 def unpack_metadata(engine: str, peer: str, metadata: bytes) -> PeerMetadata:
-    """Check and take apart what `pack_metadata` made elsewhere. Raises TransferError saying what is wrong."""
+    """Check and unpack metadata that another instance packed. Raises TransferError that says what is wrong."""
 
     def wrong(what: str) -> TransferError:
         return TransferError(f"{engine}: metadata of peer {peer!r:.80}: {what}", field="metadata")
@@ -140,22 +143,24 @@ def unpack_metadata(engine: str, peer: str, metadata: bytes) -> PeerMetadata:
     if not 0 < len(peer.encode()) <= MAX_PEER_NAME_BYTES:
         raise TransferError(f"{engine}: peer: must have 1 to {MAX_PEER_NAME_BYTES} bytes", field="peer")
     if len(metadata) > MAX_METADATA_BYTES:
-        raise wrong(f"{len(metadata)} bytes, at most {MAX_METADATA_BYTES} can be")
+        raise wrong(f"has {len(metadata)} bytes, at most {MAX_METADATA_BYTES} are allowed")
     if len(metadata) < _HEAD.size or metadata[:4] != _MAGIC:
-        raise wrong("is not of a kvstrata transfer engine")
+        raise wrong("was not packed by a transfer engine of kvstrata")
     _, version, regions, name_bytes, part_bytes, checksum = _HEAD.unpack_from(metadata)
     if version != _VERSION:
         raise wrong(f"has format version {version}, this side speaks {_VERSION}; upgrade the older one")
     rest = metadata[_HEAD.size :]
     if len(rest) != regions * _REGION.size + name_bytes + part_bytes:
-        raise wrong("is cut, or has bytes too many")
+        raise wrong(f"has {len(rest)} bytes after its head, which names another length")
     if zlib.crc32(rest) != checksum:
-        raise wrong("is damaged, its checksum is another")
+        raise wrong("is damaged, its checksum is wrong")
     name = rest[regions * _REGION.size :][:name_bytes]
     if name != engine.encode():
-        raise wrong(f"is of the engine {name.decode(errors='replace')!r}; use one engine on both sides")
+        raise wrong(
+            f"comes from the engine {name.decode(errors='replace')!r}; set one p2p.engine on both sides"
+        )
     if not 0 < regions <= MAX_REGIONS:
-        raise wrong(f"names {regions} regions, 1 to {MAX_REGIONS} can be")
+        raise wrong(f"names {regions} regions, 1 to {MAX_REGIONS} are allowed")
     lengths = tuple(length for (length,) in _REGION.iter_unpack(rest[: regions * _REGION.size]))
     return PeerMetadata(lengths, rest[regions * _REGION.size + name_bytes :])
 
@@ -166,12 +171,12 @@ def check_regions(engine: str, regions: Sequence[Region]) -> None:
         raise TransferError(f"{engine}: regions: 1 to {MAX_REGIONS}, not {len(regions)}", field="regions")
     for index, region in enumerate(regions):
         if region.address <= 0 or region.length <= 0 or region.address + region.length >= 1 << 63:
-            what = f"{region.length} bytes at {region.address:#x} are no memory"
+            what = f"{region.length} bytes at {region.address:#x} are not a range of memory"
             raise TransferError(f"{engine}: regions[{index}]: {what}", field="regions")
 
 
 def in_range(items: Sequence[ReadItem], local_bytes: Sequence[int], remote_bytes: Sequence[int]) -> bool:
-    """Whether every item lies within its regions, which have these lengths, and there are 1 to MAX_ITEMS."""
+    """Whether the number of items is 1 to MAX_ITEMS, and every item lies within its regions, given their lengths."""
     return 0 < len(items) <= MAX_ITEMS and all(
         item.length > 0
         and 0 <= item.remote_region < len(remote_bytes)

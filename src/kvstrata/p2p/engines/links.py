@@ -1,8 +1,9 @@
-"""Which network devices of this machine can be used now, and being told when that may have changed (rtnetlink(7)).
+"""The network devices of this machine that can be used now, and a watch for changes of them (rtnetlink(7)).
 
-UCX chooses among the devices that can be used when an engine is opened, and never uses another one afterwards.
+UCX chooses among the devices that are usable when a transfer engine is opened; that engine never uses another one.
 
-Not told: what changes a route without changing a device or an address, and a link that is up and leads nowhere.
+The watch does not see a route that changes without a change of a device or an address, and it cannot tell whether a
+link that is up leads anywhere.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _GROUPS = 0x1 | 0x10 | 0x100
 """Links, IPv4 addresses, IPv6 addresses."""
 _UP_AND_RUNNING = 0x1 | 0x40
 _TEMPORARY_OR_TENTATIVE = 0x01 | 0x40
-"""Of an IPv6 address: changes every day for privacy, or is not in use yet."""
+"""Flags of an IPv6 address that changes every day for privacy, or is not in use yet."""
 _UNIVERSE_SCOPE = 0
 _NAME, _ADDRESS, _LOCAL = 3, 1, 2
 
@@ -36,25 +37,25 @@ _ATTRIBUTE = struct.Struct("=HH")  # length, type
 
 RECEIVE_BYTES = 1 << 16
 ANSWER_S = 2.0
-"""For the kernel, which answers at once."""
+"""Longest wait for an answer of the kernel, which normally comes at once."""
 RDMA = Path("/sys/class/infiniband")
 
 
 class Devices(NamedTuple):
-    """Of this machine, those that UCX_NET_DEVICES allows."""
+    """The devices of this machine that UCX_NET_DEVICES allows."""
 
     usable: frozenset[str]
-    """`name address` of a network device that is up, has its link and a global address, by the one that UCX takes: its
-    first one, of IPv4 where it has any; `card:port` of an RDMA card's active port."""
+    """`name address` of each network device that is up and has its link and a global address.  The address is the one
+    that UCX takes: the device's first IPv4 address, else its first IPv6 address.  `card:port` of each active port of an
+    RDMA card."""
     idle: frozenset[str]
-    """Names of those that cannot be used now."""
+    """Names of the devices and ports that cannot be used now."""
 
 
 def find_devices() -> Devices:
-    """Look at them now.
+    """Look at the devices now. Raises OSError if the kernel does not list them.
 
-    Makes system calls that may take milliseconds on a machine with many devices.  Raises OSError where the kernel does
-    not tell.
+    Its system calls may take milliseconds on a machine with many devices.
     """
     allowed = allowed_devices(os.environ.get("UCX_NET_DEVICES", ""))
     names: dict[int, str] = {}
@@ -97,7 +98,7 @@ def find_devices() -> Devices:
 
 
 def allowed_devices(setting: str) -> Callable[[str], bool]:
-    """Whether UCX_NET_DEVICES lets UCX use the device of a name: `all`, names with commas, or `^` and names."""
+    """A function that tells whether UCX_NET_DEVICES allows a device: `all`, names with commas, or `^` and names."""
     names = {name.strip() for name in setting.removeprefix("^").split(",")} - {""}
     if not names or "all" in names:
         return lambda name: True
@@ -108,7 +109,7 @@ class LinkWatch:
     """Calls `changed` on the running loop after changes of links and addresses, until `close`."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
-        """Raises OSError where the kernel does not tell."""
+        """Raises OSError if the kernel refuses to report changes."""
         self._changed = changed
         self._loop = asyncio.get_running_loop()
         self._socket = socket.socket(
@@ -124,21 +125,21 @@ class LinkWatch:
         self._loop.add_reader(self._socket, self._read)
 
     def close(self) -> None:
-        """No `changed` is called afterwards. Idempotent."""
+        """Stop: `changed` is not called afterwards. Idempotent."""
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
             self._socket.close()
 
     def _read(self) -> None:
-        # What a message says is not looked at, so one that was lost (ENOBUFS) is no loss beside the next one.
+        # Only the arrival of a message counts, not its content, so a lost message (ENOBUFS) does no harm.
         with contextlib.suppress(OSError):
             self._socket.recv(RECEIVE_BYTES)
         self._changed()
 
 
 def _dump(asked: socket.socket, request: int, answer: int) -> Iterator[bytes]:
-    """The bodies of the messages that answer. Raises OSError."""
-    # A family of 0 asks for all; an ifinfomsg of zeros will do for both.
+    """Send a dump request; yields the bodies of the messages that answer it. Raises OSError."""
+    # Family 0 asks for all families; an ifinfomsg of zeros serves both kinds of request.
     asked.sendto(
         _HEADER.pack(_HEADER.size + _LINK.size, request, _REQUEST_DUMP, 1, 0) + bytes(_LINK.size), (0, 0)
     )

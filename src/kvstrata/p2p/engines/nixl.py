@@ -1,18 +1,19 @@
 """Reads through NIXL's UCX backend.
 
-NIXL is used through its Python package (1.5.1 is what this was written with), by one thread of our own for each agent:
-an agent takes no lock, and posting a transfer can take tens of milliseconds.  It belongs into an adapter host: what
-UCX does when a peer disappears can end the process (docs/p2p.md), and only the end of the process stops a transfer.
+NIXL is used through its Python package (1.5.1 when this was written), by one thread of ours for each agent, since an
+agent takes no lock and posting a transfer can take tens of milliseconds.  This engine must run in an adapter host: when
+a peer disappears, UCX can end the process (docs/p2p.md), and only the end of the process stops a transfer.
 
 Invariants
-1. Every call of NIXL but the import is made by the owner thread.
-2. A read's `ended` is called when its transfer is DONE, or has failed and the peer was taken off the agent, which
-   closes the connection by force.  NIXL has no way to end one that is under way: until its peer goes on, or is found
-   to be gone, `ended` waits, also when `disconnect` has returned.  `close` leaves such transfers and the agent behind.
-3. A transfer that is over is kept for the next read of the same items of the same peer: its descriptor lists are
-   prepared once.
+1. The agent's own thread, the owner thread, makes every call of NIXL except the import.
+2. A read's `ended` is called when its transfer is DONE, or when it has failed and the peer was removed from the agent,
+   which closes the connection by force.  NIXL cannot end a transfer that is under way: `ended` waits until the peer
+   continues or is found to be gone, even after `disconnect` has returned.  `close` leaves such transfers and the agent
+   behind.
+3. A finished transfer is kept for the next read of the same items from the same peer, so that its descriptor lists are
+   prepared only once.
 
-NIXL takes UCX's settings from the environment when it is imported, so they are of the process, not of an engine.
+NIXL takes UCX's settings from the environment when it is imported, so they hold for the process, not for one engine.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from importlib import metadata as installed
 from pathlib import Path
 from typing import Any, Literal
 
+from kvstrata.config.secrets import scrubbed
 from kvstrata.errors import TransferError
 from kvstrata.observability.logging import Thinning
 from kvstrata.p2p.engines.base import (
@@ -58,15 +60,15 @@ INSTALL = "pip install --no-deps nixl==1.5.1 nixl-cu13==1.5.1 && pip install num
 MAX_ITEMS_UNDER_WAY = 16 * MAX_ITEMS
 KEPT_TRANSFERS = 64
 CLOSE_WAITS_S = 2.0
-"""For what ends by itself."""
+"""How long `close` waits for transfers that may still end by themselves."""
 POLL_S = 50e-6
-"""Between two looks at transfers that are under way."""
+"""Time between two looks at transfers under way."""
 _NICS = Path("/sys/class/infiniband")
 _PART = struct.Struct("<BBH")  # length of the version, regions, length of NIXL's own metadata
 
 
 class _Peer:
-    """One life of a peer, as the owner thread and the loop know it."""
+    """One process of a peer, as the owner thread and the loop know it."""
 
     def __init__(
         self, metadata: bytes, region_bytes: tuple[int, ...], agent: str, bases: tuple[int, ...]
@@ -77,13 +79,13 @@ class _Peer:
         self.bases = bases
         self.broken = False
         self.forgotten = False
-        # The owner thread's own.
+        # Only the owner thread uses these.
         self.under_way = 0
         self.removed = False
 
 
 class _Read:
-    """One transfer; `over` runs on the loop."""
+    """One transfer; `over(reason)` is called on the loop, once, when it has ended."""
 
     def __init__(self, peer: _Peer, items: tuple[ReadItem, ...], over: Callable[[str], None]) -> None:
         self.peer = peer
@@ -110,7 +112,7 @@ class NixlEngine(TransferEngine):
         self._items_under_way = 0
         self._closed = False
         self._drained = asyncio.Event()
-        # The owner thread's own.
+        # Only the owner thread uses these.
         self._agent: Any = None
         self._registered: Any = None
         self._thinning = Thinning()
@@ -124,7 +126,7 @@ class NixlEngine(TransferEngine):
         """See the contract."""
         check_regions(self.name, regions)
         if self._loop is not None:
-            raise TransferError("nixl: an engine is opened once", field="engine")
+            raise TransferError("nixl: an engine can be opened only once", field="engine")
         self._loop = asyncio.get_running_loop()
         self._regions = tuple(regions)
         self._thread = threading.Thread(target=self._own, name="kvs-nixl", daemon=True)
@@ -195,13 +197,13 @@ class NixlEngine(TransferEngine):
         return DEADLINE
 
     async def disconnect(self, peer: str) -> None:
-        """See the contract: reads that are under way keep their bytes until they have ended."""
+        """See the contract: reads under way keep their destinations until they have ended."""
         known = self._peers.pop(peer, None)
         if known is not None:
             self._forget(known)
 
     async def close(self) -> None:
-        """See the contract. What is still under way stays registered until the process ends."""
+        """See the contract. While transfers are under way, memory stays registered until the process ends."""
         if self._loop is None or self._closed:
             return
         self._closed = True
@@ -218,7 +220,8 @@ class NixlEngine(TransferEngine):
         left = await self._do(self._tear_down)
         if left:
             log.warning(
-                "nixl: %d reads were under way at the end; their bytes stay until this process ends", left
+                "nixl: %d reads were under way at the close; their memory stays registered until this process ends",
+                left,
             )
         self._work.put(None)
         await asyncio.to_thread(self._thread.join)
@@ -234,7 +237,7 @@ class NixlEngine(TransferEngine):
                 answer.set_result(CANCELLED)
 
     async def _do(self, work: Callable[[], Any]) -> Any:
-        """The result of work on the owner thread."""
+        """Do work on the owner thread, also if the call is cancelled; returns its result or raises TransferError."""
         assert self._loop is not None
         loop = self._loop
         future: asyncio.Future[Any] = loop.create_future()
@@ -280,31 +283,31 @@ class NixlEngine(TransferEngine):
             described = [(region.address, region.length, 0, "") for region in self._regions]
             self._registered = self._agent.register_memory(described, "DRAM")
             own: bytes = self._agent.get_agent_metadata()
-        except Exception as error:  # the plugin boundary: NIXL's exceptions have no common class of their own
+        except Exception as error:  # the plugin boundary: NIXL's exceptions have no common class
             self._agent = None
-            raise TransferError(f"nixl: {type(error).__name__}: {error}", field="engine") from error
+            raise TransferError(f"nixl: {type(error).__name__}: {scrubbed(error)}", field="engine") from error
         version = self._version.encode()
         bases = b"".join(struct.pack("<Q", region.address) for region in self._regions)
         return _PART.pack(len(version), len(self._regions), len(own)) + version + bases + own
 
     def _import(self) -> Any:
-        """NIXL's module, in an environment that it can live with."""
+        """Import NIXL's module, with the environment variables that it needs."""
         if "nixl" not in sys.modules:
             os.environ.update(self._settings)
             os.environ.setdefault("UCX_LOG_FILE", "stderr")
             if "UCX_MODULES" not in os.environ and not (_NICS.is_dir() and any(_NICS.iterdir())):
-                # With libibverbs on a machine without a network card for it, UCX crashes when the process ends.
+                # With libibverbs on a machine without an RDMA network card, UCX crashes when the process ends.
                 os.environ["UCX_MODULES"] = "^ib"
         else:
             for name, value in self._settings.items():
                 if os.environ.get(name) != value:
-                    what = f"{name}={value} must be set before the first engine of the process"
+                    what = f"{name}={value} must be in the environment before this process opens its first NIXL engine"
                     raise TransferError(f"nixl: {what}", field="settings")
         try:
             module = importlib.import_module("nixl._api")
         except ImportError as error:
             raise TransferError(f"nixl: cannot be imported: {error}; {INSTALL}", field="engine") from None
-        # Its logger writes to stdout.
+        # NIXL's own handler writes to stdout; our log gets its records instead.
         logger = logging.getLogger("nixl")
         logger.handlers.clear()
         logger.propagate = True
@@ -316,19 +319,21 @@ class NixlEngine(TransferEngine):
             return TransferError(f"nixl: metadata of peer {peer!r:.80}: {what}", field="metadata")
 
         if len(part) < _PART.size:
-            raise wrong("the engine's part is cut")
+            raise wrong(f"the engine's part has only {len(part)} bytes")
         version_bytes, regions, own_bytes = _PART.unpack_from(part)
         rest = part[_PART.size :]
         if len(rest) != version_bytes + 8 * regions + own_bytes or regions != len(region_bytes):
-            raise wrong("the engine's part is cut")
+            raise wrong("the engine's part does not have the length that its head names")
         version = rest[:version_bytes].decode(errors="replace")
         if version != self._version:
-            raise wrong(f"is of NIXL {version}, here is {self._version}; install the same on both sides")
+            raise wrong(
+                f"comes from NIXL {version}, this side has {self._version}; install one version on both"
+            )
         bases = struct.unpack_from(f"<{regions}Q", rest, version_bytes)
         try:
             agent: str | bytes = self._agent.add_remote_agent(rest[version_bytes + 8 * regions :])
         except Exception as error:  # the plugin boundary
-            what = f"nixl: metadata of peer {peer!r:.80}: {type(error).__name__}: {error}"
+            what = f"nixl: metadata of peer {peer!r:.80}: {type(error).__name__}: {scrubbed(error)}"
             raise TransferError(what, field="network") from error
         return _Peer(metadata, region_bytes, agent.decode() if isinstance(agent, bytes) else agent, bases)
 
@@ -364,7 +369,7 @@ class NixlEngine(TransferEngine):
         for read in list(self._reads):
             try:
                 state = self._agent.check_xfer_state(read.handle)
-            except Exception as error:  # the plugin boundary: a connection that broke is raised
+            except Exception as error:  # the plugin boundary: NIXL raises when the connection broke
                 self._reads.remove(read)
                 self._failed(read, error)
                 continue
@@ -386,7 +391,7 @@ class NixlEngine(TransferEngine):
             self._remove(read.peer)
 
     def _failed(self, read: _Read, error: BaseException | None) -> None:
-        """Nothing more is to be had of this peer; its connection is closed by force before the read counts as over."""
+        """End a failed read: its peer is removed by force first, which closes the connection."""
         peer = read.peer
         peer.under_way -= 1
         peer.broken = True
@@ -397,7 +402,7 @@ class NixlEngine(TransferEngine):
         self._end(read, CANCELLED if peer.forgotten else PEER_GONE)
 
     def _remove(self, peer: _Peer, *, by_force: bool = False) -> None:
-        """Take a peer off the agent, once nothing of it is under way, or because it is gone."""
+        """Remove a peer from the agent if none of its reads is under way, or by force because the peer is gone."""
         if peer.removed or (peer.under_way and not by_force):
             return
         peer.removed = True
@@ -406,7 +411,7 @@ class NixlEngine(TransferEngine):
         try:
             self._agent.remove_remote_agent(peer.agent)
         except Exception as error:  # the plugin boundary
-            self._say("a peer could not be taken off", error)
+            self._say("a peer could not be removed", error)
 
     def _release(self, handle: Any) -> None:
         try:
@@ -423,7 +428,7 @@ class NixlEngine(TransferEngine):
         self._loop.call_soon_threadsafe(read.over, reason)
 
     def _tear_down(self) -> int:
-        """Frees all, unless transfers are under way; how many are."""
+        """Free everything unless transfers are under way; returns the number of these transfers."""
         left = len(self._reads)
         if self._agent is None or left:
             self._reads.clear()

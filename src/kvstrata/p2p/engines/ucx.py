@@ -1,15 +1,16 @@
-"""Our own engine over UCX: shared memory and kernel copies on one host, tcp, and verbs where network cards have them.
+"""Our own transfer engine over UCX: shared memory and kernel copies on one host, tcp, and verbs on network cards.
 
-The native part (ext/ucx/ucx_engine.h) has a thread for all of UCX; here its events meet the event loop.  Everything of
-UCX is configured as UCX users know it, by UCX_TLS, UCX_NET_DEVICES and the like in the environment or by `settings`.
+The native part (ext/ucx/engine.h) has one thread for all of UCX; this module connects its events with the event loop.
+Users configure UCX in its usual way, by UCX_TLS, UCX_NET_DEVICES and so on in the environment, or by `settings`.
 
 Invariants
-1. A read's `ended` is called when the native read has had its event, or when none was begun.
-2. A connection has a number that is used once, so an answer of an old one is never taken for a new one's.
+1. A read's `ended` is called when the event of the native read has come, or when no native read was begun.
+2. Each connection has a number that is never used again, so no event of an old connection is taken for one of a new
+   connection.
 
-On one host, where UCX can copy by the kernel (cma), a peer that is stopped is read all the same, and one that is gone
-is an error at once.  Over network cards that read by themselves (verbs) a read that was given up keeps its destinations
-until the card has ended, at the latest when `disconnect` forces it.  Over tcp it has ended as soon as it was given up.
+On one host, where UCX can copy by the kernel (cma), a stopped peer can still be read, and a read from a peer that is
+gone fails at once.  Over network cards that read by themselves (verbs), an abandoned read keeps its destinations until
+the card has finished, at the latest until `disconnect` forces the read to its end.  Over tcp it ends at once.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ _DONE, _CANCELLED, _PEER_GONE, _NOT_CONNECTED, _NO_WAY = 0, 1, 2, 3, 5
 _REASONS = {_DONE: "", _CANCELLED: CANCELLED, _PEER_GONE: PEER_GONE, _NOT_CONNECTED: NOT_CONNECTED}
 
 _PROCESS_SETTINGS = {"UCX_HANDLE_ERRORS": "none", "UCX_MEM_EVENTS": "n", "UCX_LOG_FILE": "stderr"}
-"""What UCX reads when it is loaded, for the whole process, unless it is set: no signal handlers and no hooks in the
-functions that map memory (whoever registers memory here says when it ends), and no messages on stdout."""
+"""Defaults that UCX reads once for the whole process, when it is loaded.  It installs no signal handlers, does not hook
+the functions that map memory (here memory is unregistered explicitly), and writes no messages to stdout."""
 _load_lock = threading.Lock()
 
 
 def native_module() -> type[NativeEngine]:
-    """The compiled part. Raises TransferError where it was not built."""
+    """The class of the compiled part. Raises TransferError if it was not built."""
     try:
         module = importlib.import_module("kvstrata.native.ucx")
     except ModuleNotFoundError:
@@ -75,7 +76,7 @@ def native_module() -> type[NativeEngine]:
 
 
 def find_library() -> str:
-    """libucp of the Python package `libucx` where that is installed, else for the system's loader to find."""
+    """The path of libucp in the Python package `libucx` if that is installed, else a name for the system's loader."""
     spec = importlib.util.find_spec("libucx")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         library = Path(folder) / "lib" / "libucp.so.0"
@@ -85,7 +86,7 @@ def find_library() -> str:
 
 
 class _Connection:
-    """One life of a peer."""
+    """The connection with one process of a peer."""
 
     def __init__(self, number: int, metadata: bytes, region_bytes: tuple[int, ...]) -> None:
         self.number = number
@@ -96,7 +97,7 @@ class _Connection:
 
 
 class UcxEngine(TransferEngine):
-    """See the module. `library`: a file or name of libucp; `settings`: UCX's, with or without their prefix UCX_."""
+    """See the module. `library` is a path or name of libucp; `settings` are UCX's, with or without the prefix UCX_."""
 
     name = "ucx"
     quiesce: Literal["drain", "never"] = "drain"
@@ -108,7 +109,7 @@ class UcxEngine(TransferEngine):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Callable[[int, bytes], None]] = {}
-        """What to do when the command of a ticket has come to its end."""
+        """By ticket: the function to call when the ticket's command has ended."""
         self._connections: dict[str, _Connection] = {}
         self._connecting = asyncio.Lock()
         self._region_bytes: tuple[int, ...] = ()
@@ -120,7 +121,7 @@ class UcxEngine(TransferEngine):
         """See the contract."""
         check_regions(self.name, regions)
         if self._native is not None or self._closed is not None:
-            raise TransferError("ucx: an engine is opened once", field="engine")
+            raise TransferError("ucx: an engine can be opened only once", field="engine")
         native = native_module()
         self._loop = asyncio.get_running_loop()
         library = self._library or find_library()
@@ -170,7 +171,7 @@ class UcxEngine(TransferEngine):
                 self._forget(old)
 
     def transports(self, peer: str) -> str:
-        """UCX's names of what reads of a connected peer go over, with commas; "" where it does not say."""
+        """UCX's names of the transports for reads from a connected peer, with commas; "" if UCX does not say."""
         connection = self._connections.get(peer)
         return connection.transports if connection is not None else ""
 
@@ -219,7 +220,7 @@ class UcxEngine(TransferEngine):
         return DEADLINE
 
     async def disconnect(self, peer: str) -> None:
-        """See the contract. Returns when the reads of that peer have ended."""
+        """See the contract. Returns when all reads from that peer have ended."""
         connection = self._connections.pop(peer, None)
         if connection is not None and self._closed is None:
             await asyncio.shield(self._forget(connection))
@@ -236,7 +237,7 @@ class UcxEngine(TransferEngine):
         await asyncio.shield(self._closed)
 
     def _end(self, end: int, text: bytes) -> None:
-        """Everything has ended; the thread returns at once."""
+        """All connections and reads have ended: the native thread returns now, so joining it takes no time."""
         assert self._native is not None and self._loop is not None and self._closed is not None
         self._loop.remove_reader(self._native.event_fd)
         self._native.close()

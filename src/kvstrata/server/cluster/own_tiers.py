@@ -1,7 +1,8 @@
-"""The L2 tiers that are this instance's own, for its controllers: their names, what is in them, and how full they are.
+"""The instance's own L2 tiers, as its controllers know them: their names, their keys, and how full they are.
 
-A tier whose adapter lists its keys is listed anew in each full sync, records from before this start included, and
-nothing of it is remembered here.  Of the others what was put or found since the start is remembered (TierTags).
+A tier is *own* if it takes puts and no other instance shares its medium.  An own tier whose adapter lists its keys is
+listed anew in each full sync, with records from before this start, so its keys are not kept here.  For the other own
+tiers, TierTags (events.py) keeps the keys that were put or found since the start.
 """
 
 from __future__ import annotations
@@ -9,25 +10,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
 
+from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import TAG_BYTES, tags_of
-
-if TYPE_CHECKING:
-    from kvstrata.server.engine import Engine
-    from kvstrata.server.l2.tiers import Member
-    from kvstrata.storage.base import Usage
+from kvstrata.server.l2.tiers import Tier, TierSet
+from kvstrata.storage.base import Usage
 
 MAX_NAME_CHARS = 32
 PAGE_KEYS = 256
-"""Keys that an adapter names at a time: some 100 µs of its index, and of the loop."""
+"""Keys in one page of a listing: some 100 µs of the adapter's index, and of the loop."""
 MAX_PAGES = 1 << 22
-"""Of one tier: whoever has more goes round in circles."""
+"""A listing with more pages counts as broken: its cursor does not advance."""
 COUNT_S = 5.0
 
 
 def tier_name(adapter: str) -> str:
-    """What controllers call the tier of this adapter: its name, or a shorter one that no other adapter has."""
+    """The name of an adapter's tier on the wire: the adapter's own, or one cut to 32 characters with a digest."""
     if len(adapter) <= MAX_NAME_CHARS:
         return adapter
     digest = hashlib.sha256(adapter.encode()).hexdigest()[:8]
@@ -35,48 +33,49 @@ def tier_name(adapter: str) -> str:
 
 
 class NotListed(Exception):
-    """A tier that lists its keys does not now, or not to the end."""
+    """An adapter that can list its keys did not list them, or not all of them."""
 
 
 class OwnTiers:
-    """See the module. Belongs to the event loop; all links of an instance share one."""
+    """Names, lists and measures the own tiers. Belongs to the event loop; all links of an instance share one."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, tiers: TierSet, supervisor: Supervisor) -> None:
+        self._tiers = tiers
+        self._supervisor = supervisor
         self._usage: dict[str, Usage] = {}
         self._counting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to count."""
-        self._counting = self._engine.supervisor.spawn(self._count(), "cluster-tiers")
+        """Begin to ask the tiers how full they are, every `COUNT_S`."""
+        self._counting = self._supervisor.spawn(self._count(), "cluster-tiers")
 
     async def stop(self) -> None:
-        """End. Idempotent."""
+        """Ask no more. Idempotent."""
         if self._counting is not None:
             self._counting.cancel()
             await asyncio.gather(self._counting, return_exceptions=True)
 
     def names(self) -> list[str]:
-        """Of the tiers that nobody else puts to, nearest first."""
-        return list(self._members())
+        """Names of the own tiers, nearest first."""
+        return list(self._own())
 
     def lists(self, tier: str) -> bool:
-        """Whether `parts` names what is there."""
-        member = self._members().get(tier)
-        return member is not None and member.adapter.capabilities.lists
+        """Whether the tier's adapter can list its keys."""
+        own = self._own().get(tier)
+        return own is not None and own.adapter.capabilities.lists
 
     async def can_list(self, tier: str) -> bool:
-        """Whether it would do so now."""
-        member = self._members().get(tier)
-        return member is not None and await member.adapter.list_keys(0, 1) is not None
+        """Whether the tier's adapter lists its keys at this moment."""
+        own = self._own().get(tier)
+        return own is not None and await own.adapter.list_keys(0, 1) is not None
 
     async def parts(self, tier: str, part_tags: int) -> AsyncIterator[bytes]:
-        """The tags of all that is there, about so many at a time. Raises NotListed, then some of it is left out."""
+        """Tags of the tier's keys, about `part_tags` at a time. Raises NotListed at the end if some are left out."""
         collected = bytearray()
         cursor = 0
         for _ in range(MAX_PAGES):
-            member = self._members().get(tier)
-            page = None if member is None else await member.adapter.list_keys(cursor, PAGE_KEYS)
+            own = self._own().get(tier)
+            page = None if own is None else await own.adapter.list_keys(cursor, PAGE_KEYS)
             if page is None:
                 break
             collected += tags_of(b"".join(page.keys))
@@ -91,22 +90,22 @@ class OwnTiers:
         raise NotListed(tier)
 
     def usage(self) -> dict[str, Usage]:
-        """Of the tiers that could say, a moment ago."""
-        return {tier: self._usage[tier] for tier in self._members() if tier in self._usage}
+        """How full the tiers are, at most `COUNT_S` ago; tiers that could not say are left out."""
+        return {tier: self._usage[tier] for tier in self._own() if tier in self._usage}
 
-    def _members(self) -> dict[str, Member]:
+    def _own(self) -> dict[str, Tier]:
         return {
-            tier_name(member.name): member
-            for member in self._engine.adapters
-            if not member.adapter.capabilities.shared and member.adapter.capabilities.takes_puts
+            tier_name(tier.name): tier
+            for tier in self._tiers
+            if not tier.adapter.capabilities.shared and tier.adapter.capabilities.takes_puts
         }
 
     async def _count(self) -> None:
         while True:
-            for tier, member in self._members().items():
-                usage = await member.adapter.usage()
+            for tier, own in self._own().items():
+                usage = await own.adapter.usage()
                 if any(usage):
                     self._usage[tier] = usage
-                else:  # empty without a cap, or it did not say
+                else:  # empty and without a cap, or the adapter does not know
                     self._usage.pop(tier, None)
             await asyncio.sleep(COUNT_S)

@@ -1,8 +1,8 @@
-"""What engines have declared of their payloads, for the codecs of adapters.
+"""Element size and fp8 shape of the payloads of each slice, for the codecs of tiers.
 
-Declared facts of a slice say how large its numbers are; the layout identity says whether its engine has accepted
-fp8.  Both are known from an attach (an `identify`) on, so records that were adopted from an earlier server are of no
-known kind until their engine is back: they are encoded without loss then.
+A process declares them as facts of its slice when it attaches; the layout identity says whether its engine accepts fp8.
+After a restart the server knows neither until the engine has attached again, so adopted records are encoded losslessly
+until then.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvstrata.native.codec import fp8_sizes
-from kvstrata.policy.processes import Registry
+from kvstrata.policy.processes import ProcessTable
 from kvstrata.storage.base import PayloadKind
 from kvstrata.types import Slice
 
@@ -21,14 +21,14 @@ FP8_NUMBERS = 6
 
 
 class PayloadKinds:
-    """By slice digest. `attached` belongs to the event loop; `of` may be called by any thread."""
+    """The payload kinds, by slice digest. `attached` belongs to the event loop; any thread may call `of`."""
 
-    def __init__(self, peers: Registry) -> None:
-        self._peers = peers
+    def __init__(self, processes: ProcessTable) -> None:
+        self._processes = processes
         self._slices: dict[bytes, PayloadKind] = {}
 
     def attached(self, part: Slice | None, facts: Mapping[str, Any] | None) -> None:
-        """A process declared its slice and the facts behind it."""
+        """Note the facts that a process declared for its slice."""
         if part is None or facts is None:
             return
         digest = part.digest()
@@ -41,18 +41,18 @@ class PayloadKinds:
             del self._slices[next(iter(self._slices))]
 
     def of(self, identity: bytes, slice_digest: bytes) -> PayloadKind | None:
-        """What is known; a shape for fp8 only where this identity's engine has accepted that."""
+        """The payload kind of a slice, None if unknown; with an fp8 shape only if the identity's engine accepts fp8."""
         kind = self._slices.get(slice_digest)
         if kind is None or kind.fp8 is None:
             return kind
-        known = self._peers.by_root(identity)
+        known = self._processes.by_root(identity)
         if known is not None and known.layout.fidelity == "fp8":
             return kind
         return kind._replace(fp8=None)
 
 
 def _fp8(fact: object) -> tuple[int, ...] | None:
-    """The fact `fp8` where it makes sense; it comes from another process."""
+    """The fact `fp8`, checked because it comes from another process; None if it is invalid."""
     if not isinstance(fact, list) or len(fact) != FP8_NUMBERS:
         return None
     if not all(type(number) is int and 0 < number < 1 << 32 for number in fact) or fact[0] not in (1, 2):

@@ -1,99 +1,149 @@
-"""The L2 adapters that a running server has, in order of nearness: the one owner of that set.
+"""The set of tiers of a running instance, in order of nearness.
 
-    state     gets chunks   answers lookups   leaves it by
-    --------  ------------  ----------------  -------------------------------------------------------------
-    ACTIVE    yes           yes               drain → DRAINING, remove → REMOVING
-    DRAINING  what waited   unless told not   nothing waits or is under way → DRAINED; resume, remove as below
-    DRAINED   no            unless told not   resume → ACTIVE, remove → REMOVING
-    REMOVING  no            no                it has closed and nothing of it is stuck → not in the set
+    state     gets chunks           answers lookups
+    --------  --------------------  ----------------------------
+    ACTIVE    yes                   yes
+    DRAINING  those that waited     unless drained without loads
+    DRAINED   no                    unless drained without loads
+    REMOVING  no                    no
+
+A tier that was REMOVING leaves the set once it has closed and no operation of it is stuck.
 
 Invariants
-1. A name is given once in the life of the server, so what a removed adapter says late means nobody else.
-2. Positions count the members that are not REMOVING, from 0; these are the order in which a lookup asks.
-3. The store and prefetch controllers keep what is theirs of a member from `join` to `leave`; which members there
-   are, in which order and in which state, they read here.
+1. A name is given only once in the life of the server, so a late report of a removed tier names no other tier.
+2. Positions number the tiers that are not REMOVING, from 0; a lookup asks in this order.
+3. The store and prefetch controllers keep their own state of a tier from `join` to `leave`; they read here which
+   tiers exist, in which order and in which state.
 
-Who changes the set, and when a change is over, is in server/l2/tier_control.py.
+Only server/l2/tier_control.py changes the set.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from kvstrata.storage.registry import ConfiguredAdapter
+from kvstrata.states import Machine
+from kvstrata.storage.stack import Stack
 
 REMOVED = "adapter_removed"
-"""Short reason of what an adapter was asked for when it left."""
+"""Short reason for operations that were waiting when their tier left."""
 
 
-class AdapterState(enum.StrEnum):
-    """See the module's table."""
+class TierState(enum.StrEnum):
+    """Whether a tier gets chunks, and whether it is being removed."""
 
     ACTIVE = "active"
+    """It gets the chunks that its policy chooses, and answers lookups."""
     DRAINING = "draining"
+    """It gets the chunks that waited when the drain began; it answers lookups unless drained without loads."""
     DRAINED = "drained"
+    """No chunk waits for it, and no operation of the drain is under way; it answers lookups as while draining."""
     REMOVING = "removing"
+    """It gets no chunks and answers no lookups, and leaves the set when it has closed."""
 
 
-class Member:
-    """One adapter of the set, as the controllers see it."""
+class TierEvent(enum.Enum):
+    """An event in the life of a tier."""
+
+    DRAIN = enum.auto()
+    """An admin drains the tier, or drains it again, now without loads."""
+    QUIET = enum.auto()
+    """The waiting chunks were put, and the operations under way have ended."""
+    RESUME = enum.auto()
+    """An admin takes the tier back into use."""
+    REMOVE = enum.auto()
+    """An admin removes the tier."""
+
+
+MACHINE = Machine(
+    "Tier of an instance",
+    TierState,
+    TierEvent,
+    TierState.ACTIVE,
+    {
+        TierState.ACTIVE: {TierEvent.DRAIN: TierState.DRAINING, TierEvent.REMOVE: TierState.REMOVING},
+        TierState.DRAINING: {
+            TierEvent.DRAIN: TierState.DRAINING,
+            TierEvent.QUIET: TierState.DRAINED,
+            TierEvent.RESUME: TierState.ACTIVE,
+            TierEvent.REMOVE: TierState.REMOVING,
+        },
+        TierState.DRAINED: {
+            TierEvent.DRAIN: TierState.DRAINING,
+            TierEvent.RESUME: TierState.ACTIVE,
+            TierEvent.REMOVE: TierState.REMOVING,
+        },
+    },
+)
+
+
+class Tier:
+    """One tier of the set, as the controllers see it."""
 
     __slots__ = ("adapter", "configured", "entry", "name", "policy", "state", "takes_loads")
 
-    def __init__(self, configured: ConfiguredAdapter, entry: Mapping[str, Any] | None = None) -> None:
-        """`entry`: its JSON as it was given."""
+    def __init__(self, configured: Stack, entry: Mapping[str, Any] | None = None) -> None:
+        """`entry`: the adapter's JSON as it was given."""
         self.configured = configured
         self.entry = dict(entry or {})
         self.name = configured.name
         self.adapter = configured.adapter
         self.policy = configured.policy
-        self.state = AdapterState.ACTIVE
+        self.state: TierState = MACHINE.first
         self.takes_loads = True
-        """Lookups ask it and load from it."""
+        """Whether fetches ask the tier and load from it."""
+
+    def step(self, event: TierEvent) -> None:
+        """Enter the state that `MACHINE` gives for this event."""
+        self.state = MACHINE.after(self.state, event)
 
     @property
     def takes_puts(self) -> bool:
-        """It gets chunks that its policy chooses from now on."""
-        return self.state is AdapterState.ACTIVE
+        """Whether the tier gets further chunks that its policy chooses."""
+        return self.state is TierState.ACTIVE
 
 
-class AdapterSet:
-    """See the module. Belongs to the event loop."""
+class TierSet:
+    """The tiers of an instance, in order. Belongs to the event loop."""
 
-    def __init__(self, opened: Iterable[ConfiguredAdapter] = ()) -> None:
-        self._members = [Member(configured) for configured in opened]
+    def __init__(self, opened: Iterable[Stack] = ()) -> None:
+        self._tiers = [Tier(configured) for configured in opened]
 
-    def __iter__(self) -> Iterator[Member]:
-        """All members, nearest first, those that are being removed included."""
-        return iter(self._members)
+    def __iter__(self) -> Iterator[Tier]:
+        """All tiers, nearest first, including those that are being removed."""
+        return iter(self._tiers)
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._tiers)
 
     @property
-    def placed(self) -> list[Member]:
-        """The members that have a position, in its order."""
-        return [member for member in self._members if member.state is not AdapterState.REMOVING]
+    def placed(self) -> list[Tier]:
+        """The tiers that have a position, in order."""
+        return [tier for tier in self._tiers if tier.state is not TierState.REMOVING]
 
     @property
     def take_loads(self) -> bool:
         """Whether a lookup may find something behind L1."""
-        return any(member.takes_loads for member in self._members)
+        return any(tier.takes_loads for tier in self._tiers)
 
-    def get(self, name: str) -> Member | None:
-        """The member of that name."""
-        return next((member for member in self._members if member.name == name), None)
+    def get(self, name: str) -> Tier | None:
+        """The tier with this name; None if the set has none."""
+        return next((tier for tier in self._tiers if tier.name == name), None)
 
-    def insert(self, member: Member, position: int) -> None:
-        """Take a member in at a position; one past the end is the end."""
-        assert self.get(member.name) is None, member.name
+    def stack(self, name: str) -> Stack | None:
+        """The layers of the tier of that name."""
+        tier = self.get(name)
+        return None if tier is None else tier.configured
+
+    def insert(self, tier: Tier, position: int) -> None:
+        """Add a tier at a position; a position past the end is the end."""
+        assert self.get(tier.name) is None, tier.name
         placed = self.placed
-        at = self._members.index(placed[position]) if position < len(placed) else len(self._members)
-        self._members.insert(at, member)
+        at = self._tiers.index(placed[position]) if position < len(placed) else len(self._tiers)
+        self._tiers.insert(at, tier)
 
-    def discard(self, member: Member) -> None:
-        """It is no member any more."""
-        self._members.remove(member)
+    def discard(self, tier: Tier) -> None:
+        """Take a tier out of the set."""
+        self._tiers.remove(tier)

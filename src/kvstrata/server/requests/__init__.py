@@ -1,1 +1,1 @@
-"""What clients ask for, and what a request leaves behind."""
+"""The requests of clients, and the leases and reservations that they leave behind."""

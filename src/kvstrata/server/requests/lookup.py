@@ -1,19 +1,20 @@
-"""Lookup: how many leading chunks are there, leased for the caller's whole group, in one reply.
+"""Lookup: count the leading chunks that are cached and lease them for the caller's whole group, in one reply.
 
-    lease ──all there──▶ reply
-      │ the prefix goes on in chunks adopted at restart      verify them on a lane, lease again
-      │ the prefix goes on beyond L1 and there is an L2      load until the deadline, lease again
+    lease ── all chunks are in L1 ──▶ reply
+      │ the next chunks are adopted and not verified yet     verify them on a lane, lease again
+      │ the next chunks are not in L1, and there is an L2    load until the deadline, lease again
       ▼
-    reply with what is leased by then
+    reply with the chunks leased by then
 
 Rules:
 
-1. One reply, at the latest `REPLY_MARGIN_S` before the deadline, with leases for exactly the chunks it names.
-2. What arrives later stays in L1 without a lease.
-3. While more is waited for, the first lease is held, so that what was there does not leave meanwhile.
-4. A ticket is always owned: by this coroutine, by the call's effect, or by a callback on a lane's future.
-5. Where leases may cover no more of L1, older ones that wait for their use are asked back; this lookup is
-   answered without them, a later one may have what they give back.
+1. Each lookup gets one reply, at the latest `REPLY_MARGIN_S` before the deadline; its lease covers exactly the chunks
+   that it names.
+2. Chunks that arrive later stay in L1 without a lease.
+3. While a lookup waits for more chunks it keeps its first lease, so that the chunks it has found are not evicted.
+4. A ticket always has an owner that will end it: this coroutine, the call's effect, or a callback on a lane's future.
+5. When leases cover as much of L1 as they may, the oldest leases that no process has begun to use are revoked.  This
+   lookup is answered without waiting for that; a later one may use the room.
 """
 
 from __future__ import annotations
@@ -21,37 +22,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from kvstrata.errors import BadRequest, Refused
+from kvstrata.clock import Clock
+from kvstrata.errors import Refused
+from kvstrata.keys.batch import before, nth, part, split
 from kvstrata.native.hashing import storage_keys
-from kvstrata.policy.misses import Explained, split_keys, with_advice
-from kvstrata.rpc.session import Call, Effect
-from kvstrata.rpc.wire import Lookup, LookupReply, Reply, key_count
-from kvstrata.server.requests.effects import Lease, nth_key
+from kvstrata.native.pool import Pool
+from kvstrata.observability.metrics import ServerCounters
+from kvstrata.policy.misses import Explained, Explainer, with_advice
+from kvstrata.policy.processes import AttachedProcess, DeclaredIdentity, ProcessTable
+from kvstrata.process.lane import PoolLane
+from kvstrata.rpc.session import Call
+from kvstrata.rpc.wire import Lookup, LookupReply
+from kvstrata.server.l2.prefetch import PrefetchController
+from kvstrata.server.l2.store import StoreController
+from kvstrata.server.l2.tiers import TierSet
+from kvstrata.server.requests.checks import check_probe, whole_keys
+from kvstrata.server.requests.effects import Effects
+from kvstrata.server.requests.leases import InFlight, Lease
+from kvstrata.server.requests.running import KeptOutcome
 from kvstrata.types import KEY_BYTES, MissReason
 
-if TYPE_CHECKING:
-    from kvstrata.policy.processes import Identity, Member
-    from kvstrata.server.engine import Engine
-
 REPLY_MARGIN_S = 0.003
-"""Left of the deadline for the last lease, the reply and its way back."""
+"""Time before the deadline that is kept for the last lease, the reply and its way back."""
 KEYS_ON_LOOP = 1_024
-"""Storage keys of one lookup that the loop handles itself (about 0.2 ms); more go to a lane."""
-
-Outcome = tuple[Reply, Effect | None]
+"""A lookup with up to this many storage keys runs on the loop (about 0.2 ms); a larger one goes to a lane."""
 
 
 class Granted(NamedTuple):
-    """A lease of leading chunks. `ticket` 0: none."""
+    """A lease of leading chunks. `ticket` 0: no chunk is leased."""
 
     ticket: int
     n_chunks: int
     extents: bytes
     unverified: int
     short_bytes: int
-    """What other leases would have to give back for the rest of the prefix."""
+    """Bytes that other leases would have to give back before the rest of the prefix could be leased."""
     rows: list[int]
     """The pool rows that got a share."""
 
@@ -64,11 +71,11 @@ NOTHING = Granted(0, 0, b"", 0, 0, [])
 
 
 class Asked(NamedTuple):
-    """One lookup, as it came and as it is known here."""
+    """One lookup: the request, its sender, and its deadline by our clock."""
 
     call: Call
-    member: Member
-    identity: Identity
+    process: AttachedProcess
+    identity: DeclaredIdentity
     request: Lookup
     n_chunks: int
     slices: bytes
@@ -78,28 +85,52 @@ class Asked(NamedTuple):
 
 
 class Lookups:
-    """Answers lookups for one engine."""
+    """Answers lookups. Belongs to the event loop."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        lane: PoolLane,
+        clock: Clock,
+        processes: ProcessTable,
+        effects: Effects,
+        in_flight: InFlight,
+        tiers: TierSet,
+        prefetch: PrefetchController,
+        store: StoreController,
+        explainer: Explainer,
+        counters: ServerCounters,
+        epoch: int,
+        policy: str,
+    ) -> None:
+        """`policy`: name of the eviction policy of L1."""
+        self._pool = pool
+        self._lane = lane
+        self._clock = clock
+        self._processes = processes
+        self._effects = effects
+        self._in_flight = in_flight
+        self._tiers = tiers
+        self._prefetch = prefetch
+        self._store = store
+        self._explainer = explainer
+        self._counters = counters
+        self._epoch = epoch
+        self._policy = policy
 
-    def start(self, call: Call, member: Member, request: Lookup) -> Outcome | Coroutine[Any, Any, Outcome]:
-        """The outcome at once, or the coroutine that gets it. Raises BadRequest or UnknownIdentity."""
-        engine = self._engine
-        identity = engine.peers.identity(member, request.identity_id)
+    def start(
+        self, call: Call, process: AttachedProcess, request: Lookup
+    ) -> KeptOutcome | Coroutine[Any, Any, KeptOutcome]:
+        """Begin a lookup. Returns its outcome, or a coroutine that does. Raises BadRequest or UnknownIdentity."""
+        identity = self._processes.identity(process, request.identity_id)
         keys = request.groups[0].keys
-        n_chunks = key_count(keys)
-        if n_chunks < 1:
-            raise BadRequest(
-                f"groups[0].keys: {len(keys)} bytes are not one or more {KEY_BYTES}-byte keys",
-                field="groups[0].keys",
-            )
-        if len(request.probe) not in (0, 8):
-            raise BadRequest(f"probe: must be 0 or 8 bytes, found {len(request.probe)}", field="probe")
-        group = member.group
-        now_s = engine.clock.monotonic_s()
+        n_chunks = whole_keys(keys, "groups[0].keys")
+        check_probe(request.probe)
+        group = process.group
+        now_s = self._clock.monotonic_s()
         asked = Asked(
-            call, member, identity, request, n_chunks, group.packed_slices, len(group.slices), now_s,
+            call, process, identity, request, n_chunks, group.packed_slices, len(group.slices), now_s,
             now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S,
         )  # fmt: skip
         if not group.complete:
@@ -107,22 +138,23 @@ class Lookups:
             return self._outcome(asked, b"", NOTHING, 0, MissReason.REFUSED, known)
         if n_chunks * asked.n_slices > KEYS_ON_LOOP:
             return self._on_lane(asked)
-        all_keys = storage_keys(keys, asked.slices)
-        granted = _granted(engine.pool.lease(all_keys, asked.n_slices, group.rows), group.rows)
-        if granted.n_chunks == n_chunks or not (granted.unverified or engine.has_l2):
+        root = identity.root
+        all_keys = storage_keys(root, keys, asked.slices)
+        granted = _granted(self._pool.lease(all_keys, asked.n_slices, group.rows, root), group.rows)
+        if granted.n_chunks == n_chunks or not (granted.unverified or self._tiers.take_loads):
             return self._answer(asked, all_keys, granted, granted.n_chunks)
         return self._more(asked, all_keys, granted)
 
-    async def _on_lane(self, asked: Asked) -> Outcome:
-        """A lookup too long for the loop."""
-        engine, chain = self._engine, asked.request.groups[0].keys
-        rows = list(asked.member.group.rows)
+    async def _on_lane(self, asked: Asked) -> KeptOutcome:
+        """Answer a lookup whose lease would block the loop for too long."""
+        chain, root = asked.request.groups[0].keys, asked.identity.root
+        rows = list(asked.process.group.rows)
 
         def work() -> tuple[bytes, Granted]:
-            all_keys = storage_keys(chain, asked.slices)
-            return all_keys, _granted(engine.pool.lease(all_keys, asked.n_slices, rows), rows)
+            all_keys = storage_keys(root, chain, asked.slices)
+            return all_keys, _granted(self._pool.lease(all_keys, asked.n_slices, rows, root), rows)
 
-        future = engine.lane.run(work)
+        future = self._lane.run(work)
         try:
             all_keys, granted = await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -130,29 +162,28 @@ class Lookups:
             raise
         return await self._more(asked, all_keys, granted)
 
-    async def _more(self, asked: Asked, all_keys: bytes, granted: Granted) -> Outcome:
-        """Lengthen the lease while the deadline allows."""
-        engine = self._engine
+    async def _more(self, asked: Asked, all_keys: bytes, granted: Granted) -> KeptOutcome:
+        """Verify or load the chunks that follow, and lease them too, until the deadline."""
         held = granted
         reason = detail = ""
         try:
             if held.unverified and not self._late(asked):
                 beyond = all_keys[held.n_chunks * asked.n_slices * KEY_BYTES :]
                 with contextlib.suppress(Refused):
-                    await self._until_deadline(asked, engine.lane.run(engine.pool.verify, beyond))
+                    await self._until_deadline(asked, self._lane.run(self._pool.verify, beyond))
                 held = await self._lease(asked, all_keys, held)
             l1_chunks = held.n_chunks
-            beyond_l1 = engine.has_l2 and held.n_chunks < asked.n_chunks and not self._late(asked)
-            if engine.prefetch is not None and beyond_l1:
-                start = held.n_chunks * asked.n_slices
-                parent = all_keys[(start - asked.n_slices) * KEY_BYTES : start * KEY_BYTES] if start else b""
-                fetched = await engine.prefetch.fetch(
-                    all_keys[start * KEY_BYTES :],
+            beyond_l1 = self._tiers.take_loads and held.n_chunks < asked.n_chunks and not self._late(asked)
+            if beyond_l1:
+                fetched = await self._prefetch.fetch(
+                    part(all_keys, held.n_chunks, asked.n_chunks, asked.n_slices),
                     asked.n_slices,
                     identity=asked.identity.root,
                     tenant=asked.identity.tenant,
-                    parent=parent,
+                    parent=before(all_keys, held.n_chunks, n_slices=asked.n_slices),
                     deadline_s=asked.deadline_s,
+                    lengths=asked.process.group.lengths,
+                    deletes_odd=asked.process.group.declares_lengths,
                 )
                 reason, detail = fetched.reason, fetched.detail
                 if fetched.n_chunks:
@@ -163,17 +194,16 @@ class Lookups:
         return self._answer(asked, all_keys, held, l1_chunks, reason, detail)
 
     async def _lease(self, asked: Asked, all_keys: bytes, held: Granted) -> Granted:
-        """Lease again from the start, then end `held`; where too much waits on the lane, `held` stays as it is.
+        """Lease again from the start, then end `held`. Returns `held` unchanged if the lane refuses the work.
 
-        On cancellation nothing stays leased.
+        When cancelled, nothing stays leased.
         """
-        engine = self._engine
-        rows = list(asked.member.group.rows)
+        rows, root = list(asked.process.group.rows), asked.identity.root
         if asked.n_chunks * asked.n_slices <= KEYS_ON_LOOP:
-            again = _granted(engine.pool.lease(all_keys, asked.n_slices, rows), rows)
+            again = _granted(self._pool.lease(all_keys, asked.n_slices, rows, root), rows)
         else:
             try:
-                future = engine.lane.run(engine.pool.lease, all_keys, asked.n_slices, rows)
+                future = self._lane.run(self._pool.lease, all_keys, asked.n_slices, rows, root)
             except Refused:
                 return held
             try:
@@ -186,17 +216,17 @@ class Lookups:
 
     def _give_up(self, granted: Granted) -> None:
         if granted.ticket:
-            self._engine.pool.release(granted.ticket, -1)
+            self._pool.release(granted.ticket, -1)
 
     async def _until_deadline(self, asked: Asked, future: asyncio.Future[Any]) -> None:
-        """Wait for work on a lane, at most until the deadline; the work goes on after it."""
-        left_s = asked.deadline_s - self._engine.clock.monotonic_s()
+        """Wait for work on a lane, at most until the deadline; the work goes on after that."""
+        left_s = asked.deadline_s - self._clock.monotonic_s()
         done, _ = await asyncio.wait([future], timeout=max(left_s, 0.0))
         for finished in done:
             finished.result()
 
     def _late(self, asked: Asked) -> bool:
-        return self._engine.clock.monotonic_s() >= asked.deadline_s
+        return self._clock.monotonic_s() >= asked.deadline_s
 
     def _answer(
         self,
@@ -206,74 +236,73 @@ class Lookups:
         l1_chunks: int,
         load_reason: str = "",
         load_detail: str = "",
-    ) -> Outcome:
-        """The outcome for what is leased now; `load_reason` is why the load from L2 went no further."""
+    ) -> KeptOutcome:
+        """The outcome with what is leased now. `load_reason`: why the load from L2 went no further."""
         if granted.n_chunks == asked.n_chunks:
             return self._outcome(asked, all_keys, granted, l1_chunks, "", "")
-        asked_back = self._engine.revoke(granted.short_bytes) if granted.short_bytes else 0
+        asked_back = self._effects.revoke(granted.short_bytes) if granted.short_bytes else 0
         reason, detail = self._why(asked, all_keys, granted, asked_back)
         if load_reason not in ("", MissReason.NEVER_STORED):
             reason, detail = load_reason, f"while loading from L2: {with_advice(load_detail or load_reason)}"
         return self._outcome(asked, all_keys, granted, l1_chunks, reason, detail)
 
     def _why(self, asked: Asked, all_keys: bytes, granted: Granted, asked_back: int) -> tuple[str, str]:
-        engine = self._engine
         first = granted.n_chunks * asked.n_slices
-        keys = [nth_key(all_keys, index) for index in range(first, first + asked.n_slices)]
-        if engine.pool.peek(b"".join(keys), asked.n_slices):
+        keys = [nth(all_keys, index) for index in range(first, first + asked.n_slices)]
+        if self._pool.peek(b"".join(keys), asked.n_slices):
             detail = (
-                f"present, but leases may cover no more of L1 now; {asked_back} older ones are asked back"
+                f"present, but leases may cover no more of L1 now; {asked_back} older leases are asked back"
             )
             return MissReason.REFUSED, detail
         if granted.unverified and self._late(asked):
             return MissReason.DEADLINE, "present, but not verified since the restart"
-        key = next((k for k in keys if k in engine.in_flight or engine.explainer.keys.get(k)), keys[0])
-        reason, detail = engine.explainer.why(
+        key = next((k for k in keys if k in self._in_flight or self._explainer.keys.get(k)), keys[0])
+        reason, detail = self._explainer.why(
             key,
             first=granted.n_chunks == 0,
             probe=asked.request.probe,
             root=asked.identity.root,
             layout=asked.identity.layout,
             request=asked.identity.request,
-            in_flight=key in engine.in_flight,
-            policy=engine.settings.l1.eviction_policy,
+            in_flight=key in self._in_flight,
+            policy=self._policy,
         )
-        engine.explainer.keys.missed(key, engine.clock.unix_ms())
+        self._explainer.keys.missed(key, self._clock.unix_ms())
         return reason, detail
 
     def _outcome(
         self, asked: Asked, all_keys: bytes, granted: Granted, l1_chunks: int, reason: str, detail: str
-    ) -> Outcome:
-        engine, call, request = self._engine, asked.call, asked.request
+    ) -> KeptOutcome:
+        call, request = asked.call, asked.request
         effect: Lease | None = None
         if granted.ticket:
-            group = asked.member.group
+            group = asked.process.group
             name = (call.session.name, call.seq)
             address = call.waiters[-1] if call.waiters else None
             effect = Lease(name, group.name, granted.ticket, granted.rows, address)
             if granted.rows is not group.rows:
-                # Processes that died while a lane worked on this will never end their share.
+                # Processes that died while a lane worked on this will never end their shares.
                 for row in effect.rows.difference(group.rows):
-                    engine.pool.release(granted.ticket, row)
+                    self._pool.release(granted.ticket, row)
                     effect.rows.discard(row)
-        now_s = engine.clock.monotonic_s()
+        now_s = self._clock.monotonic_s()
         n = granted.n_chunks
         l1_chunks = min(l1_chunks, n)
-        counters = engine.counters
+        counters = self._counters
         counters.lookup.add(now_s - asked.started_s)
         counters.lookup_chunks += asked.n_chunks
         counters.l1_hit_chunks += l1_chunks
         counters.l2_hit_chunks += n - l1_chunks
-        if l1_chunks and engine.store is not None and engine.store.wants_touches:
-            engine.store.touched(split_keys(all_keys[: l1_chunks * asked.n_slices * KEY_BYTES]))
+        if l1_chunks and self._store.wants_touches:
+            self._store.touched(split(all_keys[: l1_chunks * asked.n_slices * KEY_BYTES]))
         if reason:
             counters.misses[reason] = counters.misses.get(reason, 0) + 1
-        engine.explainer.requests.add(
+        self._explainer.requests.add(
             Explained(
                 request.request_id,
                 asked.identity.request.tenant,
                 asked.identity.root,
-                engine.clock.unix_ms(),
+                self._clock.unix_ms(),
                 (now_s - asked.started_s) * 1000,
                 asked.n_chunks,
                 l1_chunks,
@@ -281,8 +310,8 @@ class Lookups:
                 n,
                 str(reason),
                 detail,
-                nth_key(all_keys, n * asked.n_slices) if reason and all_keys else b"",
+                nth(all_keys, n * asked.n_slices) if reason and all_keys else b"",
             )
         )
-        reply = LookupReply(call.seq, engine.epoch, n, granted.extents, l1_chunks, n - l1_chunks, str(reason))
+        reply = LookupReply(call.seq, self._epoch, n, granted.extents, l1_chunks, n - l1_chunks, str(reason))
         return reply, effect

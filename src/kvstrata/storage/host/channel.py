@@ -1,4 +1,4 @@
-"""What a server and an adapter host say to each other: one frame per message of a SOCK_SEQPACKET pair.
+"""The messages between a server and an adapter host: one frame per message of a SOCK_SEQPACKET pair.
 
     frame = kind (u8) ‖ 0 (u8) ‖ count (u16) ‖ 0 (u32) ‖ request (u64) ‖ body          little endian, no padding
 
@@ -6,41 +6,44 @@
     CONFIGURE        JSON                              OPENED or REFUSED
     EXISTS, DELETE   count × key                       FOUND; COUNTED
     PUT, LOAD        count × (key, u64 offset, u32 length)   PUT_ENDED; LOAD_ENDED
-    KINDS            count × (identity root, slice digest, u16 element bytes, 6 × u32 fp8)   nothing; request is 0
-    PREFER           count × key, source               nothing; request is 0
+    KINDS            count × (identity root, slice digest, u16 element bytes, 6 × u32 fp8)   no answer; request is 0
+    PREFER           count × key, source               no answer; request is 0
     LIST             u64 cursor, u32 most              LISTED
     CLEAR, USAGE     nothing                           COUNTED; USED
-    CLOSE            nothing                           the host's end, with exit status 0
+    CLOSE            nothing                           the host ends, with exit status 0
 
     host → server    body
-    OPENED           JSON: the adapter's capabilities, and what it advertises to other instances
+    OPENED           JSON: the adapter's capabilities, and its advertisement for other instances
     REFUSED          JSON: kind, message, field; the host ends after it
     FOUND            count × (u8 presence, u32 record bytes, reason)
     PUT_ENDED, LOAD_ENDED   count × (u8 status | 128 where the hold is dropped, reason)
     COUNTED          u64
-    LISTED           u8 (0: not now), u64 where to go on, count × key
+    LISTED           u8 (0: cannot list now), u64 cursor of the next page, count × key
     USED             u64 used bytes, u64 capacity bytes, u64 records
-    RAISED           JSON: kind, message, field; the answer to any request
+    RAISED           JSON: kind, message, field; may answer any request
     DROPPED          count × u16: items of a PUT or LOAD whose bytes the adapter has finished with
     EVICTED          count × key: dropped by the adapter's own cap; request is 0
-    COUNTS           JSON: what its codecs and its adapter have counted, by name, and remarks; request is 0
-    ADVERTISED       what the adapter advertises to other instances from now on; request is 0
+    COUNTS           JSON: the counters of the codecs and of the adapter, by name, and remarks; request is 0
+    ADVERTISED       the adapter's advertisement for other instances from now on; request is 0
 
-KINDS tells what payloads of an identity and a slice are made of, before the first PUT of such a record and again where
-that has changed (PayloadKind; element bytes 0: not known any more, fp8 all 0: not accepted).
-A reason is u8 length ‖ UTF-8.  A request may be answered before all its holds are dropped, and the other way round.
+KINDS describes the payloads of an identity and a slice (PayloadKind; element bytes 0: not known any more, fp8 all 0:
+not accepted).  The server sends it before the first PUT of such a record, and again after a change.
+A reason is u8 length ‖ UTF-8.  A request may be answered before all its holds are dropped, or after.
 
 Invariants
 1. A frame has at most MAX_FRAME_BYTES and MAX_ITEMS items.
-2. `read_answer` raises ChannelError for anything that is not exactly one such frame; it never trusts the peer.
-   `read_request` is the host's and trusts its server.
+2. `read_answer` does not trust the host: it raises ChannelError for anything that is not exactly one valid frame.
+   `read_request` runs in the host and trusts the server.
 3. Nothing here is pickled or evaluated, and nothing does I/O.
 """
 
 from __future__ import annotations
 
 import enum
+import logging
+import os
 import struct
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -49,6 +52,7 @@ import msgspec
 from kvstrata.errors import KvstrataError, StorageError
 from kvstrata.native.batches import pack_found, pack_keys, read_found, split_keys
 from kvstrata.storage.base import (
+    AdapterContext,
     Capabilities,
     Counts,
     Found,
@@ -64,14 +68,15 @@ from kvstrata.storage.base import (
     Usage,
     found_of,
 )
+from kvstrata.storage.recipe import CodecConfig, Recipe
+from kvstrata.storage.structs import Place
 from kvstrata.types import KEY_BYTES
 
 MAX_FRAME_BYTES = 64 << 10
 MAX_ITEMS = 1_200
-"""Per frame: that many outcomes with the longest reasons still fit, and a lookup's 1,024 keys."""
+"""Items of one frame: this many outcomes with the longest reasons fit into it, and so do a lookup's 1,024 keys."""
 MAX_KINDS = 500
-"""In a frame of KINDS."""
-KNOWN_KINDS = 4_096
+"""Items of one frame of KINDS."""
 MAX_REASON_BYTES = 48
 MAX_TEXT_CHARS = 4_000
 MAX_FIELD_CHARS = 200
@@ -88,7 +93,7 @@ _DROPPED = 128
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
+    """The message that a frame carries; see the module."""
 
     CONFIGURE = 1
     EXISTS = 2
@@ -118,17 +123,19 @@ class Kind(enum.IntEnum):
 
 
 class ChannelError(Exception):
-    """The peer sent what is no frame, or one that says what cannot be."""
+    """The other side sent an invalid frame, or one that contradicts the requests; or a frame would be too long."""
 
 
 class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of CONFIGURE: what the host needs to make and open the adapter."""
+    """Body of CONFIGURE: a Recipe (storage/recipe.py) and the other values that the host opens the adapter with."""
 
-    entry: dict[str, Any]
-    """The adapter's JSON as the server was given it."""
-    index: int
-    """Its place in `l2_adapters`."""
+    medium: str
+    config: msgspec.Raw
+    """JSON of the medium's config struct."""
+    place: Place
     name: str
+    codec: CodecConfig
+    """Holds the encryption key, if records are encrypted."""
     instance_id: str
     region_bytes: int
     import_paths: list[str]
@@ -136,8 +143,23 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
 
 
+def host_config(recipe: Recipe, context: AdapterContext, log_level: int) -> HostConfig:
+    """The configuration by which a child of this process makes the tier's inner layers."""
+    return HostConfig(
+        medium=recipe.medium,
+        config=msgspec.Raw(msgspec.json.encode(recipe.config)),
+        place=recipe.place,
+        name=recipe.name,
+        codec=recipe.codec,
+        instance_id=context.instance_id,
+        region_bytes=context.region_bytes,
+        import_paths=[path or os.getcwd() for path in sys.path],
+        log_level=logging.getLevelName(log_level),
+    )
+
+
 class Problem(msgspec.Struct, frozen=True):
-    """Body of REFUSED and RAISED. `kind` is ConfigError, StorageError, or what else was raised."""
+    """Body of REFUSED and RAISED. `kind` is the name of the exception's class."""
 
     kind: str
     message: str
@@ -168,7 +190,7 @@ class Item(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A frame of the server."""
+    """A frame of the server; only the fields of its kind are set."""
 
     kind: Kind
     number: int
@@ -176,46 +198,22 @@ class Request(NamedTuple):
     items: list[Item]
     config: HostConfig | None
     kinds: list[tuple[bytes, PayloadKind | None]]
-    """By identity root ‖ slice digest."""
+    """Pairs of identity root ‖ slice digest and the payloads' kind."""
     source: bytes = b""
     cursor: int = 0
     most: int = 0
 
 
-class KnownKinds:
-    """What a host was told of payloads; its server keeps another that hears the same, and so forgets the same.
-
-    `learn` on one thread, `of` on any.
-    """
-
-    def __init__(self) -> None:
-        self._kinds: dict[bytes, PayloadKind] = {}
-
-    def of(self, identity: bytes, slice_digest: bytes) -> PayloadKind | None:
-        """What is known of the payloads of an identity root and a slice digest."""
-        return self._kinds.get(identity + slice_digest)
-
-    def learn(self, kinds: Sequence[tuple[bytes, PayloadKind | None]]) -> None:
-        """KINDS was sent or came."""
-        for whose, kind in kinds:
-            if kind is None:
-                self._kinds.pop(whose, None)
-                continue
-            self._kinds[whose] = kind
-            if len(self._kinds) > KNOWN_KINDS:
-                del self._kinds[next(iter(self._kinds))]
-
-
 class Answer(msgspec.Struct, frozen=True):
-    """A frame of the host: what belongs to its kind has what came."""
+    """A frame of the host; only the fields of its kind are set."""
 
     kind: Kind
     number: int
-    """The request it is about."""
+    """The request that the frame answers, or whose drops it reports."""
     outcomes: list[Any] = []
-    """Found, PutOutcome or LoadOutcome each."""
+    """Each a Found, PutOutcome or LoadOutcome, as the kind says."""
     dropped: list[int] = []
-    """Items whose holds are dropped, ascending in an outcome frame."""
+    """Indices of items whose holds are dropped; ascending in PUT_ENDED and LOAD_ENDED."""
     keys: list[bytes] = []
     count: int = 0
     usage: Usage | None = None
@@ -239,7 +237,7 @@ def configure(config: HostConfig) -> bytes:
     """CONFIGURE. Raises ChannelError when it is too long for a frame."""
     frame = _head(Kind.CONFIGURE, 0, 0) + msgspec.json.encode(config)
     if len(frame) > MAX_FRAME_BYTES:
-        raise ChannelError(f"its fields take {len(frame)} bytes, an adapter host takes {MAX_FRAME_BYTES}")
+        raise ChannelError(f"its fields take {len(frame)} bytes, an adapter host accepts {MAX_FRAME_BYTES}")
     return frame
 
 
@@ -281,7 +279,7 @@ def bare(kind: Kind, number: int) -> bytes:
 
 
 def read_request(frame: bytes) -> Request:
-    """A frame of the server. Raises ValueError, struct.error or msgspec.MsgspecError if it is none."""
+    """Read a frame of the server. Raises ValueError, struct.error or msgspec.MsgspecError for anything else."""
     kind, _, count, _, number = _HEAD.unpack_from(frame)
     body = memoryview(frame)[_HEAD.size :]
     kind = Kind(kind)
@@ -311,7 +309,7 @@ def read_request(frame: bytes) -> Request:
 
 
 def opened(capabilities: Capabilities, advertisement: bytes = b"") -> bytes:
-    """OPENED. Raises StorageError when what it advertises is too long for a frame."""
+    """OPENED. Raises StorageError if the advertisement is too long for a frame."""
     body = msgspec.json.encode(Opened(capabilities=capabilities, advertisement=advertisement))
     if _HEAD.size + len(body) > MAX_FRAME_BYTES:
         raise _too_long(advertisement)
@@ -319,7 +317,7 @@ def opened(capabilities: Capabilities, advertisement: bytes = b"") -> bytes:
 
 
 def advertised(advertisement: bytes) -> bytes:
-    """ADVERTISED. Raises StorageError when it is too long for a frame."""
+    """ADVERTISED. Raises StorageError if the advertisement is too long for a frame."""
     if _HEAD.size + len(advertisement) > MAX_FRAME_BYTES:
         raise _too_long(advertisement)
     return _head(Kind.ADVERTISED, 0, 0) + advertisement
@@ -328,7 +326,7 @@ def advertised(advertisement: bytes) -> bytes:
 def _too_long(advertisement: bytes) -> StorageError:
     return StorageError(
         f"the advertisement for other instances has {len(advertisement)} bytes, an adapter host can pass on "
-        f"about {MAX_FRAME_BYTES * 3 // 4}; let it use fewer network devices",
+        f"about {MAX_FRAME_BYTES * 3 // 4}; make the adapter use fewer network devices",
         field="advertisement",
     )
 
@@ -351,7 +349,7 @@ def found(number: int, outcomes: Sequence[Found]) -> bytes:
 def ended(
     kind: Kind, number: int, outcomes: Sequence[PutOutcome | LoadOutcome], dropped: Sequence[bool]
 ) -> bytes:
-    """PUT_ENDED or LOAD_ENDED; `dropped` tells for each item whether this frame reports its hold as dropped."""
+    """PUT_ENDED or LOAD_ENDED; `dropped` says for each item whether this frame reports its hold as dropped."""
     parts = [_head(kind, len(outcomes), number)]
     for (status, reason), is_dropped in zip(outcomes, dropped, strict=True):
         word = _word(reason)
@@ -392,9 +390,9 @@ def counts(counted: Counted) -> bytes:
 
 
 def read_answer(frame: bytes) -> Answer:
-    """A frame of the host. Raises ChannelError for anything else."""
+    """Read a frame of the host. Raises ChannelError for anything else."""
     if len(frame) > MAX_FRAME_BYTES:
-        raise ChannelError("a frame that is too long")
+        raise ChannelError(f"a frame of {len(frame)} bytes, the longest has {MAX_FRAME_BYTES}")
     try:
         return _read_answer(frame)
     except (struct.error, ValueError, msgspec.MsgspecError, RecursionError) as error:
@@ -406,7 +404,7 @@ def _read_answer(frame: bytes) -> Answer:
     kind = Kind(number_of_kind)
     body = frame[_HEAD.size :]
     if zero or zeros or count > MAX_ITEMS:
-        raise ValueError("its head says what cannot be")
+        raise ValueError("its head is invalid")
     if kind is Kind.FOUND:
         return Answer(kind, number, outcomes=read_found(body, count, MAX_REASON_BYTES, found_of))
     if kind is Kind.PUT_ENDED or kind is Kind.LOAD_ENDED:
@@ -416,16 +414,16 @@ def _read_answer(frame: bytes) -> Answer:
         return Answer(kind, number, dropped=list(struct.unpack(f"<{count}H", body)))
     if kind is Kind.EVICTED:
         if len(body) != count * KEY_BYTES:
-            raise ValueError("keys are cut")
+            raise ValueError(f"{len(body)} bytes are not {count} keys")
         return Answer(kind, number, keys=split_keys(body))
     if kind is Kind.LISTED:
         there, cursor = _LISTED.unpack_from(body)
         if len(body) != _LISTED.size + count * KEY_BYTES:
-            raise ValueError("keys are cut")
+            raise ValueError(f"{len(body) - _LISTED.size} bytes are not {count} keys")
         page = KeyPage(split_keys(body[_LISTED.size :]), cursor) if there else None
         return Answer(kind, number, page=page)
     if count:
-        raise ValueError("its head counts items that it cannot have")
+        raise ValueError(f"{kind.name} has no items, its head counts {count}")
     if kind is Kind.COUNTED:
         return Answer(kind, number, count=_COUNT.unpack(body)[0])
     if kind is Kind.USED:
@@ -441,7 +439,7 @@ def _read_answer(frame: bytes) -> Answer:
         return Answer(kind, number, counts=_JSON_OF_COUNTS.decode(body))
     if kind is Kind.ADVERTISED:
         return Answer(kind, number, advertisement=body)
-    raise ValueError(f"{kind.name} is no answer")
+    raise ValueError(f"{kind.name} is not an answer")
 
 
 def _read_outcomes(kind: Kind, body: bytes, count: int) -> tuple[list[Any], list[int]]:

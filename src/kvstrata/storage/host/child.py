@@ -1,19 +1,20 @@
-"""The process in which an adapter runs away from the server: `python -c BOOT root server-pid channel extents [lock]`,
-the last ones descriptors.
+"""The child process of an adapter host: `python -c BOOT root server-pid channel extents [lock]`, where the last three
+are descriptors.
 
-It maps the pool's extents, makes the adapter of the entry that CONFIGURE brings, opens it, and passes on batches from
-the channel (see channel.py) and what became of them.  The adapter sees what it sees in the server: an event loop, a
+It maps the pool's extents, makes and opens the adapter that CONFIGURE describes, passes batches from the channel
+(channel.py) to it, and their outcomes back.  The adapter sees what it would see in the server: an event loop, a
 context, items with holds.
 
 Invariants
 1. It ends with its server: the kernel kills it then, and a closed channel ends it too.
-2. It has no descriptor of the pool but that of sessions.lock, and of its locks a shared one on HOSTS_BYTE, which ends
-   after the last thread that can touch the extents: no server adopts them before.  Forks do not inherit the mapping.
-3. That a hold was dropped is told with the answer of its batch, or soon after the drop where that comes earlier or
-   later; never before the drop.
-4. What it counts, remarks and advertises is looked at every COUNT_S, and told where it has changed.
-5. What an adapter raises is told and ends nothing here (the plugin boundary); nothing that it does is worked around:
-   a hang or a crash is the server's to see.
+2. It keeps no descriptor of the pool except that of sessions.lock, on which it has a shared lock of HOSTS_BYTE.  That
+   lock ends after the last thread that can touch the extents, and no server adopts the pool before.  Forks do not
+   inherit the mapping.
+3. The drop of a hold is reported with the answer of its batch if it came before, else soon after the drop; never before
+   the drop.
+4. Counters, remarks and the advertisement are checked every COUNT_S, and reported when they have changed.
+5. An exception of the adapter is reported and ends nothing here (the plugin boundary).  A hang or a crash is left for
+   the server to notice.
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
+import msgspec
 import uvloop
 
 from kvstrata.clock import SystemClock
 from kvstrata.errors import KvstrataError, StorageError
 from kvstrata.memory import linux
-from kvstrata.memory.segment import HOSTS_BYTE
-from kvstrata.native.pool import ExtentsMap, Hold, LentHold
+from kvstrata.memory.segment_files import HOSTS_BYTE
+from kvstrata.native.index import ExtentsMap
+from kvstrata.native.lent import LentHold
+from kvstrata.native.pool import Hold
 from kvstrata.process.parent import die_with_parent
+from kvstrata.storage import catalogue
 from kvstrata.storage.base import (
     MORE_KEYS,
     AdapterContext,
@@ -55,11 +60,13 @@ from kvstrata.storage.host.channel import (
     HostConfig,
     Item,
     Kind,
-    KnownKinds,
     Request,
 )
+from kvstrata.storage.host.kinds import KnownKinds
 from kvstrata.storage.host.process import LEVEL_MARK
-from kvstrata.storage.registry import coded_adapter, configure_adapter
+from kvstrata.storage.peers import ReadsPeers
+from kvstrata.storage.recipe import Recipe
+from kvstrata.storage.stack import innermost
 from kvstrata.storage.wrap.codec import CodecAdapter
 from kvstrata.types import KEY_BYTES
 
@@ -67,12 +74,12 @@ log = logging.getLogger(__name__)
 
 FRAMES_AT_A_TIME = 16
 TELL_S = 0.01
-"""Drops and evictions that no answer takes along are told so long after the first."""
+"""Drops and evictions are reported at the latest this long after the first one; answers report them earlier."""
 COUNT_S = 1.0
 
 
 def main() -> NoReturn:
-    """Entry of the process."""
+    """Run the process; never returns."""
     server_pid, channel_fd, extents_fd, *lock_fds = map(int, sys.argv[2:])
     die_with_parent(server_pid)
     faulthandler.enable()
@@ -84,7 +91,7 @@ def main() -> NoReturn:
     channel = socket.socket(fileno=channel_fd)
     frame = channel.recv(MAX_FRAME_BYTES)
     if not frame:
-        os._exit(0)  # the server gave up meanwhile
+        os._exit(0)  # the server has closed the channel already
     config = host_channel.read_request(frame).config
     assert config is not None
     _log_to_server(config.log_level)
@@ -109,6 +116,8 @@ class Host:
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._adapter: StorageAdapter | None = None
+        self._peers: ReadsPeers | None = None
+        """The medium, where it reads other instances."""
         self._queue: deque[bytes] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
@@ -116,13 +125,13 @@ class Host:
         self._evictions: deque[bytes] = deque()
         self._tell_is_due = False
         self._untold: dict[int, list[int]] = {}
-        """Drops by request that were collected and not told."""
+        """Indices of dropped items by request, which are not reported yet."""
         self._counted = Counted()
         self._advertised = b""
         self._kinds = KnownKinds()
 
     async def run(self) -> None:
-        """Open, serve until CLOSE, close. Exits by itself where the adapter cannot be opened."""
+        """Open the adapter, serve until CLOSE, close it. Exits the process; at once if the adapter cannot be opened."""
         config, extents = self._config, self._extents
         context = AdapterContext(
             config.instance_id,
@@ -133,10 +142,10 @@ class Host:
             payload_kind=self._kinds.of,
         )
         try:
-            adapter = coded_adapter(configure_adapter(config.entry, config.index, by_server=True))
-            adapter.name = config.name
+            adapter = innermost(_recipe(config))
             await adapter.open(context)
-            self._advertised = adapter.advertisement()
+            self._peers = adapter.inner if isinstance(adapter.inner, ReadsPeers) else None
+            self._advertised = self._advertisement()
             frame = host_channel.opened(adapter.capabilities, self._advertised)
         except Exception as error:  # the plugin boundary
             if not isinstance(error, KvstrataError):
@@ -171,7 +180,7 @@ class Host:
             except BlockingIOError:
                 return
             if not frame:
-                os._exit(0)  # the server is gone, or has given this process up
+                os._exit(0)  # the server is gone, or has given up this process
             request = host_channel.read_request(frame)
             if request.kind is Kind.CLOSE:
                 self._closing.set()
@@ -187,9 +196,9 @@ class Host:
             task.add_done_callback(self._tasks.discard)
 
     def _prefer(self, request: Request) -> None:
-        assert self._adapter is not None
         try:
-            self._adapter.prefer(request.keys, request.source)
+            if self._peers is not None:
+                self._peers.prefer(request.keys, request.source)
         except Exception as error:  # the plugin boundary
             log_broken_contract(self._config.name, "prefer", error)
 
@@ -205,7 +214,7 @@ class Host:
         self._send(frame)
 
     async def _ask(self, adapter: StorageAdapter, request: Request) -> bytes:
-        """The frame that answers. Raises what the adapter raises, and TypeError or the like for what is no answer."""
+        """The frame that answers. Raises the adapter's exceptions, and e.g. TypeError for an invalid answer of it."""
         kind, number = request.kind, request.number
         if kind is Kind.EXISTS:
             found = _one_each(await adapter.exists(request.keys), Found, len(request.keys))
@@ -250,7 +259,7 @@ class Host:
     # --- drops and evictions -----------------------------------------------------------------------------
 
     def _hold_dropped(self, number: int, index: int) -> None:
-        """An adapter has finished with an item's bytes (any thread)."""
+        """The adapter has finished with an item's bytes (any thread)."""
         self._drops.append((number, index))
         self._wake()
 
@@ -272,7 +281,7 @@ class Host:
             self._untold.setdefault(number, []).append(index)
 
     def _tell(self) -> None:
-        self._tell_is_due = False  # before looking: what comes meanwhile wakes again
+        self._tell_is_due = False  # first, so that a drop or eviction during the rest schedules another call
         self._collect()
         for number, indices in self._untold.items():
             self._send(host_channel.dropped(number, indices))
@@ -284,18 +293,21 @@ class Host:
         for part in host_channel.parts_of(keys):
             self._send(host_channel.evicted(part))
 
+    def _advertisement(self) -> bytes:
+        return b"" if self._peers is None else self._peers.advertisement()
+
     def _count(self, adapter: CodecAdapter) -> None:
-        """Tell what was counted and what is advertised, again and again."""
+        """Report counters, remarks and the advertisement where they have changed; repeats itself every COUNT_S."""
         if self._closing.is_set():
             return
-        advertisement = adapter.advertisement()
+        advertisement = self._advertisement()
         if advertisement != self._advertised:
             self._advertised = advertisement
             try:
                 self._send(host_channel.advertised(advertisement))
             except StorageError as error:
                 log.error(
-                    "%s: other instances go on with what was advertised before: %s", self._config.name, error
+                    "%s: other instances keep the advertisement that they have: %s", self._config.name, error
                 )
         counted = Counted(adapter.stats(), adapter.numbers(), adapter.remarks())
         if counted != self._counted and not self._queue:
@@ -323,8 +335,13 @@ class Host:
         self._loop.remove_writer(self._channel)
 
 
+def _recipe(config: HostConfig) -> Recipe:
+    fields = msgspec.json.decode(config.config, type=catalogue.load(config.medium).config)
+    return Recipe(config.medium, fields, config.place, config.name, config.codec)
+
+
 def _one_each(outcomes: Any, kind: type[Any], count: int) -> Sequence[Any]:
-    """The outcomes. Raises TypeError unless they are a list of one of that kind for each item."""
+    """Return the outcomes. Raises TypeError unless they are a list with one of that kind for each item."""
     if (
         isinstance(outcomes, (list, tuple))
         and len(outcomes) == count
@@ -332,12 +349,12 @@ def _one_each(outcomes: Any, kind: type[Any], count: int) -> Sequence[Any]:
     ):
         return outcomes
     raise TypeError(
-        f"{count} items were answered with {outcomes!r:.200}, which is no list of one {kind.__name__} each"
+        f"{count} items were answered with {outcomes!r:.200}, which is not a list of one {kind.__name__} each"
     )
 
 
 class _ToServer(logging.Formatter):
-    """Marks each line with its level, so that the server can log it with that."""
+    """Marks each line with its level, so that the server can log it at that level."""
 
     def format(self, record: logging.LogRecord) -> str:
         mark = f"{LEVEL_MARK}{min(50, max(10, record.levelno // 10 * 10))}{LEVEL_MARK}"

@@ -1,43 +1,39 @@
 """The server's side of an adapter that runs in a child process of its own (`"isolation": "process"`).
 
-    CLOSED ── open ──> STARTING ── OPENED ──> UP ── its end, a broken frame, silence ──> DOWN
-    DOWN ── reaped, then a pause that doubles up to `max_pause_s` until a child was steady ──> STARTING
-    any ── close ──> CLOSED
+states.py has the table of its states.  When a child was reaped, another is started after a pause, which doubles up to
+`max_pause_s` until a child was steady.
 
 While it is not UP, `exists` answers UNKNOWN('host_down'), `put` THROTTLED('host_down') and `load`
-FAILED('host_down'), at once.  What was under way when the child ended is FAILED or UNKNOWN with 'host_died'.
+FAILED('host_down'), at once.  Operations under way when the child ended are FAILED or UNKNOWN with 'host_died'.
 
 Invariants
-1. Each item's hold is in the request table here from the moment it was accepted.  It leaves when the child says that
-   the adapter has finished with its bytes, or when the child was reaped, and not before: no deadline, cancelled wait
-   or closed channel drops it.
-2. The server trusts nothing of the child but the bytes in the extents it lent, which are verified where they are used:
-   an answer counts only for a request of the table, with as many outcomes as that has items.  Anything else is a
-   broken child, which is killed.
-3. Sending never blocks.  What the child does not read waits here, at most QUEUE_BYTES; more is refused.
-4. A child with work that has said nothing at all for `kill_ms` is killed; where `capabilities.quiesce` is `never`,
-   also one whose oldest operation is older than that.  Both longer for more bytes, as the deadline is.  Clearing
-   takes as long as it takes.  What it counts is no word of that: its loop tells it whatever its adapter does.
+1. Each item's hold is in the request table (requests.py) until the adapter has finished with its bytes or the child was
+   reaped: no deadline, cancelled wait or closed channel drops it.
+2. The server does not trust the child: it verifies the bytes that the child wrote into extents where they are used, and
+   kills a child that sends an impossible answer.
+3. Sending never blocks.  Frames that the child has not read wait here; beyond QUEUE_BYTES, requests are refused.
+4. A child that has work and has sent nothing for `kill_ms` is killed; where `capabilities.quiesce` is `never`, also a
+   child whose oldest operation is older than that.  Both times grow with the bytes under way, as the deadline does.
+   A clear has no time limit.  COUNTS and ADVERTISED do not count as signs of work: the child's loop sends them even if
+   its adapter hangs.
 
-child.py is the process, channel.py has the frames, process.py says how the process lives.
+The process: child.py, process.py, pauses.py; the messages: channel.py, pipe.py, kinds.py; the requests: requests.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
 import functools
 import logging
 import os
 import random
 import socket
-import sys
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.native.batches import pack_keys
+from kvstrata.policy.reasons import BAD_ITEM, CLOSED, HOST_DIED, HOST_DOWN, QUEUE_FULL
 from kvstrata.storage.base import (
     MORE_KEYS,
     AdapterContext,
@@ -56,17 +52,23 @@ from kvstrata.storage.base import (
 )
 from kvstrata.storage.host import channel as host_channel
 from kvstrata.storage.host.channel import (
-    MAX_FRAME_BYTES,
     MAX_ITEMS,
     MAX_KINDS,
     Answer,
     ChannelError,
     Counted,
-    HostConfig,
     Kind,
-    KnownKinds,
+    host_config,
 )
+from kvstrata.storage.host.kinds import KnownKinds
+from kvstrata.storage.host.pauses import MAX_PAUSE_S, STEADY_S, Pauses
+from kvstrata.storage.host.pipe import Pipe
 from kvstrata.storage.host.process import HostProcess
+from kvstrata.storage.host.requests import RequestTable, outcome_of
+from kvstrata.storage.host.states import MACHINE, HostEvent, HostState
+from kvstrata.storage.peers import ReadsPeers
+from kvstrata.storage.recipe import Recipe
+from kvstrata.storage.work import Work
 from kvstrata.types import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -76,144 +78,46 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-HOST_DOWN = "host_down"
-HOST_DIED = "host_died"
-QUEUE_FULL = "queue_full"
-BAD_ITEM = "bad_item"
-CLOSED = "closed"
-QUEUE_BYTES = 1 << 20
-MAX_REQUESTS = 4_096
-WHOSE = slice(320, 320 + 2 * KEY_BYTES)
-"""Identity root and slice digest in a record's header."""
-FRAMES_AT_A_TIME = 16
-"""Frames of one child that are read before the loop sees to others."""
-LAST_FRAMES = 10_000
-"""More than a socket holds."""
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 30.0
-STEADY_S = 60.0
-"""A child that was up for so long starts the pauses anew, …"""
-WELL_S = 3.0
-"""… and so does one whose good answers span so long."""
 OPEN_S = 600.0
 """Longest wait for a restarted child to open its adapter. (The first open waits as long as one in process.)"""
 CLOSE_S = 3.0
-"""Time of the child to end after CLOSE, beyond which it is killed; again for each answer it gives."""
-
-_ANSWER_TO = {
-    Kind.EXISTS: Kind.FOUND,
-    Kind.PUT: Kind.PUT_ENDED,
-    Kind.LOAD: Kind.LOAD_ENDED,
-    Kind.DELETE: Kind.COUNTED,
-    Kind.CLEAR: Kind.COUNTED,
-    Kind.USAGE: Kind.USED,
-    Kind.LIST: Kind.LISTED,
-}
+"""Time that the child has to end after CLOSE before it is killed; it begins again with each answer."""
 
 
-class Pauses:
-    """How long to wait before the next child: twice as long each time, until one was steady. Sans I/O."""
+class HostedAdapter(StorageAdapter, ReadsPeers):
+    """Runs a tier's medium and codec in a child process. `capabilities` are the medium's once it is open.
 
-    def __init__(self, longest_s: float, now_s: float) -> None:
-        self._longest_s = longest_s
-        self._next_s = FIRST_PAUSE_S
-        self.begun(now_s)
-
-    def begun(self, now_s: float) -> None:
-        """A child is up, or could not be started."""
-        self._begun_s = now_s
-        self._well_s: tuple[float, float] | None = None
-        """When it answered well first and last."""
-
-    def answered_well(self, now_s: float) -> None:
-        """The child's adapter has done what it was asked to."""
-        self._well_s = (now_s if self._well_s is None else self._well_s[0], now_s)
-
-    def next_s(self, now_s: float) -> float:
-        """The child has ended: the pause before the next one."""
-        well_s = 0.0 if self._well_s is None else self._well_s[1] - self._well_s[0]
-        if well_s >= WELL_S or now_s - self._begun_s >= STEADY_S:
-            self._next_s = FIRST_PAUSE_S
-        pause_s, self._next_s = self._next_s, min(2 * self._next_s, self._longest_s)
-        return pause_s
-
-
-class HostState(enum.StrEnum):
-    """See the module."""
-
-    CLOSED = "closed"
-    STARTING = "starting"
-    UP = "up"
-    DOWN = "down"
-
-
-class _Request:
-    """A row of the request table: it goes when it is answered and all its holds are dropped."""
-
-    __slots__ = ("begun_s", "bytes", "count", "future", "held", "holds", "kind")
-
-    def __init__(
-        self, kind: Kind, count: int, holds: list[Hold | None], future: asyncio.Future[Any], begun_s: float
-    ) -> None:
-        self.kind = kind
-        self.count = count
-        self.holds = holds
-        self.held = len(holds)
-        self.bytes = sum(hold.length for hold in holds if hold is not None)
-        self.future: asyncio.Future[Any] | None = future
-        """None once it was answered. Its result is None when the child died first."""
-        self.begun_s = begun_s
-
-    def drop(self, index: int) -> None:
-        hold, self.holds[index] = self.holds[index], None
-        if hold is not None:
-            self.held -= 1
-            hold.drop()
-
-
-class HostedAdapter(StorageAdapter):
-    """Runs the adapter of one entry of `l2_adapters` in a child process. `capabilities` are its own once it is open.
-
-    `kill_ms` for `bytes_per_kill` of payload under way, and again for each further such amount.
+    A child is killed after `kill_ms` of silence, and as long again for every `bytes_per_kill` of payload under way.
     """
 
     def __init__(
         self,
-        entry: Mapping[str, Any],
-        index: int,
+        recipe: Recipe,
         *,
-        name: str,
         kill_ms: int,
         bytes_per_kill: int = 64 << 20,
         max_pause_s: float = MAX_PAUSE_S,
     ) -> None:
-        self.name = name
+        self.name = recipe.name
         self.capabilities = Capabilities(persistent=False, shared=False)
         self.restarts = 0
-        """Times that a child was started in place of one that had ended."""
-        self._entry = dict(entry)
-        self._index = index
-        self._kill_s = kill_ms / 1000
-        self._bytes_per_kill = bytes_per_kill
+        """How often a child was started in place of one that had ended."""
+        self._recipe = recipe
+        self._requests = RequestTable(kill_ms / 1000, bytes_per_kill)
         self._pauses = Pauses(max_pause_s, -STEADY_S)
-        self._state = HostState.CLOSED
-        self._table: dict[int, _Request] = {}
-        self._last_number = 0
+        self._state = MACHINE.first
         self._context: AdapterContext | None = None
         self._pool_fds: list[int] = []
         self._counted = Counted()
         self._advertisement = b""
         self._told = KnownKinds()
-        """What this child knows of payloads."""
+        """The payload kinds that the child was told."""
         self._process: HostProcess | None = None
-        self._socket: socket.socket | None = None
-        self._queue: deque[bytes] = deque()
-        self._queued_bytes = 0
-        self._writes_later = False
-        self._heard_s = 0.0
+        self._pipe: Pipe | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._opening: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[str] | None = None
-        self._keeper: asyncio.Task[None] | None = None
+        self._work = Work(self.name)
         self._random = random.Random()
         self._closed = False
 
@@ -223,35 +127,35 @@ class HostedAdapter(StorageAdapter):
             "pid": 0 if self._process is None else self._process.pid,
             "state": str(self._state),
             "restarts": self.restarts,
-            "requests": len(self._table),
+            "requests": len(self._requests),
         }
 
     def stats(self) -> dict[str, int]:
-        """What the codecs in the child had counted a moment ago; nothing while there is no child."""
+        """The counters of the codecs in the child, about a second old; empty after the child has ended."""
         return self._counted.codec
 
     def numbers(self) -> dict[str, int]:
-        """As the adapter in the child, a moment ago; nothing while there is no child."""
+        """The counters of the adapter in the child, about a second old; empty after the child has ended."""
         return self._counted.numbers
 
     def remarks(self) -> dict[str, str]:
-        """As the adapter in the child, a moment ago; nothing while there is no child."""
-        return self._counted.remarks
+        """The remarks of the adapter in the child, about a second old, and why no more children are started, if so."""
+        return {**self._counted.remarks, **self._work.remarks()}
 
     def advertisement(self) -> bytes:
-        """As the adapter in the child that is up, a moment ago; empty while there is none."""
+        """The last advertisement of the medium in the child; empty while no child is up, or if it reads no peers."""
         return self._advertisement if self._state is HostState.UP else b""
 
     def prefer(self, keys: Sequence[bytes], source: bytes) -> None:
-        """As the adapter in the child that is up."""
-        if self._state is HostState.UP and self._queued_bytes <= QUEUE_BYTES:
+        """Pass the preference on to the child; it is lost while no child is up, or while the child does not read."""
+        if self._state is HostState.UP and not self._is_full():
             for part in host_channel.parts_of(keys):
                 self._send(host_channel.prefer(pack_keys(part), source))
 
     # --- the contract ------------------------------------------------------------------------------------
 
     async def open(self, context: AdapterContext) -> None:
-        """Start the child and open the adapter there. Raises what the adapter raised, or StorageError."""
+        """Start the child and open the adapter there. Raises ConfigError, StorageError or OSError; no child is left."""
         if context.region_fd < 0:
             raise StorageError(f"{self.name}: an adapter host needs the pool's descriptor", field=self.name)
         self._context = context
@@ -261,7 +165,7 @@ class HostedAdapter(StorageAdapter):
         except BaseException:
             await self.close()
             raise
-        self._keeper = asyncio.create_task(self._keep_up(), name=f"{self.name}-host")
+        self._work.background(self._keep_up(), "host_keeper")
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
         """As the adapter in the child."""
@@ -271,14 +175,14 @@ class HostedAdapter(StorageAdapter):
             return [Found(Presence.UNKNOWN, 0, BAD_ITEM)] * len(keys)
         found: list[Found] = []
         for (future, why_not), part in zip(waits, host_channel.parts_of(keys), strict=True):
-            found += await _outcome(future, [Found(Presence.UNKNOWN, 0, why_not or HOST_DIED)] * len(part))
+            found += await outcome_of(future, [Found(Presence.UNKNOWN, 0, why_not or HOST_DIED)] * len(part))
         return found
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
-        """As the adapter in the child; None while there is none."""
+        """As the adapter in the child; None while no child is up."""
         most = min(most, MAX_ITEMS - MORE_KEYS)
         future, _ = self._ask(Kind.LIST, 0, [], lambda number: host_channel.list_keys(number, cursor, most))
-        page: KeyPage | None = await _outcome(future, None)
+        page: KeyPage | None = await outcome_of(future, None)
         return page
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
@@ -299,35 +203,32 @@ class HostedAdapter(StorageAdapter):
         )
 
     async def delete(self, keys: Sequence[bytes]) -> int:
-        """As the adapter in the child; what it could not be asked counts as not there."""
+        """As the adapter in the child; keys whose deletion was not answered count as absent."""
         waits = self._ask_keys(Kind.DELETE, [key for key in keys if len(key) == KEY_BYTES])
-        counts: list[int] = [await _outcome(future, 0) for future, _ in waits]
+        counts: list[int] = [await outcome_of(future, 0) for future, _ in waits]
         return sum(counts)
 
     async def clear(self) -> int:
-        """As the adapter in the child, which may raise StorageError; so does a child that is not there."""
+        """As the adapter in the child. Raises StorageError if the adapter does, and while no child is up."""
         future, why_not = self._ask_bare(Kind.CLEAR)
-        removed: int | None = await _outcome(future, None)
+        removed: int | None = await outcome_of(future, None)
         if removed is None:
             raise StorageError(f"{self.name}: not cleared: {why_not or HOST_DIED}", field=self.name)
         return removed
 
     async def usage(self) -> Usage:
-        """As the adapter in the child; all zero while there is none."""
+        """As the adapter in the child; all zero while no child is up."""
         future, _ = self._ask_bare(Kind.USAGE)
-        return await _outcome(future, Usage(0, 0, 0))
+        return await outcome_of(future, Usage(0, 0, 0))
 
     async def close(self) -> None:
-        """Let the child finish what is in flight and close its adapter, or kill it when it is silent for CLOSE_S.
+        """Let the child finish its operations and close its adapter; kill it when it is silent for CLOSE_S.
 
-        Returns when it was reaped and every hold is dropped. Idempotent.
+        Returns when the child was reaped and every hold is dropped. Idempotent.
         """
         self._closed = True
         was_up = self._state is HostState.UP
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.wait({self._keeper})
-            self._keeper = None
+        await self._work.stop()
         if self._ended is not None and not self._ended.done():
             if was_up:
                 self._send(host_channel.bare(Kind.CLOSE, 0))
@@ -335,19 +236,17 @@ class HostedAdapter(StorageAdapter):
             assert self._process is not None
             self._process.kill()
             await asyncio.wait({self._ended})
-        self._state = HostState.CLOSED
+        self._step(HostEvent.CLOSE)
         while self._pool_fds:
             os.close(self._pool_fds.pop())
 
     async def _until_ended_or_silent(self, ended: asyncio.Future[str]) -> None:
         loop = asyncio.get_running_loop()
-        self._heard_s = loop.time()
-        while not ended.done() and (left_s := self._heard_s + CLOSE_S - loop.time()) > 0:
+        self._requests.heard(loop.time())
+        while not ended.done() and (left_s := self._requests.heard_s + CLOSE_S - loop.time()) > 0:
             await asyncio.wait({ended}, timeout=left_s)
         if not ended.done():
-            log.warning(
-                "%s: its host did not end within %.0f s of being told, it is killed", self.name, CLOSE_S
-            )
+            log.warning("%s: its host did not end within %.0f s of CLOSE; killing it", self.name, CLOSE_S)
 
     # --- asking ------------------------------------------------------------------------------------------
 
@@ -373,7 +272,7 @@ class HostedAdapter(StorageAdapter):
             waits.append((part, future, why_not))
         del items
         for part, future, why_not in waits:
-            answers = await _outcome(future, [refused(why_not or HOST_DIED)] * len(part))
+            answers = await outcome_of(future, [refused(why_not or HOST_DIED)] * len(part))
             for i, outcome in zip(part, answers, strict=True):
                 outcomes[i] = outcome
         return outcomes
@@ -389,13 +288,11 @@ class HostedAdapter(StorageAdapter):
         )
 
     def _ask_keys(self, kind: Kind, keys: Sequence[bytes]) -> list[tuple[asyncio.Future[Any] | None, str]]:
-        """One of each part. Raises ValueError, and asks nothing, where a key has another length."""
+        """`_ask` for each part of the keys. Raises ValueError, and asks nothing, if a key has another length."""
         packed = [pack_keys(part) for part in host_channel.parts_of(keys)]
+        asks = [functools.partial(host_channel.keyed, kind, keys=part) for part in packed]
         return [
-            self._ask(
-                kind, len(part) // KEY_BYTES, [], functools.partial(host_channel.keyed, kind, keys=part)
-            )
-            for part in packed
+            self._ask(kind, len(part) // KEY_BYTES, [], ask) for part, ask in zip(packed, asks, strict=True)
         ]
 
     def _ask_items(
@@ -404,24 +301,18 @@ class HostedAdapter(StorageAdapter):
         holds: list[Hold | None] = [item.hold for item in items]
 
         def frame(number: int) -> bytes:
-            if kind is Kind.PUT and self._entry.get("codec"):
+            if kind is Kind.PUT and self._recipe.codec.chain.encodes:
                 self._tell_kinds(items)
             return host_channel.moved(kind, number, items)
 
         return self._ask(kind, len(items), holds, frame)
 
     def _tell_kinds(self, items: Sequence[PutItem | LoadItem]) -> None:
-        """Tell the child what these payloads are made of, as far as it does not know that."""
+        """Tell the child the kinds of these payloads that it does not know yet."""
         assert self._context is not None
-        news = []
-        for whose in dict.fromkeys(bytes(item.hold.view()[WHOSE]) for item in items):
-            identity, slice_digest = whose[:KEY_BYTES], whose[KEY_BYTES:]
-            kind = self._context.payload_kind(identity, slice_digest)
-            if kind != self._told.of(identity, slice_digest):
-                news.append((whose, kind))
+        news = self._told.news([item.hold for item in items], self._context.payload_kind)
         for at in range(0, len(news), MAX_KINDS):
             self._send(host_channel.kinds(news[at : at + MAX_KINDS]))
-        self._told.learn(news)
 
     def _ask_bare(self, kind: Kind) -> tuple[asyncio.Future[Any] | None, str]:
         return self._ask(kind, 0, [], lambda number: host_channel.bare(kind, number))
@@ -429,93 +320,41 @@ class HostedAdapter(StorageAdapter):
     def _ask(
         self, kind: Kind, count: int, holds: list[Hold | None], frame: Callable[[int], bytes]
     ) -> tuple[asyncio.Future[Any] | None, str]:
-        """The future of the answer; or None and why it was not asked, then `holds` are still the caller's."""
+        """The future of the answer; or None and why nothing was asked, and then the caller still owns `holds`."""
         if self._closed:
             return None, CLOSED
         if self._state is not HostState.UP:
             return None, HOST_DOWN
-        if self._queued_bytes > QUEUE_BYTES or len(self._table) >= MAX_REQUESTS:
+        if self._is_full() or self._requests.is_full:
             return None, QUEUE_FULL
         loop = asyncio.get_running_loop()
-        self._last_number += 1
-        now_s = loop.time()
-        if not self._is_working():
-            self._heard_s = now_s
-        request = _Request(kind, count, holds, loop.create_future(), now_s)
-        future = request.future
-        self._table[self._last_number] = request
-        self._send(frame(self._last_number))
+        future = loop.create_future()
+        number = self._requests.add(kind, count, holds, future, loop.time())
+        self._send(frame(number))
         if self._timer is None:
             self._look_later(loop)
         return future, ""
 
-    def _send(self, frame: bytes) -> None:
-        if self._socket is None:
-            return  # it was just found dead: the table is settled when it is reaped
-        self._queue.append(frame)
-        self._queued_bytes += len(frame)
-        if len(self._queue) == 1:
-            self._write()
+    def _is_full(self) -> bool:
+        return self._pipe is not None and self._pipe.is_full
 
-    def _write(self) -> None:
-        """Send what waits; the loop calls again when there is room."""
-        assert self._socket is not None
-        try:
-            while self._queue:
-                self._socket.send(self._queue[0])
-                self._queued_bytes -= len(self._queue.popleft())
-        except BlockingIOError:
-            self._writes_later = True
-            asyncio.get_running_loop().add_writer(self._socket, self._write)
-            return
-        except OSError:
-            self._read_last()
-            return
-        if self._writes_later:
-            self._writes_later = False
-            asyncio.get_running_loop().remove_writer(self._socket)
+    def _send(self, frame: bytes) -> None:
+        if self._pipe is not None:  # else the child was just found dead: `_reaped` settles the table
+            self._pipe.send(frame)
 
     # --- being answered ----------------------------------------------------------------------------------
 
-    def _read(self) -> None:
-        """Take some frames; the loop calls again while there are more."""
-        for _ in range(FRAMES_AT_A_TIME):
-            if not self._read_one():
-                return
-
-    def _read_one(self) -> bool:
-        if self._socket is None:
-            return False
-        try:
-            frame = self._socket.recv(MAX_FRAME_BYTES + 1)
-        except BlockingIOError:
-            return False
-        except ConnectionResetError:
-            return True  # told once by a child that ended with requests unread; what it had said can be read next
-        except OSError:
-            frame = b""
-        if not frame:
-            self._broken("")
-            return False
+    def _came(self, frame: bytes) -> None:
         try:
             answer = host_channel.read_answer(frame)
             if answer.kind not in (Kind.COUNTS, Kind.ADVERTISED):
-                self._heard_s = asyncio.get_running_loop().time()
+                self._requests.heard(asyncio.get_running_loop().time())
             self._take(answer)
         except ChannelError as error:
-            self._broken(f"it sent what makes no sense: {error}")
-            return False
-        return True
-
-    def _read_last(self) -> None:
-        """The child has closed the channel: what it said before counts."""
-        for _ in range(LAST_FRAMES):
-            if not self._read_one():
-                break
-        self._broken("")
+            self._broken(f"it sent an invalid frame: {error}")
 
     def _take(self, answer: Answer) -> None:
-        """One frame of the child. Raises ChannelError where it cannot be true."""
+        """Handle one frame of the child. Raises ChannelError if it contradicts the state or the requests."""
         if answer.kind is Kind.EVICTED:
             assert self._context is not None
             for key in answer.keys:
@@ -527,71 +366,35 @@ class HostedAdapter(StorageAdapter):
             return
         if answer.kind is Kind.ADVERTISED:
             if self._state is not HostState.UP:
-                raise ChannelError("ADVERTISED by an adapter that is not open")
+                raise ChannelError("ADVERTISED, but its adapter is not open")
             self._advertisement = answer.advertisement
             return
         if answer.kind in (Kind.OPENED, Kind.REFUSED):
             self._take_opening(answer)
             return
-        request = self._table.get(answer.number)
-        if request is None:
-            raise ChannelError(f"{answer.kind.name} for request {answer.number}, which is not under way")
-        if answer.kind is Kind.DROPPED:
-            self._drop(request, answer.dropped)
-        else:
-            self._answer(request, answer)
-        if request.future is None and not request.held:
-            del self._table[answer.number]
+        if self._requests.take(answer):
+            self._pauses.answered_well(asyncio.get_running_loop().time())
 
     def _take_opening(self, answer: Answer) -> None:
         if self._opening is None or self._opening.done():
-            raise ChannelError(f"{answer.kind.name} of an adapter that is not being opened")
+            raise ChannelError(f"{answer.kind.name}, but its adapter is not being opened")
         if answer.capabilities is not None:
             self.capabilities, self._advertisement = answer.capabilities, answer.advertisement
-            self._state = HostState.UP
+            self._step(HostEvent.OPENED)
             self._opening.set_result(None)
             return
         assert answer.problem is not None
         kind = ConfigError if answer.problem.kind == "ConfigError" else StorageError
         self._opening.set_exception(kind(answer.problem.message, field=answer.problem.field))
 
-    def _answer(self, request: _Request, answer: Answer) -> None:
-        future = request.future
-        if future is None:
-            raise ChannelError(f"{answer.kind.name}: request {answer.number} was answered before")
-        if answer.kind is Kind.RAISED:
-            assert answer.problem is not None
-            request.future = None
-            if not future.done():
-                kind = StorageError if answer.problem.kind == "StorageError" else HostedError
-                future.set_exception(kind(answer.problem.message))
-            return
-        if answer.kind is not _ANSWER_TO[request.kind]:
-            raise ChannelError(f"{answer.kind.name} as the answer to {request.kind.name}")
-        if len(answer.outcomes) != (request.count if request.kind in _WITH_OUTCOMES else 0):
-            raise ChannelError(f"{len(answer.outcomes)} outcomes for {request.count} items")
-        self._drop(request, answer.dropped)
-        request.future = None
-        if any(outcome[0] in _WELL[request.kind] for outcome in answer.outcomes):
-            self._pauses.answered_well(asyncio.get_running_loop().time())
-        if not future.done():
-            future.set_result(_result_of(request.kind, answer))
-
-    def _drop(self, request: _Request, indices: list[int]) -> None:
-        for index in indices:
-            if index >= len(request.holds) or request.holds[index] is None:
-                raise ChannelError(f"item {index} of {len(request.holds)} is dropped, which is not held")
-            request.drop(index)
-
     # --- its life ----------------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """Spawn a child and wait until its adapter is open. Raises as `open`; then the child is on its way out."""
+        """Spawn a child and wait until its adapter is open. Raises as `open`; the child is then being ended."""
         loop = asyncio.get_running_loop()
         context = self._context
         assert context is not None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
         try:
             process = HostProcess(self.name, theirs.fileno(), self._pool_fds, self._reaped)
         except OSError:
@@ -599,28 +402,19 @@ class HostedAdapter(StorageAdapter):
             theirs.close()
             raise
         theirs.detach()
-        self._process, self._socket, self._state = process, ours, HostState.STARTING
+        self._step(HostEvent.SPAWN)
+        self._process = process
+        self._pipe = Pipe(ours, self._came, lambda: self._broken(""))
         self._opening, self._ended = loop.create_future(), loop.create_future()
         self._told = KnownKinds()
-        self._queue.clear()
-        self._queued_bytes, self._writes_later = 0, False
-        loop.add_reader(ours, self._read)
         process.start()
-        config = HostConfig(
-            entry=self._entry,
-            index=self._index,
-            name=self.name,
-            instance_id=context.instance_id,
-            region_bytes=context.region_bytes,
-            import_paths=[path or os.getcwd() for path in sys.path],
-            log_level=logging.getLevelName(log.getEffectiveLevel()),
-        )
         try:
-            self._send(host_channel.configure(config))
+            self._send(host_channel.configure(host_config(self._recipe, context, log.getEffectiveLevel())))
             await self._opening
         except ChannelError as error:
+            self._opening.cancel()
             self._broken("")
-            where = f"l2_adapters[{self._index}]"
+            where = self._recipe.place.path
             raise ConfigError(f"{where}: {error}", field=where) from None
         except BaseException:
             self._broken("")
@@ -628,43 +422,36 @@ class HostedAdapter(StorageAdapter):
         log.info("%s: its host is up, process %d", self.name, process.pid)
 
     def _broken(self, why: str) -> None:
-        """The child is of no more use: kill it, hear it no more. What it had under way waits for its end.
+        """Kill the child and read nothing more from it. Its operations wait until it was reaped.
 
-        `why` is logged, unless it is empty because its end says it all.
+        `why` is logged; empty: the log line of the child's end is enough.
         """
-        if self._socket is None:
+        if self._pipe is None:
             return
-        loop = asyncio.get_running_loop()
         if why and not self._closed:
-            log.warning("%s: its host is given up: %s", self.name, why)
-        loop.remove_reader(self._socket)
-        loop.remove_writer(self._socket)
-        self._socket.close()
-        self._socket = None
-        self._state = HostState.DOWN
+            log.warning("%s: killing its host: %s", self.name, why)
+        self._pipe.close()
+        self._pipe = None
+        self._step(HostEvent.BROKEN)
         assert self._process is not None
         self._process.kill()
 
     def _reaped(self, how: str) -> None:
-        """The child is gone, with everything that could touch the bytes."""
-        self._read_last()
+        """The child was reaped, so nothing of it can touch the bytes any more."""
+        if self._pipe is not None:
+            self._pipe.read_last()
         self._counted = Counted()
-        table, self._table = self._table, {}
-        for request in table.values():
-            for index in range(len(request.holds)):
-                request.drop(index)
-            if request.future is not None and not request.future.done():
-                request.future.set_result(None)
+        under_way = self._requests.settle()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if not self._closed:
-            log.error("%s: its host ended with %s, %d operations were under way", self.name, how, len(table))
+            log.error("%s: its host ended with %s, %d operations were under way", self.name, how, under_way)
         if self._opening is not None and not self._opening.done():
             self._opening.set_exception(
                 StorageError(
-                    f"{self.name}: its host process ended with {how} before the adapter was open; what it said is "
-                    "in the log above",
+                    f"{self.name}: its host process ended with {how} before the adapter was open; see its lines in the "
+                    "log above",
                     field=self.name,
                 )
             )
@@ -672,7 +459,7 @@ class HostedAdapter(StorageAdapter):
         self._ended.set_result(how)
 
     async def _keep_up(self) -> None:
-        """Start another child whenever one has ended, later and later."""
+        """Whenever a child has ended, start another after a pause that grows."""
         loop = asyncio.get_running_loop()
         self._pauses.begun(loop.time())
         while not self._closed:
@@ -692,53 +479,22 @@ class HostedAdapter(StorageAdapter):
         self._timer = None if due_s is None else loop.call_at(due_s, self._look)
 
     def _look(self) -> None:
-        """Kill a child that is silent for too long, or look again later."""
+        """Kill a child that has been silent for too long, or look again later."""
         loop = asyncio.get_running_loop()
-        self._read()  # what came while the loop was busy counts
+        if self._pipe is not None:
+            self._pipe.read()  # frames that came while the loop was busy count
         due_s = self._due_s()
-        if self._socket is not None and due_s is not None and due_s <= loop.time():
+        if due_s is not None and due_s <= loop.time():
             self._timer = None
-            self._broken(f"{len(self._table)} operations under way and no word from it for too long")
+            self._broken(f"{len(self._requests)} operations under way, silent or slow for too long")
         else:
             self._look_later(loop)
 
-    def _is_working(self) -> bool:
-        return any(request.kind is not Kind.CLEAR for request in self._table.values())
-
     def _due_s(self) -> float | None:
-        """When the child is to be killed if nothing happens; None while it may take its time."""
-        due: list[float] = []
-        if self._is_working() and self._socket is not None:
-            working = [request for request in self._table.values() if request.kind is not Kind.CLEAR]
-            due.append(self._heard_s + self._patience_s(sum(request.bytes for request in working)))
-            if self.capabilities.quiesce == "never":
-                due += [request.begun_s + self._patience_s(request.bytes) for request in working]
-        return min(due, default=None)
+        """When the child is to be killed if it sends nothing; None while it has no work with a time limit."""
+        if self._pipe is None:
+            return None
+        return self._requests.due_s(by_age=self.capabilities.quiesce == "never")
 
-    def _patience_s(self, payload_bytes: int) -> float:
-        return self._kill_s * (1 + payload_bytes / self._bytes_per_kill)
-
-
-class HostedError(Exception):
-    """The adapter in the child raised, which its contract forbids; the child's log has the traceback."""
-
-
-_WITH_OUTCOMES = (Kind.EXISTS, Kind.PUT, Kind.LOAD)
-_WELL: dict[Kind, tuple[int, ...]] = {
-    Kind.EXISTS: (Presence.ABSENT, Presence.PRESENT),
-    Kind.PUT: (PutStatus.STORED, PutStatus.EXISTS),
-    Kind.LOAD: (LoadStatus.LOADED, LoadStatus.ABSENT),
-}
-"""Outcomes of an adapter that did what it was asked to."""
-
-
-def _result_of(kind: Kind, answer: Answer) -> Any:
-    if kind in _WITH_OUTCOMES:
-        return answer.outcomes
-    return answer.page if kind is Kind.LIST else answer.usage or answer.count
-
-
-async def _outcome(future: asyncio.Future[T | None] | None, otherwise: T) -> T:
-    """What the future brings; `otherwise` when there is none, or when the child died before it answered."""
-    result = None if future is None else await future
-    return otherwise if result is None else result
+    def _step(self, event: HostEvent) -> None:
+        self._state = MACHINE.after(self._state, event)

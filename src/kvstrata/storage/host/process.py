@@ -1,15 +1,14 @@
-"""One life of an adapter host's process, as the server sees it: spawned, killed at most once, reaped.
+"""One child process of an adapter host, as the server sees it: spawned, killed at most once, reaped.
 
     start() ─▶ spawned ─▶ (ended by itself, or kill()) ─▶ a zombie ─▶ reaped ─▶ `ended` is called on the loop
 
 Invariants
-1. A thread of its own spawns the child and lives until it has reaped it: the kernel ties the child's death signal
-   (PR_SET_PDEATHSIG) to the thread that made it, and the loop never waits for a fork.
-2. `kill` never hits another process: a process number is free again only once it is reaped, and that happens under
-   the same lock.
-3. `ended` is called exactly once, after the child was reaped (its mappings are gone then) and what it had written to
-   its log was read.
-4. Whatever the child writes to stdout and stderr costs the server a bounded amount of work and log.
+1. A thread of its own spawns the child and lives until it has reaped it, since the kernel sends the child its death
+   signal (PR_SET_PDEATHSIG) when the thread that spawned it ends.  So the loop never waits for a fork.
+2. `kill` never hits another process: the kernel reuses a process number only after the child was reaped, and both
+   happen under one lock.
+3. `ended` is called exactly once, after the child was reaped (its mappings are gone then) and its output was read.
+4. The child's output to stdout and stderr costs the server a bounded amount of work and log.
 """
 
 from __future__ import annotations
@@ -25,29 +24,33 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvstrata.process.child_environment import without_settings
+
 log = logging.getLogger(__name__)
 
 _BOOT = "import sys; sys.path.append(sys.argv[1]); from kvstrata.storage.host.child import main; main()"
 LOG_BYTES = 16 << 10
-"""Read of the child's output at a time, and its longest line."""
+"""Bytes of the child's output that are read at a time, and its longest line."""
 LINES_PER_WINDOW = 200
 WINDOW_S = 10.0
 LEVEL_MARK = "\x1e"
-"""A line of the child's own logging is LEVEL_MARK, the level's number, LEVEL_MARK, text; other lines are prints."""
+"""A line of the child's logging is LEVEL_MARK, the level's number, LEVEL_MARK, text; all other lines are prints."""
 
 
 class HostProcess:
-    """See the module. Made and used on the event loop.
+    """See the module. Belongs to the event loop.
 
-    The child inherits `channel_fd`, which is closed here once it has it, and `pool_fds`, which stay the caller's and
-    open until `ended`.  `ended(how)` gets what to tell an operator: `exit status 3`, `signal SIGKILL`.  Raises OSError.
+    The child inherits `channel_fd`, which this object closes once the child has it, and `pool_fds`, which the caller
+    keeps open until `ended`.  `ended(how)` gets a text for operators: `exit status 3`, `signal SIGKILL`.
+
+    Raises OSError.
     """
 
     def __init__(
         self, name: str, channel_fd: int, pool_fds: Sequence[int], ended: Callable[[str], None]
     ) -> None:
         self.pid = 0
-        """0 before it is spawned and after it was reaped."""
+        """0 before the child is spawned and after it was reaped."""
         self._name = name
         self._channel_fd = channel_fd
         self._pool_fds = pool_fds
@@ -63,19 +66,19 @@ class HostProcess:
         self._left_out = 0
 
     def start(self) -> None:
-        """Spawn it, in the thread that will wait for its end."""
+        """Spawn the child, in the thread that will wait for its end."""
         self._loop.add_reader(self._output, self._read_output)
         threading.Thread(target=self._live, name=f"host-{self._name}", daemon=True).start()
 
     def kill(self) -> None:
-        """SIGKILL for it and its process group, now or as soon as it is spawned. Idempotent; does not wait."""
+        """Send SIGKILL to the child and its process group, now or once it is spawned. Idempotent; does not wait."""
         with self._lock:
             self._doomed = True
             if self.pid:
                 self._kill()
 
     def _kill(self) -> None:
-        for number in (self.pid, -self.pid):  # its own session; the group is not there before it has made it
+        for number in (self.pid, -self.pid):  # the group exists only once the child has made its own session
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
 
@@ -85,7 +88,7 @@ class HostProcess:
         finally:
             self._close_channel()
             os.close(self._output_writer)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits for it
             self._loop.call_soon_threadsafe(self._tell, how)
 
     def _spawn_and_wait(self) -> str:
@@ -101,11 +104,12 @@ class HostProcess:
                 stdout=self._output_writer,
                 stderr=self._output_writer,
                 pass_fds=(self._channel_fd, *self._pool_fds),
+                env=without_settings(os.environ),
                 start_new_session=True,
             )
         except OSError as error:
             return f"{sys.executable} cannot be started: {error.strerror}"
-        self._close_channel()  # only the child has it now, so its end closes the channel
+        self._close_channel()  # only the child has this descriptor now, so the child's end closes the channel
         with self._lock:
             self.pid = process.pid
             if self._doomed:
@@ -113,7 +117,7 @@ class HostProcess:
         with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored here: the kernel has reaped it
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         with self._lock:
-            self._kill()  # what it left in its process group
+            self._kill()  # also kills processes that the child left in its group
             self.pid = 0
             status = process.wait()
         if status >= 0:
@@ -139,7 +143,7 @@ class HostProcess:
         self._ended(how)
 
     def _read_output(self) -> bool:
-        """Log what is there, a piece of it; whether there was anything."""
+        """Log a piece of the output; returns whether there was any."""
         try:
             data = os.read(self._output, LOG_BYTES)
         except BlockingIOError:
@@ -167,7 +171,7 @@ class HostProcess:
 
     def _tell_left_out(self) -> None:
         if self._left_out:
-            log.warning("%s: host: %d lines of its output were left out", self._name, self._left_out)
+            log.warning("%s: host: %d lines of its output were not logged", self._name, self._left_out)
             self._left_out = 0
 
 

@@ -2,26 +2,20 @@
 
 A deadline ends the *wait*: every item of the batch is answered FAILED('deadline') (exists: UNKNOWN), while
 the inner operation goes on and its items keep their holds until the medium has finished with them.  The bytes
-of such operations are counted as stuck until they end; while they reach `max_stuck_bytes` nothing more is put
+of such operations count as stuck until they end; as long as they reach `max_stuck_bytes`, nothing more is put
 or loaded.
 
-One breaker per operation:
+Each operation has a breaker (policy/breaker.py).  If an operation succeeds after its deadline, the breaker admits a try
+at once.
 
-    CLOSED ── `failures` operations failed one after the other ──> OPEN ── `open_s` later ──> PROBING
-    PROBING ── the one operation that was let through ended well ──> CLOSED
-    PROBING ── it failed ──> OPEN, for twice as long, at most `max_open_s`
-    OPEN ── an operation that was past its deadline ended well after all ──> OPEN, until now
-
-An operation failed when it hit the deadline, raised, or got no usable answer for any of its items (FAILED or
-UNKNOWN, but not for a reason that says nothing about the medium, such as want of room in a queue).  A miss, a
-corrupt record or a full disk is an answer.
-While the breaker of loads is open, `exists` answers UNKNOWN too: what cannot be loaded is no hit.
+An operation failed if it hit the deadline, raised, or all its items are FAILED or UNKNOWN for reasons that blame the
+medium (policy/reasons.py), unlike a full queue.  A miss, a corrupt record or a full disk is an answer.
+While the breaker of loads is open, `exists` answers UNKNOWN too, since a record that cannot be loaded is no hit.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -29,10 +23,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvstrata.clock import Clock
+from kvstrata.config.secrets import scrubbed
 from kvstrata.errors import StorageError
+from kvstrata.policy.breaker import Breaker
+from kvstrata.policy.reasons import BREAKER_OPEN, DEADLINE, RAISED, blames_medium
 from kvstrata.storage.base import (
     MORE_KEYS,
-    NOT_THE_MEDIUM,
     AdapterContext,
     Found,
     KeyPage,
@@ -53,10 +49,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DEADLINE = "deadline"
-BREAKER_OPEN = "breaker_open"
-RAISED = "adapter_error"
-
 
 class DeadlineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Times and bounds of one adapter."""
@@ -69,64 +61,11 @@ class DeadlineLimits(msgspec.Struct, frozen=True, kw_only=True):
     open_s: float = 1.0
     max_open_s: float = 30.0
     close_s: float = 10.0
-    """Longest wait for the inner adapter's close and for operations past their deadline."""
-
-
-class BreakerState(enum.Enum):
-    CLOSED = "closed"
-    OPEN = "open"
-    PROBING = "probing"
-
-
-class Breaker:
-    """See the module. Sans I/O: the caller brings the time."""
-
-    def __init__(self, failures: int, open_s: float, max_open_s: float) -> None:
-        self._limit = failures
-        self._first_open_s = self._open_s = open_s
-        self._max_open_s = max_open_s
-        self._failed_in_a_row = 0
-        self._until_s = 0.0
-        self.state = BreakerState.CLOSED
-
-    def would_admit(self, now_s: float) -> bool:
-        """Whether `admit` would say yes, without taking the probe."""
-        return self.state is BreakerState.CLOSED or (
-            self.state is BreakerState.OPEN and now_s >= self._until_s
-        )
-
-    def admit(self, now_s: float) -> bool:
-        """Whether an operation may go through now. Each admitted one ends in `ended`."""
-        if not self.would_admit(now_s):
-            return False
-        if self.state is BreakerState.OPEN:
-            self.state = BreakerState.PROBING
-        return True
-
-    def ended(self, well: bool, now_s: float) -> None:
-        """How an admitted operation ended."""
-        if well:
-            self.state = BreakerState.CLOSED
-            self._failed_in_a_row = 0
-            self._open_s = self._first_open_s
-        elif self.state is BreakerState.PROBING:
-            self.state = BreakerState.OPEN
-            self._open_s = min(2 * self._open_s, self._max_open_s)
-            self._until_s = now_s + self._open_s
-        elif self.state is BreakerState.CLOSED:
-            self._failed_in_a_row += 1
-            if self._failed_in_a_row >= self._limit:
-                self.state = BreakerState.OPEN
-                self._until_s = now_s + self._open_s
-
-    def late_but_well(self, now_s: float) -> None:
-        """An operation that had counted as failed has ended well: the medium lives, the next one may try."""
-        if self.state is BreakerState.OPEN:
-            self._until_s = min(self._until_s, now_s)
+    """How long `close` waits for the inner adapter's close and for operations past their deadline."""
 
 
 class DeadlineAdapter(StorageAdapter):
-    """Wraps one adapter. Never raises from exists, put, load and delete: what raises inside is an outcome."""
+    """Wraps one adapter. Its exists, put, load and delete never raise; an exception of the adapter becomes outcomes."""
 
     def __init__(self, inner: StorageAdapter, limits: DeadlineLimits, clock: Clock) -> None:
         self.inner = inner
@@ -134,10 +73,10 @@ class DeadlineAdapter(StorageAdapter):
         self.capabilities = inner.capabilities
         self.limits = limits
         self.stuck_bytes = 0
-        """Bytes of operations that nobody waits for any more and that have not ended."""
+        """Bytes of operations that have not ended and that nobody waits for any more."""
         self._clock = clock
         self._misanswered: set[str] = set()
-        """Operations with an answer that was none."""
+        """Operations whose invalid answers were logged."""
         self._running: set[asyncio.Task[Any]] = set()
         self._breakers = {
             operation: Breaker(limits.failures, limits.open_s, limits.max_open_s)
@@ -149,7 +88,7 @@ class DeadlineAdapter(StorageAdapter):
         return {operation: breaker.state.value for operation, breaker in self._breakers.items()}
 
     async def open(self, context: AdapterContext) -> None:
-        """As the inner adapter: opening has no deadline of ours, it happens before the server is ready."""
+        """As the inner adapter, without a deadline: the server bounds the opening of adapters that are added later."""
         await self.inner.open(context)
         self.capabilities = self.inner.capabilities
 
@@ -163,18 +102,18 @@ class DeadlineAdapter(StorageAdapter):
             return [Found(Presence.UNKNOWN, 0, failed.reason)] * len(keys)
 
     async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
-        """As the inner adapter. Asked only by the codec wrapper, which lies inside this one."""
+        """As the inner adapter. Only the codec wrapper, which lies inside this one, calls `heads`."""
         return await self.inner.heads(keys)
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
-        """As the inner adapter; None when it does not say in time, or says what is no page."""
+        """As the inner adapter; None if it does not answer in time, or its answer is not a page."""
         try:
             page = await self._in_time("", self.inner.list_keys(cursor, most), 0, lambda page: True)
         except _Failed:
             return None
         if page is None or _is_page(page, most):
             return page
-        log.error("%s: list_keys answered %.200r, which is no page of %d keys", self.name, page, most)
+        log.error("%s: list_keys answered %.200r, which is not a page of %d keys", self.name, page, most)
         return None
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
@@ -223,13 +162,13 @@ class DeadlineAdapter(StorageAdapter):
             raise
         except Exception as error:  # the plugin boundary
             log_broken_contract(self.name, "clear", error)
-            raise self._not_cleared(f"{type(error).__name__}: {error}") from None
+            raise self._not_cleared(f"{type(error).__name__}: {scrubbed(error)}") from None
         if not self._is_answer("clear", count, _is_count(count)):
-            raise self._not_cleared(f"it answered {count!r:.80}, which is no count of records")
+            raise self._not_cleared(f"it answered {count!r:.80}, which is not a number of records")
         return count
 
     async def usage(self) -> Usage:
-        """As the inner adapter; all zero when it does not say in time, or says what is no usage."""
+        """As the inner adapter; all zero if it does not answer in time, or its answer is not a usage."""
         try:
             usage = await self._in_time("", self.inner.usage(), 0, lambda usage: True)
         except _Failed:
@@ -241,7 +180,7 @@ class DeadlineAdapter(StorageAdapter):
         return StorageError(f"{self.name}: not cleared: {why}", field=self.name)
 
     def _is_answer(self, operation: str, answer: object, is_one: bool) -> bool:
-        """`is_one`; what is none is logged, once for each operation."""
+        """Return `is_one`; if it is false, log the answer, once for each operation."""
         if not is_one and operation not in self._misanswered:
             self._misanswered.add(operation)
             log.error(
@@ -250,7 +189,7 @@ class DeadlineAdapter(StorageAdapter):
         return is_one
 
     async def close(self) -> None:
-        """Close the inner adapter, waiting at most `close_s`; what still runs then is logged and left."""
+        """Close the inner adapter and wait at most `close_s`; operations that still run then are logged and left."""
         closing = asyncio.create_task(self.inner.close(), name=f"{self.name}-close")
         self._running.add(closing)
         closing.add_done_callback(self._closed)
@@ -263,11 +202,11 @@ class DeadlineAdapter(StorageAdapter):
 
     @property
     def running(self) -> int:
-        """Operations that have not ended, whether somebody waits for them or not; `close` is one."""
+        """How many operations have not ended, whether or not somebody waits for them; `close` counts as one."""
         return len(self._running)
 
     async def ended(self) -> None:
-        """Returns when no operation runs any more."""
+        """Return when no operation runs any more."""
         while self._running:
             await asyncio.wait(set(self._running))
 
@@ -291,9 +230,9 @@ class DeadlineAdapter(StorageAdapter):
         kind: type[T],
         why_not: Callable[[T], str | None],
     ) -> list[T]:
-        """`_in_time` for a batch: one outcome of this kind for each item that was asked for.
+        """`_in_time` for a batch, whose result must be one outcome of this kind for each item of `asked`.
 
-        `why_not` gives the reason of an outcome that is no answer of the medium, None for an answer.
+        `why_not` returns None if an outcome is an answer of the medium, else the outcome's reason.
         """
 
         def fits(outcomes: object) -> bool:
@@ -307,13 +246,13 @@ class DeadlineAdapter(StorageAdapter):
             if not fits(outcomes):
                 return False
             return not asked or any(
-                reason is None or reason in NOT_THE_MEDIUM for reason in map(why_not, outcomes)
+                reason is None or not blames_medium(reason) for reason in map(why_not, outcomes)
             )
 
         outcomes = await self._in_time(operation, work, payload_bytes, went_well)
         if not fits(outcomes):
             log.error(
-                "%s: %s answered %d items with %.200r, which is no list of one %s each",
+                "%s: %s answered %d items with %.200r, which is not a list of one %s each",
                 self.name, operation, len(asked), outcomes, kind.__name__,
             )  # fmt: skip
             raise _Failed(RAISED)
@@ -328,8 +267,8 @@ class DeadlineAdapter(StorageAdapter):
     ) -> T:
         """The result of `work` if it comes in time. Raises _Failed otherwise.
 
-        Then, and when the caller is cancelled, the work goes on; its bytes count as stuck until it ends.  The
-        breaker hears how it ended, or that its deadline passed, whoever waits.
+        After the deadline, and when the caller is cancelled, the work goes on and its bytes count as stuck until it
+        ends.  In any case the breaker hears how the work ended, or that its deadline passed.
         """
         loop = asyncio.get_running_loop()
         task = asyncio.create_task(work)
@@ -380,7 +319,7 @@ class DeadlineAdapter(StorageAdapter):
 
 
 class _Failed(Exception):
-    """An operation that did not end well within its deadline."""
+    """The operation failed, or did not end within its deadline."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

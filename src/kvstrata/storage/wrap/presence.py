@@ -1,19 +1,20 @@
-"""Remembers for a short time what a shared medium said of presence, so that asking again costs no round trip.
+"""Remembers a shared medium's answers about presence for a short time, so that asking again costs no round trip.
 
-Others put into a shared medium and delete from it, so what it said was true when it said it and may be stale by the
-time it is told again: a PRESENT for at most `presence_ttl_ms`, an ABSENT for at most `negative_ttl_ms`.  A load that
-then finds nothing is an ordinary miss, a chunk that was there after all one that is computed again.
+Other servers put and delete on a shared medium too, so a remembered answer may be stale: a PRESENT for at most
+`presence_ttl_ms`, an ABSENT for at most `negative_ttl_ms`.  If a key remembered as PRESENT is gone, its load is an
+ordinary miss; if a key remembered as ABSENT exists, its chunk is computed again.
 
 Invariants
-1. What is told from memory was the medium's answer to a question begun no longer ago than its time to live.
-2. It is no older than what this server itself did to the key: a put that ended (whatever became of it), a delete, a
-   clear, a record that its cap evicted and a load that did not end well each make the next question one to the
-   medium, and the answer to a question that was under way meanwhile is passed on but not remembered.
+1. An answer from memory is the medium's answer to a question that began no longer ago than the answer's time to live.
+2. It is no older than this server's own changes to the key: after a put has ended (with any outcome), a delete, a
+   clear, an eviction by the medium's cap or a load that did not end well, the next question goes to the medium.  The
+   answer to a question that was under way during such a change is passed on but not remembered.
 3. UNKNOWN is never remembered.
-4. At most `max_keys` are remembered; the oldest go first.
+4. At most `max_keys` answers are remembered; the oldest are forgotten first.
 
-What a load brought is not remembered: L1 has it now.  A medium that keeps what is looked up (Mooncake's leases) hears
-nothing of an answer from memory, so the time to live of PRESENT must be shorter than its lease.
+A load that ends well changes nothing here, since L1 has the chunk then.  A medium that extends a record's life when the
+record is looked up (Mooncake's leases) does not notice answers from memory, so the time to live of PRESENT must be
+shorter than that lease.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from kvstrata.storage.base import (
 
 MAX_KEYS = 1 << 17
 MAX_EVICTED = 1 << 12
-"""Evicted keys that wait to be forgotten; of more, the oldest are told as there until their time is over."""
+"""Evicted keys that wait to be forgotten; if more wait, the oldest stay PRESENT in memory for their time to live."""
 
 
 class PresenceLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """For how long answers are told again; 0: never."""
+    """For how long answers are remembered; 0: not at all."""
 
     presence_ttl_ms: int = 5_000
     negative_ttl_ms: int = 500
@@ -56,7 +57,7 @@ class PresenceLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Question:
-    """An `exists` under way: its keys, and those of them of which its answer will not be remembered."""
+    """An `exists` under way: its keys, and those (`changed`) whose answers will not be remembered."""
 
     def __init__(self, asked: Sequence[bytes], asked_s: float) -> None:
         self.asked = asked
@@ -65,14 +66,14 @@ class _Question:
 
     @functools.cached_property
     def keys(self) -> frozenset[bytes]:
-        """Those asked. Rarely needed: little changes in the middle of a question."""
+        """The keys asked for. Computed only when a key changes during a question, which is rare."""
         return frozenset(self.asked)
 
 
 class PresenceAdapter(StorageAdapter):
-    """See the module. Passes everything on where the medium turns out not to be shared.
+    """See the module. It passes everything on if the medium turns out not to be shared.
 
-    With `limits` None the defaults hold; limits for a medium that is not shared are an error of `open`.
+    With `limits` None the defaults hold; `open` fails if limits are given for a medium that is not shared.
     """
 
     def __init__(self, inner: StorageAdapter, limits: PresenceLimits | None, clock: Clock) -> None:
@@ -83,20 +84,20 @@ class PresenceAdapter(StorageAdapter):
         self._clock = clock
         limits = limits or PresenceLimits()
         self._ttl_s = (limits.negative_ttl_ms / 1000, limits.presence_ttl_ms / 1000, 0.0)
-        """By Presence."""
+        """Times to live, indexed by Presence."""
         self._max_keys = limits.max_keys
         self._told: dict[bytes, tuple[float, Found]] = {}
-        """What the medium said and until when it may be told again; what was learnt first is first."""
+        """By key: the time until which the medium's answer may be told again, and the answer; the oldest is first."""
         self._questions: set[_Question] = set()
         self._evicted: collections.deque[bytes] = collections.deque(maxlen=MAX_EVICTED)
         self._counts = dict.fromkeys(("asked", "recalled_present", "recalled_absent"), 0)
 
     def stats(self) -> dict[str, int]:
-        """For status pages: keys asked of the medium, and told from memory since the start; keys remembered."""
+        """For status pages: keys that the medium was asked for, keys answered from memory, keys remembered now."""
         return {**self._counts, "remembered": len(self._told)}
 
     async def open(self, context: AdapterContext) -> None:
-        """As the inner adapter. Raises StorageError too where limits were given and nothing is shared."""
+        """As the inner adapter. Raises StorageError too if limits are given and the medium is not shared."""
 
         def evicted(key: bytes) -> None:
             self._evicted.append(key)
@@ -108,12 +109,12 @@ class PresenceAdapter(StorageAdapter):
             await self.inner.close()
             raise StorageError(
                 f"{self.name}: presence_ttl_ms, negative_ttl_ms: this storage is not shared with other instances,"
-                " so what is there is always known; remove them",
+                " so no answers are remembered; remove these fields",
                 field="presence_ttl_ms",
             )
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
-        """From memory where it was told lately, the rest as the inner adapter."""
+        """Answer from memory where an answer is remembered; ask the inner adapter for the other keys."""
         if not self.capabilities.shared:
             return await self.inner.exists(keys)
         self._forget_evicted()
@@ -135,7 +136,7 @@ class PresenceAdapter(StorageAdapter):
         return await self.inner.list_keys(cursor, most)
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        """As the inner adapter; what the keys' presence was is forgotten, whatever became of them."""
+        """As the inner adapter; the keys' remembered answers are forgotten, whatever the outcomes."""
         keys = [item.key for item in items]
         try:
             return await self.inner.put(items)
@@ -143,7 +144,7 @@ class PresenceAdapter(StorageAdapter):
             self._changed(keys)
 
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
-        """As the inner adapter; what was not loaded is not told to be there any more."""
+        """As the inner adapter; the remembered answers of keys that were not loaded are forgotten."""
         keys = {item.key for item in items}
         try:
             outcomes = await self.inner.load(items)
@@ -155,14 +156,14 @@ class PresenceAdapter(StorageAdapter):
             self._changed(keys)
 
     async def delete(self, keys: Sequence[bytes]) -> int:
-        """As the inner adapter; the keys are forgotten."""
+        """As the inner adapter; the keys' remembered answers are forgotten."""
         try:
             return await self.inner.delete(keys)
         finally:
             self._changed(keys)
 
     async def clear(self) -> int:
-        """As the inner adapter; everything is forgotten."""
+        """As the inner adapter; all remembered answers are forgotten."""
         try:
             return await self.inner.clear()
         finally:
@@ -186,10 +187,10 @@ class PresenceAdapter(StorageAdapter):
         """As the inner adapter."""
         await self.inner.close()
 
-    # Of a thousand keys in some 0.1 ms: lookups ask for as many, on the event loop.
+    # Some 0.1 ms for a thousand keys, which is how many a lookup asks for on the event loop.
 
     def _recall(self, keys: Sequence[bytes], now_s: float) -> list[Found | None]:
-        """What is told from memory of each key."""
+        """For each key the answer from memory; None if none is remembered."""
         answers: list[Found | None] = [None] * len(keys)
         tolds = [*map(self._told.get, keys)]
         if not any(tolds):
@@ -209,7 +210,7 @@ class PresenceAdapter(StorageAdapter):
         return answers
 
     async def _ask(self, question: _Question) -> list[Found]:
-        """What the medium says; it is remembered."""
+        """Ask the medium, and remember its answers."""
         self._counts["asked"] += len(question.asked)
         self._questions.add(question)
         try:
@@ -224,11 +225,11 @@ class PresenceAdapter(StorageAdapter):
             if told is not None:
                 self._told[key] = told
             else:
-                self._told.pop(key, None)  # the answer to another question
+                self._told.pop(key, None)  # forget the answer to an earlier question
         for key in question.changed:
             self._told.pop(key, None)
         if len(self._told) > self._max_keys:
-            # Some more than must, at once: each look for the oldest passes over the places of those that went.
+            # Forget a sixteenth at once: finding the oldest keys of a dict steps over all places freed before.
             too_many = len(self._told) - self._max_keys + self._max_keys // 16
             for key in list(itertools.islice(self._told, too_many)):
                 del self._told[key]
@@ -246,7 +247,7 @@ class PresenceAdapter(StorageAdapter):
             question.changed.update(question.keys & keys)
 
     def _forget_evicted(self, *more: _Question) -> None:
-        """Adapters tell of evictions from their threads; here they take effect."""
+        """Forget the keys whose evictions adapters have reported, from any thread, since the last call."""
         keys = set()
         while self._evicted:
             keys.add(self._evicted.popleft())

@@ -1,12 +1,12 @@
-"""Staging memory of the codec wrapper: a fixed number of bytes, never of L1.
+"""Staging memory of the codec wrapper: a fixed number of bytes outside L1.
 
 Invariants
-1. Blocks never overlap, and all of them together never exceed the size; puts together never exceed half of it.
-2. A block is free again when everybody who holds it has let go, in whatever thread that happens.
-3. Whoever waits is served in order, loads before puts: since puts leave them half, no put, however long its
-   medium keeps the bytes, keeps all loads waiting.
+1. Blocks never overlap, and together never exceed the size; the blocks of puts together never exceed half of it.
+2. A block is free again when all its holders have let go of it, in any thread.
+3. Waiting callers are served in order, loads before puts.  Since puts leave loads one half, a put whose medium keeps
+   the bytes for long cannot block all loads.
 
-A block of staging is not registered with any device and no other process can see it.
+Staging is not registered with any device, and no other process can see it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import threading
 from kvstrata.native.copying import buffer_address
 
 PAGE_BYTES = 4096
-"""Blocks begin at multiples of this, as direct I/O wants it."""
+"""Blocks begin at multiples of this, as direct I/O requires."""
 MAX_WAITING = 256
-"""Operations that may wait for room."""
+"""Most operations that may wait for room."""
 
 
 def pages(length: int) -> int:
-    """Rounded up to whole pages."""
+    """A length rounded up to whole pages."""
     return -(-length // PAGE_BYTES) * PAGE_BYTES
 
 
 class StagingHold:
-    """A block of staging as an adapter sees it: looks like a hold on an extent.
+    """A hold on a block of staging, with the interface of a hold on an extent.
 
-    Let go of by `drop` or with the object.
+    It ends by `drop`, or with the object.
     """
 
     offset = 0
@@ -46,7 +46,7 @@ class StagingHold:
 
     @property
     def is_held(self) -> bool:
-        """Not dropped yet."""
+        """Whether the hold was not dropped yet."""
         return self._block is not None
 
     def view(self) -> memoryview:
@@ -57,7 +57,7 @@ class StagingHold:
         return block.view(self.length)
 
     def drop(self) -> None:
-        """Idempotent; any thread."""
+        """End the hold. Idempotent; thread-safe."""
         block, self._block = self._block, None
         if block is not None:
             block.let_go()
@@ -67,7 +67,7 @@ class StagingHold:
 
 
 class Block:
-    """Some bytes of staging, held by whoever took them and by each hold made of them."""
+    """Some bytes of staging. The caller of `take` holds it, and so does each StagingHold made from it."""
 
     def __init__(self, staging: Staging, offset: int, room: int, for_put: bool) -> None:
         self.address = staging.address + offset
@@ -83,17 +83,20 @@ class Block:
         return memoryview(self._staging.memory)[self.offset : self.offset + length]
 
     def hold(self, key: bytes, length: int) -> StagingHold:
-        """What an adapter gets; the block stays until it and the others have let go."""
+        """One more hold on the block, for an adapter."""
         self._staging.share(self)
         return StagingHold(self, key, length)
 
     def shrink(self, length: int) -> None:
-        """Give back what lies behind the first `length` bytes. Only before `hold`."""
+        """Free all but the first `length` bytes. Only before `hold`."""
         self._staging.shrink(self, pages(length))
 
     def let_go(self) -> None:
-        """One holder less."""
+        """One holder has finished with the block."""
         self._staging.let_go(self)
+
+
+MADV_DONTDUMP = 16
 
 
 class _Waiter:
@@ -108,11 +111,14 @@ class Staging:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes // PAGE_BYTES * PAGE_BYTES
         self.put_limit_bytes = self.size_bytes // 2 // PAGE_BYTES * PAGE_BYTES
-        self.memory = mmap.mmap(-1, self.size_bytes)  # takes memory only where it was written
+        # The kernel gives memory only to pages that were written.
+        self.memory = mmap.mmap(-1, self.size_bytes)
+        if self.size_bytes:
+            self.memory.madvise(MADV_DONTDUMP)  # KV, before it is encrypted
         self.address = buffer_address(self.memory, writable=True)
         self._lock = threading.Lock()
         self._free = [(0, self.size_bytes)]
-        """(offset, length), by offset, never adjacent."""
+        """Free runs as (offset, length), by offset, never adjacent."""
         self._put_bytes = 0
         self._used_bytes = 0
         self._waiting: dict[bool, collections.deque[_Waiter]] = {
@@ -127,11 +133,11 @@ class Staging:
         return self._used_bytes
 
     def fits(self, length: int, *, for_put: bool) -> bool:
-        """Whether so many bytes could ever be given at once."""
+        """Whether a block of this length could ever be given."""
         return pages(length) <= (self.put_limit_bytes if for_put else self.size_bytes)
 
     def take_now(self, length: int, *, for_put: bool) -> Block | None:
-        """A block of at least `length` bytes if there is room and nobody waits for it."""
+        """A block of at least `length` bytes if there is room and nobody waits for room."""
         if self._waiting[False] or (for_put and self._waiting[True]):
             return None
         return self._allocate(pages(length), for_put)
@@ -150,19 +156,20 @@ class Staging:
         self._loop = asyncio.get_running_loop()
         waiter = _Waiter(pages(length), self._loop.create_future())
         waiting.append(waiter)
-        self._serve()  # what was freed since `take_now` looked has told nobody
+        self._serve()  # bytes may have been freed before this caller began to wait
         try:
             return await waiter.future
         except asyncio.CancelledError:
             if waiter.future.done() and not waiter.future.cancelled():
                 waiter.future.result().let_go()
             else:
-                waiting.remove(waiter)
+                if waiter in waiting:  # `_serve` may have passed over it already
+                    waiting.remove(waiter)
                 self._serve()
             raise
 
     def share(self, block: Block) -> None:
-        """One holder more."""
+        """Count one more holder of the block."""
         with self._lock:
             block._holders += 1
 
@@ -188,7 +195,7 @@ class Staging:
         with self._lock:
             if for_put and self._put_bytes + room > self.put_limit_bytes:
                 return None
-            # Puts from the lower end, loads from the upper one: the lasting ones leave no holes in the middle.
+            # Puts take the lower end and loads the upper one, so that long-lived blocks leave no holes in the middle.
             places = range(len(self._free)) if for_put else range(len(self._free) - 1, -1, -1)
             for i in places:
                 offset, length = self._free[i]
@@ -220,13 +227,13 @@ class Staging:
         self._free.insert(at, (offset, length))
 
     def _tell(self) -> None:
-        """Serve those who wait, on their loop."""
+        """Have the waiting callers served on their loop; from any thread."""
         loop = self._loop
         if loop is not None and (self._waiting[False] or self._waiting[True]):
             try:
                 loop.call_soon_threadsafe(self._serve)
             except RuntimeError:
-                pass  # the loop is closed: nobody waits on it any more
+                pass  # the loop is closed, so nobody waits on it any more
 
     def _serve(self) -> None:
         for for_put in (False, True):
@@ -237,5 +244,5 @@ class Staging:
                     continue
                 block = self._allocate(waiting[0].room, for_put)
                 if block is None:
-                    return  # and no put takes what a load waits for
+                    return  # puts stay behind, so that none takes the room that a load waits for
                 waiting.popleft().future.set_result(block)

@@ -1,4 +1,4 @@
-// What happened in the cluster, newest first, as it happens.
+// Events of the cluster as they happen, newest first.
 
 import { ended, h, lazy } from "../dom.js";
 import { clock, date } from "../format.js";
@@ -12,8 +12,8 @@ const TONES = {
   superseded: "warn", resync: "warn", clock: "warn", snapshot_ignored: "warn", state: "busy",
 };
 
-let frozen = null; // what was there when the tail was stopped
-let from = null; // the events, kind and instance that `chosen` is made of
+let frozen = null; // the events at the time when the tail was stopped
+let from = null; // the events, kind and instance from which `chosen` was made
 let chosen = [];
 
 /** The events of a kind and an instance, newest first. */

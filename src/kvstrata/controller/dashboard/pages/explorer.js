@@ -1,4 +1,4 @@
-// Where the chunks of a prompt are, or why they were missed: by token ids, by keys, or by a request's id.
+// Shows where the chunks of a prompt are or why they were missed: by token ids, by keys, or by a request's id.
 
 import { send } from "../api.js";
 import { h } from "../dom.js";
@@ -11,31 +11,31 @@ const MODES = [["tokens", "Token ids"], ["keys", "Storage keys"], ["request", "R
 const MODELS_MS = 10_000;
 const REASONS = {
   never_stored: "It was asked for before, and nobody has stored it.",
-  evicted: "It was there and made room for others.",
+  evicted: "It was evicted to make room for others.",
   in_flight: "It is being stored or loaded right now.",
   corrupt: "Its bytes failed their checksum, so it was dropped.",
   deadline: "It was not loaded before the deadline of the request.",
-  refused: "Its store was refused: there was no room, or a limit stood in the way.",
-  put_skipped: "It was not put to L2, and left L1 since.",
+  refused: "Its store was refused, for lack of room or because of a limit.",
+  put_skipped: "It was not put to L2, and has left L1 since.",
   breaker_open: "The tier that may have it is switched off for a while after failures.",
   identity_differs: "The same tokens are stored under another identity.",
-  unknown_key: "Nobody has named this chunk here before.",
-  forgotten: "Too much happened since to know.",
-  frozen: "It came while the instance stored nothing because of a full report.",
+  unknown_key: "No request has named this chunk here before.",
+  forgotten: "Too much has happened since; the reason is forgotten.",
+  frozen: "It arrived while the instance stored nothing because of a full report.",
 };
 
 const form = { mode: "tokens", text: "", request: "", model: "", adapter: "", tenant: "", salt: "" };
-let asked = null; // the models that are there
+let asked = null; // poller for the models of the cluster
 let answer = null; // {kind, …} or {error}
 let asking = false;
-let linked = false; // a link names the request: it is asked for as soon as the instances are known
+let linked = false; // a link named the request: ask for it once the instances are known
 let run = 0;
 
 function wrong(field, message) {
   return Object.assign(new Error(message), { field });
 }
 
-/** Token ids out of what people paste: numbers between commas, spaces or brackets. */
+/** Token ids from pasted text: numbers between commas, spaces or brackets. */
 export function tokensIn(text) {
   const strange = /[^\d\s,[\]]+/.exec(text);
   if (strange) throw wrong("tokens", `token ids are whole numbers, found ${JSON.stringify(strange[0].slice(0, 20))}`);
@@ -57,7 +57,7 @@ function forgotten(id, { answered, unanswered }) {
   return `none of the ${plural(answered.length, "instance")} that answered remembers ${JSON.stringify(id)}${silent}. Each remembers its last 1,024 lookups.`;
 }
 
-/** Who was asked and has not answered: what they know is not shown. */
+/** The instances that were asked and have not answered, so that their knowledge is missing. */
 function silence({ unanswered }, redraw) {
   if (!unanswered.length) return null;
   return h("section", { class: "panel", key: "silent" }, h("h2", {}, "Without an answer"),
@@ -73,7 +73,7 @@ async function ask(redraw) {
     let next;
     if (form.mode === "request") {
       const id = form.request.trim();
-      if (!id) throw wrong("request id", "give the id of a recent request, as the engine logs it");
+      if (!id) throw wrong("request id", "give the id of a recent request, as the engine's API returned it");
       const told = await send("POST", "/v1/explain", { request_id: id });
       if (!told.lookups.length) throw wrong("request id", forgotten(id, told));
       next = { kind: "request", id, told };
@@ -95,7 +95,7 @@ const tone = (tier) => (tier === "l1" ? "tone-l1" : "tone-l2");
 
 const held = new WeakMap(); // answer → its holders
 
-/** Of each instance, which chunks it has whole: runs of the same tier, one after the other. */
+/** For each instance, the chunks that it has whole: runs of the same tier. */
 function holders(document) {
   if (held.has(document)) return held.get(document);
   const found = new Map();
@@ -143,11 +143,11 @@ function strips(document, redraw) {
       h("svg", { class: "key", viewBox: "0 0 12 12", "aria-hidden": "true" }, h("rect", { class: `swatch ${name}`, width: 12, height: 12, rx: 2 })), title))));
 }
 
-/** Why nobody has a chunk: what the instance says that knows most of it. */
+/** Why no instance has a chunk, by the most informative answer. */
 function because(miss) {
   const [first] = miss?.told ?? [];
   if (!first) return null;
-  if (first.tier) return ["It is in L1 of ", instanceLink(first.instance), ", which the directory has not heard of yet."];
+  if (first.tier) return ["It is in L1 of ", instanceLink(first.instance), "; the directory does not know that yet."];
   return [REASONS[first.reason] ?? first.reason, h("span", { class: "quiet break" }, " (", instanceLink(first.instance), first.detail ? `: ${first.detail})` : ")")];
 }
 
@@ -163,11 +163,11 @@ function chunksView({ placement: document, misses, ...told }, redraw) {
   const whole = held >= all;
   return [
     h("section", { class: `verdict ${whole && all ? "hit" : held ? "part" : "miss"}`, key: "verdict", role: "status" },
-      h("h2", {}, !all ? "The prompt has no whole chunk" : !held ? "Nobody has its first chunk" : whole ? `All ${all} chunks are there` : `The first ${held} of ${all} chunks are there`),
+      h("h2", {}, !all ? "The prompt has no whole chunk" : !held ? "No instance has its first chunk" : whole ? `All ${all} chunks are there` : `The first ${held} of ${all} chunks are there`),
       !all ? h("p", {}, `A chunk has ${exact(tokens)} tokens; only whole chunks are cached.`) : null,
       best.length ? h("p", {}, "Longest in one L1: ", best.slice(0, 8).map((one, index) => [index ? ", " : "", instanceLink(one.instance)]),
-        ` with ${plural(best[0].chunks, "chunk")}${best[0].tokens ? `, ${exact(best[0].tokens)} tokens` : ""}.`) : held ? h("p", {}, "No L1 has the first chunk: it has to come from a tier below.") : null,
-      !whole ? h("p", {}, `Chunk ${held} is the first that nobody has told of. `, because(missing.get(held)) ?? h("span", { class: "quiet" }, "Why a request missed it, its request id tells.")) : null),
+        ` with ${plural(best[0].chunks, "chunk")}${best[0].tokens ? `, ${exact(best[0].tokens)} tokens` : ""}.`) : held ? h("p", {}, "No L1 has the first chunk; it has to be loaded from a lower tier.") : null,
+      !whole ? h("p", {}, `Chunk ${held} is the first that no instance has reported. `, because(missing.get(held)) ?? h("span", { class: "quiet" }, "Ask with the id of a request that missed it.")) : null),
     silence(told, redraw),
     strips(document, redraw),
     chunks.length ? h("section", { key: "chunks" }, h("h2", {}, "Chunks"), table({
@@ -239,7 +239,7 @@ export const explorerPage = {
         h("fieldset", { class: "choice" }, h("legend", { class: "unseen" }, "Ask by"), MODES.map(([mode, title]) => h("button", {
           type: "button", key: mode, "aria-pressed": String(mode === form.mode), onclick: () => choose(mode) }, title))),
         form.mode === "request"
-          ? field("request", "Request id", { required: true, placeholder: "cmpl-…" }, h("p", { class: "quiet" }, "As the engine logs it. Each instance remembers its last 1,024 lookups."))
+          ? field("request", "Request id", { required: true, placeholder: "cmpl-…" }, h("p", { class: "quiet" }, "As the engine's API returned it. Each instance remembers its last 1,024 lookups."))
           : h("div", { class: "field", key: "text" }, h("label", { for: "x-text" }, form.mode === "tokens" ? "Token ids of the prompt" : "Storage keys"),
             h("textarea", { id: "x-text", rows: 4, spellcheck: "false", value: form.text, "aria-describedby": "x-note", oninput: (event) => { form.text = event.target.value; } }),
             h("p", { class: "quiet", id: "x-note" }, form.mode === "tokens" ? "Numbers between commas, spaces or brackets, as in prompt_token_ids." : "64 hexadecimal digits each, between commas or spaces.")),

@@ -1,4 +1,4 @@
-// One instance: what it is, what it holds, its workers, and what its process does.
+// One instance: its facts, its tiers, its workers, and its process.
 
 import { documentOf, instancePath } from "../api.js";
 import { h } from "../dom.js";
@@ -60,7 +60,7 @@ function summary(one, redraw) {
         { name: "source", title: "Found in", sort: ([name]) => name, cell: ([name]) => (name === "miss" ? "nowhere (miss)" : name) },
         { name: "count", title: "Chunks", number: true, sort: ([, value]) => value, cell: ([, value]) => exact(value) },
         { name: "share", title: "Share", number: true, sort: ([, value]) => value, cell: ([, value]) => percent(all ? value / all : null) },
-      ] }) : h("p", { class: "quiet" }, "Nobody has asked it yet.")),
+      ] }) : h("p", { class: "quiet" }, "No lookup has come to it yet.")),
     h("section", { key: "models" }, h("h2", {}, "Models"), models.length ? table({
       id: "instance-models", caption: `Models whose KV ${one.id} serves`, rows: models, key: (model) => String(model.kind), redraw, columns: [
         { name: "model", title: "Model", sort: ({ layout }) => layout.model, cell: ({ layout }) => h("span", { class: "break" }, layout.model) },
@@ -89,7 +89,7 @@ function workers(one, redraw) {
     ] }) : h("p", { class: "quiet" }, "No worker is attached. Engines attach when they start with the connector LMCacheConnectorV1.")));
 }
 
-// What the runtime document has, by the place where it is shown; what it has besides goes to the first.
+// The fields of the runtime document by section; fields that are not listed go to the first section.
 const PLACES = [["Process", []], ["Event loop", ["loop_lag_ms", "tasks"]], ["Garbage collector", ["gc_count", "gc_collections", "gc_frozen"]]];
 const APART = ["python_threads", "environment"];
 

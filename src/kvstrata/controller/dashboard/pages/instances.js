@@ -10,7 +10,7 @@ import { table } from "../table.js";
 
 const LATE_BEATS = 2.5;
 
-/** A heartbeat that is late is told in seconds; one that is not, is no news. */
+/** The age of a late heartbeat in seconds; otherwise "on time". */
 function heartbeat(one) {
   const ago = live.nowMs() - one.heard_unix_ms;
   return ago > LATE_BEATS * 1000 * live.cluster.heartbeat_s ? `${seconds(ago)} ago` : "on time";
@@ -30,7 +30,7 @@ const COLUMNS = [
 
 function removedOnes(removed, redraw) {
   return removed.length > 0 && h("section", { key: "removed" }, h("h2", {}, "Removed"),
-    h("p", { class: "quiet" }, "They were removed while they lived, and are not let in again until they are allowed."),
+    h("p", { class: "quiet" }, "These instances were removed while they lived, and may not join again until they are allowed."),
     list({ id: "removed", what: "removed instances", rows: removed, key: (id) => id, text: (id) => id, attributes: { class: "rows pairs" }, redraw,
       item: (id) => [h("span", {}, id), h("button", { onclick: () => allow(id) }, "Allow", h("span", { class: "unseen" }, ` ${id}`))] }));
 }

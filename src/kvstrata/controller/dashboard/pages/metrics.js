@@ -1,4 +1,4 @@
-// /metrics as people read it: one table, searched by name and meaning. Histograms are shown as count, mean and quantiles.
+// /metrics as one table, which can be searched by name and help. Histograms are shown as count, mean and quantiles.
 
 import { open } from "../api.js";
 import { h } from "../dom.js";

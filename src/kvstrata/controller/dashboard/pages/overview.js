@@ -1,4 +1,4 @@
-// The cluster at a glance: what is there, how much of it is hit, and what wants attention.
+// The cluster at a glance: instances, tiers, hit rates, and instances that need attention.
 
 import { get } from "../api.js";
 import { chart } from "../chart.js";
@@ -10,7 +10,7 @@ import { facts, failure, instanceLink, leaderLink, noInstances, state, syncText,
 
 const WINDOWS = [[300, "5 min"], [900, "15 min"], [3600, "1 hour"]];
 const EVERY_MS = 5_000;
-// The order in which they lie on each other; the nearest source is at the bottom.
+// The order in which the areas are stacked; the nearest source is at the bottom.
 const SOURCES = [["l1", "L1", "tone-l1"], ["l2", "L2", "tone-l2"], ["peer", "Peer", "tone-peer"], ["miss", "Miss", "tone-miss"]];
 const TIER_TONES = ["tone-l1", "tone-l2", "tone-peer", "tone-4", "tone-5"];
 
@@ -53,7 +53,7 @@ function tiles(cluster) {
     tile("Instances", count(live), not.join(", ") || (live ? "all in sync" : "none yet"), dead || unconfirmed || restored ? "warn" : ""),
     tile("Chunks known", count(sum(cluster.keys)), Object.entries(cluster.keys).map(([name, value]) => `${name} ${count(value)}`).join(" · ")),
     tile("L1 in use", bytes(used), capacity ? `${percent(used / capacity)} of ${bytes(capacity)}` : ""),
-    tile("Hit rate", percent(share), share === null ? "nobody asked just now" : "of chunks, last 5 s"),
+    tile("Hit rate", percent(share), share === null ? "no lookups in the last 5 s" : "of chunks, last 5 s"),
     tile("Events", rate(newest?.event_keys_per_s, "keys"), dropped ? `${plural(dropped, "batch", "batches")} dropped` : "no batch dropped", dropped ? "warn" : ""),
     tile("Lookups", rate(newest?.lookups_per_s), `${count(cluster.lookups.total)} in all, ${duration(cluster.lookups.mean_ms)} each`));
 }
@@ -83,9 +83,9 @@ function aboutController(cluster) {
   ]));
 }
 
-let prepared = {}; // the series of the points that were shown last
+let prepared = {}; // the series of the last shown points
 
-/** What the charts show; the same object while there is no new point. */
+/** The series of the charts; the same object until a new point arrives. */
 function series() {
   if (prepared.points === points && prepared.windowS === windowS) return prepared;
   const shown = shownPoints();
@@ -111,7 +111,7 @@ function charts() {
     chart({ id: "found", title: "Chunks looked up, by source", note: "chunks per second", times, series: sources, format: (value) => rate(value), stacked: true, windowMs }),
     chart({ id: "bytes", title: "Bytes by tier", times, series: byteTiers, format: bytes, binary: true, windowMs }),
     chart({ id: "keys", title: "Chunks by tier", times, series: keyTiers, format: count, windowMs }),
-    chart({ id: "events", title: "Events", note: "keys per second that instances told, as changes and in full reports", times, series: events, format: (value) => rate(value), windowMs }),
+    chart({ id: "events", title: "Events", note: "keys per second that instances reported, as changes and in full reports", times, series: events, format: (value) => rate(value), windowMs }),
     chart({ id: "lookups", title: "Lookups at the directory", note: "questions per second", times, series: lookups, format: (value) => rate(value), windowMs }));
 }
 

@@ -1,4 +1,4 @@
-// What lies in which tier, over all instances and for each.
+// Chunks and bytes by tier, over all instances and of each instance.
 
 import { h } from "../dom.js";
 import { count, exact } from "../format.js";
@@ -6,10 +6,10 @@ import { tierOrder, tiersOf } from "../model.js";
 import { instanceLink, noInstances, usage } from "../parts.js";
 import { table } from "../table.js";
 
-let of = null; // the instances that `told` is made of
+let of = null; // the instances from which `told` was made
 let told = null;
 
-/** {sums, rows}: tiers over all instances that are not dead, and each of each. */
+/** {sums, rows}: tiers over all instances that are not dead, and the tiers of each instance. */
 function tiersIn(instances) {
   if (of === instances) return told;
   const sums = new Map();
@@ -40,7 +40,7 @@ export const tiersPage = {
     const { sums, rows } = tiersIn(live.instances);
     return [
       heading,
-      h("p", { class: "quiet" }, "L1 is shared memory and can be read by peers; the others are tiers of one instance that it reports."),
+      h("p", { class: "quiet" }, "L1 is shared memory, which peers can read; the other tiers each belong to the instance that reports them."),
       table({ id: "tiers", caption: "Tiers of the cluster", rows: sums, key: (tier) => tier.tier, deps: numbers, prefix: "all.", redraw, columns: [
         { name: "tier", title: "Tier", sort: (tier) => tierOrder(tier.tier), cell: (tier) => tier.tier },
         { name: "instances", title: "Instances", number: true, sort: (tier) => tier.instances, cell: (tier) => count(tier.instances) },

@@ -1,4 +1,4 @@
-"""From the fields of an `object_store` entry to settings. What is not ours goes to obstore as it is.
+"""The fields of an entry of type `object_store`. Fields that are not ours go to obstore unchanged.
 
 No error and no log line shows a value that may be a secret.
 """
@@ -9,83 +9,145 @@ import datetime
 import importlib.util
 import logging
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import re
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from kvstrata.config.lmcache_names import nearest
-from kvstrata.errors import ConfigError
+import msgspec
+from msgspec import Meta
 
-if TYPE_CHECKING:
-    from kvstrata.storage.fields import Fields
-    from kvstrata.storage.media.object_store.adapter import ObjectStoreSettings
+from kvstrata.config.nearest import nearest
+from kvstrata.config.secrets import scrubbed
+from kvstrata.errors import ConfigError
+from kvstrata.storage.base import StorageAdapter
+from kvstrata.storage.catalogue import Make, Medium, Reach
+from kvstrata.storage.common import COMMON
+from kvstrata.storage.media.workers import PerOpWorkers
+from kvstrata.storage.structs import Place
 
 log = logging.getLogger(__name__)
 
 MB = 1 << 20
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
-OURS = (
-    "url", "num_workers", "per_op_workers", "multipart_mb", "part_mb", "max_retries", "retry_timeout_ms",
-)  # fmt: skip
 KNOWN_TO_THE_LIBRARY = (
     "region", "endpoint", "access_key_id", "secret_access_key", "session_token", "skip_signature",
     "virtual_hosted_style_request", "allow_http", "timeout", "connect_timeout", "service_account",
     "account_name", "account_key", "sas_key", "proxy_url", "conditional_put", "s3_express",
 )  # fmt: skip
-"""The best known of its options, to name the nearest; which ones there are, it says itself."""
+"""Common options of obstore, to suggest the nearest to a wrong name; obstore itself decides which exist."""
+REPLACED = (("s3_region", "region"), ("s3_enable_s3express", "s3_express"), ("disable_tls", "allow_http"))
+"""LMCache's names of options of its `s3`, and obstore's names of the same."""
+RUNTIME_OPTIONS = frozenset({
+    "region", "s3_region", "endpoint", "access_key_id", "secret_access_key", "session_token", "skip_signature",
+    "virtual_hosted_style_request", "allow_http", "disable_tls", "timeout", "connect_timeout", "s3_express",
+    "s3_enable_s3express",
+})  # fmt: skip
+"""Options that an adapter may have that is added while the server runs: of obstore's others, some read files, and some
+name a further server."""
+_ENDPOINT = re.compile(r"https?://((?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?)/?")
+_BUCKET = re.compile(r"(?:s3a?|(gs))://([A-Za-z0-9][A-Za-z0-9._-]*)(?:/.*)?")
+_REGION = re.compile(r"[a-z0-9-]{1,40}")
+"""A region becomes a part of a host's name, so nothing in it may end that name."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 1.0
 
 
-def settings_from(fields: Fields, common: Sequence[str]) -> ObjectStoreSettings:
-    """Checked settings; nothing is connected. `common`: fields of every type. Raises ConfigError."""
-    if importlib.util.find_spec("obstore") is None:
-        fields.refuse("type", "the package obstore is missing; pip install 'kvstrata[object_store]'")
-    from kvstrata.storage.media.object_store.adapter import DEFAULT_WORKERS, ObjectStoreSettings
+class ObjectStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A bucket of S3, Google Cloud Storage or Azure, or a directory."""
 
-    options = _peer_names(fields)
-    url = _url(fields)
-    config, client = _sorted(fields, url, options, common)
-    endpoint = config.get("endpoint") or config.get("aws_endpoint") or ""
-    if str(endpoint).startswith("http://") and "allow_http" not in client:
-        raise _wrong(fields, "endpoint", 'must begin with https://, or write "allow_http": true beside it')
-    for name, value in (("timeout", "10s"), ("connect_timeout", "2s")):
-        if url.startswith("file:"):
-            break
-        client.setdefault(name, value)
-    retry = {
-        "max_retries": int(fields.number("max_retries", 3, least=0, most=20, whole=True) or 0),
-        "retry_timeout": datetime.timedelta(
-            milliseconds=fields.number("retry_timeout_ms", 5_000, least=0, most=300_000, whole=True) or 0
+    url: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="`s3://BUCKET/PREFIX`; also `gs`, `az`, `abfs`, `adl` and `file`. Without credentials.",
         ),
+    ]
+    options: Annotated[
+        dict[str, Any],
+        Meta(
+            description="Every other field is an option of obstore, such as `region`, `endpoint` or a credential."
+        ),
+    ]
+    num_workers: Annotated[
+        Annotated[int, Meta(ge=1, le=256)] | None,
+        Meta(description="Threads for the lanes that `per_op_workers` does not name."),
+    ] = None
+    per_op_workers: PerOpWorkers = {}
+    multipart_mb: Annotated[
+        float, Meta(ge=5, le=5 << 10, description="Records of more MB are uploaded in parts.")
+    ] = 64
+    part_mb: Annotated[float, Meta(ge=5, le=5 << 10, description="MB of such a part.")] = 8
+    max_retries: Annotated[
+        int, Meta(ge=0, le=20, description="How often obstore repeats a request that failed.")
+    ] = 3
+    retry_timeout_ms: Annotated[
+        int,
+        Meta(ge=0, le=300_000, description="Milliseconds after which obstore no longer repeats a request."),
+    ] = 5_000
+    s3_endpoint: Annotated[Any, Meta(description="Refused; write `url` and `endpoint`.")] = None
+    max_capacity_gb: Annotated[Any, Meta(description="Refused unless 0; object stores have no cap here.")] = (
+        None
+    )
+    s3_num_io_threads: Annotated[Any, Meta(description="Accepted, but has no effect.")] = None
+    s3_prefer_http2: Annotated[Any, Meta(description="Accepted, but has no effect.")] = None
+
+    def __repr__(self) -> str:
+        return f"ObjectStoreConfig({self.url!r}, ...)"  # some of the options are credentials
+
+
+def _missing() -> str:
+    if importlib.util.find_spec("obstore") is None:
+        return "the package obstore is missing; pip install 'kvstrata[object_store]'"
+    return ""
+
+
+def _prepare(config: ObjectStoreConfig, place: Place, name: str) -> Make:
+    from obstore.exceptions import BaseError
+
+    from kvstrata.storage.media.object_store.adapter import (
+        DEFAULT_WORKERS,
+        ObjectStoreAdapter,
+        ObjectStoreSettings,
+    )
+    from kvstrata.storage.media.object_store.failures import plain
+
+    options = _renamed(config, place)
+    url = _url(config.url, place)
+    store_options, client = _sorted(place, url, options)
+    endpoint = store_options.get("endpoint") or store_options.get("aws_endpoint") or ""
+    if str(endpoint).startswith("http://") and "allow_http" not in client:
+        raise place.hidden("endpoint", 'must begin with https://, or write "allow_http": true beside it')
+    if not url.startswith("file:"):
+        client = {"timeout": "10s", "connect_timeout": "2s", **client}
+    retry = {
+        "max_retries": config.max_retries,
+        "retry_timeout": datetime.timedelta(milliseconds=config.retry_timeout_ms),
         "backoff": {
             "init_backoff": datetime.timedelta(seconds=FIRST_PAUSE_S),
             "max_backoff": datetime.timedelta(seconds=MAX_PAUSE_S),
             "base": 2,
         },
     }
-    workers = fields.workers("per_op_workers")
-    told = fields.get("num_workers") is not None or bool(workers)
+    told = config.num_workers is not None or bool(config.per_op_workers)
     settings = ObjectStoreSettings(
         url=url,
-        connect=lambda: _connect(url, config, client, retry),
-        multipart_bytes=int((fields.number("multipart_mb", 64, least=5, most=5 << 10) or 0) * MB),
-        part_bytes=int((fields.number("part_mb", 8, least=5, most=5 << 10) or 0) * MB),
-        num_workers=int(fields.number("num_workers", 4, least=1, most=256, whole=True) or 4),
-        per_op_workers=workers if told else dict(DEFAULT_WORKERS),
+        connect=lambda: _connect(url, store_options, client, retry),
+        multipart_bytes=int(config.multipart_mb * MB),
+        part_bytes=int(config.part_mb * MB),
+        num_workers=config.num_workers or 4,
+        per_op_workers=config.per_op_workers if told else dict(DEFAULT_WORKERS),
     )
-    if not url.startswith("file:"):  # that would make the directory
-        from obstore.exceptions import BaseError
-
-        from kvstrata.storage.media.object_store.adapter import plain
-
+    if not url.startswith("file:"):  # `connect` would create the directory
         try:
             settings.connect()
         except (BaseError, TypeError, ValueError) as error:
-            where = fields.path
             raise ConfigError(
-                f"{where}: obstore refuses these options: {plain(error)}", field=where
+                f"{place.path}: obstore refuses these options: {plain(error)}", field=place.path
             ) from None
-    return settings
+
+    def make() -> StorageAdapter:
+        return ObjectStoreAdapter(settings, name=name)
+
+    return make
 
 
 def _connect(url: str, config: dict[str, Any], client: dict[str, Any], retry: dict[str, Any]) -> Any:
@@ -96,53 +158,48 @@ def _connect(url: str, config: dict[str, Any], client: dict[str, Any], retry: di
     return from_url(url, config=config, client_options=client, retry_config=retry)
 
 
-def _url(fields: Fields) -> str:
-    url = fields.text("url")
+def _url(url: str, place: Place) -> str:
     parts = urlsplit(url)
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        raise _wrong(fields, "url", "must not hold credentials or options; write them as fields")
+        raise place.hidden("url", "must not hold credentials or options; write them as fields")
     if parts.scheme not in SCHEMES:
         hint = nearest(parts.scheme, SCHEMES, cutoff=0.5)
-        raise fields.wrong("url", f"must begin with one of {', '.join(s + '://' for s in SCHEMES)}{hint}")
+        raise place.wrong("url", url, f"must begin with one of {', '.join(s + '://' for s in SCHEMES)}{hint}")
     if parts.scheme == "file":
         if parts.netloc or not os.path.isabs(parts.path) or parts.path == "/":
-            raise fields.wrong("url", "must be file:// and an absolute path of a directory")
+            raise place.wrong("url", url, "must be file:// and an absolute path of a directory")
     elif not parts.netloc:
-        raise fields.wrong("url", "must name a bucket, as in s3://BUCKET/PREFIX")
+        raise place.wrong("url", url, "must name a bucket, as in s3://BUCKET/PREFIX")
     return url.rstrip("/")
 
 
-def _peer_names(fields: Fields) -> dict[str, Any]:
-    """The fields that are not ours, with LMCache's names for its `s3` replaced."""
-    if fields.get("s3_endpoint") is not None:
-        fields.refuse(
-            "s3_endpoint",
-            'write "url": "s3://BUCKET/PREFIX" and, for a server that is not Amazon\'s, "endpoint": "https://HOST"',
-        )
-    if fields.get("max_capacity_gb"):
-        fields.refuse("max_capacity_gb", "object stores have no cap here; give the bucket a lifecycle rule")
-    fields.noted("max_capacity_gb", "object stores have no cap here")
-    fields.noted("s3_num_io_threads", "per_op_workers bounds the requests")
-    fields.noted("s3_prefer_http2", "write http1_only or http2_only for the library")
-    peers = ("s3_endpoint", "max_capacity_gb", "s3_num_io_threads", "s3_prefer_http2")
-    rest = {name: value for name, value in fields.rest().items() if name not in (*OURS, *peers)}
-    for old, new in (
-        ("s3_region", "region"),
-        ("s3_enable_s3express", "s3_express"),
-        ("disable_tls", "allow_http"),
+def _renamed(config: ObjectStoreConfig, place: Place) -> dict[str, Any]:
+    """The options under obstore's names, also those given under LMCache's names for its `s3`."""
+    if config.s3_endpoint is not None:
+        advice = 'write "url": "s3://BUCKET/PREFIX" and, for a server that is not Amazon\'s, "endpoint": "https://HOST"'
+        raise place.refused("s3_endpoint", config.s3_endpoint, advice)
+    if config.max_capacity_gb:
+        advice = "object stores have no cap here; give the bucket a lifecycle rule"
+        raise place.refused("max_capacity_gb", config.max_capacity_gb, advice)
+    for name, why in (
+        ("max_capacity_gb", "object stores have no cap here"),
+        ("s3_num_io_threads", "per_op_workers bounds the requests"),
+        ("s3_prefer_http2", "write http1_only or http2_only for the library"),
     ):
-        if old in rest:
-            log.info("%s.%s: replaced by %s, which has its value now", fields.path, old, new)
-            if new in rest:
-                raise _wrong(fields, new, f"is given as {old} too; give one of them")
-            rest[new] = rest.pop(old)
-    return rest
+        if getattr(config, name) is not None:
+            place.noted(name, why)
+    options = dict(config.options)
+    for old, new in REPLACED:
+        if old in options:
+            log.info("%s: read as %s, obstore's name of this option", place.at(old), new)
+            if new in options:
+                raise place.hidden(new, f"is given as {old} too; give one of them")
+            options[new] = options.pop(old)
+    return options
 
 
-def _sorted(
-    fields: Fields, url: str, options: dict[str, Any], common: Sequence[str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of the store and of its HTTP client. The library itself is asked whether it knows one."""
+def _sorted(place: Place, url: str, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of the store, and those of its HTTP client. obstore itself is asked whether it knows an option."""
     from obstore.exceptions import BaseError, UnknownConfigurationKeyError
     from obstore.store import HTTPStore, from_url
 
@@ -150,34 +207,55 @@ def _sorted(
     client: dict[str, Any] = {}
     for name, value in options.items():
         if not isinstance(value, str | int | float):
-            raise _wrong(fields, name, "must be a string, a number, true or false, as all options of obstore")
+            raise place.hidden(name, "must be a string, a number, true or false, like all options of obstore")
         value = value if isinstance(value, str | bool) else str(value)
         if url.startswith("file:"):
-            raise _unknown(fields, name, common)
+            raise _unknown(place, name)
         try:
             HTTPStore.from_url("http://localhost", client_options={name: value})
-        except ValueError:  # no option of the client
+        except ValueError:  # not an option of the client
             try:
                 from_url(url, config={name: value})
             except UnknownConfigurationKeyError:
-                raise _unknown(fields, name, common) from None
-            except (BaseError, TypeError, ValueError):  # known, but alone it makes no store
+                raise _unknown(place, name) from None
+            except (BaseError, TypeError, ValueError):  # a known option, but a store needs more than this one
                 pass
             config[name] = value
         except (BaseError, TypeError) as error:
-            raise _wrong(fields, name, str(error).partition("\n")[0]) from None
+            raise place.hidden(name, scrubbed(str(error).partition("\n")[0])) from None
         else:
             client[name] = value
     return config, client
 
 
-def _unknown(fields: Fields, name: str, common: Sequence[str]) -> ConfigError:
-    where = f"{fields.path}.{name}"
-    hint = nearest(name, (*OURS, *common, *KNOWN_TO_THE_LIBRARY))
-    return ConfigError(f"{where}: unknown field, and no option of obstore for this url{hint}", field=where)
+def _unknown(place: Place, name: str) -> ConfigError:
+    ours = [field for field in ObjectStoreConfig.__struct_fields__ if field != "options"]
+    hint = nearest(name, (*ours, *COMMON, *KNOWN_TO_THE_LIBRARY))
+    return place.hidden(name, f"unknown field, and not an option of obstore for this url{hint}")
 
 
-def _wrong(fields: Fields, name: str, must: str) -> ConfigError:
-    """As Fields.wrong, without the value: it may be a secret."""
-    where = f"{fields.path}.{name}"
-    return ConfigError(f"{where}: {must}", field=where)
+def _reach(config: ObjectStoreConfig, place: Place) -> Reach:
+    options = config.options
+    bucket = _BUCKET.fullmatch(config.url)
+    if bucket is None:
+        must = "must be s3://BUCKET/PREFIX or gs://BUCKET/PREFIX in an adapter that is added while the server runs"
+        raise place.wrong("url", config.url, must)
+    for name in ("region", "s3_region"):
+        if name in options and not _REGION.fullmatch(str(options[name])):
+            raise place.wrong(name, options[name], "must be letters, digits and hyphens")
+    if "endpoint" not in options:
+        return Reach(hosts={"url": [f"{bucket[1] or 's3'}://{bucket[2]}"]})
+    endpoint = _ENDPOINT.fullmatch(str(options["endpoint"]))
+    if endpoint is None:
+        raise place.hidden("endpoint", "must be https://HOST or https://HOST:PORT")
+    return Reach(hosts={"endpoint": [endpoint[1]]})
+
+
+MEDIUM = Medium(
+    ObjectStoreConfig,
+    _prepare,
+    rest="options",
+    reach=_reach,
+    runtime_rest=RUNTIME_OPTIONS,
+    refusal=_missing,
+)

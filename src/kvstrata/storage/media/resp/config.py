@@ -1,49 +1,148 @@
-"""From the fields of a `resp` entry to settings. Whatever is wrong is a ConfigError; none shows a password."""
+"""The fields of an entry of type `resp`. A wrong field raises ConfigError; no error shows a password."""
 
 from __future__ import annotations
 
 import os
 import re
 import ssl
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
+import msgspec
+from msgspec import Meta
+
 from kvstrata.config.private_file import read_private_file
-from kvstrata.errors import ConfigError
-from kvstrata.storage.media.resp.adapter import RespSettings
+from kvstrata.storage.catalogue import Make, Medium, Reach
+from kvstrata.storage.media.resp.adapter import RespAdapter, RespSettings
 from kvstrata.storage.media.resp.servers import Address, RespServers
+from kvstrata.storage.media.workers import NumWorkers, PerOpWorkers
+from kvstrata.storage.structs import Place
+from kvstrata.text import remember_secret
+from kvstrata.types import GB
 
-if TYPE_CHECKING:
-    from kvstrata.storage.fields import Fields
-
-GB = 1 << 30
 PORT, SENTINEL_PORT = 6379, 26379
+DEADLINE_MS = 5_000
 PREFIX = re.compile(r"[A-Za-z0-9_.:/@-]{1,64}")
-"""No braces, which would put all keys of a cluster into one slot; nothing that means something to SCAN."""
+"""It excludes braces, which would put all keys of a cluster into one slot, and the wildcards of SCAN."""
 PLACES = ("url", "host", "startup_nodes", "sentinels")
 PASSWORDS = ("password", "password_file", "password_env")
 TLS_FIELDS = ("tls_ca_file", "tls_cert_file", "tls_key_file", "tls_server_name")
 
 
-def settings_from(fields: Fields) -> RespSettings:
-    """Checked settings; nothing is connected. Raises ConfigError."""
-    servers = _servers(fields)
-    prefix = fields.text("key_prefix", "kvstrata:")
-    if PREFIX.fullmatch(prefix) is None:
-        raise fields.wrong("key_prefix", "must be 1 to 64 letters, digits and _ . : / @ -")
-    deadline_ms = fields.number("deadline_ms", 5_000, least=1, most=600_000, whole=True) or 0
-    timeout_s = fields.number("request_timeout", deadline_ms / 1000, least=0.001, most=600) or 0
-    settings = RespSettings(
+class RespConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A Redis or Valkey server, a cluster of them, or the master that sentinels name."""
+
+    url: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            extra={"secret": True, "empty": True},
+            description="`redis://[user@]host[:port][/database]`, `rediss://` for TLS. Exactly one of `url`, `host`, "
+            "`startup_nodes` and `sentinels` is required.",
+        ),
+    ] = None
+    host: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(extra={"empty": True}, description="Host of the server."),
+    ] = None
+    port: Annotated[
+        Annotated[int, Meta(ge=1, le=65535)] | None, Meta(description="Port of `host`; not set: 6379.")
+    ] = None
+    startup_nodes: Annotated[
+        Any,
+        Meta(
+            description='Addresses of a cluster\'s servers: `"host:port"`, several separated by commas or as a list.'
+        ),
+    ] = None
+    cluster_mode: Annotated[bool, Meta(description="The servers form a cluster.")] = False
+    sentinels: Annotated[Any, Meta(description="Addresses of sentinels, as in `startup_nodes`.")] = None
+    sentinel_master: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="Name of the master whose address the sentinels are asked for."),
+    ] = None
+    database_id: Annotated[
+        Annotated[int, Meta(ge=0, le=1 << 20)] | None, Meta(description="Number of the database; not set: 0.")
+    ] = None
+    username: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(extra={"empty": True}, description="Name of the user; needs a password."),
+    ] = None
+    password: Annotated[
+        str | None, Meta(extra={"secret": True, "empty": True}, description="Password, in plain text.")
+    ] = None
+    password_file: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(extra={"empty": True}, description="Private file with the password."),
+    ] = None
+    password_env: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(extra={"empty": True}, description="Environment variable with the password."),
+    ] = None
+    tls_enable: Annotated[bool | None, Meta(description="Use TLS; not set: only if `url` says so.")] = None
+    tls_ca_file: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="File with CA certificates for the server's; not set: those of the system."),
+    ] = None
+    tls_cert_file: Annotated[
+        Annotated[str, Meta(min_length=1)] | None, Meta(description="File with this client's certificate.")
+    ] = None
+    tls_key_file: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="File with the key of that certificate; not set: in the same file."),
+    ] = None
+    tls_server_name: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="Name that the server's certificate must have; not set: its address."),
+    ] = None
+    key_prefix: Annotated[
+        str,
+        Meta(
+            min_length=1, description="Prefix of every key; all instances that share records have the same."
+        ),
+    ] = "kvstrata:"
+    ttl_seconds: Annotated[
+        float,
+        Meta(ge=0, le=1 << 31, description="Seconds that a record lives after its put; 0: without end."),
+    ] = 0
+    max_capacity_gb: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1 << 30,
+            description="Nothing is put while the servers use more GB of memory than this; 0: no cap.",
+        ),
+    ] = 0
+    deadline_ms: Annotated[
+        Annotated[int, Meta(ge=1, le=600_000)] | None, Meta(description="As for every type.")
+    ] = None
+    request_timeout: Annotated[
+        Annotated[float, Meta(ge=0.001, le=600)] | None,
+        Meta(description="Seconds to wait for an answer; not set: `deadline_ms`, or 5 s."),
+    ] = None
+    connection_timeout: Annotated[
+        float, Meta(ge=0.01, le=600, description="Seconds to wait for a connection.")
+    ] = 2.0
+    num_workers: NumWorkers = 8
+    per_op_workers: PerOpWorkers = {}
+
+    def __repr__(self) -> str:
+        return "RespConfig(...)"  # the fields would show the password in a log
+
+
+def settings_of(config: RespConfig, place: Place) -> RespSettings:
+    """Check the fields; nothing is connected. Raises ConfigError."""
+    servers = _servers(config, place)
+    if PREFIX.fullmatch(config.key_prefix) is None:
+        raise place.wrong("key_prefix", config.key_prefix, "must be 1 to 64 letters, digits and _ . : / @ -")
+    timeout_s = config.request_timeout
+    return RespSettings(
         servers=servers,
-        key_prefix=prefix,
-        ttl_ms=int((fields.number("ttl_seconds", 0, least=0, most=1 << 31) or 0) * 1000),
-        capacity_bytes=int((fields.number("max_capacity_gb", 0, least=0, most=1 << 30) or 0) * GB),
-        request_timeout_s=timeout_s,
-        num_workers=int(fields.number("num_workers", 8, least=1, most=256, whole=True) or 8),
-        per_op_workers=fields.workers("per_op_workers"),
+        key_prefix=config.key_prefix,
+        ttl_ms=int(config.ttl_seconds * 1000),
+        capacity_bytes=int(config.max_capacity_gb * GB),
+        request_timeout_s=(config.deadline_ms or DEADLINE_MS) / 1000 if timeout_s is None else timeout_s,
+        num_workers=config.num_workers,
+        per_op_workers=config.per_op_workers,
     )
-    fields.finish()
-    return settings
 
 
 class _Url(NamedTuple):
@@ -53,82 +152,82 @@ class _Url(NamedTuple):
     tls: bool
 
 
-def _servers(fields: Fields) -> RespServers:
-    place = _one_of(fields, PLACES)
-    if place is None:
-        raise fields.wrong("host", f"must name the server, or give {', '.join(PLACES[2:])} or url instead")
-    if place != "host" and fields.get("port") is not None:
-        raise fields.wrong("port", f"goes with host; remove it, {place} says where the server is")
-    url = _url(fields) if place == "url" else None
-    if url is not None:
-        addresses: tuple[Address, ...] = (url.address,)
-    elif place == "host":
-        port = fields.number("port", PORT, least=1, most=65535, whole=True)
-        addresses = (Address(fields.text("host"), int(port or 0)),)
-    else:
-        addresses = _addresses(fields, place, SENTINEL_PORT if place == "sentinels" else PORT)
-    cluster = fields.flag("cluster_mode", False)
-    if place == "startup_nodes" and len(addresses) > 1 and not cluster:
-        raise fields.wrong("startup_nodes", "must be one server unless cluster_mode is true")
-    if place == "sentinels":
-        if cluster:
-            raise fields.wrong(
-                "cluster_mode", "must not be true with sentinels: give startup_nodes of the cluster"
-            )
-        master_name = fields.text("sentinel_master")
-    else:
-        master_name = ""
-        if fields.get("sentinel_master") is not None:
-            raise fields.wrong("sentinel_master", "goes with sentinels, the addresses of the sentinels")
-    database = int(fields.number("database_id", 0, least=0, most=1 << 20, whole=True) or 0)
-    if url is not None and url.database is not None:
-        if fields.get("database_id") is not None:
-            raise fields.wrong("database_id", "is in url too; give one of them")
-        database = url.database
-    if cluster and database:
-        raise _wrong(
-            fields,
-            "url" if url is not None and url.database else "database_id",
-            "a cluster has database 0 only",
-        )
-    username, password = _credentials(fields, url)
+def _servers(config: RespConfig, place: Place) -> RespServers:
+    source, addresses = _named(config, place)
+    url = _url(config.url, place) if config.url is not None else None
+    if source == "startup_nodes" and len(addresses) > 1 and not config.cluster_mode:
+        must = "must be one server unless cluster_mode is true"
+        raise place.wrong("startup_nodes", config.startup_nodes, must)
+    if source == "sentinels" and config.cluster_mode:
+        must = "must not be true with sentinels: give startup_nodes of the cluster"
+        raise place.wrong("cluster_mode", True, must)
+    if source == "sentinels" and config.sentinel_master is None:
+        raise place.wrong("sentinel_master", None, "must be a non-empty string")
+    if source != "sentinels" and config.sentinel_master is not None:
+        must = "needs sentinels, the addresses of the sentinels"
+        raise place.wrong("sentinel_master", config.sentinel_master, must)
+    username, password = _credentials(config, url, place)
     return RespServers(
         addresses=addresses,
-        cluster=cluster,
-        master_name=master_name,
+        cluster=config.cluster_mode,
+        master_name=config.sentinel_master or "",
         username=username,
         password=password,
-        database=database,
-        tls=_tls(fields, url),
-        tls_server_name=fields.text("tls_server_name", "")
-        if fields.get("tls_server_name") is not None
-        else "",
-        connection_timeout_s=fields.number("connection_timeout", 2.0, least=0.01, most=600) or 0,
+        database=_database(config, url, place),
+        tls=_tls(config, url, place),
+        tls_server_name=config.tls_server_name or "",
+        connection_timeout_s=config.connection_timeout,
     )
 
 
-def _url(fields: Fields) -> _Url:
-    """One that holds a password is refused: it would be shown wherever the entry is, here it is not."""
-    text = fields.get("url")
-    if not isinstance(text, str):
-        raise _wrong(fields, "url", "must be a non-empty string")
+def _named(config: RespConfig, place: Place) -> tuple[str, tuple[Address, ...]]:
+    """The field that says where the servers are, and their addresses. Raises ConfigError."""
+    source = _one_of(config, place, PLACES)
+    if source is None:
+        must = f"must name the server, or give {', '.join(PLACES[2:])} or url instead"
+        raise place.wrong("host", config.host, must)
+    if source != "host" and config.port is not None:
+        must = f"belongs to host; remove it, {source} already says where the server is"
+        raise place.wrong("port", config.port, must)
+    if config.url is not None:
+        return source, (_url(config.url, place).address,)
+    if config.host is not None:
+        return source, (Address(config.host, config.port or PORT),)
+    default_port = SENTINEL_PORT if source == "sentinels" else PORT
+    return source, _addresses(getattr(config, source), default_port, place, source)
+
+
+def _database(config: RespConfig, url: _Url | None, place: Place) -> int:
+    database = config.database_id or 0
+    if url is not None and url.database is not None:
+        if config.database_id is not None:
+            raise place.wrong("database_id", config.database_id, "is in url too; give one of them")
+        database = url.database
+    if config.cluster_mode and database:
+        named = "url" if url is not None and url.database else "database_id"
+        raise place.hidden(named, "must be 0 or not set, a cluster has only database 0")
+    return database
+
+
+def _url(text: str, place: Place) -> _Url:
+    """Take a URL apart. One with a password is refused without showing it, since pages show the entry's URL."""
     try:
         parts: SplitResult = urlsplit(text)
         host, port = parts.hostname, parts.port or PORT
     except ValueError:
-        raise _wrong(fields, "url", "its port must be a number from 1 to 65535") from None
+        raise place.hidden("url", "its port must be a number from 1 to 65535") from None
     if (
         parts.scheme not in ("redis", "rediss", "valkey", "valkeys")
         or not host
         or parts.query
         or parts.fragment
     ):
-        raise _wrong(fields, "url", "must be redis://[user@]host[:port][/database], or rediss:// for TLS")
+        raise place.hidden("url", "must be redis://[user@]host[:port][/database], or rediss:// for TLS")
     if parts.password is not None:
-        raise _wrong(fields, "url", "must hold no password: use password_file, password_env or password")
+        raise place.hidden("url", "must hold no password: use password_file, password_env or password")
     database = parts.path.strip("/")
     if database and not (database.isascii() and database.isdigit()):
-        raise _wrong(fields, "url", "its path must be the number of a database")
+        raise place.hidden("url", "its path must be empty or the number of a database")
     return _Url(
         Address(host, port),
         unquote(parts.username or ""),
@@ -137,65 +236,63 @@ def _url(fields: Fields) -> _Url:
     )
 
 
-def _addresses(fields: Fields, name: str, default_port: int) -> tuple[Address, ...]:
-    value = fields.get(name)
+def _addresses(value: Any, default_port: int, place: Place, name: str) -> tuple[Address, ...]:
     texts = value.split(",") if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise fields.wrong(name, 'must be "host:port", several with commas between or as a list')
+        raise place.wrong(name, value, 'must be "host:port", or several separated by commas or as a list')
     addresses = []
     for text in texts:
         match = re.fullmatch(r"\s*(?:\[([^\]]+)\]|([^:\[\]\s/@]+))(?::(\d{1,5}))?\s*", text)
         port = int(match[3] or default_port) if match else 0
         if match is None or not 0 < port < 65536:
-            raise fields.wrong(name, f'must hold "host:port" each, {text.strip()!r:.80} is none')
+            must = f'must hold only addresses "host:port", {text.strip()!r:.80} is not one'
+            raise place.wrong(name, value, must)
         addresses.append(Address(match[1] or match[2], port))
     return tuple(addresses)
 
 
-def _credentials(fields: Fields, url: _Url | None) -> tuple[str, str]:
-    source = _one_of(fields, PASSWORDS)
-    username = fields.text("username", "") if fields.get("username") not in (None, "") else ""
-    password = ""
+def _credentials(config: RespConfig, url: _Url | None, place: Place) -> tuple[str, str]:
+    source = _one_of(config, place, PASSWORDS)
+    username, password = config.username or "", ""
     if source == "password":
-        value = fields.get("password")
-        if not isinstance(value, str):
-            raise _wrong(fields, "password", "must be a string")
-        password = value
-    elif source == "password_file":
-        path = os.path.expanduser(fields.text("password_file"))
-        password = read_private_file(path, f"{fields.path}.password_file").rstrip("\r\n")
+        password = config.password or ""
+    elif config.password_file is not None:
+        path = os.path.expanduser(config.password_file)
+        password = read_private_file(path, place.at("password_file")).rstrip("\r\n")
         if not password:
-            raise fields.wrong("password_file", "is empty, write the password into it")
-    elif source == "password_env":
-        password = os.environ.get(fields.text("password_env"), "")
+            raise place.wrong("password_file", config.password_file, "is empty; write the password into it")
+    elif config.password_env is not None:
+        password = os.environ.get(config.password_env, "")
         if not password:
-            raise fields.wrong("password_env", "must name an environment variable that holds the password")
+            must = "must name an environment variable that is set to the password"
+            raise place.wrong("password_env", config.password_env, must)
+    remember_secret(password)
     if url is not None and url.username:
         if username:
-            raise fields.wrong("username", "is in url too; give one of them")
+            raise place.wrong("username", username, "is in url too; give one of them")
         username = url.username
     if username and not password:
-        raise _wrong(
-            fields, "username", "a username needs a password: give password_file, password_env or password"
+        raise place.hidden(
+            "username", "a username needs a password: give password_file, password_env or password"
         )
     return username, password
 
 
-def _tls(fields: Fields, url: _Url | None) -> ssl.SSLContext | None:
-    given = [name for name in TLS_FIELDS if fields.get(name) is not None]
-    enabled = fields.flag("tls_enable", url is not None and url.tls)
-    if not enabled:
-        if url is not None and url.tls:
-            raise fields.wrong("tls_enable", "must not be false with a URL that says TLS")
-        if given:
-            raise fields.wrong(given[0], "needs tls_enable true, or a rediss:// URL")
+def _tls(config: RespConfig, url: _Url | None, place: Place) -> ssl.SSLContext | None:
+    given = {name: value for name in TLS_FIELDS if (value := getattr(config, name)) is not None}
+    by_url = url is not None and url.tls
+    if not (by_url if config.tls_enable is None else config.tls_enable):
+        if by_url:
+            raise place.wrong("tls_enable", False, "must not be false with a rediss:// URL")
+        for name, value in given.items():
+            raise place.wrong(name, value, "needs tls_enable true, or a rediss:// URL")
         return None
-    files = {name: os.path.expanduser(fields.text(name)) for name in given if name != "tls_server_name"}
+    files = {name: os.path.expanduser(path) for name, path in given.items() if name != "tls_server_name"}
     if "tls_key_file" in files and "tls_cert_file" not in files:
-        raise fields.wrong("tls_key_file", "goes with tls_cert_file")
+        raise place.wrong("tls_key_file", given["tls_key_file"], "needs tls_cert_file")
     for name, path in files.items():
         if not os.path.isfile(path):
-            raise fields.wrong(name, "must be a file that is there")
+            raise place.wrong(name, given[name], "must be an existing file")
     name = "tls_ca_file"
     try:
         context = ssl.create_default_context(cafile=files.get(name))
@@ -203,18 +300,25 @@ def _tls(fields: Fields, url: _Url | None) -> ssl.SSLContext | None:
             name = "tls_cert_file"
             context.load_cert_chain(files[name], files.get("tls_key_file"))
     except OSError as error:
-        raise fields.wrong(name, f"cannot be used ({error})") from None
+        raise place.wrong(name, given.get(name), f"cannot be used ({error})") from None
     return context
 
 
-def _one_of(fields: Fields, names: tuple[str, ...]) -> str | None:
-    given = [name for name in names if fields.get(name) not in (None, "")]
+def _one_of(config: RespConfig, place: Place, names: tuple[str, ...]) -> str | None:
+    given = [name for name in names if getattr(config, name) not in (None, "")]
     if len(given) > 1:
-        raise _wrong(fields, given[1], f"{given[0]} is given too; give one of {', '.join(names)}")
+        raise place.hidden(given[1], f"{given[0]} is given too; give one of {', '.join(names)}")
     return given[0] if given else None
 
 
-def _wrong(fields: Fields, name: str, must: str) -> ConfigError:
-    """As `fields.wrong`, for a value that may be a secret."""
-    where = f"{fields.path}.{name}"
-    return ConfigError(f"{where}: {must}", field=where)
+def _prepare(config: RespConfig, place: Place, name: str) -> Make:
+    settings = settings_of(config, place)
+    return lambda: RespAdapter(settings, name=name)
+
+
+def _reach(config: RespConfig, place: Place) -> Reach:
+    source, addresses = _named(config, place)
+    return Reach(hosts={source: [str(address) for address in addresses]})
+
+
+MEDIUM = Medium(RespConfig, _prepare, reach=_reach)

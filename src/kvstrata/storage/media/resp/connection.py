@@ -3,11 +3,13 @@
     replies    +text  -error text  :integer  $length CRLF bytes  *count replies; $-1 and *-1 are None
 
 Invariants
-1. Every wait ends at `deadline_s`, whatever comes in how slowly.
-2. After LinkLost the connection is out of step with its peer and must be closed. A ServerError is an ordinary reply.
-3. What a peer can make us keep is bounded; the bytes of a value go into the caller's memory only.
+1. Every wait ends at `deadline_s`, also when bytes arrive slowly.
+2. After LinkLost the next bytes may belong to an old reply, so the connection must be closed.  A ServerError is an
+   ordinary reply.
+3. The server can make this process keep a bounded number of bytes; the bytes of a value go into the caller's memory.
 
-Not here: which server, when to connect, what commands mean.  One thread at a time uses a link.
+One thread at a time uses a link.  servers.py decides which server to connect to and when; what commands mean is the
+caller's business.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ import time
 from collections.abc import Sequence
 
 BUFFER_BYTES = 1 << 16
-"""Longest line of a peer."""
+"""Longest line of the server."""
 MAX_BULK_BYTES = 1 << 20
-"""Longest value that `reply` takes; records are read by `read_into`."""
+"""Longest value that `reply` accepts; records are read by `read_into`."""
 MAX_ARRAY_BYTES, ITEM_BYTES, MAX_DEPTH = 1 << 26, 64, 8
-"""An array with all that is in it, and what an item of it takes besides its bytes."""
+"""Most bytes of an array with all its items, and the bytes that each item counts beside its own."""
+MAX_VALUE_BYTES = 512 << 20
+"""Longest value of the servers with their default settings (proto-max-bulk-len)."""
+LARGEST_NUMBER = (1 << 63) - 1
 SOME_BUFFERS = 512
 """Buffers of one system call, below the kernel's limit of 1024."""
 SHOWN_BYTES = 60
@@ -33,7 +38,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class LinkLost(Exception):
-    """The connection cannot be used any more. `reason` is a word for outcomes, `str()` a sentence."""
+    """The connection cannot be used any more. `reason` is a short word for outcomes, `str()` a sentence."""
 
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(sentence)
@@ -73,14 +78,14 @@ class Link:
         self._view = memoryview(self._buffer)
         self._begin = self._end = 0
         self._array_bytes = 0
-        """Of the array that is being read."""
+        """Bytes of the array that is being read."""
 
     def close(self) -> None:
         """Idempotent."""
         self._socket.close()
 
     def is_quiet(self) -> bool:
-        """Nothing came since the last reply: the peer has neither closed nor said what nobody asked for."""
+        """Nothing has arrived since the last reply: the server has neither closed nor sent anything unasked."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return self._begin == self._end and not poll.poll(0)
@@ -148,17 +153,19 @@ class Link:
             raise _strange(line)
 
     def value_length(self) -> int | ServerError | None:
-        """Of a reply that is a value: its length, and `read_into` or `skip` must follow; or that there is none."""
+        """The length of the value that the reply announces; `read_into` or `skip` must follow. None: no value."""
         line = self._line()
         if line[:1] == b"$":
             length = _number(line)
+            if length > MAX_VALUE_BYTES:
+                raise _strange(line)
             return None if length < 0 else length
         if line[:1] == b"-":
             return ServerError(line[1:].decode(errors="replace"))
         raise _strange(line)
 
     def read_into(self, view: memoryview) -> None:
-        """The value that was announced, which has the view's length. Raises LinkLost."""
+        """Read the announced value, which must have the view's length. Raises LinkLost."""
         length = len(view)
         done = min(self._end - self._begin, length)
         view[:done] = self._view[self._begin : self._begin + done]
@@ -168,7 +175,7 @@ class Link:
         self._end_of_value()
 
     def skip(self, length: int) -> None:
-        """Throw the value that was announced away. Raises LinkLost."""
+        """Read the announced value and throw it away. Raises LinkLost."""
         while length > 0:
             if self._begin == self._end:
                 self._begin, self._end = 0, self._receive(self._view)
@@ -184,7 +191,7 @@ class Link:
     def _line(self) -> bytes:
         searched = self._begin
         while True:
-            # A line feed alone may be the end of what came: its carriage return was before it.
+            # The piece that arrived last may begin with the line feed whose carriage return ended the piece before.
             at = self._buffer.find(b"\r\n", searched, self._end)
             if at >= 0:
                 line = bytes(self._view[self._begin : at])
@@ -220,7 +227,7 @@ class Link:
         if self._tls:
             self._socket.settimeout(left_s)
             return
-        # Python's own timeout would make the socket non-blocking, and a value would be read piece by piece.
+        # Python's own timeout would make the socket non-blocking, and values would arrive in small pieces.
         time_limit = struct.pack("@ll", *divmod(int(left_s * 1e6) + 1, 1_000_000))
         option = socket.SO_SNDTIMEO if sending else socket.SO_RCVTIMEO
         self._socket.setsockopt(socket.SOL_SOCKET, option, time_limit)
@@ -238,11 +245,14 @@ def _strange(line: bytes) -> LinkLost:
         hint = ", this is a web server"
     elif line[:1] in (b"\x15", b"\x16"):
         hint = ", which looks like TLS: set tls_enable"
-    return LinkLost("protocol", f"what answers is no Redis or Valkey{hint}: {line[:SHOWN_BYTES]!r}")
+    return LinkLost("protocol", f"the server is not Redis or Valkey{hint}: {line[:SHOWN_BYTES]!r}")
 
 
 def _number(line: bytes) -> int:
     try:
-        return int(line[1:])
+        number = int(line[1:])
     except ValueError:
         raise _strange(line) from None
+    if not -LARGEST_NUMBER <= number <= LARGEST_NUMBER:
+        raise _strange(line)
+    return number

@@ -1,18 +1,18 @@
-"""Which server holds a key, and connections to it: one server, a cluster, or what sentinels say is the master.
+"""The servers and the connections to them: one server, a cluster, or the master that sentinels name.
 
-    single     the address that was given
+    single     the configured address
     cluster    CRC16 of a key's name -> slot -> master, by CLUSTER SLOTS of any node; asked again when a node says MOVED
                or is lost
-    sentinel   the master's address is asked of the sentinels, at first and whenever it is lost or turns read-only
+    sentinel   the sentinels are asked for the master's address at first, and whenever it is lost or turns read-only
 
 Invariants
-1. A connection has one user at a time; one on which anything went wrong is closed, and so are the idle ones beside it.
-2. While a server cannot be reached or denies us, one caller at a time tries it, after pauses of PAUSE_S, doubled up to
-   MAX_PAUSE_S; all others are told what that one found, at once.
-3. Nothing that the user must keep to himself is in an error or in a log, and a server that does not speak RESP is not
-   shown the password.
+1. A connection has one user at a time.  When anything goes wrong on it, it is closed together with the idle connections
+   to the same server.
+2. While a server cannot be reached or refuses us, one caller at a time tries it, after pauses of PAUSE_S, doubled up to
+   MAX_PAUSE_S; all other callers get that caller's result at once.
+3. No error and no log line holds a secret, and the password is only sent to a server that speaks RESP.
 
-All functions block; they are called in the lanes' threads.
+All functions block; the lanes' threads call them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ from typing import NamedTuple
 import msgspec
 
 from kvstrata.errors import StorageError
+from kvstrata.policy.reasons import CLOSED
 from kvstrata.storage.media.resp.connection import Link, LinkLost, Reply, ServerError, command
+from kvstrata.storage.media.resp.replies import fields_of, number_in, port_of, reason_of
 
 log = logging.getLogger(__name__)
 
 SLOTS = 1 << 14
 PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 ASK_PAUSE_S = 0.3
-"""Between two questions who holds what, once that was known."""
+"""Shortest time between two questions about which server has which slots, once that was known."""
+MOST_NODES = 1024
+"""Servers that are remembered at a time, in use or not; redirections name any."""
 LEAST_VERSION = (4, 0)
 """The first server with UNLINK."""
 
@@ -55,16 +59,16 @@ class RespServers(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach the servers; checked. Secrets are bytes, which `repr` of this does not show."""
 
     addresses: tuple[Address, ...]
-    """The server; or some of a cluster's nodes, or the sentinels."""
+    """The server, some nodes of the cluster, or the sentinels."""
     cluster: bool = False
     master_name: str = ""
-    """What the sentinels call the master; empty without sentinels."""
+    """The sentinels' name for the master; empty without sentinels."""
     username: str = ""
     password: str = ""
     database: int = 0
     tls: ssl.SSLContext | None = None
     tls_server_name: str = ""
-    """What the server's certificate is for, where that is not the host that was given."""
+    """The name that the server's certificate must have; empty: the configured host."""
     connection_timeout_s: float = 2.0
 
     def __repr__(self) -> str:
@@ -72,7 +76,7 @@ class RespServers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Node:
-    """One server's connections and whether it can be reached."""
+    """One server: its connections, and whether it can be reached."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -80,7 +84,7 @@ class _Node:
         self.failures = 0
         """In a row."""
         self.denied = False
-        """The last of them: it answers, and refuses us."""
+        """The last failure was a refusal: the server answers, and does not let us in."""
         self.try_at_s = 0.0
         self.trying = False
 
@@ -93,24 +97,24 @@ class Servers:
         self._settings = settings
         self._lock = threading.Lock()
         self._asking = threading.Lock()
-        """Held by the one thread that asks who holds what."""
+        """Held by the one thread that asks which server has which slots."""
         self._nodes: dict[Address, _Node] = {}
         self._slots: list[Address] = []
-        """Of a cluster, by number."""
+        """Master of each slot of a cluster."""
         self._master = settings.addresses[0]
-        """Of all keys, where there is no cluster."""
+        """The server of all keys, without a cluster."""
         self._stale = True
         self._ask_at_s = 0.0
         self._closed = False
         self.connections = 0
-        """Made so far."""
+        """Connections made so far."""
         self.lost = 0
         """Connections that broke, or on which an answer came too late."""
 
-    # -- who holds what ------------------------------------------------------------------------------------
+    # -- which server has a key ----------------------------------------------------------------------------
 
     def of(self, name: bytes) -> Address:
-        """The server of a key's name. Raises LinkLost."""
+        """The server that has the key of this name. Raises LinkLost."""
         if self._stale:
             self._ask()
         if not self._settings.cluster:
@@ -118,7 +122,7 @@ class Servers:
         return self._slots[slot_of(name)]
 
     def group(self, names: Sequence[bytes]) -> dict[Address, Sequence[int]]:
-        """As `of` for each: the places of the names of each server. Raises LinkLost."""
+        """For each server the indices of the names that it has. Raises LinkLost."""
         if self._stale:
             self._ask()
         if not self._settings.cluster:
@@ -129,23 +133,23 @@ class Servers:
         return dict(groups)
 
     def known(self, name: bytes) -> Address | None:
-        """As `of`, as far as it is known now. Never blocks."""
+        """As `of`, without asking: None if it is not known now. Never blocks."""
         return self._slots[slot_of(name)] if self._slots else None
 
     def masters(self) -> list[Address]:
-        """All servers that hold keys. Raises LinkLost."""
+        """All servers that have keys. Raises LinkLost."""
         if self._stale:
             self._ask()
         return list(dict.fromkeys(self._slots)) if self._settings.cluster else [self._master]
 
     def moved(self, names: Sequence[bytes], address: Address) -> None:
-        """A node says that this one has these keys now, and with them perhaps others."""
+        """A node has answered that `address` has these keys now; other keys may have moved too."""
         for name in names:
             self._slots[slot_of(name)] = address
         self._doubt()
 
     def _doubt(self) -> None:
-        """What is known of who holds what may be no longer true."""
+        """Ask again which server has which slots: what is known may no longer be true."""
         self._stale = bool(self._settings.cluster or self._settings.master_name)
 
     def _ask(self) -> None:
@@ -154,7 +158,7 @@ class Servers:
             self._stale = False
             return
         known = bool(self._slots) if settings.cluster else self._master != settings.addresses[0]
-        # Who knows an old answer goes on with it, while another thread asks and for a short while after.
+        # While another thread asks, and for a short while after, callers go on with the old answer if there is one.
         if known and time.monotonic() < self._ask_at_s:
             return
         if not self._asking.acquire(blocking=not known):
@@ -169,7 +173,7 @@ class Servers:
         except LinkLost as lost:
             if not known:
                 raise
-            log.warning("%s: it is not known who holds what now: %s", self._name, lost)
+            log.warning("%s: cannot find out which server has which keys now: %s", self._name, lost)
         finally:
             self._ask_at_s = time.monotonic() + ASK_PAUSE_S
             self._asking.release()
@@ -200,22 +204,22 @@ class Servers:
                 wrong = lost
                 continue
             match reply:
-                case [bytes() as host, bytes() as port] if port.isdigit():
-                    return Address(host.decode(errors="replace"), int(port))
+                case [bytes() as host, bytes() as port] if port_of(port):
+                    return Address(host.decode(errors="replace"), port_of(port))
                 case None:
                     wrong = LinkLost(
                         "unreachable",
                         f"sentinel_master: the sentinel {address} knows no master {settings.master_name!r}",
                     )
                 case _:
-                    wrong = LinkLost("protocol", f"{address} is no sentinel: it answers {reply!r:.80}")
+                    wrong = LinkLost("protocol", f"{address} is not a sentinel: it answers {reply!r:.80}")
         raise wrong
 
     # -- connections ---------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def link(self, address: Address, deadline_s: float) -> Iterator[Link]:
-        """A connection for the body alone. Raises LinkLost, also what the body raised."""
+        """A connection for the body's exclusive use. Raises LinkLost, its own or the body's."""
         node = self._node(address)
         link = self._take(node, deadline_s)
         try:
@@ -233,7 +237,7 @@ class Servers:
         link.close()
 
     def close(self) -> None:
-        """Close what is idle; what is in use is closed by its user. Idempotent."""
+        """Close the idle connections; users close those in use. Idempotent."""
         with self._lock:
             self._closed = True
             idle = [link for node in self._nodes.values() for link in node.idle]
@@ -243,13 +247,16 @@ class Servers:
 
     def _node(self, address: Address) -> _Node:
         with self._lock:
+            if address not in self._nodes and len(self._nodes) >= MOST_NODES:
+                for old in [old for old, node in self._nodes.items() if not node.idle and not node.trying]:
+                    del self._nodes[old]
             return self._nodes.setdefault(address, _Node(address))
 
     def _take(self, node: _Node, deadline_s: float) -> Link:
         while True:
             with self._lock:
                 if self._closed:
-                    raise LinkLost("closed", "the adapter is closed")
+                    raise LinkLost(CLOSED, "the adapter is closed")
                 link = node.idle.pop() if node.idle else None
                 if link is None:
                     if node.failures and (node.trying or time.monotonic() < node.try_at_s):
@@ -277,7 +284,7 @@ class Servers:
         return link
 
     def _broke(self, node: _Node, error: LinkLost) -> None:
-        """Drop the idle connections too: the next user finds out with a new one."""
+        """A connection broke: drop the idle ones too, so that the next user tries a new one."""
         with self._lock:
             idle, node.idle = node.idle, []
             node.failures += 1
@@ -294,13 +301,13 @@ class Servers:
         self._doubt()
 
     def _connect(self, address: Address, *, sentinel: bool = False) -> Link:
-        """A new connection that may be used. Raises LinkLost."""
+        """A new connection, logged in and ready for use. Raises LinkLost."""
         settings = self._settings
         deadline_s = time.monotonic() + settings.connection_timeout_s
         try:
             connected = socket.create_connection(address, settings.connection_timeout_s)
-        except OSError as error:
-            sentence = f"cannot be reached: {error.strerror or error}"
+        except (OSError, ValueError) as error:  # ValueError: a server has named an impossible host
+            sentence = f"cannot be reached: {getattr(error, 'strerror', None) or error}"
             raise LinkLost("unreachable", sentence) from None
         try:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -325,7 +332,7 @@ class Servers:
         return link
 
     def _greet(self, link: Link, *, sentinel: bool) -> None:
-        """PING before AUTH: what is no server of ours is not told the password. Raises LinkLost."""
+        """Log in. PING comes before AUTH, so that only a server that speaks RESP gets the password. Raises LinkLost."""
         settings = self._settings
         link.send([command(b"PING")])
         reply = link.reply()
@@ -355,13 +362,13 @@ class Servers:
             link.send([command(b"ROLE")])
             reply = link.reply()
             if isinstance(reply, list) and reply and reply[0] != b"master":
-                # In the middle of a failover; the sentinels will know.
-                raise LinkLost("read_only", "the server is no master any more")
+                # This is the middle of a failover; the sentinels will name the new master.
+                raise LinkLost("read_only", "the server is no longer a master")
 
     # -- at the start --------------------------------------------------------------------------------------
 
     def check(self) -> list[tuple[Address, dict[str, str]]]:
-        """What each server says of itself (INFO). Raises StorageError that says what to change."""
+        """Each server's INFO. Raises StorageError that says what to change if a server cannot be used."""
         try:
             described = [(address, self._describe(address)) for address in self._places_to_check()]
         except LinkLost as lost:
@@ -374,7 +381,7 @@ class Servers:
     def _places_to_check(self) -> list[Address]:
         if not self._settings.cluster:
             return self.masters()
-        # Before CLUSTER SLOTS, so that a server without a cluster is told as such.
+        # Ask before CLUSTER SLOTS, so that the error names a server that is in no cluster as such.
         wrong: LinkLost | None = None
         for address in self._settings.addresses:
             try:
@@ -384,7 +391,8 @@ class Servers:
                 continue
             if server.get("cluster_enabled") != "1":
                 raise LinkLost(
-                    "refused", f"{address} is in no cluster: set cluster_mode to false and give host and port"
+                    "refused",
+                    f"{address} belongs to no cluster: set cluster_mode to false and give host and port",
                 )
             return self.masters()
         assert wrong is not None
@@ -402,15 +410,13 @@ class Servers:
         return fields_of(reply)
 
     def _wrong_with(self, server: dict[str, str]) -> str:
-        """Why this server cannot be used, with what to change; empty if it can."""
-        version = tuple(
-            int(part) for part in server.get("redis_version", "0").split(".")[:2] if part.isdigit()
-        )
+        """Why this server cannot be used, and what to change; empty if it can."""
+        version = tuple(number_in({"": part}, "") for part in server.get("redis_version", "0").split(".")[:2])
         if server.get("redis_mode", server.get("server_mode")) == "sentinel":
             return "is a sentinel: give its address in sentinels, and sentinel_master"
         if version < LEAST_VERSION:
             least = ".".join(map(str, LEAST_VERSION))
-            return f"is version {server.get('redis_version', 'unknown')} of the server, at least {least} is needed"
+            return f"has server version {server.get('redis_version', 'unknown')}, at least {least} is needed"
         if server.get("cluster_enabled") == "1" and not self._settings.cluster:
             return "is a node of a cluster: set cluster_mode to true"
         if server.get("role") == "slave":
@@ -420,50 +426,21 @@ class Servers:
 
 
 def slot_of(name: bytes) -> int:
-    """The cluster's slot of a key; our names have no braces."""
+    """The cluster's slot of a key, whose name has no braces."""
     return binascii.crc_hqx(name, 0) % SLOTS
 
 
-def fields_of(text: bytes) -> dict[str, str]:
-    """The lines `name:value` of INFO."""
-    lines = text.decode(errors="replace").splitlines()
-    return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
-
-
-def reason_of(reply: Reply) -> str:
-    """The word for outcomes of a reply that is not what was asked for."""
-    if not isinstance(reply, ServerError):
-        return "protocol"
-    return _REASONS.get(reply.code, "server_error")
-
-
-_REASONS = {
-    "OOM": "full",
-    "LOADING": "loading",
-    "BUSY": "busy",
-    "READONLY": "read_only",
-    "MASTERDOWN": "read_only",
-    "NOAUTH": "denied",
-    "NOPERM": "denied",
-    "WRONGPASS": "denied",
-    "CLUSTERDOWN": "cluster_down",
-    "TRYAGAIN": "cluster_down",
-    "MOVED": "cluster_down",
-    "ASK": "cluster_down",
-}
-
-
 def _slots(reply: Reply, asked: Address) -> list[Address]:
-    """CLUSTER SLOTS as a table. Raises LinkLost where it is none, or slots are nobody's."""
+    """The master of each slot by CLUSTER SLOTS. Raises LinkLost for an invalid reply, or if a slot has no master."""
     if not isinstance(reply, list):
         raise LinkLost(reason_of(reply), f"{asked}: CLUSTER SLOTS is answered with {reply!r:.80}")
     table: list[Address | None] = [None] * SLOTS
     for row in reply:
         match row:
             case [int() as first, int() as last, [host, int() as port, *_], *_] if (
-                0 <= first <= last < SLOTS and isinstance(host, bytes | None)
+                0 <= first <= last < SLOTS and isinstance(host, bytes | None) and 0 < port < 1 << 16
             ):
-                # A node that does not know its own address means the one it was asked at.
+                # An empty address stands for the node itself, at the address where it was asked.
                 where = host.decode(errors="replace") if host and host != b"?" else asked.host
                 table[first : last + 1] = [Address(where, port)] * (last + 1 - first)
             case _:
@@ -478,7 +455,7 @@ def _slots(reply: Reply, asked: Address) -> list[Address]:
 
 def _tls_advice(error: OSError) -> str:
     if isinstance(error, TimeoutError):
-        return "no answer in time; a server without TLS says nothing: set tls_enable to false there"
+        return "no answer in time; a server without TLS stays silent: set tls_enable to false for it"
     if isinstance(error, ssl.SSLCertVerificationError):
         return (
             f"the server's certificate is not accepted: {error.verify_message}; give the CA in tls_ca_file, or the name"

@@ -1,0 +1,88 @@
+"""docs/l2-adapters.md and its JSON schema."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterable
+
+import msgspec
+
+from docs.generate.configuration import rows as setting_rows
+from docs.generate.source import GENERATED, table
+from kvstrata.storage import catalogue
+from kvstrata.storage.common import CommonFields
+
+ADAPTERS = """# Types of L2 adapters
+
+{}
+An entry of `l2_adapters`, and the JSON of `--l2-adapter`, has the fields of its type and those that all types have. A
+wrong field stops the start with an error that names it; a field that is `null` counts as not set.
+[l2-adapter.schema.json](l2-adapter.schema.json) says the same as a JSON schema. Types of installed packages (see
+[Writing an adapter](writing-an-adapter.md)) are in neither.
+"""
+NOT_FOR_USERS = ("peer", "fault_inject")
+"""`peer` is made by the server itself, `fault_inject` is for tests."""
+
+
+def media() -> dict[str, tuple[catalogue.Medium, list[str]]]:
+    """Own types by what their entry points name: each with the names of the type."""
+    found: dict[str, tuple[catalogue.Medium, list[str]]] = {}
+    for name, point in sorted(catalogue.own_points().items()):
+        if name not in NOT_FOR_USERS:
+            found.setdefault(point.value, (catalogue.load(point.value), []))[1].append(name)
+    return found
+
+
+def adapters() -> str:
+    """docs/adapters.md"""
+
+    def fields_of(struct: type[msgspec.Struct], rest: str = "", without: Iterable[str] = ()) -> str:
+        rows = [
+            [
+                "every other field" if name == rest else f"`{name}`",
+                kind,
+                "" if name == rest else f"`{default}`",
+                says,
+            ]
+            for name, kind, default, says in setting_rows(struct)
+            if name not in without
+        ]
+        return table(["field", "values", "default", "meaning"], rows)
+
+    parts = [ADAPTERS.format(GENERATED.format("the structs in `src/kvstrata/storage`"))]
+    parts.append(f"\n## Every type\n\n{fields_of(CommonFields)}")
+    for medium, names in media().values():
+        parts.append(f"\n## {', '.join(f'`{name}`' for name in names)}\n\n{inspect.getdoc(medium.config)}")
+        if medium.hosted:
+            parts.append(" It runs in a process of its own unless `isolation` says otherwise.")
+        parts.append(f"\n\n{fields_of(medium.config, medium.rest, ('deadline_ms',))}")
+    return "".join(parts)
+
+
+def adapter_schema() -> str:
+    """docs/l2-adapter.schema.json"""
+    structs = [CommonFields, *(medium.config for medium, _ in media().values())]
+    _, parts = msgspec.json.schema_components(structs, ref_template="#/$defs/{name}")
+    common = parts.pop("CommonFields")["properties"]
+    kinds_ = []
+    for medium, names in media().values():
+        own = parts.pop(medium.config.__name__)
+        properties = {name: says for name, says in own["properties"].items() if name != medium.rest}
+        kinds_.append(
+            {
+                "title": names[0],
+                "description": inspect.getdoc(medium.config),
+                "type": "object",
+                "properties": {**common, **properties, "type": {"enum": names}},
+                "required": ["type", *(name for name in own.get("required", ()) if name != medium.rest)],
+                "additionalProperties": bool(medium.rest),
+            }
+        )
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "An entry of l2_adapters",
+        "oneOf": kinds_,
+        "$defs": parts,
+    }
+    return json.dumps(schema, indent=1) + "\n"

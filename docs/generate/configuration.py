@@ -1,0 +1,118 @@
+"""docs/configuration.md out of the settings structs."""
+
+from __future__ import annotations
+
+import enum
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from kvstrata.config.lmcache_names import (
+    CLIENT_KEY_PREFIXES,
+    CLIENT_KEYS,
+    CONNECTOR_EXTRA,
+    CONNECTOR_EXTRA_PREFIXES,
+    FLAG_PREFIXES,
+    SERVER_FLAGS,
+    Name,
+)
+from kvstrata.config.load import OTHER_ENV, bare_type
+from kvstrata.config.model import ClientSettings, ControllerSettings, ServerSettings
+
+_INTRO = """# Configuration
+
+Generated from the code by `make docs`; to change it, change the structs in `src/kvstrata/config/model.py`.
+
+`lmcache-server` takes settings from, later wins: defaults, the YAML file of `--config` (or of
+`KVSTRATA_CONFIG_FILE`), `KVSTRATA_<SECTION>_<KEY>` variables, flags.
+The vLLM connector takes them from, later wins: the YAML file in `LMCACHE_CONFIG_FILE`, `LMCACHE_<KEY>`
+variables, `kv_connector_extra_config`.
+`lmcache-controller` takes them from, later wins: defaults, the YAML file of `--config`,
+`KVSTRATA_CONTROLLER_<SECTION>_<KEY>` variables, flags.
+A wrong key or value stops the start with an error that names it. Working files are in `configs/`.
+"""
+
+
+def rows(struct: type[msgspec.Struct], path: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """(dotted key, type and bounds, default, meaning) of every setting below a struct."""
+    for field in msgspec.structs.fields(struct):
+        inner = bare_type(field.type)
+        name = path + field.name
+        if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+            yield from rows(inner, name + ".")
+            continue
+        default: Any = field.default
+        if default is msgspec.NODEFAULT:
+            default = (
+                field.default_factory() if field.default_factory is not msgspec.NODEFAULT else "required"
+            )
+        shown = "not set" if default is None else '""' if default == "" else str(default)
+        yield name, _kind(field.type), shown, _meaning(field.type)
+
+
+def reference() -> str:
+    """The whole page."""
+    parts = [_INTRO]
+    for title, struct in (
+        ("Server", ServerSettings),
+        ("vLLM connector and other clients", ClientSettings),
+        ("Controller", ControllerSettings),
+    ):
+        parts.append(f"\n## {title}\n\n| key | values | default | meaning |\n|---|---|---|---|\n")
+        parts += [
+            f"| `{key}` | {kind} | `{default}` | {says} |\n" for key, kind, default, says in rows(struct)
+        ]
+    parts.append(
+        "\n## Other variables\n\n| variable | meaning |\n|---|---|\n"
+        + "".join(
+            f"| `{name}` | {says} |\n" for name, says in OTHER_ENV.items() if name != "KVSTRATA_FAILPOINTS"
+        )
+    )
+    parts.append(
+        "\n## Names of LMCache\n\nCommand lines, files and settings written for LMCache work, or say what to"
+        " change. *kept*: same meaning; *noted*: accepted, the log says why it has no effect; *replaced* and"
+        " *refused*: an error (or, for settings that moved to the server, a warning) that says what to use.\n"
+    )
+    for title, tables in (
+        ("`lmcache server` flags", (SERVER_FLAGS, FLAG_PREFIXES)),
+        ("`kv_connector_extra_config`", (CONNECTOR_EXTRA, CONNECTOR_EXTRA_PREFIXES)),
+        ("`LMCACHE_CONFIG_FILE` keys and `LMCACHE_<KEY>` variables", (CLIENT_KEYS, CLIENT_KEY_PREFIXES)),
+    ):
+        parts.append(f"\n### {title}\n\n| name | here | |\n|---|---|---|\n")
+        parts += [_name_row(name, entry) for name, entry in tables[0].items()]
+        parts += [_name_row(name + "*", entry) for name, entry in tables[1].items()]
+    return "".join(parts)
+
+
+def _name_row(name: str, entry: Name) -> str:
+    target = f"`{entry.target}`" if entry.target else ""
+    return f"| `{name}` | {entry.fate} | {' '.join(filter(None, (target, entry.say)))} |\n".replace(
+        "\\|", "|"
+    )
+
+
+def _kind(kind: Any) -> str:
+    bounds = ""
+    if typing.get_origin(kind) is typing.Annotated:
+        kind, *metas = typing.get_args(kind)
+        for meta in metas:
+            marks = (("≥", meta.ge), (">", meta.gt), ("≤", meta.le), ("<", meta.lt))
+            bounds += "".join(f", {mark} {bound}" for mark, bound in marks if bound is not None)
+    inner = bare_type(kind)
+    if inner is not kind:
+        return _kind(next((arg for arg in typing.get_args(kind) if arg is not type(None)), kind)) + bounds
+    if typing.get_origin(kind) is typing.Literal:
+        return ", ".join(f"`{value}`" for value in typing.get_args(kind))
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return ", ".join(f"`{member.value}`" for member in kind)
+    names = {int: "integer", float: "number", str: "text", bool: "`true`, `false`", Any: "any"}
+    origin = {list: "list", dict: "mapping"}.get(typing.get_origin(kind), str(kind))
+    return names.get(kind, origin) + bounds
+
+
+def _meaning(kind: Any) -> str:
+    if typing.get_origin(kind) is typing.Annotated:
+        return next((meta.description for meta in typing.get_args(kind)[1:] if meta.description), "")
+    return ""

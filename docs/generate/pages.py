@@ -1,0 +1,50 @@
+"""The pages of docs/ that are generated from the code: `python -m docs.generate` writes them all.
+
+What they tell stands in the code: field types and bounds in the structs, meanings in the docstring of a class and in
+the text below a field or member.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from docs.generate.adapters import adapter_schema, adapters
+from docs.generate.configuration import reference as configuration
+from docs.generate.http_api import controller_api, controller_openapi, openapi
+from docs.generate.messages import cluster_messages, wire_codes
+from docs.generate.numbers import metrics
+from docs.generate.source import DOCS
+from docs.generate.states import states
+
+PAGES: dict[str, Callable[[], str]] = {
+    "adapters.md": adapters,
+    "l2-adapter.schema.json": adapter_schema,
+    "cluster-messages.md": cluster_messages,
+    "configuration.md": configuration,
+    "controller-api.md": controller_api,
+    "controller-openapi.json": controller_openapi,
+    "metrics.md": metrics,
+    "openapi.json": openapi,
+    "states.md": states,
+    "wire-codes.md": wire_codes,
+}
+"""By file name below docs/."""
+
+
+def stale(folder: Path = DOCS) -> Iterator[str]:
+    """Names of pages that differ from what the code says."""
+    for name, make in PAGES.items():
+        path = folder / name
+        if not path.exists() or path.read_text(encoding="utf-8") != make():
+            yield name
+
+
+def main() -> None:
+    """Write every page whose text has changed."""
+    for name in list(stale()):
+        fresh = DOCS / f".{name}.new"
+        fresh.write_text(PAGES[name](), encoding="utf-8")
+        os.replace(fresh, DOCS / name)
+        print(f"wrote docs/{name}")

@@ -1,0 +1,28 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// The features of the CPU that this process runs on. Builds target the baseline of the
+// architecture; kernels that need more are compiled with a per-function target and chosen at run
+// time by these features (base/dispatch.h).
+#pragma once
+
+namespace kvstrata {
+
+struct CpuFeatures {
+  // x86-64. avx2, avx512 and vpclmulqdq are set only if the operating system saves their registers.
+  bool sse42 = false;
+  bool pclmul = false;
+  bool ssse3 = false;
+  bool sha_ni = false;
+  bool avx2 = false;
+  bool avx512 = false;  // F, BW, DQ and VL together
+  bool vpclmulqdq = false;
+  // aarch64
+  bool arm_crc32 = false;
+  bool arm_sha2 = false;
+};
+
+// Thread-safe; the first call probes the CPU. The reference stays valid as long as the process
+// runs.
+const CpuFeatures& cpu_features() noexcept;
+
+}  // namespace kvstrata

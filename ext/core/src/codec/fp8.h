@@ -1,0 +1,70 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// Lossy codec: bf16 or fp16 numbers as 8-bit floats (e4m3: 4 bits of exponent, 3 bits of mantissa,
+// largest value 448) with a scale per head and chunk.
+//
+// The scale of a set of numbers is s = max(largest |x| / 448, 2^-126). For a number x of the set,
+// let x' be its decoded value before the final rounding to 16 bits:
+//
+//   |x' - x| <= max(|x| / 16, s / 1024) * (1 + 2^-20)
+//
+// The final rounding adds at most half a unit in the last place of x' (|x'| / 256 for bf16,
+// |x'| / 2048 for fp16).
+//
+// All paths compute the same bits. Thread-safe. Source and destination must not overlap.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/status.h"
+#include "codec/fp8_scalar.h"
+
+namespace kvstrata {
+
+// The shape of a section: a packed array [blocks][groups][tokens][heads][dim] of numbers. Each pair
+// of a group and a head has a scale, which all blocks, tokens and elements of dim share. `groups`
+// counts the combinations of those axes of the KV array (K and V, heads) that come before the
+// tokens, `heads` of those that come after the tokens.
+struct Fp8Shape {
+  std::uint32_t blocks = 0;
+  std::uint32_t groups = 0;
+  std::uint32_t tokens = 0;
+  std::uint32_t heads = 0;
+  std::uint32_t dim = 0;
+
+  // kBadArgument unless every count is at least 1, the array has at most 2^31 numbers, and each
+  // scale is shared by at least 16 numbers.
+  [[nodiscard]] Status check() const noexcept;
+  // Both REQUIRE that check() is ok.
+  [[nodiscard]] std::size_t numbers() const noexcept {
+    return std::size_t{blocks} * groups * tokens * heads * dim;
+  }
+  [[nodiscard]] std::size_t scales() const noexcept { return std::size_t{groups} * heads; }
+};
+
+// Encodes. `numbers` are shape.numbers() 16-bit numbers; `codes` receives shape.numbers() bytes,
+// and `scales` receives shape.scales() floats at any alignment. kUnsupported: a number is infinite
+// or a NaN; detail(0) is the index of its scale. kNoSpace: no memory. After an error, codes and
+// scales are undefined. REQUIRES: shape.check() is ok.
+Status fp8_encode(const Fp8Shape& shape, Fp8Source type, const void* numbers, void* codes,
+                  void* scales) noexcept;
+
+// Decodes; `numbers` receives shape.numbers() 16-bit numbers. Accepts any codes and scales.
+// REQUIRES: shape.check() is ok.
+void fp8_decode(const Fp8Shape& shape, Fp8Source type, const void* codes, const void* scales,
+                void* numbers) noexcept;
+
+// The implementations, from the slowest to the fastest.
+enum class Fp8Path : std::uint8_t { kScalar = 0, kAvx2 = 1, kAvx512 = 2 };
+inline constexpr int kFp8PathCount = 3;
+const char* fp8_path_name(Fp8Path path) noexcept;
+bool fp8_path_supported(Fp8Path path) noexcept;
+Fp8Path fp8_path() noexcept;
+// For tests and benchmarks; affects calls that begin afterwards. kUnsupported when this CPU cannot
+// run `path`; then nothing changes.
+Status fp8_set_path(Fp8Path path) noexcept;
+// Chooses the best path of this CPU again.
+void fp8_reset_path() noexcept;
+
+}  // namespace kvstrata

@@ -1,0 +1,97 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// CopyEngine: threads that run gathers and scatters, so that a caller neither waits for a copy nor
+// holds the GIL during it.
+//
+// A job is a list of items (one record each) of one kind and one plan. It is cut into units of
+// whole sections, of about kCopyUnitBytes, so that several threads can share one large record. The
+// thread that ends the last unit of an item finishes the item (for a gather: writes the header).
+//
+//   queued -> running (first unit taken) -> done -> read (by completions())
+//
+// cancel() ends the items of which no unit was taken; the job is done when its other items have
+// ended.
+//
+// Invariants. (1) An accepted job ends in exactly one completion. (2) Queued, running and unread
+// jobs together never exceed the queue's capacity, so submit() can refuse but never waits. (3) The
+// copy engine owns copies of all descriptors. The blocks and the extents belong to the caller and
+// must stay mapped until the job is done. (4) The stores of a job are visible to a thread that
+// learns through this class that the job is done. (5) The copy engine calls nothing back.
+//
+// All methods are thread-safe except the destructor. In a forked child the object is unusable:
+// close() and the destructor return at once, and nothing else may be called.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "copy/items.h"
+
+namespace kvstrata {
+
+struct CopyCompletion {
+  std::uint64_t job_id;
+  std::vector<CopyResult> results;
+};
+
+class CopyEngine {
+ public:
+  static constexpr int kMaxThreads = 64;
+  static constexpr std::size_t kMaxQueue = 65'536;
+
+  // Starts the threads. With 0 threads only run() can be used, which then copies in its caller's
+  // thread. `queue` is the capacity of the queue in jobs. kBadArgument: `threads` or `queue` is out
+  // of range. kOsError: no thread or eventfd. kNoSpace: no memory.
+  static Status create(int threads, std::size_t queue, std::unique_ptr<CopyEngine>* out) noexcept;
+  ~CopyEngine();
+  CopyEngine(const CopyEngine&) = delete;
+  CopyEngine& operator=(const CopyEngine&) = delete;
+
+  // Readable while there are unread completions. Closed by the destructor.
+  [[nodiscard]] int event_fd() const noexcept;
+
+  // Never waits, and touches neither blocks nor extents. After an error nothing has changed.
+  // kQueueFull: try again after completions(). kExists: a job with this id is running, or its
+  // completion is not read yet. kClosed: close() was called. kNoSpace: no memory. kBadArgument,
+  // kOutOfRange: detail(2) is the index of the wrong item, or -1.
+  Status submit(std::uint64_t job_id, CopyKind kind, std::shared_ptr<const CopyPlan> plan,
+                std::vector<CopyItem> items) noexcept;
+
+  // Replaces `*out` by all unread completions, in the order in which the jobs ended. kNoSpace: no
+  // memory; the completions stay unread.
+  Status completions(std::vector<CopyCompletion>* out) noexcept;
+
+  // Runs a job before all queued jobs and waits for it; the calling thread and idle copy threads
+  // share its units. Fails with the errors of submit(), but never with kQueueFull or kExists.
+  Status run(CopyKind kind, std::shared_ptr<const CopyPlan> plan, std::vector<CopyItem> items,
+             std::vector<CopyResult>* results) noexcept;
+
+  // Waits until the job is done. Also returns true for a job whose completion was already read, and
+  // for an unknown id, because ids are not remembered. False: the timeout passed; the job
+  // continues.
+  bool wait(std::uint64_t job_id, std::chrono::nanoseconds timeout) noexcept;
+
+  // Cancels the items that have not begun: they end as kCancelled. Items that have begun are copied
+  // to their end. The job still ends in a completion, at once if no item had begun. Returns true if
+  // any item was cancelled.
+  bool cancel(std::uint64_t job_id) noexcept;
+
+  // Waits until all submitted jobs are done.
+  void drain() noexcept;
+
+  // Refuses new jobs, cancels items that have not begun, waits for the others and joins the
+  // threads. Completions can still be read. Idempotent. Does nothing in a forked child.
+  void close() noexcept;
+
+ private:
+  class Impl;
+
+  explicit CopyEngine(std::unique_ptr<Impl> impl) noexcept;
+
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kvstrata

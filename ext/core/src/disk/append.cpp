@@ -1,0 +1,222 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "disk/append.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <random>
+#include <utility>
+
+namespace kvstrata::disk {
+
+namespace {
+
+std::uint64_t random_run() {
+  std::random_device random;
+  const std::uint64_t bits = std::uint64_t{random()} << 32 | random();
+  return bits | 1;  // 0 means: no frame
+}
+
+}  // namespace
+
+Appender::Appender(Shared& shared, Segments& segments)
+    : shared_(shared), segments_(segments), run_(random_run()) {}
+
+void Appender::adopt(std::uint64_t sequence, bool unmarked) noexcept {
+  sequence_ = synced_ = sequence;
+  unmarked_ = unmarked;
+}
+
+void Appender::happened(LogEvent event) noexcept {
+  mode_ = kLogMachine.after(mode_, event);
+}
+
+bool Appender::stopping() const noexcept {
+  return mode_ == LogMode::kStopping || mode_ == LogMode::kStoppingReadOnly;
+}
+
+bool Appender::read_only() const noexcept {
+  return mode_ == LogMode::kReadOnly || mode_ == LogMode::kStoppingReadOnly;
+}
+
+Status Appender::refused() const noexcept {
+  if (stopping()) return Status(StatusCode::kRefused, Reason::kReadOnly, "closed");
+  if (read_only()) return Status(StatusCode::kRefused, Reason::kReadOnly, "a sync failed");
+  return Status();
+}
+
+// -- places
+
+bool Appender::fits(const Segment& segment, std::uint64_t frame_bytes,
+                    std::size_t entries) const noexcept {
+  return segment.end + frame_bytes + table_bytes(segment.table.size() + entries) <= segment.length;
+}
+
+std::optional<Status> Appender::take_room(Lock& lock, std::uint64_t frame_bytes,
+                                          std::size_t entries, bool leave_reserved) {
+  for (;;) {
+    if (const Status status = refused(); !status.ok()) return status;
+    if (!holes_.empty()) {
+      if (const Status status = fill_holes(lock); !status.ok()) return status;
+    }
+    Segment* const active = segments_.active();
+    if (active != nullptr && fits(*active, frame_bytes, entries)) return Status();
+    if (active != nullptr) {
+      segments_.move(*active, SegmentEvent::kFilled);
+    } else if (segments_.free().size() > (leave_reserved ? segments_.reserved() : 0)) {
+      segments_.move(segments_.at(segments_.free().front()), SegmentEvent::kChosen);
+      shared_.due.notify_all();
+    } else {
+      return std::nullopt;
+    }
+  }
+}
+
+PlacedFrame Appender::place(FrameHeader header) {
+  Segment& segment = *segments_.active();
+  header.segment = segment.number;
+  header.generation = segment.generation;
+  header.name = FrameName{.run = run_, .sequence = ++sequence_};
+  header.previous = segment.last;
+  header.synced = synced_;
+  PlacedFrame placed{.file = segment.file,
+                     .header = std::move(header),
+                     .segment = segment.number,
+                     .block = static_cast<std::uint32_t>(segment.end / kFileBlockBytes),
+                     .table_at = segment.table.size()};
+  const FrameHeader& made = placed.header;
+  add_entries(made, placed.block, &segment.table);
+  unmarked_ = made.kind != FrameKind::kSkip || made.synced + 1 < made.name.sequence;
+  segment.last = made.name;
+  segment.end += made.frame_bytes();
+  writing_.insert(made.name.sequence);
+  return placed;
+}
+
+void Appender::written(Lock& lock, const PlacedFrame& placed, Status status) noexcept {
+  if (!status.ok()) {
+    shared_.notes.add(
+        true, "cannot write " + describe_file_error(segments_.at(placed.segment).path, status));
+    PlacedFrame skip = placed;
+    skip.header.kind = FrameKind::kSkip;
+    skip.header.tombstones.clear();
+    lock.unlock();
+    status = write_frame(skip, nullptr);
+    lock.lock();
+    std::vector<TableEntry>& table = segments_.at(placed.segment).table;
+    for (std::size_t at = placed.table_at;
+         at < table.size() && table[at].sequence == placed.header.name.sequence; ++at)
+      table[at].kind = FrameKind::kSkip;
+    if (!status.ok()) {
+      holes_.push_back(std::move(skip));
+      hole_error_ = status;
+      shared_.changed.notify_all();  // a commit() that waits for this frame fails now
+      return;
+    }
+  }
+  shared_.counts.written_bytes += placed.header.frame_bytes();
+  segments_.at(placed.segment).dirty = true;
+  writing_.erase(placed.header.name.sequence);
+  shared_.changed.notify_all();
+}
+
+Status Appender::append(Lock& lock, FrameHeader header) {
+  const PlacedFrame placed = place(std::move(header));
+  lock.unlock();
+  const Status status = write_frame(placed, nullptr);
+  lock.lock();
+  written(lock, placed, status);
+  return status;
+}
+
+// Writes the skip frames that could not be written before.
+Status Appender::fill_holes(Lock& lock) noexcept {
+  std::vector<PlacedFrame> holes = std::exchange(holes_, {});
+  Status failed;
+  for (PlacedFrame& hole : holes) {
+    lock.unlock();
+    const Status status = write_frame(hole, nullptr);
+    lock.lock();
+    if (!status.ok()) {
+      failed = hole_error_ = status;
+      holes_.push_back(std::move(hole));
+      continue;
+    }
+    segments_.at(hole.segment).dirty = true;
+    writing_.erase(hole.header.name.sequence);
+  }
+  shared_.changed.notify_all();
+  return failed;
+}
+
+// -- syncs
+
+std::uint64_t Appender::written_up_to() const noexcept {
+  return writing_.empty() ? sequence_ : *writing_.begin() - 1;
+}
+
+Status Appender::commit(Lock& lock, std::uint64_t sequence) noexcept {
+  while (synced_ < sequence) {
+    if (read_only()) return Status(StatusCode::kOsError, "fdatasync", EIO);
+    if (std::any_of(holes_.begin(), holes_.end(),
+                    [&](const PlacedFrame& hole) { return hole.header.name.sequence <= sequence; }))
+      return hole_error_;
+    if (syncing_ || written_up_to() < sequence) {
+      shared_.changed.wait(lock);
+      continue;
+    }
+    syncing_ = true;
+    const std::uint64_t up_to = written_up_to();
+    std::vector<std::shared_ptr<File>> dirty;
+    for (const auto& [number, segment] : segments_.by_number()) {
+      if (!segment->dirty) continue;
+      segment->dirty = false;
+      dirty.push_back(segment->file);
+    }
+    lock.unlock();
+    Status status;
+    for (const std::shared_ptr<File>& file : dirty) {
+      if (status.ok()) status = file->sync();
+    }
+    lock.lock();
+    shared_.counts.syncs += dirty.size();
+    syncing_ = false;
+    if (status.ok()) {
+      synced_ = up_to;
+    } else {
+      sync_failed(status);
+    }
+    shared_.changed.notify_all();
+    if (!segments_.full().empty() &&
+        segments_.at(segments_.full().back()).state == SegmentState::kFull)
+      shared_.due.notify_all();
+  }
+  return Status();
+}
+
+Status Appender::sync(Lock& lock, Segment& segment) noexcept {
+  lock.unlock();
+  const Status status = segment.file->sync();
+  lock.lock();
+  if (!status.ok()) sync_failed(status);
+  return status;
+}
+
+void Appender::sync_failed(const Status& status) noexcept {
+  happened(LogEvent::kSyncFailed);
+  shared_.notes.add(true, "a sync failed: " + describe_file_error(shared_.options.folder, status) +
+                              "; nothing more is put until the server is started again");
+}
+
+bool Appender::mark(Lock& lock) noexcept {
+  if (!unmarked_) return true;
+  if (!commit(lock, sequence_).ok()) return false;
+  // Checked only now: a put may have filled the active segment while commit() had unlocked the
+  // mutex.
+  if (segments_.active() == nullptr || !fits(*segments_.active(), kFrameHeaderBytes, 1))
+    return false;
+  // The mark gets no sync of its own: if it is lost, the next open reads the records that it would
+  // have spared.
+  return append(lock, FrameHeader{.kind = FrameKind::kSkip}).ok();
+}
+
+}  // namespace kvstrata::disk

@@ -1,0 +1,40 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "files/files.h"
+
+namespace kvstrata {
+
+struct DiskOptions {
+  std::string folder;  // absolute; made if it is missing
+  std::uint64_t capacity_bytes = 0;
+  std::uint64_t segment_bytes = 0;  // 0: segment_bytes_for(capacity_bytes)
+  // A segment is made only if it leaves this much free on the file system.
+  std::uint64_t min_free_bytes = 0;
+  bool direct = true;  // bypass the page cache where the file system can
+  // Share of a segment that is written again when it retires: its most recently loaded records.
+  std::uint32_t reinsert_percent = 20;
+  std::uint64_t scrub_bytes_per_s = 0;  // 0: no scrubber
+  // True: the log makes segments ready and scrubs in threads of its own. False: put_end() makes
+  // segments ready, and only calls of DiskLog::scrub() scrub.
+  bool own_threads = true;
+};
+
+// A 64th of the capacity; if that is less than 64 MiB, 64 MiB or a 16th of the capacity, whichever
+// is less. At most 8 GiB.
+constexpr std::uint64_t segment_bytes_for(std::uint64_t capacity_bytes) noexcept {
+  const std::uint64_t most = capacity_bytes / 16;
+  std::uint64_t bytes = capacity_bytes / 64;
+  if (bytes < 64 << 20) bytes = most < 64 << 20 ? most : 64 << 20;
+  if (bytes > std::uint64_t{8} << 30) bytes = std::uint64_t{8} << 30;
+  return bytes / kFileBlockBytes * kFileBlockBytes;
+}
+
+// The least segment_bytes and capacity_bytes with which a log works well.
+inline constexpr std::uint64_t kMinSegmentBytes = 8 * kFileBlockBytes;
+inline constexpr std::uint64_t kMinDiskBytes = 16 * 2 * kMinSegmentBytes;
+
+}  // namespace kvstrata

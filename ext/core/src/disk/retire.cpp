@@ -1,0 +1,269 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "disk/retire.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <utility>
+#include <vector>
+
+namespace kvstrata::disk {
+
+namespace {
+
+// How long a put waits for a segment that is being made ready.
+constexpr std::chrono::seconds kRoomWait{1};
+// How long a retiring segment waits for its running loads before maintain() reports that there is
+// no room.
+constexpr std::chrono::seconds kPinWait{1};
+// Records that are visited before other threads get the mutex.
+constexpr std::size_t kRecordsInOneGo = 256;
+
+// After every kRecordsInOneGo records, lets other threads have the mutex.
+void yield_mutex(Lock& lock, std::size_t at) noexcept {
+  if (at % kRecordsInOneGo != kRecordsInOneGo - 1) return;
+  lock.unlock();
+  lock.lock();
+}
+
+bool needs_table(const Segment& segment, std::uint64_t synced) noexcept {
+  return segment.state == SegmentState::kFull && !segment.table_failed &&
+         segment.last.sequence <= synced;
+}
+
+}  // namespace
+
+Status Retirer::make_room(Lock& lock, std::uint64_t frame_bytes, std::size_t entries) {
+  const auto until = std::chrono::steady_clock::now() + kRoomWait;
+  appender_.happened(LogEvent::kRoom);
+  for (;;) {
+    if (const auto room = appender_.take_room(lock, frame_bytes, entries, true)) return *room;
+    if (!maintaining_)
+      KVSTRATA_RETURN_IF_ERROR(maintain(lock));
+    else if (shared_.changed.wait_until(lock, until) == std::cv_status::timeout)
+      return Status(StatusCode::kTimedOut, Reason::kNoRoom, "no segment became ready");
+  }
+}
+
+bool Retirer::is_due() const noexcept {
+  if (maintaining_ || appender_.read_only()) return false;
+  if (segments_.free().size() <= segments_.reserved() && !appender_.starved()) return true;
+  return std::any_of(segments_.full().begin(), segments_.full().end(),
+                     [this](std::uint32_t number) {
+                       return needs_table(segments_.at(number), appender_.synced());
+                     });
+}
+
+Status Retirer::maintain(Lock& lock) noexcept {
+  maintaining_ = true;
+  write_tables(lock);
+  Status status = appender_.refused();
+  while (status.ok() && segments_.free().size() <= segments_.reserved()) {
+    status = next_segment(lock);
+    if (status.ok()) status = appender_.refused();
+  }
+  maintaining_ = false;
+  shared_.changed.notify_all();
+  return status;
+}
+
+Status Retirer::shrink(Lock& lock) noexcept {
+  const std::uint64_t capacity_bytes = shared_.options.capacity_bytes;
+  if (segments_.total_bytes() <= capacity_bytes) return Status();
+  maintaining_ = true;
+  appender_.doubt();  // the highest mark may be in a file that is removed here, or not synced
+  Status status;
+  while (status.ok() && segments_.total_bytes() > capacity_bytes && !segments_.free().empty()) {
+    Segment& segment = segments_.at(segments_.free().back());
+    segments_.move(segment, SegmentEvent::kRetire);
+    status = drop(lock, segment);
+  }
+  while (status.ok() && segments_.total_bytes() > capacity_bytes && !segments_.full().empty())
+    status = retire(lock, segments_.at(segments_.full().front()));
+  maintaining_ = false;
+  // If a file could not be removed, the next put that needs a segment continues the work.
+  return segments_.has_leftovers() ? Status() : status;
+}
+
+// -- tables
+
+// A table only saves time at the next open: it gets no sync of its own, and a failure to write it
+// is ignored.
+void Retirer::write_tables(Lock& lock) noexcept {
+  for (std::size_t i = 0; i < segments_.full().size(); ++i) {
+    Segment& segment = segments_.at(segments_.full()[i]);
+    if (needs_table(segment, appender_.synced())) (void)write_table(lock, segment);
+  }
+}
+
+// REQUIRES: the segment is full, all its frames are synced, and it has no table yet.
+Status Retirer::write_table(Lock& lock, Segment& segment) noexcept {
+  SegmentTable table{.segment = segment.number,
+                     .generation = segment.generation,
+                     .last = segment.last,
+                     .end = segment.end,
+                     .entries = std::exchange(segment.table, {})};
+  lock.unlock();
+  std::vector<FileBlock> blocks;
+  encode(table, &blocks);
+  const std::uint64_t bytes = blocks.size() * kFileBlockBytes;
+  const WritePart parts[] = {{blocks.data(), bytes}};
+  const Status status = segment.file->write(parts, segment.length - bytes);
+  lock.lock();
+  if (!status.ok()) {
+    segment.table_failed = true;
+    segment.table = std::move(table.entries);
+    return status;
+  }
+  segments_.move(segment, SegmentEvent::kTableWritten);
+  segment.dirty = true;
+  shared_.counts.written_bytes += bytes;
+  return Status();
+}
+
+// -- segments become free
+
+Status Retirer::next_segment(Lock& lock) noexcept {
+  const Status removed = segments_.remove_leftovers(lock);
+  Status created(StatusCode::kNoSpace, Reason::kNoRoom, "the capacity is used");
+  if (segments_.total_bytes() + shared_.options.segment_bytes <= shared_.options.capacity_bytes) {
+    do
+      created = segments_.create(lock, appender_.synced());
+    while (is_os_error(created, EEXIST));
+    if (created.ok()) return created;
+  }
+  KVSTRATA_RETURN_IF_ERROR(removed);
+  if (segments_.full().empty()) return created;
+  return retire(lock, segments_.at(segments_.full().front()));
+}
+
+// Retires the oldest segment: makes it free, or removes its file. After an error it is still
+// retiring, with fewer records, or its file is a leftover.
+Status Retirer::retire(Lock& lock, Segment& segment) noexcept {
+  KVSTRATA_RETURN_IF_ERROR(appender_.commit(lock, segment.last.sequence));
+  reinsert(lock, segment);
+  segments_.move(segment, SegmentEvent::kRetire);
+  evict_records(lock, segment);
+  const auto until = std::chrono::steady_clock::now() + kPinWait;
+  while (segment.pins > 0) {
+    if (shared_.changed.wait_until(lock, until) == std::cv_status::timeout && segment.pins > 0)
+      return Status(StatusCode::kTimedOut, Reason::kNoRoom, "loads keep the segment");
+  }
+  segments_.move(segment, SegmentEvent::kPinsGone);
+  const bool goes = segment.length != shared_.options.segment_bytes ||
+                    segments_.total_bytes() > shared_.options.capacity_bytes;
+  const std::uint32_t number = segment.number;
+  const Status status =
+      goes ? drop(lock, segment) : segments_.renew(lock, segment, appender_.synced());
+  if (status.ok() || segments_.find(number) == nullptr) ++shared_.counts.retired_segments;
+  return status;
+}
+
+// REQUIRES: the segment is drained.
+Status Retirer::drop(Lock& lock, Segment& segment) noexcept {
+  if (const Status status = write_mark_durably(lock); !status.ok()) {
+    segments_.move(segment, SegmentEvent::kFailed);
+    return status;
+  }
+  return segments_.drop(lock, segment);
+}
+
+// Writes the most recently loaded records of the segment again, at the log's end, up to the share
+// reinsert_percent and as far as the log has room.
+void Retirer::reinsert(Lock& lock, Segment& segment) noexcept {
+  struct Hot {
+    Digest key;
+    DiskPlace place;
+  };
+  std::vector<Hot> hot;
+  for (std::size_t at = 0; at < segment.records.size(); ++at) {
+    const DiskIndex::Entry* const entry = finder_.find_at(segment, segment.records[at]);
+    if (entry != nullptr && entry->place.loaded != 0) hot.push_back({entry->key, entry->place});
+    yield_mutex(lock, at);
+  }
+  // The count of loads may have wrapped: distance from now tells the order.
+  std::sort(hot.begin(), hot.end(), [now = finder_.loads()](const Hot& a, const Hot& b) {
+    return now - a.place.loaded < now - b.place.loaded;
+  });
+  std::uint64_t left = segment.length / 100 * shared_.options.reinsert_percent;
+  std::vector<PlacedFrame> again;
+  segments_.pin(segment);
+  for (const Hot& record : hot) {
+    FrameHeader header{
+        .kind = FrameKind::kRecord, .record_bytes = record.place.record_bytes, .key = record.key};
+    // One record may always stay: in a small log a record may be larger than the share.
+    if (header.frame_bytes() > left && !again.empty()) continue;
+    const RecordMemory memory = record_memory(record.place.record_bytes);
+    if (memory == nullptr) break;
+    lock.unlock();
+    Status status;
+    const bool sound = read_frame(*segment.file, record.place, record.key, segment.generation,
+                                  memory.get(), &status) &&
+                       may_stay(memory.get(), record.place.record_bytes, record.key);
+    lock.lock();
+    if (!sound) {  // the record is evicted with the others
+      if (is_missing(status)) ++shared_.counts.corrupt_records;
+      continue;
+    }
+    const DiskPlace* const now = finder_.find(record.key);
+    if (now == nullptr || now->sequence != record.place.sequence) continue;
+    const std::optional<Status> room = appender_.take_room(lock, header.frame_bytes(), 1, false);
+    if (!room.has_value() || !room->ok()) break;
+    left -= std::min(left, header.frame_bytes());
+    header.head_crc = head_crc_of(memory.get(), record.place.record_bytes);
+    const PlacedFrame placed = appender_.place(std::move(header));
+    finder_.begin_put(record.key);
+    lock.unlock();
+    status = write_frame(placed, memory.get());
+    lock.lock();
+    appender_.written(lock, placed, status);
+    if (!status.ok()) {
+      finder_.end_put(record.key);
+      break;
+    }
+    again.push_back(placed);
+  }
+  const bool synced =
+      again.empty() || appender_.commit(lock, again.back().header.name.sequence).ok();
+  for (const PlacedFrame& placed : again) {
+    // If the key was deleted meanwhile, its tombstone comes after this frame, and publish() ignores
+    // the frame.
+    if (synced) {
+      finder_.publish(placed);
+      ++shared_.counts.reinserted_records;
+      shared_.counts.reinserted_bytes += placed.header.frame_bytes();
+    }
+    finder_.end_put(placed.header.key);
+  }
+  segments_.unpin(segment);
+}
+
+// Takes the records that the segment still holds out of the index, and reports them as evicted.
+void Retirer::evict_records(Lock& lock, Segment& segment) noexcept {
+  for (std::size_t at = 0; at < segment.records.size(); ++at) {
+    finder_.evict_at(segment, segment.records[at]);
+    yield_mutex(lock, at);
+  }
+  segment.records.clear();
+  segment.records.shrink_to_fit();
+}
+
+// Marks all frames so far as synced, in a segment that stays, and syncs the mark. Without the mark,
+// the frames behind those of a removed segment would lie behind a gap and not count. The mark is a
+// frame or, if the active segment has no room for a frame, the table of the newest full segment,
+// which always has room for its table.
+Status Retirer::write_mark_durably(Lock& lock) noexcept {
+  KVSTRATA_RETURN_IF_ERROR(appender_.refused());
+  if (appender_.mark(lock)) return appender_.commit(lock, appender_.sequence());
+  KVSTRATA_RETURN_IF_ERROR(appender_.refused());
+  if (segments_.active() != nullptr) segments_.move(*segments_.active(), SegmentEvent::kFilled);
+  if (segments_.full().empty()) return Status();  // no frame is left
+  // Puts may fill more segments while the mutex is unlocked. `newest` stays valid, because no other
+  // thread retires it.
+  Segment& newest = segments_.at(segments_.full().back());
+  KVSTRATA_RETURN_IF_ERROR(appender_.commit(lock, newest.last.sequence));
+  if (!newest.table.empty()) KVSTRATA_RETURN_IF_ERROR(write_table(lock, newest));
+  return appender_.sync(lock, newest);
+}
+
+}  // namespace kvstrata::disk

@@ -1,0 +1,235 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "disk/segments.h"
+
+#include <algorithm>
+#include <cassert>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+namespace kvstrata::disk {
+
+namespace {
+
+constexpr std::size_t kSegmentsWithReserve = 4;
+
+enum class List : std::uint8_t { kNone, kFree, kActive, kFull };
+
+List list_of(SegmentState state) noexcept {
+  switch (state) {
+    case SegmentState::kFree:
+      return List::kFree;
+    case SegmentState::kActive:
+      return List::kActive;
+    case SegmentState::kFull:
+    case SegmentState::kListed:
+    case SegmentState::kRetiring:
+      return List::kFull;
+    case SegmentState::kAbsent:
+    case SegmentState::kDrained:
+    case SegmentState::kForeign:
+      break;
+  }
+  return List::kNone;
+}
+
+}  // namespace
+
+FramePlace frame_place(const Digest& key, std::uint32_t block) noexcept {
+  FramePlace place{.hash_low = 0, .hash_high = 0, .block = block};
+  std::memcpy(&place.hash_low, key.data(), 4);
+  std::memcpy(&place.hash_high, key.data() + 4, 4);
+  return place;
+}
+
+Segment* Segments::find(std::uint32_t number) noexcept {
+  const auto found = segments_.find(number);
+  return found == segments_.end() ? nullptr : found->second.get();
+}
+
+std::size_t Segments::reserved() const noexcept {
+  return full_.size() + free_.size() >= kSegmentsWithReserve ? 1 : 0;
+}
+
+void Segments::move(Segment& segment, SegmentEvent event) noexcept {
+  assert(event != SegmentEvent::kPinsGone || segment.pins == 0);
+  const List before = list_of(segment.state);
+  segment.state = kSegmentMachine.after(segment.state, event);
+  const List after = list_of(segment.state);
+  if (before == after) return;
+  if (before == List::kFree) std::erase(free_, segment.number);
+  if (before == List::kFull) std::erase(full_, segment.number);
+  if (before == List::kActive) active_ = nullptr;
+  if (after == List::kFree) free_.push_back(segment.number);
+  if (after == List::kActive) active_ = &segment;
+  if (after == List::kFull) {
+    if (before == List::kActive)
+      full_.push_back(segment.number);
+    else
+      full_.push_front(segment.number);  // it was the oldest before it was drained
+  }
+}
+
+SegmentState Segments::state_of(std::uint32_t number) const noexcept {
+  const auto found = segments_.find(number);
+  if (found != segments_.end()) return found->second->state;
+  return foreign_.contains(number) ? SegmentState::kForeign : SegmentState::kAbsent;
+}
+
+// Moves a number that has a file but no segment.
+void Segments::move_file(std::uint32_t number, SegmentEvent event) noexcept {
+  if (kSegmentMachine.after(state_of(number), event) == SegmentState::kForeign)
+    foreign_.insert(number);
+  else
+    foreign_.erase(number);
+}
+
+void Segments::unpin(Segment& segment) noexcept {
+  if (--segment.pins == 0) shared_.changed.notify_all();
+}
+
+Segment& Segments::adopt(std::unique_ptr<Segment> segment) {
+  total_bytes_ += segment->length;
+  const std::uint32_t number = segment->number;
+  return *(segments_[number] = std::move(segment));
+}
+
+void Segments::adopt_foreign(std::uint32_t number, std::uint64_t length_bytes) noexcept {
+  total_bytes_ += length_bytes;
+  move_file(number, SegmentEvent::kForeignFile);
+}
+
+void Segments::adopt_leftover(Leftover file) noexcept {
+  adopt_foreign(file.number, file.length_bytes);
+  leftovers_.push_back(std::move(file));
+}
+
+void Segments::clear() noexcept {
+  segments_.clear();
+  full_.clear();
+  free_.clear();
+  active_ = nullptr;
+}
+
+// The lowest number that no file in the folder has.
+std::uint32_t Segments::unused_number() const noexcept {
+  std::uint32_t number = 0;
+  while (state_of(number) != SegmentState::kAbsent)
+    ++number;
+  return number;
+}
+
+Status Segments::create(Lock& lock, std::uint64_t synced) noexcept {
+  auto segment = std::make_unique<Segment>();
+  segment->number = unused_number();
+  segment->length = shared_.options.segment_bytes;
+  char name[16];
+  std::snprintf(name, sizeof(name), "/%08x.seg", segment->number);
+  segment->path = shared_.options.folder + name;
+  const SegmentHeader header{.segment = segment->number,
+                             .generation = segment->generation,
+                             .length = segment->length,
+                             .synced = synced};
+  lock.unlock();
+  FileSpace space;
+  Status status = shared_.files.space(shared_.options.folder, &space);
+  if (status.ok() && space.free_bytes < shared_.options.min_free_bytes + segment->length)
+    status = Status(StatusCode::kNoSpace, Reason::kDiskFull,
+                    "less than min_free_gb of the file system would stay free");
+  if (status.ok()) {
+    std::unique_ptr<File> file;
+    status = shared_.opener.open(segment->path, FileMode::kCreate, &file);
+    segment->file = std::move(file);
+    FileBlock block;
+    encode(header, &block);
+    const WritePart parts[] = {{block.bytes.data(), kFileBlockBytes}};
+    // The header is synced with the first frame behind it.
+    if (status.ok()) status = segment->file->allocate(segment->length);
+    if (status.ok()) status = segment->file->write(parts, 0);
+    if (status.ok()) status = shared_.files.sync_folder(shared_.options.folder);
+  }
+  lock.lock();
+  // Another program made a file of this name after the log was opened.
+  if (is_os_error(status, EEXIST)) move_file(segment->number, SegmentEvent::kForeignFile);
+  if (!status.ok() && segment->file != nullptr) {
+    adopt_leftover({.path = segment->path,
+                    .number = segment->number,
+                    .length_bytes = segment->length,
+                    .has_frames = false});
+    (void)remove_leftovers(lock);
+  }
+  if (!status.ok()) return status;
+  shared_.counts.written_bytes += kSegmentHeaderBytes;
+  segment->dirty = true;
+  move(adopt(std::move(segment)), SegmentEvent::kCreated);
+  return Status();
+}
+
+Status Segments::renew(Lock& lock, Segment& segment, std::uint64_t synced) noexcept {
+  const SegmentHeader header{.segment = segment.number,
+                             .generation = segment.generation + 1,
+                             .length = segment.length,
+                             .synced = synced};
+  const std::shared_ptr<File> file = segment.file;
+  lock.unlock();
+  FileBlock block;
+  encode(header, &block);
+  const WritePart parts[] = {{block.bytes.data(), kFileBlockBytes}};
+  Status status = file->write(parts, 0);
+  if (status.ok()) status = file->sync();
+  lock.lock();
+  if (!status.ok()) {
+    move(segment, SegmentEvent::kFailed);
+    return status;
+  }
+  shared_.counts.written_bytes += kSegmentHeaderBytes;
+  ++shared_.counts.syncs;
+  segment.generation = header.generation;
+  segment.end = kSegmentHeaderBytes;
+  segment.last = FrameName{};
+  segment.table.clear();
+  segment.table_failed = false;
+  move(segment, SegmentEvent::kRenewed);
+  return Status();
+}
+
+Status Segments::drop(Lock& lock, Segment& segment) noexcept {
+  move(segment, SegmentEvent::kDropped);
+  leftovers_.push_back({.path = segment.path,
+                        .number = segment.number,
+                        .length_bytes = segment.length,
+                        .has_frames = segment.has_frames()});
+  foreign_.insert(segment.number);
+  segments_.erase(segment.number);
+  return remove_leftovers(lock);
+}
+
+Status Segments::remove_leftovers(Lock& lock) noexcept {
+  while (!leftovers_.empty()) {
+    Leftover& file = leftovers_.front();
+    lock.unlock();
+    Status status;
+    if (!file.unlinked) status = shared_.files.unlink(file.path);
+    if (is_os_error(status, ENOENT)) status = Status();
+    file.unlinked = status.ok();
+    // The file with a tombstone must not be gone while the file with a record that it removes is
+    // not, so each removal is made durable before the next one. (A file without frames may come
+    // back.)
+    if (status.ok() && file.has_frames) status = shared_.files.sync_folder(shared_.options.folder);
+    lock.lock();
+    if (!status.ok()) {
+      if (!file.noted)
+        shared_.notes.add(true, "cannot remove " + describe_file_error(file.path, status) +
+                                    "; its bytes count as used until it is gone");
+      file.noted = true;
+      return status;
+    }
+    total_bytes_ -= file.length_bytes;
+    move_file(file.number, SegmentEvent::kFileGone);
+    leftovers_.pop_front();
+  }
+  return Status();
+}
+
+}  // namespace kvstrata::disk

@@ -1,0 +1,115 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// The connector `fs`: one self-describing file per record in a directory of any mounted file system
+// (names: fs/paths.h). It owns the directory alone from open() to close().
+//
+// A record is first written as a part, then renamed to its own name (fs/parts.h).
+//
+// Invariants
+// 1. A record's name appears only when its bytes are on the medium, and STORED is answered only
+//    when the name is on the medium too. Directories are synced once per batch.
+// 2. Records and parts together (each rounded up to 4 KiB) never exceed the cap: the least recently
+//    loaded or stored records are evicted before a part is written. Records that earlier servers
+//    left count too: at the start a thread reads their names and lengths, but no payloads, and
+//    syncs their directories, because those servers may have died before they did so. When parts
+//    would take more than a quarter of the cap, the written parts are published before their batch
+//    has ended.
+// 3. The mutex is never held during I/O, so exists() is quick.
+// 4. While a key's file is being renamed or unlinked, the key is marked, and only the thread that
+//    marked it touches the file. So the removal of a corrupt record cannot unlink the record that
+//    replaces it, and a late report about an old copy cannot remove a newer one (FsRecord::copy).
+// 5. A thread that waits (for a mark or for room) has no mark, and no part that only this thread
+//    could publish. It waits only for threads that are running: no batch depends on a batch that is
+//    queued behind it. Therefore a delete does not wait for a put of its key but cancels the part.
+// 6. Files whose names are not ours are never touched.
+// 7. remove() and clear() count a record as removed when its directory was synced without it. An
+//    evicted record may be back after a power cut. If the medium does not say whether a record
+//    still exists, the record counts as existing, and is also reported as evicted.
+#pragma once
+
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+
+#include "fs/directory.h"
+#include "fs/files.h"
+#include "fs/index.h"
+#include "fs/parts.h"
+#include "fs/scan.h"
+
+namespace kvstrata {
+
+class FsConnector final : public Connector {
+ public:
+  // `layer` must outlive it.
+  FsConnector(FsOptions options, FileLayer& layer);
+  ~FsConnector() override;
+
+  [[nodiscard]] ConnectorCapabilities capabilities() const noexcept override;
+  [[nodiscard]] std::string open(const ConnectorContext& context) override;
+  [[nodiscard]] bool ready() noexcept override;
+  void exists(std::span<ExistsItem> items) noexcept override;
+  void heads(std::span<HeadItem> items) noexcept override;
+  std::uint64_t list(std::uint64_t cursor, std::size_t most,
+                     std::vector<Digest>* keys) noexcept override;
+  void put(std::span<PutItem> piece) noexcept override;
+  void put_end(std::span<PutItem> batch) noexcept override;
+  void load(std::span<LoadItem> piece) noexcept override;
+  void remove(std::span<DeleteItem> items) noexcept override;
+  void remove_corrupt(const LoadItem& item) noexcept override;
+  std::uint64_t clear() noexcept override;
+  [[nodiscard]] ConnectorUsage usage() noexcept override;
+  void take_evicted(std::vector<Digest>* keys) noexcept override;
+  void take_notes(std::vector<ConnectorNote>* notes) noexcept override;
+  void close() noexcept override;
+
+ private:
+  using Lock = FsParts::Lock;
+
+  enum class Mark : std::uint8_t { kPublishing, kRemoving };
+  enum class Leaving : std::uint8_t { kEvicted, kDeleted, kCorrupt };
+
+  // connector.cpp
+  Reason wait_until_scanned(Lock& lock);
+  PutOutcome put_one(PutItem& item);
+  LoadOutcome load_one(LoadItem& item);
+
+  // publish.cpp
+  void publish(Lock& lock, std::vector<std::uint64_t> claimed);
+  void publish_marked(Lock& lock, std::span<const std::uint64_t> marked);
+  void settle(FsPart& part, FsPartEvent event, PutOutcome outcome);
+
+  // room.cpp
+  bool take_room(Lock& lock, std::uint64_t charge);
+  bool evict(Lock& lock, std::uint64_t need_bytes);
+  std::vector<FsFiles::Removal> remove_records(Lock& lock, const std::vector<Digest>& keys,
+                                               Leaving how);
+
+  // connector.cpp
+  void scan();
+
+  const FsOptions options_;
+  const FsPaths paths_;
+  FileLayer& layer_;
+  NoteBook notes_;
+  FsFiles files_;
+  std::uint64_t min_free_bytes_ = 0;
+  std::unique_ptr<FileLock> lock_;
+  std::thread scanner_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;  // of marks, parts, records that leave, and the scan
+  FsIndex index_;
+  std::unordered_map<Digest, Mark, KeyHash> marks_;
+  FsParts parts_{changed_};  // numbered in the order in which they took room
+  std::uint64_t next_part_ = 0;
+  std::uint64_t parts_charge_ = 0;    // of parts that are not settled
+  std::uint64_t leaving_charge_ = 0;  // of records that are being unlinked
+  std::vector<Digest> evicted_;       // not taken yet
+  bool scanned_ = false;
+  bool closing_ = false;
+  Reason scan_failed_ = Reason::kNone;  // of all later calls, if the scan failed
+};
+
+}  // namespace kvstrata

@@ -1,0 +1,263 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "fs/files.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <map>
+#include <set>
+#include <utility>
+
+#include "files/block.h"
+#include "record/record.h"
+
+namespace kvstrata {
+
+LoadOutcome FsFiles::outcome_of(Read read) noexcept {
+  switch (read) {
+    case Read::kWhole:
+      return {LoadStatus::kLoaded, Reason::kNone};
+    case Read::kAbsent:
+      return {LoadStatus::kAbsent, Reason::kNone};
+    case Read::kOtherLength:
+      return {LoadStatus::kFailed, Reason::kLength};
+    case Read::kTorn:
+      return {LoadStatus::kCorrupt, Reason::kLength};
+    case Read::kFailed:
+      break;
+  }
+  return {LoadStatus::kFailed, Reason::kIo};
+}
+
+// Opens a direct file if that is configured and this file system has direct files.
+Status FsFiles::open_at_best(const std::string& path, FileMode mode, std::unique_ptr<File>* out) {
+  if (direct_.load(std::memory_order_relaxed)) {
+    const Status status = layer_.open(path, mode, true, out);
+    if (status.code() != StatusCode::kUnsupported) return status;
+    if (direct_.exchange(false))
+      notes_.add(true, "use_odirect has no effect: the file system of " + paths_.base() +
+                           " has no direct files");
+  }
+  return layer_.open(path, mode, false, out);
+}
+
+Status FsFiles::write_file(const NewPart& part) {
+  std::unique_ptr<File> file;
+  KVSTRATA_RETURN_IF_ERROR(open_at_best(part.path, FileMode::kCreate, &file));
+  // Direct files take whole blocks: the last block is padded, then the file is truncated.
+  const std::uint64_t tail = file->direct() ? part.length % kFileBlockBytes : 0;
+  const std::uint64_t whole = part.length - tail;
+  const WritePart blocks{part.bytes, whole};
+  KVSTRATA_RETURN_IF_ERROR(file->write(std::span(&blocks, 1), 0));
+  if (tail > 0) {
+    FileBlock block;
+    std::memcpy(block.bytes.data(), part.bytes + whole, tail);
+    const WritePart last{block.bytes.data(), block.bytes.size()};
+    KVSTRATA_RETURN_IF_ERROR(file->write(std::span(&last, 1), whole));
+    KVSTRATA_RETURN_IF_ERROR(file->truncate(part.length));
+  }
+  if (part.accessed_unix_ns != 0) (void)file->set_access_time(part.accessed_unix_ns);
+  return file->sync();
+}
+
+Status FsFiles::write_part(const NewPart& part, std::uint64_t need_bytes,
+                           std::uint64_t min_free_bytes, std::uint64_t* missing_bytes) {
+  *missing_bytes = need_bytes;
+  FileSpace space;
+  KVSTRATA_RETURN_IF_ERROR(layer_.space(paths_.base(), &space));
+  if (space.free_bytes < need_bytes + min_free_bytes) {
+    *missing_bytes = need_bytes + min_free_bytes - space.free_bytes;
+    return Status(StatusCode::kNoSpace, Reason::kDiskFull,
+                  "less than min_free_gb of the file system would stay free");
+  }
+  Status status = write_file(part);
+  if (is_not_there(status)) {  // the directory was removed: make it again
+    status = make_folders(layer_, paths_.tmp());
+    if (status.ok()) status = write_file(part);
+  }
+  if (status.ok()) return status;
+  if (!is_no_space(status))
+    notes_.add(true, "cannot write " + describe_file_error(part.path, status));
+  discard(part.path);
+  return status;
+}
+
+Status FsFiles::rename_into_place(const Publication& item, std::vector<std::string>* made) {
+  const std::string name = paths_.record(item.key);
+  Status status = folders_.make(item.key, made);
+  if (item.part.empty()) return status;
+  if (status.ok()) status = layer_.rename(item.part, name);
+  if (!is_not_there(status)) return status;
+  folders_.forget_known();  // the directory was removed: make it again
+  made->clear();
+  KVSTRATA_RETURN_IF_ERROR(make_folders(layer_, paths_.base()));
+  KVSTRATA_RETURN_IF_ERROR(folders_.make(item.key, made));
+  return layer_.rename(item.part, name);
+}
+
+void FsFiles::publish(std::span<Publication> items) {
+  std::map<std::string, FsDurableFolders::Sync> changed;
+  const auto note_change = [&](const std::string& path, std::size_t item) {
+    FsDurableFolders::Sync& folder = changed[path];
+    folder.path = path;
+    folder.items.push_back(item);
+  };
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    Publication& item = items[i];
+    std::vector<std::string> made;
+    item.status = rename_into_place(item, &made);
+    if (!item.status.ok()) {
+      if (!is_no_space(item.status))
+        notes_.add(true,
+                   "cannot publish " + describe_file_error(paths_.record(item.key), item.status));
+      if (!item.part.empty()) discard(item.part);
+      continue;
+    }
+    item.renamed = !item.part.empty();
+    note_change(paths_.folder(item.key), i);
+    for (const std::string& path : made)
+      note_change(path.substr(0, path.rfind('/')), i);
+  }
+  std::vector<FsDurableFolders::Sync> folders;
+  folders.reserve(changed.size());
+  for (auto& [path, folder] : changed)
+    folders.push_back(std::move(folder));
+  folders_.sync(folders);
+  bool all_synced = true;
+  for (const FsDurableFolders::Sync& folder : folders) {
+    if (folder.status.ok()) continue;
+    all_synced = false;
+    for (const std::size_t i : folder.items) {
+      if (items[i].status.ok() && items[i].renamed) {
+        discard(paths_.record(items[i].key));
+        folders_.note_unlinked(items[i].key);
+      }
+      items[i].status = folder.status;
+    }
+  }
+  if (!all_synced) return;
+  for (const Publication& item : items) {
+    if (item.status.ok()) folders_.know(item.key);
+  }
+}
+
+void FsFiles::sync_folders(std::span<const std::string> paths) {
+  std::vector<FsDurableFolders::Sync> folders;
+  folders.reserve(paths.size());
+  for (const std::string& path : paths)
+    folders.emplace_back().path = path;
+  folders_.sync(folders);
+}
+
+FsFiles::Read FsFiles::read(const Digest& key, std::uint8_t* bytes, std::uint64_t length,
+                            const SeeFile& see) {
+  const std::string path = paths_.record(key);
+  std::unique_ptr<File> file;
+  FileStat found;
+  std::int64_t accessed_unix_ns = 0;
+  Status status = open_at_best(path, FileMode::kRead, &file);
+  if (status.ok()) status = file->stat(&found);
+  if (status.ok()) {
+    accessed_unix_ns = see(found);
+    if (found.length != length) return read_other_length(path, key, found.length, length);
+    const std::uint64_t tail = file->direct() ? length % kFileBlockBytes : 0;
+    const ReadPart part{bytes, length - tail};
+    status = file->read(std::span(&part, 1), 0);
+    if (status.ok() && tail > 0) {  // direct files give whole blocks only
+      std::unique_ptr<File> buffered;
+      const ReadPart last{bytes + length - tail, tail};
+      status = layer_.open(path, FileMode::kRead, false, &buffered);
+      if (status.ok()) status = buffered->read(std::span(&last, 1), length - tail);
+    }
+  }
+  if (is_not_there(status)) return Read::kAbsent;
+  if (status.code() == StatusCode::kOutOfRange) return Read::kTorn;
+  if (status.code() == StatusCode::kCorrupt) {  // not a regular file
+    if (layer_.stat(path, &found).ok()) (void)see(found);
+    notes_.add(true, path + " is not a regular file, and is removed");
+    return Read::kTorn;
+  }
+  if (!status.ok()) {
+    notes_.add(true, "cannot read " + describe_file_error(path, status));
+    return Read::kFailed;
+  }
+  // The load is good even if the record's use cannot be recorded.
+  if (accessed_unix_ns != 0) (void)file->set_access_time(accessed_unix_ns);
+  return Read::kWhole;
+}
+
+// Distinguishes a whole record of another length, which is the caller's mistake, from a torn one.
+FsFiles::Read FsFiles::read_other_length(const std::string& path, const Digest& key,
+                                         std::uint64_t found, std::uint64_t asked) {
+  const std::string lengths = path + " has " + std::to_string(found) + " bytes";
+  if (found >= kOuterHeaderBytes) {
+    std::array<std::uint8_t, kOuterHeaderBytes> header;
+    std::unique_ptr<File> file;
+    const ReadPart part{header.data(), header.size()};
+    Status status = layer_.open(path, FileMode::kRead, false, &file);
+    if (is_not_there(status)) return Read::kAbsent;
+    if (status.ok()) status = file->read(std::span(&part, 1), 0);
+    if (!status.ok() && status.code() != StatusCode::kOutOfRange) {
+      notes_.add(true, "cannot read " + describe_file_error(path, status));
+      return Read::kFailed;
+    }
+    Digest stored{};
+    std::uint64_t record_bytes = 0;
+    if (status.ok()) status = read_outer_header(header.data(), &stored, &record_bytes);
+    if (status.ok() && stored == key && record_bytes == found) {
+      notes_.add(true, lengths + ", asked for " + std::to_string(asked));
+      return Read::kOtherLength;
+    }
+  }
+  notes_.add(true, lengths + ", is torn, and is removed");
+  return Read::kTorn;
+}
+
+void FsFiles::read_head(HeadItem& item) {
+  std::unique_ptr<File> file;
+  const ReadPart part{item.bytes, kHeadBytes};
+  if (layer_.open(paths_.record(item.key), FileMode::kRead, false, &file).ok() &&
+      file->read(std::span(&part, 1), 0).ok())
+    item.length = kHeadBytes;
+}
+
+void FsFiles::unlink(std::span<Removal> items, bool durable) {
+  std::map<std::string, FsDurableFolders::Sync> changed;
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    Removal& item = items[i];
+    const std::string path = paths_.record(item.key);
+    Status status = layer_.unlink(path);
+    if (!status.ok() && !is_not_there(status)) {
+      // The file may be gone although the call failed, so ask for it.
+      notes_.add(true, "cannot remove " + describe_file_error(path, status));
+      FileStat found;
+      status = layer_.stat(path, &found);
+      item.after = status.ok() ? After::kThere : After::kPerhapsThere;
+      if (!is_not_there(status)) continue;
+    }
+    item.after = After::kGone;
+    FsDurableFolders::Sync& folder = changed[paths_.folder(item.key)];
+    folder.path = paths_.folder(item.key);
+    folder.items.push_back(i);
+  }
+  std::vector<FsDurableFolders::Sync> folders;
+  folders.reserve(changed.size());
+  for (auto& [path, folder] : changed)
+    folders.push_back(std::move(folder));
+  if (durable) folders_.sync(folders);
+  for (const FsDurableFolders::Sync& folder : folders) {
+    // If the directory was removed too, there is nothing to sync.
+    const bool synced = durable && (folder.status.ok() || is_not_there(folder.status));
+    if (!synced) folders_.note_unlinked(items[folder.items[0]].key);
+    for (const std::size_t i : folder.items)
+      items[i].after = synced ? After::kGoneForGood : After::kGone;
+  }
+}
+
+void FsFiles::discard(const std::string& path) {
+  const Status status = layer_.unlink(path);
+  if (!status.ok() && !is_not_there(status))
+    notes_.add(true, "cannot remove " + describe_file_error(path, status));
+}
+
+}  // namespace kvstrata

@@ -1,0 +1,111 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// Writes, publishes, reads and unlinks the files of `fs`, durably. Knows nothing of caps and
+// recency. Thread-safe.
+//
+// Invariant: a record's name appears only when its bytes are on the medium (write_part, then
+// publish), and publish() reports success only when the name is on the medium too.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "files/outcome.h"
+#include "fs/durable_folders.h"
+#include "kvstrata/connector.h"
+
+namespace kvstrata {
+
+class FsFiles {
+ public:
+  // Threads that sync the directories of a batch, besides the caller's.
+  static constexpr std::size_t kSyncThreads = 3;
+
+  // All references must outlive it. Without `own_threads` only the caller's thread syncs.
+  FsFiles(FileLayer& layer, const FsPaths& paths, bool direct, NoteBook& notes, bool own_threads)
+      : layer_(layer),
+        paths_(paths),
+        notes_(notes),
+        direct_(direct),
+        folders_(layer, paths, notes, own_threads ? kSyncThreads : 0) {}
+
+  struct NewPart {
+    std::string path;
+    const std::uint8_t* bytes;
+    std::uint64_t length;
+    std::int64_t accessed_unix_ns = 0;  // its access time; 0: as the file system sets it
+  };
+  // Writes a new file and syncs it, if the file system has `need_bytes` free besides
+  // `min_free_bytes`. After an error no file is left. If the error is_no_space(), `missing_bytes`
+  // is how much space should be freed before another try.
+  Status write_part(const NewPart& part, std::uint64_t need_bytes, std::uint64_t min_free_bytes,
+                    std::uint64_t* missing_bytes);
+
+  // Syncs these directories: a server that was killed may have renamed or unlinked files in them
+  // without a sync, which a power cut could undo.
+  void sync_folders(std::span<const std::string> paths);
+
+  struct Publication {
+    Digest key{};
+    std::string part;      // empty: the record exists already
+    Status status;         // set by publish()
+    bool renamed = false;  // the part got its name; a record that had the name before is gone
+  };
+  // Renames synced parts to their records' names. Then syncs, once each, the directories that
+  // changed and the directories of records that exist already, whose server may have died before it
+  // synced them. If an item with a part fails, neither the part nor the name is left.
+  void publish(std::span<Publication> items);
+
+  enum class Read : std::uint8_t { kWhole, kAbsent, kOtherLength, kTorn, kFailed };
+  // Gets the stat of the file that is read, and returns the access time to set, or 0 for none.
+  using SeeFile = std::function<std::int64_t(const FileStat& file)>;
+  // Reads a record of exactly `length` bytes. kOtherLength: the file is a whole record of another
+  // length.
+  Read read(const Digest& key, std::uint8_t* bytes, std::uint64_t length, const SeeFile& see);
+  static LoadOutcome outcome_of(Read read) noexcept;
+
+  // Reads the first kHeadBytes of a record into the item. If the file is shorter or cannot be read,
+  // leaves the item as it is; a load of the record will report why.
+  void read_head(HeadItem& item);
+
+  enum class After : std::uint8_t {
+    kThere,         // it could not be unlinked
+    kPerhapsThere,  // the medium does not say whether it is there
+    kGone,          // a power cut may bring it back
+    kGoneForGood,
+  };
+  struct Removal {
+    Digest key{};
+    After after = After::kThere;  // set by unlink()
+  };
+  // Unlinks records. Without `durable` the directories are not synced, so no record is
+  // kGoneForGood.
+  void unlink(std::span<Removal> items, bool durable);
+
+  // Syncs the directories in which files were unlinked that a power cut may bring back.
+  void sync_unlinked() { folders_.sync_unlinked(); }
+
+  // Unlinks the file that a failed operation has left. If the unlink fails too, it becomes a note;
+  // a later start removes parts.
+  void discard(const std::string& path);
+
+ private:
+  Status open_at_best(const std::string& path, FileMode mode, std::unique_ptr<File>* out);
+  Status write_file(const NewPart& part);
+  Status rename_into_place(const Publication& item, std::vector<std::string>* made);
+  Read read_other_length(const std::string& path, const Digest& key, std::uint64_t found,
+                         std::uint64_t asked);
+
+  FileLayer& layer_;
+  const FsPaths& paths_;
+  NoteBook& notes_;
+  std::atomic<bool> direct_;
+  FsDurableFolders folders_;
+};
+
+}  // namespace kvstrata

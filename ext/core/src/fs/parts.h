@@ -1,0 +1,102 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// Records that an `fs` connector is storing. Each record is first a *part*, a file under a
+// temporary name, which is then renamed to the record's name. fs/states.h has the states of a part.
+//
+// Invariants
+// 1. Concurrent puts of one record write it once: the first item makes the part, the others join it
+//    and get its outcome.
+// 2. The thread that claims a part publishes it, whichever batch it belongs to.
+// 3. A part is kept until every item that made or joined it has its outcome.
+//
+// Every function of FsParts is called with the connector's mutex held.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "fs/files.h"
+#include "fs/states.h"
+
+namespace kvstrata {
+
+struct FsPart {
+  Digest key{};
+  std::uint32_t length = 0;
+  FsPartState state = FsPartState::kWriting;  // changed by FsParts::happened() alone
+  bool found = false;        // the record exists already, so the part has no file of its own
+  bool cancelled = false;    // the key was deleted meanwhile
+  std::uint32_t askers = 0;  // items that made or joined it and have not got its outcome yet
+  PutOutcome outcome{PutStatus::kFailed, Reason::kInternal};
+};
+
+class FsParts {
+ public:
+  using Lock = std::unique_lock<std::mutex>;
+  // Publishes and settles parts that the calling thread has claimed.
+  using Publish = std::function<void(Lock&, std::vector<std::uint64_t>)>;
+
+  // `changed` must outlive it; the thread that changes a part's state notifies it.
+  explicit FsParts(std::condition_variable& changed) : changed_(changed) {}
+
+  // Joins the item to the part of the same record that is neither settled nor cancelled. True: it
+  // joined, and end() gives the item its outcome. False: there is no such part.
+  [[nodiscard]] bool join(PutItem& item);
+  // Makes a part for the item; end() gives the item its outcome. REQUIRES: no part has this number.
+  FsPart& make(std::uint64_t number, PutItem& item);
+  [[nodiscard]] FsPart& at(std::uint64_t number) { return parts_.find(number)->second; }
+
+  // Moves the part by kFsPartMachine. REQUIRES: its state has a move for the event.
+  void happened(FsPart& part, FsPartEvent event) noexcept;
+  // Settles the part by this event, and sets its outcome.
+  void settle(FsPart& part, FsPartEvent event, PutOutcome outcome) noexcept;
+
+  [[nodiscard]] bool any_written() const;
+  [[nodiscard]] std::vector<std::uint64_t> claim_written();
+  // Cancels the parts of this key that are not settled. Returns whether there was one.
+  bool cancel(const Digest& key);
+
+  // Ends a batch, all pieces of which were put: publishes those of its parts that no thread has
+  // claimed, waits for the others, and gives each item its outcome. An item that made a part (its
+  // status is kStored until now) gets the part's outcome. An item that joined a part gets kExists
+  // if the part was stored, otherwise the part's outcome.
+  void end(Lock& lock, std::span<PutItem> batch, const Publish& publish);
+
+ private:
+  // By number.
+  std::map<std::uint64_t, FsPart> parts_;
+  std::condition_variable& changed_;
+};
+
+// Puts or loads each item of a piece by `one`: sets the item's outcome and drops its hold, since
+// the medium has finished with the item's bytes.
+template <typename Item, typename One>
+void fs_each(std::span<Item> piece, One&& one) {
+  for (Item& item : piece) {
+    set_outcome(item, one(item));
+    item.hold.reset();
+  }
+}
+
+// Writes a part (FsFiles::write_part()); the lock is dropped meanwhile. If the file system is full,
+// calls `make_space(missing_bytes)` with the lock held, and tries once more if that returns true.
+template <typename MakeSpace>
+Status write_fs_part(FsParts::Lock& lock, FsFiles& files, const FsFiles::NewPart& part,
+                     std::uint64_t need_bytes, std::uint64_t min_free_bytes,
+                     MakeSpace&& make_space) {
+  for (bool again = false;; again = true) {
+    std::uint64_t missing_bytes = 0;
+    lock.unlock();
+    const Status status = files.write_part(part, need_bytes, min_free_bytes, &missing_bytes);
+    lock.lock();
+    if (is_no_space(status) && !again && make_space(missing_bytes)) continue;
+    return status;
+  }
+}
+
+}  // namespace kvstrata

@@ -1,0 +1,149 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "pool/leases.h"
+
+#include <algorithm>
+
+namespace kvstrata {
+
+void Leases::take(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_slices,
+                  const RowMask& holders, const std::uint8_t* identity, LeaseResult* result) {
+  IndexView& index = entries.index;
+  EntryLocal* const local = entries.local;
+  const std::vector<std::uint32_t>& found = entries.find(keys, n_keys);
+  std::uint64_t bytes = leased_bytes;
+  std::uint64_t prefix_bytes = 0;
+  std::size_t n_chunks = 0;
+  bool readable = true;
+  bool trimmed = false;
+  const bool room = leases.size() < kMaxLeaseTickets;
+  for (std::size_t first = 0; first < n_keys; first += n_slices) {
+    std::uint64_t chunk_bytes = 0;
+    std::uint64_t more = 0;
+    std::uint64_t unverified = 0;
+    bool present = true;
+    for (std::size_t i = first; i < first + n_slices && present; ++i) {
+      const std::uint32_t entry = found[i];
+      const EntryState state = entry == kNoEntry ? EntryState::kFree : index.state(entry);
+      present = state == EntryState::kReady || state == EntryState::kUnverified;
+      present = present && entries.is_of(entry, identity);
+      if (!present) break;
+      unverified += state == EntryState::kUnverified;
+      chunk_bytes += entries.extent_bytes(entry);
+      if (local[entry].leases == 0) more += entries.extent_bytes(entry);
+    }
+    if (!present || (trimmed && unverified != 0)) break;
+    readable &= unverified == 0;
+    result->unverified += unverified;
+    if (!readable) continue;
+    if (!room) break;
+    // Beyond the bound nothing is leased; the bytes of the rest of the prefix are counted.
+    trimmed |= bytes + more > limit_bytes;
+    bytes += more;
+    prefix_bytes += chunk_bytes;
+    n_chunks += trimmed ? 0 : 1;
+  }
+  if (trimmed) {
+    counts.leases_trimmed += 1;
+    // A prefix longer than the bound asks for the bytes of other leases, and no more.
+    result->short_bytes = bytes - std::min(bytes, std::max(limit_bytes, prefix_bytes));
+  }
+  const std::size_t n_items = n_chunks * n_slices;
+  if (n_items == 0 ||
+      items + n_items > 4 * std::max<std::size_t>(index.capacity(), kMaxBatchKeys)) {
+    return;
+  }
+  const RowBits bits = holders.bits();
+  result->extents.resize(n_items);
+  for (std::size_t i = n_items; i-- > 0;) {
+    // From the last chunk to the first: the start of a prompt is the newest, and evicted last.
+    const std::uint32_t entry = found[i];
+    if (local[entry].leases == 0) leased_bytes += entries.extent_bytes(entry);
+    entries.change_blockers(entry, false, [](EntryLocal& changed) { changed.leases += 1; });
+    RowBits present = rows.rows_of(entry);
+    present |= bits;
+    rows.set_rows(entry, present);
+    touch(entry);
+    result->extents[i] = entries.extent_record(entry);
+  }
+  for (std::size_t i = 0; i < n_slices; ++i) {
+    departures.family.each_ancestor(found[i], [this](std::uint32_t up) { touch(up); });
+  }
+  result->n_chunks = n_chunks;
+  result->ticket = next_ticket++;
+  Lease& lease = leases[result->ticket];
+  lease.rows = holders;
+  lease.entries.assign(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(n_items));
+  items += n_items;
+}
+
+std::size_t Leases::to_end(std::span<const std::uint64_t> tickets, std::uint64_t need_bytes) {
+  // Ends the leases in the entries' counts alone, and puts the counts back below; under the mutex
+  // nobody sees them meanwhile.
+  std::uint64_t freed_bytes = 0;
+  std::size_t looked_at = 0;
+  std::size_t count = 0;
+  std::size_t useful = 0;
+  while (count < tickets.size() && freed_bytes < need_bytes && looked_at < kMaxEntriesToEnd) {
+    const auto lease = leases.find(tickets[count++]);
+    if (lease == leases.end()) continue;
+    for (const std::uint32_t entry : lease->second.entries) {
+      EntryLocal& leased = entries.local[entry];
+      leased.leases -= 1;
+      if (leased.leases != 0) continue;
+      freed_bytes += entries.extent_bytes(entry);
+      useful = count;
+    }
+    looked_at += lease->second.entries.size();
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto lease = leases.find(tickets[i]);
+    if (lease == leases.end()) continue;
+    for (const std::uint32_t entry : lease->second.entries)
+      entries.local[entry].leases += 1;
+  }
+  // A search that kMaxEntriesToEnd has ended goes on behind these leases, so all of them count.
+  return looked_at < kMaxEntriesToEnd ? useful : count;
+}
+
+void Leases::end(Iterator lease) {
+  const std::vector<std::uint32_t>& leased = lease->second.entries;
+  EntryLocal* const local = entries.local;
+  for (std::size_t i = leased.size(); i-- > 0;) {
+    const std::uint32_t entry = leased[i];
+    if (i >= 8) __builtin_prefetch(&local[leased[i - 8]], 1);
+    if (i >= 8) __builtin_prefetch(&entries.index.cold(leased[i - 8]), 1);
+    if (local[entry].leases == 1) {
+      leased_bytes -= entries.extent_bytes(entry);
+      rows.set_rows(entry, rows.old_rows_of(entry));
+    }
+    entries.change_blockers(entry, true, [](EntryLocal& changed) { changed.leases -= 1; });
+    if (local[entry].leases == 0) departures.settle(entry);
+  }
+  items -= leased.size();
+  leases.erase(lease);
+}
+
+bool Leases::release(std::uint64_t ticket, std::int64_t row) {
+  const auto lease = leases.find(ticket);
+  if (lease == leases.end()) return false;
+  if (row >= 0) {
+    if (row >= kRowCount || !lease->second.rows.test(static_cast<std::uint32_t>(row))) return false;
+    lease->second.rows.clear(static_cast<std::uint32_t>(row));
+    if (lease->second.rows.any()) return true;
+  }
+  end(lease);
+  return true;
+}
+
+void Leases::end_row(std::uint32_t row) {
+  for (auto lease = leases.begin(); lease != leases.end();) {
+    const auto next = std::next(lease);
+    if (lease->second.rows.test(row)) {
+      lease->second.rows.clear(row);
+      if (!lease->second.rows.any()) end(lease);
+    }
+    lease = next;
+  }
+}
+
+}  // namespace kvstrata

@@ -1,0 +1,447 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// The public calls: each takes the mutex and hands the work to the part that it concerns.
+#include "pool/pool.h"
+
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "base/clock.h"
+
+namespace kvstrata {
+
+namespace {
+
+Status require_fresh(int fd, const char* message) noexcept {
+  struct stat info{};
+  if (fstat(fd, &info) != 0)
+    return Status(StatusCode::kOsError, "fstat of a pool file failed", errno);
+  if (info.st_size != 0) return Status(StatusCode::kExists, message, info.st_size);
+  return Status();
+}
+
+Status check_count(std::size_t n_keys) noexcept {
+  if (n_keys <= kMaxBatchKeys) return Status();
+  return Status(StatusCode::kBadArgument, "keys: too many in one call",
+                static_cast<std::int64_t>(n_keys), static_cast<std::int64_t>(kMaxBatchKeys));
+}
+
+}  // namespace
+
+// ---- making and closing a pool
+
+Status Pool::check_options(const PoolOptions& options) noexcept {
+  if (make_policy(options.policy, nullptr) == nullptr) {
+    return Status(StatusCode::kBadArgument, "policy: must be one of LRU, ARC, S3FIFO, noop");
+  }
+  if (!(options.watermark >= 0.0 && options.watermark <= 1.0)) {
+    return Status(StatusCode::kBadArgument, "watermark: must be between 0 and 1");
+  }
+  if (!(options.watermark_ratio >= 0.0 && options.watermark_ratio <= 1.0)) {
+    return Status(StatusCode::kBadArgument, "watermark: the evicted share must be between 0 and 1");
+  }
+  if (options.max_session_share == 0) {
+    return Status(StatusCode::kBadArgument, "max_session_share: must be at least 1");
+  }
+  return Status();
+}
+
+Status Pool::create(int index_fd, int extents_fd, const PoolOptions& options,
+                    std::shared_ptr<Pool>* out) noexcept {
+  KVSTRATA_RETURN_IF_ERROR(check_options(options));
+  if (options.extents_bytes == 0 || options.extents_bytes % kExtentAlignment != 0) {
+    return Status(StatusCode::kBadArgument, "extents_bytes: must be a positive multiple of 4096",
+                  static_cast<std::int64_t>(options.extents_bytes));
+  }
+  if (options.entry_capacity < kMinEntryCapacity || options.entry_capacity > kMaxEntryCapacity) {
+    return Status(StatusCode::kBadArgument, "entry_capacity: must be between 1 and 2^30",
+                  static_cast<std::int64_t>(options.entry_capacity), kMaxEntryCapacity);
+  }
+  KVSTRATA_RETURN_IF_ERROR(
+      require_fresh(index_fd, "index file: must be empty to make a pool in it"));
+  KVSTRATA_RETURN_IF_ERROR(
+      require_fresh(extents_fd, "extents file: must be empty to make a pool in it"));
+  const IndexLayout layout = IndexLayout::of(options.entry_capacity);
+  if (ftruncate(index_fd, static_cast<off_t>(layout.file_bytes)) != 0) {
+    return Status(StatusCode::kOsError, "ftruncate of the index file failed", errno);
+  }
+  if (ftruncate(extents_fd, static_cast<off_t>(options.extents_bytes)) != 0) {
+    return Status(StatusCode::kOsError, "ftruncate of the extents file failed", errno);
+  }
+  auto segment = std::make_unique<PoolSegment>();
+  KVSTRATA_RETURN_IF_ERROR(
+      segment->back_index(index_fd, layout.file_bytes, layout.hot_offset, 0, 0));
+  KVSTRATA_RETURN_IF_ERROR(segment->map_index(index_fd, layout.file_bytes));
+  segment->index = IndexView(segment->index_mapping.address(), layout);
+  IndexHeader& header = segment->index.header();
+  RowRecord& own_row = segment->index.row(0);
+  header.format_version = kIndexFormatVersion;
+  if (getrandom(header.pool_id, sizeof header.pool_id, 0) != sizeof header.pool_id) {
+    return Status(StatusCode::kOsError, "getrandom failed", errno);
+  }
+  header.extents_bytes = options.extents_bytes;
+  header.entry_capacity = layout.entry_capacity;
+  header.bucket_lines = layout.bucket_lines;
+  store_word<std::uint64_t>(own_row.claimed, 1);
+  KVSTRATA_RETURN_IF_ERROR(segment->open_extents(extents_fd));
+  const std::uint64_t epoch = static_cast<std::uint64_t>(now_unix_ns());
+  const std::shared_ptr<Pool> pool(new Pool(std::move(segment), options, epoch));
+  store_word(header.epoch, epoch);
+  store_word(own_row.epoch, epoch);
+  store_word(header.magic, kIndexMagic);
+  pool->entries_.index.seal_static_header();
+  pool->heartbeat();
+  *out = pool;
+  return Status();
+}
+
+Pool::Pool(std::unique_ptr<PoolSegment> segment, const PoolOptions& options, std::uint64_t epoch)
+    : options_(options),
+      segment_(std::move(segment)),
+      slabs_(segment_->index.header().extents_bytes, &segment_->index.header().slab_bytes,
+             segment_->index.header().slab_table),
+      policy_(make_policy(options.policy, segment_->local())),
+      entries_(*segment_, slabs_, *policy_),
+      family_(entries_),
+      tenants_(entries_),
+      rows_(entries_, epoch),
+      departures_(entries_, family_, tenants_, rows_, events_),
+      room_(entries_, departures_),
+      leases_(departures_, extents_bytes(), next_ticket_),
+      reservations_(room_, extents_bytes(), options.max_session_share, next_ticket_),
+      checks_(departures_, closed_) {}
+
+Pool::~Pool() {
+  close();
+}
+
+void Pool::close() noexcept {
+  {
+    // Calls that run now end first: afterwards the files may be another server's.
+    const std::lock_guard lock(mutex_);
+    closed_.store(true, std::memory_order_release);
+  }
+  prefault_.stop();
+  segment_->index_backing.close();
+  segment_->extents_backing.close();
+}
+
+Status Pool::check_open() const noexcept {
+  if (is_closed()) return Status(StatusCode::kClosed, "the pool was closed");
+  return Status();
+}
+
+std::span<const std::uint8_t, 16> Pool::pool_id() const noexcept {
+  return std::span<const std::uint8_t, 16>(entries_.index.header().pool_id);
+}
+
+void Pool::heartbeat() noexcept {
+  if (!is_closed()) store_word(entries_.index.header().heartbeat_ns, monotonic_ns());
+}
+
+void Pool::set_has_l2(bool has_l2) noexcept {
+  if (!is_closed()) store_word(entries_.index.header().flags, has_l2 ? kIndexFlagHasL2 : 0);
+}
+
+Status Pool::prefault_start(std::uint32_t threads) noexcept {
+  const std::lock_guard lock(mutex_);
+  KVSTRATA_RETURN_IF_ERROR(check_open());
+  return prefault_.start(extents_address(), &segment_->extents_backing, threads);
+}
+
+std::uint64_t Pool::retry_missing() noexcept {
+  const std::lock_guard lock(mutex_);  // close() ends both backings
+  if (is_closed()) return 0;
+  segment_->index_backing.try_again();
+  segment_->extents_backing.try_again();
+  return segment_->missing_bytes();
+}
+
+// ---- rows
+
+Status Pool::claim_row(const std::uint8_t* session, const std::uint8_t* group, std::uint64_t pid,
+                       bool registers_memory, std::uint32_t* row) noexcept {
+  const std::lock_guard lock(mutex_);
+  KVSTRATA_RETURN_IF_ERROR(check_open());
+  return rows_.claim(session, group, pid, registers_memory, row);
+}
+
+std::vector<RowInfo> Pool::rows() noexcept {
+  const std::lock_guard lock(mutex_);
+  return rows_.list();
+}
+
+// Entries of earlier epochs no longer wait for this row (Rows::forget). Returns the bytes of those
+// that still do.
+std::uint64_t Pool::forget(std::uint32_t row, bool keep_quarantine) {
+  std::vector<std::uint32_t> settled;
+  const std::uint64_t kept_bytes = rows_.forget(row, keep_quarantine, &settled);
+  for (const std::uint32_t entry : settled)
+    departures_.settle(entry);
+  return kept_bytes;
+}
+
+void Pool::end_row(std::uint32_t row) {
+  leases_.end_row(row);
+  reservations_.end_row(row);
+  forget(row, false);
+  departures_.forgive(row);
+  rows_.change(row, RowEvent::kGone);
+}
+
+Status Pool::row_gone(std::uint32_t row) noexcept {
+  const std::lock_guard lock(mutex_);
+  KVSTRATA_RETURN_IF_ERROR(check_open());
+  KVSTRATA_RETURN_IF_ERROR(rows_.check(row));
+  end_row(row);
+  return Status();
+}
+
+Status Pool::row_stranded(std::uint32_t row, std::uint64_t* kept_bytes) noexcept {
+  const std::lock_guard lock(mutex_);
+  KVSTRATA_RETURN_IF_ERROR(check_open());
+  KVSTRATA_RETURN_IF_ERROR(rows_.check(row));
+  *kept_bytes = forget(row, true);
+  if (*kept_bytes == 0) {
+    end_row(row);
+  } else {
+    rows_.change(row, RowEvent::kStrand);
+  }
+  return Status();
+}
+
+Status Pool::row_quiesced(std::uint32_t row) noexcept {
+  const std::lock_guard lock(mutex_);
+  KVSTRATA_RETURN_IF_ERROR(check_open());
+  KVSTRATA_RETURN_IF_ERROR(rows_.check(row));
+  forget(row, false);
+  rows_.change(row, RowEvent::kQuiesce);
+  return Status();
+}
+
+// ---- reading
+
+std::size_t Pool::peek(const std::uint8_t* keys, std::size_t n_keys,
+                       std::size_t n_slices) const noexcept {
+  if (is_closed() || n_slices == 0) return 0;
+  return entries_.index.peek(keys, n_keys, n_slices);
+}
+
+Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_slices,
+                   std::span<const std::uint32_t> rows, const std::uint8_t* identity,
+                   LeaseResult* result) noexcept {
+  if (n_slices == 0 || n_keys % n_slices != 0) {
+    return Status(StatusCode::kBadArgument, "keys: their count must be a multiple of n_slices",
+                  static_cast<std::int64_t>(n_keys), static_cast<std::int64_t>(n_slices));
+  }
+  KVSTRATA_RETURN_IF_ERROR(check_count(n_keys));
+  if (rows.empty())
+    return Status(StatusCode::kBadArgument, "rows: at least one must hold the lease");
+  const std::lock_guard lock(mutex_);
+  KVSTRATA_RETURN_IF_ERROR(check_open());
+  RowMask holders;
+  for (const std::uint32_t row : rows) {
+    if (!rows_.is_claimed(row)) return Status(StatusCode::kNotFound, "rows: not claimed", row);
+    holders.set(row);
+  }
+  leases_.take(keys, n_keys, n_slices, holders, identity, result);
+  return Status();
+}
+
+bool Pool::release(std::uint64_t ticket, std::int64_t row) noexcept {
+  const std::lock_guard lock(mutex_);
+  return !is_closed() && leases_.release(ticket, row);
+}
+
+std::size_t Pool::leases_to_end(std::span<const std::uint64_t> tickets,
+                                std::uint64_t need_bytes) noexcept {
+  const std::lock_guard lock(mutex_);
+  return is_closed() ? 0 : leases_.to_end(tickets, need_bytes);
+}
+
+Status Pool::verify(const std::uint8_t* keys, std::size_t n_keys, std::uint64_t* good,
+                    std::uint64_t* bad) noexcept {
+  std::unique_lock lock(mutex_);
+  KVSTRATA_RETURN_IF_ERROR(check_open());
+  checks_.verify(lock, checks_.pin_unverified(entries_.find(keys, n_keys)), good, bad);
+  return Status();
+}
+
+Status Pool::verify_next(std::uint64_t max_bytes, std::uint64_t* remaining) noexcept {
+  std::unique_lock lock(mutex_);
+  KVSTRATA_RETURN_IF_ERROR(check_open());
+  std::uint64_t good = 0;
+  std::uint64_t bad = 0;
+  checks_.verify(lock, checks_.pin_next(max_bytes), &good, &bad);
+  *remaining = entries_.counts.entries[static_cast<std::size_t>(EntryState::kUnverified)];
+  return Status();
+}
+
+Status Pool::mark_bad(const Key& key, const std::uint8_t* identity, bool* dropped) noexcept {
+  *dropped = false;
+  std::unique_lock lock(mutex_);
+  KVSTRATA_RETURN_IF_ERROR(check_open());
+  const std::uint32_t entry = entries_.index.find(key);
+  if (entry == kNoEntry || entries_.index.state(entry) == EntryState::kReserved ||
+      !entries_.is_of(entry, identity)) {
+    return Status();
+  }
+  entries_.pin(entry);
+  std::uint64_t good = 0;
+  std::uint64_t bad = 0;
+  checks_.verify(lock, {entry}, &good, &bad);
+  *dropped = bad != 0;
+  return Status();
+}
+
+// ---- writing
+
+Status Pool::reserve(const ReserveRequest& request, ReserveResult* result) noexcept {
+  KVSTRATA_RETURN_IF_ERROR(check_count(request.n_keys));
+  if (request.record_bytes == 0)
+    return Status(StatusCode::kBadArgument, "record_bytes: must be positive");
+  const std::lock_guard lock(mutex_);
+  KVSTRATA_RETURN_IF_ERROR(check_open());
+  if (!rows_.is_claimed(request.row))
+    return Status(StatusCode::kNotFound, "row: not claimed", request.row);
+  reservations_.reserve(request, result);
+  return Status();
+}
+
+Status Pool::commit(std::uint64_t ticket, std::span<const std::uint32_t> indices, bool check,
+                    std::uint8_t* outcomes) noexcept {
+  std::unique_lock lock(mutex_);
+  KVSTRATA_RETURN_IF_ERROR(check_open());
+  std::fill_n(outcomes, indices.size(), static_cast<std::uint8_t>(CommitOutcome::kNotReserved));
+  std::vector<std::uint32_t> pinned;
+  Key identity;
+  if (!reservations_.begin_commit(ticket, indices, &pinned, &identity)) return Status();
+  const std::vector<std::uint8_t> sound =
+      check ? checks_.match(lock, pinned, identity) : std::vector<std::uint8_t>(indices.size(), 1);
+  if (is_closed()) {
+    for (const std::uint32_t entry : pinned) {
+      if (entry != kNoEntry) entries_.unpin(entry);
+    }
+    return Status();
+  }
+  reservations_.end_commit(ticket, indices, pinned, sound, outcomes);
+  return Status();
+}
+
+std::uint64_t Pool::abort(std::uint64_t ticket, std::span<const std::uint32_t> indices,
+                          bool all) noexcept {
+  const std::lock_guard lock(mutex_);
+  return is_closed() ? 0 : reservations_.abort(ticket, indices, all);
+}
+
+// ---- administration
+
+std::uint64_t Pool::remove(const std::uint8_t* keys, std::size_t n_keys, bool returned) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (is_closed()) return 0;
+  return departures_.remove(keys, n_keys, returned ? Cause::kReturned : Cause::kRemoved);
+}
+
+ClearResult Pool::clear(std::int64_t tenant, const std::uint8_t* identity) noexcept {
+  constexpr std::uint32_t kStep = 512;  // entries between which others get the mutex
+  ClearResult result;
+  for (std::uint64_t begin = 0;; begin += kStep) {
+    const std::lock_guard lock(mutex_);
+    if (is_closed() || begin >= entries_.touched) return result;
+    const std::uint64_t end = std::min(begin + kStep, entries_.touched);
+    departures_.clear(begin, end, tenant, identity, &result);
+  }
+}
+
+ClearedInUse Pool::cleared_in_use(std::int64_t tenant) noexcept {
+  const std::lock_guard lock(mutex_);
+  return is_closed() ? ClearedInUse{} : departures_.cleared_in_use(tenant);
+}
+
+void Pool::set_quota(std::uint32_t tenant, std::int64_t bytes) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (!is_closed()) tenants_.set_quota(tenant, bytes);
+}
+
+std::uint64_t Pool::evict_to_watermark() noexcept {
+  constexpr int kStep = 64;  // evictions between which others get the mutex
+  std::uint64_t evicted_bytes = 0;
+  std::uint64_t goal_bytes = 0;
+  for (bool first = true;; first = false) {
+    const std::lock_guard lock(mutex_);
+    if (is_closed() || options_.watermark == 0.0 || !policy_->evicts()) return evicted_bytes;
+    if (first) {
+      const auto total = static_cast<double>(extents_bytes());
+      const auto used = static_cast<double>(entries_.used_bytes);
+      if (used <= options_.watermark * total) return 0;
+      goal_bytes = static_cast<std::uint64_t>(used * options_.watermark_ratio);
+    }
+    if (!room_.evict_oldest(kStep, goal_bytes, &evicted_bytes)) return evicted_bytes;
+  }
+}
+
+std::vector<Key> Pool::victims_preview(std::uint64_t need_bytes) noexcept {
+  const std::lock_guard lock(mutex_);
+  return is_closed() ? std::vector<Key>() : room_.preview(need_bytes);
+}
+
+std::vector<Event> Pool::take_events(std::uint64_t* lost) noexcept {
+  const std::lock_guard lock(mutex_);
+  *lost = events_.lost;
+  return events_.take();
+}
+
+std::uint64_t Pool::ready_tags(std::uint64_t from, std::uint64_t max_entries,
+                               std::vector<std::uint64_t>* tags) noexcept {
+  const std::lock_guard lock(mutex_);
+  return is_closed() ? 0 : entries_.ready_tags(from, max_entries, tags);
+}
+
+PoolStats Pool::stats() noexcept {
+  const std::lock_guard lock(mutex_);
+  PoolStats stats{};
+  static_cast<EntryCounts&>(stats) = entries_.counts;
+  static_cast<ReservationCounts&>(stats) = reservations_.counts;
+  static_cast<LeaseCounts&>(stats) = leases_.counts;
+  static_cast<DepartureCounts&>(stats) = departures_.counts;
+  static_cast<AdoptionCounts&>(stats) = adoption_counts_;
+  stats.extents_bytes = extents_bytes();
+  stats.used_bytes = entries_.used_bytes;
+  stats.slab_bytes = slabs_.slab_bytes();
+  stats.unusable_bytes = slabs_.unusable_bytes();
+  stats.largest_allocatable_bytes = slabs_.largest_allocatable();
+  stats.leased_bytes = leases_.leased_bytes;
+  stats.pinned_bytes = entries_.pinned_bytes;
+  stats.blocked_bytes = entries_.blocked_bytes;
+  stats.lease_tickets = leases_.leases.size();
+  stats.reservations = reservations_.reservations.size();
+  stats.holds = holds_;
+  stats.events_lost = events_.lost;
+  stats.prefaulted_bytes = prefault_.done_bytes();
+  stats.entry_capacity = entries_.index.capacity();
+  stats.policy = policy_->name();
+  const std::uint64_t free_bytes = stats.extents_bytes - stats.used_bytes;
+  stats.fragmentation = free_bytes == 0
+                            ? 0.0
+                            : 1.0 - static_cast<double>(stats.largest_allocatable_bytes) /
+                                        static_cast<double>(free_bytes);
+  stats.rows_claimed = rows_.count();
+  stats.rows_capacity = kRowCount - 1;
+  stats.backed_bytes = segment_->extents_backing.backed_bytes();
+  stats.missing_bytes = segment_->missing_bytes();
+  for (std::uint32_t cls = 0; cls < kMaxClasses; ++cls) {
+    const SlabMap::Class& size_class = slabs_.size_class(cls);
+    if (size_class.extent_bytes == 0 || size_class.capacity == 0) continue;
+    stats.classes.push_back({size_class.extent_bytes, size_class.used, size_class.capacity});
+  }
+  for (const auto& [id, account] : tenants_.accounts)
+    stats.tenants.push_back({id, account.bytes, account.quota_bytes});
+  return stats;
+}
+
+}  // namespace kvstrata

@@ -1,0 +1,216 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// The L1 pool: the server's side of the shared-memory segment. It alone decides what an extent is
+// used for.
+//
+// The states of an entry and of a session row, and the events that move them, are two tables
+// (states.h), which the code executes and docs/states.md shows.
+//
+// The state of a pool lies in its parts. The header of each part says what it keeps true:
+//
+//   | part         | what it does                                                       |
+//   |--------------|--------------------------------------------------------------------|
+//   | entries      | keeps the entries, their states, and what protects them            |
+//   | family       | knows which chunk continues which                                  |
+//   | tenants      | counts each tenant's bytes against its quota                       |
+//   | rows         | keeps the session table, and what its processes may touch          |
+//   | departures   | takes entries out of the index, and keeps the quarantine           |
+//   | room         | finds a place for a new extent, and evicts entries for it          |
+//   | leases       | protects entries that lookups have promised to processes           |
+//   | reservations | gives processes entries to write, until they commit or abort       |
+//   | checks       | reads and verifies records: the only work without the mutex        |
+//   | events       | reports changes for copies of the index that are kept elsewhere    |
+//
+// adopt.cpp takes over the pool of an earlier server. validate.cpp recomputes everything that the
+// parts keep, and compares.
+//
+// Thread safety: every method may be called from any thread; one mutex, a leaf of the lock order.
+// peek() takes no lock.
+//
+// No method throws: running out of memory for the pool's own tables (not for extents) ends the
+// process, and the next server adopts the pool.
+//
+// A batch of keys is one array of 32-byte keys. Extents are reported as ExtentRecord (24 bytes).
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "memory/prefault.h"
+#include "pool/checks.h"
+#include "pool/departures.h"
+#include "pool/entries.h"
+#include "pool/events.h"
+#include "pool/family.h"
+#include "pool/hold.h"
+#include "pool/index.h"
+#include "pool/leases.h"
+#include "pool/policy.h"
+#include "pool/reservations.h"
+#include "pool/room.h"
+#include "pool/rows.h"
+#include "pool/segment.h"
+#include "pool/slab.h"
+#include "pool/stats.h"
+#include "pool/tenants.h"
+
+namespace kvstrata {
+
+struct PoolOptions {
+  std::uint64_t extents_bytes = 0;   // create: required; adopt: 0 or what it must be
+  std::uint64_t entry_capacity = 0;  // likewise
+  std::string policy = "LRU";
+  double watermark = 0.0;        // share of the pool at which evict_to_watermark acts; 0: never
+  double watermark_ratio = 0.0;  // share of the used bytes that it then evicts
+  std::uint32_t max_session_share = 8;
+};
+
+class Pool : public std::enable_shared_from_this<Pool> {
+ public:
+  // Sizes two empty files and makes a pool in them. The descriptors stay the caller's.
+  [[nodiscard]] static Status create(int index_fd, int extents_fd, const PoolOptions& options,
+                                     std::shared_ptr<Pool>* out) noexcept;
+  // Takes over a pool that an earlier server left. kIncompatible, with `mismatch` filled in, if the
+  // files are not a pool of this format. Any other damage costs only the entries that it concerns.
+  [[nodiscard]] static Status adopt(int index_fd, int extents_fd, const PoolOptions& options,
+                                    std::shared_ptr<Pool>* out, FormatMismatch* mismatch) noexcept;
+  ~Pool();
+
+  std::uint64_t epoch() const noexcept { return rows_.epoch; }
+  std::span<const std::uint8_t, 16> pool_id() const noexcept;
+  std::uint64_t extents_bytes() const noexcept { return slabs_.extents_bytes(); }
+  std::uint8_t* extents_address() const noexcept { return segment_->extents_address(); }
+
+  // Rows. Row 0 is the server itself.
+  [[nodiscard]] Status claim_row(const std::uint8_t* session, const std::uint8_t* group,
+                                 std::uint64_t pid, bool registers_memory,
+                                 std::uint32_t* row) noexcept;
+  std::vector<RowInfo> rows() noexcept;
+  // The process is dead: ends its reservations, its shares of leases and its quarantine.
+  [[nodiscard]] Status row_gone(std::uint32_t row) noexcept;
+  // As row_gone, for a process whose device may still write: what is quarantined because of the row
+  // (`kept_bytes`) stays quarantined. If there is any, the row stays claimed until row_gone.
+  [[nodiscard]] Status row_stranded(std::uint32_t row, std::uint64_t* kept_bytes) noexcept;
+  // The process lives, and no longer touches anything of earlier epochs.
+  [[nodiscard]] Status row_quiesced(std::uint32_t row) noexcept;
+
+  // Reading.
+  std::size_t peek(const std::uint8_t* keys, std::size_t n_keys,
+                   std::size_t n_slices) const noexcept;
+  // Leases the leading chunks that are READY in all `n_slices` for these rows. Here and below
+  // `identity` is the root of the identity for which the caller asks, 32 bytes, or nullptr for any:
+  // entries of another identity count as absent.
+  [[nodiscard]] Status lease(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_slices,
+                             std::span<const std::uint32_t> rows, const std::uint8_t* identity,
+                             LeaseResult* result) noexcept;
+  // Ends one row's share, or all with row < 0. False when the ticket has no such share (any more).
+  bool release(std::uint64_t ticket, std::int64_t row) noexcept;
+  // How many of these leases, in this order, would have to end before `need_bytes` more can be
+  // leased. If all of them are not enough, the count ends with the last one that frees anything.
+  // After kMaxEntriesToEnd entries the search ends with those looked at. Changes nothing. REQUIRES:
+  // each ticket is named once.
+  std::size_t leases_to_end(std::span<const std::uint64_t> tickets,
+                            std::uint64_t need_bytes) noexcept;
+  // Checks the UNVERIFIED entries among the keys; bad ones are dropped.
+  [[nodiscard]] Status verify(const std::uint8_t* keys, std::size_t n_keys, std::uint64_t* good,
+                              std::uint64_t* bad) noexcept;
+  // Checks unverified entries, last used first, until `max_bytes` were read; returns how many
+  // remain.
+  [[nodiscard]] Status verify_next(std::uint64_t max_bytes, std::uint64_t* remaining) noexcept;
+  // Checks a record that a reader reported as corrupt.
+  [[nodiscard]] Status mark_bad(const Key& key, const std::uint8_t* identity,
+                                bool* dropped) noexcept;
+
+  // Writing.
+  [[nodiscard]] Status reserve(const ReserveRequest& request, ReserveResult* result) noexcept;
+  // `check`: whether the header of each record must be the promised one. `outcomes`: one
+  // CommitOutcome for each index.
+  [[nodiscard]] Status commit(std::uint64_t ticket, std::span<const std::uint32_t> indices,
+                              bool check, std::uint8_t* outcomes) noexcept;
+  // Gives back the items at `indices` or, with `all`, every item that is left. Returns how many.
+  std::uint64_t abort(std::uint64_t ticket, std::span<const std::uint32_t> indices,
+                      bool all) noexcept;
+
+  // kNotFound when the key is not READY, or the item is not reserved. REQUIRES: `out` holds
+  // nothing.
+  [[nodiscard]] Status hold(const Key& key, const std::uint8_t* identity, Hold* out) noexcept;
+  [[nodiscard]] Status hold_reserved(std::uint64_t ticket, std::uint64_t index, Hold* out) noexcept;
+
+  // Administration.
+  // Drops READY and UNVERIFIED entries that nobody uses. `returned`: they were read from another
+  // instance and are not kept here; their events say so.
+  std::uint64_t remove(const std::uint8_t* keys, std::size_t n_keys,
+                       bool returned = false) noexcept;
+  // Takes READY and UNVERIFIED entries out of the index. The extent of an entry in use becomes free
+  // when its last use has ended. tenant < 0: those of every tenant. No `identity` (32 bytes): those
+  // of every identity.
+  ClearResult clear(std::int64_t tenant, const std::uint8_t* identity = nullptr) noexcept;
+  // tenant < 0: of every tenant.
+  ClearedInUse cleared_in_use(std::int64_t tenant = -1) noexcept;
+  void set_quota(std::uint32_t tenant, std::int64_t bytes) noexcept;
+  std::uint64_t evict_to_watermark() noexcept;
+  std::vector<Key> victims_preview(std::uint64_t need_bytes) noexcept;
+  // The events since the last call. `lost`: how many were overwritten since the pool was opened.
+  std::vector<Event> take_events(std::uint64_t* lost) noexcept;
+  // Appends the first words of the keys that are READY among the next `max_entries` entries from
+  // number `from` on; returns where to go on, 0 when there are no more. Changes made meanwhile are
+  // in the events.
+  std::uint64_t ready_tags(std::uint64_t from, std::uint64_t max_entries,
+                           std::vector<std::uint64_t>* tags) noexcept;
+  PoolStats stats() noexcept;
+  void heartbeat() noexcept;
+  void set_has_l2(bool has_l2) noexcept;
+  [[nodiscard]] Status prefault_start(std::uint32_t threads) noexcept;
+  // Asks again for memory that the file system refused; call it now and then. Returns the bytes
+  // that are still missing.
+  std::uint64_t retry_missing() noexcept;
+  Prefault& prefault() noexcept { return prefault_; }
+  // Ends prefaulting and refuses everything but releasing holds from now on. Idempotent.
+  void close() noexcept;
+  bool is_closed() const noexcept { return closed_.load(std::memory_order_acquire); }
+
+  // OK, or kInternal naming the broken invariant. Looks at everything: for tests.
+  [[nodiscard]] Status validate() noexcept;
+
+ private:
+  friend class Hold;
+  friend class Adoption;
+  friend class Validation;
+
+  Pool(std::unique_ptr<PoolSegment> segment, const PoolOptions& options, std::uint64_t epoch);
+  [[nodiscard]] static Status check_options(const PoolOptions& options) noexcept;
+  [[nodiscard]] Status check_open() const noexcept;
+  std::uint64_t forget(std::uint32_t row, bool keep_quarantine);
+  void end_row(std::uint32_t row);
+  void fill_hold(std::uint32_t entry, bool reservation, Hold* out);
+  void drop_hold(std::uint32_t entry) noexcept;
+
+  mutable std::mutex mutex_;
+  std::atomic<bool> closed_{false};
+  const PoolOptions options_;
+  const std::unique_ptr<PoolSegment> segment_;
+  std::uint64_t next_ticket_ = 1;
+  std::uint64_t holds_ = 0;
+  SlabMap slabs_;
+  const std::unique_ptr<EvictionPolicy> policy_;
+  Events events_;
+  Entries entries_;
+  Family family_;
+  Tenants tenants_;
+  Rows rows_;
+  Departures departures_;
+  Room room_;
+  Leases leases_;
+  Reservations reservations_;
+  Checks checks_;
+  AdoptionCounts adoption_counts_{};
+  Prefault prefault_;
+};
+
+}  // namespace kvstrata

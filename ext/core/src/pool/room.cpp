@@ -1,0 +1,189 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "pool/room.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace kvstrata {
+
+namespace {
+
+constexpr int kQuotaLookSteps = 256;
+
+}  // namespace
+
+bool Room::evict_window(const SlabMap::Window& window, std::uint64_t older_than) {
+  family.clear();
+  const auto visit = [&](std::uint32_t entry) {
+    if ((local[entry].marks & kMarkVisited) != 0) return;
+    local[entry].marks |= kMarkVisited;
+    family.push_back(entry);
+  };
+  std::uint64_t runs = 0;
+  for (std::uint32_t slab = window.first; slab < window.first + window.slabs; ++slab) {
+    const std::uint32_t first = slabs.run_of(slab);
+    if (first == kNoRun || (runs >> first & 1) != 0) continue;
+    runs |= 1ULL << first;
+    for (const std::uint32_t occupant : slabs.run(first).slots) {
+      if (occupant != 0) visit(occupant - 1);
+    }
+  }
+  std::uint64_t newest = 0;
+  bool blocked = false;
+  for (std::size_t i = 0; i < family.size() && !blocked; ++i) {
+    const std::uint32_t entry = family[i];
+    blocked = local[entry].is_blocked();
+    newest = std::max(newest, load_word(index.cold(entry).stamp));
+    blocked |= newest >= older_than;
+    for (std::uint32_t child = local[entry].first_child; child != kNoEntry;
+         child = local[child].next_sibling) {
+      visit(child);
+    }
+  }
+  const auto unmark = [&](std::uint32_t entry) {
+    local[entry].marks &= static_cast<std::uint8_t>(~kMarkVisited);
+  };
+  if (blocked) {
+    for (const std::uint32_t entry : family)
+      unmark(entry);
+    for (std::uint32_t first = 0; first < kMaxSlabs; ++first) {
+      if ((runs >> first & 1) == 0) continue;
+      SlabMap::Run& run = slabs.run(first);
+      // A look costs as much as the entries that it met: that many operations pass before the next.
+      run.retry_at = operations + family.size() / 16;
+      // Descendants elsewhere can be newer than anything in the run.
+      run.newest = std::max(run.newest, newest);
+    }
+    return false;
+  }
+  // Leaves first, each followed by its ancestors as they become leaves. The family holds all
+  // descendants of its members, so this reaches every one.
+  for (const std::uint32_t entry : family) {
+    std::uint32_t at = entry;
+    while (at != kNoEntry && (local[at].marks & kMarkVisited) != 0 && local[at].children == 0) {
+      const std::uint32_t parent = index.parent(at);
+      unmark(at);
+      departures.leave(at, Cause::kWindow);
+      at = parent;
+    }
+  }
+  return true;
+}
+
+bool Room::take_place(std::uint32_t cls, std::uint32_t entry, SlabPlace* place) {
+  if (!backing.is_short()) {
+    if (!slabs.allocate(cls, entry, nullptr, place)) return false;
+    if (backing.ensure(place->offset, slabs.size_class(cls).extent_bytes)) return true;
+    slabs.free(place->run, place->slot);
+  }
+  return slabs.allocate(cls, entry, &backing, place);
+}
+
+bool Room::make(std::uint32_t cls, std::uint32_t entry, bool may_evict, SlabPlace* place) {
+  std::uint64_t tried = 0;
+  while (!take_place(cls, entry, place)) {
+    operations += 1;
+    if (!may_evict) return false;
+    const std::uint32_t victim = policy.victim(cls);
+    const std::uint64_t stamp = victim == kNoEntry ? std::numeric_limits<std::uint64_t>::max()
+                                                   : load_word(index.cold(victim).stamp);
+    const std::uint64_t now =
+        victim == kNoEntry ? std::numeric_limits<std::uint64_t>::max() : operations;
+    SlabMap::Window window;
+    if (slabs.oldest_window(cls, now, tried, &window) && window.newest < stamp) {
+      tried |= 1ULL << window.first;
+      static_cast<void>(evict_window(window, stamp));
+    } else if (victim != kNoEntry) {
+      departures.leave(victim, Cause::kPolicy);
+    } else {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::uint32_t Room::oldest_victim() noexcept {
+  std::uint32_t oldest = kNoEntry;
+  for (std::uint32_t cls = 0; cls < kMaxClasses; ++cls) {
+    if (slabs.size_class(cls).used == 0) continue;
+    const std::uint32_t victim = policy.victim(cls);
+    if (victim == kNoEntry) continue;
+    if (oldest == kNoEntry ||
+        load_word(index.cold(victim).stamp) < load_word(index.cold(oldest).stamp)) {
+      oldest = victim;
+    }
+  }
+  return oldest;
+}
+
+bool Room::evict_one_entry() {
+  const std::uint32_t victim = oldest_victim();
+  if (victim == kNoEntry) return false;
+  departures.leave(victim, Cause::kPolicy);
+  return true;
+}
+
+bool Room::fit_quota(std::uint32_t id, std::uint64_t bytes, bool may_evict) {
+  while (true) {
+    const auto found = tenants.accounts.find(id);
+    if (found == tenants.accounts.end() || found->second.quota_bytes < 0) return true;
+    const auto quota = static_cast<std::uint64_t>(found->second.quota_bytes);
+    if (bytes > quota) return false;
+    if (found->second.bytes + bytes <= quota) return true;
+    if (!may_evict) return false;
+    std::uint32_t victim = found->second.cold;
+    for (int step = 0; victim != kNoEntry && !local[victim].is_victim(); ++step) {
+      victim = step < kQuotaLookSteps ? local[victim].tenant_previous : kNoEntry;
+    }
+    if (victim == kNoEntry) return false;
+    departures.leave(victim, Cause::kQuota);
+  }
+}
+
+bool Room::evict_oldest(int most, std::uint64_t goal_bytes, std::uint64_t* evicted_bytes) {
+  for (int step = 0; step < most; ++step) {
+    if (*evicted_bytes >= goal_bytes) return false;
+    const std::uint32_t victim = oldest_victim();
+    if (victim == kNoEntry) return false;
+    *evicted_bytes += entries.extent_bytes(victim);
+    departures.leave(victim, Cause::kWatermark);
+  }
+  return true;
+}
+
+std::vector<Key> Room::preview(std::uint64_t need_bytes) {
+  constexpr std::uint64_t kMost = 4096;
+  std::vector<Key> keys;
+  struct Candidate {
+    std::uint64_t stamp;
+    std::size_t order;
+    std::uint32_t entry;
+  };
+  std::vector<Candidate> candidates;
+  for (std::uint32_t cls = 0; cls < kMaxClasses; ++cls) {
+    const SlabMap::Class& size_class = slabs.size_class(cls);
+    if (size_class.used == 0) continue;
+    std::vector<std::uint32_t> next;
+    policy.preview(cls, std::min(kMost, need_bytes / size_class.extent_bytes + 1), &next);
+    // A policy's own order counts within a class, age between classes.
+    std::uint64_t stamp = 0;
+    for (std::size_t i = 0; i < next.size(); ++i) {
+      stamp = std::max(stamp, load_word(index.cold(next[i]).stamp));
+      candidates.push_back({stamp, i, next[i]});
+    }
+  }
+  std::stable_sort(candidates.begin(), candidates.end(),
+                   [](const Candidate& a, const Candidate& b) {
+                     return a.stamp != b.stamp ? a.stamp < b.stamp : a.order < b.order;
+                   });
+  std::uint64_t bytes = 0;
+  for (const Candidate& candidate : candidates) {
+    if (bytes >= need_bytes) break;
+    if (index.state(candidate.entry) != EntryState::kReady) continue;
+    bytes += entries.extent_bytes(candidate.entry);
+    keys.push_back(index.key(candidate.entry));
+  }
+  return keys;
+}
+
+}  // namespace kvstrata

@@ -1,0 +1,71 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// Where a new extent goes, and which entries leave for it: the policy's victim in the extent's own
+// size class, or a window of other classes' runs with all descendants of what lies in them, when
+// that is older.
+//
+// Keeps: an extent is handed out only once the file system has given it memory (Backing). A blocked
+// entry is never evicted, nor is an ancestor of one.
+//
+// A part of Pool. REQUIRES, for everything here: the pool's mutex.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "pool/departures.h"
+#include "pool/entries.h"
+#include "pool/policy.h"
+#include "pool/slab.h"
+#include "pool/tenants.h"
+
+namespace kvstrata {
+
+struct Room {
+  // Both must outlive the object, as must all that they refer to.
+  Room(Entries& entries, Departures& departures) noexcept
+      : entries(entries),
+        departures(departures),
+        tenants(departures.tenants),
+        index(entries.index),
+        local(entries.local),
+        slabs(entries.slabs),
+        policy(entries.policy),
+        backing(entries.segment.extents_backing) {}
+
+  // An extent for the entry, evicting what must go if that is allowed. False when what is left
+  // cannot be evicted.
+  [[nodiscard]] bool make(std::uint32_t cls, std::uint32_t entry, bool may_evict, SlabPlace* place);
+  // Evicts the tenant's own oldest leaves, if that is allowed, until `bytes` more are within its
+  // quota. False when they cannot be.
+  [[nodiscard]] bool fit_quota(std::uint32_t tenant, std::uint64_t bytes, bool may_evict);
+  // Evicts one entry of any class, to free an entry number. False when none can be evicted.
+  [[nodiscard]] bool evict_one_entry();
+  // Evicts the oldest victims, at most `most`, until `evicted_bytes` has reached the goal. False
+  // when it has, or when nothing more can be evicted.
+  [[nodiscard]] bool evict_oldest(int most, std::uint64_t goal_bytes, std::uint64_t* evicted_bytes);
+  // READY keys of `need_bytes` that would be evicted next, in about that order, at most 4096 of
+  // each class. Changes nothing.
+  std::vector<Key> preview(std::uint64_t need_bytes);
+
+  // A free extent that has memory. False when there is none.
+  bool take_place(std::uint32_t cls, std::uint32_t entry, SlabPlace* place);
+  // Evicts everything in the window with all descendants, unless one of them is blocked or was used
+  // at or after the stamp `older_than`; then nothing changes and the window is left alone for a
+  // while.
+  bool evict_window(const SlabMap::Window& window, std::uint64_t older_than);
+  std::uint32_t oldest_victim() noexcept;
+
+  Entries& entries;
+  Departures& departures;
+  Tenants& tenants;
+  IndexView& index;
+  EntryLocal* const local;
+  SlabMap& slabs;
+  EvictionPolicy& policy;
+  Backing& backing;
+  std::uint64_t operations = 0;       // searches for room, by which windows are retried
+  std::vector<std::uint32_t> family;  // scratch of evict_window
+};
+
+}  // namespace kvstrata

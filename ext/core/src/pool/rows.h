@@ -1,0 +1,93 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// The session table, one row for each attached process (row 0 is the server), and what a process
+// may touch: the rows recorded in each entry, and the bytes that each row has reserved.
+//
+// Keeps: the rows in a cold entry include every row that may touch its bytes, before that process
+// can learn where they are. An entry that rows of an earlier epoch may touch is held back until
+// each of them is gone or quiesced; no clock ends that.
+//
+// A part of Pool. REQUIRES, for everything here: the pool's mutex.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+#include "base/status.h"
+#include "pool/entries.h"
+#include "pool/row_mask.h"
+#include "pool/states.h"
+
+namespace kvstrata {
+
+struct RowInfo {
+  std::uint32_t row;
+  std::array<std::uint8_t, 16> session;
+  std::array<std::uint8_t, 16> group;
+  std::uint64_t pid;
+  bool old;
+  bool registers_memory;
+};
+
+struct Rows {
+  static constexpr std::uint64_t kNoOwner = 0xFFFF;  // of ColdEntry::owner
+
+  // The entries must outlive the object.
+  Rows(Entries& entries, std::uint64_t epoch) noexcept : entries(entries), epoch(epoch) {}
+
+  bool is_claimed(std::uint32_t row) const noexcept {
+    return row < kRowCount && load_word(entries.index.row(row).claimed) == 1;
+  }
+  // kNotFound unless the row is claimed and not the server's own.
+  [[nodiscard]] Status check(std::uint32_t row) const noexcept;
+  // The row that the session has, otherwise an unclaimed one. kNoSpace when there is none.
+  [[nodiscard]] Status claim(const std::uint8_t* session, const std::uint8_t* group,
+                             std::uint64_t pid, bool registers_memory, std::uint32_t* row) noexcept;
+  std::vector<RowInfo> list() const;
+  RowState state(std::uint32_t row) const noexcept;
+  // Moves the row by kRowMachine, the only way in which its state changes. REQUIRES: row != 0;
+  // forget() was called for kQuiesce, kGone and kStrand; for kGone the row has no lease and no
+  // reservation.
+  void change(std::uint32_t row, RowEvent event) noexcept;
+  // Claimed rows, without row 0.
+  std::uint32_t count() const noexcept;
+
+  // Entries of earlier epochs no longer wait for this row; with `keep_quarantine`, quarantined ones
+  // still do. Fills `settled`, empty so far, with the entries that wait for no row any more; the
+  // caller must settle them (Departures::settle). Returns the bytes of the entries that still wait
+  // for this row.
+  std::uint64_t forget(std::uint32_t row, bool keep_quarantine,
+                       std::vector<std::uint32_t>* settled);
+  // Whether a process of an earlier epoch may touch the entry.
+  bool is_old(std::uint32_t entry) const noexcept { return old_rows.contains(entry); }
+
+  // The rows recorded in an entry, and those among them that are of earlier epochs.
+  RowBits rows_of(std::uint32_t entry) const noexcept {
+    const ColdEntry& cold = entries.index.cold(entry);
+    return RowBits{{load_word(cold.rows[0]), load_word(cold.rows[1])}};
+  }
+  void set_rows(std::uint32_t entry, const RowBits& bits) noexcept {
+    ColdEntry& cold = entries.index.cold(entry);
+    store_word(cold.rows[0], bits.word[0]);
+    store_word(cold.rows[1], bits.word[1]);
+  }
+  RowBits old_rows_of(std::uint32_t entry) const noexcept {
+    const auto found = old_rows.find(entry);
+    return found == old_rows.end() ? RowBits{} : found->second.bits();
+  }
+
+  void add_owner(std::uint32_t entry, std::uint32_t row) noexcept {
+    bytes[row] += entries.extent_bytes(entry);
+  }
+  void release_owner(std::uint32_t entry) noexcept;
+
+  Entries& entries;
+  const std::uint64_t epoch;                            // of this server
+  std::unordered_map<std::uint32_t, RowMask> old_rows;  // by entry: rows of earlier epochs
+  std::uint64_t bytes[kRowCount] = {};                  // reserved + quarantined, by owner
+  RowMask stranded;  // rows whose dead process has a device that may still write
+};
+
+}  // namespace kvstrata

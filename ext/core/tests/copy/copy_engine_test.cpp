@@ -1,0 +1,436 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "copy/engine.h"
+
+#include <poll.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include "support/check.h"
+
+using namespace kvstrata;
+
+namespace {
+
+using Bytes = std::vector<unsigned char>;
+using PlanPtr = std::shared_ptr<const CopyPlan>;
+constexpr auto kLong = std::chrono::seconds(60);
+
+Digest key_of(std::size_t chunk) {
+  Digest key{};
+  key[0] = static_cast<unsigned char>(chunk);
+  key[1] = static_cast<unsigned char>(chunk >> 8);
+  return key;
+}
+
+// Engine memory of some sections, and extents for chunks of `blocks_per_chunk` blocks each.
+struct World {
+  std::size_t chunks;
+  std::size_t blocks_per_chunk;
+  std::size_t section_bytes;
+  Bytes memory;
+  Bytes extents;
+  std::uint64_t extent_bytes = 0;
+  PlanPtr plan;
+
+  World(std::size_t chunks_, std::size_t sections, std::size_t blocks_per_chunk_, std::size_t block)
+      : chunks(chunks_), blocks_per_chunk(blocks_per_chunk_) {
+    const std::size_t blocks = chunks * blocks_per_chunk;
+    section_bytes = blocks * block;
+    memory.resize(section_bytes * sections);
+    std::mt19937_64 random(11);
+    for (auto& b : memory) {
+      b = static_cast<unsigned char>(random());
+    }
+    std::vector<CopySection> list;
+    for (std::size_t i = 0; i < sections; ++i) {
+      list.push_back({reinterpret_cast<std::uint64_t>(memory.data()) + i * section_bytes, block});
+    }
+    std::vector<BlockShape> shape(1);
+    CHECK_OK(BlockShape::create({}, block, &shape[0]));
+    CHECK_OK(CopyPlan::create(list, blocks, shape, &plan));
+    CHECK_OK(plan->record_bytes(blocks_per_chunk, &extent_bytes));
+    extents.resize(extent_bytes * chunks);
+  }
+
+  CopyItem item(std::size_t chunk) {
+    CopyItem i;
+    for (std::size_t b = 0; b < blocks_per_chunk; ++b) {
+      i.blocks.push_back(static_cast<std::uint32_t>(chunk * blocks_per_chunk + b));
+    }
+    i.record = extents.data() + chunk * extent_bytes;
+    i.length = extent_bytes;
+    i.spec.key = key_of(chunk);
+    return i;
+  }
+  std::vector<CopyItem> items(std::size_t begin, std::size_t end) {
+    std::vector<CopyItem> list;
+    for (std::size_t c = begin; c < end; ++c) {
+      list.push_back(item(c));
+    }
+    return list;
+  }
+};
+
+std::unique_ptr<CopyEngine> start(int threads, std::size_t queue) {
+  std::unique_ptr<CopyEngine> engine;
+  CHECK_OK(CopyEngine::create(threads, queue, &engine));
+  return engine;
+}
+
+bool readable(int fd) {
+  pollfd p{fd, POLLIN, 0};
+  return poll(&p, 1, 0) == 1;
+}
+
+bool all(const std::vector<CopyResult>& results, CopyOutcome outcome) {
+  for (const CopyResult& r : results) {
+    if (r.outcome != outcome) return false;
+  }
+  return !results.empty();
+}
+
+}  // namespace
+
+TEST(a_store_and_a_retrieve_give_the_same_bytes_for_any_number_of_threads) {
+  for (const int threads : {0, 1, 3}) {
+    World world(6, 7, 3, 300'000);  // sections of 900 kB: several units an item
+    const Bytes original = world.memory;
+    const auto engine = start(threads, 4);
+    std::vector<CopyResult> results;
+    CHECK_OK(engine->run(CopyKind::kGather, world.plan, world.items(0, 6), &results));
+    CHECK_EQ(results.size(), 6u);
+    CHECK(all(results, CopyOutcome::kOk));
+    std::fill(world.memory.begin(), world.memory.end(), 0);
+    CHECK_OK(engine->run(CopyKind::kScatter, world.plan, world.items(0, 6), &results));
+    CHECK(all(results, CopyOutcome::kOk));
+    CHECK(world.memory == original);
+  }
+}
+
+TEST(jobs_complete_once_each_and_signal_the_descriptor) {
+  World world(8, 2, 1, 4096);
+  const auto engine = start(2, 8);
+  CHECK(!readable(engine->event_fd()));
+  for (std::size_t c = 0; c < 8; ++c) {
+    CHECK_OK(engine->submit(100 + c, CopyKind::kGather, world.plan, world.items(c, c + 1)));
+  }
+  engine->drain();
+  CHECK(readable(engine->event_fd()));
+  std::vector<CopyCompletion> done;
+  CHECK_OK(engine->completions(&done));
+  CHECK(!readable(engine->event_fd()));
+  CHECK_EQ(done.size(), 8u);
+  std::vector<bool> seen(8);
+  for (const CopyCompletion& c : done) {
+    CHECK(c.job_id >= 100 && c.job_id < 108 && !seen[c.job_id - 100]);
+    seen[c.job_id - 100] = true;
+    CHECK(all(c.results, CopyOutcome::kOk));
+  }
+  CHECK_OK(engine->completions(&done));
+  CHECK(done.empty());
+  for (std::size_t c = 0; c < 8; ++c) {
+    const Digest key = key_of(c);
+    CHECK_OK(verify_record(world.item(c).record, world.extent_bytes, &key));
+  }
+}
+
+TEST(a_full_queue_refuses_until_completions_are_read) {
+  World world(3, 1, 1, 4096);
+  const auto engine = start(1, 2);
+  CHECK_OK(engine->submit(1, CopyKind::kGather, world.plan, world.items(0, 1)));
+  CHECK_OK(engine->submit(2, CopyKind::kGather, world.plan, world.items(1, 2)));
+  CHECK(engine->submit(3, CopyKind::kGather, world.plan, world.items(2, 3)).code() ==
+        StatusCode::kQueueFull);
+  engine->drain();
+  CHECK(engine->submit(3, CopyKind::kGather, world.plan, world.items(2, 3)).code() ==
+        StatusCode::kQueueFull);  // done but not read still counts
+  std::vector<CopyCompletion> done;
+  CHECK_OK(engine->completions(&done));
+  CHECK_EQ(done.size(), 2u);
+  CHECK_OK(engine->submit(3, CopyKind::kGather, world.plan, world.items(2, 3)));
+  CHECK(engine->wait(3, kLong));
+}
+
+TEST(a_job_id_in_use_is_refused) {
+  World world(2, 1, 1, 4096);
+  const auto engine = start(1, 8);
+  CHECK_OK(engine->submit(7, CopyKind::kGather, world.plan, world.items(0, 1)));
+  CHECK(engine->submit(7, CopyKind::kGather, world.plan, world.items(1, 2)).code() ==
+        StatusCode::kExists);
+  CHECK(engine->wait(7, kLong));
+  std::vector<CopyCompletion> done;
+  CHECK_OK(engine->completions(&done));
+  CHECK_EQ(done.size(), 1u);
+  CHECK_OK(engine->submit(7, CopyKind::kGather, world.plan, world.items(1, 2)));
+  CHECK(engine->wait(7, kLong));
+}
+
+TEST(bad_records_fail_their_item_only) {
+  World world(5, 4, 1, 700'000);
+  const auto engine = start(2, 8);
+  std::vector<CopyResult> results;
+  CHECK_OK(engine->run(CopyKind::kGather, world.plan, world.items(0, 5), &results));
+  const Bytes original = world.memory;
+  world.extents[1 * world.extent_bytes + 4096 + 2 * 700'000 + 5] ^= 1;  // section 2 of chunk 1
+  world.extents[3 * world.extent_bytes + 20] ^= 1;                      // header of chunk 3
+  std::vector<CopyItem> items = world.items(0, 5);
+  items[4].spec.key = key_of(99);
+  std::fill(world.memory.begin(), world.memory.end(), 0);
+  CHECK_OK(engine->submit(1, CopyKind::kScatter, world.plan, items));
+  CHECK(engine->wait(1, kLong));
+  std::vector<CopyCompletion> done;
+  CHECK_OK(engine->completions(&done));
+  CHECK_EQ(done.size(), 1u);
+  results = done[0].results;
+  CHECK(results[0].outcome == CopyOutcome::kOk);
+  CHECK(results[1].outcome == CopyOutcome::kCorrupt);
+  CHECK_EQ(results[1].section, 2);
+  CHECK(results[2].outcome == CopyOutcome::kOk);
+  CHECK(results[3].outcome == CopyOutcome::kCorrupt);
+  CHECK_EQ(results[3].section, -1);
+  CHECK(results[4].outcome == CopyOutcome::kStale);
+  for (std::size_t s = 0; s < 4; ++s) {
+    const std::size_t at = s * world.section_bytes;
+    CHECK(std::memcmp(&world.memory[at], &original[at], 700'000) == 0);
+    CHECK(std::memcmp(&world.memory[at + 1'400'000], &original[at + 1'400'000], 700'000) == 0);
+    const Bytes zeros(1'400'000);
+    CHECK(std::memcmp(&world.memory[at + 2'100'000], zeros.data(), zeros.size()) == 0);
+  }
+}
+
+TEST(a_record_whose_sections_have_other_lengths_touches_no_block) {
+  World world(1, 3, 1, 3'000'000);  // one unit a section
+  const auto engine = start(2, 8);
+  const std::uint32_t lengths[] = {3'000'000, 2'999'999, 3'000'001};  // same sum, same count
+  const CopyItem item = world.item(0);
+  CHECK_OK(seal_record(item.record, item.length, item.spec, lengths, 3));
+  const Bytes before = world.memory;
+  std::vector<CopyResult> results;
+  CHECK_OK(engine->run(CopyKind::kScatter, world.plan, {item}, &results));
+  CHECK(results[0].outcome == CopyOutcome::kMismatch);
+  CHECK(world.memory == before);
+}
+
+TEST(a_refused_submit_names_the_item_and_does_nothing) {
+  World world(3, 1, 1, 4096);
+  const auto engine = start(1, 8);
+  const auto refused = [&](std::vector<CopyItem> items, StatusCode code, int index) {
+    const Status status = engine->submit(1, CopyKind::kGather, world.plan, std::move(items));
+    CHECK(status.code() == code);
+    CHECK_EQ(status.detail(2), index);
+  };
+  auto items = world.items(0, 3);
+  items[1].blocks[0] = 3;
+  refused(items, StatusCode::kOutOfRange, 1);
+  items = world.items(0, 3);
+  items[2].length -= 1;
+  refused(items, StatusCode::kBadArgument, 2);
+  items = world.items(0, 3);
+  items[0].blocks.clear();
+  refused(items, StatusCode::kBadArgument, 0);
+  items = world.items(0, 3);
+  items[1].record = nullptr;
+  refused(items, StatusCode::kBadArgument, 1);
+  refused({}, StatusCode::kBadArgument, -1);
+  engine->drain();
+  std::vector<CopyCompletion> done;
+  CHECK_OK(engine->completions(&done));
+  CHECK(done.empty());
+  CHECK(world.extents == Bytes(world.extents.size()));
+}
+
+TEST(every_item_is_either_copied_or_cancelled_never_both) {
+  // One thread, one long job in front: the jobs behind it race with their cancellation, and then
+  // the long one itself is cancelled somewhere in the middle.
+  World world(300, 2, 1, 65'536);
+  const auto engine = start(1, 200);
+  CHECK_OK(engine->submit(0, CopyKind::kGather, world.plan, world.items(0, 200)));
+  for (std::size_t c = 200; c < 300; ++c) {
+    CHECK_OK(engine->submit(c, CopyKind::kGather, world.plan, world.items(c, c + 1)));
+  }
+  std::vector<bool> cancelled(300);
+  for (std::size_t c = 299; c >= 200; --c) {
+    cancelled[c] = engine->cancel(c);
+    CHECK(!engine->cancel(c));  // once only
+  }
+  const bool cut = engine->cancel(0);
+  CHECK(!engine->cancel(0));
+  engine->drain();
+  std::vector<CopyCompletion> done;
+  CHECK_OK(engine->completions(&done));
+  CHECK_EQ(done.size(), 101u);
+  const auto copied = [&](std::size_t chunk) {
+    const Digest key = key_of(chunk);
+    return verify_record(world.item(chunk).record, world.extent_bytes, &key).ok();
+  };
+  for (const CopyCompletion& c : done) {
+    if (c.job_id >= 200) {
+      const bool was = cancelled[c.job_id];
+      CHECK(all(c.results, was ? CopyOutcome::kCancelled : CopyOutcome::kOk));
+      CHECK_EQ(copied(c.job_id), !was);
+      continue;
+    }
+    CHECK_EQ(c.results.size(), 200u);
+    CHECK_EQ(c.results.back().outcome == CopyOutcome::kCancelled, cut);
+    for (std::size_t i = 0; i < 200; ++i) {
+      const bool ok = c.results[i].outcome == CopyOutcome::kOk;
+      CHECK(ok || c.results[i].outcome == CopyOutcome::kCancelled);
+      CHECK_EQ(copied(i), ok);  // a cancelled item wrote nothing
+      CHECK(i == 0 || ok <= (c.results[i - 1].outcome == CopyOutcome::kOk));
+    }
+  }
+}
+
+TEST(an_item_that_has_begun_is_copied_whole_in_spite_of_a_cancel) {
+  World world(40, 6, 1, 1'500'000);  // six units an item
+  const auto engine = start(2, 8);
+  CHECK_OK(engine->submit(1, CopyKind::kGather, world.plan, world.items(0, 40)));
+  static_cast<void>(engine->wait(1, std::chrono::microseconds(300)));  // let some begin
+  static_cast<void>(engine->cancel(1));
+  CHECK(engine->wait(1, kLong));
+  std::vector<CopyCompletion> done;
+  CHECK_OK(engine->completions(&done));
+  for (std::size_t i = 0; i < 40; ++i) {
+    const Digest key = key_of(i);
+    const bool ok = verify_record(world.item(i).record, world.extent_bytes, &key).ok();
+    CHECK_EQ(ok, done[0].results[i].outcome == CopyOutcome::kOk);
+  }
+}
+
+TEST(cancel_of_an_unknown_or_ended_job_is_refused) {
+  World world(1, 1, 1, 4096);
+  const auto engine = start(1, 8);
+  CHECK(!engine->cancel(5));
+  CHECK_OK(engine->submit(5, CopyKind::kGather, world.plan, world.items(0, 1)));
+  CHECK(engine->wait(5, kLong));
+  CHECK(!engine->cancel(5));
+}
+
+TEST(close_ends_every_job_and_keeps_its_completion) {
+  World world(64, 2, 1, 65'536);
+  const auto engine = start(2, 64);
+  for (std::size_t c = 0; c < 64; ++c) {
+    CHECK_OK(engine->submit(c, CopyKind::kGather, world.plan, world.items(c, c + 1)));
+  }
+  engine->close();
+  engine->close();
+  CHECK(engine->submit(99, CopyKind::kGather, world.plan, world.items(0, 1)).code() ==
+        StatusCode::kClosed);
+  std::vector<CopyResult> results;
+  CHECK(engine->run(CopyKind::kGather, world.plan, world.items(0, 1), &results).code() ==
+        StatusCode::kClosed);
+  std::vector<CopyCompletion> done;
+  CHECK_OK(engine->completions(&done));
+  CHECK_EQ(done.size(), 64u);
+  for (const CopyCompletion& c : done) {
+    CHECK(all(c.results, CopyOutcome::kOk) || all(c.results, CopyOutcome::kCancelled));
+  }
+}
+
+TEST(waiting_for_nothing_returns_at_once_and_a_timeout_says_so) {
+  World world(400, 2, 1, 65'536);
+  const auto engine = start(1, 8);
+  CHECK(engine->wait(123, kLong));
+  CHECK_OK(engine->submit(1, CopyKind::kGather, world.plan, world.items(0, 400)));
+  const bool early = engine->wait(1, std::chrono::nanoseconds(0));
+  CHECK(engine->wait(1, std::chrono::nanoseconds::max()));
+  CHECK(!early || engine->wait(1, std::chrono::nanoseconds(0)));
+  CHECK(engine->wait(1, std::chrono::nanoseconds(-5)));  // done is done, however short the wait
+}
+
+TEST(impossible_engines_are_refused) {
+  std::unique_ptr<CopyEngine> engine;
+  CHECK(CopyEngine::create(-1, 8, &engine).code() == StatusCode::kBadArgument);
+  CHECK(CopyEngine::create(65, 8, &engine).code() == StatusCode::kBadArgument);
+  CHECK(CopyEngine::create(1, 0, &engine).code() == StatusCode::kBadArgument);
+  CHECK(CopyEngine::create(1, 65'537, &engine).code() == StatusCode::kBadArgument);
+  CHECK(engine == nullptr);
+  engine = start(0, 1);
+  World world(1, 1, 1, 64);
+  CHECK(engine->submit(1, CopyKind::kGather, world.plan, world.items(0, 1)).code() ==
+        StatusCode::kBadArgument);  // nobody would ever do it
+}
+
+TEST(submitters_runners_and_readers_may_race) {
+  World world(96, 3, 1, 20'000);
+  const auto engine = start(2, 16);
+  std::atomic<std::size_t> refused{0};
+  std::atomic<std::size_t> bad{0};
+  std::atomic<bool> stop{false};
+  std::atomic<std::size_t> completed{0};
+  std::thread reader([&] {
+    std::vector<CopyCompletion> done;
+    for (;;) {
+      const bool last = stop.load();
+      if (!engine->completions(&done).ok()) ++bad;
+      for (const CopyCompletion& c : done) {
+        completed += 1;
+        bad += !all(c.results, CopyOutcome::kOk);
+      }
+      if (last && done.empty()) return;
+      pollfd p{engine->event_fd(), POLLIN, 0};
+      poll(&p, 1, 5);
+    }
+  });
+  std::vector<std::thread> writers;
+  std::atomic<std::size_t> accepted{0};
+  for (std::size_t w = 0; w < 2; ++w) {
+    writers.emplace_back([&, w] {
+      for (std::size_t c = w * 32; c < w * 32 + 32; ++c) {
+        for (;;) {
+          const Status status =
+              engine->submit(c, CopyKind::kGather, world.plan, world.items(c, c + 1));
+          if (status.ok()) break;
+          if (status.code() != StatusCode::kQueueFull) ++bad;
+          ++refused;
+          std::this_thread::yield();
+        }
+        ++accepted;
+      }
+    });
+  }
+  writers.emplace_back([&] {
+    std::vector<CopyResult> results;
+    for (int round = 0; round < 10; ++round) {
+      for (const CopyKind kind : {CopyKind::kGather, CopyKind::kScatter}) {
+        if (!engine->run(kind, world.plan, world.items(64, 96), &results).ok() ||
+            !all(results, CopyOutcome::kOk)) {
+          ++bad;
+        }
+      }
+    }
+  });
+  for (std::thread& t : writers) {
+    t.join();
+  }
+  engine->drain();
+  stop = true;
+  reader.join();
+  CHECK_EQ(bad.load(), 0u);
+  CHECK_EQ(accepted.load(), 64u);
+  CHECK_EQ(completed.load(), 64u);
+}
+
+#if !defined(__SANITIZE_THREAD__)
+TEST(a_forked_child_can_destroy_the_engine_and_exit) {
+  auto engine = start(2, 8);
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    engine->close();
+    engine.reset();
+    _exit(0);
+  }
+  int status = -1;
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  World world(1, 1, 1, 4096);
+  CHECK_OK(engine->submit(1, CopyKind::kGather, world.plan, world.items(0, 1)));
+  CHECK(engine->wait(1, kLong));
+}
+#endif

@@ -1,0 +1,367 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "copy/copy.h"
+
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "support/check.h"
+
+using namespace kvstrata;
+
+namespace {
+
+using Bytes = std::vector<unsigned char>;
+using PlanPtr = std::shared_ptr<const CopyPlan>;
+
+Bytes noise(std::size_t n, unsigned seed) {
+  std::mt19937_64 random(seed);
+  Bytes bytes(n);
+  for (auto& b : bytes) {
+    b = static_cast<unsigned char>(random());
+  }
+  return bytes;
+}
+
+std::uint64_t address(const void* p) {
+  return reinterpret_cast<std::uint64_t>(p);
+}
+
+RecordSpec spec(unsigned char fill = 1) {
+  RecordSpec s;
+  s.key.fill(fill);
+  s.chunk_tokens = 256;
+  s.created_unix_ms = 1;
+  return s;
+}
+
+struct Shape {
+  std::vector<CopyDim> dims;
+  std::size_t run;
+  std::size_t stride;  // from one block to the next
+};
+
+// An engine's memory: sections one after the other, and the plan over it.
+struct Engine {
+  Bytes memory;
+  PlanPtr plan;
+  std::vector<std::size_t> bases;
+  std::vector<Shape> shapes;  // of each section
+
+  Engine(std::size_t sections, std::size_t blocks, std::vector<CopyDim> dims, std::size_t run,
+         std::size_t stride, unsigned seed)
+      : Engine(std::vector<Shape>(sections, Shape{std::move(dims), run, stride}), blocks, seed) {}
+
+  Engine(std::vector<Shape> of_sections, std::size_t blocks, unsigned seed)
+      : shapes(std::move(of_sections)) {
+    std::size_t end = 0;
+    for (const Shape& shape : shapes) {
+      bases.push_back(end);
+      end += shape.stride * (blocks - 1) + shape.run + seed % 7;
+      for (const CopyDim& d : shape.dims) {
+        end += (d.count - 1) * d.stride;
+      }
+    }
+    memory = noise(end, seed);
+    std::vector<CopySection> sections;
+    std::vector<BlockShape> described;
+    for (std::size_t i = 0; i < shapes.size(); ++i) {
+      sections.push_back(CopySection{address(memory.data()) + bases[i], shapes[i].stride,
+                                     static_cast<std::uint32_t>(described.size())});
+      CHECK_OK(BlockShape::create(shapes[i].dims, shapes[i].run, &described.emplace_back()));
+    }
+    CHECK_OK(CopyPlan::create(sections, blocks, described, &plan));
+  }
+
+  // The definition of the stored bytes: visits (offset in memory, bytes) of each run.
+  template <typename Visit>
+  void each_run(const std::vector<std::uint32_t>& ids, Visit visit) const {
+    for (std::size_t s = 0; s < shapes.size(); ++s) {
+      for (const std::uint32_t id : ids) {
+        each(bases[s] + id * shapes[s].stride, shapes[s], 0, visit);
+      }
+    }
+  }
+  template <typename Visit>
+  void each(std::size_t at, const Shape& shape, std::size_t dim, Visit& visit) const {
+    if (dim == shape.dims.size()) {
+      visit(at, shape.run);
+      return;
+    }
+    for (std::size_t i = 0; i < shape.dims[dim].count; ++i) {
+      each(at + i * shape.dims[dim].stride, shape, dim + 1, visit);
+    }
+  }
+  Bytes packed(const std::vector<std::uint32_t>& ids) const {
+    Bytes out;
+    each_run(ids, [&](std::size_t at, std::size_t run) {
+      out.insert(out.end(), memory.begin() + static_cast<std::ptrdiff_t>(at),
+                 memory.begin() + static_cast<std::ptrdiff_t>(at + run));
+    });
+    return out;
+  }
+};
+
+Bytes gathered(const Engine& engine, const std::vector<std::uint32_t>& ids) {
+  std::uint64_t total = 0;
+  CHECK_OK(engine.plan->record_bytes(ids.size(), &total));
+  Bytes record(total);
+  CHECK_OK(gather_record(*engine.plan, ids, record.data(), record.size(), spec()));
+  return record;
+}
+
+std::vector<Shape> shapes() {
+  return {
+      {{}, 4096, 4096},                                 // one contiguous run, blocks adjacent
+      {{}, 1000, 1500},                                 // odd run, gaps
+      {{{2, 65'536}}, 2048, 2048},                      // K and V apart
+      {{{2, 65'536}, {8, 512}}, 256, 4096},             // heads with gaps
+      {{{2, 40'000}, {3, 3000}, {5, 300}}, 100, 9001},  // nothing merges, nothing is aligned
+      {{{4, 1024}, {4, 256}}, 256, 4096},               // merges into one run
+      {{{1, 7}, {4, 512}, {1, 9}}, 512, 2048},          // dimensions of one element
+      {{{3, 0}}, 64, 64},                               // a repeated run
+      {{{300, 24}}, 8, 7200},                           // more runs than a batch
+  };
+}
+
+// All shapes in order, then all of them again, so that equal shapes are not adjacent.
+std::vector<Shape> unlike() {
+  std::vector<Shape> all = shapes();
+  const std::size_t once = all.size();
+  for (std::size_t i = 0; i < once; ++i) {
+    all.push_back(all[i]);
+  }
+  return all;
+}
+
+}  // namespace
+
+TEST(gather_stores_the_blocks_in_order_packed_and_sealed) {
+  unsigned seed = 1;
+  for (const Shape& shape : shapes()) {
+    for (const std::size_t sections : {1u, 3u}) {
+      const Engine engine(sections, 9, shape.dims, shape.run, shape.stride, ++seed);
+      for (const std::vector<std::uint32_t>& ids :
+           {std::vector<std::uint32_t>{0}, {8, 0, 3}, {5, 5}}) {
+        const Bytes record = gathered(engine, ids);
+        const Bytes expected = engine.packed(ids);
+        const std::size_t header = record_header_bytes(static_cast<std::uint32_t>(sections));
+        CHECK_EQ(record.size(), header + expected.size());
+        CHECK(std::memcmp(record.data() + header, expected.data(), expected.size()) == 0);
+        const Digest key = spec().key;
+        CHECK_OK(verify_record(record.data(), record.size(), &key));
+      }
+    }
+  }
+}
+
+TEST(scatter_restores_exactly_the_blocks_and_nothing_else) {
+  unsigned seed = 100;
+  for (const Shape& shape : shapes()) {
+    Engine engine(2, 9, shape.dims, shape.run, shape.stride, ++seed);
+    const std::vector<std::uint32_t> ids = {7, 2, 4};
+    const Bytes record = gathered(engine, ids);
+    const Bytes before = engine.memory;
+    Bytes wiped = before;
+    engine.each_run(
+        ids, [&](std::size_t at, std::size_t run) { std::memset(wiped.data() + at, 0, run); });
+    engine.memory.assign(wiped.begin(), wiped.end());  // same storage: the plan holds its address
+    CHECK_OK(scatter_record(*engine.plan, ids, record.data(), record.size(), spec()));
+    CHECK(engine.memory == before);
+  }
+}
+
+TEST(sections_of_unlike_blocks_follow_each_other_in_the_record) {
+  Engine engine(unlike(), 9, 300);
+  const std::vector<std::uint32_t> ids = {7, 2, 4};
+  const Bytes record = gathered(engine, ids);
+  const Bytes expected = engine.packed(ids);
+  const std::size_t count = engine.shapes.size();
+  const std::size_t header = record_header_bytes(static_cast<std::uint32_t>(count));
+  CHECK_EQ(record.size(), header + expected.size());
+  CHECK(std::memcmp(record.data() + header, expected.data(), expected.size()) == 0);
+  const Digest key = spec().key;
+  CHECK_OK(verify_record(record.data(), record.size(), &key));
+  std::uint64_t at = 0;
+  for (std::size_t s = 0; s < count; ++s) {
+    CHECK_EQ(engine.plan->section_offset(s, ids.size()), at);
+    at += engine.plan->section_bytes(s, ids.size());
+  }
+  CHECK_EQ(at, expected.size());
+
+  const Bytes before = engine.memory;
+  Bytes wiped = before;
+  engine.each_run({7, 4}, [&](std::size_t where, std::size_t run) {
+    std::memset(wiped.data() + where, 0, run);
+  });
+  engine.memory.assign(wiped.begin(), wiped.end());
+  const std::vector<std::uint32_t> some = {7, kSkipBlock, 4};
+  CHECK_OK(scatter_record(*engine.plan, some, record.data(), record.size(), spec()));
+  CHECK(engine.memory == before);
+  for (const std::size_t bad : {std::size_t{0}, count / 2, count - 1}) {
+    Bytes flipped = record;
+    flipped[header + engine.plan->section_offset(bad + 1, ids.size()) - 1] ^= 1;
+    const Status status =
+        scatter_record(*engine.plan, some, flipped.data(), flipped.size(), spec());
+    CHECK(status.code() == StatusCode::kCorrupt);
+    CHECK_EQ(status.detail(2), static_cast<std::int64_t>(bad));
+  }
+}
+
+TEST(a_record_whose_sections_have_the_lengths_in_another_order_is_refused) {
+  const Shape wide{{}, 600, 600};
+  const Shape narrow{{}, 200, 200};
+  Engine engine({wide, narrow}, 4, 7);
+  const Engine other({narrow, wide}, 4, 7);
+  const std::vector<std::uint32_t> ids = {1, 2};
+  const Bytes record = gathered(other, ids);
+  const Bytes before = engine.memory;
+  const Status status = scatter_record(*engine.plan, ids, record.data(), record.size(), spec());
+  CHECK(status.code() == StatusCode::kIncompatible);
+  CHECK_EQ(status.detail(2), 0);
+  CHECK(engine.memory == before);
+}
+
+TEST(blocks_can_move_to_other_places) {
+  Engine engine(4, 6, {}, 2048, 2048, 5);
+  const std::vector<std::uint32_t> from = {0, 1};
+  const std::vector<std::uint32_t> to = {5, 3};
+  const Bytes record = gathered(engine, from);
+  const Bytes expected = engine.packed(from);
+  CHECK_OK(scatter_record(*engine.plan, to, record.data(), record.size(), spec()));
+  CHECK(engine.packed(to) == expected);
+}
+
+TEST(a_skipped_block_is_verified_but_written_nowhere) {
+  unsigned seed = 200;
+  for (const Shape& shape : shapes()) {
+    Engine engine(2, 9, shape.dims, shape.run, shape.stride, ++seed);
+    const std::vector<std::uint32_t> ids = {7, 2, 4};
+    const Bytes record = gathered(engine, ids);
+    const Bytes before = engine.memory;
+    engine.each_run(
+        {2}, [&](std::size_t at, std::size_t run) { std::memset(&engine.memory[at], 0, run); });
+    for (const std::vector<std::uint32_t>& some :
+         {std::vector<std::uint32_t>{kSkipBlock, 2, kSkipBlock},
+          {kSkipBlock, 2, 4},
+          {7, 2, kSkipBlock}}) {
+      CHECK_OK(scatter_record(*engine.plan, some, record.data(), record.size(), spec()));
+      CHECK(engine.memory == before);
+    }
+    Bytes bad = record;
+    bad.back() ^= 1;  // in the last block of the last section
+    const std::vector<std::uint32_t> skipped = {kSkipBlock, kSkipBlock, kSkipBlock};
+    CHECK_OK(scatter_record(*engine.plan, skipped, record.data(), record.size(), spec()));
+    const Status status = scatter_record(*engine.plan, skipped, bad.data(), bad.size(), spec());
+    CHECK(status.code() == StatusCode::kCorrupt);
+    CHECK_EQ(status.detail(2), 1);
+    CHECK(engine.memory == before);
+  }
+}
+
+TEST(a_gather_may_not_skip_blocks) {
+  const Engine engine(1, 4, {}, 512, 512, 10);
+  Bytes record(8192);
+  const std::vector<std::uint32_t> ids = {0, kSkipBlock};
+  CHECK(gather_record(*engine.plan, ids, record.data(), record.size(), spec()).code() ==
+        StatusCode::kOutOfRange);
+}
+
+TEST(a_corrupted_section_is_named) {
+  Engine engine(5, 4, {}, 512, 512, 6);
+  Bytes record = gathered(engine, {1, 2});
+  record[4096 + 3 * 1024 + 17] ^= 0x40;
+  const Status status = scatter_record(*engine.plan, std::vector<std::uint32_t>{1, 2},
+                                       record.data(), record.size(), spec());
+  CHECK(status.code() == StatusCode::kCorrupt);
+  CHECK_EQ(status.detail(2), 3);
+}
+
+TEST(a_refused_scatter_touches_no_block) {
+  Engine engine(2, 4, {}, 512, 512, 7);
+  const std::vector<std::uint32_t> ids = {1, 2};
+  const Bytes good = gathered(engine, ids);
+  engine.memory.assign(engine.memory.size(), 0x55);
+  const Bytes before = engine.memory;
+  const auto code = [&](const Bytes& record, const std::vector<std::uint32_t>& blocks,
+                        const RecordSpec& wanted) {
+    return scatter_record(*engine.plan, blocks, record.data(), record.size(), wanted).code();
+  };
+  CHECK(code(good, ids, spec(2)) == StatusCode::kStale);
+  RecordSpec foreign = spec();
+  foreign.identity.fill(9);
+  CHECK(code(good, ids, foreign) == StatusCode::kStale);
+  CHECK(code(good, {1}, spec()) == StatusCode::kIncompatible);  // shorter than the record
+  Bytes longer = good;
+  longer.resize(good.size() + 1024);
+  CHECK(code(longer, {1, 2, 3}, spec()) == StatusCode::kIncompatible);
+  CHECK(code(good, {1, 4}, spec()) == StatusCode::kOutOfRange);  // no such block
+  CHECK(code(good, {}, spec()) == StatusCode::kBadArgument);
+  Bytes bad = good;
+  bad[300] ^= 1;
+  CHECK(code(bad, ids, spec()) == StatusCode::kCorrupt);
+  CHECK(code(Bytes(good.begin(), good.end() - 1), ids, spec()) == StatusCode::kBadArgument);
+  const Engine other(3, 4, {}, 512, 512, 8);
+  CHECK(code(gathered(other, ids), ids, spec()) == StatusCode::kIncompatible);
+  CHECK(engine.memory == before);
+}
+
+TEST(a_refused_gather_writes_nothing) {
+  const Engine engine(2, 4, {}, 512, 512, 9);
+  Bytes record(4096 + 2 * 1024, 0x11);
+  const Bytes before = record;
+  const auto code = [&](const std::vector<std::uint32_t>& blocks, std::size_t length) {
+    return gather_record(*engine.plan, blocks, record.data(), length, spec()).code();
+  };
+  CHECK(code({0, 4}, record.size()) == StatusCode::kOutOfRange);
+  CHECK(code({0, 1}, record.size() - 1) == StatusCode::kBadArgument);
+  CHECK(code({}, record.size()) == StatusCode::kBadArgument);
+  CHECK(record == before);
+}
+
+TEST(impossible_plans_name_what_is_wrong) {
+  const auto refused = [](std::vector<CopySection> sections, std::uint64_t blocks,
+                          std::vector<CopyDim> dims, std::uint64_t run, const char* field) {
+    PlanPtr plan;
+    BlockShape shape;
+    Status status = BlockShape::create(dims, run, &shape);
+    if (status.ok()) {
+      status = CopyPlan::create(std::move(sections), blocks, {shape}, &plan);
+    }
+    CHECK(status.code() == StatusCode::kBadArgument);
+    CHECK(std::strncmp(status.message(), field, std::strlen(field)) == 0);
+    CHECK(plan == nullptr);
+  };
+  const std::uint64_t max = ~std::uint64_t{0};
+  const CopySection ok{4096, 64};
+  refused({}, 1, {}, 64, "section_bases");
+  refused(std::vector<CopySection>(65'537, ok), 1, {}, 64, "section_bases");
+  refused({{0, 64}}, 1, {}, 64, "section_bases");
+  refused({ok}, 0, {}, 64, "num_blocks");
+  refused({ok}, std::uint64_t{1} << 32, {}, 64, "num_blocks");
+  refused({ok}, 1, {}, 0, "run_bytes");
+  refused({ok}, 1, {}, std::uint64_t{1} << 32, "run_bytes");
+  refused({ok}, 1, {{1, 1}, {1, 1}, {1, 1}, {1, 1}}, 64, "dims");
+  refused({ok}, 1, {{0, 64}}, 64, "dims");
+  refused({ok}, 1, {{3, max}}, 64, "dims");
+  refused({ok}, 1, {{max, 1}, {max, 1}}, 64, "dims");
+  refused({{max - 100, 64}}, 1, {}, 64, "block_stride");
+  refused({{4096, max}}, 3, {}, 64, "block_stride");
+  refused({{4096, std::uint64_t{1} << 40}}, 0xffffffff, {}, 64, "block_stride");
+  refused({ok, {4096, 64, 1}}, 1, {}, 64, "section_shapes");
+}
+
+TEST(a_section_beyond_32_bits_is_refused) {
+  PlanPtr plan;
+  const std::uint64_t huge = std::uint64_t{1} << 30;
+  std::vector<BlockShape> two(2);
+  CHECK_OK(BlockShape::create({}, 64, &two[0]));
+  CHECK_OK(BlockShape::create({}, huge, &two[1]));
+  CHECK_OK(CopyPlan::create({{4096, 64, 0}, {4096, huge, 1}}, 8, two, &plan));
+  std::uint64_t total = 0;
+  CHECK_OK(plan->payload_bytes(3, &total));
+  CHECK_EQ(total, 3 * 64 + 3 * huge);
+  CHECK_EQ(plan->section_bytes(1, 3), 3u << 30);
+  CHECK(plan->payload_bytes(4, &total).code() == StatusCode::kBadArgument);
+  CHECK(plan->payload_bytes(~std::uint64_t{0}, &total).code() == StatusCode::kBadArgument);
+}

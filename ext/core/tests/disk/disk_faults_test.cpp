@@ -1,0 +1,313 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// The disk log on a medium whose calls fail, or are held up.
+#include "disk/log.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <utility>
+
+#include "support/check.h"
+#include "support/disk_log_fixture.h"
+#include "support/failing_files.h"
+#include "support/hooked_files.h"
+#include "support/volatile_files.h"
+
+using namespace kvstrata;
+using namespace kvstrata::testing;
+
+namespace {
+
+TEST(puts_that_find_no_room_use_up_no_segment_numbers) {
+  FailingFiles files(posix_files());
+  Disk disk;
+  disk.files = &files;
+  disk.open();
+  files.fail_all(FileCall::kAllocate, ENOSPC);
+  for (int key = 1; key < 20; ++key)
+    CHECK(disk.put({key}) == std::vector({PutStatus::kThrottled}));
+  files.heal(FileCall::kAllocate);
+  disk.put(1, 5);
+  CHECK(!read_file(disk.options.folder + "/00000000.seg").empty());
+  // Numbers of files that belong to somebody else are left out.
+  disk.log.reset();
+  const std::string foreign = disk.options.folder + "/00000002.seg";
+  CHECK_OK(posix_files().make_folder(foreign));
+  write_file(disk.options.folder + "/00000003.seg", std::string(5000, 'x'));
+  disk.open();
+  write_file(disk.options.folder + "/00000001.seg", std::string(5000, 'x'));
+  for (int key = 5; key < 60; ++key)
+    CHECK(disk.put({key}) == std::vector({PutStatus::kStored}));
+  CHECK(!read_file(disk.options.folder + "/00000004.seg").empty());
+}
+
+// What is not marked as synced is read whole at open. One failed read must not pass for the end of
+// the log.
+TEST(a_log_that_cannot_be_read_is_refused_and_nothing_in_it_changes) {
+  HookedFiles files;
+  Disk disk;
+  disk.files = &files;
+  disk.open();
+  disk.put({1});  // and a free segment is made, whose header says that it is synced
+  disk.put(2, 8);
+  const std::string path = disk.options.folder + "/00000000.seg";
+  const std::string bytes = read_file(path);  // closing would mark the records as synced
+  disk.log.reset();
+  write_file(path, bytes);
+  unsigned reads = 0;
+  unsigned fail_from = 0;
+  unsigned fail_up_to = 0;
+  files.before = [&](const std::string& call, const std::string&) {
+    if (call != "read" || ++reads < fail_from || reads > fail_up_to) return Status();
+    return Status(StatusCode::kOsError, "injected", EIO);
+  };
+  unsigned refused = 0;
+  for (fail_from = 1, fail_up_to = ~0U;; ++fail_from, reads = 0) {
+    const std::string wrong = disk.try_open();
+    if (wrong.empty()) break;
+    ++refused;
+    CHECK(wrong.find(".seg: Input/output error") != std::string::npos);
+    CHECK(wrong.find("repair") != std::string::npos);
+    disk.log.reset();
+    CHECK(read_file(path) == bytes);
+  }
+  CHECK(refused > 12);  // headers and records
+  disk.log.reset();
+  write_file(path, bytes);
+  // One that goes away is tried again.
+  for (fail_from = 1; fail_from <= refused; ++fail_from) {
+    reads = 0;
+    fail_up_to = fail_from + 1;
+    disk.open();
+    fail_up_to = 0;
+    for (int key = 1; key < 8; ++key)
+      CHECK(disk.load(key) == LoadStatus::kLoaded);
+    disk.log.reset();
+    write_file(path, bytes);
+  }
+}
+
+// -- what fails and works again later
+
+TEST(capacity_comes_back_when_a_file_that_could_not_be_removed_goes) {
+  FailingFiles files(posix_files());
+  Disk disk;
+  disk.files = &files;
+  disk.open();
+  disk.put(1, 400);
+  disk.log.reset();
+  disk.options.segment_bytes = 64 * 1024;  // what is there goes, it is not used again
+  disk.open();
+  const std::uint64_t records = disk.log->usage().records;
+  files.fail_all(FileCall::kUnlink, EACCES);
+  int key = 400;
+  while (disk.put({key}) == std::vector({PutStatus::kStored}))
+    ++key;
+  for (int other = 1000; other < 1200; ++other)
+    CHECK(disk.put({other}) == std::vector({PutStatus::kFailed}));
+  CHECK(disk.log->usage().records > records / 2);  // not one segment a put
+  CHECK(disk.bytes_on_medium() <= disk.options.capacity_bytes);
+  files.heal(FileCall::kUnlink);
+  disk.put(key, key + 200);
+  CHECK(disk.bytes_on_medium() <= disk.options.capacity_bytes);
+  CHECK(disk.count("segments_bytes") == disk.bytes_on_medium());
+  disk.reopen();
+  CHECK(disk.load(key + 199) == LoadStatus::kLoaded);
+}
+
+TEST(a_log_whose_file_cannot_be_removed_opens_and_shrinks_later) {
+  FailingFiles files(posix_files());
+  Disk disk;
+  disk.files = &files;
+  disk.open();
+  disk.put(1, 400);
+  disk.log.reset();
+  disk.options.capacity_bytes /= 2;
+  files.fail_all(FileCall::kUnlink, EACCES);
+  disk.open();
+  CHECK(disk.present(399));
+  files.heal(FileCall::kUnlink);
+  for (int key = 400; key < 600; ++key)
+    (void)disk.put({key});
+  CHECK(disk.present(599));
+  CHECK(disk.bytes_on_medium() <= disk.options.capacity_bytes);
+}
+
+TEST(what_is_left_of_a_segment_that_could_not_be_made_counts_until_it_goes) {
+  FailingFiles files(posix_files());
+  Disk disk;
+  disk.files = &files;
+  disk.open();
+  files.fail_all(FileCall::kUnlink, EACCES);
+  files.fail_all(FileCall::kSyncFolder, EIO);
+  for (int key = 1; key < 100; ++key) {
+    CHECK(disk.put({key}) == std::vector({PutStatus::kFailed}));
+    CHECK(disk.bytes_on_medium() <= disk.options.capacity_bytes);
+  }
+  files.heal(FileCall::kUnlink);
+  files.heal(FileCall::kSyncFolder);
+  disk.put(1, 400);
+  CHECK(disk.count("segments_bytes") == disk.bytes_on_medium());
+  CHECK(disk.bytes_on_medium() <= disk.options.capacity_bytes);
+}
+
+// A medium that cannot reserve space: the write of a frame fails, and so does that of the frame
+// that is skipped.
+TEST(a_medium_that_was_full_takes_puts_again) {
+  FailingFiles files(posix_files());
+  Disk disk;
+  disk.files = &files;
+  disk.open();
+  disk.put(1, 10);
+  files.fail_all(FileCall::kWrite, ENOSPC);
+  for (int key = 10; key < 20; ++key)
+    CHECK(disk.put({key}) == std::vector({PutStatus::kThrottled}));
+  for (int key = 1; key < 20; ++key)
+    CHECK(disk.load(key) == (key < 10 ? LoadStatus::kLoaded : LoadStatus::kAbsent));
+  CHECK_EQ(disk.count("read_only"), 0u);
+  files.heal(FileCall::kWrite);
+  disk.put(10, 20);
+  disk.remove({3});
+  disk.reopen();
+  for (int key = 1; key < 20; ++key)
+    CHECK(disk.load(key) == (key == 3 ? LoadStatus::kAbsent : LoadStatus::kLoaded));
+}
+
+// What others wrote behind the frame that could not be written is not acknowledged either.
+TEST(puts_behind_a_frame_that_could_not_be_written_are_told_so_and_do_not_wait) {
+  HookedFiles files;
+  Disk disk;
+  disk.files = &files;
+  disk.open();
+  disk.put(1, 10);
+  bool full = true;
+  const Extent other(11);
+  PutItem item{.key = Disk::key_of(11), .bytes = other.bytes, .length = other.length, .hold = {}};
+  unsigned writes = 0;
+  files.before = [&](const std::string& call, const std::string&) {
+    if (call != "write" || !full) return Status();
+    const unsigned write = ++writes;
+    if (write == 1) disk.log->put(std::span(&item, 1));  // behind this one
+    return write == 2 ? Status() : Status(StatusCode::kOsError, "injected", ENOSPC);
+  };
+  CHECK(disk.put({10}) == std::vector({PutStatus::kThrottled}));
+  disk.log->put_end(std::span(&item, 1));
+  CHECK(item.status == PutStatus::kThrottled && std::string(item.reason) == "disk_full");
+  CHECK(!disk.present(10) && !disk.present(11));
+  full = false;
+  disk.put(10, 15);
+  disk.reopen();
+  for (int key = 1; key < 15; ++key)
+    CHECK(disk.load(key) == LoadStatus::kLoaded);
+}
+
+// A put that is begun and not ended: its frame is written, and not synced.
+void begin_put(DiskLog* log, const Extent& record, int number) {
+  PutItem item{
+      .key = Disk::key_of(number), .bytes = record.bytes, .length = record.length, .hold = {}};
+  log->put(std::span(&item, 1));
+}
+
+// After the length of segments has changed, a retiring segment's file goes. That takes several
+// syncs with the lock let go of, and at each of them another put may fill the active segment.
+TEST(a_put_may_fill_the_active_segment_at_any_step_while_a_file_goes) {
+  for (unsigned fills_at = 1; fills_at <= 4; ++fills_at) {
+    HookedFiles files;
+    Disk disk;
+    disk.files = &files;
+    disk.open();
+    disk.put(1, 400);
+    disk.log.reset();
+    disk.options.segment_bytes = 64 * 1024;
+    disk.open();
+    bool armed = false;
+    bool retiring = false;  // from the read of the record that is to stay
+    bool gone = false;
+    unsigned syncs = 0;
+    int number = 1000;
+    std::vector<std::unique_ptr<Extent>> records;
+    const auto another_put = [&](std::uint64_t length) {
+      armed = false;
+      records.push_back(std::make_unique<Extent>(++number, length));
+      begin_put(disk.log.get(), *records.back(), number);
+      armed = true;
+    };
+    files.before = [&](const std::string& call, const std::string&) {
+      if (!armed || gone) return Status();
+      retiring = retiring || call == "read";
+      gone = call == "unlink";
+      if (retiring && call == "sync" && ++syncs <= fills_at)
+        another_put(syncs == fills_at ? disk.log->max_record_bytes() : 0);
+      return Status();
+    };
+    for (int key = 400; key < 500 && !gone; ++key) {
+      for (int hot = 1; hot < 400; ++hot) {
+        if (disk.present(hot)) CHECK(disk.load(hot) == LoadStatus::kLoaded);
+      }
+      armed = true;
+      disk.put({key});
+      armed = false;
+    }
+    CHECK(gone && syncs >= fills_at);
+    disk.open();
+    for (int key = 1; key < 400; ++key)
+      CHECK(!disk.present(key) || disk.load(key) == LoadStatus::kLoaded);
+  }
+}
+
+// Where a mark has no room, the table of the newest full segment says that all is synced. When the
+// sync of that table fails, nothing is known about it, and it must not be written again without the
+// entries that were in the first one.
+TEST(no_record_is_lost_whichever_sync_fails_while_files_go) {
+  // However full the newest segment is: a mark that all is synced has room in it, or has not.
+  unsigned opened_after_a_failed_sync = 0;
+  for (int stored = 140; stored < 160; ++stored) {
+    bool failed = true;
+    for (unsigned fails_at = 1; failed; ++fails_at) {
+      VolatileFiles medium;
+      CHECK_OK(medium.make_folder("/medium"));
+      HookedFiles files(medium);
+      Disk disk;
+      disk.files = &files;
+      disk.options.folder = "/medium/log";
+      disk.open();
+      disk.put(0, stored);
+      disk.log.reset();
+      // The capacity is halved, so opening takes segments out of the log. A segment without a frame
+      // cannot be removed, so opening succeeds although it could not do so.
+      const std::uint64_t capacity_bytes =
+          std::exchange(disk.options.capacity_bytes, 8 * 128 * 1024);
+      std::unique_ptr<File> empty;
+      CHECK_OK(medium.open("/medium/log/000000ff.seg", FileMode::kCreate, true, &empty));
+      empty.reset();
+      unsigned syncs = 0;
+      files.before = [&](const std::string& call, const std::string&) {
+        if (call == "unlink") return Status(StatusCode::kOsError, "unlink", EACCES);
+        if (call != "sync" || ++syncs != fails_at) return Status();
+        return Status(StatusCode::kOsError, "fdatasync", EIO);
+      };
+      const bool opened = disk.try_open().empty();
+      failed = syncs >= fails_at;
+      opened_after_a_failed_sync += opened && failed;
+      files.before = [](const std::string&, const std::string&) { return Status(); };
+      std::vector<int> there;
+      for (int key = stored; opened && key < stored + 10; ++key)
+        (void)disk.put({key});
+      for (int key = 0; opened && key < stored + 10; ++key) {
+        if (disk.present(key)) there.push_back(key);
+      }
+      disk.options.capacity_bytes = capacity_bytes;  // the next open evicts nothing
+      disk.open();
+      for (const int key : there)
+        CHECK(disk.load(key) == LoadStatus::kLoaded);
+      disk.log.reset();
+    }
+  }
+  CHECK(opened_after_a_failed_sync > 0);
+}
+
+}  // namespace

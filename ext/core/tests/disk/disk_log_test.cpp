@@ -1,0 +1,376 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "disk/log.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <functional>
+#include <thread>
+
+#include "support/check.h"
+#include "support/disk_log_fixture.h"
+
+using namespace kvstrata;
+using namespace kvstrata::testing;
+
+namespace {
+
+TEST(what_was_put_is_loaded_with_its_bytes) {
+  Disk disk;
+  disk.open();
+  CHECK(disk.put({1, 2, 3}) == std::vector(3, PutStatus::kStored));
+  CHECK(disk.present(2));
+  CHECK(!disk.present(4));
+  CHECK(disk.load(2) == LoadStatus::kLoaded);
+  CHECK(disk.load(4) == LoadStatus::kAbsent);
+  CHECK(disk.put({2, 4}) == std::vector({PutStatus::kExists, PutStatus::kStored}));
+}
+
+TEST(a_reopened_log_has_what_the_last_one_had) {
+  Disk disk;
+  disk.open();
+  disk.put(1, 40);
+  disk.remove({3, 17});
+  for (int round = 0; round < 3; ++round) {
+    disk.reopen();
+    for (int key = 1; key < 40; ++key)
+      CHECK(disk.load(key) == (key == 3 || key == 17 ? LoadStatus::kAbsent : LoadStatus::kLoaded));
+    CHECK_EQ(disk.log->usage().records, 37u);
+  }
+}
+
+TEST(a_key_put_again_after_its_removal_stays) {
+  Disk disk;
+  disk.open();
+  disk.put(1, 10);
+  disk.remove({5});
+  CHECK(disk.put({5}) == std::vector({PutStatus::kStored}));
+  disk.reopen();
+  CHECK(disk.load(5) == LoadStatus::kLoaded);
+}
+
+TEST(a_cleared_log_stays_cleared) {
+  Disk disk;
+  disk.open();
+  disk.put(1, 30);
+  CHECK_EQ(disk.log->clear(), 29u);
+  CHECK_EQ(disk.log->usage().used_bytes, 0u);
+  disk.put(28, 35);
+  disk.reopen();
+  for (int key = 1; key < 35; ++key)
+    CHECK(disk.present(key) == (key >= 28));
+}
+
+TEST(the_oldest_records_leave_when_the_log_is_full_and_are_reported) {
+  Disk disk;
+  disk.open();
+  std::vector<Digest> evicted;
+  for (int key = 1; key < 1000; key += 5) {
+    disk.put(key, key + 5);
+    disk.log->take_evicted(&evicted);
+    const ConnectorUsage usage = disk.log->usage();
+    CHECK(usage.used_bytes <= usage.capacity_bytes);
+    CHECK(disk.bytes_on_medium() <= usage.capacity_bytes);
+    CHECK_EQ(usage.records + evicted.size(), static_cast<std::uint64_t>(key + 4));
+  }
+  CHECK(!evicted.empty());
+  for (int key = 1; key < 1000; ++key) {
+    const bool gone = std::count(evicted.begin(), evicted.end(), Disk::key_of(key)) == 1;
+    CHECK(disk.load(key) == (gone ? LoadStatus::kAbsent : LoadStatus::kLoaded));
+  }
+  CHECK(disk.present(999));
+  CHECK(!disk.present(1));
+  const std::uint64_t records = disk.log->usage().records;
+  disk.reopen();
+  CHECK_EQ(disk.log->usage().records, records);
+}
+
+TEST(what_is_loaded_often_stays_when_its_segment_retires) {
+  Disk disk;
+  disk.open();
+  disk.put(1, 10);
+  for (int key = 10; key < 1000; key += 5) {
+    CHECK(disk.load(4) == LoadStatus::kLoaded);
+    disk.put(key, key + 5);
+  }
+  CHECK(disk.present(4) && !disk.present(3));
+  CHECK(disk.count("reinserted_records") > 0);
+  disk.reopen();
+  CHECK(disk.load(4) == LoadStatus::kLoaded);
+}
+
+TEST(a_removed_record_does_not_come_back_when_tombstones_are_overwritten) {
+  Disk disk;
+  disk.open();
+  disk.put(1, 20);
+  disk.remove({1, 2, 3});
+  for (int key = 20; key < 1500; key += 5) {
+    disk.put(key, key + 5);
+    if (key % 100 == 0) {
+      disk.reopen();
+      CHECK(!disk.present(1) && !disk.present(2) && !disk.present(3));
+    }
+  }
+}
+
+TEST(a_record_that_is_too_long_is_refused_and_nothing_else) {
+  Disk disk;
+  disk.open();
+  Extent large(7, disk.log->max_record_bytes() + 1);
+  PutItem items[2];
+  items[0] = {.key = Disk::key_of(7), .bytes = large.bytes, .length = large.length, .hold = {}};
+  Extent small(8);
+  items[1] = {.key = Disk::key_of(8), .bytes = small.bytes, .length = small.length, .hold = {}};
+  disk.log->put(items);
+  disk.log->put_end(items);
+  CHECK(items[0].status == PutStatus::kFailed && std::string(items[0].reason) == "too_large");
+  CHECK(items[1].status == PutStatus::kStored);
+  Extent fits(9, disk.log->max_record_bytes());
+  items[0] = {.key = Disk::key_of(9), .bytes = fits.bytes, .length = fits.length, .hold = {}};
+  disk.log->put(std::span(items, 1));
+  disk.log->put_end(std::span(items, 1));
+  CHECK(items[0].status == PutStatus::kStored);
+  CHECK(disk.load(9, fits.length) == LoadStatus::kLoaded);
+}
+
+TEST(another_length_than_was_put_is_the_callers_mistake) {
+  Disk disk;
+  disk.open();
+  disk.put({1});
+  CHECK(disk.load(1, Extent(1).length + 4096) == LoadStatus::kFailed);
+  CHECK(disk.load(1) == LoadStatus::kLoaded);
+}
+
+TEST(a_log_belongs_to_one) {
+  Disk disk;
+  disk.open();
+  DiskLog second(disk.options);
+  const std::string wrong = second.open({.instance_id = "second"});
+  CHECK(wrong.find("belongs to another running server") != std::string::npos);
+  CHECK(wrong.find("instance first") != std::string::npos);
+  disk.put({1});
+  CHECK(disk.load(1) == LoadStatus::kLoaded);
+}
+
+TEST(a_log_of_another_version_is_refused_and_not_touched) {
+  Disk disk;
+  disk.open();
+  disk.put(1, 10);
+  disk.log.reset();
+  const std::string path = disk.options.folder + "/00000000.seg";
+  std::string before = read_file(path);
+  for (const int version : {1, 3}) {
+    before[8] = static_cast<char>(version);
+    write_file(path, before);
+    CHECK(disk.try_open().find("another version") != std::string::npos);
+    CHECK(read_file(path) == before);
+  }
+}
+
+// A put that was cut short behind the frame's header leaves in place what lies there from an
+// earlier generation: a sound record of the same key.
+TEST(a_frame_does_not_count_with_an_earlier_record_of_its_key_behind_it) {
+  Extent earlier(1);
+  const auto header = static_cast<std::uint32_t>(record_header_bytes(1));
+  earlier.bytes[header] ^= 1;
+  const std::uint32_t lengths[] = {earlier.length - header};
+  const RecordSpec spec{.key = Disk::key_of(1)};
+  CHECK_OK(seal_record(earlier.bytes, earlier.length, spec, lengths, 1));
+
+  Disk disk;
+  disk.open();
+  disk.put({1});
+  const std::string path = disk.options.folder + "/00000000.seg";
+  std::string found = read_file(path);  // closing would mark the frame as synced
+  disk.log.reset();
+  write_file(path, found);
+  disk.open();
+  CHECK(disk.load(1) == LoadStatus::kLoaded);
+  disk.log.reset();
+  std::memcpy(found.data() + kSegmentHeaderBytes + kFrameHeaderBytes, earlier.bytes,
+              earlier.length);
+  write_file(path, found);
+  disk.open();
+  CHECK(!disk.present(1));
+}
+
+TEST(garbage_is_left_alone_and_costs_nothing_but_itself) {
+  Disk disk;
+  disk.open();
+  disk.put(1, 60);
+  disk.log.reset();
+  const std::string garbage(5000, 'x');
+  write_file(disk.options.folder + "/0000002a.seg", garbage);
+  write_file(disk.options.folder + "/notes.txt", garbage);
+  disk.open();
+  CHECK_EQ(disk.count("unreadable_segments"), 1u);
+  for (int key = 1; key < 60; ++key)
+    CHECK(disk.load(key) == LoadStatus::kLoaded);
+  CHECK(read_file(disk.options.folder + "/0000002a.seg") == garbage);
+}
+
+// As a log that used up a number for each put without room would have left it.
+TEST(records_in_a_segment_with_a_high_number_are_found) {
+  Disk disk;
+  disk.open();
+  disk.put(1, 10);
+  disk.log.reset();
+  const std::string path = disk.options.folder + "/00000000.seg";
+  std::string bytes = read_file(path);
+  CHECK_OK(posix_files().unlink(path));
+  constexpr std::uint32_t kHigh = 0xfffffffe;
+  FileBlock block;
+  std::memcpy(block.bytes.data(), bytes.data(), kFileBlockBytes);
+  SegmentHeader segment;
+  CHECK(decode(block, &segment) == BlockState::kGood);
+  segment.segment = kHigh;
+  encode(segment, &block);
+  std::memcpy(bytes.data(), block.bytes.data(), kFileBlockBytes);
+  for (std::uint64_t at = kSegmentHeaderBytes;;) {
+    std::memcpy(block.bytes.data(), bytes.data() + at, kFileBlockBytes);
+    std::optional<FrameHeader> frame = decode_frame(block);
+    if (!frame.has_value()) break;
+    frame->segment = kHigh;
+    encode(*frame, &block);
+    std::memcpy(bytes.data() + at, block.bytes.data(), kFileBlockBytes);
+    at += frame->frame_bytes();
+  }
+  write_file(disk.options.folder + "/fffffffe.seg", bytes);
+  disk.open();
+  for (int key = 1; key < 10; ++key)
+    CHECK(disk.load(key) == LoadStatus::kLoaded);
+  disk.put(10, 400);
+  CHECK(disk.bytes_on_medium() <= disk.options.capacity_bytes);
+  disk.reopen();
+  CHECK(disk.present(399));
+}
+
+TEST(flipped_bits_are_corrupt_and_their_removal_lasts) {
+  Disk disk;
+  disk.open();
+  disk.put(1, 4);
+  disk.log.reset();
+  const std::string path = disk.options.folder + "/00000000.seg";
+  std::string bytes = read_file(path);
+  const std::size_t at = bytes.find(std::string(Extent(2).payload(), kPayload));
+  CHECK(at != std::string::npos);
+  bytes[at + 5] ^= 1;
+  write_file(path, bytes);
+  disk.open();
+  CHECK(disk.load(2) == LoadStatus::kCorrupt);
+  CHECK(!disk.present(2));
+  CHECK(disk.load(1) == LoadStatus::kLoaded && disk.load(3) == LoadStatus::kLoaded);
+  disk.reopen();
+  CHECK(!disk.present(2));
+  CHECK(disk.put({2}) == std::vector({PutStatus::kStored}));
+  CHECK(disk.load(2) == LoadStatus::kLoaded);
+}
+
+TEST(the_scrubber_finds_flipped_bits_and_reports_them) {
+  Disk disk;
+  disk.open();
+  disk.put(1, 40);
+  disk.log.reset();
+  const std::string path = disk.options.folder + "/00000000.seg";
+  std::string bytes = read_file(path);
+  bytes[bytes.find(std::string(Extent(5).payload(), kPayload)) + 5] ^= 1;
+  write_file(path, bytes);
+  disk.open();
+  CHECK(disk.present(5));
+  while (disk.count("scrubbed_bytes") < 39 * Extent(1).length)
+    CHECK(disk.log->scrub(20'000) > 0);
+  CHECK(!disk.present(5));
+  CHECK_EQ(disk.log->usage().records, 38u);
+  std::vector<Digest> evicted;
+  disk.log->take_evicted(&evicted);
+  CHECK(evicted == std::vector({Disk::key_of(5)}));
+}
+
+TEST(removing_a_bad_copy_spares_the_one_that_healed_it) {
+  Disk disk;
+  disk.open();
+  disk.put({1});
+  Extent extent(-1);
+  LoadItem item{.key = Disk::key_of(1), .bytes = extent.bytes, .length = extent.length, .hold = {}};
+  disk.log->load(std::span(&item, 1));
+  disk.remove({1});
+  disk.put({1});
+  disk.log->remove_corrupt(item);
+  CHECK(disk.present(1));
+  disk.log->load(std::span(&item, 1));
+  disk.log->remove_corrupt(item);
+  CHECK(!disk.present(1));
+}
+
+TEST(a_smaller_capacity_drops_the_oldest_and_a_larger_one_keeps_all) {
+  Disk disk;
+  disk.open();
+  disk.put(1, 200);
+  const std::uint64_t records = disk.log->usage().records;
+  disk.log.reset();
+  disk.options.capacity_bytes *= 2;
+  disk.open();
+  CHECK_EQ(disk.log->usage().records, records);
+  disk.put(200, 400);
+  disk.log.reset();
+  disk.options.capacity_bytes /= 4;
+  disk.options.segment_bytes = 0;
+  disk.open();
+  CHECK(disk.bytes_on_medium() <= disk.options.capacity_bytes);
+  CHECK(disk.log->usage().records > 0);
+  disk.put(400, 600);
+  CHECK(disk.bytes_on_medium() <= disk.options.capacity_bytes);
+  CHECK(disk.present(599));
+  disk.reopen();
+  CHECK(disk.load(599) == LoadStatus::kLoaded);
+}
+
+TEST(many_threads_put_load_and_remove_at_once) {
+  Disk disk;
+  disk.options.own_threads = true;
+  disk.options.scrub_bytes_per_s = 50 << 20;
+  disk.open();
+  std::vector<std::thread> threads;
+  std::vector<int> wrong(4);
+  for (int thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&disk, &wrong, thread] {
+      for (int round = 0; round < 40; ++round) {
+        // Half of the keys are the threads' own, half are everybody's.
+        const int base = round % 2 == 0 ? 1000 * (thread + 1) + 10 * round : 10 * round;
+        std::vector<Extent> extents;
+        std::vector<PutItem> items;
+        for (int key = base; key < base + 8; ++key)
+          extents.emplace_back(key);
+        for (int i = 0; i < 8; ++i)
+          items.push_back({.key = Disk::key_of(base + i),
+                           .bytes = extents[i].bytes,
+                           .length = extents[i].length,
+                           .hold = {}});
+        disk.log->put(std::span(items).first(3));
+        disk.log->put(std::span(items).subspan(3));
+        disk.log->put_end(items);
+        for (const PutItem& item : items)
+          wrong[thread] += item.status == PutStatus::kFailed;
+        for (int key = base; key < base + 8; ++key) {
+          const LoadStatus status = disk.load(key);
+          wrong[thread] += status == LoadStatus::kCorrupt || status == LoadStatus::kFailed;
+        }
+        if (round % 7 == 0) {
+          DeleteItem item{.key = Disk::key_of(base)};
+          disk.log->remove(std::span(&item, 1));
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads)
+    thread.join();
+  CHECK_EQ(wrong[0] + wrong[1] + wrong[2] + wrong[3], 0);
+  disk.log->close();  // until then its own thread may drop a segment
+  const ConnectorUsage before = disk.log->usage();
+  disk.options.own_threads = false;
+  disk.reopen();
+  CHECK_EQ(disk.log->usage().records, before.records);
+  CHECK_EQ(disk.log->usage().used_bytes, before.used_bytes);
+}
+
+}  // namespace

@@ -1,0 +1,261 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "files/files.h"
+
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "support/check.h"
+#include "support/hooked_files.h"
+#include "support/volatile_files.h"
+
+using namespace kvstrata;
+
+namespace {
+
+// A folder that goes with the test, below $TMPDIR or where the build is.
+struct Folder {
+  Folder() {
+    std::string pattern = std::string(std::getenv("TMPDIR") ? std::getenv("TMPDIR") : "/tmp") +
+                          "/kvstrata-files-XXXXXX";
+    CHECK(::mkdtemp(pattern.data()) != nullptr);
+    path = pattern;
+  }
+  ~Folder() {
+    const std::string command = "rm -rf '" + path + "'";
+    if (std::system(command.c_str()) != 0) std::abort();
+  }
+  std::string operator/(const char* name) const { return path + "/" + name; }
+  std::string path;
+};
+
+struct Block {
+  alignas(4096) unsigned char bytes[4096];
+};
+
+// Direct where the file system has it, else buffered: what a test checks holds for both.
+std::unique_ptr<File> create(const std::string& path) {
+  std::unique_ptr<File> file;
+  Status status = posix_files().open(path, FileMode::kCreate, true, &file);
+  if (status.code() == StatusCode::kUnsupported)
+    status = posix_files().open(path, FileMode::kCreate, false, &file);
+  CHECK_OK(status);
+  return file;
+}
+
+TEST(parts_come_back_in_order_from_memory_of_any_alignment) {
+  const Folder folder;
+  const std::unique_ptr<File> file = create(folder / "file");
+  constexpr std::size_t kLength = 3 * (1 << 20) + 4096;
+  std::vector<unsigned char> written(kLength + 1);
+  for (std::size_t i = 0; i < written.size(); ++i)
+    written[i] = static_cast<unsigned char>(i * 7 + i / 4096);
+  const WritePart out[] = {{written.data() + 1, 5}, {written.data() + 6, kLength - 5}};
+  CHECK_OK(file->write(out, 8192));
+  CHECK_OK(file->sync());
+  std::vector<unsigned char> read(kLength + 3);
+  const ReadPart in[] = {{read.data() + 3, 2 << 20},
+                         {read.data() + 3 + (2 << 20), kLength - (2 << 20)}};
+  CHECK_OK(file->read(in, 8192));
+  CHECK(std::equal(read.begin() + 3, read.end(), written.begin() + 1));
+  std::uint64_t length = 0;
+  CHECK_OK(file->length(&length));
+  CHECK_EQ(length, 8192 + kLength);
+}
+
+TEST(reading_beyond_the_end_is_an_error_of_its_own) {
+  const Folder folder;
+  const std::unique_ptr<File> file = create(folder / "file");
+  Block block{};
+  const WritePart out[] = {{block.bytes, 4096}};
+  CHECK_OK(file->write(out, 0));
+  const ReadPart in[] = {{block.bytes, 4096}};
+  CHECK(file->read(in, 4096).code() == StatusCode::kOutOfRange);
+}
+
+TEST(direct_files_refuse_pieces_of_blocks) {
+  const Folder folder;
+  const std::unique_ptr<File> file = create(folder / "file");
+  if (!file->direct()) return;  // a file system without them
+  Block block{};
+  const WritePart piece[] = {{block.bytes, 100}};
+  CHECK(file->write(piece, 0).code() == StatusCode::kBadArgument);
+  const WritePart whole[] = {{block.bytes, 4096}};
+  CHECK(file->write(whole, 512).code() == StatusCode::kBadArgument);
+}
+
+TEST(allocated_blocks_read_as_zeros) {
+  const Folder folder;
+  const std::unique_ptr<File> file = create(folder / "file");
+  CHECK_OK(file->allocate(64 << 10));
+  Block block;
+  std::memset(block.bytes, 1, sizeof(block.bytes));
+  const ReadPart in[] = {{block.bytes, 4096}};
+  CHECK_OK(file->read(in, 60 << 10));
+  CHECK(std::all_of(block.bytes, block.bytes + 4096, [](unsigned char byte) { return byte == 0; }));
+}
+
+TEST(open_never_makes_what_should_be_there_nor_takes_what_should_not) {
+  const Folder folder;
+  std::unique_ptr<File> file;
+  const Status absent = posix_files().open(folder / "file", FileMode::kRead, false, &file);
+  CHECK_EQ(absent.detail(0), ENOENT);
+  create(folder / "file");
+  const Status there = posix_files().open(folder / "file", FileMode::kCreate, false, &file);
+  CHECK_EQ(there.detail(0), EEXIST);
+  CHECK_OK(posix_files().open(folder / "file", FileMode::kReadWrite, false, &file));
+}
+
+// A pipe without a writer would hold the thread that opens it for reading.
+TEST(nothing_but_a_regular_file_is_opened_or_waited_for) {
+  const Folder folder;
+  std::unique_ptr<File> file;
+  std::unique_ptr<FileLock> lock;
+  std::string holder;
+  create(folder / "file");
+  CHECK_EQ(::mkfifo((folder / "pipe").c_str(), 0600), 0);
+  CHECK_EQ(::symlink((folder / "file").c_str(), (folder / "link").c_str()), 0);
+  CHECK_EQ(::symlink("/dev/zero", (folder / "device").c_str()), 0);
+  CHECK_OK(posix_files().make_folder(folder / "folder"));
+  const int fd = ::socket(AF_UNIX, SOCK_STREAM, 0);
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::snprintf(address.sun_path, sizeof(address.sun_path), "%s", (folder / "socket").c_str());
+  CHECK_EQ(::bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  for (const char* const name : {"pipe", "link", "device", "folder", "socket"}) {
+    for (const FileMode mode : {FileMode::kRead, FileMode::kReadWrite}) {
+      for (const bool direct : {false, true}) {
+        const Status status = posix_files().open(folder / name, mode, direct, &file);
+        CHECK(status.code() == StatusCode::kCorrupt);
+      }
+    }
+    CHECK_EQ(posix_files().open(folder / name, FileMode::kCreate, false, &file).detail(0), EEXIST);
+    CHECK(posix_files().lock(folder / name, &lock, &holder).code() == StatusCode::kCorrupt);
+  }
+  CHECK(posix_files().open("/dev/zero", FileMode::kRead, false, &file).code() ==
+        StatusCode::kCorrupt);
+  ::close(fd);
+}
+
+TEST(a_lock_is_held_by_one_and_says_who) {
+  const Folder folder;
+  std::unique_ptr<FileLock> first, second;
+  std::string holder;
+  CHECK_OK(posix_files().lock(folder / "lock", &first, &holder));
+  first->note("pid 7");
+  CHECK(posix_files().lock(folder / "lock", &second, &holder).code() == StatusCode::kBusy);
+  CHECK_EQ(holder, std::string("pid 7"));
+  first.reset();
+  CHECK_OK(posix_files().lock(folder / "lock", &second, &holder));
+}
+
+TEST(folders_are_made_through_links_and_not_through_files) {
+  const Folder folder;
+  FileStat found;
+  CHECK_OK(make_folders(posix_files(), folder / "a/b/c"));
+  CHECK_OK(make_folders(posix_files(), folder / "a/b/c"));
+  CHECK_OK(posix_files().stat(folder / "a/b/c", &found));
+  CHECK(found.is_folder);
+  CHECK_EQ(::symlink((folder / "a/b").c_str(), (folder / "link").c_str()), 0);
+  CHECK_OK(make_folders(posix_files(), folder / "link"));
+  CHECK_OK(make_folders(posix_files(), folder / "link/d"));
+  CHECK_OK(folder_stat(posix_files(), folder / "a/b/d", &found));
+  CHECK(found.is_folder);
+  create(folder / "file");
+  CHECK_EQ(make_folders(posix_files(), folder / "file/e").detail(0), ENOTDIR);
+  CHECK_EQ(make_folders(posix_files(), folder / "file").detail(0), ENOTDIR);
+  CHECK_EQ(::symlink((folder / "nowhere").c_str(), (folder / "dangling").c_str()), 0);
+  CHECK(!make_folders(posix_files(), folder / "dangling").ok());
+}
+
+// Whoever made a folder may have died before he synced the one above.
+TEST(folders_that_were_there_are_durable_too) {
+  testing::VolatileFiles files;
+  CHECK_OK(files.make_folder("/a"));
+  CHECK_OK(files.make_folder("/a/b"));
+  CHECK_OK(make_folders(files, "/a/b/c"));
+  FileStat found;
+  CHECK_OK(files.cut(testing::Kept::kNothing, 1)->stat("/a/b/c", &found));
+}
+
+// As of one whose parent this user may not read, or which is mounted read-only.
+TEST(what_cannot_be_synced_by_this_user_is_no_obstacle_where_it_was_there) {
+  for (const int error : {EACCES, EPERM, EROFS, EINVAL, EIO}) {
+    testing::VolatileFiles inner;
+    CHECK_OK(inner.make_folder("/a"));
+    testing::HookedFiles files(inner);
+    files.before = [&](const std::string& call, const std::string& path) {
+      const bool refused = call == "sync_folder" && path == "/";
+      return refused ? Status(StatusCode::kOsError, "sync_folder", error) : Status();
+    };
+    CHECK_EQ(make_folders(files, "/a/b").ok(), error != EIO);
+    CHECK_EQ(make_folders(files, "/c").detail(0), error);  // it was missing: this user made it
+  }
+}
+
+TEST(folders_list_what_they_hold) {
+  const Folder folder;
+  CHECK_OK(posix_files().make_folder(folder / "inner"));
+  CHECK_EQ(posix_files().make_folder(folder / "inner").detail(0), EEXIST);
+  create(folder / "file");
+  CHECK_OK(posix_files().rename(folder / "file", folder / "renamed"));
+  CHECK_OK(posix_files().sync_folder(folder.path));
+  std::vector<FolderEntry> entries;
+  CHECK_OK(posix_files().list(folder.path, &entries));
+  std::sort(entries.begin(), entries.end(),
+            [](const FolderEntry& a, const FolderEntry& b) { return a.name < b.name; });
+  CHECK_EQ(entries.size(), 2u);
+  CHECK(entries[0].name == "inner" && entries[0].is_folder && !entries[0].is_file);
+  CHECK(entries[1].name == "renamed" && entries[1].is_file);
+  CHECK_OK(posix_files().unlink(folder / "renamed"));
+  FileStat found;
+  CHECK_EQ(posix_files().stat(folder / "renamed", &found).detail(0), ENOENT);
+  CHECK_OK(posix_files().stat(folder / "inner", &found));
+  CHECK(found.is_folder);
+  FileSpace space;
+  CHECK_OK(posix_files().space(folder.path, &space));
+  CHECK(space.free_bytes <= space.total_bytes && space.total_bytes > 0);
+}
+
+TEST(access_time_is_kept_apart_from_modification) {
+  const Folder folder;
+  const std::unique_ptr<File> file = create(folder / "file");
+  FileStat before, after;
+  CHECK_OK(posix_files().stat(folder / "file", &before));
+  CHECK_OK(file->set_access_time(1'600'000'000'123'456'789));
+  CHECK_OK(posix_files().stat(folder / "file", &after));
+  CHECK_EQ(after.accessed_unix_ns / 1000, 1'600'000'000'123'456);
+  CHECK_EQ(after.modified_unix_ns, before.modified_unix_ns);
+}
+
+TEST(errors_are_told_with_the_path) {
+  CHECK_EQ(describe_file_error("/a", Status(StatusCode::kOsError, "open", ENOENT)),
+           std::string("/a: No such file or directory"));
+}
+
+}  // namespace
+
+TEST(shared_locks_stand_side_by_side_and_keep_an_exclusive_one_out) {
+  const Folder folder;
+  const std::string path = folder / "lock";
+  std::string holder;
+  std::unique_ptr<FileLock> one;
+  std::unique_ptr<FileLock> other;
+  std::unique_ptr<FileLock> alone;
+  CHECK_OK(posix_files().lock_shared(path, &one, &holder));
+  one->note("somebody");
+  CHECK_OK(posix_files().lock_shared(path, &other, &holder));
+  CHECK(posix_files().lock(path, &alone, &holder).code() == StatusCode::kBusy);
+  CHECK_EQ(holder, std::string("somebody"));
+  one.reset();
+  other.reset();
+  CHECK_OK(posix_files().lock(path, &alone, &holder));
+  CHECK(posix_files().lock_shared(path, &one, &holder).code() == StatusCode::kBusy);
+}

@@ -1,0 +1,263 @@
+#include "pool/policy.h"
+
+#include <algorithm>
+#include <list>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "support/check.h"
+
+using namespace kvstrata;
+
+namespace {
+
+constexpr std::uint32_t kEntries = 4096;
+
+struct Fixture {
+  std::vector<EntryLocal> entries = std::vector<EntryLocal>(kEntries);
+  std::unique_ptr<EvictionPolicy> policy;
+
+  explicit Fixture(const char* name) : policy(make_policy(name, entries.data())) {
+    CHECK(policy != nullptr);
+  }
+  void insert(std::uint32_t entry, std::uint64_t fingerprint, std::uint32_t cls = 0) {
+    entries[entry] = EntryLocal{};
+    entries[entry].cls = static_cast<std::uint8_t>(cls);
+    policy->admit(fingerprint, cls);
+    policy->insert(entry, fingerprint, cls);
+  }
+  std::uint32_t evict(std::uint32_t cls = 0) {
+    const std::uint32_t entry = policy->victim(cls);
+    if (entry != kNoEntry) policy->remove(entry, entry, true);
+    return entry;
+  }
+};
+
+const char* const kEvicting[] = {"LRU", "ARC", "S3FIFO"};
+
+}  // namespace
+
+TEST(an_unknown_policy_is_none) {
+  std::vector<EntryLocal> entries(1);
+  CHECK(make_policy("lru", entries.data()) == nullptr);
+  CHECK(make_policy("", entries.data()) == nullptr);
+  for (const char* name : {"LRU", "ARC", "S3FIFO", "noop"}) {
+    CHECK_EQ(std::string(make_policy(name, entries.data())->name()), name);
+  }
+}
+
+TEST(noop_has_no_victim) {
+  Fixture f("noop");
+  f.insert(1, 1);
+  CHECK(!f.policy->evicts());
+  CHECK_EQ(f.policy->victim(0), kNoEntry);
+  CHECK_EQ(f.policy->count(0), 1);
+  f.policy->remove(1, 1, false);
+  CHECK_EQ(f.policy->count(0), 0);
+}
+
+TEST(lru_evicts_in_order_of_last_use) {
+  Fixture f("LRU");
+  std::list<std::uint32_t> order;  // coldest first
+  std::mt19937 random(1);
+  for (std::uint32_t i = 0; i < 200; ++i) {
+    f.insert(i, i);
+    order.push_back(i);
+  }
+  for (int step = 0; step < 1000; ++step) {
+    auto at = order.begin();
+    std::advance(at, random() % order.size());
+    const std::uint32_t entry = *at;
+    order.erase(at);
+    order.push_back(entry);
+    f.policy->touch(entry);
+    if (step % 7 == 0) {
+      CHECK_EQ(f.evict(), order.front());
+      order.pop_front();
+    }
+  }
+}
+
+TEST(victims_are_of_the_class_that_was_asked) {
+  for (const char* name : kEvicting) {
+    Fixture f(name);
+    for (std::uint32_t i = 0; i < 60; ++i)
+      f.insert(i, i, i % 3);
+    for (std::uint32_t i = 0; i < 20; ++i)
+      CHECK_EQ(f.evict(1) % 3, 1);
+    CHECK_EQ(f.evict(1), kNoEntry);
+    CHECK_EQ(f.policy->count(0), 20);
+    CHECK_EQ(f.policy->count(1), 0);
+  }
+}
+
+TEST(blocked_entries_and_parents_are_never_victims_and_come_back) {
+  for (const char* name : kEvicting) {
+    Fixture f(name);
+    for (std::uint32_t i = 0; i < 40; ++i)
+      f.insert(i, i);
+    for (std::uint32_t i = 0; i < 40; ++i) {
+      if (i % 4 == 0) f.entries[i].pins = 1;
+      if (i % 4 == 1) f.entries[i].children = 1;
+      if (i % 4 == 2) f.entries[i].leases = 1;
+    }
+    for (int i = 0; i < 10; ++i)
+      CHECK_EQ(f.evict() % 4, 3);
+    CHECK_EQ(f.policy->victim(0), kNoEntry);
+    CHECK_EQ(f.policy->count(0), 30);
+    for (std::uint32_t i = 0; i < 40; ++i) {
+      if (i % 4 == 3) continue;
+      f.entries[i].pins = f.entries[i].leases = f.entries[i].children = 0;
+      f.policy->unblocked(i, i % 4 == 2);
+    }
+    CHECK_EQ(f.policy->count(0), 30);
+    std::vector<std::uint32_t> gone;
+    for (int i = 0; i < 30; ++i)
+      gone.push_back(f.evict());
+    CHECK_EQ(f.evict(), kNoEntry);
+    std::sort(gone.begin(), gone.end());
+    CHECK_EQ(std::unique(gone.begin(), gone.end()) - gone.begin(), 30);
+    CHECK_EQ(f.policy->count(0), 0);
+  }
+}
+
+TEST(what_was_in_use_until_now_outlives_what_was_not) {
+  Fixture f("LRU");
+  for (std::uint32_t i = 0; i < 10; ++i)
+    f.insert(i, i);
+  f.entries[0].leases = f.entries[1].pins = 1;
+  CHECK_EQ(f.policy->victim(0), 2);
+  f.entries[0].leases = f.entries[1].pins = 0;
+  f.policy->unblocked(0, true);
+  f.policy->unblocked(1, false);
+  CHECK_EQ(f.evict(), 1);
+  for (std::uint32_t i = 2; i < 10; ++i)
+    CHECK_EQ(f.evict(), i);
+  CHECK_EQ(f.evict(), 0);
+}
+
+TEST(a_scan_does_not_flush_what_is_used_again_and_again) {
+  for (const char* name : {"ARC", "S3FIFO"}) {
+    Fixture f(name);
+    // 20 hot entries, used twice before a scan of 2000 keys passes through a cache of 100.
+    for (std::uint32_t i = 0; i < 20; ++i)
+      f.insert(i, i);
+    for (int twice = 0; twice < 2; ++twice) {
+      for (std::uint32_t i = 0; i < 20; ++i)
+        f.policy->touch(i);
+    }
+    std::vector<std::uint32_t> spare;
+    for (std::uint32_t i = 20; i < 100; ++i)
+      spare.push_back(i);
+    for (std::uint64_t key = 1000; key < 3000; ++key) {
+      if (spare.empty()) {
+        const std::uint32_t victim = f.policy->victim(0);
+        CHECK(victim != kNoEntry);
+        f.policy->remove(victim, 100'000 + victim, true);
+        spare.push_back(victim);
+      }
+      const std::uint32_t entry = spare.back();
+      spare.pop_back();
+      CHECK(entry >= 20);
+      f.insert(entry, key);
+    }
+  }
+}
+
+TEST(arc_gives_recency_more_room_when_what_it_dropped_comes_back) {
+  Fixture f("ARC");
+  for (std::uint32_t i = 0; i < 50; ++i)
+    f.insert(i, i);
+  for (std::uint32_t i = 0; i < 25; ++i)
+    f.policy->touch(i);
+  // Recent: 25..49, frequent: 0..24. Without adaptation the recent list is drained first.
+  const std::uint32_t first = f.policy->victim(0);
+  CHECK_EQ(first, 25);
+  for (int i = 0; i < 20; ++i) {
+    const std::uint32_t victim = f.policy->victim(0);
+    CHECK(victim >= 25);
+    f.policy->remove(victim, victim, true);
+  }
+  // They come back: each is known and goes to the frequent list, and the recent list may grow.
+  for (std::uint32_t i = 25; i < 45; ++i)
+    f.insert(i, i);
+  CHECK(f.policy->victim(0) < 25);
+}
+
+TEST(s3fifo_remembers_what_left_the_small_queue) {
+  Fixture f("S3FIFO");
+  for (std::uint32_t i = 0; i < 50; ++i)
+    f.insert(i, i);
+  const std::uint32_t victim = f.policy->victim(0);
+  CHECK_EQ(victim, 0);
+  f.policy->remove(victim, 0, true);
+  f.insert(0, 0);  // known: goes to the main queue
+  std::vector<std::uint32_t> order;
+  for (int i = 0; i < 44; ++i)
+    order.push_back(f.evict());
+  CHECK(std::find(order.begin(), order.end(), 0u) == order.end());
+}
+
+TEST(a_preview_changes_nothing_and_names_what_goes_next) {
+  for (const char* name : kEvicting) {
+    Fixture f(name);
+    for (std::uint32_t i = 0; i < 30; ++i)
+      f.insert(i, i);
+    f.entries[3].pins = 1;
+    std::vector<std::uint32_t> first;
+    std::vector<std::uint32_t> second;
+    f.policy->preview(0, 10, &first);
+    f.policy->preview(0, 10, &second);
+    CHECK_EQ(first.size(), 10);
+    CHECK(first == second);
+    CHECK(std::find(first.begin(), first.end(), 3u) == first.end());
+    for (const std::uint32_t entry : first)
+      CHECK_EQ(f.evict(), entry);
+  }
+}
+
+TEST(lists_stay_sound_under_random_use) {
+  for (const char* name : kEvicting) {
+    Fixture f(name);
+    std::mt19937 random(17);
+    std::vector<bool> in(500, false);
+    std::int64_t count = 0;
+    for (int step = 0; step < 20000; ++step) {
+      const std::uint32_t entry = random() % 500;
+      EntryLocal& local = f.entries[entry];
+      switch (random() % 6) {
+        case 0:
+        case 1:
+          if (in[entry]) break;
+          f.insert(entry, entry % 300);
+          in[entry] = true;
+          count += 1;
+          break;
+        case 2:
+          if (in[entry]) f.policy->touch(entry);
+          break;
+        case 3: {
+          const std::uint32_t victim = f.policy->victim(0);
+          if (victim == kNoEntry) break;
+          CHECK(in[victim]);
+          CHECK(f.entries[victim].is_victim());
+          f.policy->remove(victim, victim % 300, true);
+          in[victim] = false;
+          count -= 1;
+          break;
+        }
+        case 4:
+          if (in[entry]) local.pins = 1;
+          break;
+        case 5:
+          if (!in[entry] || local.pins == 0) break;
+          local.pins = 0;
+          f.policy->unblocked(entry, random() % 2 == 0);
+          break;
+      }
+      if (step % 100 == 0) CHECK_EQ(f.policy->count(0), count);
+    }
+    CHECK_EQ(f.policy->count(0), count);
+  }
+}

@@ -1,0 +1,199 @@
+#include <vector>
+
+#include "support/pool_fixture.h"
+
+using namespace kvstrata;
+using namespace kvstrata::testing;
+
+TEST(a_dead_row_leaves_nothing_behind) {
+  Fixture f;
+  const std::uint32_t a = f.row(1), b = f.row(2);
+  f.store(chain(1, 4));
+  const auto lease = f.lease(chain(1, 4), {a});
+  const auto mine = f.reserve(chain(2, 3), a);
+  const auto other = f.reserve(chain(3, 2), b);
+  Hold hold;
+  CHECK_OK(f.pool->hold_reserved(mine.ticket, 1, &hold));
+  CHECK_OK(f.pool->row_gone(a));
+  CHECK_EQ(f.count(EntryState::kReserved), 2);
+  CHECK_EQ(f.count(EntryState::kQuarantined), 1);  // held
+  CHECK_EQ(copy(f.pool->stats().leased_bytes), 0);
+  CHECK_EQ(f.commit_one(mine.ticket, 0), CommitOutcome::kNotReserved);
+  CHECK_OK(f.pool->validate());
+  CHECK_EQ(f.row(3), a);  // the row is free again
+  hold.drop();
+  CHECK_EQ(f.count(EntryState::kQuarantined), 0);
+  CHECK_OK(f.pool->validate());
+  CHECK(!f.pool->row_gone(77).ok());
+  CHECK(f.pool->release(lease.ticket, -1) == false);
+  CHECK_EQ(f.pool->abort(other.ticket, {}, true), 2);
+}
+
+TEST(rows_run_out_with_an_error) {
+  Fixture f;
+  for (std::uint32_t i = 1; i < kRowCount; ++i) {
+    std::uint8_t id[16] = {static_cast<std::uint8_t>(i), static_cast<std::uint8_t>(i >> 8), 1};
+    std::uint32_t row = 0;
+    CHECK_OK(f.pool->claim_row(id, id, i, false, &row));
+    CHECK_EQ(row, i);
+  }
+  std::uint8_t id[16] = {0, 0, 2};
+  std::uint32_t row = 0;
+  CHECK_EQ(f.pool->claim_row(id, id, 1, false, &row).code(), StatusCode::kNoSpace);
+  std::uint8_t known[16] = {5, 0, 1};
+  CHECK_OK(f.pool->claim_row(known, known, 99, false, &row));
+  CHECK_EQ(row, 5);
+}
+
+TEST(rows_that_share_a_bit_are_told_apart_until_a_restart_which_waits_for_both) {
+  Fixture f;
+  std::uint32_t row = 0;
+  for (std::uint32_t i = 1; i < kRowCount; ++i) {
+    std::uint8_t id[16] = {static_cast<std::uint8_t>(i), static_cast<std::uint8_t>(i >> 8), 1};
+    CHECK_OK(f.pool->claim_row(id, id, i, false, &row));
+  }
+  CHECK_EQ(copy(f.pool->stats().rows_claimed), copy(f.pool->stats().rows_capacity));
+  const std::uint32_t near = 5, far = 5 + kRowBits, last = kRowCount - 1;
+  const auto leased = chain(1, 3), reserved = chain(2, 2);
+  f.store(leased);
+  const auto both = f.lease(leased, {far, last});
+  CHECK(!f.pool->release(both.ticket, near));
+  CHECK(f.pool->release(both.ticket, far));
+  CHECK(!f.pool->release(both.ticket, far));
+  CHECK(f.pool->release(both.ticket, last));
+  CHECK_EQ(copy(f.pool->stats().leased_bytes), 0);
+  CHECK_OK(f.pool->validate());
+  f.lease(leased, {far});
+  f.reserve(reserved, last);
+  CHECK_OK(f.pool->row_gone(last - 1));
+  f.adopt();
+  CHECK_EQ(copy(f.pool->stats().rows_claimed), kRowCount - 2);
+  CHECK_EQ(f.count(EntryState::kQuarantined), 2);
+  CHECK_OK(f.pool->row_gone(last));
+  for (std::uint32_t other = last % kRowBits; other < last; other += kRowBits)
+    CHECK_OK(f.pool->row_quiesced(other));
+  CHECK_EQ(f.count(EntryState::kQuarantined), 0);
+  CHECK_OK(f.pool->row_gone(far));
+  CHECK(f.pool->stats().blocked_bytes > 0);
+  for (std::uint32_t other = near; other < kRowCount; other += kRowBits) {
+    if (other != far) CHECK_OK(f.pool->row_quiesced(other));
+  }
+  CHECK_EQ(copy(f.pool->stats().blocked_bytes), 0);
+  CHECK_OK(f.pool->validate());
+}
+
+TEST(adoption_keeps_what_was_committed_and_what_others_may_touch) {
+  Fixture f;
+  const std::uint32_t a = f.row(1), b = f.row(2);
+  const auto plain = chain(1, 3), leased = chain(2, 3);
+  f.store(plain);
+  f.store(leased);
+  f.lease(leased, {a});
+  const auto theirs = f.reserve(chain(3, 2), b);
+  f.reserve(chain(4, 2), 0);  // the dead server's own
+  const std::uint64_t epoch = f.pool->epoch();
+  f.adopt();
+  CHECK(f.pool->epoch() > epoch);
+  CHECK_EQ(f.count(EntryState::kUnverified), 6);
+  CHECK_EQ(f.count(EntryState::kQuarantined), 2);
+  CHECK_EQ(f.peek(plain), 0);
+  CHECK_EQ(copy(f.lease(plain, {a}).unverified), 3);
+  std::uint64_t good = 0, bad = 0;
+  CHECK_OK(f.pool->verify(packed(plain).data(), 3, &good, &bad));
+  CHECK_EQ(good, 3);
+  CHECK_EQ(f.peek(plain), 3);
+  std::uint64_t remaining = 9;
+  CHECK_OK(f.pool->verify_next(1 << 30, &remaining));
+  CHECK_EQ(remaining, 0);
+  CHECK_EQ(f.peek(leased), 3);
+  std::uint64_t lost = 0;
+  std::uint64_t verified = 0;
+  for (const Event& event : f.pool->take_events(&lost))
+    verified += event.kind == EventKind::kVerified;
+  CHECK_EQ(verified, 6);  // each once, the leased ones too
+  // Nobody asked the old rows yet: what they may touch survives pressure.
+  for (std::uint64_t p = 10; p < 60; ++p)
+    f.store(chain(p, 4));
+  CHECK_OK(f.pool->validate());
+  CHECK_EQ(f.peek(leased), 3);
+  CHECK_EQ(f.peek(plain), 0);
+  CHECK_EQ(f.count(EntryState::kQuarantined), 2);
+  CHECK_OK(f.pool->row_quiesced(a));
+  CHECK_OK(f.pool->validate());
+  CHECK_OK(f.pool->row_gone(b));
+  CHECK_EQ(f.count(EntryState::kQuarantined), 0);
+  CHECK_OK(f.pool->validate());
+  for (std::uint64_t p = 60; p < 120; ++p)
+    f.store(chain(p, 4));
+  CHECK_EQ(f.peek(leased), 0);
+  CHECK_EQ(f.commit_one(theirs.ticket, 0), CommitOutcome::kNotReserved);
+}
+
+TEST(a_second_crash_forgets_nobody) {
+  Fixture f;
+  const std::uint32_t a = f.row(1);
+  f.store(chain(1, 2));
+  f.lease(chain(1, 2), {a});
+  f.reserve(chain(2, 1), a);
+  for (int crash = 0; crash < 3; ++crash) {
+    f.adopt();
+    CHECK_EQ(f.count(EntryState::kQuarantined), 1);
+    for (std::uint64_t p = 10; p < 40; ++p)
+      f.store(chain(p + 100 * crash, 4));
+    std::uint64_t good = 0, bad = 0;
+    CHECK_OK(f.pool->verify(packed(chain(1, 2)).data(), 2, &good, &bad));
+    CHECK_EQ(f.peek(chain(1, 2)), 2);
+  }
+  CHECK_OK(f.pool->row_quiesced(a));
+  CHECK_EQ(f.count(EntryState::kQuarantined), 0);
+  CHECK_OK(f.pool->validate());
+}
+
+TEST(what_a_device_may_still_write_stays_quarantined_until_its_row_is_said_to_be_gone) {
+  Fixture f;
+  const std::uint32_t gpu = f.row(1, true), host = f.row(2);
+  const auto leased = chain(1, 3);
+  f.store(leased);
+  f.lease(leased, {gpu});
+  f.reserve(chain(2, 2), gpu);
+  f.reserve(chain(3, 1), host);
+  for (int crash = 0; crash < 2; ++crash) {
+    f.adopt();
+    CHECK_EQ(f.row(1), gpu);  // attached again without saying it: the flag stays
+    for (const RowInfo& row : f.pool->rows())
+      CHECK_EQ(row.registers_memory, row.row == gpu);
+    std::uint64_t kept = 0;
+    CHECK_OK(f.pool->row_stranded(gpu, &kept));
+    CHECK_EQ(kept, 2 * kRecordBytes);
+    CHECK_EQ(f.count(EntryState::kQuarantined), crash == 0 ? 3 : 2);
+    CHECK_OK(f.pool->validate());
+    if (crash == 0) CHECK_OK(f.pool->row_gone(host));
+    CHECK_EQ(f.pool->rows().size(), 1);
+  }
+  // What it only read is like any other chunk again.
+  for (std::uint64_t p = 10; p < 60; ++p)
+    f.store(chain(p, 4));
+  CHECK_EQ(f.count(EntryState::kUnverified), 0);
+  CHECK_EQ(f.count(EntryState::kQuarantined), 2);
+  CHECK_OK(f.pool->row_gone(gpu));
+  CHECK_EQ(f.count(EntryState::kQuarantined), 0);
+  CHECK_EQ(f.pool->rows().size(), 0);
+  CHECK_OK(f.pool->validate());
+  // A new session in this row starts afresh.
+  CHECK_EQ(f.row(3), gpu);
+  CHECK(!f.pool->rows()[0].registers_memory);
+}
+
+TEST(a_stranded_row_with_nothing_to_keep_ends) {
+  Fixture f;
+  const std::uint32_t gpu = f.row(1, true);
+  f.store(chain(1, 2));
+  f.lease(chain(1, 2), {gpu});
+  f.adopt();
+  std::uint64_t kept = 9;
+  CHECK_OK(f.pool->row_stranded(gpu, &kept));
+  CHECK_EQ(kept, 0);
+  CHECK_EQ(f.pool->rows().size(), 0);
+  CHECK_EQ(f.pool->row_stranded(gpu, &kept).code(), StatusCode::kNotFound);
+  CHECK_OK(f.pool->validate());
+}

@@ -1,0 +1,221 @@
+#include "pool/slab.h"
+
+#include <map>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "support/check.h"
+
+using namespace kvstrata;
+
+namespace {
+
+struct Space {
+  std::uint64_t slab_bytes = 0;
+  std::vector<std::uint64_t> table = std::vector<std::uint64_t>(kMaxSlabs, 0);
+  std::unique_ptr<SlabMap> map;
+
+  explicit Space(std::uint64_t bytes) : map(std::make_unique<SlabMap>(bytes, &slab_bytes, table)) {}
+  std::uint32_t cls(std::uint64_t bytes) {
+    bool recycled = false;
+    return map->class_for(bytes, &recycled);
+  }
+};
+
+constexpr std::uint64_t kPage = 4096;
+
+}  // namespace
+
+TEST(the_first_extent_chooses_the_slab_size) {
+  // At least a 32nd of the pool, in whole extents.
+  Space small(1024 * kPage);
+  small.cls(5 * kPage);
+  CHECK_EQ(small.map->slab_bytes(), 35 * kPage);
+  Space large(1024 * kPage);
+  large.cls(300 * kPage);
+  CHECK_EQ(large.map->slab_bytes(), 300 * kPage);
+  Space whole(1024 * kPage);
+  whole.cls(1024 * kPage);
+  CHECK_EQ(whole.map->slab_bytes(), 1024 * kPage);
+  Space over(1024 * kPage);
+  CHECK_EQ(over.cls(1025 * kPage), kNoClass);
+}
+
+TEST(extents_of_one_size_fill_the_pool_to_its_last_whole_extent) {
+  for (const std::uint64_t pages : {1, 3, 7, 33, 100, 511}) {
+    Space space(1024 * kPage);
+    const std::uint32_t cls = space.cls(pages * kPage);
+    std::uint64_t count = 0;
+    SlabPlace place;
+    while (space.map->allocate(cls, static_cast<std::uint32_t>(count), nullptr, &place)) {
+      CHECK(place.offset + pages * kPage <= 1024 * kPage);
+      count += 1;
+    }
+    CHECK_EQ(count, 1024 / pages);
+    CHECK_OK(space.map->validate());
+  }
+}
+
+TEST(an_empty_pool_chooses_again_and_a_used_one_does_not) {
+  Space space(1024 * kPage);
+  const std::uint32_t first = space.cls(32 * kPage);
+  SlabPlace place;
+  CHECK(space.map->allocate(first, 0, nullptr, &place));
+  const std::uint32_t second = space.cls(100 * kPage);
+  CHECK_EQ(space.map->slab_bytes(), 32 * kPage);
+  SlabPlace other;
+  CHECK(space.map->allocate(second, 1, nullptr, &other));
+  space.map->free(place.run, place.slot);
+  space.map->free(other.run, other.slot);
+  space.cls(100 * kPage);
+  CHECK_EQ(space.map->slab_bytes(), 100 * kPage);
+  CHECK_OK(space.map->validate());
+}
+
+TEST(an_empty_slab_changes_class) {
+  Space space(64 * kPage);
+  const std::uint32_t small = space.cls(2 * kPage);
+  std::vector<SlabPlace> places(32);
+  for (std::uint32_t i = 0; i < 32; ++i)
+    CHECK(space.map->allocate(small, i, nullptr, &places[i]));
+  const std::uint32_t large = space.cls(8 * kPage);
+  SlabPlace place;
+  CHECK(!space.map->allocate(large, 100, nullptr, &place));
+  // Four neighbouring slabs of one small extent each.
+  for (const SlabPlace& p : places) {
+    if (p.offset >= 16 * kPage && p.offset < 24 * kPage) space.map->free(p.run, p.slot);
+  }
+  CHECK(space.map->allocate(large, 100, nullptr, &place));
+  CHECK_EQ(place.offset, 16 * kPage);
+  CHECK_OK(space.map->validate());
+  CHECK(!space.map->allocate(small, 101, nullptr, &place));
+}
+
+TEST(the_window_with_the_oldest_last_use_is_offered_and_blocked_ones_are_not) {
+  Space space(64 * kPage);
+  const std::uint32_t small = space.cls(2 * kPage);
+  for (std::uint32_t i = 0; i < 32; ++i) {
+    SlabPlace place;
+    CHECK(space.map->allocate(small, i, nullptr, &place));
+    space.map->run(place.run).newest = 100 + (i * 7) % 32;
+  }
+  const std::uint32_t other = space.cls(2 * kPage - 0);
+  CHECK_EQ(other, small);
+  const std::uint32_t page = space.cls(kPage);
+  SlabMap::Window window;
+  CHECK(space.map->oldest_window(page, 0, 0, &window));
+  CHECK_EQ(window.newest, 100);
+  CHECK_EQ(window.slabs, 1);
+  space.map->run(window.first).blocked = 1;
+  const std::uint32_t first = window.first;
+  CHECK(space.map->oldest_window(page, 0, 0, &window));
+  CHECK_EQ(window.newest, 101);
+  CHECK(window.first != first);
+  const std::uint32_t second = window.first;
+  CHECK(space.map->oldest_window(page, 0, 1ULL << second, &window));
+  CHECK_EQ(window.newest, 102);
+  space.map->run(window.first).retry_at = 50;
+  CHECK(space.map->oldest_window(page, 49, 1ULL << second, &window));
+  CHECK_EQ(window.newest, 103);
+  CHECK(space.map->oldest_window(page, 50, 1ULL << second, &window));
+  CHECK_EQ(window.newest, 102);
+  // A class is offered nothing of its own.
+  CHECK(!space.map->oldest_window(small, 0, 0, &window));
+}
+
+TEST(extents_never_overlap_whatever_the_sizes) {
+  std::mt19937 random(3);
+  for (int round = 0; round < 20; ++round) {
+    const std::uint64_t pages = 200 + random() % 2000;
+    Space space(pages * kPage);
+    const std::uint64_t sizes[] = {1 + random() % 5, 1 + random() % 40, 1 + random() % 150};
+    struct Live {
+      SlabPlace place;
+      std::uint64_t bytes;
+    };
+    std::vector<Live> live;
+    std::map<std::uint64_t, std::uint64_t> taken;  // offset -> end
+    for (std::uint32_t step = 0; step < 1500; ++step) {
+      if (!live.empty() && random() % 5 < 2) {
+        const std::size_t at = random() % live.size();
+        space.map->free(live[at].place.run, live[at].place.slot);
+        taken.erase(live[at].place.offset);
+        live[at] = live.back();
+        live.pop_back();
+      } else {
+        const std::uint64_t bytes = sizes[random() % 3] * kPage;
+        const std::uint32_t cls = space.cls(bytes);
+        CHECK(cls != kNoClass);
+        SlabPlace place;
+        if (!space.map->allocate(cls, step, nullptr, &place)) continue;
+        CHECK(place.offset + bytes <= pages * kPage);
+        const auto after = taken.lower_bound(place.offset);
+        CHECK(after == taken.end() || after->first >= place.offset + bytes);
+        CHECK(after == taken.begin() || std::prev(after)->second <= place.offset);
+        taken[place.offset] = place.offset + bytes;
+        live.push_back({place, bytes});
+      }
+      if (step % 50 == 0) CHECK_OK(space.map->validate());
+    }
+    CHECK_EQ(space.map->used_extents(), live.size());
+  }
+}
+
+TEST(runs_come_back_from_their_table) {
+  Space space(1000 * kPage);
+  const std::uint32_t small = space.cls(3 * kPage);
+  const std::uint32_t large = space.cls(70 * kPage);
+  std::map<std::uint32_t, std::pair<SlabPlace, std::uint64_t>> live;
+  for (std::uint32_t i = 0; i < 100; ++i) {
+    SlabPlace place;
+    const bool big = i % 20 == 7;
+    if (!space.map->allocate(big ? large : small, i, nullptr, &place)) continue;
+    live[i] = {place, (big ? 70 : 3) * kPage};
+  }
+  for (std::uint32_t i = 0; i < 100; i += 3) {
+    if (!live.contains(i)) continue;
+    space.map->free(live[i].first.run, live[i].first.slot);
+    live.erase(i);
+  }
+  SlabMap again(1000 * kPage, &space.slab_bytes, space.table);
+  CHECK(again.restore());
+  for (const auto& [entry, extent] : live) {
+    SlabPlace place;
+    std::uint32_t holder = 0;
+    CHECK(again.occupy(extent.first.offset, extent.second, entry, &place, &holder));
+    CHECK(!again.occupy(extent.first.offset, extent.second, 777, &place, &holder));
+    CHECK_EQ(holder, entry);
+    CHECK(!again.occupy(extent.first.offset + kPage, extent.second, 778, &place, &holder));
+    CHECK(!again.occupy(extent.first.offset, extent.second + kPage, 778, &place, &holder));
+  }
+  again.finish_restore();
+  CHECK_OK(again.validate());
+  CHECK_EQ(again.used_extents(), live.size());
+}
+
+TEST(a_table_of_any_bytes_is_survived) {
+  std::mt19937_64 random(5);
+  for (int round = 0; round < 500; ++round) {
+    Space space(500 * kPage);
+    const std::uint32_t cls = space.cls((1 + random() % 20) * kPage);
+    for (std::uint32_t i = 0; i < 40; ++i) {
+      SlabPlace place;
+      static_cast<void>(space.map->allocate(cls, i, nullptr, &place));
+    }
+    for (int flips = 0; flips < 5; ++flips) {
+      space.table[random() % kMaxSlabs] ^= 1ULL << (random() % 64);
+    }
+    if (round % 10 == 0) space.slab_bytes = random() >> (random() % 64);
+    SlabMap again(500 * kPage, &space.slab_bytes, space.table);
+    static_cast<void>(again.restore());
+    again.finish_restore();
+    CHECK_OK(again.validate());
+    bool recycled = false;
+    const std::uint32_t other = again.class_for(7 * kPage, &recycled);
+    SlabPlace place;
+    CHECK(other != kNoClass);
+    CHECK(again.allocate(other, 1, nullptr, &place));
+    CHECK_OK(again.validate());
+  }
+}

@@ -1,0 +1,325 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "record/record.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "hash/crc32c.h"
+#include "support/check.h"
+
+using namespace kvstrata;
+
+namespace {
+
+using Bytes = std::vector<unsigned char>;
+
+Digest digest(unsigned char fill) {
+  Digest d;
+  d.fill(fill);
+  return d;
+}
+
+RecordSpec spec() {
+  return RecordSpec{digest(1), digest(2), digest(3), digest(4), 256, 1'700'000'000'000};
+}
+
+// A sealed record with a random payload.
+Bytes sealed(const std::vector<std::uint32_t>& lengths, unsigned seed = 1) {
+  std::uint64_t payload = 0;
+  for (const std::uint32_t n : lengths) {
+    payload += n;
+  }
+  std::uint64_t total = 0;
+  CHECK_OK(record_bytes(lengths.size(), payload, &total));
+  Bytes bytes(total);
+  std::mt19937_64 random(seed);
+  for (auto& b : bytes) {
+    b = static_cast<unsigned char>(random());
+  }
+  CHECK_OK(seal_record(bytes.data(), bytes.size(), spec(), lengths.data(), lengths.size()));
+  return bytes;
+}
+
+template <typename T>
+void put(Bytes& bytes, std::size_t at, T value) {
+  std::memcpy(bytes.data() + at, &value, sizeof value);
+}
+
+template <typename T>
+T get(const Bytes& bytes, std::size_t at) {
+  T value;
+  std::memcpy(&value, bytes.data() + at, sizeof value);
+  return value;
+}
+
+// Makes both header CRCs right again after a field was changed on purpose.
+void reseal_headers(Bytes& bytes) {
+  const auto count = get<std::uint32_t>(bytes, 268);
+  std::uint32_t crc = crc32c(bytes.data() + 256, 252);
+  crc = crc32c(bytes.data() + 512, std::size_t{count} * 16, crc);
+  put(bytes, 508, crc);
+  put(bytes, 252, crc32c(bytes.data(), 252));
+}
+
+StatusCode read_code(const Bytes& bytes) {
+  // An own allocation of exactly this size, so that the address sanitizer sees a read beyond it.
+  std::unique_ptr<unsigned char[]> copy(new unsigned char[bytes.size()]);
+  std::copy(bytes.begin(), bytes.end(), copy.get());
+  RecordHeader header;
+  return read_record_header(copy.get(), bytes.size(), &header).code();
+}
+
+}  // namespace
+
+TEST(every_field_stands_where_the_format_says) {
+  const Bytes bytes = sealed({100, 28, 4000});
+  CHECK_EQ(bytes.size(), 4096u + 4128u);
+  CHECK(std::memcmp(bytes.data(), "KVSTRATA", 8) == 0);
+  CHECK_EQ(get<std::uint16_t>(bytes, 8), 1);
+  CHECK_EQ(get<std::uint16_t>(bytes, 10), 0);
+  CHECK_EQ(get<std::uint32_t>(bytes, 12), 4096u);
+  CHECK_EQ(bytes[16], 1);
+  CHECK_EQ(bytes[48], 2);
+  CHECK_EQ(get<std::uint64_t>(bytes, 80), 0u);
+  CHECK_EQ(get<std::uint64_t>(bytes, 88), 4128u);
+  CHECK_EQ(get<std::uint32_t>(bytes, 96), crc32c(bytes.data() + 4096, 4128));
+  CHECK_EQ(get<std::uint64_t>(bytes, 104), 1'700'000'000'000u);
+  CHECK_EQ(get<std::uint32_t>(bytes, 252), crc32c(bytes.data(), 252));
+  CHECK(std::memcmp(bytes.data() + 256, "KVCHUNK1", 8) == 0);
+  CHECK_EQ(get<std::uint16_t>(bytes, 264), 1);
+  CHECK_EQ(get<std::uint32_t>(bytes, 268), 3u);
+  CHECK_EQ(get<std::uint64_t>(bytes, 272), 4096u);
+  CHECK_EQ(get<std::uint64_t>(bytes, 280), 4128u);
+  CHECK_EQ(bytes[288], 1);
+  CHECK_EQ(bytes[320], 2);
+  CHECK_EQ(bytes[352], 3);
+  CHECK_EQ(bytes[384], 4);
+  CHECK_EQ(get<std::uint32_t>(bytes, 416), 256u);
+  CHECK_EQ(get<std::uint32_t>(bytes, 508),
+           crc32c(bytes.data() + 512, 48, crc32c(bytes.data() + 256, 252)));
+  CHECK_EQ(get<std::uint64_t>(bytes, 512 + 32), 128u);
+  CHECK_EQ(get<std::uint32_t>(bytes, 512 + 40), 4000u);
+  CHECK_EQ(get<std::uint32_t>(bytes, 512 + 44), crc32c(bytes.data() + 4096 + 128, 4000));
+}
+
+TEST(what_was_sealed_is_read_back_and_verifies) {
+  for (const std::size_t count : {1u, 2u, 32u, 224u, 225u, 257u, 1000u}) {
+    const Bytes bytes = sealed(std::vector<std::uint32_t>(count, 64), 7);
+    RecordHeader header;
+    std::vector<Section> sections(count);
+    CHECK_OK(read_record_header(bytes.data(), bytes.size(), &header, sections.data(), count));
+    CHECK_EQ(header.section_count, count);
+    CHECK_EQ(header.record_bytes(), bytes.size());
+    CHECK_EQ(header.header_bytes % 4096, 0u);
+    CHECK(header.spec.key == spec().key && header.spec.parent_key == spec().parent_key);
+    CHECK(header.spec.identity == spec().identity);
+    CHECK(header.spec.slice_digest == spec().slice_digest);
+    CHECK_EQ(header.spec.chunk_tokens, 256u);
+    CHECK_EQ(header.spec.created_unix_ms, spec().created_unix_ms);
+    CHECK(header.plain() && !header.crc_pending());
+    CHECK_EQ(sections[count - 1].offset, (count - 1) * 64);
+    CHECK_OK(verify_record(bytes.data(), bytes.size(), nullptr));
+    const Digest mine = spec().key;
+    CHECK_OK(verify_record(bytes.data(), bytes.size(), &mine));
+    const Digest other = digest(9);
+    CHECK(verify_record(bytes.data(), bytes.size(), &other).code() == StatusCode::kStale);
+  }
+}
+
+TEST(a_record_may_lie_in_a_larger_extent) {
+  Bytes bytes = sealed({5000});
+  bytes.resize(bytes.size() + 12'345, 0xee);
+  CHECK_OK(verify_record(bytes.data(), bytes.size(), nullptr));
+}
+
+TEST(creation_time_defaults_to_now) {
+  Bytes bytes(8192);
+  RecordSpec s = spec();
+  s.created_unix_ms = 0;
+  const std::uint32_t length = 100;
+  CHECK_OK(seal_record(bytes.data(), bytes.size(), s, &length, 1));
+  CHECK(get<std::uint64_t>(bytes, 104) > 1'700'000'000'000u);
+}
+
+TEST(any_flipped_bit_is_noticed) {
+  const Bytes good = sealed({64, 200, 8});
+  Bytes bytes = good;
+  std::size_t unnoticed = 0;
+  for (std::size_t bit = 0; bit < bytes.size() * 8; ++bit) {
+    const auto mask = static_cast<unsigned char>(1u << (bit % 8));
+    bytes[bit / 8] ^= mask;
+    unnoticed += verify_record(bytes.data(), bytes.size(), nullptr).ok();
+    bytes[bit / 8] ^= mask;
+  }
+  CHECK_EQ(unnoticed, 0u);
+}
+
+TEST(a_bad_section_is_named) {
+  Bytes bytes = sealed({64, 200, 8});
+  bytes[4096 + 64 + 199] ^= 1;
+  const Status status = verify_record(bytes.data(), bytes.size(), nullptr);
+  CHECK(status.code() == StatusCode::kCorrupt);
+  CHECK_EQ(status.detail(2), 1);
+  CHECK_OK([&] {
+    RecordHeader header;
+    return read_record_header(bytes.data(), bytes.size(), &header);
+  }());
+}
+
+TEST(a_stored_checksum_that_does_not_follow_from_the_sections_is_corrupt) {
+  Bytes bytes = sealed({64, 200, 8});
+  bytes[96] ^= 1;
+  reseal_headers(bytes);
+  CHECK(read_code(bytes) == StatusCode::kOk);
+  CHECK(verify_record(bytes.data(), bytes.size(), nullptr).code() == StatusCode::kCorrupt);
+}
+
+TEST(every_truncation_is_refused_without_reading_on) {
+  const Bytes good = sealed(std::vector<std::uint32_t>(300, 3));
+  for (std::size_t n = 0; n < good.size(); n += n < 600 ? 1 : 97) {
+    const Bytes cut(good.begin(), good.begin() + static_cast<std::ptrdiff_t>(n));
+    CHECK(read_code(cut) == StatusCode::kOutOfRange);
+  }
+}
+
+TEST(impossible_headers_with_right_checksums_are_refused) {
+  struct Case {
+    const char* what;
+    void (*change)(Bytes&);
+    StatusCode code;
+  };
+  const Case cases[] = {
+      {"outer version", [](Bytes& b) { put<std::uint16_t>(b, 8, 2); }, StatusCode::kIncompatible},
+      {"outer flags", [](Bytes& b) { put<std::uint16_t>(b, 10, 1); }, StatusCode::kIncompatible},
+      {"header bytes", [](Bytes& b) { put<std::uint32_t>(b, 12, 8192); }, StatusCode::kCorrupt},
+      {"outer key", [](Bytes& b) { b[20] ^= 1; }, StatusCode::kCorrupt},
+      {"outer identity", [](Bytes& b) { b[50] ^= 1; }, StatusCode::kCorrupt},
+      {"stored bytes", [](Bytes& b) { put<std::uint64_t>(b, 88, 1); }, StatusCode::kCorrupt},
+      {"reserved 100", [](Bytes& b) { b[100] = 1; }, StatusCode::kCorrupt},
+      {"reserved 112", [](Bytes& b) { b[112] = 1; }, StatusCode::kCorrupt},
+      {"reserved 251", [](Bytes& b) { b[251] = 1; }, StatusCode::kCorrupt},
+      {"inner magic", [](Bytes& b) { b[256] = 'X'; }, StatusCode::kCorrupt},
+      {"inner version", [](Bytes& b) { put<std::uint16_t>(b, 264, 2); }, StatusCode::kIncompatible},
+      {"inner flags", [](Bytes& b) { put<std::uint16_t>(b, 266, 2); }, StatusCode::kIncompatible},
+      {"payload offset", [](Bytes& b) { put<std::uint64_t>(b, 272, 512); }, StatusCode::kCorrupt},
+      {"payload bytes", [](Bytes& b) { put<std::uint64_t>(b, 280, 271); }, StatusCode::kCorrupt},
+      {"both sizes",
+       [](Bytes& b) {
+         put<std::uint64_t>(b, 88, 271);
+         put<std::uint64_t>(b, 280, 271);
+       },
+       StatusCode::kCorrupt},
+      {"reserved 420", [](Bytes& b) { b[420] = 1; }, StatusCode::kCorrupt},
+      {"reserved 507", [](Bytes& b) { b[507] = 1; }, StatusCode::kCorrupt},
+      {"section offset", [](Bytes& b) { put<std::uint64_t>(b, 528, 63); }, StatusCode::kCorrupt},
+      {"section length", [](Bytes& b) { put<std::uint32_t>(b, 536, 0); }, StatusCode::kCorrupt},
+      {"far section", [](Bytes& b) { put<std::uint64_t>(b, 528, ~0ull); }, StatusCode::kCorrupt},
+      {"long payload, codec",
+       [](Bytes& b) {
+         b[80] = 7;
+         put<std::uint64_t>(b, 88, ~0ull);
+       },
+       StatusCode::kOutOfRange},
+  };
+  for (const Case& c : cases) {
+    Bytes bytes = sealed({64, 200, 8});
+    c.change(bytes);
+    reseal_headers(bytes);
+    const StatusCode code = read_code(bytes);
+    if (code != c.code) {
+      std::fprintf(stderr, "%s\n", c.what);
+    }
+    CHECK(code == c.code);
+  }
+}
+
+TEST(a_huge_section_count_is_refused_before_the_table_is_touched) {
+  for (const std::uint32_t count : {0u, 65'537u, 0xffffffffu}) {
+    Bytes bytes = sealed({64});
+    put(bytes, 268, count);
+    put(bytes, 252, crc32c(bytes.data(), 252));
+    CHECK(read_code(bytes) == StatusCode::kCorrupt);
+  }
+  Bytes bytes = sealed({64});  // possible, but the extent is too short for it
+  put<std::uint32_t>(bytes, 268, 65'536);
+  put<std::uint32_t>(bytes, 12, static_cast<std::uint32_t>(record_header_bytes(65'536)));
+  put(bytes, 252, crc32c(bytes.data(), 252));
+  CHECK(read_code(bytes) == StatusCode::kOutOfRange);
+}
+
+TEST(random_bytes_behind_the_magics_are_refused_without_reading_outside) {
+  std::mt19937_64 random(3);
+  for (int round = 0; round < 3000; ++round) {
+    Bytes bytes = sealed({64, 200, 8});
+    bytes.resize(512 + random() % 8192);
+    for (int i = 0; i < 8; ++i) {
+      const std::size_t fields[] = {8, 12, 88, 96, 264, 266, 268, 272, 280, 512, 520, 528};
+      const std::size_t at = fields[random() % std::size(fields)];
+      bytes[at + random() % 4] = static_cast<unsigned char>(random());
+    }
+    if (get<std::uint32_t>(bytes, 268) <= (bytes.size() - 512) / 16) {
+      reseal_headers(bytes);
+    }
+    std::unique_ptr<unsigned char[]> copy(new unsigned char[bytes.size()]);
+    std::memcpy(copy.get(), bytes.data(), bytes.size());
+    const StatusCode code = verify_record(copy.get(), bytes.size(), nullptr).code();
+    CHECK(code != StatusCode::kNoSpace && code != StatusCode::kInternal);
+  }
+}
+
+TEST(a_record_whose_checksums_are_pending_is_readable_but_not_verified) {
+  Bytes bytes = sealed({64});
+  put<std::uint16_t>(bytes, 266, kRecordCrcPending);
+  reseal_headers(bytes);
+  RecordHeader header;
+  CHECK_OK(read_record_header(bytes.data(), bytes.size(), &header));
+  CHECK(header.crc_pending());
+  CHECK(verify_record(bytes.data(), bytes.size(), nullptr).code() == StatusCode::kBusy);
+}
+
+TEST(an_encoded_record_is_readable_but_not_verified) {
+  Bytes bytes = sealed({64});
+  bytes[80] = 1;
+  put<std::uint64_t>(bytes, 88, 40);
+  reseal_headers(bytes);
+  RecordHeader header;
+  CHECK_OK(read_record_header(bytes.data(), bytes.size(), &header));
+  CHECK_EQ(header.record_bytes(), 4096u + 40u);
+  CHECK(verify_record(bytes.data(), bytes.size(), nullptr).code() == StatusCode::kIncompatible);
+}
+
+TEST(refused_seal_changes_nothing) {
+  Bytes bytes(4096 + 99, 0xcc);
+  const Bytes before = bytes;
+  const std::uint32_t length = 100;
+  CHECK(seal_record(bytes.data(), bytes.size(), spec(), &length, 1).code() ==
+        StatusCode::kBadArgument);
+  CHECK(seal_record(bytes.data(), bytes.size(), spec(), &length, 0).code() ==
+        StatusCode::kBadArgument);
+  const std::uint32_t lengths[] = {50, 0};
+  CHECK(seal_record(bytes.data(), bytes.size(), spec(), lengths, 2).code() ==
+        StatusCode::kBadArgument);
+  CHECK(seal_record(bytes.data() + 4, bytes.size() - 4, spec(), &length, 1).code() ==
+        StatusCode::kBadArgument);
+  CHECK(bytes == before);
+}
+
+TEST(impossible_sizes_are_refused) {
+  std::uint64_t out = 0;
+  CHECK(record_bytes(0, 10, &out).code() == StatusCode::kBadArgument);
+  CHECK(record_bytes(65'537, 1 << 20, &out).code() == StatusCode::kBadArgument);
+  CHECK(record_bytes(4, 3, &out).code() == StatusCode::kBadArgument);
+  CHECK(record_bytes(1, std::uint64_t{1} << 32, &out).code() == StatusCode::kBadArgument);
+  CHECK(record_bytes(2, ~std::uint64_t{0}, &out).code() == StatusCode::kBadArgument);
+  CHECK_OK(record_bytes(1, UINT32_MAX, &out));
+  CHECK_EQ(out, 4096u + std::uint64_t{UINT32_MAX});
+}
+
+TEST(an_invalidated_record_is_none) {
+  Bytes bytes = sealed({64});
+  invalidate_record(bytes.data());
+  CHECK(read_code(bytes) == StatusCode::kCorrupt);
+}

@@ -1,0 +1,114 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+//
+// A file layer that lets a test look at each call before and after it reaches the real one: to fail
+// it, to hold it up, or to kill the process there.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "files/files.h"
+
+namespace kvstrata::testing {
+
+class HookedFiles final : public FileLayer {
+ public:
+  // `call` is one of open, create, read, write, sync, truncate, access_time, rename, unlink,
+  // make_folder, sync_folder, stat, list. Called by several threads at a time.
+  using Before = std::function<Status(const std::string& call, const std::string& path)>;
+  using After = std::function<void(const std::string& call, const std::string& path)>;
+
+  explicit HookedFiles(FileLayer& inner = posix_files()) : inner_(inner) {}
+
+  Before before = [](const std::string&, const std::string&) { return Status(); };
+  After after = [](const std::string&, const std::string&) {};
+  std::function<void(const std::string& path, FileStat* stat)> see_stat = [](const std::string&,
+                                                                             FileStat*) {};
+
+  Status open(const std::string& path, FileMode mode, bool direct,
+              std::unique_ptr<File>* out) noexcept override {
+    return hooked(mode == FileMode::kCreate ? "create" : "open", path, [&] {
+      std::unique_ptr<File> file;
+      KVSTRATA_RETURN_IF_ERROR(inner_.open(path, mode, direct, &file));
+      *out = std::make_unique<Hooked>(*this, path, std::move(file));
+      return Status();
+    });
+  }
+  Status rename(const std::string& from, const std::string& to) noexcept override {
+    return hooked("rename", to, [&] { return inner_.rename(from, to); });
+  }
+  Status unlink(const std::string& path) noexcept override {
+    return hooked("unlink", path, [&] { return inner_.unlink(path); });
+  }
+  Status make_folder(const std::string& path) noexcept override {
+    return hooked("make_folder", path, [&] { return inner_.make_folder(path); });
+  }
+  Status sync_folder(const std::string& path) noexcept override {
+    return hooked("sync_folder", path, [&] { return inner_.sync_folder(path); });
+  }
+  Status stat(const std::string& path, FileStat* out) noexcept override {
+    return hooked("stat", path, [&] {
+      KVSTRATA_RETURN_IF_ERROR(inner_.stat(path, out));
+      see_stat(path, out);
+      return Status();
+    });
+  }
+  Status list(const std::string& path, std::vector<FolderEntry>* out) noexcept override {
+    return hooked("list", path, [&] { return inner_.list(path, out); });
+  }
+  Status space(const std::string& path, FileSpace* out) noexcept override {
+    return inner_.space(path, out);
+  }
+  Status lock(const std::string& path, std::unique_ptr<FileLock>* out,
+              std::string* holder) noexcept override {
+    return inner_.lock(path, out, holder);
+  }
+  Status lock_shared(const std::string& path, std::unique_ptr<FileLock>* out,
+                     std::string* holder) noexcept override {
+    return inner_.lock_shared(path, out, holder);
+  }
+
+ private:
+  class Hooked final : public File {
+   public:
+    Hooked(HookedFiles& layer, std::string path, std::unique_ptr<File> file)
+        : layer_(layer), path_(std::move(path)), file_(std::move(file)) {}
+    Status read(std::span<const ReadPart> parts, std::uint64_t offset) noexcept override {
+      return layer_.hooked("read", path_, [&] { return file_->read(parts, offset); });
+    }
+    Status write(std::span<const WritePart> parts, std::uint64_t offset) noexcept override {
+      return layer_.hooked("write", path_, [&] { return file_->write(parts, offset); });
+    }
+    Status sync() noexcept override {
+      return layer_.hooked("sync", path_, [&] { return file_->sync(); });
+    }
+    Status allocate(std::uint64_t length) noexcept override { return file_->allocate(length); }
+    Status truncate(std::uint64_t length) noexcept override {
+      return layer_.hooked("truncate", path_, [&] { return file_->truncate(length); });
+    }
+    Status stat(FileStat* out) noexcept override { return file_->stat(out); }
+    Status set_access_time(std::int64_t unix_ns) noexcept override {
+      return layer_.hooked("access_time", path_, [&] { return file_->set_access_time(unix_ns); });
+    }
+    bool direct() const noexcept override { return file_->direct(); }
+
+   private:
+    HookedFiles& layer_;
+    std::string path_;
+    std::unique_ptr<File> file_;
+  };
+
+  template <typename Call>
+  Status hooked(const char* name, const std::string& path, Call call) {
+    KVSTRATA_RETURN_IF_ERROR(before(name, path));
+    const Status status = call();
+    after(name, path);
+    return status;
+  }
+
+  FileLayer& inner_;
+};
+
+}  // namespace kvstrata::testing

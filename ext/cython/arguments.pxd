@@ -1,0 +1,30 @@
+# Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+"""Conversion of numbers that copying.pyx, record.pyx and cuda.pyx get from Python."""
+
+from cpython.long cimport PyLong_AsLongLong
+from libc.stdint cimport uint32_t, uint64_t
+
+
+cdef inline uint64_t whole(object value, str name) except? 0xffffffffffffffff:
+    """Converts `value` to an unsigned number below 2**63. Raises ValueError or TypeError that names the argument."""
+    cdef object number
+    cdef long long result
+    try:
+        number = value.__index__()
+    except AttributeError:
+        raise TypeError(f"{name}: must be an int, not {type(value).__name__}") from None
+    try:
+        result = PyLong_AsLongLong(number)
+    except OverflowError:
+        result = -1
+    if result < 0:
+        raise ValueError(f"{name}: must be between 0 and 2**63 - 1, not {value!r}")
+    return <uint64_t>result
+
+
+cdef inline uint32_t whole32(object value, str name) except? 0xffffffff:
+    """Converts `value` to an unsigned number below 2**32; raises as whole() does."""
+    cdef uint64_t result = whole(value, name)
+    if result > <uint64_t>0xffffffff:
+        raise ValueError(f"{name}: must be below 2**32, not {value!r}")
+    return <uint32_t>result

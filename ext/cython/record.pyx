@@ -1,0 +1,255 @@
+# Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+# cython: language_level=3, freethreading_compatible=False
+"""Records: their headers, checksums and verification. See record.pyi for the contract."""
+
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from libc.stddef cimport size_t
+from libc.stdint cimport uint32_t, uint64_t
+from libcpp.memory cimport unique_ptr
+from libcpp.vector cimport vector
+
+from arguments cimport whole, whole32
+from core_copying cimport (
+    CRecordHeader,
+    Digest,
+    RecordEncoding,
+    Section,
+    c_record_bytes,
+    c_seal_record,
+    c_verify_record,
+    c_verify_stored_record,
+    c_write_encoded_header,
+    copy_outcome,
+    read_record_header,
+    set_digest,
+    write_record_header,
+)
+from core_status cimport Status
+from kvstrata.native.status cimport CALL, RECORD, message_of, raise_for
+
+import enum
+from collections import namedtuple
+
+from kvstrata.errors import MediumError
+
+
+cdef extern from "base/crew.h" namespace "kvstrata" nogil:
+    cdef cppclass Crew:
+        Crew(size_t) except +
+
+
+cdef extern from "record/verify.h" namespace "kvstrata" nogil:
+    cdef struct StoredRecord:
+        const void* bytes
+        uint64_t length
+        Digest key
+        Status status
+    cdef cppclass RecordSpan "std::span<kvstrata::StoredRecord>":
+        RecordSpan(StoredRecord*, size_t)
+    void verify_each(Crew&, RecordSpan) except +
+
+
+class CopyOutcome(enum.IntEnum):
+    OK = 0
+    STALE = 1
+    CORRUPT = 2
+    MISMATCH = 3
+    UNVERIFIED = 4
+    CANCELLED = 5
+    FAILED = 6
+
+
+class RecordError(MediumError):
+    code = "bad_record"
+
+
+RecordHeader = namedtuple(
+    "RecordHeader",
+    "key identity slice_digest parent_key chunk_tokens created_unix_ms header_bytes payload_bytes "
+    "stored_bytes stored_crc codecs crc_pending sections",
+    module=__name__,
+)
+
+
+cdef bytes digest_bytes(Digest& digest):
+    return PyBytes_FromStringAndSize(<char*>digest.data(), 32)
+
+
+def record_bytes(section_count, payload_bytes):
+    cdef uint64_t result = 0
+    raise_for(c_record_bytes(whole(section_count, "section_count"), whole(payload_bytes, "payload_bytes"), &result), CALL)
+    return result
+
+
+cdef class RecordSpec:
+    def __cinit__(self, key, identity, slice_digest, parent_key, chunk_tokens, created_unix_ms=0):
+        set_digest(self.spec.key, key, "key")
+        set_digest(self.spec.identity, identity, "identity")
+        set_digest(self.spec.slice_digest, slice_digest, "slice_digest")
+        set_digest(self.spec.parent_key, parent_key or bytes(32), "parent_key")
+        self.spec.chunk_tokens = whole32(chunk_tokens, "chunk_tokens")
+        self.spec.created_unix_ms = whole(created_unix_ms, "created_unix_ms")
+
+    @property
+    def key(self):
+        return digest_bytes(self.spec.key)
+
+
+cdef int verify(object address, object length, object expected_key, bint stored, Status* status) except -1:
+    cdef const void* record = <const void*><size_t>whole(address, "address")
+    cdef uint64_t n = whole(length, "length")
+    cdef Digest key
+    cdef const Digest* expected = NULL
+    if record == NULL:
+        raise ValueError("address: may not be 0")
+    if expected_key is not None:
+        set_digest(key, expected_key, "expected_key")
+        expected = &key
+    with nogil:
+        if stored:
+            status[0] = c_verify_stored_record(record, n, expected)
+        else:
+            status[0] = c_verify_record(record, n, expected)
+    return 0
+
+
+def verify_record(address, length, expected_key):
+    cdef Status status
+    verify(address, length, expected_key, False, &status)
+    return <int>copy_outcome(status)
+
+
+def verify_stored_record(address, length, expected_key):
+    cdef Status status
+    verify(address, length, expected_key, True, &status)
+    return <int>copy_outcome(status)
+
+
+cdef class Verifier:
+    """See record.pyi."""
+
+    cdef unique_ptr[Crew] crew
+
+    def __cinit__(self, helpers):
+        self.crew.reset(new Crew(<size_t>whole(helpers, "helpers")))
+
+    def __dealloc__(self):
+        with nogil:
+            self.crew.reset()
+
+    def verify_stored(self, records):
+        cdef vector[StoredRecord] given
+        cdef size_t i = 0
+        given.resize(len(records))
+        for address, length, key in records:
+            given[i].bytes = <const void*><size_t>whole(address, "address")
+            given[i].length = whole(length, "length")
+            if given[i].bytes == NULL:
+                raise ValueError("address: may not be 0")
+            set_digest(given[i].key, key, "key")
+            i += 1
+        with nogil:
+            verify_each(self.crew.get()[0], RecordSpan(given.data(), given.size()))
+        return [<int>copy_outcome(given[i].status) for i in range(given.size())]
+
+
+cdef int read_header(
+    object address, object length, CRecordHeader* header, vector[Section]& sections
+) except -1:
+    """Read the checked headers and all rows of the section table. Raises RecordError if the record fails a check."""
+    cdef const void* record = <const void*><size_t>whole(address, "address")
+    cdef uint64_t n = whole(length, "length")
+    cdef Status status
+    if record == NULL:
+        raise ValueError("address: may not be 0")
+    sections.resize(256)
+    with nogil:
+        status = read_record_header(record, n, header, sections.data(), sections.size())
+        if status.ok() and header.section_count > sections.size():
+            sections.resize(header.section_count)
+            status = read_record_header(record, n, header, sections.data(), sections.size())
+            # The bytes may change between two reads; callers index `sections` up to `section_count`.
+            if status.ok() and header.section_count > sections.size():
+                header.section_count = <uint32_t>sections.size()
+    return raise_for(status, RECORD)
+
+
+def write_encoded_header(
+    address, length, source_address, source_length, codecs, stored_bytes, stored_crc=0, section_crcs=None
+):
+    cdef CRecordHeader header
+    cdef vector[Section] sections
+    cdef RecordEncoding encoding
+    cdef void* record = <void*><size_t>whole(address, "address")
+    cdef uint64_t n = whole(length, "length")
+    cdef const unsigned char[::1] chain = codecs
+    cdef Status status
+    if chain.shape[0] > 8:
+        raise ValueError(f"codecs: a record names at most 8 codecs, not {chain.shape[0]}")
+    encoding.stored_bytes = whole(stored_bytes, "stored_bytes")
+    encoding.stored_crc = whole32(stored_crc, "stored_crc")
+    for i in range(chain.shape[0]):
+        encoding.codecs[i] = chain[i]
+    read_header(source_address, source_length, &header, sections)
+    if section_crcs is not None:
+        if len(section_crcs) != header.section_count:
+            raise ValueError(f"section_crcs: must be one per section ({header.section_count}), not {len(section_crcs)}")
+        for i in range(header.section_count):
+            sections[i].crc = whole32(section_crcs[i], "section_crcs")
+    with nogil:
+        status = c_write_encoded_header(
+            record, n, header.spec, sections.data(), header.section_count, encoding
+        )
+    raise_for(status, CALL)
+    return header.header_bytes
+
+
+def write_decoded_header(address, length, source_address, source_length):
+    cdef CRecordHeader header
+    cdef vector[Section] sections
+    cdef void* record = <void*><size_t>whole(address, "address")
+    cdef uint64_t n = whole(length, "length")
+    cdef Status status
+    read_header(source_address, source_length, &header, sections)
+    with nogil:
+        status = write_record_header(record, n, header.spec, sections.data(), header.section_count)
+    raise_for(status, CALL)
+
+
+def explain_record(address, length, expected_key):
+    cdef Status status
+    verify(address, length, expected_key, True, &status)
+    return None if status.ok() else message_of(status)
+
+
+def record_header(address, length):
+    cdef CRecordHeader header
+    cdef vector[Section] sections
+    read_header(address, length, &header, sections)
+    return RecordHeader(
+        digest_bytes(header.spec.key),
+        digest_bytes(header.spec.identity),
+        digest_bytes(header.spec.slice_digest),
+        digest_bytes(header.spec.parent_key),
+        header.spec.chunk_tokens,
+        header.spec.created_unix_ms,
+        header.header_bytes,
+        header.payload_bytes,
+        header.stored_bytes,
+        header.stored_crc,
+        (<char*>header.codecs)[:8].rstrip(b"\0"),
+        header.crc_pending(),
+        tuple([(sections[i].offset, sections[i].length, sections[i].crc) for i in range(header.section_count)]),
+    )
+
+
+def seal_record(address, length, RecordSpec spec not None, section_lengths):
+    cdef void* record = <void*><size_t>whole(address, "address")
+    cdef uint64_t n = whole(length, "length")
+    cdef vector[uint32_t] lengths
+    cdef Status status
+    for section_length in section_lengths:
+        lengths.push_back(whole32(section_length, "section_lengths"))
+    with nogil:
+        status = c_seal_record(record, n, spec.spec, lengths.data(), lengths.size())
+    raise_for(status, CALL)

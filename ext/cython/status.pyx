@@ -1,0 +1,119 @@
+# Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+# cython: language_level=3
+"""The exceptions that the native modules raise for a Status of the core: see status.pyi for the contract."""
+
+import os
+
+from libc.stddef cimport size_t
+from libc.stdint cimport uint64_t
+
+from typing import NamedTuple
+
+from core_status cimport Reason, Status, StatusCode, kReasonCount, kReasons, status_code_name, word_of
+
+SITES = ("call", "items", "lanes", "record", "pool", "snapshot", "registry")
+CODES = tuple([status_code_name(<StatusCode><int>number).decode() for number in range(<int>StatusCode.kInternal + 1)])
+
+
+class ReasonRow(NamedTuple):
+    word: str
+    retryable: bool
+    blames_medium: bool
+    meaning: str
+
+
+def reasons():
+    cdef size_t i
+    rows = []
+    for i in range(1, kReasonCount):
+        rows.append(
+            ReasonRow(
+                kReasons[i].word.decode(),
+                bool(kReasons[i].retryable),
+                bool(kReasons[i].blames_medium),
+                kReasons[i].meaning.decode(),
+            )
+        )
+    return rows
+
+
+cdef str message_of(const Status& status):
+    cdef str text = status.message().decode()
+    cdef list parts = []
+    if status.detail(0) or status.detail(1):
+        parts.append(f"got {status.detail(0)}")
+    if status.detail(1):
+        parts.append(f"limit {status.detail(1)}")
+    if status.detail(2) > 0:
+        parts.append(f"at index {status.detail(2)}")
+    return f"{text} ({', '.join(parts)})" if parts else text
+
+
+cdef str _item_message_of(const Status& status):
+    where = f"items[{status.detail(2)}]." if status.detail(2) >= 0 else ""
+    values = f" (got {status.detail(0)}, limit {status.detail(1)})" if status.detail(1) else ""
+    return f"{where}{status.message().decode()}{values}"
+
+
+cdef object _pool_error(const Status& status):
+    from kvstrata.native.pool import PoolError
+
+    reason = word_of(status.reason()) if status.reason() != Reason.kNone else status_code_name(status.code())
+    values = f" ({status.detail(0)}, {status.detail(1)})" if status.detail(0) or status.detail(1) else ""
+    return PoolError(f"{status.message().decode()}{values}", reason=reason.decode())
+
+
+cdef object _error_of(const Status& status, Site site, str where):
+    cdef StatusCode code = status.code()
+    if code == StatusCode.kOsError and site not in (ITEMS, RECORD, REGISTRY):
+        number = status.detail(0)
+        return OSError(number, f"{where}{status.message().decode()}: {os.strerror(number)}")
+    text = where + (_item_message_of(status) if site == ITEMS else message_of(status))
+    if site == RECORD:
+        from kvstrata.native.record import RecordError
+
+        return RecordError(text, field=text.partition(":")[0])
+    if site == SNAPSHOT:
+        from kvstrata.native.pool import PoolError
+
+        return PoolError(text, reason="damaged")
+    if code == StatusCode.kBadArgument:
+        return ValueError(text)
+    if site == POOL:
+        return _pool_error(status)
+    if site == REGISTRY:
+        from kvstrata.native.registry import RegistryError
+
+        return RegistryError(text, reason="no_space" if code == StatusCode.kNoSpace else "bad_slot")
+    if code == StatusCode.kNoSpace:
+        return MemoryError(text)
+    if code == StatusCode.kClosed and site == LANES:
+        return RuntimeError(text)
+    return ValueError(text)
+
+
+cdef int raise_for(const Status& status, Site site, str where="") except -1:
+    if status.ok():
+        return 0
+    raise _error_of(status, site, where)
+
+
+cdef int raise_for_format(
+    const Status& status, Site site, const char* field, uint64_t found, uint64_t expected
+) except -1:
+    if status.code() == StatusCode.kIncompatible:
+        from kvstrata.native.pool import PoolFormatError
+
+        raise PoolFormatError(field.decode(), found, expected)
+    return raise_for(status, site)
+
+
+def error_of(code, site, *, reason="", details=(0, 0, 0)):
+    cdef Status status
+    cdef size_t i
+    cdef Reason word = Reason.kNone
+    for i in range(kReasonCount):
+        if kReasons[i].word.decode() == reason:
+            word = kReasons[i].reason
+    status = Status(<StatusCode><int>CODES.index(code), word, b"field: wrong", details[0], details[1], details[2])
+    return _error_of(status, <Site><int>SITES.index(site), "")

@@ -1,0 +1,79 @@
+"""Compiles from a command line: `python ext/make WHAT ...`, with the Python of the virtual environment or any other.
+
+`compile FLAGS... -c SOURCE -o OBJECT` compiles with $CXX through the cache, in the current folder, and writes the rule
+that make includes into OBJECT's name with .d. `program SOURCE TARGET` links a program from one source and the core
+library; `module SOURCE TARGET` links an extension module for this Python from one source alone. Both take paths
+relative to the tree.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from make.cache import ROOT
+from make.modules import (
+    Module,
+    exclusive_build,
+    jobs_wanted,
+    link,
+    make_core,
+    object_of,
+    own_flags,
+    python_flags,
+)
+from make.steps import Builder, BuildFailed, compile_step
+
+
+def compile_for_make(words: list[str]) -> None:
+    product = words[words.index("-o") + 1]
+    source = words[words.index("-c") + 1]
+    flags = [word for word in words if word not in ("-c", "-o", product, source)]
+    builder = Builder(links=False)
+    names = builder.make(compile_step(source, product, flags, Path.cwd()))
+    escaped = [name.replace(" ", "\\ ") for name in names]
+    # An empty rule for each header, so that make does not fail when a header was deleted.
+    rules = "".join(f"{name}:\n" for name in escaped[1:])
+    Path(product).with_suffix(".d").write_text(f"{product}: {' '.join(escaped)}\n{rules}")
+    if builder.ran:
+        builder.cache.sweep()
+
+
+def make_program(source: str, target: str) -> None:
+    builder = Builder()
+    with exclusive_build(), ThreadPoolExecutor(max_workers=jobs_wanted()) as pool:
+        library = make_core(builder, pool)
+        step = compile_step(source, object_of(source), [*own_flags(), "-Iext/core/tests"])
+        builder.make(step)
+        link(builder, [step.product, library], ROOT / target)
+
+
+def make_module(source: str, target: str) -> None:
+    builder = Builder()
+    with exclusive_build():
+        flags = python_flags(Module("", (source,)), generated=False)
+        step = compile_step(source, object_of(source), flags)
+        builder.make(step)
+        link(builder, [step.product], ROOT / target, ["-shared"])
+
+
+def main(what: str = "", *words: str) -> int:
+    try:
+        if what == "compile" and "-c" in words and "-o" in words:
+            compile_for_make(list(words))
+        elif what in ("program", "module") and len(words) == 2:
+            (make_program if what == "program" else make_module)(*words)
+        else:
+            print(__doc__, file=sys.stderr)
+            return 2
+    except BuildFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,24 @@
+"""`kvstrata bench`: benchmarks of a running server, one storage adapter (`l2`), engines (`serve`), a controller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one benchmark, importing only that one; returns 0, 1 with lines on standard error, or 130 after Ctrl-C."""
+    if arguments[:1] == ["l2"]:
+        from kvstrata.cli.bench.l2 import main as bench_l2
+
+        return bench_l2(arguments[1:])
+    if arguments[:1] == ["serve"]:
+        from kvstrata.cli.bench.serve import main as bench_serve
+
+        return bench_serve(arguments[1:])
+    if arguments[:1] == ["cluster"]:
+        from kvstrata.cli.bench.cluster import main as bench_cluster
+
+        return bench_cluster(arguments[1:])
+    from kvstrata.cli.bench.engine import main as bench_engine
+
+    return bench_engine(arguments)

@@ -1,0 +1,277 @@
+"""`kvstrata bench`: the speed that a running server on this host gives one or several engines, beside a plain memcpy.
+
+Each client process attaches as an engine does, with two sets of blocks and without a model.  In a round it copies the
+chunks from the first set to the second by memcpy, stores them from the first set under fresh keys, wipes the second
+set, looks the chunks up, loads them into the second set, and compares every byte.  All clients do each step at the same
+time.  Between rounds the chunks are cleared (unless the user named the tenant), and a round is no larger than the free
+part of L1.  If the server is silent for longer than engines wait, the round is measured again, up to `TRIES` times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import secrets
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvstrata.cli.bench.flags import whole
+from kvstrata.cli.bench.report import MB, report_of, shown
+from kvstrata.config.model import ClientSettings
+from kvstrata.errors import BadRequest, KvstrataError, Refused, Unavailable
+from kvstrata.measure.engine import WAIT_S, Plan, Shape, Silent, Timed, wait_until
+from kvstrata.measure.server import RunningServer
+from kvstrata.measure.team import Team
+from kvstrata.memory.paths import socket_dir
+
+L1_SHARE = 0.75
+"""Share of L1 that may be filled; eviction ahead of need begins above it (at 0.8 by default)."""
+LEASED_SHARE = 0.45
+"""Share of L1 for one round, whose chunks are all leased together; leases may keep half of L1."""
+TRIES = 5
+"""Attempts at one round, after which the run fails."""
+PINGS = 500
+LOOKUPS = 300
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `kvstrata bench`."""
+    settings = ClientSettings()
+    top = argparse.ArgumentParser(
+        prog="kvstrata bench",
+        description="Measure a running server on this host, used as engines use it.",
+        epilog="`kvstrata bench l2` measures one storage adapter without a server, `kvstrata bench serve` engines "
+        "as their users see them, `kvstrata bench cluster` a controller: see their --help.",
+    )
+    add = top.add_argument
+    add("--port", type=int, default=settings.port, help="RPC port of the server (%(default)s)")
+    add(
+        "--socket-dir",
+        default="",
+        metavar="DIR",
+        help="directory of the server's sockets (derived from the port)",
+    )
+    add("--processes", type=whole(1, 64), default=1, help="client processes (%(default)s)")
+    add("--chunks", type=whole(1, 4096), default=8, help="chunks that each stores in a round (%(default)s)")
+    add("--rounds", type=whole(1, 1000), default=5, help="measured rounds; one more warms up (%(default)s)")
+    add("--threads", type=whole(1, 64), default=settings.copy_threads,
+        help="copy threads of each process, also for memcpy (%(default)s)")  # fmt: skip
+    for name, default, meaning in (
+        ("layers", 32, "layers of the model"),
+        ("kv-heads", 8, "kv heads"),
+        ("head-dim", 128, "numbers in a head"),
+        ("element-bytes", 2, "bytes of a number"),
+        ("chunk-tokens", 256, "tokens in a chunk"),
+        ("block-tokens", 16, "tokens in a block"),
+    ):
+        add(f"--{name}", type=whole(1, 65_536), default=default, metavar="N", help=f"{meaning} (%(default)s)")
+    add(
+        "--tenant",
+        default="",
+        help="tenant to store for, if the server has a tenants file (default: a fresh name)",
+    )
+    add("--token-file", default="", metavar="FILE", help="file with that tenant's token")
+    add("--json", action="store_true", help="print JSON")
+    return top
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark; returns 0, 1 with one line on standard error, or 130 after Ctrl-C."""
+    options = parser().parse_args(arguments)
+    try:
+        with _ctrl_c_on_sigterm():
+            report = run(options)
+    except KvstrataError as error:
+        print(f"kvstrata bench: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("kvstrata bench: interrupted", file=sys.stderr)
+        return 130
+    print(json.dumps(report, indent=1, ensure_ascii=False) if options.json else shown(report))
+    return 0
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure; returns the report. Raises KvstrataError; in any case processes have ended and chunks are cleared.
+
+    Chunks of a tenant that the user named stay, because the tenant may have others.
+    """
+    shape = _shape(options)
+    directory = socket_dir(options.socket_dir, options.port)
+    server = RunningServer(directory)
+    salt = secrets.token_hex(16)
+    tenant = options.tenant or f"kvstrata-bench-{salt[:16]}"
+    team: Team | None = None
+    notes: list[str] = []
+    try:
+        chunks = _bounded(options, shape, server.status, notes)
+        l2 = bool(server.status["l2_store"]["adapters"])
+        if l2:
+            notes.append(
+                "the server has L2 adapters: chunks of this run may be put there too, and stay until the adapter's "
+                "cap evicts them"
+            )
+        before = server.status
+        plan = Plan(
+            str(directory), options.port, shape, chunks, options.threads, tenant, salt, options.token_file
+        )
+        team = Team(plan, options.processes)
+        team.started()
+        pool = server.status["pool"]
+        if not wait_until(lambda: _faulted(server.fresh()), WAIT_S) or not all(
+            team.all("connect", pool["extents_bytes"])
+        ):
+            notes.append("not all pages of L1 were faulted in and mapped yet; a later run is faster")
+        rounds = _rounds(options, server, team, tenant, notes)
+        pings = server.ping_seconds(PINGS)
+        evicted = server.fresh()["pool"]["evicted_entries"] - before["pool"]["evicted_entries"]
+        if evicted:
+            notes.append(f"{evicted} chunks were evicted from L1 meanwhile, by this run or by other engines")
+    finally:
+        with _no_signals():
+            if team is not None:
+                team.close()
+            left_bytes = _left(server, tenant, options.tenant)
+            server.close()
+    if options.tenant:
+        notes.append(
+            f"chunks of tenant {tenant!r} stay in L1 until they are evicted: the tenant has others too"
+        )
+    elif left_bytes:
+        notes.append(
+            f"{left_bytes / MB:.0f} MiB could not be cleared from L1 and stay until they are evicted"
+        )
+    return report_of(options, shape, chunks, server.status, rounds, pings, notes)
+
+
+def _rounds(
+    options: argparse.Namespace, server: RunningServer, team: Team, tenant: str, notes: list[str]
+) -> dict[str, list[Any]]:
+    """Measure all rounds; returns the measurements of each step, without those of the first round, which warms up."""
+    taken: dict[str, list[Any]] = {"memcpy": [], "store": [], "retrieve": [], "lookup": []}
+    begun = 0
+    for number in range(options.rounds + 1):
+        measured: dict[str, list[Any]] | None = None
+        tries_left = TRIES
+        while measured is None:
+            tries_left -= 1
+            begun += 1
+            try:
+                measured = _round(options, team, begun)
+            except Silent as error:
+                if not tries_left:
+                    raise Unavailable(
+                        f"the server was silent in {TRIES} attempts at one round: {error.message}"
+                    ) from None
+                team.all("reconnect")
+            if not options.tenant:
+                server.clear(tenant)
+        if number:
+            for name, values in measured.items():
+                taken[name] += values
+    repeats = begun - options.rounds - 1
+    if repeats:
+        notes.append(f"{repeats} rounds were measured again, because the server did not answer for a while")
+    return taken
+
+
+def _round(options: argparse.Namespace, team: Team, prompt: int) -> dict[str, list[Any]]:
+    """Measure one round, step by step. Raises Silent; the clients can then begin another round."""
+    return {
+        "memcpy": [_rate(team.all("memcpy"))],
+        "store": [_rate(team.all("store", prompt))],
+        "retrieve": [_rate(team.all("retrieve"))],
+        "lookup": team.first("lookups", -(-LOOKUPS // options.rounds)),
+    }
+
+
+def _rate(parts: Sequence[Timed]) -> float:
+    """GB/s of all processes together, from the first start to the last end."""
+    seconds = max(part.ended_s for part in parts) - min(part.begun_s for part in parts)
+    return sum(part.moved_bytes for part in parts) / seconds / 1e9
+
+
+def _shape(options: argparse.Namespace) -> Shape:
+    if options.chunk_tokens % options.block_tokens:
+        raise BadRequest(
+            f"--chunk-tokens: {options.chunk_tokens} is not a multiple of --block-tokens {options.block_tokens}"
+        )
+    shape = Shape(
+        options.layers,
+        options.kv_heads,
+        options.head_dim,
+        options.element_bytes,
+        options.chunk_tokens,
+        options.block_tokens,
+    )
+    if shape.chunk_bytes >= 1 << 32:
+        raise BadRequest(
+            f"a chunk of {shape} takes {shape.chunk_bytes / MB:,.0f} MiB; a record has less than 4096: shrink the shape"
+        )
+    return shape
+
+
+def _bounded(options: argparse.Namespace, shape: Shape, status: dict[str, Any], notes: list[str]) -> int:
+    """Chunks that each process may store in a round without an eviction. Raises Refused if none fits."""
+    pool = status["pool"]
+    room = min(
+        int(L1_SHARE * pool["extents_bytes"]) - pool["used_bytes"],
+        int(LEASED_SHARE * pool["extents_bytes"]) - pool["leased_bytes"],
+    )
+    record_bytes = shape.chunk_bytes + (64 << 10)  # header and section table
+    fit = max(0, room) // record_bytes // options.processes
+    may = f"a run may use {max(0, room) / MB:,.0f} of the {pool['extents_bytes'] / MB:,.0f} MiB of L1 without evicting"
+    if fit == 0:
+        raise Refused(
+            f"{may}, and one chunk of each of {options.processes} processes takes "
+            f"{options.processes * record_bytes / MB:,.0f} MiB: give a smaller shape or fewer --processes, "
+            "`kvstrata ctl clear`, or start the server with "
+            "a larger --l1-size-gb"
+        )
+    if fit < options.chunks:
+        notes.append(f"{fit} chunks a round instead of {options.chunks}: {may}")
+    return min(int(fit), int(options.chunks))
+
+
+def _left(server: RunningServer, tenant: str, given: str) -> int:
+    """Clear the chunks of this run, unless the user named the tenant, which may have others.
+
+    Returns the bytes that could not be cleared; 0 if the server does not answer.
+    """
+    try:
+        return 0 if given else server.clear(tenant)
+    except KvstrataError:
+        return 0  # the run itself has already failed for this reason
+
+
+def _faulted(status: dict[str, Any]) -> bool:
+    return bool(status["pool"]["prefaulted_bytes"] >= status["pool"]["extents_bytes"])
+
+
+@contextlib.contextmanager
+def _ctrl_c_on_sigterm() -> Iterator[None]:
+    """Make SIGTERM end the run as Ctrl-C does."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _no_signals() -> Iterator[None]:
+    """Ignore Ctrl-C and SIGTERM during the clean-up, which takes seconds at most."""
+    names = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(name, signal.SIG_IGN) for name in names]
+    try:
+        yield
+    finally:
+        for name, handler in zip(names, before, strict=True):
+            signal.signal(name, handler)

@@ -1,0 +1,108 @@
+"""The parts that the benchmark commands share: flags with bounds, the progress bar, and reports written to files."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kvstrata.errors import ConfigError, KvstrataError
+from kvstrata.measure.plot import check_plot
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """The type of a flag that is a whole number within bounds."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, found {text!r}")
+        return int(text)
+
+    return read
+
+
+@contextlib.contextmanager
+def progress(total: int, unit: str, notes: list[str]) -> Iterator[Callable[[int], None]]:
+    """Give a function that the caller calls with the work done since its last call; draws a bar on a terminal.
+
+    If the bar's package is missing, a note is added to `notes`.
+    """
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        notes.append("for a progress bar: pip install 'kvstrata[bench]'")
+        yield lambda count: None
+        return
+    with tqdm(total=total, unit=unit, unit_scale=unit == "B", leave=False, file=sys.stderr) as bar:
+        yield bar.update
+
+
+def add_report_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that `run_and_report` reads."""
+    add = parser.add_argument
+    add("--json", default="", metavar="FILE",
+        help="write the report as JSON; - prints it instead of the table")  # fmt: skip
+    add("--svg", default="", metavar="FILE", help="draw the figures; needs pip install 'kvstrata[bench]'")
+
+
+def run_and_report(
+    command: str,
+    options: argparse.Namespace,
+    run: Callable[[argparse.Namespace], dict[str, Any]],
+    *,
+    shown: Callable[[dict[str, Any]], str],
+    draw: Callable[[dict[str, Any], Path], object],
+    interrupted: tuple[type[BaseException], ...] = (KeyboardInterrupt,),
+) -> int:
+    """Run a benchmark, and write its report to standard output and to the files of --json and --svg.
+
+    Before the run it checks whether these files can be written. Returns 0, 1 with lines on standard error, or 130 after
+    an exception of `interrupted`.
+    """
+    try:
+        _check_writable("--json", options.json)
+        _check_writable("--svg", options.svg)
+        if options.svg:
+            check_plot("--svg")
+        report = run(options)
+        text = json.dumps(report, indent=1, ensure_ascii=False)
+        print(text if options.json == "-" else shown(report))
+        if options.json not in ("", "-"):
+            _write("--json", options.json, lambda path: path.write_text(text + "\n"))
+        if options.svg:
+            _write("--svg", options.svg, lambda path: draw(report, path))
+    except KvstrataError as error:
+        print(f"{command}: {error.message}", file=sys.stderr)
+        return 1
+    except interrupted:
+        print(f"{command}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _check_writable(flag: str, name: str) -> None:
+    if not name or name == "-":
+        return
+    path = Path(name)
+    if path.is_dir():
+        raise ConfigError(f"{flag}: {name} is a directory; name a file")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{flag}: {name}: the directory {path.parent} does not exist; make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{flag}: {name}: {os.strerror(errno.EACCES)}; name a file that can be written")
+
+
+def _write(flag: str, name: str, write: Callable[[Path], object]) -> None:
+    try:
+        write(Path(name))
+    except OSError as error:
+        raise ConfigError(f"{flag}: {name}: cannot be written: {error}") from None

@@ -1,0 +1,57 @@
+"""What `ctl explain` and `ctl cluster explain` print for people: one line for each lookup, chunk and instance.
+
+`--json` prints the whole answer, with identities and storage keys.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+
+def of_server(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer of a server's `/v1/explain` as rows."""
+    return {"request_id": answer["request_id"], "lookups": [_lookup(row) for row in answer["lookups"]]}
+
+
+def of_cluster(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer of a controller's `/v1/explain` as rows; `placement` stays as it is."""
+    return {
+        **answer,
+        "lookups": [
+            {
+                "instance": row["instance"],
+                "request_id": row["document"].get("request_id"),
+                **_lookup(row["document"]),
+                "missing_now": [f"{place['instance']} ({place['tier']})" for place in row["missing_now"]],
+            }
+            for row in answer["lookups"]
+        ],
+        "misses": [
+            {
+                "chunk": miss["chunk"],
+                "key": miss["key"],
+                "told": "; ".join(
+                    f"{told['instance']}: {told['tier'] or _because(told)}" for told in miss["told"]
+                ),
+            }
+            for miss in answer["misses"]
+        ],
+    }
+
+
+def _lookup(document: Mapping[str, Any]) -> dict[str, Any]:
+    miss = document["first_miss"]
+    return {
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(document["unix_ms"] / 1000)),
+        "ms": document["duration_ms"],
+        "tenant": document["tenant"],
+        "chunks": document["chunks"],
+        **document["hits"],
+        "first_miss": miss and f"chunk {miss['chunk']}: {_because(miss)}",
+    }
+
+
+def _because(told: Mapping[str, Any]) -> str:
+    return f"{told['reason']} ({told['detail']})" if told["detail"] else told["reason"]

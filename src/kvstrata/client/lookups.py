@@ -1,0 +1,206 @@
+"""Lookups: sent in the background, answered with leases, and undone when no caller wants them.
+
+`LiveLookups` holds the lookups that this process still wants.  Every ping names them, and the server ends the leases of
+the lookups that a ping does not name.  `Lookups` carries each lookup from its call to its answer or its end.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvstrata.client.handles import LookupCall, LookupResult, miss
+from kvstrata.client.identities import Identity, IdentityTable
+from kvstrata.client.link import Link
+from kvstrata.client.requests import Kind, Pending
+from kvstrata.errors import DeadlineExceeded, KvstrataError, Unavailable, UnknownIdentity
+from kvstrata.keys import ChunkHasher
+from kvstrata.rpc import wire
+from kvstrata.types import EXTENT, KEY_BYTES, LeaseName, MissReason
+
+log = logging.getLogger(__name__)
+
+LOOKUP_MARGIN_MS = 10
+"""The server's deadline is this much shorter than the caller's, so that its answer arrives in time."""
+
+
+class LiveLookups:
+    """Lookups that are sent or hold a lease, by their numbers in the present epoch.  Belongs to the I/O thread."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._calls: dict[int, LookupCall] = {}
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def numbers(self) -> list[int]:
+        """The numbers of these lookups."""
+        return list(self._calls)
+
+    def sent(self, call: LookupCall) -> None:
+        """Add a lookup that is being sent, under `call.seq`."""
+        self._calls[call.seq] = call
+
+    def get(self, seq: int) -> LookupCall | None:
+        """The lookup of this number, if it is still wanted."""
+        return self._calls.get(seq)
+
+    def end(self, seq: int) -> bool:
+        """Remove a lookup that is not wanted any more. Returns whether it was wanted until now."""
+        return self._calls.pop(seq, None) is not None
+
+    def released(self, leases: Sequence[LeaseName]) -> None:
+        """Remove the lookups whose leases the server has taken back; `leases` may include other processes' leases."""
+        for lease in leases:
+            if lease.session == self._link.session and lease.epoch == self._link.epoch:
+                self._calls.pop(lease.seq, None)
+
+    def restarted(self) -> None:
+        """Forget all lookups: the server of the new epoch knows none of them."""
+        self._calls.clear()
+
+
+class Lookups:
+    """All lookups of one process: `begin` from any thread, the rest in the I/O thread."""
+
+    def __init__(self, link: Link, live: LiveLookups, identities: IdentityTable, timeout_ms: int) -> None:
+        """`timeout_ms` is the deadline of a lookup that names none."""
+        self._link = link
+        self._live = live
+        self._identities = identities
+        self._timeout_ms = timeout_ms
+        self._asking: dict[LookupCall, Pending] = {}
+        self.begun = 0
+        self.hit_chunks = 0
+        self.revoked = 0
+
+    def begin(
+        self,
+        identity: Identity,
+        chain: bytes | ChunkHasher,
+        request_id: str,
+        probe: bytes,
+        deadline_ms: int | None,
+    ) -> LookupCall:
+        """See `CacheClient.lookup`."""
+        if isinstance(chain, ChunkHasher):
+            probe = probe or chain.probe
+            chain = chain.chain
+        if len(chain) % KEY_BYTES:
+            raise ValueError(f"chain has {len(chain)} bytes, not a multiple of {KEY_BYTES}")
+        call = LookupCall(self._cancel)
+        self.begun += 1
+        if not chain or not self._link.accepts:
+            call.finish(miss(MissReason.BREAKER_OPEN if chain else MissReason.NEVER_STORED))
+            return call
+        limit_ms = self._timeout_ms if deadline_ms is None else deadline_ms
+        deadline_s = time.monotonic() + min(limit_ms, wire.MAX_DEADLINE_MS) / 1000
+        keys = chain[: wire.MAX_CHUNKS * KEY_BYTES]
+        self._link.post(lambda: self._ask(call, identity, keys, request_id[:256], probe, deadline_s))
+        return call
+
+    def take_back(self, seqs: Sequence[int], spend: Callable[[LeaseName], bool]) -> list[LeaseName]:
+        """Revoke the leases of these lookups, which the server asks for, unless claimed or in use; returns the revoked.
+
+        `spend` keeps loads from beginning under a lease, see `LookupCall.take_back`.
+        """
+        taken_back = []
+        for seq in seqs:
+            call = self._live.get(seq)
+            if call is not None and call.take_back(spend):
+                taken_back.append(LeaseName(self._link.session, seq, self._link.epoch))
+        self.revoked += len(taken_back)
+        return taken_back
+
+    def _ask(
+        self,
+        call: LookupCall,
+        identity: Identity,
+        keys: bytes,
+        request_id: str,
+        probe: bytes,
+        deadline_s: float,
+        again: bool = False,
+    ) -> None:
+        if call.done:
+            return
+
+        def message(seq: int, remaining_ms: int) -> wire.Lookup | None:
+            declared = self._identities.declared(identity)
+            if declared is None:
+                return None
+            call.seq, call.epoch = seq, declared.epoch
+            self._live.sent(call)
+            return wire.Lookup(
+                self._link.session,
+                seq,
+                max(1, remaining_ms - LOOKUP_MARGIN_MS),
+                declared.identity_id,
+                request_id,
+                [wire.KeyGroup(wire.Rule.PREFIX, keys)],
+                probe,
+            )
+
+        def failed(error: KvstrataError) -> None:
+            self._asking.pop(call, None)
+            if isinstance(error, UnknownIdentity) and not again:
+                self._live.end(call.seq)
+                identity.declared = None
+                self._ask(call, identity, keys, request_id, probe, deadline_s, again=True)
+                return
+            reason = MissReason.REFUSED
+            if isinstance(error, Unavailable):
+                reason = MissReason.BREAKER_OPEN
+            elif isinstance(error, DeadlineExceeded):
+                reason = MissReason.DEADLINE
+            if call.finish(miss(reason)):
+                self._undo(call)
+
+        pending = Pending(Kind.ASK, message, partial(self._answered, call, keys), failed, deadline_s)
+        self._asking[call] = pending
+        self._link.ask(pending)
+
+    def _answered(self, call: LookupCall, keys: bytes, reply: wire.AnyReply) -> None:
+        del self._asking[call]
+        n = reply.n_chunks if isinstance(reply, wire.LookupReply) else -1
+        if not isinstance(reply, wire.LookupReply) or not _sensible(reply, len(keys) // KEY_BYTES):
+            log.error("invalid reply to a lookup, which counts as a miss: %.200r", reply)
+            call.finish(miss(MissReason.REFUSED))
+            self._undo(call)
+        elif n == 0:
+            self._live.end(call.seq)
+            call.finish(LookupResult(0, None, b"", 0, reply.reason))
+        else:
+            lease = LeaseName(self._link.session, call.seq, reply.epoch)
+            slices = len(reply.extents) // EXTENT.size // n
+            self.hit_chunks += n
+            # If the caller has cancelled meanwhile, `_cancel` is already posted and will undo the lookup.
+            call.finish(LookupResult(n, lease, reply.extents, slices, reply.reason))
+
+    def _cancel(self, call: LookupCall) -> None:
+        """Called by `LookupCall.cancel` in any thread."""
+
+        def cancel() -> None:
+            pending = self._asking.pop(call, None)
+            if pending is not None:
+                self._link.table.remove(pending)
+            self._undo(call)
+
+        self._link.post(cancel)
+
+    def _undo(self, call: LookupCall) -> None:
+        """Cancel a lookup at the server, unless it was never sent, found nothing, or has ended."""
+        target = call.seq
+        if self._live.end(target) and call.epoch == self._link.epoch:
+            session = self._link.session
+            self._link.settle(lambda seq, _: wire.Cancel(session, seq, target))
+
+
+def _sensible(reply: wire.LookupReply, n_asked: int) -> bool:
+    n = reply.n_chunks
+    if not 0 <= n <= n_asked:
+        return False
+    return n == 0 or (len(reply.extents) > 0 and len(reply.extents) % (n * EXTENT.size) == 0)

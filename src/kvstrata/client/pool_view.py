@@ -1,0 +1,106 @@
+"""The chunks that L1 holds now, read from the pool's index in shared memory: no message, no lock, no promise.
+
+A chunk that is seen here may be gone a moment later; only a lookup's lease keeps it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvstrata.client.copies import CopyLedger, Mapping, Pages
+from kvstrata.client.identities import Identity, IdentityTable
+from kvstrata.client.link import Link
+from kvstrata.keys import ChunkHasher
+from kvstrata.memory.attach.client import Attachment
+from kvstrata.native.hashing import storage_keys
+from kvstrata.native.index import IndexReader
+from kvstrata.types import KEY_BYTES
+
+KEPT_CHAINS = 64
+PEEK_HEARTBEAT_S = 0.9
+"""`present` answers only while the server's heartbeat is younger than this."""
+
+
+class PoolView:
+    """Reads the index of the attached pool. Any thread, but `attached` belongs to the I/O thread."""
+
+    def __init__(
+        self, link: Link, ledger: CopyLedger, identities: IdentityTable, pages: Pages | None
+    ) -> None:
+        """`pages` prepares the pool's pages for copies; None in a process that copies nothing."""
+        self._link = link
+        self._ledger = ledger
+        self._identities = identities
+        self._pages = pages
+        self._prepared_pool = b""
+        self._index: IndexReader | None = None
+        self._chains: OrderedDict[bytes, bytes] = OrderedDict()
+        self._chains_lock = threading.Lock()
+
+    @property
+    def has_l2(self) -> bool:
+        """Whether the server has an L2, where a chunk that L1 lacks may be found."""
+        index = self._index
+        return index is not None and index.has_l2
+
+    def peek(self, identity: Identity, chain: bytes | ChunkHasher) -> int:
+        """See `CacheClient.peek`."""
+        index, slices = self._index, self._identities.slices
+        if index is None or not slices:
+            return 0
+        if isinstance(chain, ChunkHasher):
+            keys = chain.storage_keys(slices)
+        else:
+            keys = self._derived(identity.root, chain, slices)
+        return index.peek(keys, len(slices)) if keys else 0
+
+    def present(self, chunks: Sequence[tuple[bytes, bytes]]) -> list[bool] | None:
+        """For each (identity root, chain key), whether L1 has the chunk now, in all slices; None while that is unknown.
+
+        It is unknown while no server answers, and while the engine's slices are not known.
+        """
+        index, slices = self._index, self._identities.slices
+        if index is None or not slices or not self._link.usable or index.heartbeat_age_s > PEEK_HEARTBEAT_S:
+            return None
+        digests = b"".join(slices)
+        there = [index.peek(storage_keys(root, key, digests), len(slices)) == 1 for root, key in chunks]
+        # `index.peek` returns 0 once the heartbeat is older than a second, so its age is checked again.
+        return there if index.heartbeat_age_s <= PEEK_HEARTBEAT_S else None
+
+    def attached(self, attachment: Attachment) -> None:
+        """Map the pool of this attachment and open its epoch for copies. Raises SegmentError or OSError."""
+        seen = attachment
+        mapping = self._ledger.attached(
+            seen.epoch,
+            seen.pool_id,
+            lambda: Mapping(
+                seen.pool_id,
+                seen.index_fd,
+                seen.extents_fd,
+                seen.extents_bytes,
+                writable=self._pages is not None,
+            ),
+        )
+        if self._link.closing:
+            return
+        self._index = mapping.index
+        if self._pages is not None and self._prepared_pool != seen.pool_id:
+            self._prepared_pool = seen.pool_id
+            self._pages.warm(mapping)
+
+    def forget(self) -> None:
+        """Answer as if no pool were attached. Any thread."""
+        self._index = None
+
+    def _derived(self, root: bytes, chain: bytes, slices: tuple[bytes, ...]) -> bytes:
+        """Storage keys of a chain, kept by the chain's last key and length, which determine all of its keys."""
+        name = chain[-KEY_BYTES:] + len(chain).to_bytes(8, "little")
+        with self._chains_lock:
+            keys = self._chains.get(name)
+            if keys is None:
+                keys = self._chains[name] = storage_keys(root, chain, b"".join(slices))
+                if len(self._chains) > KEPT_CHAINS:
+                    self._chains.popitem(last=False)
+        return keys

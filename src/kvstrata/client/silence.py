@@ -1,0 +1,129 @@
+"""Decides when to stop asking a server that does not answer, and when to ask it again.  No I/O, no clock.
+
+While the server ANSWERS, requests go out.  While it is SILENT, callers are answered at once, with misses.
+
+A client process that did not run for a while (stopped, no free core, its interpreter locked) finds a ping overdue
+although the server answered it long ago: the answer waits unread in this process.  So a check that runs more than
+`LATE_S` after it was due does not yet call the server silent; the next check does, `SECOND_LOOK_S` later.
+
+Pings go out every `BUSY_PING_S` while requests are outstanding, else every `IDLE_PING_S`.  To a silent server they go
+out every `SILENT_PING_S`, so that a server that runs again is noticed within that time.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+from kvstrata.states import Machine
+
+BUSY_PING_S = 0.1
+IDLE_PING_S = 1.0
+SILENT_PING_S = 0.5
+PING_PATIENCE_S = 0.3
+LATE_S = 0.05
+SECOND_LOOK_S = 0.1
+
+
+class Hearing(enum.Enum):
+    """Whether the server is heard."""
+
+    SILENT = enum.auto()
+    """Nothing was heard since the connection was made or lost, or since a ping was overdue."""
+    ANSWERS = enum.auto()
+    """Something was heard, and no ping has been overdue since."""
+
+
+class Sign(enum.Enum):
+    """A sign of whether the server is heard."""
+
+    HEARD = enum.auto()
+    """A message of the server arrived."""
+    OVERDUE = enum.auto()
+    """A ping has had no answer for `PING_PATIENCE_S`; after a late check, a second one found none either."""
+    LOST = enum.auto()
+    """The connection was lost."""
+
+
+MACHINE = Machine(
+    "Silence of the server, as a client hears it",
+    Hearing,
+    Sign,
+    Hearing.SILENT,
+    {
+        Hearing.SILENT: {Sign.HEARD: Hearing.ANSWERS, Sign.LOST: Hearing.SILENT},
+        Hearing.ANSWERS: {
+            Sign.HEARD: Hearing.ANSWERS,
+            Sign.OVERDUE: Hearing.SILENT,
+            Sign.LOST: Hearing.SILENT,
+        },
+    },
+)
+
+
+class Silence:
+    """Whether the server of one link is heard. All times are seconds of one monotonic clock."""
+
+    __slots__ = ("_due_s", "_last_ping_s", "_state", "_was_late", "spells")
+
+    def __init__(self) -> None:
+        self._state = MACHINE.first
+        self.spells = 0
+        """How often the server fell silent after it had answered."""
+        self._last_ping_s = -math.inf
+        self._due_s = math.inf
+        self._was_late = False
+
+    @property
+    def silent(self) -> bool:
+        """Whether callers get misses without the server being asked."""
+        return self._state is Hearing.SILENT
+
+    def lost(self) -> None:
+        """Note that the connection is lost; the server counts as silent until it is heard on the next one."""
+        self._move(Sign.LOST)
+        self._last_ping_s = -math.inf
+        self._forget_pings()
+
+    def heard(self) -> None:
+        """Note a message of the server; it answers all pings so far."""
+        self._move(Sign.HEARD)
+        self._forget_pings()
+
+    def pinged(self, now_s: float) -> None:
+        """Note that a ping was sent."""
+        self._last_ping_s = now_s
+        self._due_s = min(self._due_s, now_s + PING_PATIENCE_S)
+
+    def check(self, now_s: float) -> bool:
+        """Whether the server falls silent now. Call it after everything that arrived by `now_s` was reported.
+
+        Returns True once for each silence.
+        """
+        if now_s < self.check_due_s():
+            return False
+        if not self._was_late and now_s > self._due_s + LATE_S:
+            self._was_late = True
+            self._due_s = now_s + SECOND_LOOK_S
+            return False
+        self._move(Sign.OVERDUE)
+        return True
+
+    def ping_due_s(self, busy: bool) -> float:
+        """When the next ping is due; -inf: now. `busy`: requests are outstanding."""
+        if self.silent:
+            return self._last_ping_s + SILENT_PING_S
+        return self._last_ping_s + (BUSY_PING_S if busy else IDLE_PING_S)
+
+    def check_due_s(self) -> float:
+        """When `check` may next change something; inf when no answer is awaited."""
+        return math.inf if self.silent else self._due_s
+
+    def _move(self, sign: Sign) -> None:
+        before, self._state = self._state, MACHINE.after(self._state, sign)
+        if before is Hearing.ANSWERS and self.silent:
+            self.spells += 1
+
+    def _forget_pings(self) -> None:
+        self._due_s = math.inf
+        self._was_late = False

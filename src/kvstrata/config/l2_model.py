@@ -1,0 +1,62 @@
+"""Settings of L2: those of all adapters together, and what adapters may be added while the server runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+
+class L2RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The adapters that an admin may add while the server runs; those of `l2_adapters` can always be added again."""
+
+    types: Annotated[
+        Annotated[list[str], Meta(max_length=32)] | None,
+        Meta(
+            description="Types of adapters that an admin may add while the server runs; not set: `disk` and `fs`. "
+            "Adapters of `l2_adapters` can always be added again, by their names."
+        ),
+    ] = None
+    roots: Annotated[
+        Annotated[list[str], Meta(max_length=64)] | None,
+        Meta(
+            description="Folders below which the directories of such adapters may lie; not set: kvstrata in the user's "
+            "cache folder (XDG_CACHE_HOME or ~/.cache); an empty list: nowhere."
+        ),
+    ] = None
+    hosts: Annotated[
+        list[str],
+        Meta(
+            max_length=256,
+            description="Servers that such adapters may connect to: `HOST` (any port), `HOST:PORT`, or `s3://BUCKET` "
+            "and `gs://BUCKET` for a bucket at its usual provider. KV is sent there: name only servers that may have "
+            "it.",
+        ),
+    ] = []
+
+
+class L2Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of all L2 adapters together."""
+
+    prefetch_max_in_flight: Annotated[
+        int, Meta(ge=1, le=1024, description="Lookups that may load from one L2 adapter at the same time.")
+    ] = 8
+    backlog_share: Annotated[
+        float, Meta(gt=0, le=0.5, description="Share of L1 that chunks waiting for a put may pin.")
+    ] = 0.25
+    deadline_ms: Annotated[
+        int,
+        Meta(ge=1, le=60_000, description="Time for one adapter operation, unless the adapter has its own."),
+    ] = 5_000
+    drain_s: Annotated[
+        float, Meta(ge=0, le=600, description="Time that puts in flight get to finish when the server stops.")
+    ] = 10.0
+    runtime: L2RuntimeSettings = L2RuntimeSettings()
+    quotas_gb: Annotated[
+        dict[str, Annotated[float, Meta(gt=0, le=1 << 20)]],
+        Meta(
+            description="Bytes that a tenant may have in each L2 adapter, in GB, by tenant name. It counts the records "
+            "that this server has put, found or loaded there since it started."
+        ),
+    ] = {}

@@ -1,0 +1,81 @@
+"""Folders that belong to one user alone, and the user's folder for the files of running processes."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvstrata.errors import ConfigError
+
+
+def run_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """`$XDG_RUNTIME_DIR/kvstrata-<uid>`, or the same under /tmp if the variable names no directory of our own.
+
+    After sudo or su the variable often names another user's directory, or one that no longer exists: both count as
+    unset.  Raises ConfigError for a relative value, whose meaning would depend on a process's working directory.
+    """
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and not runtime.startswith("/"):
+        raise ConfigError(
+            f"XDG_RUNTIME_DIR: {runtime!r} is not an absolute path; correct or unset it, or set --socket-dir",
+            field="XDG_RUNTIME_DIR",
+        )
+    base = Path(runtime) if runtime and _is_ours(runtime) else Path("/tmp")
+    return base / f"kvstrata-{os.geteuid()}"
+
+
+def make_private_dir(path: Path, field: str) -> None:
+    """Makes `path` and its parents with mode 0700, then checks them as `check_private_dir` does."""
+    missing = [parent for parent in (path, *path.parents) if not os.path.lexists(parent)]
+    for directory in reversed(missing):
+        try:
+            os.mkdir(directory, 0o700)
+        except FileExistsError:
+            pass  # another starting server was quicker
+        except OSError as error:
+            raise ConfigError(
+                f"{field}: cannot make directory {str(directory)!r}: {error.strerror}; choose another place",
+                field=field,
+            ) from error
+    check_private_dir(path, field)
+
+
+def check_private_dir(path: Path, field: str) -> None:
+    """Raises ConfigError unless `path` is a directory of ours that no other user may write to.
+
+    The per-user directory above a default path is checked the same way, since its owner could replace ours.
+    """
+    ours = f"kvstrata-{os.geteuid()}"
+    for directory in [path.parent, path] if path.parent.name == ours else [path]:
+        try:
+            status = os.lstat(directory)
+        except OSError as error:
+            raise ConfigError(f"{field}: {str(directory)!r}: {error.strerror}", field=field) from error
+        if not stat.S_ISDIR(status.st_mode):
+            raise ConfigError(
+                f"{field}: {str(directory)!r} is not a directory (nor may it be a symbolic link); remove it "
+                "or choose another place",
+                field=field,
+            )
+        if status.st_uid != os.geteuid():
+            raise ConfigError(
+                f"{field}: directory {str(directory)!r} belongs to uid {status.st_uid}, not to us (uid "
+                f"{os.geteuid()}); choose a directory of your own",
+                field=field,
+            )
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigError(
+                f"{field}: directory {str(directory)!r} has mode {stat.S_IMODE(status.st_mode):04o}, others "
+                "may write to it; chmod 700 it or choose another place",
+                field=field,
+            )
+
+
+def _is_ours(path: str) -> bool:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()

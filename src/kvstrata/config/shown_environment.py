@@ -1,0 +1,53 @@
+"""The environment variables that an admin is shown: a closed list of names, the values without secrets."""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Mapping
+
+import yaml
+
+from kvstrata.config.load import OTHER_ENV, bare_type, variables
+from kvstrata.config.model import ServerSettings
+from kvstrata.config.secrets import shown
+from kvstrata.text import one_line
+
+MAX_SHOWN_CHARS = 2_000
+"""Characters that are shown of a variable's value."""
+OTHERS = frozenset({
+    *OTHER_ENV,
+    "LANG", "TZ", "MALLOC_ARENA_MAX", "MALLOC_CONF", "OMP_NUM_THREADS",
+    "UCX_TLS", "UCX_NET_DEVICES", "UCX_LOG_LEVEL", "UCX_RNDV_SCHEME", "UCX_RNDV_THRESH", "UCX_MAX_RNDV_RAILS",
+    "UCX_IB_GID_INDEX", "UCX_IB_ROCE_VERSION_NUM", "UCX_MEMTYPE_CACHE", "UCX_PROTO_ENABLE", "UCX_TCP_PORT_RANGE",
+    "NIXL_LOG_LEVEL", "NIXL_PLUGIN_DIR",
+})  # fmt: skip
+"""Variables that are no settings and are shown all the same, as they are."""
+
+
+def shown_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the list with their values: those of settings field by field, as YAML is read at the start.
+
+    A value that cannot be read is left out together with its name, since nobody can say what stands in it.
+    """
+    settings = variables(ServerSettings)
+    found = {}
+    for name, text in sorted(environment.items()):
+        if name in OTHERS:
+            found[name] = one_line(text, MAX_SHOWN_CHARS)
+        elif name in settings:
+            key, kind = settings[name]
+            value: object = text
+            bare = bare_type(kind)
+            if bare is not str:
+                try:
+                    value = yaml.safe_load(text)
+                except (yaml.YAMLError, ValueError, RecursionError):
+                    continue
+                if typing.get_origin(bare) in (list, dict) and not isinstance(value, list | dict):
+                    continue
+            last = key.rpartition(".")[2]
+            public = shown({last: value})[0][last]
+            spelt = public if isinstance(public, str) else json.dumps(public, default=str)
+            found[name] = one_line(spelt, MAX_SHOWN_CHARS)
+    return found

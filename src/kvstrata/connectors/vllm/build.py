@@ -1,0 +1,295 @@
+"""Builds the two sides of the connector from vLLM's configuration, each with a client of its own.
+
+Settings, models and layouts that are not supported raise ConfigError; a missing server does not: clients attach in the
+background, so vLLM starts with or without a server.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvstrata.client import CacheClient, LoadItem
+from kvstrata.config.model import ClientSettings
+from kvstrata.connectors.vllm.identity import engine_group, fidelity_of, layout_identity
+from kvstrata.connectors.vllm.kv_view import (
+    Heads,
+    KvView,
+    build_view,
+    check_chunk_size,
+    check_groups,
+    chunk_bytes,
+    heads_of,
+)
+from kvstrata.connectors.vllm.layer_kinds import layer_kinds
+from kvstrata.connectors.vllm.mover import HostMover, Mover
+from kvstrata.connectors.vllm.reuse import media_are_counted, no_reuse_reason
+from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
+from kvstrata.connectors.vllm.settings import load_settings
+from kvstrata.connectors.vllm.steps import check_steps, may_load_synchronously, no_load_reason
+from kvstrata.connectors.vllm.weights import WeightsVersion, loaded_weights
+from kvstrata.connectors.vllm.worker import WorkerSide
+from kvstrata.errors import ConfigError
+from kvstrata.memory.paths import ATTACH_SOCKET, socket_dir
+from kvstrata.types import LayoutIdentity, Role
+
+logger = logging.getLogger("vllm.kvstrata")
+
+
+class Setup(NamedTuple):
+    """The part of vLLM's configuration that every process of an engine needs, checked."""
+
+    vllm_config: VllmConfig
+    kv_cache_config: KVCacheConfig
+    settings: ClientSettings
+    layout: LayoutIdentity
+    group: bytes
+    """16 bytes that all processes of the engine share."""
+    block_tokens: int
+    chunk_blocks: int
+
+    def heads(self, tp_rank: int) -> Heads:
+        """The layers and heads of one tensor-parallel rank of this pipeline stage. Raises ConfigError."""
+        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        return heads_of(
+            total_kv_heads=model.get_total_num_kv_heads(),
+            mla=bool(model.use_mla),
+            layers=tuple(model.get_layers_start_end_indices(parallel)),
+            tp_rank=tp_rank,
+            tp_size=parallel.tensor_parallel_size,
+            pp_size=parallel.pipeline_parallel_size,
+        )
+
+    @property
+    def engine_slices(self) -> int:
+        """Number of distinct slices of the whole engine."""
+        return self.heads(tp_rank=0).engine_slices
+
+
+def read_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Setup:
+    """Read and check the configuration that both roles need. Logs settings without effect. Raises ConfigError."""
+    settings, notes = load_settings(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
+    for note in notes:
+        logger.warning("%s", note)
+    block_tokens = check_groups(kv_cache_config.kv_cache_groups)
+    chunk_blocks = check_chunk_size(settings.chunk_size, block_tokens)
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise ConfigError(
+                f"{name}: {getattr(parallel, name)} is not supported so far, only 1", field=name
+            )
+    check_steps(vllm_config, settings.load_mode)
+    layout = layout_identity(
+        vllm_config,
+        kv_dtype=_kv_dtype(vllm_config),
+        chunk_tokens=settings.chunk_size,
+        fidelity=fidelity_of(settings),
+    )
+    return Setup(
+        vllm_config,
+        kv_cache_config,
+        settings,
+        layout,
+        engine_group(vllm_config),
+        block_tokens,
+        chunk_blocks,
+    )
+
+
+def scheduler_side(setup: Setup, prefix_cache: Callable[[], object]) -> SchedulerSide:
+    """Make the scheduler's side and start its client. See `SchedulerSide` for `prefix_cache`."""
+    config, settings = setup.vllm_config, setup.settings
+    transfer, parallel = config.kv_transfer_config, config.parallel_config
+    if transfer.kv_load_failure_policy != "recompute":
+        logger.warning(
+            "kv_load_failure_policy is %r: a request whose cached KV turns out to be bad will fail; set it to "
+            '"recompute" in --kv-transfer-config to have it computed instead',
+            transfer.kv_load_failure_policy,
+        )
+    client = CacheClient(
+        settings,
+        role=Role.SCHEDULER,
+        layout=setup.layout,
+        group=setup.group,
+        engine_slices=setup.engine_slices,
+    )
+    client.start()
+    unusable = no_reuse_reason(config)
+    if unusable:
+        logger.warning("the cache is off for this engine, nothing is loaded or stored: %s", unusable)
+    counted = media_are_counted(config)
+    if counted:
+        logger.warning(
+            "requests with images or other media are computed without the cache: with --mm-processor-cache-gb 0 "
+            "and --no-enable-prefix-caching vLLM numbers media instead of hashing them"
+        )
+    no_load = no_load_reason(config)
+    if no_load:
+        logger.warning("nothing is loaded by this engine: %s", no_load)
+    events = config.kv_events_config
+    wants_events = settings.enable_kv_events or bool(events and events.enable_kv_cache_events)
+    return SchedulerSide(
+        client,
+        settings,
+        block_tokens=setup.block_tokens,
+        chunk_blocks=setup.chunk_blocks,
+        chunk_bytes=chunk_bytes(setup.kv_cache_config.kv_cache_groups[0], setup.chunk_blocks)
+        // (2 if settings.gpu_fp8 else 1),
+        world_size=parallel.world_size,
+        weights=WeightsVersion(parallel.world_size),
+        prefix_cache=prefix_cache,
+        may_load=transfer.is_kv_consumer and not unusable and not no_load,
+        may_store=transfer.is_kv_producer and not unusable,
+        engine=setup.group.hex(),
+        media_are_counted=counted,
+        sync_load_bytes=SYNC_LOAD_BYTES if may_load_synchronously(config) else 0,
+        events=partial(_stored_event, settings.chunk_size) if wants_events else None,
+        removal=_removed_event,
+        server_seen=(socket_dir(settings.socket_dir, settings.port) / ATTACH_SOCKET).exists,
+    )
+
+
+def worker_side(setup: Setup, kv_caches: dict[str, torch.Tensor], tp_rank: int) -> tuple[WorkerSide, bool]:
+    """Make the side of the worker with these tensors and start its client; also returns what `layers_ask` says of them.
+
+    The tensors stay vLLM's and must outlive the side.  Raises ConfigError if their layout or device is not supported.
+    """
+    settings = setup.settings
+    devices = {tensor.device for tensor in kv_caches.values()}
+    if len(devices) != 1:
+        raise ConfigError(
+            f"KV cache: layers lie on {', '.join(sorted(map(str, devices)))}; only one device per worker is "
+            "supported",
+            field="device",
+        )
+    [device] = devices
+    if settings.gpu_fp8 and device.type != "cuda":
+        raise ConfigError(
+            f"gpu_fp8: KV of this engine lies on {device}, not on a GPU; set gpu_fp8 to false",
+            field="gpu_fp8",
+        )
+    modules = setup.vllm_config.compilation_config.static_forward_context
+    view = build_view(
+        kv_caches,
+        num_blocks=setup.kv_cache_config.num_blocks,
+        block_tokens=setup.block_tokens,
+        chunk_tokens=settings.chunk_size,
+        heads=setup.heads(tp_rank),
+        dtype=setup.layout.kv_dtype,
+        fidelity=settings.fidelity,
+        head_size=setup.vllm_config.model_config.get_head_size(),
+        gpu_fp8=settings.gpu_fp8,
+        kinds=layer_kinds(setup.kv_cache_config.kv_cache_groups, modules, vllm.__version__),
+    )
+    asks = layers_ask(modules[name] for name in view.layers)
+    make_client = partial(
+        CacheClient,
+        settings,
+        role=Role.WORKER,
+        layout=setup.layout,
+        group=setup.group,
+        engine_slices=setup.engine_slices,
+        slice=view.slice,
+        facts=view.facts,
+    )
+    if device.type == "cpu":
+        client = make_client()
+        mover: Mover = HostMover(client, view.plan())
+    elif device.type == "cuda":
+        client, mover = _on_device(settings, make_client, view, kv_caches, device)
+    else:
+        raise ConfigError(f"device: {device.type} is not supported, only cpu and cuda", field="device")
+    client.start()
+    side = WorkerSide(
+        client,
+        mover,
+        slice_digest=view.slice.digest(),
+        chunk_blocks=view.chunk_blocks,
+        make_item=LoadItem,
+        weights=loaded_weights(),
+    )
+    logger.info(
+        "KV of %d layers, %d blocks of %d tokens, %.2f MiB a chunk of %d tokens, slice %s",
+        len(view.layers),
+        view.num_blocks,
+        view.block_tokens,
+        view.payload_bytes / (1 << 20),
+        settings.chunk_size,
+        view.slice.digest().hex()[:12],
+    )
+    return side, asks
+
+
+def _on_device(
+    settings: ClientSettings,
+    make_client: Callable[..., CacheClient],
+    view: KvView,
+    kv_caches: dict[str, torch.Tensor],
+    device: torch.device,
+) -> tuple[CacheClient, Mover]:
+    """Make client and mover for blocks in the memory of a GPU. Raises ConfigError if they cannot be copied."""
+    # Engines on the CPU must never load the driver.
+    from kvstrata.client.pinning import Pinner
+    from kvstrata.client.warmup import PageWarmer
+    from kvstrata.connectors.vllm.device import DeviceMover, choose_way, open_engine
+
+    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    engine, plan = open_engine(settings, view, device, ordinal)
+    choose_way(engine, device, plan, view.chunk_blocks)
+    pages = Pinner(engine, ordinal) if settings.gpu_pin else PageWarmer()
+    client = make_client(engine=engine, pages=pages, registers_memory=True)
+    section_at = {layer.base: section for section, layer in enumerate(view.layers.values())}
+    mover = DeviceMover(
+        client,
+        engine,
+        plan,
+        pages=pages,
+        sections={name: section_at[tensor.data_ptr()] for name, tensor in kv_caches.items()},
+        current_stream=lambda: int(torch.cuda.current_stream(device).cuda_stream),
+    )
+    return client, mover
+
+
+def layers_ask(modules: Iterable[object]) -> bool:
+    """Whether vLLM calls `wait_for_layer_load` before it reads the cache of each of these layers.
+
+    The code that runs its attention layers does so.  Other caches, such as an indexer's, are read without that call.
+    """
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    return all(isinstance(module, (Attention, MLAAttention)) for module in modules)
+
+
+def _stored_event(
+    chunk_tokens: int, tokens: Sequence[int], parent: bytes, keys: Sequence[bytes], lora: Any
+) -> Any:
+    return BlockStored(
+        block_hashes=list(keys),
+        parent_block_hash=parent or None,
+        token_ids=list(tokens),
+        block_size=chunk_tokens,
+        lora_id=lora.lora_int_id if lora is not None else None,
+        medium=MEDIUM_CPU,
+        lora_name=lora.lora_name if lora is not None else None,
+    )
+
+
+def _removed_event(keys: Sequence[bytes]) -> Any:
+    return BlockRemoved(block_hashes=list(keys), medium=MEDIUM_CPU)
+
+
+def _kv_dtype(vllm_config: VllmConfig) -> str:
+    """The KV cache's element type by name."""
+    named = str(vllm_config.cache_config.cache_dtype)
+    dtype = str(vllm_config.model_config.dtype) if named == "auto" else named
+    return dtype.removeprefix("torch.")

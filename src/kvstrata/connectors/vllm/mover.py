@@ -1,0 +1,73 @@
+"""Movers of whole chunks between an engine's blocks and the pool: the interface, and the one for blocks in host memory.
+
+Blocks on a GPU have a mover of their own (`device`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from kvstrata.client import CacheClient, Identity, LoadItem, LoadJob, StoreJob
+from kvstrata.connectors.vllm.metadata import Store
+from kvstrata.types import LeaseName
+
+
+class Mover(Protocol):
+    """Moves whole chunks between the engine's blocks and the pool, wherever the blocks live."""
+
+    @property
+    def sections(self) -> Mapping[str, int]:
+        """The record section of each layer, if synchronous loads run while the model does; empty if they end before."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether copying has stopped, for the rest of the process."""
+
+    def store(self, identity: Identity, store: Store, blocks: Sequence[Sequence[int]]) -> StoreJob:
+        """Begin to copy a store's chunks into L1. Never blocks; blocks are read until the job is `gathered`."""
+
+    def load(self, identity: Identity, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:
+        """Begin to copy chunks into blocks, which are written until the job is `done`. Never blocks."""
+
+    def await_section(self, job: LoadJob, section: int | None, timeout_s: float) -> bool:
+        """Make the model's further work wait for the copies of this section, or of all sections with None.
+
+        This thread waits at most `timeout_s`. Returns False if the model may run before the copies have ended.
+        """
+
+    def take_counts(self) -> dict[str, int]:
+        """The mover's own counts since the last call."""
+
+    def close(self) -> None:
+        """Free the mover's resources."""
+
+
+class HostMover:
+    """The `Mover` for blocks in host memory: the client's copy threads copy them straight into and out of the pool."""
+
+    sections: Mapping[str, int] = {}
+    broken = False
+
+    def __init__(self, client: CacheClient, plan: Any) -> None:
+        self._client = client
+        self._plan = plan
+
+    def store(self, identity: Identity, store: Store, blocks: Sequence[Sequence[int]]) -> StoreJob:
+        """See `Mover.store`."""
+        return self._client.store(identity, store.parent, store.chain, self._plan, blocks, probe=store.probe)
+
+    def load(self, identity: Identity, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:
+        """See `Mover.load`."""
+        return self._client.load(identity, lease, items, self._plan, sync=sync)
+
+    def await_section(self, job: LoadJob, section: int | None, timeout_s: float) -> bool:
+        """See `Mover.await_section`."""
+        return job.wait(timeout_s)
+
+    def take_counts(self) -> dict[str, int]:
+        """A host mover counts nothing."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing to do."""

@@ -1,0 +1,163 @@
+"""Identities and chunk keys of requests, made only while the weights of their KV are known.
+
+After a reset of vLLM's caches the weights may have changed (see `weights`).  No key is made until the workers have told
+which weights they have.  If vLLM still held blocks at the reset, KV that is computed from them is *stale*: it depends
+on the earlier weights and must not be stored under the identity of the present weights, unless these prove to be the
+same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+
+from kvstrata.client import CacheClient, Identity
+from kvstrata.connectors.vllm.identity import Adapters, AdapterUnreadable
+from kvstrata.connectors.vllm.lookup_table import LookupTable, Tracked
+from kvstrata.connectors.vllm.reuse import media_items
+from kvstrata.connectors.vllm.weights import WeightsVersion
+from kvstrata.types import RequestIdentity, canonical_json
+
+logger = logging.getLogger("vllm.kvstrata")
+
+HASH_TOKENS_PER_CALL = 65_536
+"""Tokens hashed in one call: about one millisecond."""
+REMEMBERED_IDENTITIES = 4096
+
+
+class RequestKeys:
+    """Keys of all requests of one engine. Belongs to the scheduler's thread."""
+
+    def __init__(
+        self,
+        client: CacheClient,
+        lookups: LookupTable,
+        weights: WeightsVersion,
+        *,
+        tenant: str,
+        engine: str,
+        chunk_tokens: int,
+        prefix_cache: Callable[[], object],
+    ) -> None:
+        """See `SchedulerSide` for `engine` and `prefix_cache`."""
+        self._client = client
+        self._lookups = lookups
+        self._weights = weights
+        self._tenant = tenant
+        self._engine = engine
+        self._chunk_tokens = chunk_tokens
+        self._adapters = Adapters()
+        self._identities: OrderedDict[RequestIdentity, Identity] = OrderedDict()
+        self._mark = ""
+        """The mark (`WeightsVersion.mark`) of the weights for which identities were last made."""
+        self._prefix_cache = prefix_cache
+        self._prefix_cache_seen = prefix_cache()
+        self.engine_stale = False
+        """vLLM's own cache may still have KV from before the last reset, or from a load whose outcome is unknown."""
+        self._stale_before: bool | None = None
+        """`engine_stale` before the first reset since the weights were last known."""
+        # An identity is declared now, so that the engine's slices are known before the first request.
+        self.identity(RequestIdentity(tenant=tenant))
+
+    def prepare(self, tracked: Tracked) -> bool:
+        """Bring a request's identity and keys up to date. Returns whether all its keys are made."""
+        request = tracked.request
+        if tracked.identity is None:
+            if not self.weights_settled():
+                return False
+            try:
+                adapter = self._adapters.name(request.lora_request)
+            except AdapterUnreadable as error:
+                logger.debug("request %s is computed without the cache: %s", request.request_id, error)
+                self._lookups.skip(tracked, "unreadable_adapter")
+                return False
+            if adapter is None:
+                return False
+            wanted = RequestIdentity(
+                # A list of three, so it cannot equal the name of an adapter, which is a list of two.
+                adapter=canonical_json(["weights", self._mark, adapter]).decode() if self._mark else adapter,
+                tenant=self._tenant,
+                salt=request.cache_salt or "",
+            )
+            tracked.identity = self.identity(wanted)
+            tracked.hasher = tracked.identity.hasher(media_items(request.mm_features, self._engine))
+        assert tracked.hasher is not None
+        start = tracked.hasher.n_chunks * self._chunk_tokens
+        if request.num_tokens - start >= self._chunk_tokens:
+            end = start + max(HASH_TOKENS_PER_CALL, self._chunk_tokens)
+            tracked.hasher.feed(request.all_token_ids[start:end], start)
+        return bool(request.num_tokens // self._chunk_tokens <= tracked.hasher.n_chunks)
+
+    def identity(self, wanted: RequestIdentity) -> Identity:
+        """The client's identity for requests like `wanted`; the last REMEMBERED_IDENTITIES are kept."""
+        identity = self._identities.get(wanted)
+        if identity is None:
+            identity = self._identities[wanted] = self._client.identity(wanted)
+            while len(self._identities) > REMEMBERED_IDENTITIES:
+                self._identities.popitem(last=False)
+        else:
+            self._identities.move_to_end(wanted)
+        return identity
+
+    def know_weights(self) -> bool:
+        """Whether the weights are known; if not, ask the workers.
+
+        Call it only for a request that vLLM wants to begin now: requests also arrive while the engine pauses for new
+        weights, and an answer of that time would be too early.
+        """
+        return self.weights_settled() or (self._weights.wanted() and self.weights_settled())
+
+    def weights_settled(self) -> bool:
+        """Whether the weights are known, without asking; identities are then made for these weights.
+
+        vLLM empties its prefix cache after new weights were loaded.  It does not tell its connector, but it puts a new
+        object in the cache's place.
+        """
+        if self._prefix_cache() is not self._prefix_cache_seen:
+            self.reset(engine_empty=True)  # vLLM empties its cache only while no block is in use
+        if not self._weights.known:
+            return False
+        if self._weights.mark != self._mark:
+            self._mark = self._weights.mark
+            self._identities.clear()
+        elif self._stale_before is False:
+            # The weights are the same as at a time when nothing was stale.
+            self.engine_stale = False
+            for tracked in self._lookups.tracked.values():
+                tracked.stale = False
+        self._stale_before = None
+        return True
+
+    def reset(self, *, engine_empty: bool) -> None:
+        """See `SchedulerSide.reset`."""
+        if not engine_empty:
+            logger.warning(
+                "the cache was reset while vLLM held blocks of its own: KV computed from these is not stored until "
+                "the cache is reset with no request running, or the weights prove to be the same"
+            )
+        self._weights.may_have_changed()
+        self._prefix_cache_seen = self._prefix_cache()
+        if self._stale_before is None:
+            self._stale_before = self.engine_stale
+        self.engine_stale = not engine_empty
+        if engine_empty:
+            self._stale_before = False
+        for tracked in self._lookups.tracked.values():
+            self._lookups.forget(tracked)
+            tracked.identity = tracked.hasher = None
+            tracked.next_store = 0
+            tracked.deferred = False
+            tracked.stale = not engine_empty
+
+    def distrust_engine(self) -> None:
+        """Store nothing that is computed from vLLM's present blocks: some may be bad without vLLM knowing it."""
+        self.engine_stale = True
+        if self._stale_before is not None:
+            self._stale_before = True
+        for tracked in self._lookups.tracked.values():
+            tracked.stale = True
+
+    def close(self) -> None:
+        """Stop reading adapters."""
+        self._adapters.close()

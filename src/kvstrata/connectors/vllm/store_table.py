@@ -1,0 +1,290 @@
+"""Plans which chunks are stored in which step, and follows each store to its outcome.
+
+Invariants
+1. A chunk is stored only from blocks whose tokens are known and whose KV the planned step completes.  While any
+   synchronous load is unconfirmed, nothing is stored, unless the engine has a single worker, which knows by itself
+   whether the load failed.
+2. A store that was dropped or not confirmed is planned again when its chunks are next complete.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvstrata.connectors.vllm.announced import Announced
+from kvstrata.connectors.vllm.lookup_table import Tracked
+from kvstrata.connectors.vllm.metadata import StepPlan, Store, WorkerReport
+from kvstrata.connectors.vllm.request_keys import RequestKeys
+from kvstrata.keys import batch
+
+logger = logging.getLogger("vllm.kvstrata")
+
+REMEMBERED_STORES = 4096
+UNCONFIRMED_STEPS = 64
+"""After this many later steps a report counts as lost; vLLM has 1 or 2 more steps under way than pipeline stages."""
+MAX_OFFLOAD = "lmcache.max_offload_tokens"
+
+MakeEvent = Callable[[Sequence[int], bytes, Sequence[bytes], Any], Any]
+"""(tokens, parent key, keys, LoRA request) → vLLM's event that these chunks were stored."""
+MakeRemoval = Callable[[Sequence[bytes]], Any]
+"""Keys → vLLM's event that these chunks were removed."""
+
+
+class StoreTable:
+    """The stores of one engine. Belongs to the scheduler's thread."""
+
+    def __init__(
+        self,
+        tracked: Mapping[str, Tracked],
+        keys: RequestKeys,
+        announced: Announced,
+        *,
+        chunk_blocks: int,
+        chunk_tokens: int,
+        world_size: int,
+        save_decode_cache: bool,
+        make_event: MakeEvent | None,
+        make_removal: MakeRemoval | None,
+    ) -> None:
+        """`tracked` are the lookup table's requests; see `SchedulerSide` for the other arguments."""
+        self._tracked = tracked
+        self._keys = keys
+        self._announced = announced
+        self._chunk_blocks = chunk_blocks
+        self._chunk_tokens = chunk_tokens
+        self._world_size = world_size
+        self._save_decode_cache = save_decode_cache
+        self._make_event = make_event
+        self._make_removal = make_removal
+        self._store_ids = itertools.count(1)
+        self._in_flight: OrderedDict[int, _StoreRecord] = OrderedDict()
+        self._unconfirmed: dict[int, int] = {}
+        """Step with synchronous loads of unknown outcome → number of workers that have not reported the step."""
+        self.failures_seen = 0
+        """Number of steps with failed loads that the workers have reported."""
+        self.of_finished: list[Store] = []
+        """Stores of requests that ended while their chunks were deferred."""
+        self.planning: Tracked | None = None
+        """The request whose stores are being planned."""
+        self._events: deque[Any] = deque(maxlen=REMEMBERED_STORES)
+
+    # -- steps whose synchronous loads are not confirmed -----------------------------------------------------
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether stores wait for loads: with several workers, one cannot tell that another's load failed."""
+        return self._world_size > 1 and bool(self._unconfirmed)
+
+    def await_reports(self, plan: StepPlan) -> None:
+        """Remember the step if it has synchronous loads; give up on steps whose reports are lost.
+
+        A worker that fails in a step and is brought back by vLLM's fault tolerance may never report the step's outcome.
+        """
+        lost = [step for step in self._unconfirmed if plan.step - step > UNCONFIRMED_STEPS]
+        if lost:
+            logger.warning(
+                "workers did not report how loads of %d steps ended, so these loads count as failed: KV computed from "
+                "the blocks that vLLM has now is not stored until the cache is reset with no request running",
+                len(lost),
+            )
+            for step in lost:
+                del self._unconfirmed[step]
+            # vLLM was told of no bad block, so it may keep bad blocks and share them with other requests.
+            self._keys.distrust_engine()
+            self.of_finished.clear()
+        if any(not load.asynchronous for load in plan.loads):
+            self._unconfirmed[plan.step] = self._world_size
+
+    def confirm(self, report: WorkerReport) -> None:
+        """Apply one worker's report of how the synchronous loads of a step ended."""
+        self.failures_seen = max(self.failures_seen, report.failures)
+        missing = self._unconfirmed.get(report.step, 0)
+        if missing > 1:
+            self._unconfirmed[report.step] = missing - 1
+        elif missing:
+            del self._unconfirmed[report.step]
+
+    # -- planning --------------------------------------------------------------------------------------------
+
+    def plan(self, output: Any, plan: StepPlan) -> None:
+        """Add the stores of the step that vLLM's SchedulerOutput describes."""
+        if not self.must_wait:
+            plan.stores, self.of_finished = self.of_finished, []
+        scheduled = output.num_scheduled_tokens
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, tokens in scheduled.items():
+            tracked = self.planning = self._tracked.get(request_id)
+            if tracked is None or tracked.skipped or tracked.stale or request_id not in computed:
+                continue
+            chunks = self._complete_chunks(tracked, computed[request_id] + tokens)
+            if chunks <= tracked.next_store:
+                continue
+            if self.must_wait:
+                tracked.deferred = True
+                continue
+            tracked.deferred = False
+            tables = output.kv_connector_block_state.get_block_ids(request_id)
+            store = self._store_of(tracked, tables[0], chunks) if tables else None
+            if store is not None:
+                plan.stores.append(store)
+        self.planning = None
+
+    def finish(self, tracked: Tracked, block_ids: Sequence[int]) -> None:
+        """Keep a finished request's deferred chunks, to store them with a later step."""
+        if tracked.deferred and block_ids and not (tracked.skipped or tracked.stale):
+            chunks = self._complete_chunks(tracked, tracked.request.num_computed_tokens)
+            store = self._store_of(tracked, block_ids, chunks)
+            if store is not None:
+                self.of_finished.append(store)
+
+    def _complete_chunks(self, tracked: Tracked, computed_tokens: int) -> int:
+        """Number of chunks whose tokens are known and whose KV is complete after `computed_tokens` tokens."""
+        request = tracked.request
+        tokens = min(computed_tokens, request.num_tokens)
+        if not self._save_decode_cache:
+            tokens = min(tokens, request.num_prompt_tokens)
+        params = request.kv_transfer_params
+        limit = params.get(MAX_OFFLOAD) if isinstance(params, dict) else None
+        if isinstance(limit, int) and not isinstance(limit, bool):
+            tokens = min(tokens, max(0, limit))
+        return int(tokens) // self._chunk_tokens
+
+    def _store_of(self, tracked: Tracked, table: Sequence[int], chunks: int) -> Store | None:
+        """The store of all chunks before `chunks` that were not stored yet; None if their keys are not known."""
+        self._keys.prepare(tracked)
+        if tracked.hasher is None or tracked.identity is None:
+            return None
+        first, last = tracked.next_store, min(chunks, tracked.hasher.n_chunks)
+        blocks = list(table[first * self._chunk_blocks : last * self._chunk_blocks])
+        if last <= first or len(blocks) < (last - first) * self._chunk_blocks or 0 in blocks:
+            # Block 0 stands for "no block" in vLLM's tables.
+            return None
+        chain = tracked.hasher.chain
+        store = Store(
+            store_id=next(self._store_ids),
+            request_id=tracked.request.request_id,
+            identity=tracked.identity.request,
+            parent=batch.before(chain, first),
+            chain=batch.part(chain, first, last),
+            blocks=blocks,
+            probe=tracked.hasher.probe,
+        )
+        tracked.next_store = last
+        tracked.stores.add(store.store_id)
+        record = _StoreRecord(store.request_id, first, self._world_size)
+        if self._make_event is not None:
+            record.keep_for_events(tracked.request, tracked.identity.root, store, self._chunk_tokens)
+        self._in_flight[store.store_id] = record
+        while len(self._in_flight) > REMEMBERED_STORES:
+            self._in_flight.popitem(last=False)
+        return store
+
+    # -- reports ---------------------------------------------------------------------------------------------
+
+    def heard(self, report: WorkerReport) -> None:
+        """Apply one worker's report about stores."""
+        for store_id in report.gathered:
+            self._gathered(store_id)
+        for store_id in report.dropped:
+            self.dropped(store_id)
+        for store_id, mask in report.stored:
+            self._stored(store_id, mask)
+
+    def dropped(self, store_id: int) -> None:
+        """Note that a store was not made: its chunks may be planned again."""
+        record = self._in_flight.pop(store_id, None)
+        tracked = self._tracked.get(record.request_id) if record is not None else None
+        if record is not None and tracked is not None:
+            tracked.stores.discard(store_id)
+            tracked.next_store = min(tracked.next_store, record.first_chunk)
+
+    def _gathered(self, store_id: int) -> None:
+        record = self._in_flight.get(store_id)
+        if record is None:
+            return
+        record.not_gathered -= 1
+        if record.not_gathered == 0:
+            tracked = self._tracked.get(record.request_id)
+            if tracked is not None:
+                tracked.stores.discard(store_id)
+
+    def _stored(self, store_id: int, mask: int) -> None:
+        record = self._in_flight.get(store_id)
+        if record is None:
+            return
+        record.not_stored -= 1
+        record.mask &= mask
+        if record.not_stored == 0:
+            del self._in_flight[store_id]
+            if self._make_event is not None:
+                self._events.extend(record.events(self._make_event, self._chunk_tokens))
+                keys = batch.split(record.chain)
+                stored = [key for i, key in enumerate(keys) if record.mask >> i & 1]
+                self._removed(self._announced.add(record.root, stored))
+
+    # -- events ----------------------------------------------------------------------------------------------
+
+    def take_events(self) -> list[Any]:
+        """Events about chunks stored and removed since the last call."""
+        if self._make_event is not None:
+            self._removed(self._announced.left())
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def _removed(self, keys: Sequence[bytes]) -> None:
+        if keys and self._make_removal is not None:
+            self._events.append(self._make_removal(keys))
+
+
+class _StoreRecord:
+    """A store, kept until all workers have reported its outcome."""
+
+    __slots__ = (
+        "chain",
+        "first_chunk",
+        "lora",
+        "mask",
+        "not_gathered",
+        "not_stored",
+        "parent",
+        "request_id",
+        "root",
+        "tokens",
+    )
+
+    def __init__(self, request_id: str, first_chunk: int, world_size: int) -> None:
+        self.request_id = request_id
+        self.first_chunk = first_chunk
+        self.not_gathered = self.not_stored = world_size
+        self.mask = -1
+        """Chunks that are in L1 according to all reports so far, one bit each."""
+        self.tokens: list[int] = []
+        self.root = self.chain = self.parent = b""
+        self.lora: Any = None
+
+    def keep_for_events(self, request: Any, root: bytes, store: Store, chunk_tokens: int) -> None:
+        """Keep the tokens that the events will carry, and the root of the identity."""
+        first = self.first_chunk * chunk_tokens
+        self.tokens = list(request.all_token_ids[first : first + batch.count(store.chain) * chunk_tokens])
+        self.root = root
+        self.chain, self.parent, self.lora = store.chain, store.parent, request.lora_request
+
+    def events(self, make: MakeEvent, chunk_tokens: int) -> list[Any]:
+        """One event per run of chunks that are in L1 in all slices."""
+        keys = batch.split(self.chain)
+        made, start = [], 0
+        for end in range(len(keys) + 1):
+            if end == len(keys) or not self.mask >> end & 1:
+                if end > start:
+                    parent = keys[start - 1] if start else self.parent
+                    tokens = self.tokens[start * chunk_tokens : end * chunk_tokens]
+                    made.append(make(tokens, parent, keys[start:end], self.lora))
+                start = end + 1
+        return made

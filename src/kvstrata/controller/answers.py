@@ -1,0 +1,192 @@
+"""Decodes frames of instances, hands them to the cluster, and sends the answers.
+
+1. Each request and each heartbeat gets one answer; an invalid frame gets a Failure.  Events get no answer; an invalid
+   frame among them is counted and dropped.
+2. A message that fails affects only its sender.
+3. At most MAX_UNANSWERED requests are under way; further requests are refused.
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from kvstrata.controller.cluster import Cluster
+from kvstrata.controller.lookups import INLINE_TAGS
+from kvstrata.controller.sockets import Sockets
+from kvstrata.errors import BadRequest, InternalError, KvstrataError, Refused
+from kvstrata.observability.logging import EventLog
+from kvstrata.process.supervisor import Supervisor
+from kvstrata.rpc.cluster_wire import (
+    EVENTS,
+    HEARTBEATS,
+    REPLY_REQUESTS,
+    TAG_BYTES,
+    Beat,
+    Done,
+    Failure,
+    Goodbye,
+    Register,
+    Registered,
+    SyncBegin,
+    SyncEnd,
+    SyncPart,
+    ToReply,
+    Where,
+    WhereReply,
+    encode,
+)
+from kvstrata.rpc.zmq_server import Address
+
+MAX_UNANSWERED = 4_096
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Errors that decoding an invalid frame may raise."""
+
+
+class Answers:
+    """Connects the sockets with one cluster."""
+
+    def __init__(self, cluster: Cluster, sockets: Sockets, supervisor: Supervisor) -> None:
+        self._cluster = cluster
+        self._sockets = sockets
+        self._supervisor = supervisor
+        self._log = EventLog("links")
+        self._unanswered = 0
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._sockets.start(self._on_request, self._on_events, self._on_heartbeat, self._wrong_frames)
+
+    # --- reply ----------------------------------------------------------------------------------------------
+
+    def _on_request(self, address: Address, frame: bytes) -> None:
+        started_s = time.perf_counter()
+        try:
+            request = REPLY_REQUESTS.decode(frame)
+        except UNREADABLE as error:
+            self._sockets.answer(address, self._bad("reply", error))
+            return
+        if isinstance(request, Where) and len(request.tags) % (TAG_BYTES * request.n_slices):
+            self._sockets.answer(address, self._bad_tags(request))
+        elif isinstance(request, Where) and len(request.tags) <= INLINE_TAGS * TAG_BYTES:
+            owners = self._cluster.ranking.where_now(request)
+            self._sockets.answer(address, encode(WhereReply(request.seq, self._cluster.epoch, owners)))
+            self._cluster.ranking.seconds.add(time.perf_counter() - started_s)
+        elif self._unanswered >= MAX_UNANSWERED:
+            busy = Refused("too many requests are under way; ask again", retry_after_s=0.1)
+            self._sockets.answer(address, self._failure(request.seq, busy))
+        else:
+            self._unanswered += 1
+            self._supervisor.spawn(self._answer(address, request, started_s), type(request).__name__)
+
+    async def _answer(self, address: Address, request: ToReply, started_s: float) -> None:
+        try:
+            reply = encode(await self._outcome(request))
+        except KvstrataError as refused:
+            reply = self._failure(request.seq, refused)
+        except Exception as error:
+            # The RPC boundary: our own mistake in one request is answered and logged, and affects only its sender.
+            self._log.error("request_failed", request=type(request).__name__, error=repr(error))
+            reply = self._failure(request.seq, InternalError("the controller failed; see its log"))
+        finally:
+            self._unanswered -= 1
+        self._sockets.answer(address, reply)
+        if isinstance(request, Where):
+            self._cluster.ranking.seconds.add(time.perf_counter() - started_s)
+
+    async def _outcome(self, request: ToReply) -> msgspec.Struct:
+        cluster = self._cluster
+        match request:
+            case Register():
+                sync = cluster.register(request)
+                return Registered(
+                    request.seq,
+                    cluster.epoch,
+                    cluster.name,
+                    self._sockets.ports["pull"],
+                    self._sockets.ports["heartbeat"],
+                    round(1000 * cluster.settings.heartbeat_s),
+                    round(1000 * cluster.settings.dead_after_s),
+                    sync,
+                )
+            case Goodbye():
+                cluster.goodbye(request)
+            case SyncBegin():
+                cluster.sync_begin(request)
+            case SyncPart():
+                await cluster.sync_part(request)
+            case SyncEnd():
+                await cluster.sync_end(request)
+            case Where():
+                return WhereReply(request.seq, cluster.epoch, await cluster.ranking.where(request))
+        return Done(request.seq, cluster.epoch)
+
+    # --- pull -----------------------------------------------------------------------------------------------
+
+    def _on_events(self, _: Address, frame: bytes) -> None:
+        try:
+            events = EVENTS.decode(frame)
+        except UNREADABLE as error:
+            self._bad("pull", error)
+            return
+        self._cluster.apply(events)
+        if self._cluster.directory.busy:
+            self._sockets.pause()
+
+    # --- heartbeat ------------------------------------------------------------------------------------------
+
+    def _on_heartbeat(self, address: Address, frame: bytes) -> None:
+        cluster = self._cluster
+        try:
+            told = HEARTBEATS.decode(frame)
+        except UNREADABLE as error:
+            self._sockets.beat(address, self._bad("heartbeat", error))
+            return
+        try:
+            commands = cluster.heartbeat(told)
+        except KvstrataError as refused:
+            self._sockets.beat(address, self._failure(told.seq, refused))
+            return
+        self._sockets.heard(told.instance, address)
+        self._sockets.keep_addresses(
+            2 * len(cluster.members) + 16, lambda name: cluster.members.get(name) is not None
+        )
+        self._sockets.beat(
+            address, encode(Beat(told.seq, cluster.epoch, commands, *cluster.leadership.proof))
+        )
+
+    # --- failures -------------------------------------------------------------------------------------------
+
+    def _bad(self, name: str, error: Exception) -> bytes:
+        counts = self._sockets.bad_frames
+        counts[name] = counts.get(name, 0) + 1
+        self._log.repeated(30, f"bad_frame {name}", "bad_frame", socket=name, error=str(error))
+        return self._failure(0, BadRequest(f"not a message of the {name} socket: {error}"))
+
+    def _bad_tags(self, request: Where) -> bytes:
+        return self._failure(
+            request.seq,
+            BadRequest(
+                f"tags: {len(request.tags)} bytes are not a multiple of {TAG_BYTES} × n_slices ({request.n_slices})",
+                field="tags",
+            ),
+        )
+
+    def _wrong_frames(self, name: str, count: int) -> bytes:
+        return self._bad(name, BadRequest(f"{count} frames; a message has one frame"))
+
+    def _failure(self, seq: int, error: KvstrataError) -> bytes:
+        counts = self._cluster.denied
+        counts[error.code] = counts.get(error.code, 0) + 1
+        return encode(
+            Failure(
+                seq,
+                self._cluster.epoch,
+                error.code,
+                error.message,
+                error.field,
+                error.retryable,
+                error.retry_after_ms,
+            )
+        )

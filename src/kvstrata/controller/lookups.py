@@ -1,0 +1,138 @@
+"""Lookups in the registry: the names of its slots (each stands for one tier of one group), and which L1 peers may read.
+
+1. No lookup finds a slot without a name, even if the registry still holds placements of it.
+2. Lookups never wait for changes.  More than `INLINE_TAGS` tags are looked up on a thread, with the names and the mask
+   of readable slots at the time of the question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from typing_extensions import Buffer
+
+from kvstrata.native.registry import Registry
+
+INLINE_TAGS = 512
+"""Most tags that the loop itself looks up, or changes while no change waits; they take about 50 µs."""
+MASK_BYTES = 8_192
+
+
+class Place(NamedTuple):
+    """A tier of a group, for which a slot stands."""
+
+    group: int
+    tier: str
+
+
+class Found(NamedTuple):
+    """One group that holds a prefix of the chunks."""
+
+    group: int
+    n_chunks: int
+
+
+class Lookups:
+    """Lookups of one controller. Belongs to the loop's thread, and has two threads for long lookups."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, registry: Registry) -> None:
+        self._loop = loop
+        self._registry = registry
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix="kv-lookup")
+        self._slots: dict[Place, int] = {}
+        self._places: dict[int, Place] = {}
+        self._readable = bytearray(MASK_BYTES)
+        self._readable_groups: set[int] = set()
+
+    # --- names ----------------------------------------------------------------------------------------------
+
+    def slot(self, group: int, tier: str) -> int | None:
+        """The slot that stands for a tier of a group."""
+        return self._slots.get(Place(group, tier))
+
+    def tiers(self, group: int) -> list[str]:
+        """The tiers of a group that have a slot."""
+        return [place.tier for place in self._slots if place.group == group]
+
+    def name(self, slot: int, group: int, tier: str) -> None:
+        """Let a slot stand for a tier from now on, in place of the tier's previous slot."""
+        place = Place(group, tier)
+        before = self._slots.get(place)
+        if before is not None:
+            self._mark(before, False)
+            self._places.pop(before, None)
+        self._slots[place] = slot
+        self._places[slot] = place
+        if tier == "l1":
+            self._mark(slot, group in self._readable_groups)
+
+    def unname(self, group: int, tier: str) -> int:
+        """Take the name off the slot of a tier; returns the slot."""
+        slot = self._slots.pop(Place(group, tier))
+        self._mark(slot, False)
+        self._places.pop(slot, None)
+        return slot
+
+    def places(self) -> dict[int, Place]:
+        """The names of all slots."""
+        return dict(self._places)
+
+    def set_readable(self, group: int, readable: bool) -> None:
+        """Set whether peers may be sent to this group's L1."""
+        (self._readable_groups.add if readable else self._readable_groups.discard)(group)
+        slot = self.slot(group, "l1")
+        if slot is not None:
+            self._mark(slot, readable)
+
+    def _mark(self, slot: int, readable: bool) -> None:
+        if readable:
+            self._readable[slot >> 3] |= 1 << (slot & 7)
+        else:
+            self._readable[slot >> 3] &= ~(1 << (slot & 7))
+
+    # --- lookups --------------------------------------------------------------------------------------------
+
+    def keys(self) -> dict[Place, int]:
+        """Number of placements by group and tier, without slots that a sync still fills and retired ones."""
+        return {
+            place: found.keys
+            for place, slot in self._slots.items()
+            if (found := self._registry.slot(slot)) is not None
+        }
+
+    def longest(
+        self, tags: bytes, n_slices: int, except_group: int | None, best: int, allowed: Buffer | None = None
+    ) -> list[Found]:
+        """At most `best` readable groups with the longest prefixes in L1, longest first.
+
+        A call on a thread gives a copy of the mask of readable slots as `allowed`.
+        """
+        found = self._registry.lookup_prefix(
+            tags,
+            n_slices=n_slices,
+            allowed=self._readable if allowed is None else allowed,
+            except_group=except_group,
+            best=best,
+        )
+        return [Found(candidate.group, candidate.chunks) for candidate in found]
+
+    async def longest_on_thread(
+        self, tags: bytes, n_slices: int, except_group: int | None, best: int
+    ) -> list[Found]:
+        """As `longest`, on a thread; with the mask at the time of this call."""
+        allowed = bytes(self._readable)
+        return await self._loop.run_in_executor(
+            self._readers, self.longest, tags, n_slices, except_group, best, allowed
+        )
+
+    async def holders(self, tags: bytes) -> list[list[Place]]:
+        """For each tag, the places that have it."""
+        places = dict(self._places)
+        slots = await self._loop.run_in_executor(self._readers, self._registry.holders, tags)
+        return [[places[slot] for slot in row if slot in places] for row in slots]
+
+    def close(self) -> None:
+        """End the threads: wait for the running lookups, drop waiting ones."""
+        self._readers.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,81 @@
+"""Ranks the owners to which an instance is sent for chunks that it lacks.
+
+The longest prefix is best; then come owners whose chunks are confirmed, owners in the asker's zone, and idle owners.
+"""
+
+from __future__ import annotations
+
+from kvstrata.clock import Clock
+from kvstrata.controller.lookups import Found, Lookups
+from kvstrata.controller.member import Member
+from kvstrata.controller.members import Members
+from kvstrata.observability.metrics import Histogram
+from kvstrata.rpc.cluster_wire import MAX_OWNERS, TAG_BYTES, Owner, Where
+
+SLOW_START_S = 30.0
+"""Age from which a member's load counts as reported; up to one half is added to a younger member's, less with age."""
+CANDIDATES = 2 * MAX_OWNERS
+
+
+class Ranking:
+    """Answers `Where`."""
+
+    def __init__(self, clock: Clock, members: Members, lookups: Lookups) -> None:
+        self._clock = clock
+        self._members = members
+        self._lookups = lookups
+        self._referred: dict[str, int] = {}
+        """Number of times that readers were sent to an instance since its last heartbeat."""
+        self.seconds = Histogram()
+        """Times from a question to its answer, which answers.py measures."""
+        self.hits = 0
+        """Number of questions that found an owner."""
+        self.keys = 0
+        """Number of tags in all questions."""
+
+    def where_now(self, told: Where) -> list[Owner]:
+        """The owners of the longest prefixes, best first; looks up on the loop."""
+        asker = self._members.get(told.asker)
+        group = asker.group if asker is not None else None
+        return self._ranked(told, asker, self._lookups.longest(told.tags, told.n_slices, group, CANDIDATES))
+
+    async def where(self, told: Where) -> list[Owner]:
+        """As `where_now`, but looks up on a thread."""
+        asker = self._members.get(told.asker)
+        group = asker.group if asker is not None else None
+        found = await self._lookups.longest_on_thread(told.tags, told.n_slices, group, CANDIDATES)
+        return self._ranked(told, asker, found)
+
+    def forget_referred(self, instance: str) -> None:
+        """An instance has reported its load, or is gone: forget the readers that were sent to it."""
+        self._referred.pop(instance, None)
+
+    def _ranked(self, told: Where, asker: Member | None, found: list[Found]) -> list[Owner]:
+        now_s = self._clock.monotonic_s()
+        zone = asker.told.zone if asker is not None else ""
+        rows: list[tuple[tuple[int, bool, bool, float], Member, int]] = []
+        for group, n_chunks in found:
+            member = self._members.of_group(group)
+            if member is None or not member.readable or member.id == told.asker:
+                continue
+            load = member.load.peer_leased_bytes / max(1, member.told.l1_bytes // 4)
+            load += 0.01 * self._referred.get(member.id, 0)
+            load += 0.5 * max(0.0, 1.0 - (now_s - member.joined_s) / SLOW_START_S)
+            far = bool(zone) and member.told.zone != zone
+            rows.append(((-n_chunks, not member.confirmed, far, load), member, n_chunks))
+        rows.sort(key=lambda row: row[0])
+        owners = [
+            Owner(
+                member.id,
+                member.incarnation,
+                member.told.peer_endpoint,
+                n_chunks * told.n_slices,
+                member.confirmed,
+            )
+            for _, member, n_chunks in rows[: told.max_owners]
+        ]
+        if owners:
+            self._referred[owners[0].instance] = self._referred.get(owners[0].instance, 0) + 1
+        self.hits += bool(owners)
+        self.keys += len(told.tags) // TAG_BYTES
+        return owners

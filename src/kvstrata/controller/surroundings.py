@@ -1,0 +1,27 @@
+"""The facts that the controller's process reports of itself in status, metrics and the dashboard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from kvstrata.process.keeper import NOT_RESTARTED, Restarts
+
+
+def _no_counts() -> dict[str, Any]:
+    return {}
+
+
+class Surroundings(NamedTuple):
+    """Facts and counts of one controller process."""
+
+    ports: Mapping[str, int] = {}
+    """Ports of the sockets for instances, by name."""
+    sockets: Callable[[], dict[str, dict[str, int]]] = _no_counts
+    """Counts of these sockets."""
+    http: Callable[[], dict[str, int]] = _no_counts
+    """Counts of the HTTP port."""
+    snapshot: Mapping[str, Any] = {}
+    """State of the snapshot; empty without one."""
+    restarts: Restarts = NOT_RESTARTED
+    """Restarts of this process by its keeper."""

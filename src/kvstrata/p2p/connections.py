@@ -1,0 +1,182 @@
+"""The connections to the owners of chunks, one for each owner's process."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable
+
+from kvstrata.errors import TransferError, Unavailable
+from kvstrata.p2p.engines.base import TransferEngine
+from kvstrata.p2p.leases import Lease
+from kvstrata.p2p.reopening import PeerEngine
+from kvstrata.p2p.shared import Shared
+from kvstrata.rpc.cluster_wire import CLUSTER_PROTOCOL_VERSION, Owner, PeerHello, PeerWelcome
+from kvstrata.rpc.zmq_curve import ClusterKeys
+from kvstrata.rpc.zmq_link import AskLink, Links
+from kvstrata.types import FORMAT_VERSION
+
+log = logging.getLogger(__name__)
+
+MAX_PEERS = 256
+"""Most connections at a time; for a further owner the oldest connection is closed."""
+
+
+class Connection:
+    """The connection with one owner: a link for messages, and the transfer engine's access to the owner's memory."""
+
+    def __init__(self, instance: str, endpoint: str, link: AskLink) -> None:
+        self.instance = instance
+        self.endpoint = endpoint
+        self.link = link
+        self.epoch = 0
+        """Epoch of the owner's process whose memory the transfer engine reaches; 0 while it reaches none."""
+        self.extents_bytes = 0
+        self.engine: TransferEngine | None = None
+        """The transfer engine that is connected to the owner; None before that."""
+        self.metadata = b""
+        """The owner's metadata that `engine` used to connect to the owner."""
+        self.opening: asyncio.Task[None] | None = None
+
+
+class Connections:
+    """The connections of one tier, by the owner's instance id."""
+
+    def __init__(self, shared: Shared, links: Links, keys: ClusterKeys | None, engines: PeerEngine) -> None:
+        self._shared = shared
+        self._links = links
+        self._keys = keys
+        self._engines = engines
+        self._peers: dict[str, Connection] = {}
+        self.closing = False
+        """The tier is closing: peers are not disconnected one by one, since closing the transfer engines does it."""
+
+    def of(self, lease: Lease) -> Connection | None:
+        """The connection with the process that granted a lease; None if that connection does not stand any more."""
+        peer = self._peers.get(lease.owner)
+        return peer if peer is not None and peer.epoch == lease.epoch else None
+
+    def stop(self) -> None:
+        """Cancel the connections that are being opened; from now on `let_go` disconnects no peer."""
+        self.closing = True
+        for peer in self._peers.values():
+            if peer.opening is not None:
+                peer.opening.cancel()
+
+    def close(self) -> None:
+        """Close and forget all connections. REQUIRES that no read is under way."""
+        for peer in self._peers.values():
+            peer.link.close()
+        self._peers.clear()
+
+    async def connected(self, owner: Owner, ends_s: float) -> Connection:
+        """A connection whose owner the transfer engine reaches. Raises Unavailable, ClusterFailure or TransferError.
+
+        At `ends_s` (the tier's clock) it raises Unavailable.  Then, and after a cancelled call, the connection goes on
+        being opened, for later callers.
+        """
+        peer = self._peers.get(owner.instance)
+        if peer is not None and peer.endpoint != owner.peer_endpoint:
+            self.let_go(peer)
+            peer = None
+        if peer is None:
+            if len(self._peers) >= MAX_PEERS:
+                self.let_go(next(iter(self._peers.values())))
+            link = self._links.ask(owner.peer_endpoint, keys=self._keys)
+            peer = self._peers[owner.instance] = Connection(owner.instance, owner.peer_endpoint, link)
+        if not peer.epoch:
+            if peer.opening is None:
+                peer.opening = asyncio.create_task(self._hello(peer), name=f"{self._shared.name}-hello")
+                self._shared.work.keep(peer.opening)
+                peer.opening.add_done_callback(functools.partial(self._greeted, peer))
+            opening = peer.opening
+            await asyncio.wait({opening}, timeout=max(0.0, ends_s - self._shared.now_s()))
+            if opening.cancelled():
+                raise Unavailable(
+                    f"the connection to {owner.instance} was given up while it was being opened"
+                )
+            if not opening.done():
+                raise Unavailable(f"{owner.instance} did not answer PeerHello in time")
+            opening.result()
+        return peer
+
+    async def _hello(self, peer: Connection) -> None:
+        self._shared.counts["hellos"] += 1
+        request = PeerHello(
+            0,
+            CLUSTER_PROTOCOL_VERSION,
+            self._shared.instance_id,
+            FORMAT_VERSION,
+            self._shared.settings.engine,
+        )
+        timeout_s = self._shared.settings.load_timeout_ms / 1000
+        welcome = await peer.link.ask(request, PeerWelcome, timeout_s)
+        if welcome.instance != peer.instance:
+            raise TransferError(
+                f"{peer.endpoint}: {welcome.instance!r:.80} answers there, not {peer.instance!r}",
+                field="instance",
+            )
+        engine = self._engines.current
+        try:
+            await engine.connect(peer.instance, welcome.metadata)
+        except TransferError as error:
+            if error.field == "network":
+                self._engines.failed()
+            raise
+        if engine is not self._engines.current:
+            raise Unavailable("the transfer engine was replaced meanwhile")
+        peer.engine, peer.metadata = engine, welcome.metadata
+        peer.epoch, peer.extents_bytes = welcome.epoch, welcome.extents_bytes
+
+    def _greeted(self, peer: Connection, opening: asyncio.Task[None]) -> None:
+        peer.opening = None
+        if (opening.cancelled() or opening.exception() is not None) and self._peers.get(
+            peer.instance
+        ) is peer:
+            self.let_go(peer)
+
+    def let_go(self, peer: Connection) -> None:
+        """Close and forget a connection: its leases are lost, and the transfer engine disconnects the peer."""
+        if self._peers.get(peer.instance) is not peer:
+            return
+        del self._peers[peer.instance]
+        self._shared.leases.lost_all(peer.instance)
+        peer.link.close()
+        if peer.opening is not None:
+            peer.opening.cancel()
+        if not self.closing and peer.engine is not None:
+            self._shared.work.keep(asyncio.ensure_future(peer.engine.disconnect(peer.instance)))
+
+    async def connect_all(self, engine: TransferEngine) -> Callable[[], None]:
+        """Connect a transfer engine, which will replace the current one, to all peers.
+
+        The caller makes `engine` the current one and then calls the returned function.  A peer that `engine` cannot
+        reach keeps the present transfer engine until that call, which lets the peer go.
+        """
+        connected = []
+        for peer in [peer for peer in self._peers.values() if peer.engine is not None]:
+            try:
+                await engine.connect(peer.instance, peer.metadata)
+            except TransferError as error:
+                log.debug(
+                    "%s: the new transfer engine cannot connect to %s, which is asked for its metadata again: %s",
+                    self._shared.name,
+                    peer.instance,
+                    error.message,
+                )
+            else:
+                connected.append((peer, peer.metadata))
+        return functools.partial(self._moved, engine, connected)
+
+    def _moved(self, engine: TransferEngine, connected: list[tuple[Connection, bytes]]) -> None:
+        """`engine` is the current one now: leases at peers that it has connected stay, leases at others are lost."""
+        for peer, metadata in connected:
+            if self._peers.get(peer.instance) is peer and peer.metadata == metadata:
+                peer.engine = engine
+            elif not self.closing:
+                self._shared.work.keep(asyncio.ensure_future(engine.disconnect(peer.instance)))
+        for peer in list(self._peers.values()):
+            if peer.engine is not None and peer.engine is not engine:
+                self.let_go(peer)
+        self._shared.owners.forgive()

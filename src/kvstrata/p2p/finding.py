@@ -1,0 +1,242 @@
+"""From a run of keys, called a question, to a lease on its leading keys at an owner that has them.
+
+standing leases ─▶ the owner named for these keys ─▶ the directory (remembered for a moment) ─▶ PeerLease at owners
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvstrata.errors import ClusterFailure, TransferError, Unavailable
+from kvstrata.p2p.connections import Connections
+from kvstrata.p2p.leases import Lease
+from kvstrata.p2p.owners import DirectoryCache, NamedOwners, Pacer, Question, question_of
+from kvstrata.p2p.returns import Returns
+from kvstrata.p2p.shared import Shared
+from kvstrata.policy.breaker import Breaker
+from kvstrata.policy.reasons import CONTROLLER_DOWN, LIMIT, PEER_DEADLINE, PEER_GONE, THROTTLED
+from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, Owner, PeerLease, PeerLeased, Where, WhereReply, tags_of
+from kvstrata.rpc.zmq_link import AskLink
+from kvstrata.storage.base import HEAD_BYTES, Found, Presence
+from kvstrata.types import EXTENT, Extent, unpack_extents
+
+STANDS_S = 1.0
+"""A lookup asks for new leases in place of those with less time left than this.
+
+Its answer counts every lease that is still valid at its end.
+"""
+ATTEMPTS = 2
+"""Most owners of the directory's answer that one lookup asks; an owner that a command named is asked before."""
+_ABSENT = Found(Presence.ABSENT)
+
+
+class Asked(NamedTuple):
+    """The result of a question, besides the leases that are now in the LeaseBook."""
+
+    reason: str = ""
+    """The short reason why chunks that are not leased count as unknown; empty if they count as absent."""
+    more: int = 0
+    """Leading keys that an owner has, according to the directory or to the command that named the owner, but will lease
+    only when we have given leases back."""
+
+
+class Finder:
+    """Finds and leases records for one tier."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        connections: Connections,
+        returns: Returns,
+        named: NamedOwners,
+        controllers: Sequence[tuple[AskLink, Breaker]],
+        pacer: Pacer,
+    ) -> None:
+        """`controllers` are asked in this order until one answers."""
+        self._shared = shared
+        self._connections = connections
+        self._returns = returns
+        self._named = named
+        self._controllers = controllers
+        self._pacer = pacer
+        settings = shared.settings
+        self._directory = DirectoryCache(
+            ttl_s=settings.remember_ms / 1000, negative_ttl_s=settings.remember_none_ms / 1000
+        )
+        self._asking: dict[Question, asyncio.Task[Asked]] = {}
+
+    async def find(self, keys: list[bytes]) -> list[Found]:
+        """Lease the leading keys that some owner has, and answer for all keys as `StorageAdapter.exists` does."""
+        first = len(self._shared.leases.leading(keys, self._shared.now_s() + STANDS_S))
+        asked = Asked()
+        if first < len(keys):
+            asked = await self.lease(keys[first:][:MAX_PEER_KEYS])
+        standing = self._shared.leases.leading(keys, self._shared.now_s())
+        found = [_present(extent.length_bytes) for extent in standing]
+        if len(set(found)) == 1:
+            found += found[:1] * (first + asked.more - len(found))
+        rest = Found(Presence.UNKNOWN, 0, asked.reason) if asked.reason else _ABSENT
+        return found + [rest] * (len(keys) - len(found))
+
+    async def lease(self, keys: list[bytes]) -> Asked:
+        """Lease the leading ones of these keys at some owner; callers with the same question share one task.
+
+        If a call is cancelled, the task still runs to its end.
+        """
+        question = question_of(keys)
+        task = self._asking.get(question)
+        if task is None:
+            task = asyncio.create_task(self._ask(question, keys), name=f"{self._shared.name}-ask")
+            self._asking[question] = task
+            self._shared.work.keep(task)
+            task.add_done_callback(lambda _: self._asking.pop(question, None))
+        return await asyncio.shield(task)
+
+    async def _ask(self, question: Question, keys: list[bytes]) -> Asked:
+        ends_s = self._shared.now_s() + self._shared.settings.lookup_timeout_ms / 1000
+        if self._pacer.delay_s(self._shared.now_s()) * 1000 > self._shared.settings.load_timeout_ms / 2:
+            return Asked(THROTTLED)
+        named = self._named.of(keys[0])
+        if named is not None:
+            asked = await self._ask_named(named, keys, ends_s)
+            if asked is not None:
+                return asked
+            ends_s = self._shared.now_s() + self._shared.settings.lookup_timeout_ms / 1000
+        owners = self._directory.recall(question, self._shared.now_s())
+        if owners is None:
+            owners = await self._ask_directory(question, keys, ends_s)
+            if owners is None:
+                return Asked(CONTROLLER_DOWN)
+        else:
+            self._shared.counts["recalled"] += 1
+        outcome = Asked(more=self._shared.owners.crowded(owners, self._shared.now_s()))
+        for owner in self._shared.owners.in_order(owners, self._shared.now_s())[:ATTEMPTS]:
+            if not self._shared.owners.admit(owner.instance, self._shared.now_s()):
+                continue
+            count, word = await self._lease_at(owner, keys[: owner.n_keys], ends_s)
+            if word == LIMIT:
+                return Asked(more=owner.n_keys)
+            if count:
+                return Asked()
+            outcome = outcome._replace(reason=word)
+            self._directory.wrong(question)
+        return outcome
+
+    async def _ask_named(self, owner: Owner, keys: list[bytes], ends_s: float) -> Asked | None:
+        """Lease at the owner that was named for these keys; None: the owner leases none of them now."""
+        now_s = self._shared.now_s()
+        if self._shared.owners.crowded([owner], now_s):
+            return Asked(more=len(keys))
+        if self._shared.owners.admit(owner.instance, now_s):
+            count, word = await self._lease_at(owner, keys, ends_s)
+            if count:
+                self._shared.counts["named_leases"] += 1
+            if count or (word == LIMIT and self._shared.leases.under_way_bytes(owner.instance)):
+                return Asked(more=len(keys) if word == LIMIT else 0)
+        self._shared.counts["named_refused"] += 1
+        self._shared.tell_once(f"{owner.instance} leases none of the chunks it was named for; asking others")
+        return None
+
+    async def _ask_directory(
+        self, question: Question, keys: list[bytes], ends_s: float
+    ) -> list[Owner] | None:
+        asked_s = self._shared.now_s()
+        request = Where(0, self._shared.instance_id, tags_of(b"".join(keys)), 1)
+        reply = None
+        for controller, breaker in self._controllers:
+            left_s = ends_s - self._shared.now_s()
+            if reply is not None or left_s <= 0 or not breaker.admit(self._shared.now_s()):
+                continue
+            self._shared.counts["asked_directory"] += 1
+            try:
+                reply = await controller.ask(request, WhereReply, left_s)
+            except Unavailable:
+                breaker.ended(False, self._shared.now_s())
+                continue
+            except ClusterFailure as refused:
+                self._shared.tell_once(f"the controller refuses lookups: {refused}")
+            breaker.ended(True, self._shared.now_s())
+        if reply is None:
+            return None
+        owners = [owner for owner in reply.owners if owner.instance != self._shared.instance_id]
+        self._directory.learn(question, owners, asked_s)
+        return owners
+
+    async def _lease_at(self, owner: Owner, keys: list[bytes], ends_s: float) -> tuple[int, str]:
+        """Ask an owner to lease these keys; returns how many it leases now, and a short reason or "".
+
+        The reason is LIMIT if the owner leases no more for now, PEER_DEADLINE if no answer came in time, PEER_GONE if
+        it has restarted, and "" otherwise, also after a refusal or an invalid answer, which are logged.
+        Reports to the owner's breaker, which must have admitted this call.
+        """
+        now_s = self._shared.now_s
+        try:
+            peer = await self._connections.connected(owner, ends_s)
+        except Unavailable:
+            self._shared.owners.failed(owner.instance, now_s())
+            return 0, PEER_DEADLINE
+        except (ClusterFailure, TransferError) as error:
+            self._shared.owners.failed(owner.instance, now_s())
+            self._shared.tell_once(f"{owner.instance} cannot be read: {error}")
+            return 0, ""
+        request = PeerLease(
+            0, self._shared.instance_id, b"".join(keys), 1, ttl_ms=self._shared.settings.lease_ms
+        )
+        asked_s = now_s()
+        try:
+            leased = await peer.link.ask(request, PeerLeased, max(0.0, ends_s - asked_s))
+        except Unavailable:
+            self._shared.owners.failed(owner.instance, now_s())
+            self._connections.let_go(peer)
+            return 0, PEER_DEADLINE
+        except ClusterFailure as refused:
+            self._shared.owners.well(owner.instance, now_s())
+            self._shared.tell_once(f"{owner.instance} leases nothing: {refused}")
+            return 0, ""
+        try:
+            extents = _extents_of(leased, len(keys), peer.extents_bytes)
+        except ValueError as error:
+            self._shared.owners.failed(owner.instance, now_s())
+            self._shared.tell_once(f"{owner.instance} answered with an impossible lease: {error}")
+            return 0, ""
+        self._shared.owners.well(owner.instance, now_s())
+        if leased.epoch != peer.epoch:  # the owner has restarted: the connection reaches the old process
+            self._connections.let_go(peer)
+            return 0, PEER_GONE
+        word = LIMIT if leased.reason == LIMIT else ""
+        if not extents:
+            self._shared.counts["leases_refused"] += 1
+            return 0, word
+        self._shared.counts["leases"] += 1
+        lease = Lease(
+            owner.instance,
+            leased.lease,
+            leased.epoch,
+            dict(zip(keys, extents, strict=False)),
+            asked_s + leased.ttl_ms / 1000,
+            now_s(),
+        )
+        for over in self._shared.leases.add(lease):
+            self._shared.work.keep(self._returns.give_back(over))
+        return len(extents), word
+
+
+@functools.lru_cache(maxsize=64)
+def _present(record_bytes: int) -> Found:
+    return Found(Presence.PRESENT, record_bytes)
+
+
+def _extents_of(leased: PeerLeased, n_keys: int, extents_bytes: int) -> list[Extent]:
+    """Unpack the leased extents and check them. Raises ValueError."""
+    if len(leased.extents) % EXTENT.size or len(leased.extents) > n_keys * EXTENT.size:
+        raise ValueError(f"{len(leased.extents)} bytes of extents for {n_keys} keys")
+    extents = unpack_extents(leased.extents)
+    for extent in extents:
+        if extent.length_bytes < HEAD_BYTES or extent.offset_bytes + extent.length_bytes > extents_bytes:
+            raise ValueError(f"{extent} in a pool of {extents_bytes} bytes")
+    if extents and not leased.lease:
+        raise ValueError("extents without a lease")
+    return extents

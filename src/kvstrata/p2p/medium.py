@@ -1,0 +1,68 @@
+"""The medium of the tier that reads other instances; the server adds it, and no entry of `l2_adapters` can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstrata.p2p.settings import PeerSettings
+from kvstrata.policy.store import StorePolicy
+from kvstrata.storage.base import StorageAdapter
+from kvstrata.storage.catalogue import Make, Medium
+from kvstrata.storage.entry import TierConfig
+from kvstrata.storage.recipe import Recipe
+from kvstrata.storage.structs import Place
+from kvstrata.storage.wrap.presence import PresenceLimits
+
+TYPE = "peer"
+"""The tier's type in names, metrics and status, such as `peer-3`."""
+
+
+def peer_tier(settings: PeerSettings, number: int) -> TierConfig:
+    """The configuration of the tier, whose number follows those of all `l2_adapters`; nothing is opened."""
+    recipe = Recipe(f"{__name__}:MEDIUM", settings, Place("p2p"), f"{TYPE}-{number}")
+    return TierConfig(
+        name=recipe.name,
+        number=number,
+        recipe=recipe,
+        make=recipe.prepare(),
+        entry=_shown(settings),
+        policy=StorePolicy.THROUGH,
+        # The tier keeps its own, shorter deadlines; this one only guards against a mistake in the tier.
+        deadline_ms=2 * max(settings.lookup_timeout_ms, settings.load_timeout_ms) + 2_000,
+        # A read by NIXL may hang without end; only the end of NIXL's process ends it.
+        isolated=settings.engine == "nixl",
+        # The tier has its own memory of the directory's answers, by questions instead of keys.
+        presence=PresenceLimits(presence_ttl_ms=0, negative_ttl_ms=0),
+    )
+
+
+def _shown(settings: PeerSettings) -> dict[str, Any]:
+    """The tier's entry as admins see it."""
+    return {
+        "type": TYPE,
+        "controller": ",".join(settings.controllers),
+        "engine": settings.engine,
+        "isolation": "process" if settings.engine == "nixl" else "in_process",
+        "lookup_timeout_ms": settings.lookup_timeout_ms,
+        "load_timeout_ms": settings.load_timeout_ms,
+        "max_mb_s": settings.max_bytes_per_s / (1 << 20),
+        **({"curve_file": settings.curve_file} if settings.curve_file else {}),
+    }
+
+
+def _prepare(settings: PeerSettings, place: Place, name: str) -> Make:
+    def make() -> StorageAdapter:
+        from kvstrata.p2p.engines.nixl import NixlEngine
+        from kvstrata.p2p.engines.ucx import UcxEngine
+        from kvstrata.p2p.tier import PeerTier
+
+        return PeerTier(settings, NixlEngine if settings.engine == "nixl" else UcxEngine, name=name)
+
+    return make
+
+
+def _by_the_server() -> str:
+    return "the server adds this tier itself if controller.url is set and p2p.engine is not off"
+
+
+MEDIUM = Medium(PeerSettings, _prepare, refusal=_by_the_server)

@@ -1,0 +1,41 @@
+"""The tier that reads other instances, as the server's commands and heartbeats use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvstrata.observability.metrics import ServerCounters
+from kvstrata.rpc.cluster_wire import Owner
+from kvstrata.storage.peers import ReadsPeers
+from kvstrata.storage.stack import Stack
+
+
+class PeerReads:
+    """The tier by its name. It is absent where peers are not read, and after an admin has removed it."""
+
+    def __init__(self, name: str, stack: Callable[[str], Stack | None], counters: ServerCounters) -> None:
+        """`name` of the tier, empty where peers are not read; `stack(name)` finds the tier among those in service."""
+        self._name = name
+        self._stack = stack
+        self._counters = counters
+
+    def prefer(self, keys: Sequence[bytes], owner: Owner | None) -> None:
+        """Ask this peer first for these chunks; None: ask the owners that the directory names, as before."""
+        if (peers := self._peers()) is not None:
+            peers.prefer(keys, b"" if owner is None else msgspec.msgpack.encode(owner))
+
+    def loads(self) -> tuple[int, int]:
+        """Records and bytes that were read from peers since the start."""
+        counted = self._counters.l2.get((self._name, "load"))
+        return (0, 0) if counted is None else (counted.outcomes.get("loaded", 0), counted.moved_bytes)
+
+    def metadata(self) -> bytes:
+        """The transfer engine's metadata, by which peers reach this L1; empty while no transfer engine is up."""
+        peers = self._peers()
+        return b"" if peers is None else peers.advertisement()
+
+    def _peers(self) -> ReadsPeers | None:
+        stack = self._stack(self._name)
+        return None if stack is None else stack.peers

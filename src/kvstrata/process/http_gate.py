@@ -1,0 +1,232 @@
+"""The outermost layer of our HTTP ports (ASGI): decides by a request's head, before any byte of its body is read.
+
+1. `Host` must be a name of this port (403).  Otherwise a web page whose own name is made to point at this machine (DNS
+   rebinding) could use the port through a browser.
+2. `Origin`, if a browser sends it, must be this port itself, and `Sec-Fetch-Site` neither `cross-site` nor `same-site`
+   (403): another port of the same host is another user's page.  Following a link to a page is allowed.
+3. Everything but the probes needs the bearer token of this port (401), unless the port is open.
+4. A body has at most MAX_BODY_BYTES, and at most MAX_STRANGER_BYTES without a token (413), whatever its
+   `Content-Length` says.  The application gets whole bodies only.
+
+Probes may have any `Host`, since the checks of load balancers and of Kubernetes name pods by what they know.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import platform
+import re
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvstrata.config.model import ListenSettings
+from kvstrata.errors import BadRequest, NotPermitted
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+MAX_BODY_BYTES = 32 << 20
+MAX_STRANGER_BYTES = 64 << 10
+PROBES = frozenset({"/healthz", "/readyz"})
+METRICS = "/metrics"
+OWN_SITE = ("", "none", "same-origin")
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]\s/@]+)(?::\d{1,5})?")
+
+Headers = Mapping[bytes, bytes]
+
+
+class Access:
+    """Who may use one port."""
+
+    def __init__(
+        self,
+        settings: ListenSettings,
+        token: str,
+        *,
+        public: Collection[str] = (),
+        pages: Collection[str] = (),
+        names: Collection[str] = (),
+    ) -> None:
+        """`token`: empty for an open port. `public`: paths that need no token, beside the probes; `x/`: all below `x`.
+
+        `pages`: paths for people, which links on other sites may lead to. `names`: further names of the port.
+        """
+        self._token = f"Bearer {token}".encode() if token else b""
+        self._loopback = is_loopback(settings.host)
+        open_metrics = self._loopback if settings.open_metrics is None else settings.open_metrics
+        self._public = {*PROBES, *public, *((METRICS,) if open_metrics else ())}
+        self._public_below = tuple(one for one in public if len(one) > 1 and one.endswith("/"))
+        self._pages = frozenset(pages)
+        self._origins = {name.lower() for name in settings.allowed_hosts}
+        own = [settings.host, "localhost", *names, *settings.allowed_hosts]
+        if not self._loopback:
+            own += [platform.node(), platform.node().partition(".")[0]]
+        self._names = {bare_host(name) for name in own} - {""}
+        self._any_host = not token and not self._loopback
+
+    def knows_host(self, host: str) -> bool:
+        """Whether a `Host` header names this port."""
+        name = bare_host(host)
+        # No other site's page can have an address as its name.
+        return (
+            self._any_host
+            or name in self._names
+            or (_is_ip(name) and (not self._loopback or is_loopback(name)))
+        )
+
+    def knows_origin(self, headers: Headers, path: str) -> bool:
+        """Whether the page that sent this request, if a page did, is this port's own."""
+        site = headers.get(b"sec-fetch-site", b"").decode("latin-1")
+        mode = headers.get(b"sec-fetch-mode", b"").decode("latin-1")
+        if site not in OWN_SITE and not (mode == "navigate" and path in self._pages):
+            return False
+        origin = headers.get(b"origin")
+        if origin is None:
+            return True
+        scheme, _, netloc = origin.decode("latin-1").lower().partition("://")
+        own = headers.get(b"host", b"").decode("latin-1").lower()
+        return scheme in ("http", "https") and bool(netloc) and (netloc == own or netloc in self._origins)
+
+    def is_public(self, path: str) -> bool:
+        """Whether a path needs no token."""
+        return path in self._public or path.startswith(self._public_below)
+
+    def proven(self, headers: Headers) -> bool:
+        """Whether the request carries the token, or the port needs none."""
+        return not self._token or hmac.compare_digest(headers.get(b"authorization", b""), self._token)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`. Names other than `localhost` count as reachable from elsewhere."""
+    return host == "localhost" or (_is_ip(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def bare_host(host: str) -> str:
+    """The name or address of a `Host` header, without port and brackets, in lower case; empty if it is malformed."""
+    if _is_ip(host):
+        return host.lower()
+    match = _HOST.fullmatch(host)
+    return match[1].strip("[]").lower().rstrip(".") if match else ""
+
+
+def guard(app: ASGIApp, access: Access) -> ASGIApp:
+    """`app` behind rules 1 to 3."""
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"this port serves HTTP only, not {scope['type']}")
+        headers, path = dict(scope["headers"]), scope["path"]
+        host = headers.get(b"host", b"").decode("latin-1")
+        if path not in PROBES and not access.knows_host(host):
+            message = (
+                f"Host: {host!a:.80} is no name of this port; ask by its address, or add the name to "
+                "http.allowed_hosts"
+            )
+            await _refuse(send, headers, 403, NotPermitted.code, message)
+        elif not access.knows_origin(headers, path):
+            shown = headers.get(b"origin", headers.get(b"sec-fetch-site", b"")).decode("latin-1")
+            message = (
+                f"Origin: a page of another site ({shown!a:.80}) may not use this port; if it is this port's name "
+                "behind a proxy, add it to http.allowed_hosts"
+            )
+            await _refuse(send, headers, 403, NotPermitted.code, message)
+        elif not access.is_public(path) and not access.proven(headers):
+            message = (
+                "missing or wrong bearer token; `kvstrata ctl` finds it if the server's user runs it, otherwise give "
+                "--token-file"
+            )
+            await _refuse(send, headers, 401, NotPermitted.code, message, [(b"www-authenticate", b"Bearer")])
+        else:
+            await app(scope, receive, send)
+
+    return guarded
+
+
+def sized(app: ASGIApp, access: Access) -> ASGIApp:
+    """`app` behind rule 4."""
+
+    async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        limit = MAX_BODY_BYTES if access.proven(headers) else MAX_STRANGER_BYTES
+        try:
+            body = b"" if scope["path"] in PROBES else await _body(receive, headers, limit)
+        except _TooLongError:
+            without = "" if limit == MAX_BODY_BYTES else " without a token"
+            message = f"body: more than {limit} bytes{without}; send less"
+            await _refuse(send, headers, 413, BadRequest.code, message, field="body")
+            return
+        except ConnectionError:
+            return
+        told = False
+
+        async def whole() -> Any:
+            nonlocal told
+            if told:
+                return await receive()
+            told = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await app(scope, whole, send)
+
+    return bounded
+
+
+class _TooLongError(Exception):
+    pass
+
+
+async def _body(receive: Receive, headers: Headers, limit: int) -> bytes:
+    """The whole body. Raises _TooLongError, and ConnectionError if the client goes away before its end."""
+    if _length(headers) > limit:
+        raise _TooLongError
+    parts, length = [], 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ConnectionError
+        part = message.get("body", b"")
+        length += len(part)
+        if length > limit:
+            raise _TooLongError
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _length(headers: Headers) -> int:
+    """The length of a body, as far as the request tells it."""
+    text = headers.get(b"content-length", b"")
+    return int(text) if text.isdigit() and len(text) < 16 else MAX_BODY_BYTES + 1 if text else 0
+
+
+async def _refuse(
+    send: Send,
+    headers: Headers,
+    status: int,
+    code: str,
+    message: str,
+    more: Collection[tuple[bytes, bytes]] = (),
+    field: str = "",
+) -> None:
+    """Answer with an error as JSON. The connection is closed if much of the request may still arrive."""
+    if b"transfer-encoding" in headers or _length(headers) > MAX_STRANGER_BYTES:
+        more = [*more, (b"connection", b"close")]
+    body = json.dumps({"code": code, "message": message, "field": field}).encode()
+    answered = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"cache-control", b"no-store"),
+        *more,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": answered})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

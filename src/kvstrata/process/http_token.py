@@ -1,0 +1,136 @@
+"""The bearer token of an HTTP port in a file where clients of the same user find it.
+
+    <run dir>/http/<port>-<network namespace>.token      mode 0600, below a folder of mode 0700
+
+1. The process that serves the port holds a lock (flock) on its file; a file without a lock is left over from a process
+   that has ended.  Each start removes such files.
+2. A client sends a token that it found only to a port of this machine that a process of its own user listens on.
+   Otherwise another user could take the port of a server that has ended and receive the token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import secrets
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvstrata.config.private_dir import check_private_dir, make_private_dir, run_dir
+from kvstrata.errors import ConfigError
+from kvstrata.process.ports import port_uids
+
+FIELD = "http.token_file"
+FOLDER = "http"
+SUFFIX = ".token"
+MAX_BYTES = 4_096
+
+
+def fresh_token() -> str:
+    """A token of 256 random bits."""
+    return secrets.token_urlsafe(32)
+
+
+class TokenFile:
+    """The file of one served port, from its making until `close`."""
+
+    def __init__(self, token: str, port: int, environ: Mapping[str, str] = os.environ) -> None:
+        """Write the file. Raises ConfigError."""
+        folder = run_dir(environ) / FOLDER
+        make_private_dir(folder, FIELD)
+        _sweep(folder)
+        self.path = folder / _name(port)
+        part = folder / f"{secrets.token_hex(8)}.part"
+        try:
+            self._fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            os.write(self._fd, f"{token}\n".encode())
+            os.rename(part, self.path)
+        except OSError as error:
+            raise ConfigError(
+                f"{FIELD}: cannot write a token into {str(folder)!r}: {error.strerror}; make room there, or name a "
+                "file with a token",
+                field=FIELD,
+            ) from None
+
+    def close(self) -> None:
+        """Remove the file, unless a later process has replaced it."""
+        with contextlib.suppress(OSError):
+            if os.stat(self.path).st_ino == os.fstat(self._fd).st_ino:
+                self.path.unlink()
+        os.close(self._fd)
+
+
+def find_token(url: str, environ: Mapping[str, str] = os.environ) -> str:
+    """The token of the HTTP port at `url`, if a process of our user serves it on this machine; else empty."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port or 80
+        here = parts.hostname == "localhost" or ipaddress.ip_address(parts.hostname or "").is_loopback
+    except ValueError:
+        return ""
+    if not here or port_uids(port) != {os.geteuid()}:
+        return ""
+    for folder in _folders(environ):
+        if token := _read(folder / _name(port)):
+            return token
+    return ""
+
+
+def _folders(environ: Mapping[str, str]) -> Iterator[Path]:
+    """Where a token may lie: a server started by systemd or cron often has no XDG_RUNTIME_DIR, unlike a login shell."""
+    for variables in (environ, {}):
+        with contextlib.suppress(ConfigError):
+            folder = run_dir(variables) / FOLDER
+            check_private_dir(folder, FIELD)
+            yield folder
+
+
+def _read(path: Path) -> str:
+    """The token in the file of a process that is alive; else empty."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        status = os.fstat(fd)
+        private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+        if not private or not stat.S_ISREG(status.st_mode) or not _locked(fd, fcntl.LOCK_SH):
+            return ""
+        return os.read(fd, MAX_BYTES).decode("ascii", "replace").strip()
+    finally:
+        os.close(fd)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the files of processes that have ended."""
+    for path in folder.glob(f"*{SUFFIX}"):
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                if not _locked(fd, fcntl.LOCK_EX):
+                    path.unlink()
+            finally:
+                os.close(fd)
+
+
+def _locked(fd: int, kind: int) -> bool:
+    """Whether another process holds a lock on this file that excludes `kind`."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _name(port: int) -> str:
+    """Processes in different network namespaces may serve the same port."""
+    try:
+        space = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        space = 0
+    return f"{port}-{space}{SUFFIX}"

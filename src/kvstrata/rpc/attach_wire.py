@@ -1,0 +1,84 @@
+"""The request and the reply of the attach handshake, as msgpack maps; its other messages are single words.
+
+They travel on the attach socket, with descriptors, before the first message of the RPC protocol (`wire`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvstrata.rpc.wire import MAX_SLICES, SECRET_BYTES, SessionName
+from kvstrata.types import LayoutIdentity, Role, Slice
+
+MAX_HELD_LOCKS = 1024
+"""Most lock files of one process: one per segment that it was ever attached to."""
+
+
+class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """First message on the attach socket; the caller's own pidfd travels with it."""
+
+    protocol: int
+    session: SessionName
+    """Random bytes that the caller chooses; the same when the process attaches again."""
+    group: SessionName
+    """Name of the engine: all its processes attach with the same 16 bytes."""
+    role: Role
+    """Role of the process in its engine."""
+    layout: LayoutIdentity
+    engine_slices: Annotated[int, Meta(ge=1, le=MAX_SLICES)]
+    """Number of distinct slices of the whole engine."""
+    slice: Slice | None = None
+    """The slice that this process reads and writes; nil for a scheduler."""
+    facts: dict[str, Any] | None = None
+    """Layout facts from which `slice.layout` is derived. The same identity with other facts is refused; the error names
+    the first fact that differs."""
+    old_epoch: int = 0
+    """Epoch of the previous attachment, 0 for none."""
+    registers_memory: bool = False
+    """Whether the extents are registered with a device's driver, so that the device may access them for this process.
+    Such access may outlast the locks of a process that dies, but not its pidfd."""
+    token: Annotated[str, Meta(max_length=256)] = ""
+    """Proves which tenants this process may use, if the server has a tenants file."""
+    held_locks: Annotated[list[tuple[int, int]], Meta(max_length=MAX_HELD_LOCKS)] = []
+    """(device, inode) of every sessions.lock that this process has open. The process must never get a second descriptor
+    of such a file, because closing that descriptor would drop its locks."""
+
+    def __repr__(self) -> str:
+        """Every field but the token, which is a secret."""
+        shown = {**msgspec.structs.asdict(self), "token": "***" if self.token else ""}
+        return f"AttachRequest({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer on the attach socket; an empty `code` means accepted.
+
+    Then descriptors travel with it: index (read-only), extents (read-only for a process without a slice), and
+    sessions.lock, unless the request's `held_locks` names it.
+    """
+
+    code: str = ""
+    message: str = ""
+    field: str = ""
+    """The same as in an error reply."""
+    row: int = 0
+    """Row of the process in the session table."""
+    epoch: int = 0
+    """Changes with every start of the server."""
+    pool_id: bytes = b""
+    """Changes with every new pool, whose files the client must then map anew."""
+    extents_bytes: int = 0
+    """Length of the extents file."""
+    secret: Annotated[bytes, Meta(max_length=SECRET_BYTES)] = b""
+    """32 random bytes that each frame of the session carries until it attaches again. Whoever knows them and reaches
+    the server acts in the session's name."""
+    instance_id: str = ""
+    lock_file: tuple[int, int] = (0, 0)
+    """(device, inode) of sessions.lock; the client locks byte `row` of it for life."""
+
+    def __repr__(self) -> str:
+        """Every field but the secret."""
+        shown = {**msgspec.structs.asdict(self), "secret": "***" if self.secret else ""}
+        return f"AttachReply({', '.join(f'{name}={value!r}' for name, value in shown.items())})"

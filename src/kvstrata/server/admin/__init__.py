@@ -1,0 +1,1 @@
+"""What an admin can see and do: status, explain, prewarm, clear, stranded sessions."""

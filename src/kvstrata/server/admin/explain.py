@@ -1,0 +1,46 @@
+"""Explain: what a recent request hit, and why a chunk is not in L1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstrata.keys.batch import split
+from kvstrata.native.pool import Pool
+from kvstrata.policy.misses import Explainer
+from kvstrata.server.requests.leases import InFlight
+
+
+class Explaining:
+    """Answers explain requests. It only reads."""
+
+    def __init__(self, explainer: Explainer, pool: Pool, in_flight: InFlight, policy: str) -> None:
+        """`policy`: name of the eviction policy of L1."""
+        self._explainer = explainer
+        self._pool = pool
+        self._in_flight = in_flight
+        self._policy = policy
+
+    def request(self, request_id: str) -> dict[str, Any] | None:
+        """What a recent request hit and why its first missing chunk missed; None if it is not remembered.
+
+        Raises BadRequest if `request_id` is the beginning of several requests' ids.
+        """
+        document = self._explainer.explain(request_id, None)
+        return document if document["known"] else None
+
+    def request_of(self, tenants: frozenset[str] | None, request_id: str) -> dict[str, Any]:
+        """The same for a process that may use these tenants (None: any); also an answer for an unknown request."""
+        return self._explainer.explain(request_id, tenants)
+
+    def keys(self, keys: bytes) -> list[dict[str, str]]:
+        """For each storage key, that its chunk is in L1, or why it is not, if that is remembered."""
+        told = []
+        for key in split(keys):
+            if self._pool.peek(key, 1):
+                told.append({"tier": "l1", "reason": "", "detail": ""})
+                continue
+            reason, detail = self._explainer.why_key(
+                key, in_flight=key in self._in_flight, policy=self._policy
+            )
+            told.append({"tier": "", "reason": reason.value, "detail": detail})
+        return told

@@ -1,0 +1,179 @@
+"""Prewarms: chunks of a prompt that are loaded from L2 before any request asks for them.
+
+A prewarm is listed from its start until `MAX_JOBS` younger ones are listed.  Its `reason` says why it loaded no more;
+it is empty when all chunks were loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from typing import Any
+
+from kvstrata.clock import Clock
+from kvstrata.errors import BadRequest, Refused
+from kvstrata.keys.batch import before, count, part
+from kvstrata.native.hashing import chain_keys, storage_keys
+from kvstrata.native.pool import Pool
+from kvstrata.policy.processes import EngineGroup, ProcessTable, tenant_number
+from kvstrata.process.lane import PoolLane
+from kvstrata.process.supervisor import Supervisor
+from kvstrata.server.l2.prefetch import PrefetchController
+from kvstrata.states import Machine
+from kvstrata.types import KEY_BYTES, RequestIdentity, identity_root
+
+MAX_JOBS = 256
+MAX_RUNNING_JOBS = 8
+
+
+class JobState(enum.StrEnum):
+    """Whether a prewarm may still load chunks."""
+
+    RUNNING = "running"
+    """Its chunks are looked for and loaded."""
+    DONE = "done"
+    """It has ended; its numbers do not change any more."""
+
+
+class JobEvent(enum.Enum):
+    """An event in the life of a prewarm."""
+
+    ENDED = enum.auto()
+    """All of its loads have ended, its time is over, or the server had no room for it."""
+
+
+MACHINE = Machine(
+    "Prewarm",
+    JobState,
+    JobEvent,
+    JobState.RUNNING,
+    {JobState.RUNNING: {JobEvent.ENDED: JobState.DONE}},
+)
+
+
+class Job:
+    """One prewarm and its outcome so far."""
+
+    __slots__ = ("chunks", "l1_chunks", "l2_chunks", "number", "reason", "state", "tenant")
+
+    def __init__(self, number: int, tenant: int, chunks: int) -> None:
+        self.number = number
+        self.tenant = tenant
+        self.state: JobState = MACHINE.first
+        self.chunks = chunks
+        self.l1_chunks = 0
+        self.l2_chunks = 0
+        self.reason = ""
+
+    def document(self) -> dict[str, Any]:
+        """The JSON that an admin or a client gets."""
+        return {
+            "job": self.number,
+            "state": str(self.state),
+            "chunks": self.chunks,
+            "l1_chunks": self.l1_chunks,
+            "l2_chunks": self.l2_chunks,
+            "reason": self.reason,
+        }
+
+
+class Prewarms:
+    """The prewarms of an instance. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        processes: ProcessTable,
+        pool: Pool,
+        lane: PoolLane,
+        prefetch: PrefetchController,
+        clock: Clock,
+        supervisor: Supervisor,
+    ) -> None:
+        self._processes = processes
+        self._pool = pool
+        self._lane = lane
+        self._prefetch = prefetch
+        self._clock = clock
+        self._supervisor = supervisor
+        self._jobs: dict[int, Job] = {}
+        self._next = 1
+
+    async def prewarm(
+        self, *, model: str, request: RequestIdentity, tokens: list[int], budget_bytes: int, ttl_ms: int
+    ) -> int:
+        """Start loading the chunks of a prompt; returns the job's number.
+
+        `model`: of an attached engine, empty for the only one. Raises BadRequest or Refused.
+        """
+        group = self._group_of(model)
+        root = identity_root(group.layout, request)
+        chain = await asyncio.shield(self._lane.run(chain_keys, root, tokens, group.layout.chunk_tokens))
+        return self.start(group, root, tenant_number(request.tenant), chain, budget_bytes, ttl_ms)
+
+    def start(
+        self, group: EngineGroup, root: bytes, tenant: int, chain: bytes, budget_bytes: int, ttl_ms: int
+    ) -> int:
+        """Start loading the chunks of these chain keys; returns the job's number. Raises Refused."""
+        if not group.complete:
+            raise Refused("engine_slices: not all slices of this engine are attached; try later")
+        running = sum(job.state is JobState.RUNNING for job in self._jobs.values())
+        if running >= MAX_RUNNING_JOBS:
+            raise Refused(f"{running} prewarm jobs are running; try again when some have ended")
+        job = Job(self._next, tenant, len(chain) // KEY_BYTES)
+        self._next += 1
+        self._jobs[job.number] = job
+        if len(self._jobs) > MAX_JOBS:
+            ended = (number for number, other in self._jobs.items() if other.state is not JobState.RUNNING)
+            del self._jobs[next(ended)]
+        work = self._run(job, group.packed_slices, group.lengths, root, tenant, chain, budget_bytes, ttl_ms)
+        self._supervisor.spawn(work, f"prewarm-{job.number}")
+        return job.number
+
+    def job(self, number: int, tenants: frozenset[str] | None = None) -> dict[str, Any] | None:
+        """The outcome of a prewarm so far; None when it is not listed, or for none of these tenants (None: any)."""
+        job = self._jobs.get(number)
+        if job is None or (tenants is not None and job.tenant not in map(tenant_number, tenants)):
+            return None
+        return job.document()
+
+    def documents(self) -> list[dict[str, Any]]:
+        """All listed prewarms, oldest first."""
+        return [job.document() for job in self._jobs.values()]
+
+    async def _run(
+        self, job: Job, slices: bytes, lengths: list[frozenset[int]], root: bytes, tenant: int, chain: bytes,
+        budget_bytes: int, ttl_ms: int,
+    ) -> None:  # fmt: skip
+        n_slices = len(lengths)
+        deadline_s = self._clock.monotonic_s() + ttl_ms / 1000
+        try:
+            keys = await asyncio.shield(self._lane.run(storage_keys, root, chain, slices))
+            job.l1_chunks = self._pool.peek(keys, n_slices)
+            n_chunks = count(keys, n_slices)
+            if job.l1_chunks < n_chunks:
+                fetched = await self._prefetch.fetch(
+                    part(keys, job.l1_chunks, n_chunks, n_slices),
+                    n_slices,
+                    identity=root,
+                    tenant=tenant,
+                    parent=before(keys, job.l1_chunks, n_slices=n_slices),
+                    deadline_s=deadline_s,
+                    budget_bytes=budget_bytes or None,
+                    lengths=lengths,
+                )
+                job.l2_chunks, job.reason = fetched.l2_chunks, fetched.reason
+        except Refused as error:
+            job.reason = error.code
+        finally:
+            job.state = MACHINE.after(job.state, JobEvent.ENDED)
+
+    def _group_of(self, model: str) -> EngineGroup:
+        groups = self._processes.groups
+        found = [group for group in groups if model in ("", group.layout.model)]
+        if len({group.layout for group in found}) != 1:
+            names = ", ".join(sorted({group.layout.model for group in groups})) or "none"
+            raise BadRequest(
+                f"model: {model!r:.80} must name the one attached engine to load for; attached: {names}",
+                field="model",
+            )
+        return next((group for group in found if group.complete), found[0])

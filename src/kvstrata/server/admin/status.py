@@ -1,0 +1,131 @@
+"""The status document: sections by name, each supplied by the part of the instance that it describes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvstrata import __version__
+from kvstrata.clock import Clock
+from kvstrata.config.model import ServerSettings
+from kvstrata.native.pool import Pool
+from kvstrata.policy.processes import ProcessTable, tenant_number
+from kvstrata.server.facts import InstanceFacts
+from kvstrata.server.l2.store import StoreController
+from kvstrata.server.readiness import Readiness
+from kvstrata.types import shown_name
+
+Section = Callable[[], Any]
+
+OPEN_SECTIONS = ("instance", "pool", "sessions", "l2_store", "l2_prefetch")
+"""Sections that a process with the token of any tenant sees: numbers of the whole instance, no names."""
+
+
+class StatusBoard:
+    """The sections of the status document. It is read only once the instance is ready."""
+
+    def __init__(self) -> None:
+        self._sections: dict[str, Section] = {}
+        self._served: list[str] = []
+        """Sections whose numbers are metrics too."""
+
+    def put(self, name: str, section: Section, *, metrics: bool = True) -> None:
+        """Add a section. `metrics`: its numbers are served as gauges, too."""
+        assert name not in self._sections, name
+        self._sections[name] = section
+        if metrics:
+            self._served.append(name)
+
+    def document(self) -> dict[str, Any]:
+        """All sections, read now."""
+        return {name: section() for name, section in self._sections.items()}
+
+    def document_of(self, tenants: frozenset[str], group: str) -> dict[str, Any]:
+        """What processes of an engine see that may use these tenants: nothing that names another tenant or engine.
+
+        `group`: the engine's name in `peers`, "" for a process that is not attached.
+        """
+        document = {name: self._sections[name]() for name in OPEN_SECTIONS if name in self._sections}
+        document["peers"] = [row for row in self._sections["peers"]() if row["group"] == group]
+        for name in ("tenants", "l2_tenants"):
+            document[name] = [row for row in self._sections[name]() if row["tenant"] in tenants]
+        return document
+
+    def numbers(self) -> dict[str, Any]:
+        """The sections whose numbers are metrics, read now."""
+        return {name: self._sections[name]() for name in self._served}
+
+
+def instance_section(facts: InstanceFacts, readiness: Readiness, clock: Clock) -> dict[str, Any]:
+    """The section `instance`: name, ports, age, readiness."""
+    return {
+        "instance_id": facts.instance_id,
+        "version": __version__,
+        "epoch": facts.epoch,
+        "pid": os.getpid(),
+        "host": facts.host,
+        "port": facts.port,
+        "tcp": facts.tcp,
+        "http_port": facts.http_port,
+        "socket_dir": str(facts.socket_dir),
+        "ready": readiness.ready,
+        "uptime_s": round(clock.monotonic_s() - facts.started_s, 3),
+        "unix_s": time.time(),
+    }
+
+
+def pool_section(pool: Pool) -> dict[str, Any]:
+    """The section about L1, without its tenants, which have a section of their own."""
+    return {name: value for name, value in pool.stats().items() if name != "tenants"}
+
+
+def processes_section(processes: ProcessTable) -> list[dict[str, Any]]:
+    """A row for each attached process."""
+    return [
+        {
+            "session": shown_name(process.session),
+            "group": shown_name(process.group.name),
+            "role": str(process.role),
+            "pid": process.pid,
+            "row": process.row,
+            "detached": process.detached,
+            "model": process.group.layout.model,
+            "complete": process.group.complete,
+            "copies": process.copies,
+        }
+        for process in processes
+    ]
+
+
+class TenantRows:
+    """Bytes by tenant; a tenant has its name where a quota or an attached process tells it, else its number."""
+
+    def __init__(
+        self, settings: ServerSettings, processes: ProcessTable, pool: Pool, store: StoreController
+    ) -> None:
+        self._settings = settings
+        self._processes = processes
+        self._pool = pool
+        self._store = store
+
+    def in_l1(self) -> list[dict[str, Any]]:
+        """Bytes of L1."""
+        names = self._names()
+        return [
+            {"tenant": names.get(number, f"#{number:08x}"), **numbers}
+            for number, numbers in self._pool.stats()["tenants"].items()
+        ]
+
+    def in_l2(self) -> list[dict[str, Any]]:
+        """Known bytes of the tenants that have a quota in L2, by tier."""
+        names = self._names()
+        return [{**row, "tenant": names[row["tenant"]]} for row in self._store.tenants()]
+
+    def _names(self) -> dict[int, str]:
+        settings = self._settings
+        names = {tenant_number(name): name for name in (*settings.quotas_gb, *settings.l2.quotas_gb)}
+        for process in self._processes:
+            names.update((i.tenant, i.request.tenant) for i in process.identities.values())
+        return names

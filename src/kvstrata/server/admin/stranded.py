@@ -1,0 +1,54 @@
+"""Sessions that ended while no server watched, and whose device may still write into L1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstrata.errors import BadRequest
+from kvstrata.memory.attach.row import Stranded
+from kvstrata.memory.attach.server import AttachServer
+from kvstrata.observability.logging import EventLog
+from kvstrata.types import shown_name
+
+
+class StrandedSessions:
+    """Lists and clears stranded sessions for an admin; memory/attach/server.py keeps them."""
+
+    def __init__(self, attach: AttachServer) -> None:
+        self._attach = attach
+        self._log = EventLog("instance")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each stranded session that keeps extents in quarantine."""
+        return [_row(one) for one in self._attach.stranded()]
+
+    async def clear(self, session: str) -> list[dict[str, Any]]:
+        """Free the extents of a stranded session, or of all with "all". Returns the rows of the cleared sessions.
+
+        Raises BadRequest for a session that is not stranded.
+        """
+        try:
+            names = {shown_name(one.seen.session): one.seen.session for one in self._attach.stranded()}
+            chosen = None if session == "all" else [names[session]]
+            cleared = await self._attach.clear_stranded(chosen)
+        except KeyError:
+            raise BadRequest(
+                f'session: {session!r:.80} is not stranded; name one that GET /v1/stranded lists, or "all"',
+                field="session",
+            ) from None
+        for one in cleared:
+            self._log.info(
+                "stranded_cleared", session=shown_name(one.seen.session), kept_bytes=one.kept_bytes
+            )
+        return [_row(one) for one in cleared]
+
+
+def _row(one: Stranded) -> dict[str, Any]:
+    seen = one.seen
+    return {
+        "session": shown_name(seen.session),
+        "group": shown_name(seen.group),
+        "pid": seen.pid,
+        "row": seen.row,
+        "kept_bytes": one.kept_bytes,
+    }

@@ -1,0 +1,166 @@
+"""What each kind of command does in this instance, whichever controller sent it.
+
+Every command uses a bounded share of the instance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from kvstrata.clock import Clock
+from kvstrata.config.shown_environment import shown_environment
+from kvstrata.keys.batch import before, count, part, split
+from kvstrata.native.pool import Pool
+from kvstrata.p2p.borrowed import Borrowed
+from kvstrata.p2p.peer_reads import PeerReads
+from kvstrata.p2p.serving import PeerServer
+from kvstrata.policy.processes import ProcessTable, tenant_number
+from kvstrata.process.lane import PoolLane
+from kvstrata.rpc.command_wire import (
+    Argument,
+    ClearArgument,
+    DrainArgument,
+    EvictIdentityArgument,
+    EvictKeysArgument,
+    ExplainKeysArgument,
+    ExplainRequestArgument,
+    PinArgument,
+    PullArgument,
+    RuntimeArgument,
+    StatusArgument,
+    UnpinArgument,
+)
+from kvstrata.server.admin.clear import Clearing
+from kvstrata.server.admin.explain import Explaining
+from kvstrata.server.admin.status import StatusBoard
+from kvstrata.server.l2.prefetch import PrefetchController
+
+PULL_S = 30.0
+
+
+class LoopLag:
+    """How late the event loop has been recently, in seconds."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def note(self, late_s: float) -> None:
+        """Note how late a timer fired; greater values of earlier timers fade."""
+        self.seconds = max(late_s, self.seconds * 0.99)
+
+
+class Actions:
+    """Carries out the commands of controllers. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        lane: PoolLane,
+        clock: Clock,
+        processes: ProcessTable,
+        prefetch: PrefetchController,
+        borrowed: Borrowed,
+        peer_reads: PeerReads,
+        peer_server: PeerServer,
+        clearing: Clearing,
+        explain: Explaining,
+        board: StatusBoard,
+    ) -> None:
+        self._pool = pool
+        self._lane = lane
+        self._clock = clock
+        self._processes = processes
+        self._prefetch = prefetch
+        self._borrowed = borrowed
+        self._peer_reads = peer_reads
+        self._peer_server = peer_server
+        self._clearing = clearing
+        self._explain = explain
+        self._board = board
+        self.lag = LoopLag()
+
+    async def do(self, argument: Argument) -> dict[str, Any]:
+        """Carry out any command but RESYNC. Returns the content of its result. Raises KvstrataError."""
+        leases = self._peer_server.leases
+        match argument:
+            case ClearArgument():
+                done = await self._clearing.clear(argument.tier, argument.tenant)
+                pending = done.held + done.leased
+                return {"count": done.n_chunks, **done.tiers, "pending": pending, "kept": done.kept}
+            case EvictKeysArgument():
+                return {"count": await asyncio.shield(self._lane.run(self._pool.remove, argument.keys))}
+            case EvictIdentityArgument():
+                dropped, _ = await asyncio.shield(self._lane.run(self._pool.clear, -1, argument.identity))
+                return {"count": dropped}
+            case PinArgument():
+                return {"count": self._peer_server.pin(argument.claim, argument.keys, argument.ttl_ms / 1000)}
+            case UnpinArgument():
+                return {"count": leases.unpin(argument.claim)}
+            case PullArgument():
+                return await self._pull(argument)
+            case DrainArgument():
+                leases.draining = argument.on
+                return {"leases": len(leases)}
+            case ExplainKeysArgument():
+                return {"keys": self._explain.keys(argument.keys)}
+            case ExplainRequestArgument():
+                return self._explain.request(argument.request_id) or {"known": False}
+            case RuntimeArgument():
+                return self._runtime()
+            case StatusArgument():
+                return self._board.document()
+        raise AssertionError(f"{type(argument).__name__} is not an action of an instance")
+
+    async def _pull(self, pull: PullArgument) -> dict[str, Any]:
+        """Load the chunks that L1 lacks, as a prewarm does: from the named owner, else from any tier that has them.
+
+        They stay in L1 even where chunks read from peers do not.
+        """
+        keys, n_slices = pull.keys, pull.n_slices
+        names = split(keys)
+        reason, loaded = "", 0
+        async with self._borrowed.keeping(names):
+            n_there, n_chunks = self._pool.peek(keys, n_slices), count(keys, n_slices)
+            if n_there < n_chunks:
+                self._peer_reads.prefer(names, None if pull.owner is None else pull.owner.owner())
+                try:
+                    fetched = await self._prefetch.fetch(
+                        part(keys, n_there, n_chunks, n_slices),
+                        n_slices,
+                        identity=pull.identity,
+                        tenant=tenant_number(pull.tenant),
+                        parent=before(keys, n_there, n_slices=n_slices),
+                        deadline_s=self._clock.monotonic_s() + PULL_S,
+                        lengths=[self._processes.lengths_of(pull.identity)] * n_slices,
+                    )
+                finally:
+                    self._peer_reads.prefer(names, None)
+                loaded, reason = fetched.l2_chunks, str(fetched.reason)
+        # Counted at the very end: a move drops the chunks at their source only if this number covers them.
+        return {"count": self._pool.peek(keys, n_slices), "loaded": loaded, "reason": reason}
+
+    def _runtime(self) -> dict[str, Any]:
+        status = dict(
+            line.split(":\t", 1)
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if ":\t" in line
+        )
+        return {
+            "pid": os.getpid(),
+            "threads": int(status.get("Threads", "0")),
+            "python_threads": [thread.name for thread in threading.enumerate()],
+            "rss_bytes": int(status.get("VmRSS", "0 kB").split()[0]) * 1024,
+            "gc_count": list(gc.get_count()),
+            "gc_collections": [generation["collections"] for generation in gc.get_stats()],
+            "gc_frozen": gc.get_freeze_count(),
+            "loop_lag_ms": round(1000 * self.lag.seconds, 3),
+            "tasks": len(asyncio.all_tasks()),
+            "open_files": len(os.listdir("/proc/self/fd")),
+            "environment": shown_environment(os.environ),
+        }

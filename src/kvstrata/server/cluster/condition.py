@@ -1,0 +1,76 @@
+"""The condition of the instance, for heartbeats: how full its tiers are, its counters, and its engines' models."""
+
+from __future__ import annotations
+
+from kvstrata.native.pool import Pool
+from kvstrata.observability.metrics import ServerCounters
+from kvstrata.p2p.peer_reads import PeerReads
+from kvstrata.p2p.serving import PeerServer
+from kvstrata.policy.processes import ProcessTable
+from kvstrata.rpc.cluster_wire import KvKind, Load
+from kvstrata.server.cluster.events import L1_TIER, TierNews
+from kvstrata.server.cluster.own_tiers import OwnTiers
+
+MAX_MODELS = 64
+
+
+class Condition:
+    """Reads the condition of one instance."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        processes: ProcessTable,
+        own: OwnTiers,
+        peer_server: PeerServer,
+        peer_reads: PeerReads,
+        counters: ServerCounters,
+    ) -> None:
+        self._pool = pool
+        self._processes = processes
+        self._own = own
+        self._peer_server = peer_server
+        self._peer_reads = peer_reads
+        self._counters = counters
+
+    @property
+    def draining(self) -> bool:
+        """Whether the instance grants no leases to peers."""
+        return self._peer_server.leases.draining
+
+    def load(self, news: TierNews) -> Load:
+        """The present numbers, with a row for each tier that this controller knows."""
+        pool, counters = self._pool.stats(), self._counters
+        peer_chunks, peer_bytes = self._peer_reads.loads()
+        usage = self._own.usage()
+        return Load(
+            chunks={
+                L1_TIER: pool["entries"]["ready"],
+                **{
+                    tier: usage[tier].records if tier in usage else news.tags.count(tier)
+                    for tier in news.tiers[1:]
+                },
+            },
+            used_bytes={L1_TIER: pool["used_bytes"], **{tier: one.used_bytes for tier, one in usage.items()}},
+            capacity_bytes={
+                L1_TIER: pool["extents_bytes"],
+                **{tier: one.capacity_bytes for tier, one in usage.items() if one.capacity_bytes},
+            },
+            hits_total={
+                "l1": counters.l1_hit_chunks,
+                "l2": max(0, counters.l2_hit_chunks - peer_chunks),
+                "peer": peer_chunks,
+                "miss": counters.lookup_chunks - counters.l1_hit_chunks - counters.l2_hit_chunks,
+            },
+            peer_leased_bytes=self._peer_server.leases.leased_bytes,
+            peer_sent_bytes_total=self._peer_server.leases.read_bytes,
+            peer_read_bytes_total=peer_bytes,
+            sessions=len(self._processes),
+        )
+
+    def models(self) -> list[KvKind]:
+        """Models whose engines are attached with all of their slices."""
+        found = {
+            (group.layout, group.packed_slices): group for group in self._processes.groups if group.complete
+        }
+        return [KvKind(group.layout, group.slices) for group in list(found.values())[:MAX_MODELS]]

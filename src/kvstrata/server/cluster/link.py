@@ -1,0 +1,378 @@
+"""The link to one controller: the instance registers there, sends heartbeats and news, and takes commands.
+
+While the instance is a member, it runs each full sync that is wanted (sync.py) and otherwise sends events as they come.
+The states of the link are those of `MACHINE`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import os
+import platform
+from typing import Any, NamedTuple
+
+from kvstrata import __version__
+from kvstrata.errors import ClusterFailure, Unavailable
+from kvstrata.native.pool import Pool
+from kvstrata.observability.logging import EventLog
+from kvstrata.process.supervisor import Supervisor
+from kvstrata.rpc.cluster_wire import (
+    CLUSTER_PROTOCOL_VERSION,
+    Beat,
+    CommandKind,
+    Done,
+    Goodbye,
+    Heartbeat,
+    Nudge,
+    Register,
+    Registered,
+)
+from kvstrata.rpc.zmq_curve import ClusterKeys
+from kvstrata.rpc.zmq_link import AskLink, Links, PushLink
+from kvstrata.server.cluster.actions import Actions
+from kvstrata.server.cluster.commands import CommandTable
+from kvstrata.server.cluster.condition import Condition
+from kvstrata.server.cluster.events import L1_TIER, TierNews
+from kvstrata.server.cluster.fence import Fence
+from kvstrata.server.cluster.own_tiers import OwnTiers
+from kvstrata.server.cluster.sync import ANSWER_S, FullSync
+from kvstrata.server.facts import InstanceFacts
+from kvstrata.server.readiness import Readiness, StoreFreeze
+from kvstrata.states import Machine
+
+AGAIN_S, AGAIN_MAX_S = 0.2, 5.0
+"""Wait between two attempts to register, doubling; a new connection ends it."""
+SEND_S = 0.1
+"""Interval at which queued events are sent."""
+GOODBYE_S = 1.0
+MAX_HEARTBEAT_S = 3_600.0
+
+
+class LinkState(enum.Enum):
+    """Whether the instance is a member of the controller's cluster, as the instance knows it."""
+
+    ABSENT = enum.auto()
+    """It tries to register until it succeeds."""
+    MEMBER = enum.auto()
+    """It sends heartbeats. An unanswered heartbeat changes nothing; a new connection ends the membership."""
+
+
+class LinkEvent(enum.Enum):
+    """An event between instance and controller."""
+
+    REGISTERED = enum.auto()
+    """The controller has accepted the registration."""
+    REFUSED = enum.auto()
+    """The controller has answered a registration or a heartbeat with an error."""
+    SILENT = enum.auto()
+    """The controller has not answered a registration, or its answer cannot be used."""
+    RECONNECTED = enum.auto()
+    """The connection was made anew, perhaps to another process."""
+    OTHER_EPOCH = enum.auto()
+    """The answer to a heartbeat shows that the controller has restarted."""
+    TIERS_CHANGED = enum.auto()
+    """The instance's tiers are no longer the ones that it registered."""
+
+
+MACHINE = Machine(
+    "Membership of an instance, as its link to one controller sees it",
+    LinkState,
+    LinkEvent,
+    LinkState.ABSENT,
+    {
+        LinkState.ABSENT: {
+            LinkEvent.REGISTERED: LinkState.MEMBER,
+            LinkEvent.REFUSED: LinkState.ABSENT,
+            LinkEvent.SILENT: LinkState.ABSENT,
+        },
+        LinkState.MEMBER: {
+            LinkEvent.REFUSED: LinkState.ABSENT,
+            LinkEvent.RECONNECTED: LinkState.ABSENT,
+            LinkEvent.OTHER_EPOCH: LinkState.ABSENT,
+            LinkEvent.TIERS_CHANGED: LinkState.ABSENT,
+        },
+    },
+)
+
+
+class Advertised(NamedTuple):
+    """The addresses under which others reach the instance, and its zone."""
+
+    peer_endpoint: str
+    """Where peers ask for leases; empty: peers get none."""
+    http_url: str
+    zone: str
+
+
+class ControllerLink:
+    """The link of this instance to one controller. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        keys: ClusterKeys | None,
+        facts: InstanceFacts,
+        advertised: Advertised,
+        pool: Pool,
+        news: TierNews,
+        own: OwnTiers,
+        condition: Condition,
+        actions: Actions,
+        fence: Fence,
+        freeze: StoreFreeze,
+        readiness: Readiness,
+        supervisor: Supervisor,
+    ) -> None:
+        """`url`: of the controller's reply port; `news`: for this controller. All links share the other parts.
+
+        Raises Unavailable if `url` is not an endpoint.
+        """
+        self._url = url
+        self._keys = keys
+        self._facts = facts
+        self._advertised = advertised
+        self._l1_bytes = pool.extents_bytes
+        self._news = news
+        self._own = own
+        self._condition = condition
+        self._actions = actions
+        self._fence = fence
+        self._readiness = readiness
+        self._supervisor = supervisor
+        self._loop = asyncio.get_running_loop()
+        self._log = EventLog("cluster")
+        self._links = Links(self._loop)
+        self._reply = self._links.ask(url, keys=keys, changed=self._connection_changed)
+        self._heart: AskLink | None = None
+        self._push: PushLink | None = None
+        """The links to the two ports that the last registration named."""
+        self._ports = (0, 0)
+        self._sync = FullSync(
+            self._reply,
+            (facts.instance_id, facts.epoch),
+            url,
+            pool=pool,
+            news=news,
+            own=own,
+            freeze=freeze,
+            supervisor=supervisor,
+        )
+        self._commands = CommandTable(actions, self._sync.resync, news.wake.set)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._state = MACHINE.first
+        self._reconnected = False
+        self._controller_epoch = 0
+        self._heartbeat_s = 10.0
+        self._stopped = False
+        self._counts = dict.fromkeys(("registrations", "heartbeats", "unanswered", "event_batches"), 0)
+
+    def start(self) -> None:
+        """Begin to register; the controller may be absent."""
+        spawn = self._supervisor.spawn
+        self._tasks = [spawn(self._run(), "cluster"), spawn(self._send_events(), "cluster-events")]
+
+    async def stop(self) -> None:
+        """Say goodbye if the controller is connected, and close. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        for task in self._tasks:
+            task.cancel()
+        self._sync.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._commands.stop()
+        self._sync.thaw()
+        if self._state is LinkState.MEMBER:
+            try:
+                request = Goodbye(0, self._facts.instance_id, self._facts.epoch)
+                await self._reply.ask(request, Done, GOODBYE_S)
+            except (Unavailable, ClusterFailure) as error:
+                self._log.info("goodbye_unheard", reason=str(error))
+        self._links.close()
+
+    def status(self) -> dict[str, Any]:
+        """Numbers and state for the status document and metrics."""
+        counts, sync = self._counts, self._sync.counts
+        return {
+            "url": self._url,
+            "member": self._state is LinkState.MEMBER,
+            "state": self._word(),
+            "last_event": self._news.seq,
+            "queued_tags": self._news.queued_tags,
+            "commands_waiting": len(self._commands),
+            "frozen": self._sync.frozen,
+            **counts,
+            "events": self._news.n_events,
+            **sync,
+        }
+
+    # --- membership ----------------------------------------------------------------------------------------
+
+    def _step(self, event: LinkEvent) -> None:
+        self._state = MACHINE.after(self._state, event)
+
+    async def _run(self) -> None:
+        again_s = AGAIN_S
+        while True:
+            self._reconnected = False
+            try:
+                self._joined(await self._register())
+            except ClusterFailure as refused:
+                self._step(LinkEvent.REFUSED)
+                again_s = max(min(2 * again_s, AGAIN_MAX_S), refused.retry_after_ms / 1000)
+                self._log.repeated(
+                    logging.WARNING, "refused", "controller_refuses", code=refused.code,
+                    reason=refused.message,
+                )  # fmt: skip
+                await self._pause(again_s)
+                continue
+            except Unavailable as absent:
+                self._step(LinkEvent.SILENT)
+                again_s = min(2 * again_s, AGAIN_MAX_S)
+                self._log.repeated(logging.WARNING, "absent", "controller_absent", reason=absent.message)
+                await self._pause(again_s)
+                continue
+            again_s = AGAIN_S
+            self._step(await self._live())
+            self._sync.thaw()
+
+    async def _register(self) -> Registered:
+        facts, advertised = self._facts, self._advertised
+        self._news.set_tiers(self._tiers())
+        request = Register(
+            0, CLUSTER_PROTOCOL_VERSION, facts.instance_id, facts.epoch, __version__, self._news.tiers,
+            self._l1_bytes, facts.chunk_tokens, advertised.peer_endpoint, advertised.http_url, advertised.zone,
+            platform.node()[:2000], os.getpid(), self._news.seq,
+        )  # fmt: skip
+        return await self._reply.ask(request, Registered, ANSWER_S)
+
+    def _joined(self, registered: Registered) -> None:
+        """Become a member, with links to the ports that the answer names. Raises Unavailable for unusable ports."""
+        ports = (registered.pull_port, registered.heartbeat_port)
+        if not all(0 < port <= 65_535 for port in ports):
+            raise Unavailable(f"the controller at {self._url} names ports out of range: {ports}")
+        self._step(LinkEvent.REGISTERED)
+        self._counts["registrations"] += 1
+        self._controller_epoch = registered.epoch
+        self._heartbeat_s = min(max(0.05, registered.heartbeat_ms / 1000), MAX_HEARTBEAT_S)
+        if ports != self._ports:
+            for link in (self._push, self._heart):
+                if link is not None:
+                    link.close()
+            host = self._url.rpartition(":")[0]
+            self._push = self._links.push(f"{host}:{ports[0]}", keys=self._keys)
+            self._heart = self._links.ask(f"{host}:{ports[1]}", keys=self._keys, told=self._nudged)
+            self._ports = ports
+        if registered.sync or not self._news.telling:
+            self._news.want_sync("registered")
+        self._log.info("member", controller=registered.controller, sync=self._news.sync_wanted)
+
+    async def _live(self) -> LinkEvent:
+        """Send heartbeats until the instance must register again. Returns the event that requires it."""
+        while not self._reconnected:
+            self._news.wake.clear()
+            self._sync.begin_if_wanted()
+            if (end := await self._beat()) is not None:
+                return end
+            if self._tiers() != self._news.tiers:
+                return LinkEvent.TIERS_CHANGED
+            await self._pause(self._heartbeat_s)
+        return LinkEvent.RECONNECTED
+
+    async def _beat(self) -> LinkEvent | None:
+        """Send one heartbeat. Returns the event that ends the membership, None while it goes on."""
+        assert self._heart is not None
+        results = self._commands.results()
+        request = Heartbeat(
+            0, self._facts.instance_id, self._facts.epoch, self._news.seq, self._word(),
+            self._condition.load(self._news), self._condition.models(), results, self._fence.seen,
+            self._condition.draining,
+        )  # fmt: skip
+        try:
+            beat = await self._heart.ask(request, Beat, max(self._heartbeat_s, 1.0))
+        except Unavailable:
+            self._counts["unanswered"] += 1
+            self._sync.unanswered()
+            return None
+        except ClusterFailure as refused:
+            self._log.repeated(
+                logging.WARNING, "heartbeat", "heartbeat_refused", code=refused.code, reason=refused.message
+            )
+            return LinkEvent.REFUSED
+        self._counts["heartbeats"] += 1
+        self._commands.acknowledged(results)
+        if beat.epoch != self._controller_epoch:
+            return LinkEvent.OTHER_EPOCH
+        self._take_commands(beat)
+        return None
+
+    def _take_commands(self, beat: Beat) -> None:
+        """Carry out commands of the leader; from another controller, only RESYNC."""
+        leads = self._fence.admits(beat.cluster_id, beat.token)
+        for command in beat.commands:
+            if leads or command.kind is CommandKind.RESYNC:
+                self._commands.take(command)
+                continue
+            cluster_id, token = self._fence.seen
+            whose = "an earlier leader" if beat.token else "no leader"
+            self._commands.refuse(
+                command,
+                f"token: {beat.token} of cluster {beat.cluster_id} belongs to {whose} (seen: {token} of cluster "
+                f"{cluster_id}); ask the controllers who leads",
+            )
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait until `wake` is set, for at most `seconds`, then clear it."""
+        wake = self._news.wake
+        try:
+            async with asyncio.timeout(seconds):
+                await wake.wait()
+        except TimeoutError:
+            pass
+        wake.clear()
+
+    def _connection_changed(self, up: bool) -> None:
+        if up:  # the new connection may lead to another process
+            self._reconnected = True
+            self._news.wake.set()
+
+    def _nudged(self, _: Nudge) -> None:
+        self._news.wake.set()
+
+    def _tiers(self) -> list[str]:
+        return [L1_TIER, *self._own.names()]
+
+    def _word(self) -> str:
+        """The state of the instance that heartbeats name."""
+        if not self._readiness.ready:
+            return "stopping"
+        if self._sync.frozen:
+            return "frozen"
+        if self._sync.running:
+            return "syncing"
+        return "draining" if self._condition.draining else "ready"
+
+    # --- events --------------------------------------------------------------------------------------------
+
+    async def _send_events(self) -> None:
+        while True:
+            due_s = self._loop.time() + SEND_S
+            await asyncio.sleep(SEND_S)
+            self._actions.lag.note(self._loop.time() - due_s)
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send the queued events, until the socket takes no more."""
+        news, push = self._news, self._push
+        self._sync.note_overflow()
+        in_step = news.telling and not self._sync.running and not news.sync_wanted
+        if not in_step or self._state is not LinkState.MEMBER or push is None:
+            return
+        while (frame := news.next_frame(self._facts.instance_id, self._facts.epoch)) is not None:
+            if not push.try_send(frame):
+                return
+            news.sent()
+            self._counts["event_batches"] += 1

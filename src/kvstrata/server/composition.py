@@ -1,0 +1,328 @@
+"""The parts of an instance that need no file, no port and no tier, and how they are put together.
+
+    ground ─▶ tables ─▶ L2 ─▶ requests, admin ─▶ boundary
+
+Each function makes the parts of one room from those of the rooms before it; every part is complete when it is
+constructed.  server/instance.py calls the functions in this order and adds the parts that open files, ports and tiers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvstrata.clock import Clock
+from kvstrata.config.model import ServerSettings
+from kvstrata.native.pool import Pool
+from kvstrata.observability.metrics import ServerCounters
+from kvstrata.p2p.borrowed import Borrowed
+from kvstrata.p2p.peer_reads import PeerReads
+from kvstrata.policy.misses import Explainer
+from kvstrata.policy.processes import ProcessTable, SessionLimits, TenantTokens, tenant_number
+from kvstrata.process.lane import PoolLane
+from kvstrata.process.supervisor import Supervisor
+from kvstrata.rpc.session import Sessions
+from kvstrata.server.admin.clear import Clearing
+from kvstrata.server.admin.explain import Explaining
+from kvstrata.server.admin.prewarm import Prewarms
+from kvstrata.server.admin.status import (
+    StatusBoard,
+    TenantRows,
+    instance_section,
+    pool_section,
+    processes_section,
+)
+from kvstrata.server.chunk_history import ChunkHistory
+from kvstrata.server.facts import InstanceFacts
+from kvstrata.server.l2.gate import PrefetchLimits
+from kvstrata.server.l2.news import News
+from kvstrata.server.l2.payload_kinds import PayloadKinds
+from kvstrata.server.l2.prefetch import PrefetchController
+from kvstrata.server.l2.puts import StoreLimits
+from kvstrata.server.l2.store import StoreController
+from kvstrata.server.l2.tiers import TierSet
+from kvstrata.server.pool_events import PoolEvents
+from kvstrata.server.readiness import Readiness, StoreFreeze
+from kvstrata.server.requests.boundary import Boundary
+from kvstrata.server.requests.effects import Effects, Send
+from kvstrata.server.requests.handlers import Handlers
+from kvstrata.server.requests.leases import InFlight, Leases
+from kvstrata.server.requests.lookup import Lookups
+from kvstrata.server.requests.processes import Processes
+from kvstrata.server.requests.reserve import Reserving
+from kvstrata.server.requests.running import Replies, Running
+from kvstrata.types import GB
+
+IN_FLIGHT_SHARE = 8
+"""One tier may be loading 1/8 of L1's bytes at a time."""
+
+
+class Ground(NamedTuple):
+    """The parts that every later step uses: L1, lanes, the clock, and parts that refer to no other part."""
+
+    settings: ServerSettings
+    facts: InstanceFacts
+    pool: Pool
+    loop: asyncio.AbstractEventLoop
+    supervisor: Supervisor
+    lane: PoolLane
+    """For requests of clients; refuses work when its queue is full."""
+    own_lane: PoolLane
+    """For housekeeping, admins and controllers; never refuses work."""
+    clock: Clock
+    counters: ServerCounters
+    readiness: Readiness
+    freeze: StoreFreeze
+    explainer: Explainer
+    history: ChunkHistory
+    board: StatusBoard
+
+
+class Tables(NamedTuple):
+    """The attached processes, and the leases and reservations that their requests left behind."""
+
+    processes: ProcessTable
+    payload_kinds: PayloadKinds
+    sessions: Sessions
+    leases: Leases
+    in_flight: InFlight
+    replies: Replies
+    send: Send
+
+
+class L2(NamedTuple):
+    """The tiers and the controllers that put to them and load from them."""
+
+    tiers: TierSet
+    store: StoreController
+    prefetch: PrefetchController
+    borrowed: Borrowed
+    peer_reads: PeerReads
+    events: PoolEvents
+
+
+class Requests(NamedTuple):
+    """The parts that serve processes, without the boundary."""
+
+    effects: Effects
+    running: Running
+    hooks: Processes
+
+
+class AdminParts(NamedTuple):
+    """The admin's operations that clients and controllers may use too."""
+
+    prewarms: Prewarms
+    clearing: Clearing
+    explain: Explaining
+
+
+def lay_ground(
+    settings: ServerSettings,
+    facts: InstanceFacts,
+    pool: Pool,
+    loop: asyncio.AbstractEventLoop,
+    supervisor: Supervisor,
+    lane: PoolLane,
+    own_lane: PoolLane,
+    clock: Clock,
+    explainer: Explainer,
+) -> Ground:
+    """Make the parts that refer to no other part, and set the tenants' quotas in the pool."""
+    for tenant, gigabytes in settings.quotas_gb.items():
+        pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
+    counters, readiness, board = ServerCounters(), Readiness(), StatusBoard()
+    board.put("instance", functools.partial(instance_section, facts, readiness, clock), metrics=False)
+    board.put("pool", functools.partial(pool_section, pool))
+    board.put("counters", counters.as_dict, metrics=False)
+    return Ground(
+        settings=settings,
+        facts=facts,
+        pool=pool,
+        loop=loop,
+        supervisor=supervisor,
+        lane=lane,
+        own_lane=own_lane,
+        clock=clock,
+        counters=counters,
+        readiness=readiness,
+        freeze=StoreFreeze(),
+        explainer=explainer,
+        history=ChunkHistory(explainer, counters, clock, settings.l1.eviction_policy),
+        board=board,
+    )
+
+
+def make_tables(ground: Ground, send: Send) -> Tables:
+    """Make the tables, empty. `send` gives replies to the transport."""
+    epoch = ground.facts.epoch
+    processes = ProcessTable(epoch)
+    replies = Replies(epoch, ground.counters, send)
+    leases, in_flight = Leases(), InFlight()
+
+    def numbers() -> dict[str, int]:
+        return {
+            "attached": sum(not process.detached for process in processes),
+            "detached": sum(process.detached for process in processes),
+            "groups": len(processes.groups),
+            "leases": len(leases),
+            "leases_revoked": leases.n_revoked,
+            "extents_being_written": len(in_flight),
+            "tasks": len(ground.supervisor),
+            "absent_keys_remembered": len(ground.explainer.keys),
+        }
+
+    ground.board.put("sessions", numbers)
+    ground.board.put("peers", functools.partial(processes_section, processes), metrics=False)
+    return Tables(
+        processes=processes,
+        payload_kinds=PayloadKinds(processes),
+        sessions=Sessions(replies.error),
+        leases=leases,
+        in_flight=in_flight,
+        replies=replies,
+        send=send,
+    )
+
+
+def make_l2(ground: Ground, tiers: TierSet, news: News, *, peer_tier: str) -> L2:
+    """Make the controllers of a set of tiers. `peer_tier`: name of the tier that reads peers, "" without one."""
+    pool, settings, history = ground.pool, ground.settings, ground.history
+    store = StoreController(
+        pool,
+        tiers,
+        StoreLimits(backlog_bytes=int(pool.extents_bytes * settings.l2.backlog_share)),
+        history.put_skipped,
+        quotas={tenant_number(tenant): int(gb * GB) for tenant, gb in settings.l2.quotas_gb.items()},
+        trimmed=history.trimmed,
+        news=news,
+    )
+    borrowed = Borrowed(pool, ground.own_lane, ground.clock)
+
+    def loaded(tier: str, tenant: int, records: Sequence[tuple[bytes, int]]) -> None:
+        if tier == peer_tier and not settings.p2p.keep:
+            borrowed.read(key for key, _ in records)
+        store.found(tier, tenant, records)
+
+    limits = PrefetchLimits(
+        in_flight_bytes=pool.extents_bytes // IN_FLIGHT_SHARE,
+        max_in_flight=settings.l2.prefetch_max_in_flight,
+    )
+    prefetch = PrefetchController(pool, tiers, limits, ground.clock, store.dropped, loaded)
+    ground.board.put("l2_store", store.stats)
+    ground.board.put("l2_prefetch", prefetch.stats)
+    return L2(
+        tiers=tiers,
+        store=store,
+        prefetch=prefetch,
+        borrowed=borrowed,
+        peer_reads=PeerReads(peer_tier, tiers.stack, ground.counters),
+        events=PoolEvents(pool, history, store, news, ground.clock),
+    )
+
+
+def make_requests(ground: Ground, tables: Tables, tokens: TenantTokens) -> Requests:
+    """Make the parts that keep the effects of requests, run requests, and follow attached processes."""
+    effects = Effects(
+        ground.pool,
+        tables.sessions,
+        tables.leases,
+        tables.in_flight,
+        ground.counters,
+        ground.facts.epoch,
+        tables.send,
+    )
+    running = Running(ground.loop, ground.supervisor, tables.sessions, effects, tables.replies)
+    security = ground.settings.security
+    hooks = Processes(
+        tables.processes,
+        tables.payload_kinds,
+        tables.sessions,
+        effects,
+        running,
+        tokens,
+        SessionLimits(security.sessions_per_process, security.sessions_per_token),
+        ground.readiness,
+    )
+    return Requests(effects, running, hooks)
+
+
+def make_admin(ground: Ground, tables: Tables, l2: L2) -> AdminParts:
+    """Make prewarms, clear and explain."""
+    prewarms = Prewarms(
+        tables.processes, ground.pool, ground.lane, l2.prefetch, ground.clock, ground.supervisor
+    )
+    tenants = TenantRows(ground.settings, tables.processes, ground.pool, l2.store)
+    ground.board.put("tenants", tenants.in_l1, metrics=False)
+    ground.board.put("l2_tenants", tenants.in_l2, metrics=False)
+    ground.board.put("jobs", prewarms.documents, metrics=False)
+    return AdminParts(
+        prewarms,
+        Clearing(ground.pool, ground.own_lane, l2.store, l2.events),
+        Explaining(ground.explainer, ground.pool, tables.in_flight, ground.settings.l1.eviction_policy),
+    )
+
+
+def make_boundary(
+    ground: Ground, tables: Tables, l2: L2, requests: Requests, admin: AdminParts, tokens: TenantTokens
+) -> Boundary:
+    """Make the boundary, which answers frames."""
+    facts, pool, counters = ground.facts, ground.pool, ground.counters
+    lookups = Lookups(
+        pool=pool,
+        lane=ground.lane,
+        clock=ground.clock,
+        processes=tables.processes,
+        effects=requests.effects,
+        in_flight=tables.in_flight,
+        tiers=l2.tiers,
+        prefetch=l2.prefetch,
+        store=l2.store,
+        explainer=ground.explainer,
+        counters=counters,
+        epoch=facts.epoch,
+        policy=ground.settings.l1.eviction_policy,
+    )
+    reserving = Reserving(
+        pool,
+        ground.lane,
+        tables.processes,
+        tables.sessions,
+        tables.in_flight,
+        ground.freeze,
+        ground.history,
+        ground.explainer.identities,
+        l2.store,
+        counters,
+        facts.epoch,
+    )
+    handlers = Handlers(
+        facts=facts,
+        pool=pool,
+        lane=ground.lane,
+        processes=tables.processes,
+        tokens=tokens,
+        sessions=tables.sessions,
+        leases=tables.leases,
+        effects=requests.effects,
+        tiers=l2.tiers,
+        prewarms=admin.prewarms,
+        clearing=admin.clearing,
+        explain=admin.explain,
+        board=ground.board,
+        counters=counters,
+    )
+    return Boundary(
+        handlers=handlers,
+        reserving=reserving,
+        lookups=lookups,
+        processes=tables.processes,
+        sessions=tables.sessions,
+        effects=requests.effects,
+        running=requests.running,
+        replies=tables.replies,
+        counters=counters,
+        tcp_has_keys=bool(ground.settings.security.curve_secret_file),
+    )

@@ -1,0 +1,26 @@
+"""What an instance tells clients, controllers and admins about itself. It does not change while the instance runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+
+class InstanceFacts(NamedTuple):
+    """Name, ports and age of one instance."""
+
+    instance_id: str
+    epoch: int
+    """A number that changes with every start; every reply carries it."""
+    host: str
+    port: int
+    tcp: bool
+    """Whether RPC has a tcp port; without one only the unix socket is served, and `port` is just a name."""
+    http_port: int
+    """0: no HTTP."""
+    socket_dir: Path
+    chunk_tokens: int
+    max_reserved_bytes: int
+    """Bytes of L1 that one session may have reserved at a time."""
+    started_s: float
+    """Time of the start, by the instance's clock."""

@@ -1,0 +1,457 @@
+"""Opens an instance. Only this file and composition.py know all of its rooms.
+
+    ports ─▶ segment and pool ─▶ ground ─▶ tables ─▶ news ─▶ L2 ─▶ tiers open ─▶ requests ─▶ attach ─▶ admin
+          ─▶ membership ─▶ boundary ─▶ HTTP made
+
+Rules:
+
+1. Every part is complete when it is constructed; nothing is put into it afterwards.  What a part needs stands above it,
+   and callbacks are given in the direction in which they are called.
+2. Each step adds a closer to `Shell.closers` for everything that it opens; the closers run in reverse, also when a
+   later step fails.
+3. Nothing answers yet: ports are bound early, to report a taken port early, and read late (server/process.py).
+   Only the tiers and the store controller, which puts to them, are at work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import platform
+import re
+import socket
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvstrata.clock import SystemClock
+from kvstrata.config.model import ServerSettings
+from kvstrata.errors import SegmentError, StorageError
+from kvstrata.memory.attach.server import AttachServer
+from kvstrata.memory.linux import dump_memory
+from kvstrata.memory.paths import ATTACH_SOCKET, segment_dir, socket_dir
+from kvstrata.memory.segment import Segment
+from kvstrata.observability.logging import EventLog
+from kvstrata.observability.metrics import ServerCollector
+from kvstrata.p2p.medium import peer_tier
+from kvstrata.p2p.serving import PeerServer
+from kvstrata.p2p.settings import PeerSettings
+from kvstrata.policy.misses import Explainer
+from kvstrata.process.http_gate import Access
+from kvstrata.process.keeper import Restarts
+from kvstrata.process.lane import PoolLane
+from kvstrata.process.lifecycle import soon
+from kvstrata.process.listen import Prepared, publish_token, warn_if_open
+from kvstrata.process.listen import listen as http_listen
+from kvstrata.process.listen import prepare as http_prepare
+from kvstrata.process.supervisor import Supervisor
+from kvstrata.rpc.frame import MAX_UNPROVEN_BYTES
+from kvstrata.rpc.zmq_curve import read_curve_file
+from kvstrata.rpc.zmq_server import ZmqServer
+from kvstrata.server.admin.admin import Admin
+from kvstrata.server.admin.stranded import StrandedSessions
+from kvstrata.server.cluster.actions import Actions
+from kvstrata.server.cluster.condition import Condition
+from kvstrata.server.cluster.events import TierNews
+from kvstrata.server.cluster.fence import Fence
+from kvstrata.server.cluster.link import Advertised, ControllerLink
+from kvstrata.server.cluster.membership import Membership
+from kvstrata.server.cluster.own_tiers import OwnTiers
+from kvstrata.server.composition import (
+    L2,
+    AdminParts,
+    Ground,
+    Tables,
+    lay_ground,
+    make_admin,
+    make_boundary,
+    make_l2,
+    make_requests,
+    make_tables,
+)
+from kvstrata.server.facts import InstanceFacts
+from kvstrata.server.housekeeping import Housekeeping
+from kvstrata.server.l2.news import News
+from kvstrata.server.l2.reports import TierReports
+from kvstrata.server.l2.tier_control import FIELD, TierControl
+from kvstrata.server.l2.tiers import TierSet
+from kvstrata.server.plan import MAX_SESSION_SHARE, Plan, embedded_adapter, segment_settings
+from kvstrata.server.requests.boundary import Boundary
+from kvstrata.storage.admission import admitted
+from kvstrata.storage.base import AdapterContext
+from kvstrata.storage.entry import TierConfig, configure_tier
+from kvstrata.storage.stack import Stack, Surroundings, build_stack
+from kvstrata.types import NOT_IN_A_NAME
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+MB = 1 << 20
+_PORT = re.compile(r":\d{1,5}$")
+
+
+class Shell(NamedTuple):
+    """What the server process gives its instance."""
+
+    loop: asyncio.AbstractEventLoop
+    supervisor: Supervisor
+    closers: list[Callable[[], Coroutine[Any, Any, None]]]
+    """One closer for each part that was opened; they are called last first."""
+    log: EventLog
+    restarts: Restarts
+    started_s: float
+
+
+class Instance(NamedTuple):
+    """A whole instance, which does not answer anybody yet."""
+
+    facts: InstanceFacts
+    ground: Ground
+    adopted: bool
+    """L1 was taken over from the previous server."""
+    tables: Tables
+    l2: L2
+    rpc: ZmqServer
+    boundary: Boundary
+    attach: AttachServer
+    housekeeping: Housekeeping
+    peer_server: PeerServer | None
+    membership: Membership | None
+    http: tuple[socket.socket, Prepared] | None
+    http_token_file: str
+    """Where clients of the same user find the admin port's token; empty without one."""
+
+
+async def open_instance(plan: Plan, shell: Shell) -> Instance:
+    """Open everything that the plan names. Raises KvstrataError; the caller then runs `shell.closers`."""
+    settings, closers = plan.settings, shell.closers
+
+    # 1. Ports, L1, and the facts about the instance.
+    rpc = ZmqServer(shell.loop, lent_from_bytes=MAX_UNPROVEN_BYTES)
+    closers.append(soon(rpc.close))
+    port = _bind(rpc, settings)
+    http_socket = http_listen(settings.http) if settings.http.enabled else None
+    if http_socket is not None:
+        closers.append(soon(http_socket.close))
+    http_port = 0 if http_socket is None else http_socket.getsockname()[1]
+    segment, directory = _open_segment(plan, port, closers)
+    pool = segment.pool
+    facts = InstanceFacts(
+        instance_id=settings.instance_id or NOT_IN_A_NAME.sub("-", f"{platform.node()}-{port}")[:64],
+        epoch=pool.epoch,
+        host=settings.named_host,
+        port=port,
+        tcp=settings.has_tcp,
+        http_port=http_port,
+        socket_dir=directory,
+        chunk_tokens=settings.chunk_size,
+        max_reserved_bytes=pool.extents_bytes // MAX_SESSION_SHARE,
+        started_s=shell.started_s,
+    )
+    lane, own_lane = PoolLane(shell.loop), PoolLane(shell.loop, threads=1, queue=None, name="kv-own")
+    closers += [soon(lane.close), soon(own_lane.close)]
+    ground = lay_ground(
+        settings, facts, pool, shell.loop, shell.supervisor, lane, own_lane, SystemClock(), Explainer()
+    )
+
+    # 2. Tables, news, L2 and its tiers.
+    tables = make_tables(ground, rpc.send)
+    tiers = TierSet()
+    own = OwnTiers(tiers, shell.supervisor)
+    urls = settings.controller.url.split(",") if settings.controller.url else []
+    news_of = {url: TierNews(own) for url in dict.fromkeys(urls)}
+    peer = _peer_config(plan)
+    l2 = make_l2(ground, tiers, News(list(news_of.values())), peer_tier=peer.name if peer else "")
+    control = _make_tier_control(plan, ground, tables, l2, segment)
+    closers.append(control.close)
+    ground.board.put("l2_adapters", control.rows.status)
+    l2.store.start()
+    await _open_tiers(plan, peer, control, port, shell.log)
+
+    # 3. Requests, processes, and the operations of admins.
+    requests = make_requests(ground, tables, plan.tokens)
+    attach = AttachServer(
+        directory / ATTACH_SOCKET, pool, segment.descriptors, requests.hooks, instance_id=facts.instance_id
+    )
+    admin = make_admin(ground, tables, l2)
+
+    # 4. The cluster, if a controller is set: a server of peers, and a link to each controller.
+    served = membership = None
+    if news_of:
+        served = _serve_peers(plan, ground, l2, peer, shell)
+        membership = _make_membership(plan, ground, tables, l2, admin, own, news_of, served)
+        closers.append(membership.stop)
+        ground.board.put("cluster", membership.status)
+        ground.board.put("peers_served", served.server.status)
+
+    # 5. The boundary, which answers frames, and the HTTP application.
+    boundary = make_boundary(ground, tables, l2, requests, admin, plan.tokens)
+    housekeeping = Housekeeping(
+        pool, own_lane, l2.events, l2.store, l2.borrowed, ground.clock, shell.supervisor
+    )
+    restarts = shell.restarts
+    ground.board.put("process", lambda: {"restarts": restarts.times, "last_end": restarts.cause})
+    ground.board.put("attach", attach.stats)
+    ground.board.put("rpc", rpc.stats)
+    ground.board.put("numa", segment.numa_status)
+    closers.append(attach.stop)
+    http, token_file = None, None
+    if http_socket is not None:
+        whole_admin = Admin(
+            ground.readiness,
+            ground.board,
+            ServerCollector(facts.instance_id, ground.counters, ground.board.numbers),
+            admin.explain,
+            admin.prewarms,
+            admin.clearing,
+            StrandedSessions(attach),
+            control,
+        )
+        insecure = settings.security.insecure
+        warn_if_open(settings.http, plan.http_token, http_port, shell.log, insecure=insecure)
+        token_file = publish_token(settings.http, plan.http_token, http_port, shell.log)
+        if token_file is not None:
+            closers.append(soon(token_file.close))
+        make_app = functools.partial(_make_app, whole_admin)
+        prepared = await http_prepare(make_app, Access(settings.http, plan.http_token))
+        ground.board.put("http", prepared.stats)
+        http = http_socket, prepared
+    return Instance(
+        facts=facts,
+        ground=ground,
+        adopted=segment.adopted,
+        tables=tables,
+        l2=l2,
+        rpc=rpc,
+        boundary=boundary,
+        attach=attach,
+        housekeeping=housekeeping,
+        peer_server=served.server if served else None,
+        membership=membership,
+        http=http,
+        http_token_file=str(token_file.path) if token_file is not None else "",
+    )
+
+
+# --- the steps ------------------------------------------------------------------------------------------------
+
+
+def _bind(rpc: ZmqServer, settings: ServerSettings) -> int:
+    """Bind the RPC port, if the instance has one. Returns the port that names the instance. Raises ConfigError."""
+    if not settings.has_tcp:
+        return settings.named_port
+    curve_file = settings.security.curve_secret_file
+    return rpc.bind_tcp(
+        settings.named_host,
+        settings.named_port,
+        curve=read_curve_file(curve_file) if curve_file else None,
+        insecure=settings.security.insecure,
+        max_keyless_bytes=MAX_UNPROVEN_BYTES,
+    )
+
+
+def _open_segment(
+    plan: Plan, port: int, closers: list[Callable[[], Coroutine[Any, Any, None]]]
+) -> tuple[Segment, Path]:
+    """Make or adopt L1. Returns its segment and the folder of the sockets. Raises SegmentError."""
+    settings = plan.settings
+    directory = socket_dir(settings.socket_dir, port)
+    shm = (
+        Path(settings.l1.segment_dir) if settings.l1.segment_dir else segment_dir(port, settings.instance_id)
+    )
+    segment = Segment.open(segment_settings(settings, plan.extents_bytes, directory, shm))
+    if settings.l1.core_dump:
+        try:
+            dump_memory(segment.pool.extents_address, segment.pool.extents_bytes)
+        except OSError as error:
+            raise SegmentError(
+                f"l1.core_dump: L1 cannot be put into core dumps: {error.strerror}; leave the setting out",
+                field="l1.core_dump",
+            ) from error
+    # No later server would look for the segment of a port that was taken at random.
+    nameless = settings.port == 0 and not settings.l1.segment_dir
+    closers.append(soon(segment.destroy if nameless else segment.close))
+    return segment, directory
+
+
+def _make_tier_control(plan: Plan, ground: Ground, tables: Tables, l2: L2, segment: Segment) -> TierControl:
+    """Make the part that opens and closes tiers, with what this instance lends to each tier."""
+    pool = ground.pool
+    reports = TierReports(ground.loop, l2.tiers, l2.store, ground.history, ground.counters)
+
+    around = Surroundings(
+        ground.clock, pool.extents_bytes, reports.operation, deadline_ms=ground.settings.l2.deadline_ms
+    )
+
+    def build(config: TierConfig) -> Stack:
+        return build_stack(config, around)
+
+    def context(name: str) -> AdapterContext:
+        return AdapterContext(
+            ground.facts.instance_id,
+            ground.clock,
+            pool.extents_address,
+            pool.extents_bytes,
+            functools.partial(reports.dropped, name),
+            segment.descriptors.extents,
+            segment.descriptors.sessions_lock,
+            tables.payload_kinds.of,
+        )
+
+    return TierControl(
+        l2.tiers,
+        pool,
+        ground.own_lane,
+        l2.store,
+        l2.prefetch,
+        admit=functools.partial(admitted, rules=plan.runtime, path=FIELD),
+        build=build,
+        context=context,
+        forget=ground.counters.forget_adapter,
+    )
+
+
+def _peer_config(plan: Plan) -> TierConfig | None:
+    """Configuration of the tier that reads other instances; None without a transfer engine."""
+    settings = plan.settings
+    if not plan.p2p_engine:
+        return None
+    return peer_tier(
+        PeerSettings(
+            tuple(dict.fromkeys(settings.controller.url.split(","))),
+            plan.p2p_engine,
+            curve_file=settings.controller.curve_file,
+            lookup_timeout_ms=settings.p2p.lookup_timeout_ms,
+            load_timeout_ms=settings.p2p.load_timeout_ms,
+            max_bytes_per_s=settings.p2p.max_read_mb_s * MB,
+        ),
+        len(plan.adapters),
+    )
+
+
+async def _open_tiers(
+    plan: Plan, peer: TierConfig | None, control: TierControl, port: int, log: EventLog
+) -> None:
+    """Open the tiers of the plan. The tier that reads other instances comes first: their RAM is nearer than a disk.
+
+    Raises StorageError. A tier that no setting asks for (the embedded one, peers with `auto`) is left out instead.
+    """
+    settings = plan.settings
+    automatic = settings.p2p.engine == "auto"
+    if peer is not None:
+        try:
+            await control.open(peer)
+        except StorageError as error:
+            if not automatic:
+                raise
+            log.warning("p2p_off", reason=error.message)
+    elif settings.controller.url and automatic:
+        log.warning("p2p_off", reason="no transfer engine is installed (ucx or nixl)")
+    adapters = plan.adapters
+    if plan.embedded_l2:  # its directory is named after the port that was bound
+        adapters = [configure_tier(embedded_adapter(port, os.environ), 0)]
+    for config in adapters:
+        try:
+            await control.open(config)
+        except StorageError as error:
+            if not plan.embedded_l2:
+                raise
+            log.warning("embedded_l2_off", reason=error.message)
+
+
+class _PeersServed(NamedTuple):
+    server: PeerServer
+    endpoint: str
+    """Where peers ask for leases; empty: peers get none."""
+
+
+def _serve_peers(plan: Plan, ground: Ground, l2: L2, peer: TierConfig | None, shell: Shell) -> _PeersServed:
+    """Make the server of peers, which leases L1 to peers (if those are read) and pins chunks. Raises ConfigError."""
+    settings, p2p, keys = plan.settings, plan.settings.p2p, plan.cluster_keys
+    readers, endpoint = None, ""
+    if peer is not None and l2.tiers.get(peer.name) is not None:
+        readers = ZmqServer(shell.loop)
+        shell.closers.append(soon(readers.close))
+        host, _, port_text = p2p.listen.rpartition(":")
+        port = readers.bind_tcp(
+            host.strip("[]"),
+            int(port_text),
+            curve=keys and keys.curve,
+            insecure=settings.security.insecure,
+            host_setting="p2p.listen",
+            port_setting="p2p.listen",
+            flag="--p2p-listen",
+            keys_setting="controller.curve_file (--cluster-curve-file)",
+        )
+        advertised = p2p.advertise or f"{'127.0.0.1' if host == 'localhost' else host}:{port}"
+        endpoint = f"tcp://{advertised if _PORT.search(advertised) else f'{advertised}:{port}'}"
+    server = PeerServer(
+        ground.pool,
+        ground.clock,
+        readers,
+        instance_id=ground.facts.instance_id,
+        incarnation=ground.facts.epoch,
+        limit_bytes=int(ground.pool.extents_bytes * p2p.max_leased_share),
+        engine=plan.p2p_engine,
+        metadata=l2.peer_reads.metadata,
+    )
+    shell.closers.append(soon(server.close))
+    return _PeersServed(server, endpoint)
+
+
+def _make_membership(
+    plan: Plan,
+    ground: Ground,
+    tables: Tables,
+    l2: L2,
+    admin: AdminParts,
+    own: OwnTiers,
+    news_of: dict[str, TierNews],
+    served: _PeersServed,
+) -> Membership:
+    """Make a link to each controller. `news_of`: by its URL. Raises Unavailable if a URL is not an endpoint."""
+    facts, peer_server = ground.facts, served.server
+    actions = Actions(
+        pool=ground.pool,
+        lane=ground.own_lane,
+        clock=ground.clock,
+        processes=tables.processes,
+        prefetch=l2.prefetch,
+        borrowed=l2.borrowed,
+        peer_reads=l2.peer_reads,
+        peer_server=peer_server,
+        clearing=admin.clearing,
+        explain=admin.explain,
+        board=ground.board,
+    )
+    http_url = f"http://{plan.settings.http.host}:{facts.http_port}" if facts.http_port else ""
+    advertised = Advertised(served.endpoint, http_url, plan.settings.p2p.zone)
+    condition = Condition(ground.pool, tables.processes, own, peer_server, l2.peer_reads, ground.counters)
+    fence = Fence()
+    links = [
+        ControllerLink(
+            url,
+            keys=plan.cluster_keys,
+            facts=facts,
+            advertised=advertised,
+            pool=ground.pool,
+            news=news,
+            own=own,
+            condition=condition,
+            actions=actions,
+            fence=fence,
+            freeze=ground.freeze,
+            readiness=ground.readiness,
+            supervisor=ground.supervisor,
+        )
+        for url, news in news_of.items()
+    ]
+    return Membership(links, own, peer_server)
+
+
+def _make_app(admin: Admin) -> FastAPI:
+    # FastAPI is imported here, on a thread, and only if HTTP is served.
+    from kvstrata.server.http.app import make_app
+
+    return make_app(admin)

@@ -1,0 +1,373 @@
+"""The puts of one tier: chunks that are pinned and queued, in flight, or waiting for a retry.
+
+    offer ─▶ pin ─▶ queue ─▶ batch ─▶ put ─┬─▶ stored, or already there
+                     ▲                     ├─▶ skipped, with a reason
+                     └── retry timer ◀─────┘ throttled
+
+Invariants
+1. A chunk is pinned from `_pin` to `_end`: by our hold until the put is given to the adapter, then by the adapter's.
+   During that time its bytes count in the backlog and for its tenant.
+2. A put is given to the adapter once, with its hold.  A retry takes a new hold; a chunk that was evicted meanwhile is
+   skipped.
+3. Every chunk that is offered ends as stored, already there, or skipped; a skip has a reason, which is counted and
+   passed to `skipped`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvstrata import failpoints
+from kvstrata.native.pool import Hold, Pool
+from kvstrata.policy.quotas import TenantLedger
+from kvstrata.policy.store import Backlog, EvictAhead, PutPlanner, RetryRule, Skip
+from kvstrata.server.l2.news import News
+from kvstrata.server.l2.tiers import Tier
+from kvstrata.server.l2.trim import Trimmer
+from kvstrata.storage.base import Presence, PutItem, PutOutcome, PutStatus, log_broken_contract
+
+log = logging.getLogger(__name__)
+
+KEYS_PER_TURN = 64
+"""Holds taken in one turn of the loop (about a microsecond each)."""
+UNPINNED_KEYS = 65_536
+"""Keys per tier that are kept for a put once the backlog is empty."""
+
+_THERE = (PutStatus.STORED, PutStatus.EXISTS)
+
+
+class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits on one instance's puts."""
+
+    backlog_bytes: int
+    """L1 bytes that may be pinned for puts."""
+    batch_bytes: int = 64 << 20
+    """Most bytes of a batch; never more than a quarter of `backlog_bytes`."""
+    batches_in_flight: int = 2
+    """Batches that one tier puts at a time."""
+    max_waiting_keys: int = 65_536
+    """Most committed keys that wait for a turn of the loop."""
+    retry: RetryRule = RetryRule()
+    evict_ahead: EvictAhead = EvictAhead()
+
+
+class Pending(NamedTuple):
+    """A chunk pinned for one put."""
+
+    key: bytes
+    hold: Hold
+    length_bytes: int
+    tenant: int
+    attempts: int
+
+
+class TierPuts:
+    """The puts of one tier. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        *,
+        pool: Pool,
+        backlog: Backlog,
+        limits: StoreLimits,
+        quotas: Mapping[int, int],
+        skipped: Callable[[bytes, str], None],
+        trimmed: Callable[[str, Sequence[bytes]], None],
+        news: News,
+        progressed: Callable[[], None],
+    ) -> None:
+        """All tiers share `backlog`. `progressed` is called whenever a batch or a deletion has ended."""
+        self.tier = tier
+        self.name = tier.name
+        self.planner = PutPlanner(tier.policy)
+        self.ledger = TenantLedger(quotas)
+        self.quiet = asyncio.Event()
+        """Set when the tier ceases to be busy."""
+        self.stopping = False
+        """Whether a throttled put is skipped instead of tried again."""
+        self.cut_short = Skip.STOPPING
+        """The reason of a put that ends without an outcome because its worker was cancelled."""
+        self._pool = pool
+        self._backlog = backlog
+        self._limits = limits
+        self._batch_bytes = min(limits.batch_bytes, limits.backlog_bytes // 4)
+        self._skipped = skipped
+        self._news = news
+        self._progressed = progressed
+        self._trimmer = Trimmer(
+            tier, self.ledger, self.planner, news, trimmed=trimmed, resume=self._resume, idle=progressed
+        )
+        self._queue: collections.deque[Pending] = collections.deque()
+        self._queued: set[bytes] = set()
+        """Keys in the queue, in flight or waiting for a retry."""
+        self._retrying: dict[bytes, tuple[asyncio.TimerHandle, Pending]] = {}
+        self._unpinned: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+        """Keys skipped because the backlog was full. Once the backlog is empty, those still in L1 are put after all."""
+        self._in_flight = 0
+        self._not_clearing = asyncio.Event()
+        """Set except while the tier is being cleared."""
+        self._not_clearing.set()
+        self._clears = 0
+        """How often the tier was cleared."""
+        self._work_there = asyncio.Event()
+        self._workers: list[asyncio.Task[None]] = []
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._stored_bytes = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything waits for the tier or is in flight to it."""
+        return bool(self._queue or self._retrying or self._in_flight or self._trimmer)
+
+    @property
+    def has_unpinned(self) -> bool:
+        """Whether chunks wait because the backlog had no room for them."""
+        return bool(self._unpinned)
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers for status and metrics."""
+        trimmed = self._trimmer.n_trimmed
+        return {
+            "policy": str(self.planner.policy),
+            "queued": len(self._queue),
+            "retrying": len(self._retrying),
+            "in_flight": self._in_flight,
+            "stored_bytes": self._stored_bytes,
+            "outcomes": {**self._counts, **({"trimmed": trimmed} if trimmed else {})},
+        }
+
+    # -- offers --------------------------------------------------------------------------------------------
+
+    def offer(self, key: bytes) -> None:
+        """Pin a chunk and queue it, let it wait for room within its tenant's quota, or skip it."""
+        if key in self._queued:
+            return
+        if not self.tier.takes_puts:
+            self.skip(key, Skip.DRAINING)
+            return
+        pinned = self._pin(key)
+        if isinstance(pinned, Pending):
+            self._enqueue(pinned)
+        elif pinned is Skip.BACKLOG:
+            self._unpinned[key] = None
+            if len(self._unpinned) > UNPINNED_KEYS:
+                self._unpinned.popitem(last=False)
+            self.skip(key, pinned)
+        elif pinned is not Skip.QUOTA or not self._make_room(key):
+            self.skip(key, pinned)
+
+    def skip(self, key: bytes, reason: str) -> None:
+        """Count and report that the tier does not get this chunk."""
+        self._counts[f"skipped:{reason}"] += 1
+        self._skipped(key, str(reason))
+
+    def left_l1(self, key: bytes, reason: Skip) -> None:
+        """Note that the chunk was evicted; it counts as skipped if the policy would have put it before its eviction."""
+        if self.planner.left(key) and key not in self._queued:
+            self.skip(key, reason)
+
+    def take_up_unpinned(self) -> None:
+        """Queue chunks that the backlog had no room for, now that the backlog is empty."""
+        for _ in range(min(KEYS_PER_TURN, len(self._unpinned))):
+            key, _ = self._unpinned.popitem(last=False)
+            pinned = self._pin(key)
+            if pinned is Skip.BACKLOG:
+                self._unpinned[key] = None
+                self._unpinned.move_to_end(key, last=False)
+                break
+            if isinstance(pinned, Pending):
+                self._counts["taken_up"] += 1
+                self._enqueue(pinned)
+
+    def forget_unpinned(self) -> None:
+        """Give up the chunks that the backlog had no room for."""
+        self._unpinned.clear()
+
+    def drop_queued(self, reason: Skip) -> int:
+        """Skip every chunk that waits. Returns their number and that of the chunks in flight, which go on."""
+        n_waited = len(self._queued) + len(self._trimmer)
+        for timer, _ in self._retrying.values():
+            timer.cancel()
+        for pending in (*self._queue, *(again for _, again in self._retrying.values())):
+            pending.hold.drop()
+            self._end(pending)
+            self.skip(pending.key, reason)
+        for key in self._trimmer.give_up():
+            self.skip(key, reason)
+        self._queue.clear()
+        self._unpinned.clear()
+        self._retrying.clear()
+        return n_waited
+
+    def _pin(self, key: bytes, attempts: int = 0) -> Pending | Skip:
+        """Hold and count a chunk for one put, which ends in `_end`; or return why it cannot be put."""
+        hold = self._pool.hold(key)
+        if hold is None:
+            return Skip.EVICTED
+        if not self._backlog.admit(key, hold.length):
+            hold.drop()
+            return Skip.BACKLOG
+        if not self.ledger.admit(hold.tenant, key, hold.length):
+            self._backlog.release(key)
+            hold.drop()
+            return Skip.QUOTA
+        return Pending(key, hold, hold.length, hold.tenant, attempts)
+
+    def _enqueue(self, pending: Pending) -> None:
+        self._unpinned.pop(pending.key, None)
+        self._queued.add(pending.key)
+        self._queue.append(pending)
+        self._work_there.set()
+
+    def _make_room(self, key: bytes) -> bool:
+        """Begin to make room for a chunk within its tenant's quota. False if that cannot succeed."""
+        if key in self._trimmer:
+            return True
+        hold = self._pool.hold(key)
+        if hold is None:
+            return False
+        tenant, length_bytes = hold.tenant, hold.length
+        hold.drop()
+        return self._trimmer.make_room(key, tenant, length_bytes)
+
+    def _resume(self, key: bytes) -> None:
+        """Queue or skip a chunk for which the trimmer has made as much room as it could."""
+        pinned = self._pin(key)
+        if isinstance(pinned, Skip):
+            self.skip(key, pinned)
+        else:
+            self._enqueue(pinned)
+
+    # -- workers -------------------------------------------------------------------------------------------
+
+    def employ(self) -> None:
+        """Start the workers."""
+        for number in range(self._limits.batches_in_flight):
+            self._workers.append(asyncio.create_task(self._work(), name=f"put-{self.name}-{number}"))
+
+    async def dismiss(self) -> None:
+        """End the workers. A put that the adapter has not answered counts as skipped."""
+        tasks = [*self._workers, *self._trimmer.cancel()]
+        for task in self._workers:
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, Exception):
+                log.error("a put worker crashed", exc_info=ended)
+        self._workers.clear()
+
+    async def _work(self) -> None:
+        while True:
+            while not self._queue:
+                self._work_there.clear()
+                await self._work_there.wait()
+            await self._put_batch(self._next_batch())
+
+    def _next_batch(self) -> list[Pending]:
+        batch = [self._queue.popleft()]
+        batch_bytes = batch[0].length_bytes
+        while self._queue and len(batch) < self.tier.adapter.capabilities.max_batch:
+            batch_bytes += self._queue[0].length_bytes
+            if batch_bytes > self._batch_bytes:
+                break
+            batch.append(self._queue.popleft())
+        return batch
+
+    async def _put_batch(self, batch: list[Pending]) -> None:
+        """Put one batch and count its outcomes. Afterwards nothing here refers to its holds."""
+        self._in_flight += len(batch)
+        outcomes: list[PutOutcome] = []
+        clears = self._clears
+        failpoints.hit("put.started")
+        try:
+            outcomes = await self.tier.adapter.put([PutItem(p.key, p.hold) for p in batch])
+            failpoints.hit("put.stored")
+            if self._clears != clears or not self._not_clearing.is_set():
+                outcomes = await self._cleared_too(batch, outcomes)
+        except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
+            log_broken_contract(self.name, "put", error)
+            outcomes = [PutOutcome(PutStatus.FAILED, "adapter_error")] * len(batch)
+        finally:  # also when cancelled: the adapter ends the holds, and this ends the counting
+            self._in_flight -= len(batch)
+            outcomes = outcomes or [PutOutcome(PutStatus.FAILED, self.cut_short)] * len(batch)
+            for pending, (status, reason) in zip(batch, outcomes, strict=True):
+                self._ended(pending, status, reason)
+            self._progressed()
+
+    def _ended(self, pending: Pending, status: PutStatus, reason: str) -> None:
+        """Count the outcome of one put, or prepare its retry."""
+        there = status in _THERE
+        self._end(pending, there=there)
+        if there:
+            self._counts[status.name.lower()] += 1
+            self._stored_bytes += pending.length_bytes if status is PutStatus.STORED else 0
+            self.planner.stored(pending.key)
+            self._news.tier_got(self.name, pending.key)
+            return
+        attempts = pending.attempts + 1
+        delay_s = self._limits.retry.delay_s(attempts) if status is PutStatus.THROTTLED else None
+        if delay_s is None or self.stopping:
+            self.skip(pending.key, reason or status.name.lower())
+            return
+        self._counts["throttled"] += 1
+        again = self._pin(pending.key, attempts)
+        if isinstance(again, Skip):
+            self.skip(pending.key, again)
+        else:
+            self._queued.add(pending.key)
+            timer = asyncio.get_running_loop().call_later(delay_s, self._retry, pending.key)
+            self._retrying[pending.key] = (timer, again)
+
+    def _retry(self, key: bytes) -> None:
+        _, pending = self._retrying.pop(key)
+        self._queue.append(pending)
+        self._work_there.set()
+
+    def _end(self, pending: Pending, *, there: bool = False) -> None:
+        """Stop counting the pin of a put that has ended; if the record is `there`, its tenant is charged for it."""
+        self._backlog.release(pending.key)
+        self.ledger.ended(pending.tenant, pending.key, pending.length_bytes, there)
+        self._queued.discard(pending.key)
+
+    # -- clear ---------------------------------------------------------------------------------------------
+
+    async def clear(self) -> int:
+        """Remove every record. Returns how many. Raises StorageError; then all counts and plans stay as they were.
+
+        A put that is under way meanwhile has its records deleted when it ends (`_cleared_too`).
+        """
+        self._not_clearing.clear()
+        try:
+            removed = await self.tier.adapter.clear()
+            self.planner.forget()
+            self.ledger.forget()
+            self._news.tier_emptied(self.name)
+        finally:
+            self._clears += 1
+            self._not_clearing.set()
+        return removed
+
+    async def _cleared_too(self, batch: list[Pending], outcomes: list[PutOutcome]) -> list[PutOutcome]:
+        """Delete the records of a batch during which the tier was cleared. Returns the corrected outcomes.
+
+        Only the adapter knows whether a put or the clear came first. A record that cannot be deleted counts as stored.
+        """
+        await self._not_clearing.wait()
+        adapter = self.tier.adapter
+        keys = [pending.key for pending in batch]
+        found = await adapter.exists(keys)
+        there = {key for key, one in zip(keys, found, strict=True) if one.presence is not Presence.ABSENT}
+        if there and adapter.capabilities.can_delete:
+            there -= await self._trimmer.delete(sorted(there))
+        return [
+            PutOutcome(PutStatus.FAILED, Skip.CLEARED)
+            if outcome.status in _THERE and key not in there
+            else outcome
+            for key, outcome in zip(keys, outcomes, strict=True)
+        ]

@@ -1,0 +1,200 @@
+"""Checks settings and fills in their defaults; nothing is opened or written here.
+
+Any wrong setting stops the start with one line that says what to change.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvstrata.config.folders import user_folder
+from kvstrata.config.model import ServerSettings
+from kvstrata.config.private_file import read_private_file
+from kvstrata.config.tokens import MAX_TOKEN_CHARS, MIN_TOKEN_CHARS
+from kvstrata.errors import ConfigError
+from kvstrata.memory.linux import HUGE_PAGE_BYTES
+from kvstrata.memory.memory_limit import memory_limit
+from kvstrata.memory.numa import placement
+from kvstrata.memory.paths import segment_dir, socket_dir
+from kvstrata.memory.segment import SegmentSettings, check_size
+from kvstrata.policy.processes import TenantTokens
+from kvstrata.process.listen import read_token
+from kvstrata.rpc.zmq_curve import ClusterKeys, read_cluster_keys, read_curve_file
+from kvstrata.storage.admission import RuntimeRules, checked_rules
+from kvstrata.storage.entry import TierConfig, configure_tier
+from kvstrata.text import remember_secret
+from kvstrata.types import GB
+
+DEFAULT_L1_BYTES = 4 * GB
+DEFAULT_L2_GB = 20
+CACHE_FOLDER = "kvstrata"
+"""In the user's cache folder."""
+RUNTIME_TYPES = ("disk", "fs")
+"""Types of adapters that may be added while the server runs, unless `l2.runtime.types` says others."""
+L1_ALIGNMENT = 1 << 20
+MAX_SESSION_SHARE = 8
+"""A session may have 1/8 of L1 reserved or quarantined."""
+
+
+class Plan(NamedTuple):
+    """Checked settings, with every default filled in."""
+
+    settings: ServerSettings
+    extents_bytes: int
+    adapters: list[TierConfig]
+    embedded_l2: bool
+    """The only adapter is the default one; if it cannot be opened, the server runs without L2."""
+    tokens: TenantTokens
+    http_token: str
+    cluster_keys: ClusterKeys | None
+    runtime: RuntimeRules
+    """What adapters may be added while the server runs."""
+    p2p_engine: str
+    """ucx or nixl; empty: peers are neither read nor served."""
+
+
+def plan(settings: ServerSettings, environment: Mapping[str, str]) -> Plan:
+    """Check everything that can be checked without opening anything. Raises ConfigError."""
+    _check_first_touch(settings)
+    size_gb = settings.l1.size_gb
+    alignment = HUGE_PAGE_BYTES if settings.l1.use_hugepages else L1_ALIGNMENT
+    extents_bytes = (default_l1_bytes() if size_gb is None else round(size_gb * GB)) & ~(alignment - 1)
+    check_size(segment_settings(settings, extents_bytes, Path("/"), Path("/")))
+    entries = settings.l2_adapters
+    embedded = entries is None
+    if entries is None:
+        entries = [embedded_adapter(settings.named_port, environment)]
+    adapters = [configure_tier(entry, index) for index, entry in enumerate(entries)]
+    socket_dir(settings.socket_dir, settings.named_port, environment)
+    if not settings.l1.segment_dir:
+        segment_dir(settings.named_port, settings.instance_id)
+    tokens = read_tenants_file(settings.security.tenants_file)
+    http_token = ""
+    if settings.http.enabled:
+        http_token = read_token(settings.http, insecure=settings.security.insecure, fresh=True)
+    if settings.security.curve_secret_file:
+        if not settings.has_tcp:
+            raise ConfigError(
+                "security.curve_secret_file: RPC is on unix sockets only, which need no keys; give --host and --port "
+                "for a tcp port, or leave the file out",
+                field="security.curve_secret_file",
+            )
+        read_curve_file(settings.security.curve_secret_file)
+    keys_file = settings.controller.curve_file
+    keys = read_cluster_keys(keys_file, "controller.curve_file") if keys_file else None
+    return Plan(
+        settings,
+        extents_bytes,
+        adapters,
+        embedded,
+        tokens,
+        http_token,
+        keys,
+        runtime_rules(settings, environment),
+        _p2p_engine(settings),
+    )
+
+
+def runtime_rules(settings: ServerSettings, environment: Mapping[str, str]) -> RuntimeRules:
+    """What adapters may be added while the server runs. Raises ConfigError."""
+    allowed = settings.l2.runtime
+    roots = allowed.roots
+    if roots is None:
+        cache = user_folder(environment, "XDG_CACHE_HOME", ".cache")
+        roots = [f"{cache}/{CACHE_FOLDER}"] if cache else []
+    return checked_rules(RUNTIME_TYPES if allowed.types is None else allowed.types, roots, allowed.hosts)
+
+
+def _check_first_touch(settings: ServerSettings) -> None:
+    """Raises ConfigError if engines, not `l1.numa`, would decide where pages lie, by touching them first."""
+    l1 = settings.l1
+    if l1.use_hugepages and l1.numa != "default" and not l1.prefault_threads:
+        raise ConfigError(
+            f"l1.prefault_threads: 0 with l1.use_hugepages and l1.numa {l1.numa!r}: huge pages lie where the server "
+            "asks for them only if it touches them first; set it to 1 or more",
+            field="l1.prefault_threads",
+        )
+
+
+def _p2p_engine(settings: ServerSettings) -> str:
+    """The transfer engine between instances; empty for none. Raises ConfigError."""
+    p2p = settings.p2p
+    if not settings.controller.url or p2p.engine == "off":
+        return ""
+    host = p2p.listen.rpartition(":")[0]
+    if host in ("*", "0.0.0.0", "[::]") and not p2p.advertise:
+        raise ConfigError(
+            f"p2p.advertise: p2p.listen is {p2p.listen}, every address; name the one where peers reach this instance "
+            "(--p2p-advertise HOST)",
+            field="p2p.advertise",
+        )
+    if p2p.engine != "auto":
+        return p2p.engine
+    found = [name for name, module in _P2P_MODULES.items() if importlib.util.find_spec(module) is not None]
+    return found[0] if found else ""
+
+
+_P2P_MODULES = {"ucx": "kvstrata.native.ucx", "nixl": "nixl"}
+
+
+def default_l1_bytes() -> int:
+    """4 GB, or half of the memory of the machine or the control group if that is less."""
+    return min(DEFAULT_L1_BYTES, memory_limit().limit_bytes // 2)
+
+
+def embedded_adapter(port: int, environment: Mapping[str, str]) -> dict[str, Any]:
+    """The L2 of a server without L2 settings: a disk log in the user's cache directory. Raises ConfigError."""
+    cache = user_folder(environment, "XDG_CACHE_HOME", ".cache")
+    if not cache:
+        raise ConfigError(
+            "l2_adapters: neither XDG_CACHE_HOME nor HOME says where the embedded L2 may lie; set one of "
+            "them, give --l2-adapter with a base_path, or --l2-adapter none",
+            field="l2_adapters",
+        )
+    return {"type": "disk", "base_path": f"{cache}/{CACHE_FOLDER}/{port}", "capacity_gb": DEFAULT_L2_GB}
+
+
+def read_tenants_file(path: str) -> TenantTokens:
+    """Tokens from a file with lines `TOKEN TENANT [TENANT ...]`; `#` begins a comment. Raises ConfigError."""
+    if not path:
+        return TenantTokens()
+    field = "security.tenants_file"
+    text = read_private_file(path, field)
+    tokens: dict[str, frozenset[str]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) < 2 or not MIN_TOKEN_CHARS <= len(words[0]) <= MAX_TOKEN_CHARS:
+            raise ConfigError(
+                f"{field}: {path}: line {number}: write a token of {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS} "
+                "characters and its tenants",
+                field=field,
+            )
+        remember_secret(words[0])
+        tokens[words[0]] = tokens.get(words[0], frozenset()) | frozenset(words[1:])
+    if not tokens:
+        raise ConfigError(f"{field}: {path}: has no token; add one, or leave the setting out", field=field)
+    return TenantTokens(tokens)
+
+
+def segment_settings(
+    settings: ServerSettings, extents_bytes: int, directory: Path, shm: Path
+) -> SegmentSettings:
+    """The layout of L1. `directory` is for sockets, `shm` for shared memory."""
+    l1 = settings.l1
+    watermark = (l1.eviction_trigger_watermark, l1.eviction_ratio) if l1.eviction_ratio else None
+    return SegmentSettings(
+        socket_dir=directory,
+        directory=shm,
+        extents_bytes=extents_bytes,
+        entry_capacity=l1.entries,
+        policy=l1.eviction_policy,
+        watermark=watermark,
+        max_session_share=MAX_SESSION_SHARE,
+        huge_pages=l1.use_hugepages,
+        placement=placement(l1.numa),
+    )

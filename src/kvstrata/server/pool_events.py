@@ -1,0 +1,83 @@
+"""Passes the pool's events on: to explain, the store controller, and the cluster's controllers.
+
+Pool.events() ─▶ drain ─┬─▶ news (at once, in order)
+                        └─▶ EVENTS_PER_TURN in each turn of the loop ─▶ history, verified, store.evicted
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+
+from kvstrata.clock import Clock
+from kvstrata.native.pool import Pool
+from kvstrata.observability.logging import EventLog
+from kvstrata.server.chunk_history import ChunkHistory
+from kvstrata.server.l2.news import News
+from kvstrata.server.l2.store import StoreController
+from kvstrata.types import PoolEvent
+
+EVENTS_PER_TURN = 512
+_LEAVES_L1 = frozenset({PoolEvent.EVICTED, PoolEvent.CLEARED, PoolEvent.REMOVED, PoolEvent.RETURNED})
+
+
+class PoolEvents:
+    """Reads the pool's events and passes them on. Belongs to the event loop."""
+
+    def __init__(
+        self, pool: Pool, history: ChunkHistory, store: StoreController, news: News, clock: Clock
+    ) -> None:
+        self._pool = pool
+        self._history = history
+        self._store = store
+        self._news = news
+        self._clock = clock
+        self._waiting: collections.deque[tuple[int, bytes, int]] = collections.deque()
+        self._lost = 0
+        self._drained = asyncio.Event()
+        """Set at the next `drain`, which replaces it by a new one."""
+        self._log = EventLog("instance")
+        self.verified: collections.deque[bytes] = collections.deque()
+        """Adopted chunks that were verified and not offered to tiers yet; housekeeping takes them."""
+
+    def drain(self) -> None:
+        """Read the pool's events since the last call. Called at least every heartbeat."""
+        drained, self._drained = self._drained, asyncio.Event()
+        drained.set()
+        if self._pool.events_lost != self._lost:
+            self._lost = self._pool.events_lost
+            self._history.events_lost()
+            self._news.pool_events_lost()
+        idle = not self._waiting
+        events = self._pool.events()
+        self._news.pool_events(events)
+        self._waiting.extend(events)
+        if idle and self._waiting:
+            self._tell()
+
+    async def next_drain(self) -> None:
+        """Wait for the next call of `drain`."""
+        await self._drained.wait()
+
+    def _tell(self) -> None:
+        """Pass on the oldest events, and the others in later turns of the loop."""
+        history, now_ms = self._history, self._clock.unix_ms()
+        evicted: list[bytes] = []
+        for _ in range(min(len(self._waiting), EVENTS_PER_TURN)):
+            kind, key, _ = self._waiting.popleft()
+            if kind in _LEAVES_L1:
+                history.left_l1(key, kind, now_ms)
+                if kind == PoolEvent.EVICTED:
+                    evicted.append(key)
+            elif kind == PoolEvent.CORRUPT:
+                history.corrupt(key, now_ms)
+                self._log.repeated(logging.WARNING, "corrupt", "chunk_corrupt", key=key)
+            elif kind == PoolEvent.VERIFIED:
+                self.verified.append(key)
+            elif kind == PoolEvent.INSERTED:
+                history.inserted(key)
+        if evicted:
+            self._store.evicted(evicted)
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._tell)

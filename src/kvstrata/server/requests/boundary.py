@@ -1,0 +1,306 @@
+"""The RPC boundary: each frame gets one reply, whatever it holds.
+
+    frame ─▶ head ─▶ proven? ─▶ decode ─▶ permitted? ─▶ outcome kept? ─▶ verb ─▶ reply
+                        │          │          │             │              └─ or a task, with the request's deadline
+                        └──────────┴─ error ◀─┴─────────────┘                 (running.py)
+
+Rules:
+
+1. Every message that has a return address gets one reply per arrival: its outcome, the outcome kept from an earlier
+   arrival, or an error.  A request that is still running is answered when it ends or at its deadline, on every
+   connection over which it came.
+2. A frame that names a session must prove that it comes from it (rpc/frame.py). Otherwise it is refused before it is
+   decoded, and nothing is done or remembered in the session's name.
+3. A tcp port without keys answers only `hello`: whatever else travels over it could be read and imitated.
+4. A ping or an error touches only memory of this process.
+5. Only here and in running.py does an unexpected exception become a reply (`internal`); the log has the trace.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import typing
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from kvstrata import failpoints
+from kvstrata.errors import BadRequest, KvstrataError, NotPermitted, Refused, UnknownSession
+from kvstrata.observability.logging import EventLog
+from kvstrata.observability.metrics import ServerCounters
+from kvstrata.policy.processes import AttachedProcess, ProcessTable
+from kvstrata.rpc.frame import MAX_UNPROVEN_BYTES, PROOF_BYTES, SCAN, Head, check_limits, proves
+from kvstrata.rpc.session import Call, Effect, Sessions, Verdict
+from kvstrata.rpc.wire import (
+    MAX_DEADLINE_MS,
+    NO_SESSION,
+    Abort,
+    AnyRequest,
+    Cancel,
+    Clear,
+    Commit,
+    Corrupt,
+    Explain,
+    Hello,
+    Identify,
+    Lookup,
+    Ping,
+    Prefetch,
+    Quiesced,
+    Release,
+    Reply,
+    Request,
+    Reserve,
+    Retrieve,
+    Status,
+    decode_request,
+    encode,
+)
+from kvstrata.rpc.zmq_server import Address
+from kvstrata.server.requests.effects import Effects
+from kvstrata.server.requests.handlers import Handlers
+from kvstrata.server.requests.lookup import Lookups
+from kvstrata.server.requests.reserve import Reserving
+from kvstrata.server.requests.running import KeptOutcome, Replies, Running
+from kvstrata.types import shown_name
+
+Kept = Callable[[Call, AttachedProcess, Any], KeptOutcome | Coroutine[Any, Any, KeptOutcome]]
+"""Executes a request of an attached process; the outcome is kept under the request's number."""
+Unkept = Callable[[Any, AttachedProcess | None], Reply | Coroutine[Any, Any, Reply]]
+"""Executes a request whose outcome is not kept, since it may be executed again."""
+
+
+class Boundary:
+    """Answers frames. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        *,
+        handlers: Handlers,
+        reserving: Reserving,
+        lookups: Lookups,
+        processes: ProcessTable,
+        sessions: Sessions,
+        effects: Effects,
+        running: Running,
+        replies: Replies,
+        counters: ServerCounters,
+        tcp_has_keys: bool,
+    ) -> None:
+        self._tcp_has_keys = tcp_has_keys
+        self._handlers = handlers
+        self._processes = processes
+        self._sessions = sessions
+        self._effects = effects
+        self._running = running
+        self._replies = replies
+        self._counters = counters
+        self._log = EventLog("rpc")
+        self._kept: dict[type[Request], Kept] = {
+            Identify: handlers.identify,
+            Lookup: lookups.start,
+            Release: handlers.release,
+            Reserve: reserving.reserve,
+            Commit: reserving.commit,
+            Abort: reserving.abort,
+            Cancel: handlers.cancel,
+            Prefetch: handlers.prefetch,
+            Clear: handlers.clear,
+            Quiesced: handlers.quiesced,
+            Corrupt: reserving.corrupt,
+        }
+        self._unkept: dict[type[Request], Unkept] = {
+            Hello: handlers.hello,
+            Retrieve: handlers.retrieve,
+            Status: handlers.status,
+            Explain: handlers.explain,
+        }
+
+    def on_frame(self, address: Address, frame: bytes | memoryview) -> None:
+        """Answer one frame, now or when its task has ended."""
+        found = SCAN(frame)
+        proof, _, session, _, fault = found
+        sender = self._processes.get(session)
+        try:
+            # The usual frame, without further ado: it is whole, and its session and proof are right.
+            if (
+                fault
+                or sender is None
+                or not (proves(proof, sender.secret) and (address.local or self._tcp_has_keys))
+            ):
+                self._check_sender(address, len(frame), Head(*found), sender)
+            request = decode_request(frame[PROOF_BYTES:] if proof else frame)
+        except KvstrataError as error:
+            self._replies.send_error(address, self._replies.error(found[3], error))
+            return
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            self._replies.send_error(address, self._undecodable(Head(*found), len(frame), error))
+            return
+        kind = type(request)
+        op = _OPS[kind]
+        failpoints.hit(op, "received")
+        try:
+            if type(request) is Ping:
+                reply: bytes | None = self._handlers.ping(request)
+            else:
+                reply = self._dispatch(address, request, op)
+        except KvstrataError as error:
+            reply = self._replies.error(request.seq, error)
+        except Exception as error:
+            reply = self._replies.our_mistake(request.seq, error)
+        if reply is not None and kind in self._unkept:
+            self._replies.send_unkept(op, address, request.seq, reply)
+        elif reply is not None:
+            self._replies.send(op, (address,), reply)
+
+    def on_frame_count(self, address: Address, count: int) -> bytes:
+        """The error for a message that does not have exactly one frame."""
+        error = BadRequest(
+            f"message: has {count} frames, must have 1; send from a DEALER socket without a delimiter",
+            field="message",
+        )
+        return self._replies.error(0, error)
+
+    def _check_sender(
+        self, address: Address, size_bytes: int, head: Head, process: AttachedProcess | None
+    ) -> None:
+        """Raises unless the frame comes from the session that it names, or from none, and may be decoded."""
+        if not (address.local or self._tcp_has_keys) and head.op != b"hello":
+            raise NotPermitted(
+                "op: this tcp port asks for no keys, so it answers only hello; give the server "
+                "security.curve_secret_file (--curve-secret-file), or use the unix socket in its socket_dir",
+                field="op",
+            )
+        if head.session and head.session != NO_SESSION:
+            if process is None:
+                raise UnknownSession(
+                    "session: not attached to this instance; attach, then send again", field="session"
+                )
+            if not proves(head.proof, process.secret):
+                self._counters.wrong_proofs += 1
+                self._log.repeated(
+                    logging.WARNING,
+                    "wrong proof",
+                    "wrong_proof",
+                    session=shown_name(head.session),
+                    pid=process.pid,
+                )
+                raise NotPermitted(
+                    "session: the frame does not prove that it comes from this session; send the secret of its "
+                    "attach reply before the message, as protocol 5 asks",
+                    field="session",
+                )
+        elif size_bytes > MAX_UNPROVEN_BYTES:
+            raise BadRequest(
+                f"message: {size_bytes} bytes, but a frame without a session has at most {MAX_UNPROVEN_BYTES}; attach "
+                "first",
+                field="message",
+            )
+        check_limits(head)
+
+    def _dispatch(self, address: Address, request: AnyRequest, op: str) -> bytes | None:
+        kind = type(request)
+        counters = self._counters.requests
+        counters[op] = counters.get(op, 0) + 1
+        answer = self._unkept.get(kind)
+        if answer is not None:
+            process = self._who(address, request, op)
+            outcome = answer(request, process)
+            if isinstance(outcome, Reply):
+                return encode(outcome)
+            owner = _owner(process)
+            try:
+                self._running.check_room_for_unkept(owner)
+            except Refused:
+                outcome.close()
+                raise
+            self._running.begin_unkept(op, address, request.seq, outcome, owner)
+            return None
+        work = self._kept[kind]
+        if request.session == NO_SESSION and isinstance(request, Clear) and address.local:
+            self._running.check_room_for_unkept(None)
+            self._running.begin_unkept(
+                op, address, request.seq, self._handlers.clear_unattached(request), None
+            )
+            return None
+        receipt = self._sessions.request(
+            request.session,
+            request.seq,
+            op,
+            address,
+            wanted_by_ping=kind is Lookup,
+            takes=kind in (Lookup, Reserve),
+        )
+        if receipt.verdict is Verdict.REPLAY:
+            return receipt.call.reply
+        if receipt.verdict is Verdict.JOINED:
+            return None
+        call = receipt.call
+        process = self._processes.get(request.session)
+        assert process is not None, "an open session without a process"
+        owner = _owner(process)
+        try:
+            if kind in _TAKES_TIME:
+                self._running.check_room_for_kept(owner)
+            result = work(call, process, request)
+        except KvstrataError as error:
+            return self._end(call, self._replies.error(call.seq, error), None, address)
+        except Exception as error:
+            return self._end(call, self._replies.our_mistake(call.seq, error), None, address)
+        if isinstance(result, tuple):
+            return self._end(call, encode(result[0]), result[1], address)
+        deadline_ms = getattr(request, "deadline_ms", MAX_DEADLINE_MS)
+        self._running.begin(call, result, deadline_ms / 1000, owner)
+        return None
+
+    def _who(self, address: Address, request: AnyRequest, op: str) -> AttachedProcess | None:
+        """The attached process behind an unkept request; None for one that is allowed without a session."""
+        if request.session == NO_SESSION:
+            if op == "hello" or (address.local and op != "retrieve"):
+                return None
+            raise NotPermitted(f"session: {op} needs an attached session here", field="session")
+        process = self._processes.get(request.session)
+        if process is None and op != "hello":
+            raise UnknownSession(
+                "session: not attached to this instance; attach, then send again", field="session"
+            )
+        return process
+
+    def _end(self, call: Call, frame: bytes, effect: Effect | None, address: Address) -> bytes | None:
+        """Keep the outcome of a request that ended at once. Returns the reply for the connection it came over."""
+        return frame if address in self._effects.finish(call, frame, effect) else None
+
+    def _undecodable(self, head: Head, size_bytes: int, error: Exception) -> bytes:
+        """The error for a frame that is not a request, with the sender's seq if it could be read."""
+        seq, op = head.seq, head.op.decode(errors="replace")
+        self._log.repeated(logging.WARNING, "undecodable", "bad_message", error=error, size_bytes=size_bytes)
+        fields = _FIELDS.get(op)
+        if op and fields is None:
+            known = ", ".join(sorted(_FIELDS))
+            bad = BadRequest(f"op: {op[:40]!r} is unknown; this server knows {known}", field="op")
+            return self._replies.error(seq, bad)
+        text, _, where = str(error).partition(" - at `$[")
+        match = re.match(r"(\d+)\]([^`]*)", where)
+        field = "message"
+        if match and fields:
+            index = int(match[1])
+            field = ("op", *fields)[index] + match[2] if index <= len(fields) else "message"
+        return self._replies.error(seq, BadRequest(f"{field}: {text}", field=field))
+
+
+def _owner(process: AttachedProcess | None) -> int | bytes | None:
+    """The process whose running requests are counted together."""
+    return None if process is None else process.pid or process.session
+
+
+_TAKES_TIME = frozenset({Lookup, Reserve, Prefetch, Clear, Corrupt})
+"""Requests that may become tasks, and that give nothing back."""
+_OPS: dict[type[Request], str] = {
+    kind: str(kind.__struct_config__.tag) for kind in typing.get_args(AnyRequest)
+}
+OPERATIONS = frozenset(_OPS.values())
+"""Names of all operations."""
+_FIELDS: dict[str, tuple[str, ...]] = {op: kind.__struct_fields__ for kind, op in _OPS.items()}
+"""Operation → names of its fields after the operation's name."""

@@ -1,0 +1,111 @@
+"""What the rest of the instance does when a process attaches, detaches or ends.
+
+Invariants:
+
+1. A process's requests are valid from `on_attached` until `on_gone` begins.
+2. When `on_gone` returns, the process has no running request, no reservation, and no share of a lease.
+
+How a process attaches and when it counts as ended: memory/attach/server.py.
+"""
+
+from __future__ import annotations
+
+from kvstrata.errors import BadRequest, LayoutRefused, Unavailable
+from kvstrata.memory.attach.row import SessionRow
+from kvstrata.memory.linux import SocketCredentials
+from kvstrata.observability.logging import EventLog
+from kvstrata.policy.processes import ProcessTable, SessionLimits, TenantTokens
+from kvstrata.rpc.attach_wire import AttachRequest
+from kvstrata.rpc.session import Sessions
+from kvstrata.server.l2.payload_kinds import PayloadKinds
+from kvstrata.server.l2.record_lengths import declared_record_bytes
+from kvstrata.server.readiness import Readiness
+from kvstrata.server.requests.effects import Effects
+from kvstrata.server.requests.running import Running
+from kvstrata.types import FORMAT_VERSION, shown_name
+
+
+class Processes:
+    """The hooks of the attach server (memory.attach.server.AttachHooks). Belongs to the event loop."""
+
+    def __init__(
+        self,
+        table: ProcessTable,
+        payload_kinds: PayloadKinds,
+        sessions: Sessions,
+        effects: Effects,
+        running: Running,
+        tokens: TenantTokens,
+        limits: SessionLimits,
+        readiness: Readiness,
+    ) -> None:
+        self._table = table
+        self._payload_kinds = payload_kinds
+        self._sessions = sessions
+        self._effects = effects
+        self._running = running
+        self._tokens = tokens
+        self._limits = limits
+        self._readiness = readiness
+        self._log = EventLog("instance")
+
+    def admit(self, request: AttachRequest) -> None:
+        """Raises the error for a process that may not attach."""
+        if self._readiness.stopping:
+            raise Unavailable("this server is stopping; attach to its successor")
+        if request.layout.format_version != FORMAT_VERSION:
+            raise LayoutRefused(
+                f"layout.format_version: the client uses {request.layout.format_version}, this server "
+                f"{FORMAT_VERSION}; upgrade the older side",
+                field="layout.format_version",
+            )
+        if request.layout.chunk_tokens < 1:
+            raise BadRequest(
+                f"layout.chunk_tokens: must be at least 1, found {request.layout.chunk_tokens}",
+                field="layout.chunk_tokens",
+            )
+
+    def tenants_of(self, credentials: SocketCredentials, request: AttachRequest) -> frozenset[str] | None:
+        """Tenants that a process with this token may use, None for any. Raises NotPermitted, or Refused if process or
+        token has too many sessions."""
+        tenants = self._tokens.allowed(request.token)
+        self._table.check_room(request.session, credentials.pid, tenants, self._limits)
+        return tenants
+
+    def on_attached(self, session: SessionRow) -> None:
+        """Requests of this session are valid from now on."""
+        request = session.request
+        assert request is not None
+        self._table.attach(
+            session.session,
+            group=session.group,
+            role=request.role,
+            layout=request.layout,
+            engine_slices=request.engine_slices,
+            part=request.slice,
+            tenants=session.tenants,
+            row=session.row,
+            pid=session.pid,
+            secret=session.secret,
+            record_bytes=declared_record_bytes(request.facts),
+        )
+        self._payload_kinds.attached(request.slice, request.facts)
+        self._sessions.open(session.session)
+        self._log.debug(
+            "attached", session=shown_name(session.session), group=shown_name(session.group), role=request.role,
+            pid=session.pid, row=session.row, model=request.layout.model, resumed=session.resumed,
+        )  # fmt: skip
+
+    def on_detached(self, session: SessionRow) -> None:
+        """Its connection has closed though the process lives; everything it owns stays."""
+        self._table.detached(session.session)
+        self._log.debug("detached", session=shown_name(session.session), pid=session.pid)
+
+    async def on_gone(self, session: SessionRow) -> None:
+        """Stop the requests of a process that has ended, and end its effects."""
+        self._table.gone(session.session)
+        left = self._sessions.close(session.session)
+        self._running.stop(left.stopped)
+        self._effects.process_gone(session.row, left.effects)
+        await self._running.ended(left.stopped)
+        self._log.debug("gone", session=shown_name(session.session), pid=session.pid, row=session.row)

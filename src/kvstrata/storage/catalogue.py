@@ -1,0 +1,201 @@
+"""The types of adapters: entry points of installed packages in the group `kvstrata.l2_adapters`.
+
+kvstrata's own types are in that group too (pyproject.toml); nothing here knows one of them by name.
+
+    kvstrata's own      names a `Medium`; its fields are checked when the server reads its settings
+    another package's   names a callable `(fields: dict, path: str) -> StorageAdapter`, which raises ConfigError for
+                        wrong fields; it is imported and called when the adapter is made (for an isolated tier, in its
+                        child process)
+
+kvstrata's own type wins over another package's type of the same name.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvstrata.config.nearest import nearest
+from kvstrata.config.secrets import scrubbed
+from kvstrata.errors import ConfigError
+from kvstrata.storage import structs
+from kvstrata.storage.base import StorageAdapter
+from kvstrata.storage.common import COMMON
+from kvstrata.storage.structs import Place
+
+GROUP = "kvstrata.l2_adapters"
+OWN_PACKAGE = "kvstrata"
+
+ELSEWHERE = (
+    "raw_block", "dax", "hf3fs",
+    "aerospike", "bigtable", "hfbucket", "sagemaker_hyperpod", "nixl_store", "nixl_store_dynamic",
+    "nixl_native", "native_plugin",
+)  # fmt: skip
+"""Types that other servers have; here an installed plugin may provide them."""
+
+Make = Callable[[], StorageAdapter]
+"""Makes the bare adapter, not open. Raises ConfigError for a mistake in the fields that shows only then."""
+
+
+def _nothing() -> str:
+    return ""
+
+
+class Reach(NamedTuple):
+    """What an entry reaches outside the server, by the field that names it."""
+
+    folders: Mapping[str, str] = {}
+    """Directories that it reads and writes."""
+    hosts: Mapping[str, Sequence[str]] = {}
+    """Servers that it connects to, as HOST, HOST:PORT or SCHEME://BUCKET."""
+    inner: Mapping[str, Mapping[str, Any]] = {}
+    """Entries in this entry."""
+
+
+class Medium(NamedTuple):
+    """A type of adapter."""
+
+    config: type[msgspec.Struct]
+    """The type's own fields in an entry: types, bounds, defaults and meanings.
+
+    The struct may repeat a field that all types have (common.py), and then gets that field's value too.
+    """
+    prepare: Callable[[Any, Place, str], Make]
+    """Checks what the struct cannot express, for (config, place of the entry, name of the adapter). Raises ConfigError.
+
+    Nothing is opened.  It runs in the server, and for an isolated tier again in the child.
+    """
+    hosted: bool = False
+    """The adapter runs in a process of its own unless its entry says otherwise."""
+    rest: str = ""
+    """The field of `config` that takes all fields whose names `config` does not have; empty: they are errors."""
+    reach: Callable[[Any, Place], Reach] | None = None
+    """What an entry reaches, for (config, place of the entry). Opens nothing. Raises ConfigError, NotPermitted.
+
+    Only types that say it can be added while the server runs (admission.py).
+    """
+    runtime_rest: frozenset[str] = frozenset()
+    """Names that `rest` may take in an entry that is added while the server runs."""
+    refusal: Callable[[], str] = _nothing
+    """Why this installation cannot honour any entry of this type, with advice; empty where it can."""
+
+
+class FoundType(NamedTuple):
+    """A type, and the name by which another process finds it."""
+
+    medium: Medium
+    reference: str
+    """MODULE:ATTRIBUTE, for `load`."""
+    point: str = ""
+    """MODULE:ATTRIBUTE of another package's entry point; empty for kvstrata's own type."""
+
+    def config(self, entry: Mapping[str, Any], place: Place) -> msgspec.Struct:
+        """The type's own fields of an entry. Raises ConfigError."""
+        kind = self.medium.config
+        own = {
+            name: value
+            for name, value in entry.items()
+            if name not in COMMON or name in kind.__struct_fields__
+        }
+        if self.point:
+            return InstalledConfig(self.point, own)
+        return structs.read(kind, own, place, also=COMMON, rest=self.medium.rest)
+
+
+def find(kind: str, where: str) -> FoundType:
+    """The type of this name. Raises ConfigError for the field `where` if the name is unknown or the type is refused."""
+    own = own_points()
+    if kind in own:
+        reference = own[kind].value
+        medium = load(reference)
+        if advice := medium.refusal():
+            raise ConfigError(f"{where}: {kind!r:.80} is not supported: {advice}", field=where)
+        return FoundType(medium, reference)
+    others = {point.name: point.value for point in importlib.metadata.entry_points(group=GROUP)}
+    if kind in others:
+        return FoundType(INSTALLED, f"{__name__}:INSTALLED", others[kind])
+    if not own:
+        raise ConfigError(
+            f"{where}: the installation of {OWN_PACKAGE} names no types of adapter; reinstall it (make setup in a "
+            "clone, else pip install --force-reinstall kvstrata)",
+            field=where,
+        )
+    if kind in ELSEWHERE:
+        raise ConfigError(
+            f"{where}: {kind!r} is not part of this version; a plugin can provide it: install a package with"
+            f" an entry point {kind!r} in the group {GROUP!r}, or use type 'plugin'",
+            field=where,
+        )
+    here = sorted({*own, *others})
+    hint = nearest(kind, [*here, *ELSEWHERE])
+    raise ConfigError(
+        f"{where}: unknown adapter {kind!r:.80}{hint}; known types: {', '.join(here)}", field=where
+    )
+
+
+def reference_of(kind: str) -> str:
+    """A text that all names of one type share; empty for an unknown type."""
+    own = own_points()
+    if kind in own:
+        return own[kind].value
+    return next((point.value for point in importlib.metadata.entry_points(group=GROUP, name=kind)), "")
+
+
+@functools.cache
+def own_points() -> dict[str, importlib.metadata.EntryPoint]:
+    """kvstrata's own types, by name. Reads only kvstrata's metadata, which is quicker than that of all packages."""
+    try:
+        installed = importlib.metadata.distribution(OWN_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    return {point.name: point for point in installed.entry_points if point.group == GROUP}
+
+
+def load(reference: str) -> Medium:
+    """The type at MODULE:ATTRIBUTE."""
+    medium = _named(reference)
+    assert isinstance(medium, Medium), reference
+    return medium
+
+
+def _named(reference: str) -> Any:
+    return importlib.metadata.EntryPoint("", reference, GROUP).load()
+
+
+def checked(made: object, path: str, source: str) -> StorageAdapter:
+    """Return `made`, which a third party's code has made, if it is an adapter. Raises ConfigError otherwise."""
+    if not isinstance(made, StorageAdapter):
+        raise ConfigError(f"{path}: {source} made {type(made).__name__}, no StorageAdapter", field=path)
+    return made
+
+
+class InstalledConfig(msgspec.Struct, frozen=True):
+    """An adapter that another package's entry point makes."""
+
+    point: str
+    """MODULE:ATTRIBUTE."""
+    fields: dict[str, Any]
+    """The entry's fields as given, without those that all types have."""
+
+
+def _prepare_installed(config: InstalledConfig, place: Place, name: str) -> Make:
+    def make() -> StorageAdapter:
+        try:
+            made = _named(config.point)(config.fields, place.path)
+        except ConfigError:
+            raise
+        except Exception as error:  # the plugin boundary
+            raise ConfigError(
+                f"{place.path}: plugin {config.point} cannot be made: {type(error).__name__}: {scrubbed(error)}",
+                field=place.path,
+            ) from error
+        return checked(made, place.path, config.point)
+
+    return make
+
+
+INSTALLED = Medium(InstalledConfig, _prepare_installed)

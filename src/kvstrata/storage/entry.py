@@ -1,0 +1,141 @@
+"""From one entry of `l2_adapters` (the JSON of `--l2-adapter`) to a checked TierConfig.
+
+common.py has the fields that all types have, catalogue.py finds the type with its own fields.  A wrong entry stops the
+start with an error that names the field's path, its value and what to write instead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from kvstrata.config.load import odd_value
+from kvstrata.config.secrets import remember_secrets
+from kvstrata.errors import ConfigError
+from kvstrata.policy.store import StorePolicy
+from kvstrata.storage import catalogue, structs
+from kvstrata.storage.base import StorageAdapter
+from kvstrata.storage.common import COMMON, CommonFields
+from kvstrata.storage.recipe import CodecConfig, Recipe
+from kvstrata.storage.structs import Place
+from kvstrata.storage.wrap.codec_fields import read_chain
+from kvstrata.storage.wrap.presence import PresenceLimits
+
+MB = 1 << 20
+
+
+class TierConfig(NamedTuple):
+    """One tier, checked; nothing is opened yet."""
+
+    name: str
+    """`<type>-<number>`, in logs, metrics and status."""
+    number: int
+    recipe: Recipe
+    make: Callable[[], StorageAdapter]
+    """Makes the bare adapter in this process."""
+    entry: dict[str, Any]
+    """The entry as it was given; admins see it."""
+    policy: StorePolicy = StorePolicy.THROUGH
+    deadline_ms: int | None = None
+    """None: the server's `l2.deadline_ms`."""
+    max_stuck_bytes: int | None = None
+    """None: L1 / 16."""
+    isolated: bool = False
+    """The tier's medium and codec run in a process of their own."""
+    kill_ms: int | None = None
+    """None: KILL_DEADLINES deadlines (stack.py)."""
+    presence: PresenceLimits | None = None
+    """None: not given; where the storage is shared, the defaults hold."""
+
+
+def make_adapter(entry: str | Mapping[str, Any], index: int) -> StorageAdapter:
+    """The bare adapter of one entry, not open. Raises ConfigError."""
+    return configure_tier(entry, index).make()
+
+
+def configure_tier(entry: str | Mapping[str, Any], index: int, *, path: str = "") -> TierConfig:
+    """Check one entry. Raises ConfigError naming the field below `path`, by default `l2_adapters[index]`."""
+    place = Place(path or f"l2_adapters[{index}]")
+    entry = entry_of(entry, place.path)
+    remember_secrets(entry)
+    kind = kind_of(entry, place)
+    found = catalogue.find(kind, place.at("type"))
+    common = _common(entry, place)
+    isolated = (common.isolation or ("process" if found.medium.hosted else "in_process")) == "process"
+    if common.host_kill_ms is not None and not isolated:
+        advice = 'only an adapter with "isolation": "process" has a host; remove it'
+        raise place.refused("host_kill_ms", common.host_kill_ms, advice)
+    if common.shared and "shared" not in found.medium.config.__struct_fields__:
+        raise place.refused("shared", True, "only a directory of type fs can be shared; remove it")
+    codec = CodecConfig(
+        read_chain(common.codec, place.at("codec")), int(common.codec_staging_mb * MB), common.codec_workers
+    )
+    recipe = Recipe(found.reference, found.config(entry, place), place, f"{kind}-{index}", codec)
+    return TierConfig(
+        name=recipe.name,
+        number=index,
+        recipe=recipe,
+        make=found.medium.prepare(recipe.config, place, recipe.name),
+        entry=dict(entry),
+        policy=common.policy,
+        deadline_ms=common.deadline_ms,
+        max_stuck_bytes=None if common.max_stuck_mb is None else int(common.max_stuck_mb * MB),
+        isolated=isolated,
+        kill_ms=common.host_kill_ms,
+        presence=_presence(common),
+    )
+
+
+class _Kind(msgspec.Struct):
+    """The one field that must be known before the others can be read."""
+
+    type: Annotated[str, Meta(min_length=1)]
+    others: dict[str, Any]
+
+
+def kind_of(entry: Mapping[str, Any], place: Place) -> str:
+    """The type that an entry names. Raises ConfigError."""
+    return structs.read(_Kind, entry, place, rest="others").type
+
+
+def entry_of(entry: str | Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """The entry as a JSON object. Raises ConfigError if it is none, or holds an infinite number or broken Unicode."""
+    if isinstance(entry, str):
+        try:
+            entry = json.loads(entry)
+        except json.JSONDecodeError as error:
+            # The text itself is not shown: it may hold a password.
+            raise ConfigError(f"{path}: not JSON: {error}", field=path) from None
+    if not isinstance(entry, Mapping):
+        raise ConfigError(
+            f'{path}: must be an object with a "type", found {type(entry).__name__}', field=path
+        )
+    if odd := odd_value(entry, path):
+        where, must, found = odd
+        raise ConfigError(f"{where}: {must}, found {found!a:.80}", field=where)
+    return entry
+
+
+def _common(entry: Mapping[str, Any], place: Place) -> CommonFields:
+    common = structs.read(
+        CommonFields, {name: value for name, value in entry.items() if name in COMMON}, place
+    )
+    if common.eviction is not None:
+        place.noted("eviction", "the adapter's cap evicts the least recently used")
+    if common.serde is not None:
+        advice = 'write "codec": ["zstd"] or "codec": [{"name": "aes-gcm", "key_file": PATH}]'
+        raise place.refused("serde", common.serde, f"it was replaced by codec; {advice}")
+    return common
+
+
+def _presence(common: CommonFields) -> PresenceLimits | None:
+    limits = {
+        name: ttl_ms
+        for name in ("presence_ttl_ms", "negative_ttl_ms")
+        if (ttl_ms := getattr(common, name)) is not None
+    }
+    return PresenceLimits(**limits) if limits else None

@@ -1,0 +1,192 @@
+"""The table of requests that an adapter host has not finished, and how long the child may be silent. Sans I/O.
+
+Invariants
+1. A hold is in the table from the moment its item was accepted until the child says that the adapter has finished with
+   the bytes, or until the child was reaped (`settle`).
+2. An answer must name a request in the table, have a kind that answers it, and have one outcome per item; a drop must
+   name a hold in the table.  Anything else raises ChannelError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvstrata.errors import StorageError
+from kvstrata.storage.base import LoadStatus, Presence, PutStatus
+from kvstrata.storage.host.channel import Answer, ChannelError, Kind
+
+if TYPE_CHECKING:
+    from kvstrata.native.pool import Hold
+
+T = TypeVar("T")
+
+MAX_REQUESTS = 4_096
+
+_ANSWER_TO = {
+    Kind.EXISTS: Kind.FOUND,
+    Kind.PUT: Kind.PUT_ENDED,
+    Kind.LOAD: Kind.LOAD_ENDED,
+    Kind.DELETE: Kind.COUNTED,
+    Kind.CLEAR: Kind.COUNTED,
+    Kind.USAGE: Kind.USED,
+    Kind.LIST: Kind.LISTED,
+}
+_WITH_OUTCOMES = (Kind.EXISTS, Kind.PUT, Kind.LOAD)
+_WELL: dict[Kind, tuple[int, ...]] = {
+    Kind.EXISTS: (Presence.ABSENT, Presence.PRESENT),
+    Kind.PUT: (PutStatus.STORED, PutStatus.EXISTS),
+    Kind.LOAD: (LoadStatus.LOADED, LoadStatus.ABSENT),
+}
+"""Outcomes that show that the adapter did what the request asked for."""
+
+
+class _Request:
+    """A row of the table: it is removed when it is answered and all its holds are dropped."""
+
+    __slots__ = ("begun_s", "bytes", "count", "future", "held", "holds", "kind")
+
+    def __init__(
+        self, kind: Kind, count: int, holds: list[Hold | None], future: asyncio.Future[Any], begun_s: float
+    ) -> None:
+        self.kind = kind
+        self.count = count
+        self.holds = holds
+        self.held = len(holds)
+        self.bytes = sum(hold.length for hold in holds if hold is not None)
+        self.future: asyncio.Future[Any] | None = future
+        """None once the request was answered. Its result is None if the child died first."""
+        self.begun_s = begun_s
+
+    def drop(self, index: int) -> None:
+        hold, self.holds[index] = self.holds[index], None
+        if hold is not None:
+            self.held -= 1
+            hold.drop()
+
+
+class HostedError(Exception):
+    """The adapter in the child raised, which its contract forbids; the child's log has the traceback."""
+
+
+class RequestTable:
+    """The requests of one adapter host; outlives its children."""
+
+    def __init__(self, kill_s: float, bytes_per_kill: int) -> None:
+        """The child may be silent for `kill_s`, and again for every `bytes_per_kill` of payload under way."""
+        self._kill_s = kill_s
+        self._bytes_per_kill = bytes_per_kill
+        self._requests: dict[int, _Request] = {}
+        self._last_number = 0
+        self._heard_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def heard_s(self) -> float:
+        """When the child last showed that it works (`heard`), or got work after it had none."""
+        return self._heard_s
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more requests may be added now."""
+        return len(self._requests) >= MAX_REQUESTS
+
+    def add(
+        self, kind: Kind, count: int, holds: list[Hold | None], future: asyncio.Future[Any], now_s: float
+    ) -> int:
+        """Add a request that is sent now; returns its number. The table owns the holds from now on."""
+        if not self._is_working():
+            self._heard_s = now_s
+        self._last_number += 1
+        self._requests[self._last_number] = _Request(kind, count, holds, future, now_s)
+        return self._last_number
+
+    def heard(self, now_s: float) -> None:
+        """The child sent a frame that shows its adapter at work."""
+        self._heard_s = now_s
+
+    def take(self, answer: Answer) -> bool:
+        """Handle an answer or drops; returns whether the adapter did what the request asked. Raises ChannelError."""
+        request = self._requests.get(answer.number)
+        if request is None:
+            raise ChannelError(f"{answer.kind.name} for request {answer.number}, which is not under way")
+        well = False
+        if answer.kind is Kind.DROPPED:
+            self._drop(request, answer.dropped)
+        else:
+            well = self._answer(request, answer)
+        if request.future is None and not request.held:
+            del self._requests[answer.number]
+        return well
+
+    def settle(self) -> int:
+        """Drop every hold and give every future None, since the child was reaped; returns the number of requests."""
+        requests, self._requests = self._requests, {}
+        for request in requests.values():
+            for index in range(len(request.holds)):
+                request.drop(index)
+            if request.future is not None and not request.future.done():
+                request.future.set_result(None)
+        return len(requests)
+
+    def due_s(self, *, by_age: bool) -> float | None:
+        """When the child is to be killed if it sends nothing more; None while it has no work with a time limit.
+
+        `by_age`: it is also killed for a single operation that does not end, whatever else it sends.
+        """
+        working = [request for request in self._requests.values() if request.kind is not Kind.CLEAR]
+        if not working:
+            return None
+        due = [self._heard_s + self._patience_s(sum(request.bytes for request in working))]
+        if by_age:
+            due += [request.begun_s + self._patience_s(request.bytes) for request in working]
+        return min(due)
+
+    def _is_working(self) -> bool:
+        return any(request.kind is not Kind.CLEAR for request in self._requests.values())
+
+    def _patience_s(self, payload_bytes: int) -> float:
+        return self._kill_s * (1 + payload_bytes / self._bytes_per_kill)
+
+    def _answer(self, request: _Request, answer: Answer) -> bool:
+        """Resolve the request's future; returns whether an outcome shows that the adapter did what it was asked."""
+        future = request.future
+        if future is None:
+            raise ChannelError(f"{answer.kind.name}: request {answer.number} was answered before")
+        if answer.kind is Kind.RAISED:
+            assert answer.problem is not None
+            request.future = None
+            if not future.done():
+                kind = StorageError if answer.problem.kind == "StorageError" else HostedError
+                future.set_exception(kind(answer.problem.message))
+            return False
+        if answer.kind is not _ANSWER_TO[request.kind]:
+            raise ChannelError(f"{answer.kind.name} as the answer to {request.kind.name}")
+        if len(answer.outcomes) != (request.count if request.kind in _WITH_OUTCOMES else 0):
+            raise ChannelError(f"{len(answer.outcomes)} outcomes for {request.count} items")
+        self._drop(request, answer.dropped)
+        request.future = None
+        if not future.done():
+            future.set_result(_result_of(request.kind, answer))
+        return any(outcome[0] in _WELL[request.kind] for outcome in answer.outcomes)
+
+    def _drop(self, request: _Request, indices: Iterable[int]) -> None:
+        for index in indices:
+            if index >= len(request.holds) or request.holds[index] is None:
+                raise ChannelError(f"item {index} of {len(request.holds)} is dropped but not held")
+            request.drop(index)
+
+
+def _result_of(kind: Kind, answer: Answer) -> Any:
+    if kind in _WITH_OUTCOMES:
+        return answer.outcomes
+    return answer.page if kind is Kind.LIST else answer.usage or answer.count
+
+
+async def outcome_of(future: asyncio.Future[T | None] | None, otherwise: T) -> T:
+    """The future's result; `otherwise` if there is no future, or if the child died before it answered."""
+    result = None if future is None else await future
+    return otherwise if result is None else result

@@ -1,0 +1,97 @@
+"""The fields of an entry of type `disk`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvstrata.native.disk import MIN_CAPACITY_BYTES
+from kvstrata.storage.catalogue import Make, Medium, Reach
+from kvstrata.storage.media.disk.adapter import disk_adapter
+from kvstrata.storage.media.paths import absolute
+from kvstrata.storage.media.workers import NumWorkers, PerOpWorkers
+from kvstrata.storage.structs import Place
+from kvstrata.types import GB
+
+MB = 1 << 20
+BLOCK_BYTES = 4096
+LEAST_BLOCKS = 16
+"""Blocks in the shortest segment."""
+
+
+class DiskConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A log of segments in a directory of its own on a local disk."""
+
+    base_path: Annotated[
+        str, Meta(min_length=1, description="The log's directory; only one server may use it.")
+    ]
+    capacity_gb: Annotated[
+        float,
+        Meta(
+            ge=MIN_CAPACITY_BYTES / GB,
+            le=1 << 30,
+            extra={"missing": "must be the number of GB that the log may take"},
+            description="GB that the log may take; the oldest segment is evicted first.",
+        ),
+    ]
+    segment_mb: Annotated[
+        Annotated[float, Meta(ge=LEAST_BLOCKS * BLOCK_BYTES / MB, le=8 << 10)] | None,
+        Meta(
+            description="MB of a segment, at most a sixteenth of `capacity_gb`; not set: derived from `capacity_gb`."
+        ),
+    ] = None
+    min_free_gb: Annotated[
+        float, Meta(ge=0, le=1 << 30, description="GB to leave free on the file system.")
+    ] = 1
+    use_odirect: Annotated[bool, Meta(description="Write and read past the page cache.")] = True
+    reinsert_percent: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=50,
+            description="Percent of a retiring segment that is written again: its most recently loaded records.",
+        ),
+    ] = 20
+    scrub_mb_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1 << 20,
+            description="MB per second that a background thread reads and checks; 0: none.",
+        ),
+    ] = 4
+    num_workers: NumWorkers = 4
+    per_op_workers: PerOpWorkers = {}
+
+
+def _prepare(config: DiskConfig, place: Place, name: str) -> Make:
+    capacity_bytes = int(config.capacity_gb * GB)
+    segment_bytes = int((config.segment_mb or 0) * MB) // BLOCK_BYTES * BLOCK_BYTES
+    if segment_bytes > capacity_bytes // 16:
+        most_mb = f"{capacity_bytes / 16 / MB:g} MB"
+        raise place.wrong(
+            "segment_mb", config.segment_mb, f"must be at most a sixteenth of capacity_gb, {most_mb}"
+        )
+    return functools.partial(
+        disk_adapter,
+        absolute(config.base_path, place, "base_path"),
+        capacity_bytes=capacity_bytes,
+        segment_bytes=segment_bytes,
+        min_free_bytes=int(config.min_free_gb * GB),
+        use_odirect=config.use_odirect,
+        reinsert_percent=config.reinsert_percent,
+        scrub_bytes_per_s=int(config.scrub_mb_s * MB),
+        num_workers=config.num_workers,
+        per_op_workers=config.per_op_workers,
+        name=name,
+    )
+
+
+def _reach(config: DiskConfig, place: Place) -> Reach:
+    return Reach(folders={"base_path": config.base_path})
+
+
+MEDIUM = Medium(DiskConfig, _prepare, reach=_reach)

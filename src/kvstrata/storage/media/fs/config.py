@@ -1,0 +1,87 @@
+"""The fields of an entry of type `fs`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvstrata.storage.catalogue import Make, Medium, Reach
+from kvstrata.storage.media.fs.adapter import FsAdapter
+from kvstrata.storage.media.paths import absolute
+from kvstrata.storage.media.workers import NumWorkers, PerOpWorkers
+from kvstrata.storage.structs import Place
+from kvstrata.types import GB
+
+
+class FsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A directory of any mounted file system, with a file per record."""
+
+    base_path: Annotated[str, Meta(min_length=1, description="The directory.")]
+    relative_tmp_dir: Annotated[
+        str,
+        Meta(min_length=1, description="Directory below `base_path` for records that are being written."),
+    ] = "tmp"
+    shared: Annotated[
+        bool, Meta(description="Several servers use the directory, with one cap for all of them.")
+    ] = False
+    use_odirect: Annotated[
+        bool, Meta(description="Write and read past the page cache, where the file system can.")
+    ] = True
+    capacity_gb: Annotated[
+        Annotated[float, Meta(ge=0, le=1 << 30)] | None,
+        Meta(
+            description="GB that the records may take; the least recently used are evicted first; not set or 0: no cap."
+        ),
+    ] = None
+    max_capacity_gb: Annotated[
+        Annotated[float, Meta(ge=0, le=1 << 30)] | None, Meta(description="Another name of `capacity_gb`.")
+    ] = None
+    min_free_gb: Annotated[
+        Annotated[float, Meta(ge=0, le=1 << 30)] | None,
+        Meta(
+            description="GB to leave free on the file system; not set: 1 % of it, at least 256 MiB, at most a tenth."
+        ),
+    ] = None
+    read_ahead_size: Annotated[Any, Meta(description="Accepted, but has no effect.")] = None
+    num_workers: NumWorkers = 4
+    per_op_workers: PerOpWorkers = {}
+
+
+def _prepare(config: FsConfig, place: Place, name: str) -> Make:
+    path = absolute(config.base_path, place, "base_path")
+    tmp = config.relative_tmp_dir
+    parts = tmp.split(os.sep)
+    if os.path.isabs(tmp) or any(part in ("", ".", "..") or "\0" in part for part in parts):
+        raise place.wrong("relative_tmp_dir", tmp, "must be a plain path below base_path")
+    if re.fullmatch("[0-9a-f]{2}", parts[0]):
+        must = "must not begin with a directory of two hex digits, since records lie in such directories"
+        raise place.wrong("relative_tmp_dir", tmp, must)
+    if config.read_ahead_size is not None:
+        place.noted("read_ahead_size", "a record is read in one piece")
+    size_gb, same_gb, free_gb = config.capacity_gb, config.max_capacity_gb, config.min_free_gb
+    if size_gb is not None and same_gb is not None and size_gb != same_gb:
+        raise place.wrong("max_capacity_gb", same_gb, "is another name of capacity_gb, give one of them")
+    return functools.partial(
+        FsAdapter,
+        path,
+        relative_tmp_dir=tmp,
+        shared=config.shared,
+        use_odirect=config.use_odirect,
+        capacity_bytes=int((size_gb or same_gb or 0) * GB),
+        min_free_bytes=None if free_gb is None else int(free_gb * GB),
+        num_workers=config.num_workers,
+        per_op_workers=config.per_op_workers,
+        name=name,
+    )
+
+
+def _reach(config: FsConfig, place: Place) -> Reach:
+    return Reach(folders={"base_path": config.base_path})
+
+
+MEDIUM = Medium(FsConfig, _prepare, reach=_reach)

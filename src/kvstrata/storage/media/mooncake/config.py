@@ -1,0 +1,102 @@
+"""The fields of an entry of type `mooncake_store`. Fields that are not ours go to Mooncake's `setup` unchanged."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvstrata.config.nearest import nearest
+from kvstrata.storage.catalogue import Make, Medium, Reach
+from kvstrata.storage.common import COMMON
+from kvstrata.storage.media.mooncake.adapter import (
+    DEFAULT_MASTER,
+    SETUP_KEYS,
+    MooncakeAdapter,
+    MooncakeSettings,
+)
+from kvstrata.storage.media.workers import NumWorkers, PerOpWorkers
+from kvstrata.storage.structs import Place
+
+log = logging.getLogger(__name__)
+
+NEARLY = 0.8
+"""Similarity from which an unknown field counts as one of ours misspelt; less similar ones are passed on."""
+
+
+RUNTIME_KEYS = frozenset(SETUP_KEYS) - {
+    "ipc_socket_path", "enable_ssd_offload", "ssd_offload_path", "enable_client_http_server", "client_http_port",
+}  # fmt: skip
+"""Options of an adapter that is added while the server runs: none that names a file or opens an HTTP port."""
+NO_METADATA_SERVER = "P2PHANDSHAKE"
+_SERVER = re.compile(
+    r"(?:(?:https?|etcd|redis)://)?((?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?)(?:/[\w/-]*)?"
+)
+"""The address of one server, without a user name, which two readers of URLs may read differently."""
+
+
+class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A Mooncake Store cluster."""
+
+    setup: Annotated[
+        dict[str, Any],
+        Meta(
+            description="Every other field is an option of Mooncake's `setup`, which requires `local_hostname` and "
+            "`metadata_server`."
+        ),
+    ]
+    preregister_l1_memory: Annotated[
+        bool, Meta(description="Register L1 with Mooncake's transfer engine.")
+    ] = True
+    replicate: Annotated[
+        dict[str, Any] | None,
+        Meta(
+            extra={"must": " with options of Mooncake's ReplicateConfig"},
+            description="Options of Mooncake's ReplicateConfig that every put uses.",
+        ),
+    ] = None
+    num_workers: NumWorkers = 4
+    per_op_workers: PerOpWorkers = {}
+
+
+def _prepare(config: MooncakeConfig, place: Place, name: str) -> Make:
+    ours = [field for field in config.__struct_fields__ if field != "setup"]
+    for key, value in config.setup.items():
+        if key not in SETUP_KEYS:
+            if hint := nearest(key, (*ours, *COMMON), cutoff=NEARLY):
+                raise place.hidden(key, f"unknown field, and not an option of Mooncake{hint}")
+            hint = nearest(key, SETUP_KEYS)
+            log.warning("%s: unknown field%s, passed on to Mooncake", place.at(key), hint)
+        if not isinstance(value, str | int | float):
+            must = "must be a string, a number, true or false, like all options of Mooncake"
+            raise place.wrong(key, value, must)
+    for key in ("local_hostname", "metadata_server"):
+        if key not in config.setup:
+            raise place.wrong(key, None, "must be given, Mooncake's setup requires it")
+    settings = MooncakeSettings(
+        setup=config.setup,
+        replicate=config.replicate or {},
+        preregister=config.preregister_l1_memory,
+        num_workers=config.num_workers,
+        per_op_workers=config.per_op_workers,
+    )
+    return lambda: MooncakeAdapter(settings, name=name)
+
+
+def _reach(config: MooncakeConfig, place: Place) -> Reach:
+    hosts = {}
+    for name, default in (("metadata_server", NO_METADATA_SERVER), ("master_server_addr", DEFAULT_MASTER)):
+        text = str(config.setup.get(name) or default)
+        if text == NO_METADATA_SERVER:
+            continue
+        named = _SERVER.fullmatch(text)
+        if named is None:
+            raise place.hidden(name, "must name one server, as HOST:PORT or http://HOST:PORT/PATH")
+        hosts[name] = [named[1]]
+    return Reach(hosts=hosts)
+
+
+MEDIUM = Medium(MooncakeConfig, _prepare, hosted=True, rest="setup", reach=_reach, runtime_rest=RUNTIME_KEYS)

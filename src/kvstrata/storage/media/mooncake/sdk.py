@@ -1,0 +1,110 @@
+"""Checks of what Mooncake needs: its Python package, network cards, and servers that answer.
+
+They run before the client's `setup`, whose own errors say less, and which may crash.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+from kvstrata.config.secrets import scrubbed
+from kvstrata.errors import StorageError
+
+PROBE_S = 1.5
+"""Longest wait for a connection, or for the answer on it, before the client is set up."""
+_NICS = Path("/sys/class/infiniband")
+_APT = {"libibverbs": "libibverbs1", "libnuma": "libnuma1", "libcurl": "libcurl4", "libnl-3": "libnl-3-200"}
+
+# A request of Mooncake's RPC (coro_rpc): magic, version, serialisation, kind, sequence, function, lengths of body and
+# attachment. The function is ServiceReady, which has no arguments and answers with the store's version.
+_ASK_READY = struct.pack("<BBBBIIII", 21, 0, 0, 0, 1, 0x7B81BB56, 0, 0)
+_REPLY = struct.Struct("<BBBBIII")
+MOST_REPLY_BYTES = 4096
+_MAGIC = 21
+
+
+def import_store(name: str) -> Any:
+    """The module `mooncake.store`. Raises StorageError with the line that installs the missing package."""
+    try:
+        return importlib.import_module("mooncake.store")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "mooncake":
+            raise
+        what = "mooncake_store needs Mooncake's client: pip install 'kvstrata[mooncake]'"
+        raise StorageError(f"{name}: {what}", field=name) from None
+    except ImportError as error:
+        library = re.search(r"(lib[\w+.-]*?)\.so[.\d]*: cannot open shared object file", str(error))
+        if library is None:
+            advice = "reinstall it: pip install --force-reinstall 'kvstrata[mooncake]'"
+        elif library[1] == "libcuda":
+            advice = (
+                "the wheel for CUDA is installed on a machine without a GPU: pip install 'kvstrata[mooncake]'"
+            )
+        else:
+            advice = f"on Debian or Ubuntu: apt-get install {_APT.get(library[1], library[1])}"
+        raise StorageError(
+            f"{name}: Mooncake's client cannot be loaded: {scrubbed(error)}; {advice}", field=name
+        ) from None
+
+
+def check_nics(name: str, protocol: str, rdma_devices: str) -> None:
+    """Raise StorageError for `rdma` if the named network cards are missing, which Mooncake itself would accept."""
+    if protocol != "rdma":
+        return
+    present = sorted(nic.name for nic in _NICS.iterdir()) if _NICS.is_dir() else []
+    if not present:
+        raise StorageError(
+            f"{name}: protocol: 'rdma' needs an RDMA network card and {_NICS} has none; use 'tcp'", field=name
+        )
+    missing = [nic for nic in rdma_devices.replace(",", " ").split() if nic not in present]
+    if missing:
+        raise StorageError(
+            f"{name}: rdma_devices: {', '.join(missing)} not found; this machine has {', '.join(present)}",
+            field=name,
+        )
+
+
+def connect(name: str, field: str, address: str) -> socket.socket:
+    """A connection to `host:port`. Raises StorageError naming field and address."""
+    host, _, port = address.rpartition(":")
+    try:
+        return socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S)
+    except ValueError:
+        raise StorageError(f"{name}: {field}: must be host:port, found {address!r:.80}", field=name) from None
+    except OSError as error:
+        what = f"nothing answers at {address}: {error}; start the server or correct the address"
+        raise StorageError(f"{name}: {field}: {what}", field=name) from None
+
+
+def ask_master(name: str, address: str) -> str:
+    """The version of the Mooncake master at an address, in its own words. Raises StorageError if none answers there."""
+    field = "master_server_addr"
+    with connect(name, field, address) as connection:
+        try:
+            connection.sendall(_ASK_READY)
+            reply = b""
+            while not reply or (reply[0] == _MAGIC and len(reply) < _reply_bytes(reply)):
+                part = connection.recv(MOST_REPLY_BYTES)
+                if not part or len(reply) > MOST_REPLY_BYTES:
+                    break
+                reply += part
+        except TimeoutError:
+            what = "accepts connections and says nothing; it is frozen, overloaded or not a Mooncake master"
+            raise StorageError(f"{name}: {field}: {address} {what}", field=name) from None
+        except OSError as error:
+            raise StorageError(f"{name}: {field}: {address} hangs up: {error}", field=name) from None
+    if len(reply) < _REPLY.size or reply[0] != _MAGIC or _REPLY.unpack_from(reply)[2] != 0:
+        what = f"is not a Mooncake master, it answered {reply!r:.60}"
+        raise StorageError(f"{name}: {field}: {address} {what}", field=name)
+    version = re.search(rb"\d+(\.\d+)+$", reply)
+    return version[0].decode() if version else ""
+
+
+def _reply_bytes(reply: bytes) -> int:
+    """Length of the whole reply, as far as its first bytes tell."""
+    return _REPLY.size + (_REPLY.unpack_from(reply)[5] if len(reply) >= _REPLY.size else 0)

@@ -1,0 +1,69 @@
+"""The meaning of obstore's errors: a short reason, advice, and a text without anything that may be a credential."""
+
+from __future__ import annotations
+
+import re
+
+from kvstrata.config.secrets import scrubbed
+from kvstrata.policy.reasons import FULL, NOT_A_FILE, READ_ONLY
+from kvstrata.storage.media.object_store.local import NotAFile
+
+try:
+    from obstore import exceptions
+except ImportError:  # config.py then refuses the type and says what to install, so this module is not used
+    pass
+
+SLOW_DOWN = "slow_down"
+LATER = (SLOW_DOWN, FULL)
+"""Reasons for which a later try may succeed."""
+_STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+RANGE = re.compile(r"non-2xx status code: 416|InvalidRange|range was invalid", re.IGNORECASE)
+_FULL = re.compile(r"<Code>\w*(?:Quota|InsufficientStorage|StorageFull|CapacityExceeded)\w*</Code>")
+_QUERY = re.compile(r"\?\S*")
+_USER = re.compile(r"(?<=://)[^/@\s]*@")
+
+
+def reason_of(error: Exception) -> str:
+    """The short reason for an exception of the library."""
+    text = str(error)
+    if isinstance(error, NotAFile):
+        return NOT_A_FILE
+    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+        return FULL if _FULL.search(text) else "denied"
+    if "NoSuchBucket" in text:
+        return "no_bucket"
+    if status := _STATUS.search(text):
+        if status[1] == "507" or _FULL.search(text):
+            return FULL
+        return {"503": SLOW_DOWN, "429": SLOW_DOWN}.get(status[1], "io")
+    if system := _OS_ERROR.search(text):
+        words = {"28": FULL, "122": FULL, "30": READ_ONLY, "13": "denied", "111": "unreachable"}
+        return words.get(system[1], "io")
+    for kind, word in (("Timeout", "timeout"), ("Connect", "unreachable")):
+        if f"kind: {kind}" in text:
+            return word
+    return "io"
+
+
+def plain(error: Exception) -> str:
+    """The error's text without bodies, queries and everything else that may hold credentials."""
+    text = str(error).partition("\n\nDebug source")[0]
+    code = _CODE.search(text)
+    text = _USER.sub("", _QUERY.sub("", text.partition("<")[0])).strip()
+    return f"{scrubbed(text)}{' ' + code[1] if code else ''}"
+
+
+def advice(error: Exception) -> str:
+    """What is wrong with the URL by this error, and what to do; the rest of a sentence that begins with the URL."""
+    return {
+        "no_bucket": "names a bucket that does not exist; create it",
+        "denied": "may not be used with these credentials; they must allow getting, putting, deleting and listing",
+        NOT_A_FILE: "has a link or something else than a file where this adapter keeps one",
+        "unreachable": "cannot be reached; is the address right and the server up?",
+        "timeout": "does not answer in time; is the address right?",
+        READ_ONLY: "cannot be written",
+        FULL: "is full",
+        SLOW_DOWN: "asks for fewer requests",
+    }.get(reason_of(error), "cannot be used")

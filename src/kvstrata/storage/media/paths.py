@@ -1,0 +1,20 @@
+"""Directories that users name in settings."""
+
+from __future__ import annotations
+
+import os
+
+from kvstrata.storage.structs import Place
+
+
+def absolute(path: str, place: Place, name: str) -> str:
+    """The directory of field `name` as an absolute path. Raises ConfigError if its `~` cannot be resolved.
+
+    Also for a path with a null byte, at which the system would end it.
+    """
+    if "\0" in path:
+        raise place.wrong(name, path, "must be a path without null bytes")
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise place.wrong(name, path, "must be an absolute path, the home directory is not known here")
+    return os.path.abspath(expanded)

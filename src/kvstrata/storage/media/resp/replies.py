@@ -1,0 +1,47 @@
+"""What replies mean. Their numbers come from a server that may say anything."""
+
+from __future__ import annotations
+
+from kvstrata.storage.media.resp.connection import LARGEST_NUMBER, Reply, ServerError
+
+
+def fields_of(text: bytes) -> dict[str, str]:
+    """The lines `name:value` of INFO as a dictionary."""
+    lines = text.decode(errors="replace").splitlines()
+    return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
+
+
+def number_in(fields: dict[str, str], name: str) -> int:
+    """A number of INFO; 0 where it is missing, no number or out of range."""
+    text = fields.get(name, "")
+    number = int(text) if len(text) < 20 and text.isascii() and text.isdigit() else 0
+    return min(number, LARGEST_NUMBER)
+
+
+def port_of(text: bytes | str) -> int:
+    """A port as a server names it; 0 if it is none."""
+    number = int(text) if len(text) < 6 and text.isascii() and text.isdigit() else 0
+    return number if number < 1 << 16 else 0
+
+
+def reason_of(reply: Reply) -> str:
+    """The short reason for a reply that is not the requested one."""
+    if not isinstance(reply, ServerError):
+        return "protocol"
+    return _REASONS.get(reply.code, "server_error")
+
+
+_REASONS = {
+    "OOM": "full",
+    "LOADING": "loading",
+    "BUSY": "busy",
+    "READONLY": "read_only",
+    "MASTERDOWN": "read_only",
+    "NOAUTH": "denied",
+    "NOPERM": "denied",
+    "WRONGPASS": "denied",
+    "CLUSTERDOWN": "cluster_down",
+    "TRYAGAIN": "cluster_down",
+    "MOVED": "cluster_down",
+    "ASK": "cluster_down",
+}

@@ -1,0 +1,40 @@
+"""The settings that make the medium and codec of a tier, in the server or in the child process of an isolated tier."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from kvstrata.storage import catalogue
+from kvstrata.storage.catalogue import Make
+from kvstrata.storage.structs import Place
+from kvstrata.storage.wrap.codec_fields import ChainSettings
+
+MB = 1 << 20
+
+
+class CodecConfig(NamedTuple):
+    """How the records of one tier are encoded."""
+
+    chain: ChainSettings = ChainSettings()
+    staging_bytes: int = 256 * MB
+    workers: int = 2
+
+
+class Recipe(NamedTuple):
+    """One tier's medium and codec, checked."""
+
+    medium: str
+    """MODULE:ATTRIBUTE of the medium's type, for `catalogue.load`."""
+    config: msgspec.Struct
+    """The medium's fields, in its type's struct."""
+    place: Place
+    """Where the fields stand in the settings, for errors."""
+    name: str
+    """The tier's name."""
+    codec: CodecConfig = CodecConfig()
+
+    def prepare(self) -> Make:
+        """Check the fields, and return the function that makes the bare adapter. Raises ConfigError."""
+        return catalogue.load(self.medium).prepare(self.config, self.place, self.name)

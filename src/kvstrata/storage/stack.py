@@ -1,0 +1,206 @@
+"""A tier as a stack of named layers, each an adapter around the one before it.
+
+    medium     the bare adapter of the entry's type
+    codec      encodes records that are put, decodes records that are loaded
+    host       only with `"isolation": "process"`: runs the two layers above in a process of their own
+    presence   only where storage may be shared: remembers the storage's answers about presence for a moment
+    deadline   ends waits, and stops asking an adapter that does not answer
+    metrics    reports each operation
+
+LAYERS is that list. The server builds a tier from it, and `Stack.describe` tells which layers a tier has and where they
+run; the child process of an isolated tier makes the layers that are marked `in_child` (host/child.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from kvstrata.clock import Clock, SystemClock
+from kvstrata.policy.store import StorePolicy
+from kvstrata.storage.base import StorageAdapter
+from kvstrata.storage.entry import TierConfig
+from kvstrata.storage.host.parent import HostedAdapter
+from kvstrata.storage.peers import ReadsPeers
+from kvstrata.storage.recipe import Recipe
+from kvstrata.storage.wrap.codec import CodecAdapter
+from kvstrata.storage.wrap.codec_chain import Chain
+from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
+from kvstrata.storage.wrap.metrics import MeteredAdapter, OpReport
+from kvstrata.storage.wrap.presence import PresenceAdapter
+
+T = TypeVar("T")
+
+STUCK_SHARE = 16
+"""Default of `max_stuck_mb`: L1 divided by this."""
+KILL_DEADLINES = 3
+"""Default of `host_kill_ms`: this many deadlines."""
+
+
+class Surroundings(NamedTuple):
+    """What the server gives the layers of a tier."""
+
+    clock: Clock
+    l1_bytes: int
+    report: Callable[[OpReport], None]
+    deadline_ms: int = 5_000
+    """The deadline of a tier whose entry names none."""
+
+    def limits(self, config: TierConfig) -> DeadlineLimits:
+        """The limits of a tier: those of its entry, or the defaults."""
+        return DeadlineLimits(
+            deadline_ms=config.deadline_ms or self.deadline_ms,
+            max_stuck_bytes=config.max_stuck_bytes or self.l1_bytes // STUCK_SHARE,
+        )
+
+
+class Layer(NamedTuple):
+    """One layer of a tier."""
+
+    name: str
+    adapter: StorageAdapter | None
+    """None: the layer is in the child process, behind the layer `host`."""
+
+
+class LayerKind(NamedTuple):
+    """A row of LAYERS."""
+
+    name: str
+    in_child: bool
+    """The child process of an isolated tier has this layer."""
+    wrap: Callable[[StorageAdapter | None, TierConfig, Surroundings], StorageAdapter | None]
+    """Makes this layer around the one before it; returns None where the tier has no such layer."""
+
+
+def _medium(_: StorageAdapter | None, config: TierConfig, around: Surroundings) -> StorageAdapter:
+    adapter = config.make()
+    adapter.name = config.name
+    return adapter
+
+
+def _codec(inner: StorageAdapter | None, config: TierConfig, around: Surroundings) -> StorageAdapter:
+    assert inner is not None
+    codec = config.recipe.codec
+    return CodecAdapter(inner, Chain(codec.chain), staging_bytes=codec.staging_bytes, workers=codec.workers)
+
+
+def _host(_: StorageAdapter | None, config: TierConfig, around: Surroundings) -> StorageAdapter | None:
+    if not config.isolated:
+        return None
+    limits = around.limits(config)
+    return HostedAdapter(
+        config.recipe,
+        kill_ms=config.kill_ms or KILL_DEADLINES * limits.deadline_ms,
+        bytes_per_kill=limits.bytes_per_deadline,
+    )
+
+
+def _presence(
+    inner: StorageAdapter | None, config: TierConfig, around: Surroundings
+) -> StorageAdapter | None:
+    assert inner is not None
+    # A hosted adapter tells only once it is open whether its storage is shared.
+    if not inner.capabilities.shared and not config.isolated and config.presence is None:
+        return None
+    return PresenceAdapter(inner, config.presence, around.clock)
+
+
+def _deadline(inner: StorageAdapter | None, config: TierConfig, around: Surroundings) -> StorageAdapter:
+    assert inner is not None
+    return DeadlineAdapter(inner, around.limits(config), around.clock)
+
+
+def _metrics(inner: StorageAdapter | None, config: TierConfig, around: Surroundings) -> StorageAdapter:
+    assert inner is not None
+    return MeteredAdapter(inner, around.report, around.clock)
+
+
+LAYERS = (
+    LayerKind("medium", True, _medium),
+    LayerKind("codec", True, _codec),
+    LayerKind("host", False, _host),
+    LayerKind("presence", False, _presence),
+    LayerKind("deadline", False, _deadline),
+    LayerKind("metrics", False, _metrics),
+)
+"""From the storage outwards."""
+
+
+class Stack:
+    """A tier as the server's controllers use it; not open yet."""
+
+    def __init__(self, name: str, policy: StorePolicy, layers: Sequence[Layer]) -> None:
+        """`layers` from the storage outwards; the last one is in this process."""
+        self.name = name
+        self.policy = policy
+        self.layers = tuple(layers)
+        outermost = layers[-1].adapter
+        assert outermost is not None
+        self.adapter = outermost
+        guard = self._layer(DeadlineAdapter)
+        assert guard is not None
+        self.guard = guard
+        """The layer that has the breakers and counts stuck bytes."""
+        self.host = self._layer(HostedAdapter)
+        """None: the tier is not isolated."""
+        self.codec = self._layer(CodecAdapter)
+        """None where the codec is in the child process."""
+        self.presence = self._layer(PresenceAdapter)
+        """None where the storage is known not to be shared."""
+        self.peers = self._layer(ReadsPeers)  # type: ignore[type-abstract]
+        """The layer that reaches a medium that reads other instances: this medium, or the host of any medium."""
+
+    def describe(self) -> list[dict[str, str]]:
+        """For each layer from the storage outwards: its name, the process that runs it, and its class if known here."""
+        return [
+            {
+                "layer": layer.name,
+                "process": "host" if layer.adapter is None else "server",
+                "adapter": "" if layer.adapter is None else type(layer.adapter).__name__,
+            }
+            for layer in self.layers
+        ]
+
+    def status(self) -> dict[str, Any]:
+        """For status pages."""
+        counted = self.codec or self.host
+        return {
+            "breakers": self.guard.breaker_states(),
+            "stuck_bytes": self.guard.stuck_bytes,
+            **({} if counted is None else {"codec": counted.stats(), "numbers": counted.numbers()}),
+            **({"remarks": counted.remarks()} if counted is not None and counted.remarks() else {}),
+            **({} if self.host is None else {"host": self.host.host_status()}),
+            **(
+                {"presence": self.presence.stats()}
+                if self.presence is not None and self.presence.capabilities.shared
+                else {}
+            ),
+        }
+
+    def _layer(self, kind: type[T]) -> T | None:
+        return next((layer.adapter for layer in self.layers if isinstance(layer.adapter, kind)), None)
+
+
+def build_stack(config: TierConfig, around: Surroundings) -> Stack:
+    """Make the layers of a checked entry, not open. Raises ConfigError if a plugin does."""
+    layers: list[Layer] = []
+    inner: StorageAdapter | None = None
+    for kind in LAYERS:
+        if kind.in_child and config.isolated:
+            layers.append(Layer(kind.name, None))
+        elif (made := kind.wrap(inner, config, around)) is not None:
+            layers.append(Layer(kind.name, made))
+            inner = made
+    return Stack(config.name, config.policy, layers)
+
+
+def innermost(recipe: Recipe) -> CodecAdapter:
+    """Make in this process the layers that the child of an isolated tier has. Raises ConfigError."""
+    config = TierConfig(recipe.name, 0, recipe, recipe.prepare(), {})
+    around = Surroundings(SystemClock(), 0, lambda report: None)
+    adapter: StorageAdapter | None = None
+    for kind in LAYERS:
+        if kind.in_child:
+            adapter = kind.wrap(adapter, config, around)
+    assert isinstance(adapter, CodecAdapter)
+    return adapter

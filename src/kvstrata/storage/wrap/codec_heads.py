@@ -1,0 +1,86 @@
+"""What stored records are, by their headers: their lengths in L1, and whether they can be decoded here.
+
+The medium is asked for a record's headers once; the answer is remembered with the length that the medium told then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstrata.policy.reasons import UNAUTHENTICATED
+from kvstrata.storage.base import Found, Presence, StorageAdapter
+from kvstrata.storage.wrap.codec_chain import Chain
+from kvstrata.storage.wrap.codec_lengths import KnownLengths, Lengths, Undecodable, read_head
+
+MOST_PLAIN_LENGTHS = 1024
+"""Lengths of plain records that are remembered; behind more of them, the headers of each record are asked for."""
+NO_PROOF = "written without a key, so anybody who can write to this storage may have made it"
+
+
+class Heads:
+    """Reads the headers of one adapter's records. Belongs to the event loop."""
+
+    def __init__(
+        self, inner: StorageAdapter, chain: Chain, lengths: KnownLengths, undecodable: Undecodable
+    ) -> None:
+        """Shares `lengths` and `undecodable` with the wrapper."""
+        self._inner = inner
+        self._chain = chain
+        self._lengths = lengths
+        self._undecodable = undecodable
+        self._plain_lengths: set[int] = set()
+        """Lengths of stored records of which one is known to be stored as it is in L1."""
+
+    async def shows_codecs(self, keys: Sequence[bytes], found: Sequence[Found]) -> bool:
+        """Whether headers must be asked for: of each length that was not seen before, the first record's are read."""
+        new: dict[int, bytes] = {}
+        for key, (presence, stored_bytes, _) in zip(keys, found, strict=True):
+            if presence is Presence.PRESENT and stored_bytes not in self._plain_lengths:
+                new.setdefault(stored_bytes, key)
+        if not new or not self._inner.capabilities.has_heads:
+            return False
+        if len(self._plain_lengths) + len(new) > MOST_PLAIN_LENGTHS:
+            return True
+        heads = await self._inner.heads(list(new.values()))
+        for (stored_bytes, key), head in zip(new.items(), heads, strict=True):
+            known = read_head(key, bytes(head), stored_bytes)
+            if known is not None and known.codecs:
+                return True
+            if known is not None:
+                self._plain_lengths.add(stored_bytes)
+        return False
+
+    async def look_up(
+        self, keys: Sequence[bytes], found: Sequence[Found], *, ask: bool
+    ) -> list[Lengths | None]:
+        """The lengths of the found records; None: absent, unknown and not to be asked for, or headers unsound."""
+        lengths: list[Lengths | None] = [None] * len(keys)
+        unknown: list[int] = []
+        for i, (key, (presence, stored_bytes, _)) in enumerate(zip(keys, found, strict=True)):
+            if presence is Presence.PRESENT:
+                known = self._lengths.get(key)
+                if known is not None and known.stored_bytes == stored_bytes:
+                    lengths[i] = known
+                elif ask:
+                    unknown.append(i)
+        if unknown and self._inner.capabilities.has_heads:
+            heads = await self._inner.heads([keys[i] for i in unknown])
+            for i, head in zip(unknown, heads, strict=True):
+                known = self._read(keys[i], bytes(head), found[i].record_bytes)
+                if known is not None:
+                    lengths[i] = known
+                    self._lengths.note(keys[i], known)
+        return lengths
+
+    def _read(self, key: bytes, head: bytes, stored_bytes: int) -> Lengths | None:
+        """The lengths that a record's headers name, and whether it can be decoded here; None: unsound headers."""
+        known = read_head(key, head, stored_bytes)
+        if known is None or known.cannot:
+            return known
+        if stored_bytes > self._chain.longest_stored_bytes(known.codecs, known.decoded_bytes):
+            return None  # no codec makes this of it
+        cannot = self._chain.cannot_decode(known.codecs)
+        if cannot:
+            why = f"written with codecs {list(known.codecs)}, which this server cannot decode"
+            self._undecodable.note(cannot, key, NO_PROOF if cannot == UNAUTHENTICATED else why)
+        return known._replace(cannot=cannot)

@@ -1,0 +1,433 @@
+"""The codec wrapper keeps the storage contract for every chain, and its own promises."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from kvstrata.clock import SystemClock
+from kvstrata.errors import StorageError
+from kvstrata.storage.base import (
+    AdapterContext,
+    Capabilities,
+    LoadItem,
+    LoadOutcome,
+    LoadStatus,
+    PayloadKind,
+    Presence,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    StorageAdapter,
+)
+from kvstrata.storage.media.fs.adapter import FsAdapter
+from kvstrata.storage.wrap.codec import CodecAdapter
+from kvstrata.storage.wrap.codec_chain import Chain
+from kvstrata.storage.wrap.codec_fields import ChainSettings, ZstdOptions
+from kvstrata.testing.adapter_contract import ABSENT, EXISTS, LOADED, SIZE, STORED, AdapterContract, Medium
+from kvstrata.testing.strategies import (
+    WatchedHold,
+    key_of,
+    load_item,
+    put_item,
+    record_hold,
+    record_length,
+    watched,
+)
+from tests.conformance.storage.test_fs import Folder
+from tests.conformance.storage.test_suite_itself import Shelf, ShelfAdapter
+from tests.harness.codec_records import loaded_record, soft_payload
+from tests.harness.forged import resealed
+from tests.oracles import codec as oracle
+
+PLAIN = ChainSettings()
+ZSTD = ChainSettings(zstd=ZstdOptions())
+ZSTD_BYTES = ChainSettings(zstd=ZstdOptions(planes=1))
+AES = ChainSettings(master_key=b"k" * 32)
+BOTH = ChainSettings(zstd=ZstdOptions(), master_key=b"k" * 32)
+FP8 = ChainSettings(fp8=True)
+FP8_ZSTD = ChainSettings(fp8=True, zstd=ZstdOptions())
+MIGRATING = BOTH._replace(accept_plain=True)
+MAC = ChainSettings(mac_key=b"k" * 32)
+OTHER_KEY = ChainSettings(zstd=ZstdOptions(), master_key=b"o" * 32)
+
+
+def soft_put_item(key: bytes, length: int) -> PutItem:
+    """Return an item that puts a compressible payload under this key."""
+    return PutItem(key, cast("object", record_hold(key, soft_payload(key, length))))  # type: ignore[arg-type]
+
+
+class CodecOnFs(AdapterContract):
+    """The suite's payloads are noise: zstd leaves them as they are, AES-GCM encrypts them."""
+
+    waits_in_threads = False  # the connector of `fs` reads memory and calls no Python object for it
+    chain = PLAIN
+
+    def make_medium(self, folder: Path) -> Folder:
+        return Folder(folder / "base")
+
+    def make_adapter(self, medium: Medium, capacity_bytes: int = 0) -> StorageAdapter:
+        assert isinstance(medium, Folder)
+        return CodecAdapter(
+            FsAdapter(base_path=str(medium.base), capacity_bytes=capacity_bytes, min_free_bytes=0),
+            Chain(self.chain),
+            staging_bytes=1 << 20,
+        )
+
+
+class TestNoCodecOnFs(CodecOnFs):
+    chain = PLAIN
+
+
+class TestZstdOnFs(CodecOnFs):
+    chain = ZSTD
+
+
+class TestAesOnFs(CodecOnFs):
+    chain = AES
+
+
+class TestBothOnFs(CodecOnFs):
+    chain = BOTH
+
+
+class TestMacOnFs(CodecOnFs):
+    chain = MAC
+
+
+class HeadedShelf(ShelfAdapter):
+    """An adapter on a shelf that also has `heads`."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        super().__init__(shelf)
+        self.capabilities = Capabilities(persistent=False, shared=False, max_batch=16, has_heads=True)
+
+    async def heads(self, keys):
+        return [self._shelf.records.get(key, b"")[:512] for key in keys]
+
+
+class CodecOnShelf(AdapterContract):
+    has_cap = False
+    waits_in_threads = False
+    chain = PLAIN
+
+    def make_medium(self, folder: Path) -> Shelf:
+        return Shelf()
+
+    def make_adapter(self, medium: Medium, capacity_bytes: int = 0) -> StorageAdapter:
+        assert isinstance(medium, Shelf)
+        return CodecAdapter(HeadedShelf(medium), Chain(self.chain), staging_bytes=1 << 20)
+
+
+class TestNoCodecOnShelf(CodecOnShelf):
+    chain = PLAIN
+
+
+class TestZstdOnShelf(CodecOnShelf):
+    chain = ZSTD
+
+
+class TestAesOnShelf(CodecOnShelf):
+    chain = AES
+
+
+class TestBothOnShelf(CodecOnShelf):
+    chain = BOTH
+
+
+# -- its own promises --------------------------------------------------------------------------------------
+
+Opener = Callable[..., "contextlib.AbstractAsyncContextManager[CodecAdapter]"]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Opener:
+    """Opens codec wrappers with a given chain over `fs`, all in one directory."""
+
+    @contextlib.asynccontextmanager
+    async def open_one(
+        chain: ChainSettings, staging_bytes: int = 8 << 20, **settings: object
+    ) -> AsyncIterator[CodecAdapter]:
+        inner = FsAdapter(base_path=str(tmp_path / "kv"), min_free_bytes=0, **settings)
+        adapter = CodecAdapter(inner, Chain(chain), staging_bytes=staging_bytes)
+        await adapter.open(AdapterContext("test", SystemClock(), 0, 0, lambda key: None))
+        try:
+            yield adapter
+        finally:
+            await adapter.close()
+            assert adapter.stats()["staging_used_bytes"] == 0
+
+    return open_one
+
+
+async def put_soft(adapter: CodecAdapter, *numbers: int, size: int = 200_000) -> dict[int, bytes]:
+    """Put records that compress well; return their bytes."""
+    items = {n: soft_put_item(key_of(n), size) for n in numbers}
+    records = {n: watched(item).bytes() for n, item in items.items()}
+    assert await adapter.put(list(items.values())) == [STORED] * len(numbers)
+    for item in items.values():
+        watched(item).check()
+    return records
+
+
+async def load_soft(
+    adapter: CodecAdapter, records: dict[int, bytes], size: int = 200_000
+) -> list[LoadOutcome]:
+    """Load records; assert that every LOADED one has the bytes that were put."""
+    items = {n: load_item(key_of(n), size) for n in records}
+    outcomes = await adapter.load(list(items.values()))
+    for (n, item), outcome in zip(items.items(), outcomes, strict=True):
+        watched(item).check()
+        if outcome == LOADED:
+            assert loaded_record(item) == records[n]
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    "chain", [ZSTD, ZSTD_BYTES, AES, BOTH, MAC], ids=["zstd", "zstd1", "aes", "both", "mac"]
+)
+async def test_an_encoded_record_comes_back_byte_for_byte_after_a_restart(
+    opened: Opener, tmp_path: Path, chain: ChainSettings
+) -> None:
+    folder = Folder(tmp_path / "kv")
+    async with opened(chain) as adapter:
+        records = await put_soft(adapter, 1, 2, 3)
+        assert await load_soft(adapter, records) == [LOADED] * 3
+    for n in records:
+        stored = folder.read(key_of(n))
+        assert any(stored[80:88])
+        assert (records[n][4096:] in stored) == (chain is MAC), "mac does not encrypt"
+        if chain.zstd is not None:
+            assert len(stored) < len(records[n]) * 0.8
+    async with opened(chain) as adapter:
+        found = await adapter.exists([key_of(n) for n in (1, 9, 2, 3)])
+        assert [f.presence for f in found] == [Presence.PRESENT, Presence.ABSENT, *[Presence.PRESENT] * 2]
+        assert {f.record_bytes for f in found} == {0, record_length(200_000)}
+        assert await load_soft(adapter, records) == [LOADED] * 3
+
+
+@pytest.mark.parametrize(
+    "after", [PLAIN, ZSTD, ZSTD_BYTES, MIGRATING], ids=["plain", "zstd", "zstd1", "migrating"]
+)
+@pytest.mark.parametrize("before", [PLAIN, ZSTD, ZSTD_BYTES], ids=["plain", "zstd", "zstd1"])
+async def test_a_change_of_the_chain_loses_nothing(
+    opened: Opener, before: ChainSettings, after: ChainSettings
+) -> None:
+    async with opened(before) as adapter:
+        records = await put_soft(adapter, 1, 2)
+    async with opened(after) as adapter:
+        found = await adapter.exists([key_of(1), key_of(2)])
+        assert [f.record_bytes for f in found] == [record_length(200_000)] * 2
+        assert await load_soft(adapter, records) == [LOADED] * 2
+        if after != PLAIN:  # `fs` itself replaces a record by one of another length
+            assert await adapter.put([soft_put_item(key_of(1), 200_000)]) == [EXISTS]
+
+
+async def test_a_record_that_does_not_become_shorter_is_stored_unencoded(
+    opened: Opener, tmp_path: Path
+) -> None:
+    async with opened(ZSTD) as adapter:
+        item = put_item(key_of(1), SIZE)
+        record = watched(item).bytes()
+        assert await adapter.put([item]) == [STORED]
+        assert Folder(tmp_path / "kv").read(key_of(1)) == record
+        assert adapter.stats()["incompressible"] == 1
+
+
+@pytest.mark.parametrize("after", [OTHER_KEY, ZSTD], ids=["other key", "no key"])
+async def test_a_wrong_key_is_a_counted_miss_that_deletes_nothing(
+    opened: Opener, tmp_path: Path, after: ChainSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(BOTH) as adapter:
+        records = await put_soft(adapter, 1, 2)
+    before = {n: Folder(tmp_path / "kv").read(key_of(n)) for n in records}
+    async with opened(after) as adapter:
+        outcomes = await load_soft(adapter, records)
+        reason = "wrong_key" if after is OTHER_KEY else "no_key"
+        assert [(o.status, o.reason) for o in outcomes] == [(LoadStatus.FAILED, reason)] * 2
+        assert adapter.stats()[reason] == 2
+        assert sum("Give all servers" in record.getMessage() for record in caplog.records) == 1
+        found = await adapter.exists([key_of(1)])
+        assert [(f.presence, f.reason) for f in found] == [(Presence.UNKNOWN, reason)]
+        item = soft_put_item(key_of(1), 200_000)
+        assert await adapter.put([item]) == [PutOutcome(PutStatus.FAILED, reason)]
+        watched(item).check()
+    assert {n: Folder(tmp_path / "kv").read(key_of(n)) for n in records} == before
+    async with opened(BOTH) as adapter:
+        assert await load_soft(adapter, records) == [LOADED] * 2
+
+
+@pytest.mark.parametrize("before", [PLAIN, ZSTD], ids=["plain", "zstd"])
+async def test_with_a_key_a_record_that_nobody_authenticated_is_a_counted_miss_until_a_put_replaces_it(
+    opened: Opener, tmp_path: Path, before: ChainSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(before) as adapter:
+        records = await put_soft(adapter, 1, 2)
+    async with opened(BOTH) as adapter:
+        assert await load_soft(adapter, records) == [
+            LoadOutcome(LoadStatus.FAILED, "unauthenticated"),
+            LoadOutcome(LoadStatus.FAILED, "unauthenticated"),
+        ]
+        found = await adapter.exists([key_of(1)])
+        assert [(f.presence, f.reason) for f in found] == [(Presence.UNKNOWN, "unauthenticated")]
+        assert adapter.stats()["unauthenticated"] == 3
+        assert sum("written without a key" in record.getMessage() for record in caplog.records) == 1
+        assert not any("accept_plain" in record.getMessage() for record in caplog.records)
+        again = await put_soft(adapter, 1)
+        assert await load_soft(adapter, again) == [LOADED]
+    assert 5 in Folder(tmp_path / "kv").read(key_of(1))[80:88], "the record was replaced by an encrypted one"
+    async with opened(MIGRATING) as adapter:
+        assert sum("accept_plain is true" in record.getMessage() for record in caplog.records) == 1
+        assert await load_soft(adapter, {2: records[2]}) == [LOADED]
+
+
+async def test_a_record_that_was_swapped_after_its_headers_were_read_is_checked_again(
+    opened: Opener, tmp_path: Path
+) -> None:
+    """The medium shows the headers of a genuine record, and hands over a forged one of the same length."""
+    folder = Folder(tmp_path / "kv")
+    async with opened(AES) as adapter:
+        records = await put_soft(adapter, 1)
+        genuine = folder.read(key_of(1))
+        assert await load_soft(adapter, records) == [LOADED]
+        forged = bytearray(genuine)
+        forged[80:88] = bytes(8)
+        folder.write(key_of(1), resealed(bytes(forged)))
+        [outcome] = await load_soft(adapter, records)
+        assert outcome.status in (LoadStatus.FAILED, LoadStatus.CORRUPT)
+
+
+@pytest.mark.parametrize("number", [2, 7, 200])
+async def test_an_unknown_codec_is_a_counted_miss_that_deletes_nothing(
+    opened: Opener, tmp_path: Path, number: int
+) -> None:
+    async with opened(ZSTD) as adapter:
+        await put_soft(adapter, 1)
+    folder = Folder(tmp_path / "kv")
+    stored = bytearray(folder.read(key_of(1)))
+    stored[80:88] = bytes([number]) + bytes(7)
+    stored = bytearray(resealed(bytes(stored)))
+    folder.write(key_of(1), bytes(stored))
+    async with opened(ZSTD) as adapter:
+        assert await load_soft(adapter, {1: b""}) == [LoadOutcome(LoadStatus.FAILED, "codec_unknown")]
+        [found] = await adapter.exists([key_of(1)])
+        assert (found.presence, found.reason) == (Presence.UNKNOWN, "codec_unknown")
+        assert adapter.stats()["codec_unknown"] >= 1
+    async with opened(PLAIN) as adapter:
+        item = load_item(key_of(1), 200_000)
+        watched(item).length = len(stored)
+        assert await adapter.load([item]) == [LoadOutcome(LoadStatus.FAILED, "encoded")]
+    assert folder.read(key_of(1)) == bytes(stored)
+
+
+@pytest.mark.parametrize("chain", [ZSTD, BOTH], ids=["zstd", "both"])
+async def test_damaged_stored_bytes_are_never_served_and_are_healed(
+    opened: Opener, tmp_path: Path, chain: ChainSettings
+) -> None:
+    folder = Folder(tmp_path / "kv")
+    async with opened(chain) as adapter:
+        records = await put_soft(adapter, 1)
+        length = len(folder.read(key_of(1)))
+        for at in (0, 9, 17, 50, 81, 89, 97, 105, 253, 260, 290, 520, 4096, 4110, 5000, length - 1):
+            folder.flip(key_of(1), at)
+            [outcome] = await load_soft(adapter, records)
+            assert outcome.status in (LoadStatus.CORRUPT, LoadStatus.ABSENT, LoadStatus.FAILED), at
+            if outcome.status is LoadStatus.FAILED:  # the flipped bit is in the format version
+                assert outcome.reason == "mismatch", at
+                folder.flip(key_of(1), at)
+            else:
+                records = await put_soft(adapter, 1)
+            assert await load_soft(adapter, records) == [LOADED], at
+
+
+@pytest.mark.parametrize("chain", [FP8, FP8_ZSTD], ids=["fp8", "fp8-zstd"])
+async def test_records_of_an_identity_that_accepted_fp8_come_back_rounded_others_exactly(
+    tmp_path: Path, chain: ChainSettings
+) -> None:
+    accepted = PayloadKind(2, (1, 10, 2, 10, 5, 33))  # 33,000 numbers: one section of record 1
+
+    async def opened_by(kind: PayloadKind | None) -> CodecAdapter:
+        inner = FsAdapter(base_path=str(tmp_path / "kv"), min_free_bytes=0)
+        adapter = CodecAdapter(inner, Chain(chain), staging_bytes=8 << 20)
+        context = AdapterContext("test", SystemClock(), 0, 0, lambda key: None)
+        await adapter.open(context._replace(payload_kind=lambda identity, part: kind))
+        return adapter
+
+    payload = soft_payload(b"x", 66_000)
+    adapter = await opened_by(accepted)
+    rounded = PutItem(key_of(1), record_hold(key_of(1), payload, sections=[66_000]))
+    assert await adapter.put([rounded]) == [STORED]
+    assert adapter.stats().get("fp8_skipped", 0) == 0
+    await adapter.close()
+    adapter = await opened_by(None)
+    exact = PutItem(key_of(2), record_hold(key_of(2), payload, sections=[66_000]))
+    record = watched(exact).bytes()
+    assert await adapter.put([exact]) == [STORED]
+    assert adapter.stats()["fp8_skipped"] == 1
+    loads = {n: LoadItem(key_of(n), WatchedHold(key_of(n), len(record), for_put=False)) for n in (1, 2)}
+    assert await adapter.load(list(loads.values())) == [LOADED] * 2
+    assert loaded_record(loads[2]) == record
+    found = loaded_record(loads[1])[-66_000:]
+    assert found != payload
+    stored = Folder(tmp_path / "kv").read(key_of(1))
+    assert stored[80] == 1 and len(stored) < len(record) * 0.55
+    assert oracle.decode(stored) == loaded_record(loads[1])
+    await adapter.close()
+
+
+async def test_puts_wait_for_staging_and_leave_room_for_loads(opened: Opener) -> None:
+    size = 200_000
+    async with opened(AES, staging_bytes=5 * 210_000) as adapter:  # two puts at a time
+        records = await put_soft(adapter, *range(6), size=size)
+        many = await asyncio.gather(
+            put_soft(adapter, *range(10, 16), size=size),
+            load_soft(adapter, records, size),
+            put_soft(adapter, *range(20, 26), size=size),
+            load_soft(adapter, records, size),
+        )
+        assert many[1] == many[3] == [LOADED] * 6
+
+
+async def test_a_record_that_staging_can_never_hold_is_refused_with_its_reason(opened: Opener) -> None:
+    async with opened(AES, staging_bytes=300_000) as adapter:
+        item = soft_put_item(key_of(1), 200_000)
+        assert await adapter.put([item]) == [PutOutcome(PutStatus.FAILED, "staging_too_small")]
+        watched(item).check()
+        assert await adapter.load([load_item(key_of(1), 200_000)]) == [ABSENT]
+
+
+async def test_an_adapter_without_heads_is_refused_a_codec() -> None:
+    adapter = CodecAdapter(ShelfAdapter(Shelf()), Chain(ZSTD))
+    with pytest.raises(StorageError, match=r"codec: .* remove codec, or let the adapter implement `heads`"):
+        await adapter.open(AdapterContext("test", SystemClock(), 0, 0, lambda key: None))
+    await adapter.close()
+
+
+async def test_the_hold_of_a_put_is_dropped_when_its_record_is_encoded(
+    opened: Opener, tmp_path: Path, monkeypatch
+) -> None:
+    """However long the medium keeps the staged bytes, the extent is free meanwhile."""
+    async with opened(ZSTD) as adapter:
+        begun, go_on = asyncio.Event(), asyncio.Event()
+        real = adapter.inner.put
+
+        async def slow(items):
+            begun.set()
+            await go_on.wait()
+            return await real(items)
+
+        monkeypatch.setattr(adapter.inner, "put", slow)
+        item = soft_put_item(key_of(1), 200_000)
+        wait = asyncio.create_task(adapter.put([item]))
+        await begun.wait()
+        assert watched(item).dropped.is_set()
+        wait.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await wait
+        go_on.set()
+    assert Folder(tmp_path / "kv").keys() == {key_of(1)}

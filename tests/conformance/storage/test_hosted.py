@@ -1,0 +1,178 @@
+"""Adapters in adapter hosts keep the storage contract."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.errors import StorageError
+from kvstrata.storage.base import Found, LoadItem, PayloadKind, Presence, PutItem, PutOutcome, PutStatus
+from kvstrata.storage.entry import configure_tier
+from kvstrata.storage.host.parent import HostedAdapter
+from kvstrata.storage.stack import innermost
+from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, HostedContract, Medium
+from kvstrata.testing.strategies import (
+    WatchedHold,
+    key_of,
+    lent_context,
+    load_item,
+    put_item,
+    record_hold,
+    watched,
+)
+from tests.conformance.storage.test_fs import Folder
+from tests.harness.bad_adapter import entry_of
+from tests.harness.codec_records import loaded_record, soft_payload
+from tests.harness.waiting import until
+from tests.oracles import codec as oracle
+
+GB = 1 << 30
+
+
+class TestFsHosted(HostedContract):
+    def make_medium(self, folder: Path) -> Folder:
+        return Folder(folder / "a base with spaces")
+
+    def entry(self, medium: Medium, capacity_bytes: int = 0) -> dict[str, Any]:
+        assert isinstance(medium, Folder)
+        return {
+            "type": "fs",
+            "base_path": str(medium.base),
+            "capacity_gb": capacity_bytes / GB,
+            "min_free_gb": 0,
+        }
+
+
+@pytest.fixture
+async def bad(tmp_path: Path) -> AsyncIterator[tuple[HostedAdapter, Path]]:
+    """An open BadAdapter in a host, and its folder of orders."""
+    orders = tmp_path / "orders"
+    orders.mkdir()
+    adapter = HostedAdapter(configure_tier(entry_of(tmp_path / "kv", orders), 0).recipe, kill_ms=600_000)
+    await adapter.open(lent_context(lambda key: None))
+    yield adapter, orders
+    for order in orders.iterdir():
+        order.unlink()
+    await adapter.close()
+
+
+async def test_bytes_that_an_adapter_still_uses_after_its_answer_stay_held(bad) -> None:
+    adapter, orders = bad
+    (orders / "put.late").touch()
+    item = put_item(key_of(1), SIZE)
+    assert await adapter.put([item]) == [PutOutcome(PutStatus.FAILED, "late")]
+    assert await adapter.exists([key_of(1)]) == [Found(Presence.ABSENT)]
+    assert not watched(item).dropped.is_set()
+    (orders / "put.late").unlink()
+    await adapter.exists([key_of(1)])
+    await watched(item).until_dropped()
+    watched(item).check()
+
+
+async def test_holds_of_a_batch_whose_adapter_raised_end_with_their_last_reference(bad) -> None:
+    adapter, orders = bad
+    (orders / "load.raise").touch()
+    item = load_item(key_of(1), SIZE)
+    with pytest.raises(Exception, match="RuntimeError: ordered to raise"):
+        await adapter.load([item])
+    await watched(item).until_dropped()
+    (orders / "load.raise").unlink()
+    assert await adapter.put([put_item(key_of(1), SIZE)]) == [STORED]
+    assert await adapter.load([load_item(key_of(1), SIZE)]) == [LOADED]
+
+
+async def test_a_host_that_crashed_and_was_closed_leaves_no_descriptor_thread_or_process(
+    tmp_path: Path,
+) -> None:
+    lent = lent_context(lambda key: None)
+    await asyncio.to_thread(int)  # makes the loop's own threads and descriptors
+    descriptors, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
+    entry = {"type": "fs", "base_path": str(tmp_path / "kv")}
+    adapter = HostedAdapter(configure_tier(entry, 0).recipe, kill_ms=600_000, max_pause_s=0.1)
+    await adapter.open(lent)
+    first = adapter.host_status()["pid"]
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: adapter.restarts == 1 and adapter.host_status()["state"] == "up")
+    second = adapter.host_status()["pid"]
+    await adapter.close()
+    assert adapter.host_status() == {"pid": 0, "state": "closed", "restarts": 1, "requests": 0}
+    await until(lambda: set(threading.enumerate()) <= threads)
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+    for pid in (first, second):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+async def test_an_adapter_and_its_codecs_count_the_same_in_a_host_as_in_process(tmp_path: Path) -> None:
+    entry = {"type": "disk", "base_path": str(tmp_path / "log"), "capacity_gb": 0.1, "codec": ["zstd"]}
+    in_host = HostedAdapter(configure_tier(entry, 0).recipe, kill_ms=600_000)
+    counted = []
+    for adapter in (in_host, innermost(configure_tier(entry, 0).recipe)):
+        await adapter.open(lent_context(lambda key: None))
+        assert await adapter.put([put_item(key_of(1), SIZE)]) == [STORED]
+        await until(lambda adapter=adapter: sum(adapter.stats().values()) > 0)
+        await until(lambda adapter=adapter: adapter.numbers().get("put_bytes", 0) > 0)
+        counted.append((adapter.stats(), set(adapter.numbers())))
+        assert await adapter.delete([key_of(1)]) == 1
+        await adapter.close()
+    assert counted[0] == counted[1]
+    assert (in_host.stats(), in_host.numbers()) == ({}, {}), "the child has ended"
+
+
+async def test_a_host_encodes_records_as_fp8_once_it_knows_that_their_engine_accepted_it(
+    tmp_path: Path,
+) -> None:
+    known: dict[bytes, PayloadKind] = {}
+    entry = {"type": "fs", "base_path": str(tmp_path / "kv"), "min_free_gb": 0, "codec": ["fp8", "zstd"]}
+    adapter = HostedAdapter(configure_tier(entry, 0).recipe, kill_ms=600_000, max_pause_s=0.1)
+    lent = lent_context(lambda key: None)
+    await adapter.open(lent._replace(payload_kind=lambda identity, part: known.get(identity)))
+    payload = soft_payload(b"x", 66_000)
+
+    async def put_and_loaded(n: int, identity: bytes) -> tuple[bool, bool]:
+        """Put and load a record; return whether it was stored as fp8, and whether it came back rounded."""
+        item = PutItem(key_of(n), record_hold(key_of(n), payload, identity=identity, sections=[66_000]))
+        length = item.hold.length
+        assert await adapter.put([item]) == [STORED]
+        load = LoadItem(key_of(n), WatchedHold(key_of(n), length, for_put=False))
+        assert await adapter.load([load]) == [LOADED]
+        is_fp8 = Folder(tmp_path / "kv").read(key_of(n))[80] == 1
+        if is_fp8:
+            assert oracle.decode(Folder(tmp_path / "kv").read(key_of(n))) == loaded_record(load)
+        return is_fp8, loaded_record(load)[-66_000:] != payload
+
+    mine, other = b"m" * 32, b"o" * 32
+    assert await put_and_loaded(1, mine) == (False, False), "its engine is still unknown"
+    known[mine] = PayloadKind(2, (1, 10, 2, 10, 5, 33))
+    known[other] = PayloadKind(2)
+    assert await put_and_loaded(2, mine) == (True, True)
+    assert await put_and_loaded(3, other) == (False, False)
+    os.kill(adapter.host_status()["pid"], signal.SIGKILL)
+    await until(lambda: adapter.restarts == 1 and adapter.host_status()["state"] == "up")
+    assert await put_and_loaded(4, mine) == (True, True), "the next host knows it too"
+    del known[mine]
+    assert await put_and_loaded(5, mine) == (False, False), "its engine has left"
+    await adapter.close()
+
+
+async def test_invalid_numbers_of_an_adapter_cost_only_these_numbers(bad) -> None:
+    adapter, orders = bad
+    await until(lambda: adapter.numbers() == {"late": 0})
+    (orders / "numbers.raise").touch()
+    await until(lambda: adapter.numbers() == {})
+    assert "staging_used_bytes" in adapter.stats()
+    assert await adapter.put([put_item(key_of(1), SIZE)]) == [STORED]
+
+
+async def test_an_error_of_clear_in_a_host_reaches_the_caller(bad) -> None:
+    adapter, orders = bad
+    (orders / "clear.refuse").touch()
+    with pytest.raises(StorageError, match="bad medium: mend it"):
+        await adapter.clear()

@@ -1,0 +1,49 @@
+"""The SQLite example keeps the contract through the wrappers that the server puts around every adapter."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from kvstrata.clock import SystemClock
+from kvstrata.storage.base import LoadStatus, PutStatus, StorageAdapter
+from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
+from kvstrata.storage.wrap.metrics import MeteredAdapter
+from kvstrata.testing.adapter_contract import Medium
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "external_python_adapter"
+
+
+def load(name: str, path: Path) -> ModuleType:
+    """Load a module of a package that is not installed."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+load("kvstrata_sqlite", EXAMPLE / "src" / "kvstrata_sqlite" / "__init__.py")
+suite = load("kvstrata_sqlite_contract", EXAMPLE / "tests" / "test_contract.py")
+
+
+class TestSqliteGuarded(suite.TestSqlite):
+    def make_adapter(self, medium: Medium, capacity_bytes: int = 0) -> StorageAdapter:
+        clock = SystemClock()
+        limits = DeadlineLimits(max_stuck_bytes=1 << 30, deadline_ms=600_000)
+        guarded = DeadlineAdapter(super().make_adapter(medium, capacity_bytes), limits, clock)
+        return MeteredAdapter(guarded, lambda report: None, clock)
+
+
+def test_the_page_names_the_examples_and_every_method() -> None:
+    page = (ROOT / "docs" / "writing-an-adapter.md").read_text()
+    for example in (ROOT / "examples").glob("external_*_adapter"):
+        assert f"examples/{example.name}" in page
+    for name in StorageAdapter.__abstractmethods__ | {"clear"}:
+        assert f"`{name}" in page, name
+    for words in (PutStatus, LoadStatus):
+        for word in words:
+            assert f"`{word.name}`" in page, word

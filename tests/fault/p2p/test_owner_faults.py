@@ -1,0 +1,231 @@
+"""The reader of peers against owners that are silent, restarted, lying or gone."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvstrata.native import record as native_record
+from kvstrata.p2p.engines import base as transfer
+from kvstrata.p2p.owners import OwnerLimits
+from kvstrata.storage.base import Found, Presence
+from kvstrata.testing.strategies import (
+    load_item,
+    loaded_payload,
+    payload_of,
+    record_length,
+    watched,
+)
+from tests.fault.p2p.net import (
+    ABSENT,
+    KEYS,
+    LOADED,
+    NOT_THERE,
+    THERE,
+    failed,
+    metadata_of,
+    unknown,
+)
+from tests.harness.l1 import L1, RECORD, SIZE, chain
+from tests.harness.waiting import until
+
+
+async def test_a_silent_owner_costs_one_deadline_and_is_then_skipped(net) -> None:
+    one = await net(limits=OwnerLimits(open_s=600, max_open_s=600))
+    assert await one.adapter.exists(KEYS[:1]) == [THERE]
+    one.owner.silent = True
+    one.patience(lookup_timeout_ms=500)
+    # The reader gives up the connection and with it the lease.
+    assert await one.adapter.exists(KEYS) == [unknown("peer_deadline")] * 8
+    asked = one.owner.asked["PeerLease"]
+    assert await one.adapter.exists(KEYS) == [NOT_THERE] * 8
+    assert one.owner.asked["PeerLease"] == asked
+    assert one.counted("owners_let_alone") == 1
+
+
+async def test_a_read_that_hangs_is_a_miss_at_its_deadline_and_its_bytes_stay_held_until_it_ends(net) -> None:
+    one = await net()
+    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    one.engine.held = True
+    one.patience(load_timeout_ms=50)
+    items = [load_item(key, SIZE) for key in KEYS]
+    assert await one.load(items=items) == [failed("peer_deadline")] * 8
+    assert all(watched(item).drops == 0 for item in items)
+    one.engine.let_go()
+    for item in items:
+        watched(item).check()
+
+
+async def test_a_cancelled_load_keeps_its_holds_until_the_read_has_ended(net) -> None:
+    one = await net()
+    await one.adapter.exists(KEYS)
+    one.engine.held = True
+    items = [load_item(key, SIZE) for key in KEYS]
+    load = asyncio.create_task(one.adapter.load(items))
+    await until(lambda: one.engine.waiting)
+    load.cancel()
+    await asyncio.wait({load})
+    assert all(watched(item).drops == 0 for item in items)
+    one.engine.let_go()
+    await until(lambda: all(watched(item).drops for item in items))
+    for item in items:
+        watched(item).check()
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        (transfer.PEER_GONE, "peer_gone"),
+        (transfer.FAILED, "transfer"),
+        (transfer.BUSY, "throttled"),
+        (transfer.DEADLINE, "peer_deadline"),
+    ],
+)
+async def test_a_failure_of_the_engine_is_reported_and_every_hold_dropped(
+    net, word: str, reason: str
+) -> None:
+    one = await net()
+    await one.adapter.exists(KEYS)
+    one.engine.answer = word
+    items = [load_item(key, SIZE) for key in KEYS]
+    assert await one.load(items=items) == [failed(reason)] * 8
+    for item in items:
+        watched(item).check()
+
+
+async def test_a_lease_that_ended_before_its_bytes_were_read_is_a_miss(net, l1: L1) -> None:
+    """Before the read the owner has cleared its pool and stored other records in the same places."""
+    one = await net()
+    await one.adapter.exists(KEYS)
+
+    def ends() -> None:
+        for lease in list(one.owner.leases):
+            one.owner.expire(lease)
+        assert l1.pool.clear() == (8, 0)
+        l1.store(chain("others", 8))
+
+    one.engine.before_read = ends
+    assert await one.load(*KEYS) == [ABSENT] * 8
+    assert one.counted("leases_lost") == 1
+
+
+async def test_a_read_that_the_owner_cannot_confirm_is_a_miss(net) -> None:
+    """The owner falls silent after the last byte was read."""
+    one = await net()
+    assert await one.adapter.exists(KEYS) == [THERE] * 8
+
+    def cut_off() -> None:
+        one.owner.silent = True
+        one.patience(load_timeout_ms=50)
+
+    one.engine.before_read = cut_off
+    items = [load_item(key, SIZE) for key in KEYS]
+    assert await one.load(items=items) == [failed("peer_gone")] * 8
+    for item in items:
+        watched(item).check()
+    assert one.counted("read_records") == 8
+
+
+async def test_wrong_bytes_are_a_miss_though_the_lease_held(net, l1: L1) -> None:
+    one = await net()
+    await one.adapter.exists(KEYS)
+    hold = l1.pool.hold(KEYS[3])
+    assert hold is not None
+    address = hold.address
+    hold.drop()
+
+    def damage() -> None:
+        l1.write(KEYS[4], address - l1.pool.extents_address, bytes(32))
+
+    one.engine.before_read = damage
+    assert await one.load(*KEYS) == [LOADED] * 3 + [ABSENT] + [LOADED] * 4
+    assert one.counted("unsound_records") == 1
+    assert native_record.verify_record(address, RECORD, KEYS[4]) == 0
+
+
+async def test_a_restarted_owner_is_greeted_anew(net) -> None:
+    one = await net(limits=OwnerLimits(open_s=0.0, max_open_s=0.0))
+    assert await one.load(*KEYS[:2]) == [LOADED] * 2
+    one.owner.epoch = 12
+    await one.adapter.exists(KEYS)
+    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    assert await one.load(*KEYS) == [LOADED] * 8
+    assert one.owner.asked["PeerHello"] == 2
+
+
+async def test_an_owner_with_another_record_version_or_metadata_is_a_miss_and_logged_once(
+    net, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = await net(limits=OwnerLimits(open_s=0.0, max_open_s=0.0))
+    one.owner.refuses["PeerHello"] = "wrong_version"
+    for _ in range(3):
+        assert await one.adapter.exists(KEYS) == [NOT_THERE] * 8
+    assert caplog.text.count("wrong_version") == 1
+    one.owner.refuses.clear()
+    one.owner.metadata = b"garbage"
+    assert await one.adapter.exists(KEYS) == [NOT_THERE] * 8
+    one.owner.metadata = metadata_of(one.l1.pool.extents_address, one.l1.pool.extents_bytes)
+    assert await one.adapter.exists(KEYS) == [THERE] * 8
+
+
+async def test_extents_outside_the_owners_pool_are_never_read(net) -> None:
+    one = await net()
+    one.owner.lies = True
+    assert await one.adapter.exists(KEYS) == [NOT_THERE] * 8
+    assert await one.load(*KEYS[:1]) == [ABSENT]
+    assert one.engine.reads == 0
+
+
+async def test_a_record_of_another_length_than_was_reserved_is_not_read(net) -> None:
+    one = await net()
+    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    items = [load_item(KEYS[0], SIZE - 1), load_item(KEYS[1], SIZE)]
+    assert await one.load(items=items) == [failed("length"), LOADED]
+    watched(items[0]).check()
+
+
+@pytest.mark.parametrize("size", [SIZE - 4096, SIZE + 4096])
+async def test_a_record_whose_length_was_guessed_wrong_is_a_miss(net, l1: L1, size: int) -> None:
+    """The reader guesses that the records that the owner does not lease yet are as long as the leased ones."""
+    one = await net()
+    one.owner.max_leased = 3
+    l1.lose(KEYS[4:])
+    assert l1.store(KEYS, first=4, size=size) == KEYS[4:]
+    assert await one.adapter.exists(KEYS) == [THERE] * 8
+    assert await one.load(*KEYS) == [LOADED] * 4 + [failed("length")] * 4
+    await until(lambda: one.owner.leases == {})
+    # Records that are leased together have known lengths, so none is guessed.
+    one.owner.max_leased = 6
+    other = Found(Presence.PRESENT, record_length(size))
+    assert await one.adapter.exists(KEYS) == [THERE] * 4 + [other] * 2 + [NOT_THERE] * 2
+    items = [load_item(key, SIZE) for key in KEYS[:4]] + [load_item(key, size) for key in KEYS[4:6]]
+    assert await one.adapter.load(items) == [LOADED] * 6
+    for item, of in zip(items, [SIZE] * 4 + [size] * 2, strict=True):
+        assert loaded_payload(item, of) == payload_of(item.key, of)
+
+
+async def test_leases_that_nobody_reads_are_given_back(net) -> None:
+    one = await net()
+    await one.adapter.exists(KEYS)
+    assert len(one.owner.leases) == 1
+    await until(lambda: not one.owner.leases)
+    assert await one.load(*KEYS) == [LOADED] * 8
+
+
+async def test_after_close_nothing_is_asked_or_read(net) -> None:
+    one = await net()
+    await one.adapter.exists(KEYS)
+    await one.adapter.close()
+    await until(lambda: one.owner.leases == {})
+    assert await one.adapter.exists(KEYS) == [unknown("closed")] * 8
+    items = [load_item(KEYS[0], SIZE)]
+    assert await one.load(items=items) == [failed("closed")]
+    watched(items[0]).check()
+    await one.adapter.close()
+
+
+async def test_a_bound_on_bytes_per_second_refuses_loads_that_would_end_too_late(net) -> None:
+    one = await net(max_bytes_per_s=RECORD / 10, load_timeout_ms=10_000)
+    assert await one.load(*KEYS) == [LOADED] * 8
+    assert await one.adapter.exists(KEYS) == [unknown("throttled")] * 8

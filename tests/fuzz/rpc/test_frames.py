@@ -1,0 +1,308 @@
+"""Any frame at the RPC boundary gets one reply, breaks no invariant, and leaks nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstrata.errors import WIRE_ERRORS
+from kvstrata.rpc import wire
+from kvstrata.server.requests.boundary import OPERATIONS
+from kvstrata.types import KEY_BYTES, Role
+from tests.harness.instance_in_process import InstanceInProcess
+from tests.harness.rpc_client import RECORD_BYTES, RpcClient
+from tests.harness.server_process import ServerProcess
+
+SESSIONS = [b"worker one".ljust(16, b"."), b"another one".ljust(16, b"."), b"scheduler".ljust(16, b".")]
+GROUP, OTHER_GROUP = b"engine".ljust(16, b"."), b"other engine".ljust(16, b".")
+NEW, REPEATED, OLD = -1, -2, 5
+"""How a request is numbered: by the next number, by the last one again, or by one long forgotten or taken."""
+KEYS = [bytes([number]) * KEY_BYTES for number in range(1, 9)]
+
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=80),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=10,
+)
+sessions = st.sampled_from([*SESSIONS * 3, wire.NO_SESSION, b"nobody we know.."])
+seqs = st.sampled_from([NEW] * 6 + [REPEATED, OLD])
+recent = st.sampled_from([0, 0, 0, 1, 2])
+"""Placeholder for one of the last requests of the right kind; see `World.real`."""
+keys = st.integers(1, len(KEYS)).map(lambda n: b"".join(KEYS[:n])) | st.lists(
+    st.sampled_from(KEYS), min_size=1, max_size=8, unique=True
+).map(b"".join)
+identities = st.sampled_from([0, 0, 0, 0, 0, 0, 1, 77])
+"""Identity ids; 0 stands for the session's own, see `World.real`."""
+indices = st.lists(st.integers(0, 9), max_size=6)
+probes = st.sampled_from([b"", b"8 bytes!"])
+
+
+def plausible(op: str) -> st.SearchStrategy[list[Any]]:
+    """Draw a meaningful request, whose numbers are small so that requests name each other."""
+    fields: dict[str, list[st.SearchStrategy[Any]]] = {
+        "hello": [st.sampled_from([1, 2]), st.text(max_size=5)],
+        "identify": [
+            st.fixed_dictionaries({"salt": st.sampled_from(["", "a"]), "tenant": st.sampled_from(["", "t"])})
+        ],
+        "ping": [st.none() | st.lists(recent, max_size=4)],
+        "lookup": [
+            st.sampled_from([0, 50]),
+            identities,
+            st.text(max_size=4),
+            keys.map(lambda k: [["prefix", k]]),
+            probes,
+        ],
+        "release": [st.lists(st.tuples(sessions, recent), max_size=4), st.booleans()],
+        "reserve": [
+            st.just(1000),
+            identities,
+            st.sampled_from([b"", *KEYS]),
+            keys,
+            st.sampled_from([RECORD_BYTES, RECORD_BYTES, RECORD_BYTES, 8192, 1 << 19, 5 << 20]),
+            probes,
+        ],
+        "commit": [recent, indices],
+        "abort": [recent, st.none() | indices],
+        "cancel": [recent],
+        "retrieve": [
+            identities,
+            st.sampled_from(KEYS),
+            st.just(bytes(32)),
+            st.integers(0, 100),
+            st.integers(0, 100),
+        ],
+        "prefetch": [identities, keys, st.integers(0, 10_000), st.integers(0, 50)],
+        "status": [st.integers(0, 3)],
+        "clear": [st.sampled_from(["l1", "l2", "all"]), st.none() | st.sampled_from(["", "t"])],
+        "explain": [st.text(max_size=4)],
+        "quiesced": [],
+        "corrupt": [keys],
+    }
+    return st.tuples(st.just(op), sessions, seqs, *fields[op]).map(list)
+
+
+def damaged(request: list[Any], number: int, value: Any, drop: bool) -> list[Any]:
+    """Return the request with one field replaced, or cut off from there."""
+    at = number % len(request)
+    return request[:at] if drop else [*request[:at], value, *request[at + 1 :]]
+
+
+requests = st.sampled_from(sorted(OPERATIONS)).flatmap(plausible)
+"""Requests as lists, of which `World.real` makes frames."""
+
+
+def one_after_another(first: str, second: str) -> st.SearchStrategy[list[list[Any]]]:
+    """Draw two requests of one session; the second one usually names the first."""
+    return st.builds(
+        lambda one, other, session: [[one[0], session, *one[2:]], [other[0], session, *other[2:]]],
+        plausible(first),
+        plausible(second),
+        st.sampled_from(SESSIONS[:2]),
+    )
+
+
+pairs = st.sampled_from(
+    [
+        (one, other)
+        for one in ("lookup", "reserve")
+        for other in ("release", "abort", "cancel", "ping", "commit", one)
+    ]
+).flatmap(lambda names: one_after_another(*names))
+stories = st.lists(pairs | requests.map(lambda request: [request]), max_size=25).map(
+    lambda parts: [message for part in parts for message in part]
+)
+frames = st.one_of(
+    st.builds(damaged, requests, st.integers(0, 8), anything, st.booleans()).map(msgspec.msgpack.encode),
+    st.lists(anything, max_size=6).map(msgspec.msgpack.encode),
+    st.binary(max_size=200),
+    st.builds(lambda m, cut: msgspec.msgpack.encode(m)[:-cut], requests, st.integers(1, 20)),
+    st.builds(
+        lambda depth, head: head * depth, st.integers(1, 20_000), st.sampled_from([b"\x91", b"\x81\xa1k"])
+    ),
+)
+
+
+class World:
+    """An instance with three sessions of two groups and five chunks in it."""
+
+    def __init__(self) -> None:
+        self.instance = InstanceInProcess()
+        self.instance.attach(SESSIONS[0], GROUP)
+        self.instance.attach(SESSIONS[1], OTHER_GROUP)
+        self.instance.attach(SESSIONS[2], GROUP, Role.SCHEDULER)
+        self.next_seq = 10
+        self.asked: dict[str, list[tuple[bytes, int]]] = {}
+        self.identities: dict[bytes, int] = {}
+        for session in SESSIONS:
+            [reply] = self.instance.feed(wire.encode(wire.Identify(session, 1, wire.RequestIdentity())))
+            assert isinstance(reply, wire.IdentifyReply)
+            self.identities[session] = reply.identity_id
+            if session == SESSIONS[0]:
+                self.instance.store(session, 2, reply, b"".join(KEYS[:5]))
+
+    def real(self, request: list[Any]) -> bytes:
+        """Make the frame of a request, with its placeholders replaced by meaningful numbers."""
+        request = list(request)
+        op, session = request[0], request[1]
+        if request[2] == NEW:
+            request[2] = self.next_seq
+            self.next_seq += 1
+        elif request[2] == REPEATED:
+            request[2] = self.next_seq - 1
+        of_session = [seq for name, seq in self.asked.get("reserve", []) if name == session]
+        if op in ("commit", "abort"):
+            request[3] = self.pick(of_session, request[3])
+        elif op == "cancel":
+            looked_up = [seq for name, seq in self.asked.get("lookup", []) if name == session]
+            request[3] = self.pick(sorted(of_session + looked_up), request[3])
+        elif op == "ping" and request[3] is not None:
+            looked_up = [seq for name, seq in self.asked.get("lookup", []) if name == session]
+            request[3] = [self.pick(looked_up, number) for number in request[3]]
+        elif op == "release":
+            leases = self.asked.get("lookup", [])
+            request[3] = [leases[-1 - n] if n < len(leases) else (name, n) for name, n in request[3]]
+        at = {"lookup": 4, "reserve": 4, "retrieve": 3, "prefetch": 3}.get(op)
+        if at is not None and request[at] == 0:
+            request[at] = self.identities.get(session, 0)
+        self.asked.setdefault(op, []).append((session, request[2]))
+        return msgspec.msgpack.encode(request)
+
+    @staticmethod
+    def pick(seqs: list[int], back: int) -> int:
+        return seqs[-1 - back] if back < len(seqs) else 9_999
+
+
+@settings(max_examples=150)
+@given(stories, st.lists(frames, max_size=20), st.randoms(use_true_random=False))
+def test_every_frame_gets_one_reply_and_nothing_leaks(
+    story: list[list[Any]], garbage: list[bytes], random: Random
+) -> None:
+    world = World()
+    arriving: list[list[Any] | bytes] = list(story)
+    for frame in garbage:
+        arriving.insert(random.randint(0, len(arriving)), frame)
+    for message in arriving:
+        frame = message if isinstance(message, bytes) else world.real(message)
+        replies = world.instance.feed(frame, local=random.random() < 0.8)
+        assert len(replies) == 1
+        reply = replies[0]
+        assert reply.epoch == world.instance.epoch
+        if isinstance(reply, wire.Error):
+            assert reply.code in WIRE_ERRORS
+            assert reply.code != "internal", reply.message
+            assert reply.message
+        world.instance.check()
+    [pong] = world.instance.feed(wire.encode(wire.Ping(SESSIONS[0], 99)))
+    assert isinstance(pong, wire.Pong)
+    world.instance.close()
+
+
+@settings(max_examples=60)
+@given(stories)
+def test_requests_that_arrive_together_get_one_answer_each(arriving: list[list[Any]]) -> None:
+    """One wake of the loop may read many requests; repeats join the first one or are answered from memory."""
+    world = World()
+    replies = world.instance.feed(*map(world.real, arriving))
+    assert len(replies) == len(arriving)
+    assert not [reply for reply in replies if isinstance(reply, wire.Error) and reply.code == "internal"]
+    world.instance.check()
+    world.instance.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess(tmp_path_factory.mktemp("fuzzed"), l1_mb=16, flags=("--no-http",)) as process:
+        process.start()
+        yield process
+        assert process.stop() == 0, process.log_tail()
+
+
+@pytest.mark.integration
+@settings(max_examples=100)
+@given(frame=frames, more=st.lists(st.binary(max_size=40), max_size=3))
+def test_a_real_server_answers_any_message_and_keeps_serving(
+    server: ServerProcess, frame: bytes, more: list[bytes]
+) -> None:
+    for endpoint in (None, f"tcp://127.0.0.1:{server.ready['port']}"):
+        sender = RpcClient(server.socket_dir)
+        sender.connect(endpoint)
+        sender.send_frames(frame, *more)
+        assert sender.receive_frames()
+        sender.ask(wire.Hello(wire.NO_SESSION, 1, wire.PROTOCOL_VERSION), wire.HelloReply)
+        sender.close()
+
+
+@pytest.mark.integration
+@settings(max_examples=60)
+@given(st.binary(min_size=1, max_size=70_000) | st.just(b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0NULL" + bytes(48)))
+def test_a_real_server_survives_any_bytes_on_its_ports(server: ServerProcess, data: bytes) -> None:
+    for family, address in (
+        (socket.AF_INET, ("127.0.0.1", server.ready["port"])),
+        (socket.AF_UNIX, str(server.socket_dir / "rpc.sock")),
+    ):
+        with socket.socket(family) as raw:
+            raw.connect(address)
+            try:
+                raw.sendall(data)
+            except OSError:
+                pass  # the server may hang up at the first byte
+    observer = RpcClient(server.socket_dir)
+    observer.connect()
+    observer.session = wire.NO_SESSION
+    assert observer.ping().epoch == server.ready["epoch"]
+    observer.close()
+
+
+HAS_WHEEL = sys.version_info < (3, 14) and platform.machine() == "x86_64"
+"""The condition of `pyproject.toml` for atheris: where it holds, `make setup` has installed atheris."""
+FUZZED_S = 5
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("target", ["rpc", "attach"])
+def test_atheris_finds_nothing_in_a_short_run(target: str, tmp_path: Path) -> None:
+    """Coverage-guided; `python -m tests.fuzz.rpc.coverage_guided rpc` alone runs until it is stopped."""
+    if importlib.util.find_spec("atheris") is None:
+        reason = "atheris is not installed: pip install 'kvstrata[test]'"
+        if HAS_WHEEL and os.environ.get("CI") == "true":
+            pytest.fail(f"CI=true requires it: {reason}")
+        pytest.skip(reason)
+    (tmp_path / "corpus").mkdir()
+    ran = subprocess.run(
+        [
+            sys.executable,
+            *("-m", "tests.fuzz.rpc.coverage_guided", target),
+            *(f"-max_total_time={FUZZED_S}", "-seed=1", "-max_len=400"),
+            f"-artifact_prefix={tmp_path}/",
+            str(tmp_path / "corpus"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "PYTHONPATH": "src"},
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert (
+        int(re.findall(r"^Done (\d+) runs", ran.stderr, re.M)[-1]) > len(os.listdir(tmp_path / "corpus")) > 0
+    )

@@ -1,0 +1,109 @@
+"""Raw ZMTP against every ZMQ port of a real server and a real controller: no connection ends a process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from random import Random
+
+import pytest
+
+from kvstrata.rpc import wire
+from tests.fuzz.rpc import zmtp
+from tests.harness.cluster import Cluster
+from tests.harness.controller_process import PORTS
+from tests.harness.rpc_client import RpcClient
+
+pytestmark = pytest.mark.integration
+
+ROUNDS = 25
+SEEDS = range(40)
+ALL = ("rpc tcp", "rpc ipc", "p2p", *PORTS)
+Where = Callable[[str], tuple[int | str, bytes]]
+
+
+@pytest.fixture(scope="module")
+def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Where]:
+    """Address and kind of socket of each port by name; asserts at the end that both processes still run."""
+    with Cluster(tmp_path_factory.mktemp("zmtp"), n_servers=1, l1_mb=16) as cluster:
+        [server], controller = cluster.servers, cluster.controller
+        member = cluster.member(0)
+        assert member is not None
+        found: dict[str, tuple[int | str, bytes]] = {
+            "rpc tcp": (server.port, b"DEALER"),
+            "rpc ipc": (str(server.socket_dir / "rpc.sock"), b"DEALER"),
+            "p2p": (int(member["peer_endpoint"].rpartition(":")[2]), b"DEALER"),
+            **{name: (controller.ports[name], b"DEALER") for name in PORTS},
+            "pull": (controller.ports["pull"], b"PUSH"),
+        }
+        yield found.__getitem__
+        with RpcClient(server.socket_dir) as client:
+            assert client.ping().epoch == server.ready["epoch"], server.log_tail()
+        assert controller.ask("/healthz") == {"ok": True}
+        assert server.stop() == 0, server.log_tail()
+        assert controller.stop() == 0
+
+
+@pytest.mark.parametrize("port", ALL)
+def test_a_connection_reset_behind_a_full_queue_of_pings_ends_no_process(ports: Where, port: str) -> None:
+    """This connection provoked libzmq's `Assertion failed: !_io_error`."""
+    where, kind = ports(port)
+    for _ in range(ROUNDS):
+        peer = zmtp.ZmtpPeer(where, kind)
+        peer.send(zmtp.frame(b"x") * 400 + zmtp.PING * 200)
+        peer.reset()
+    zmtp.ZmtpPeer(where, kind).close()
+
+
+@pytest.mark.parametrize("port", ALL)
+def test_any_sequence_of_frames_and_commands_ends_no_process(ports: Where, port: str) -> None:
+    where, kind = ports(port)
+    for seed in SEEDS:
+        random = Random(f"{port} {seed}")
+        with contextlib.suppress(ConnectionError):  # the server may hang up at any byte
+            peer = zmtp.ZmtpPeer(where, kind, random.choice([b"", b"same", random.randbytes(5)]))
+            for _ in range(random.randrange(12)):
+                peer.send(something(random))
+            random.choice([peer.reset, peer.close])()
+    zmtp.ZmtpPeer(where, kind).close()
+
+
+def something(random: Random) -> bytes:
+    """Make a random message, mostly well-formed ZMTP."""
+    return random.choice(
+        [
+            lambda: (
+                zmtp.frame(random.randbytes(random.randrange(4)), random.choice([0, 0, zmtp.MORE]))
+                * random.choice([1, 100, 5_000])
+            ),
+            lambda: zmtp.PING * random.choice([1, 200]),
+            lambda: zmtp.command(b"PING", random.randbytes(random.choice([0, 1, 2, 18, 19, 200]))),
+            lambda: zmtp.command(
+                random.choice([b"PONG", b"READY", b"ERROR", b"SUBSCRIBE", b"CANCEL", b"nonsense"])
+            ),
+            lambda: zmtp.ready(random.choice([b"DEALER", b"REQ", b"PUSH", b"PUB", b""])),
+            lambda: zmtp.frame(random.randbytes(random.choice([300, 9_000, 100_000]))),
+            lambda: zmtp.frame(wire.encode(wire.Ping(wire.NO_SESSION, 1))),
+            lambda: b"\x02" + bytes([random.choice([0, 127, 255])]) * 8,
+            lambda: random.randbytes(random.randrange(64)),
+        ]
+    )()
+
+
+@pytest.mark.parametrize("port", ["rpc tcp", "rpc ipc", "pull"])
+def test_older_zmtp_is_refused(ports: Where, port: str) -> None:
+    """Messages of older ZMTP do not tell their connection, so the server could not cut it."""
+    where, kind = ports(port)
+    with pytest.raises(ConnectionError):
+        zmtp.ZmtpPeer(where, kind, old=True)
+
+
+@pytest.mark.parametrize("port", ALL)
+def test_a_connection_that_sends_without_end_is_cut_or_kept_up_with(ports: Where, port: str) -> None:
+    where, kind = ports(port)
+    peer = zmtp.ZmtpPeer(where, kind)
+    with contextlib.suppress(ConnectionError):
+        for _ in range(50):
+            peer.send(zmtp.frame(b"x") * 10_000)
+    peer.reset()
+    zmtp.ZmtpPeer(where, kind).close()

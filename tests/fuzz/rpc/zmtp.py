@@ -1,0 +1,92 @@
+"""A ZMTP 3 peer without libzmq: it sends any bytes, and ends its connection as abruptly as a test wants."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
+COMMAND, MORE = 4, 1
+
+
+GREETING = SIGNATURE + bytes((3, 1)) + b"NULL".ljust(20, b"\0") + bytes(32)
+ZMTP_2, DEALER_2 = 1, 5
+"""The bytes by which ZMTP 2 (RFC 15) names its version and a DEALER."""
+
+
+def frame(body: bytes, flags: int = 0) -> bytes:
+    """Make a frame, short or long according to the length of its body."""
+    if len(body) < 256:
+        return bytes([flags, len(body)]) + body
+    return bytes([flags | 2]) + struct.pack(">Q", len(body)) + body
+
+
+def command(name: bytes, body: bytes = b"") -> bytes:
+    """One command."""
+    return frame(bytes([len(name)]) + name + body, COMMAND)
+
+
+def ready(kind: bytes, identity: bytes = b"") -> bytes:
+    """Make the READY command of a socket of this kind."""
+    properties = ((b"Socket-Type", kind), (b"Identity", identity))
+    return command(
+        b"READY",
+        b"".join(
+            bytes([len(name)]) + name + struct.pack(">I", len(text)) + text for name, text in properties
+        ),
+    )
+
+
+PING = command(b"PING", bytes(2))
+
+
+class ZmtpPeer:
+    """One connection to a tcp port or a unix socket's path, past the handshake."""
+
+    def __init__(
+        self, where: int | str, kind: bytes = b"DEALER", identity: bytes = b"", *, old: bool = False
+    ) -> None:
+        """Connect and shake hands. Raises ConnectionError when the other side refuses."""
+        self.socket = socket.socket(socket.AF_UNIX if isinstance(where, str) else socket.AF_INET)
+        self.socket.settimeout(30)
+        self.socket.connect(where if isinstance(where, str) else ("127.0.0.1", where))
+        if old:
+            self.socket.sendall(SIGNATURE + bytes((ZMTP_2, DEALER_2)) + frame(identity))
+            self._receive(1_000)
+        self.socket.sendall(GREETING)
+        self._receive(64)
+        self.socket.sendall(ready(kind, identity))
+        _, length = self._receive(2)
+        self._receive(length)
+
+    def send(self, data: bytes) -> None:
+        """Send bytes. Raises OSError when the other side has hung up."""
+        self.socket.sendall(data)
+
+    def ended(self) -> bool:
+        """Read until the other side hangs up; return whether it did."""
+        try:
+            while self.socket.recv(65_536):
+                pass
+        except ConnectionError:
+            pass
+        return True
+
+    def reset(self) -> None:
+        """End the connection with RST where possible, even if data is under way."""
+        if self.socket.family == socket.AF_INET:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket.close()
+
+    def close(self) -> None:
+        """Hang up."""
+        self.socket.close()
+
+    def _receive(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = self.socket.recv(count - len(data))
+            if not part:
+                raise ConnectionError("the other side hung up during the handshake")
+            data += part
+        return data

@@ -1,0 +1,208 @@
+"""An instance over a real pool, in this process and without sockets or tiers: frames in, frames out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from kvstrata.clock import SystemClock
+from kvstrata.config.model import ServerSettings
+from kvstrata.memory.attach.row import SessionRow
+from kvstrata.native.hashing import storage_keys
+from kvstrata.native.pool import Pool
+from kvstrata.native.record import RecordSpec, seal_record
+from kvstrata.policy.misses import Explainer
+from kvstrata.policy.processes import TenantTokens
+from kvstrata.process.lane import PoolLane
+from kvstrata.process.supervisor import Supervisor
+from kvstrata.rpc import attach_wire, wire
+from kvstrata.rpc.frame import prove, read_head
+from kvstrata.rpc.zmq_server import Address
+from kvstrata.server.composition import (
+    lay_ground,
+    make_admin,
+    make_boundary,
+    make_l2,
+    make_requests,
+    make_tables,
+)
+from kvstrata.server.facts import InstanceFacts
+from kvstrata.server.l2.news import News
+from kvstrata.server.l2.tiers import TierSet
+from kvstrata.server.plan import MAX_SESSION_SHARE
+from kvstrata.server.requests.leases import Lease, Reservation
+from kvstrata.types import KEY_BYTES, Role, unpack_extents
+from tests.harness.rpc_client import CHUNK_TOKENS, FACTS, RECORD_BYTES, SECTIONS, keys_of, layout, part
+
+
+class InstanceInProcess:
+    """One instance with a pool of its own. Everything happens inside `feed`, on a private event loop."""
+
+    def __init__(
+        self, l1_bytes: int = 4 << 20, entries: int = 2048, explainer: Explainer | None = None
+    ) -> None:
+        self.loop = asyncio.new_event_loop()
+        index, extents = os.memfd_create("index"), os.memfd_create("extents")
+        self.pool = Pool.create(index, extents, extents_bytes=l1_bytes, entry_capacity=entries)
+        os.close(index)
+        os.close(extents)
+        self.supervisor = Supervisor(self.loop)
+        self.lane = PoolLane(self.loop)
+        self.own_lane = PoolLane(self.loop, threads=1, queue=None)
+        self.sent: list[tuple[Any, bytes]] = []
+        self.send: Any = lambda address, frame: self.sent.append((address, frame))
+        """Called with each reply; a test may replace it."""
+        settings, clock = ServerSettings(), SystemClock()
+        facts = InstanceFacts(
+            instance_id="fuzzed",
+            epoch=self.pool.epoch,
+            host="",
+            port=0,
+            tcp=False,
+            http_port=0,
+            socket_dir=Path("/nowhere"),
+            chunk_tokens=settings.chunk_size,
+            max_reserved_bytes=l1_bytes // MAX_SESSION_SHARE,
+            started_s=clock.monotonic_s(),
+        )
+        self.ground = lay_ground(
+            settings,
+            facts,
+            self.pool,
+            self.loop,
+            self.supervisor,
+            self.lane,
+            self.own_lane,
+            clock,
+            explainer or Explainer(),
+        )
+        self.ground.readiness.set()
+        self.tables = make_tables(self.ground, lambda address, frame: self.send(address, frame))
+        self.l2 = make_l2(self.ground, TierSet(), News(), peer_tier="")
+        self.requests = make_requests(self.ground, self.tables, TenantTokens())
+        self.admin = make_admin(self.ground, self.tables, self.l2)
+        self.answer_with()
+        self._rows: dict[bytes, SessionRow] = {}
+
+    @property
+    def epoch(self) -> int:
+        return self.ground.facts.epoch
+
+    def answer_with(self, **l2: Any) -> None:
+        """Replace these parts of L2 (`prefetch`, `tiers`) for the frames that arrive from now on."""
+        self.boundary = make_boundary(
+            self.ground, self.tables, self.l2._replace(**l2), self.requests, self.admin, TenantTokens()
+        )
+
+    def status(self) -> dict[str, Any]:
+        """Return the status document."""
+        return self.ground.board.document()
+
+    def attach(self, session: bytes, group: bytes, role: Role = Role.CLIENT) -> None:
+        """Attach a session as a handshake on the attach socket would."""
+        request = attach_wire.AttachRequest(
+            protocol=wire.PROTOCOL_VERSION,
+            session=session,
+            group=group,
+            role=role,
+            layout=layout(),
+            engine_slices=1,
+            slice=None if role is Role.SCHEDULER else part(),
+            facts=None if role is Role.SCHEDULER else FACTS,
+        )
+        self.requests.hooks.admit(request)
+        row = self.pool.claim_row(session, group, os.getpid())
+        secret = secrets.token_bytes(wire.SECRET_BYTES)
+        seen = SessionRow(
+            row=row, session=session, group=group, pid=os.getpid(), request=request, secret=secret
+        )
+        self._rows[session] = seen
+        self.requests.hooks.on_attached(seen)
+
+    def gone(self, session: bytes) -> None:
+        """End a session as the death of its process would."""
+        seen = self._rows.pop(session)
+        self.loop.run_until_complete(self.requests.hooks.on_gone(seen))
+        self.pool.row_gone(seen.row)
+
+    def proven(self, message: bytes) -> bytes:
+        """The frame of a message, with the proof of the session that it names if that is attached."""
+        seen = self._rows.get(read_head(message).session)
+        return message if seen is None else prove(seen.secret, message)
+
+    def feed(self, *messages: bytes, local: bool = True) -> list[wire.AnyReply]:
+        """Receive messages of their sessions without a pause between them; return the replies in their order."""
+        return self.feed_frames(*map(self.proven, messages), local=local)
+
+    def feed_frames(self, *frames: bytes, local: bool = True) -> list[wire.AnyReply]:
+        """Receive frames as they are, without a pause between them; return the replies in their order."""
+        self.sent.clear()
+
+        async def arrive() -> None:
+            for number, frame in enumerate(frames):
+                self.boundary.on_frame(Address(local, b"%d" % number), frame)
+            await self.supervisor.idle()
+
+        self.loop.run_until_complete(arrive())
+        self.loop.run_until_complete(self._hear_events())
+        return [wire.decode_reply(frame) for _, frame in self.sent]
+
+    async def _hear_events(self) -> None:
+        self.l2.events.drain()
+
+    def store(self, session: bytes, seq: int, identity: wire.IdentifyReply, chain: bytes) -> None:
+        """Reserve, write and commit chunks; uses two request numbers."""
+        reserve = wire.Reserve(session, seq, 1000, identity.identity_id, b"", chain, RECORD_BYTES)
+        [reply] = self.feed(wire.encode(reserve))
+        assert isinstance(reply, wire.ReserveReply), reply
+        digest = part().digest()
+        parent = bytes(KEY_BYTES)
+        for key, extent in zip(keys_of(chain), unpack_extents(reply.extents), strict=True):
+            own_key = storage_keys(identity.root, key, digest)
+            spec = RecordSpec(own_key, identity.root, digest, parent, CHUNK_TOKENS)
+            seal_record(self.pool.extents_address + extent.offset_bytes, extent.length_bytes, spec, SECTIONS)
+            parent = spec.key
+        commit = wire.Commit(session, seq + 1, seq, list(range(len(chain) // KEY_BYTES)))
+        [done] = self.feed(wire.encode(commit))
+        assert isinstance(done, wire.CommitReply) and not any(done.outcomes), done
+
+    def check(self) -> None:
+        """Assert every invariant of pool and sessions, that pool and sessions agree, and that no task crashed."""
+        self.pool.validate()
+        self.tables.sessions.validate()
+        stats = self.pool.stats()
+        assert stats["leases"] == len(self.tables.leases)
+        assert stats["entries"]["reserved"] == len(self.tables.in_flight)
+        effects = [
+            effect
+            for name in self._rows
+            if (session := self.tables.sessions.get(name))
+            for effect in session.effects.values()
+        ]
+        held = [effect for effect in effects if isinstance(effect, Reservation)]
+        assert stats["reservations"] == len(held)
+        assert stats["entries"]["reserved"] == sum(len(reservation.open_keys) for reservation in held)
+        assert all(lease.rows for lease in effects if isinstance(lease, Lease)), (
+            "a session still names a lease that has ended"
+        )
+        assert not self.supervisor.failure.done(), self.supervisor.failure.result()
+
+    def close(self) -> None:
+        """End all sessions, then assert that nothing is held."""
+        for session in list(self._rows):
+            self.gone(session)
+        self.check()
+        stats = self.pool.stats()
+        held = {
+            name: stats[name]
+            for name in ("leases", "reservations", "holds", "reserved_bytes", "leased_bytes")
+        }
+        assert not any(held.values()), held
+        assert len(self.tables.leases) == len(self.tables.in_flight) == 0
+        self.lane.close()
+        self.own_lane.close()
+        self.pool.close()
+        self.loop.close()

@@ -1,0 +1,77 @@
+"""A controller's members, their syncs and commands; tests drive them by messages, as controller/cluster.py does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstrata.clock import SystemClock
+from kvstrata.controller.commands import Commands
+from kvstrata.controller.member import Issued, Member, Outbox, Sync
+from kvstrata.controller.members import Members
+from kvstrata.controller.orders import Orders
+from kvstrata.controller.syncs import Syncs
+from kvstrata.rpc import cluster_wire as wire
+
+
+class KnownMembers:
+    """Members without a directory; a caller that needs one applies the returned changes itself."""
+
+    def __init__(
+        self,
+        *,
+        orders: Orders | None = None,
+        heartbeat_s: float = 10.0,
+        dead_after_s: float = 30.0,
+        max_instances: int = 8,
+        first_command: int = 100,
+        now_s: float = 0.0,
+    ) -> None:
+        self.outbox = Outbox()
+        self.commands = Commands(self.outbox, first_command)
+        self.syncs = Syncs(self.commands, self.outbox)
+        self.members = Members(
+            self.commands,
+            self.syncs,
+            self.outbox,
+            orders=orders or Orders(SystemClock()),
+            heartbeat_s=heartbeat_s,
+            dead_after_s=dead_after_s,
+            max_instances=max_instances,
+            now_s=now_s,
+        )
+
+    def get(self, instance: str) -> Any:
+        """Return the member of this id, None for an unknown id; Any, so that tests need no assertion for the type."""
+        return self.members.get(instance)
+
+    def register(self, told: wire.Register, now_s: float) -> tuple[Member, bool]:
+        return self.members.register(told, now_s)
+
+    def goodbye(self, told: wire.Goodbye, now_s: float) -> None:
+        self.members.goodbye(told, now_s)
+
+    def heartbeat(self, told: wire.Heartbeat, now_s: float, *, leads: bool = True) -> list[wire.Command]:
+        return self.members.heartbeat(told, now_s, leads=leads)
+
+    def tick(self, now_s: float) -> None:
+        self.members.tick(now_s)
+
+    def issue(self, member: Member, kind: wire.CommandKind, argument: dict[str, Any], now_s: float) -> Issued:
+        return self.commands.issue(member, kind, argument, now_s)
+
+    def events(self, told: wire.Events) -> Member | None:
+        """Take a batch of events; return the member whose placements it changes, None when the batch is dropped."""
+        member = self.members.get(told.instance)
+        return member if self.syncs.events(member, told) else None
+
+    def sync_begin(self, told: wire.SyncBegin, now_s: float) -> tuple[Member, Sync | None]:
+        member = self.members.speaker(told.instance, told.incarnation, now_s)
+        return member, self.syncs.begin(member, told, now_s)
+
+    def sync_part(self, told: wire.SyncPart, now_s: float) -> tuple[Member, Sync, bool]:
+        member = self.members.speaker(told.instance, told.incarnation, now_s)
+        return member, *self.syncs.part(member, told)
+
+    def sync_end(self, told: wire.SyncEnd, now_s: float) -> tuple[Member, Sync | None]:
+        member = self.members.speaker(told.instance, told.incarnation, now_s)
+        return member, self.syncs.end(member, told)

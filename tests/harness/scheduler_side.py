@@ -1,0 +1,235 @@
+"""The connector's scheduler side for tests: a client that keeps account of its leases, and vLLM's calls to the side.
+
+Tests advance time through `Clock`; nothing here waits, and no server or engine runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from types import SimpleNamespace
+from typing import ClassVar
+
+from kvstrata.client.handles import LookupCall, LookupResult
+from kvstrata.config.model import ClientSettings
+from kvstrata.connectors.vllm.boundary import guarded
+from kvstrata.connectors.vllm.scheduler import SchedulerSide
+from kvstrata.connectors.vllm.weights import WeightsVersion
+from kvstrata.keys import ChunkHasher
+from kvstrata.types import EXTENT, LayoutIdentity, LeaseName, identity_root
+
+BLOCK, CHUNK = 4, 8
+LAYOUT = LayoutIdentity(model="m", kv_dtype="bfloat16", chunk_tokens=CHUNK)
+SLICES = (b"\1" * 32, b"\2" * 32)
+
+
+class FakeCall(LookupCall):
+    """A lookup that the test ends with `answer`."""
+
+    def __init__(self, client, n_asked):
+        super().__init__(lambda call: None)
+        self.client, self.n_asked, self.cancelled = client, n_asked, False
+        client.may_fail("lookup")
+
+    def wait(self, timeout_s):
+        assert timeout_s <= 0.002, "the scheduler's thread may not wait for so long"
+        return super().wait(0)
+
+    def cancel(self):
+        self.client.may_fail("cancel")
+        assert not self.cancelled
+        self.cancelled = True
+        if self.done and self.result.lease is not None and not self.revoked:
+            self.client.leases.remove(self.result.lease)
+        super().cancel()
+
+    def answer(self, n):
+        n = min(n, self.n_asked)
+        if not n:
+            self.finish(LookupResult(0, None, b"", 0, "never_stored"))
+            return
+        lease = LeaseName(b"s" * 16, next(self.client.seqs), 1)
+        self.client.leases.append(lease)
+        extents = b"".join(EXTENT.pack(i, 1, i, 1, 0) for i in range(n * len(SLICES)))
+        self.finish(LookupResult(n, lease, extents, len(SLICES), ""))
+
+
+class FakeClient:
+    """A client that keeps account of its leases.
+
+    `leases`: held by the scheduler; `handed_on`: given to the workers; `revoked`: taken back by the server.
+    """
+
+    def __init__(self, hits=0, answers=True):
+        self.connected, self.has_l2, self.chunk_tokens = True, False, CHUNK
+        self.pool = self
+        self.hits, self.answers = hits, answers
+        self.calls, self.leases, self.handed_on, self.seqs = [], [], [], itertools.count(1)
+        self.closed, self.identities, self.revoked = False, [], set()
+        self.fails = ""
+        self.evicted = set()
+
+    def may_fail(self, method):
+        """Raise once if `fails` names the method."""
+        if self.fails == method:
+            self.fails = ""
+            raise RuntimeError(f"planted in {method}")
+
+    def identity(self, request):
+        self.may_fail("identity")
+        self.identities.append(request)
+        root = identity_root(LAYOUT, request)
+        return SimpleNamespace(
+            request=request, root=root, slices=SLICES, hasher=lambda media=(): ChunkHasher(root, CHUNK, media)
+        )
+
+    def peek(self, identity, hasher):
+        self.may_fail("peek")
+        return min(self.hits, hasher.n_chunks)
+
+    def present(self, chunks):
+        return [key not in self.evicted for _, key in chunks]
+
+    def lookup(self, identity, hasher, *, request_id, deadline_ms):
+        call = FakeCall(self, hasher.n_chunks)
+        self.calls.append(call)
+        if self.answers:
+            call.answer(self.hits)
+        return call
+
+    def release(self, leases, *, group=False):
+        self.may_fail("release")
+        for lease in leases:
+            if lease in self.revoked:
+                assert group, "a lease was handed to the workers after the server had revoked it"
+                continue
+            self.leases.remove(lease)
+            if not group:
+                self.handed_on.append(lease)
+
+    def revoke(self, call):
+        """Revoke the lease of a lookup, as the server would; return whether the lease was given back."""
+
+        def spend(lease):
+            if lease not in self.leases:
+                return False
+            self.leases.remove(lease)
+            self.revoked.add(lease)
+            return True
+
+        return call.take_back(spend)
+
+    def close(self, timeout_s):
+        self.closed = True
+
+
+_ids = itertools.count(1)
+
+
+class FakeRequest(SimpleNamespace):
+    @property
+    def num_tokens(self):
+        return len(self.all_token_ids)
+
+
+def make_request(n_tokens, **changes):
+    fields = {
+        "request_id": f"r{next(_ids)}",
+        "all_token_ids": list(range(n_tokens)),
+        "num_prompt_tokens": n_tokens,
+        "num_computed_tokens": n_tokens,
+        "prompt_embeds": None,
+        "resumable": False,
+        "skip_reading_prefix_cache": False,
+        "lora_request": None,
+        "cache_salt": None,
+        "mm_features": [],
+        "kv_transfer_params": None,
+    }
+    return FakeRequest(**(fields | changes))
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+class GuardedSide:
+    """A scheduler side as the connector calls it: when a call raises, its recovery answers instead."""
+
+    RECOVERIES: ClassVar = {
+        "on_new_request": lambda side, request: side.give_up(request),
+        "matched_tokens": lambda side, request, _: (side.give_up(request), (0, False))[1],
+        "allocated": lambda side, *arguments: side.allocated_failed(*arguments),
+        "plan_step": lambda side, output: side.plan_failed(output),
+        "heard": lambda side, reports, received, _: side.heard_failed(reports, received),
+        "finished": lambda side, request, _: side.finished_failed(request),
+        "reset": lambda side, **_: side.turn_off(),
+    }
+
+    def __init__(self, side):
+        self.side = side
+
+    def __getattr__(self, name):
+        method = getattr(self.side, name)
+        if name not in self.RECOVERIES:
+            return method
+        return guarded(None, partial(self.RECOVERIES[name], self.side))(method)
+
+
+def weights_without_digests():
+    """Make a WeightsVersion whose workers cannot tell their weights, so each reset begins an identity of its own."""
+    weights = WeightsVersion(1)
+    weights.known, weights.can_tell = True, False
+    return weights
+
+
+def make_side(client=None, clock=None, world_size=1, **changes):
+    options = {"chunk_size": CHUNK} | changes.pop("settings", {})
+    changes.setdefault("weights", weights_without_digests())
+    return SchedulerSide(
+        client or FakeClient(),
+        ClientSettings(**options),
+        block_tokens=BLOCK,
+        chunk_blocks=CHUNK // BLOCK,
+        chunk_bytes=100,
+        world_size=world_size,
+        now=clock or Clock(),
+        **changes,
+    )
+
+
+def step(side, scheduled=(), preempted=(), tables=None):
+    """Make one scheduling step; return its plan. `scheduled`: (request, tokens computed before, tokens scheduled)."""
+    scheduled = list(scheduled)
+    tables = tables or {}
+    output = SimpleNamespace(
+        num_scheduled_tokens={r.request_id: n for r, _, n in scheduled},
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[r.request_id for r, _, _ in scheduled], num_computed_tokens=[c for _, c, _ in scheduled]
+        ),
+        preempted_req_ids=set(preempted),
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids=lambda request_id: (tables.get(request_id) or list(range(1, 100)),)
+        ),
+    )
+    return side.plan_step(output)
+
+
+def ask(side, request, computed=0):
+    """Ask about a waiting request as vLLM does; return (tokens promised, None: ask again; whether asynchronous)."""
+    tokens, asynchronous = side.matched_tokens(request, computed)
+    return tokens, asynchronous
+
+
+def planned_loads(side, request, tokens, table):
+    side.allocated(request, table, tokens)
+    return step(side).loads
+
+
+def media(identifier, offset=9, length=3):
+    return SimpleNamespace(mm_position=SimpleNamespace(offset=offset, length=length), identifier=identifier)

@@ -1,0 +1,291 @@
+"""`kvstrata bench serve` against an HTTP server that streams completions, and the contents of its workloads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import threading
+import xml.etree.ElementTree as ElementTree
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from kvstrata.cli.bench.serve import main
+from kvstrata.errors import ConfigError
+from kvstrata.measure import workloads
+from tests.harness.server_process import ServerProcess
+
+pytestmark = pytest.mark.integration
+
+VOCABULARY = range(1000, 20_000)
+
+
+class Endpoint:
+    """Streams as many pieces as asked for; caches whole prompts by their first 64 tokens, like an engine with L0."""
+
+    def __init__(self) -> None:
+        self.app = FastAPI()
+        self.bodies: list[dict[str, Any]] = []
+        self.seen: set[tuple[int, ...]] = set()
+        self.hit_tokens = 0
+        self.key = ""
+        self.fails = False
+        self.pages = 0
+        self.shows: Callable[[int], bool] = lambda page: True
+        """Says for each request of the metrics, by its number, whether it is answered."""
+        self.app.get("/v1/models")(self.models)
+        self.app.post("/v1/completions")(self.completions)
+        self.app.get("/metrics")(self.metrics)
+
+    def models(self, request: Request) -> Response:
+        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+            return JSONResponse({"error": {"message": "no key"}}, 401)
+        return JSONResponse({"data": [{"id": "small"}]})
+
+    async def completions(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        if self.fails:
+            return JSONResponse({"error": {"message": "token id out of vocabulary"}}, 400)
+        start = tuple(body["prompt"][:64])
+        cached = 64 if start in self.seen else 0
+        self.seen.add(start)
+        self.hit_tokens += cached
+        usage = {
+            "prompt_tokens": len(body["prompt"]),
+            "completion_tokens": body["max_tokens"],
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+        async def events() -> AsyncIterator[str]:
+            for _ in range(body["max_tokens"]):
+                yield f"data: {json.dumps({'choices': [{'text': 'a '}], 'usage': None})}\n\n"
+                await asyncio.sleep(0)
+            yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    def metrics(self) -> Response:
+        self.pages += 1
+        if not self.shows(self.pages):
+            return Response(status_code=503)
+        name = "vllm:prompt_tokens_cached_by_source_total"
+        return Response(
+            f'# TYPE {name} counter\n{name}{{source="device"}} {self.hit_tokens}\n{name}{{source="disk"}} 0\n'
+        )
+
+
+@contextlib.contextmanager
+def served(endpoint: Endpoint) -> Iterator[str]:
+    server = uvicorn.Server(uvicorn.Config(endpoint.app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            thread.join(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def report_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    status = main([*arguments, "--json", "-"])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    found: dict[str, Any] = json.loads(captured.out)
+    return found
+
+
+def test_a_round_trip_counts_every_request_token_and_source(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    endpoint = Endpoint()
+    svg = tmp_path / "plot.svg"
+    with served(endpoint) as url:
+        report = report_of(
+            capsys, "long-doc-qa", "--url", url, "--documents", "3", "--document-tokens", "100",
+            "--question-tokens", "10", "--output-tokens", "5", "--svg", str(svg), "--label", "a test",
+        )  # fmt: skip
+    first, second = report["rounds"]
+    assert [first["requests"], second["requests"], report["total"]["requests"]] == [3, 3, 6]
+    assert first["input_tokens"] == second["input_tokens"] == 330 and first["output_tokens"] == 15
+    assert first["sources"] == {"device": 0, "disk": 0} and second["sources"] == {"device": 192, "disk": 0}
+    assert second["cached_tokens"] == 192
+    for word in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"):
+        assert 0 < first[word]["median"] <= first[word]["p99"]
+    assert all(body["ignore_eos"] and body["model"] == "small" for body in endpoint.bodies)
+    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize("page", [7, 8], ids=["before the last round", "after it"])
+def test_a_round_without_counters_before_and_after_it_is_left_out_and_noted(
+    page: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = Endpoint(), Endpoint()
+    other.shows = lambda asked: asked != page
+    arguments = ["--documents", "4", "--document-tokens", "80", "--output-tokens", "1", "--rounds", "4"]
+    with served(one) as first, served(other) as second:
+        report = report_of(capsys, "long-doc-qa", "--url", first, "--url", second, *arguments)
+    # In the third round each document is back at its first endpoint; the last round has one endpoint's counts.
+    assert [each["sources"]["device"] for each in report["rounds"]] == [0, 0, 4 * 64, 2 * 64]
+    assert report["total"]["sources"]["device"] == 6 * 64
+    [note] = report["notes"]
+    assert note.startswith("round 4: ") and second in note
+
+
+def test_a_token_that_others_may_read_opens_a_cache_servers_counters(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    token = tmp_path / "http-token"
+    token.write_text("a-token-of-this-test-only\n")
+    token.chmod(0o600)
+    environment = {**os.environ, "KVSTRATA_HTTP_TOKEN_FILE": str(token)}
+    with ServerProcess(tmp_path / "server", l1_mb=16, environment=environment) as server:
+        server.start()
+        cache = ["--cache-server", f"http://127.0.0.1:{server.ready['http_port']}"]
+        with served(Endpoint()) as url:
+            arguments = ["long-doc-qa", "--url", url, "--documents", "1", *cache, "--cache-token-file"]
+            report = report_of(capsys, *arguments, str(token))
+            assert main([*arguments, "/nowhere/http-token"]) == 1
+    assert {"L1 chunks", "L2 chunks"} <= report["total"]["sources"].keys()
+    assert "/nowhere/http-token: cannot be read" in capsys.readouterr().err
+
+
+def test_the_table_shows_times_throughput_and_hit_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    with served(Endpoint()) as url:
+        assert main(["shared-prefix", "--url", url, "--users", "2", "--turns", "2", "--stop-early"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "successful requests",
+        "duration",
+        "TTFT median",
+        "TPOT p99",
+        "ITL mean",
+        "from device",
+    ):
+        assert words in out
+    assert any(line.split()[-1:] == ["all"] for line in out.splitlines()), "no column for all rounds"
+
+
+def test_with_several_endpoints_a_document_moves_on(capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = Endpoint(), Endpoint()
+    with served(one) as first, served(other) as second:
+        report_of(
+            capsys, "long-doc-qa", "--url", first, "--url", second, "--documents", "4", "--document-tokens",
+            "80", "--output-tokens", "1",
+        )  # fmt: skip
+
+    def documents(endpoint: Endpoint) -> list[tuple[int, ...]]:
+        return [tuple(body["prompt"][:80]) for body in endpoint.bodies]
+
+    assert len(set(documents(one))) == 4 and sorted(documents(one)) == sorted(documents(other))
+
+
+def test_a_request_that_fails_is_counted_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    endpoint = Endpoint()
+    endpoint.fails = True
+    with served(endpoint) as url:
+        assert main(["long-doc-qa", "--url", url, "--documents", "2", "--rounds", "1"]) == 1
+    assert "token id out of vocabulary" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (["--url", "http://127.0.0.1:9"], "is the engine up?"),
+        (["--url", "ftp//x"], "--url"),
+        (["--model", "large"], "--model: URL has no 'large'; it has small"),
+        (["--cache-server", "URL"], "--cache-server"),
+        (["--svg", "/nowhere/plot.svg"], "--svg: /nowhere/plot.svg: the directory /nowhere does not exist"),
+    ],
+)
+def test_wrong_arguments_name_the_flag_and_what_to_change(
+    change: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with served(Endpoint()) as url:
+        given = [url if word == "URL" else word for word in change]
+        urls = [] if "--url" in given else ["--url", url]
+        assert main(["long-doc-qa", *urls, *given]) == 1
+    assert expected.replace("URL", url) in capsys.readouterr().err
+
+
+def test_an_endpoint_that_needs_a_key_is_named_and_gets_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = Endpoint()
+    endpoint.key = "a-key-for-the-test"
+    arguments = ["long-doc-qa", "--documents", "1", "--rounds", "1", "--url"]
+    with served(endpoint) as url:
+        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+        assert main([*arguments, url]) == 1
+        assert "OPENAI_API_KEY" in capsys.readouterr().err
+        monkeypatch.setenv("OPENAI_API_KEY", endpoint.key)
+        assert main([*arguments, url]) == 0
+    assert endpoint.key not in capsys.readouterr().out
+
+
+def test_equal_pieces_are_equal_tokens_and_other_seeds_are_others() -> None:
+    work = workloads.shared_prefix_chat(2, 3, 50, 7, 4, endpoints=1)
+    first, last = work.rounds[0][0], work.rounds[-1][0]
+    assert last.prompt(1, VOCABULARY)[: first.input_tokens] == first.prompt(1, VOCABULARY)
+    assert work.rounds[0][1].prompt(1, VOCABULARY)[:50] == first.prompt(1, VOCABULARY)[:50]
+    assert work.rounds[0][1].prompt(1, VOCABULARY) != first.prompt(1, VOCABULARY)
+    assert first.prompt(2, VOCABULARY) != first.prompt(1, VOCABULARY)
+    assert last.input_tokens == len(last.prompt(1, VOCABULARY)) == 50 + 3 * 7 + 2 * 4
+
+
+def test_a_trace_is_replayed_at_its_times_with_shared_blocks_shared(tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": 1000, "input_length": 1024, "output_length": 10, "hash_ids": [1, 2]},
+        {"timestamp": 3000, "input_length": 1100, "output_length": 20, "hash_ids": [1, 2, 3]},
+        {"timestamp": 3000, "input_length": 5000, "output_length": 20, "hash_ids": list(range(10))},
+    ]
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    work = workloads.replay(
+        workloads.read_trace(file), file.name, speed=2.0, scale=0.5, most_tokens=1000, endpoints=2
+    )
+    ((first, second),) = work.rounds
+    assert (first.at_s, second.at_s) == (0.0, 1.0)
+    assert (first.input_tokens, second.input_tokens) == (512, 550)
+    assert second.prompt(0, VOCABULARY)[:512] == first.prompt(0, VOCABULARY)
+    assert "2 of 3 requests" in work.meaning
+
+
+GOOD_LINE = {"timestamp": 0, "input_length": 6, "output_length": 1, "hash_ids": [1]}
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("no json", "malformed"),
+        ('{"timestamp": 0}', "input_length"),
+        (json.dumps(GOOD_LINE | {"input_length": 600}), "input_length 600 does not fit 1 hash_ids of 512"),
+        (json.dumps(GOOD_LINE | {"input_length": 0}), r"input_length"),
+        (json.dumps(GOOD_LINE | {"input_length": math.inf}), "malformed"),
+        (json.dumps(GOOD_LINE | {"timestamp": math.nan}), "malformed"),
+        (json.dumps(GOOD_LINE | {"timestamp": math.inf}), "malformed"),
+        (json.dumps(GOOD_LINE).replace("0", "1e999", 1), "out of range"),
+        (json.dumps(GOOD_LINE | {"timestamp": -1}), r"timestamp"),
+        (json.dumps(GOOD_LINE | {"timestamp": 1e16}), r"timestamp"),
+        (json.dumps(GOOD_LINE | {"output_length": 0}), r"output_length"),
+        (json.dumps(GOOD_LINE | {"output_length": -5}), r"output_length"),
+        (json.dumps(GOOD_LINE | {"hash_ids": ["a"]}), r"hash_ids"),
+    ],
+)
+def test_a_bad_line_of_a_trace_is_named_with_its_remedy(line: str, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(json.dumps(GOOD_LINE) + "\n" + line + "\n")
+    with pytest.raises(ConfigError, match=f"trace.jsonl: line 2: .*{why}.*; .*leave the line out"):
+        workloads.read_trace(file)

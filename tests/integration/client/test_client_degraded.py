@@ -1,0 +1,443 @@
+"""A server that is absent, stopped, killed or forgetful: nothing waits, nothing wrong is served, and it comes back."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvstrata import failpoints
+from kvstrata.client import StoreOutcome
+from kvstrata.client.silence import PING_PATIENCE_S
+from kvstrata.client.stores import BATCHES_IN_FLIGHT
+from kvstrata.rpc.zmq_client import Waiter
+from tests.harness.cache_engine import CHUNK_TOKENS, PATIENCE_S, CacheEngine, eventually, prompt
+from tests.harness.server_process import ServerProcess
+from tests.integration.client.fault_proxy import FaultProxy
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(tmp_path / "server", l1_mb=64, chunk_tokens=CHUNK_TOKENS) as server:
+        yield server
+
+
+def use_until_it_works(engine: CacheEngine, seed: int, chunks: int = 4) -> None:
+    """Store, look up and load a prompt until it is a whole hit; asserts that each load is right."""
+    tokens = prompt(chunks, seed)
+
+    def works() -> bool:
+        engine.stored(tokens)
+        return engine.hit(tokens) == chunks
+
+    eventually("the cache is in use again", works)
+
+
+def pool_has_no(server: ServerProcess, what: str) -> bool:
+    """Whether the pool's count of leased, reserved or quarantined bytes is 0; no answer is no proof."""
+    try:
+        return server.get("/v1/status")["pool"][f"{what}_bytes"] == 0
+    except OSError:
+        return False
+
+
+def nothing_leased(server: ServerProcess) -> bool:
+    return pool_has_no(server, "leased")
+
+
+def test_without_a_server_everything_is_answered_at_once(server):
+    with CacheEngine(server.socket_dir) as engine:
+        assert not engine.client.connected
+        call = engine.lookup(prompt(2))
+        assert call.done
+        assert call.result.reason == "breaker_open"
+        job = engine.store(prompt(2))
+        assert job.gathered.is_set()
+        assert job.outcomes == [StoreOutcome.UNAVAILABLE] * 2
+        assert engine.client.peek(engine.identity(), engine.hasher(prompt(2))) == 0
+        eventually("a reason for the log", lambda: "no server" in engine.client.error)
+        server.start()
+        engine.connect()
+        use_until_it_works(engine, seed=1)
+
+
+def test_a_frozen_server_ends_waiting_calls_and_is_used_again_when_it_goes_on(server):
+    server.start()
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        engine.stored(prompt(4))
+        server.freeze()
+        lookup, store = engine.lookup(prompt(4), deadline_ms=60_000), engine.store(prompt(4, seed=1))
+        assert not lookup.wait(0.0)
+        assert lookup.wait(PATIENCE_S), "the lookup ends long before its deadline"
+        assert lookup.result.reason == "breaker_open"
+        assert store.done.wait(PATIENCE_S)
+        assert not engine.client.connected
+        assert engine.lookup(prompt(4)).done, "the next lookup ends at once"
+        server.thaw()
+        eventually("connected again", lambda: engine.client.connected)
+        assert engine.hit(prompt(4)) == 4
+        eventually("the lookup nobody waited for left no lease", lambda: nothing_leased(server))
+
+
+def test_the_engine_of_the_tests_repeats_stores_that_a_silent_server_did_not_take(server):
+    server.start()
+    with CacheEngine(server.socket_dir) as engine, ThreadPoolExecutor(1) as thread:
+        engine.connect()
+        for ask, expected in ((engine.stored, ["stored"] * 4), (engine.hit, 4)):
+            server.freeze()
+            asked = thread.submit(ask, prompt(4))
+            eventually("the server is given up", lambda: not engine.client.connected)
+            server.thaw()
+            assert asked.result(PATIENCE_S) == expected
+
+
+def test_a_client_that_seldom_runs_does_not_count_the_server_as_silent(server, monkeypatch):
+    """The client looks late each time, as when an engine's threads take the cores or hold the interpreter lock."""
+    wait = Waiter.wait
+
+    def oversleep(waiter: Waiter, timeout_s: float) -> tuple[bool, Iterable[int]]:
+        ready = wait(waiter, 0.0)
+        time.sleep(1.5 * PING_PATIENCE_S)
+        return ready
+
+    def nothing_lost() -> bool:
+        before = engine.client.stats()["breaker_trips"]
+        found = [engine.hit(prompt(4)) for _ in range(3)]
+        return found == [4] * 3 and engine.client.stats()["breaker_trips"] == before
+
+    server.start()
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        engine.stored(prompt(4))
+        with monkeypatch.context() as patch:
+            patch.setattr(Waiter, "wait", oversleep)
+            eventually("some lookups without a false alarm", nothing_lost)
+
+
+def test_a_server_that_is_frozen_repeatedly_keeps_no_lease(server):
+    server.start()
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        for seed in range(5):
+            server.freeze()
+            calls = [engine.lookup(prompt(4, seed)) for _ in range(20)]
+            assert all(call.wait(PATIENCE_S) for call in calls)
+            server.thaw()
+            use_until_it_works(engine, seed)
+        eventually("no lease is left", lambda: nothing_leased(server))
+
+
+def test_stored_chunks_are_hits_after_the_server_was_killed(server):
+    server.start()
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        epoch = engine.client.epoch
+        engine.stored(prompt(8))
+        server.kill()
+        eventually("the loss is seen", lambda: not engine.client.connected)
+        assert engine.lookup(prompt(8)).done
+        server.start()
+        engine.connect()
+        assert engine.client.epoch != epoch
+        assert engine.hit(prompt(8)) == 8
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_lease_of_a_dead_server_still_loads_right_bytes(server, sync):
+    server.start()
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        tokens = prompt(8)
+        engine.stored(tokens)
+        result = engine.looked_up(tokens)
+        server.kill()
+        eventually("the loss is seen", lambda: not engine.client.connected)
+        assert engine.check_load(tokens, result, sync=sync) == set()
+        server.start()
+        engine.connect()
+        assert engine.hit(tokens) == 8
+        eventually("old and new leases are ended", lambda: nothing_leased(server))
+
+
+def test_a_lease_from_before_the_restart_loads_nothing_once_the_client_has_quiesced(server):
+    server.start()
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        tokens = prompt(8)
+        engine.stored(tokens)
+        result = engine.looked_up(tokens)
+        server.kill()
+        server.start()
+        engine.connect()
+        eventually("quiesced was answered", lambda: engine.client.stats()["requests_under_way"] == 0)
+        assert engine.check_load(tokens, result, sync=True) == set(range(8))
+        eventually("the old lease is ended", lambda: nothing_leased(server))
+        assert engine.hit(tokens) == 8
+
+
+def test_after_the_segment_was_wiped_the_client_maps_the_new_pool(server):
+    server.start()
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        engine.stored(prompt(4))
+        result = engine.looked_up(prompt(4))
+        server.kill()
+        server.wipe_segment()
+        assert engine.check_load(prompt(4), result, sync=True) == set(), "the old pool is still mapped"
+        assert old_mappings(server)
+        server.start()
+        engine.connect()
+        assert engine.client.peek(engine.identity(), engine.hasher(prompt(4))) == 0
+        assert engine.hit(prompt(4)) == 0
+        use_until_it_works(engine, seed=0)
+        eventually("the old pool is unmapped", lambda: old_mappings(server) == [])
+
+
+def old_mappings(server) -> list[str]:
+    """This process's mappings of the server's deleted pools."""
+    gone = f"{server.segment_dir}/extents (deleted)"
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(gone)]
+
+
+def test_a_server_killed_during_stores_frees_the_engines_blocks_and_serves_no_wrong_byte(server):
+    server.start()
+    with CacheEngine(server.socket_dir, block_bytes=64 << 10) as engine:
+        engine.connect()
+        rng = random.Random(3)
+        for seed in range(6):
+            jobs = [engine.store(prompt(12, seed * 10 + part), compute=False) for part in range(3)]
+            if rng.random() < 0.5:
+                eventually("some way into it", lambda jobs=jobs: jobs[0].bytes or jobs[0].done.is_set())
+            server.kill()
+            for job in jobs:
+                assert job.wait_gathered(PATIENCE_S)
+                assert job.done.wait(PATIENCE_S)
+            server.start()
+            engine.connect()
+        use_until_it_works(engine, seed=999)
+        eventually("nothing reserved is left", lambda: pool_has_no(server, "reserved"))
+        eventually("no quarantine is left", lambda: pool_has_no(server, "quarantined"))
+
+
+def client_points() -> list[str]:
+    steps = (
+        "hello",
+        "identify",
+        "ping",
+        "lookup",
+        "release",
+        "reserve",
+        "commit",
+        "cancel",
+        "quiesced",
+        "corrupt",
+    )
+    used = [point for point in failpoints.POINTS if point.split(".")[0] in steps]
+    return [*used, *(point for point in failpoints.POINTS if point.startswith("attach."))]
+
+
+def work(engine: CacheEngine) -> None:
+    """Take each step once, with any outcome; asserts that no wrong byte is loaded and that each call ends."""
+    tokens = prompt(4, seed=5)
+    store = engine.store(tokens)
+    assert store.done.wait(PATIENCE_S)
+    call = engine.lookup(tokens)
+    assert call.wait(PATIENCE_S)
+    call.cancel()
+    for damage in (False, True):
+        result = engine.looked_up(tokens, again_s=0.0)
+        if result.n_chunks:
+            items = engine.items(tokens, result)
+            if (
+                damage
+            ):  # the key of another chunk: the client reports damage, and the server finds the chunk sound
+                items[0] = items[0]._replace(key=bytes(32))
+                job = engine.client.load(engine.identity(), result.lease, items, engine.blocks.plan)
+                assert job.wait(PATIENCE_S)
+                assert 0 in job.failed
+            else:
+                engine.check_load(tokens, result, sync=True)
+
+
+def points_and_actions() -> list[tuple[str, str]]:
+    """Each point with `kill`; `stop`, which differs less between points, at one point of each operation."""
+    points = client_points()
+    return [(p, "kill") for p in points] + [
+        (p, "stop") for p in points if not p.endswith((".received", ".replied"))
+    ]
+
+
+@pytest.mark.parametrize(("point", "action"), points_and_actions())
+def test_a_server_killed_or_frozen_at_any_step_stops_no_engine_and_the_cache_comes_back(
+    server, point, action
+):
+    if point.startswith("quiesced"):
+        server.start()  # only a client that has seen an earlier epoch sends this
+    else:
+        arm(server, f"{point}={action}")
+    with CacheEngine(server.socket_dir) as engine:
+        if point.startswith("quiesced"):
+            engine.connect()
+            server.kill()
+            arm(server, f"{point}={action}")
+
+        def reached() -> bool:
+            if engine.client.connected:
+                work(engine)
+            return server.halted()
+
+        eventually(f"the server halts at {point}", reached)
+        work(engine)
+        if action == "kill":
+            server.kill()  # already dead; waits for its last thread
+            arm(server, "")
+        else:
+            server.thaw()
+        engine.connect()
+        use_until_it_works(engine, seed=6)
+        eventually("no lease is left", lambda: nothing_leased(server))
+        eventually("nothing reserved is left", lambda: pool_has_no(server, "reserved"))
+
+
+def arm(server: ServerProcess, points: str) -> None:
+    server._environment[failpoints.VARIABLE] = points
+    server.start()
+
+
+class Faults:
+    """Loses, repeats and delays messages, reproducibly."""
+
+    def __init__(self, seed: int, rate: float) -> None:
+        self.random = random.Random(seed)
+        self.rate = rate
+
+    def __call__(self, direction: str, op: str, message: list) -> list[float]:
+        if self.random.random() >= self.rate:
+            return [0.0]
+        return self.random.choice([[], [0.0, 0.0], [0.03], [0.0, 0.05], [0.3]])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_lost_late_and_repeated_messages_leave_no_lease_and_no_reservation(server, tmp_path, seed):
+    server.start()
+    with (
+        FaultProxy(server.socket_dir, Path(f"{server.socket_dir}-p"), Faults(seed, 0.2)) as proxy,
+        CacheEngine(proxy.socket_dir) as engine,
+    ):
+        engine.connect()
+        rng = random.Random(seed)
+        for number in range(25):
+            tokens = prompt(rng.randrange(1, 5), seed=rng.randrange(6))
+            if rng.random() < 0.5:
+                job = engine.store(tokens)
+                assert job.wait_gathered(PATIENCE_S)
+                assert job.done.wait(PATIENCE_S)
+            else:
+                call = engine.lookup(tokens, deadline_ms=rng.choice([50, 5000]))
+                if rng.random() < 0.3:
+                    call.cancel()
+                assert call.wait(PATIENCE_S), number
+                if call.result.n_chunks:
+                    engine.check_load(tokens, call.result, sync=rng.random() < 0.5)
+        proxy.decide = lambda *_: [0.0]
+        engine.connect()
+        use_until_it_works(engine, seed=100 + seed)
+        eventually("no lease is left", lambda: nothing_leased(server))
+        eventually("nothing reserved is left", lambda: pool_has_no(server, "reserved"))
+
+
+@pytest.mark.parametrize("op", ["release", "commit", "cancel", "identify", "hello"])
+def test_an_answer_that_is_lost_is_asked_for_again(server, op):
+    server.start()
+    lost: list[str] = []
+
+    def lose_two(direction: str, name: str, message: list) -> list[float]:
+        if direction == "request" or name not in (op, "ok") or len(lost) == 2:
+            return [0.0]
+        lost.append(name)
+        return []
+
+    with (
+        FaultProxy(server.socket_dir, Path(f"{server.socket_dir}-p"), lose_two),
+        CacheEngine(Path(f"{server.socket_dir}-p")) as engine,
+    ):
+        engine.connect()
+        assert engine.stored(prompt(4)) == ["stored"] * 4
+        engine.lookup(prompt(4)).cancel()
+        assert engine.hit(prompt(4)) == 4
+        # The first release of a lease ends it, so only the answer may be lost twice.
+        eventually("two answers were lost", lambda: len(lost) == 2)
+        eventually("nothing is unanswered", lambda: not engine.client.stats()["requests_under_way"])
+        eventually("no lease is left", lambda: nothing_leased(server))
+
+
+def test_a_lookup_whose_answer_never_comes_ends_at_its_deadline_and_leaves_no_lease(server):
+    server.start()
+
+    def lose_lookups(direction: str, name: str, message: list) -> list[float]:
+        return [] if direction == "reply" and name == "lookup" else [0.0]
+
+    with (
+        FaultProxy(server.socket_dir, Path(f"{server.socket_dir}-p"), lose_lookups),
+        CacheEngine(Path(f"{server.socket_dir}-p")) as engine,
+    ):
+        engine.connect()
+        engine.stored(prompt(4))
+        call = engine.lookup(prompt(4), deadline_ms=300)
+        assert call.wait(PATIENCE_S)
+        assert call.result.reason == "deadline"
+        assert engine.client.connected, "pings are answered, so the server is in use"
+        eventually("no lease is left", lambda: nothing_leased(server))
+
+
+def test_a_closing_client_reserves_nothing_more(server):
+    server.start()
+    reserves: dict[int, None] = {}
+
+    def lose_reserves(direction: str, name: str, message: list) -> list[float]:
+        if (direction, name) == ("request", "reserve"):
+            reserves[message[2]] = None
+        return [] if (direction, name) == ("reply", "reserve") else [0.0]
+
+    with (
+        FaultProxy(server.socket_dir, Path(f"{server.socket_dir}-p"), lose_reserves),
+        CacheEngine(Path(f"{server.socket_dir}-p")) as engine,
+    ):
+        engine.connect()
+        jobs = [engine.store(prompt(4, seed)) for seed in range(3 * BATCHES_IN_FLIGHT)]
+        eventually("some are reserved", lambda: len(reserves) == BATCHES_IN_FLIGHT)
+        engine.client.close()
+        assert len(reserves) == BATCHES_IN_FLIGHT
+        assert {outcome for job in jobs for outcome in job.outcomes} == {StoreOutcome.UNAVAILABLE}
+        assert all(job.gathered.is_set() and job.done.is_set() for job in jobs)
+        eventually("nothing reserved is left", lambda: pool_has_no(server, "reserved"))
+
+
+def test_a_client_frozen_for_long_keeps_its_leases_and_goes_on(server, tmp_path):
+    """A frozen client sends no pings, but keeps what it owns: no clock takes bytes away."""
+    from tests.harness.child import Child
+
+    server.start()
+    with Child("tests.harness.cache_engine", log=tmp_path / "child.log") as child:
+        child.ask("start", socket_dir=str(server.socket_dir))
+        child.ask("connect")
+        assert child.ask("store", n_chunks=4) == ["stored"] * 4
+        result = child.ask("lookup", n_chunks=4)
+        child.signal(signal.SIGSTOP)
+        with CacheEngine(
+            server.socket_dir, group=b"another engine..", model="other", block_bytes=64 << 10
+        ) as engine:
+            engine.connect()
+            for seed in range(4):  # three times the pool
+                engine.stored(prompt(192, seed))
+        child.signal(signal.SIGCONT)
+        assert child.ask("load", result=result, n_chunks=4) == []
+        assert child.ask("hit", n_chunks=4) == 4

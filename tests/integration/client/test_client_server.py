@@ -1,0 +1,494 @@
+"""Client and server as real processes: what is stored comes back byte for byte, and nothing waits for long."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstrata.client import LoadItem, StoreOutcome
+from kvstrata.types import KEY_BYTES, LeaseName, Role
+from tests.harness.cache_engine import CHUNK_TOKENS, PATIENCE_S, CacheEngine, eventually, prompt
+from tests.harness.open_files import open_files
+from tests.harness.server_process import ServerProcess
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=64, chunk_tokens=CHUNK_TOKENS) as server:
+        server.start()
+        yield server
+
+
+@pytest.fixture
+def engine(server: ServerProcess, request: pytest.FixtureRequest) -> Iterator[CacheEngine]:
+    # Each test has a model of its own, so no test hits chunks of another.
+    with CacheEngine(server.socket_dir, model=request.node.name) as engine:
+        yield engine.connect()
+
+
+def server_leases(server: ServerProcess) -> int:
+    return server.get("/v1/status")["pool"]["leased_bytes"]
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_stored_chunks_come_back_byte_for_byte(engine, sync):
+    tokens = prompt(20)
+    assert engine.stored(tokens) == ["stored"] * 20
+    result = engine.looked_up(tokens)
+    assert result.n_chunks == 20
+    assert result.reason == ""
+    assert engine.check_load(tokens, result, sync=sync) == set()
+
+
+def test_a_prompt_never_stored_is_a_miss_with_its_reason(engine):
+    result = engine.looked_up(prompt(3, seed=77))
+    assert (result.n_chunks, result.lease, result.extents) == (0, None, b"")
+    assert result.reason in ("never_stored", "unknown_key")
+
+
+def test_a_longer_prompt_hits_as_far_as_it_was_stored(engine):
+    engine.stored(prompt(5))
+    result = engine.looked_up(prompt(9))
+    assert result.n_chunks == 5
+    assert engine.check_load(prompt(9), result, sync=True) == set()
+
+
+def test_a_prompt_grows_over_several_stores(engine):
+    assert engine.stored(prompt(4)) == ["stored"] * 4
+    assert engine.stored(prompt(10), first=4) == ["stored"] * 6
+    assert engine.hit(prompt(10)) == 10
+
+
+def test_chunks_that_are_present_are_not_copied_again(engine):
+    engine.stored(prompt(4))
+    job = engine.store(prompt(6))
+    assert job.done.wait(PATIENCE_S)
+    assert job.outcomes == [StoreOutcome.PRESENT] * 4 + [StoreOutcome.STORED] * 2
+    assert job.bytes == 2 * engine.blocks.plan.payload_bytes(2)
+
+
+def test_identities_do_not_share_chunks(engine):
+    engine.stored(prompt(4), salt="one")
+    assert engine.hit(prompt(4), salt="one") == 4
+    assert engine.hit(prompt(4), salt="two") == 0
+
+
+def test_peek_sees_what_a_lookup_would_find(engine):
+    tokens = prompt(12)
+    identity, hasher = engine.identity(), engine.hasher(tokens)
+    assert engine.client.peek(identity, hasher) == 0
+    engine.stored(tokens[: 7 * CHUNK_TOKENS])
+    assert engine.client.peek(identity, hasher) == 7
+    assert engine.client.peek(identity, hasher.chain) == 7
+    assert engine.client.peek(identity, b"") == 0
+
+
+def test_present_tells_for_each_chunk_whether_it_is_in_l1(engine):
+    tokens = prompt(3)
+    root, hasher = engine.identity().root, engine.hasher(tokens)
+    chunks = [(root, hasher.key(chunk)) for chunk in range(3)]
+    engine.stored(tokens[: 2 * CHUNK_TOKENS])
+    assert engine.client.pool.present(chunks) == [True, True, False]
+    assert engine.client.pool.present([chunks[2], chunks[0]]) == [False, True]
+    engine.client.close()
+    assert engine.client.pool.present(chunks) is None
+
+
+def test_leases_end_with_the_load(server, engine):
+    tokens = prompt(6)
+    engine.stored(tokens)
+    result = engine.looked_up(tokens)
+    assert server_leases(server) > 0
+    engine.check_load(tokens, result, sync=False)
+    eventually("the lease ends", lambda: server_leases(server) == 0)
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_leases_end_by_release(server, engine, group):
+    engine.stored(prompt(6))
+    result = engine.looked_up(prompt(6))
+    engine.client.release([result.lease], group=group)
+    eventually("the lease ends", lambda: server_leases(server) == 0)
+
+
+@pytest.mark.parametrize("when", ["at once", "after the result"])
+def test_a_cancelled_lookup_leaves_no_lease(server, engine, when):
+    engine.stored(prompt(6))
+    call = engine.lookup(prompt(6))
+    if when == "after the result":
+        assert call.wait(PATIENCE_S)
+        assert call.result.n_chunks == 6
+    call.cancel()
+    assert call.done
+    assert call.result.n_chunks == 0
+    eventually(
+        "the lease ends",
+        lambda: server_leases(server) == 0 and engine.client.stats()["requests_under_way"] == 0,
+    )
+
+
+def test_a_released_lease_loads_nothing(engine):
+    tokens = prompt(4)
+    engine.stored(tokens)
+    result = engine.looked_up(tokens)
+    engine.client.release([result.lease])
+    assert engine.check_load(tokens, result, sync=True) == {0, 1, 2, 3}
+
+
+def test_a_lease_loads_once(engine):
+    tokens = prompt(4)
+    engine.stored(tokens)
+    result = engine.looked_up(tokens)
+    assert engine.check_load(tokens, result, sync=True) == set()
+    assert engine.check_load(tokens, result, sync=False) == {0, 1, 2, 3}
+
+
+def test_an_unknown_lease_loads_nothing(engine):
+    lease = LeaseName(bytes(16), 5, 123456789)
+    items = [LoadItem(bytes(32), 0, 8192, [0, 1])]
+    job = engine.client.load(engine.identity(), lease, items, engine.blocks.plan, sync=True)
+    assert job.failed == {0}
+
+
+def test_a_load_with_extents_outside_the_pool_fails_for_these_alone(engine):
+    tokens = prompt(3)
+    engine.stored(tokens)
+    result = engine.looked_up(tokens)
+    items = engine.items(tokens, result, first_block=100)
+    items[1] = items[1]._replace(offset_bytes=1 << 40)
+    job = engine.client.load(engine.identity(), result.lease, items, engine.blocks.plan, sync=True)
+    assert job.failed == {1}
+    assert engine.blocks.read(items[2].block_ids) == engine.expected(items[2].key)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_an_extent_with_another_chunks_bytes_is_never_loaded(engine, sync):
+    tokens = prompt(3)
+    engine.stored(tokens)
+    result = engine.looked_up(tokens)
+    items = engine.items(tokens, result, first_block=100)
+    swapped = [items[1]._replace(key=items[0].key), items[0]._replace(key=items[1].key), items[2]]
+    before = engine.blocks.read(items[0].block_ids)
+    job = engine.client.load(engine.identity(), result.lease, swapped, engine.blocks.plan, sync=sync)
+    assert job.wait(PATIENCE_S)
+    assert job.failed == {0, 1}
+    assert engine.blocks.read(items[0].block_ids) == before
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_block_named_by_a_negative_number_is_not_written(engine, sync):
+    tokens = prompt(2)
+    engine.stored(tokens)
+    result = engine.looked_up(tokens)
+    items = engine.items(tokens, result, first_block=100)
+    first, second = items[0].block_ids
+    before = engine.blocks.read([first])
+    items[0] = items[0]._replace(block_ids=[-1, second])
+    job = engine.client.load(engine.identity(), result.lease, items, engine.blocks.plan, sync=sync)
+    assert job.wait(PATIENCE_S)
+    assert job.failed == set()
+    assert engine.blocks.read([first]) == before
+    engine.compute(engine.hasher(tokens), [0], first_block=200)
+    assert engine.blocks.read([second]) == engine.blocks.read([engine.blocks_of(0, 200)[1]])
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_damaged_chunk_is_a_miss_and_is_dropped(server, engine, sync):
+    tokens = prompt(5)
+    engine.stored(tokens)
+    result = engine.looked_up(tokens)
+    item = engine.items(tokens, result)[2]
+    with open(server.segment_dir / "extents", "r+b") as extents:
+        extents.seek(item.offset_bytes + 5000)
+        byte = extents.read(1)[0]
+        extents.seek(item.offset_bytes + 5000)
+        extents.write(bytes([byte ^ 4]))
+    assert engine.check_load(tokens, result, sync=sync) == {2}
+    eventually(
+        "the bad chunk is dropped", lambda: engine.client.peek(engine.identity(), engine.hasher(tokens)) == 2
+    )
+    eventually("the reason is known", lambda: engine.looked_up(tokens).reason == "corrupt")
+    assert "stored" in engine.stored(tokens), "the next store replaces the damaged chunk"
+    assert engine.hit(tokens) == 5
+
+
+def test_a_store_larger_than_one_reserve_is_split_into_several(server, request):
+    # 64 MB of L1 let one session reserve 8 MB; this stores 20 MB.
+    with CacheEngine(server.socket_dir, model=request.node.name, block_bytes=64 << 10) as engine:
+        engine.connect()
+        tokens = prompt(80)
+        assert engine.stored(tokens) == ["stored"] * 80
+        assert engine.hit(tokens, sync=False) == 80
+
+
+def test_a_backlog_too_large_is_refused_and_frees_the_blocks(server, request):
+    settings = {"max_store_backlog_gb": 1e-4}
+    with CacheEngine(server.socket_dir, model=request.node.name, settings=settings) as engine:
+        engine.connect()
+        server.freeze()
+        try:
+            first = engine.store(prompt(8, seed=1), compute=False)
+            second = engine.store(prompt(8, seed=2), compute=False)
+            assert second.gathered.is_set()
+            assert second.done.is_set()
+            assert set(second.outcomes) == {StoreOutcome.BACKLOG}
+        finally:
+            server.thaw()
+        assert first.done.wait(PATIENCE_S)
+
+
+def test_a_cancelled_store_commits_nothing_gathered_later(server, engine):
+    tokens = prompt(16)
+    server.freeze()
+    try:
+        job = engine.store(tokens)
+        job.cancel()
+        assert job.wait_gathered(PATIENCE_S)
+        engine.blocks.fill(range(64), "reused by another request")
+    finally:
+        server.thaw()
+    assert job.done.wait(PATIENCE_S)
+    assert StoreOutcome.STORED not in job.outcomes
+    eventually("connected again", lambda: engine.client.connected)
+    assert engine.hit(tokens) == 0
+
+
+def test_on_done_is_called_once_and_may_raise(engine):
+    told = []
+
+    def fails(job):
+        told.append(job)
+        raise RuntimeError("a mistake of the caller")
+
+    job = engine.store(prompt(3), on_done=fails)
+    assert job.done.wait(PATIENCE_S)
+    eventually("told", lambda: told == [job])
+    assert engine.hit(prompt(3)) == 3, "the I/O thread lives on"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"chain": b"x"}, "chain has 1 bytes for 2 chunks"),
+        ({"parent_chain": b"x"}, "parent_chain has 1 bytes"),
+        ({"blocks": [[0, 1], [2]]}, "same number of blocks"),
+    ],
+)
+def test_a_store_with_inconsistent_arguments_is_refused(engine, change, says):
+    arguments = {"parent_chain": b"", "chain": bytes(2 * KEY_BYTES), "blocks": [[0, 1], [2, 3]], **change}
+    with pytest.raises(ValueError, match=says):
+        engine.client.store(engine.identity(), plan=engine.blocks.plan, **arguments)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_blocks_outside_the_engines_cache_are_refused(server, engine, sync):
+    tokens = prompt(2)
+    engine.stored(tokens)
+    result = engine.looked_up(tokens)
+    items = [item._replace(block_ids=[0, 1 << 20]) for item in engine.items(tokens, result)]
+    with pytest.raises(ValueError):
+        engine.client.load(engine.identity(), result.lease, items, engine.blocks.plan, sync=sync)
+    eventually("the lease ends", lambda: server_leases(server) == 0)
+
+
+def test_a_store_from_blocks_outside_fails_and_leaves_nothing_reserved(server, engine):
+    job = engine.client.store(
+        engine.identity(), b"", engine.hasher(prompt(1)).chain, engine.blocks.plan, [[0, 1 << 20]]
+    )
+    assert job.done.wait(PATIENCE_S)
+    assert job.outcomes == [StoreOutcome.FAILED]
+    eventually("nothing reserved", lambda: server.get("/v1/status")["pool"]["reserved_bytes"] == 0)
+
+
+def test_a_scheduler_needs_no_slice_and_copies_nothing(server, engine, request):
+    engine.stored(prompt(3))
+    with CacheEngine(server.socket_dir, model=request.node.name, role=Role.SCHEDULER) as scheduler:
+        scheduler.connect()
+        result = scheduler.looked_up(prompt(3))
+        assert result.n_chunks == 3
+        with pytest.raises(ValueError, match="no slice"):
+            scheduler.client.load(scheduler.identity(), result.lease, [], scheduler.blocks.plan)
+        with pytest.raises(ValueError, match="no slice"):
+            scheduler.client.store(scheduler.identity(), b"", b"", scheduler.blocks.plan, [])
+        scheduler.client.release([result.lease])
+
+
+def test_a_worker_loads_what_its_scheduler_looked_up(server, engine, request):
+    tokens = prompt(5)
+    engine.stored(tokens)
+    with CacheEngine(server.socket_dir, model=request.node.name, role=Role.SCHEDULER) as scheduler:
+        scheduler.connect()
+        result = scheduler.looked_up(tokens)
+        scheduler.client.release([result.lease])
+        assert engine.check_load(tokens, result, sync=False) == set()
+    eventually("the lease ends", lambda: server_leases(server) == 0)
+
+
+def test_other_facts_for_the_same_layout_are_refused_with_the_field(server, engine, request):
+    with CacheEngine(server.socket_dir, model=request.node.name, block_bytes=8192) as refused:
+        said = eventually("the refusal", lambda: "refused" in refused.client.error and refused.client.error)
+        assert "block_bytes" in said
+        assert not refused.client.connected
+        assert refused.lookup(prompt(1)).result.reason == "breaker_open"
+
+
+def test_calls_return_before_the_server_answers(server, engine):
+    """A call hands its message to a thread: all 200 lookups are made before the server, frozen, can answer any."""
+    tokens = prompt(512)
+    hasher = engine.hasher(tokens)
+    identity = engine.identity()
+    server.freeze()
+    try:
+        calls, answered = [], []
+        for number in range(200):
+            calls.append(engine.client.lookup(identity, hasher, request_id=str(number), deadline_ms=60_000))
+            # From here on only the client's breaker answers, and at once.
+            answered.append(calls[-1].done and engine.client.connected)
+    finally:
+        server.thaw()
+    assert not any(answered), "a call waited for its answer"
+    assert all(call.wait(PATIENCE_S) for call in calls)
+    eventually("connected again", lambda: engine.client.connected)
+
+
+def test_closed_clients_leave_no_row(server):
+    before = server.get("/v1/status")["sessions"]
+    for number in range(3):
+        with CacheEngine(server.socket_dir, model=f"row-{number}") as engine:
+            engine.connect()
+            engine.stored(prompt(2))
+            assert engine.looked_up(prompt(2)).n_chunks == 2
+    eventually("sessions end", lambda: server.get("/v1/status")["sessions"] == before)
+    assert server_leases(server) == 0
+
+
+def test_a_closed_client_refuses_everything(engine):
+    engine.stored(prompt(2))
+    result = engine.looked_up(prompt(2))
+    engine.client.close()
+    engine.client.close()
+    assert engine.lookup(prompt(2)).done
+    assert engine.lookup(prompt(2)).result.n_chunks == 0
+    assert engine.client.peek(engine.identity(), engine.hasher(prompt(2))) == 0
+    assert set(engine.store(prompt(2)).outcomes) == {StoreOutcome.UNAVAILABLE}
+    items = [LoadItem(bytes(32), 0, 8192, [0, 1])]
+    assert engine.client.load(engine.identity(), result.lease, items, engine.blocks.plan).failed == {0}
+
+
+def test_a_client_in_a_forked_child_refuses_everything_and_keeps_no_file_open(server, engine):
+    tokens = prompt(4)
+    engine.stored(tokens)
+    result = engine.looked_up(tokens)
+    items = engine.items(tokens, result)
+    assert files_of_the_pool(server)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = b"failed"
+        try:
+            hasher = engine.hasher(tokens)
+            assert engine.client.peek(engine.identity(), hasher) == 0
+            assert engine.lookup(tokens).result.n_chunks == 0
+            assert set(engine.store(tokens, compute=False).outcomes) == {StoreOutcome.UNAVAILABLE}
+            loaded = engine.client.load(engine.identity(), result.lease, items, engine.blocks.plan, sync=True)
+            assert loaded.failed == {0, 1, 2, 3}
+            engine.client.release([result.lease])
+            engine.client.close()
+            assert files_of_the_pool(server) == []
+            said = b"fine"
+        finally:
+            os.write(writer, said)
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        assert pipe.read() == b"fine"
+    os.waitpid(child, 0)
+    assert engine.check_load(tokens, result, sync=True) == set(), "the parent's lease is untouched"
+
+
+def files_of_the_pool(server) -> list[str]:
+    """Files of the server's pool that this process has open."""
+    return [name for name in open_files() if str(server.segment_dir) in name]
+
+
+FORK_AND_EXIT = """
+import os, sys
+from pathlib import Path
+from tests.harness.cache_engine import CacheEngine, prompt
+engine = CacheEngine(Path(sys.argv[1]), model="fork-and-exit").__enter__().connect()
+engine.stored(prompt(2))
+child = os.fork()
+if child == 0:
+    sys.exit(7)  # through all of Python's own clean-up
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert engine.hit(prompt(2)) == 2
+print("fine")
+"""
+
+
+def test_parent_and_child_of_a_fork_both_end_in_order(server):
+    done = subprocess.run(
+        [sys.executable, "-c", FORK_AND_EXIT, str(server.socket_dir)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == ("fine\n", 0), done.stderr
+
+
+def test_random_prompts_from_several_threads_stay_right(server, engine):
+    """Stores, lookups and loads of prompts with common prefixes, interleaved."""
+    rng = random.Random(5)
+    stems = [prompt(3, seed) for seed in range(3)]
+    jobs = []
+    for number in range(40):
+        tokens = [*rng.choice(stems), *prompt(rng.randrange(5), 100 + number % 7)]
+        if rng.random() < 0.5:
+            job = engine.store(tokens)
+            assert job.wait_gathered(PATIENCE_S), "the next store uses the same blocks"
+            jobs.append(job)
+        else:
+            result = engine.looked_up(tokens)
+            if result.n_chunks:
+                assert engine.check_load(tokens, result, sync=rng.random() < 0.5) == set()
+    for job in jobs:
+        assert job.done.wait(PATIENCE_S)
+    eventually("all leases end", lambda: server_leases(server) == 0)
+
+
+def test_importing_the_client_imports_nothing_heavy():
+    """The benchmarks measure how long the import takes."""
+    heavy = {"asyncio", "uvloop", "torch", "numpy", "numba", "llvmlite", "fastapi"}
+    code = "import sys, kvstrata.client; print(*[m for m in sys.modules if '.' not in m])"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not heavy & set(loaded)
+
+
+def test_a_killed_engine_leaves_no_lease_behind(server):
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom tests.harness.cache_engine import *\n"
+        "engine = CacheEngine(Path(sys.argv[1]), model='killed').__enter__().connect()\n"
+        "engine.stored(prompt(2))\nassert engine.looked_up(prompt(2)).n_chunks == 2\n"
+        "print('ready', flush=True)\nsys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(server.socket_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with process:
+        assert process.stdout.readline() == b"ready\n"
+        assert server_leases(server) > 0
+        process.send_signal(signal.SIGKILL)
+    eventually("the dead engine's lease ends", lambda: server_leases(server) == 0)
+    assert Path(server.socket_dir).exists()

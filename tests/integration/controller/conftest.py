@@ -1,0 +1,52 @@
+"""A controller process with its defaults, instances that speak its protocol without KV bytes, and a Chromium."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from playwright.async_api import Browser
+
+from tests.harness import chromium
+from tests.harness.cluster_instance import ClusterInstance
+from tests.harness.controller_process import ControllerProcess
+from tests.integration.controller.dashboard_scene import Visit
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[ControllerProcess]:
+    """A running controller."""
+    with ControllerProcess(tmp_path) as process:
+        yield process
+
+
+@pytest.fixture
+def instance(controller: ControllerProcess) -> Iterator[Callable[..., ClusterInstance]]:
+    """Makes instances of this controller; they are closed at the end of the test."""
+    made: list[ClusterInstance] = []
+
+    def make(name: str, **more: Any) -> ClusterInstance:
+        made.append(ClusterInstance(controller.ports["reply"], name, **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    try:
+        async with chromium.browser() as running:
+            yield running
+    except chromium.Unavailable as unavailable:
+        pytest.skip(str(unavailable))
+
+
+@pytest.fixture
+def visit(browser: Browser) -> Visit:
+    return partial(chromium.visit, browser)

@@ -1,0 +1,362 @@
+"""A real controller's HTTP API: commands to instances, explanations, pins and copies, and wrong requests."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+
+from kvstrata.cli import ctl
+from kvstrata.native.hashing import chain_keys, storage_keys
+from kvstrata.rpc import cluster_wire as wire
+from kvstrata.types import LayoutIdentity, RequestIdentity, Slice, identity_root
+from tests.harness.cache_engine import eventually
+from tests.harness.cluster_instance import ClusterInstance, Refused, key_of, tags_of
+from tests.harness.controller_process import ControllerProcess
+
+pytestmark = pytest.mark.integration
+
+
+def test_a_command_is_sent_with_each_heartbeat_until_its_result_arrives(controller, instance):
+    a = instance("a").join({})
+    pending = controller.ask("/v1/clear", {"tier": "l1", "wait_s": 0})
+    assert not pending["done"] and pending["commands"][0]["state"] == "waiting"
+    assert a.nudged()
+    (command,) = a.heartbeat()
+    assert (command.kind, command.argument) == (wire.CommandKind.CLEAR, {"tier": "l1", "tenant": None})
+    assert a.heartbeat() == [command]
+    number = pending["commands"][0]["number"]
+    assert controller.ask(f"/v1/commands/{number}")["state"] == "sent"
+    assert a.heartbeat([wire.CommandResult(command.number, True, "", {"count": 3})]) == []
+    a.heartbeat([wire.CommandResult(command.number, False, "again", {})])
+    done = controller.ask(f"/v1/commands/{number}")
+    assert (done["state"], done["result"]) == ("done", {"count": 3})
+
+
+def test_an_http_request_waits_for_a_document_that_an_instance_sends(controller, instance):
+    a = instance("a").join({})
+    answered: dict[str, Any] = {}
+
+    def ask() -> None:
+        answered.update(controller.ask("/v1/instances/a/status?wait_s=30"))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    commands = a.answer_commands(lambda command: {"pool": {"entries": 3}})
+    thread.join()
+    assert commands[0].kind is wire.CommandKind.STATUS
+    assert answered["done"] and answered["ok"] and answered["document"] == {"pool": {"entries": 3}}
+
+
+def test_chunks_are_explained_by_all_instances_and_those_without_an_answer_are_named(controller, instance):
+    held, gone, never = key_of(1), key_of(2), key_of(3)
+    a = instance("a").join({"l1": wire.tags_of(bytes.fromhex(held))})
+    b, c, d = instance("b").join({}), instance("c").join({}), instance("d").join({})
+    answered: dict[str, Any] = {}
+
+    def ask() -> None:
+        answered.update(controller.ask("/v1/explain", {"keys": [held, gone, never], "wait_s": 3}))
+
+    def row(reason: str, tier: str = "") -> dict[str, str]:
+        return {"tier": tier, "reason": reason, "detail": f"{reason or tier} it says"}
+
+    says = {
+        "a": {"keys": [row("unknown_key"), row("never_stored")]},
+        "b": {"keys": [row("evicted"), row("", "l1")]},
+        "d": {"keys": [row("evicted")]},
+    }
+    thread = threading.Thread(target=ask)
+    thread.start()
+    for one in (a, b, d):
+        (command,) = one.answer_commands(lambda command, name=one.name: says[name])
+        assert command.kind is wire.CommandKind.EXPLAIN
+        assert command.argument == {"keys": bytes.fromhex(gone + never)}, (
+            "a chunk that is held needs no reason"
+        )
+    assert c.nudged()
+    thread.join()
+    assert answered["placement"]["held_chunks"] == 1
+    assert answered["answered"] == ["a", "b"]
+    assert [row["instance"] for row in answered["unanswered"]] == ["c", "d"]
+    silent, strange = [row["why"] for row in answered["unanswered"]]
+    assert (
+        silent in ("no answer within 3 s", "no answer before it expired") and "1 keys instead of 2" in strange
+    )
+    evicted, there = answered["misses"]
+    assert (evicted["chunk"], evicted["key"], evicted["reason"]) == (1, gone, "evicted")
+    assert [(row["instance"], row["detail"]) for row in evicted["told"]] == [
+        ("b", "evicted it says"),
+        ("a", "unknown_key it says"),
+    ]
+    assert (there["chunk"], there["reason"], there["told"][0]["tier"]) == (2, "", "l1")
+
+
+def test_chunks_that_are_all_held_are_explained_without_asking_any_instance(controller, instance):
+    key = key_of(1)
+    instance("a").join({"l1": wire.tags_of(bytes.fromhex(key))})
+    told = controller.ask("/v1/explain", {"keys": [key], "wait_s": 30})
+    assert told["placement"]["held_chunks"] == 1
+    assert not told["misses"] and not told["answered"] and not told["unanswered"]
+    assert controller.ask("/v1/commands")["commands"] == []
+
+
+def test_a_request_is_explained_with_the_instances_that_hold_the_missed_chunk_now(tmp_path):
+    key = key_of(7)
+    with ControllerProcess(tmp_path / "controller") as controller:
+        ports = controller.ports["reply"]
+        miss = {"chunk": 0, "reason": "evicted", "detail": "by lru", "storage_key": key}
+        document = {"request_id": "r/1", "unix_ms": 5, "first_miss": miss, "hits": {}}
+        earlier = {**document, "unix_ms": 4, "first_miss": None}
+        with ClusterInstance(ports, "a") as a, ClusterInstance(ports, "b") as b:
+            a.join({})
+            b.join({"l1": wire.tags_of(bytes.fromhex(key))})
+            answered: dict[str, Any] = {}
+
+            def ask() -> None:
+                answered.update(controller.ask("/v1/explain", {"request_id": "r/1", "wait_s": 30}))
+
+            thread = threading.Thread(target=ask)
+            thread.start()
+            a.answer_commands(lambda command: {"known": True, "lookups": [document]})
+            b.answer_commands(lambda command: {"known": True, "lookups": [earlier]})
+            thread.join()
+    assert [row["instance"] for row in answered["lookups"]] == ["b", "a"], "oldest first"
+    (place,) = answered["lookups"][1]["missing_now"]
+    assert (place["instance"], place["tier"]) == ("b", "l1")
+    assert answered["placement"] is None and answered["unanswered"] == []
+
+
+def test_draining_and_removing_an_instance(controller, instance):
+    a, b = instance("a").join({"l1": tags_of([1])}), instance("b").join({})
+    assert controller.ask("/v1/instances/a/drain", {"wait_s": 0})["commands"][0]["kind"] == "drain"
+    assert b.where(tags_of([1])) == []
+    assert controller.ask("/v1/lookup", {"keys": [key_of(1)]})["chunks"][0]["places"]
+    controller.ask("/v1/instances/a/undrain", {"wait_s": 0})
+    assert b.where(tags_of([1]))
+    assert controller.ask("/v1/instances/a", method="DELETE") == {"id": "a", "was": "live", "barred": True}
+    assert b.where(tags_of([1])) == []
+    with pytest.raises(Refused, match="unknown_instance"):
+        a.heartbeat()
+    with pytest.raises(Refused) as refused:
+        a.register()
+    assert refused.value.code == "not_permitted"
+    controller.ask("/v1/instances/a/allow", {})
+    a.join({"l1": tags_of([1])})
+    assert b.where(tags_of([1]))
+
+
+def test_a_prompt_is_found_by_its_tokens(controller, instance):
+    layout = LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=16)
+    slices = sorted(Slice(layers=(0, 2), kv_heads=(n, n + 1), layout="x").digest() for n in range(2))
+    root = identity_root(layout, RequestIdentity(tenant="t"))
+    keys = storage_keys(root, chain_keys(root, list(range(64)), 16), b"".join(slices))
+    a = instance("a").join({"l1": wire.tags_of(keys[: 3 * 64 + 32]), "disk-0": wire.tags_of(keys)})
+    asked = {"tokens": list(range(70)), "tenant": "t"}
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        controller.ask("/v1/lookup", asked)
+    assert refused.value.code == 400 and "no engine has" in json.load(refused.value)["message"]
+    a.heartbeat(models=[wire.KvKind(layout, slices)])
+    found = controller.ask("/v1/lookup", asked)
+    assert (found["n_chunks"], found["n_slices"], found["held_chunks"]) == (4, 2, 4)
+    assert found["longest"] == [{"instance": "a", "chunks": 3, "tokens": 48, "confirmed": True}]
+    assert [[place["tier"] for place in chunk["places"]] for chunk in found["chunks"]] == [
+        *[["l1", "disk-0"]] * 3,
+        ["disk-0"],
+    ]
+    assert controller.ask("/v1/lookup", {**asked, "tenant": "other"})["held_chunks"] == 0
+    assert controller.ask("/v1/models")["models"][0]["instances"] == ["a"]
+
+
+def test_pin_replicate_move_and_evict_ask_the_right_instances(controller, instance):
+    a, b = instance("a").join({"l1": tags_of(range(4))}), instance("b").join({})
+    keys = [key_of(number) for number in range(4)]
+    pinned = controller.ask("/v1/pin", {"keys": keys[:2], "instance": "a", "ttl_s": 60, "wait_s": 0})
+    assert a.nudged()
+    (pin,) = a.heartbeat()
+    assert pin.argument == {
+        "keys": bytes.fromhex("".join(keys[:2])),
+        "ttl_ms": 60_000,
+        "claim": pinned["claim"],
+    }
+    a.heartbeat([wire.CommandResult(pin.number, True, "", {"count": 1})])
+
+    def pins() -> list[tuple[int, str]]:
+        return [(row["keys"], row["state"]) for row in controller.ask("/v1/pins")["pins"]]
+
+    eventually("the pin is listed with the number of kept keys", lambda: pins() == [(1, "kept")])
+    controller.ask("/v1/unpin", {"claim": pinned["claim"], "wait_s": 0})
+    (unpin,) = a.heartbeat()
+    a.heartbeat([wire.CommandResult(unpin.number, False, "not now", {})])
+    assert pins() == [(1, "kept")], "a pin whose end failed is still listed"
+    controller.ask("/v1/unpin", {"claim": pinned["claim"], "wait_s": 0})
+    (unpin,) = a.heartbeat()
+    a.heartbeat([wire.CommandResult(unpin.number, True, "", {"count": 1})])
+    eventually("the ended pin is not listed", lambda: pins() == [])
+
+    moved = controller.ask("/v1/move", {"keys": [keys[0]], "to": "b", "wait_s": 0})
+    assert not moved["done"]
+    (pull,) = b.heartbeat()
+    assert pull.kind is wire.CommandKind.PULL and pull.argument["owner"]["instance"] == "a"
+    assert a.heartbeat() == []
+    b.heartbeat([wire.CommandResult(pull.number, True, "", {"count": 1})])
+    (drop,) = eventually("the source is told to drop the chunk", a.heartbeat)
+    assert (drop.kind, drop.argument) == (wire.CommandKind.EVICT, {"keys": bytes.fromhex(keys[0])})
+    a.heartbeat([wire.CommandResult(drop.number, True, "", {"count": 1})])
+
+    controller.ask("/v1/move", {"keys": keys[:2], "to": "b", "source": "a", "wait_s": 0})
+    (pull,) = b.heartbeat()
+    b.heartbeat([wire.CommandResult(pull.number, True, "", {"count": 1, "reason": "evicted"})])
+    eventually(
+        "the incomplete move is announced",
+        lambda: "move_incomplete" in {row["kind"] for row in controller.ask("/v1/events")["events"]},
+    )
+    assert a.heartbeat() == [], "chunks that did not arrive stay at their source"
+
+    controller.ask("/v1/replicate", {"keys": [keys[1]], "to": "b", "source": "a", "wait_s": 0})
+    (pull,) = b.heartbeat()
+    b.heartbeat([wire.CommandResult(pull.number, False, "absent", {})])
+    assert a.heartbeat() == []
+
+    told = controller.ask("/v1/evict", {"keys": [keys[3]], "wait_s": 0})
+    assert [row["instance"] for row in told["commands"]] == ["a"]
+    told = controller.ask("/v1/evict", {"whole_tenant": True, "tenant": "t", "wait_s": 0})
+    assert [row["instance"] for row in told["commands"]] == ["a", "b"]
+
+
+def test_a_drained_instance_that_left_can_be_undrained(controller, instance):
+    a = instance("a").join({})
+    controller.ask("/v1/instances/a/drain", {"wait_s": 0})
+    a.goodbye()
+    assert controller.ask("/v1/instances")["drained"] == ["a"]
+    assert controller.ask("/v1/instances/a/undrain", {})["commands"] == []
+    assert controller.ask("/v1/instances")["drained"] == []
+
+
+def test_only_pins_that_an_instance_keeps_are_listed(controller, instance):
+    a = instance("a").join({"l1": tags_of(range(4))})
+
+    def pin(**result: Any) -> None:
+        """Make a pin that the instance answers with this result."""
+        made = controller.ask("/v1/pin", {"keys": [key_of(1)], "instance": "a", "ttl_s": 600, "wait_s": 0})
+        assert (listed(made["claim"]) or {})["state"] == "asked"
+        (asked,) = a.heartbeat()
+        a.heartbeat([wire.CommandResult(asked.number, **result)])
+        eventually(
+            "the pin is no longer asked for",
+            lambda: (listed(made["claim"]) or {"state": "gone"})["state"] != "asked",
+        )
+
+    def listed(claim: str) -> dict[str, Any] | None:
+        return next((row for row in controller.ask("/v1/pins")["pins"] if row["claim"] == claim), None)
+
+    def claims() -> list[str]:
+        return [row["claim"] for row in controller.ask("/v1/pins")["pins"]]
+
+    pin(ok=False, message="no room")
+    pin(ok=True, message="", body={"count": 0})
+    assert claims() == []
+    pin(ok=True, message="", body={"count": 1})
+    assert len(claims()) == 1
+    with ClusterInstance(controller.ports["reply"], "a") as later:
+        later.join({})
+        eventually("the pins of the instance's last process are gone", lambda: claims() == [])
+        later.heartbeat()
+        controller.ask("/v1/pin", {"keys": [key_of(1)], "instance": "a", "ttl_s": 600, "wait_s": 0})
+        assert len(claims()) == 1
+        later.goodbye()
+        eventually("the pins of an instance that left are gone", lambda: claims() == [])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("/v1/lookup", {}, 400, "either tokens or keys"),
+        ("/v1/lookup", {"keys": ["xyz"]}, 400, "keys[0]"),
+        ("/v1/lookup", {"tokens": [-1]}, 400, "tokens"),
+        ("/v1/lookup", {"keyz": []}, 400, "keyz"),
+        ("/v1/evict", {"keys": [], "identity": "00"}, 400, "exactly one"),
+        ("/v1/evict", {"identity": "00"}, 400, "must have 32"),
+        ("/v1/unpin", {"claim": "x"}, 404, "no pin"),
+        ("/v1/replicate", {"keys": [], "to": "nobody"}, 404, "nobody"),
+        ("/v1/instances/nobody/drain", {}, 404, "nobody"),
+        ("/v1/clear", {"tier": "l3"}, 400, "tier"),
+        ("/v1/clear", {"tier": "l1", "wait_s": 1e9}, 400, "wait_s"),
+    ],
+)
+def test_wrong_requests_say_what_to_change(controller, path, body, status, says):
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        controller.ask(path, body)
+    answer = json.load(refused.value)
+    assert refused.value.code == status and says in answer["message"], answer
+
+
+def test_ctl_cluster_shows_the_answers_of_the_api(controller, instance, capsys, tmp_path):
+    instance("a").join({"l1": tags_of([1])})
+    prompt = tmp_path / "keys"
+    prompt.write_text(json.dumps([key_of(1)]))
+    for arguments, says in (
+        (["status"], "placements"),
+        (["ready"], "ready"),
+        (["instances"], "exact"),
+        (["instance", "a"], "peer_endpoint"),
+        (["tiers"], "l1"),
+        (["models"], "models"),
+        (["events"], "joined"),
+        (["lookup", str(prompt)], "held_chunks"),
+        (["evict", str(prompt), "--wait-s", "0"], "waiting"),
+        (["commands"], "evict"),
+        (["pins"], "pins"),
+        (["drain", "a", "--wait-s", "0"], "waiting"),
+        (["remove", "a"], "barred"),
+        (["allow", "a"], "allowed"),
+    ):
+        assert ctl.main(["--url", controller.url, "cluster", *arguments]) == 0
+        assert says in capsys.readouterr().out, arguments
+    assert ctl.main(["--url", controller.url, "cluster", "instance", "b"]) == 1
+    assert "there is no 'b'" in capsys.readouterr().err
+
+
+def test_events_are_read_by_cursor_by_long_poll_and_as_a_stream(controller, instance):
+    cursor = controller.ask("/v1/events")["next_after"]
+    told: list[dict[str, Any]] = []
+    thread = threading.Thread(
+        target=lambda: told.append(controller.ask(f"/v1/events?after={cursor}&wait_s=30"))
+    )
+    thread.start()
+    instance("a").register()
+    thread.join()
+    assert [event["kind"] for event in told[0]["events"]] == ["joined"]
+    assert controller.ask(f"/v1/events?after={cursor}&limit=1")["events"] == told[0]["events"]
+    with urllib.request.urlopen(f"{controller.url}/v1/events/stream?after={cursor}", timeout=30) as stream:
+        lines = [stream.readline().decode().strip() for _ in range(4)]
+    assert lines[0] == ": connected"
+    assert lines[2] == f"id: {told[0]['events'][0]['number']}"
+    assert json.loads(lines[3].removeprefix("data: "))["kind"] == "joined"
+    assert controller.ask("/v1/events?after=0")["lost"]
+
+
+def test_off_loopback_needs_a_token_and_checks_it(tmp_path):
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("t" * 32)
+    with ControllerProcess(tmp_path, flags=("--token-file", str(token))) as controller:
+        for given in ("", "u" * 32):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                controller.ask("/v1/instances", token=given)
+            assert refused.value.code == 401
+        assert controller.ask("/v1/instances", token="t" * 32)["instances"] == []
+        assert controller.ask("/healthz") == {"ok": True}
+    refused_start = subprocess.run(
+        [sys.executable, "-m", "kvstrata", "controller", "--host", "0.0.0.0", "--snapshot-dir", "none"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert refused_start.returncode == 2 and "token_file" in refused_start.stderr

@@ -1,0 +1,314 @@
+"""A real controller: what its directory answers, full syncs, registrations, and bytes that are not of the protocol."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import zmq
+
+from kvstrata.rpc import cluster_wire as wire
+from tests.harness.cache_engine import eventually
+from tests.harness.cluster_instance import ClusterInstance, Refused, holders, tags_of
+from tests.harness.controller_process import ControllerProcess
+
+pytestmark = pytest.mark.integration
+QUICK = ("--heartbeat-s", "0.2", "--dead-after-s", "1")
+
+
+def test_where_lists_the_holders_of_the_longest_prefix_and_never_the_asker(controller, instance):
+    a = instance("a").join({"l1": tags_of(range(100))})
+    b = instance("b").join({"l1": tags_of(range(60)), "disk-0": tags_of(range(100))})
+    c = instance("c").join({})
+    assert holders(c.where(tags_of(range(200)))) == {"a": 100, "b": 60}
+    assert [owner.instance for owner in c.where(tags_of(range(200)))] == ["a", "b"]
+    assert holders(a.where(tags_of(range(200)))) == {"b": 60}
+    assert holders(b.where(tags_of(range(10)))) == {"a": 10}
+    assert holders(c.where(tags_of(range(7)), n_slices=7)) == {"a": 7, "b": 7}
+    assert c.where(tags_of([1000])) == []
+
+
+def test_events_change_the_directory_and_an_instance_that_leaves_is_forgotten_at_once(controller, instance):
+    a, b = instance("a").join({}), instance("b").join({})
+    a.admit(tags_of(range(10)))
+    b.until_where(tags_of(range(10)), lambda owners: holders(owners) == {"a": 10})
+    a.evict(tags_of([5]))
+    b.until_where(tags_of(range(10)), lambda owners: holders(owners) == {"a": 5})
+    a.tell(wire.Run(wire.Change.CLEAR, "l1", b""), wire.Run(wire.Change.ADMIT, "l1", tags_of([0])))
+    b.until_where(tags_of(range(10)), lambda owners: holders(owners) == {"a": 1})
+    a.goodbye()
+    assert b.where(tags_of(range(10))) == []
+    assert controller.ask("/v1/cluster")["instances"]["live"] == 1
+
+
+def test_a_gap_in_the_events_calls_for_a_full_sync(controller, instance):
+    a, b = instance("a").join({}), instance("b").join({})
+    a.admit(tags_of([0]))
+    a.event_seq += 1  # the batch of this number is lost
+    a.admit(tags_of([2]))
+    owners = b.until_where(tags_of([2]), bool)
+    assert not owners[0].confirmed
+    asked = eventually("the full sync is asked for", a.heartbeat)
+    assert [command.kind for command in asked] == [wire.CommandKind.RESYNC]
+    a.sync({"l1": tags_of(range(3))})
+    assert b.where(tags_of(range(3)))[0].confirmed
+    assert a.heartbeat() == []
+
+
+def test_the_loss_of_the_last_batch_is_noticed_by_a_heartbeat(controller, instance):
+    a = instance("a").join({})
+    a.admit(tags_of([0]))
+    a.event_seq += 1  # the batch of this number is lost, and no later one shows the gap
+    asked = eventually("the full sync is asked for", a.heartbeat)
+    assert [command.kind for command in asked] == [wire.CommandKind.RESYNC]
+
+
+def test_a_repeated_batch_of_events_changes_nothing(controller, instance):
+    a, b = instance("a").join({}), instance("b").join({})
+    a.admit(tags_of([0, 1]))
+    a.evict(tags_of([1]))
+    a.tell(wire.Run(wire.Change.ADMIT, "l1", tags_of([0, 1])), seq=1)
+    a.admit(tags_of([7]))
+    b.until_where(tags_of([7]), bool)
+    assert holders(b.where(tags_of([0, 1]))) == {"a": 1}
+    assert b.where(tags_of([7]))[0].confirmed
+    assert controller.ask("/v1/cluster")["dropped_event_batches"] == {"repeated": 1}
+
+
+def test_a_full_sync_replaces_the_known_keys_only_when_it_ends(controller, instance):
+    a, b = instance("a").join({"l1": tags_of(range(10))}), instance("b").join({})
+    held = {"l1": tags_of(range(100, 400))}
+    parts = a.sync_parts(held, part_bytes=800)
+    a.begin()
+    for part in reversed(parts):
+        a.ask(part, wire.Done)
+        a.ask(part, wire.Done)  # a repeated part changes nothing
+    assert holders(b.where(tags_of(range(10)))) == {"a": 10}
+    assert b.where(tags_of([100])) == []
+    a.end(len(parts), held)
+    a.end(len(parts), held)
+    assert b.where(tags_of(range(10))) == []
+    assert holders(b.where(tags_of(range(100, 400)))) == {"a": 300}
+
+
+def test_a_full_sync_whose_counts_are_wrong_is_refused_and_the_known_keys_stay(controller, instance):
+    a, b = instance("a").join({"l1": tags_of(range(10))}), instance("b").join({})
+    held = {"l1": tags_of(range(100, 200))}
+    for n_parts, told in ((2, held), (1, {"l1": tags_of(range(5))}), (1, {**held, "disk-0": tags_of([1])})):
+        parts = a.sync_parts(held)
+        a.begin()
+        a.ask(parts[0], wire.Done)
+        with pytest.raises(Refused) as refused:
+            a.end(n_parts, told)
+        assert (refused.value.code, refused.value.retryable) == ("bad_sync", True)
+        assert holders(b.where(tags_of(range(10)))) == {"a": 10}
+    a.sync(held)
+    assert holders(b.where(tags_of(range(100, 200)))) == {"a": 100}
+
+
+def test_a_part_whose_checksum_is_wrong_is_refused_and_may_be_sent_again(controller, instance):
+    a = instance("a").join({})
+    (part,) = a.sync_parts({"l1": tags_of([1])})
+    a.begin()
+    with pytest.raises(Refused, match="crc") as refused:
+        a.ask(
+            wire.SyncPart(*[getattr(part, name) for name in part.__struct_fields__[:-1]], part.crc ^ 1),
+            wire.Done,
+        )
+    assert refused.value.field == "crc"
+    a.ask(part, wire.Done)
+    a.end(1, {"l1": tags_of([1])})
+
+
+def test_parts_of_another_sync_and_ends_without_a_begin_are_refused(controller, instance):
+    a = instance("a").join({})
+    held = {"l1": tags_of([1])}
+    (early,) = a.sync_parts(held)
+    with pytest.raises(Refused, match="begin one"):
+        a.ask(early, wire.Done)
+    with pytest.raises(Refused, match="begin one"):
+        a.end(1, held)
+    (part,) = a.sync_parts(held)
+    a.begin()
+    with pytest.raises(Refused, match="begin one"):
+        a.ask(early, wire.Done)
+    a.ask(part, wire.Done)
+    a.end(1, held)
+
+
+def test_an_instance_that_has_not_registered_is_refused(controller, instance):
+    stranger = instance("stranger")
+    stranger.register()
+    stranger.name = "other"
+    for ask in (lambda: stranger.heartbeat(), stranger.goodbye, stranger.begin):
+        if ask == stranger.goodbye:
+            ask()  # leaving is no error for an instance that is not registered
+            continue
+        with pytest.raises(Refused) as refused:
+            ask()
+        assert (refused.value.code, refused.value.retryable) == ("unknown_instance", True)
+    stranger.admit(tags_of([1]))
+    eventually(
+        "the batch of an unknown instance is counted",
+        lambda: controller.ask("/v1/cluster")["dropped_event_batches"].get("unknown_instance"),
+    )
+
+
+def test_a_restarted_instance_takes_over_its_id_and_the_old_process_is_refused_for_ever(controller, instance):
+    b = instance("b").join({})
+    old = instance("a").join({"l1": tags_of(range(5))})
+    new = instance("a").join({"l1": tags_of(range(3))})
+    assert [(owner.incarnation, owner.n_keys) for owner in b.where(tags_of(range(5)))] == [
+        (new.incarnation, 3)
+    ]
+    for ask in (old.heartbeat, old.register, lambda: old.sync({})):
+        with pytest.raises(Refused) as refused:
+            ask()
+        assert (refused.value.code, refused.value.retryable) == ("superseded", False)
+    old.admit(tags_of(range(5)))
+    eventually(
+        "the batch of the old process is counted",
+        lambda: controller.ask("/v1/cluster")["dropped_event_batches"].get("superseded"),
+    )
+    assert holders(b.where(tags_of(range(5)))) == {"a": 3}
+
+
+def test_an_id_in_use_on_another_host_is_refused_until_that_instance_is_dead(tmp_path):
+    with ControllerProcess(tmp_path, flags=QUICK) as controller:
+        first = ClusterInstance(controller.ports["reply"], "a", host="one").join({})
+        with first, ClusterInstance(controller.ports["reply"], "a", host="two") as second:
+            with pytest.raises(Refused) as refused:
+                second.register()
+            assert (refused.value.code, refused.value.retryable) == ("instance_id_taken", True)
+            assert 0 < refused.value.retry_after_ms <= 1_000
+
+            def registered() -> bool:
+                try:
+                    return bool(second.register())
+                except Refused:
+                    return False
+
+            eventually("the silent instance is dead and the other one registers", registered)
+
+
+def test_a_silent_instance_is_dead_within_the_timeout_and_may_come_back(tmp_path):
+    with ControllerProcess(tmp_path, flags=QUICK) as controller:
+        port = controller.ports["reply"]
+        with ClusterInstance(port, "a") as a, ClusterInstance(port, "b") as b:
+            a.join({"l1": tags_of([1])})
+            b.join({})
+            assert b.where(tags_of([1]))
+
+            def forgotten() -> bool:
+                b.heartbeat()
+                return not b.where(tags_of([1]))
+
+            eventually("the silent instance is forgotten", forgotten)
+            assert {row["id"]: row["state"] for row in controller.ask("/v1/instances")["instances"]} == {
+                "a": "dead",
+                "b": "live",
+            }
+            with pytest.raises(Refused, match="unknown_instance"):
+                a.heartbeat()
+            a.admit(tags_of([1]))
+            a.join({"l1": tags_of([1])})
+            assert b.where(tags_of([1]))[0].confirmed
+            kinds = [event["kind"] for event in controller.ask("/v1/events")["events"]]
+            assert "died" in kinds
+
+
+@pytest.mark.parametrize("socket", ["reply", "pull", "heartbeat"])
+def test_garbage_on_a_port_is_answered_with_an_error_and_disturbs_nobody_else(controller, instance, socket):
+    a = instance("a").join({"l1": tags_of([1])})
+    context = zmq.Context()
+    try:
+        bad = context.socket(zmq.PUSH if socket == "pull" else zmq.DEALER)
+        bad.setsockopt(zmq.LINGER, 0)
+        bad.connect(f"tcp://127.0.0.1:{controller.ports[socket]}")
+        frames = [
+            b"",
+            b"\xc1",
+            b"\x93\xa5where\x01",
+            b"\x91" * 5_000,
+            bytes(1_000),
+            wire.encode(wire.Nudge(1)),
+        ]
+        for frame in frames:
+            bad.send(frame)
+        bad.send_multipart([b"one", b"two"])
+        if socket != "pull":
+            for _ in range(len(frames) + 1):
+                assert bad.poll(30_000)
+                answer = wire.ANSWERS.decode(bad.recv_multipart()[-1])
+                assert isinstance(answer, wire.Failure) and answer.code == "bad_request"
+        eventually(
+            "every bad frame is counted",
+            lambda: controller.ask("/v1/cluster")["sockets"][socket]["bad_frames"] == len(frames) + 1,
+        )
+        bad.send(bytes(wire.MAX_CLUSTER_MESSAGE_BYTES + 1))  # the controller closes this connection
+        a.heartbeat()
+        b = instance("b").join({})
+        assert holders(b.where(tags_of([1]))) == {"a": 1}
+    finally:
+        context.destroy(linger=0)
+
+
+def test_bytes_that_are_not_zmq_disturb_nobody(controller, instance):
+    import socket as plain
+
+    for port in controller.ports.values():
+        with plain.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+    instance("a").join({})
+
+
+def test_wrong_registrations_name_their_field(controller, instance):
+    for changes, field, code in (
+        ({"protocol": 99}, "protocol", "wrong_version"),
+        ({"tiers": ["disk-0"]}, "tiers", "bad_request"),
+        ({"tiers": ["l1", "l1"]}, "tiers", "bad_request"),
+        ({"peer_endpoint": "http://x"}, "peer_endpoint", "bad_request"),
+    ):
+        with pytest.raises(Refused) as refused:
+            instance("a").register(**changes)
+        assert (refused.value.field, refused.value.code) == (field, code)
+
+
+def test_a_refusal_for_lack_of_slots_says_when_to_try_again(tmp_path):
+    """An instance of 16 tiers takes 16 slots, 16 more while it syncs; 65,534 slots are enough for 2,047 instances."""
+    environment = {
+        **os.environ,
+        "KVSTRATA_CONTROLLER_MAX_INSTANCES": "3000",
+        "KVSTRATA_CONTROLLER_DEAD_AFTER_S": "3600",  # the instances send no heartbeats
+    }
+    tiers = ("l1", *(f"disk-{number}" for number in range(15)))
+    with (
+        ControllerProcess(tmp_path, environment=environment) as controller,
+        ClusterInstance(controller.ports["reply"], "i0", tiers=tiers) as one,
+    ):
+        refused: Refused | None = None
+        for number in range(2_100):
+            one.name, one.event_seq, one.sync_number = f"i{number}", 0, 0
+            one.register()
+            one.sync({})
+            one.sync_parts({})
+            try:
+                one.begin()
+            except Refused as error:
+                refused = error
+                break
+        assert refused is not None
+        assert (refused.code, refused.retryable) == ("no_slots", True)
+        assert refused.retry_after_ms > 0
+        last, one.name = one.name, "i0"
+        one.goodbye()
+        one.name = last
+
+        def begun() -> bool:
+            try:
+                one.begin()
+            except Refused:
+                return False
+            return True
+
+        eventually("the slots of the instance that left are free", begun)

@@ -1,0 +1,213 @@
+"""A real controller that is killed, stopped or frozen: what its snapshot and the stored orders of admins restore."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+
+from kvstrata.rpc import cluster_wire as wire
+from tests.harness.cache_engine import eventually
+from tests.harness.cluster_instance import ClusterInstance, Refused, holders, key_of, tags_of
+from tests.harness.controller_process import ControllerProcess
+
+pytestmark = pytest.mark.integration
+QUICK = ("--heartbeat-s", "0.2", "--dead-after-s", "1")
+SNAPSHOTS = {**os.environ, "KVSTRATA_CONTROLLER_DIRECTORY_SNAPSHOT_S": "1"}
+
+
+def written(controller: ControllerProcess) -> None:
+    """Wait until a snapshot is written whose writing began after this call."""
+    writes = controller.ask("/v1/cluster")["snapshot"]["writes"]
+    eventually(
+        "two snapshots are written", lambda: controller.ask("/v1/cluster")["snapshot"]["writes"] >= writes + 2
+    )
+
+
+def test_a_killed_controller_serves_its_snapshot_as_unconfirmed_until_each_sync(tmp_path):
+    with ControllerProcess(tmp_path, environment=SNAPSHOTS) as controller:
+        port = controller.ports["reply"]
+        with (
+            ClusterInstance(port, "a") as a,
+            ClusterInstance(port, "b") as b,
+            ClusterInstance(port, "c") as c,
+        ):
+            a.join({"l1": tags_of(range(1000)), "disk-0": tags_of(range(50))})
+            b.join({"l1": tags_of(range(500))})
+            c.join({})
+            written(controller)
+            epoch = a.epoch
+            controller.kill()
+            controller.start()
+            c.register()
+            owners = c.until_where(
+                tags_of(range(1000)), lambda owners: holders(owners) == {"a": 1000, "b": 500}
+            )
+            assert not any(owner.confirmed for owner in owners)
+            assert c.epoch != epoch
+            with pytest.raises(Refused, match="unknown_instance"):
+                a.heartbeat()
+            assert a.register().sync
+            assert not c.where(tags_of(range(1000)))[0].confirmed
+            a.sync({"l1": tags_of(range(900))})
+            assert [(owner.n_keys, owner.confirmed) for owner in c.where(tags_of(range(1000)))] == [
+                (900, True),
+                (500, False),
+            ]
+            # Another process registers as `b`: the keys of the old one are forgotten at once.
+            with ClusterInstance(port, "b") as later:
+                later.register()
+                assert holders(c.where(tags_of(range(1000)))) == {"a": 900}
+
+
+def test_an_instance_that_does_not_return_after_a_restart_is_forgotten(tmp_path):
+    with ControllerProcess(tmp_path, flags=QUICK, environment=SNAPSHOTS) as controller:
+        port = controller.ports["reply"]
+        with ClusterInstance(port, "a") as a, ClusterInstance(port, "b") as b:
+            a.join({"l1": tags_of(range(10))})
+            written(controller)
+            controller.kill()
+            controller.start()
+            b.register()
+
+            def forgotten() -> bool:
+                b.heartbeat()
+                return not b.where(tags_of([1]))
+
+            eventually("the absent instance is forgotten", forgotten)
+
+
+@pytest.mark.parametrize("damage", ["cut", "bit", "foreign", "version", "old", "empty", "unreadable"])
+def test_a_snapshot_that_cannot_be_used_is_ignored_counted_and_logged(tmp_path, damage):
+    with ControllerProcess(tmp_path, environment=SNAPSHOTS) as controller:
+        with ClusterInstance(controller.ports["reply"], "a") as a:
+            a.join({"l1": tags_of(range(10))})
+            written(controller)
+        controller.kill()
+        good = controller.snapshot.read_bytes()
+        bad = {
+            "cut": good[:-1],
+            "bit": bytes([*good[:20], good[20] ^ 1, *good[21:]]),
+            "foreign": b"#!/bin/sh\necho hello to the world\n",
+            "version": good[:7] + b"\x63" + good[8:],
+            "old": good,
+            "empty": b"",
+            "unreadable": good,
+        }[damage]
+        controller.snapshot.write_bytes(bad)
+        if damage == "old":
+            controller._environment["KVSTRATA_CONTROLLER_DIRECTORY_SNAPSHOT_MAX_AGE_S"] = "1"
+            time.sleep(1.1)  # the wall clock decides how old the snapshot is
+        if damage == "unreadable":
+            controller.snapshot.unlink()
+            controller.snapshot.mkdir()
+        controller.start()
+        told = controller.ask("/v1/cluster")
+        assert told["snapshot"]["ignored"] == 1 and told["snapshot"]["ignored_reason"]
+        assert told["instances"]["restored"] == 0 and told["directory"]["placements"] == 0
+        assert "snapshot_ignored" in controller.log.read_text()
+        metric = "kvstrata_controller_snapshots_ignored_total 1.0"
+        assert metric in controller.text("/metrics")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b'{"version": 1, "pins": [', "cannot be read"),
+        (b'{"version": 1, "pins": [{"claim": 1}]}', "claim"),
+        (b'{"version": 2, "pins": []}', "format version 2"),
+    ],
+)
+def test_orders_that_cannot_be_read_are_ignored_counted_and_announced(tmp_path, content, says):
+    with ControllerProcess(tmp_path / "controller") as controller:
+        controller.kill()
+        orders = controller.snapshot.with_name("orders.json")
+        orders.write_bytes(content)
+        controller.start()
+        assert controller.ask("/v1/pins")["pins"] == []
+        (said,) = [row for row in controller.ask("/v1/events")["events"] if row["kind"] == "snapshot_ignored"]
+        assert says in said["facts"]["reason"] and said["facts"]["path"] == str(orders)
+        assert controller.ask("/v1/cluster")["snapshot"]["ignored"] == 1
+        with ClusterInstance(controller.ports["reply"], "a") as a:
+            a.join({})
+            claim = controller.ask(
+                "/v1/pin", {"keys": [key_of(1)], "instance": "a", "ttl_s": 60, "wait_s": 0}
+            )["claim"]
+        controller.kill()
+        controller.start()
+        assert [row["claim"] for row in controller.ask("/v1/pins")["pins"]] == [claim]
+
+
+def test_an_expired_pin_is_not_listed_after_a_restart(tmp_path):
+    with ControllerProcess(tmp_path / "controller") as controller:
+        controller.kill()
+        pins = controller.snapshot.with_name("pins.json")
+        rows = [("over", 1), ("left", 1 << 50)]
+        told = [{"claim": claim, "instance": "a", "n_keys": 1, "expires_unix_ms": end} for claim, end in rows]
+        pins.write_text(json.dumps({"version": 1, "pins": told}))
+        controller.start()
+        (row,) = controller.ask("/v1/pins")["pins"]
+        assert (row["claim"], row["state"]) == ("left", "unknown"), (
+            "read from the older file, which has pins alone"
+        )
+
+
+def test_orders_survive_a_controller_that_is_killed_right_after_its_answer(tmp_path):
+    with ControllerProcess(tmp_path / "controller") as controller:
+        port = controller.ports["reply"]
+        with (
+            ClusterInstance(port, "a") as a,
+            ClusterInstance(port, "b") as b,
+            ClusterInstance(port, "c") as c,
+        ):
+            for one in (a, b, c):
+                one.join({"l1": tags_of([1])})
+            controller.ask("/v1/instances/a/drain", {"wait_s": 0})
+            controller.ask("/v1/instances/b", method="DELETE")
+            controller.kill()
+            controller.start()
+            told = controller.ask("/v1/instances")
+            assert (told["drained"], told["removed"]) == (["a"], ["b"])
+            a.join({"l1": tags_of([1])})
+            c.join({})
+            assert c.where(tags_of([1])) == []
+            (drain,) = a.heartbeat()
+            assert (drain.kind, drain.argument) == (wire.CommandKind.DRAIN, {"on": True})
+            with pytest.raises(Refused) as refused:
+                b.register()
+            assert refused.value.code == "not_permitted"
+            controller.ask("/v1/instances/a/undrain", {"wait_s": 0})
+            controller.ask("/v1/instances/b/allow", {})
+            controller.kill()
+            controller.start()
+            told = controller.ask("/v1/instances")
+            assert (told["drained"], told["removed"]) == ([], [])
+
+
+def test_a_controller_that_was_frozen_declares_nobody_dead_for_that_time(tmp_path):
+    flags = ("--heartbeat-s", "2", "--dead-after-s", "5.5")
+    with (
+        ControllerProcess(tmp_path, flags=flags) as controller,
+        ClusterInstance(controller.ports["reply"], "a") as a,
+    ):
+        a.join({"l1": tags_of([1])})
+        controller.freeze()
+        time.sleep(6.5)  # longer than the silence after which an instance is dead, on the controller's clock
+        controller.thaw()
+        eventually(
+            "the controller noticed that it had stood still",
+            lambda: controller.ask("/v1/events")["events"][-1]["kind"] == "clock",
+        )
+        a.heartbeat()
+        assert controller.ask("/v1/instances/a")["state"] == "live"
+
+
+def test_sigterm_writes_a_last_snapshot(tmp_path):
+    with ControllerProcess(tmp_path) as controller, ClusterInstance(controller.ports["reply"], "a") as a:
+        a.join({"l1": tags_of(range(10))})
+        assert controller.stop() == 0
+        controller.start()
+        assert controller.ask("/v1/instances/a")["state"] == "restored"
+        assert a.register().sync

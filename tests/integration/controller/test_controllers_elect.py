@@ -1,0 +1,337 @@
+"""Two real controllers that share an etcd: one sends commands, both answer lookups."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.cli import controller as controller_command
+from kvstrata.process.keeper import NOT_RESTARTED
+from kvstrata.rpc import cluster_wire as wire
+from tests.harness import etcd_server
+from tests.harness.cache_engine import eventually
+from tests.harness.cluster_instance import ClusterInstance, Refused, tags_of
+from tests.harness.controller_double import ControllerDouble
+from tests.harness.controller_process import ControllerProcess
+from tests.harness.etcd_server import EtcdServer
+from tests.harness.rpc_client import CHUNK_TOKENS, RpcClient, chain_of
+from tests.harness.server_process import ServerProcess
+
+pytestmark = pytest.mark.integration
+
+ETCD = {"ttl_s": 2}
+
+
+@contextlib.contextmanager
+def etcd_in(folder: Path) -> Iterator[EtcdServer]:
+    try:
+        etcd_server.ensure()
+    except etcd_server.Unavailable as unavailable:
+        pytest.skip(str(unavailable))
+    with EtcdServer(folder) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def two_controllers(etcd: EtcdServer, folder: Path) -> Iterator[dict[str, ControllerProcess]]:
+    config = folder / "controller.yaml"
+    config.write_text(f"etcd:\n  endpoints: ['{etcd.address}']\n  ttl_s: {ETCD['ttl_s']}\n")
+    made = {
+        name: ControllerProcess(folder / name, flags=("--name", name, "--config", str(config)))
+        for name in ("one", "two")
+    }
+    try:
+        for controller in made.values():
+            controller.start()
+        yield made
+    finally:
+        for controller in made.values():
+            controller.kill()
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    with etcd_in(tmp_path / "etcd") as server:
+        yield server
+
+
+@pytest.fixture
+def controllers(etcd: EtcdServer, tmp_path: Path) -> Iterator[dict[str, ControllerProcess]]:
+    """Two controllers of the test's own, which it may kill or freeze."""
+    with two_controllers(etcd, tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ControllerProcess]]:
+    """Two controllers for all tests that leave them running."""
+    folder = tmp_path_factory.mktemp("shared")
+    with etcd_in(folder / "etcd") as server, two_controllers(server, folder) as made:
+        yield made
+
+
+def leader_of(controllers: dict[str, ControllerProcess]) -> str:
+    """Wait until all controllers name the same leader; returns its name."""
+
+    def agreed() -> str:
+        told = {name: process.ask("/v1/cluster")["election"] for name, process in controllers.items()}
+        leaders = {election["leader"] for election in told.values()}
+        leading = [name for name, election in told.items() if election["leads"]]
+        return leading[0] if leaders == set(leading) else ""
+
+    return str(eventually("all agree who leads", agreed))
+
+
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def posted(controller: ControllerProcess, path: str) -> tuple[int, str]:
+    """Status and Location of a POST that follows no redirect."""
+    request = urllib.request.Request(
+        controller.url + path, b'{"wait_s": 0}', {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.build_opener(NoRedirect).open(request, timeout=30) as reply:
+            return reply.status, ""
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers.get("Location", "")
+
+
+def tokens_of(instance: ClusterInstance) -> tuple[int, list[wire.CommandKind]]:
+    """(Token, kinds of commands) in the answer to the instance's next heartbeat."""
+    assert instance.heart is not None
+    told = wire.Heartbeat(
+        instance.next_seq(),
+        instance.name,
+        instance.incarnation,
+        0,
+        "ready",
+        wire.Load({}, {}, {}, {}, 0, 0, 0, 0),
+        [],
+        [],
+    )
+    instance.heart.send(wire.encode(told))
+    beat = instance.receive(instance.heart, told.seq)
+    assert isinstance(beat, wire.Beat)
+    return beat.token, [command.kind for command in beat.commands]
+
+
+def test_both_controllers_answer_lookups_and_only_the_leader_sends_commands(shared):
+    leader = leader_of(shared)
+    [follower] = set(shared) - {leader}
+    held = {"l1": tags_of(range(10))}
+    at = {name: ClusterInstance(process.ports["reply"], "a").join(held) for name, process in shared.items()}
+    asker = {name: ClusterInstance(process.ports["reply"], "b").join({}) for name, process in shared.items()}
+    try:
+        for name in shared:
+            assert [owner.n_keys for owner in asker[name].where(tags_of(range(20)))] == [10]
+        status, where = posted(shared[follower], "/v1/instances/a/drain?x=1")
+        assert (status, where) == (
+            307,
+            f"{shared[leader].url.replace('127.0.0.1', 'localhost')}/v1/instances/a/drain?x=1",
+        )
+        assert tokens_of(at[follower]) == (0, [])
+        assert posted(shared[leader], "/v1/instances/a/drain")[0] == 202
+        token, kinds = tokens_of(at[leader])
+        assert token > 0
+        assert kinds == [wire.CommandKind.DRAIN]
+    finally:
+        for one in (*at.values(), *asker.values()):
+            one.close()
+
+
+def test_a_leader_that_was_frozen_sends_no_command_when_it_wakes(controllers):
+    old = leader_of(controllers)
+    [new] = set(controllers) - {old}
+    with ClusterInstance(controllers[old].ports["reply"], "a") as instance:
+        instance.join({})
+        assert posted(controllers[old], "/v1/instances/a/drain")[0] == 202
+        stale, kinds = tokens_of(instance)
+        assert kinds == [wire.CommandKind.DRAIN]
+        controllers[old].signal(signal.SIGSTOP)
+        greater = eventually(
+            "the other leads",
+            lambda: (e := controllers[new].ask("/v1/cluster")["election"])["leads"] and e["token"],
+        )
+        assert greater > stale
+        controllers[old].signal(signal.SIGCONT)
+        assert tokens_of(instance) == (0, []), "a controller that does not lead sends no waiting command"
+        assert leader_of(controllers) == new
+        assert posted(controllers[old], "/v1/instances/a/drain")[0] == 307
+
+
+def test_orders_of_admins_survive_the_leader_that_took_them(controllers):
+    old = leader_of(controllers)
+    [new] = set(controllers) - {old}
+    ports = {name: process.ports["reply"] for name, process in controllers.items()}
+    with (
+        ClusterInstance(ports[old], "a") as a,
+        ClusterInstance(ports[new], "a", incarnation=a.incarnation) as a_there,
+        ClusterInstance(ports[new], "b") as b,
+        ClusterInstance(ports[new], "c") as c,
+    ):
+        a.join({"l1": tags_of([1])})
+        for one in (a_there, b, c):
+            one.join({"l1": tags_of([1])} if one is a_there else {})
+        assert [owner.instance for owner in c.where(tags_of([1]))] == ["a"]
+        with ClusterInstance(ports[old], "b", incarnation=b.incarnation) as b_here:
+            b_here.join({})
+            controllers[old].ask("/v1/instances/a/drain", {"wait_s": 0})
+            controllers[old].ask("/v1/instances/b", method="DELETE")
+        made = controllers[old].ask("/v1/pin", {"keys": ["01" * 32], "instance": "a", "wait_s": 0})
+        (drain, pin) = a.heartbeat()
+        a.heartbeat(
+            [wire.CommandResult(one.number, True, "", {"count": 1}) for one in (drain, pin)], draining=True
+        )
+        eventually("it is kept", lambda: controllers[old].ask("/v1/pins")["pins"][0]["state"] == "kept")
+        eventually("the other knows", lambda: not c.where(tags_of([1])))
+        controllers.pop(old).kill()
+        assert leader_of(controllers) == new
+        told = controllers[new].ask("/v1/instances")
+        assert (told["drained"], told["removed"]) == (["a"], ["b"])
+        with pytest.raises(Refused) as refused:
+            b.register()
+        assert refused.value.code == "not_permitted"
+        [row] = controllers[new].ask("/v1/pins")["pins"]
+        assert (row["claim"], row["keys"], row["state"]) == (made["claim"], 1, "kept")
+        assert a_there.heartbeat(draining=True) == []
+        controllers[new].ask("/v1/instances/a/undrain", {"wait_s": 0})
+        assert [owner.instance for owner in c.where(tags_of([1]))] == ["a"]
+
+
+def test_an_instance_that_has_seen_a_greater_token_is_led_again_by_a_greater_cluster_id(shared):
+    leader = shared[leader_of(shared)]
+    seen = leader.ask("/v1/cluster")["election"]
+    with ClusterInstance(leader.ports["reply"], "c") as instance:
+        instance.join({})
+        instance.heartbeat(obeys=(seen["cluster_id"], seen["token"] + 1_000_000))
+
+        def greater() -> bool:
+            now = leader.ask("/v1/cluster")["election"]
+            return bool(now["leads"] and now["cluster_id"] > seen["cluster_id"])
+
+        eventually("it has a greater cluster id", greater)
+
+
+def test_the_leader_is_killed_and_the_other_takes_over(controllers):
+    old = leader_of(controllers)
+    controllers.pop(old).kill()
+    [new] = controllers
+    assert leader_of(controllers) == new
+
+
+def test_without_etcd_lookups_go_on_and_writes_are_refused_with_the_reason(controllers, etcd):
+    leader_of(controllers)
+    etcd.kill()
+    one = controllers["one"]
+    eventually("nobody leads", lambda: not one.ask("/v1/cluster")["election"]["leads"])
+    with ClusterInstance(one.ports["reply"], "a") as a, ClusterInstance(one.ports["reply"], "b") as b:
+        a.join({"l1": tags_of(range(3))})
+        b.join({})
+        assert [owner.instance for owner in b.where(tags_of(range(3)))] == ["a"]
+        eventually("nobody is said to lead", lambda: posted(one, "/v1/instances/a/drain")[0] == 503)
+    election = one.ask("/v1/cluster")["election"]
+    assert election["no_leader_s"] > 0 and "failed to connect" in election["problem"]
+    values = dict(line.split() for line in one.text("/metrics").splitlines() if line.count(" ") == 1)
+    assert float(values["kvstrata_controller_leads"]) == 0
+    assert float(values["kvstrata_controller_no_leader_seconds"]) > 0
+    assert float(values["kvstrata_controller_election_failures_total"]) > 0
+    etcd.start()
+    leader_of(controllers)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--etcd", "127.0.0.1"), "etcd.endpoints: '127.0.0.1': write HOST:PORT"),
+        (("--etcd", "192.0.2.1:2379"), "etcd.endpoints: 192.0.2.1:2379: is on another machine"),
+        (("--etcd", "127.0.0.1:1", "--advertise-url", "me"), "etcd.advertise_url"),
+        (
+            ("--config", "etcd: {endpoints: ['https://127.0.0.1:1'], ca_file: none}"),
+            "etcd.ca_file: none: cannot be read",
+        ),
+        (("--config", "etcd: {endpoints: ['127.0.0.1:1'], user: kv}"), "etcd.password_file: is missing"),
+    ],
+)
+def test_wrong_settings_stop_the_start(tmp_path, flags, says, capsys):
+    if flags[0] == "--config":
+        config = tmp_path / "controller.yaml"
+        config.write_text(flags[1])
+        flags = ("--config", str(config))
+    assert controller_command.serve([*flags, "--check"], NOT_RESTARTED) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_an_instance_refuses_commands_of_an_earlier_leader(tmp_path):
+    drain = wire.CommandKind.DRAIN
+    with ControllerDouble(token=7) as old, ControllerDouble(token=0) as new:
+
+        def both(condition: Callable[[], Any]) -> None:
+            def served() -> Any:
+                old.serve(0.01)
+                new.serve(0.01)
+                return condition()
+
+            eventually("both controllers have seen it", served)
+
+        flags = ("--controller-url", f"{old.url},{new.url}", "--instance-id", "ours", "--p2p-engine", "off")
+        with ServerProcess(tmp_path / "server", l1_mb=16, flags=flags) as server:
+            server.start()
+            both(lambda: old.beats and new.beats)
+            old.commands = [wire.Command(1, drain, {"on": True})]
+            both(lambda: old.results)
+            assert old.results[1].ok
+            new.token, heard = 9, len(new.beats)
+            both(lambda: len(new.beats) > heard + 2)
+            old.commands = [
+                wire.Command(2, drain, {"on": False}),
+                wire.Command(3, wire.CommandKind.RESYNC, {}),
+            ]
+            both(lambda: {2, 3} <= set(old.results))
+            assert not old.results[2].ok and "token: 7" in old.results[2].message
+            assert old.results[3].ok, "a full sync is allowed: it concerns its controller alone"
+            new.commands = [wire.Command(2, drain, {"on": False})]
+            both(lambda: new.results)
+            assert new.results[2].ok
+            assert new.beats[-1].obeys == (0, 9)
+            # etcd has lost its data: tokens start at 1 again, under a greater cluster id.
+            new.token, new.cluster_id, heard = 2, 5, len(new.beats)
+            both(lambda: len(new.beats) > heard + 2)
+            new.commands = [wire.Command(4, drain, {"on": True})]
+            both(lambda: 4 in new.results)
+            assert new.results[4].ok
+            old.token, old.commands = 9, [wire.Command(4, drain, {"on": False})]
+            both(lambda: 4 in old.results)
+            assert not old.results[4].ok and "seen: 2 of cluster 5" in old.results[4].message
+
+
+def test_an_instance_tells_each_of_several_controllers(controllers, tmp_path):
+    leader = leader_of(controllers)
+    url = ",".join(f"tcp://127.0.0.1:{process.ports['reply']}" for process in controllers.values())
+    flags = ("--controller-url", url, "--instance-id", "ours")
+    with ServerProcess(tmp_path / "server", l1_mb=64, chunk_tokens=CHUNK_TOKENS, flags=flags) as server:
+        server.start()
+        with RpcClient(server.socket_dir) as client:
+            identity = client.identify()
+            client.store(identity, chain_of(identity.root, 12))
+
+            def keys_at(name: str) -> int:
+                rows = controllers[name].ask("/v1/instances")["instances"]
+                return sum(row["keys"].get("l1", 0) for row in rows)
+
+            eventually("both know", lambda: {keys_at(name) for name in controllers} == {12})
+            controllers.pop(leader).kill()
+            [left] = controllers
+            leader_of(controllers)
+            assert posted(controllers[left], "/v1/instances/ours/drain")[0] in (200, 202)
+            eventually("it obeys", lambda: controllers[left].ask("/v1/instances")["instances"][0]["state"])
+            assert keys_at(left) == 12

@@ -1,0 +1,337 @@
+"""The attach handshake with real processes: who gets in, what a refusal says, and that bad peers keep nobody out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvstrata.memory import linux
+from kvstrata.rpc.attach_wire import AttachReply
+from kvstrata.rpc.wire import NO_SESSION, PROTOCOL_VERSION
+from kvstrata.types import Role
+from tests.harness.attach_scene import (
+    GOOD_REQUEST,
+    attach,
+    b64,
+    encoded_request,
+    new_worker,
+    raw_reply,
+    reserve,
+    rows_of,
+    session_name,
+    until,
+)
+from tests.harness.attach_server import AttachServerChild, Place
+from tests.harness.attach_worker import FACTS, make_request
+from tests.harness.child import HANG_S, Child, ChildError
+
+pytestmark = pytest.mark.integration
+
+
+def test_an_attached_process_shares_the_pool_but_cannot_write_the_index(
+    server: AttachServerChild, place: Place, worker: Child, log: Path
+) -> None:
+    row = attach(worker, place, session_name("one"))
+    told = server.event("attached")
+    assert (told["row"], told["pid"], told["resumed"]) == (row, worker.pid, False)
+    assert worker.ask("try_write_index", session=session_name("one")) == os.strerror(13)
+    worker.ask("map", session=session_name("one"))
+    extent = reserve(server, row, 1)["extents"][0]
+    worker.ask("write", session=session_name("one"), offset=extent[0], data=b64(b"hello"))
+    with new_worker(log) as other:
+        attach(other, place, session_name("two"))
+        other.ask("map", session=session_name("two"))
+        assert other.ask("read", session=session_name("two"), offset=extent[0], length=5) == b64(b"hello")
+
+
+def test_socket_and_files_are_for_this_user_alone(server: AttachServerChild, place: Place) -> None:
+    def mode(path: Path) -> int:
+        return stat.S_IMODE(path.stat().st_mode)
+
+    assert mode(place.socket_dir) == mode(place.segment_dir) == 0o700
+    assert mode(place.socket_dir / "attach.sock") == 0o600
+    for file in place.segment_dir.iterdir():
+        assert mode(file) == 0o600, file
+
+
+def test_sessions_of_one_process_share_one_descriptor_of_the_lock_file(
+    server: AttachServerChild, place: Place, worker: Child
+) -> None:
+    rows = {attach(worker, place, session_name(text)) for text in ("one", "two", "three")}
+    assert len(rows) == 3
+    worker.ask("close", session=session_name("one"))
+    server.event("detached")
+    assert (
+        attach(worker, place, session_name("one")) in rows
+    )  # refused unless its byte of the lock file stayed locked
+    assert worker.ask("open_lock_files") == 1
+
+
+def test_tenants_follow_from_the_token(place: Place, log: Path, worker: Child) -> None:
+    with AttachServerChild(place, log=log, tenants={"secret": ["b", "a"]}) as server:
+        with pytest.raises(ChildError) as caught:
+            attach(worker, place, session_name("one"), token="guess")
+        assert (caught.value.code, caught.value.field) == ("not_permitted", "token")
+        attach(worker, place, session_name("one"), token="secret")
+        assert server.event("attached")["tenants"] == ["a", "b"]
+
+
+NESTED = b"\x91" * 20_000 + b"\xc0"
+NESTED_FACTS = b"\x82\xa8protocol" + msgspec.msgpack.encode(PROTOCOL_VERSION) + b"\xa5facts" + NESTED
+NESTED_UNKNOWN = b"\x82\xa7unknown" + NESTED + b"\xa8protocol" + msgspec.msgpack.encode(PROTOCOL_VERSION)
+MANY_FACTS = encoded_request(facts={"sections": [1] * 40_000})
+PART = make_request(session=b"x" * 16).slice
+assert PART is not None
+
+
+@pytest.mark.parametrize(
+    ("message", "fds", "code", "field"),
+    [
+        (b"\xc1", ["self"], "bad_request", "request"),
+        (b"\x91" * 5000, ["self"], "bad_request", "request"),
+        (NESTED_FACTS, ["self"], "bad_request", "request"),
+        (NESTED_UNKNOWN, ["self"], "bad_request", "request"),
+        (MANY_FACTS, ["self"], "bad_request", "request"),
+        (GOOD_REQUEST[:-7], ["self"], "bad_request", "request"),
+        (GOOD_REQUEST + b"x", ["self"], "bad_request", "request"),
+        (b"x" * 66_000, ["self"], "bad_request", "message"),
+        (encoded_request(protocol=PROTOCOL_VERSION + 1), ["self"], "wrong_version", "protocol"),
+        (msgspec.msgpack.encode({"protocol": 0}), ["self"], "wrong_version", "protocol"),
+        (GOOD_REQUEST, [], "bad_request", "pidfd"),
+        (GOOD_REQUEST, ["self", "self"], "bad_request", "pidfd"),
+        (GOOD_REQUEST, ["self"] * 9, "bad_request", "pidfd"),
+        (GOOD_REQUEST, ["null"], "bad_request", "pidfd"),
+        (GOOD_REQUEST, ["thread"], "bad_request", "pidfd"),
+        (GOOD_REQUEST, ["parent"], "not_permitted", "pidfd"),
+        (encoded_request(session=NO_SESSION), ["self"], "bad_request", "session"),
+        (encoded_request(group=NO_SESSION), ["self"], "bad_request", "group"),
+        (encoded_request(slice=None), ["self"], "bad_request", "slice"),
+        (encoded_request(slice=None, facts=None), ["self"], "bad_request", "slice"),
+        (encoded_request(facts=None), ["self"], "bad_request", "facts"),
+        (encoded_request(role=Role.SCHEDULER, slice=PART, facts=FACTS), ["self"], "bad_request", "slice"),
+        (encoded_request(facts={"payload_bytes": 1}), ["self"], "bad_request", "slice.layout"),
+        (encoded_request(layers=(2, 2)), ["self"], "bad_request", "slice.layers"),
+        (encoded_request(engine_slices=0), ["self"], "bad_request", "request"),
+        (encoded_request(model="refused"), ["self"], "refused", "layout.model"),
+    ],
+    ids=lambda value: value[:12].hex() if isinstance(value, bytes) else str(value),
+)
+def test_a_bad_request_is_answered_with_what_is_wrong_and_changes_nothing(
+    place: Place, log: Path, worker: Child, message: bytes, fds: list[str], code: str, field: str
+) -> None:
+    with AttachServerChild(place, log=log, refused_model="refused") as server:
+        before = server.ask("open_files")
+        reply = raw_reply(worker, place, [message], fds)
+        assert (reply.code, reply.field) == (code, field), reply.message
+        assert reply.message
+        until(lambda: server.ask("open_files") == before)
+        assert rows_of(server) == {}
+        assert server.ask("stats")["refused"] == {code: 1}
+        attach(worker, place, session_name("good"))
+
+
+@pytest.mark.parametrize("after", [b"locked", b"lock", b"", GOOD_REQUEST])
+def test_a_row_whose_lock_nobody_holds_is_never_announced(
+    server: AttachServerChild, place: Place, worker: Child, after: bytes
+) -> None:
+    if after:
+        assert raw_reply(worker, place, [GOOD_REQUEST, after], ["self"]).code == "bad_request"
+    else:
+        assert (
+            raw_reply(worker, place, [GOOD_REQUEST], ["self"]).code == ""
+        )  # the worker closes instead of taking the lock
+    until(lambda: rows_of(server) == {})
+    assert server.events == []
+
+
+def test_other_facts_for_the_same_slice_are_refused_with_the_fact_and_both_values(
+    server: AttachServerChild, place: Place, worker: Child, log: Path
+) -> None:
+    attach(worker, place, session_name("one"))
+    other_facts = {**FACTS, "section_bytes": [1024, 3072]}
+    with new_worker(log) as other:
+        with pytest.raises(ChildError) as caught:
+            attach(other, place, session_name("two"), facts=other_facts)
+        assert (caught.value.code, caught.value.field) == ("layout_refused", "facts.section_bytes")
+        assert "[1024, 3072]" in caught.value.message and "[2048, 2048]" in caught.value.message
+        # Another slice of the KV, or another model, has facts of its own.
+        attach(other, place, session_name("two"), facts=other_facts, layers=[2, 4])
+        attach(
+            other,
+            place,
+            session_name("three"),
+            facts=other_facts,
+            model="n",
+            group=session_name("other engine"),
+        )
+        # Once the last process with the old facts has ended, processes with new facts may attach.
+        assert worker.ask("goodbye", session=session_name("one"))
+        attach(other, place, session_name("four"), facts=other_facts)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"), [({"model": "n"}, "layout.model"), ({"engine_slices": 2}, "engine_slices")]
+)
+def test_processes_of_one_group_declare_one_engine(
+    server: AttachServerChild, place: Place, worker: Child, change: dict[str, Any], field: str
+) -> None:
+    attach(worker, place, session_name("one"))
+    with pytest.raises(ChildError) as caught:
+        attach(worker, place, session_name("two"), **change)
+    assert (caught.value.code, caught.value.field) == ("bad_request", field)
+
+
+def test_another_process_cannot_take_the_session_of_a_living_one(
+    server: AttachServerChild, place: Place, worker: Child, log: Path
+) -> None:
+    row = attach(worker, place, session_name("one"))
+    worker.ask("close", session=session_name("one"))
+    server.event("detached")
+    with new_worker(log) as other:
+        with pytest.raises(ChildError) as caught:
+            attach(other, place, session_name("one"))
+        assert (caught.value.code, caught.value.field) == ("not_permitted", "session")
+        assert other.ask("open_lock_files") == 0
+    assert attach(worker, place, session_name("one")) == row
+
+
+def test_a_session_that_attaches_again_must_send_the_same_request(
+    server: AttachServerChild, place: Place, worker: Child
+) -> None:
+    attach(worker, place, session_name("one"))
+    with pytest.raises(ChildError) as caught:
+        attach(worker, place, session_name("one"), layers=[0, 1])
+    assert (caught.value.code, caught.value.field) == ("bad_request", "slice.layers")
+    with pytest.raises(ChildError) as caught:
+        attach(worker, place, session_name("one"), registers_memory=True)
+    assert (caught.value.code, caught.value.field) == ("bad_request", "registers_memory")
+
+
+@pytest.mark.fast
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_another_uid_is_refused(server: AttachServerChild, place: Place, worker: Child) -> None:
+    place.socket_dir.parent.chmod(
+        0o711
+    )  # file modes allow the access, so the server's own check must refuse it
+    place.socket_dir.chmod(0o711)
+    (place.socket_dir / "attach.sock").chmod(0o666)
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.setresuid(65534, 65534, 65534)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+                sock.connect(os.fspath(place.socket_dir / "attach.sock"))
+                os.write(writer, sock.recv(1 << 16))
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    reply = msgspec.msgpack.decode(os.read(reader, 1 << 16), type=AttachReply)
+    os.close(reader)
+    assert (reply.code, reply.field) == ("not_permitted", "uid")
+    assert "65534" in reply.message and str(os.geteuid()) in reply.message
+    attach(worker, place, session_name("one"))
+
+
+@pytest.mark.fast
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to own a directory by another uid")
+def test_a_client_trusts_no_socket_directory_of_another_uid(
+    server: AttachServerChild, place: Place, worker: Child
+) -> None:
+    os.chown(place.socket_dir, 65534, -1)
+    with pytest.raises(ChildError) as caught:
+        attach(worker, place, session_name("one"))
+    assert caught.value.code == "bad_config" and "65534" in caught.value.message
+
+
+def test_an_attach_is_refused_while_all_rows_are_taken_and_a_goodbye_frees_one(
+    server: AttachServerChild, place: Place, worker: Child
+) -> None:
+    server.ask("claim", count=900)
+    rows = {attach(worker, place, session_name(str(number))) for number in range(123)}
+    assert rows == set(range(901, 1024))
+    with pytest.raises(ChildError) as caught:
+        attach(worker, place, session_name("one too many"))
+    assert caught.value.code == "refused"
+    assert worker.ask("goodbye", session=session_name("50"))
+    attach(worker, place, session_name("one too many"))
+    assert worker.ask("open_lock_files") == 1
+
+
+def test_silent_connections_keep_nobody_out(place: Place, log: Path, worker: Child) -> None:
+    with AttachServerChild(place, log=log, limits={"pending": 8, "handshake_s": 3600.0}) as server:
+        with contextlib.ExitStack() as stack:
+            for _ in range(200):
+                silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                linux.connect(silent, os.fspath(place.socket_dir / "attach.sock"), HANG_S)
+            attach(worker, place, session_name("one"))
+            assert server.ask("stats")["pending"] <= 8
+        until(lambda: server.ask("stats")["pending"] == 0)
+
+
+def test_a_server_without_free_descriptors_serves_again_when_it_has_some(
+    place: Place, log: Path, worker: Child
+) -> None:
+    under = ("prlimit", "--nofile=48:48")
+    with AttachServerChild(place, log=log, under=under, limits={"pending": 1000}) as server:
+        attach(worker, place, session_name("one"))
+        with contextlib.ExitStack() as stack:
+            for _ in range(60):  # connections that are not accepted wait in the socket's queue
+                silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                linux.connect(silent, os.fspath(place.socket_dir / "attach.sock"), HANG_S)
+            until(lambda: len(os.listdir(f"/proc/{server.pid}/fd")) == 48)
+            assert rows_of(server).keys() == {1}
+        attach(worker, place, session_name("two"), timeout_s=HANG_S)
+        assert not worker.ask("server_closed", session=session_name("one"))
+
+
+def test_an_unfinished_handshake_is_ended_after_its_time_limit(
+    place: Place, log: Path, worker: Child
+) -> None:
+    with AttachServerChild(place, log=log, limits={"handshake_s": 0.1}) as server:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+            silent.settimeout(HANG_S)
+            silent.connect(os.fspath(place.socket_dir / "attach.sock"))
+            assert msgspec.msgpack.decode(silent.recv(1 << 16), type=AttachReply).code == "deadline"
+            assert silent.recv(1) == b""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as claiming:
+            claiming.settimeout(HANG_S)
+            claiming.connect(os.fspath(place.socket_dir / "attach.sock"))
+            pidfd = os.pidfd_open(os.getpid())
+            linux.send(claiming, GOOD_REQUEST, [pidfd])
+            os.close(pidfd)
+            received = linux.receive(claiming, 1 << 16, 8)
+            linux.close_all(received.fds)
+            assert len(received.fds) == 3
+            assert msgspec.msgpack.decode(claiming.recv(1 << 16), type=AttachReply).code == "deadline"
+        until(lambda: rows_of(server) == {})
+        attach(worker, place, session_name("one"), timeout_s=HANG_S)
+        assert server.event("attached")["pid"] == worker.pid
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_process_that_gives_up_before_its_turn_is_counted_as_such(
+    place: Place, log: Path, worker: Child, lives: bool
+) -> None:
+    with AttachServerChild(place, log=log) as server:
+        os.kill(server.pid, signal.SIGSTOP)
+        with new_worker(log) as loser, contextlib.ExitStack() as sockets:
+            asked = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            asked.connect(os.fspath(place.socket_dir / "attach.sock"))
+            pidfd = os.pidfd_open(os.getpid() if lives else loser.pid)
+            linux.send(asked, GOOD_REQUEST, [pidfd])
+            os.close(pidfd)
+            asked.close()
+        os.kill(server.pid, signal.SIGCONT)
+        until(lambda: server.ask("stats")["refused"])
+        assert server.ask("stats")["refused"] == {"gave_up": 1}
+        assert rows_of(server) == {}
+        attach(worker, place, session_name("good"))

@@ -1,0 +1,231 @@
+"""Two real servers and a real controller: what one instance stored the other one reads out of its memory, and whatever
+happens to the owner, the controller or the directory, nobody gets wrong bytes and everybody goes on.  With each engine:
+UCX in the server's process, NIXL in an adapter host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
+from tests.harness.cluster import Cluster
+
+pytestmark = pytest.mark.integration
+
+CHUNKS, LONG_CHUNKS = 12, 44
+SETTINGS = {"KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": "5000"}
+"""Long enough for a busy machine; tests of silent owners wait so long."""
+
+
+@pytest.fixture(params=["ucx", "nixl"])
+def engine(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Settings with which servers use a transfer engine."""
+    more = request.getfixturevalue("nixl_environment") if request.param == "nixl" else {}
+    return {**SETTINGS, **more, "KVSTRATA_P2P_ENGINE": request.param}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, engine: dict[str, str]) -> Iterator[Cluster]:
+    with Cluster(tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, settings=engine) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def engines(cluster: Cluster) -> Iterator[list[CacheEngine]]:
+    """An engine at each server."""
+    with contextlib.ExitStack() as stack:
+        made = [
+            stack.enter_context(CacheEngine(server.socket_dir, block_bytes=32_768))
+            for server in cluster.servers
+        ]
+        yield [engine.connect() for engine in made]
+
+
+def stored_and_known(cluster: Cluster, engine: CacheEngine, seed: int = 0, number: int = 0) -> list[int]:
+    """Store a prompt at an instance and wait until the controller knows it; returns the prompt."""
+    tokens = prompt(CHUNKS, seed)
+    store(engine, tokens)
+    cluster.until_known(number)
+    return tokens
+
+
+def store(engine: CacheEngine, tokens: list[int]) -> None:
+    """Store a prompt, again if need be: on a busy machine the client may give the server up for a moment."""
+    eventually("the prompt is stored", lambda: set(engine.stored(tokens)) <= {"stored", "present"})
+
+
+def read(engine: CacheEngine, tokens: list[int]) -> None:
+    """Wait until the whole prompt is a hit with right bytes; a busy machine may need more than one try."""
+    n_chunks = len(tokens) // CHUNK_TOKENS
+    eventually("the prompt is a hit", lambda: engine.hit(tokens) == n_chunks)
+
+
+def settled(cluster: Cluster, number: int) -> None:
+    """Wait until the instance holds nothing for anybody; asserts that its pool is sound."""
+
+    def idle() -> bool:
+        pool: dict[str, Any] = cluster.servers[number].get("/v1/status")["pool"]
+        return pool["holds"] == 0 and pool["reservations"] == 0 and pool["bytes"]["quarantined"] == 0
+
+    eventually("nothing is under way", idle)
+
+
+def test_chunks_that_one_instance_stored_are_read_and_kept_by_the_other(cluster: Cluster) -> None:
+    with engines(cluster) as (one, other):
+        tokens = stored_and_known(cluster, one)
+        read(other, tokens)
+        records = cluster.peer_records(1)
+        assert records >= CHUNKS
+        read(other, tokens)  # the second time from its own L1
+        assert cluster.peer_records(1) == records
+        settled(cluster, 0)
+        settled(cluster, 1)
+
+
+def test_a_prompt_longer_than_an_owner_leases_at_a_time_is_read_whole(cluster: Cluster) -> None:
+    with contextlib.ExitStack() as stack:
+        one, other = (
+            stack.enter_context(CacheEngine(server.socket_dir, block_bytes=131_072)).connect()
+            for server in cluster.servers
+        )
+        tokens = prompt(LONG_CHUNKS)
+        store(one, tokens)
+        cluster.until_known(0)
+        served = cluster.servers[0].get("/v1/status")["peers_served"]
+        assert served["limit_bytes"] < LONG_CHUNKS * 4 * 131_072
+        read(other, tokens)
+        assert cluster.peer_records(1) >= LONG_CHUNKS
+        settled(cluster, 0)
+
+
+def test_many_prompts_at_the_same_time_are_all_read_right(cluster: Cluster) -> None:
+    with engines(cluster) as (one, other):
+        prompts = [stored_and_known(cluster, one, seed) for seed in range(6)]
+        hits: list[int] = []
+        threads = [
+            threading.Thread(target=lambda tokens=tokens: hits.append(other.looked_up(tokens).n_chunks))
+            for tokens in prompts
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(hits) == 6
+        for tokens in prompts:
+            read(other, tokens)
+
+
+def test_an_owner_that_was_killed_is_a_miss_and_its_place_is_taken_again(cluster: Cluster) -> None:
+    with engines(cluster) as (one, other):
+        tokens = stored_and_known(cluster, one)
+        cluster.servers[0].kill()
+        assert other.hit(tokens) == 0
+        store(other, prompt(2, seed=9))
+        read(other, prompt(2, seed=9))
+        settled(cluster, 1)
+        cluster.servers[0].start()
+        cluster.servers[0].get("/v1/status")
+        one.connect()
+        again = stored_and_known(cluster, one, seed=1)
+        read(other, again)
+
+
+def test_an_owner_that_is_stopped_costs_a_deadline_and_is_read_again_when_it_goes_on(
+    cluster: Cluster,
+) -> None:
+    with engines(cluster) as (one, other):
+        tokens = stored_and_known(cluster, one)
+        cluster.servers[0].freeze()
+        assert other.hit(tokens) == 0
+        store(other, prompt(2, seed=9))
+        cluster.servers[0].thaw()
+        read(other, tokens)
+        settled(cluster, 1)
+
+
+def test_without_the_controller_everything_local_goes_on_and_peers_are_read_again_afterwards(
+    cluster: Cluster,
+) -> None:
+    with engines(cluster) as (one, other):
+        stored_and_known(cluster, one)
+        cluster.controller.kill()
+        fresh = prompt(CHUNKS, seed=5)
+        store(one, fresh)
+        read(one, fresh)
+        assert other.hit(fresh) == 0
+        cluster.controller.start()
+        eventually("both are registered again", lambda: cluster.member(0) and cluster.member(1))
+        read(other, fresh)
+
+
+def test_chunks_that_the_owner_has_cleared_are_a_miss(cluster: Cluster) -> None:
+    from kvstrata.cli import ctl
+
+    with engines(cluster) as (one, other):
+        tokens = stored_and_known(cluster, one)
+        cluster.controller.freeze()  # the directory keeps naming the cleared chunks
+        ctl.ask(cluster.servers[0].url, ctl.Ask("/v1/clear", {"tier": "l1"}))
+        cluster.controller.thaw()
+        assert other.hit(tokens) == 0
+        store(one, tokens)
+        cluster.until_known(0)
+        read(other, tokens)
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_an_owner_that_goes_while_it_is_read_costs_misses_and_frees_every_byte(
+    tmp_path: Path, engine: dict[str, str], how: str
+) -> None:
+    settings = {**engine, "KVSTRATA_P2P_LOAD_TIMEOUT_MS": "1000"}
+    with (
+        Cluster(tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, settings=settings) as cluster,
+        engines(cluster) as (one, other),
+    ):
+        prompts = [stored_and_known(cluster, one, seed) for seed in range(8)]
+        first = stored_and_known(cluster, one, seed=50)
+        hits: list[int] = []
+
+        def read_all() -> None:
+            for tokens in prompts:
+                hits.append(other.hit(tokens))  # compares every byte
+
+        read(other, first)
+        reading = threading.Thread(target=read_all)
+        reading.start()
+        before = cluster.peer_records(1)
+        eventually("it reads", lambda: cluster.peer_records(1) > before or not reading.is_alive())
+        owner = cluster.servers[0]
+        owner.kill() if how == "killed" else owner.freeze()
+        reading.join()
+        assert len(hits) == 8
+        settled(cluster, 1)
+        store(other, prompt(CHUNKS, seed=99))
+        read(other, prompt(CHUNKS, seed=99))
+        if how == "stopped":
+            owner.thaw()
+            late = stored_and_known(cluster, one, seed=100)
+            read(other, late)
+
+
+def test_chunks_read_from_a_peer_without_keep_leave_l1_when_nobody_uses_them(
+    tmp_path: Path, engine: dict[str, str]
+) -> None:
+    settings = {**engine, "KVSTRATA_P2P_KEEP": "false"}
+    with (
+        Cluster(tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, settings=settings) as cluster,
+        engines(cluster) as (one, other),
+    ):
+        tokens = stored_and_known(cluster, one)
+        store(other, prompt(2, seed=9))
+        read(other, tokens)
+        server = cluster.servers[1]
+        eventually("it has left", lambda: server.get("/v1/status")["pool"]["entries"]["ready"] == 2)
+        read(other, prompt(2, seed=9))
+        read(other, tokens)
+        assert cluster.peer_records(1) >= 2 * CHUNKS

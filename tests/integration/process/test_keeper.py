@@ -1,0 +1,264 @@
+"""process/keeper.py with real processes: what dies is started again, what was told to end is not, nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstrata.errors import Unavailable
+from kvstrata.memory.paths import RPC_SOCKET
+from kvstrata.process.keeper import FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S, keep, pause_s
+from kvstrata.rpc.zmq_plain import PlainConnection
+from tests.harness.cache_engine import eventually
+from tests.harness.controller_process import ControllerProcess
+from tests.harness.server_process import ServerProcess
+from tests.harness.signals import send
+
+pytestmark = pytest.mark.integration
+
+CHILD = """
+import os, signal, sys, time
+from kvstrata.errors import Unavailable
+from kvstrata.process.keeper import keep
+
+def serve(arguments, restarts):
+    told = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+    signal.pthread_sigmask(signal.SIG_BLOCK, told)
+    print("serving", os.getpid(), restarts.times, restarts.cause or "none", flush=True)
+    if arguments[0] == "crash" and restarts.times < 2:
+        os._exit(int(arguments[1 + restarts.times]))
+    if arguments[0] == "orphan":
+        if os.fork() == 0:
+            if os.fork() == 0:
+                time.sleep(0.05)
+                os._exit(0)
+            os._exit(0)
+        os.wait()
+    if arguments[0] == "exit":
+        return int(arguments[1])
+    while True:
+        number = signal.sigwait(told)
+        print("told", signal.Signals(number).name, flush=True)
+        if number in (signal.SIGTERM, signal.SIGINT):
+            return int(arguments[1])
+
+sys.exit(keep("test", sys.argv[1:], serve))
+"""
+
+
+class Kept:
+    """A keeper and the small process that it keeps, which says what happens to it."""
+
+    def __init__(self, *arguments: str, under: tuple[str, ...] = (), ignored: tuple[int, ...] = ()) -> None:
+        self.process = subprocess.Popen(
+            [*under, sys.executable, "-c", CHILD, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in ignored],
+        )
+
+    def line(self) -> list[str]:
+        """Words of the next line that the child writes."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().split()
+
+    def serving(self) -> tuple[int, int, str]:
+        """(Pid, restarts before it, their cause) of the child that begins to serve."""
+        word, pid, count, *cause = self.line()
+        assert word == "serving"
+        return int(pid), int(count), " ".join(cause)
+
+    def end(self) -> tuple[int, str]:
+        """(Exit status, log) of the keeper."""
+        _, errors = self.process.communicate(timeout=60)
+        return self.process.returncode, errors
+
+
+@pytest.fixture
+def kept() -> Iterator[list[Kept]]:
+    started: list[Kept] = []
+    yield started
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.communicate()
+
+
+def start(kept: list[Kept], *arguments: str, **more: object) -> Kept:
+    kept.append(Kept(*arguments, **more))  # type: ignore[arg-type]
+    return kept[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV])
+def test_a_process_killed_by_a_signal_is_started_again_and_told_the_cause(kept, number):
+    keeper = start(kept, "serve", "0")
+    first, _, _ = keeper.serving()
+    send(first, number)
+    second, count, cause = keeper.serving()
+    assert second != first
+    assert (count, cause) == (1, number.name)
+    keeper.process.terminate()
+    status, errors = keeper.end()
+    assert status == 0
+    [line] = errors.splitlines()
+    assert f"ERROR kvstrata.keeper test process_ended pid={first} cause={number.name} restart=1" in line
+
+
+def test_a_crash_exit_is_started_again_after_growing_pauses(kept):
+    keeper = start(kept, "crash", "70", "70")
+    assert [keeper.serving()[1:] for _ in range(3)] == [
+        (0, "none"),
+        (1, "exit status 70"),
+        (2, "exit status 70"),
+    ]
+    keeper.process.terminate()
+    _, errors = keeper.end()
+    assert [line.rpartition("pause_s=")[2] for line in errors.splitlines()] == ["0.1", "0.2"]
+
+
+def test_a_port_that_is_still_taken_after_a_crash_does_not_end_the_keeper(kept):
+    """Exit status 2 is final only for the first start: settings that worked once can work again."""
+    keeper = start(kept, "crash", "70", "2")
+    assert [keeper.serving()[2] for _ in range(3)] == ["none", "exit status 70", "exit status 2"]
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_a_clean_end_and_wrong_settings_are_final(kept, status):
+    keeper = start(kept, "exit", str(status))
+    keeper.serving()
+    assert keeper.end() == (status, "")
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGTERM, 70)]
+)
+def test_a_process_told_to_end_ends_with_its_own_status(kept, number, status):
+    keeper = start(kept, "serve", str(status))
+    keeper.serving()
+    keeper.process.send_signal(number)
+    assert keeper.line() == ["told", number.name]
+    assert keeper.end() == (status, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_other_signals_are_passed_to_the_child(kept, number):
+    keeper = start(kept, "serve", "0")
+    keeper.serving()
+    keeper.process.send_signal(number)
+    assert keeper.line() == ["told", number.name]
+    keeper.process.terminate()
+    assert keeper.end()[0] == 0
+
+
+def test_an_ignored_hangup_stays_ignored(kept):
+    keeper = start(kept, "serve", "0", ignored=(signal.SIGHUP,))
+    first, _, _ = keeper.serving()
+    keeper.process.send_signal(signal.SIGHUP)
+    send(first, signal.SIGKILL)
+    assert keeper.serving()[1] == 1
+    keeper.process.terminate()
+    assert keeper.line() == ["told", "SIGTERM"]
+    keeper.end()
+
+
+def test_a_keeper_that_is_killed_takes_its_process_with_it(kept):
+    keeper = start(kept, "serve", "0")
+    child, _, _ = keeper.serving()
+    pidfd = os.pidfd_open(child)
+    send(child, signal.SIGSTOP)
+    keeper.process.kill()
+    keeper.process.wait()
+    eventually("the child is gone", lambda: gone(pidfd))
+    os.close(pidfd)
+
+
+def gone(pidfd: int) -> bool:
+    try:
+        signal.pidfd_send_signal(pidfd, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_as_process_one_it_reaps_orphans_and_ends_when_told(kept):
+    keeper = start(kept, "orphan", "0", under=("unshare", "-Urpf", "--kill-child", "--mount-proc"))
+    keeper.serving()
+    [unshare_child] = (
+        Path(f"/proc/{keeper.process.pid}/task/{keeper.process.pid}/children").read_text().split()
+    )
+    children = Path(f"/proc/{unshare_child}/task/{unshare_child}/children")
+    eventually("the orphan is reaped", lambda: len(children.read_text().split()) == 1)
+    send(int(unshare_child), signal.SIGTERM)
+    assert keeper.line() == ["told", "SIGTERM"]
+    assert keeper.end()[0] == 0
+
+
+def test_pauses_double_up_to_a_limit_and_start_small_again_after_a_steady_time() -> None:
+    pauses = [0.0]
+    for _ in range(12):
+        pauses.append(pause_s(pauses[-1], lived_s=1.0))
+    assert pauses[1:4] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
+    assert pauses[-1] == LONGEST_PAUSE_S
+    assert pause_s(LONGEST_PAUSE_S, lived_s=STEADY_S) == FIRST_PAUSE_S
+
+
+def resident_mb(pid: int) -> float:
+    return next(
+        int(line.split()[1]) / 1024
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("VmRSS")
+    )
+
+
+def test_a_killed_server_serves_again_by_itself_and_its_keeper_stays_small(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, l1_mb=16, supervised=True) as server:
+        server.start()
+        assert server.pid != server.ready["pid"]
+        assert resident_mb(server.pid) < 15
+        send(server.ready["pid"], signal.SIGKILL)
+
+        def status() -> dict:
+            connection = PlainConnection(server.socket_dir / RPC_SOCKET, timeout_s=0.5)
+            try:
+                return connection.status()
+            except Unavailable:
+                return {}
+            finally:
+                connection.close()
+
+        eventually("it serves again", lambda: "process" in status())
+        assert status()["process"] == {"restarts": 1, "last_end": "SIGKILL"}
+        assert "process_ended" in server.log_tail() and "cause=SIGKILL" in server.log_tail()
+        assert server.stop() == 0
+    assert not server.socket_dir.exists()
+
+
+def test_a_killed_controller_serves_again_by_itself(tmp_path: Path) -> None:
+    with ControllerProcess(tmp_path, supervised=True) as controller:
+        epoch = controller.ready["epoch"]
+        send(controller.ready["pid"], signal.SIGKILL)
+
+        def cluster() -> dict:
+            try:
+                return controller.ask("/v1/cluster")
+            except OSError:
+                return {"epoch": epoch}
+
+        eventually("it serves again", lambda: cluster()["epoch"] != epoch)
+        assert (cluster()["restarts"], cluster()["last_end"]) == (1, "SIGKILL")
+        assert "kvstrata_controller_restarts 1.0" in controller.text("/metrics")
+        assert controller.stop() == 0
+
+
+@pytest.mark.parametrize("argument", ["--check", "--help", "-h"])
+def test_commands_that_only_print_are_not_started_again(argument: str) -> None:
+    """Its reader may close the pipe, as `head` does; then it would fail after each restart."""
+    assert keep("lmcache-server", [argument], lambda _, restarts: os.getpid()) == os.getpid()

@@ -1,0 +1,22 @@
+"""Each benchmark works: it runs at its smallest size, in a process of its own, and gives the figures that it names.
+
+tests/vllm/test_benchmarks.py has the benchmarks that start real vLLM, tests/gpu/test_benchmarks.py those of GPUs.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.run import modules
+from tests.harness import bench
+from tests.vllm.test_benchmarks import WITH_VLLM
+
+pytestmark = pytest.mark.integration
+
+OF_GPUS = {"gpu_copies", "gpu_engine", "gpu_pool"}
+"""These need a GPU; tests/gpu/test_benchmarks.py tests their parts on a simulated driver."""
+
+
+@pytest.mark.parametrize("name", sorted(set(modules()) - set(WITH_VLLM) - OF_GPUS))
+def test_a_benchmark_gives_its_figures(name: str) -> None:
+    assert bench.small(name)

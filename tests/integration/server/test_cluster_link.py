@@ -1,0 +1,206 @@
+"""A real server against a controller whose answers the test chooses: syncs, freezes, commands, message by message."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstrata.rpc import cluster_wire, wire
+from kvstrata.rpc.cluster_wire import Command, CommandKind, Goodbye, Register, SyncBegin, SyncEnd, SyncPart
+from tests.harness.controller_double import ControllerDouble
+from tests.harness.rpc_client import CHUNK_TOKENS, RpcClient
+from tests.harness.server_process import ServerProcess
+from tests.integration.server.test_cluster_member import Prompt, cluster_of, split
+
+pytestmark = pytest.mark.integration
+
+FROZEN, RESERVED = wire.ReserveOutcome.FROZEN, wire.ReserveOutcome.RESERVED
+
+
+@pytest.fixture
+def controller() -> Iterator[ControllerDouble]:
+    with ControllerDouble() as double:
+        yield double
+
+
+@pytest.fixture
+def server(tmp_path: Path, controller: ControllerDouble) -> Iterator[ServerProcess]:
+    flags = ("--controller-url", f"tcp://127.0.0.1:{controller.ports['reply']}", "--instance-id", "ours")
+    process = ServerProcess(tmp_path / "server", l1_mb=64, chunk_tokens=CHUNK_TOKENS, flags=flags)
+    with process:
+        process.start()
+        yield process
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[RpcClient]:
+    with RpcClient(server.socket_dir) as client:
+        yield client
+
+
+def synced(controller: ControllerDouble, times: int = 1) -> None:
+    """Wait until this many full syncs have ended."""
+    controller.until(lambda: len(controller.asked_for(SyncEnd)) >= times and controller.beats)
+    controller.serve(0.05)
+
+
+def freeze(controller: ControllerDouble, number: int = 1, freeze_ms: int = 5_000) -> None:
+    """Ask for a full sync with a freeze of stores, and wait until the freeze has begun."""
+    controller.silent.add("SyncEnd")
+    begun = len(controller.asked_for(SyncEnd))
+    controller.commands.append(Command(number, CommandKind.RESYNC, {"freeze_ms": freeze_ms}))
+    controller.until(lambda: len(controller.asked_for(SyncEnd)) > begun)
+
+
+def outcomes(prompt: Prompt) -> set[int]:
+    """Store the prompt's chunks; return the different outcomes."""
+    return set(prompt.store())
+
+
+def test_events_during_a_full_sync_are_sent_after_it(controller, server, client):
+    first, second = Prompt(client, 1, 10), Prompt(client, 2, 10)
+    outcomes(first)
+    controller.slow.add("SyncPart")
+    controller.until(lambda: controller.asked_for(SyncPart))
+    outcomes(second)
+    controller.serve(0.3)
+    assert not controller.events
+    controller.release()
+    both = {key[:8] for key in split(first.keys + second.keys)}
+    controller.until(lambda: controller.held.get("l1") == both)
+    assert len(controller.asked_for(SyncBegin)) == 1
+    events = [event.seq for event in controller.events]
+    assert events == list(range(1, len(events) + 1))
+
+
+def test_a_refused_full_sync_is_begun_again_with_a_new_number(controller, server, client):
+    controller.failures["SyncEnd"] = ["bad_sync"]
+    prompt = Prompt(client, 1, 10)
+    outcomes(prompt)
+    controller.until(lambda: controller.held.get("l1") == {key[:8] for key in split(prompt.keys)})
+    begun = [begin.sync for begin in controller.asked_for(SyncBegin)]
+    assert begun == sorted(set(begun)) and len(begun) >= 2
+    controller.until(lambda: controller.beats and controller.beats[-1].last_event == len(controller.events))
+
+
+def test_a_part_that_is_temporarily_refused_is_sent_again(controller, server, client):
+    prompt = Prompt(client, 1, 10)
+    outcomes(prompt)
+    controller.failures["SyncPart"] = ["refused", "refused"]
+    controller.commands.append(Command(1, CommandKind.RESYNC, {"freeze_ms": 0}))
+    synced(controller, 2)
+    controller.until(lambda: 1 in controller.results)
+    assert controller.results[1].ok
+    parts = [part.index for part in controller.asked_for(SyncPart)]
+    assert parts.count(0) >= 3
+
+
+def test_a_frozen_sync_refuses_stores_until_it_ends(controller, server, client):
+    synced(controller)
+    freeze(controller)
+    prompt = Prompt(client, 1, 10)
+    assert outcomes(prompt) == {FROZEN}
+    assert prompt.hits() == 0
+    controller.silent.clear()
+    controller.failures["SyncEnd"] = []
+    controller.until(lambda: 1 in controller.results)
+    assert outcomes(prompt) == {RESERVED}
+    assert prompt.hits() == 10
+
+
+def test_a_freeze_ends_after_its_time_even_if_the_sync_has_not_ended(controller, server, client):
+    synced(controller)
+    freeze(controller, freeze_ms=300)
+    prompt = Prompt(client, 1, 10)
+    controller.until(lambda: outcomes(prompt) == {RESERVED})
+    assert cluster_of(server)["syncs_failed"] == 0
+
+
+def test_a_freeze_ends_when_heartbeats_are_no_longer_answered(controller, server, client):
+    synced(controller)
+    freeze(controller)
+    prompt = Prompt(client, 1, 10)
+    assert outcomes(prompt) == {FROZEN}
+    controller.silent.add("Heartbeat")
+    controller.until(lambda: outcomes(prompt) == {RESERVED})
+    assert cluster_of(server)["freezes_cut"] == 1
+
+
+def test_a_command_is_carried_out_once_however_often_it_is_sent(controller, server, client):
+    synced(controller)
+    prompt = Prompt(client, 1, 10)
+    outcomes(prompt)
+    evict = Command(7, CommandKind.EVICT, {"keys": prompt.keys})
+    controller.commands.append(evict)
+    controller.until(lambda: 7 in controller.results)
+    assert controller.results.pop(7).body == {"count": 10}
+    assert outcomes(prompt) == {RESERVED}
+    controller.until(lambda: 7 in controller.results)  # the server repeats the result
+    assert controller.results[7].body == {"count": 10}
+    assert prompt.hits() == 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "says"),
+    [
+        (CommandKind.RESYNC, {"freeze_ms": 5_001}, "freeze_ms"),
+        (CommandKind.CLEAR, {"tier": "l3"}, "tier"),
+        (CommandKind.EVICT, {"keys": b"short"}, "keys"),
+        (CommandKind.EVICT, {"identity": b"short"}, "identity"),
+        (CommandKind.PIN, {"keys": bytes(32), "ttl_ms": -1, "claim": "c"}, "ttl_ms"),
+        (CommandKind.PIN, {"keys": bytes(32), "ttl_ms": 10}, "claim"),
+        (CommandKind.PULL, {"keys": bytes(32), "n_slices": 2, "identity": bytes(32)}, "multiple"),
+        (CommandKind.PULL, {"keys": bytes(32), "n_slices": 1, "identity": b""}, "identity"),
+        (
+            CommandKind.PULL,
+            {"keys": bytes(32), "n_slices": 1, "identity": bytes(32), "owner": {"n": 1}},
+            "owner",
+        ),
+        (CommandKind.EXPLAIN, {}, "request_id"),
+    ],
+)
+def test_the_answer_to_an_invalid_command_names_the_wrong_field(controller, server, kind, argument, says):
+    controller.commands.append(Command(1, kind, argument))
+    controller.until(lambda: 1 in controller.results)
+    assert not controller.results[1].ok
+    assert says in controller.results[1].message
+
+
+def test_the_server_registers_again_after_a_new_epoch_and_after_unknown_instance(controller, server):
+    synced(controller)
+    controller.epoch += 1
+    controller.until(lambda: len(controller.asked_for(Register)) == 2)
+    controller.failures["Heartbeat"] = ["unknown_instance"]
+    controller.until(lambda: len(controller.asked_for(Register)) == 3)
+    synced(controller, 3)
+    assert len({told.incarnation for told in controller.asked_for(Register)}) == 1
+
+
+def test_a_refused_registration_is_tried_again_and_serving_goes_on(controller, server, client):
+    controller.failures["Register"] = ["instance_id_taken", "no_slots"]
+    prompt = Prompt(client, 1, 10)
+    assert outcomes(prompt) == {RESERVED}
+    controller.until(lambda: controller.held.get("l1") == {key[:8] for key in split(prompt.keys)})
+
+
+def test_a_server_that_stops_says_goodbye_first(controller, server):
+    synced(controller)
+    server.signal(signal.SIGTERM)
+    controller.until(lambda: controller.asked_for(Goodbye))
+    [told] = controller.asked_for(Goodbye)
+    assert told.instance == "ours"
+    assert controller.asked_for(Register)[0].protocol == cluster_wire.CLUSTER_PROTOCOL_VERSION
+
+
+def test_a_server_serves_although_the_controller_names_invalid_ports(controller, server, client):
+    valid = dict(controller.ports)
+    controller.ports.update(pull=0, heartbeat=70_000)
+    controller.epoch += 1
+    controller.until(lambda: len(controller.asked_for(Register)) >= 3)
+    prompt = Prompt(client, 1, 10)
+    assert outcomes(prompt) == {RESERVED}
+    controller.ports.update(valid)
+    controller.until(lambda: controller.held.get("l1") == {key[:8] for key in split(prompt.keys)})

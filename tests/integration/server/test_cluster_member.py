@@ -1,0 +1,377 @@
+"""A real server with a real controller, which knows the server's chunks and whose faults cost the server nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from kvstrata.native.hashing import chain_keys, storage_keys
+from kvstrata.rpc import cluster_wire, wire
+from kvstrata.server.cluster.events import MAX_QUEUED_TAGS
+from tests.harness.controller_process import ControllerProcess
+from tests.harness.rpc_client import CHUNK_TOKENS, RECORD_BYTES, RpcClient
+from tests.harness.server_process import ServerFailed, ServerProcess
+
+pytestmark = pytest.mark.integration
+
+WAIT_S = 60.0
+QUICK = ("--heartbeat-s", "0.2", "--dead-after-s", "2")
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """Wait for the first true value of the condition."""
+    end_s = time.monotonic() + WAIT_S
+    while not (found := condition()):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    return found
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[ControllerProcess]:
+    with ControllerProcess(tmp_path / "controller", flags=QUICK) as process:
+        yield process
+
+
+@pytest.fixture
+def server(tmp_path: Path, controller: ControllerProcess) -> Iterator[ServerProcess]:
+    url = f"tcp://127.0.0.1:{controller.ports['reply']}"
+    flags = ("--controller-url", url, "--instance-id", "ours")
+    process = ServerProcess(tmp_path / "server", l1_mb=64, l2="fs", chunk_tokens=CHUNK_TOKENS, flags=flags)
+    with process:
+        process.start()
+        yield process
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[RpcClient]:
+    with RpcClient(server.socket_dir) as client:
+        yield client
+
+
+class Prompt:
+    """Chunks of one prompt, stored by one engine."""
+
+    def __init__(self, client: RpcClient, number: int, n_chunks: int) -> None:
+        self.client = client
+        self.identity = client.identify()
+        self.chain = chain_keys(self.identity.root, [number] * (n_chunks * CHUNK_TOKENS), CHUNK_TOKENS)
+        assert client.slice is not None
+        self.keys = storage_keys(self.identity.root, self.chain, client.slice.digest())
+        self.tags = cluster_wire.tags_of(self.keys)
+
+    def store(self) -> bytes:
+        return self.client.store(self.identity, self.chain)
+
+    def hits(self) -> int:
+        reply = self.client.lookup(self.identity.identity_id, self.chain)
+        self.client.release([(self.client.session, self.client.seq)], group=True)
+        return reply.n_chunks
+
+
+def cluster_of(server: ServerProcess) -> dict[str, Any]:
+    """The part of the server's status about the cluster."""
+    with RpcClient(server.socket_dir) as client:
+        return client.status()["cluster"]
+
+
+def ours(controller: ControllerProcess) -> dict[str, Any]:
+    """The controller's row of the server; empty while the controller does not know it."""
+    rows = controller.ask("/v1/instances")["instances"]
+    return next((row for row in rows if row["id"] == "ours"), {})
+
+
+def confirmed(controller: ControllerProcess) -> bool:
+    """Whether the controller's knowledge of the server is exact."""
+    return bool(ours(controller).get("confirmed"))
+
+
+def keys_in(controller: ControllerProcess, tier: str) -> int:
+    """Chunks in a tier of the server that the controller knows of."""
+    return int(ours(controller).get("keys", {}).get(tier, 0))
+
+
+def test_the_controller_knows_which_chunks_are_stored_and_dropped(controller, server, client):
+    until(lambda: confirmed(controller))
+    prompt = Prompt(client, 1, 20)
+    assert set(prompt.store()) == {wire.ReserveOutcome.RESERVED}
+    until(lambda: keys_in(controller, "l1") == 20)
+    until(lambda: keys_in(controller, "fs-0") == 20)
+    assert ours(controller)["capacity_bytes"]["l1"] == 64 << 20
+    answer = controller.ask("/v1/evict", {"keys": [key.hex() for key in split(prompt.keys[-32 * 5 :])]})
+    assert answer["commands"][0]["result"]["count"] == 5
+    until(lambda: keys_in(controller, "l1") == 15)
+    controller.ask("/v1/clear", {"tier": "all"})
+    until(lambda: keys_in(controller, "l1") == keys_in(controller, "fs-0") == 0)
+    assert confirmed(controller)
+    assert cluster_of(server)["syncs"] == 1
+
+
+def split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + 32] for at in range(0, len(keys), 32)]
+
+
+def test_a_server_that_stops_is_forgotten_and_one_that_comes_back_is_known_again(controller, server, client):
+    prompt = Prompt(client, 1, 20)
+    prompt.store()
+    until(lambda: keys_in(controller, "l1") == 20)
+    client.goodbye()
+    assert server.stop() == 0
+    assert ours(controller) == {}
+    server.start()
+    until(lambda: keys_in(controller, "l1") == 20)
+    until(lambda: confirmed(controller))
+
+
+def test_a_controller_that_was_killed_learns_everything_again(controller, server, client):
+    until(lambda: confirmed(controller))
+    prompts = [Prompt(client, number, 10) for number in range(6)]
+    for number, prompt in enumerate(prompts):
+        assert set(prompt.store()) == {wire.ReserveOutcome.RESERVED}
+        if number == 2:
+            controller.kill()
+        if number == 4:
+            controller.start()
+    until(lambda: keys_in(controller, "l1") == 60)
+    until(lambda: keys_in(controller, "fs-0") == 60)
+    until(lambda: confirmed(controller))
+    assert [prompt.hits() for prompt in prompts] == [10] * 6
+
+
+def test_a_frozen_controller_costs_the_server_nothing(controller, server, client):
+    until(lambda: confirmed(controller))
+    controller.freeze()
+    prompts = [Prompt(client, number, 40) for number in range(30)]  # more than L1 holds
+    for prompt in prompts:
+        assert set(prompt.store()) == {wire.ReserveOutcome.RESERVED}
+        assert prompt.hits() == 40
+    told = cluster_of(server)
+    assert told["queued_tags"] <= MAX_QUEUED_TAGS
+    assert not told["frozen"]
+    until(lambda: cluster_of(server)["unanswered"] > told["unanswered"])
+    controller.thaw()
+    until(lambda: confirmed(controller))
+    in_l1 = client.status()["pool"]["entries"]["ready"]
+    until(lambda: keys_in(controller, "l1") == in_l1)
+
+
+def test_commands_are_carried_out_and_answered(controller, server, client):
+    prompt = Prompt(client, 1, 5)
+    prompt.store()
+    until(lambda: keys_in(controller, "l1") == 5)
+    status = controller.ask("/v1/instances/ours/status")
+    assert status["ok"] and status["document"]["instance"]["instance_id"] == "ours"
+    runtime = controller.ask("/v1/instances/ours/runtime")["document"]
+    assert runtime["rss_bytes"] > 0 and runtime["threads"] > 1
+    assert "HOME" not in runtime["environment"]
+    client.lookup(prompt.identity.identity_id, prompt.chain, request_id="asked")
+    (explained,) = controller.ask("/v1/explain", {"request_id": "asked"})["lookups"]
+    assert explained["instance"] == "ours" and explained["document"]["hits"]["l1"] == 5
+    keys = [key.hex() for key in split(prompt.keys)]
+    pinned = controller.ask("/v1/pin", {"keys": keys, "instance": "ours", "ttl_s": 600})
+    assert pinned["commands"][0]["result"]["count"] == 5
+    client.release([(client.session, client.seq)], group=True)
+    answer = controller.ask("/v1/evict", {"keys": keys})
+    assert answer["commands"][0]["result"]["count"] == 0
+    controller.ask("/v1/unpin", {"claim": pinned["claim"]})
+    answer = controller.ask("/v1/evict", {"keys": keys})
+    assert answer["commands"][0]["result"]["count"] == 5
+    until(lambda: keys_in(controller, "l1") == 0)
+    told = controller.ask("/v1/explain", {"keys": [*keys, "ab" * 32]})
+    assert told["answered"] == ["ours"]
+    assert [row["reason"] for row in told["misses"] if row["chunk"] == 5] == ["unknown_key"]
+    assert controller.ask("/v1/instances/ours/drain", {})["commands"][0]["state"] == "done"
+    until(lambda: ours(controller)["reported_state"] == "draining")
+    controller.ask("/v1/instances/ours/undrain", {})
+    until(lambda: ours(controller)["reported_state"] == "ready")
+    assert controller.ask("/v1/instances/ours/resync", {})["commands"][0]["state"] == "done"
+
+
+def test_a_pin_outlives_the_controller_that_made_it_and_can_be_ended_by_the_next(controller, server, client):
+    prompt = Prompt(client, 1, 5)
+    prompt.store()
+    until(lambda: keys_in(controller, "l1") == 5)
+    keys = [key.hex() for key in split(prompt.keys)]
+    kept = controller.ask("/v1/pin", {"keys": keys, "instance": "ours", "ttl_s": 600})["claim"]
+    ended = controller.ask("/v1/pin", {"keys": keys[:1], "instance": "ours", "ttl_s": 600})["claim"]
+    controller.ask("/v1/unpin", {"claim": ended})
+    controller.kill()
+    controller.start()
+    until(lambda: confirmed(controller))
+    (pin,) = controller.ask("/v1/pins")["pins"]
+    assert (pin["claim"], pin["instance"], pin["keys"]) == (kept, "ours", 5)
+    assert 0 < pin["left_s"] <= 600
+    dropped = controller.ask("/v1/evict", {"keys": keys, "wait_s": 30})
+    assert dropped["commands"][0]["result"]["count"] == 0, "the instance has kept the chunks all the time"
+    assert controller.ask("/v1/unpin", {"claim": kept, "wait_s": 30})["done"]
+    assert controller.ask("/v1/pins")["pins"] == []
+    dropped = controller.ask("/v1/evict", {"keys": keys, "wait_s": 30})
+    assert dropped["commands"][0]["result"]["count"] == 5
+
+
+def test_a_server_without_a_controller_serves_and_joins_when_it_comes(tmp_path, controller):
+    controller.stop()
+    url = f"tcp://127.0.0.1:{controller.ports['reply']}"
+    flags = ("--controller-url", url, "--instance-id", "ours")
+    alone = ServerProcess(tmp_path / "alone", l1_mb=64, chunk_tokens=CHUNK_TOKENS, flags=flags)
+    with alone:
+        alone.start()
+        with RpcClient(alone.socket_dir) as client:
+            prompt = Prompt(client, 1, 20)
+            prompt.store()
+            assert prompt.hits() == 20
+            assert not cluster_of(alone)["member"]
+            controller.start()
+            until(lambda: keys_in(controller, "l1") == 20)
+
+
+def test_chunks_read_from_a_peer_stay_or_go_as_p2p_keep_says(tmp_path, controller):
+    pytest.importorskip(
+        "kvstrata.native.ucx", reason="this build has no UCX; install libucx-dev and build again"
+    )
+    url = f"tcp://127.0.0.1:{controller.ports['reply']}"
+    environments = {"owner": "true", "keeps": "true", "drops": "false"}
+    servers = [
+        ServerProcess(
+            tmp_path / name,
+            l1_mb=64,
+            chunk_tokens=CHUNK_TOKENS,
+            flags=("--controller-url", url, "--instance-id", name if name != "owner" else "ours"),
+            environment={**os.environ, "KVSTRATA_P2P_KEEP": keep},
+        )
+        for name, keep in environments.items()
+    ]
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for one in servers:
+            stack.enter_context(one)
+            one.start()
+            clients.append(stack.enter_context(RpcClient(one.socket_dir)))
+        prompts = [Prompt(client, 1, 20) for client in clients]
+        prompts[0].store()
+        until(lambda: keys_in(controller, "l1") == 20)
+        for prompt in prompts[1:]:
+            until(lambda prompt=prompt: prompt.hits() == 20)
+        until(lambda: clients[2].status()["pool"]["entries"]["ready"] == 0)
+        assert clients[1].status()["pool"]["entries"]["ready"] == 20
+        # A reader reports its bytes when it releases the lease, after its lookup was answered.
+        until(lambda: all(client.status()["pool"]["leases"] == 0 for client in clients))
+        sent = [client.status()["peers_served"]["read_bytes"] for client in clients]
+        assert sum(sent) >= 2 * 20 * RECORD_BYTES
+        assert sent[0] >= 20 * RECORD_BYTES  # the third instance may have read from the second
+        rows = {row["id"]: row for row in controller.ask("/v1/instances")["instances"]}
+        until(lambda: ours(controller)["peer_sent_bytes_total"] == sent[0])
+        assert rows["keeps"]["peer_endpoint"].startswith("tcp://127.0.0.1:")
+
+
+def test_off_loopback_only_members_with_the_clusters_key_are_let_in(tmp_path):
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    keys, ours_alone = tmp_path / "controller.keys", tmp_path / "member.keys"
+    for path, text in ((keys, f"secret {secret}\nclient {public}\n"), (ours_alone, f"secret {secret}\n")):
+        path.write_text(text)
+        path.chmod(0o600)
+    flags = (*QUICK, "--monitor-host", "0.0.0.0", "--curve-secret-file", str(keys))
+    with ControllerProcess(tmp_path / "controller", flags=flags) as controller:
+        url = ("--controller-url", f"tcp://127.0.0.1:{controller.ports['reply']}")
+        key = ("--cluster-curve-file", str(ours_alone))
+        with contextlib.ExitStack() as stack:
+            for name, more in (("ours", (*url, *key)), ("outside", url)):
+                one = ServerProcess(
+                    tmp_path / name,
+                    l1_mb=64,
+                    chunk_tokens=CHUNK_TOKENS,
+                    flags=(*more, "--instance-id", name, "--p2p-listen", "localhost:0"),
+                )
+                stack.enter_context(one)
+                one.start()
+            until(lambda: confirmed(controller))
+            assert [row["id"] for row in controller.ask("/v1/instances")["instances"]] == ["ours"]
+            assert not cluster_of(one)["member"]
+            with RpcClient(one.socket_dir) as client:
+                prompt = Prompt(client, 1, 5)
+                prompt.store()
+                assert prompt.hits() == 5
+
+
+def test_each_port_of_a_controller_refuses_wrong_keys_and_says_so(tmp_path):
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    keys, theirs = tmp_path / "controller.keys", tmp_path / "other.keys"
+    for path, text in (
+        (keys, f"secret {secret}\nclient {public}\n"),
+        (theirs, f"secret {zmq.curve_keypair()[1].decode()}\nserver {public}\n"),
+    ):
+        path.write_text(text)
+        path.chmod(0o600)
+    flags = (*QUICK, "--monitor-host", "0.0.0.0", "--curve-secret-file", str(keys))
+    with ControllerProcess(tmp_path / "controller", flags=flags) as controller:
+
+        def refused(port: str) -> int:
+            return int(controller.ask("/v1/cluster")["sockets"][port]["refused_handshakes"])
+
+        context = zmq.Context()
+        stranger = zmq.curve_keypair()
+        ways = {
+            "no key": (None, b""),
+            "unknown client key": (stranger, public.encode()),
+            "key of another cluster": (stranger, zmq.curve_keypair()[0]),
+        }
+        for port in ("reply", "pull", "heartbeat"):
+            for way, (pair, server_key) in ways.items():
+                before = refused(port)
+                with context.socket(zmq.PUSH if port == "pull" else zmq.DEALER) as outsider:
+                    outsider.setsockopt(zmq.LINGER, 0)
+                    if pair is not None:
+                        outsider.setsockopt(zmq.CURVE_PUBLICKEY, pair[0])
+                        outsider.setsockopt(zmq.CURVE_SECRETKEY, pair[1])
+                        outsider.setsockopt(zmq.CURVE_SERVERKEY, server_key)
+                    outsider.connect(f"tcp://127.0.0.1:{controller.ports[port]}")
+                    until(lambda port=port, before=before: refused(port) > before)
+                log = controller.log.read_text()
+                unknown = way == "unknown client key"
+                says = way if unknown else "no key, or a key of another cluster"
+                assert f'connection_refused port=monitor_ports.{port} why="{says}"' in log, way
+        context.term()
+        assert all(one["received"] == 0 for one in controller.ask("/v1/cluster")["sockets"].values())
+        metrics = controller.text("/metrics")
+        assert 'kvstrata_controller_refused_handshakes_total{socket="pull"}' in metrics
+        outside = ServerProcess(
+            tmp_path / "outside",
+            l1_mb=64,
+            chunk_tokens=CHUNK_TOKENS,
+            flags=(
+                *("--controller-url", f"tcp://127.0.0.1:{controller.ports['reply']}"),
+                *("--cluster-curve-file", str(theirs), "--instance-id", "outside"),
+            ),
+        )
+        before = refused("reply")
+        with outside:
+            outside.start()
+            until(lambda: refused("reply") > before)
+            assert controller.ask("/v1/instances")["instances"] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--p2p-listen", "0.0.0.0:0"), "p2p.advertise"),
+        (("--p2p-listen", "0.0.0.0:0", "--p2p-advertise", "here"), "controller.curve_file"),
+        (("--p2p-listen", "nowhere"), "p2p.listen"),
+        (("--controller-url", "http://there"), "controller.url"),
+        (("--cluster-curve-file", "/nothing"), "controller.curve_file"),
+    ],
+)
+def test_wrong_settings_of_a_member_stop_the_start_with_their_name(tmp_path, flags, says):
+    pytest.importorskip(
+        "kvstrata.native.ucx", reason="this build has no UCX; install libucx-dev and build again"
+    )
+    url = ("--controller-url", "tcp://127.0.0.1:1", "--p2p-engine", "ucx")
+    process = ServerProcess(tmp_path / "server", l1_mb=64, chunk_tokens=CHUNK_TOKENS, flags=(*url, *flags))
+    with process, pytest.raises(ServerFailed, match=says):
+        process.start()

@@ -1,0 +1,308 @@
+"""A real server in front of a real Redis to which somebody else writes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from kvstrata.native.hashing import storage_keys
+from kvstrata.rpc import wire
+from kvstrata.types import unpack_extents
+from tests.harness.forged import forged_record, renamed, resealed
+from tests.harness.hostile_resp import Hostile, cursors
+from tests.harness.l2_load import check_and_release, clear_l1, stored, until_stored
+from tests.harness.redis_server import RedisServer
+from tests.harness.rpc_client import (
+    KEY_BYTES,
+    PAYLOAD_BYTES,
+    RpcClient,
+    RpcError,
+    chain_of,
+    keys_of,
+    new_prompt,
+    until,
+)
+from tests.harness.server_process import ServerProcess
+
+pytestmark = pytest.mark.integration
+
+START = 4096
+"""Where the payload of the tests' records begins."""
+
+
+@pytest.fixture
+def medium(tmp_path: Path) -> Iterator[RedisServer]:
+    """A running Redis."""
+    with RedisServer(tmp_path / "redis") as server:
+        yield server
+
+
+@pytest.fixture
+def start(tmp_path: Path, medium: RedisServer) -> Iterator[Callable[..., ServerProcess]]:
+    """Starts servers on the medium, with these fields in the adapter's entry."""
+    started: list[ServerProcess] = []
+
+    def starter(l1_mb: int = 16, **more: Any) -> ServerProcess:
+        entry = medium.entry(negative_ttl_ms=0, presence_ttl_ms=0, **more)
+        flags = ("--no-http", "--l2-adapter", json.dumps(entry))
+        process = ServerProcess(tmp_path / f"server{len(started)}", l1_mb=l1_mb, l2="embedded", flags=flags)
+        started.append(process)
+        process.start()
+        return process
+
+    yield starter
+    for process in started:
+        process.close()
+
+
+def key_file(folder: Path, name: str = "key") -> str:
+    """Write a new key; return its path."""
+    path = folder / name
+    path.touch(0o600)
+    path.write_text(secrets.token_hex(32))
+    return str(path)
+
+
+def names_of(client: RpcClient, root: bytes, chain: bytes) -> list[bytes]:
+    """The names of these chunks in Redis."""
+    assert client.slice is not None
+    keys = storage_keys(root, chain, client.slice.digest())
+    return [b"kvstrata:" + key.hex().encode() for key in keys_of(keys)]
+
+
+def put_of(client: RpcClient, count: int) -> None:
+    """Wait until this many chunks were put."""
+    until(client, lambda status: status["l2_store"]["adapters"]["resp-0"]["outcomes"].get("stored") == count)
+
+
+def read_back(client: RpcClient, root_id: int, chain: bytes) -> tuple[int, str, list[bytes]]:
+    """Look a chain up: the chunks found, the reason of the first miss, and the payloads' first bytes."""
+    reply = client.lookup(root_id, chain, deadline_ms=20_000)
+    starts = [client.read(extent)[:8] for extent in unpack_extents(reply.extents)]
+    client.release([(client.session, reply.seq)])
+    return reply.n_chunks, reply.reason, starts
+
+
+def struck(record: bytes) -> bytes:
+    """A record without the key's codec in its chain."""
+    return resealed(record[:80] + bytes([2, 3]).ljust(8, b"\0") + record[88:])
+
+
+def altered(record: bytes) -> bytes:
+    """A record with one other bit in its ciphertext."""
+    return resealed(record[: START + 20] + bytes([record[START + 20] ^ 1]) + record[START + 21 :])
+
+
+ATTACKS: dict[str, Callable[[bytes, bytes, bytes], bytes]] = {
+    "a plain record": lambda forged, first, second: forged,
+    "the record of another chunk": lambda forged, first, second: second,
+    "the record of another chunk that names this one": lambda forged, first, second: renamed(
+        second, first[16:48]
+    ),
+    "the key's codec struck off the chain": lambda forged, first, second: struck(first),
+    "altered ciphertext": lambda forged, first, second: altered(first),
+}
+"""By what the attacker does: from a forged plain record and the records of two chunks, the value of the first chunk."""
+
+
+@pytest.mark.parametrize("name", ["aes-gcm", "mac"])
+@pytest.mark.parametrize("isolation", ["in_process", "process"])
+def test_with_a_key_nothing_that_somebody_else_wrote_is_served(
+    start: Callable[..., ServerProcess], medium: RedisServer, tmp_path: Path, isolation: str, name: str
+) -> None:
+    codec = ["zstd", {"name": name, "key_file": key_file(tmp_path)}]
+    server = start(codec=codec, isolation=isolation)
+    with RpcClient(server.socket_dir) as client, medium.client() as attacker:
+        for number, (what, attack) in enumerate(ATTACKS.items(), start=1):
+            identity, chain = new_prompt(client, 2)
+            client.store(identity, chain)
+            put_of(client, 2 * number)
+            first, second = names_of(client, identity.root, chain)
+            genuine = attacker.get(first), attacker.get(second)
+            assert all(one is not None and one[80:88].strip(b"\0")[-1] in (5, 6) for one in genuine)
+            clear_l1(client)
+            forged = forged_record(client, identity.root, chain[:KEY_BYTES], b"FORGED!!")
+            attacker.set(first, attack(forged, *genuine))
+            n_chunks, reason, starts = read_back(client, identity.identity_id, chain)
+            assert (n_chunks, starts) == (0, []), what
+            assert reason == "corrupt", what
+        if isolation == "in_process":
+            counts = client.status()["l2_adapters"]["resp-0"]["codec"]
+            assert (counts["unauthenticated"], counts.get("wrong_key")) == (4, None), counts
+
+
+def test_a_forged_record_is_replaced_by_the_next_store(
+    start: Callable[..., ServerProcess], medium: RedisServer, tmp_path: Path
+) -> None:
+    server = start(codec=[{"name": "aes-gcm", "key_file": key_file(tmp_path)}])
+    with RpcClient(server.socket_dir) as client, medium.client() as attacker:
+        identity, chain = stored(client, 1)
+        put_of(client, 1)
+        clear_l1(client)
+        [name] = names_of(client, identity.root, chain)
+        attacker.set(name, forged_record(client, identity.root, chain, b"FORGED!!"))
+        assert read_back(client, identity.identity_id, chain)[:2] == (0, "corrupt")
+        client.store(identity, chain)
+        put_of(client, 2)
+        clear_l1(client)
+        reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
+        assert (reply.n_chunks, reply.l2_chunks) == (1, 1)
+        check_and_release(client, reply, chain)
+
+
+def test_accept_plain_serves_old_records_and_says_so_at_each_start(
+    start: Callable[..., ServerProcess], medium: RedisServer, tmp_path: Path
+) -> None:
+    codec = [{"name": "aes-gcm", "key_file": key_file(tmp_path), "accept_plain": True}]
+    server = start(codec=codec)
+    with RpcClient(server.socket_dir) as client, medium.client() as attacker:
+        identity, chain = stored(client, 1)
+        put_of(client, 1)
+        clear_l1(client)
+        attacker.set(
+            names_of(client, identity.root, chain)[0],
+            forged_record(client, identity.root, chain, b"FORGED!!"),
+        )
+        assert read_back(client, identity.identity_id, chain) == (1, "", [b"FORGED!!"])
+    server.stop()
+    server.start()
+    assert server.log.read_text().count("accept_plain is true") == 2
+
+
+# -- lengths -----------------------------------------------------------------------------------------------
+
+
+def odd_values(client: RpcClient, root: bytes, chain: bytes) -> dict[str, bytes]:
+    """Values for a chunk of whose records each has another length than the layout's, or decodes to one."""
+    one_megabyte = forged_record(client, root, chain[:KEY_BYTES], b"x", [1 << 20])
+    return {
+        "150 MB of garbage": bytes(150_000_000),
+        "a sound record of 150 MB": forged_record(
+            client, root, chain[:KEY_BYTES], b"FORGED!!", [150_000_000]
+        ),
+        "a sound record of 1 MB": one_megabyte,
+        "a record that is too short": one_megabyte[:30_000],
+        "a byte": b"x",
+        "zstd that decodes to 512 MB": bomb(client, root, chain, 512 << 20),
+    }
+
+
+def bomb(client: RpcClient, root: bytes, chain: bytes, length: int) -> bytes:
+    """A small record, sound by its headers, whose payload is `length` zeros before zstd."""
+    slabs = length >> 20
+    frame = zstandard.ZstdCompressor().compress(bytes(1 << 20))
+    body = struct.pack("<Q", length) + struct.pack("<I", len(frame)) * slabs + frame * slabs
+    header = forged_record(client, root, chain[:KEY_BYTES], b"\0", [length])[:START]
+    return resealed(header[:80] + bytes([3]).ljust(8, b"\0") + header[88:START] + body)
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_a_value_of_another_length_than_the_layouts_takes_no_room_in_l1(
+    start: Callable[..., ServerProcess], medium: RedisServer, codec: str | None
+) -> None:
+    server = start(l1_mb=256, **({"codec": codec} if codec else {}))
+    with RpcClient(server.socket_dir) as client, medium.client() as attacker:
+        others, chain = new_prompt(client, 200)
+        client.store(others, chain)
+        until_stored(client)
+        asked = client.identify(salt="asked")
+        wanted = chain_of(asked.root, 1)
+        [name] = names_of(client, asked.root, wanted)
+        for refused, (what, value) in enumerate(odd_values(client, asked.root, wanted).items(), start=1):
+            attacker.set(name, value)
+            n_chunks, reason, _ = read_back(client, asked.identity_id, wanted)
+            assert (n_chunks, reason) == (0, "l2_failed"), what
+            status = client.status()
+            assert status["l2_prefetch"]["counts"]["load:length"] == refused, what
+            assert status["pool"]["inserted_entries"] == 200, what
+            assert (status["pool"]["reservations"], status["pool"]["entries"]["ready"]) == (0, 200), what
+        client.store(asked, wanted)
+        until_stored(client)
+        clear_l1(client)
+        reply = client.lookup(asked.identity_id, wanted, deadline_ms=20_000)
+        assert reply.l2_chunks == 1, "a put has replaced the odd value"
+        check_and_release(client, reply, wanted)
+    assert server.log.read_text().count("which is not the length of its layout's records") == 1
+
+
+def zstd_bomb(length: int) -> bytes:
+    """The zstd codec's bytes of `length` bytes, whose first slab decodes to 1 GB of zeros."""
+    slabs = -(-length // (1 << 20))
+    pack = zstandard.ZstdCompressor().compressobj()
+    frame = b"".join(pack.compress(bytes(16 << 20)) for _ in range(64)) + pack.flush()
+    return struct.pack("<Q", length) + struct.pack("<I", len(frame)) * slabs + frame * slabs
+
+
+FP8_FRAME = struct.Struct("<B3x5II")
+BOMBS: dict[str, tuple[bytes, Callable[[], bytes]]] = {
+    "zstd": (bytes([3]), lambda: zstd_bomb(PAYLOAD_BYTES)),
+    "planes and zstd": (bytes([2, 3]), lambda: zstd_bomb(PAYLOAD_BYTES)),
+    "a longer zstd length": (bytes([3]), lambda: struct.pack("<Q", 1 << 40)),
+    "fp8 of a huge shape": (bytes([1]), lambda: FP8_FRAME.pack(1, 1 << 15, 1, 1 << 15, 1, 1 << 15, 1 << 15)),
+    "fp8 of many sections": (bytes([1]), lambda: FP8_FRAME.pack(1, 1, 1, 1, 1, 1, 0xFFFFFFFF)),
+    "fp8 and a zstd bomb": (bytes([1, 3]), lambda: zstd_bomb(30_000)),
+    "fp8 and a longer zstd length": (bytes([1, 3]), lambda: struct.pack("<Q", 1 << 60)),
+}
+"""By what it is: the codecs of a record of the right length, and its stored payload."""
+
+
+@pytest.mark.parametrize("bomb_name", BOMBS)
+def test_a_bomb_ends_at_the_length_of_the_layout(
+    start: Callable[..., ServerProcess], medium: RedisServer, bomb_name: str
+) -> None:
+    server = start(codec=["fp8", "zstd"])
+    codecs, body = BOMBS[bomb_name]
+    with RpcClient(server.socket_dir) as client, medium.client() as attacker:
+        identity, chain = new_prompt(client, 1)
+        header = forged_record(client, identity.root, chain, b"x")[:START]
+        [name] = names_of(client, identity.root, chain)
+        attacker.set(name, resealed(header[:80] + codecs.ljust(8, b"\0") + header[88:] + body()))
+        before_kb = peak_kb(server)
+        n_chunks, reason, _ = read_back(client, identity.identity_id, chain)
+        assert (n_chunks, reason) == (0, "corrupt")
+        assert attacker.get(name) is None, "a record that decodes to other bytes is removed"
+        assert peak_kb(server) - before_kb < 64 << 10
+
+
+def peak_kb(server: ServerProcess) -> int:
+    """The most memory that the server has used, in kB."""
+    lines = Path(f"/proc/{server.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+# -- answers -----------------------------------------------------------------------------------------------
+
+
+async def test_a_scan_that_never_ends_does_not_block_a_clear(tmp_path: Path) -> None:
+    """The clear says which tier is incomplete, and clears the other one."""
+    async with Hostile() as hostile:
+        hostile.answers[b"SCAN"] = cursors(1, 2)
+        fs = {"type": "fs", "base_path": str(tmp_path / "kv"), "capacity_gb": 1}
+        entries = [hostile.entry(), fs]
+        flags = ["--no-http", *(word for entry in entries for word in ("--l2-adapter", json.dumps(entry)))]
+
+        def work() -> None:
+            with ServerProcess(tmp_path / "server", l1_mb=16, l2="embedded", flags=tuple(flags)) as server:
+                server.start()
+                with RpcClient(server.socket_dir) as client:
+                    stored(client, 3)
+                    until(
+                        client,
+                        lambda status: status["l2_store"]["adapters"]["fs-1"]["outcomes"].get("stored") == 3,
+                    )
+                    with pytest.raises(RpcError, match=r"resp-0: not cleared: .* incomplete: SCAN of"):
+                        client.ask(
+                            wire.Clear(client.session, client.next_seq(), wire.ClearScope.ALL), wire.Cleared
+                        )
+                    assert list((tmp_path / "kv").glob("??/??/*.kvc")) == []
+
+        async with asyncio.timeout(60):
+            await asyncio.to_thread(work)

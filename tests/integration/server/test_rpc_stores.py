@@ -1,0 +1,274 @@
+"""Stores, lookups and leases of a real server over its wire, and what repeats, cancels and pings do to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvstrata.rpc import wire
+from kvstrata.types import KEY_BYTES, unpack_extents
+from tests.harness.rpc_client import (
+    RECORD_BYTES,
+    RpcClient,
+    RpcError,
+    assert_held,
+    assert_nothing_held,
+    keys_of,
+    new_prompt,
+    payload,
+)
+from tests.harness.server_process import ServerProcess
+
+pytestmark = pytest.mark.integration
+COMMITTED, NOT_RESERVED, BAD_RECORD = (bytes([outcome]) for outcome in wire.CommitOutcome)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One server for all tests of this file, each of which leaves it as it found it."""
+    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=64, flags=("--no-http",)) as process:
+        process.start()
+        yield process
+        assert process.stop() == 0, process.log_tail()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[RpcClient]:
+    """A client that is an engine of its own; after the test the server holds nothing of it."""
+    with RpcClient(server.socket_dir) as made:
+        yield made
+    assert_nothing_held(server.socket_dir)
+
+
+def test_stored_chunks_are_found_with_the_bytes_that_were_written(client: RpcClient) -> None:
+    identity, chain = new_prompt(client, 5)
+    assert client.lookup(identity.identity_id, chain).n_chunks == 0
+    assert set(client.store(identity, chain)) == {wire.ReserveOutcome.RESERVED}
+    reply = client.lookup(identity.identity_id, chain)
+    assert (reply.n_chunks, reply.l1_chunks, reply.l2_chunks, reply.reason) == (5, 5, 0, "")
+    for extent, key in zip(unpack_extents(reply.extents), keys_of(chain), strict=True):
+        assert client.read(extent) == payload(key)
+    assert client.release([(client.session, reply.seq)]) == 1
+
+
+def test_a_lookup_counts_only_leading_chunks(client: RpcClient) -> None:
+    identity, chain = new_prompt(client, 6)
+    client.store(identity, chain[: 3 * KEY_BYTES])
+    client.store(identity, chain[5 * KEY_BYTES :], parent=chain[4 * KEY_BYTES : 5 * KEY_BYTES])
+    reply = client.lookup(identity.identity_id, chain)
+    assert reply.n_chunks == 3
+    assert len(unpack_extents(reply.extents)) == 3
+    client.release([(client.session, reply.seq)])
+
+
+def test_a_chunk_is_invisible_before_its_commit(client: RpcClient) -> None:
+    identity, chain = new_prompt(client, 1)
+    seq, reply = client.reserve(identity.identity_id, chain)
+    client.write(unpack_extents(reply.extents)[0], identity.root, chain, b"", b"x")
+    found = client.lookup(identity.identity_id, chain)
+    assert (found.n_chunks, found.reason) == (0, "in_flight")
+    assert client.commit(seq, [0]) == COMMITTED
+    found = client.lookup(identity.identity_id, chain)
+    assert found.n_chunks == 1
+    client.release([(client.session, found.seq)])
+
+
+def test_reserving_a_chunk_that_is_present_or_in_flight_gives_no_extent(client: RpcClient) -> None:
+    identity, chain = new_prompt(client, 2)
+    client.store(identity, chain[:KEY_BYTES])
+    first, _ = client.reserve(identity.identity_id, chain)
+    _, again = client.reserve(identity.identity_id, chain)
+    assert list(again.outcomes) == [wire.ReserveOutcome.PRESENT, wire.ReserveOutcome.IN_FLIGHT]
+    assert again.extents == bytes(len(again.extents))
+    assert client.abort(first) == 1
+
+
+def test_a_commit_of_an_unknown_reservation_is_not_reserved(client: RpcClient) -> None:
+    assert client.commit(4711, [0, 1]) == NOT_RESERVED * 2
+    identity, chain = new_prompt(client, 1)
+    lookup = client.lookup(identity.identity_id, chain)
+    assert client.commit(lookup.seq, [0]) == NOT_RESERVED
+
+
+def test_a_second_commit_and_indices_out_of_range_are_not_reserved(client: RpcClient) -> None:
+    identity, chain = new_prompt(client, 2)
+    seq, reply = client.reserve(identity.identity_id, chain)
+    before = b""
+    for extent, key in zip(unpack_extents(reply.extents), keys_of(chain), strict=True):
+        client.write(extent, identity.root, key, before, key)
+        before = key
+    assert client.commit(seq, [0, 0, 7]) == COMMITTED + NOT_RESERVED * 2
+    assert client.commit(seq, [0]) == NOT_RESERVED
+    assert client.commit(seq, [1]) == COMMITTED
+    assert client.commit(seq, [1]) == NOT_RESERVED
+
+
+def test_a_record_that_was_not_written_or_names_another_key_is_not_committed(client: RpcClient) -> None:
+    identity, chain = new_prompt(client, 2)
+    keys = list(keys_of(chain))
+    seq, reply = client.reserve(identity.identity_id, chain)
+    extents = unpack_extents(reply.extents)
+    client.write(extents[1], identity.root, keys[0], b"", b"x")
+    assert client.commit(seq, [0, 1]) == BAD_RECORD * 2
+    assert client.lookup(identity.identity_id, chain).n_chunks == 0
+    assert set(client.store(identity, chain)) == {wire.ReserveOutcome.RESERVED}, "the extents are free again"
+
+
+def test_an_aborted_reservation_leaves_nothing(client: RpcClient) -> None:
+    identity, chain = new_prompt(client, 3)
+    seq, _ = client.reserve(identity.identity_id, chain)
+    assert client.abort(seq, [0, 0, 9]) == 1
+    assert client.abort(seq) == 2
+    assert client.abort(seq) == 0
+    assert client.lookup(identity.identity_id, chain).reason in ("unknown_key", "never_stored")
+
+
+def test_a_release_is_counted_once_per_share(client: RpcClient) -> None:
+    identity, chain = new_prompt(client, 2)
+    client.store(identity, chain)
+    reply = client.lookup(identity.identity_id, chain)
+    name = (client.session, reply.seq)
+    assert client.release([name, name]) == 1
+    assert client.release([name]) == 0
+    assert client.release([(bytes(16), 77)]) == 0
+
+
+def test_a_lease_of_another_group_cannot_be_released(server: ServerProcess, client: RpcClient) -> None:
+    identity, chain = new_prompt(client, 2)
+    client.store(identity, chain)
+    own, other = (client.lookup(identity.identity_id, chain) for _ in range(2))
+    with RpcClient(server.socket_dir) as stranger:
+        theirs = new_prompt(stranger, 1)
+        stranger.store(*theirs)
+        lease = stranger.lookup(theirs[0].identity_id, theirs[1])
+        with pytest.raises(RpcError) as caught:
+            stranger.release([(stranger.session, lease.seq), (client.session, own.seq)], group=True)
+        assert (caught.value.code, caught.value.field) == ("not_permitted", "leases")
+        assert stranger.release([(stranger.session, lease.seq)]) == 1, "the refused message released nothing"
+    assert client.release([(client.session, own.seq), (client.session, other.seq)]) == 2
+
+
+def test_a_lookup_with_no_time_left_still_gets_what_l1_has(client: RpcClient) -> None:
+    identity, chain = new_prompt(client, 2)
+    client.store(identity, chain)
+    reply = client.lookup(identity.identity_id, chain, deadline_ms=0)
+    assert reply.n_chunks == 2
+    client.release([(client.session, reply.seq)])
+
+
+def test_long_prompts_are_looked_up_off_the_loop_with_the_same_answer(client: RpcClient) -> None:
+    identity, chain = new_prompt(client, 5_000)
+    client.store(identity, chain[: 20 * KEY_BYTES])
+    reply = client.lookup(identity.identity_id, chain)
+    assert (reply.n_chunks, reply.reason) == (20, "unknown_key")
+    assert client.release([(client.session, reply.seq)]) == 1
+
+
+def test_a_repeated_request_gets_the_same_reply_and_is_carried_out_once(client: RpcClient) -> None:
+    identity, chain = new_prompt(client, 3)
+    client.store(identity, chain[:KEY_BYTES])
+    reserve = wire.Reserve(
+        client.session, client.next_seq(), 5_000, identity.identity_id, b"", chain, RECORD_BYTES
+    )
+    lookup = client.lookup_request(identity.identity_id, chain)
+    identify = wire.Identify(client.session, client.next_seq(), wire.RequestIdentity(salt="again"))
+    prefetch = wire.Prefetch(client.session, client.next_seq(), identity.identity_id, chain, 0, 1000)
+    for request in (reserve, lookup, identify, prefetch):
+        replies = []
+        for connection in range(2):
+            for _ in range(2):
+                client.send_frames(client.frame(request))
+                replies.append(client.receive_frames())
+            if connection == 0:
+                client.connect()
+        assert len({frames[0] for frames in replies}) == 1, request
+    status = client.status()
+    assert status["pool"]["reservations"] == 1
+    assert status["sessions"]["leases"] == 1
+    for request in (
+        wire.Abort(client.session, client.next_seq(), reserve.seq),
+        wire.Release(client.session, client.next_seq(), [(client.session, lookup.seq)]),
+    ):
+        assert [client.ask(request, wire.Ok).count for _ in range(3)] == [
+            client.ask(request, wire.Ok).count
+        ] * 3
+    assert_held(client, leases=0, reservations=0)
+
+
+def test_a_seq_may_not_name_two_operations(client: RpcClient) -> None:
+    identity, chain = new_prompt(client, 1)
+    client.lookup(identity.identity_id, chain)
+    with pytest.raises(RpcError, match="used before for lookup") as caught:
+        client.ask(wire.Identify(client.session, client.seq, wire.RequestIdentity()), wire.IdentifyReply)
+    assert caught.value.field == "seq"
+
+
+def test_a_request_older_than_the_remembered_outcomes_is_refused_and_not_carried_out(
+    client: RpcClient,
+) -> None:
+    identity, chain = new_prompt(client, 1)
+    client.store(identity, chain)
+    late = client.lookup_request(identity.identity_id, chain)
+    for _ in range(11):
+        for _ in range(100):
+            client.send(wire.Release(client.session, client.next_seq(), []))
+        for _ in range(100):
+            client.receive()
+    with pytest.raises(RpcError, match="too old") as caught:
+        client.ask(late, wire.LookupReply)
+    assert (caught.value.code, caught.value.field) == ("bad_request", "seq")
+    assert_held(client, leases=0, reservations=0)
+
+
+def test_cancel_undoes_a_lookup_and_a_reserve(client: RpcClient) -> None:
+    identity, chain = new_prompt(client, 4)
+    client.store(identity, chain[: 2 * KEY_BYTES])
+    found = client.lookup(identity.identity_id, chain)
+    seq, _ = client.reserve(identity.identity_id, chain)
+    assert_held(client, leases=1, reservations=1)
+    assert client.cancel(found.seq) == 1
+    assert client.cancel(seq) == 1
+    assert_held(client, leases=0, reservations=0)
+    assert client.cancel(found.seq) == 0
+    assert client.commit(seq, [2, 3]) == NOT_RESERVED * 2
+
+
+def test_a_cancel_works_before_its_target_arrives_and_without_any_target(client: RpcClient) -> None:
+    identity, chain = new_prompt(client, 1)
+    client.store(identity, chain)
+    late = client.lookup_request(identity.identity_id, chain)
+    assert client.cancel(late.seq) == 0
+    with pytest.raises(RpcError) as caught:
+        client.ask(late, wire.LookupReply)
+    assert caught.value.code == "cancelled"
+    assert client.cancel(999_999) == 0
+    assert_held(client, leases=0, reservations=0)
+
+
+def test_a_ping_releases_the_lookups_it_does_not_name(client: RpcClient) -> None:
+    identity, chain = new_prompt(client, 2)
+    client.store(identity, chain)
+    wanted, unwanted = (client.lookup(identity.identity_id, chain) for _ in range(2))
+    client.ping()
+    assert_held(client, leases=2, reservations=0)
+    client.ping([wanted.seq])
+    assert_held(client, leases=1, reservations=0)
+    assert client.release([(client.session, wanted.seq)]) == 1
+    assert client.release([(client.session, unwanted.seq)]) == 0
+
+
+def test_a_late_ping_does_not_release_newer_lookups(client: RpcClient) -> None:
+    identity, chain = new_prompt(client, 1)
+    client.store(identity, chain)
+    late = wire.Ping(client.session, client.next_seq(), [])
+    found = client.lookup(identity.identity_id, chain)
+    client.ask(late, wire.Pong)
+    assert client.release([(client.session, found.seq)]) == 1
+
+
+def test_pings_do_not_end_reservations(client: RpcClient) -> None:
+    identity, chain = new_prompt(client, 1)
+    seq, _ = client.reserve(identity.identity_id, chain)
+    client.ping([])
+    assert client.abort(seq) == 1

@@ -1,0 +1,208 @@
+"""Secrets of a real server with a password, a token and a key: no process list, page, metric or log has them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.rpc import cluster_wire as wire
+from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
+from tests.harness.cluster_instance import LOAD, ClusterInstance, Refused
+from tests.harness.controller_process import ControllerProcess
+from tests.harness.redis_server import RedisServer
+from tests.harness.server_process import ServerProcess
+
+pytestmark = pytest.mark.integration
+
+PASSWORD = "Pa55word-of-redis"
+TOKEN = "T0ken-of-the-admin-012345"
+ENGINE_TOKEN = "T0ken-of-an-engine-987654"
+KEY = "k3y-of-the-records-" + "0" * 32
+ELSEWHERE = "S3cret-in-another-variable"
+SECRETS = (PASSWORD, TOKEN, ENGINE_TOKEN, KEY, ELSEWHERE)
+
+
+def private(path: Path, text: str) -> str:
+    path.touch(mode=0o600)
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[ControllerProcess]:
+    flags = ("--heartbeat-s", "1", "--dead-after-s", "5")
+    with ControllerProcess(tmp_path / "controller", flags=flags) as process:
+        yield process
+
+
+@pytest.fixture
+def environment(tmp_path: Path, controller: ControllerProcess) -> Iterator[dict[str, str]]:
+    """The environment of a server with an adapter whose password stands in the settings, in a process of its own."""
+    with RedisServer(tmp_path / "redis", password=PASSWORD) as redis:
+        key = private(tmp_path / "key", KEY)
+        codec = [{"name": "aes-gcm", "key_file": key}]
+        adapter = redis.entry(isolation="process", codec=codec, key_prefix="kept:")
+        yield {
+            **os.environ,
+            "KVSTRATA_L2_ADAPTERS": json.dumps([adapter]),
+            "KVSTRATA_CONTROLLER_URL": f"tcp://127.0.0.1:{controller.ports['reply']}",
+            "KVSTRATA_INSTANCE_ID": "ours",
+            "KVSTRATA_HTTP_TOKEN_FILE": private(tmp_path / "token", TOKEN),
+            "KVSTRATA_SECURITY_TENANTS_FILE": private(tmp_path / "tenants", f"{ENGINE_TOKEN} blue\n"),
+            "MY_SECRET": ELSEWHERE,
+            "AWS_SECRET_ACCESS_KEY": ELSEWHERE,
+            "VLLM_API_KEY": ELSEWHERE,
+            "LMCACHE_REMOTE_URL": f"redis://me:{ELSEWHERE}@host",
+        }
+
+
+def asked(server: ServerProcess, path: str, body: Any = None, method: str = "") -> str:
+    """The text of the answer, also of an error."""
+    url = f"http://127.0.0.1:{server.ready['http_port']}{path}"
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, method=method or None)
+    request.add_header("Authorization", f"Bearer {TOKEN}")
+    request.add_header("Content-Type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return str(answer.read().decode())
+    except urllib.error.HTTPError as error:
+        return str(error.read().decode())
+
+
+def family(pid: int) -> list[int]:
+    """A process and all of its descendants."""
+    found = [pid]
+    for parent in found:
+        for thread in Path(f"/proc/{parent}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def test_no_secret_is_in_a_command_line_page_answer_metric_or_log(tmp_path, environment, controller):
+    with ServerProcess(
+        tmp_path / "server",
+        l1_mb=16,
+        l2="embedded",
+        chunk_tokens=CHUNK_TOKENS,
+        environment=environment,
+        supervised=True,
+    ) as server:
+        server.start()
+        with CacheEngine(server.socket_dir) as engine:
+            engine.connect()
+            engine.stored(prompt(2))
+        pids = family(server.pid)
+        command_lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
+        assert len(pids) >= 3, "keeper, server and adapter host"
+        (host,) = (pid for pid, line in command_lines.items() if b"storage.host.child" in line)
+        seen = {"command lines": b"\n".join(command_lines.values()).decode()}
+        seen["environment of the adapter host"] = Path(f"/proc/{host}/environ").read_bytes().decode()
+
+        wrong = {
+            "type": "resp",
+            "host": "127.0.0.1",
+            "password": PASSWORD,
+            "polcy": f"redis://u:{PASSWORD}@h",
+        }
+        seen["status"] = asked(server, "/v1/status")
+        seen["adapters"] = asked(server, "/v1/l2/adapters")
+        seen["metrics"] = asked(server, "/metrics")
+        seen["a wrong adapter"] = asked(server, "/v1/l2/adapters", {"adapter": wrong})
+        seen["a wrong name"] = asked(server, "/v1/l2/adapters", {"adapter": PASSWORD})
+        seen["a removed adapter"] = asked(server, "/v1/l2/adapters/resp-0", method="DELETE")
+        seen["a long type"] = asked(server, "/v1/l2/adapters", {"adapter": {"type": "t" * 200_000}})
+        seen["control characters"] = asked(server, "/v1/l2/adapters", {"adapter": {"type": "a\x1b[2J\r\nb"}})
+        assert "unknown adapter 'ttt" in seen["a long type"] and len(seen["a long type"]) < 1_000
+        assert "\\x1b" in seen["control characters"] and "u001b" not in seen["control characters"]
+
+        eventually("the instance is a member", lambda: "ours" in json.dumps(controller.ask("/v1/instances")))
+        runtime = controller.ask("/v1/instances/ours/runtime")["document"]["environment"]
+        seen["the runtime page"] = json.dumps(runtime)
+        assert not {"MY_SECRET", "AWS_SECRET_ACCESS_KEY", "VLLM_API_KEY", "LMCACHE_REMOTE_URL", "PATH"} & set(
+            runtime
+        )
+        (shown,) = json.loads(runtime["KVSTRATA_L2_ADAPTERS"])
+        assert shown["key_prefix"] == "kept:" and shown["password"] == "*** left out ***"
+        assert runtime["KVSTRATA_HTTP_TOKEN_FILE"] == environment["KVSTRATA_HTTP_TOKEN_FILE"]
+        assert server.stop() == 0
+        seen["logs"] = server.log.read_text() + controller.log.read_text()
+    checked = subprocess.run(
+        [sys.executable, "-m", "kvstrata.cli.server", "--check"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+    )
+    assert checked.returncode == 0, checked.stderr
+    seen["--check"] = checked.stdout + checked.stderr
+    found = {(what, secret) for what, text in seen.items() for secret in SECRETS if secret in text}
+    # SDKs read their credentials from the environment, so the adapter host has all variables but our settings.
+    found -= {("environment of the adapter host", ELSEWHERE)}
+    assert found == set()
+
+
+@pytest.mark.parametrize(
+    "spelt",
+    [
+        '[{"type": "resp", "password": "%s"',
+        '{"type": "resp", "password": "%s"}',
+        '["%s"]',
+        "%s: [",
+        '[{"type": 7, "password": "%s"}]',
+    ],
+)
+def test_settings_that_cannot_be_used_are_not_repeated_with_their_secrets(tmp_path, spelt):
+    environment = {**os.environ, "KVSTRATA_L2_ADAPTERS": spelt % PASSWORD}
+    for flags in ((), ("--l2-adapter", spelt % PASSWORD)):
+        ran = subprocess.run(
+            [sys.executable, "-m", "kvstrata.cli.server", "--check", *flags],
+            capture_output=True,
+            text=True,
+            env=environment if not flags else None,
+            timeout=60,
+        )
+        assert ran.returncode == 2 and ran.stderr and PASSWORD not in ran.stdout + ran.stderr
+
+
+BAD_LOADS = (
+    {"used_bytes": {"l1\nkvstrata_fake 1": 1}},
+    {"used_bytes": {'l1"} 1\nx{a="': 1}},
+    {"chunks": {"\x00": 1}},
+    {"capacity_bytes": {"x" * 200_000: 1}},
+    {"used_bytes": {f"tier-{n}": n for n in range(10_000)}},
+    {"hits_total": {"\x1b[2J": 1}},
+    {"hits_total": {f"word{n}": n for n in range(10_000)}},
+)
+
+
+def test_texts_of_a_member_become_labels_only_in_a_small_alphabet_and_number(controller):
+    def labels() -> list[str]:
+        return [
+            line for line in controller.text("/metrics").splitlines() if "forged" in line or "source=" in line
+        ]
+
+    with ClusterInstance(controller.ports["reply"], "forged") as forged:
+        forged.join({})
+        for bad in BAD_LOADS:
+            load = wire.Load(**{**{name: getattr(LOAD, name) for name in LOAD.__struct_fields__}, **bad})
+            with pytest.raises(Refused, match="bad_request"):
+                forged.heartbeat(load=load, timeout_s=0.5)
+        for n in range(30):
+            forged.heartbeat(load=wire.Load({}, {"l1": 5}, {}, {f"w{n}": n, "l1": n}, 0, 0, 0, 0))
+        text = controller.text("/metrics")
+        assert all(line.isprintable() for line in text.splitlines()) and "kvstrata_fake" not in text
+        sources = {line for line in labels() if line.startswith("kvstrata_controller_hit_chunks_total")}
+        assert {line.partition("{")[2].partition("}")[0] for line in sources} <= {
+            'source="l1"', 'source="l2"', 'source="peer"', 'source="miss"', 'source="other"',
+        }  # fmt: skip
+        assert 'tier="l1"' in text

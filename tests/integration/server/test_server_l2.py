@@ -1,0 +1,396 @@
+"""A real server with L2 behind it: one reply per lookup by its deadline, whatever the medium does."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.rpc import wire
+from kvstrata.types import KEY_BYTES
+from tests.harness.http_read import read
+from tests.harness.l2_load import check_and_release, check_bytes, clear_l1, stored, until_stored
+from tests.harness.rpc_client import CHUNK_TOKENS, HANG_S, RpcClient, RpcError, chain_of, until
+from tests.harness.server_process import ServerProcess
+from tests.integration.server.l2_servers import l2_servers
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+    """Starts servers with an `fs` adapter, or with the entry `adapter`."""
+    with l2_servers(tmp_path) as starter:
+        yield starter
+
+
+def faulty(tmp_path: Path, *faults: str, **common: Any) -> dict[str, Any]:
+    """The entry of an `fs` adapter whose operations all suffer these faults."""
+    inner = {"type": "fs", "base_path": str(tmp_path / "faulty"), "capacity_gb": 1}
+    return {"type": "fault_inject", "inner": inner, "rate": 1.0, "seed": 1, "faults": list(faults), **common}
+
+
+def test_chunks_that_left_l1_come_back_from_l2_in_one_reply(start: Callable[..., ServerProcess]) -> None:
+    server = start()
+    with RpcClient(server.socket_dir) as client:
+        identity, chain = stored(client, 6)
+        until_stored(client)
+        assert clear_l1(client) == 6
+        reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000, request_id="back")
+        assert (reply.n_chunks, reply.l1_chunks, reply.l2_chunks, reply.reason) == (6, 0, 6, "")
+        check_and_release(client, reply, chain)
+        again = client.lookup(identity.identity_id, chain)
+        assert (again.l1_chunks, again.l2_chunks) == (6, 0), "loaded chunks stay in L1"
+        client.release([(client.session, again.seq)])
+        assert client.explain("back")["lookups"][0]["hits"] == {"l1": 0, "l2": 6, "served": 6}
+
+
+def test_a_hole_in_l1_is_loaded_and_a_chunk_missing_from_l2_ends_the_prefix(
+    start: Callable[..., ServerProcess],
+) -> None:
+    server = start()
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify()
+        chain = chain_of(identity.root, 6)
+        client.store(identity, chain[: 4 * KEY_BYTES])
+        until_stored(client)
+        clear_l1(client)
+        client.store(identity, chain[: 2 * KEY_BYTES])
+        reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
+        assert (reply.n_chunks, reply.l1_chunks, reply.l2_chunks, reply.reason) == (4, 2, 2, "unknown_key")
+        check_and_release(client, reply, chain)
+
+
+def test_chunks_that_a_killed_server_had_not_put_are_put_by_the_next(
+    start: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = start(faulty(tmp_path, "error"))
+    good = {"type": "fs", "base_path": str(tmp_path / "good"), "capacity_gb": 1}
+    with RpcClient(server.socket_dir) as client:
+        identity, chain = stored(client, 5)
+        server.kill()
+    server._flags[server._flags.index("--l2-adapter") + 1] = json.dumps(good)
+    assert server.start()["adopted"]
+    with RpcClient(server.socket_dir) as client:
+        until(client, lambda status: status["l2_store"]["adapters"]["fs-0"]["outcomes"].get("stored") == 5)
+        clear_l1(client)
+        identity = client.identify()
+        reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
+        assert (reply.n_chunks, reply.l2_chunks) == (5, 5)
+        check_and_release(client, reply, chain)
+
+
+def test_chunks_leased_when_their_server_was_killed_are_put_by_the_next(
+    start: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = start(faulty(tmp_path, "error"))
+    good = {"type": "fs", "base_path": str(tmp_path / "good"), "capacity_gb": 1}
+    with RpcClient(server.socket_dir) as leaseholder:
+        identity, chain = stored(leaseholder, 5)
+        reply = leaseholder.lookup(identity.identity_id, chain)
+        assert reply.l1_chunks == 5
+        server.kill()
+        server._flags[server._flags.index("--l2-adapter") + 1] = json.dumps(good)
+        assert server.start()["adopted"]
+        with RpcClient(server.socket_dir) as client:
+
+            def all_put(status: dict[str, Any]) -> bool:
+                return status["l2_store"]["adapters"]["fs-0"]["outcomes"].get("stored") == 5
+
+            until(client, all_put)
+            assert client.status()["pool"]["blocked_bytes"] > 0, "the old leases still hold the chunks"
+        check_bytes(leaseholder, reply, chain)
+
+
+def test_a_clean_stop_puts_waiting_chunks_and_l2_survives_the_loss_of_l1(
+    start: Callable[..., ServerProcess],
+) -> None:
+    server = start()
+    with RpcClient(server.socket_dir) as client:
+        identity, chain = stored(client, 8)
+    assert server.stop() == 0, server.log_tail()
+    server.wipe_segment()
+    server.start()
+    assert not server.ready["adopted"]
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify()
+        reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
+        assert (reply.n_chunks, reply.l2_chunks) == (8, 8)
+        check_and_release(client, reply, chain)
+
+
+def test_a_hung_l2_costs_a_lookup_its_deadline_and_delays_nobody_else(
+    start: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = start(faulty(tmp_path, "hang"))
+    with RpcClient(server.socket_dir) as waiting, RpcClient(server.socket_dir) as other:
+        identity = waiting.identify()
+        chain = chain_of(identity.root, 3)
+        waiting.store(identity, chain[:KEY_BYTES])
+        patient = waiting.send(waiting.lookup_request(identity.identity_id, chain, deadline_ms=60_000))
+        for _ in range(20):
+            other.ping()
+        assert waiting.lookup(identity.identity_id, chain[:KEY_BYTES], deadline_ms=60_000).l1_chunks == 1
+        reply = waiting.lookup(identity.identity_id, chain, deadline_ms=300, request_id="hung")
+        assert (reply.n_chunks, reply.reason) == (1, "deadline")
+        waiting.cancel(patient)
+        with pytest.raises(RpcError, match="cancelled"):  # the lookup waited until it was cancelled
+            waiting.expect(patient, wire.LookupReply)
+        check_bytes(waiting, reply, chain)
+        told = waiting.explain("hung")["lookups"][0]["first_miss"]
+        assert (told["chunk"], told["reason"]) == (1, "deadline")
+        waiting.ping([])
+        assert waiting.status()["sessions"]["leases"] == 0
+
+
+def test_a_request_still_running_is_joined_and_answered_once_on_each_connection(
+    start: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = start(faulty(tmp_path, "hang"))
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify()
+        request = client.lookup_request(
+            identity.identity_id, chain_of(identity.root, 1), deadline_ms=500, request_id="joined"
+        )
+        client.send(request)
+        client.send(request)
+        client.ping()
+        client.connect()
+        client.send(request)
+        assert client.expect(request.seq, wire.LookupReply).n_chunks == 0
+        client.ping()
+        with pytest.raises(TimeoutError):
+            client.receive(request.seq, timeout_s=0.05)
+        client.send(request)
+        assert client.expect(request.seq, wire.LookupReply).n_chunks == 0
+        assert len(client.explain("joined")["lookups"]) == 1, "the lookup ran once"
+
+
+def test_cancel_and_pings_stop_a_lookup_that_waits(
+    start: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = start(faulty(tmp_path, "hang"))
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify()
+        chain = chain_of(identity.root, 3)
+        client.store(identity, chain[: 2 * KEY_BYTES])
+        for stop in (client.cancel, lambda seq: client.ping([])):
+            request = client.lookup_request(identity.identity_id, chain, deadline_ms=60_000)
+            client.send(request)
+            stop(request.seq)
+            with pytest.raises(RpcError) as caught:
+                client.expect(request.seq, wire.LookupReply)
+            assert caught.value.code == "cancelled"
+        until(client, lambda status: status["sessions"]["leases"] == status["pool"]["leases"] == 0)
+
+
+def test_a_process_that_ends_while_its_lookup_waits_leaves_no_lease(
+    start: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = start(faulty(tmp_path, "hang"))
+    with RpcClient(server.socket_dir) as leaving, RpcClient(server.socket_dir) as observer:
+        identity = leaving.identify()
+        chain = chain_of(identity.root, 3)
+        leaving.store(identity, chain[: 2 * KEY_BYTES])
+        leaving.send(leaving.lookup_request(identity.identity_id, chain, deadline_ms=60_000))
+        leaving.ping()
+        until(observer, lambda status: status["pool"]["leases"] == 1)
+        leaving.goodbye()
+        until(observer, lambda status: status["pool"]["leases"] == status["sessions"]["leases"] == 0)
+
+
+def test_an_l2_that_fails_every_time_opens_its_breaker_and_explain_says_so(
+    start: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = start(faulty(tmp_path, "error"))
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify()
+        reasons = set()
+        for number in range(100):
+            chain = chain_of(identity.root, 1, first_token=number * 10_000)
+            reasons.add(client.lookup(identity.identity_id, chain, deadline_ms=1_000).reason)
+            if "breaker_open" in reasons:
+                break
+        assert "breaker_open" in reasons, reasons
+
+
+def test_a_put_that_was_skipped_is_the_reason_of_the_miss_after_eviction(
+    start: Callable[..., ServerProcess],
+) -> None:
+    environment = {**os.environ, "KVSTRATA_L2_BACKLOG_SHARE": "0.001"}
+    server = start(l1_mb=4, environment=environment)
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify()
+        old = chain_of(identity.root, 2)
+        client.store(identity, old)
+        for number in range(1, 60):
+            client.store(identity, chain_of(identity.root, 4, first_token=number * 1_000_000))
+        while True:
+            reply = client.lookup(identity.identity_id, old, request_id="skipped", deadline_ms=2_000)
+            client.ping([])
+            told = client.explain("skipped")["lookups"][-1]["first_miss"]
+            if told["reason"] not in ("unknown_key", "never_stored"):
+                break
+        assert reply.n_chunks == 0
+        assert (told["reason"], told["detail"]) == ("put_skipped", "backlog")
+        assert client.status()["counters"]["put_skipped"]
+
+
+def test_clear_of_l2_removes_its_records(start: Callable[..., ServerProcess]) -> None:
+    server = start()
+    with RpcClient(server.socket_dir) as client:
+        identity, chain = stored(client, 5)
+        until_stored(client)
+        clear = wire.Clear(client.session, client.next_seq(), wire.ClearScope.ALL)
+        assert client.ask(clear, wire.Cleared).count == 10
+        assert client.lookup(identity.identity_id, chain, deadline_ms=5_000).n_chunks == 0
+
+
+def test_prewarm_brings_chunks_into_l1_within_its_budget(start: Callable[..., ServerProcess]) -> None:
+    server = start()
+    with RpcClient(server.socket_dir) as client:
+        identity, chain = stored(client, 6)
+        until_stored(client)
+        clear_l1(client)
+
+        def prewarm(budget_bytes: int) -> dict[str, Any]:
+            request = wire.Prefetch(
+                client.session, client.next_seq(), identity.identity_id, chain, budget_bytes, 30_000
+            )
+            job = client.ask(request, wire.PrefetchReply).job
+            document: dict[str, Any] = {"state": "running"}
+            while document["state"] == "running":
+                document = client.ask(wire.Status(client.session, client.next_seq(), job), wire.Document).body
+            return document
+
+        limited = prewarm(200_000)
+        assert 0 < limited["l2_chunks"] < 6
+        rest = prewarm(0)
+        assert (rest["l1_chunks"] + rest["l2_chunks"], rest["reason"]) == (6, "")
+        reply = client.lookup(identity.identity_id, chain)
+        assert (reply.l1_chunks, reply.l2_chunks) == (6, 0)
+        client.release([(client.session, reply.seq)])
+
+
+def test_an_l2_directory_that_cannot_be_opened_stops_the_start(
+    start: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    (tmp_path / "a file").write_text("no directory")
+    process = ServerProcess(
+        tmp_path / "server",
+        l1_mb=16,
+        l2="embedded",
+        flags=(
+            "--no-http",
+            "--l2-adapter",
+            json.dumps({"type": "fs", "base_path": str(tmp_path / "a file")}),
+        ),
+    )
+    with process, pytest.raises(Exception, match="a file"):
+        process.start()
+
+
+def test_a_server_without_any_flag_runs(tmp_path: Path) -> None:
+    """Default port, L1 and embedded L2, in namespaces of its own."""
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare (apt-get install util-linux)")
+    script = (
+        "ip link set lo up && mount -t tmpfs -o size=6g tmpfs /dev/shm && "
+        'exec "$PYTHON" -m kvstrata.cli.server'
+    )
+    home = tmp_path / "home of a user"
+    home.mkdir()
+    runtime = tempfile.mkdtemp(prefix="kv", dir="/tmp")  # short: a unix socket lies below it
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(home),
+        "PYTHON": sys.executable,
+        "XDG_RUNTIME_DIR": runtime,
+        "KVSTRATA_L1_PREFAULT_THREADS": "0",
+    }
+    process = subprocess.Popen(
+        ["unshare", "-Urnmpf", "--kill-child", "sh", "-c", script],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    seen = []
+    try:
+        for line in process.stderr:
+            seen.append(line)
+            if " ready " in line:
+                break
+        text = "".join(seen)
+        if "unshare" in text and "ready" not in text:
+            pytest.skip(f"namespaces are not allowed here: {text}")
+        assert "port=5555 tcp=False" in text, text
+        assert "http_port=8080" in text
+        sockets = Path(f"/proc/{process.pid}/net/tcp").read_text().splitlines()[1:]
+        assert {line.split()[1].rpartition(":")[2] for line in sockets} == {f"{8080:04X}"}
+        assert (home / ".cache" / "kvstrata" / "5555").is_dir()
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+        shutil.rmtree(runtime)
+
+
+def test_prompts_of_equal_tokens_and_other_salts_share_nothing_in_l2(
+    start: Callable[..., ServerProcess],
+) -> None:
+    server = start()
+    with RpcClient(server.socket_dir) as client:
+        a, b = (client.identify(salt=secrets.token_hex(4)) for _ in range(2))
+        client.store(a, chain_of(a.root, 2))
+        until_stored(client)
+        assert client.lookup(b.identity_id, chain_of(b.root, 2), deadline_ms=5_000).n_chunks == 0
+
+
+def test_the_admin_port_prewarms_explains_clears_and_counts(start: Callable[..., ServerProcess]) -> None:
+    server = start(http=True)
+    url = f"http://127.0.0.1:{server.ready['http_port']}"
+
+    def ask(path: str, body: dict[str, Any] | None = None) -> Any:
+        return json.loads(read(url + path, body=body) or b"null")
+
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify(salt="prewarmed")
+        tokens = list(range(5 * CHUNK_TOKENS + 3))
+        chain = chain_of(identity.root, 5)
+        client.store(identity, chain)
+        until_stored(client)
+        assert ask("/v1/clear", {"tier": "l1", "wait": True}) == {
+            "cleared": {"l1": 5},
+            "pending": {"held": 0, "leased": 0},
+            "kept": {"pinned": 0},
+        }
+        job = ask("/v1/prefetch", {"tokens": tokens, "salt": "prewarmed"})["job"]
+        end_s = time.monotonic() + HANG_S
+        while (document := ask(f"/v1/prefetch/{job}"))["state"] == "running":
+            assert time.monotonic() < end_s, document
+        assert (document["chunks"], document["l2_chunks"], document["reason"]) == (5, 5, "")
+        reply = client.lookup(identity.identity_id, chain, request_id="after prewarm")
+        assert (reply.l1_chunks, reply.l2_chunks) == (5, 0)
+        client.release([(client.session, reply.seq)])
+        assert ask("/v1/explain/after%20prewarm")["lookups"][0]["hits"]["l1"] == 5
+        assert ask("/v1/status")["instance"]["http_port"] == server.ready["http_port"]
+        assert ask("/readyz") == {"ready": True, "why": ""}
+        with urllib.request.urlopen(url + "/metrics", timeout=30) as metrics:
+            text = metrics.read().decode()
+        assert "kvstrata_committed_chunks_total 5.0" in text.splitlines()
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            ask("/v1/prefetch", {"tokens": tokens, "model": "no such model"})
+        assert caught.value.code == 400

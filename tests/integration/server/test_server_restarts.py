@@ -1,0 +1,305 @@
+"""A real server that is killed, stopped, refused or crashed: what its successor serves, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.rpc import wire
+from kvstrata.types import unpack_extents
+from tests.harness.cache_engine import eventually
+from tests.harness.child import Child
+from tests.harness.open_files import open_files
+from tests.harness.rpc_client import (
+    RECORD_BYTES,
+    RpcClient,
+    RpcError,
+    chain_of,
+    keys_of,
+    payload,
+)
+from tests.harness.server_process import ServerFailed, ServerProcess
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+    """Starts servers for this test alone."""
+    started: list[ServerProcess] = []
+
+    def starter(**arguments: Any) -> ServerProcess:
+        arguments.setdefault("l1_mb", 16)
+        flags = ("--no-http", *arguments.pop("flags", ()))
+        process = ServerProcess(tmp_path / f"server{len(started)}", flags=flags, **arguments)
+        started.append(process)
+        process.start()
+        return process
+
+    yield starter
+    for process in started:
+        process.close()
+
+
+def test_after_sigkill_the_next_server_serves_the_chunks_of_the_last(
+    start: Callable[..., ServerProcess],
+) -> None:
+    server = start()
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify(salt="s")
+        chain = chain_of(identity.root, 6)
+        client.store(identity, chain)
+        lease = client.lookup(identity.identity_id, chain)
+        old_epoch = client.epoch
+        server.kill()
+        server.start()
+        assert server.ready["adopted"]
+        client.attach()
+        assert client.epoch != old_epoch
+        client.connect()
+        assert client.release([(client.session, lease.seq)]) == 0, (
+            "a lease of the old epoch has no name in the new one"
+        )
+        with pytest.raises(RpcError) as caught:
+            client.lookup(identity.identity_id, chain)
+        assert caught.value.code == "unknown_identity"
+        client.ask(wire.Quiesced(client.session, client.next_seq()), wire.Ok)
+        again = client.identify(salt="s")
+        assert (again.root, again.complete) == (identity.root, True)
+        reply = client.lookup(again.identity_id, chain)
+        assert reply.n_chunks == 6
+        for extent, key in zip(unpack_extents(reply.extents), keys_of(chain), strict=True):
+            assert client.read(extent) == payload(key)
+        assert client.release([(client.session, reply.seq)]) == 1
+
+
+def test_ctl_lists_and_frees_extents_that_a_device_may_still_write(tmp_path: Path) -> None:
+    def ctl(server: ServerProcess, *arguments: str) -> Any:
+        command = [sys.executable, "-m", "kvstrata", "ctl", "--url", server.url, "--json"]
+        found = subprocess.run([*command, "stranded", *arguments], capture_output=True, text=True)
+        return json.loads(found.stdout) if found.returncode == 0 else found.stderr
+
+    with (
+        ServerProcess(tmp_path / "server", l1_mb=16) as server,
+        Child("tests.integration.server.rpc_holder", log=tmp_path / "holder.log") as holder,
+    ):
+        server.start()
+        session = holder.ask("reserve", socket_dir=str(server.socket_dir), n_chunks=3)
+        server.kill()
+        holder.kill()
+        server.start()
+        eventually("the session is stranded", lambda: ctl(server, "list")["stranded"])
+        [row] = ctl(server, "list")["stranded"]
+        pool = server.get("/v1/status")["pool"]
+        assert (row["session"], row["kept_bytes"]) == (session, pool["quarantined_bytes"])
+        assert pool["quarantined_bytes"] >= 3 * RECORD_BYTES
+        with urllib.request.urlopen(f"{server.url}/metrics") as page:
+            assert f"kvstrata_attach_stranded_bytes {float(row['kept_bytes'])}" in page.read().decode()
+        assert session in server.log_tail()
+        for wrong in ("ab" * 16, "x", "ab"):
+            assert f"session: '{wrong}' is not stranded" in ctl(server, "clear", wrong)
+        assert ctl(server, "clear", "all") == {"cleared": [row]}
+        assert ctl(server, "list") == {"stranded": []}
+        assert server.get("/v1/status")["pool"]["quarantined_bytes"] == 0
+
+
+def test_a_chunk_damaged_while_no_server_ran_is_a_miss(start: Callable[..., ServerProcess]) -> None:
+    server = start()
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify()
+        chain = chain_of(identity.root, 4)
+        client.store(identity, chain)
+        reply = client.lookup(identity.identity_id, chain)
+        extent = unpack_extents(reply.extents)[2]
+        server.kill()
+        assert client.extents is not None
+        client.extents.view(extent.offset_bytes, extent.length_bytes)[RECORD_BYTES - 1] ^= 0xFF
+        server.start()
+        client.attach()
+        client.connect()
+        found = client.lookup(client.identify().identity_id, chain)
+        assert found.n_chunks == 2
+        client.release([(client.session, found.seq)])
+
+
+def test_sigterm_ends_a_server_cleanly_and_keeps_its_pool(start: Callable[..., ServerProcess]) -> None:
+    server = start()
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify()
+        chain = chain_of(identity.root, 3)
+        client.store(identity, chain)
+    assert server.stop() == 0
+    assert not {path.name for path in server.socket_dir.iterdir()} & {"rpc.sock", "attach.sock"}
+    server.start()
+    assert server.ready["adopted"]
+    with RpcClient(server.socket_dir) as client:
+        assert client.lookup(client.identify().identity_id, chain).n_chunks == 3
+
+
+def test_a_second_server_on_the_same_pool_is_refused_and_told_the_pid_of_the_first(
+    start: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = start()
+    second = ServerProcess(tmp_path / "second", l1_mb=16, flags=("--no-http",))
+    second.segment_dir = server.segment_dir
+    second._environment["KVSTRATA_L1_SEGMENT_DIR"] = str(server.segment_dir)
+    with pytest.raises(ServerFailed, match=f"process {server.pid}"):
+        second.start()
+    second.segment_dir = tmp_path
+    second.close()
+    with RpcClient(server.socket_dir) as client:
+        client.ping()
+
+
+def run_server(*flags: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a server that ends by itself; returns its exit status and output."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvstrata.cli.server", *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+        check=False,
+    )
+
+
+def test_a_taken_port_stops_the_start_and_names_the_process_that_has_it(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ran = run_server(
+            "--port", str(port), "--no-http", "--l2-adapter", "none", "--socket-dir", str(tmp_path)
+        )
+    assert ran.returncode == 2
+    assert f"port: {port} is taken by pid" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--host", "0.0.0.0", "--port", "0"), "or allow it with --insecure"),
+        (("--port", "70000"), "port: expected `int` <= 65535, found 70000"),
+        (("--l1-size-gb", "100000"), "l1_size_gb: L1 of 100000.00 GB needs"),
+        (("--socket-dir", "/tmp/" + "x" * 120), "socket_dir: "),
+        (("--chunk-sise", "256"), "--chunk-sise: unknown flag (did you mean '--chunk-size'?)"),
+        (("--l2-adapter", '{"type": "moncake_store"}'), "(did you mean 'mooncake_store'?)"),
+        (
+            ("--curve-secret-file", "/nonexistent/keys", "--port", "0"),
+            "curve_secret_file: /nonexistent/keys: ",
+        ),
+    ],
+)
+def test_wrong_settings_stop_the_start_with_what_to_change(flags: tuple[str, ...], says: str) -> None:
+    ran = run_server(*flags, "--no-http")
+    assert ran.returncode == 2
+    assert says in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_check_validates_and_starts_nothing(tmp_path: Path) -> None:
+    ran = run_server("--check", "--l1-size-gb", "0.1", "--socket-dir", str(tmp_path / "none"))
+    assert ran.returncode == 0, ran.stderr
+    assert '"size_gb": 0.1' in ran.stdout
+    assert not (tmp_path / "none").exists()
+
+
+def test_importing_the_server_brings_neither_torch_nor_fastapi() -> None:
+    script = (
+        "import sys, kvstrata.server.process\n"
+        "heavy = {'torch', 'fastapi', 'uvicorn', 'pydantic', 'numpy', 'numba', 'prometheus_client'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_a_server_leaves_no_sockets_segment_or_descriptors_behind(tmp_path: Path) -> None:
+    before = sorted(open_files())
+    process = ServerProcess(tmp_path / "server", l1_mb=16, flags=("--no-http",))
+    with process:
+        process.start()
+        process.stop()
+    assert not process.socket_dir.exists()
+    assert not process.segment_dir.exists()
+    assert sorted(open_files()) == before
+
+
+def test_a_background_task_that_crashes_ends_the_process_with_its_reason_and_keeps_the_pool(
+    start: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = start()
+    with RpcClient(server.socket_dir) as client:
+        chain = chain_of(client.identify().root, 3)
+        client.store(client.identify(), chain)
+    assert server.stop() == 0
+    script = (
+        "import sys\n"
+        "from kvstrata.server import process as server\n"
+        "async def crash(pool, events):\n"
+        "    raise ZeroDivisionError('planted')\n"
+        "server.heartbeat = crash\n"
+        "from kvstrata.cli.server import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    flags = ["--no-http", "--port", "0", "--l1-size-gb", str(16 / 1024), "--l2-adapter", "none"]
+    flags.append("--no-supervise")
+    ran = subprocess.run(
+        [sys.executable, "-c", script, *flags, "--socket-dir", str(server.socket_dir)],
+        env={**os.environ, "KVSTRATA_L1_SEGMENT_DIR": str(server.segment_dir)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 70
+    assert "server_failed" in ran.stderr and "planted" in ran.stderr
+    server.start()
+    assert server.ready["adopted"]
+    with RpcClient(server.socket_dir) as client:
+        assert client.lookup(client.identify().identity_id, chain).n_chunks == 3
+
+
+def test_the_segment_of_a_server_on_a_random_port_is_removed_when_it_stops(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    flags = (
+        "--port",
+        "0",
+        "--no-http",
+        "--l1-size-gb",
+        "0.01",
+        "--l2-adapter",
+        "none",
+        "--log-level",
+        "error",
+    )
+    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as sockets:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "kvstrata.cli.server",
+                *flags,
+                "--socket-dir",
+                sockets,
+                "--ready-fd",
+                str(writer),
+            ],
+            pass_fds=(writer,),
+        )
+        os.close(writer)
+        with open(reader, "rb") as ready:
+            port = json.loads(ready.readline())["port"]
+        segment = Path(f"/dev/shm/kvstrata-{os.geteuid()}-{port}")
+        was_there = segment.exists()
+        process.terminate()
+        assert process.wait() == 0
+    assert was_there and not segment.exists()

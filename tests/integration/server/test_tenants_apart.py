@@ -1,0 +1,345 @@
+"""A tenant names chunks, requests, jobs and engines of another tenant; the server tells and does nothing.
+
+Blue lies by raw messages: it knows the chain keys of green's prompts, which follow from a guessed prompt, and it knows
+every number and name of green that a status document of an admin shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from kvstrata.errors import LayoutRefused, NotPermitted
+from kvstrata.native.hashing import storage_keys
+from kvstrata.native.record import RecordSpec, seal_record
+from kvstrata.policy.processes import tenant_number
+from kvstrata.rpc import wire
+from kvstrata.types import KEY_BYTES, Extent, Role, shown_name, unpack_extents
+from tests.harness.rpc_client import (
+    CHUNK_TOKENS,
+    RECORD_BYTES,
+    SECTIONS,
+    RpcClient,
+    RpcError,
+    chain_of,
+    keys_of,
+    payload,
+    until,
+)
+from tests.harness.server_process import ServerProcess
+
+pytestmark = pytest.mark.integration
+
+BLUE, GREEN = "secret-of-blue-0123456", "secret-of-green-012345"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with two tenants and an L2, for all tests of this file."""
+    folder = tmp_path_factory.mktemp("server")
+    tenants = folder / "tenants"
+    tenants.write_text(f"{BLUE} blue\n{GREEN} green\n")
+    tenants.chmod(0o600)
+    config = folder / "server.yaml"
+    config.write_text(f"security: {{tenants_file: {tenants}}}\nquotas_gb: {{green: 0.5, blue: 0.25}}\n")
+    adapter = f'{{"type": "fs", "base_path": "{folder / "l2"}", "capacity_gb": 1}}'
+    flags = ("--config", str(config), "--l2-adapter", adapter)
+    with ServerProcess(folder, l1_mb=64, l2="embedded", flags=flags) as server:
+        server.start()
+        yield server
+
+
+class Tenant(RpcClient):
+    """A client with a tenant's token, and that tenant's identity of this test."""
+
+    def __init__(self, server: ServerProcess, name: str, token: str, salt: str) -> None:
+        super().__init__(server.socket_dir, token=token)
+        self.name, self.salt = name, salt
+
+    def begin(self) -> None:
+        """Declare the identity."""
+        self.identity = self.identify(tenant=self.name, salt=self.salt)
+
+    @property
+    def root(self) -> bytes:
+        return self.identity.root
+
+    def looks_up(self, chain: bytes, request_id: str = "") -> wire.LookupReply:
+        """Look a chain up under the own identity, and give the lease back."""
+        reply = self.lookup(self.identity.identity_id, chain, request_id=request_id)
+        self.release([(self.session, reply.seq)], group=True)
+        return reply
+
+    def retrieves(self, key: bytes) -> wire.RetrieveReply:
+        """Ask for the bytes of a chunk of the own slice."""
+        assert self.slice is not None
+        return self.ask(
+            wire.Retrieve(
+                self.session, self.next_seq(), self.identity.identity_id, key, self.slice.digest(), 0, RECORD_BYTES
+            ),
+            wire.RetrieveReply,
+        )  # fmt: skip
+
+    def prewarms(self, chain: bytes) -> dict[str, object]:
+        """Prewarm a chain; the job's document once it has ended."""
+        request = wire.Prefetch(self.session, self.next_seq(), self.identity.identity_id, chain, 0, 10_000)
+        job = self.ask(request, wire.PrefetchReply).job
+        while (document := self.job(job))["state"] == "running":
+            pass
+        return document
+
+    def job(self, number: int) -> dict[str, object]:
+        """The document of a job."""
+        return self.ask(wire.Status(self.session, self.next_seq(), number), wire.Document).body
+
+    def reports_corrupt(self, keys: bytes) -> int:
+        """Report chunks as corrupt; how many the server dropped."""
+        number = self.identity.identity_id
+        return self.ask(wire.Corrupt(self.session, self.next_seq(), number, keys), wire.Ok).count
+
+    def clears(self, tier: wire.ClearScope) -> int:
+        """Clear the own tenants' chunks; how many went."""
+        return self.ask(wire.Clear(self.session, self.next_seq(), tier), wire.Cleared).count
+
+    def extent_of(self, key: bytes) -> Extent:
+        """Where an own chunk lies in L1."""
+        reply = self.looks_up(key)
+        assert reply.n_chunks == 1
+        return unpack_extents(reply.extents)[0]
+
+
+@pytest.fixture
+def blue(server: ServerProcess, request: pytest.FixtureRequest) -> Iterator[Tenant]:
+    with Tenant(server, "blue", BLUE, request.node.name) as blue:
+        blue.begin()
+        yield blue
+
+
+@pytest.fixture
+def green(server: ServerProcess, request: pytest.FixtureRequest) -> Iterator[Tenant]:
+    with Tenant(server, "green", GREEN, request.node.name) as green:
+        green.begin()
+        yield green
+
+
+def green_reads_its_own(green: Tenant, chain: bytes) -> None:
+    """Assert that green finds all chunks of its prompt, with the bytes that it stored."""
+    reply = green.lookup(green.identity.identity_id, chain)
+    try:
+        assert reply.n_chunks == len(chain) // KEY_BYTES, reply
+        for key, extent in zip(keys_of(chain), unpack_extents(reply.extents), strict=True):
+            assert green.read(extent) == payload(key)
+    finally:
+        green.release([(green.session, reply.seq)], group=True)
+
+
+def in_l2(server: ServerProcess, tenant: Tenant, chain: bytes) -> bool:
+    """Whether L2 has all records that the tenant stored under these chain keys."""
+    assert tenant.slice is not None
+    keys = storage_keys(tenant.root, chain, tenant.slice.digest())
+    return {f"{key.hex()}.kvc" for key in keys_of(keys)} <= {
+        path.name for path in (server.folder / "l2").rglob("*.kvc")
+    }
+
+
+def test_blue_finds_nothing_by_green_s_keys_and_hears_what_any_unknown_key_gives(blue, green):
+    chain, unknown = chain_of(green.root, 4), chain_of(bytes(32), 4)
+    green.store(green.identity, chain)
+    for keys in (chain, unknown):
+        found = blue.looks_up(keys, "spies")
+        assert (found.n_chunks, found.extents, found.reason) == (0, b"", "unknown_key")
+        assert (
+            blue.explain("spies")["lookups"][-1]["first_miss"]["detail"]
+            == "nobody has named this chunk here before"
+        )
+        assert blue.retrieves(keys[:KEY_BYTES]) == wire.RetrieveReply(blue.seq, blue.epoch, False, 0, b"")
+    assert green.retrieves(chain[:KEY_BYTES]).found
+    green_reads_its_own(green, chain)
+
+
+def test_green_s_chunks_and_absent_ones_are_reserved_alike(blue, green):
+    chain = chain_of(green.root, 4)
+    green.store(green.identity, chain)
+    in_flight, _ = green.reserve(green.identity.identity_id, chain_of(green.root, 1, first_token=10**6))
+    for keys in (chain, chain_of(green.root, 1, first_token=10**6), chain_of(bytes(32), 4)):
+        seq, reply = blue.reserve(blue.identity.identity_id, keys)
+        assert set(reply.outcomes) == {wire.ReserveOutcome.RESERVED}, (
+            "PRESENT or IN_FLIGHT would tell of green"
+        )
+        assert blue.abort(seq) == len(keys) // KEY_BYTES
+    green.abort(in_flight)
+    green_reads_its_own(green, chain)
+
+
+@pytest.mark.parametrize("first", ["blue", "green"])
+def test_what_blue_stores_under_green_s_keys_is_never_green_s(blue, green, first):
+    chain = chain_of(green.root, 4)
+    if first == "green":
+        green.store(green.identity, chain)
+    blue.store(blue.identity, chain)
+    if first == "blue":
+        assert green.looks_up(chain).n_chunks == 0
+        assert set(green.store(green.identity, chain)) == {wire.ReserveOutcome.RESERVED}
+    green_reads_its_own(green, chain)
+    assert blue.clears(wire.ClearScope.L1) >= 4
+    green_reads_its_own(green, chain)
+
+
+def test_a_record_in_green_s_name_is_not_committed(blue, green):
+    key = chain_of(green.root, 1)
+    assert blue.slice is not None and blue.extents is not None
+    digest = blue.slice.digest()
+    own, foreign = (storage_keys(root, key, digest) for root in (blue.root, green.root))
+    for record_key, root in ((foreign, green.root), (own, green.root), (foreign, blue.root)):
+        seq, reply = blue.reserve(blue.identity.identity_id, key)
+        [extent] = unpack_extents(reply.extents)
+        spec = RecordSpec(record_key, root, digest, bytes(KEY_BYTES), CHUNK_TOKENS)
+        seal_record(blue.extents.address + extent.offset_bytes, extent.length_bytes, spec, SECTIONS)
+        assert blue.commit(seq, [0]) == bytes([wire.CommitOutcome.BAD_RECORD])
+    assert green.looks_up(key).n_chunks == blue.looks_up(key).n_chunks == 0
+
+
+def test_blue_cannot_have_green_s_chunks_checked_or_dropped(blue, green):
+    chain = chain_of(green.root, 2)
+    green.store(green.identity, chain)
+    assert green.extents is not None
+    extent = green.extent_of(chain[:KEY_BYTES])
+    view = green.extents.view(extent.offset_bytes, extent.length_bytes)
+    view[RECORD_BYTES - 100] ^= 1
+    assert blue.reports_corrupt(chain) == 0
+    assert green.looks_up(chain).n_chunks == 2
+    assert green.reports_corrupt(chain) == 1
+
+
+def test_green_s_chunks_in_l2_are_neither_found_nor_loaded_nor_deleted_by_blue(server, blue, green):
+    chain = chain_of(green.root, 4)
+    green.store(green.identity, chain)
+    until(green, lambda _: in_l2(server, green, chain))
+    assert green.clears(wire.ClearScope.L1) >= 4
+    assert blue.looks_up(chain).n_chunks == blue.looks_up(chain_of(bytes(32), 4)).n_chunks == 0
+    known, unknown = blue.prewarms(chain), blue.prewarms(chain_of(bytes(32), 4))
+    assert {**known, "job": 0} == {**unknown, "job": 0} and known["l2_chunks"] == 0
+    blue.store(blue.identity, chain)
+    until(blue, lambda _: in_l2(server, blue, chain))
+    assert blue.clears(wire.ClearScope.L1) >= 4
+    assert in_l2(server, green, chain)
+    green_reads_its_own(green, chain)
+    assert blue.looks_up(chain).n_chunks == 4, "blue's own records under these keys"
+
+
+@pytest.fixture
+def unattached(server: ServerProcess) -> Iterator[RpcClient]:
+    """A local client that has no session, and so shows no token."""
+    client = RpcClient(server.socket_dir)
+    client.session = wire.NO_SESSION
+    client.connect()
+    yield client
+    client.close()
+
+
+def test_status_names_no_other_tenant_engine_or_quota(blue, green, unattached):
+    green.store(green.identity, chain_of(green.root, 2))
+    blue.store(blue.identity, chain_of(blue.root, 2))
+    words = [
+        "green",
+        f"{tenant_number('green'):08x}",
+        *(name for id in (green.session, green.group) for name in (id.hex(), shown_name(id))),
+    ]
+    for client in (blue, unattached):
+        told = msgspec.json.encode(client.status()).decode()
+        assert [word for word in words if word in told] == []
+        assert str(1 << 29) not in told, "green's quota in bytes"
+    assert [row["tenant"] for row in blue.status()["tenants"]] == ["blue"]
+    assert [row["session"] for row in blue.status()["peers"]] == [shown_name(blue.session)]
+    assert unattached.status()["tenants"] == unattached.status()["peers"] == []
+    assert blue.status()["pool"]["extents_bytes"] > 0, "what the whole instance does is open"
+
+
+def test_explain_of_green_s_request_is_that_of_an_unknown_one(blue, green, unattached):
+    green.looks_up(chain_of(green.root, 2), "green-1")
+    assert green.explain("green-1")["known"]
+    for client in (blue, unattached):
+        assert client.explain("green-1") == {**client.explain("nobody-1"), "request_id": "green-1"}
+        assert client.explain("green") == {**client.explain("nobody"), "request_id": "green"}
+
+
+def test_green_s_jobs_are_unknown_to_blue(blue, green, unattached):
+    number = green.prewarms(chain_of(green.root, 2))["job"]
+    assert isinstance(number, int)
+    told = []
+    for job in (number, number + 1000):
+        with pytest.raises(RpcError) as caught:
+            blue.job(job)
+        told.append(caught.value.message.replace(str(job), "N"))
+        with pytest.raises(RpcError):
+            unattached.ask(wire.Status(wire.NO_SESSION, 5, job), wire.Document)
+    assert told[0] == told[1]
+    assert green.job(number)["job"] == number
+    assert "jobs" not in blue.status()
+
+
+def test_clears_without_a_session_or_by_blue_leave_green_s_chunks(blue, green, unattached):
+    chain = chain_of(green.root, 3)
+    green.store(green.identity, chain)
+    lease = green.lookup(green.identity.identity_id, chain_of(green.root, 3))
+    assert unattached.ask(wire.Clear(wire.NO_SESSION, 1, wire.ClearScope.L1), wire.Cleared).count == 0
+    for request in (
+        wire.Clear(wire.NO_SESSION, 2, wire.ClearScope.L1, "green"),
+        wire.Clear(wire.NO_SESSION, 3, wire.ClearScope.ALL),
+        wire.Clear(wire.NO_SESSION, 4, wire.ClearScope.L2),
+    ):
+        with pytest.raises(RpcError):
+            unattached.ask(request, wire.Cleared)
+    for tier, tenant in (
+        (wire.ClearScope.L1, "green"),
+        (wire.ClearScope.ALL, None),
+        (wire.ClearScope.L2, None),
+    ):
+        with pytest.raises(RpcError):
+            blue.ask(wire.Clear(blue.session, blue.next_seq(), tier, tenant), wire.Cleared)
+    blue.clears(wire.ClearScope.L1)
+    green.release([(green.session, lease.seq)], group=True)
+    green_reads_its_own(green, chain)
+
+
+def test_a_clear_by_blue_counts_no_chunk_of_green_in_use(blue, green):
+    chain = chain_of(green.root, 3)
+    green.store(green.identity, chain)
+    lease = green.lookup(green.identity.identity_id, chain)
+    own = green.ask(wire.Clear(green.session, green.next_seq(), wire.ClearScope.L1), wire.Cleared)
+    assert own.leased == 3
+    cleared = blue.ask(wire.Clear(blue.session, blue.next_seq(), wire.ClearScope.L1), wire.Cleared)
+    assert (cleared.held, cleared.leased, cleared.kept) == (0, 0, 0)
+    green.release([(green.session, lease.seq)], group=True)
+
+
+def test_green_s_leases_are_unknown_to_blue(blue, green):
+    chain = chain_of(green.root, 3)
+    green.store(green.identity, chain)
+    lease = green.lookup(green.identity.identity_id, chain)
+    for seq in (lease.seq, lease.seq + 1000):
+        assert blue.release([(green.session, seq)], group=True) == 0
+    assert green.release([(green.session, lease.seq)], group=True) == 1
+
+
+@pytest.mark.parametrize("token", [BLUE, ""])
+def test_blue_cannot_join_green_s_engine(server, green, token):
+    """A member of a group would get its leases, end them, and decide which slices a chunk needs."""
+    joining = RpcClient(server.socket_dir, token=token, group=green.group, role=Role.SCHEDULER)
+    with pytest.raises(NotPermitted, match="group: its processes may use other tenants"):
+        joining.attach()
+    joining.close()
+    second = RpcClient(server.socket_dir, token=GREEN, group=green.group, role=Role.SCHEDULER)
+    second.attach()
+    second.goodbye()
+
+
+def test_facts_that_blue_declares_do_not_keep_green_out(server, blue):
+    """Under one layout identity the facts of all engines of a tenant must agree; those of two tenants need not."""
+    facts = {"payload_bytes": 100, "sections": [100]}
+    with RpcClient(server.socket_dir, token=GREEN, facts=facts) as other:
+        assert other.identify(tenant="green").complete
+        with pytest.raises(LayoutRefused, match="facts"):
+            RpcClient(server.socket_dir, token=GREEN).attach()

@@ -1,0 +1,111 @@
+"""An engine of two worker processes with a slice each, and one of three processes with a scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvstrata.types import Role
+from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
+from tests.harness.child import Child
+from tests.harness.server_process import ServerProcess
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(tmp_path / "server", l1_mb=64, chunk_tokens=CHUNK_TOKENS) as server:
+        server.start()
+        yield server
+
+
+@pytest.fixture
+def ranks(server: ServerProcess, tmp_path: Path) -> Iterator[list[Child]]:
+    with ExitStack() as stack:
+        children = []
+        for rank in range(2):
+            child = stack.enter_context(Child("tests.harness.cache_engine", log=tmp_path / f"rank{rank}.log"))
+            child.ask("start", socket_dir=str(server.socket_dir), rank=rank, ranks=2)
+            children.append(child)
+        for child in children:
+            child.ask("connect")
+        yield children
+
+
+def leased_bytes(server: ServerProcess) -> int:
+    return server.get("/v1/status")["pool"]["leased_bytes"]
+
+
+def test_a_prefix_counts_only_as_far_as_both_ranks_have_it(ranks):
+    ranks[0].ask("store", n_chunks=6)
+    assert ranks[0].ask("lookup", n_chunks=6)["n_chunks"] == 0
+    ranks[1].ask("store", n_chunks=4)
+    for rank in ranks:
+        eventually("peek sees it", lambda rank=rank: rank.ask("peek", n_chunks=6) == 4)
+    result = ranks[0].ask("lookup", n_chunks=6)
+    assert result["n_chunks"] == 4
+    assert result["n_slices"] == 2
+
+
+def test_each_rank_loads_its_own_slice_and_the_lease_ends_with_the_last(server, ranks):
+    for rank in ranks:
+        assert rank.ask("store", n_chunks=5) == ["stored"] * 5
+    result = ranks[0].ask("lookup", n_chunks=5)
+    assert result["n_chunks"] == 5
+    assert ranks[0].ask("load", result=result, n_chunks=5) == []
+    assert leased_bytes(server) > 0, "the other rank has not loaded yet"
+    assert ranks[1].ask("load", result=result, n_chunks=5) == []
+    eventually("the lease ends", lambda: leased_bytes(server) == 0)
+
+
+def test_a_scheduler_looks_up_and_both_ranks_load(server, ranks):
+    for rank in ranks:
+        rank.ask("store", n_chunks=5)
+    with CacheEngine(server.socket_dir, ranks=2, role=Role.SCHEDULER) as scheduler:
+        scheduler.connect()
+        found = scheduler.looked_up(prompt(5))
+        assert found.n_chunks == 5
+        assert found.lease is not None
+        result = {**found._asdict(), "extents": found.extents.hex()}
+        result["lease"] = [found.lease.session.hex(), found.lease.seq, found.lease.epoch]
+        scheduler.client.release([found.lease])
+        for rank in ranks:
+            assert rank.ask("load", result=result, n_chunks=5, sync=False) == []
+        eventually("the lease ends", lambda: leased_bytes(server) == 0)
+
+
+def test_a_rank_that_dies_ends_its_own_share_of_a_lease_alone(server, ranks):
+    for rank in ranks:
+        rank.ask("store", n_chunks=5)
+    result = ranks[0].ask("lookup", n_chunks=5)
+    ranks[1].kill()
+    assert ranks[0].ask("load", result=result, n_chunks=5) == []
+    eventually("the lease ends", lambda: leased_bytes(server) == 0)
+
+
+def test_both_ranks_come_back_after_a_restart(server, ranks):
+    for rank in ranks:
+        rank.ask("store", n_chunks=5)
+    server.kill()
+    server.start()
+    for rank in ranks:
+        rank.ask("connect")
+    found = eventually("a hit", lambda: (r := ranks[1].ask("lookup", n_chunks=5))["n_chunks"] == 5 and r)
+    for rank in ranks:
+        assert rank.ask("load", result=found, n_chunks=5) == []
+    eventually("the lease ends", lambda: leased_bytes(server) == 0)
+
+
+def test_ranks_with_other_numbers_of_ranks_share_no_storage_keys(server, ranks):
+    """One process that holds both ranks' layers is another slice: a miss, never half of the bytes."""
+    for rank in ranks:
+        rank.ask("store", n_chunks=3)
+    with CacheEngine(server.socket_dir, group=b"one whole engine", layers=4) as whole:
+        whole.connect()
+        assert whole.hit(prompt(3)) == 0
+        assert whole.stored(prompt(3)) == ["stored"] * 3
+        assert whole.hit(prompt(3)) == 3

@@ -1,0 +1,337 @@
+"""A real server whose adapter runs in a process of its own: the server serves whatever happens to that process."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.memory import holder_client, linux
+from kvstrata.memory.paths import HOLDER_SOCKET
+from kvstrata.memory.segment_files import HOSTS_BYTE
+from kvstrata.types import KEY_BYTES
+from tests.harness.bad_adapter import entry_of
+from tests.harness.l2_load import check_and_release, clear_l1
+from tests.harness.open_files import open_files
+from tests.harness.rpc_client import HANG_S, RpcClient, chain_of, until
+from tests.harness.server_process import ServerFailed, ServerProcess
+from tests.harness.signals import send
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).resolve().parents[3]
+NAME = "plugin-0"
+
+
+class HostedServer(ServerProcess):
+    """A server with a BadAdapter in a host, and the folder where that finds its orders."""
+
+    def __init__(self, folder: Path, **fields: Any) -> None:
+        self._orders = folder / "orders"
+        self._orders.mkdir(parents=True)
+        # On tmpfs: the tests' deadlines are shorter than a busy disk's fsync.
+        self._records = Path(tempfile.mkdtemp(prefix="kvstrata-test-", dir="/dev/shm"))
+        entry = {**entry_of(self._records / "kv", self._orders), **fields}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        flags = ("--no-http", "--l2-adapter", json.dumps(entry))
+        super().__init__(folder / "server", l1_mb=16, l2="embedded", flags=flags, environment=environment)
+
+    def close(self) -> None:
+        """As the base class; the records go too."""
+        super().close()
+        shutil.rmtree(self._records, ignore_errors=True)
+
+    def order(self, operation: str, how: str) -> None:
+        """From now on each such operation of the adapter behaves so."""
+        (self._orders / f"{operation}.{how}").touch()
+
+    def no_orders(self) -> None:
+        """From now on the adapter behaves well."""
+        for order in self._orders.iterdir():
+            order.unlink()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., HostedServer]]:
+    started: list[HostedServer] = []
+
+    def starter(**fields: Any) -> HostedServer:
+        server = HostedServer(tmp_path / str(len(started)), **fields)
+        started.append(server)
+        server.start()
+        return server
+
+    yield starter
+    for server in started:
+        server.close()
+
+
+def host_of(status: dict[str, Any]) -> dict[str, Any]:
+    return status["l2_adapters"][NAME]["host"]
+
+
+def outcomes_of(status: dict[str, Any]) -> dict[str, int]:
+    return status["l2_store"]["adapters"][NAME]["outcomes"]
+
+
+def until_gone(pid: int) -> None:
+    """Wait until the process has ended; a zombie counts as ended."""
+    end_s = time.monotonic() + HANG_S
+    while True:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        if state in "ZX":
+            return
+        assert time.monotonic() < end_s, f"process {pid} still runs"
+        time.sleep(0.005)
+
+
+def stored_in_l2(client: RpcClient, n_chunks: int) -> tuple[Any, bytes]:
+    """Store a prompt in L1 and L2; stores another one if a slow machine missed the deadline of a put."""
+    identity = client.identify()
+    for number in itertools.count():
+        before = outcomes_of(client.status())
+        chain = chain_of(identity.root, n_chunks, first_token=number * 10_000)
+        client.store(identity, chain)
+        ended = sum(before.values()) + n_chunks
+        until(client, lambda status, ended=ended: sum(outcomes_of(status).values()) >= ended)
+        if outcomes_of(client.status()).get("stored", 0) == before.get("stored", 0) + n_chunks:
+            return identity, chain
+    raise AssertionError
+
+
+@pytest.mark.parametrize("how", ["kill", "abort", "null", "exit", "stop", "gil", "hang", "garbage"])
+@pytest.mark.parametrize("operation", ["put", "load"])
+def test_the_server_serves_whatever_happens_to_a_host_and_the_host_comes_back(
+    start: Callable[..., HostedServer], operation: str, how: str
+) -> None:
+    server = start(deadline_ms=500, host_kill_ms=1_000)
+    with RpcClient(server.socket_dir) as client:
+        identity, chain = stored_in_l2(client, 3)
+        first = host_of(client.status())
+        server.order(operation, how)
+        if operation == "load":
+            clear_l1(client)
+            reply = client.lookup(identity.identity_id, chain, deadline_ms=5_000)
+            assert reply.n_chunks == 0
+        other = chain_of(identity.root, 2, first_token=1_000_000)
+        client.store(identity, other)
+        for _ in range(20):
+            reply = client.lookup(identity.identity_id, other, deadline_ms=5_000)
+            assert (reply.n_chunks, reply.l1_chunks) == (2, 2), "what L1 has is served"
+            check_and_release(client, reply, other)
+            missing = chain_of(identity.root, 1, first_token=2_000_000)
+            assert client.lookup(identity.identity_id, missing, deadline_ms=5_000).n_chunks == 0
+        until(client, lambda status: host_of(status)["restarts"] > first["restarts"])
+        server.no_orders()
+        until(client, lambda status: host_of(status)["state"] == "up" and status["pool"]["holds"] == 0)
+        assert host_of(client.status())["pid"] != first["pid"]
+        until_gone(first["pid"])
+        clear_l1(client)
+
+        def is_back(status: dict[str, Any]) -> bool:
+            return client.lookup(identity.identity_id, chain, deadline_ms=5_000).n_chunks == 3
+
+        until(client, is_back)
+        client.ping([])
+        clear_l1(client)
+        reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
+        assert (reply.n_chunks, reply.l2_chunks) == (3, 3)
+        check_and_release(client, reply, chain)
+
+
+def test_bytes_that_a_stopped_host_may_touch_are_free_when_it_is_reaped_and_not_before(
+    start: Callable[..., HostedServer],
+) -> None:
+    server = start(deadline_ms=100, host_kill_ms=3_600_000)
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify()
+        pid = host_of(client.status())["pid"]
+        send(pid, signal.SIGSTOP)
+        chain = chain_of(identity.root, 2)
+        client.store(identity, chain)
+        until(client, lambda status: sum(outcomes_of(status).values()) == 2)
+        status = client.status()
+        assert (status["pool"]["holds"], host_of(status)["requests"] > 0) == (2, True)
+        assert status["l2_adapters"][NAME]["stuck_bytes"] > 0
+        clear_l1(client)
+        assert client.status()["pool"]["blocked_bytes"] > 0
+        os.kill(pid, signal.SIGKILL)
+        until(client, lambda status: status["pool"]["holds"] == 0)
+        assert client.status()["pool"]["blocked_bytes"] == 0
+        until(client, lambda status: host_of(status)["state"] == "up")
+        assert client.status()["l2_adapters"][NAME]["stuck_bytes"] == 0
+
+
+def test_a_host_that_was_stopped_for_a_while_goes_on(start: Callable[..., HostedServer]) -> None:
+    server = start(host_kill_ms=3_600_000)
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify()
+        pid = host_of(client.status())["pid"]
+        send(pid, signal.SIGSTOP)
+        client.store(identity, chain_of(identity.root, 4))
+        until(client, lambda status: host_of(status)["requests"] > 0)
+        assert client.lookup(identity.identity_id, chain_of(identity.root, 4)).l1_chunks == 4
+        os.kill(pid, signal.SIGCONT)
+        until(client, lambda status: outcomes_of(status).get("stored") == 4)
+        assert host_of(client.status()) == {"pid": pid, "state": "up", "restarts": 0, "requests": 0}
+
+
+def test_a_server_with_a_stopped_host_stops(start: Callable[..., HostedServer]) -> None:
+    server = start(host_kill_ms=3_600_000)
+    with RpcClient(server.socket_dir) as client:
+        pid = host_of(client.status())["pid"]
+    send(pid, signal.SIGSTOP)
+    assert server.stop() == 0, server.log_tail()
+    until_gone(pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGSTOP])
+def test_a_killed_server_leaves_no_host_behind(
+    start: Callable[..., HostedServer], number: signal.Signals
+) -> None:
+    server = start()
+    with RpcClient(server.socket_dir) as client:
+        pid = host_of(client.status())["pid"]
+        send(pid, number)
+        server.kill()
+    until_gone(pid)
+
+
+def test_the_next_server_adopts_the_pool_and_starts_its_own_host(start: Callable[..., HostedServer]) -> None:
+    server = start()
+    with RpcClient(server.socket_dir) as client:
+        _, chain = stored_in_l2(client, 3)
+        server.kill()
+    assert server.start()["adopted"]
+    with RpcClient(server.socket_dir) as client:
+        identity = client.identify()
+        reply = client.lookup(identity.identity_id, chain)
+        assert reply.l1_chunks == len(chain) // KEY_BYTES
+
+
+def test_a_pool_that_a_host_of_the_server_before_may_still_write_to_is_not_adopted(tmp_path: Path) -> None:
+    with HostedServer(tmp_path) as server:
+        server.order("open", "outlive")
+        server.start()
+        with RpcClient(server.socket_dir) as client:
+            stored_in_l2(client, 3)
+            pid = host_of(client.status())["pid"]
+            send(pid, signal.SIGSTOP)
+            server.kill()
+        server.no_orders()
+        try:
+            # Its directory is locked by the one that lives on: nothing but L1 is looked at here.
+            with pytest.raises(ServerFailed) as failed:
+                server.start()
+            assert f"an adapter host of the previous server, process {pid}, has not ended" in str(
+                failed.value
+            )
+        finally:
+            os.kill(pid, signal.SIGKILL)
+        until_gone(pid)
+        server.start()
+
+
+def test_a_pool_in_a_memfd_is_lent_to_a_host_and_adopted_after_it(tmp_path: Path) -> None:
+    with HostedServer(tmp_path) as server:
+        server._environment["KVSTRATA_L1_SEGMENT_DIR"] = str(tmp_path / "missing" / "segment")
+        server.start()
+        with RpcClient(server.socket_dir) as client:
+            identity, chain = stored_in_l2(client, 3)
+            clear_l1(client)
+            reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
+            assert (reply.n_chunks, reply.l2_chunks) == (3, 3)
+            check_and_release(client, reply, chain)
+            server.kill()
+        assert server.start()["adopted"], server.log_tail()
+        assert server.stop() == 0
+        holder_client.dismiss(server.socket_dir / HOLDER_SOCKET)
+
+
+@pytest.mark.parametrize(
+    ("operation", "how", "says"),
+    [
+        (
+            "make",
+            "raise",
+            r"l2_adapters\[0\]: tests.harness.bad_adapter.BadAdapter cannot be made: RuntimeError: ordered to raise",
+        ),
+        ("open", "refuse", "bad medium: mend it"),
+        ("make", "null", "plugin-0: its host process ended with signal SIGSEGV before the adapter was open"),
+        ("open", "exit", "plugin-0: its host process ended with exit status 3 before the adapter was open"),
+    ],
+)
+def test_an_adapter_that_cannot_be_opened_in_its_host_stops_the_start(
+    tmp_path: Path, operation: str, how: str, says: str
+) -> None:
+    with HostedServer(tmp_path) as server:
+        server.order(operation, how)
+        with pytest.raises(ServerFailed, match=says) as failed:
+            server.start()
+        assert "Task exception" not in str(failed.value)
+
+
+def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    with (
+        HostedServer(tmp_path, module_path="no_such_module_here") as server,
+        pytest.raises(ServerFailed, match=r"l2_adapters\[0\]: no_such_module_here.BadAdapter cannot be made"),
+    ):
+        server.start()
+
+
+def test_what_the_host_logs_and_prints_is_in_the_servers_log(start: Callable[..., HostedServer]) -> None:
+    server = start(deadline_ms=2_000, host_kill_ms=4_000)
+    with RpcClient(server.socket_dir) as client:
+        server.order("put", "raise")
+        identity = client.identify()
+        client.store(identity, chain_of(identity.root, 1))
+        until(client, lambda status: sum(outcomes_of(status).values()) == 1)
+    end_s = time.monotonic() + HANG_S
+    while "RuntimeError: ordered to raise" not in (text := server.log.read_text()):
+        assert time.monotonic() < end_s, text
+    assert "ERROR kvstrata.storage.host.process plugin-0: host: " in text
+
+
+def test_a_host_has_nothing_of_the_servers_but_the_extents_and_a_shared_lock(
+    start: Callable[..., HostedServer],
+) -> None:
+    server = start()
+    with RpcClient(server.socket_dir) as client:
+        pid = host_of(client.status())["pid"]
+    descriptors, servers = open_files(pid), open_files(server.pid)
+    of_the_pool = [name for name in descriptors if str(server.segment_dir) in name]
+    assert of_the_pool == [str(server.segment_dir / "sessions.lock")]
+    mapped = Path(f"/proc/{pid}/maps").read_text()
+    assert mapped.count(str(server.segment_dir / "extents")) == 1
+    assert str(server.segment_dir / "index") not in mapped
+    assert not {name for name in set(descriptors) & set(servers) if name.startswith("socket:")}
+    fd = os.open(server.segment_dir / "sessions.lock", os.O_RDWR)
+    try:
+        assert linux.byte_locker(fd, HOSTS_BYTE) == pid
+    finally:
+        os.close(fd)
+
+
+def test_a_flood_of_prints_is_cut_and_says_so(start: Callable[..., HostedServer]) -> None:
+    server = start()
+    with RpcClient(server.socket_dir) as client:
+        server.order("exists", "flood")
+        identity = client.identify()
+        assert client.lookup(identity.identity_id, chain_of(identity.root, 1)).n_chunks == 0
+        server.no_orders()
+    assert server.stop() == 0
+    text = server.log.read_text()
+    assert text.count("host: a line") <= 200
+    assert "lines of its output were not logged" in text

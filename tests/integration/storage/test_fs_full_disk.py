@@ -1,0 +1,96 @@
+"""`fs` on a disk that is full: a real file system of 16 MiB, mounted in a namespace of the child's own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstrata.clock import SystemClock
+from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus
+from kvstrata.storage.media.fs.adapter import FsAdapter
+from kvstrata.testing.strategies import key_of, load_item, put_item, watched
+from tests.harness.namespaces import CONTAINER, hidden_shm, why_not
+
+pytestmark = pytest.mark.integration
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+SIZE = 300_000
+BASE = "/dev/shm/kv"
+COUNT = 100
+
+
+async def open_fs(min_free_bytes: int) -> FsAdapter:
+    adapter = FsAdapter(base_path=BASE, min_free_bytes=min_free_bytes)
+    await adapter.open(AdapterContext("full", SystemClock(), 0, 0, lambda key: None))
+    return adapter
+
+
+async def put(adapter: FsAdapter, number: int) -> tuple[PutStatus, str]:
+    item = put_item(key_of(number), SIZE)
+    [outcome] = await adapter.put([item])
+    watched(item).check()
+    return outcome
+
+
+def used_bytes() -> int:
+    files = [path for path in Path(BASE).rglob("*") if path.is_file() and not path.name.startswith(".")]
+    return sum(-(-path.stat().st_size // 4096) * 4096 for path in files)
+
+
+def take_the_rest() -> None:
+    with open("/dev/shm/other", "wb", buffering=0) as other, contextlib.suppress(OSError):
+        while other.write(bytes(4096)) == 4096:
+            pass
+
+
+async def examine() -> None:
+    """In the child, where nothing but 16 MiB of tmpfs is at /dev/shm."""
+    adapter = await open_fs(0)
+    for number in range(COUNT):  # about twice what fits: the oldest leave
+        assert await put(adapter, number) == (PutStatus.STORED, "")
+    usage = await adapter.usage()
+    assert 30 < usage.records < COUNT
+    assert usage.used_bytes == used_bytes()
+    found = await adapter.exists([key_of(n) for n in range(COUNT)])
+    there = [n for n, f in enumerate(found) if f.presence is Presence.PRESENT]
+    assert there == list(range(COUNT - usage.records, COUNT))
+    await adapter.close()
+
+    # Somebody else takes the rest: what is there is served, what is put waits for better times.
+    take_the_rest()
+    assert os.statvfs(BASE).f_bavail == 0
+    adapter = await open_fs(0)
+    item = load_item(key_of(there[-1]), SIZE)
+    assert [o.status for o in await adapter.load([item])] == [LoadStatus.LOADED]
+    assert await put(adapter, 1000) == (PutStatus.STORED, "")  # in the place of the oldest
+    await adapter.close()
+    adapter = await open_fs(1 << 30)
+    assert await put(adapter, 1001) == (PutStatus.THROTTLED, "disk_full")
+    await adapter.clear()
+    assert await put(adapter, 1001) == (PutStatus.THROTTLED, "disk_full")
+    assert (await adapter.usage()).used_bytes == used_bytes() == 0
+    await adapter.close()
+
+
+def test_a_full_disk_evicts_then_throttles_and_can_be_opened() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    command = [
+        *CONTAINER,
+        *hidden_shm("16m"),
+        sys.executable,
+        "-m",
+        "tests.integration.storage.test_fs_full_disk",
+    ]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    asyncio.run(examine())

@@ -1,0 +1,452 @@
+"""Native copies against their oracles, for any shape of blocks."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import select
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.native import copying
+from kvstrata.native import record as native_record
+from kvstrata.native.copying import CopyEngine, CopyPlan
+from kvstrata.native.record import CopyOutcome, RecordSpec
+from tests.harness.waiting import HANG_S
+from tests.oracles import copying as oracle
+from tests.oracles import crc32c as crc_oracle
+from tests.oracles import record as record_oracle
+
+KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+IDENTITY = b"i" * 32
+SPEC = RecordSpec(KEY, IDENTITY, b"s" * 32, b"p" * 32, 256, 1_700_000_000_000)
+
+
+@pytest.fixture(params=copying.crc32c_paths())
+def _every_path(request: pytest.FixtureRequest) -> Iterator[None]:
+    copying.set_crc32c_path(request.param)
+    assert copying.crc32c_path() == request.param
+    yield
+    copying.set_crc32c_path(None)
+
+
+every_path = pytest.mark.usefixtures("_every_path")
+
+
+@dataclass
+class Engine:
+    """Memory of an engine, with the native plan and the oracle's plan over it."""
+
+    memory: bytearray
+    plan: CopyPlan
+    twin: oracle.Plan
+
+    def record(self, block_ids: list[int]) -> mmap.mmap:
+        """Gather blocks into a record in an extent of its own."""
+        extent = mmap.mmap(-1, self.plan.record_bytes(len(block_ids)))
+        address = copying.buffer_address(extent, writable=True)
+        copying.gather_record(self.plan, block_ids, address, len(extent), SPEC)
+        return extent
+
+    def scatter(
+        self, block_ids: list[int], extent: mmap.mmap, key: bytes = KEY, identity: bytes = IDENTITY
+    ) -> int:
+        address = copying.buffer_address(extent, writable=True)
+        return copying.scatter_record(self.plan, block_ids, address, len(extent), key, identity)
+
+
+def block_shapes(max_run: int) -> st.SearchStrategy[tuple[tuple[tuple[int, int], ...], int]]:
+    """Draw (dims, run_bytes) of a block whose runs do not overlap."""
+
+    @st.composite
+    def shape(draw: st.DrawFn) -> tuple[tuple[tuple[int, int], ...], int]:
+        run = draw(st.integers(1, max_run))
+        dims, span = [], run
+        for _ in range(draw(st.integers(0, 3))):
+            count = draw(st.integers(1, 4))
+            stride = draw(st.sampled_from([span, span, span + 64, span + draw(st.integers(0, 100))]))
+            dims.insert(0, (count, stride))
+            span += (count - 1) * stride
+        return tuple(dims), run
+
+    return shape()
+
+
+@st.composite
+def engines(draw: st.DrawFn, max_run: int = 700) -> Engine:
+    """Draw an engine whose sections have one shape or several, some of them equal."""
+    shapes = draw(st.lists(block_shapes(max_run), min_size=1, max_size=3))
+    blocks = draw(st.integers(1, 6))
+    bases, strides, section_shapes, end = [], [], [], draw(st.integers(0, 70))
+    for _ in range(draw(st.integers(1, 4))):
+        section_shapes.append(draw(st.integers(0, len(shapes) - 1)))
+        dims, run = shapes[section_shapes[-1]]
+        span = run + sum((count - 1) * stride for count, stride in dims)
+        stride = span + draw(st.sampled_from([0, 0, 64, 13]))
+        bases.append(end)
+        strides.append(stride)
+        end += stride * (blocks - 1) + span + draw(st.integers(0, 70))
+    memory = bytearray(random.Random(draw(st.integers(0, 1 << 30))).randbytes(end))
+    start = copying.buffer_address(memory, writable=True)
+    places = [start + base for base in bases]
+    if len(shapes) == 1:
+        plan = CopyPlan(places, blocks, strides, *shapes[0])
+    else:
+        plan = CopyPlan(places, blocks, strides, shapes=shapes, section_shapes=section_shapes)
+    of_sections = tuple(shapes[index] for index in section_shapes)
+    return Engine(memory, plan, oracle.Plan(tuple(bases), blocks, tuple(strides), of_sections))
+
+
+def small_engine(sections: int = 3, blocks: int = 8, block_bytes: int = 1024) -> Engine:
+    memory = bytearray(random.Random(1).randbytes(sections * blocks * block_bytes))
+    start = copying.buffer_address(memory, writable=True)
+    bases = [section * blocks * block_bytes for section in range(sections)]
+    strides = [block_bytes] * sections
+    plan = CopyPlan([start + base for base in bases], blocks, strides, [], block_bytes)
+    twin = oracle.Plan(tuple(bases), blocks, tuple(strides), (((), block_bytes),) * sections)
+    return Engine(memory, plan, twin)
+
+
+@given(data=st.binary(max_size=700), more=st.binary(max_size=700), offset=st.integers(0, 63))
+def test_every_path_computes_the_checksum_of_the_definition(data: bytes, more: bytes, offset: int) -> None:
+    expected = crc_oracle.crc32c(more, crc_oracle.crc32c(data))
+    shifted = bytes(offset) + data + more
+    address = copying.buffer_address(shifted) + offset
+    target = bytearray(len(data + more) + 128)
+    try:
+        for path in copying.crc32c_paths():
+            copying.set_crc32c_path(path)
+            assert copying.crc32c(more, copying.crc32c(data)) == expected
+            assert copying.crc32c_at(address, len(data + more)) == expected
+            for cached in (False, True):
+                target[:] = b"\xa5" * len(target)
+                to = copying.buffer_address(target, writable=True) + 64 - offset
+                assert copying.copy_at(to, address, len(data + more), cached=cached) == expected
+                inside = slice(64 - offset, 64 - offset + len(data + more))
+                assert target[inside] == data + more
+                del target[inside]
+                assert set(target) == {0xA5}
+                target = bytearray(len(data + more) + 128)
+    finally:
+        copying.set_crc32c_path(None)
+
+
+@given(data=st.data(), engine=engines())
+def test_a_gathered_record_is_what_the_format_says(data: st.DataObject, engine: Engine) -> None:
+    ids = data.draw(st.lists(st.integers(0, engine.twin.num_blocks - 1), min_size=1, max_size=6))
+    extent = engine.record(ids)
+    sections = oracle.gather(engine.twin, engine.memory, ids)
+    twin = record_oracle.Record(KEY, b"i" * 32, b"s" * 32, b"p" * 32, 256, 1_700_000_000_000, sections)
+    assert bytes(extent) == record_oracle.build(twin)
+    assert engine.plan.payload_bytes(len(ids)) == sum(map(len, sections))
+    for section, stored in enumerate(sections):
+        assert engine.plan.section_bytes(section, len(ids)) == len(stored)
+
+
+@given(data=st.data(), engine=engines())
+def test_a_scatter_writes_its_blocks_and_nothing_else(data: st.DataObject, engine: Engine) -> None:
+    blocks = range(engine.twin.num_blocks)
+    stored = data.draw(st.lists(st.sampled_from(blocks), min_size=1, max_size=6))
+    targets = data.draw(st.permutations(blocks))
+    targets = [data.draw(st.sampled_from([block, block, -1])) for block in targets][: len(stored)]
+    stored = stored[: len(targets)]
+    extent = engine.record(stored)
+    sections = oracle.gather(engine.twin, engine.memory, stored)
+    expected = bytearray(engine.memory)
+    oracle.scatter(engine.twin, expected, targets, sections)
+    assert engine.scatter(targets, extent) == CopyOutcome.OK
+    assert engine.memory == expected
+
+
+@given(engine=engines(), bit=st.integers(0, 1 << 40))
+def test_no_flipped_bit_passes(engine: Engine, bit: int) -> None:
+    extent = engine.record([0])
+    at = bit // 8 % len(extent)
+    extent[at] ^= 1 << bit % 8
+    before = bytes(engine.memory)
+    header = record_oracle.header_bytes(engine.plan.section_count)
+    assert engine.scatter([0], extent) != CopyOutcome.OK
+    if at < header:
+        assert engine.memory == before
+    assert engine.scatter([-1], extent) != CopyOutcome.OK
+    address = copying.buffer_address(extent, writable=True)
+    assert native_record.verify_record(address, len(extent), KEY) != CopyOutcome.OK
+    assert native_record.explain_record(address, len(extent), KEY)
+
+
+@every_path
+def test_every_path_gathers_and_scatters_the_same() -> None:
+    engine = small_engine(sections=5, blocks=6, block_bytes=3000)
+    before = bytes(engine.memory)
+    extent = engine.record([5, 0, 3])
+    assert (
+        copying.crc32c(extent[4096:])
+        == native_record.record_header(copying.buffer_address(extent, writable=True), len(extent)).stored_crc
+    )
+    engine.memory[:] = bytes(len(engine.memory))
+    assert engine.scatter([5, 0, 3], extent) == CopyOutcome.OK
+    assert oracle.gather(engine.twin, engine.memory, [5, 0, 3]) == oracle.gather(
+        engine.twin, before, [5, 0, 3]
+    )
+
+
+def test_a_record_of_another_chunk_or_identity_is_stale_and_touches_no_block() -> None:
+    engine = small_engine()
+    extent = engine.record([1, 2])
+    before = bytes(engine.memory)
+    assert engine.scatter([3, 4], extent, OTHER_KEY) == CopyOutcome.STALE
+    assert engine.scatter([3, 4], extent, KEY, OTHER_KEY) == CopyOutcome.STALE
+    assert engine.memory == before
+
+
+def test_a_record_of_another_shape_is_a_mismatch_and_touches_no_block() -> None:
+    engine, other = small_engine(sections=3), small_engine(sections=6, block_bytes=512)
+    extent = other.record([1, 2])
+    before = bytes(engine.memory)
+    assert engine.scatter([1, 2], extent) == CopyOutcome.MISMATCH
+    assert engine.memory == before
+
+
+BAD_PLANS = {
+    "section_bases": ([], 8, [], [], 64),
+    "section_bases: an address": ([0], 8, [64], [], 64),
+    "section_bases: must be between": ([-1], 8, [64], [], 64),
+    "block_stride: must have one entry": ([4096], 8, [64, 64], [], 64),
+    "block_stride: the last": ([4096], 8, [1 << 62], [], 64),
+    "num_blocks": ([4096], 0, [64], [], 64),
+    "dims: at most 3": ([4096], 8, [64], [(1, 1)] * 4, 64),
+    "dims: a count": ([4096], 8, [64], [(0, 1)], 64),
+    "run_bytes": ([4096], 8, [64], [], 0),
+}
+
+
+@pytest.mark.parametrize("message", BAD_PLANS)
+def test_an_impossible_plan_is_refused_with_the_argument_named(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CopyPlan(*BAD_PLANS[message])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "section_shapes", "message"),
+    [
+        ([([], 64)], [0], "section_shapes: must have one entry per section, 2, not 1"),
+        ([([], 64)], [0, 1], r"section_shapes: not one of the shapes \(got 1, limit 1, at index 1\)"),
+        ([([], 64), ([], 0)], [0, 1], r"shapes\[1\]\.run_bytes: must be positive"),
+        ([([(0, 64)], 64)], [0, 0], r"shapes\[0\]\.dims: a count must be positive"),
+        ([([(1, -1)], 64)], [0, 0], r"shapes\[0\]\.dims: must be between 0"),
+    ],
+)
+def test_an_impossible_shape_is_refused_with_its_place_among_the_shapes(
+    shapes: list[tuple[list[tuple[int, int]], int]], section_shapes: list[int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        CopyPlan([4096, 8192], 8, [64, 64], shapes=shapes, section_shapes=section_shapes)
+
+
+def test_a_section_that_the_plan_does_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="section: 3 of a plan with 3"):
+        small_engine().plan.section_bytes(3, 1)
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "change", "message"),
+    [
+        ([], {}, "block_ids: must not be empty"),
+        ([8], {}, r"block_ids: not a block of the plan \(got 8, limit 8"),
+        ([0, 1 << 70], {}, "block_ids: not a block of the plan"),
+        ([0, 1], {"shorter": 1}, "extent_len: too small"),
+        ([0], {"moved": 1}, "address: must be a multiple of 8"),
+    ],
+)
+def test_a_bad_argument_is_refused_before_anything_is_written(
+    block_ids: list[int], change: dict[str, int], message: str
+) -> None:
+    engine = small_engine()
+    extent = mmap.mmap(-1, 1 << 16)
+    address = copying.buffer_address(extent, writable=True) + change.get("moved", 0)
+    length = len(extent) - 8
+    if change.get("shorter"):
+        length = engine.plan.record_bytes(len(block_ids)) - 1
+    with pytest.raises(ValueError, match=message):
+        copying.gather_record(engine.plan, block_ids, address, length, SPEC)
+    with pytest.raises(ValueError, match=message):
+        copying.scatter_record(engine.plan, block_ids, address, length, KEY, IDENTITY)
+    with CopyEngineScope() as copies, pytest.raises(ValueError, match=r"items\[1\]\."):
+        good = ([0], copying.buffer_address(extent, writable=True), len(extent), SPEC)
+        copies.run("gather", engine.plan, [good, (block_ids, address, length, SPEC)])
+    assert not any(extent[:])
+
+
+def test_only_a_scatter_may_skip_blocks() -> None:
+    engine = small_engine()
+    extent = engine.record([0])
+    address = copying.buffer_address(extent, writable=True)
+    with pytest.raises(ValueError, match="block_ids: not a block of the plan"):
+        copying.gather_record(engine.plan, [-1], address, len(extent), SPEC)
+
+
+@pytest.mark.parametrize("name", ["key", "identity", "slice_digest", "parent_key"])
+def test_a_digest_of_another_length_is_refused_by_name(name: str) -> None:
+    digests = {n: bytes(32) for n in ("key", "identity", "slice_digest", "parent_key")}
+    with pytest.raises(ValueError, match=f"{name}: must be 32 bytes, not 31"):
+        RecordSpec(**{**digests, name: bytes(31)}, chunk_tokens=1)
+
+
+class CopyEngineScope:
+    """A copy engine that is closed at the end of the block."""
+
+    def __init__(self, threads: int = 2, queue: int = 16) -> None:
+        self.engine = CopyEngine(threads, queue)
+
+    def __enter__(self) -> CopyEngine:
+        return self.engine
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+
+
+@given(data=st.data(), engine=engines(max_run=5000), threads=st.integers(0, 3))
+def test_copy_threads_do_what_a_single_copy_does(data: st.DataObject, engine: Engine, threads: int) -> None:
+    chunks = data.draw(
+        st.lists(
+            st.lists(st.integers(0, engine.twin.num_blocks - 1), min_size=1, max_size=4),
+            min_size=1,
+            max_size=5,
+        )
+    )
+    alone = [bytes(engine.record(ids)) for ids in chunks]
+    extents = [mmap.mmap(-1, len(record)) for record in alone]
+    addresses = [copying.buffer_address(extent, writable=True) for extent in extents]
+    with CopyEngineScope(threads) as copies:
+        items = [(ids, a, len(e), SPEC) for ids, a, e in zip(chunks, addresses, extents, strict=True)]
+        if threads == 0:
+            assert copies.run("gather", engine.plan, items) == [0] * len(chunks)
+        else:
+            assert copies.submit(1, "gather", engine.plan, items)
+            assert copies.wait(1, 60.0)
+            assert copies.completions() == [(1, [0] * len(chunks))]
+        assert [bytes(extent) for extent in extents] == alone
+        extents[0][-1] ^= 1
+        before = bytes(engine.memory)
+        skipped = [
+            ([-1] * len(ids), a, len(e), (KEY, IDENTITY))
+            for ids, a, e in zip(chunks, addresses, extents, strict=True)
+        ]
+        codes = copies.run("scatter", engine.plan, skipped)
+        assert codes == [CopyOutcome.CORRUPT] + [CopyOutcome.OK] * (len(chunks) - 1)
+        assert engine.memory == before
+
+
+def test_completions_make_the_descriptor_readable_until_they_are_read() -> None:
+    engine = small_engine()
+    extent = engine.record([0])
+    item = ([0], copying.buffer_address(extent, writable=True), len(extent), SPEC)
+    with CopyEngineScope() as copies:
+        assert not select.select([copies.event_fd], [], [], 0)[0]
+        assert copies.submit(7, "gather", engine.plan, [item])
+        assert select.select([copies.event_fd], [], [], 60)[0]
+        assert copies.completions() == [(7, [0])]
+        assert not select.select([copies.event_fd], [], [], 0)[0]
+        assert copies.completions() == []
+        assert copies.wait(7, 0.0)
+
+
+def test_a_full_queue_refuses_at_once_and_has_room_again_after_completions_are_read() -> None:
+    engine = small_engine()
+    extent = engine.record([0])
+    item = ([0], copying.buffer_address(extent, writable=True), len(extent), SPEC)
+    with CopyEngineScope(threads=1, queue=2) as copies:
+        assert copies.submit(1, "gather", engine.plan, [item])
+        assert copies.submit(2, "gather", engine.plan, [item])
+        assert not copies.submit(3, "gather", engine.plan, [item])
+        copies.drain()
+        assert not copies.submit(3, "gather", engine.plan, [item])
+        assert copies.completions() == [(1, [0]), (2, [0])]
+        assert copies.submit(3, "gather", engine.plan, [item])
+
+
+def test_a_closed_engine_takes_no_copy_and_its_completions_can_still_be_read() -> None:
+    engine = small_engine()
+    extent = engine.record([0])
+    item = ([0], copying.buffer_address(extent, writable=True), len(extent), SPEC)
+    copies = CopyEngine(1, 8)
+    assert copies.submit(1, "gather", engine.plan, [item])
+    copies.close()
+    copies.close()
+    assert copies.completions() in ([(1, [CopyOutcome.OK])], [(1, [CopyOutcome.CANCELLED])])
+    with pytest.raises(ValueError, match="the copy engine is closed"):
+        copies.submit(2, "gather", engine.plan, [item])
+    with pytest.raises(ValueError, match="the copy engine is closed"):
+        copies.run("gather", engine.plan, [item])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((-1, 8), "threads"), ((65, 8), "threads"), ((1, 0), "queue"), ((1, 1 << 20), "queue")],
+)
+def test_an_impossible_engine_is_refused_by_name(arguments: tuple[int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CopyEngine(*arguments)
+
+
+def test_a_dropped_engine_leaves_no_thread_and_no_descriptor_behind() -> None:
+    threads, descriptors = set(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+    copies = CopyEngine(3, 8)
+    its_own = set(os.listdir("/proc/self/task")) - threads
+    assert len(its_own) == 3
+    del copies
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    ends_s = time.monotonic() + HANG_S
+    while its_own.intersection(os.listdir("/proc/self/task")):  # a joined thread is listed a moment longer
+        assert time.monotonic() < ends_s
+        time.sleep(0.001)
+
+
+def test_a_forked_child_with_an_engine_ends_normally() -> None:
+    copies = CopyEngine(2, 8)
+    child = os.fork()
+    if child == 0:
+        copies.close()
+        del copies
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    copies.close()
+
+
+@st.composite
+def strided_copies(
+    draw: st.DrawFn,
+) -> tuple[list[bytearray], list[tuple[int, int, int, list[tuple[int, int, int]], int]]]:
+    """Draw sources and copies out of them; where copies overlap in the target, the last one counts."""
+    sources = [bytearray(random.Random(i).randbytes(draw(st.integers(1, 400)))) for i in range(3)]
+    copies = []
+    for _ in range(draw(st.integers(0, 4))):
+        source = draw(st.integers(0, 2))
+        run = draw(st.integers(1, len(sources[source])))
+        left = [len(sources[source]) - run, 600 - run]
+        loops = []
+        for _ in range(draw(st.integers(0, 8))):
+            count = draw(st.integers(1, 3))
+            strides = [draw(st.integers(0, space // max(1, count - 1))) for space in left]
+            left = [space - (count - 1) * stride for space, stride in zip(left, strides, strict=True)]
+            loops.append((count, strides[0], strides[1]))
+        copies.append((source, draw(st.integers(0, left[0])), draw(st.integers(0, left[1])), loops, run))
+    return sources, copies
+
+
+@given(strided_copies())
+def test_strided_copies_are_those_of_the_oracle(
+    drawn: tuple[list[bytearray], list[tuple[int, int, int, list[tuple[int, int, int]], int]]],
+) -> None:
+    sources, copies = drawn
+    target, expected = bytearray(600), bytearray(600)
+    oracle.copy_strided(expected, sources, copies)
+    places = [(copying.buffer_address(source, writable=True), len(source)) for source in sources]
+    copying.copy_strided(copying.buffer_address(target, writable=True), len(target), places, copies)
+    assert target == expected

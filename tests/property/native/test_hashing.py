@@ -1,0 +1,175 @@
+"""Native chunk keys and storage keys against an oracle that uses `hashlib`."""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import struct
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.native import hashing
+from tests.oracles import keys as oracle
+
+digests = st.binary(min_size=32, max_size=32)
+tokens_lists = st.lists(st.integers(0, 2**32 - 1), max_size=200)
+
+
+@pytest.fixture(params=hashing.sha256_paths())
+def _every_path(request: pytest.FixtureRequest) -> Iterator[None]:
+    hashing.set_sha256_path(request.param)
+    assert hashing.sha256_path() == request.param
+    yield
+    hashing.set_sha256_path(None)
+
+
+@given(
+    start=digests,
+    tokens=tokens_lists,
+    chunk_tokens=st.integers(1, 40),
+    first=st.integers(0, 60),
+    extras=st.dictionaries(st.integers(0, 8), digests),
+)
+def test_chain_keys_follow_the_definition_for_every_container_of_tokens(
+    start: bytes, tokens: list[int], chunk_tokens: int, first: int, extras: dict[int, bytes]
+) -> None:
+    chunks = max(len(tokens) - first, 0) // chunk_tokens
+    extras = {chunk: extra for chunk, extra in extras.items() if chunk < chunks}
+    expected = oracle.chain_keys(start, tokens, chunk_tokens, extras, first)
+    packed = struct.pack(f"<{len(tokens)}I", *tokens)
+    unaligned = memoryview(b"\0" + packed)[1:]
+    for path in hashing.sha256_paths():
+        hashing.set_sha256_path(path)
+        for held in (tokens, tuple(tokens), array.array("I", tokens), packed, unaligned):
+            assert hashing.chain_keys(start, held, chunk_tokens, extras, first) == expected
+        hashing.set_sha256_path(None)
+
+
+@given(digests, st.lists(digests, max_size=20), st.lists(digests, min_size=1, max_size=20))
+def test_storage_keys_are_those_of_the_definition(
+    root: bytes, chain: list[bytes], slices: list[bytes]
+) -> None:
+    joined, digest = b"".join(chain), b"".join(slices)
+    expected = oracle.storage_keys(root, joined, digest)
+    for path in hashing.sha256_paths():
+        hashing.set_sha256_path(path)
+        assert hashing.storage_keys(root, joined, digest) == expected
+        hashing.set_sha256_path(None)
+
+
+@given(
+    st.lists(digests, min_size=2, max_size=2, unique=True),
+    st.lists(digests, min_size=1, max_size=8),
+    st.lists(digests, min_size=1, max_size=3),
+)
+def test_no_chain_key_gives_a_storage_key_of_another_identity(
+    roots: list[bytes], chain: list[bytes], slices: list[bytes]
+) -> None:
+    """Also if the chain keys are the other identity's roots, slices or storage keys."""
+    one, two = roots
+    digest = b"".join(slices)
+    of_one = hashing.storage_keys(one, b"".join(chain), digest)
+    named = b"".join([*chain, one, two, *slices]) + of_one
+    of_two = hashing.storage_keys(two, named, digest)
+    first, second = ({keys[at : at + 32] for at in range(0, len(keys), 32)} for keys in (of_one, of_two))
+    assert not first & second
+
+
+@pytest.mark.usefixtures("_every_path")
+def test_long_batches_equal_short_ones() -> None:
+    """Batches of 64 chunks or more release the GIL; neither that nor the size of a batch changes the keys."""
+    tokens = [(i * 2654435761) % 200_000 for i in range(100 * 16 + 5)]
+    whole = hashing.chain_keys(bytes(32), tokens, 16)
+    assert whole == oracle.chain_keys(bytes(32), tokens, 16)
+    grown, previous = b"", bytes(32)
+    for first in range(0, 100 * 16, 7 * 16):
+        piece = hashing.chain_keys(previous, tokens[: first + 7 * 16 + 3], 16, None, first)
+        grown, previous = grown + piece, piece[-32:]
+    assert grown == whole
+    slices = b"a" * 32 + b"b" * 32 + b"c" * 32
+    assert hashing.storage_keys(whole[:32], whole, slices) == oracle.storage_keys(whole[:32], whole, slices)
+
+
+@pytest.mark.usefixtures("_every_path")
+def test_known_digest() -> None:
+    expected = hashlib.sha256(bytes(32) + b"\1\0\0\0").digest()
+    assert hashing.chain_keys(bytes(32), [1], 1) == expected
+
+
+class Odd:
+    """Has `__index__` but is not an `int`."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+def test_any_object_that_has_an_index_can_be_a_token() -> None:
+    assert hashing.chain_keys(bytes(32), [Odd(7), True], 2) == hashing.chain_keys(bytes(32), [7, 1], 2)
+
+
+@pytest.mark.parametrize("bad", [-1, 1 << 32, 1 << 70, -(1 << 70), Odd(-3)])
+def test_the_error_for_a_token_beyond_32_bits_names_its_index(bad: int) -> None:
+    with pytest.raises(ValueError, match=r"tokens\[5\]: must be between 0 and 2\*\*32 - 1"):
+        hashing.chain_keys(bytes(32), [0, 1, 2, 3, 4, bad, 6, 7], 4)
+
+
+@pytest.mark.parametrize("bad", [1.5, "7", None, b"1"])
+def test_the_error_for_a_token_that_is_not_an_int_names_its_index(bad: object) -> None:
+    with pytest.raises(TypeError, match=rf"tokens\[3\]: must be an int, not {type(bad).__name__}"):
+        hashing.chain_keys(bytes(32), [0, 1, 2, bad], 4)  # type: ignore[list-item]
+
+
+def test_tokens_outside_full_chunks_are_not_read() -> None:
+    assert hashing.chain_keys(bytes(32), [-1, 1, 2, -1], 2, None, 1) == hashing.chain_keys(
+        bytes(32), [1, 2], 2
+    )
+
+
+def test_a_list_that_shrinks_while_it_is_read_is_an_error_not_a_crash() -> None:
+    tokens: list[int] = []
+
+    class Shrinks(Odd):
+        def __index__(self) -> int:
+            del tokens[2:]
+            return self.value
+
+    tokens.extend([0, Shrinks(1), *range(1000)])
+    with pytest.raises(ValueError, match="became shorter"):
+        hashing.chain_keys(bytes(32), tokens, 1)
+
+
+WRONG: dict[str, Callable[[], object]] = {
+    "start: must be 32 bytes": lambda: hashing.chain_keys(bytes(31), [1], 1),
+    "chunk_tokens: must be at least 1": lambda: hashing.chain_keys(bytes(32), [1], 0),
+    "first: must be at least 0": lambda: hashing.chain_keys(bytes(32), [1], 1, None, -1),
+    "extras: chunk 1 is not one of the 1 full": lambda: hashing.chain_keys(bytes(32), [1], 1, {1: bytes(32)}),
+    r"extras\[0\]: must be 32 bytes": lambda: hashing.chain_keys(bytes(32), [1], 1, {0: b"short"}),
+    "tokens: a buffer must hold": lambda: hashing.chain_keys(bytes(32), array.array("q", [1]), 1),
+    "tokens: a buffer .* 3 bytes": lambda: hashing.chain_keys(bytes(32), b"abc", 1),
+    "root: must be 32 bytes": lambda: hashing.storage_keys(bytes(31), b"", bytes(32)),
+    "chain: must be whole keys": lambda: hashing.storage_keys(bytes(32), bytes(33), bytes(32)),
+    "slice_digests: must be one or more": lambda: hashing.storage_keys(bytes(32), bytes(32), b""),
+    "slice_digests: must be one or more d": lambda: hashing.storage_keys(bytes(32), bytes(32), bytes(31)),
+    "name: this CPU has no SHA-256 path": lambda: hashing.set_sha256_path("md5"),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_the_error_for_a_wrong_argument_names_it(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WRONG[message]()
+
+
+def test_without_a_full_chunk_there_is_no_key() -> None:
+    empty: list[Sequence[int]] = [[], [1, 2], ()]
+    for tokens in empty:
+        assert hashing.chain_keys(bytes(32), tokens, 3) == b""
+    assert hashing.chain_keys(bytes(32), b"", 3) == b""
+    assert hashing.storage_keys(bytes(32), b"", bytes(32)) == b""
+    assert hashing.chain_keys(bytes(32), array.array("I", [1, 2]), 3, None, 9) == b""

@@ -1,0 +1,347 @@
+"""The promises of eviction by every policy: it makes room in time, from the oldest chunks that nothing uses."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import os
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.policies import POLICIES, measure, synthetic_trace
+from kvstrata.native.pool import Pool
+
+PAGE = 4096
+IDENTITY = bytes(32)
+EVICTED = 1
+REFUSED = range(3, 11)
+PARENT_ABSENT = 10
+
+
+def make_pool(pages: int, policy: str, entries: int = 0) -> Pool:
+    index = os.memfd_create("index", os.MFD_CLOEXEC)
+    extents = os.memfd_create("extents", os.MFD_CLOEXEC)
+    try:
+        return Pool.create(
+            index,
+            extents,
+            extents_bytes=pages * PAGE,
+            entry_capacity=entries or pages,
+            policy=policy,
+            max_session_share=1,
+        )
+    finally:
+        os.close(index)
+        os.close(extents)
+
+
+def key(*path: int) -> bytes:
+    return hashlib.sha256(repr(path).encode()).digest()
+
+
+def store(pool: Pool, keys: Sequence[bytes], pages: int, first: int = 0) -> None:
+    """Store keys[first:] behind keys[:first]; the extents are never written to."""
+    parent = keys[first - 1] if first else b""
+    ticket, outcomes, _ = pool.reserve(b"".join(keys[first:]), parent, pages * PAGE, 0, IDENTITY)
+    assert set(outcomes) <= {0, 1}, f"refused: {list(outcomes)}"
+    if ticket:
+        indices = [i for i, outcome in enumerate(outcomes) if outcome == 0]
+        assert not any(pool.commit(ticket, indices, check=False))
+
+
+def use(pool: Pool, keys: Sequence[bytes]) -> int:
+    """Lease the leading chunks of a prompt and release them at once; return how many there were."""
+    ticket, hits, *_ = pool.lease(b"".join(keys), 1, [0])
+    if ticket:
+        assert pool.release(ticket)
+    return hits
+
+
+@given(
+    pages=st.integers(60, 3000),
+    sizes=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4),
+    order=st.lists(st.integers(0, 3), min_size=4, max_size=40),
+    policy=st.sampled_from(POLICIES),
+)
+@settings(max_examples=60)
+def test_the_newest_chunks_survive_any_mix_of_sizes(
+    pages: int, sizes: list[float], order: list[int], policy: str
+) -> None:
+    """Chunks of up to a 20th of the pool, in all four times its size: none is refused, the newest quarter stays."""
+    pool = make_pool(pages, policy)
+    chunk_pages = [1 + int(size**3 * (pages / 20 - 1)) for size in sizes]
+    prompts: list[tuple[list[bytes], int]] = []
+    stored = 0
+    while stored < 4 * pages:
+        size = chunk_pages[order[len(prompts) % len(order)] % len(chunk_pages)]
+        count = max(1, min(6, pages // 20 // size))
+        keys = [key(len(prompts), chunk) for chunk in range(count)]
+        store(pool, keys, size)
+        assert pool.peek(b"".join(keys)) == count
+        prompts.append((keys, size * count))
+        stored += size * count
+    pool.validate()
+    kept = 0
+    for keys, size in reversed(prompts):
+        if pool.peek(b"".join(keys)) < len(keys):
+            break
+        kept += size
+    assert kept >= pages / 4
+    pool.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("sizes", [(8,), (8, 13)])
+def test_the_newest_of_64_prompts_stay_in_a_pool_a_third_of_their_size(
+    policy: str, sizes: tuple[int, ...]
+) -> None:
+    pages = sum(8 * sizes[prompt % len(sizes)] for prompt in range(64)) // 3
+    pool = make_pool(pages, policy)
+    for prompt in range(64):
+        store(pool, [key(prompt, chunk) for chunk in range(8)], sizes[prompt % len(sizes)])
+    newest = 0
+    while pool.peek(b"".join(key(63 - newest, chunk) for chunk in range(8))) == 8:
+        newest += 1
+    assert newest >= (20 if len(sizes) == 1 else 18)
+    assert sum(pool.stats()["refused"].values()) == 0
+    pool.validate()
+    pool.close()
+
+
+@given(
+    policy=st.sampled_from(POLICIES),
+    pages=st.integers(12, 120),
+    percent=st.integers(10, 300),
+    others=st.lists(st.integers(1, 5), max_size=30),
+    batch=st.integers(1, 40),
+    in_flight=st.integers(1, 4),
+    has_l2=st.booleans(),
+)
+@settings(max_examples=150)
+def test_a_chain_too_long_for_the_pool_keeps_its_beginning_and_evicts_nothing_for_the_rest(
+    policy: str, pages: int, percent: int, others: list[int], batch: int, in_flight: int, has_l2: bool
+) -> None:
+    """As a client does, the test reserves some batches before it commits the first one."""
+    pool = make_pool(pages, policy, 4 * pages)
+    pool.set_has_l2(has_l2)
+    row = pool.claim_row(b"s" * 16, b"g" * 16, 1)
+    held: list[bytes] = []
+    for number, length in enumerate(others):
+        keys = [key(number, chunk) for chunk in range(length)]
+        store(pool, keys, 1)
+        held += keys
+    chain = [key(-1, chunk) for chunk in range(max(1, pages * percent // 100))]
+    reserved: collections.deque[tuple[int, list[int]]] = collections.deque()
+    at_refusal: list[bytes] | None = None
+
+    def commit_oldest() -> None:
+        ticket, indices = reserved.popleft()
+        assert not any(pool.commit(ticket, indices, check=False))
+
+    for first in range(0, len(chain), batch):
+        parent = chain[first - 1] if first else b""
+        ticket, outcomes, _ = pool.reserve(
+            b"".join(chain[first : first + batch]), parent, PAGE, row, IDENTITY
+        )
+        if ticket:
+            reserved.append((ticket, [i for i, outcome in enumerate(outcomes) if outcome == 0]))
+        if at_refusal is None and any(outcomes):
+            at_refusal = [name for name in held if pool.peek(name)]
+        if len(reserved) == in_flight:
+            commit_oldest()
+    while reserved:
+        commit_oldest()
+    assert pool.peek(b"".join(chain)) == min(len(chain), pages)
+    assert sum(pool.peek(name) for name in chain) == min(len(chain), pages)
+    assert at_refusal is None or all(pool.peek(name) for name in at_refusal)
+    pool.validate()
+    pool.close()
+
+
+@pytest.mark.parametrize("has_l2", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_chunks_behind_a_refused_one_take_no_room_from_others(policy: str, has_l2: bool) -> None:
+    """A chain is refused while most of the pool is in use; it must not grow behind the gap when others leave."""
+    pool = make_pool(16, policy)
+    pool.set_has_l2(has_l2)
+    row = pool.claim_row(b"s" * 16, b"g" * 16, 1)
+    in_use = [key(0, chunk) for chunk in range(8)]
+    others = [key(1, chunk) for chunk in range(6)]
+    store(pool, in_use, 1)
+    lease, *_ = pool.lease(b"".join(in_use), 1, [0])
+    chain = [key(2, chunk) for chunk in range(20)]
+    store(pool, chain[:8], 1)
+    _, outcomes, _ = pool.reserve(b"".join(chain[8:12]), chain[7], PAGE, row, IDENTITY)
+    assert outcomes[0] in REFUSED and len(set(outcomes)) == 1
+    assert pool.release(lease)
+    store(pool, others, 1)
+    _, outcomes, _ = pool.reserve(b"".join(chain[12:]), chain[11], PAGE, row, IDENTITY)
+    assert set(outcomes) == {PARENT_ABSENT}
+    assert pool.peek(b"".join(others)) == len(others)
+    # Once the gap is closed, the rest is stored as usual.
+    there = pool.peek(b"".join(chain))
+    for first in range(there, 14):
+        store(pool, chain[: first + 1], 1, first)
+    assert pool.peek(b"".join(chain)) == 14
+    assert pool.stats()["refused"]["parent_absent"] == 8
+    pool.validate()
+    pool.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_refused_load_from_l2_stops_neither_loads_nor_stores_behind_it(policy: str) -> None:
+    pool = make_pool(8, policy)
+    pool.set_has_l2(True)
+    row = pool.claim_row(b"s" * 16, b"g" * 16, 1)
+    in_use = [key(0, chunk) for chunk in range(8)]
+    store(pool, in_use[:4], 1)
+    store(pool, in_use, 1, 4)
+    lease, *_ = pool.lease(b"".join(in_use[:4]), 1, [0])
+    other, *_ = pool.reserve(b"".join(key(1, chunk) for chunk in range(4)), b"", PAGE, 0, IDENTITY)
+    chain = [key(2, chunk) for chunk in range(6)]
+    ticket, outcomes, _ = pool.reserve(b"".join(chain[:4]), b"", PAGE, 0, IDENTITY)
+    assert ticket == 0 and set(outcomes) <= set(REFUSED)
+    assert pool.release(lease) and pool.abort(other, None) == 4
+    for who, first in ((0, 4), (row, 5)):
+        _, outcomes, _ = pool.reserve(chain[first], chain[3], PAGE, who, IDENTITY)
+        assert list(outcomes) == [0]
+    pool.validate()
+    pool.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_chunk_whose_parent_is_gone_evicts_only_for_the_sake_of_an_l2_that_may_have_the_parent(
+    policy: str,
+) -> None:
+    pool = make_pool(8, policy)
+    others = [key(0, chunk) for chunk in range(6)]
+    store(pool, others, 1)
+    absent, orphans = key(1, 0), [key(1, chunk) for chunk in range(1, 5)]
+    _, outcomes, _ = pool.reserve(b"".join(orphans), absent, PAGE, 0, IDENTITY)
+    assert list(outcomes) == [0, 0, PARENT_ABSENT, PARENT_ABSENT]  # free room evicts nothing
+    assert pool.peek(b"".join(others)) == len(others)
+    pool.set_has_l2(True)
+    _, outcomes, _ = pool.reserve(key(2, 1), key(2, 0), PAGE, 0, IDENTITY)
+    assert list(outcomes) == [0]
+    pool.validate()
+    pool.close()
+
+
+paths = st.lists(st.integers(0, 2), min_size=1, max_size=8)
+
+
+@given(prompts=st.lists(paths, min_size=1, max_size=80), capacity=st.integers(16, 48))
+@settings(max_examples=100)
+def test_lru_hits_the_same_chunks_as_a_plain_lru(prompts: list[list[int]], capacity: int) -> None:
+    pool = make_pool(capacity, "LRU")
+    cache: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+    for path in prompts:
+        keys = [key(*path[: end + 1]) for end in range(len(path))]
+        expected = 0
+        while expected < len(keys) and keys[expected] in cache:
+            expected += 1
+        assert use(pool, keys) == expected
+        store(pool, keys, 1, expected)
+        for name in reversed(keys):
+            cache[name] = None
+            cache.move_to_end(name)
+        while len(cache) > capacity:
+            cache.popitem(last=False)
+        pool.validate()
+    pool.close()
+
+
+@given(
+    prompts=st.lists(paths, min_size=20, max_size=120),
+    policy=st.sampled_from(POLICIES),
+    shared=st.integers(1, 5),
+)
+@settings(max_examples=60)
+def test_a_prefix_that_every_request_uses_is_never_evicted(
+    prompts: list[list[int]], policy: str, shared: int
+) -> None:
+    pool = make_pool(30, policy)
+    system = [key(-1, chunk) for chunk in range(shared)]
+    store(pool, system, 1)
+    for number, path in enumerate(prompts):
+        keys = system + [key(number, *path[: end + 1]) for end in range(len(path))]
+        hits = use(pool, keys)
+        assert hits == shared
+        store(pool, keys, 1, hits)
+        assert pool.peek(b"".join(keys)) == len(keys)
+    pool.validate()
+    pool.close()
+
+
+@given(
+    prompts=st.lists(paths, min_size=5, max_size=60),
+    policy=st.sampled_from(POLICIES),
+    held=st.integers(0, 59),
+)
+@settings(max_examples=80)
+def test_evicted_chunks_had_no_descendants_and_were_not_held(
+    prompts: list[list[int]], policy: str, held: int
+) -> None:
+    pool = make_pool(24, policy)
+    present: set[bytes] = set()
+    parents: dict[bytes, bytes] = {}
+    pinned: set[bytes] = set()
+    hold = None
+    for number, path in enumerate(prompts):
+        keys = [key(*path[: end + 1]) for end in range(len(path))]
+        hits = use(pool, keys)
+        store(pool, keys, 1, hits)
+        for kind, name, _ in pool.events():
+            if kind == EVICTED:
+                present.discard(name)
+                assert name not in pinned
+                assert all(parents.get(child) != name for child in present)
+        present.update(keys)
+        parents.update(zip(keys[1:], keys, strict=False))
+        if number == held % len(prompts):
+            hold = pool.hold(keys[-1])
+            assert hold is not None
+            pinned = set(keys)
+    if hold is not None:
+        hold.drop()
+    pool.validate()
+    pool.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_chunks_that_the_preview_names_are_evicted_first(policy: str) -> None:
+    pool = make_pool(40, policy)
+    for prompt in range(10):
+        store(pool, [key(prompt, chunk) for chunk in range(4)], 1)
+    preview = pool.victims_preview(8 * PAGE)
+    assert len(preview) == 8
+    pool.events()
+    for prompt in range(10, 12):
+        store(pool, [key(prompt, chunk) for chunk in range(4)], 1)
+    evicted = {name for kind, name, _ in pool.events() if kind == EVICTED}
+    assert evicted == set(preview)
+    pool.close()
+
+
+def test_noop_keeps_everything_and_says_pinned() -> None:
+    pool = make_pool(8, "noop", entries=20)
+    for prompt in range(8):
+        store(pool, [key(prompt)], 1)
+    ticket, outcomes, _ = pool.reserve(key(9), b"", PAGE, 0, IDENTITY)
+    assert (ticket, list(outcomes)) == (0, [4])
+    assert pool.victims_preview(PAGE) == []
+    assert pool.clear() == (8, 0)
+    store(pool, [key(9)], 1)
+    pool.close()
+
+
+def test_every_policy_hits_nearly_as_often_as_a_plain_lru_on_a_trace() -> None:
+    table = measure(synthetic_trace(1500), [0.1])
+    plain = table["plain LRU"][0.1]
+    assert plain > 0.1
+    assert table["LRU"][0.1] == pytest.approx(plain, rel=0.01)
+    for policy in POLICIES:
+        assert table[policy][0.1] >= 0.85 * plain

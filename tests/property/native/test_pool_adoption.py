@@ -1,0 +1,222 @@
+"""Adoption survives any bytes: it loses the damaged entries, or refuses the pool and names a field."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvstrata.native.index import IndexReader
+from kvstrata.native.pool import Pool, PoolFormatError
+from kvstrata.native.record import RecordSpec, seal_record
+from kvstrata.types import unpack_extents
+
+PAGE = 4096
+EXTENTS, ENTRIES = 24, 24
+IDENTITY = hashlib.sha256(b"identity").digest()
+ROWS_OFFSET, LINES_OFFSET = 4096, 69632
+
+
+def key(prompt: int, chunk: int) -> bytes:
+    return hashlib.sha256(b"%d.%d" % (prompt, chunk)).digest()
+
+
+def chain(prompt: int, chunks: int) -> bytes:
+    return b"".join(key(prompt, chunk) for chunk in range(chunks))
+
+
+def store(pool: Pool, prompt: int, chunks: int, size: int = 2 * PAGE) -> int:
+    """Store chunks of a prompt; return how many could be stored."""
+    keys = chain(prompt, chunks)
+    ticket, outcomes, packed = pool.reserve(keys, b"", size, 0, IDENTITY)
+    for i, extent in enumerate(unpack_extents(packed)):
+        if outcomes[i]:
+            continue
+        spec = RecordSpec(keys[32 * i : 32 * i + 32], IDENTITY, bytes(32), b"", 256)
+        seal_record(pool.extents_address + extent.offset_bytes, size, spec, [size - PAGE])
+        assert pool.commit(ticket, [i]) == b"\0"
+    return sum(outcome <= 1 for outcome in outcomes)
+
+
+@contextmanager
+def segment() -> Iterator[tuple[int, int]]:
+    """Make the files of a pool with entries in every state, as a killed server leaves them."""
+    index = os.memfd_create("index", os.MFD_CLOEXEC)
+    extents = os.memfd_create("extents", os.MFD_CLOEXEC)
+    try:
+        size = EXTENTS * 2 * PAGE
+        pool = Pool.create(index, extents, extents_bytes=size, entry_capacity=ENTRIES, max_session_share=2)
+        rows = [pool.claim_row(bytes([n]) * 16, b"g" * 16, 100 + n) for n in range(3)]
+        for prompt in range(4):
+            store(pool, prompt, 3, (2 + prompt % 2) * PAGE)
+        pool.lease(chain(0, 2), 1, rows[:2])
+        pool.lease(chain(1, 3), 1, rows[2:])
+        pool.reserve(chain(7, 2), b"", 2 * PAGE, rows[0], IDENTITY)
+        pool.reserve(chain(8, 1), b"", 2 * PAGE, 0, IDENTITY)
+        pool.remove(key(2, 1))
+        pool.close()
+        yield index, extents
+    finally:
+        os.close(index)
+        os.close(extents)
+
+
+def use(pool: Pool) -> None:
+    """Assert that the adopted pool works."""
+    pool.validate()
+    pool.verify_next(1 << 40)
+    pool.validate()
+    for row in pool.rows():
+        pool.row_gone(row["row"])
+        pool.validate()
+    stats = pool.stats()
+    assert stats["quarantined_bytes"] == stats["blocked_bytes"] == 0
+    for prompt in range(100, 112):
+        assert store(pool, prompt, 2, (2 + prompt % 3) * PAGE) == 2
+        assert pool.peek(chain(prompt, 2)) == 2
+        pool.validate()
+
+
+FILE_BYTES = LINES_OFFSET + 4096 + 4096 + 4096
+# Mostly places that are in use: the start of the header, rows and lines in use, entries.
+places = st.one_of(
+    st.integers(0, 640),
+    st.integers(ROWS_OFFSET, ROWS_OFFSET + 4 * 64),
+    st.integers(LINES_OFFSET, FILE_BYTES - 1),
+    st.integers(0, FILE_BYTES - 1),
+)
+bytes_or_bits = st.one_of(st.integers(0, 255), st.sampled_from([0x00, 0x01, 0xFF, 0x80]))
+
+
+@given(damage=st.lists(st.tuples(places, bytes_or_bits), min_size=1, max_size=40))
+@settings(max_examples=250)
+@example(damage=[(0, 0)])
+def test_any_damage_of_the_index_is_survived(damage: list[tuple[int, int]]) -> None:
+    with segment() as (index, extents):
+        for place, value in damage:
+            os.pwrite(index, bytes([value]), place)
+        try:
+            pool = Pool.adopt(index, extents, max_session_share=2)
+        except PoolFormatError as refusal:
+            assert refusal.field
+            return
+        use(pool)
+        pool.close()
+
+
+@given(
+    begin=st.integers(48, FILE_BYTES - 8) | st.integers(LINES_OFFSET, FILE_BYTES - 8),
+    noise=st.binary(min_size=8, max_size=2000),
+)
+@settings(max_examples=150)
+def test_noise_over_a_part_of_the_index_is_survived_by_server_and_clients(begin: int, noise: bytes) -> None:
+    with segment() as (index, extents):
+        os.pwrite(index, noise[: FILE_BYTES - begin], begin)
+        try:
+            reader = IndexReader(index)
+        except PoolFormatError:
+            pass
+        else:
+            for prompt in range(9):
+                assert 0 <= reader.peek(chain(prompt, 3)) <= 3
+            reader.close()
+        try:
+            pool = Pool.adopt(index, extents, max_session_share=2)
+        except PoolFormatError:
+            return
+        use(pool)
+        pool.close()
+
+
+committed = st.sampled_from([0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11])
+"""Entries of committed chunks in `segment`; entry 7 was removed."""
+HOT_OFFSET, COLD_OFFSET = FILE_BYTES - 2 * 4096, FILE_BYTES - 4096
+
+
+@given(
+    circle=st.lists(committed, min_size=1, max_size=6, unique=True),
+    more=st.lists(st.tuples(committed, st.integers(0, ENTRIES + 2)), max_size=8),
+)
+@settings(max_examples=100)
+def test_circles_of_parents_are_broken(circle: list[int], more: list[tuple[int, int]]) -> None:
+    links = more + [
+        (entry, parent + 1) for entry, parent in zip(circle, circle[1:] + circle[:1], strict=True)
+    ]
+    with segment() as (index, extents):
+        for entry, parent in links:
+            os.pwrite(index, parent.to_bytes(8, "little"), HOT_OFFSET + 64 * entry + 56)
+        pool = Pool.adopt(index, extents, max_session_share=2)
+        use(pool)
+        pool.close()
+
+
+@given(one=committed, other=committed, rows=st.sampled_from([0, 2, 4, 1 << 77]))
+@settings(max_examples=60)
+def test_two_entries_on_one_extent_are_both_distrusted(one: int, other: int, rows: int) -> None:
+    with segment() as (index, extents):
+        keys = [os.pread(index, 32, HOT_OFFSET + 64 * entry + 8) for entry in (one, other)]
+        os.pwrite(index, os.pread(index, 16, HOT_OFFSET + 64 * one + 40), HOT_OFFSET + 64 * other + 40)
+        os.pwrite(index, rows.to_bytes(16, "little"), COLD_OFFSET + 64 * other)
+        pool = Pool.adopt(index, extents, max_session_share=2)
+        pool.verify_next(1 << 40)
+        if one != other:
+            assert [pool.peek(key) for key in keys] == [0, 0]
+        use(pool)
+        pool.close()
+
+
+@given(
+    one=committed,
+    other=committed,
+    state=st.sampled_from([2, 3, 0, 1, 4, 5, 255]),
+    half_changed=st.booleans(),
+)
+@settings(max_examples=100)
+def test_a_key_is_kept_at_most_once_and_only_in_a_valid_state(
+    one: int, other: int, state: int, half_changed: bool
+) -> None:
+    with segment() as (index, extents):
+        name = os.pread(index, 32, HOT_OFFSET + 64 * one + 8)
+        os.pwrite(index, name, HOT_OFFSET + 64 * other + 8)
+        head = (state << 32) | (2 + half_changed)
+        os.pwrite(index, head.to_bytes(8, "little"), HOT_OFFSET + 64 * one)
+        pool = Pool.adopt(index, extents, max_session_share=2)
+        pool.validate()
+        pool.verify_next(1 << 40)
+        if one == other:
+            assert pool.peek(name) == (state in (2, 3) and not half_changed)
+        use(pool)
+        pool.close()
+
+
+@given(size=st.integers(0, FILE_BYTES + 5000), which=st.booleans())
+@settings(max_examples=50)
+def test_files_of_another_size_are_refused_by_name(size: int, which: bool) -> None:
+    with segment() as (index, extents):
+        target = index if which else extents
+        if size == os.fstat(target).st_size:
+            return
+        os.truncate(target, size)
+        try:
+            Pool.adopt(index, extents, max_session_share=2)
+        except PoolFormatError as refusal:
+            assert refusal.field == ("index_file_bytes" if which else "extents_file_bytes")
+        else:
+            raise AssertionError("a pool of another size was adopted")
+
+
+def test_an_undamaged_segment_loses_nothing() -> None:
+    with segment() as (index, extents):
+        assert os.fstat(index).st_size == FILE_BYTES
+        pool = Pool.adopt(index, extents, max_session_share=2)
+        stats = pool.stats()
+        assert stats["entries"]["unverified"] == 11
+        assert stats["entries"]["quarantined"] == 2
+        assert pool.verify(chain(0, 3) + chain(1, 3) + chain(2, 3) + chain(3, 3)) == (11, 0)
+        assert [pool.peek(chain(prompt, 3)) for prompt in range(4)] == [3, 3, 1, 3]
+        use(pool)
+        pool.close()

@@ -1,0 +1,245 @@
+"""The native record code against the oracle, and against hostile bytes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import hashlib
+import mmap
+import random
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.native import copying
+from kvstrata.native import record as native_record
+from kvstrata.native.record import CopyOutcome, RecordError, RecordSpec
+from tests.oracles import record as oracle
+from tests.oracles.crc32c import crc32c_fast as crc32c
+
+_libc = ctypes.CDLL(None, use_errno=True)
+digests = st.binary(min_size=32, max_size=32)
+
+
+@st.composite
+def records(draw: st.DrawFn) -> oracle.Record:
+    noise = random.Random(draw(st.integers(0, 1 << 30)))
+    lengths = draw(
+        st.one_of(
+            st.lists(st.integers(1, 300), min_size=1, max_size=40),
+            st.sampled_from([[1] * 224, [1] * 225, [3] * 600]),  # around the end of a header page
+        )
+    )
+    return oracle.Record(
+        draw(digests), draw(digests), draw(digests), draw(digests), draw(st.integers(0, 2**32 - 1)),
+        draw(st.integers(1, 2**63 - 1)), [noise.randbytes(length) for length in lengths],
+    )  # fmt: skip
+
+
+def spec_of(record: oracle.Record) -> RecordSpec:
+    return RecordSpec(
+        record.key, record.identity, record.slice_digest, record.parent_key, record.chunk_tokens,
+        record.created_unix_ms,
+    )  # fmt: skip
+
+
+class Placed:
+    """Bytes before a page that cannot be read: a read beyond them ends the process."""
+
+    def __init__(self, data: bytes) -> None:
+        page = mmap.PAGESIZE
+        room = -(-len(data) // page) * page
+        self._map = mmap.mmap(-1, room + page)
+        self._map.seek(room - len(data))
+        self._map.write(data)
+        start = copying.buffer_address(self._map, writable=True)
+        _libc.mprotect(ctypes.c_void_p(start + room), ctypes.c_size_t(page), 0)
+        self.address = start + room - len(data)
+        self.length = len(data)
+
+
+@given(record=records())
+def test_a_sealed_record_is_byte_for_byte_what_the_format_says(record: oracle.Record) -> None:
+    expected = oracle.build(record)
+    extent = mmap.mmap(-1, len(expected))
+    extent[oracle.header_bytes(len(record.sections)) :] = b"".join(record.sections)
+    address = copying.buffer_address(extent, writable=True)
+    native_record.seal_record(address, len(extent), spec_of(record), [len(s) for s in record.sections])
+    assert bytes(extent) == expected
+    assert native_record.record_bytes(len(record.sections), sum(map(len, record.sections))) == len(expected)
+
+
+@given(record=records(), behind=st.integers(0, 100))
+def test_a_record_of_another_writer_is_read_and_verified(record: oracle.Record, behind: int) -> None:
+    placed = Placed(oracle.build(record) + b"\xee" * behind)
+    header = native_record.record_header(placed.address, placed.length)
+    assert (header.key, header.identity) == (record.key, record.identity)
+    assert (header.slice_digest, header.parent_key) == (record.slice_digest, record.parent_key)
+    assert (header.chunk_tokens, header.created_unix_ms) == (record.chunk_tokens, record.created_unix_ms)
+    assert [length for _, length, _ in header.sections] == [len(s) for s in record.sections]
+    assert [crc for _, _, crc in header.sections] == [crc32c(s) for s in record.sections]
+    assert header.header_bytes + header.payload_bytes + behind == placed.length
+    assert header.codecs == b"" and not header.crc_pending
+    assert native_record.verify_record(placed.address, placed.length, None) == CopyOutcome.OK
+    assert native_record.verify_record(placed.address, placed.length, record.key) == CopyOutcome.OK
+    assert native_record.explain_record(placed.address, placed.length, record.key) is None
+    other = bytes([record.key[0] ^ 1]) + record.key[1:]
+    assert native_record.verify_record(placed.address, placed.length, other) == CopyOutcome.STALE
+
+
+FIELDS = [
+    8,
+    10,
+    12,
+    16,
+    48,
+    80,
+    88,
+    96,
+    100,
+    104,
+    112,
+    248,
+    256,
+    264,
+    266,
+    268,
+    272,
+    280,
+    288,
+    320,
+    416,
+    420,
+    504,
+    512,
+    520,
+]
+
+
+@given(
+    record=records(),
+    changes=st.lists(st.tuples(st.sampled_from(FIELDS), st.binary(min_size=1, max_size=8)), max_size=3),
+    cut=st.one_of(st.none(), st.integers(0, 12_000)),
+    reseal=st.booleans(),
+)
+def test_hostile_headers_are_judged_as_the_oracle_judges_them(
+    record: oracle.Record, changes: list[tuple[int, bytes]], cut: int | None, reseal: bool
+) -> None:
+    data = bytearray(oracle.build(record))
+    for at, value in changes:
+        data[at : at + len(value)] = value
+    if reseal:  # so that the header's CRC does not hide the other checks
+        count = struct.unpack_from("<I", data, 268)[0]
+        struct.pack_into("<I", data, 508, crc32c(data[256:508] + data[512 : 512 + 16 * min(count, 65536)]))
+        struct.pack_into("<I", data, 252, crc32c(data[:252]))
+    placed = Placed(bytes(data[:cut]))
+    sound = oracle.parse(bytes(data[:cut])) is not None
+    code = native_record.verify_record(placed.address, placed.length, None)
+    assert (code == CopyOutcome.OK) == sound
+    if sound:
+        native_record.record_header(placed.address, placed.length)
+
+
+@given(data=st.binary(max_size=6000))
+def test_arbitrary_bytes_are_no_record(data: bytes) -> None:
+    placed = Placed(data)
+    with pytest.raises(RecordError) as raised:
+        native_record.record_header(placed.address, placed.length)
+    assert raised.value.field
+    assert native_record.verify_record(placed.address, placed.length, None) == CopyOutcome.CORRUPT
+
+
+def test_version_1_is_frozen() -> None:
+    """Disks hold such bytes. Another form is another version, and this test stays as it is."""
+    sections = [bytes(range(256)), b"kv" * 500, b"\0"]
+    digests = [bytes([i]) * 32 for i in range(4)]
+    record = oracle.Record(*digests, chunk_tokens=256, created_unix_ms=1_700_000_000_000, sections=sections)
+    expected = "8945d8a9df91865bf3907c86c8e8b5a0aebceb72688673ec132059f41e3dc4ce"
+    data = oracle.build(record)
+    assert hashlib.sha256(data).hexdigest() == expected
+    placed = Placed(data)
+    assert native_record.verify_record(placed.address, placed.length, digests[0]) == CopyOutcome.OK
+    extent = mmap.mmap(-1, len(data))
+    extent[4096:] = data[4096:]
+    address = copying.buffer_address(extent, writable=True)
+    native_record.seal_record(address, len(extent), spec_of(record), [len(s) for s in sections])
+    assert hashlib.sha256(extent[:]).hexdigest() == expected
+
+
+def test_another_version_is_a_mismatch_and_says_so() -> None:
+    data = bytearray(oracle.build(oracle.Record(*[bytes(32)] * 4, 1, 1, [b"x"])))
+    struct.pack_into("<H", data, 8, 2)
+    struct.pack_into("<I", data, 252, crc32c(data[:252]))
+    placed = Placed(bytes(data))
+    assert native_record.verify_record(placed.address, placed.length, None) == CopyOutcome.MISMATCH
+    with pytest.raises(RecordError, match=r"outer.version: .* \(got 2, limit 1\)") as raised:
+        native_record.record_header(placed.address, placed.length)
+    assert raised.value.field == "outer.version"
+
+
+def test_a_record_with_pending_checksums_is_read_but_not_trusted() -> None:
+    data = oracle.build(oracle.Record(*[bytes(32)] * 4, 1, 1, [b"x"]), inner_flags=1)
+    placed = Placed(data)
+    assert native_record.record_header(placed.address, placed.length).crc_pending
+    assert native_record.verify_record(placed.address, placed.length, None) == CopyOutcome.UNVERIFIED
+
+
+@pytest.mark.parametrize(
+    ("lengths", "room", "message"),
+    [
+        ([], 8192, "section_count"),
+        ([5, 0], 8192, "section_lengths: a section may not be empty"),
+        ([4097], 8192, "length: too small"),
+        ([1] * 65_537, 1 << 21, "section_count"),
+        ([1 << 32], 8192, "section_lengths"),
+        ([-1], 8192, "section_lengths"),
+    ],
+)
+def test_a_refused_seal_writes_nothing(lengths: list[int], room: int, message: str) -> None:
+    extent = mmap.mmap(-1, room)
+    address = copying.buffer_address(extent, writable=True)
+    with pytest.raises(ValueError, match=message):
+        native_record.seal_record(address, room, RecordSpec(*[bytes(32)] * 4, 1), lengths)
+    assert not any(extent[:])
+
+
+@pytest.mark.parametrize(("sections", "payload"), [(0, 1), (65_537, 1 << 20), (2, 1), (1, 1 << 32)])
+def test_impossible_sizes_have_no_record_length(sections: int, payload: int) -> None:
+    with pytest.raises(ValueError, match=r"section_count|payload_bytes"):
+        native_record.record_bytes(sections, payload)
+
+
+@given(st.lists(st.tuples(records(), st.integers(0, 2), st.randoms(use_true_random=False)), max_size=12))
+def test_records_checked_together_are_judged_as_each_alone(
+    given_records: list[tuple[oracle.Record, int, random.Random]],
+) -> None:
+    kept, asked = [], []
+    for record, damage, dice in given_records:
+        data = bytearray(oracle.build(record))
+        if damage == 1:
+            data[dice.randrange(len(data))] ^= 1 + dice.randrange(255)
+        placed = Placed(bytes(data))
+        kept.append(placed)
+        asked.append((placed.address, placed.length, bytes(32) if damage == 2 else record.key))
+    alone = [native_record.verify_stored_record(*one) for one in asked]
+    assert native_record.Verifier(3).verify_stored(asked) == alone
+
+
+def test_several_threads_may_check_with_the_same_helpers() -> None:
+    record = oracle.Record(bytes(range(32)), bytes(32), bytes(32), bytes(32), 256, 1, [bytes(5000)])
+    placed, verifier = Placed(oracle.build(record)), native_record.Verifier(2)
+    good, other = ((placed.address, placed.length, key) for key in (record.key, bytes(32)))
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        for outcomes in threads.map(verifier.verify_stored, [[good, other] * 50] * 40):
+            assert outcomes == [CopyOutcome.OK, CopyOutcome.STALE] * 50
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [((0, 1, bytes(32)), "address"), ((1 << 70, 1, bytes(32)), "address"), ((8, 1, b"short"), "key")],
+)
+def test_an_invalid_address_or_key_is_refused(record: tuple[int, int, bytes], message: str) -> None:
+    with pytest.raises((ValueError, OverflowError), match=message):
+        native_record.Verifier(0).verify_stored([record])

@@ -1,0 +1,362 @@
+"""Chains of codecs against the oracle, and against hostile bytes."""
+
+from __future__ import annotations
+
+import mmap
+import random
+import struct
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstrata.native import codec, copying
+from kvstrata.native import record as native_record
+from kvstrata.native.record import CopyOutcome, RecordSpec
+from kvstrata.storage.base import PayloadKind, nothing_known
+from kvstrata.storage.wrap import codec_chain, codec_seal
+from kvstrata.storage.wrap.codec_chain import Chain
+from kvstrata.storage.wrap.codec_fields import ChainSettings, ZstdOptions
+from kvstrata.storage.wrap.codec_seal import BadRecord, CannotDecode
+from kvstrata.testing.strategies import IDENTITY, key_of, record_hold, record_length
+from tests.harness.codec_records import soft_payload
+from tests.harness.forged import resealed
+from tests.oracles import codec as oracle
+
+MASTER = b"master key of at least 32 letters"
+CHAINS = {
+    "zstd": Chain(ChainSettings(zstd=ZstdOptions())),
+    "zstd-bytes": Chain(ChainSettings(zstd=ZstdOptions(level=3, planes=1))),
+    "aes": Chain(ChainSettings(master_key=MASTER)),
+    "both": Chain(ChainSettings(zstd=ZstdOptions(), master_key=MASTER)),
+    "mac": Chain(ChainSettings(mac_key=MASTER)),
+    "zstd-mac": Chain(ChainSettings(zstd=ZstdOptions(), mac_key=MASTER)),
+}
+KEY = key_of(1)
+
+
+def encoded(chain: Chain, payload: bytes, kind_of: Any = nothing_known) -> tuple[bytes, bytes]:
+    """Make a record with this payload and encode it; return (record, encoded), where b"" means: stored as it is."""
+    hold = record_hold(KEY, payload)
+    target = mmap.mmap(-1, chain.staging_bytes(hold.length))
+    length = chain.encode(hold.view(), memoryview(target), kind_of).length
+    return hold.bytes(), target[:length]
+
+
+def decoded(chain: Chain, stored: bytes, length: int) -> bytes:
+    """Decode a stored record into a target of `length` bytes."""
+    source, target = mmap.mmap(-1, len(stored) or 1), mmap.mmap(-1, length)
+    source[: len(stored)] = stored
+    scratch = memoryview(bytearray(codec_chain.fp8_room(length)))
+    chain.decode(memoryview(source)[: len(stored)], memoryview(target), KEY, scratch)
+    return target[:]
+
+
+@st.composite
+def payloads(draw: st.DrawFn) -> bytes:
+    """Draw a payload of KV-like bytes, noise or zeros; its length is small, or near a boundary of slabs (1 MiB)."""
+    length = draw(st.one_of(st.integers(1, 5000), st.sampled_from([1 << 20, (1 << 20) + 1, (2 << 20) - 3])))
+    kind = draw(st.sampled_from(["soft", "noise", "zeros"]))
+    seed = draw(st.integers(0, 99))
+    if kind == "soft":
+        return soft_payload(seed.to_bytes(), length)
+    return random.Random(seed).randbytes(length) if kind == "noise" else bytes(length)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@settings(max_examples=30)
+@given(payload=payloads())
+def test_the_chain_and_the_oracle_decode_an_encoded_record_to_the_same_bytes(
+    name: str, payload: bytes
+) -> None:
+    chain = CHAINS[name]
+    record, stored = encoded(chain, payload)
+    if not stored:
+        assert name in ("zstd", "zstd-bytes")
+        return
+    assert name not in ("zstd", "zstd-bytes") or len(stored) < len(record)
+    assert oracle.decode(stored, MASTER) == record
+    assert decoded(chain, stored, len(record)) == record
+
+
+@given(payload=st.binary(max_size=300))
+@pytest.mark.parametrize("path", codec.planes_paths())
+def test_planes_equal_those_of_the_oracle_on_every_path(path: str, payload: bytes) -> None:
+    codec.set_planes_path(path)
+    try:
+        out, back = bytearray(len(payload)), bytearray(len(payload))
+        codec.split_planes(out, payload)
+        assert bytes(out) == oracle.split_planes(payload)
+        codec.join_planes(back, out)
+        assert bytes(back) == payload == oracle.join_planes(bytes(out))
+    finally:
+        codec.set_planes_path(None)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@given(data=st.data())
+def test_altered_bytes_never_decode_to_other_bytes(name: str, data: st.DataObject) -> None:
+    """This holds even if the checksums are made to match the altered bytes, as an attacker would do."""
+    chain = CHAINS[name]
+    record, stored = SAMPLES.setdefault(name, encoded(chain, soft_payload(b"x", 3000)))
+    spoilt = bytearray(stored)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(stored) - 1))
+        spoilt[at] ^= 1 << data.draw(st.integers(0, 7))
+    if data.draw(st.booleans()):
+        spoilt = spoilt[: data.draw(st.integers(0, len(spoilt)))]
+    if len(spoilt) > 4096 and data.draw(st.booleans()):
+        spoilt[96:100] = copying.crc32c(bytes(spoilt[4096:])).to_bytes(4, "little")
+        spoilt[252:256] = copying.crc32c(bytes(spoilt[:252])).to_bytes(4, "little")
+    try:
+        found = decoded(chain, bytes(spoilt), len(record))
+    except (BadRecord, CannotDecode):
+        return
+    # Only the time of writing may differ, which no checksum of the payload covers.
+    assert found[4096:] == record[4096:]
+    assert found[256:4096] == record[256:4096]
+
+
+SAMPLES: dict[str, tuple[bytes, bytes]] = {}
+
+
+@pytest.mark.parametrize("name", ["aes", "both", "mac", "zstd-mac"])
+def test_another_key_and_another_identitys_key_decode_nothing(name: str) -> None:
+    record, stored = encoded(CHAINS[name], soft_payload(b"x", 3000))
+    key = "mac_key" if "mac" in name else "master_key"
+    other = Chain(CHAINS[name].settings._replace(**{key: b"o" * 32}))
+    with pytest.raises(CannotDecode, match="another key") as raised:
+        decoded(other, stored, len(record))
+    assert raised.value.reason == "wrong_key"
+    moved = bytearray(stored)
+    for at in (48, 320):  # the identity, in both headers
+        moved[at] ^= 1
+    moved[252:256] = copying.crc32c(bytes(moved[:252])).to_bytes(4, "little")
+    count = int.from_bytes(moved[268:272], "little")
+    inner_crc = copying.crc32c(bytes(moved[512 : 512 + 16 * count]), copying.crc32c(bytes(moved[256:508])))
+    moved[508:512] = inner_crc.to_bytes(4, "little")
+    with pytest.raises(CannotDecode) as raised:
+        decoded(CHAINS[name], bytes(moved), len(record))
+    assert raised.value.reason == "unauthenticated"
+
+
+@pytest.mark.parametrize("name", ["aes", "both", "mac", "zstd-mac"])
+@given(data=st.data())
+def test_no_byte_of_an_authenticated_record_can_be_altered(name: str, data: st.DataObject) -> None:
+    """Whatever is altered, with checksums that are made right again: headers, chain of codecs, key id, payload, tag."""
+    chain = CHAINS[name]
+    record, stored = SAMPLES.setdefault(name, encoded(chain, soft_payload(b"x", 3000)))
+    spoilt = bytearray(stored)
+    at = data.draw(st.one_of(st.integers(16, 95), st.integers(104, 251), st.integers(4096, len(stored) - 1)))
+    spoilt[at] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises((BadRecord, CannotDecode)):
+        decoded(chain, resealed(bytes(spoilt)) if at not in range(88, 96) else bytes(spoilt), len(record))
+
+
+def old_aes_record(payload: bytes) -> tuple[bytes, bytes]:
+    """A record and what servers made of it whose encrypted records did not name their key."""
+    hold = record_hold(KEY, payload)
+    record = hold.bytes()
+    head = bytearray(record[:4096])
+    head[80:88] = bytes([4]).ljust(8, b"\0")
+    head[88:96] = (len(payload) + 28).to_bytes(8, "little")
+    derived = HKDF(SHA256(), 32, salt=None, info=b"kvstrata aes-gcm 1" + IDENTITY).derive(MASTER)
+    count = int.from_bytes(head[268:272], "little")
+    headers = bytes(head[:96]) + bytes(4) + bytes(head[100:252]) + bytes(head[256 : 512 + 16 * count])
+    nonce = bytes(range(12))
+    return record, resealed(bytes(head) + nonce + AESGCM(derived).encrypt(nonce, payload, headers))
+
+
+@pytest.mark.parametrize("field", ["master_key", "mac_key"])
+def test_records_that_do_not_name_their_key_are_read_with_any_of_the_keys(field: str) -> None:
+    record, stored = old_aes_record(soft_payload(b"x", 3000))
+    assert oracle.decode(stored, MASTER) == record
+    keys = [b"n" * 32, MASTER, b"o" * 32]
+    for old in (keys[1:], [keys[2], MASTER]):
+        chain = Chain(ChainSettings(**{field: keys[0]}, old_keys=tuple(old)))
+        assert decoded(chain, stored, len(record)) == record
+    with pytest.raises(CannotDecode) as raised:
+        decoded(Chain(ChainSettings(**{field: keys[0]}, old_keys=(keys[2],))), stored, len(record))
+    assert raised.value.reason == "wrong_key"
+
+
+@pytest.mark.parametrize("field", ["master_key", "mac_key"])
+def test_after_a_change_of_keys_old_records_are_read_and_new_ones_name_the_new_key(field: str) -> None:
+    before = Chain(ChainSettings(**{field: MASTER}))
+    after = Chain(ChainSettings(**{field: b"n" * 32}, old_keys=(MASTER,)))
+    record, stored = encoded(before, soft_payload(b"x", 3000))
+    assert decoded(after, stored, len(record)) == record
+    _, again = encoded(after, soft_payload(b"x", 3000))
+    assert stored[4096:4104] == before.seals.writing_id != after.seals.writing_id == again[4096:4104]
+    with pytest.raises(CannotDecode) as raised:
+        decoded(before, again, len(record))
+    assert raised.value.reason == "wrong_key"
+
+
+def test_nonces_are_never_the_same() -> None:
+    chain = CHAINS["aes"]
+    seen = {encoded(chain, b"the same payload")[1][4104 : 4104 + 12] for _ in range(200)}
+    assert len(seen) == 200
+
+
+def test_a_record_that_claims_a_huge_payload_is_refused_before_decoding() -> None:
+    """A decompression bomb is refused before anything is decompressed: the target bounds what may be written."""
+    chain = CHAINS["zstd"]
+    record, stored = encoded(chain, bytes(1 << 22))
+    assert len(stored) < 10_000
+    with pytest.raises(CannotDecode) as raised:
+        decoded(chain, stored, record_length(1000))
+    assert raised.value.reason == "length"
+    # A slab whose zstd frame declares more bytes than a slab may have.
+    bomb = bytearray(stored)
+    frame = memoryview(__import__("zstandard").ZstdCompressor().compress(bytes(64 << 20)))
+    at = 4096 + 8 + 4 * 4
+    bomb[at:] = bytes(frame)
+    bomb[4096 + 8 : 4096 + 12] = len(frame).to_bytes(4, "little")
+    bomb[88:96] = (len(bomb) - 4096).to_bytes(8, "little")
+    bomb[96:100] = copying.crc32c(bytes(bomb[4096:])).to_bytes(4, "little")
+    bomb[252:256] = copying.crc32c(bytes(bomb[:252])).to_bytes(4, "little")
+    with pytest.raises(BadRecord, match="zstd"):
+        decoded(chain, bytes(bomb), len(record))
+
+
+def test_a_record_that_decodes_to_wrong_bytes_leaves_no_magic() -> None:
+    chain = CHAINS["zstd"]
+    record, stored = encoded(chain, soft_payload(b"x", 3000))
+    wrong = bytearray(stored)
+    wrong[4096 + 12 + 40] ^= 1  # within the compressed bytes, which may still decompress
+    wrong[96:100] = copying.crc32c(bytes(wrong[4096:])).to_bytes(4, "little")
+    wrong[252:256] = copying.crc32c(bytes(wrong[:252])).to_bytes(4, "little")
+    source, target = mmap.mmap(-1, len(wrong)), mmap.mmap(-1, len(record))
+    source[:] = bytes(wrong)
+    with pytest.raises(BadRecord):
+        chain.decode(memoryview(source), memoryview(target), KEY)
+    address = copying.buffer_address(target, writable=True)
+    assert native_record.verify_record(address, len(target), KEY) != CopyOutcome.OK
+    assert target[:8] == bytes(8)
+
+
+# -- fp8 ---------------------------------------------------------------------------------------------------
+
+FP8_CHAINS = {
+    "fp8": Chain(ChainSettings(fp8=True)),
+    "fp8-zstd": Chain(ChainSettings(fp8=True, zstd=ZstdOptions())),
+    "fp8-all": Chain(ChainSettings(fp8=True, zstd=ZstdOptions(), master_key=MASTER)),
+}
+
+
+@st.composite
+def fp8_numbers(draw: st.DrawFn) -> tuple[int, tuple[int, ...], list[int]]:
+    """Draw a dtype, a shape and the bits of finite numbers: of any magnitude, or normal with a scale of 1e-3 to 1e3."""
+    dtype = draw(st.sampled_from([1, 2]))
+    shape = draw(st.sampled_from([(1, 2, 4, 3, 9), (2, 2, 16, 1, 5), (1, 1, 1, 1, 16), (2, 1, 8, 2, 33)]))
+    n, _ = codec.fp8_sizes(shape)
+    noise = random.Random(draw(st.integers(0, 1 << 30)))
+    if draw(st.booleans()):
+        top = 0x7F80 if dtype == 1 else 0x7C00
+        return dtype, shape, [noise.randrange(top) | noise.choice((0, 0x8000)) for _ in range(n)]
+    size = 10.0 ** draw(st.integers(-3, 3))
+    return dtype, shape, [oracle.bits_of(oracle.single(noise.gauss(0, size)), dtype) for _ in range(n)]
+
+
+@pytest.mark.parametrize("path", codec.fp8_paths())
+@given(case=fp8_numbers())
+def test_fp8_equals_that_of_the_oracle_and_keeps_its_error_bound(path: str, case: Any) -> None:
+    dtype, shape, numbers = case
+    n, scales = codec.fp8_sizes(shape)
+    codes, packed_scales, back = bytearray(n), bytearray(4 * scales), bytearray(2 * n)
+    codec.set_fp8_path(path)
+    try:
+        assert codec.fp8_encode(shape, dtype, struct.pack(f"<{n}H", *numbers), codes, packed_scales)
+        codec.fp8_decode(shape, dtype, codes, packed_scales, back)
+    finally:
+        codec.set_fp8_path(None)
+    values = [oracle.float_of(bits, dtype) for bits in numbers]
+    index = [oracle.scale_index(at, shape) for at in range(n)]
+    expected = [
+        oracle.scale_of([abs(v) for v, i in zip(values, index, strict=True) if i == s]) for s in range(scales)
+    ]
+    assert list(struct.unpack(f"<{scales}f", packed_scales)) == expected
+    assert list(codes) == [oracle.to_e4m3(v, expected[i]) for v, i in zip(values, index, strict=True)]
+    decoded_bits = struct.unpack(f"<{n}H", back)
+    assert list(decoded_bits) == [
+        oracle.from_e4m3(code, expected[i], dtype) for code, i in zip(codes, index, strict=True)
+    ]
+    for value, i, bits in zip(values, index, decoded_bits, strict=True):
+        found = oracle.float_of(bits, dtype)
+        rounding = abs(found) / (256 if dtype == 1 else 2048) + (2.0**-134 if dtype == 1 else 2.0**-25)
+        assert abs(found - value) <= max(abs(value) / 16, expected[i] / 1024) * (1 + 2**-20) + rounding
+
+
+@pytest.mark.parametrize("name", FP8_CHAINS)
+@given(seed=st.integers(0, 99), dtype=st.sampled_from([1, 2]))
+def test_a_lossy_record_decodes_to_a_rounded_record_whose_checksums_match(
+    name: str, seed: int, dtype: int
+) -> None:
+    chain = FP8_CHAINS[name]
+    noise = random.Random(seed)
+    numbers = [oracle.bits_of(oracle.single(noise.gauss(0, 1)), dtype) for _ in range(4 * 96)]
+    kind = PayloadKind(2, (dtype, 1, 2, 4, 3, 4))
+    record, stored = encoded_of(chain, numbers, sections=4, kind=kind)
+    assert stored[80] == codec_chain.FP8
+    rounded = oracle.decode(stored, MASTER)
+    head = len(record) - 2 * len(numbers)
+    assert rounded[256:508] == record[256:508]
+    assert rounded[:head] != record[:head], "the section checksums must be those of the rounded payload"
+    assert decoded(chain, stored, len(record)) == rounded
+
+
+def test_without_an_opt_in_nothing_is_rounded() -> None:
+    for chain in FP8_CHAINS.values():
+        record, stored = encoded(chain, soft_payload(b"x", 30_000), lambda identity, part: PayloadKind(2))
+        assert codec_chain.FP8 not in stored[80:88]
+        assert not stored or decoded(chain, stored, len(record)) == record
+
+
+def test_payloads_of_another_shape_or_with_infinite_numbers_are_not_rounded() -> None:
+    chain = FP8_CHAINS["fp8"]
+    numbers = [0x3F80] * (4 * 96)
+    for shape in ((1, 1, 2, 4, 3, 5), (1, 1, 1, 1, 1, 16)):
+        assert encoded_of(chain, numbers, sections=4, kind=PayloadKind(2, shape))[1] == b""
+    numbers[100] = 0x7F80
+    assert encoded_of(chain, numbers, sections=4, kind=PayloadKind(2, (1, 1, 2, 4, 3, 4)))[1] == b""
+
+
+@given(data=st.data())
+def test_hostile_fp8_frames_are_refused(data: st.DataObject) -> None:
+    chain = FP8_CHAINS["fp8"]
+    numbers = [0x3F80] * (4 * 96)
+    record, stored = encoded_of(chain, numbers, sections=4, kind=PayloadKind(2, (1, 1, 2, 4, 3, 4)))
+    spoilt = bytearray(stored)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(4096, 4096 + 27))
+        spoilt[at] = data.draw(st.integers(0, 255))
+    spoilt[96:100] = copying.crc32c(bytes(spoilt[4096:])).to_bytes(4, "little")
+    spoilt[252:256] = copying.crc32c(bytes(spoilt[:252])).to_bytes(4, "little")
+    try:
+        found = decoded(chain, bytes(spoilt), len(record))
+    except (BadRecord, CannotDecode):
+        return
+    assert found[4096:] == oracle.decode(stored)[4096:]
+
+
+def encoded_of(chain: Chain, numbers: list[int], *, sections: int, kind: PayloadKind) -> tuple[bytes, bytes]:
+    """Do what `encoded` does, for a payload of 16-bit numbers in sections of equal length."""
+    payload = struct.pack(f"<{len(numbers)}H", *numbers)
+    length = native_record.record_bytes(sections, len(payload))
+    source = mmap.mmap(-1, length)
+    source[length - len(payload) :] = payload
+    spec = RecordSpec(KEY, IDENTITY, bytes(32), bytes(32), 16)
+    each = [len(payload) // sections] * sections
+    native_record.seal_record(copying.buffer_address(source, writable=True), length, spec, each)
+    target = mmap.mmap(-1, chain.staging_bytes(length))
+    made = chain.encode(memoryview(source), memoryview(target), lambda identity, part: kind)
+    return source[:], target[: made.length]
+
+
+def test_codec_numbers_are_those_of_the_format_page() -> None:
+    assert (codec_chain.FP8, codec_chain.PLANES2, codec_chain.ZSTD, *codec_seal.SEALS) == (1, 2, 3, 4, 5, 6)

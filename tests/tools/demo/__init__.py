@@ -1,0 +1,1 @@
+"""`make demo`; `__main__.py` says what it shows."""

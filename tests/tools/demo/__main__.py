@@ -1,0 +1,193 @@
+"""`make demo`: the main job on real input, in two acts, and a table of what came out.
+
+Act 1 needs only the clone's `.venv`: a server on embedded defaults, several client processes that store and retrieve KV
+of a Llama-8B shape, SIGKILL, restart; every retrieved byte is compared.
+Act 2 is real vLLM on the CPU with a small random-weight Llama, the engine in a process of its own.
+With `REMOTE=mooncake` there is one act only: two servers that share a remote tier and nothing else, with real vLLM
+where act 2 would have it.  With `CLUSTER=1` it is another one: a controller, two servers and two vLLM processes, of
+which the second one hits what the first one computed; `KEEP=1` leaves all of it running, dashboard included, until
+Ctrl-C.
+
+All state lies in a fresh folder under `build/`, the sockets under /tmp and the pool under /dev/shm, all named after
+this process; they are removed at the end, also after Ctrl-C, and at the next start after worse.  Exit status: 0 when
+every row that ran is right, 1 when bytes or tokens differ or a hit is missing, 2 when something did not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.harness import vllm_env, vllm_model
+from tests.harness.child import ChildEnded, ChildError
+from tests.harness.daemon import Unavailable
+from tests.harness.server_process import ServerFailed, sweep
+from tests.harness.vllm_run import VllmFailed
+from tests.tools import remotes
+from tests.tools.demo.act_clients import act_1
+from tests.tools.demo.act_cluster import act_4
+from tests.tools.demo.act_remote import act_3
+from tests.tools.demo.act_vllm import CASES_2, act_2
+from tests.tools.demo.prompts import MODEL
+from tests.tools.demo.table import Table, Wrong, say, yes_no
+
+ROOT = Path(__file__).resolve().parents[3]
+RESULT = ROOT / "build" / "demo.json"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def vllm_wanted(answer: str) -> str:
+    """Why act 2 is not run; empty when it is. Prepares the environment where that is small or asked for."""
+    if answer == "0":
+        return "VLLM=0"
+    if answer == "1":
+        os.environ["KVSTRATA_VLLM"] = "1"
+    try:
+        if vllm_env.find() is None:
+            size = vllm_env.download_size().download_bytes
+            if size > vllm_env.SMALL_BYTES and answer != "1":
+                return f"real vLLM would be a download of {size / 1e9:.1f} GB; to run it: make demo VLLM=1"
+            say(f"Act 2 needs real vLLM: a download of {size / 1e9:.1f} GB, once")
+            vllm_env.ensure()
+    except vllm_env.Unavailable as reason:
+        return str(reason)
+    return ""
+
+
+@contextlib.contextmanager
+def fresh_folder() -> Iterator[Path]:
+    """A folder under build/ that is gone afterwards; what killed demos left is removed first."""
+    build = ROOT / "build"
+    build.mkdir(exist_ok=True)
+    sweep()
+    for left in build.glob("demo-*"):
+        owner = re.fullmatch(r"demo-(\d+)-.*", left.name)
+        if owner and not Path(f"/proc/{owner[1]}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"demo-{os.getpid()}-", dir=build))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_result(table: Table) -> None:
+    """build/demo.json, in one piece: two demos at once both leave a whole file."""
+    fd, name = tempfile.mkstemp(dir=RESULT.parent, prefix=".demo-")
+    with os.fdopen(fd, "w") as file:
+        json.dump({"rows": table.rows, "ok": table.ok}, file, indent=2)
+    os.chmod(name, 0o644)
+    os.replace(name, RESULT)
+
+
+def stop_on_signal(number: int, frame: Any) -> None:
+    for again in STOP_SIGNALS:
+        signal.signal(again, signal.SIG_IGN)  # the clean-up is not interrupted
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.demo",
+        description="the main job on real input; see the top of tests/tools/demo/__main__.py",
+    )
+    wish = os.environ.get("VLLM", os.environ.get("KVSTRATA_VLLM", ""))
+    parser.add_argument("--vllm", default=wish, choices=("", "0", "1"))
+    parser.add_argument("--remote", default=os.environ.get("REMOTE", ""), choices=("", *remotes.NAMES),
+                        help="only that: two servers with this remote tier")  # fmt: skip
+    cluster = os.environ.get("CLUSTER", "") not in ("", "0")
+    parser.add_argument("--cluster", action="store_true", default=cluster,
+                        help="only that: a controller and two instances that read from each other")  # fmt: skip
+    keep = os.environ.get("KEEP", "") not in ("", "0")
+    parser.add_argument("--keep", action="store_true", default=keep,
+                        help="with --cluster: leave it running until Ctrl-C")  # fmt: skip
+    parser.add_argument("--act", type=int, choices=(1, 2), help="only this act")
+    parser.add_argument("--model", default=MODEL, choices=tuple(vllm_model.SIZES), help="of act 2")
+    arguments = parser.parse_args()
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop_on_signal)
+    table = Table()
+    status = 0
+    begun_s = time.monotonic()
+    with fresh_folder() as folder:
+        try:
+            if arguments.remote or arguments.cluster:
+                reason = vllm_wanted(arguments.vllm)
+                if reason:
+                    say(f"Without vLLM: {reason}")
+                if arguments.cluster:
+                    act_4(folder, table, arguments.model, with_vllm=not reason, keep=arguments.keep)
+                else:
+                    act_3(folder, table, arguments.model, arguments.remote, with_vllm=not reason)
+                table.print(
+                    4 if arguments.cluster else 3,
+                    [
+                        ("ttft_s", "first token, s", lambda s: f"{s:.3f}"),
+                        ("cached_tokens", "cached tokens", str),
+                        ("tokens_equal", "tokens equal", yes_no),
+                        ("bytes_equal", "bytes equal", yes_no),
+                    ],
+                )
+            elif arguments.act != 2:
+                act_1(folder, table)
+                table.print(
+                    1,
+                    [
+                        ("cached_tokens", "tokens", str),
+                        ("gb_per_s", "GB/s a process", str),
+                        ("bytes_equal", "bytes equal", yes_no),
+                    ],
+                )
+                say(f"  Act 1 took {time.monotonic() - begun_s:.0f} s")
+            if arguments.act != 1 and not arguments.remote and not arguments.cluster:
+                reason = vllm_wanted(arguments.vllm)
+                if reason:
+                    say(f"Act 2 is not run: {reason}")
+                    for case in CASES_2:
+                        table.add(case, 2, run=False)
+                else:
+                    act_2(folder, table, arguments.model)
+                table.print(
+                    2,
+                    [
+                        ("ttft_s", "first token, s", lambda s: f"{s:.3f}"),
+                        ("cached_tokens", "cached tokens", str),
+                        ("tokens_equal", "tokens equal", yes_no),
+                    ],
+                )
+        except KeyboardInterrupt:
+            say("interrupted; everything is removed")
+            return 130
+        except Wrong as wrong:
+            say(f"WRONG: {wrong}")
+            status = 1
+        except (
+            ServerFailed, VllmFailed, ChildEnded, ChildError, vllm_env.Unavailable, Unavailable
+        ) as error:  # fmt: skip
+            say(f"FAILED: {error}")
+            status = 2
+    if not table.ok:
+        for row in table.rows:
+            if not row["ok"]:
+                say(f"WRONG: {row['case']}: {json.dumps(row)}")
+        status = status or 1
+    if status:
+        table.rows.append({"case": "the demo itself", "run": True, "ok": False})
+    write_result(table)
+    say(f"{'all right' if not status else 'NOT all right'}; {RESULT.relative_to(ROOT)} has the rows")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Act 2: real vLLM on one server."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.harness import vllm_model
+from tests.harness.server_process import ServerProcess
+from tests.harness.vllm_run import VllmProcess
+from tests.tools.demo.prompts import HIT_TOKENS, NEW_TOKENS, PROMPT_TOKENS, begin_vllm, prompts
+from tests.tools.demo.servers import (
+    CHUNK_TOKENS,
+    L1_MB,
+    fitting_l1_mb,
+    loaded_chunks,
+    stored_chunks,
+    wait_for,
+)
+from tests.tools.demo.table import Table, say
+
+RECOVERY_S = 20.0
+
+CASES_2 = (
+    "cold",
+    "vLLM's own prefix cache (the floor)",
+    "hit in a fresh vLLM process",
+    "hit after SIGKILL of the server and restart",
+    "hit from L2 after /dev/shm was wiped",
+    "server stopped (SIGSTOP), computed",
+    "hit after the server goes on (SIGCONT)",
+)
+
+
+def act_2(folder: Path, table: Table, size: str) -> None:
+    """Real vLLM."""
+    l1_mb = fitting_l1_mb(L1_MB, 160)
+    say(
+        f"Act 2: real vLLM on the CPU, {PROMPT_TOKENS} tokens of prompt, a random-weight Llama of {size} parameters"
+    )
+    prompt, warm_up = prompts()
+    model = vllm_model.ensure_model(size)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(ServerProcess(folder / "act2", l1_mb=l1_mb, l2="embedded"))
+        server.start()
+        expected: list[int] = []
+
+        def row(
+            case: int, result: dict[str, Any], least: int, most: int = PROMPT_TOKENS, *, ok: bool = True
+        ) -> None:
+            equal = not expected or result["tokens"] == expected
+            cached = result["cached_tokens"] or 0
+            table.add(
+                CASES_2[case],
+                2,
+                ok=ok and equal and least <= cached <= most,
+                ttft_s=round(result["ttft_s"], 3),
+                cached_tokens=cached,
+                tokens_equal=equal,
+            )
+            say(
+                f"  {CASES_2[case]}: first token after {result['ttft_s']:.3f} s, {cached} tokens from a cache"
+            )
+
+        def begin(name: str) -> VllmProcess:
+            return stack.enter_context(begin_vllm(model, folder / name, server, warm_up))
+
+        first = begin("vllm-1")
+        cold = first.generate(prompt, max_tokens=NEW_TOKENS)
+        expected = cold["tokens"]
+        row(0, cold, 0, 0)
+        row(1, first.generate(prompt, max_tokens=NEW_TOKENS), HIT_TOKENS)
+        wait_for(lambda: stored_chunks(server) >= HIT_TOKENS // CHUNK_TOKENS, "the prompt was not stored")
+        first.quit()
+        second = begin("vllm-2")
+        row(2, second.generate(prompt, max_tokens=NEW_TOKENS), HIT_TOKENS)
+        server.kill()
+        server.start()
+        row(3, after_recovery(server, second, prompt), HIT_TOKENS)
+        server.stop()  # in order: what waits for L2 is written
+        server.wipe_segment()
+        server.start()
+        from_l2 = after_recovery(server, second, prompt)
+        row(4, from_l2, HIT_TOKENS, ok=loaded_chunks(server) >= HIT_TOKENS // CHUNK_TOKENS)
+        server.freeze()
+        second.ask("reset_prefix_cache")
+        row(5, second.generate(prompt, max_tokens=NEW_TOKENS), 0, 0)
+        server.thaw()
+        row(6, after_recovery(server, second, prompt), HIT_TOKENS)
+
+
+def after_recovery(server: ServerProcess, vllm: VllmProcess, prompt: list[int]) -> dict[str, Any]:
+    """The prompt with vLLM's own cache emptied, once both sides of the connector are attached and answer again."""
+
+    def attached() -> bool:
+        return int(server.get("/v1/status")["sessions"]["attached"]) >= 2
+
+    wait_for(attached, "vLLM did not attach again", RECOVERY_S)
+    begun_s = time.monotonic()
+    while True:
+        vllm.ask("reset_prefix_cache")
+        result = vllm.generate(prompt, max_tokens=NEW_TOKENS)
+        if result["cached_tokens"] or time.monotonic() - begun_s > RECOVERY_S:
+            return result

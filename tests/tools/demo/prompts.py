@@ -1,0 +1,39 @@
+"""Prompts, and the vLLM that gets them."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.harness.server_process import ServerProcess
+from tests.harness.vllm_run import VllmProcess
+from tests.tools.demo.servers import CHUNK_TOKENS
+from tests.tools.demo.table import say
+
+MODEL, PROMPT_TOKENS, NEW_TOKENS = "160m", 3_000, 16
+HIT_TOKENS = PROMPT_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
+
+
+def prompts() -> tuple[list[int], list[int]]:
+    """The prompt, and one to warm up with."""
+    draw = random.Random(7)
+    prompt, warm_up = ([draw.randrange(3, 32_000) for _ in range(n)] for n in (PROMPT_TOKENS, 300))
+    return prompt, warm_up
+
+
+@contextlib.contextmanager
+def begin_vllm(
+    model: Path, folder: Path, server: ServerProcess, warm_up: list[int], **settings: Any
+) -> Iterator[VllmProcess]:
+    """vLLM that was warmed up."""
+    # bfloat16 takes five times as long as float32 where the CPU has neither AVX-512-BF16 nor AMX.
+    options = {"dtype": "float32", "max_num_batched_tokens": HIT_TOKENS}
+    with VllmProcess(
+        model, folder, extra=server.connector_config(**settings), options=options, processes=True
+    ) as vllm:
+        say(f"  vLLM started in {vllm.start_s:.0f} s")
+        vllm.generate(warm_up, max_tokens=4)
+        yield vllm

@@ -1,0 +1,306 @@
+"""`make setup`: brings `.venv` up to date with the sources. Run it with the Python that .venv shall have.
+
+Before any download it checks the compiler, Python's headers, the venv module, disk and memory, and prints one
+line that installs all that is missing (exit status 2). Then one line a step, the whole output in
+`build/setup.log`, and a failed step ends it with exit status 1. What is already current is recognised by the
+content of the files it was made from and not done again, so a second run takes well under a second.
+
+`--only packages` makes .venv and installs packages, which is all that ruff, mypy and clang-format need. `--only built`
+compiles nothing where compiled modules are there already, whatever they were made from: enough to import the package.
+
+Only the standard library is used, and Python 3.11 or newer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.tools import fetch_wheels, provision
+from tests.tools.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
+
+SUPPORTED_MINORS = (11, 12, 13)
+MINIMUM_DISK_BYTES = 2 * 1024**3
+MINIMUM_MEMORY_BYTES = 2 * 1024**3
+VENV = ROOT / ".venv"
+VENV_PYTHON = VENV / "bin" / "python"
+METADATA = ROOT / "build" / "metadata"
+STAMP = VENV / ".kvstrata-setup.json"
+BUILD_VARIABLES = (
+    *("CXX", "CPPFLAGS", "CXXFLAGS", "LDFLAGS", "KVSTRATA_WERROR"),
+    *("KVSTRATA_CUDA", "CUDA_HOME", "KVSTRATA_UCX"),
+)
+LOCK = ROOT / "requirements" / "test.lock"
+"""BUILD_TOOLS and what pyproject.toml declares, as versions with hashes (`make lock`)."""
+BUILD_TOOLS = ("pip>=24", "setuptools>=77", "wheel", "cython>=3.1", "build")
+
+# What the compiler must do: C++20 with its library, threads, and the sanitizers that the C++ tests run under.
+COMPILER_PROBE = """
+#include <bit>
+#include <span>
+#include <thread>
+int main(int argc, char**) {
+    std::jthread worker([] {});
+    return std::span<int>(&argc, 1).size() == 1 && std::has_single_bit(1u) ? 0 : 1;
+}
+"""
+
+
+def missing_packages(compiles: bool) -> list[str]:
+    """What must be installed first, as this system's package tool names it; empty when all is there."""
+    minor = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    apt, dnf = [], []
+    if compiles and not compiler_works():
+        apt += ["g++", "libc6-dev"]
+        dnf += ["gcc-c++", "libasan", "libubsan", "libtsan"]
+    if shutil.which("make") is None:
+        apt.append("make")
+        dnf.append("make")
+    if compiles and not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        apt.append(f"{minor}-dev")
+        dnf.append(f"{minor}-devel")
+    if not venv_works():
+        apt.append(f"{minor}-venv")
+        dnf.append(minor)
+    return dnf if shutil.which("dnf") and not shutil.which("apt-get") else apt
+
+
+def compiler_works() -> bool:
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    if shutil.which(compiler[0]) is None:
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.cpp"
+        source.write_text(COMPILER_PROBE)
+        for flags in ([], ["-fsanitize=address,undefined"], ["-fsanitize=thread"]):
+            command = [*compiler, "-std=c++20", *flags, "-pthread", str(source), "-o", f"{folder}/probe"]
+            if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+                return False
+    return True
+
+
+def venv_works() -> bool:
+    """Debian ships Python without the part that puts pip into an environment."""
+    try:
+        import ensurepip  # noqa: F401
+        import venv  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def install_line(packages: list[str]) -> str:
+    sudo = "" if os.geteuid() == 0 else "sudo "
+    if shutil.which("apt-get"):
+        return f"{sudo}apt-get update && {sudo}apt-get install -y {' '.join(packages)}"
+    if shutil.which("dnf"):
+        return f"{sudo}dnf install -y {' '.join(packages)}"
+    return f"install, under the names your system gives them: {' '.join(packages)}"
+
+
+def check_machine(compiles: bool) -> list[str]:
+    """What stands in the way of a setup, one complete sentence each, the line to run first."""
+    problems = []
+    if sys.version_info[:2] not in {(3, minor) for minor in SUPPORTED_MINORS}:
+        problems.append(
+            f"Python {sys.version.split()[0]} is not supported: make PYTHON=python3.11 (or 3.12, 3.13)"
+        )
+    packages = missing_packages(compiles)
+    if packages:
+        problems.append(install_line(packages))
+    free = provision.free_disk_bytes(ROOT)
+    if free < MINIMUM_DISK_BYTES:
+        problems.append(f"free some disk: {ROOT} has {free / 2**30:.1f} GiB and a setup needs 2 GiB")
+    memory = provision.available_memory_bytes()
+    if memory < MINIMUM_MEMORY_BYTES:
+        problems.append(f"free some memory: {memory / 2**30:.1f} GiB are available and a setup needs 2 GiB")
+    return problems
+
+
+def digest_of(paths: Iterable[Path], *extra: str) -> str:
+    """A digest of names and contents, so that a touched but unchanged file counts as unchanged."""
+    digest = hashlib.sha256()
+    for text in extra:
+        digest.update(text.encode() + b"\0")
+    for path in sorted(paths):
+        digest.update(str(path.relative_to(ROOT)).encode() + b"\0")
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def native_sources() -> list[Path]:
+    folders = ("ext/core/include", "ext/core/src", "ext/cython", "ext/cuda", "ext/ucx", "ext/make")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    found = [path for path in found if path.suffix != ".pyc"]
+    return [ROOT / "setup.py", *found]
+
+
+def native_modules_present() -> bool:
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    names = ["cuda", *(source.stem for source in (ROOT / "ext" / "cython").glob("*.pyx"))]
+    return all((ROOT / "src" / "kvstrata" / "native" / f"{name}{suffix}").exists() for name in names)
+
+
+def venv_is_usable() -> bool:
+    """Whether .venv is a whole environment of this very Python, made at this very place."""
+    probe = "import pip, sys; print(sys.version, sys.base_prefix, sys.prefix)"
+    try:
+        done = subprocess.run([VENV_PYTHON, "-c", probe], capture_output=True, text=True, check=False)
+    except OSError:
+        return False
+    return done.stdout.strip() == f"{sys.version} {sys.base_prefix} {VENV}"
+
+
+def wanted_state() -> dict[str, str]:
+    """What each step was, or is to be, made from."""
+    python = f"{sys.implementation.cache_tag} {sys.version} {sys.base_prefix}"
+    variables = [f"{name}={os.environ.get(name, '')}" for name in BUILD_VARIABLES]
+    metadata = [ROOT / "pyproject.toml", ROOT / "src" / "kvstrata" / "__init__.py"]
+    return {
+        "environment": f"{python} {VENV}",
+        "packages": digest_of([LOCK], python),
+        "ucx": digest_of([], python, *fetch_wheels.UCX, os.environ.get("KVSTRATA_UCX", "")),
+        "native": digest_of(native_sources(), python, *variables, str(nvcc_found())),
+        "install": digest_of(metadata, python, str(ROOT)),
+    }
+
+
+def nvcc_found() -> bool:
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    packaged = VENV.glob("lib/python*/site-packages/nvidia/*/bin/nvcc")
+    return shutil.which("nvcc") is not None or (Path(home) / "bin" / "nvcc").exists() or any(packaged)
+
+
+def declared_requirements() -> list[str]:
+    with open(ROOT / "pyproject.toml", "rb") as source:
+        project = tomllib.load(source)["project"]
+    extras = project["optional-dependencies"]
+    return [*project["dependencies"], *extras["test"], *extras["lint"]]
+
+
+def read_stamp() -> dict[str, str]:
+    try:
+        stamp = json.loads(STAMP.read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return stamp if isinstance(stamp, dict) and VENV_PYTHON.exists() else {}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=("packages", "built"))
+    only = parser.parse_args().only
+    start_s = time.monotonic()
+    with provision.exclusive(ROOT / "build" / ".setup.lock", "waiting for another setup in this clone"):
+        wanted, done = wanted_state(), read_stamp()
+        if not native_modules_present():
+            done.pop("native", None)
+        if not METADATA.exists():
+            done.pop("install", None)
+        if only == "packages":
+            wanted = {step: wanted[step] for step in ("environment", "packages")}
+        elif only == "built" and "native" in done:
+            wanted |= {step: done[step] for step in ("ucx", "native") if step in done}
+        if due(wanted, done):
+            problems = check_machine("native" in due(wanted, done))
+            if problems:
+                print("\n".join(problems))
+                return 2
+            steps = Steps(ROOT / "build" / "setup.log")
+            try:
+                bring_up_to_date(steps, wanted, done)
+            except StepFailed as error:
+                print(error, file=sys.stderr)
+                return 1
+            finally:
+                steps.close()
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    print(f"[{time.monotonic() - start_s:6.1f} s] ready: .venv with Python {version}", file=sys.stderr)
+    return 0
+
+
+def due(wanted: dict[str, str], done: dict[str, str]) -> list[str]:
+    """Steps to do. Another environment makes all that follows necessary."""
+    again = done.get("environment") != wanted["environment"]
+    return [step for step, made_from in wanted.items() if again or done.get(step) != made_from]
+
+
+def bring_up_to_date(steps: Steps, wanted: dict[str, str], done: dict[str, str]) -> None:
+    """Does the steps whose inputs changed, in order, and notes each one as soon as it is done."""
+    environment = provision.download_environment()
+    pip_install = [VENV_PYTHON, "-m", "pip", "install", "--quiet"]
+
+    def finished(step: str) -> None:
+        done[step] = wanted[step]
+        STAMP.write_text(json.dumps(done))
+
+    if "environment" in due(wanted, done):
+        done.clear()
+        if not venv_is_usable():
+            with steps.step("create .venv"):
+                shutil.rmtree(VENV, ignore_errors=True)
+                steps.run([sys.executable, "-m", "venv", VENV])
+        finished("environment")
+    if "packages" in due(wanted, done):
+        with steps.step("install packages"):
+            steps.run(
+                [*pip_install, "--require-hashes", "--requirement", LOCK],
+                attempts=DOWNLOAD_ATTEMPTS,
+                environment=environment,
+            )
+        finished("packages")
+    if "ucx" in due(wanted, done):
+        provide_ucx()
+        done.pop("native", None)
+        finished("ucx")
+    if "native" in due(wanted, done):
+        with steps.step("compile the native modules"):
+            output = steps.run([VENV_PYTHON, "setup.py", "build_ext", "--inplace"], environment=environment)
+        for line in output.splitlines():
+            if line.startswith(("cuda:", "ucx:")):
+                print(f"             {line}", file=sys.stderr)
+        finished("native")
+    if "install" in due(wanted, done):
+        with steps.step("install kvstrata in place"):
+            steps.run(
+                [*pip_install, "--no-build-isolation", "--no-deps", "--editable", "."],
+                attempts=DOWNLOAD_ATTEMPTS,
+                environment=environment,
+            )
+            # The package's metadata alone, for a Python that takes the package from src (see vllm_env.py).
+            METADATA.mkdir(parents=True, exist_ok=True)
+            steps.run([VENV_PYTHON, "setup.py", "egg_info", "--egg-base", METADATA], environment=environment)
+        finished("install")
+
+
+def provide_ucx() -> None:
+    """Lets .venv see UCX's headers and libraries in the cache folder. Without them one engine is not built."""
+    link = VENV / "lib" / f"python3.{sys.version_info.minor}" / "site-packages" / "kvstrata-ucx.pth"
+    link.unlink(missing_ok=True)
+    if os.environ.get("KVSTRATA_UCX") == "off":
+        return
+    try:
+        link.write_text(f"{fetch_wheels.ensure(fetch_wheels.UCX, python=VENV_PYTHON)}\n")
+    except fetch_wheels.Unavailable as error:
+        print(f"             ucx: {str(error).splitlines()[0]}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""`make soak MINUTES=`: one server for a long time, with clients that come and go, and what it grows by.
+
+A real server with the embedded disk log, capped so that it evicts. Clients attach, store prompts that share prefixes,
+ask for old ones, compare each loaded byte, and leave; tiers are added and removed at run time. Once in a while the
+server's memory, descriptors, threads and log are measured. The run fails
+
+- when one byte is wrong or a request never ends;
+- when its anonymous memory, from the end of the first quarter on, grew by more than `ANONYMOUS_BYTES` a session;
+- when it has more descriptors or threads than then, with as many clients attached;
+- when its log grew by more than `LOG_BYTES` a session;
+- when this process, in which the clients are, has more descriptors or threads than then.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvstrata.cli import ctl
+from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually
+from tests.harness.open_files import open_files
+from tests.harness.server_process import ServerProcess
+from tests.tools.ordeal import Journal, command
+
+L1_MB = 32
+MOST_CLIENTS = 6
+MOST_CHUNKS = 32
+CONVERSATIONS = 40
+SAMPLE_EVERY_S = 5.0
+ANONYMOUS_BYTES = 512
+LOG_BYTES = 64
+SLACK = 2
+"""Descriptors and threads that may be there for a moment."""
+SLACK_BYTES = 16 << 20
+"""Of anonymous memory, whatever the number of sessions: what is known of records in L2, bounded by its capacity."""
+LOG_SLACK_BYTES = 64 << 10
+"""Adding and removing tiers is logged."""
+
+
+class Sample(NamedTuple):
+    """Taken while no client is attached and the second tier is removed."""
+
+    at_s: float
+    sessions: int
+    """So far."""
+    anonymous_bytes: int
+    descriptors: int
+    """Those of the disk log's files apart, of which its capacity decides."""
+    threads: int
+    log_bytes: int
+    own_descriptors: int
+    own_threads: int
+
+
+def sample(journal: Journal, server: ServerProcess) -> Sample:
+    """Now. A closed client's descriptors may wait for this process's garbage collection."""
+    gc.collect()
+    status = Path(f"/proc/{server.pid}/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    return Sample(
+        at_s=round(journal.elapsed_s, 1),
+        sessions=journal.counts["session"],
+        anonymous_bytes=int(fields["RssAnon"].split()[0]) * 1024,
+        descriptors=sum(not target.startswith(str(server.folder)) for target in open_files(server.pid)),
+        threads=int(fields["Threads"]),
+        log_bytes=server.log.stat().st_size,
+        own_descriptors=len(os.listdir("/proc/self/fd")),
+        own_threads=len(os.listdir("/proc/self/task")),
+    )
+
+
+def judge(samples: list[Sample]) -> list[str]:
+    """What grew that must not: the last sample against the one at the end of the first quarter."""
+    last = samples[-1]
+    # Threads and caches come with the first sessions.
+    first = next(one for one in samples if one is last or (one.at_s >= last.at_s / 4 and one.sessions))
+    sessions = max(1, last.sessions - first.sessions)
+    failures = []
+    for name, per_session, slack in (
+        ("anonymous_bytes", ANONYMOUS_BYTES, SLACK_BYTES),
+        ("log_bytes", LOG_BYTES, LOG_SLACK_BYTES),
+        ("descriptors", 0, SLACK),
+        ("threads", 0, SLACK),
+        ("own_descriptors", 0, SLACK),
+        ("own_threads", 0, SLACK),
+    ):
+        grown = getattr(last, name) - getattr(first, name)
+        allowed = slack + per_session * sessions
+        if grown > allowed:
+            failures.append(f"{name} grew by {grown} in {sessions} sessions; at most {allowed} is allowed")
+    return failures
+
+
+class Soak:
+    """One server and the clients that are attached now."""
+
+    def __init__(self, journal: Journal, draw: random.Random, server: ServerProcess, folder: Path) -> None:
+        self._journal = journal
+        self._draw = draw
+        self._server = server
+        self._folder = folder
+        self._clients: list[CacheEngine] = []
+        self._conversations: list[list[int]] = []
+        self._next_token = 0
+        self._tier: str | None = None
+        self.samples: list[Sample] = []
+
+    def run(self) -> None:
+        """Until the time is over."""
+        steps = (
+            (self._come, 4),
+            (self._leave, 3),
+            (self._store, 8),
+            (self._ask, 12),
+            (self._change_tiers, 1),
+        )
+        names, weights = zip(*steps, strict=True)
+        due_s = 0.0
+        try:
+            while not self._journal.over:
+                if self._journal.elapsed_s >= due_s:
+                    self._measure()
+                    due_s = self._journal.elapsed_s + SAMPLE_EVERY_S
+                self._draw.choices(names, weights)[0]()
+            if not self._journal.failures:
+                self._measure()
+        except AssertionError as error:
+            self._journal.fail(str(error))
+        finally:
+            self._all_leave()
+
+    def _measure(self) -> None:
+        self._all_leave()
+        if self._tier is not None:
+            self._change_tiers()
+        eventually(
+            "the server has let all sessions go",
+            lambda: self._server.get("/v1/status")["sessions"]["attached"] == 0,
+        )
+        found = sample(self._journal, self._server)
+        self.samples.append(found)
+        self._journal.note("sample", **found._asdict())
+
+    def _come(self) -> None:
+        if len(self._clients) < MOST_CLIENTS:
+            engine = CacheEngine(self._server.socket_dir, group=self._draw.randbytes(16), num_blocks=256)
+            self._clients.append(engine.__enter__().connect())
+            self._journal.add("session", 1)
+
+    def _leave(self) -> None:
+        if self._clients:
+            self._clients.pop(self._draw.randrange(len(self._clients))).__exit__()
+
+    def _all_leave(self) -> None:
+        while self._clients:
+            self._clients.pop().__exit__()
+
+    def _store(self) -> None:
+        """A new prompt, or an old one with more behind it."""
+        if not self._clients:
+            return
+        known = self._draw.choice(self._conversations) if self._conversations else []
+        begin = known if self._draw.random() < 0.5 and len(known) < MOST_CHUNKS * CHUNK_TOKENS // 2 else []
+        more = self._draw.randint(1, MOST_CHUNKS // 2) * CHUNK_TOKENS
+        prompt = [*begin, *range(self._next_token, self._next_token + more)]
+        self._next_token += more
+        outcomes = self._draw.choice(self._clients).stored(prompt)
+        self._journal.add("chunks stored", outcomes.count("stored"))
+        self._conversations = [*self._conversations[1 - CONVERSATIONS :], prompt]
+
+    def _ask(self) -> None:
+        if self._clients and self._conversations:
+            engine, prompt = self._draw.choice(self._clients), self._draw.choice(self._conversations)
+            hit = engine.hit(prompt, sync=self._draw.random() < 0.5)
+            self._journal.add("chunks verified", hit)
+
+    def _change_tiers(self) -> None:
+        """Add a second tier, or remove it."""
+        if self._tier is None:
+            entry = {"type": "fs", "base_path": str(self._server.cache / "second"), "capacity_gb": 0.05}
+            self._tier = self._admin("/v1/l2/adapters", {"adapter": entry})["name"]
+        else:
+            self._admin(f"/v1/l2/adapters/{self._tier}", None, "DELETE")
+            self._tier = None
+        self._journal.add("tiers added or removed", 1)
+
+    def _admin(self, path: str, body: dict[str, Any] | None, method: str = "") -> Any:
+        return ctl.ask(self._server.url, ctl.Ask(path, body, method, timeout_s=60))
+
+
+def run(journal: Journal, draw: random.Random) -> None:
+    """See the module."""
+    with tempfile.TemporaryDirectory(prefix="kvstrata-soak-") as name:
+        folder = Path(name)
+        adapter = {"type": "disk", "base_path": str(folder / "disk"), "capacity_gb": 0.25}
+        flags = ("--l2-adapter", json.dumps(adapter))
+        with ServerProcess(
+            folder, l1_mb=L1_MB, l2="embedded", chunk_tokens=CHUNK_TOKENS, flags=flags
+        ) as server:
+            server.start()
+            journal.begin()
+            soak = Soak(journal, draw, server, folder)
+            soak.run()
+            for failure in [] if journal.failures else judge(soak.samples):
+                journal.fail(failure)
+            if not journal.counts["chunks verified"]:
+                journal.fail("nothing was hit, so nothing was tested")
+            journal.numbers = {"first": soak.samples[0]._asdict(), "last": soak.samples[-1]._asdict()}
+            if server.stop():
+                journal.fail(f"the server ended with an error:\n{server.log_tail()}")
+
+
+if __name__ == "__main__":
+    sys.exit(command("soak", __doc__, run))

@@ -1,0 +1,248 @@
+"""`kvstrata ctl`: what it prints and how it fails."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.cli import ctl, ctl_cluster, ctl_explain
+from kvstrata.errors import BadRequest
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=12,
+)
+
+
+def test_a_table_aligns_keys_and_rows():
+    shown = ctl.table(
+        {"epoch": 3, "rows": [{"row": 1, "role": "worker"}, {"row": 22, "old": True}], "none": []}
+    )
+    assert shown.splitlines() == [
+        "epoch  3",
+        "rows",
+        "  row  role    old",
+        "  1    worker  -",
+        "  22   -       yes",
+        "none   -",
+    ]
+
+
+def test_cells_of_a_table_are_words_and_never_literals_of_python():
+    row = {"hits": {"l1": 3, "l2": 0}, "miss": None, "tenant": "", "layers": ["a", {"b": True}], "none": {}}
+    assert ctl.table([row]).splitlines() == [
+        "hits        miss  tenant  layers      none",
+        "l1=3, l2=0  -     -       a, (b=yes)  -",
+    ]
+
+
+EVICTED = {"chunk": 3, "reason": "evicted", "detail": "by LRU at 7 (unix ms)", "storage_key": "ab" * 32}
+LOOKUP = {
+    "request_id": "cmpl-7-0-1f2e3d4c", "tenant": "", "identity": "cd" * 32, "unix_ms": 1_700_000_000_000,
+    "duration_ms": 0.25, "chunks": 5, "hits": {"l1": 2, "l2": 1, "served": 3}, "first_miss": EVICTED,
+}  # fmt: skip
+
+
+def test_an_explained_request_is_a_line_for_each_lookup():
+    whole = {**LOOKUP, "first_miss": None}
+    answer = {"request_id": LOOKUP["request_id"], "known": True, "lookups": [LOOKUP, whole]}
+    assert ctl.table(ctl_explain.of_server(answer)).splitlines() == [
+        "request_id  cmpl-7-0-1f2e3d4c",
+        "lookups",
+        "  at                    ms    tenant  chunks  l1  l2  served  first_miss",
+        "  2023-11-14T22:13:20Z  0.25  -       5       2   1   3"
+        "       chunk 3: evicted (by LRU at 7 (unix ms))",
+        "  2023-11-14T22:13:20Z  0.25  -       5       2   1   3       -",
+    ]
+
+
+def test_what_a_cluster_explains_says_which_instance_told_what():
+    told = [
+        {"instance": "a", "tier": "l1", "reason": "", "detail": ""},
+        {"instance": "b", "tier": "", "reason": "never_stored", "detail": ""},
+    ]
+    answer = {
+        "lookups": [{"instance": "a", "document": LOOKUP,
+                     "missing_now": [{"instance": "b", "tier": "l1", "confirmed": True}]}],
+        "placement": None,
+        "misses": [{"chunk": 4, "key": "ab", "reason": "never_stored", "told": told}],
+        "answered": ["a", "b"],
+        "unanswered": [{"instance": "c", "why": "no answer within 5 s"}],
+    }  # fmt: skip
+    shown = ctl_cluster.brief("explain", answer)
+    assert shown["lookups"] == [
+        {"instance": "a", "request_id": "cmpl-7-0-1f2e3d4c", "at": "2023-11-14T22:13:20Z", "ms": 0.25,
+         "tenant": "", "chunks": 5, "l1": 2, "l2": 1, "served": 3,
+         "first_miss": "chunk 3: evicted (by LRU at 7 (unix ms))", "missing_now": ["b (l1)"]},
+    ]  # fmt: skip
+    assert shown["misses"] == [{"chunk": 4, "key": "ab", "told": "a: l1; b: never_stored"}]
+    assert "c         no answer within 5 s" in ctl.table(shown)
+
+
+@given(JSON)
+def test_any_json_can_be_shown_as_a_table(value):
+    assert isinstance(ctl.table(value), str)
+
+
+def test_an_absent_server_is_reported_in_one_line(capsys):
+    assert ctl.main(["--url", "http://127.0.0.1:9", "status"]) == 1
+    error = capsys.readouterr().err
+    assert "http://127.0.0.1:9 does not answer" in error and error.count("\n") == 1
+
+
+ANY_KIND = {"model": "", "kind": None, "adapter": "", "tenant": "", "salt": ""}
+
+
+@pytest.mark.parametrize("text", ["", "first-secret\nsecond-secret", "sécret"])
+def test_a_file_that_holds_no_token_is_named_and_its_secret_is_not_told(capsys, tmp_path, text):
+    file = tmp_path / "token"
+    file.touch(mode=0o600)
+    file.write_text(text)
+    assert ctl.main(["--url", "http://127.0.0.1:9", "--token-file", str(file), "status"]) == 1
+    error = capsys.readouterr().err
+    assert f"--token-file: {file} must hold the token alone" in error and "secret" not in error
+
+
+def test_a_file_of_tokens_that_is_not_json_is_refused(capsys, tmp_path):
+    file = tmp_path / "tokens"
+    file.write_text("nope")
+    assert ctl.main(["prefetch", str(file)]) == 1
+    assert str(file) in capsys.readouterr().err
+
+
+def test_stranded_commands_send_these_requests():
+    def asked(*arguments):
+        return ctl._request(ctl.parser().parse_args(["stranded", *arguments]))
+
+    assert asked("list") == ctl.Ask("/v1/stranded")
+    assert asked("clear", "ab12") == ctl.Ask("/v1/stranded/clear", {"session": "ab12"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        (["list"], ctl.Ask("/v1/l2/adapters")),
+        (["export"], ctl.Ask("/v1/l2/adapters")),
+        (["show"], ctl.Ask("/v1/l2/adapters")),
+        (["show", "fs-0"], ctl.Ask("/v1/l2/adapters")),
+        (
+            ["add", '{"type": "fs"}', "--position", "1", "--backfill"],
+            ctl.Ask("/v1/l2/adapters", {"adapter": {"type": "fs"}, "position": 1, "backfill": True}, "", 60),
+        ),
+        (
+            ["drain", "fs-0", "--no-loads", "--wait-s", "2.5"],
+            ctl.Ask("/v1/l2/adapters/fs-0/drain", {"loads": False, "wait_s": 2.5}, "", 62.5),
+        ),
+        (["resume", "fs-0"], ctl.Ask("/v1/l2/adapters/fs-0/resume", {"backfill": False})),
+        (["resume", "a/b", "--backfill"], ctl.Ask("/v1/l2/adapters/a%2Fb/resume", {"backfill": True})),
+        (["remove", "a/b"], ctl.Ask("/v1/l2/adapters/a%2Fb?wait_s=10.0", None, "DELETE", 70)),
+    ],
+)
+def test_l2_commands_send_these_requests(arguments, asked):
+    assert ctl._request(ctl.parser().parse_args(["l2", *arguments])) == asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        (["status"], ctl.Ask("/v1/cluster")),
+        (["instances"], ctl.Ask("/v1/instances")),
+        (["instance", "a/b"], ctl.Ask("/v1/instances/a%2Fb")),
+        (["events", "--after", "3"], ctl.Ask("/v1/events?wait_s=0.0&after=3")),
+        (["drain", "a", "--wait-s", "2"], ctl.Ask("/v1/instances/a/drain", {"wait_s": 2.0}, "", 32)),
+        (["remove", "a"], ctl.Ask("/v1/instances/a", None, "DELETE")),
+        (["allow", "a"], ctl.Ask("/v1/instances/a/allow", {})),
+        (["runtime", "a"], ctl.Ask("/v1/instances/a/runtime?wait_s=5.0", timeout_s=35)),
+        (["document", "a"], ctl.Ask("/v1/instances/a/status?wait_s=5.0", timeout_s=35)),
+        (
+            ["explain", "--request-id", "r/1", "--wait-s", "2", "--instance", "a"],
+            ctl.Ask(
+                "/v1/explain", {**ANY_KIND, "request_id": "r/1", "instances": ["a"], "wait_s": 2.0}, "", 32
+            ),
+        ),
+        (
+            ["clear", "--tier", "all", "--instance", "a", "--instance", "b"],
+            ctl.Ask(
+                "/v1/clear", {"tier": "all", "tenant": None, "instances": ["a", "b"], "wait_s": 5.0}, "", 35
+            ),
+        ),
+        (["unpin", "c"], ctl.Ask("/v1/unpin", {"claim": "c", "instance": None, "wait_s": 5.0}, "", 35)),
+    ],
+)
+def test_cluster_commands_send_these_requests(arguments, asked):
+    assert ctl._request(ctl.parser().parse_args(["cluster", *arguments])) == asked
+
+
+@pytest.mark.parametrize(
+    ("held", "field"), [("[1, 2]", "tokens"), (f'["{"0" * 64}"]', "keys"), ("[]", "tokens")]
+)
+def test_a_file_of_chunks_holds_tokens_or_keys(tmp_path, held, field):
+    file = tmp_path / "chunks"
+    file.write_text(held)
+    for action in (["lookup"], ["pin"], ["move", "--to", "b"], ["replicate", "--to", "b"], ["evict"]):
+        asked = ctl._request(ctl.parser().parse_args(["cluster", *action, str(file)]))
+        assert asked.path == f"/v1/{action[0]}" and asked.body is not None
+        assert asked.body[field] == json.loads(held)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["l2"], "ACTION"),
+        (["l2", "pause"], "invalid choice: 'pause'"),
+        (["l2", "add"], "JSON"),
+        (["l2", "add", "{}", "--position", "last"], "--position"),
+        (["l2", "drain"], "name"),
+        (["l2", "resume"], "name"),
+        (["l2", "resume", "fs-0", "--wait-s", "1"], "--wait-s"),
+        (["l2", "drain", "fs-0", "--wait-s", "-1"], "must be seconds from 0 to 600, found '-1'"),
+        (["l2", "remove", "fs-0", "--wait-s", "nan"], "must be seconds from 0 to 600, found 'nan'"),
+    ],
+)
+def test_wrong_l2_commands_are_named(arguments, says, capsys):
+    with pytest.raises(SystemExit):
+        ctl.main(arguments)
+    assert says in capsys.readouterr().err
+
+
+def test_an_adapter_entry_that_is_not_json_is_refused(capsys):
+    assert ctl.main(["l2", "add", "fs"]) == 1
+    assert "JSON: not JSON" in capsys.readouterr().err
+
+
+def test_layers_of_one_adapter_or_of_all_are_shown():
+    medium, metrics = {"layer": "medium", "process": "host"}, {"layer": "metrics", "process": "server"}
+    rows = [{"name": "b-1", "layers": [medium, metrics]}, {"name": "a-0", "layers": [metrics]}]
+    assert ctl._layers(rows, "b-1") == [{"name": "b-1", **medium}, {"name": "b-1", **metrics}]
+    assert [row["name"] for row in ctl._layers(rows, "")] == ["b-1", "b-1", "a-0"]
+    with pytest.raises(BadRequest, match="no adapter 'c-2'; there are: b-1, a-0"):
+        ctl._layers(rows, "c-2")
+
+
+def test_an_export_lists_adapters_in_their_order_and_names_the_secrets_to_fill_in(capsys):
+    rows = [
+        {"name": "b-1", "position": 0, "entry": {"type": "b", "password": "***"}, "secrets_left_out": ["password"]},
+        {"name": "a-0", "position": 1, "entry": {"type": "a"}, "secrets_left_out": []},
+        {"name": "c-2", "position": None, "entry": {"type": "c"}, "secrets_left_out": ["token"]},
+    ]  # fmt: skip
+    assert ctl._export(rows) == {"l2_adapters": [{"type": "b", "password": "***"}, {"type": "a"}]}
+    assert capsys.readouterr().err == "kvstrata ctl: b-1: password: a secret is left out, fill it in\n"
+    assert ctl._export([]) == {"l2_adapters": []}
+
+
+def test_no_text_of_an_engine_is_obeyed_by_the_terminal():
+    hostile = "\x1b]0;owned\x07\x9b2J\n\u202e"
+    for value in (
+        hostile,
+        {hostile: hostile},
+        {"a": {hostile: 1}},
+        [{hostile: hostile, "b": {hostile: hostile}}],
+        [hostile],
+        {"a": [hostile, {"b": hostile}]},
+    ):
+        text = ctl.table(value)
+        assert all(line.isprintable() for line in text.splitlines()) and "\\x1b]0;owned" in text

@@ -1,0 +1,200 @@
+"""Which copies may touch which bytes (epochs, leases, mappings), and copies that wait for room in the native queue."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import select
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from kvstrata.client import copies
+from kvstrata.client.copies import Copier, CopyLedger
+from kvstrata.measure.blocks import PagedBlocks
+from kvstrata.native.copying import CopyEngine, buffer_address
+from kvstrata.native.record import RecordSpec, record_bytes
+from kvstrata.types import LeaseName
+
+POOL, OTHER_POOL = b"p" * 16, b"q" * 16
+SESSION = bytes(16)
+
+
+class Mapped:
+    """Stands for a mapping of a pool; tests ask whether it still lives."""
+
+    def __init__(self, pool_id: bytes) -> None:
+        self.pool_id = pool_id
+
+
+def lease(seq: int = 1, epoch: int = 7) -> LeaseName:
+    return LeaseName(SESSION, seq, epoch)
+
+
+@pytest.fixture
+def ledger() -> CopyLedger:
+    ledger = CopyLedger()
+    ledger.attached(7, POOL, lambda: Mapped(POOL))
+    return ledger
+
+
+def test_no_copy_begins_in_an_epoch_that_was_never_attached(ledger):
+    assert ledger.begin_gather(8) is None
+    assert ledger.begin_load(lease(epoch=8)) is None
+    assert ledger.n_running == 0
+
+
+def test_a_pool_is_mapped_once_and_another_pool_gets_its_own_mapping(ledger):
+    def must_not() -> Mapped:
+        raise AssertionError("mapped twice")
+
+    first = ledger.begin_gather(7)
+    assert ledger.attached(8, POOL, must_not) is first
+    assert ledger.attached(9, OTHER_POOL, lambda: Mapped(OTHER_POOL)) is not first
+    assert ledger.begin_gather(8) is first
+
+
+def test_an_older_epoch_stays_open_until_it_is_quiesced(ledger):
+    ledger.attached(8, POOL, lambda: Mapped(POOL))
+    assert ledger.begin_gather(7) is not None
+    ledger.end_gather(7)
+    assert ledger.quiesce(8) == set(), "the pool is still in use"
+    assert ledger.begin_gather(7) is None
+    assert ledger.begin_load(lease()) is None
+    assert ledger.begin_gather(8) is not None
+
+
+@pytest.mark.parametrize("kind", ["gather", "load"])
+def test_a_running_copy_forbids_to_quiesce_its_epoch(ledger, kind):
+    if kind == "gather":
+        ledger.begin_gather(7)
+    else:
+        ledger.begin_load(lease())
+    ledger.attached(8, POOL, lambda: Mapped(POOL))
+    assert ledger.quiesce(8) is None
+    if kind == "gather":
+        ledger.end_gather(7)
+    else:
+        ledger.end_load(lease())
+    assert ledger.quiesce(8) == set()
+
+
+def test_running_copies_of_the_present_epoch_do_not_delay_quiescing_an_older_one(ledger):
+    ledger.attached(8, POOL, lambda: Mapped(POOL))
+    ledger.begin_gather(8)
+    assert ledger.quiesce(8) == set()
+    ledger.end_gather(8)
+    assert ledger.n_running == 0
+
+
+def test_a_mapping_lives_while_a_copy_uses_it_and_no_longer(ledger):
+    held = ledger.begin_gather(7)
+    gone = weakref.ref(held)
+    ledger.attached(8, OTHER_POOL, lambda: Mapped(OTHER_POOL))
+    assert ledger.quiesce(8) is None
+    ledger.end_gather(7)
+    assert ledger.quiesce(8) == {held}
+    assert gone() is held
+    del held
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_lease_loads_once(ledger):
+    assert ledger.begin_load(lease()) is not None
+    assert ledger.begin_load(lease()) is None
+    ledger.end_load(lease())
+    assert ledger.begin_load(lease()) is None
+    assert ledger.begin_load(lease(seq=2)) is not None
+
+
+def test_a_spent_lease_is_released_at_once_only_when_no_copy_runs_under_it(ledger):
+    ledger.begin_load(lease(1))
+    assert ledger.spend([lease(1), lease(2)]) == [lease(2)]
+    assert ledger.begin_load(lease(2)) is None
+    ledger.end_load(lease(1))
+    assert ledger.spend([lease(1)]) == [lease(1)]
+
+
+QUEUE = 256
+"""So many jobs the native copy engine takes before their results are read."""
+
+
+class Gathers:
+    """Gathers, each of one block into one extent, both in memory of the test."""
+
+    def __init__(self) -> None:
+        self.copier = Copier(CopyEngine(threads=1))
+        self.blocks = PagedBlocks(layers=1, num_blocks=1, block_bytes=64)
+        self.blocks.fill([0], "written")
+        self.length = record_bytes(1, self.blocks.plan.payload_bytes(1))
+        self.memory = mmap.mmap(-1, (QUEUE + 8) * self.length)
+        self.codes: dict[int, list[int]] = {}
+
+    def begin(self, *, may_wait: bool = True) -> int:
+        at = len(self.codes)
+        self.codes[at] = []
+        spec = RecordSpec(bytes(32), bytes(32), bytes(32), bytes(32), 16)
+        item = ([0], buffer_address(self.memory) + at * self.length, self.length, spec)
+        return self.copier.begin("gather", self.blocks.plan, [item], self.codes[at].extend, may_wait=may_wait)
+
+    def written(self, at: int) -> bool:
+        return any(self.memory[at * self.length : (at + 1) * self.length])
+
+    def collect(self) -> None:
+        """Read results of jobs, as the I/O thread does, until every job has one."""
+        while self.copier._ended:
+            assert select.select([self.copier.event_fd], [], [], 30)[0], "nothing woke the I/O thread"
+            self.copier.collect()
+
+
+@pytest.fixture
+def gathers() -> Iterator[Gathers]:
+    gathers = Gathers()
+    yield gathers
+    gathers.copier.close()
+
+
+def test_a_job_that_waits_for_room_copies_nothing_once_it_is_cancelled(gathers):
+    jobs = [gathers.begin() for _ in range(QUEUE + 3)]
+    gathers.copier.cancel(jobs[QUEUE + 1])
+    gathers.collect()
+    assert gathers.codes == {at: [0] if at != QUEUE + 1 else [copies.REFUSED] for at in range(QUEUE + 3)}
+    assert [at for at in range(QUEUE + 3) if not gathers.written(at)] == [QUEUE + 1]
+
+
+def test_the_end_of_a_cancelled_waiting_job_is_reported_while_the_queue_stays_full(gathers, monkeypatch):
+    monkeypatch.setattr(gathers.copier, "_engine", FullEngine())
+    first, second = gathers.begin(), gathers.begin()
+    gathers.copier.cancel(first)
+    assert select.select([gathers.copier.event_fd], [], [], 0)[0]
+    gathers.copier.collect()
+    assert gathers.codes == {0: [copies.REFUSED], 1: []}
+    gathers.copier.cancel(first)
+    gathers.copier.cancel(second)
+    gathers.collect()
+    assert gathers.codes == {0: [copies.REFUSED], 1: [copies.REFUSED]}
+
+
+def test_a_job_that_may_not_wait_for_room_ends_at_once(gathers, monkeypatch):
+    monkeypatch.setattr(gathers.copier, "_engine", FullEngine())
+    waiting = gathers.begin()
+    gathers.begin(may_wait=False)
+    gathers.copier.collect()
+    assert gathers.codes == {0: [], 1: [copies.REFUSED]}
+    gathers.copier.cancel(waiting)
+    gathers.collect()
+
+
+class FullEngine:
+    """A copy engine whose queue is full and which ends no job."""
+
+    def submit(self, *job: object) -> bool:
+        return False
+
+    def cancel(self, job: int) -> bool:
+        return False
+
+    def completions(self) -> list[tuple[int, list[int]]]:
+        return []

@@ -1,0 +1,180 @@
+"""Identities that a client declares to a server; the test gives the server's answers."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from kvstrata.client import identities
+from kvstrata.client.identities import Declared, Identity, IdentityTable
+from kvstrata.client.requests import LAST_REPEAT_S, Kind, Pending, RequestTable
+from kvstrata.errors import Refused, Unavailable
+from kvstrata.rpc import wire
+from kvstrata.types import LayoutIdentity, RequestIdentity
+
+EPOCH = 7
+LAYOUT = LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=16)
+
+
+class Link:
+    """Stands for the client's link to a server: always connected, and its requests are sent by `send_due`."""
+
+    def __init__(self) -> None:
+        self.table = RequestTable()
+        self.session, self.epoch, self.connected = bytes(16), EPOCH, True
+
+    def ask(self, pending: Pending) -> None:
+        self.table.add(pending)
+
+    def post(self, call: object) -> None:
+        """Do nothing: the tests declare identities themselves."""
+
+    def send_due(self, now_s: float = 0.0) -> list[int]:
+        """Send the requests that are due; return their numbers."""
+        numbers = []
+        for pending, frame in self.table.to_send(now_s):
+            numbers.append(wire.decode_request(frame).seq)
+            self.table.sent(pending, now_s)
+        return numbers
+
+
+class Asking:
+    """A lookup that needs its identity declared."""
+
+    def __init__(self, table: IdentityTable, identity: Identity, link: Link) -> None:
+        self.ends: list[object] = []
+
+        def message(seq: int, remaining_ms: int) -> wire.Ping | None:
+            return wire.Ping(link.session, seq) if table.declared(identity) else None
+
+        link.ask(Pending(Kind.ASK, message, self.ends.append, self.ends.append))
+
+
+@pytest.fixture
+def link() -> Link:
+    return Link()
+
+
+@pytest.fixture
+def table(link) -> IdentityTable:
+    return IdentityTable(link, LAYOUT, (bytes(32),))
+
+
+@pytest.fixture
+def identity(table) -> Identity:
+    return table.identity(RequestIdentity())
+
+
+def refuse(link: Link, seq: int, code: str) -> None:
+    link.table.reply(wire.Error(seq, EPOCH, code, f"it says {code}", "", False))
+
+
+def accept(link: Link, seq: int, identity: Identity) -> None:
+    link.table.reply(wire.IdentifyReply(seq, EPOCH, 5, identity.root, [bytes(32)], True))
+
+
+@pytest.mark.parametrize("code", ["not_permitted", "bad_request", "layout_refused"])
+def test_a_refused_identity_is_not_declared_to_the_same_server_again(link, table, identity, code):
+    asking = Asking(table, identity, link)
+    assert link.send_due() == []
+    [seq] = link.send_due()
+    refuse(link, seq, code)
+    assert link.send_due() == []
+    assert isinstance(asking.ends[0], Refused)
+    assert identity.refused_until_s == math.inf
+    with pytest.raises(Refused, match=f"it says {code}"):
+        table.declared(identity)
+    assert link.send_due() == []
+    link.epoch += 1
+    assert table.declared(identity) is None
+    assert len(link.send_due(LAST_REPEAT_S)) == 1, "the identity is declared to another server"
+
+
+def test_after_an_internal_error_the_identity_is_declared_again_but_not_at_once(
+    link, table, identity, monkeypatch
+):
+    monkeypatch.setattr(identities, "MISTAKE_RETRY_S", 3600.0)
+    asking = Asking(table, identity, link)
+    link.send_due()
+    [seq] = link.send_due()
+    refuse(link, seq, "internal")
+    assert link.send_due() == []
+    assert isinstance(asking.ends[0], Refused), "the lookup does not wait for the next declaration"
+    with pytest.raises(Refused, match="it says internal"):
+        table.declared(identity)
+    identity.refused_until_s = time.monotonic()
+    assert table.declared(identity) is None
+    [seq] = link.send_due()
+    accept(link, seq, identity)
+    assert table.declared(identity) == Declared(EPOCH, 5)
+    assert identity.error == ""
+
+
+@pytest.mark.parametrize("code", ["refused", "unavailable", "deadline"])
+def test_a_waiting_request_gets_its_identity_after_a_temporary_refusal(link, table, identity, code):
+    asking = Asking(table, identity, link)
+    link.send_due()
+    [seq] = link.send_due()
+    refuse(link, seq, code)
+    [seq] = link.send_due(LAST_REPEAT_S)
+    accept(link, seq, identity)
+    assert len(link.send_due(LAST_REPEAT_S)) == 1
+    assert (asking.ends, identity.error) == ([], "")
+
+
+@pytest.mark.parametrize("how", ["unknown session", "connection lost"])
+def test_a_lost_connection_refuses_no_identity(link, table, identity, how):
+    assert table.declared(identity) is None
+    [seq] = link.send_due()
+    if how == "unknown session":
+        refuse(link, seq, "unknown_session")
+    else:
+        link.table.fail_all(Unavailable("gone"), Kind.SETUP)
+    assert identity.error == ""
+    assert table.declared(identity) is None
+    assert len(link.send_due()) == 1
+
+
+@pytest.mark.parametrize("code", ["bad_request", "internal"])
+def test_a_refused_identity_used_last_does_not_keep_the_slices_unknown(link, code, monkeypatch):
+    monkeypatch.setattr(identities, "MISTAKE_RETRY_S", 3600.0)
+    table = IdentityTable(link, LAYOUT, ())
+    good = table.identity(RequestIdentity(tenant="t"))
+    bad = table.identity(RequestIdentity(tenant="t", salt="too long"))
+    table.declare(good)
+    [seq] = link.send_due()
+    # The engine's workers have not attached yet, so the server knows no slices.
+    link.table.reply(wire.IdentifyReply(seq, EPOCH, 5, good.root, [], False))
+    table.declare(bad)
+    [seq] = link.send_due()
+    refuse(link, seq, code)
+    assert table.due_s() < math.inf
+    table.tick(table.due_s())
+    [seq] = link.send_due(LAST_REPEAT_S)
+    accept(link, seq, good)
+    assert table.slices == (bytes(32),)
+
+
+def test_slices_are_asked_for_as_soon_as_the_only_identity_is_no_longer_refused(link, monkeypatch):
+    monkeypatch.setattr(identities, "MISTAKE_RETRY_S", 3600.0)
+    table = IdentityTable(link, LAYOUT, ())
+    only = table.identity(RequestIdentity())
+    table.declare(only)
+    [seq] = link.send_due()
+    refuse(link, seq, "internal")
+    table.tick(table.due_s())
+    assert link.send_due(LAST_REPEAT_S) == []
+    only.refused_until_s = time.monotonic()
+    table.tick(table.due_s())
+    assert len(link.send_due(LAST_REPEAT_S)) == 1
+
+
+def test_the_log_never_shows_a_salt(link, table, caplog):
+    secret = table.identity(RequestIdentity(tenant="blue", salt="s3cret"))
+    table.declare(secret)
+    [seq] = link.send_due()
+    refuse(link, seq, "not_permitted")
+    assert "'blue'" in caplog.text and "it says not_permitted" in caplog.text
+    assert "s3cret" not in caplog.text

@@ -1,0 +1,271 @@
+"""The table of requests under way: each ends exactly once, whatever happens to messages and connections."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from kvstrata.client.requests import (
+    FIRST_REPEAT_S,
+    FULL_QUEUE_RETRY_S,
+    LAST_REPEAT_S,
+    MAX_ASKS,
+    Kind,
+    Pending,
+    RequestTable,
+)
+from kvstrata.errors import BadRequest, DeadlineExceeded, Refused, Unavailable, UnknownSession
+from kvstrata.rpc import wire
+
+SESSION = bytes(range(16))
+
+
+class Recorded:
+    """A request that writes down how it ended."""
+
+    def __init__(self, kind: Kind = Kind.ASK, deadline_s: float = math.inf) -> None:
+        self.ends: list[object] = []
+        self.sendable = True
+        self.remaining: list[int] = []
+        self.pending = Pending(kind, self._message, self.ends.append, self.ends.append, deadline_s)
+
+    def _message(self, seq, remaining_ms):
+        self.remaining.append(remaining_ms)
+        return wire.Cancel(SESSION, seq, 77) if self.sendable else None
+
+
+def send_all(table: RequestTable, now_s: float) -> list[int]:
+    """Send what is due; returns the numbers of the requests."""
+    numbers = []
+    for pending, frame in table.to_send(now_s):
+        assert wire.decode_request(frame).seq == pending.seq
+        table.sent(pending, now_s)
+        numbers.append(pending.seq)
+    return numbers
+
+
+def test_an_answer_ends_the_request_and_a_second_one_is_ignored():
+    table, request = RequestTable(), Recorded()
+    table.add(request.pending)
+    assert send_all(table, 0.0) == [1]
+    answer = wire.Ok(1, 5, 1)
+    table.reply(answer)
+    table.reply(wire.Ok(1, 5, 2))
+    assert request.ends == [answer]
+    assert len(table) == table.n_asks == 0
+
+
+def test_requests_that_a_caller_waits_for_are_sent_first():
+    table = RequestTable()
+    requests = [Recorded(kind) for kind in (Kind.SETTLE, Kind.ASK, Kind.SETTLE, Kind.ASK)]
+    for request in requests:
+        table.add(request.pending)
+    assert send_all(table, 0.0) == [1, 2, 3, 4]
+    assert [request.pending.seq for request in requests] == [3, 1, 4, 2]
+
+
+def test_numbers_grow_and_pings_take_theirs_from_the_same_sequence():
+    table = RequestTable()
+    requests = [Recorded() for _ in range(3)]
+    table.add(requests[0].pending)
+    assert send_all(table, 0.0) == [1]
+    assert table.next_seq() == 2
+    table.add(requests[1].pending)
+    table.add(requests[2].pending)
+    assert send_all(table, 0.0) == [3, 4]
+
+
+def test_a_request_is_repeated_under_its_number_ever_less_often():
+    table, request = RequestTable(), Recorded()
+    table.add(request.pending)
+    times, now_s = [], 0.0
+    while len(times) < 8:
+        if send_all(table, now_s):
+            times.append(now_s)
+        now_s = max(table.due_s(), now_s)
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    assert gaps[0] == FIRST_REPEAT_S
+    assert gaps == sorted(gaps)
+    assert gaps[-1] == LAST_REPEAT_S
+    assert request.pending.seq == 1
+    assert request.ends == []
+
+
+def test_a_full_queue_is_tried_again_soon_under_the_same_number():
+    table, request = RequestTable(), Recorded()
+    table.add(request.pending)
+    for pending, _ in table.to_send(0.0):
+        table.not_sent(pending, 0.0)
+    assert table.due_s() == FULL_QUEUE_RETRY_S
+    assert send_all(table, FULL_QUEUE_RETRY_S) == [1]
+
+
+def test_the_deadline_ends_a_request_and_its_late_answer_is_ignored():
+    table, request = RequestTable(), Recorded(deadline_s=2.0)
+    table.add(request.pending)
+    send_all(table, 0.5)
+    assert request.remaining == [1500]
+    table.expire(1.999)
+    assert request.ends == []
+    table.expire(2.0)
+    table.reply(wire.Ok(1, 5, 0))
+    [end] = request.ends
+    assert isinstance(end, DeadlineExceeded)
+
+
+def test_a_deadline_holds_for_a_request_that_cannot_be_sent_yet():
+    table, request = RequestTable(), Recorded(deadline_s=2.0)
+    request.sendable = False
+    table.add(request.pending)
+    assert send_all(table, 0.0) == []
+    assert table.due_s() == 2.0
+    table.expire(2.0)
+    assert isinstance(request.ends[0], DeadlineExceeded)
+
+
+def test_a_request_waits_without_a_number_until_it_is_woken():
+    table, waiting, other = RequestTable(), Recorded(), Recorded()
+    waiting.sendable = False
+    table.add(waiting.pending)
+    assert send_all(table, 0.0) == []
+    table.add(other.pending)
+    assert send_all(table, 0.0) == [1]
+    waiting.sendable = True
+    assert send_all(table, 0.1) == []
+    table.wake_unsent()
+    assert send_all(table, 0.1) == [2]
+
+
+def test_a_message_that_cannot_be_made_fails_its_request_alone():
+    table, fine = RequestTable(), Recorded()
+    ends = []
+
+    def message(seq, remaining_ms):
+        raise Refused("this identity is refused")
+
+    table.add(Pending(Kind.ASK, message, ends.append, ends.append))
+    table.add(fine.pending)
+    assert send_all(table, 0.0) == [1]
+    assert isinstance(ends[0], Refused)
+    assert fine.ends == []
+
+
+@pytest.mark.parametrize("sent", [False, True])
+@pytest.mark.parametrize("kind", list(Kind))
+def test_only_the_named_kinds_end_when_the_server_is_silent(kind, sent):
+    table = RequestTable()
+    requests = {k: Recorded(k) for k in Kind}
+    for request in requests.values():
+        table.add(request.pending)
+    if sent:
+        send_all(table, 0.0)
+    gone = Unavailable("gone")
+    table.fail_all(gone, kind)
+    assert {k: r.ends for k, r in requests.items()} == {k: [gone] if k is kind else [] for k in Kind}
+    assert len(table) == 2
+
+
+def test_a_new_connection_repeats_what_was_sent():
+    table, request = RequestTable(), Recorded(Kind.SETTLE)
+    table.add(request.pending)
+    send_all(table, 0.0)
+    assert send_all(table, 0.01) == []
+    table.repeat_now()
+    assert send_all(table, 0.01) == [1]
+
+
+def test_an_error_reply_ends_the_request_as_that_error():
+    table, request = RequestTable(), Recorded()
+    table.add(request.pending)
+    send_all(table, 0.0)
+    error = table.reply(wire.Error(1, 5, "unknown_session", "who are you", "session", True))
+    assert isinstance(error, UnknownSession)
+    assert request.ends == [error]
+    assert error.field == "session"
+
+
+def test_a_settlement_whose_number_the_server_has_forgotten_is_sent_again_under_a_new_one():
+    table, request = RequestTable(), Recorded(Kind.SETTLE)
+    table.add(request.pending)
+    send_all(table, 0.0)
+    too_old = wire.Error(1, 5, "bad_request", "seq is forgotten", "seq", False)
+    assert table.reply(too_old) is None
+    assert send_all(table, 0.0) == [2]
+    answer = wire.Ok(2, 5, 1)
+    table.reply(answer)
+    assert request.ends == [answer]
+
+
+def test_a_forgotten_settlement_is_sent_again_a_bounded_number_of_times():
+    table, request = RequestTable(), Recorded(Kind.SETTLE)
+    table.add(request.pending)
+    numbers = []
+    while not request.ends:
+        numbers += send_all(table, 0.0)
+        table.reply(wire.Error(numbers[-1], 5, "bad_request", "seq is forgotten", "seq", False))
+    assert isinstance(request.ends[0], BadRequest)
+    assert len(numbers) == 4
+
+
+@pytest.mark.parametrize("code", ["refused", "deadline", "unavailable"])
+@pytest.mark.parametrize("kind", [Kind.SETTLE, Kind.SETUP])
+def test_a_settlement_refused_for_now_is_sent_again_later_under_a_new_number(kind, code):
+    table, request = RequestTable(), Recorded(kind)
+    table.add(request.pending)
+    times, now_s = [], 0.0
+    while len(times) < 8:
+        for number in send_all(table, now_s):
+            times.append(now_s)
+            assert number == len(times)
+            assert table.reply(wire.Error(number, 5, code, "not now", "", True)) is None
+        now_s = max(table.due_s(), now_s)
+    assert request.ends == []
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    assert gaps[0] == FIRST_REPEAT_S and gaps[-1] == LAST_REPEAT_S, (
+        "the server may have remembered the number"
+    )
+    [number] = send_all(table, now_s + LAST_REPEAT_S)
+    answer = wire.Ok(number, 5, 1)
+    table.reply(answer)
+    assert request.ends == [answer]
+    assert len(table) == 0
+
+
+@pytest.mark.parametrize("code", ["refused", "deadline", "unavailable"])
+def test_an_ask_that_is_refused_ends_at_once(code):
+    table, request = RequestTable(), Recorded(Kind.ASK)
+    table.add(request.pending)
+    send_all(table, 0.0)
+    assert request.ends == [table.reply(wire.Error(1, 5, code, "not now", "", True))]
+
+
+@pytest.mark.parametrize("code", ["unknown_session", "not_permitted", "internal"])
+def test_an_error_that_a_repeat_cannot_mend_ends_the_request(code):
+    table, request = RequestTable(), Recorded(Kind.SETTLE)
+    table.add(request.pending)
+    send_all(table, 0.0)
+    assert request.ends == [table.reply(wire.Error(1, 5, code, "no", "", False))]
+
+
+def test_asks_are_bounded_and_settlements_are_not_refused():
+    table = RequestTable()
+    asks = [Recorded() for _ in range(MAX_ASKS)]
+    assert all(table.add(ask.pending) for ask in asks)
+    assert not table.add(Recorded().pending)
+    assert table.add(Recorded(Kind.SETTLE).pending)
+    table.remove(asks[0].pending)
+    table.remove(asks[0].pending)
+    assert table.n_asks == MAX_ASKS - 1
+    assert table.add(Recorded().pending)
+
+
+def test_a_removed_request_is_not_called_back():
+    table, request = RequestTable(), Recorded()
+    table.add(request.pending)
+    send_all(table, 0.0)
+    table.remove(request.pending)
+    table.reply(wire.Ok(1, 5, 0))
+    table.fail_all(Unavailable("gone"), *Kind)
+    assert request.ends == []

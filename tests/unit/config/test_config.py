@@ -1,0 +1,238 @@
+"""Settings: where they come from, what is refused, and the names users already know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_type_hints
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.config import load as loading
+from kvstrata.config.flags import parse_server_flags, server_parser
+from kvstrata.config.lmcache_names import (
+    CLIENT_KEY_PREFIXES,
+    CLIENT_KEYS,
+    CONNECTOR_EXTRA,
+    SERVER_FLAGS,
+    Fate,
+    translate,
+)
+from kvstrata.config.model import ClientSettings, ServerSettings
+from kvstrata.errors import ConfigError
+from kvstrata.rpc.cluster_wire import Register
+from kvstrata.types import MAX_L2_ADAPTERS
+
+
+def test_without_flags_all_settings_have_their_defaults():
+    flags = parse_server_flags([])
+    assert loading.load(ServerSettings, flags=flags.settings) == ServerSettings()
+
+
+def test_later_sources_win_key_by_key(tmp_path):
+    file = tmp_path / "k v.yaml"
+    file.write_text("port: 1111\nl1: {size_gb: 1.5, eviction_policy: ARC}\n")
+    settings = loading.load(
+        ServerSettings,
+        file=file,
+        environment={"KVSTRATA_L1_SIZE_GB": "2.5", "KVSTRATA_HTTP_PORT": "0", "HOME": "/x"},
+        flags=parse_server_flags(["--http-port", "77"]).settings,
+    )
+    assert (settings.port, settings.l1.size_gb, settings.l1.eviction_policy, settings.http.port) == (
+        1111,
+        2.5,
+        "ARC",
+        77,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "asked", "where"),
+    [
+        ([], False, ("localhost", 5555)),
+        (["--port", "5555"], True, ("localhost", 5555)),
+        (["--host", "localhost"], True, ("localhost", 5555)),
+        (["--host", "0.0.0.0", "--port", "0"], True, ("0.0.0.0", 0)),
+    ],
+)
+def test_the_rpc_tcp_port_is_opened_only_when_a_setting_asks_for_it(flags, asked, where):
+    settings = loading.load(ServerSettings, environment={}, flags=parse_server_flags(flags).settings)
+    assert (settings.has_tcp, (settings.named_host, settings.named_port)) == (asked, where)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("l1: {sizegb: 3}", "l1.sizegb: unknown key (did you mean 'size_gb'?)"),
+        ("l1: {size_gb: -3}", "l1.size_gb: expected `float` > 0.0, found -3"),
+        ("l1: 4", "l1: must be a mapping, found 4"),
+        ("prot: 5", "prot: unknown key (did you mean 'port'?)"),
+        ("port: many", "port: expected `int | null`, got `str`, found 'many'"),
+        ("l1: {eviction_policy: MRU}", "l1.eviction_policy: invalid enum value 'MRU', found 'MRU'"),
+        ("[1, 2]", "must be a mapping of setting names"),
+        ("a: [", "not YAML"),
+    ],
+)
+def test_an_error_names_file_key_and_value(tmp_path, text, says):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        loading.load(ServerSettings, file=file)
+    assert str(file) in str(caught.value) and says in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere"):
+        loading.load(ServerSettings, file=tmp_path / "nowhere.yaml")
+
+
+def test_an_unknown_variable_is_an_error_with_the_nearest_name():
+    with pytest.raises(ConfigError, match="KVSTRATA_L1_SIZE_GB"):
+        loading.load(ServerSettings, environment={"KVSTRATA_L1_SIZEGB": "3"})
+
+
+def test_variables_of_the_build_and_of_engines_are_ignored_by_the_server():
+    environment = {"KVSTRATA_WERROR": "1", "KVSTRATA_CUDA": "require", "KVSTRATA_LOAD_MODE": "sync"}
+    assert loading.load(ServerSettings, environment=environment) == ServerSettings()
+    assert loading.load(ClientSettings, environment=environment).load_mode == "sync"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--portt", "5"], r"--portt: unknown flag \(did you mean '--port'"),
+        (["--port", "x"], "invalid int value: 'x'"),
+        (["--l2-adapter", "{"], r"l2_adapters\[0\]: not JSON"),
+        (["--l2-adapter", "[]"], r"l2_adapters\[0\]: must be a JSON object"),
+        (["extra"], "unrecognized arguments: extra"),
+        (["--blend-ratio", "1"], "blending is not supported"),
+        (["--l2-store-policy", "skip_l1"], "policy"),
+        (["--prometheus-port", "9090"], "http.port"),
+    ],
+)
+def test_a_wrong_flag_says_what_to_change(arguments, says):
+    with pytest.raises(ConfigError, match=says):
+        parse_server_flags(arguments)
+
+
+def test_more_adapters_than_a_server_may_have_are_an_error_that_says_how_many(tmp_path):
+    def settings(count):
+        file = tmp_path / "c.yaml"
+        adapters = "".join(f"  - {{type: fs, base_path: /a/{i}}}\n" for i in range(count))
+        file.write_text(f"l2_adapters:\n{adapters}")
+        return loading.load(ServerSettings, file=file)
+
+    adapters = settings(MAX_L2_ADAPTERS).l2_adapters
+    assert adapters is not None and len(adapters) == MAX_L2_ADAPTERS
+    with pytest.raises(ConfigError, match=f"l2_adapters.*{MAX_L2_ADAPTERS}"):
+        settings(MAX_L2_ADAPTERS + 1)
+
+
+def test_controllers_see_every_adapter_that_a_server_may_have():
+    tiers = ["l1", *(f"fs-{i}" for i in range(MAX_L2_ADAPTERS))]
+    assert msgspec.convert(tiers, get_type_hints(Register, include_extras=True)["tiers"]) == tiers
+
+
+@pytest.mark.parametrize("flag", sorted(SERVER_FLAGS))
+def test_every_flag_of_lmcache_is_taken_noted_or_refused(flag):
+    fate = SERVER_FLAGS[flag].fate
+    value = {"--l2-adapter": '{"type": "fs"}', "--host": "h", "--http-host": "h"}.get(flag, "1")
+    if fate is Fate.KEPT:
+        is_switch = flag == "--l1-use-hugepages"
+        for words in [[flag]] if is_switch else [[flag, value], [f"{flag}={value}"]]:
+            assert parse_server_flags(words).settings
+    elif fate is Fate.NOTED:
+        flags = parse_server_flags([flag, value, "--port", "7"])
+        assert flags.notes and flag in flags.notes[0] and flags.settings == {"port": 7}
+        assert parse_server_flags([flag, "--port", "7"]).settings == {"port": 7}
+    else:
+        with pytest.raises(ConfigError) as caught:
+            parse_server_flags([flag, value])
+        assert flag in str(caught.value)
+
+
+def test_kept_lmcache_names_point_to_existing_settings():
+    server = dict(loading.leaves(ServerSettings))
+    client = dict(loading.leaves(ClientSettings))
+    for name, entry in SERVER_FLAGS.items():
+        assert not entry.target or entry.target in server, name
+    for table in (CLIENT_KEYS, CONNECTOR_EXTRA):
+        for name, entry in table.items():
+            assert not entry.target or entry.target in client, name
+
+
+def test_every_flag_of_ours_sets_something():
+    settings = {key for key, _ in loading.leaves(ServerSettings)}
+    other = {"config", "check", "ready_fd", "no_supervise", "help"}
+    for action in server_parser()._actions:
+        assert action.dest in settings | other, action.option_strings
+
+
+def test_names_of_an_lmcache_file_are_kept_noted_or_refused():
+    own = {field for field, _ in loading.leaves(ClientSettings)}
+    settings, notes = translate(
+        {"chunk_size": 128, "local_cpu": True, "load_mode": "sync", "enable_pd": False, "pd_role": None},
+        source="file",
+        table=CLIENT_KEYS,
+        prefixes=CLIENT_KEY_PREFIXES,
+        own=own,
+    )
+    assert settings == {"chunk_size": 128, "load_mode": "sync"}
+    assert len(notes) == 3
+    for bad, says in [({"enable_pd": True}, "disaggregation"), ({"chunk_sise": 1}, "chunk_size")]:
+        with pytest.raises(ConfigError, match=says):
+            translate(bad, source="file", table=CLIENT_KEYS, prefixes=CLIENT_KEY_PREFIXES, own=own)
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@given(ANY)
+def test_any_value_anywhere_is_settings_or_a_named_error(value):
+    for key, _ in loading.leaves(ServerSettings):
+        nested: dict = {}
+        loading.put(nested, key, value)
+        try:
+            loading.convert(ServerSettings, nested, "file")
+        except ConfigError as error:
+            assert error.field
+
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("server-*.yaml")), ids=lambda file: file.name)
+def test_server_examples_load(file):
+    assert loading.load(ServerSettings, file=file).named_port
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "configs").glob("connector*.yaml")), ids=lambda file: file.name
+)
+def test_connector_examples_load(file):
+    own = {field for field, _ in loading.leaves(ClientSettings)}
+    settings, _ = translate(
+        loading.read_yaml(file), source=str(file), table=CLIENT_KEYS, prefixes=CLIENT_KEY_PREFIXES, own=own
+    )
+    loading.convert(ClientSettings, settings, str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("max_store_backlog_gb: .inf", "max_store_backlog_gb: must be a finite number, found inf"),
+        ("max_store_backlog_gb: .nan", "max_store_backlog_gb: must be a finite number, found nan"),
+        ('tenant: "\\uD800"', "tenant: must be valid Unicode text"),
+    ],
+)
+def test_values_that_no_setting_can_have_stop_the_start(tmp_path, text, says):
+    file = tmp_path / "client.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        loading.load(ClientSettings, file=file)

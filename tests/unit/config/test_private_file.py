@@ -1,0 +1,164 @@
+"""Secrets in files (config/private_file.py, tokens.py): who may read the files, what is a token, what errors show."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvstrata.client import CacheClient
+from kvstrata.config.model import ClientSettings
+from kvstrata.config.private_file import read_private_file
+from kvstrata.config.tokens import MAX_TOKEN_CHARS, read_bearer_token, read_token_file
+from kvstrata.connectors.vllm.settings import load_settings
+from kvstrata.errors import ConfigError
+from kvstrata.rpc import attach_wire
+from kvstrata.types import Role
+from tests.harness.blocks import layout_identity
+
+TOKEN = "secret-of-blue-0123456"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Callable[..., str]:
+    def write(text: str | bytes = TOKEN, mode: int = 0o600) -> str:
+        path = tmp_path / "the token"
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        path.chmod(mode)
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("text", [TOKEN, f"{TOKEN}\n", f"  {TOKEN}\r\n\n"])
+def test_the_token_is_the_text_of_the_file(file, text):
+    assert read_token_file(file(text), "token_file") == TOKEN
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "says"),
+    [
+        ("", 0o600, "is empty"),
+        (" \n\t\n", 0o600, "is empty"),
+        (f"{TOKEN} blue", 0o600, "several words"),
+        ("short", 0o600, "holds 5 characters, a token has 16 to 256"),
+        ("x" * (MAX_TOKEN_CHARS + 1), 0o600, "holds 257 characters"),
+        (b"\xff" * 20, 0o600, "not UTF-8 at byte 0"),
+        (TOKEN, 0o640, r"mode 640\); chmod 600"),
+        (TOKEN, 0o604, r"mode 604\); chmod 600"),
+        (TOKEN, 0o620, r"mode 620\); chmod 600"),
+    ],
+)
+def test_a_bad_token_file_is_named_and_its_secret_is_not_told(file, text, mode, says):
+    path = file(text, mode)
+    with pytest.raises(ConfigError, match=says) as caught:
+        read_token_file(path, "token_file")
+    assert caught.value.message.startswith(f"token_file: {path}")
+    assert caught.value.field == "token_file"
+    assert TOKEN not in caught.value.message
+
+
+@pytest.mark.parametrize("text", [TOKEN, f"  {TOKEN}\r\n\n", "x" * (MAX_TOKEN_CHARS + 1)])
+def test_a_bearer_token_may_be_long(file, text):
+    assert read_bearer_token(file(text), "http.token_file") == text.strip()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a file of root")
+def test_a_secret_that_is_mounted_for_our_group_is_read_and_one_for_all_is_not(tmp_path, monkeypatch):
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o440)
+    with pytest.raises(ConfigError, match="chmod 600"):  # our own file
+        read_bearer_token(str(path), "http.token_file")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert read_bearer_token(str(path), "http.token_file") == TOKEN
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_token_file(str(path), "token_file")
+    for mode in (0o444, 0o460, 0o450):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match="chmod 600"):
+            read_bearer_token(str(path), "http.token_file")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "must hold the token alone"),
+        (f"{TOKEN}\n{TOKEN}", "must hold the token alone"),
+        (f"{TOKEN}\u00e9", "in one line of ASCII"),
+        ("short", "holds 5 characters, a token needs at least 16"),
+    ],
+)
+def test_a_bad_file_of_a_bearer_token_is_named_and_its_secret_is_not_told(file, text, says):
+    path = file(text)
+    with pytest.raises(ConfigError, match=says) as caught:
+        read_bearer_token(path, "http.token_file")
+    assert caught.value.message.startswith(f"http.token_file: {path}")
+    assert caught.value.field == "http.token_file"
+    assert TOKEN not in caught.value.message
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620])
+def test_a_bearer_token_that_others_can_read_or_write_is_refused(file, mode):
+    with pytest.raises(ConfigError, match=rf"^http\.token_file: .*mode {mode:o}\); chmod 600"):
+        read_bearer_token(file(TOKEN, mode), "http.token_file")
+
+
+def test_a_token_path_that_is_not_a_regular_file_is_refused_without_blocking(tmp_path):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path, says in [
+        ("pipe", "not a regular file"),
+        ("", "cannot be read|no regular"),
+        ("none", "No such file"),
+    ]:
+        with pytest.raises(ConfigError, match=says):
+            read_private_file(str(tmp_path / path), "x")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_private_file("a\0b", "x")
+
+
+def test_a_client_with_a_bad_token_file_does_not_start(tmp_path):
+    with pytest.raises(ConfigError, match=r"^token_file: .*nowhere: cannot be read"):
+        CacheClient(
+            ClientSettings(token_file=str(tmp_path / "nowhere")),
+            role=Role.SCHEDULER,
+            layout=layout_identity(16, "m"),
+            group=bytes(16),
+            engine_slices=1,
+        )
+
+
+def test_the_token_file_can_be_set_in_every_source_of_settings(file, tmp_path):
+    path = file()
+    config = tmp_path / "connector.yaml"
+    config.write_text(f"token_file: {path}\n")
+    for extra, environment in (
+        ({"kvstrata.token_file": path}, {}),
+        ({"token_file": path}, {}),
+        ({}, {"KVSTRATA_TOKEN_FILE": path}),
+        ({}, {"LMCACHE_CONFIG_FILE": str(config)}),
+    ):
+        settings, notes = load_settings(extra, environment)
+        assert (settings.token_file, notes) == (path, [])
+
+
+def test_a_token_in_the_settings_themselves_is_refused_and_not_repeated():
+    with pytest.raises(ConfigError, match="token_file") as caught:
+        load_settings({"kvstrata.token": TOKEN}, {})
+    assert TOKEN not in caught.value.message
+
+
+def test_a_printed_attach_request_does_not_tell_the_token():
+    request = attach_wire.AttachRequest(
+        protocol=1,
+        session=bytes(16),
+        group=bytes(16),
+        role=Role.SCHEDULER,
+        layout=layout_identity(16, "m"),
+        engine_slices=1,
+        token=TOKEN,
+    )
+    for text in (repr(request), str(request), f"{request}", f"{[request]}"):
+        assert TOKEN not in text and "***" in text and "engine_slices=1" in text

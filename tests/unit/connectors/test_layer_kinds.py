@@ -1,0 +1,273 @@
+"""Facts of layers from vLLM's descriptions: an axis is named only if its backend is known to give it that meaning."""
+
+from __future__ import annotations
+
+import enum
+from types import SimpleNamespace
+
+import pytest
+
+from kvstrata.connectors.vllm.kv_view import Heads, build_view, check_groups, chunk_bytes
+from kvstrata.connectors.vllm.layer_kinds import layer_kinds
+from kvstrata.errors import ConfigError
+from tests.unit.connectors.test_kv_view import FakeTensor
+
+NAME = "model.layers.7.self_attn.attn"
+
+
+class FakeScale:
+    """A scale: the methods of a torch tensor that are called on it."""
+
+    def __init__(self, *numbers):
+        self.numbers = numbers
+
+    def detach(self):
+        return self
+
+    def cpu(self):
+        return self
+
+    def reshape(self, size):
+        assert size == -1
+        return self
+
+    def tolist(self):
+        return list(self.numbers)
+
+
+def spec(**changes):
+    """Stands for vLLM's `FullAttentionSpec`."""
+    fields = {
+        "block_size": 16,
+        "num_heads": 4,
+        "head_size": 64,
+        "head_size_v": 64,
+        "kv_quant_mode": SimpleNamespace(name="NONE"),
+        "num_head_slots": None,
+        "state_content_bytes": None,
+        "unpadded_page_size_bytes": 4 * 16 * 128 * 2,
+        "tokens_per_state": 1,
+    }
+    return type("FullAttentionSpec", (), fields | changes)()
+
+
+def module(backend="FLASH_ATTN", **attributes):
+    """Stands for vLLM's `Attention`."""
+    return SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend), **attributes)
+
+
+class Modes(enum.IntEnum):
+    """Stands for vLLM 0.33's `KVQuantMode`, whose last mode shares its number with another."""
+
+    NONE = 0
+    OCTAVE_K3V4 = 12
+    CUSTOM = 12
+
+
+@pytest.mark.parametrize(("mode", "named"), [(Modes.NONE, "NONE"), (Modes.CUSTOM, "OCTAVE_K3V4/CUSTOM")])
+def test_a_mode_that_shares_its_number_is_not_taken_for_the_other_one(mode, named):
+    kinds = layer_kinds([group(spec(kv_quant_mode=mode))], {NAME: module()}, "0.33.0")
+    assert kinds[NAME].quantisation == named
+
+
+def group(layer_spec, names=(NAME,)):
+    return SimpleNamespace(kv_cache_spec=layer_spec, layer_names=list(names))
+
+
+def kind_of(layer_spec, layer_module):
+    return layer_kinds([group(layer_spec)], {NAME: layer_module}, "0.32.0")[NAME]
+
+
+QUANTISED = {
+    "kv_quant_mode": SimpleNamespace(name="FP8_PER_TENSOR"),
+    "unpadded_page_size_bytes": 4 * 16 * 128,
+}
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"])
+def test_backends_that_keep_k_then_v_for_each_head_and_token_mean_the_same(backend):
+    assert kind_of(spec(), module(backend)) == kind_of(spec(), module())
+    assert kind_of(spec(), module(backend)).axes == ("kv_heads", "tokens", "k+v")
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend", "axes"),
+    [
+        ({}, "CPU_ATTN", ("kv_heads", "cpu_attn/amx@0.32.0.tokens", "cpu_attn/amx@0.32.0.content")),
+        (
+            {},
+            "SOMETHING",
+            ("something/amx@0.32.0.heads", "something/amx@0.32.0.tokens", "something/amx@0.32.0.content"),
+        ),
+        ({"num_head_slots": 2}, "FLASH_ATTN", ("flash_attn/amx@0.32.0.heads",)),
+        ({"kv_quant_mode": SimpleNamespace(name="NVFP4")}, "FLASHINFER", ("flashinfer/amx@0.32.0.heads",)),
+        ({"head_size_v": 32}, "FLASH_ATTN_DIFFKV", ("kv_heads", "tokens", "k64+v32")),
+        ({"head_size_v": 0}, "FLASHMLA", ("kv_heads", "tokens", "latent")),
+        (
+            {"head_size_v": 0, "state_content_bytes": 656, "cache_dtype_str": "fp8_ds_mla"},
+            "FLASHMLA_SPARSE",
+            ("kv_heads", "tokens", "latent/fp8_ds_mla"),
+        ),
+    ],
+)
+def test_another_arrangement_has_another_name(changes, backend, axes):
+    found = kind_of(spec(**changes), module(backend, isa="amx", _k_scale=FakeScale(1.0)))
+    assert found.axes[: len(axes)] == axes
+
+
+def view(kinds, tensors=None, **changes):
+    options = {"num_blocks": 40, "block_tokens": 16, "chunk_tokens": 64, "heads": Heads((7, 8), (0, 4), 1)}
+    tensors = tensors or {NAME: FakeTensor((40, 4, 16, 128))}
+    return build_view(tensors, dtype="bfloat16", kinds=kinds, **(options | changes))
+
+
+def test_two_instruction_sets_of_one_cpu_backend_share_nothing():
+    made = [
+        view(layer_kinds([group(spec())], {NAME: module("CPU_ATTN", isa=isa)}, "0.32.0"))
+        for isa in ("amx", "vec")
+    ]
+    assert made[0].slice != made[1].slice
+
+
+def test_an_arrangement_that_only_its_writer_knows_is_not_shared_between_versions_of_vllm():
+    for backend, shared in (
+        ("CPU_ATTN", False),
+        ("SOMETHING", False),
+        ("FLASH_ATTN", True),
+        ("FLASHINFER", True),
+    ):
+        made = [
+            view(layer_kinds([group(spec())], {NAME: module(backend)}, version))
+            for version in ("0.32.0", "0.33.0")
+        ]
+        assert (made[0].slice == made[1].slice) is shared, backend
+
+
+def test_scales_are_facts_of_quantised_layers_alone():
+    scales = {"_k_scale": FakeScale(0.25), "_v_scale": FakeScale(1.0, 2.0)}
+    assert kind_of(spec(), module(**scales)).scales == ()
+    found = kind_of(spec(**QUANTISED), module(**scales))
+    assert [float.fromhex(scale) for scale in found.scales] == [0.25, 1.0, 2.0]
+    tensors = {NAME: FakeTensor((40, 4, 16, 128), element=1)}
+    made = view({NAME: found}, tensors)
+    assert made.facts["scales"] == [list(found.scales)] and made.facts["layers"] == [7]
+    assert view({NAME: found._replace(scales=("0x1p+0",))}, tensors).slice != made.slice
+
+
+def test_blocks_are_in_front_where_the_shape_is_as_announced_though_other_axes_fit():
+    # Heads outermost in memory, as many as there are blocks: by size alone the heads would be taken for the blocks.
+    kind = kind_of(spec(num_heads=4), module())
+    tensors = {NAME: FakeTensor((4, 4, 16, 128), order=(1, 0, 2, 3))}
+    made = view({NAME: kind}, tensors, num_blocks=4)
+    [layer] = made.layers.values()
+    assert layer.block_stride_bytes == 16 * 128 * 2 and layer.dims == ((4, 4 * 16 * 128 * 2),)
+
+
+def test_kernel_blocks_dense_in_tokens_are_not_seen_in_the_bytes():
+    kinds = layer_kinds([group(spec())], {NAME: module()}, "0.32.0")
+    whole = view(kinds, {NAME: FakeTensor((40, 4, 16, 128), order=(0, 2, 1, 3))})
+    halves = view(kinds, {NAME: FakeTensor((80, 4, 8, 128), order=(0, 2, 1, 3))})
+    assert halves.slice == whole.slice
+    assert halves.facts["axes"] == [["tokens", 16], ["kv_heads", 4], ["kv", 2], ["dim", 64]]
+    heads_first = view(kinds, {NAME: FakeTensor((80, 4, 8, 128))})
+    assert heads_first.facts["axes"][:3] == [["tokens", 2], ["kv_heads", 4], ["tokens", 8]]
+
+
+def test_a_block_of_another_size_than_announced_is_refused():
+    kinds = {NAME: kind_of(spec(unpadded_page_size_bytes=999), module())}
+    with pytest.raises(ConfigError, match=r"layers\.7.* 16384 bytes, but vLLM announces 999"):
+        view(kinds)
+
+
+def test_a_layer_without_a_module_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"layers\.7.* no attention layer of that name"):
+        layer_kinds([group(spec())], {}, "0.32.0")
+
+
+def test_a_group_may_describe_each_layer():
+    names = [f"model.layers.{i}.attn" for i in range(3)]
+    # As two descriptions that differ in nothing that the bytes show.
+    each = type(
+        "UniformTypeKVCacheSpecs", (), {"block_size": 16, "kv_cache_specs": {n: spec() for n in names}}
+    )()
+    both = [group(each, names), group(spec(), names)]
+    assert [check_groups([one]) for one in both] == [16, 16]
+    assert [chunk_bytes(one, 4) for one in both] == [3 * 4 * 16384] * 2
+    modules = dict.fromkeys(names, module())
+    assert layer_kinds(both[:1], modules, "0.32.0") == layer_kinds(both[1:], modules, "0.32.0")
+    each.kv_cache_specs[names[1]] = type("MambaSpec", (), {})()
+    with pytest.raises(ConfigError, match="MambaSpec is not supported"):
+        check_groups([both[0]])
+
+
+def test_a_tensor_of_no_group_is_refused_unless_it_is_another_layers():
+    kinds = layer_kinds([group(spec())], {NAME: module()}, "0.32.0")
+    blocks = FakeTensor((40, 4, 16, 128))
+    shared = "model.layers.8.self_attn.attn"
+    assert view(kinds, {NAME: blocks, shared: blocks}).layers.keys() == {NAME}
+    scales = FakeTensor((40, 4, 16), base=1 << 30, element=4)
+    with pytest.raises(ConfigError, match=r"'model.layers.7.scales' .*40, 4, 16.* in no cache group"):
+        view(kinds, {NAME: blocks, "model.layers.7.scales": scales})
+
+
+INDEXER = "model.layers.7.self_attn.indexer.k_cache"
+
+
+def latents_with_an_indexer():
+    """(kinds, tensors) of one layer that has latents and an indexer."""
+    latent = {"block_size": 64, "num_heads": 1, "head_size_v": 0, "unpadded_page_size_bytes": 64 * 656}
+    specs = {
+        NAME: spec(head_size=576, state_content_bytes=656, cache_dtype_str="fp8_ds_mla", **latent),
+        INDEXER: spec(head_size=132, **latent | {"unpadded_page_size_bytes": 64 * 132}),
+    }
+    each = type("UniformTypeKVCacheSpecs", (), {"block_size": 64, "kv_cache_specs": specs})()
+    modules = {NAME: module("FLASHMLA_SPARSE"), INDEXER: module("DEEPSEEK_V32_INDEXER")}
+    tensors = {
+        NAME: FakeTensor((40, 1, 64, 656), element=1),
+        INDEXER: FakeTensor((40, 1, 64, 132), element=1, base=1 << 30),
+    }
+    return layer_kinds([group(each, tuple(specs))], modules, "0.32.0"), tensors
+
+
+def test_latents_and_the_indexer_beside_them_are_two_sections_of_one_layer():
+    kinds, tensors = latents_with_an_indexer()
+    made = view(kinds, tensors, block_tokens=64, heads=Heads((0, 8), (0, 1), 1, replicas=8))
+    assert list(made.layers) == [NAME, INDEXER]
+    assert made.facts["layers"] == [7, 7]
+    assert made.facts["makes"] == [
+        {"axes": [["tokens", 64], ["latent/fp8_ds_mla", 656]], "section_bytes": 64 * 656},
+        {
+            "axes": [
+                ["deepseek_v32_indexer@0.32.0.tokens", 64],
+                ["deepseek_v32_indexer@0.32.0.content", 132],
+            ],
+            "section_bytes": 64 * 132,
+        },
+    ]
+
+
+def test_a_layer_with_heads_beside_latents_is_refused_where_ranks_share_records():
+    kinds, tensors = latents_with_an_indexer()
+    draft = "model.layers.8.self_attn.attn"
+    kinds[draft] = kind_of(spec(block_size=64, num_heads=1, unpadded_page_size_bytes=64 * 256), module())
+    tensors[draft] = FakeTensor((40, 1, 64, 128), base=1 << 32)
+    assert len(view(kinds, tensors, block_tokens=64, heads=Heads((0, 9), (0, 1), 1)).layers) == 3
+    with pytest.raises(ConfigError, match="8 tensor-parallel ranks count as holding the same KV heads"):
+        view(kinds, tensors, block_tokens=64, heads=Heads((0, 9), (0, 1), 1, replicas=8))
+
+
+def test_scales_of_quantised_layers_beside_one_that_was_left_out_are_facts():
+    other = "model.layers.8.self_attn.attn"
+    modules = {NAME: module(), other: module(_k_scale=FakeScale(0.5), _v_scale=FakeScale(2.0))}
+    each = type(
+        "UniformTypeKVCacheSpecs",
+        (),
+        {"block_size": 16, "kv_cache_specs": {NAME: spec(), other: spec(**QUANTISED)}},
+    )()
+    tensors = {
+        NAME: FakeTensor((40, 4, 16, 128)),
+        other: FakeTensor((40, 4, 16, 128), element=1, base=1 << 30),
+    }
+    made = view(layer_kinds([group(each, (NAME, other))], modules, "0.32.0"), tensors)
+    assert made.facts["scales"] == [[], [(0.5).hex(), (2.0).hex()]]
+    assert [make["quantisation"] for make in made.facts["makes"]] == ["NONE", "FP8_PER_TENSOR"]

@@ -1,0 +1,158 @@
+"""Requests that the scheduler side leaves to vLLM, and errors of our own: neither loses a lease or a block."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvstrata.connectors.vllm.metadata import WorkerReport
+from tests.harness.scheduler_side import (
+    BLOCK,
+    FakeClient,
+    GuardedSide,
+    ask,
+    make_request,
+    make_side,
+    media,
+    step,
+)
+
+
+def test_a_broken_worker_turns_the_cache_off(caplog):
+    client = FakeClient(hits=5)
+    side = make_side(client)
+    first = make_request(100)
+    side.on_new_request(first)
+    assert ask(side, first) == (40, False)
+    for _ in range(2):
+        side.heard([WorkerReport(1, broken=True)], [], [])
+    assert len([line for line in caplog.records if "cache is off" in line.message]) == 1
+    again = make_request(100, request_id="again")
+    side.on_new_request(again)
+    assert ask(side, again) == (0, False)
+    assert ask(side, first) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes"),
+    [
+        ("prompt_embeds", {"prompt_embeds": object()}),
+        ("resumable", {"resumable": True}),
+        ("unnamed_media", {"mm_features": [media("cat"), media("")]}),
+        ("counted_media", {"mm_features": [media("renderer0-mm-1-image-0")]}),
+    ],
+)
+def test_requests_whose_tokens_do_not_decide_their_kv_are_computed_without_the_cache(reason, changes):
+    client = FakeClient(hits=5)
+    side = make_side(client, media_are_counted=reason == "counted_media")
+    request = make_request(40, **changes)
+    side.on_new_request(request)
+    assert ask(side, request) == (0, False)
+    side.allocated(request, list(range(1, 20)), 0)
+    assert step(side, [(request, 0, 40)]).stores == []
+    assert side.finished(request, list(range(1, 11))) is False
+    assert client.calls == [] and side.take_counts()[f"skipped_{reason}"] == 1
+
+
+@pytest.mark.parametrize("params", ["text", ["list"], 7, {"lmcache.max_offload_tokens": "all"}])
+def test_malformed_kv_transfer_params_are_ignored(params):
+    side = make_side()
+    request = make_request(40, kv_transfer_params=params)
+    side.on_new_request(request)
+    assert len(step(side, [(request, 0, 40)]).stores) == 1
+
+
+def test_a_lora_adapter_whose_files_cannot_be_read_is_used_without_the_cache():
+    path = "a" * 5000
+    side = make_side(FakeClient(hits=3))
+    request = make_request(40, lora_request=SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=path))
+    side.on_new_request(request)
+    answers = []
+    while not answers or answers[-1] == (None, False):
+        answers.append(ask(side, request))
+    assert answers[-1] == (0, False)
+    assert step(side, [(request, 0, 40)]).stores == []
+    assert side.take_counts()["skipped_unreadable_adapter"] == 1
+    side.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_promised_load_that_cannot_be_planned_fails_in_the_workers(mode):
+    client = FakeClient(hits=3)
+    side = make_side(client, settings={"load_mode": mode})
+    request = make_request(43)
+    side.on_new_request(request)
+    assert ask(side, request, computed=BLOCK) == (20, mode == "async")
+    side._load_of = None
+    guarded_side = GuardedSide(side)
+    guarded_side.allocated(request, list(range(1, 12)), 20)
+    assert client.leases == []
+    plan = guarded_side.plan_step(SimpleNamespace(preempted_req_ids=None))  # lacks all that a plan needs
+    [load] = plan.loads
+    assert (load.lease, load.blocks, load.asynchronous) == (None, [2, 3, 4, 5, 6], mode == "async")
+
+
+def test_a_store_that_cannot_be_planned_does_not_stop_other_stores():
+    side = GuardedSide(make_side())
+    bad, good = make_request(40), make_request(40)
+    side.on_new_request(bad)
+    side.on_new_request(good)
+    bad.num_prompt_tokens = None
+    assert step(side, [(good, 0, 16), (bad, 0, 40)]).stores == []
+    assert len(step(side, [(bad, 40, 1), (good, 16, 24)]).stores) == 1
+    assert side.finished(bad, []) is False
+    assert side.take_counts()["skipped_error"] == 1
+
+
+def test_preempted_requests_are_passed_on_even_when_the_plan_fails():
+    side = GuardedSide(make_side())
+    request = make_request(40)
+    side.on_new_request(request)
+    [_] = step(side, [(request, 0, 40)]).stores
+    side.side._stores.plan = None
+    assert step(side, preempted=[request.request_id]).preempted == {request.request_id}
+
+
+def test_blocks_of_a_finished_request_are_kept_until_the_workers_release_them_even_after_an_error():
+    side = GuardedSide(make_side())
+    request = make_request(40)
+    side.on_new_request(request)
+    [_] = step(side, [(request, 0, 40)]).stores
+    forget, results = side.side._lookups.forget, iter([RuntimeError("planted"), None])
+
+    def fail_first(tracked):
+        error = next(results)
+        if error is not None:
+            raise error
+        forget(tracked)
+
+    side.side._lookups.forget = fail_first
+    assert side.finished(request, list(range(1, 11))) is True
+    assert step(side).awaited == {request.request_id}
+
+
+def test_after_a_reset_that_failed_nothing_is_loaded_or_stored_again():
+    client = FakeClient(hits=3)
+    side = GuardedSide(make_side(client))
+    before, after = make_request(40), make_request(40)
+    side.on_new_request(before)
+    client.fails = "cancel"
+    side.reset(engine_empty=True)
+    side.on_new_request(after)
+    for request in (before, after):
+        assert ask(side, request) == (0, False)
+        assert step(side, [(request, 0, 40)]).stores == []
+    assert client.leases == []
+
+
+def test_what_workers_report_about_loads_counts_even_after_an_error():
+    side = GuardedSide(make_side(FakeClient(hits=3), world_size=2))
+    request = make_request(43)
+    side.on_new_request(request)
+    side.allocated(request, list(range(1, 20)), ask(side, request)[0])
+    plan = step(side, [(request, 24, 19)])
+    assert plan.stores == []
+    side.heard([WorkerReport(plan.step, failures=1, stored=[None]), WorkerReport(plan.step)], [], [])
+    later = step(side, [(request, 43, 1)])
+    assert len(later.stores) == 1 and later.failures_seen == 1

@@ -1,0 +1,363 @@
+"""Under which identity the scheduler side stores and looks up: resets, new weights, salts, images, LoRA adapters."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from kvstrata.connectors.vllm.metadata import WorkerReport
+from kvstrata.connectors.vllm.weights import ASK_AGAIN_S, WeightsVersion
+from kvstrata.types import RequestIdentity
+from tests.harness.scheduler_side import (
+    BLOCK,
+    CHUNK,
+    Clock,
+    FakeClient,
+    ask,
+    make_request,
+    make_side,
+    media,
+    step,
+)
+
+
+def test_after_a_reset_the_same_prompt_has_other_keys():
+    side = make_side()
+    before, after = make_request(40), make_request(40)
+    side.on_new_request(before)
+    (old,) = step(side, [(before, 0, 40)]).stores
+    side.reset(engine_empty=True)
+    side.on_new_request(after)
+    (new,) = step(side, [(after, 0, 40)]).stores
+    assert old.chain != new.chain
+
+
+def run_past_reset(side, how):
+    """(A request of 84 tokens that holds blocks from before a reset, the number of its computed tokens)."""
+    request = make_request(84)
+    side.on_new_request(request)
+    external, asynchronous = ask(side, request)
+    assert (external, asynchronous) == ({"running": 0}.get(how, 24), how == "loading")
+    side.allocated(request, list(range(1, 100)), external)
+    if how == "load handed out":
+        side.reset(engine_empty=False)
+        step(side, [(request, 24, 16)])
+        return request, 40
+    step(side, [] if how == "loading" else [(request, external, 40 - external)])
+    if how == "reset twice":
+        side.reset(engine_empty=False)
+        assert step(side, [(request, 40, 16)]).stores == []
+    side.reset(engine_empty=False)
+    if how == "loading":
+        side.heard((), [request.request_id], ())
+        side.allocated(request, list(range(1, 100)), 0)
+        return request, 24
+    return request, 40
+
+
+HOW_IT_RAN = ["running", "loaded", "loading", "load handed out", "reset twice"]
+
+
+@pytest.mark.parametrize("how", HOW_IT_RAN)
+def test_kv_computed_before_a_reset_is_never_stored_under_the_new_identity(how):
+    client = FakeClient(hits=0 if how == "running" else 3)
+    side = make_side(client, settings={"load_mode": "async" if how == "loading" else "sync"})
+    request, computed = run_past_reset(side, how)
+    assert step(side, [(request, computed, 84 - computed)]).stores == []
+    # Tokens that it generates now attend to KV from before the reset.
+    request.all_token_ids.extend(range(20))
+    assert step(side, [(request, 84, 20)]).stores == []
+    side.finished(request, list(range(1, 100)))
+    assert step(side).stores == [] and client.leases == []
+
+
+def test_chunks_that_wait_for_a_load_at_a_reset_are_not_stored_when_the_request_ends():
+    side = make_side(FakeClient(hits=3), world_size=2)
+    (other, request), loads = (make_request(40), make_request(80)), []
+    side.on_new_request(other)
+    side.allocated(other, list(range(50, 70)), ask(side, other)[0])
+    side.on_new_request(request)
+    loads.append(step(side, [(request, 0, 80)]))
+    side.reset(engine_empty=False)
+    assert side.finished(request, list(range(1, 30))) is False
+    side.heard([WorkerReport(loads[0].step)] * 2, [], [])
+    assert step(side).stores == []
+
+
+def test_a_request_that_ended_before_the_reset_is_stored_under_the_old_identity():
+    side = make_side(FakeClient(hits=3), world_size=2)
+    other, request, same = make_request(40), make_request(80), make_request(80)
+    side.on_new_request(other)
+    side.allocated(other, list(range(50, 70)), ask(side, other)[0])
+    side.on_new_request(request)
+    plan = step(side, [(request, 0, 80)])
+    assert side.finished(request, list(range(1, 30))) is True
+    side.reset(engine_empty=False)
+    side.heard([WorkerReport(plan.step)] * 2, [], [])
+    (store,) = step(side).stores
+    assert store.identity == RequestIdentity()
+    side.on_new_request(same)
+    assert step(side, [(same, 0, 80)]).stores[0].identity != store.identity
+
+
+@pytest.mark.parametrize("how", HOW_IT_RAN)
+def test_a_request_recomputed_from_the_start_after_the_reset_is_stored(how):
+    client = FakeClient(hits=0 if how == "running" else 3)
+    side = make_side(client, settings={"load_mode": "async" if how == "loading" else "sync"})
+    request, _ = run_past_reset(side, how)
+    client.hits = 0
+    step(side, preempted=[request.request_id])
+    assert ask(side, request) == (0, False)
+    side.allocated(request, list(range(1, 100)), 0)
+    (store,) = step(side, [(request, 0, 84)]).stores
+    assert len(store.chain) == 84 // CHUNK * 32 and store.parent == b""
+
+
+@pytest.mark.parametrize("may_load", [True, False])
+def test_blocks_that_vllm_kept_over_the_reset_are_not_stored(may_load):
+    side = make_side(may_load=may_load)
+    running, after, other = make_request(84), make_request(84), make_request(84)
+    side.on_new_request(running)
+    ask(side, running)
+    step(side, [(running, 0, 40)])
+    side.reset(engine_empty=False)
+    # Preempted, the running request finds its own old blocks in vLLM's cache; so does one of the same prompt.
+    side.on_new_request(after)
+    for request, preempted in ((running, [running.request_id]), (after, [])):
+        ask(side, request, computed=BLOCK)
+        assert step(side, [(request, BLOCK, 80)], preempted).stores == []
+    side.on_new_request(other)
+    ask(side, other, computed=0)
+    assert len(step(side, [(other, 0, 84)]).stores) == 1
+    # An engine that was emptied has no old blocks.
+    side.reset(engine_empty=True)
+    request = make_request(84)
+    side.on_new_request(request)
+    ask(side, request, computed=BLOCK)
+    assert len(step(side, [(request, BLOCK, 80)]).stores) == 1
+
+
+def test_requests_that_the_reset_preempted_are_computed_and_stored_in_the_very_next_step():
+    side = make_side()
+    request = make_request(84)
+    side.on_new_request(request)
+    ask(side, request)
+    (old,) = step(side, [(request, 0, 84)]).stores
+    side.reset(engine_empty=True)
+    ask(side, request)
+    (store,) = step(side, [(request, 0, 84)], preempted=[request.request_id]).stores
+    assert len(store.chain) == len(old.chain) and store.identity != old.identity
+
+
+class Workers:
+    """Two workers, each with its own shard of the weights, that report digests when a plan asks for them."""
+
+    def __init__(self, side, weights="first"):
+        self.side, self.initial, self.now = side, weights, weights
+
+    def step(self, scheduled=()):
+        plan = step(self.side, scheduled)
+        told = [
+            (plan.weigh, f"{self.initial} {rank}", f"{self.now} {rank}" if self.now else "")
+            for rank in range(2)
+        ]
+        reports = [WorkerReport(plan.step, weights=each if plan.weigh else None) for each in told]
+        self.side.heard(reports, [], [])
+        return plan
+
+    def stored(self):
+        """The identity under which a new request is stored."""
+        request = make_request(40)
+        self.side.on_new_request(request)
+        while ask(self.side, request) == (None, False):
+            assert self.step().stores == []
+        self.side.allocated(request, list(range(1, 20)), 0)
+        (store,) = self.step([(request, 0, 40)]).stores
+        return store.identity
+
+
+def side_that_asks_for_weights(**changes):
+    client = changes.pop("client", None) or FakeClient()
+    clock = Clock()
+    return make_side(client, clock, world_size=2, weights=WeightsVersion(2, clock), **changes)
+
+
+def test_requests_wait_until_every_worker_has_reported_its_weights():
+    side = side_that_asks_for_weights(client=FakeClient(hits=3))
+    request = make_request(40)
+    side.on_new_request(request)
+    assert ask(side, request) == (None, False)
+    plan = step(side)
+    assert plan.weigh > 0
+    side.heard([WorkerReport(plan.step, weights=(plan.weigh, "a", "a"))], [], [])
+    assert ask(side, request) == (None, False)
+    assert step(side).weigh == 0, "workers are asked once"
+    side.heard([WorkerReport(plan.step, weights=(plan.weigh, "b", "b"))], [], [])
+    assert ask(side, request) == (24, False)
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_equal_weights_have_the_same_identity_after_a_reset(empty):
+    workers = Workers(side_that_asks_for_weights())
+    before = workers.stored()
+    assert before == RequestIdentity()
+    workers.side.reset(engine_empty=empty)
+    assert workers.stored() == before
+
+
+def test_engines_with_equal_new_weights_share_an_identity_other_than_the_old_one():
+    engines = [Workers(side_that_asks_for_weights()) for _ in range(2)]
+    engines[1].initial = "of another start"
+    for workers in engines:
+        workers.stored()
+        workers.side.reset(engine_empty=True)
+        workers.now = "trained further"
+    first, second = [workers.stored() for workers in engines]
+    assert first == second != RequestIdentity()
+    for workers in engines:
+        workers.side.reset(engine_empty=True)
+        workers.now = workers.initial
+        assert workers.stored() == RequestIdentity()
+
+
+def test_weights_that_were_changed_before_the_first_request_are_not_those_of_the_start():
+    workers = Workers(side_that_asks_for_weights())
+    workers.now = "trained"
+    assert workers.stored() != RequestIdentity()
+
+
+def test_workers_are_asked_for_their_weights_when_vllm_has_replaced_its_prefix_cache():
+    cache = [object()]
+    workers = Workers(side_that_asks_for_weights(prefix_cache=lambda: cache[0]))
+    before = workers.stored()
+    cache[0], workers.now = object(), "reloaded"
+    after = workers.stored()
+    assert after != before
+    cache[0] = object()
+    assert workers.stored() == after
+
+
+def test_workers_are_not_asked_while_the_engine_pauses_for_new_weights():
+    workers = Workers(side_that_asks_for_weights())
+    workers.stored()
+    workers.side.reset(engine_empty=True)
+    queued = make_request(40)
+    workers.side.on_new_request(queued)  # a paused vLLM asks nothing about it
+    assert workers.step().weigh == 0
+    workers.now = "new"
+    assert workers.stored() != RequestIdentity()
+
+
+def test_kv_from_before_a_reset_is_stored_once_the_weights_prove_unchanged():
+    side = side_that_asks_for_weights()
+    workers = Workers(side)
+    workers.stored()
+    request = make_request(84)
+    side.on_new_request(request)
+    ask(side, request)
+    assert len(workers.step([(request, 0, 40)]).stores) == 1
+    side.reset(engine_empty=False)
+    assert workers.step([(request, 40, 16)]).stores == []
+    workers.stored()
+    (store,) = workers.step([(request, 56, 28)]).stores
+    assert store.identity == RequestIdentity() and store.parent == b""
+    # KV of the old weights is not stored under other weights, nor when those prove unchanged after a reset.
+    side.reset(engine_empty=False)
+    workers.now = "other"
+    workers.stored()
+    for _ in range(2):
+        request.all_token_ids.extend(range(8))
+        assert workers.step([(request, request.num_tokens - 8, 8)]).stores == []
+        side.reset(engine_empty=False)
+        workers.stored()
+
+
+def test_without_digests_of_weights_each_reset_ends_sharing_and_no_later_request_waits():
+    side = side_that_asks_for_weights()
+    request = make_request(40)
+    side.on_new_request(request)
+    assert ask(side, request) == (None, False)
+    plan = step(side)
+    told = [(plan.weigh, "a", "a"), (plan.weigh, "", "")]
+    side.heard([WorkerReport(plan.step, weights=each) for each in told], [], [])
+    workers, identities = Workers(side), []
+    for _ in range(3):
+        assert step(side).weigh == 0
+        identities.append(workers.stored())
+        side.reset(engine_empty=True)
+    assert identities[0] == RequestIdentity() and len(set(identities)) == 3
+
+
+def test_a_request_waits_for_weights_as_long_as_for_a_lookup_and_a_lost_report_is_asked_for_again():
+    clock = Clock()
+    side = make_side(clock=clock, weights=WeightsVersion(1, clock), settings={"lookup_timeout_ms": 1000})
+    request = make_request(40)
+    assert ask(side, request) == (None, False)
+    first = step(side)
+    clock.now_s += 1.1
+    assert ask(side, request) == (0, False)
+    side.allocated(request, list(range(1, 20)), 0)
+    assert step(side, [(request, 0, 16)]).stores == []
+    clock.now_s += ASK_AGAIN_S
+    waiting = make_request(40)
+    assert ask(side, waiting) == (None, False)
+    again = step(side, [(request, 16, 16)])
+    assert 0 < first.weigh < again.weigh and again.stores == []
+    for plan in (first, again):
+        side.heard([WorkerReport(plan.step, weights=(plan.weigh, "a", "a"))], [], [])
+    assert ask(side, waiting) == (0, False)
+    (store,) = step(side, [(request, 32, 8)]).stores
+    assert len(store.chain) == 40 // CHUNK * 32, "chunks computed meanwhile are stored now"
+
+
+def test_weights_reported_for_a_question_from_before_the_reset_do_not_count():
+    side = side_that_asks_for_weights()
+    request = make_request(40)
+    ask(side, request)
+    plan = step(side)
+    side.reset(engine_empty=True)
+    side.heard([WorkerReport(plan.step, weights=(plan.weigh, "a", "a")) for _ in range(2)], [], [])
+    assert ask(side, request) == (None, False)
+    assert step(side).weigh > plan.weigh
+
+
+def test_salt_and_media_change_the_keys():
+    side = make_side()
+    chains = []
+    for changes in (
+        {},
+        {"cache_salt": "a"},
+        {"cache_salt": "b"},
+        {"mm_features": [media("cat")]},
+        {"mm_features": [media("dog")]},
+    ):
+        request = make_request(40, **changes)
+        side.on_new_request(request)
+        chains.append(step(side, [(request, 0, 40)]).stores[0].chain)
+    assert len({chain[32:] for chain in chains}) == len(chains)
+    assert chains[0][:32] == chains[3][:32] == chains[4][:32], "the chunk before the image is shared"
+
+
+def test_a_requesters_name_for_an_image_is_shared_by_neither_salts_nor_tenants_nor_engines():
+    chains = set()
+    for tenant, salt, engine in itertools.product(("", "blue"), (None, "pepper"), ("one", "other")):
+        side = make_side(settings={"tenant": tenant}, engine=engine)
+        request = make_request(40, mm_features=[media("img-1")], cache_salt=salt)
+        side.on_new_request(request)
+        chains.add(step(side, [(request, 0, 40)]).stores[0].chain)
+    assert len(chains) == 8
+
+
+def test_vllm_is_told_to_ask_again_while_a_lora_adapter_is_being_read(tmp_path):
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"x" * 100)
+    side = make_side(FakeClient(hits=3))
+    lora = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(tmp_path))
+    request = make_request(40, lora_request=lora)
+    side.on_new_request(request)
+    answers = []
+    while not answers or answers[-1] == (None, False):
+        answers.append(ask(side, request))
+    assert answers[-1] == (24, False)
+    side.close()

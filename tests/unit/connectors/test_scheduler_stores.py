@@ -1,0 +1,261 @@
+"""What the scheduler side stores, how long blocks stay allocated for it, and the events of stored chunks."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstrata.connectors.vllm.metadata import WorkerReport
+from kvstrata.connectors.vllm.store_table import UNCONFIRMED_STEPS
+from tests.harness.scheduler_side import (
+    BLOCK,
+    CHUNK,
+    Clock,
+    FakeClient,
+    ask,
+    make_request,
+    make_side,
+    step,
+)
+
+
+def test_each_chunk_is_stored_once_in_the_step_that_completes_it():
+    side = make_side()
+    request = make_request(43)
+    side.on_new_request(request)
+    ask(side, request)
+    table = {request.request_id: list(range(201, 212))}
+    computed, seen = 0, []
+    for tokens in (10, 3, 3, 20, 7):
+        plan = step(side, [(request, computed, tokens)], tables=table)
+        computed += tokens
+        seen += [block for store in plan.stores for block in store.blocks]
+        assert len(seen) == computed // CHUNK * (CHUNK // BLOCK)
+    assert seen == list(range(201, 211))
+
+
+def test_the_parent_of_a_store_is_the_chunk_before_it():
+    side = make_side()
+    request = make_request(40)
+    side.on_new_request(request)
+    (first,) = step(side, [(request, 0, 16)]).stores
+    (second,) = step(side, [(request, 16, 24)]).stores
+    assert first.parent == b"" and second.parent == first.chain[-32:]
+
+
+def test_generated_chunks_are_stored_only_when_asked_for():
+    for save, expected in ((False, 2), (True, 4)):
+        side = make_side(settings={"save_decode_cache": save})
+        request = make_request(20)
+        side.on_new_request(request)
+        step(side, [(request, 0, 20)])
+        chunks = 2
+        for computed in range(20, 32):
+            request.all_token_ids.append(computed)
+            chunks += sum(len(s.chain) // 32 for s in step(side, [(request, computed, 1)]).stores)
+        assert chunks == expected
+
+
+def test_tokens_computed_before_they_are_sampled_are_not_stored():
+    """vLLM computes speculated tokens, and tokens that it has not sampled yet, before it knows them."""
+    side = make_side(settings={"save_decode_cache": True})
+    request = make_request(15)
+    side.on_new_request(request)
+    assert len(step(side, [(request, 0, 15)]).stores[0].chain) == 32
+    assert step(side, [(request, 15, 4)]).stores == []
+    request.all_token_ids.extend([7, 8])
+    assert len(step(side, [(request, 17, 1)]).stores) == 1
+
+
+def test_loaded_chunks_are_not_stored_again():
+    side = make_side(FakeClient(hits=3))
+    request = make_request(40)
+    side.on_new_request(request)
+    tokens, _ = ask(side, request)
+    side.allocated(request, list(range(1, 20)), tokens)
+    (store,) = step(side, [(request, 24, 16)]).stores
+    assert store.blocks == list(range(7, 11))
+
+
+@pytest.mark.parametrize(("limit", "chunks"), [(0, 0), (7, 0), (17, 2), (1000, 5), (-4, 0)])
+def test_a_request_may_limit_how_many_of_its_tokens_are_stored(limit, chunks):
+    side = make_side()
+    request = make_request(40, kv_transfer_params={"lmcache.max_offload_tokens": limit})
+    side.on_new_request(request)
+    stores = step(side, [(request, 0, 40)]).stores
+    assert sum(len(store.chain) // 32 for store in stores) == chunks
+
+
+def test_blocks_that_the_engine_dropped_are_not_stored():
+    side = make_side()
+    request = make_request(16)
+    side.on_new_request(request)
+    assert step(side, [(request, 0, 16)], tables={request.request_id: [0, 5, 6, 7]}).stores == []
+
+
+def test_a_producer_loads_nothing_and_a_consumer_stores_nothing():
+    client = FakeClient(hits=3)
+    producer = make_side(client, may_load=False)
+    request = make_request(40)
+    producer.on_new_request(request)
+    assert ask(producer, request) == (0, False) and client.calls == []
+    assert len(step(producer, [(request, 0, 40)]).stores) == 1
+    consumer = make_side(FakeClient(), may_store=False)
+    consumer.on_new_request(request)
+    assert step(consumer, [(request, 0, 40)]).stores == []
+
+
+def test_blocks_of_a_finished_request_are_kept_while_a_store_reads_them():
+    side = make_side()
+    request = make_request(40)
+    side.on_new_request(request)
+    (store,) = step(side, [(request, 0, 40)]).stores
+    assert side.finished(request, list(range(1, 11))) is True
+    assert step(side).awaited == {request.request_id}
+    assert step(side).awaited == set()
+    other = make_request(40)
+    side.on_new_request(other)
+    (store,) = step(side, [(other, 0, 40)]).stores
+    side.heard([WorkerReport(4, gathered=[store.store_id], stored=[(store.store_id, 31)])], [], [])
+    assert side.finished(other, list(range(1, 11))) is False
+
+
+def test_blocks_are_kept_until_every_worker_has_gathered_them():
+    side = make_side(world_size=2)
+    request = make_request(40)
+    side.on_new_request(request)
+    (store,) = step(side, [(request, 0, 40)]).stores
+    side.heard([WorkerReport(1, gathered=[store.store_id])], [], [])
+    assert side.finished(request, list(range(1, 11))) is True
+
+
+def test_dropped_stores_are_planned_again():
+    side = make_side()
+    request = make_request(40)
+    side.on_new_request(request)
+    (store,) = step(side, [(request, 0, 24)]).stores
+    side.heard([WorkerReport(1, dropped=[store.store_id])], [], [])
+    (again,) = step(side, [(request, 24, 16)]).stores
+    assert again.blocks[:6] == store.blocks
+
+
+def test_with_several_workers_nothing_is_stored_on_top_of_an_unconfirmed_load():
+    side = make_side(FakeClient(hits=3), world_size=2)
+    request = make_request(43)
+    side.on_new_request(request)
+    tokens, _ = ask(side, request)
+    side.allocated(request, list(range(1, 20)), tokens)
+    plan = step(side, [(request, 24, 19)])
+    assert plan.stores == []
+    assert side.finished(request, list(range(1, 12))) is True
+    later = step(side)
+    assert later.stores == [] and later.awaited == set()
+    side.heard([WorkerReport(plan.step), WorkerReport(plan.step)], [], [])
+    last = step(side)
+    assert [s.blocks for s in last.stores] == [[7, 8, 9, 10]]
+    assert last.awaited == {request.request_id}
+
+
+def test_with_several_workers_chunks_computed_on_a_failed_load_are_not_stored():
+    side = make_side(FakeClient(hits=3), world_size=2)
+    request = make_request(43)
+    side.on_new_request(request)
+    tokens, _ = ask(side, request)
+    side.allocated(request, list(range(1, 20)), tokens)
+    plan = step(side, [(request, 24, 19)])
+    side.finished(request, list(range(1, 12)))
+    side.heard([WorkerReport(plan.step), WorkerReport(plan.step, failures=1)], [], [3])
+    last = step(side)
+    assert last.stores == [] and last.awaited == {request.request_id}
+
+
+def step_with_a_synchronous_load(side):
+    """(A request with a synchronous load of 24 tokens, the number of the step that plans the load)."""
+    request = make_request(43)
+    side.on_new_request(request)
+    tokens, _ = ask(side, request)
+    side.allocated(request, list(range(1, 20)), tokens)
+    return request, step(side, [(request, 24, 8)]).step
+
+
+def test_one_worker_of_several_does_not_confirm_a_load_for_the_others():
+    side = make_side(FakeClient(hits=3), world_size=2)
+    request, loaded = step_with_a_synchronous_load(side)
+    side.heard([WorkerReport(loaded)], [], [])
+    assert step(side, [(request, 32, 8)]).stores == []
+    side.heard([WorkerReport(loaded)], [], [])
+    (store,) = step(side, [(request, 40, 3)]).stores
+    assert store.blocks == [7, 8, 9, 10]
+
+
+def test_a_load_that_no_worker_reports_counts_as_failed_and_delays_no_other_store(caplog):
+    side = make_side(FakeClient(hits=3), world_size=2)
+    request, loaded = step_with_a_synchronous_load(side)
+    for _ in range(UNCONFIRMED_STEPS):
+        assert step(side, [(request, 32, 8)]).stores == [] and not caplog.messages
+    assert step(side, [(request, 32, 8)]).stores == [], "the loaded blocks may be bad"
+    assert len(caplog.messages) == 1 and "did not report" in caplog.messages[0]
+    side.heard([WorkerReport(loaded)], [], [])
+    # Blocks from vLLM's own cache may rest on the bad ones; a request computed from the start does not.
+    other, fresh = make_request(40), make_request(40)
+    side._client.hits = 0
+    for each, computed in ((other, 8), (fresh, 0)):
+        side.matched_tokens(each, computed)
+    stores = step(side, [(other, 8, 32), (fresh, 0, 40)]).stores
+    assert [store.request_id for store in stores] == [fresh.request_id]
+
+
+@pytest.mark.parametrize("how", ["preempted", "reset"])
+def test_chunks_that_wait_for_a_load_are_dropped_when_their_blocks_are_freed(how):
+    side = make_side(FakeClient(hits=3), world_size=2)
+    request, loaded = step_with_a_synchronous_load(side)
+    if how == "reset":
+        side.reset(engine_empty=True)
+    else:
+        step(side, preempted=[request.request_id])
+    side.heard([WorkerReport(loaded)] * 2, [], [])
+    side.finished(request, list(range(1, 12)))
+    assert step(side).stores == []
+
+
+def test_a_plan_carries_the_number_of_failures_known_when_it_was_made():
+    side = make_side()
+    assert step(side).failures_seen == 0
+    side.heard([WorkerReport(1, failures=2)], [], [])
+    assert step(side).failures_seen == 2
+
+
+def test_events_tell_the_tokens_of_chunks_that_every_worker_stored():
+    made = []
+    side = make_side(world_size=2, events=lambda *event: made.append(event) or event)
+    request = make_request(40)
+    side.on_new_request(request)
+    (store,) = step(side, [(request, 0, 40)]).stores
+    side.heard([WorkerReport(1, stored=[(store.store_id, 0b11011)])], [], [])
+    assert side.take_events() == []
+    side.heard([WorkerReport(1, stored=[(store.store_id, 0b01111)])], [], [])
+    keys = [store.chain[i : i + 32] for i in range(0, 160, 32)]
+    assert side.take_events() == [
+        (list(range(16)), b"", keys[:2], None),
+        (list(range(24, 32)), keys[2], keys[3:4], None),
+    ]
+    assert side.take_events() == []
+
+
+def test_chunks_that_left_l1_are_announced_as_removed_once():
+    client, clock = FakeClient(), Clock()
+    side = make_side(
+        client, clock, events=lambda *event: ("stored", event[2]), removal=lambda keys: ("removed", keys)
+    )
+    request = make_request(40)
+    side.on_new_request(request)
+    (store,) = step(side, [(request, 0, 40)]).stores
+    keys = [store.chain[i : i + 32] for i in range(0, 160, 32)]
+    side.heard([WorkerReport(1, gathered=[store.store_id], stored=[(store.store_id, 0b01111)])], [], [])
+    assert side.take_events() == [("stored", keys[:4])]
+    client.evicted = {keys[1], keys[3], keys[4]}
+    clock.now_s += 20
+    assert side.take_events() == [("removed", [keys[1], keys[3]])], (
+        "the last chunk was never announced as stored"
+    )
+    clock.now_s += 20
+    assert side.take_events() == []

@@ -1,0 +1,301 @@
+"""The connector's settings: sources, refusals; and its layout identity: which differences between engines change it."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from kvstrata.config.model import ClientSettings
+from kvstrata.connectors.vllm import identity
+from kvstrata.connectors.vllm.identity import Adapters, engine_group, fingerprint, layout_identity
+from kvstrata.connectors.vllm.settings import load_settings
+from kvstrata.errors import ConfigError
+from kvstrata.types import RequestIdentity, identity_root
+
+
+def test_without_settings_the_connector_has_the_defaults():
+    assert load_settings({}, {}) == (ClientSettings(), [])
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({}, r"gpu_fp8: .* fidelity is 'lossless'; set fidelity to 'fp8'"),
+        (
+            {"kvstrata.fidelity": "fp8", "kvstrata.gpu_copy_engine": "dma"},
+            r"gpu_fp8: the gpu_copy_engine 'dma' cannot round; set it to 'auto'",
+        ),
+    ],
+)
+def test_settings_that_exclude_rounding_on_a_gpu_are_refused_with_both_names(more, says):
+    with pytest.raises(ConfigError, match=says):
+        load_settings({"kvstrata.gpu_fp8": True, **more}, {})
+    fine, _ = load_settings({"kvstrata.gpu_fp8": True, "kvstrata.fidelity": "fp8"}, {})
+    assert fine.gpu_fp8
+
+
+def test_extra_config_wins_over_environment_over_file(tmp_path):
+    file = tmp_path / "kv strata.yaml"
+    file.write_text("chunk_size: 128\nlookup_timeout_ms: 1\nmin_retrieve_tokens: 7\nport: 1000\n")
+    settings, notes = load_settings(
+        {"lmcache.mp.port": 3000, "kvstrata.tenant": "blue"},
+        {
+            "LMCACHE_CONFIG_FILE": str(file),
+            "LMCACHE_LOOKUP_TIMEOUT_MS": "20",
+            "LMCACHE_CHUNK_SIZE": "512",
+            "KVSTRATA_CHUNK_SIZE": "1024",
+            "KVSTRATA_PORT": "2000",
+            "HOME": "/x",
+        },
+    )
+    assert settings == ClientSettings(
+        chunk_size=1024, lookup_timeout_ms=20, min_retrieve_tokens=7, port=3000, tenant="blue"
+    )
+    assert notes == []
+
+
+def test_the_file_of_the_server_serves_the_engine_too(tmp_path):
+    file = tmp_path / "one.yaml"
+    file.write_text("port: 1234\nl1: {size_gb: 2}\nl2_adapters: []\nhttp: {port: 1}\nchunk_size: 64\n")
+    settings, notes = load_settings(
+        {}, {"KVSTRATA_CONFIG_FILE": str(file), "KVSTRATA_L1_SIZE_GB": "3", "KVSTRATA_HTTP_PORT": "9"}
+    )
+    assert (settings.port, settings.chunk_size, notes) == (1234, 64, [])
+
+
+@pytest.mark.parametrize(
+    ("value", "host", "port"),
+    [
+        ("tcp://localhost", "localhost", 5555),
+        ("tcp://127.0.0.1:7000", "127.0.0.1", 7000),
+        ("localhost", "localhost", 5555),
+    ],
+)
+def test_the_server_address_is_understood_in_the_forms_that_users_write(value, host, port):
+    settings, _ = load_settings({"lmcache.mp.host": value}, {})
+    assert (settings.host, settings.port) == (host, port)
+
+
+def test_ports_out_of_shell_variables_are_numbers():
+    settings, _ = load_settings({"lmcache.mp.port": "6000", "lmcache.mp.save_decode_cache": "true"}, {})
+    assert settings.port == 6000 and settings.save_decode_cache is True
+
+
+def test_another_machine_is_accepted_with_a_note():
+    settings, notes = load_settings({"lmcache.mp.host": "tcp://10.1.2.3"}, {})
+    assert settings.host == "10.1.2.3"
+    assert len(notes) == 1 and "this machine" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("extra", "environment", "says"),
+    [
+        ({"lmcache.mp.heartbeat_interval": 10}, {}, "lmcache.mp.heartbeat_interval has no effect"),
+        ({}, {"LMCACHE_LOCAL_CPU": "True"}, "local_cpu has no effect.*setting of the server"),
+        ({}, {"LMCACHE_MAX_LOCAL_CPU_SIZE": "5"}, "--l1-size-gb"),
+        ({}, {"LMCACHE_USE_EXPERIMENTAL": "True"}, "LMCACHE_USE_EXPERIMENTAL has no effect"),
+    ],
+)
+def test_names_without_effect_are_logged(extra, environment, says):
+    settings, notes = load_settings(extra, environment)
+    assert settings == ClientSettings()
+    assert len(notes) == 1 and re.search(says, notes[0])
+
+
+@pytest.mark.parametrize(
+    ("extra", "environment", "says"),
+    [
+        ({"lmcache.mp.prot": 1}, {}, "lmcache.mp.prot: unknown key .did you mean 'lmcache.mp.port'"),
+        ({"lmcache.mp.server_urls": ["a"]}, {}, "lmcache.mp.server_urls: one server per host"),
+        ({"lmcache.mp.autostart_server": True}, {}, "start lmcache-server yourself"),
+        ({"chunk_sice": 1}, {}, "chunk_sice: unknown key .did you mean 'chunk_size'"),
+        ({"kvstrata.chunk_size": "many"}, {}, "kv_connector_extra_config: chunk_size"),
+        ({"lmcache.mp.port": 0}, {}, "kv_connector_extra_config: port"),
+        ({"lmcache.mp.host": "http://x"}, {}, "must look like tcp://localhost"),
+        ({}, {"LMCACHE_ENABLE_PD": "True"}, "disaggregation is not supported"),
+        ({}, {"LMCACHE_CHUNKSIZE": "1"}, "did you mean 'chunk_size'"),
+        ({}, {"LMCACHE_CHUNK_SIZE": "x"}, "environment: chunk_size"),
+        ({}, {"KVSTRATA_CHUNK_SICE": "1"}, "KVSTRATA_CHUNK_SICE: unknown variable"),
+        ({}, {"LMCACHE_CONFIG_FILE": "/nowhere/x.yaml"}, "/nowhere/x.yaml: cannot be read"),
+    ],
+)
+def test_wrong_names_and_values_say_what_to_change(extra, environment, says):
+    with pytest.raises(ConfigError, match=says):
+        load_settings(extra, environment)
+
+
+# -- identity
+
+
+def config_of(folder, **changes):
+    hf = SimpleNamespace(
+        to_dict=lambda: {
+            "layers": 2,
+            "rope": {"theta": 1e4},
+            "transformers_version": "1",
+            **changes.pop("hf", {}),
+        },
+        _commit_hash=changes.pop("commit", None),
+    )
+    model = {
+        "model": str(folder),
+        "revision": None,
+        "tokenizer": str(folder),
+        "dtype": "torch.bfloat16",
+        "quantization": None,
+        "hf_config": hf,
+        "seed": 0,
+    } | changes.pop("model_config", {})
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**model),
+        cache_config=SimpleNamespace(**changes.pop("cache_config", {})),
+        load_config=SimpleNamespace(load_format=changes.pop("load_format", "auto")),
+        speculative_config=changes.pop("speculative_config", None),
+        parallel_config=SimpleNamespace(data_parallel_rank=changes.pop("data_parallel_rank", 0)),
+        kv_transfer_config=SimpleNamespace(engine_id=changes.pop("engine_id", "e")),
+        instance_id=changes.pop("instance_id", "i"),
+        **changes,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / "a model"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps({"x": 1}))
+    (made / "model.safetensors").write_bytes(bytes(range(256)) * 20_000)
+    return made
+
+
+def layout(config):
+    return layout_identity(config, kv_dtype="bfloat16", chunk_tokens=256)
+
+
+def test_engines_of_different_fidelity_have_different_identities(folder):
+    config = config_of(folder)
+    exact = layout(config)
+    rounded = layout_identity(config, kv_dtype="bfloat16", chunk_tokens=256, fidelity="fp8")
+    assert exact.fidelity == "lossless"
+    assert identity_root(exact, RequestIdentity()) != identity_root(rounded, RequestIdentity())
+
+
+@pytest.mark.parametrize(
+    ("rope", "told_apart"),
+    [
+        ({"rope_type": "longrope"}, True),
+        ({"type": "su"}, True),
+        ({"full_attention": {"rope_type": "longrope"}}, True),
+        ({"rope_type": "yarn"}, False),
+    ],
+)
+def test_longest_prompt_counts_only_where_it_changes_the_rotary_embedding(folder, rope, told_apart):
+    short, long = (
+        layout(config_of(folder, hf={"rope_parameters": rope}, model_config={"max_model_len": length}))
+        for length in (4_096, 131_072)
+    )
+    assert (short != long) is told_apart
+
+
+def test_same_model_elsewhere_is_the_same_identity(folder, tmp_path):
+    before = layout(config_of(folder))
+    moved = tmp_path / "deep" / "a model"
+    moved.parent.mkdir()
+    folder.rename(moved)
+    assert layout(config_of(moved, engine_id="other", instance_id="other")) == before
+
+
+def test_retrained_weights_under_the_same_name_are_another_identity(folder):
+    before = layout(config_of(folder))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(bytes(reversed(weights.read_bytes())))
+    assert layout(config_of(folder)) != before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hf": {"rope": {"theta": 1e6}}},
+        {"model_config": {"dtype": "torch.float16"}},
+        {"model_config": {"quantization": "fp8"}},
+        {"commit": "abc"},
+        {"load_format": "dummy"},
+        {"speculative_config": SimpleNamespace(model="d", method="eagle")},
+        {"cache_config": {"calculate_kv_scales": True}},
+    ],
+)
+def test_what_changes_kv_changes_the_identity(folder, changes):
+    assert layout(config_of(folder, **changes)) != layout(config_of(folder))
+
+
+def test_versions_of_libraries_are_no_part_of_the_identity(folder):
+    assert layout(config_of(folder, hf={"transformers_version": "2"})) == layout(config_of(folder))
+
+
+def test_calculated_scales_are_shared_with_no_other_start(folder):
+    scales = {"cache_config": {"calculate_kv_scales": True}}
+    assert layout(config_of(folder, **scales)) == layout(config_of(folder, **scales))
+    assert layout(config_of(folder, **scales)) != layout(config_of(folder, instance_id="j", **scales))
+
+
+def test_each_start_and_each_data_parallel_rank_is_a_group_of_its_own(folder):
+    groups = {
+        engine_group(config_of(folder, **changes))
+        for changes in ({}, {"engine_id": "f"}, {"instance_id": "j"}, {"data_parallel_rank": 1})
+    }
+    assert len(groups) == 4 and {len(group) for group in groups} == {16}
+    assert engine_group(config_of(folder)) in groups
+
+
+def test_fingerprint_of_large_files_reads_samples_over_the_whole_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(identity, "SAMPLE_BYTES", 16)
+    path = tmp_path / "model.safetensors"
+    data = bytearray(16 * 256 * 10)
+    path.write_bytes(data)
+    before = fingerprint(tmp_path)
+    for place in (0, len(data) - 1):
+        changed = bytearray(data)
+        changed[place] = 1
+        path.write_bytes(changed)
+        assert fingerprint(tmp_path) != before
+    assert fingerprint(tmp_path / "nothing") == ""
+
+
+def test_adapters_are_told_apart_by_content(tmp_path):
+    adapters = Adapters()
+    names = set()
+    for content in (b"a", b"b"):
+        (tmp_path / "adapter_model.safetensors").write_bytes(content)
+        lora = SimpleNamespace(lora_name="l", lora_int_id=len(names) + 1, lora_path=str(tmp_path))
+        name = None
+        while name is None:
+            name = adapters.name(lora)
+        names.add(name)
+    assert len(names) == 2
+    assert adapters.name(None) == ""
+    adapters.close()
+
+
+def test_adapter_that_is_loaded_again_in_place_is_told_apart_from_what_it_was(tmp_path):
+    adapters = Adapters()
+    file = tmp_path / "adapter_model.safetensors"
+
+    def name(in_place):
+        lora = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(tmp_path), load_inplace=in_place)
+        while (found := adapters.name(lora)) is None:
+            pass
+        assert adapters.name(lora) == found, "all steps of a request use the same content"
+        return found
+
+    file.write_bytes(b"x" * 100)
+    old = name(in_place=False)
+    file.write_bytes(b"y" * 100)
+    assert name(in_place=False) == old, "vLLM still has the old weights"
+    new = name(in_place=True)
+    assert new != old
+    assert name(in_place=False) == new
+    file.write_bytes(b"x" * 100)
+    assert name(in_place=True) == old
+    adapters.close()

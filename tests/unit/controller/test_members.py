@@ -1,0 +1,198 @@
+"""controller/members.py: every state of a member × every message, and the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvstrata.clock import SystemClock
+from kvstrata.controller.member import MemberState
+from kvstrata.controller.members import MAX_DEAD
+from kvstrata.controller.orders import Orders
+from kvstrata.errors import KvstrataError
+from kvstrata.rpc import cluster_wire as wire
+from tests.harness.known_members import KnownMembers
+from tests.unit.controller.member_messages import CURRENT, NEXT, OLD, events, heartbeat, in_state, register
+
+REQUESTS: dict[str, Callable[[KnownMembers, int], Any]] = {
+    "register": lambda known, who: known.register(register(who), 33.0),
+    "goodbye": lambda known, who: known.goodbye(wire.Goodbye(1, "a", who), 33.0),
+    "heartbeat": lambda known, who: known.heartbeat(heartbeat(who), 33.0),
+    "sync": lambda known, who: known.sync_begin(wire.SyncBegin(1, "a", who, 7, 0), 33.0),
+}
+OK = ""
+TABLE = {
+    # state: (answer to the member's own incarnation, to the superseded one, to another one), by request
+    "unknown": {"register": (OK, OK, OK), "goodbye": (OK, OK, OK), "heartbeat": ("unknown_instance",) * 3,
+                "sync": ("unknown_instance",) * 3},
+    "restored": {"register": (OK, OK, OK), "goodbye": ("unknown_instance",) * 3,
+                 "heartbeat": ("unknown_instance",) * 3, "sync": ("unknown_instance",) * 3},
+    "live": {"register": (OK, "superseded", OK), "goodbye": (OK, OK, "unknown_instance"),
+             "heartbeat": (OK, "superseded", "unknown_instance"), "sync": (OK, "superseded", "unknown_instance")},
+    "confirmed": {"register": (OK, "superseded", OK), "goodbye": (OK, OK, "unknown_instance"),
+                  "heartbeat": (OK, "superseded", "unknown_instance"), "sync": (OK, "superseded", "unknown_instance")},
+    "dead": {"register": (OK, "superseded", OK), "goodbye": ("unknown_instance", OK, "unknown_instance"),
+             "heartbeat": ("unknown_instance", "superseded", "unknown_instance"),
+             "sync": ("unknown_instance", "superseded", "unknown_instance")},
+    "gone": {"register": (OK, OK, OK), "goodbye": (OK, OK, OK), "heartbeat": ("unknown_instance",) * 3,
+             "sync": ("unknown_instance",) * 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("who", [CURRENT, OLD, NEXT])
+@pytest.mark.parametrize("request_name", REQUESTS)
+@pytest.mark.parametrize("state", TABLE)
+def test_each_request_in_each_state(state, request_name, who):
+    known = in_state(state)
+    before = known.get("a")
+    expected = TABLE[state][request_name][(CURRENT, OLD, NEXT).index(who)]
+    if expected:
+        with pytest.raises(KvstrataError) as denied:
+            REQUESTS[request_name](known, who)
+        assert denied.value.code == expected
+        assert known.get("a") is before
+    else:
+        REQUESTS[request_name](known, who)
+    after = known.get("a")
+    if request_name == "register" and not expected:
+        assert after is not None and (after.state, after.incarnation) == (MemberState.LIVE, who)
+
+
+@pytest.mark.parametrize(
+    ("state", "who", "dropped"),
+    [
+        ("unknown", CURRENT, "unknown_instance"),
+        ("gone", CURRENT, "unknown_instance"),
+        ("restored", CURRENT, "restored_instance"),
+        ("dead", CURRENT, "dead_instance"),
+        ("live", OLD, "superseded"),
+        ("live", NEXT, "superseded"),
+        ("live", CURRENT, ""),
+        ("confirmed", CURRENT, ""),
+    ],
+)
+def test_events_count_only_from_the_living_incarnation_of_a_member(state, who, dropped):
+    known = in_state(state)
+    applied = known.events(events(1, who))
+    assert (applied is None) == bool(dropped)
+    assert known.syncs.dropped == ({dropped: 1} if dropped else {})
+
+
+def test_the_keys_of_an_older_incarnation_are_forgotten_and_its_commands_end():
+    known = in_state("confirmed")
+    member = known.get("a")
+    issued = known.issue(member, wire.CommandKind.STATUS, {}, 1.0)
+    known.outbox.forgotten.clear()
+    known.register(register(NEXT), 2.0)
+    assert known.outbox.forgotten == [member] and known.outbox.ended == [issued]
+    assert issued.result is not None and not issued.result.ok
+
+
+def test_an_id_in_use_on_another_host_is_free_once_that_member_is_dead():
+    known = in_state("confirmed")
+    with pytest.raises(KvstrataError) as denied:
+        known.register(register(NEXT, host="two"), 12.0)
+    assert denied.value.code == "instance_id_taken" and denied.value.retry_after_ms == 18_000
+    with pytest.raises(KvstrataError):
+        known.register(register(NEXT, host=""), 12.0)
+    for now_s in range(0, 33, 3):
+        known.tick(float(now_s))
+    assert known.register(register(NEXT, host="two"), 31.0)[0].incarnation == NEXT
+
+
+def test_a_member_is_dead_after_its_silence_and_not_before():
+    known = in_state("confirmed")
+    member = known.get("a")
+    for now_s in (4.0, 8.0, 12.0, 16.0, 20.0, 24.0, 28.0, 29.9):
+        known.tick(now_s)
+        assert member.state is MemberState.LIVE
+    known.tick(30.0)
+    assert member.state is MemberState.DEAD and known.outbox.forgotten[-1] is member
+    assert not member.readable and not member.confirmed
+
+
+def test_each_request_is_a_sign_of_life():
+    for speak in (
+        lambda known: known.heartbeat(heartbeat(), 25.0),
+        lambda known: known.sync_begin(wire.SyncBegin(1, "a", CURRENT, 5, 0), 25.0),
+    ):
+        known = in_state("confirmed")
+        speak(known)
+        for now_s in range(0, 52, 3):
+            known.tick(float(now_s))
+        assert known.get("a").state is MemberState.LIVE
+
+
+@pytest.mark.parametrize("jump_s", [6.0, 1e3, 1e9])
+def test_time_in_which_the_controller_stood_still_counts_as_no_members_silence(jump_s):
+    known = in_state("confirmed")
+    known.tick(1.0)
+    known.tick(1.0 + jump_s)
+    assert known.get("a").heard_s <= 1.0 + jump_s
+    known.tick(1.5 + jump_s)
+    assert known.get("a").state is MemberState.LIVE
+    for step in range(0, 40, 4):
+        known.tick(1.5 + jump_s + step)
+    assert known.get("a").state is MemberState.DEAD
+
+
+def test_a_clock_that_goes_back_declares_nobody_dead():
+    known = in_state("confirmed")
+    known.heartbeat(heartbeat(), 4.0)
+    known.tick(4.0)
+    known.heartbeat(heartbeat(), 1.0)
+    known.tick(2.0)
+    assert known.get("a").state is MemberState.LIVE and known.get("a").heard_s == 4.0
+
+
+def test_members_are_bounded():
+    known = KnownMembers(max_instances=3)
+    for number in range(3):
+        known.register(register(name=f"i{number}"), 0.0)
+    with pytest.raises(KvstrataError) as denied:
+        known.register(register(name="more"), 0.0)
+    assert denied.value.code == "refused" and denied.value.retry_after_ms > 0
+    known.register(register(NEXT, name="i0"), 0.0)  # a member may restart
+
+
+@pytest.mark.parametrize("incarnation", [CURRENT, NEXT])
+def test_a_dead_member_that_comes_back_is_refused_if_others_have_taken_its_place(incarnation):
+    known = KnownMembers(max_instances=1)
+    known.register(register(), 0.0)
+    for now_s in range(0, 33, 3):
+        known.tick(now_s)
+    assert known.get("a").state is MemberState.DEAD
+    known.register(register(name="b"), 33.0)
+    with pytest.raises(KvstrataError, match="1 instances are registered already"):
+        known.register(register(incarnation), 34.0)
+    assert known.get("a").state is MemberState.DEAD
+
+
+def test_dead_members_are_bounded():
+    known = KnownMembers(max_instances=1)
+    for number in range(MAX_DEAD + 10):
+        begin_s = 40.0 * number
+        known.tick(begin_s)
+        known.register(register(name=f"i{number}"), begin_s)
+        for now_s in range(0, 33, 3):
+            known.tick(begin_s + now_s)
+    assert (
+        len(known.members) == MAX_DEAD
+        and known.get("i0") is None
+        and known.get(f"i{MAX_DEAD + 9}") is not None
+    )
+
+
+async def test_a_removed_member_is_let_in_again_only_when_allowed():
+    orders = Orders(SystemClock())
+    known = KnownMembers(orders=orders)
+    known.register(register(), 0.0)
+    await orders.remove("a", bar=True)
+    known.members.remove(known.get("a"))
+    with pytest.raises(KvstrataError) as denied:
+        known.register(register(NEXT), 1.0)
+    assert denied.value.code == "not_permitted"
+    assert await orders.allow("a") and not await orders.allow("a")
+    known.register(register(NEXT), 1.0)

@@ -1,0 +1,183 @@
+"""controller/syncs.py: batches of events in order, gaps that call for a full sync, and the parts of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstrata.controller.member import Member
+from kvstrata.controller.syncs import MAX_PARTS_AHEAD
+from kvstrata.errors import KvstrataError
+from kvstrata.native.copying import crc32c
+from kvstrata.rpc import cluster_wire as wire
+from tests.harness.cluster_instance import tags_of
+from tests.harness.known_members import KnownMembers
+from tests.unit.controller.member_messages import CURRENT, NEXT, events, heartbeat, in_state, register, synced
+
+
+def part(index: int, sync: int = 1, tags: bytes = b"", **changes: Any) -> wire.SyncPart:
+    tags = tags or tags_of([index])
+    fields = {"tier": "l1", "tags": tags, "crc": crc32c(tags), **changes}
+    return wire.SyncPart(1, "a", CURRENT, sync, index, **fields)
+
+
+def end(parts: int, count: int, sync: int = 1) -> wire.SyncEnd:
+    return wire.SyncEnd(1, "a", CURRENT, sync, parts, {"l1": count})
+
+
+# --- events -----------------------------------------------------------------------------------------------------
+
+
+def test_batches_are_applied_once_and_in_order():
+    known = in_state("confirmed")
+    assert [known.events(events(seq)) is not None for seq in (1, 2, 2, 1, 3)] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert known.get("a").confirmed and known.syncs.dropped == {"repeated": 2}
+
+
+def test_after_a_gap_a_member_is_inexact_and_asked_for_a_full_sync_until_it_begins_one():
+    known = in_state("confirmed")
+    member = known.get("a")
+    assert known.events(events(3)) is member and not member.confirmed
+    (asked,) = known.heartbeat(heartbeat(last_event=3), 10.0)
+    assert asked.kind is wire.CommandKind.RESYNC
+    assert known.heartbeat(heartbeat(last_event=3), 11.0) == [asked]
+    synced(known, 12.0, sync=2, seq=3)
+    assert member.confirmed and known.heartbeat(heartbeat(last_event=3), 13.0) == []
+
+
+def test_a_sync_that_does_not_begin_is_asked_for_again():
+    known = in_state("confirmed")
+    known.events(events(5))
+    (first,) = known.heartbeat(heartbeat(last_event=5), 10.0)
+    known.heartbeat(heartbeat(last_event=5, results=[wire.CommandResult(first.number, True, "")]), 11.0)
+    (second,) = known.heartbeat(heartbeat(last_event=5), 16.0)
+    assert second.number > first.number
+
+
+def test_a_missing_last_batch_counts_as_lost_after_a_while():
+    known = in_state("confirmed")
+    for now_s in (1.0, 2.0):
+        assert known.heartbeat(heartbeat(last_event=1), now_s) == []
+    assert known.get("a").confirmed  # the batch may be under way
+    known.heartbeat(heartbeat(last_event=1), 3.5)
+    assert not known.get("a").confirmed
+
+
+def test_a_last_batch_that_comes_late_does_not_count_as_lost():
+    known = in_state("confirmed")
+    known.heartbeat(heartbeat(last_event=2), 1.0)
+    known.events(events(1))
+    known.heartbeat(heartbeat(last_event=2), 3.5)
+    known.events(events(2))
+    known.heartbeat(heartbeat(last_event=2), 9.0)
+    assert known.get("a").confirmed
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        events(1, tags=b"1234567"),
+        events(1, tier="disk-9"),
+        wire.Events("a", CURRENT, 1, [wire.Run(wire.Change.CLEAR, "l1", bytes(8))]),
+    ],
+)
+def test_an_invalid_batch_is_dropped_and_calls_for_a_full_sync(bad):
+    known = in_state("confirmed")
+    assert known.events(bad) is None and not known.get("a").confirmed
+
+
+# --- full syncs ---------------------------------------------------------------------------------------------------
+
+
+def begun() -> tuple[KnownMembers, Member]:
+    known = in_state("confirmed")
+    member, _ = known.sync_begin(wire.SyncBegin(1, "a", CURRENT, 2, 4), 1.0)
+    return known, member
+
+
+def test_parts_of_a_full_sync_may_come_in_any_order_and_repeatedly():
+    known, member = begun()
+    taken = [known.sync_part(part(index, 2), 1.0)[2] for index in (2, 0, 0, 2, 1)]
+    assert taken == [True, True, False, False, True]
+    assert known.sync_end(end(3, 3, 2), 1.0)[1] is member.sync
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        (part(0, 3), "sync"),
+        (part(0, 2, tier="disk-9"), "tier"),
+        (part(0, 2, tags=b"1234567"), "tags"),
+        (part(0, 2, crc=0), "crc"),
+        (part(1 << 30, 2), "index"),
+    ],
+)
+def test_a_wrong_part_is_refused_and_changes_nothing(wrong, field):
+    known, member = begun()
+    with pytest.raises(KvstrataError) as denied:
+        known.sync_part(wrong, 1.0)
+    assert (denied.value.code, denied.value.field) == ("bad_sync", field)
+    assert member.sync is not None and member.sync.parts == 0 and not member.sync.tags
+
+
+def test_parts_that_arrive_ahead_of_a_missing_one_are_bounded():
+    known, _ = begun()
+    for index in range(1, MAX_PARTS_AHEAD + 1):
+        known.sync_part(part(index, 2), 1.0)
+    with pytest.raises(KvstrataError, match="part 0 is missing"):
+        known.sync_part(part(MAX_PARTS_AHEAD + 1, 2), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "count", "sent"), [(1, 1, []), (1, 2, [0]), (2, 1, [0]), (2, 1, [1]), (0, 0, [0])]
+)
+def test_an_end_with_wrong_counts_does_not_end_the_full_sync(parts, count, sent):
+    known, member = begun()
+    for index in sent:
+        known.sync_part(part(index, 2), 1.0)
+    with pytest.raises(KvstrataError) as denied:
+        known.sync_end(end(parts, count, 2), 1.0)
+    assert (denied.value.code, denied.value.retryable) == ("bad_sync", True)
+    assert member.sync is None and not member.confirmed and member.synced_number == 1
+
+
+def test_a_full_sync_that_has_ended_cannot_begin_again_but_its_end_may_be_repeated():
+    known, member = begun()
+    _, sync = known.sync_end(end(0, 0, 2), 1.0)
+    assert known.sync_end(end(0, 0, 2), 1.0)[1] is None
+    assert known.syncs.done(member, sync, 1.0) and not known.syncs.done(member, sync, 1.0)
+    assert known.sync_end(end(0, 0, 2), 1.0)[1] is None
+    with pytest.raises(KvstrataError, match="greater"):
+        known.sync_begin(wire.SyncBegin(1, "a", CURRENT, 2, 4), 1.0)
+
+
+def test_no_full_sync_begins_while_another_is_being_applied():
+    known, member = begun()
+    _, sync = known.sync_end(end(0, 0, 2), 1.0)
+    with pytest.raises(KvstrataError) as denied:
+        known.sync_begin(wire.SyncBegin(1, "a", CURRENT, 3, 4), 1.0)
+    assert denied.value.retryable and member.sync is sync
+
+
+def test_a_new_begin_discards_an_unfinished_full_sync():
+    known, member = begun()
+    known.sync_part(part(0, 2), 1.0)
+    assert known.sync_begin(wire.SyncBegin(1, "a", CURRENT, 2, 4), 1.0)[1] is None  # repeated
+    known.sync_begin(wire.SyncBegin(1, "a", CURRENT, 3, 4), 1.0)
+    with pytest.raises(KvstrataError):
+        known.sync_part(part(1, 2), 1.0)
+    assert member.sync is not None and member.sync.parts == 0
+
+
+def test_a_full_sync_of_a_member_that_is_gone_is_not_applied():
+    known, member = begun()
+    _, sync = known.sync_end(end(0, 0, 2), 1.0)
+    known.register(register(NEXT), 2.0)
+    assert not known.syncs.done(member, sync, 2.0)

@@ -1,0 +1,155 @@
+"""Chain keys of one request while its tokens grow."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import pytest
+
+from kvstrata.keys import ChunkHasher, MediaItem
+from kvstrata.types import canonical_json
+from tests.oracles import keys as oracle
+
+ROOT = hashlib.sha256(b"root").digest()
+SLICES = (hashlib.sha256(b"slice a").digest(), hashlib.sha256(b"slice b").digest())
+
+
+def some_tokens(n: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1 << 32) for _ in range(n)]
+
+
+def test_chain_keys_equal_those_of_the_oracle():
+    tokens = some_tokens(1000)
+    hasher = ChunkHasher(ROOT, 256)
+    assert hasher.feed(tokens) == 3
+    assert hasher.chain == oracle.chain_keys(ROOT, tokens, 256)
+    assert hasher.key(1) == hasher.chain[32:64]
+
+
+def test_partial_chunk_is_not_hashed():
+    hasher = ChunkHasher(ROOT, 256)
+    assert hasher.feed(some_tokens(255)) == 0
+    assert hasher.chain == b""
+    assert hasher.probe == b""
+    with pytest.raises(IndexError, match="chunk 0 is not hashed"):
+        hasher.key(0)
+
+
+def test_growing_list_gives_the_chain_of_the_whole():
+    tokens = some_tokens(2000)
+    hasher = ChunkHasher(ROOT, 16)
+    for end in [0, 5, 16, 17, 100, 1000, 1000, 2000]:
+        hasher.feed(tokens[:end])
+        assert hasher.chain == oracle.chain_keys(ROOT, tokens[:end], 16)
+
+
+def test_new_tokens_alone_are_enough_to_go_on():
+    tokens = some_tokens(200)
+    hasher = ChunkHasher(ROOT, 16)
+    hasher.feed(tokens[:100])
+    assert hasher.feed(tokens[96:], start=96) == 6
+    assert hasher.chain == oracle.chain_keys(ROOT, tokens, 16)
+
+
+def test_gap_before_the_tail_is_refused():
+    hasher = ChunkHasher(ROOT, 16)
+    hasher.feed(some_tokens(100))
+    before = hasher.chain
+    with pytest.raises(ValueError, match="next token to hash is 96"):
+        hasher.feed(some_tokens(100), start=97)
+    assert hasher.chain == before
+
+
+@pytest.mark.parametrize("bad", [-1, 1 << 32, 1 << 70])
+def test_token_out_of_range_is_refused_and_changes_nothing(bad):
+    hasher = ChunkHasher(ROOT, 16)
+    hasher.feed(some_tokens(16))
+    before = hasher.chain
+    with pytest.raises(ValueError):
+        hasher.feed([*some_tokens(16), *some_tokens(15), bad])
+    assert hasher.chain == before
+
+
+def test_hashed_tokens_are_not_read_again():
+    tokens = some_tokens(64)
+    hasher = ChunkHasher(ROOT, 16)
+    hasher.feed(tokens)
+    changed = [*([-1] * 64), *some_tokens(16, seed=9)]  # hashing a -1 would raise
+    assert hasher.feed(changed) == 1
+
+
+def test_storage_keys_are_chunk_major_and_follow_the_chain():
+    tokens = some_tokens(160)
+    hasher = ChunkHasher(ROOT, 16)
+    for end in (0, 32, 48, 160):
+        hasher.feed(tokens[:end])
+        assert hasher.storage_keys(SLICES) == oracle.storage_keys(ROOT, hasher.chain, b"".join(SLICES))
+    assert hasher.storage_keys(SLICES[:1]) == oracle.storage_keys(ROOT, hasher.chain, SLICES[0])
+
+
+def test_probe_names_the_first_chunk_of_tokens_and_no_identity():
+    tokens = some_tokens(64)
+    one, two = ChunkHasher(ROOT, 16), ChunkHasher(bytes(32), 16)
+    one.feed(tokens)
+    two.feed(tokens[:16])
+    assert one.probe == two.probe == hashlib.sha256(oracle.token_bytes(tokens[:16])).digest()[:8]
+
+
+def test_media_enters_each_chunk_that_it_reaches_into():
+    tokens = [7] * 80
+    plain, media = ChunkHasher(ROOT, 16), ChunkHasher(ROOT, 16, [MediaItem(20, 20, "cat")])
+    plain.feed(tokens)
+    media.feed(tokens)
+    extras = {
+        1: hashlib.sha256(canonical_json([[4, "cat"]])).digest(),
+        2: hashlib.sha256(canonical_json([[-12, "cat"]])).digest(),
+    }
+    assert media.key(0) == plain.key(0)
+    assert media.chain == oracle.chain_keys(ROOT, tokens, 16, extras)
+
+
+def test_media_of_later_tokens_counts_from_its_place_in_the_request():
+    tokens = [7] * 80
+    whole, grown = (ChunkHasher(ROOT, 16, [MediaItem(50, 3, "cat")]) for _ in range(2))
+    whole.feed(tokens)
+    grown.feed(tokens[:40])
+    grown.feed(tokens[32:], start=32)
+    assert grown.chain == whole.chain
+
+
+def test_media_known_later_gives_the_same_keys():
+    tokens = [7] * 80
+    early, late = ChunkHasher(ROOT, 16, [MediaItem(50, 3, "cat")]), ChunkHasher(ROOT, 16)
+    early.feed(tokens)
+    late.feed(tokens[:48])
+    late.add_media([MediaItem(50, 3, "cat")])
+    late.feed(tokens)
+    assert late.chain == early.chain
+
+
+def test_media_in_hashed_tokens_is_refused():
+    hasher = ChunkHasher(ROOT, 16)
+    hasher.feed([7] * 48)
+    with pytest.raises(ValueError, match="'cat' at token 47 comes too late"):
+        hasher.add_media([MediaItem(47, 1, "cat")])
+
+
+@pytest.mark.parametrize(
+    ("item", "says"),
+    [
+        (MediaItem(-1, 2, "cat"), "'cat': offset_tokens -1"),
+        (MediaItem(0, -2, "cat"), "length_tokens -2"),
+        (MediaItem(3, 2, ""), "at token 3: content_id is empty"),
+    ],
+)
+def test_media_with_an_impossible_place_or_name_is_refused(item, says):
+    with pytest.raises(ValueError, match=says):
+        ChunkHasher(ROOT, 16, [item])
+
+
+@pytest.mark.parametrize(("root", "size"), [(b"short", 16), (ROOT, 0)])
+def test_a_hasher_with_an_impossible_root_or_size_is_refused(root, size):
+    with pytest.raises(ValueError):
+        ChunkHasher(root, size)

@@ -1,0 +1,122 @@
+"""Rows of attached processes; the test controls the pool, the connection and the locks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+
+import pytest
+
+from kvstrata.memory import linux
+from kvstrata.memory.attach import rows as attach_rows
+from kvstrata.memory.attach.row import Owner, SessionRow
+from kvstrata.memory.attach.rows import Rows
+from kvstrata.rpc import attach_wire, wire
+from kvstrata.types import Role
+from tests.harness.rpc_client import layout
+
+PID = 4711
+SECRET = bytes(32)
+
+
+class Pool:
+    """One row."""
+
+    def __init__(self) -> None:
+        self.freed = threading.Event()
+
+    def rows(self) -> list:
+        return []
+
+    def claim_row(self, session: bytes, group: bytes, pid: int, registers_memory: bool) -> int:
+        return 1
+
+    def row_gone(self, row: int) -> None:
+        self.freed.set()
+
+
+class Hooks:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def on_attached(self, session: SessionRow) -> None:
+        self.said.append(f"attached {session.session[:1].decode()}")
+
+    def on_detached(self, session: SessionRow) -> None:
+        self.said.append(f"detached {session.session[:1].decode()}")
+
+    async def on_gone(self, session: SessionRow) -> None:
+        self.said.append(f"gone {session.session[:1].decode()}")
+
+
+class Speaker:
+    def __init__(self) -> None:
+        self.credentials = linux.SocketCredentials(PID, os.geteuid())
+        self.let_go_with: list[bool] = []
+
+    def let_go(self, *, ok: bool) -> None:
+        self.let_go_with.append(ok)
+
+
+class Locks:
+    """The process that locks the byte of row 1."""
+
+    locker: int | None = None
+
+
+@pytest.fixture
+def locks(monkeypatch: pytest.MonkeyPatch) -> Locks:
+    locks = Locks()
+    monkeypatch.setattr(attach_rows.linux, "byte_locker", lambda fd, byte: locks.locker)
+    return locks
+
+
+def claim(rows: Rows, name: bytes, speaker: Speaker) -> Owner:
+    request = attach_wire.AttachRequest(
+        protocol=wire.PROTOCOL_VERSION,
+        session=name * 16,
+        group=b"g" * 16,
+        role=Role.SCHEDULER,
+        layout=layout(),
+        engine_slices=1,
+    )
+    return rows.claim(request, None, os.eventfd(0, os.EFD_CLOEXEC), speaker)
+
+
+async def test_a_row_that_the_pool_has_freed_is_claimed_again_before_its_end_is_noticed(locks: Locks) -> None:
+    pool, hooks, old, new = Pool(), Hooks(), Speaker(), Speaker()
+    rows = Rows(pool, -1, hooks, 1.0)
+    await rows.start()
+    first = claim(rows, b"a", old)
+    locks.locker = PID
+    rows.locked(first, SECRET)
+    locks.locker = None
+    rows.bye(first)
+    await asyncio.sleep(0)  # the end begins, on the lane
+    assert pool.freed.wait(10.0), "the lane frees the row while the loop stands still"
+    second = claim(rows, b"b", new)
+    await asyncio.gather(*rows._tasks)
+    locks.locker = PID
+    rows.locked(second, SECRET)
+    assert hooks.said == ["attached a", "gone a", "attached b"]
+    assert old.let_go_with == [True] and new.let_go_with == []
+    assert rows.stats()["attached"] == 1
+    rows.forget_owners()
+    await rows.ended()
+
+
+async def test_a_connection_that_no_longer_speaks_for_its_row_detaches_nothing(locks: Locks) -> None:
+    hooks, earlier, later = Hooks(), Speaker(), Speaker()
+    rows = Rows(Pool(), -1, hooks, 1.0)
+    await rows.start()
+    owner = claim(rows, b"a", earlier)
+    locks.locker = PID
+    rows.locked(owner, SECRET)
+    assert claim(rows, b"a", later) is owner and earlier.let_go_with == [False]
+    rows.lost(owner, earlier)
+    assert hooks.said == ["attached a"]
+    rows.lost(owner, later)
+    assert hooks.said == ["attached a", "detached a"]
+    rows.forget_owners()
+    await rows.ended()

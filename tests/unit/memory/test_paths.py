@@ -1,0 +1,199 @@
+"""Where sockets and files lie, who may own them, and how much memory there is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.config import private_dir
+from kvstrata.errors import ConfigError
+from kvstrata.memory import paths
+from kvstrata.memory.memory_limit import huge_pages, memory_limit
+
+OURS = f"kvstrata-{os.geteuid()}"
+
+
+def test_socket_dir_lies_in_the_runtime_dir_of_this_user(tmp_path: Path) -> None:
+    assert paths.socket_dir(None, 5555, {"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / OURS / "5555"
+
+
+@pytest.mark.parametrize("environ", [{}, {"XDG_RUNTIME_DIR": ""}, {"XDG_RUNTIME_DIR": "/nonexistent/run"}])
+def test_without_a_usable_runtime_dir_the_socket_dir_lies_in_tmp(environ: dict[str, str]) -> None:
+    assert paths.socket_dir(None, 5555, environ) == Path("/tmp") / OURS / "5555"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to own a directory by another uid")
+def test_runtime_dir_of_another_user_counts_as_unset(tmp_path: Path) -> None:
+    os.chown(tmp_path, 12345, -1)
+    assert paths.socket_dir(None, 1, {"XDG_RUNTIME_DIR": str(tmp_path)}) == Path("/tmp") / OURS / "1"
+
+
+def test_relative_runtime_dir_is_refused_naming_the_variable() -> None:
+    with pytest.raises(ConfigError, match=r"XDG_RUNTIME_DIR: 'run/me' is not an absolute path"):
+        paths.socket_dir(None, 5555, {"XDG_RUNTIME_DIR": "run/me"})
+
+
+def test_a_setting_wins_and_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (
+        paths.socket_dir("with space/x", 5555, {"XDG_RUNTIME_DIR": "/run"}) == tmp_path / "with space" / "x"
+    )
+    assert paths.socket_dir("", 5555, {}) == paths.default_socket_dir(5555, {})
+
+
+def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", "/h")
+    assert paths.socket_dir("~/kv", 5555, {}) == Path("/h/kv")
+
+
+def test_home_that_cannot_be_expanded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    with pytest.raises(ConfigError, match=r"socket_dir: '~nobody-of-that-name/kv' cannot be expanded"):
+        paths.socket_dir("~nobody-of-that-name/kv", 5555, {})
+
+
+@given(st.text(st.sampled_from("abé /"), min_size=1, max_size=60))
+def test_socket_path_is_accepted_exactly_up_to_its_limit_in_bytes(name: str) -> None:
+    path = Path("/") / name / paths.ATTACH_SOCKET
+    if len(os.fsencode(path)) <= paths.MAX_SOCKET_PATH_BYTES:
+        paths.check_socket_path(path)
+    else:
+        with pytest.raises(ConfigError):
+            paths.check_socket_path(path)
+
+
+def test_too_long_socket_path_names_path_length_and_what_to_change() -> None:
+    directory = "/tmp/" + "x" * 100
+    with pytest.raises(ConfigError) as caught:
+        paths.socket_dir(directory, 5555, {})
+    length = len(directory) + 1 + len(paths.ATTACH_SOCKET)
+    message = str(caught.value)
+    assert directory in message and f"{length} bytes" in message and "--socket-dir" in message
+    assert caught.value.field == "socket_dir"
+
+
+def test_longest_socket_name_decides_about_the_directory() -> None:
+    longest = max(len(name) for name in paths.SOCKET_NAMES)
+    fits = "/" + "x" * (paths.MAX_SOCKET_PATH_BYTES - longest - 2)
+    assert paths.socket_dir(fits, 1, {}) == Path(fits)
+    with pytest.raises(ConfigError):
+        paths.socket_dir(fits + "x", 1, {})
+
+
+def test_segment_dir_tells_uid_port_and_instance() -> None:
+    assert paths.segment_dir(5555).name == f"{OURS}-5555"
+    assert paths.segment_dir(5555, "a.b-1").name == f"{OURS}-5555-a.b-1"
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "-x", "a b", "x" * 65, "ü"])
+def test_instance_id_that_is_no_file_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^instance_id: "):
+        paths.segment_dir(5555, name)
+
+
+def test_private_dir_is_made_with_its_parents_for_us_alone(tmp_path: Path) -> None:
+    directory = tmp_path / "a b" / OURS / "5555"
+    private_dir.make_private_dir(directory, "socket_dir")
+    private_dir.make_private_dir(directory, "socket_dir")
+    for made in (directory, directory.parent, directory.parent.parent):
+        assert made.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
+def test_directory_that_others_may_write_to_is_refused_by_name(tmp_path: Path, mode: int) -> None:
+    directory = tmp_path / "d"
+    directory.mkdir()
+    directory.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"socket_dir: directory .*d' has mode {mode:04o}"):
+        private_dir.make_private_dir(directory, "socket_dir")
+
+
+def test_writable_user_directory_above_a_default_path_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / OURS / "5555"
+    private_dir.make_private_dir(directory, "socket_dir")
+    directory.parent.chmod(0o777)
+    with pytest.raises(ConfigError, match=OURS):
+        private_dir.check_private_dir(directory, "socket_dir")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to own a directory by another uid")
+def test_directory_of_another_uid_is_refused_by_name(tmp_path: Path) -> None:
+    directory = tmp_path / "d"
+    directory.mkdir()
+    os.chown(directory, 12345, -1)
+    with pytest.raises(ConfigError, match=r"d' belongs to uid 12345"):
+        private_dir.make_private_dir(directory, "socket_dir")
+
+
+def test_symbolic_link_or_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "file").touch()
+    for name in ("link", "file"):
+        with pytest.raises(ConfigError, match=rf"{name}' is not a directory"):
+            private_dir.make_private_dir(tmp_path / name, "segment")
+
+
+def test_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot make directory .*file/d'"):
+        private_dir.make_private_dir(tmp_path / "file" / "d", "segment")
+
+
+# --- memory -----------------------------------------------------------------------------------------------
+
+
+def make_tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in {"proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 600 kB\n", **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
+    assert memory_limit(make_tree(tmp_path, {})) == (1_024_000, "this machine's memory")
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files"),
+    [
+        ("0::/a/b", {"a/memory.max": "5000\n", "a/b/memory.max": "max\n"}),
+        ("0::/elsewhere", {"memory.max": "5000\n"}),
+        ("0::/../../outside", {"memory.max": "5000\n"}),
+        ("4:cpu,memory:/x\n0::/", {"memory/x/memory.limit_in_bytes": "5000\n"}),
+        ("0::/u", {"unified/u/memory.max": "5000\n"}),
+    ],
+    ids=["v2-parent", "v2-other-mount", "v2-other-namespace", "v1", "hybrid"],
+)
+def test_least_limit_of_any_cgroup_above_us_counts(
+    tmp_path: Path, cgroup: str, files: dict[str, str]
+) -> None:
+    tree = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    limit = memory_limit(make_tree(tmp_path, {"proc/self/cgroup": cgroup + "\n", **tree}))
+    assert limit.limit_bytes == 5000
+    assert "cgroup" in limit.source
+
+
+def test_unlimited_v1_group_is_no_limit(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+    }
+    assert memory_limit(make_tree(tmp_path, files)).limit_bytes == 1_024_000
+
+
+def test_limit_of_this_machine_can_be_read() -> None:
+    assert memory_limit().limit_bytes > 1 << 20
+
+
+def test_reserve_of_huge_pages_counts_what_is_promised_to_others(tmp_path: Path) -> None:
+    assert huge_pages(tmp_path) == (0, 0)
+    folder = tmp_path / "sys/kernel/mm/hugepages/hugepages-2048kB"
+    folder.mkdir(parents=True)
+    for name, count in (("nr_hugepages", 10), ("free_hugepages", 7), ("resv_hugepages", 4)):
+        (folder / name).write_text(f"{count}\n")
+    assert huge_pages(tmp_path) == (10, 3)

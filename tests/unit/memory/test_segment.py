@@ -1,0 +1,366 @@
+"""A segment is adopted or replaced, never changed under processes that map it; one server has it at a time."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstrata.errors import ConfigError, SegmentError
+from kvstrata.memory import linux, segment, segment_files
+from kvstrata.memory.memory_limit import HugePages, MemoryLimit, huge_pages
+from kvstrata.memory.segment import Segment, SegmentSettings
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def settings() -> Iterator[SegmentSettings]:
+    root = Path(tempfile.mkdtemp(prefix="kv-", dir="/dev/shm"))
+    yield SegmentSettings(socket_dir=root / "sockets", directory=root / "segment", extents_bytes=4 * MIB)
+    shutil.rmtree(root)
+
+
+def reopen(settings: SegmentSettings, **change: object) -> Segment:
+    return Segment.open(
+        SegmentSettings(**{**{f: getattr(settings, f) for f in settings.__struct_fields__}, **change})
+    )
+
+
+def open_fds() -> set[str]:
+    gc.collect()  # files left open by earlier tests must not be closed between two calls
+    return set(os.listdir("/proc/self/fd"))
+
+
+def test_a_new_segment_has_files_for_us_alone_and_the_wanted_size(settings: SegmentSettings) -> None:
+    found = Segment.open(settings)
+    assert (found.backing, found.adopted) == ("files", False)
+    assert {path.name for path in settings.directory.iterdir()} == {
+        "index",
+        "extents",
+        "sessions.lock",
+        "server.pid",
+    }
+    for path in settings.directory.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(settings.directory.stat().st_mode) == 0o700
+    assert (settings.directory / "extents").stat().st_size == 4 * MIB == found.pool.extents_bytes
+    found.close()
+
+
+def test_the_next_server_adopts_it_with_a_new_epoch(settings: SegmentSettings) -> None:
+    first = Segment.open(settings)
+    epoch, pool_id, files = first.pool.epoch, first.pool.pool_id, inodes(settings)
+    first.close()
+    second = Segment.open(settings)
+    assert second.adopted
+    assert second.pool.epoch > epoch
+    assert second.pool.pool_id == pool_id
+    assert inodes(settings) == files
+    second.close()
+
+
+@pytest.fixture
+def host_of(settings: SegmentSettings) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    """Starts processes that hold an adapter host's lock on the segment until their stdin is closed."""
+    started: list[subprocess.Popen[bytes]] = []
+    program = (
+        "import os, sys; from kvstrata.memory import linux; from kvstrata.memory.segment_files import HOSTS_BYTE; "
+        "assert linux.share_byte(os.open(sys.argv[1], os.O_RDWR), HOSTS_BYTE); print(flush=True); sys.stdin.read()"
+    )
+
+    def starter() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", program, str(settings.directory / "sessions.lock")]
+        host = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        started.append(host)
+        assert host.stdout is not None
+        assert host.stdout.readline()
+        return host
+
+    yield starter
+    for host in started:
+        host.communicate()
+
+
+def test_a_segment_that_an_adapter_host_still_maps_is_not_adopted(
+    settings: SegmentSettings, host_of: Callable[[], subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment, "_HOSTS_END_S", 0.0)
+    Segment.open(settings).close()
+    host, other, before = host_of(), host_of(), inodes(settings)
+    found = Segment.open(settings)
+    assert not found.adopted
+    assert "an adapter host of the previous server, process" in found.reason
+    assert str(host.pid) in found.reason or str(other.pid) in found.reason
+    assert not set(before.values()) & set(inodes(settings).values())
+    found.close()
+
+
+def test_a_segment_is_adopted_once_the_adapter_host_that_maps_it_has_ended(
+    settings: SegmentSettings, host_of: Callable[[], subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment, "_HOSTS_END_S", 60.0)
+    Segment.open(settings).close()
+    host = host_of()
+    looked = threading.Event()
+    real = linux.byte_locker
+
+    def look(fd: int, byte: int) -> int | None:
+        found = real(fd, byte)
+        looked.set()
+        return found
+
+    monkeypatch.setattr(linux, "byte_locker", look)
+
+    def end() -> None:
+        looked.wait()
+        host.kill()
+
+    ender = threading.Thread(target=end)
+    ender.start()
+    found = Segment.open(settings)
+    ender.join()
+    assert found.adopted
+    found.close()
+
+
+def inodes(settings: SegmentSettings) -> dict[str, int]:
+    return {name: (settings.directory / name).stat().st_ino for name in ("index", "extents", "sessions.lock")}
+
+
+def damage_magic(directory: Path) -> None:
+    with open(directory / "index", "r+b") as index:
+        index.write(b"XXXXXXXX")
+
+
+def damage_version(directory: Path) -> None:
+    with open(directory / "index", "r+b") as index:
+        index.seek(8)
+        index.write(b"\xff\xff")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damage_magic,
+        damage_version,
+        lambda directory: os.truncate(directory / "index", 4096),
+        lambda directory: os.truncate(directory / "index", 0),
+        lambda directory: os.truncate(directory / "extents", MIB),
+        lambda directory: (directory / "extents").unlink(),
+        lambda directory: (directory / "sessions.lock").unlink(),
+        lambda directory: (directory / "index").unlink(),
+    ],
+    ids=["magic", "version", "cut", "empty", "short-extents", "no-extents", "no-lock", "no-index"],
+)
+def test_a_segment_that_does_not_fit_is_replaced_as_a_whole_and_the_reason_told(
+    settings: SegmentSettings, damage: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    Segment.open(settings).close()
+    keep_inodes = [
+        os.open(path, os.O_RDONLY) for path in settings.directory.iterdir()
+    ]  # no epoch is used twice
+    before = inodes(settings)
+    assert callable(damage)
+    damage(settings.directory)
+    fds = open_fds()
+    with caplog.at_level("INFO"):
+        found = Segment.open(settings)
+    assert not found.adopted
+    assert not set(inodes(settings).values()) & set(before.values())
+    assert found.reason in caplog.text
+    found.pool.validate()
+    found.close()
+    assert open_fds() == fds
+    linux.close_all(keep_inodes)
+
+
+def test_another_size_makes_a_new_segment_and_leaves_the_old_bytes_to_processes_that_map_them(
+    settings: SegmentSettings,
+) -> None:
+    Segment.open(settings).close()
+    with open(settings.directory / "extents", "r+b") as old:
+        old.write(b"old bytes")
+        old.flush()
+        found = reopen(settings, extents_bytes=8 * MIB)
+        assert not found.adopted
+        assert hex(4 * MIB) in found.reason and hex(8 * MIB) in found.reason
+        assert found.pool.extents_bytes == 8 * MIB
+        assert os.fstat(old.fileno()).st_size == 4 * MIB
+        assert os.pread(old.fileno(), 9, 0) == b"old bytes"
+        found.close()
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_second_server_is_refused_naming_the_first(settings: SegmentSettings, moved: bool) -> None:
+    first = Segment.open(settings)
+    fds = open_fds()
+    socket_dir = settings.socket_dir.with_name("other") if moved else settings.socket_dir
+    with pytest.raises(SegmentError, match=rf"in use by server process {os.getpid()};"):
+        reopen(settings, socket_dir=socket_dir)
+    assert open_fds() == fds
+    first.pool.validate()
+    first.close()
+    reopen(settings, socket_dir=socket_dir).close()
+
+
+def test_a_segment_being_made_is_never_seen_unlocked(settings: SegmentSettings) -> None:
+    settings.directory.mkdir(0o700)
+    index = segment_files.make_locked_index(settings.directory / "index")
+    assert index is not None
+    with pytest.raises(SegmentError, match=r"in use by server process \(unknown\)"):
+        Segment.open(settings)
+    assert segment_files.make_locked_index(settings.directory / "index") is None
+    os.close(index)
+    Segment.open(settings).close()  # the other server died before it made a pool
+
+
+def test_an_index_replaced_between_open_and_lock_is_not_taken_for_the_one_at_its_path(
+    settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Segment.open(settings).close()
+    index = settings.directory / "index"
+    lock = linux.lock_whole_file
+
+    def replace_then_lock(fd: int) -> bool:
+        if index.exists() and index.stat().st_ino == os.fstat(fd).st_ino:
+            monkeypatch.undo()
+            index.rename(settings.directory / "away")
+        return lock(fd)
+
+    monkeypatch.setattr(linux, "lock_whole_file", replace_then_lock)
+    found = Segment.open(settings)
+    assert index.stat().st_ino == os.fstat(found.descriptors.index_readonly).st_ino
+    found.close()
+
+
+def test_destroy_leaves_no_file(settings: SegmentSettings) -> None:
+    fds = open_fds()
+    found = Segment.open(settings)
+    found.destroy()
+    found.close()
+    assert not settings.directory.exists()
+    assert open_fds() == fds
+
+
+def test_index_descriptor_for_others_is_read_only(settings: SegmentSettings) -> None:
+    found = Segment.open(settings)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(found.descriptors.index_readonly, b"x")
+    found.close()
+
+
+@pytest.mark.parametrize("size", [0, -4096, 4096, MIB + 1])
+def test_a_size_no_pool_has_is_refused(settings: SegmentSettings, size: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^l1_size_gb: L1 of {size} bytes") as caught:
+        reopen(settings, extents_bytes=size)
+    assert caught.value.field == "l1_size_gb"
+    assert not settings.directory.exists()
+
+
+def test_a_pool_larger_than_the_machines_memory_is_refused_with_the_numbers(
+    settings: SegmentSettings,
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"1073741824.00 GB needs \d+ bytes .* is \d+ bytes; set --l1-size-gb"
+    ):
+        reopen(settings, extents_bytes=1 << 60)
+
+
+def test_a_pool_larger_than_the_cgroups_limit_is_refused_with_its_name(
+    settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        segment, "memory_limit", lambda: MemoryLimit(4 * MIB, "the memory limit of cgroup /x")
+    )
+    with pytest.raises(ConfigError, match=r"the memory limit of cgroup /x is 4194304 bytes"):
+        Segment.open(settings)
+
+
+def test_a_pool_larger_than_the_free_memory_is_only_a_warning(
+    settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(segment, "available_bytes", lambda: MIB)
+    Segment.open(settings).close()
+    assert "only 1048576 are available now" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("extents_bytes", "entries"), [(MIB, 16 << 10), (4 << 30, 64 << 10), (1 << 40, 4 << 20)]
+)
+def test_entry_capacity_follows_from_the_size_within_bounds(
+    settings: SegmentSettings, extents_bytes: int, entries: int
+) -> None:
+    changed = SegmentSettings(
+        socket_dir=settings.socket_dir, directory=settings.directory, extents_bytes=extents_bytes
+    )
+    assert changed.entries() == entries
+
+
+def test_estimate_of_the_index_is_not_too_small(settings: SegmentSettings) -> None:
+    for capacity in (1, 1000, 65_536, 100_000):
+        found = reopen(settings, entry_capacity=capacity, extents_bytes=2 * MIB)
+        index_bytes = (settings.directory / "index").stat().st_size
+        wanted = SegmentSettings(
+            socket_dir=settings.socket_dir,
+            directory=settings.directory,
+            extents_bytes=2 * MIB,
+            entry_capacity=capacity,
+        )
+        assert index_bytes <= wanted.needed_bytes() - 2 * MIB <= 2 * index_bytes
+        found.destroy()
+
+
+def test_directory_of_others_is_refused(settings: SegmentSettings) -> None:
+    settings.directory.mkdir()
+    settings.directory.chmod(0o777)
+    with pytest.raises(ConfigError, match="segment: directory"):
+        Segment.open(settings)
+
+
+def test_too_few_huge_pages_are_an_error_that_says_how_to_reserve_them(
+    settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment, "huge_pages", lambda: HugePages(total=5, free=1))
+    with pytest.raises(
+        SegmentError, match=r"needs 2 huge pages.*1 of 5 are free.*vm\.nr_hugepages=6"
+    ) as refused:
+        reopen(settings, huge_pages=True)
+    assert refused.value.field == "l1.use_hugepages"
+
+
+def test_l1_in_huge_pages_is_whole_pages(settings: SegmentSettings) -> None:
+    with pytest.raises(ConfigError, match="huge page"):
+        reopen(settings, huge_pages=True, extents_bytes=3 * MIB)
+
+
+def test_a_pool_in_huge_pages_is_adopted_and_given_up_when_they_are_switched_off(
+    settings: SegmentSettings,
+) -> None:
+    if huge_pages().free < 2:
+        pytest.skip("needs 2 free huge pages; reserve them: sysctl -w vm.nr_hugepages=2")
+    first = reopen(settings, huge_pages=True)
+    try:
+        assert (first.backing, first.adopted) == ("memfd", False)
+        assert linux.has_huge_pages(first.descriptors.extents)
+        assert not linux.has_huge_pages(first.descriptors.index_readonly)
+        first.pool.prefault_start(1)
+        first.close()
+        second = reopen(settings, huge_pages=True)
+        assert second.adopted
+        second.close()
+        third = reopen(settings)
+        assert (third.backing, third.adopted) == ("files", False)
+        third.destroy()
+    finally:
+        first.close()
+        segment._dismiss_holder(settings.socket_dir)

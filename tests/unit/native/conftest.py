@@ -1,0 +1,16 @@
+"""The files of a segment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.native.pool_files import Files
+
+
+@pytest.fixture
+def files() -> Iterator[Files]:
+    files = Files()
+    yield files
+    files.close()

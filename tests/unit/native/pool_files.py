@@ -1,0 +1,54 @@
+"""A segment's two files, and numbered records that are stored in the pool in them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+from kvstrata.native.pool import Pool
+from kvstrata.native.record import RecordSpec, seal_record
+from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
+from kvstrata.types import Extent, unpack_extents
+
+PAGE = 4096
+RECORD = 2 * PAGE
+IDENTITY = hashlib.sha256(b"identity").digest()
+
+
+class Files:
+    """The two files of a segment; makes the pool in them."""
+
+    def __init__(self) -> None:
+        self.index = os.memfd_create("index", os.MFD_CLOEXEC)
+        self.extents = os.memfd_create("extents", os.MFD_CLOEXEC)
+
+    def create(self, extents: int = 64, **more: object) -> Pool:
+        options = {"extents_bytes": extents * RECORD, "entry_capacity": 128, **more}
+        return Pool.create(self.index, self.extents, **options)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        os.close(self.index)
+        os.close(self.extents)
+
+
+def key(number: int, chunk: int = 0) -> bytes:
+    return hashlib.sha256(b"%d.%d" % (number, chunk)).digest()
+
+
+def chain(number: int, chunks: int) -> bytes:
+    return b"".join(key(number, chunk) for chunk in range(chunks))
+
+
+def seal(pool: Pool, extent: Extent, name: bytes, identity: bytes = IDENTITY, parent: bytes = b"") -> None:
+    spec = RecordSpec(name, identity, bytes(32), parent, 256)
+    address = pool.extents_address + extent.offset_bytes
+    seal_record(address, extent.length_bytes, spec, [extent.length_bytes - PAGE])
+
+
+def store(pool: Pool, keys: bytes, row: int = 0) -> None:
+    ticket, outcomes, packed = pool.reserve(keys, b"", RECORD, row, IDENTITY)
+    indices = [i for i, outcome in enumerate(outcomes) if outcome == ReserveOutcome.RESERVED]
+    for i in indices:
+        seal(pool, unpack_extents(packed)[i], keys[32 * i : 32 * i + 32])
+    if ticket:
+        assert set(pool.commit(ticket, indices)) == {CommitOutcome.COMMITTED}

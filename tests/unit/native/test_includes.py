@@ -1,0 +1,120 @@
+"""`#include "..."` in `ext` points one way: to the folders below, in no circle of headers, and by full names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+EXT = Path(__file__).resolve().parents[3] / "ext"
+SOURCES = EXT / "core" / "src"
+PUBLIC = EXT / "core" / "include"
+OTHERS = {"cuda", "ucx", "cython"}
+
+ARROWS: dict[str, set[str]] = {
+    "include": set(),
+    "base": set(),
+    "memory": {"base"},
+    "hash": {"base"},
+    "codec": {"base"},
+    "files": {"base"},
+    "registry": {"base"},
+    "message": {"base"},
+    "record": {"base", "hash"},
+    "copy": {"base", "hash", "codec", "record"},
+    "pool": {"base", "hash", "memory", "record"},
+    "lanes": {"base", "record"},
+    "disk": {"base", "files", "hash", "record"},
+    "fs": {"base", "files", "hash", "record"},
+    "cuda": {"base", "codec", "copy", "record"},
+    "ucx": {"base"},
+    "cython": {
+        "base",
+        "memory",
+        "hash",
+        "codec",
+        "record",
+        "copy",
+        "pool",
+        "lanes",
+        "disk",
+        "fs",
+        "files",
+        "registry",
+        "message",
+    },
+}
+"""What a folder may include besides itself and the public headers, `include`."""
+
+INCLUDE = re.compile(r'^\s*(?:#\s*include|cdef extern from)\s+"([^"]+)"', re.MULTILINE)
+
+
+def files() -> Iterator[tuple[str, Path]]:
+    """Every source with the folder it belongs to; tests may include anything."""
+    for top in (SOURCES, PUBLIC, *(EXT / name for name in sorted(OTHERS))):
+        for path in sorted(top.rglob("*")):
+            inner = path.relative_to(top).parts
+            if path.suffix in {".h", ".cpp", ".cu", ".pyx", ".pxd"} and inner[0] != "tests":
+                yield "include" if top == PUBLIC else inner[0] if top == SOURCES else top.name, path
+
+
+def resolved(path: Path, name: str) -> Path | None:
+    """The file of ours that `name` means in `path`; None for a header of somebody else."""
+    for folder in (path.parent, SOURCES, PUBLIC, EXT / "cython"):
+        if (folder / name).is_file():
+            return folder / name
+    return None
+
+
+def folder_of(path: Path) -> str:
+    if path.is_relative_to(PUBLIC):
+        return "include"
+    return path.relative_to(SOURCES if path.is_relative_to(SOURCES) else EXT).parts[0]
+
+
+GRAPH = {
+    path: [target for name in INCLUDE.findall(path.read_text()) if (target := resolved(path, name))]
+    for _, path in files()
+}
+
+
+def test_every_folder_has_its_arrows() -> None:
+    assert {folder for folder, _ in files()} == set(ARROWS)
+
+
+def test_includes_point_down() -> None:
+    wrong = {
+        f"{path.relative_to(EXT)} -> {target.relative_to(EXT)}"
+        for folder, path in files()
+        for target in GRAPH[path]
+        if folder_of(target) not in ARROWS[folder] | {folder, "include"}
+    }
+    assert wrong == set()
+
+
+def test_arrows_make_no_circle() -> None:
+    settled: set[str] = set()
+    while free := {folder for folder in ARROWS if folder not in settled and ARROWS[folder] <= settled}:
+        settled |= free
+    assert settled == set(ARROWS)
+
+
+def test_headers_do_not_include_each_other_in_circles() -> None:
+    left = {path: set(targets) for path, targets in GRAPH.items()}
+    while done := [path for path, targets in left.items() if not targets]:
+        for path in done:
+            del left[path]
+        for targets in left.values():
+            targets.difference_update(done)
+    assert sorted(str(path.relative_to(EXT)) for path in left) == []
+
+
+def test_includes_of_the_core_name_folder_and_file() -> None:
+    wrong = {
+        f'{path.relative_to(EXT)}: "{name}"'
+        for folder, path in files()
+        if path.is_relative_to(SOURCES)
+        for name in INCLUDE.findall(path.read_text())
+        if not ((SOURCES / name).is_file() or (PUBLIC / name).is_file())
+    }
+    assert wrong == set()

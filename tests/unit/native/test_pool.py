@@ -1,0 +1,260 @@
+"""The pool's Python interface, and what only real processes show: forks, kills, descriptors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from kvstrata.errors import SegmentError
+from kvstrata.native.index import ExtentsMap, IndexReader
+from kvstrata.native.pool import Pool, PoolError, PoolFormatError
+from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
+from kvstrata.types import unpack_extents
+from tests.unit.native import pool_churn
+from tests.unit.native.pool_files import IDENTITY, PAGE, RECORD, Files, chain, key, seal, store
+
+# arguments
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("extents_bytes", 0),
+        ("extents_bytes", 5000),
+        ("extents_bytes", -PAGE),
+        ("entry_capacity", 0),
+        ("entry_capacity", 1 << 31),
+        ("policy", "lru"),
+        ("watermark", (1.5, 0.2)),
+        ("watermark", (0.5, float("nan"))),
+        ("max_session_share", 0),
+    ],
+)
+def test_an_impossible_option_is_named(files: Files, field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        files.create(**{field: value})
+    assert os.fstat(files.index).st_size == 0
+
+
+def test_a_batch_that_is_no_list_of_keys_is_refused(files: Files) -> None:
+    pool = files.create()
+    for call in (
+        lambda: pool.peek(bytes(33)),
+        lambda: pool.lease(bytes(31), 1, [0]),
+        lambda: pool.lease(bytes(32), 2, [0]),
+        lambda: pool.lease(bytes(32), 0, [0]),
+        lambda: pool.lease(bytes(32), 1, []),
+        lambda: pool.lease(bytes(32), 1, [1024]),
+        lambda: pool.reserve(bytes(5), b"", RECORD, 0, IDENTITY),
+        lambda: pool.reserve(bytes(32), b"short", RECORD, 0, IDENTITY),
+        lambda: pool.reserve(bytes(32), b"", 0, 0, IDENTITY),
+        lambda: pool.reserve(bytes(32), b"", RECORD, -1, IDENTITY),
+        lambda: pool.reserve(bytes(32), b"", RECORD, 0, b"short"),
+        lambda: pool.claim_row(b"short", bytes(16), 1),
+        lambda: pool.hold(b"short"),
+        lambda: pool.hold(None, 1),
+        lambda: pool.verify(bytes(1)),
+    ):
+        with pytest.raises(ValueError):
+            call()
+    pool.validate()
+
+
+def test_a_row_that_nobody_claimed_is_refused(files: Files) -> None:
+    pool = files.create()
+    store(pool, chain(1, 1))
+    for call in (
+        lambda: pool.lease(chain(1, 1), 1, [5]),
+        lambda: pool.reserve(chain(2, 1), b"", RECORD, 5, IDENTITY),
+        lambda: pool.row_gone(5),
+        lambda: pool.row_gone(0),
+        lambda: pool.row_quiesced(5),
+    ):
+        with pytest.raises(PoolError) as refusal:
+            call()
+        assert refusal.value.reason == "not_found"
+    pool.validate()
+
+
+def test_a_full_row_table_is_an_error_of_its_own(files: Files) -> None:
+    pool = files.create()
+    for number in range(1023):
+        pool.claim_row(number.to_bytes(16, "big"), bytes(16), 1)
+    with pytest.raises(PoolError, match="sessions_full") as refusal:
+        pool.claim_row(b"x" * 16, bytes(16), 1)
+    assert refusal.value.reason == "sessions_full"
+    assert isinstance(refusal.value, SegmentError)
+
+
+def test_files_of_another_kind_are_refused_by_field(files: Files) -> None:
+    with pytest.raises(PoolFormatError) as refusal:
+        Pool.adopt(files.index, files.extents)
+    assert refusal.value.field == "index_file_bytes"
+    with pytest.raises(PoolFormatError):
+        IndexReader(files.index)
+    pool = files.create()
+    pool.close()
+    for name, value in (("extents_bytes", PAGE), ("entry_capacity", 7)):
+        with pytest.raises(PoolFormatError) as refusal:
+            Pool.adopt(files.index, files.extents, **{name: value})  # type: ignore[arg-type]
+        assert (refusal.value.field, refusal.value.expected) == (name, value)
+    os.truncate(files.extents, 100 * RECORD)
+    with pytest.raises(PoolFormatError) as refusal:
+        Pool.adopt(files.index, files.extents)
+    assert refusal.value.field == "extents_file_bytes"
+    assert (refusal.value.found, refusal.value.expected) == (100 * RECORD, 64 * RECORD)
+
+
+def test_a_pool_is_made_in_empty_files_only(files: Files) -> None:
+    files.create().close()
+    with pytest.raises(PoolError) as refusal:
+        files.create()
+    assert refusal.value.reason == "exists"
+
+
+# administration
+
+
+def test_a_closed_pool_says_so(files: Files) -> None:
+    pool = files.create()
+    pool.close()
+    pool.close()
+    assert pool.closed
+    for call in (
+        lambda: pool.claim_row(bytes(16), bytes(16), 1),
+        lambda: pool.lease(bytes(32), 1, [0]),
+        lambda: pool.reserve(bytes(32), b"", RECORD, 0, IDENTITY),
+        lambda: pool.hold(bytes(32)),
+        lambda: pool.prefault_start(1),
+    ):
+        with pytest.raises(PoolError) as refusal:
+            call()
+        assert refusal.value.reason == "closed"
+    assert pool.clear() == pool.cleared_in_use() == (0, 0)
+    assert pool.remove(bytes(32)) == pool.evict_to_watermark() == pool.peek(bytes(32)) == 0
+
+
+def test_stats_tell_where_the_bytes_are(files: Files) -> None:
+    pool = files.create()
+    row = pool.claim_row(b"s" * 16, b"g" * 16, 1)
+    store(pool, chain(1, 3))
+    ticket, _, _ = pool.reserve(chain(2, 2), b"", RECORD, row, IDENTITY, 9)
+    with pool.hold(key(2), ticket, 0) as written:
+        assert written.tenant == 9
+    pool.lease(chain(1, 2), 1, [row])
+    hold = pool.hold(key(1))
+    assert hold.tenant == 0
+    stats = pool.stats()
+    assert stats["bytes"] == {"ready": 3 * RECORD, "reserved": 2 * RECORD, "unverified": 0, "quarantined": 0}
+    assert stats["entries"]["ready"] == 3
+    assert stats["used_bytes"] + stats["free_bytes"] == stats["extents_bytes"] == pool.extents_bytes
+    assert (stats["leased_bytes"], stats["pinned_bytes"], stats["holds"]) == (2 * RECORD, RECORD, 1)
+    assert stats["classes"] == [{"extent_bytes": RECORD, "used": 5, "capacity": 6}]
+    assert stats["tenants"][9] == {"bytes": 2 * RECORD, "quota_bytes": -1}
+    assert stats["rows_claimed"] == stats["leases"] == stats["reservations"] == 1
+    assert 0 <= stats["fragmentation"] < 1
+    assert hold is not None
+
+
+def test_a_session_limit_is_counted_and_ends_with_the_commit(files: Files) -> None:
+    pool = files.create()
+    row = pool.claim_row(b"s" * 16, b"g" * 16, 1)
+    ticket, outcomes, packed = pool.reserve(chain(1, 9), b"", RECORD, row, IDENTITY)
+    assert list(outcomes) == [ReserveOutcome.RESERVED] * 8 + [ReserveOutcome.SESSION_LIMIT]
+    assert pool.stats()["refused"]["session_limit"] == 1
+    seal(pool, unpack_extents(packed)[0], key(1))
+    assert pool.commit(ticket, [0]) == bytes([CommitOutcome.COMMITTED])
+    _, outcomes, _ = pool.reserve(chain(2, 2), b"", RECORD, row, IDENTITY)
+    assert list(outcomes) == [ReserveOutcome.RESERVED, ReserveOutcome.SESSION_LIMIT]
+
+
+def test_prefaulting_goes_on_beside_the_work_and_ends_with_close(files: Files) -> None:
+    pool = files.create(extents=1 << 14)
+    pool.prefault_start(1)
+    with pytest.raises(PoolError) as refusal:
+        pool.prefault_start(1)
+    assert refusal.value.reason == "exists"
+    store(pool, chain(1, 4))
+    while pool.prefaulted_bytes < pool.extents_bytes and not pool.stats()["prefault_error"]:
+        os.sched_yield()
+    assert pool.stats()["prefault_error"] == 0
+    assert os.fstat(files.extents).st_blocks * 512 == pool.extents_bytes
+    pool.heartbeat()
+    assert pool.peek(chain(1, 4)) == 4
+    pool.close()
+
+
+def test_an_index_takes_no_more_memory_than_its_bucket_lines_and_the_entries_in_use(files: Files) -> None:
+    pool = files.create(extents=1 << 20, entry_capacity=1 << 20)
+    assert os.fstat(files.index).st_size <= 144 * (1 << 20) + (2 << 16)
+    store(pool, chain(1, 16))
+    assert os.fstat(files.index).st_blocks * 512 <= 16 * (1 << 20) + 4 * (2 << 20)
+    pool.close()
+    # A restart does not touch entries that were never used, either.
+    again = Pool.adopt(files.index, files.extents)
+    assert os.fstat(files.index).st_blocks * 512 <= 16 * (1 << 20) + 4 * (2 << 20)
+    again.close()
+
+
+# kills
+
+
+def test_a_server_killed_anywhere_leaves_a_pool_that_the_next_one_adopts(files: Files) -> None:
+    """One server after another adopts the pool and is killed after some operations, the first ones during adoption."""
+    files.create(extents=48).close()
+    for number in range(16):
+        read_end, write_end = os.pipe()
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tests.unit.native.pool_churn"]
+            + [str(word) for word in (files.index, files.extents, write_end, number)],
+            pass_fds=(files.index, files.extents, write_end),
+        )
+        os.close(write_end)
+        leased: dict[str, tuple[int, int]] = {}
+        with open(read_end) as reports:
+            lines = [reports.readline() for _ in range(1 + number * number)]
+            server.send_signal(signal.SIGKILL)
+            assert server.wait() == -signal.SIGKILL, "the server ended by itself"
+            lines += reports
+        for line in lines:
+            match line.removesuffix("\n").split(" "):
+                case ["lease", ticket, prompt, n_chunks] if line.endswith("\n"):
+                    leased[ticket] = (int(prompt), int(n_chunks))
+                case ["release", ticket]:
+                    leased.pop(ticket, None)
+        pool = Pool.adopt(files.index, files.extents)
+        pool.validate()
+        rows = {row["session"]: row["row"] for row in pool.rows()}
+        assert set(rows) <= set(pool_churn.SESSIONS)
+        assert pool.verify_next(1 << 40) == 0
+        assert pool.stats()["corrupt_entries"] == 0, "a commit made bytes visible that were not complete"
+        pool_churn.check_contents(pool)
+        # Chunks that the dead server had leased to living processes are still there.
+        for prompt, n_chunks in leased.values():
+            keys = b"".join(pool_churn.key(prompt, chunk) for chunk in range(n_chunks))
+            assert pool.peek(keys) == n_chunks
+        for row in rows.values():
+            pool.row_quiesced(row)
+        pool.validate()
+        assert pool.stats()["quarantined_bytes"] == 0
+        pool.close()
+
+
+def test_pools_and_readers_leave_no_descriptor_behind() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        files = Files()
+        pool = files.create()
+        reader = IndexReader(files.index)
+        extents = ExtentsMap(files.extents, pool.extents_bytes)
+        store(pool, chain(1, 2))
+        files.close()
+        assert reader.peek(chain(1, 2)) == 2
+        extents.close()
+        reader.close()
+        pool.close()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,151 @@
+"""Which owners a reader asks, what it remembers of the directory, and how fast it reads."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.p2p.owners import (
+    MB,
+    DirectoryCache,
+    OwnerBook,
+    OwnerLimits,
+    Pacer,
+    question_of,
+)
+from kvstrata.rpc.cluster_wire import Owner
+from kvstrata.testing.strategies import key_of
+
+KEYS = [key_of(n) for n in range(8)]
+
+
+def owner(name: str, n_keys: int = 10, *, confirmed: bool = True) -> Owner:
+    return Owner(name, 1, "tcp://there:1", n_keys, confirmed)
+
+
+class Book:
+    """An owner book whose bytes under way a test sets."""
+
+    def __init__(self) -> None:
+        self.under_way: dict[str, int] = {}
+        self.book = OwnerBook(OwnerLimits(), lambda name: self.under_way.get(name, 0))
+
+    def order(self, *owners: Owner, now_s: float = 0.0) -> list[str]:
+        return [one.instance for one in self.book.in_order(owners, now_s)]
+
+
+@pytest.mark.parametrize(
+    ("owners", "under_way", "order"),
+    [
+        pytest.param([owner("a"), owner("b")], {}, ["a", "b"], id="the directory's order stands"),
+        pytest.param(
+            [owner("a"), owner("b")], {"a": 63 * MB}, ["a", "b"], id="a little load changes nothing"
+        ),
+        pytest.param([owner("a", 5), owner("b", 10)], {}, ["b", "a"], id="the longer beginning"),
+        pytest.param([owner("a", 79), owner("b", 80)], {}, ["a", "b"], id="nearly as long is as good"),
+        pytest.param([owner("a", confirmed=False), owner("b")], {}, ["b", "a"], id="confirmed first"),
+        pytest.param([owner("a", 20, confirmed=False), owner("b")], {}, ["a", "b"], id="length above all"),
+        pytest.param([owner("a", 0), owner("b")], {}, ["b"], id="nothing there"),
+        pytest.param([], {}, [], id="nobody"),
+    ],
+)
+def test_owners_are_asked_by_length_then_trust_then_our_own_load(
+    owners: list[Owner], under_way: dict[str, int], order: list[str]
+) -> None:
+    book = Book()
+    for one in owners:
+        book.book.read(one.instance, 1 << 30)  # no slow start
+    book.under_way = under_way
+    assert book.order(*owners) == order
+
+
+def test_reads_of_a_hot_chunk_spread_over_its_owners() -> None:
+    book = Book()
+    owners = [owner(name) for name in "abc"]
+    for one in owners:
+        book.book.read(one.instance, 1 << 30)
+    asked = []
+    for _ in range(9):
+        best = book.order(*owners)[0]
+        asked.append(best)
+        book.under_way[best] = book.under_way.get(best, 0) + 64 * MB
+    assert sorted(asked) == sorted("abc" * 3)
+
+
+def test_a_new_owner_is_read_slowly_at_first_and_more_after_each_good_read() -> None:
+    book = Book()
+    book.under_way["a"] = 64 * MB
+    assert book.order(owner("a")) == []  # its window is full …
+    assert book.order(owner("a"), owner("b")) == ["b"]
+    book.book.read("a", 64 * MB)
+    assert book.order(owner("a")) == ["a"]  # … and has doubled
+    book.book.failed("a", 0.0)
+    book.book.well("a", 1.0)
+    assert book.order(owner("a"), now_s=1.0) == []  # it begins anew
+
+
+def test_an_owner_that_failed_is_skipped_twice_as_long_each_time_and_is_read_again() -> None:
+    book = Book()
+    book.book.failed("a", 0.0)
+    assert book.order(owner("a"), owner("b"), now_s=0.9) == ["b"]
+    assert book.book.states() == {"owners": 2, "owners_let_alone": 1}
+    assert book.order(owner("a"), now_s=1.0) == ["a"]
+    assert book.book.admit("a", 1.0)
+    assert not book.book.admit("a", 1.0)  # one at a time tries
+    book.book.failed("a", 1.0)
+    assert book.order(owner("a"), now_s=2.9) == []
+    assert book.book.admit("a", 3.0)
+    book.book.well("a", 3.0)
+    assert book.order(owner("a"), now_s=3.0) == ["a"]
+
+
+def test_owners_that_were_asked_are_remembered_up_to_a_bound() -> None:
+    book = OwnerBook(OwnerLimits(max_owners=3), lambda name: 0)
+    for n in range(10):
+        book.well(f"owner-{n}", 0.0)
+    assert book.states()["owners"] == 3
+
+
+def test_answers_of_the_directory_are_reused_for_a_moment() -> None:
+    cache = DirectoryCache(ttl_s=1.0, negative_ttl_s=0.5)
+    question = question_of(KEYS)
+    assert cache.recall(question, 0.0) is None
+    cache.learn(question, [owner("a")], 0.0)
+    assert cache.recall(question, 0.9) == [owner("a")]
+    assert cache.recall(question_of(KEYS[:7]), 0.9) is None  # another beginning is another question
+    assert cache.recall(question, 1.0) is None
+    cache.learn(question, [owner("a")], 1.0)
+    cache.wrong(question)
+    assert cache.recall(question, 1.0) is None
+    cache.learn(question, [], 2.0)
+    assert cache.recall(question, 2.4) == []
+    assert cache.recall(question_of(KEYS[:3]), 2.4) == []  # nobody has the first key
+    assert cache.recall(question, 2.5) is None
+
+
+def test_the_memory_of_the_directorys_answers_is_bounded() -> None:
+    cache = DirectoryCache(ttl_s=1.0, negative_ttl_s=1.0, max_questions=4)
+    for n in range(10):
+        cache.learn(question_of([key_of(n)]), [owner("a")], 0.0)
+        cache.learn(question_of([key_of(100 + n)]), [], 0.0)
+    known = [n for n in range(10) if cache.recall(question_of([key_of(n)]), 0.0)]
+    nobody = [n for n in range(10) if cache.recall(question_of([key_of(100 + n)]), 0.0) == []]
+    assert known == nobody == [6, 7, 8, 9]
+
+
+@given(st.lists(st.tuples(st.floats(0, 2), st.integers(1, 1000)), min_size=1))
+def test_reads_begin_no_faster_than_the_limit_of_bytes_per_second(reads: list[tuple[float, int]]) -> None:
+    pacer = Pacer(100.0)
+    now_s = begun_bytes = 0.0
+    for gap_s, n_bytes in reads:
+        now_s += gap_s
+        begins_s = now_s + pacer.take(n_bytes, now_s)
+        # All that began before this one has had its time, but for a short burst.
+        assert begun_bytes <= 100.0 * (begins_s + Pacer.BURST_S) + 1e-6
+        begun_bytes += n_bytes
+
+
+def test_without_a_limit_no_read_waits() -> None:
+    pacer = Pacer(0.0)
+    assert pacer.take(1 << 40, 0.0) == pacer.take(1 << 40, 0.0) == 0.0

@@ -1,0 +1,320 @@
+"""p2p/serving.py: what is leased to other instances stays where it is until the lease ends, and no longer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from kvstrata.clock import SystemClock
+from kvstrata.errors import ClusterFailure, Refused
+from kvstrata.native.pool import Pool
+from kvstrata.p2p.serving import ABSENT, DRAINING, LIMIT, MAX_LEASES, PeerLeases, PeerServer
+from kvstrata.rpc.cluster_wire import (
+    ANSWERS,
+    CLUSTER_PROTOCOL_VERSION,
+    Failure,
+    Goodbye,
+    PeerHello,
+    PeerLease,
+    PeerLeased,
+    PeerRelease,
+    PeerReleased,
+    PeerWelcome,
+    encode,
+)
+from kvstrata.rpc.zmq_link import AskLink, Links
+from kvstrata.rpc.zmq_server import ZmqServer
+from kvstrata.types import FORMAT_VERSION, unpack_extents
+from tests.harness.l1 import L1, L1_BYTES, RECORD, chain
+from tests.harness.waiting import until
+
+LONG_S = 30.0
+QUARTER = L1_BYTES // 4
+
+
+class Clock(SystemClock):
+    """Stands still until it is told."""
+
+    now_s = 100.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def l1() -> L1:
+    return L1()
+
+
+@pytest.fixture
+def leases(l1: L1) -> PeerLeases:
+    return PeerLeases(l1.pool, QUARTER)
+
+
+def evicts(l1: L1, key: bytes) -> bool:
+    """Whether the pool would give the record up."""
+    return l1.pool.remove(key) == 1
+
+
+def test_a_lease_names_the_leading_records_and_keeps_them(l1: L1, leases: PeerLeases) -> None:
+    keys = chain("a", 4)
+    l1.store(keys[:3])
+    leased = leases.lease(b"".join(keys), 1, 1.0, 0.0)
+    assert leased.reason == ABSENT
+    extents = unpack_extents(leased.extents)
+    assert len(extents) == 3
+    assert leases.leased_bytes == 3 * RECORD
+    assert not evicts(l1, keys[2])
+    assert leases.release(leased.number, 0, 0.5)
+    assert evicts(l1, keys[2])
+    assert leases.leased_bytes == 0
+
+
+def test_only_whole_chunks_are_leased(l1: L1, leases: PeerLeases) -> None:
+    keys = chain("a", 2, 2)
+    l1.store(keys, 2)
+    l1.lose(keys[3:])
+    assert len(unpack_extents(leases.lease(b"".join(keys), 2, 1.0, 0.0).extents)) == 2
+
+
+def test_a_lease_ended_by_the_clock_no_longer_confirms_what_was_read(l1: L1, leases: PeerLeases) -> None:
+    [key] = l1.store(chain("a", 1))
+    leased = leases.lease(key, 1, 2.0, 10.0)
+    assert leases.expire(11.9) == 12.0
+    assert not evicts(l1, key)
+    assert leases.expire(12.0) is None
+    assert not leases.release(leased.number, 0, 12.0)
+    assert evicts(l1, key)
+
+
+def test_an_overdue_lease_that_nobody_has_ended_still_confirms_what_was_read(
+    l1: L1, leases: PeerLeases
+) -> None:
+    """As after the owner was frozen: no other record can have come to where it lies."""
+    [key] = l1.store(chain("a", 1))
+    leased = leases.lease(key, 1, 2.0, 10.0)
+    assert leases.release(leased.number, 0, 99.0)
+
+
+def test_a_release_that_keeps_prolongs_the_lease(l1: L1, leases: PeerLeases) -> None:
+    [key] = l1.store(chain("a", 1))
+    leased = leases.lease(key, 1, 2.0, 10.0)
+    assert leases.release(leased.number, 5.0, 11.0, read_bytes=RECORD)
+    assert leases.expire(12.5) == 16.0
+    assert leases.release(leased.number, 0, 15.0)
+    assert leases.read_bytes == RECORD
+    assert not leases.release(leased.number, 5.0, 15.0)
+
+
+def test_peers_get_a_share_of_l1_and_records_that_several_read_count_once(l1: L1, leases: PeerLeases) -> None:
+    keys = l1.store(chain("a", 40))
+    first = leases.lease(b"".join(keys), 1, 1.0, 0.0)
+    n = len(unpack_extents(first.extents))
+    assert first.reason == LIMIT
+    assert n == QUARTER // RECORD
+    assert leases.leased_bytes <= QUARTER
+    again = leases.lease(b"".join(keys[:n]), 1, 1.0, 0.0)
+    assert again.reason == ""
+    others = leases.lease(b"".join(keys[n:]), 1, 1.0, 0.0)
+    assert (others.number, others.reason) == (0, LIMIT)
+    assert leases.release(first.number, 0, 0.0)
+    assert not evicts(l1, keys[n - 1])
+    assert leases.release(again.number, 0, 0.0)
+    assert leases.lease(b"".join(keys[n:]), 1, 1.0, 0.0).number
+    l1.pool.validate()
+
+
+def test_numbers_of_another_process_name_nothing(l1: L1, leases: PeerLeases) -> None:
+    [key] = l1.store(chain("a", 1))
+    before = PeerLeases(l1.pool, QUARTER).lease(key, 1, 1.0, 0.0)
+    leases.lease(key, 1, 1.0, 0.0)
+    assert not leases.release(before.number, 0, 0.0)
+
+
+def test_leases_and_the_memory_of_ended_leases_are_bounded(l1: L1, leases: PeerLeases) -> None:
+    [key] = l1.store(chain("a", 1))
+    for _ in range(4 * MAX_LEASES):
+        leases.release(leases.lease(key, 1, 60.0, 0.0).number, 0, 0.0)
+    assert len(leases._due) <= 2 * MAX_LEASES + 1
+    for _ in range(MAX_LEASES):
+        assert leases.lease(key, 1, 60.0, 0.0).number
+    assert leases.lease(key, 1, 60.0, 0.0) == (0, b"", LIMIT)
+    assert leases.leased_bytes == RECORD
+    leases.end_all()
+    l1.nothing_in_use()
+    assert l1.pool.stats()["leases"] == 0
+
+
+def test_a_draining_owner_grants_no_new_lease_and_keeps_those_it_has(l1: L1, leases: PeerLeases) -> None:
+    [key] = l1.store(chain("a", 1))
+    leased = leases.lease(key, 1, 1.0, 0.0)
+    leases.draining = True
+    assert leases.lease(key, 1, 1.0, 0.0).reason == DRAINING
+    assert leases.release(leased.number, 0, 0.0)
+
+
+def test_pins_keep_the_chunks_that_are_there_until_they_end(l1: L1, leases: PeerLeases) -> None:
+    keys = l1.store(chain("a", 2)) + chain("absent", 1) + l1.store(chain("b", 2))
+    assert leases.pin("claim", b"".join(keys), 60.0, 0.0) == 4
+    assert leases.leased_bytes == 4 * RECORD
+    assert leases.pin("claim", b"".join(keys), 90.0, 0.0) == 4
+    assert leases.leased_bytes == 4 * RECORD
+    assert not evicts(l1, keys[0])
+    assert leases.expire(60.0) == 90.0
+    assert leases.unpin("claim") == 4
+    assert leases.unpin("claim") == 0
+    assert evicts(l1, keys[4])
+    assert leases.pin("other", keys[0], 1.0, 0.0) == 1
+    assert leases.expire(1.0) is None
+    assert leases.stats()["pins"] == 0
+
+
+def test_a_pin_that_is_too_large_pins_nothing(l1: L1, leases: PeerLeases) -> None:
+    keys = l1.store(chain("a", 40))
+    with pytest.raises(Refused, match="may keep"):
+        leases.pin("claim", b"".join(keys), 60.0, 0.0)
+    assert leases.leased_bytes == 0
+    assert l1.pool.stats()["leases"] == 0
+
+
+class Owner:
+    """The real socket over a real pool."""
+
+    def __init__(self, l1: L1) -> None:
+        server = ZmqServer(asyncio.get_running_loop())
+        port = server.bind_tcp("localhost", 0, curve=None, insecure=False)
+        self.endpoint = f"tcp://127.0.0.1:{port}"
+        self.clock = Clock()
+        self.metadata = b"how to get there"
+        self.peers = PeerServer(
+            l1.pool, self.clock, server, instance_id="owner", incarnation=7, limit_bytes=QUARTER,
+            engine="ucx", metadata=lambda: self.metadata,
+        )  # fmt: skip
+        self.peers.start()
+
+
+@pytest.fixture
+async def owner(l1: L1) -> AsyncIterator[Owner]:
+    owner = Owner(l1)
+    yield owner
+    owner.peers.close()
+    assert l1.pool.stats()["leases"] == 0
+
+
+@pytest.fixture
+async def link(owner: Owner) -> AsyncIterator[AskLink]:
+    links = Links(asyncio.get_running_loop())
+    yield links.ask(owner.endpoint)
+    links.close()
+
+
+def hello(**other: object) -> PeerHello:
+    values = {"protocol": CLUSTER_PROTOCOL_VERSION, "record_version": FORMAT_VERSION, "engine": "ucx"}
+    return PeerHello(0, reader="reader", **{**values, **other})  # type: ignore[arg-type]
+
+
+async def test_a_reader_gets_the_metadata_leases_reads_and_hears_that_its_lease_stood(
+    l1: L1, owner: Owner, link: AskLink
+) -> None:
+    keys = l1.store(chain("a", 3))
+    welcome = await link.ask(hello(), PeerWelcome, LONG_S)
+    assert (welcome.epoch, welcome.instance, welcome.metadata) == (7, "owner", b"how to get there")
+    assert welcome.extents_bytes == L1_BYTES
+    leased = await link.ask(PeerLease(0, "reader", b"".join(keys), 1, 1_000), PeerLeased, LONG_S)
+    assert (leased.epoch, leased.reason, leased.ttl_ms) == (7, "", 1_000)
+    assert [extent.length_bytes for extent in unpack_extents(leased.extents)] == [RECORD] * 3
+    released = await link.ask(PeerRelease(0, leased.lease), PeerReleased, LONG_S)
+    assert released.stood
+    again = await link.ask(PeerRelease(0, leased.lease), PeerReleased, LONG_S)
+    assert not again.stood
+
+
+async def test_a_lease_of_a_reader_that_is_gone_ends_after_its_time(
+    l1: L1, owner: Owner, link: AskLink
+) -> None:
+    keys = l1.store(chain("a", 1))
+    await link.ask(PeerLease(0, "reader", b"".join(keys), 1, 60_000), PeerLeased, LONG_S)
+    await link.ask(PeerLease(0, "reader", b"".join(keys), 1, 10), PeerLeased, LONG_S)
+    owner.clock.now_s += 0.01
+    await until(lambda: len(owner.peers.leases) == 1)  # by the timer alone: nobody asks
+    owner.clock.now_s += 60
+    status = await link.ask(PeerRelease(0, 1), PeerReleased, LONG_S)
+    assert not status.stood
+    assert len(owner.peers.leases) == 0
+    assert evicts(l1, keys[0])
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "field"),
+    [
+        (hello(protocol=9), "wrong_version", "protocol"),
+        (hello(record_version=9), "wrong_version", "record_version"),
+        (hello(engine="nixl"), "bad_request", "engine"),
+        (PeerLease(0, "reader", b"", 1, 1), "bad_request", "keys"),
+        (PeerLease(0, "reader", bytes(33), 1, 1), "bad_request", "keys"),
+        (PeerLease(0, "reader", bytes(32), 2, 1), "bad_request", "keys"),
+        (PeerLease(0, "reader", bytes(32), 1, 0), "bad_request", ""),
+        (PeerLease(0, "no name!", bytes(32), 1, 1), "bad_request", ""),
+    ],
+)
+async def test_an_impossible_request_of_a_reader_is_refused_with_its_field(
+    owner: Owner, link: AskLink, request_: PeerHello | PeerLease, code: str, field: str
+) -> None:
+    with pytest.raises(ClusterFailure) as refused:
+        await link.ask(request_, PeerLeased, LONG_S)
+    assert (refused.value.code, refused.value.field) == (code, field)
+    assert owner.peers.status()["errors"] == 1
+
+
+async def test_while_no_engine_is_up_the_reader_is_told_to_come_back(owner: Owner, link: AskLink) -> None:
+    owner.metadata = b""
+    with pytest.raises(ClusterFailure) as refused:
+        await link.ask(hello(), PeerWelcome, LONG_S)
+    assert refused.value.retryable
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        b"\x93\xabpeer_hello\x07",
+        b"\x92\xa2\xff\xff\x07",
+        b"\x91" * 5_000,
+        encode(Goodbye(7, "reader", 1)),
+        b"\x92\xaapeer_lease\xcf" + b"\xff" * 8,
+    ],
+)
+async def test_garbage_is_answered_with_an_error_and_disturbs_no_other_reader(
+    l1: L1, owner: Owner, link: AskLink, frame: bytes
+) -> None:
+    sender = zmq.asyncio.Context()
+    socket = sender.socket(zmq.DEALER)
+    socket.connect(owner.endpoint)
+    await socket.send(frame)
+    answer = ANSWERS.decode(await asyncio.wait_for(socket.recv(), LONG_S))
+    assert isinstance(answer, Failure)
+    assert answer.code == "bad_request"
+    sender.destroy(linger=0)
+    [key] = l1.store(chain("a", 1))
+    assert (await link.ask(PeerLease(0, "reader", key, 1, 1_000), PeerLeased, LONG_S)).lease
+
+
+def test_records_leased_to_peers_by_a_server_that_was_killed_are_free_for_the_next() -> None:
+    fds = [os.memfd_create(name) for name in ("index", "extents")]
+    first = L1.__new__(L1)
+    first.pool = Pool.create(*fds, extents_bytes=L1_BYTES, entry_capacity=1024)
+    first.row = first.pool.claim_row(b"s" * 16, b"g" * 16, os.getpid())
+    [key] = first.store(chain("a", 1))
+    assert PeerLeases(first.pool, QUARTER).lease(key, 1, 60.0, 0.0).number
+    assert first.pool.remove(key) == 0
+    second = Pool.adopt(*fds)
+    assert second.verify(key) == (1, 0)
+    assert second.remove(key) == 1
+    for fd in fds:
+        os.close(fd)

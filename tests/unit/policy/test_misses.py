@@ -1,0 +1,256 @@
+"""policy/misses.py: every reason of the closed list, the bounds of each memory, and what each tenant may see."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstrata.errors import BadRequest
+from kvstrata.policy.misses import (
+    MAX_IDENTITIES_PER_PROBE,
+    MAX_LISTED_IDS,
+    Explained,
+    Explainer,
+    IdentityMemory,
+    KeyMemory,
+    RequestMemory,
+)
+from kvstrata.types import LayoutIdentity, MissReason, RequestIdentity, identity_root
+
+LAYOUT = LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=256)
+REQUEST = RequestIdentity()
+PROBE = b"firstone"
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(8, "big") + bytes(24)
+
+
+def why(
+    explainer: Explainer,
+    number: int = 1,
+    *,
+    first: bool = True,
+    probe: bytes = PROBE,
+    layout: LayoutIdentity = LAYOUT,
+    request: RequestIdentity = REQUEST,
+    in_flight: bool = False,
+) -> tuple[str, str]:
+    return explainer.why(
+        key(number),
+        first=first,
+        probe=probe,
+        root=identity_root(layout, request),
+        layout=layout,
+        request=request,
+        in_flight=in_flight,
+        policy="LRU",
+    )
+
+
+def explained(request_id: str, tenant: str = "") -> Explained:
+    return Explained(request_id, tenant, bytes(32), 0, 1.5, 10, 3, 2, 5, "evicted", "by LRU", key(5))
+
+
+def test_a_key_that_was_never_named_is_unknown() -> None:
+    assert why(Explainer())[0] == MissReason.UNKNOWN_KEY
+
+
+def test_a_key_asked_for_before_was_never_stored() -> None:
+    explainer = Explainer()
+    explainer.keys.missed(key(1), 5)
+    assert why(explainer)[0] == MissReason.NEVER_STORED
+
+
+def test_a_key_that_is_being_written_is_in_flight_whatever_happened_before() -> None:
+    explainer = Explainer()
+    explainer.keys.note(key(1), MissReason.EVICTED, "LRU", 5)
+    assert why(explainer, in_flight=True)[0] == MissReason.IN_FLIGHT
+
+
+def test_an_evicted_key_tells_when_and_by_which_policy() -> None:
+    explainer = Explainer()
+    explainer.keys.note(key(1), MissReason.EVICTED, "ARC", 1_234_567)
+    assert why(explainer) == (MissReason.EVICTED, "by ARC at 1234567 (unix ms)")
+
+
+@pytest.mark.parametrize("reason", [MissReason.CORRUPT, MissReason.REFUSED, MissReason.PUT_SKIPPED])
+def test_the_last_event_of_a_key_is_its_reason_with_the_detail(reason: MissReason) -> None:
+    explainer = Explainer()
+    explainer.keys.note(key(1), reason, "quota", 5)
+    assert why(explainer) == (reason, "quota")
+
+
+def test_asking_again_does_not_replace_the_known_reason() -> None:
+    explainer = Explainer()
+    explainer.keys.note(key(1), MissReason.CORRUPT, "", 5)
+    explainer.keys.missed(key(1), 6)
+    assert why(explainer)[0] == MissReason.CORRUPT
+
+
+def test_a_stored_key_has_no_reason_left() -> None:
+    explainer = Explainer()
+    explainer.keys.note(key(1), MissReason.EVICTED, "LRU", 5)
+    explainer.keys.stored([key(1)])
+    assert why(explainer)[0] == MissReason.UNKNOWN_KEY
+
+
+def test_once_the_memory_overflowed_unknown_keys_are_forgotten() -> None:
+    explainer = Explainer()
+    explainer.keys = KeyMemory(max_keys=3)
+    for number in range(10, 14):
+        explainer.keys.missed(key(number), 0)
+    assert len(explainer.keys) == 3
+    assert why(explainer, 10)[0] == MissReason.FORGOTTEN
+    assert why(explainer, 13)[0] == MissReason.NEVER_STORED
+
+
+def test_lost_events_make_unknown_keys_forgotten() -> None:
+    explainer = Explainer()
+    explainer.keys.lost_events()
+    assert why(explainer)[0] == MissReason.FORGOTTEN
+
+
+@pytest.mark.parametrize(
+    ("field", "layout", "request_identity"),
+    [
+        ("revision", LayoutIdentity(model="m", revision="r2", kv_dtype="bf16", chunk_tokens=256), REQUEST),
+        ("kv_dtype", LayoutIdentity(model="m", kv_dtype="fp8", chunk_tokens=256), REQUEST),
+        ("adapter", LAYOUT, RequestIdentity(adapter="sql-lora")),
+    ],
+)
+def test_the_same_tokens_under_another_identity_name_the_field_that_differs(
+    field: str, layout: LayoutIdentity, request_identity: RequestIdentity
+) -> None:
+    explainer = Explainer()
+    explainer.identities.stored(PROBE, identity_root(layout, request_identity), layout, request_identity)
+    reason, detail = why(explainer)
+    assert reason == MissReason.IDENTITY_DIFFERS
+    assert detail.startswith(field)
+
+
+def test_a_salt_that_differs_is_named_but_not_shown() -> None:
+    explainer = Explainer()
+    salted = RequestIdentity(salt="secret of another user")
+    explainer.identities.stored(PROBE, identity_root(LAYOUT, salted), LAYOUT, salted)
+    assert why(explainer) == (MissReason.IDENTITY_DIFFERS, "salt")
+
+
+def test_a_tenant_learns_nothing_about_identities_of_another_tenant() -> None:
+    explainer = Explainer()
+    other = RequestIdentity(tenant="other")
+    explainer.identities.stored(PROBE, identity_root(LAYOUT, other), LAYOUT, other)
+    assert why(explainer)[0] == MissReason.UNKNOWN_KEY
+
+
+def test_identities_are_compared_only_for_the_first_chunk() -> None:
+    explainer = Explainer()
+    other = RequestIdentity(adapter="x")
+    explainer.identities.stored(PROBE, identity_root(LAYOUT, other), LAYOUT, other)
+    assert why(explainer, first=False)[0] == MissReason.UNKNOWN_KEY
+
+
+def test_the_own_identity_is_not_reported_as_a_difference() -> None:
+    explainer = Explainer()
+    explainer.identities.stored(PROBE, identity_root(LAYOUT, REQUEST), LAYOUT, REQUEST)
+    assert why(explainer)[0] == MissReason.UNKNOWN_KEY
+
+
+def test_without_a_probe_nothing_is_remembered_or_compared() -> None:
+    explainer = Explainer()
+    other = RequestIdentity(adapter="x")
+    explainer.identities.stored(b"", identity_root(LAYOUT, other), LAYOUT, other)
+    assert why(explainer, probe=b"")[0] == MissReason.UNKNOWN_KEY
+
+
+def test_the_identity_memory_keeps_the_newest() -> None:
+    memory = IdentityMemory(max_probes=2)
+    for number in range(3):
+        request = RequestIdentity(adapter=str(number))
+        memory.stored(b"p%d" % number, identity_root(LAYOUT, request), LAYOUT, request)
+    root = identity_root(LAYOUT, REQUEST)
+    assert memory.difference(b"p0", root, LAYOUT, REQUEST) is None
+    assert memory.difference(b"p2", root, LAYOUT, REQUEST) == ("adapter", "2")
+    for number in range(MAX_IDENTITIES_PER_PROBE + 5):
+        request = RequestIdentity(adapter=f"many{number}")
+        memory.stored(b"p2", identity_root(LAYOUT, request), LAYOUT, request)
+    newest = f"many{MAX_IDENTITIES_PER_PROBE + 4}"
+    assert memory.difference(b"p2", root, LAYOUT, REQUEST) == ("adapter", newest)
+
+
+def test_a_recent_request_is_explained_and_an_old_one_is_not_known() -> None:
+    explainer = Explainer()
+    explainer.requests = RequestMemory(max_requests=3)
+    for number in range(5):
+        explainer.requests.add(explained(f"r{number}"))
+    assert explainer.explain("r1", None) == {"request_id": "r1", "known": False, "lookups": []}
+    document = explainer.explain("r4", None)
+    assert document["known"]
+    assert document["lookups"][0]["hits"] == {"l1": 3, "l2": 2, "served": 5}
+    assert document["lookups"][0]["first_miss"] == {
+        "chunk": 5,
+        "reason": "evicted",
+        "detail": "by LRU",
+        "storage_key": key(5).hex(),
+    }
+    assert [entry["request_id"] for entry in explainer.recent(2)] == ["r4", "r3"]
+
+
+def test_all_lookups_of_a_request_are_told_oldest_first() -> None:
+    explainer = Explainer()
+    explainer.requests.add(explained("r")._replace(unix_ms=1))
+    explainer.requests.add(explained("other"))
+    explainer.requests.add(explained("r")._replace(unix_ms=2, reason=""))
+    lookups = explainer.explain("r", None)["lookups"]
+    assert [entry["unix_ms"] for entry in lookups] == [1, 2]
+    assert lookups[1]["first_miss"] is None
+
+
+@pytest.mark.parametrize("of_engine", ["cmpl-7-1f2e3d4c", "cmpl-7-0-1f2e3d4c"])
+def test_the_id_that_the_client_of_the_api_saw_names_the_request_of_the_engine(of_engine: str) -> None:
+    explainer = Explainer()
+    explainer.requests.add(explained(of_engine)._replace(unix_ms=1))
+    explainer.requests.add(explained("cmpl-71-0a0b0c0d"))
+    explainer.requests.add(explained(of_engine)._replace(unix_ms=2))
+    document = explainer.explain("cmpl-7", None)
+    assert document["known"] and document["request_id"] == of_engine
+    assert [entry["unix_ms"] for entry in document["lookups"]] == [1, 2]
+    assert not explainer.explain("cmpl-7-", None)["known"]
+
+
+def test_an_id_that_several_requests_begin_with_is_refused_and_lists_them() -> None:
+    explainer = Explainer()
+    for number in range(2):
+        explainer.requests.add(explained(f"cmpl-7-{number}-1f2e3d4c"))
+    listed = "cmpl-7-0-1f2e3d4c, cmpl-7-1-1f2e3d4c"
+    with pytest.raises(
+        BadRequest, match=f"2 recent requests begin with 'cmpl-7': {listed}; give one"
+    ) as refused:
+        explainer.explain("cmpl-7", None)
+    assert refused.value.field == "request_id"
+    for number in range(MAX_LISTED_IDS):
+        explainer.requests.add(explained(f"cmpl-7-{number}-2f2e3d4c"))
+    with pytest.raises(BadRequest, match=r"10 recent requests .*-1f2e3d4c, .* and 2 more; give one"):
+        explainer.explain("cmpl-7", None)
+
+
+def test_the_exact_id_is_explained_though_others_begin_with_it() -> None:
+    explainer = Explainer()
+    for request_id in ("cmpl-7-0-1f2e3d4c", "cmpl-7", "cmpl-7-1-1f2e3d4c"):
+        explainer.requests.add(explained(request_id))
+    document = explainer.explain("cmpl-7", None)
+    assert [entry["request_id"] for entry in document["lookups"]] == ["cmpl-7"]
+
+
+def test_ids_of_other_tenants_neither_match_nor_make_an_id_ambiguous() -> None:
+    explainer = Explainer()
+    explainer.requests.add(explained("cmpl-7-0-1f2e3d4c", tenant="a"))
+    explainer.requests.add(explained("cmpl-7-1-1f2e3d4c", tenant="b"))
+    assert explainer.explain("cmpl-7", frozenset({"b"}))["request_id"] == "cmpl-7-1-1f2e3d4c"
+    assert not explainer.explain("cmpl-7", frozenset({"c"}))["known"]
+
+
+def test_a_request_is_not_explained_to_another_tenant() -> None:
+    explainer = Explainer()
+    explainer.requests.add(explained("r", tenant="a"))
+    assert not explainer.explain("r", frozenset({"b"}))["known"]
+    assert explainer.explain("r", frozenset({"a"}))["known"]

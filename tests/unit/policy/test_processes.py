@@ -1,0 +1,227 @@
+"""policy/processes.py: groups, slices, identities, tenants."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.errors import BadRequest, NotPermitted, Refused, UnknownIdentity
+from kvstrata.policy.processes import (
+    MAX_IDENTITIES,
+    MAX_NAME_CHARS,
+    AttachedProcess,
+    ProcessTable,
+    SessionLimits,
+    TenantTokens,
+    tenant_number,
+)
+from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice, identity_root
+
+LAYOUT = LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=256)
+GROUP = b"g" * 16
+
+
+def name(number: int) -> bytes:
+    return bytes([number]) * 16
+
+
+def held(number: int) -> Slice:
+    return Slice(layers=(0, 8), kv_heads=(number, number + 1), layout="f")
+
+
+def attach(
+    table: ProcessTable,
+    number: int,
+    *,
+    role: Role = Role.WORKER,
+    slices: int = 2,
+    group: bytes = GROUP,
+    part: Slice | None = None,
+    tenants: frozenset[str] | None = None,
+    layout: LayoutIdentity = LAYOUT,
+    record_bytes: int = 0,
+) -> AttachedProcess:
+    return table.attach(
+        name(number),
+        group=group,
+        role=role,
+        layout=layout,
+        engine_slices=slices,
+        part=None if role is Role.SCHEDULER else part or held(number),
+        tenants=tenants,
+        row=number,
+        pid=1000 + number,
+        secret=bytes([number]) * 32,
+        record_bytes=record_bytes,
+    )
+
+
+def test_a_group_is_complete_when_each_of_its_slices_has_a_process() -> None:
+    table = ProcessTable(1)
+    scheduler = attach(table, 1, role=Role.SCHEDULER)
+    assert not scheduler.group.complete
+    attach(table, 2)
+    attach(table, 3, part=held(2))
+    assert not scheduler.group.complete, "two members with the same slice"
+    last = attach(table, 4)
+    assert scheduler.group.complete
+    assert scheduler.group.slices == sorted([held(2).digest(), held(4).digest()])
+    assert scheduler.group.packed_slices == b"".join(scheduler.group.slices)
+    assert scheduler.group.rows == [1, 2, 3, 4]
+    table.gone(last.session)
+    assert not scheduler.group.complete
+
+
+def test_lengths_that_were_only_reserved_are_known_but_not_declared() -> None:
+    """Values of other lengths are deleted only where every process with a slice has declared its length."""
+    table = ProcessTable(1)
+    scheduler = attach(table, 1, role=Role.SCHEDULER)
+    attach(table, 2, record_bytes=4096)
+    group = scheduler.group
+    assert group.lengths == [frozenset({4096})] and group.declares_lengths
+    other = attach(table, 3)
+    assert not group.declares_lengths and frozenset() in group.lengths
+    other.has_records_of(8192)
+    assert sorted(map(sorted, group.lengths)) == [[4096], [8192]] and not group.declares_lengths
+    table.gone(other.session)
+    assert group.declares_lengths
+
+
+def test_detached_processes_stay_in_their_group() -> None:
+    table = ProcessTable(1)
+    member = attach(table, 1, slices=1)
+    table.detached(member.session)
+    assert member.detached and member.group.complete
+    assert table.get(member.session) is member
+
+
+def test_a_process_that_attaches_again_keeps_its_identities() -> None:
+    table = ProcessTable(1)
+    member = attach(table, 1)
+    identity = table.identify(member, RequestIdentity())
+    table.detached(member.session)
+    again = attach(table, 1, tenants=frozenset({"a"}))
+    assert again is member and not again.detached
+    assert again.tenants == frozenset({"a"})
+    assert table.identity(again, identity.number) == identity
+
+
+def test_an_empty_group_is_forgotten_and_may_come_back_with_another_layout() -> None:
+    table = ProcessTable(1)
+    attach(table, 1)
+    table.gone(name(1))
+    assert table.groups == [] and list(table) == []
+    other = LayoutIdentity(model="other", kv_dtype="bf16", chunk_tokens=16)
+    assert attach(table, 2, layout=other).group.layout == other
+
+
+def test_the_end_of_an_unknown_process_changes_nothing() -> None:
+    table = ProcessTable(1)
+    assert table.gone(name(9)) is None
+    table.detached(name(9))
+    assert table.get(name(9)) is None
+
+
+def test_an_identity_has_one_number_in_the_whole_instance() -> None:
+    table = ProcessTable(7)
+    first, second = attach(table, 1), attach(table, 2)
+    request = RequestIdentity(adapter="lora", tenant="t")
+    a, b = table.identify(first, request), table.identify(second, request)
+    assert a is b
+    assert a.root == identity_root(LAYOUT, request)
+    assert a.tenant == tenant_number("t")
+    assert table.identify(first, RequestIdentity()).number != a.number
+    assert table.by_root(a.root) is a
+
+
+def test_identity_numbers_of_another_session_or_epoch_are_unknown() -> None:
+    table = ProcessTable(7)
+    first, second = attach(table, 1), attach(table, 2)
+    identity = table.identify(first, RequestIdentity(salt="s"))
+    with pytest.raises(UnknownIdentity):
+        table.identity(second, identity.number)
+    later = ProcessTable(8)
+    with pytest.raises(UnknownIdentity):
+        later.identity(attach(later, 1), identity.number)
+
+
+def test_the_identity_not_declared_for_longest_is_dropped() -> None:
+    table = ProcessTable(1)
+    member = attach(table, 1)
+    first = table.identify(member, RequestIdentity(salt="first"))
+    second = table.identify(member, RequestIdentity(salt="second"))
+    for number in range(MAX_IDENTITIES - 2):
+        table.identify(member, RequestIdentity(salt=str(number)))
+    table.identify(member, RequestIdentity(salt="first"))
+    table.identify(member, RequestIdentity(salt="one more"))
+    assert table.identity(member, first.number) == first
+    with pytest.raises(UnknownIdentity):
+        table.identity(member, second.number)
+    assert table.identify(member, RequestIdentity(salt="second")).number != second.number
+
+
+def test_identities_nobody_uses_are_forgotten() -> None:
+    table = ProcessTable(1)
+    first, second = attach(table, 1), attach(table, 2)
+    root = table.identify(first, RequestIdentity()).root
+    table.identify(second, RequestIdentity())
+    table.gone(first.session)
+    assert table.by_root(root) is not None
+    table.gone(second.session)
+    assert table.by_root(root) is None
+
+
+@pytest.mark.parametrize("field", ["adapter", "tenant", "salt"])
+def test_overlong_names_are_refused_by_field(field: str) -> None:
+    table = ProcessTable(1)
+    member = attach(table, 1)
+    with pytest.raises(BadRequest) as caught:
+        table.identify(member, RequestIdentity(**{field: "x" * (MAX_NAME_CHARS + 1)}))
+    assert caught.value.field == f"request.{field}"
+
+
+def test_a_process_may_name_only_its_tenants() -> None:
+    table = ProcessTable(1)
+    member = attach(table, 1, tenants=frozenset({"a", "b"}))
+    table.identify(member, RequestIdentity(tenant="b"))
+    with pytest.raises(NotPermitted):
+        table.identify(member, RequestIdentity(tenant="c"))
+    with pytest.raises(NotPermitted):
+        table.identify(member, RequestIdentity())
+
+
+def test_tokens_open_their_tenants_and_nothing_else() -> None:
+    assert TenantTokens().allowed("") is None
+    assert TenantTokens().allowed("whatever") is None
+    tokens = TenantTokens({"first": frozenset({"a"}), "second": frozenset({"b", "c"})})
+    assert tokens.allowed("second") == frozenset({"b", "c"})
+    assert tokens.allowed("") == frozenset({""})
+    with pytest.raises(NotPermitted):
+        tokens.allowed("third")
+
+
+@given(st.text(min_size=1), st.text(min_size=1))
+def test_tenant_numbers_are_stable_and_only_the_unnamed_one_is_zero(one: str, other: str) -> None:
+    assert tenant_number("") == 0
+    assert 0 < tenant_number(one) < 1 << 32
+    assert (tenant_number(one) == tenant_number(other)) == (one == other)
+
+
+def test_a_process_and_a_token_get_only_so_many_sessions() -> None:
+    table = ProcessTable(epoch=1)
+    limits = SessionLimits(per_process=2, per_token=3)
+    green, blue = frozenset({"green"}), frozenset({"blue"})
+    for number, pid, tenants in ((1, 7, green), (2, 7, green), (3, 8, green)):
+        table.check_room(name(number), pid, tenants, limits)
+        attached = attach(table, number, tenants=tenants)
+        attached.pid = pid
+    with pytest.raises(Refused, match=r"process 7 has 2 sessions .* raise security\.sessions_per_process"):
+        table.check_room(name(4), 7, blue, limits)
+    with pytest.raises(Refused, match=r"3 sessions .* with this token.* raise security\.sessions_per_token"):
+        table.check_room(name(4), 9, green, limits)
+    table.check_room(name(1), 7, green, limits)  # attaches again
+    table.check_room(name(4), 9, blue, limits)
+    table.check_room(name(4), 9, None, limits)
+    table.gone(name(1))
+    table.check_room(name(4), 7, green, limits)

@@ -1,0 +1,91 @@
+"""process/http_token.py: a token is found by its own user, for a port of its own user, while its server lives."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from kvstrata.errors import ConfigError
+from kvstrata.process.http_token import TokenFile, find_token, fresh_token
+
+LISTEN = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> Mapping[str, str]:
+    return {"XDG_RUNTIME_DIR": str(tmp_path)}
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_a_token_is_found_at_every_name_of_this_host_until_its_file_is_closed(environ, port):
+    token = fresh_token()
+    file = TokenFile(token, port, environ)
+    for host in ("127.0.0.1", "localhost", "[::1]", "127.0.0.2"):
+        assert find_token(f"http://{host}:{port}", environ) == token
+    for elsewhere in (
+        f"http://10.0.0.1:{port}",
+        f"http://localhost.example:{port}",
+        "http://localhost:x",
+        "//",
+        "",
+    ):
+        assert find_token(elsewhere, environ) == ""
+    file.close()
+    assert not file.path.exists() and find_token(f"http://localhost:{port}", environ) == ""
+
+
+def test_the_token_of_an_ended_process_is_neither_found_nor_kept(environ, port):
+    file = TokenFile(fresh_token(), port, environ)
+    left = file.path.read_bytes()
+    file.close()
+    file.path.write_bytes(left)
+    file.path.chmod(0o600)
+    assert find_token(f"http://localhost:{port}", environ) == ""
+    other = TokenFile(fresh_token(), port + 1, environ)
+    assert not file.path.exists()
+    other.close()
+
+
+def test_the_file_of_a_later_process_on_the_port_stays(environ, port):
+    first, second = TokenFile(fresh_token(), port, environ), TokenFile("second-token-0123456", port, environ)
+    first.close()
+    assert find_token(f"http://localhost:{port}", environ) == "second-token-0123456"
+    second.close()
+
+
+def test_a_token_that_others_can_read_is_not_used(environ, port):
+    file = TokenFile(fresh_token(), port, environ)
+    file.path.chmod(0o640)
+    assert find_token(f"http://localhost:{port}", environ) == ""
+    file.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_token_is_not_sent_to_a_port_that_another_user_has_taken(environ):
+    other_user = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/env")
+    command = [*other_user, "python3", "-c", LISTEN]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as thief:
+        assert thief.stdout is not None
+        port = int(thief.stdout.readline())
+        file = TokenFile(fresh_token(), port, environ)
+        assert find_token(f"http://localhost:{port}", environ) == ""
+        file.close()
+        thief.communicate("\n")
+
+
+def test_a_folder_that_others_can_write_to_stops_the_start(tmp_path, environ, port):
+    folder = tmp_path / f"kvstrata-{os.geteuid()}" / "http"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"^http\.token_file: .*chmod 700"):
+        TokenFile(fresh_token(), port, environ)

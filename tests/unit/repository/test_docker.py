@@ -1,0 +1,177 @@
+"""The files under docker/. No container engine runs here: they are parsed, and our own `--check` takes all commands."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvstrata.config.model import HttpSettings
+from kvstrata.observability.metrics import FAMILIES, STATUS_NUMBERS, gauge_name
+from kvstrata.process.listen import read_token
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCKER = ROOT / "docker"
+COMPOSE_FILES = sorted(DOCKER.glob("compose*.yaml"))
+DASHBOARD = DOCKER / "grafana/dashboards/kvstrata.json"
+
+
+def services(file: Path) -> dict[str, dict[str, Any]]:
+    """Services of one file merged over those of compose.yaml, as users combine them."""
+    merged: dict[str, dict[str, Any]] = {}
+    for source in dict.fromkeys([DOCKER / "compose.yaml", file]):
+        for name, service in yaml.safe_load(source.read_text())["services"].items():
+            merged[name] = merged.get(name, {}) | service
+    return merged
+
+
+def sample_names() -> set[str]:
+    """Every name under which /metrics may have a sample, with ADAPTER and WORD left as they are."""
+    names = {gauge_name(path) for path in STATUS_NUMBERS}
+    for name, family in FAMILIES.items():
+        endings = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
+        names |= {name + ending for ending in endings[family.kind]}
+    return names
+
+
+@pytest.mark.parametrize("file", COMPOSE_FILES, ids=lambda file: file.name)
+def test_the_server_of_each_compose_file_accepts_its_command_line(file: Path, tmp_path: Path) -> None:
+    command = services(file)["kvstrata"]["command"]
+    assert command[0] == "lmcache-server"
+    secret = tmp_path / "http-token"
+    secret.write_text("a-token-for-the-test-only-0123456789\n")
+    secret.chmod(0o600)
+    settings = tmp_path / "server.yaml"
+    text = (DOCKER / "server.yaml").read_text()
+    for inside, outside in {
+        "/run/secrets/http-token": str(secret),
+        "/run/kvstrata": str(tmp_path / "sockets"),
+    }.items():
+        assert inside in text
+        text = text.replace(inside, outside)
+    settings.write_text(text)
+    arguments = [argument.replace("/etc/kvstrata/server.yaml", str(settings)) for argument in command[1:]]
+    checked = subprocess.run(
+        [sys.executable, "-m", "kvstrata.cli.server", *arguments, "--check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert checked.returncode == 0, checked.stderr
+    assert len(json.loads(checked.stdout)["l2_adapters"]) == (1 if file.name == "compose.yaml" else 2)
+
+
+@pytest.mark.parametrize("file", COMPOSE_FILES, ids=lambda file: file.name)
+def test_files_and_ports_of_a_compose_file_exist_and_are_local(file: Path) -> None:
+    base = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    merged = services(file)
+    for name, service in merged.items():
+        assert ("image" in service) or ("build" in service), name
+        assert set(service.get("depends_on", [])) <= set(merged), name
+        assert set(service.get("secrets", [])) <= set(base["secrets"]), name
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert (DOCKER / source).exists() if source.startswith(".") else source in base["volumes"], volume
+        # Published ports are reachable from this machine alone.
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), name
+
+
+@pytest.mark.parametrize("file", COMPOSE_FILES, ids=lambda file: file.name)
+def test_no_service_is_root_or_can_write_outside_its_volumes(file: Path) -> None:
+    for name, service in services(file).items():
+        uid, _, gid = service["user"].partition(":")
+        assert int(uid) > 0 and int(gid) >= 0, name
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"] and "cap_add" not in service, name
+        # Nothing else: `seccomp:unconfined` would stand here too.
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert not {"privileged", "pid", "ipc", "network_mode", "devices"} & set(service), name
+        folders = {folder.partition(":")[0] for folder in service["tmpfs"]}
+        assert "/tmp" in folders and all("size=" in folder for folder in service["tmpfs"]), name
+
+
+def test_the_image_runs_as_the_user_of_the_compose_file() -> None:
+    image = (DOCKER / "Dockerfile").read_text().rpartition("\nFROM ")[2]
+    (user,) = re.findall(r"^USER (.*)$", image, re.MULTILINE)
+    assert user == services(DOCKER / "compose.yaml")["kvstrata"]["user"] == "1000:1000"
+    # Nothing that the image does as root comes after it.
+    assert not re.search(r"^(RUN|COPY|ADD) ", image.partition("\nUSER ")[2], re.MULTILINE)
+
+
+def test_each_host_that_an_adapter_connects_to_is_a_service() -> None:
+    for file in COMPOSE_FILES:
+        merged = services(file)
+        for argument in merged["kvstrata"]["command"]:
+            if argument.startswith("--l2-adapter="):
+                entry = json.loads(argument.partition("=")[2])
+                hosts = [entry.get("host"), str(entry.get("master_server_addr", "")).partition(":")[0]]
+                assert {host for host in hosts if host} <= set(merged)
+
+
+def test_prometheus_scrapes_the_admin_port_by_a_name_that_the_server_knows() -> None:
+    (job,) = yaml.safe_load((DOCKER / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    compose = services(DOCKER / "compose.yaml")
+    assert job["static_configs"] == [{"targets": ["kvstrata:8080"]}]
+    assert "127.0.0.1:8080:8080" in compose["kvstrata"]["ports"]
+    http = yaml.safe_load((DOCKER / "server.yaml").read_text())["http"]
+    assert http["open_metrics"] is True and "kvstrata" in http["allowed_hosts"]
+    assert "authorization" not in job and "secrets" not in compose["prometheus"]
+
+
+def test_the_token_that_the_readme_makes_can_be_used(tmp_path: Path) -> None:
+    before, compose, _ = (DOCKER / "README.md").read_text().partition("\ndocker compose")
+    assert compose
+    commands = before.partition("```\n")[2]
+    subprocess.run(["bash", "-euc", f"umask 077\n{commands}"], cwd=tmp_path, check=True, timeout=60)
+    token = tmp_path / "http-token"
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert len(read_token(HttpSettings(token_file=str(token)), insecure=False, fresh=False)) == 32
+
+
+def test_the_dashboard_asks_only_for_existing_metrics() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", [])
+        for name in re.findall(r"\bkvstrata_\w+", target["expr"])
+    }
+    assert len(asked) > 20
+    assert asked <= sample_names()
+
+
+def test_the_dashboard_has_its_data_source_and_its_panels_do_not_overlap() -> None:
+    (source,) = yaml.safe_load((DOCKER / "grafana/provisioning/datasources/prometheus.yaml").read_text())[
+        "datasources"
+    ]
+    dashboard = json.loads(DASHBOARD.read_text())
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert place["x"] + place["w"] <= 24 and not cells & taken, panel["title"]
+        taken |= cells
+        assert panel["type"] == "row" or panel["datasource"]["uid"] == source["uid"]
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_the_image_is_built_from_existing_files_and_extras() -> None:
+    import tomllib
+
+    text = (DOCKER / "Dockerfile").read_text()
+    for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE):
+        for source in line.split()[:-1]:
+            assert (ROOT / source).exists(), source
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for named in re.findall(r"\[([a-z_,]+)\]\"", text):
+        assert set(named.split(",")) <= set(extras)

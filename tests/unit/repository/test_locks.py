@@ -1,0 +1,154 @@
+"""`requirements/*.lock` pin what pyproject.toml declares, and setup and image install nothing else."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from tests.tools import setup_env, supply
+
+ROOT = Path(__file__).resolve().parents[3]
+MACHINES = [
+    {
+        "python_version": f"3.{minor}",
+        "python_full_version": f"3.{minor}.9",
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "platform_machine": machine,
+        "os_name": "posix",
+        "extra": "",
+    }
+    for minor in setup_env.SUPPORTED_MINORS
+    for machine in ("x86_64", "aarch64")
+]
+
+
+def entries(name: str) -> list[tuple[Requirement, list[str]]]:
+    """Requirement and hashes of each package."""
+    text = supply.lock_path(name).read_text().replace("\\\n", " ")
+    lines = [line.split(" --hash=") for line in text.splitlines() if line and not line.startswith("#")]
+    return [(Requirement(line[0].strip()), [each.strip() for each in line[1:]]) for line in lines]
+
+
+def pins(name: str, machine: dict[str, str]) -> dict[str, Version]:
+    found: dict[str, Version] = {}
+    for requirement, _ in entries(name):
+        if requirement.marker is None or requirement.marker.evaluate(machine):
+            key = canonicalize_name(requirement.name)
+            assert key not in found, f"{name}.lock: {key} has two versions on {machine}"
+            (specifier,) = requirement.specifier
+            assert specifier.operator == "=="
+            found[key] = Version(specifier.version)
+    return found
+
+
+@pytest.mark.parametrize("name", supply.SHIPPED)
+def test_a_lock_pins_what_is_declared_on_every_python(name: str) -> None:
+    for machine in MACHINES:
+        pinned = pins(name, machine)
+        for requirement in map(Requirement, supply.wanted(name)):
+            if requirement.marker is None or requirement.marker.evaluate(machine):
+                version = pinned.get(canonicalize_name(requirement.name))
+                problem = (
+                    f"requirements/{name}.lock: {requirement} is declared, {version} is pinned: make lock"
+                )
+                assert version is not None and requirement.specifier.contains(version), problem
+
+
+@pytest.mark.parametrize("name", supply.SHIPPED)
+def test_each_package_has_hashes_and_no_line_names_a_registry(name: str) -> None:
+    for requirement, hashes in entries(name):
+        assert requirement.url is None
+        assert hashes and all(re.fullmatch(r"sha256:[0-9a-f]{64}", each) for each in hashes), requirement
+    text = supply.lock_path(name).read_text()
+    assert "://" not in text and not re.search(r"^\s*-(?!-hash=)", text, re.MULTILINE)
+
+
+def test_the_image_installs_files_of_the_locks_only() -> None:
+    text = (ROOT / "docker/Dockerfile").read_text().replace("\\\n", " ")
+    fetched = re.findall(r"pip (?:install|wheel) ([^&\n]*)", text)
+    assert len(fetched) == 4
+    locked = [each for each in fetched if "-r requirements/" in each]
+    assert len(locked) == 2
+    assert all("--require-hashes" in each and "--only-binary :all:" in each for each in locked)
+    # The others take nothing from elsewhere.
+    own, installed = (each for each in fetched if each not in locked)
+    assert "--no-build-isolation" in own and "--no-deps" in own
+    assert "--no-index" in installed
+    (extras,) = re.findall(r'"kvstrata\[([a-z_,]+)\]"', installed)
+    assert tuple(extras.split(",")) == supply.IMAGE_EXTRAS
+
+
+def fake_audit(folder: Path, output: str, status: int) -> Path:
+    """A folder with a `pip-audit` that gives this answer."""
+    program = folder / "pip-audit"
+    program.write_text(f"#!{sys.executable}\nprint({output!r})\nraise SystemExit({status})\n")
+    program.chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("output", "status", "expected", "said"),
+    [
+        ("No known vulnerabilities found", 0, 0, ""),
+        ("Found 2 known vulnerabilities in 1 package", 1, 1, ""),
+        (
+            "zstandard  Dependency not found on PyPI and could not be audited: zstandard (0.25.0)",
+            0,
+            2,
+            "for 1 packages",
+        ),
+        ("ERROR:pip_audit._cli: connection refused", 1, 2, "gave no answer"),
+    ],
+)
+def test_an_audit_without_answers_is_no_clean_audit(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    output: str,
+    status: int,
+    expected: int,
+    said: str,
+) -> None:
+    monkeypatch.setattr(supply, "tools", lambda steps: fake_audit(tmp_path, output, status))
+    assert supply.audit([]) == expected
+    assert said in capfd.readouterr().err
+
+
+def test_pip_refuses_a_file_whose_hash_is_not_in_the_lock(tmp_path: Path) -> None:
+    """The very option that setup and image use, with a package made here."""
+    import zipfile
+
+    wheel = tmp_path / "locked_thing-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("locked_thing.py", "")
+        archive.writestr(
+            "locked_thing-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: locked-thing\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            "locked_thing-1.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        archive.writestr("locked_thing-1.0.dist-info/RECORD", "")
+    lock = tmp_path / "a.lock"
+    lock.write_text(f"locked-thing==1.0 --hash=sha256:{'0' * 64}\n")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "install", "--no-index", "--find-links", tmp_path),
+            *("--target", tmp_path / "out", "--require-hashes", "--requirement", lock),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0 and "DO NOT MATCH THE HASHES" in done.stderr
+    assert not (tmp_path / "out").exists()

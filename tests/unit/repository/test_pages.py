@@ -1,0 +1,71 @@
+"""The pages that people read: every link leads somewhere, and the index names every page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(path for folder in ("docs", "docker", "examples") for path in (ROOT / folder).rglob("*.md")),
+    ]
+)
+ROOMS = ("benchmarks", "configs", "docker", "docs", "examples", "ext", "src", "tests")
+LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]*))?\)")
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    heads = re.findall(
+        r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE
+    )
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in LINK.findall(CODE.sub("", page.read_text())):
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        if anchor:
+            assert anchor in anchors(there), f"{target}#{anchor}"
+
+
+def test_the_index_names_every_page() -> None:
+    linked = {target for target, _ in LINK.findall((DOCS / "README.md").read_text())}
+    there = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*") if path.suffix in (".md", ".json")} - {
+        "README.md"
+    }
+    assert there - linked == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    """Paths from the root in backticks, unless they are patterns such as policy_NAME.cpp."""
+    missing = [
+        path
+        for path in re.findall(rf"`((?:{'|'.join(ROOMS)})/[\w./-]+)`", page.read_text())
+        if not re.search("[A-Z]{4}", path) and not (ROOT / path).exists()
+    ]
+    assert missing == []
+
+
+def test_tests_that_a_page_names_are_there() -> None:
+    named = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+    wrong = [
+        f"{name(page)}: {path}::{test}"
+        for page in PAGES
+        for path, test in named.findall(page.read_text())
+        if not (ROOT / path).exists() or f"def {test}(" not in (ROOT / path).read_text()
+    ]
+    assert wrong == []

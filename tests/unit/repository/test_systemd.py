@@ -1,0 +1,48 @@
+"""The units that ship: systemd takes them, and the command lines in them are ours."""
+
+from __future__ import annotations
+
+import configparser
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvstrata.config.flags import controller_parser, server_parser
+from kvstrata.process.keeper import EXIT_CONFIG, NO_SUPERVISE
+
+UNITS = sorted((Path(__file__).parents[3] / "configs" / "systemd").glob("*.service"))
+PARSERS = {"lmcache-server": server_parser, "lmcache-controller": controller_parser}
+pytestmark = pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+
+
+def unit(path: Path) -> configparser.ConfigParser:
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read(path)
+    return parser
+
+
+def test_the_command_line_of_each_unit_is_valid(path: Path) -> None:
+    program, command, *arguments = shlex.split(unit(path)["Service"]["ExecStart"])
+    assert (program, command) == ("/usr/bin/env", path.stem)
+    assert NO_SUPERVISE in arguments
+    PARSERS[command]().parse_args(arguments)
+
+
+def test_systemd_restarts_a_process_that_died_but_not_one_with_wrong_settings(path: Path) -> None:
+    service = unit(path)["Service"]
+    assert service["Restart"] == "on-failure"
+    assert service["RestartPreventExitStatus"] == str(EXIT_CONFIG)
+    assert service["RestartSec"] == "500ms"
+
+
+def test_systemd_analyze_finds_no_fault_in_the_units(path: Path, tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("needs systemd-analyze (apt-get install systemd)")
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(path)], capture_output=True, text=True, check=False
+    )
+    assert [line for line in checked.stderr.splitlines() if path.name in line] == []

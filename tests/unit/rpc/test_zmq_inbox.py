@@ -1,0 +1,142 @@
+"""rpc/zmq_inbox.py: a client that sends too much or opens too many connections is cut, and no other client is."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstrata.rpc import zmq_inbox
+from kvstrata.rpc.zmq_inbox import MAX_WAITING_MESSAGES, Inbox, Message
+
+SIZE = 1_000
+
+
+class Wire:
+    """A listener and its connections; `ends[fd]` is the other end of the connection `fd`."""
+
+    def __init__(self, path: Path) -> None:
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(str(path))
+        self.listener.listen()
+        self.accepted: dict[int, socket.socket] = {}
+        self.ends: dict[int, socket.socket] = {}
+        self.inbox = Inbox(SIZE)
+        self.inbox.listen(str(path))
+
+    def connect(self) -> int:
+        end = socket.socket(socket.AF_UNIX)
+        end.connect(self.listener.getsockname())
+        end.settimeout(30)
+        accepted, _ = self.listener.accept()
+        self.accepted[accepted.fileno()], self.ends[accepted.fileno()] = accepted, end
+        self.inbox.opened(accepted.fileno())
+        return accepted.fileno()
+
+    def is_cut(self, connection: int) -> bool:
+        self.ends[connection].setblocking(False)
+        try:
+            return self.ends[connection].recv(1) == b""
+        except BlockingIOError:
+            return False
+
+    def close(self) -> None:
+        for one in (*self.accepted.values(), *self.ends.values(), self.listener):
+            one.close()
+
+
+@pytest.fixture
+def wire(tmp_path: Path) -> Iterator[Wire]:
+    wire = Wire(tmp_path / "socket")
+    yield wire
+    wire.close()
+
+
+def message(connection: int, body: bytes = b"x") -> Message:
+    return Message(connection, b"", [body])
+
+
+def drained(inbox: Inbox) -> list[Message]:
+    found = []
+    while (one := inbox.next()) is not None:
+        found.append(one)
+    return found
+
+
+def test_connections_are_served_in_turn_and_each_in_order(wire: Wire) -> None:
+    busy, quiet = wire.connect(), wire.connect()
+    for number in range(3):
+        wire.inbox.add(message(busy, b"%d" % number))
+    wire.inbox.add(message(quiet, b"quiet"))
+    assert [one.frames[0] for one in drained(wire.inbox)] == [b"0", b"quiet", b"1", b"2"]
+    assert len(wire.inbox) == 0
+
+
+@pytest.mark.parametrize(("body", "fits"), [(b"", MAX_WAITING_MESSAGES), (bytes(1_800), 4)])
+def test_a_connection_with_too_much_waiting_is_cut_and_forgotten(wire: Wire, body: bytes, fits: int) -> None:
+    inbox = wire.inbox = Inbox(SIZE * (MAX_WAITING_MESSAGES if not body else 1))
+    inbox.listen(wire.listener.getsockname())
+    flood, other = wire.connect(), wire.connect()
+    inbox.add(message(other))
+    for _ in range(fits):
+        assert inbox.add(message(flood, body)) is None
+    assert inbox.add(message(flood, body)) == flood
+    assert inbox.add(message(flood, body)) is None
+    assert [one.connection for one in drained(inbox)] == [other]
+    assert wire.is_cut(flood)
+    assert not wire.is_cut(other)
+    assert (inbox.cut_count, inbox.connections_count) == (1, 1)
+
+
+def test_when_all_connections_together_have_too_much_waiting_the_largest_is_cut(wire: Wire) -> None:
+    small = [wire.connect() for _ in range(30)]
+    large = wire.connect()
+    for connection in small:
+        assert wire.inbox.add(message(connection, bytes(800))) is None
+    assert wire.inbox.add(message(large, bytes(1_500))) is None
+    last = wire.connect()
+    assert wire.inbox.add(message(last, bytes(800))) == large
+    assert wire.is_cut(large)
+    assert len(drained(wire.inbox)) == 31
+    assert wire.inbox.add(message(last)) is None  # what was handled counts no more
+
+
+def test_beyond_the_limit_of_connections_the_one_silent_for_longest_is_cut(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_inbox, "max_connections", lambda: 4)
+    wire.inbox = Inbox(SIZE)
+    wire.inbox.listen(wire.listener.getsockname())
+    spoke, silent, later = wire.connect(), wire.connect(), wire.connect()
+    wire.inbox.add(message(spoke))
+    newer = [wire.connect() for _ in range(3)]
+    assert [wire.is_cut(one) for one in (spoke, silent, later, *newer)] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_a_new_connection_with_the_descriptor_of_one_that_was_cut_is_heard(wire: Wire) -> None:
+    flood = wire.connect()
+    wire.inbox.add(message(flood, bytes(9 * SIZE)))
+    assert wire.is_cut(flood)
+    assert wire.inbox.has_cut
+    wire.inbox.closed(flood)
+    wire.inbox.opened(flood)
+    wire.inbox.add(message(flood))
+    assert len(drained(wire.inbox)) == 1
+
+
+def test_a_descriptor_that_another_connection_has_taken_over_is_not_cut(wire: Wire) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, open("/dev/null") as file:
+        for descriptor in (ours.fileno(), file.fileno(), 1 << 20):
+            assert wire.inbox.add(message(descriptor, bytes(9 * SIZE))) == descriptor
+        theirs.sendall(b"alive")
+        assert ours.recv(5) == b"alive"

@@ -1,0 +1,265 @@
+"""rpc/zmq_link.py with real sockets: each question has one outcome, within the time limit of its asker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from kvstrata.errors import ClusterFailure, ConfigError, Unavailable
+from kvstrata.rpc.cluster_wire import (
+    REPLY_REQUESTS,
+    Done,
+    Failure,
+    Goodbye,
+    Nudge,
+    PeerReleased,
+    encode,
+)
+from kvstrata.rpc.zmq_curve import ClusterKeys, read_cluster_keys
+from kvstrata.rpc.zmq_link import MAX_OPEN, QUEUE_MESSAGES, AskLink, Links
+from kvstrata.rpc.zmq_server import Address, ZmqServer
+
+QUESTION = Goodbye(0, "a", 1)
+SOON_S, LONG_S = 0.05, 30.0
+
+
+class Other:
+    """The other end of a link; `answer` makes the frames with which it replies."""
+
+    def __init__(self, keys: ClusterKeys | None = None, port: int = 0) -> None:
+        self.server = ZmqServer(asyncio.get_running_loop())
+        self.port = self.server.bind_tcp("localhost", port, curve=keys and keys.curve, insecure=False)
+        self.endpoint = f"tcp://127.0.0.1:{self.port}"
+        self.heard: list[tuple[Address, bytes]] = []
+        self.answer: Callable[[int], list[bytes]] = lambda seq: [encode(Done(seq, 7))]
+        self.server.start(self._on_frame, lambda address, count: b"frames")
+
+    def _on_frame(self, address: Address, frame: bytes) -> None:
+        self.heard.append((address, frame))
+        for reply in self.answer(REPLY_REQUESTS.decode(frame).seq):
+            self.server.send(address, reply)
+
+
+@pytest.fixture
+async def links() -> AsyncIterator[Links]:
+    links = Links(asyncio.get_running_loop())
+    yield links
+    links.close()
+
+
+@pytest.fixture
+async def other() -> AsyncIterator[Other]:
+    other = Other()
+    yield other
+    other.server.close()
+
+
+@pytest.fixture
+async def link(links: Links, other: Other) -> AsyncIterator[AskLink]:
+    link = links.ask(other.endpoint)
+    yield link
+    link.close()
+
+
+async def test_answers_find_their_questions_in_any_order(link: AskLink, other: Other) -> None:
+    held: list[int] = []
+
+    def all_at_the_end_backwards(seq: int) -> list[bytes]:
+        held.append(seq)
+        return [encode(Done(n, n)) for n in reversed(held)] if len(held) == 50 else []
+
+    other.answer = all_at_the_end_backwards
+    answers = await asyncio.gather(*(link.ask(QUESTION, Done, LONG_S) for _ in range(50)))
+    assert [answer.epoch for answer in answers] == [answer.seq for answer in answers]
+    assert len({answer.seq for answer in answers}) == 50
+
+
+async def test_a_refusal_is_raised_with_its_code(link: AskLink, other: Other) -> None:
+    other.answer = lambda seq: [encode(Failure(seq, 1, "no_slots", "all are taken", "", True, 500))]
+    with pytest.raises(ClusterFailure, match="all are taken") as refused:
+        await link.ask(QUESTION, Done, LONG_S)
+    assert (refused.value.code, refused.value.retry_after_ms) == ("no_slots", 500)
+
+
+async def test_an_answer_of_another_kind_is_an_error(link: AskLink, other: Other) -> None:
+    other.answer = lambda seq: [encode(PeerReleased(seq, 1, True))]
+    with pytest.raises(Unavailable, match="PeerReleased for Done"):
+        await link.ask(QUESTION, Done, LONG_S)
+
+
+async def test_garbage_and_answers_to_nothing_are_dropped(link: AskLink, other: Other) -> None:
+    other.answer = lambda seq: [b"\xc1", b"", encode(Done(seq + 1_000, 1)), encode(Done(seq, 2))]
+    assert (await link.ask(QUESTION, Done, LONG_S)).epoch == 2
+    assert link.garbage_count == 2
+
+
+async def test_a_peer_that_does_not_answer_costs_the_given_time_limit(link: AskLink, other: Other) -> None:
+    other.answer = lambda seq: []
+    with pytest.raises(Unavailable, match="no answer"):
+        await link.ask(QUESTION, Done, SOON_S)
+    late = other.heard[0][0], encode(Done(1, 1))
+    other.server.send(*late)
+    other.answer = lambda seq: [encode(Done(seq, 2))]
+    assert (await link.ask(QUESTION, Done, LONG_S)).epoch == 2
+
+
+async def test_a_cancelled_question_is_never_sent(links: Links) -> None:
+    absent = Other()
+    absent.server.close()
+    link = links.ask(absent.endpoint)
+    with pytest.raises(Unavailable):
+        await link.ask(QUESTION, Done, SOON_S)
+    assert not link.connected
+    waiting = asyncio.create_task(link.ask(QUESTION, Done, LONG_S))
+    await asyncio.sleep(0)
+    present = Other(port=absent.port)
+    assert (await waiting).epoch == 7
+    assert len(present.heard) == 1
+    link.close()
+    present.server.close()
+
+
+async def test_the_link_finds_a_peer_that_was_started_again(links: Links) -> None:
+    first = Other()
+    link = links.ask(first.endpoint)
+    await link.ask(QUESTION, Done, LONG_S)
+    first.server.close()
+    second = Other(port=first.port)
+    second.answer = lambda seq: [encode(Done(seq, 8))]
+    answers: list[Done] = []
+    while not answers:  # questions sent into the ended connection are lost
+        with contextlib.suppress(Unavailable):
+            answers.append(await link.ask(QUESTION, Done, SOON_S))
+    assert answers[0].epoch == 8
+    link.close()
+    second.server.close()
+
+
+async def test_an_unasked_message_is_passed_on(links: Links, other: Other) -> None:
+    told: asyncio.Queue[Nudge] = asyncio.Queue()
+    link = links.ask(other.endpoint, told=told.put_nowait)
+    await link.ask(QUESTION, Done, LONG_S)
+    other.server.send(other.heard[0][0], encode(Nudge(9)))
+    assert (await asyncio.wait_for(told.get(), LONG_S)).epoch == 9
+    link.close()
+
+
+async def test_questions_without_an_outcome_are_bounded(link: AskLink, other: Other) -> None:
+    other.answer = lambda seq: []
+    waiting = [asyncio.create_task(link.ask(QUESTION, Done, LONG_S)) for _ in range(MAX_OPEN)]
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable, match="are open"):
+        await link.ask(QUESTION, Done, LONG_S)
+    link.close()
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(outcome, Unavailable) for outcome in outcomes)
+
+
+async def test_pushed_messages_need_a_connection_and_arrive_in_order(links: Links, tmp_path: Path) -> None:
+    context = zmq.asyncio.Context()
+    pull = context.socket(zmq.PULL)
+    writable = asyncio.Event()
+    push = links.push(f"ipc://{tmp_path}/pull", writable=writable.set)
+    assert not push.try_send(b"too early")
+    pull.bind(f"ipc://{tmp_path}/pull")
+    await asyncio.wait_for(writable.wait(), LONG_S)
+    for n in range(100):
+        while not push.try_send(b"%d" % n):
+            writable.clear()
+            await asyncio.wait_for(writable.wait(), LONG_S)
+    assert [await asyncio.wait_for(pull.recv(), LONG_S) for _ in range(100)] == [
+        b"%d" % n for n in range(100)
+    ]
+    push.close()
+    context.destroy(linger=0)
+
+
+async def test_pushing_to_a_peer_that_does_not_read_ends_in_false(links: Links) -> None:
+    context = zmq.Context()
+    pull = context.socket(zmq.PULL)
+    pull.setsockopt(zmq.RCVHWM, 1)
+    port = pull.bind_to_random_port("tcp://127.0.0.1")
+    writable = asyncio.Event()
+    push = links.push(f"tcp://127.0.0.1:{port}", writable=writable.set)
+    await asyncio.wait_for(writable.wait(), LONG_S)
+    sent = 0
+    while push.try_send(bytes(1 << 20)):
+        sent += 1
+        assert sent < 4 * QUEUE_MESSAGES
+    push.close()
+    context.destroy(linger=0)
+
+
+def shared_key(tmp_path: Path, name: str) -> ClusterKeys:
+    path = tmp_path / name
+    path.write_text(f"secret {zmq.curve_keypair()[1].decode()}\n")
+    path.chmod(0o600)
+    return read_cluster_keys(str(path), "controller.curve_file")
+
+
+async def test_only_members_with_the_shared_key_reach_each_other(links: Links, tmp_path: Path) -> None:
+    keys, foreign = shared_key(tmp_path, "ours"), shared_key(tmp_path, "theirs")
+    guarded = Other(keys)
+    members = [links.ask(guarded.endpoint, keys=each) for each in (keys, foreign, None)]
+    assert (await members[0].ask(QUESTION, Done, LONG_S)).epoch == 7
+    for outsider in members[1:]:
+        with pytest.raises(Unavailable):
+            await outsider.ask(QUESTION, Done, SOON_S)
+    assert len(guarded.heard) == 1
+    for member in members:
+        member.close()
+    guarded.server.close()
+
+
+def test_keys_of_a_cluster_can_differ(tmp_path: Path) -> None:
+    (server, _), (client, _), (_, secret) = (zmq.curve_keypair() for _ in range(3))
+    path = tmp_path / "keys"
+    path.write_text(f"secret {secret.decode()}\nserver {server.decode()}\nclient {client.decode()}\n")
+    path.chmod(0o600)
+    assert read_cluster_keys(str(path), "x") == ClusterKeys(secret, server, frozenset({client}))
+
+
+def test_a_wrong_cluster_key_is_refused_with_its_setting(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("client " + "0" * 40)
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"p2p\.curve_file: .*no line `secret KEY`"):
+        read_cluster_keys(str(path), "p2p.curve_file")
+
+
+async def test_an_invalid_endpoint_is_refused(links: Links) -> None:
+    with pytest.raises(Unavailable, match="cannot connect"):
+        links.ask("nonsense")
+
+
+def connections_of(port: int) -> tuple[list[socket.socket], list[socket.socket]]:
+    """Connections that this process has accepted on `port`, and those that it has opened to it."""
+    accepted: list[socket.socket] = []
+    opened: list[socket.socket] = []
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+            if found.family in (socket.AF_INET, socket.AF_INET6):
+                if found.getpeername()[1] == port:
+                    opened.append(found.dup())
+                elif found.getsockname()[1] == port:
+                    accepted.append(found.dup())
+    return accepted, opened
+
+
+async def test_a_host_that_vanishes_is_noticed_by_both_ends(link: AskLink, other: Other) -> None:
+    """By TCP, since there are no ZMTP heartbeats: keepalive while nothing is sent, a time limit while something is."""
+    await link.ask(QUESTION, Done, LONG_S)
+    [accepted], [opened] = connections_of(other.port)
+    with accepted, opened:
+        for connection, idle_s, limit_ms in ((accepted, 10, 30_000), (opened, 2, 6_000)):
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == idle_s
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == limit_ms

@@ -1,0 +1,98 @@
+"""Bytes of replies that clients do not read are bounded, for each client and for all together."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import zmq.asyncio
+
+from kvstrata.rpc import wire, zmq_outbox
+from kvstrata.rpc.zmq_outbox import CLIENT_BYTES, TRACKED_BYTES, Outbox
+from kvstrata.rpc.zmq_server import Address, ZmqServer
+from kvstrata.types import RequestIdentity
+from tests.harness.instance_in_process import InstanceInProcess
+from tests.harness.rpc_client import chain_of, part
+
+
+class Sent:
+    done = False
+
+
+def test_replies_queued_for_a_client_that_reads_nothing_are_bounded() -> None:
+    outbox = Outbox()
+    sent = [Sent() for _ in range(8)]
+    for one in sent:
+        assert outbox.has_room("deaf", 4 << 20)
+        outbox.sent("deaf", 4 << 20, one)
+    assert not outbox.has_room("deaf", TRACKED_BYTES)
+    assert outbox.has_room("good", 4 << 20)
+    sent[0].done = True
+    assert outbox.has_room("deaf", 4 << 20)
+    for one in sent:
+        one.done = True
+    assert outbox.has_room("deaf", CLIENT_BYTES) and outbox.unread_bytes == 0
+    assert not outbox._unread and not outbox._client_bytes
+
+
+def test_beyond_the_bound_of_all_clients_each_gets_one_reply_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(zmq_outbox, "TOTAL_BYTES", 3 << 20)
+    outbox = Outbox()
+    sent = {name: Sent() for name in "abcd"}
+    for name, one in sent.items():
+        assert outbox.has_room(name, 1 << 20)
+        outbox.sent(name, 1 << 20, one)
+    assert not outbox.has_room("a", 1 << 20)
+    sent["b"].done = sent["c"].done = True
+    assert outbox.has_room("a", 1 << 20)
+
+
+async def test_replies_of_megabytes_that_nobody_reads_do_not_pile_up(tmp_path: Path) -> None:
+    server = ZmqServer(asyncio.get_running_loop())
+    server.bind_ipc(tmp_path / "rpc.sock")
+    big = bytes(4 << 20)
+    dropped: list[bool] = []
+
+    def answer(address: Address, frame: bytes) -> None:
+        dropped.append(server.send(address, big))
+        if dropped[-1]:
+            server.send(address, b"too many")
+
+    server.start(answer, lambda address, count: b"")
+    context = zmq.asyncio.Context()
+    deaf = context.socket(zmq.DEALER)
+    deaf.setsockopt(zmq.RCVHWM, 1)
+    deaf.connect(f"ipc://{tmp_path / 'rpc.sock'}")
+    try:
+        for number in range(1, 65):
+            await deaf.send(b"%d" % number)
+        async with asyncio.timeout(60):
+            while len(dropped) < 64:  # noqa: ASYNC110 (what is waited for is in the server)
+                await asyncio.sleep(0.001)
+        assert sum(dropped) >= 64 - CLIENT_BYTES // len(big) - 4, "some more fit into the kernel's buffers"
+        assert server.stats()["unread_reply_bytes"] <= CLIENT_BYTES
+        replies = [await asyncio.wait_for(deaf.recv(), 30) for _ in range(64)]
+        assert [len(reply) == len(big) for reply in replies] == [not one for one in dropped]
+        assert server.send(Address(True, b"nobody"), big) is False
+    finally:
+        context.destroy(linger=0)
+        server.close()
+
+
+def test_a_retrieve_whose_reply_was_dropped_is_told_to_try_again() -> None:
+    server = InstanceInProcess()
+    session = b"s" * 16
+    server.attach(session, b"g" * 16)
+    [identity] = server.feed(wire.encode(wire.Identify(session, 1, RequestIdentity())))
+    assert isinstance(identity, wire.IdentifyReply)
+    chain = chain_of(identity.root, 1)
+    server.store(session, 2, identity, chain)
+    keep = server.send
+    server.send = lambda address, frame: len(frame) >= TRACKED_BYTES or keep(address, frame)
+    retrieve = wire.Retrieve(session, 9, identity.identity_id, chain, part().digest(), 0, 1 << 20)
+    [reply] = server.feed(wire.encode(retrieve))
+    assert isinstance(reply, wire.Error) and (reply.seq, reply.code) == (9, "refused")
+    server.close()

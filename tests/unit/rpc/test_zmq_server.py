@@ -1,0 +1,346 @@
+"""rpc/zmq_server.py with real sockets: no client can disturb the others."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from kvstrata.errors import ConfigError
+from kvstrata.process.ports import port_holder
+from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
+from kvstrata.rpc.zmq_curve import CurveKeys, read_curve_file
+from kvstrata.rpc.zmq_server import MESSAGES_PER_WAKE, SEND_QUEUE, Address, ZmqServer, resolve
+
+
+class Echo:
+    """A server on a unix socket that sends each frame back; `handled` has the first 64 bytes of each, in order."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "rpc.sock"
+        self.server = ZmqServer(asyncio.get_running_loop())
+        self.server.bind_ipc(self.path)
+        self.handled: list[bytes] = []
+        self.context = zmq.asyncio.Context()
+        self.reply_to_all = True
+        self._progress = asyncio.Event()
+
+    def start(self) -> None:
+        self.server.start(self.frame, lambda address, count: b"%d frames" % count)
+
+    def frame(self, address: Address, frame: bytes) -> None:
+        self.handled.append(frame[:64])
+        self._progress.set()
+        if self.reply_to_all:
+            self.server.send(address, frame)
+
+    async def until(self, happened: Callable[[], bool]) -> None:
+        """Wait until the condition holds; it is asked again after each frame."""
+        while not happened():
+            self._progress.clear()
+            await self._progress.wait()
+
+    def client(self, endpoint: str = "", kind: int = zmq.DEALER) -> zmq.asyncio.Socket:
+        client = self.context.socket(kind)
+        client.setsockopt(zmq.LINGER, 0)
+        client.connect(endpoint or f"ipc://{self.path}")
+        return client
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+        self.server.close()
+
+
+@pytest.fixture
+async def unstarted(tmp_path: Path) -> AsyncIterator[Echo]:
+    """A server that is bound, but does not read yet."""
+    server = Echo(tmp_path)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+async def echo(unstarted: Echo) -> Echo:
+    unstarted.start()
+    return unstarted
+
+
+async def ask(client: zmq.asyncio.Socket, *frames: bytes) -> list[bytes]:
+    await client.send_multipart(frames)
+    return await asyncio.wait_for(client.recv_multipart(), 30)
+
+
+async def test_each_frame_is_answered_to_its_sender(echo: Echo) -> None:
+    clients = [echo.client() for _ in range(5)]
+    replies = await asyncio.gather(*(ask(client, b"%d" % n) for n, client in enumerate(clients)))
+    assert replies == [[b"%d" % n] for n in range(5)]
+
+
+async def test_the_socket_is_private_and_removed_with_the_server(tmp_path: Path) -> None:
+    (tmp_path / "rpc.sock").write_text("left by a dead server")
+    server = Echo(tmp_path)
+    assert stat.S_IMODE(server.path.stat().st_mode) == 0o600
+    server.start()
+    server.close()
+    assert not server.path.exists()
+
+
+@pytest.mark.parametrize("frames", [(b"a", b"b"), (b"", b"request"), (b"", b"", b"")])
+async def test_messages_of_several_frames_get_an_error_and_the_next_one_works(
+    echo: Echo, frames: tuple[bytes, ...]
+) -> None:
+    client = echo.client()
+    delimiter = [] if frames[0] else [b""]
+    assert await ask(client, *frames) == [*delimiter, b"%d frames" % len(frames)]
+    assert await ask(client, b"fine") == [b"fine"]
+
+
+async def test_a_request_socket_sees_the_error(echo: Echo) -> None:
+    client = echo.client(kind=zmq.REQ)
+    assert await ask(client, b"hello") == [b"2 frames"]
+
+
+async def test_an_oversized_message_costs_only_its_sender(echo: Echo) -> None:
+    bad, good = echo.client(), echo.client()
+    await bad.send(bytes(MAX_MESSAGE_BYTES + 1))
+    for number in range(20):
+        assert await ask(good, b"%d" % number) == [b"%d" % number]
+    assert all(len(frame) < 64 for frame in echo.handled)
+    # libzmq connects anew by itself; what was sent before is lost, the next message is not.
+    assert await ask(bad, b"small") == [b"small"]
+
+
+async def test_the_largest_message_is_allowed(echo: Echo) -> None:
+    client = echo.client()
+    assert await ask(client, bytes(MAX_MESSAGE_BYTES)) == [bytes(MAX_MESSAGE_BYTES)]
+
+
+async def test_raw_bytes_on_the_socket_disturb_no_other_client(echo: Echo) -> None:
+    good = echo.client()
+    for garbage in (b"\xff" * 64, b"GET / HTTP/1.1\r\n\r\n", bytes(4096), os.urandom(100_000)):
+        raw = socket.socket(socket.AF_UNIX)
+        raw.connect(str(echo.path))
+        raw.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_sendall(raw, garbage)
+        except OSError:
+            pass  # the server may have hung up already
+        raw.close()
+        assert await ask(good, b"still here") == [b"still here"]
+
+
+async def test_a_client_that_floods_the_server_does_not_keep_others_waiting(echo: Echo) -> None:
+    flood, quiet = echo.client(), echo.client()
+    echo.reply_to_all = False
+    ended = asyncio.Event()
+
+    async def flooding() -> None:
+        while not ended.is_set():
+            for _ in range(100):
+                await flood.send(b"flood")
+            await asyncio.sleep(0)
+
+    sender = asyncio.create_task(flooding())
+    await echo.until(lambda: len(echo.handled) > 1000)
+    await quiet.send(b"quiet")
+    await asyncio.wait_for(echo.until(lambda: b"quiet" in echo.handled[-5000:]), 60)
+    ended.set()
+    await sender
+
+
+async def test_other_tasks_of_the_loop_run_while_messages_flood_in(unstarted: Echo) -> None:
+    server = unstarted
+    server.reply_to_all = False
+    client = server.client()
+    for number in range(60):
+        await client.send(b"%d" % number)
+    seen_between: list[int] = []
+
+    def watch() -> None:
+        seen_between.append(len(server.handled))
+        if len(server.handled) < 60:
+            asyncio.get_running_loop().call_soon(watch)
+
+    server.start()
+    watch()
+    await server.until(lambda: len(server.handled) == 60)
+    steps = [after - before for before, after in itertools.pairwise(seen_between)]
+    assert max(steps, default=0) <= MESSAGES_PER_WAKE
+
+
+async def test_a_client_that_does_not_read_loses_replies_and_blocks_nobody(echo: Echo) -> None:
+    deaf, good = echo.client(), echo.client()
+    deaf.setsockopt(zmq.RCVHWM, 1)
+    reply = bytes(50_000)
+    sent = 2 * SEND_QUEUE
+    for number in range(1, sent + 1):
+        await deaf.send(reply)
+        if number % 64 == 0:  # more at a time than a client may ask, and it would be cut
+            await echo.until(lambda number=number: len(echo.handled) >= number)  # type: ignore[misc]
+    assert await ask(good, b"ping") == [b"ping"]
+    assert await ask(good, b"after") == [b"after"]
+
+
+async def test_late_replies_reach_the_sender(echo: Echo) -> None:
+    waiting: asyncio.Queue[Address] = asyncio.Queue()
+    echo.server.start(lambda address, frame: waiting.put_nowait(address), lambda address, count: b"")
+    client = echo.client()
+    await client.send(b"slow")
+    echo.server.send(await asyncio.wait_for(waiting.get(), 30), b"at last")
+    assert await asyncio.wait_for(client.recv(), 30) == b"at last"
+
+
+async def test_messages_that_come_while_replies_go_out_are_not_missed(echo: Echo) -> None:
+    """Sending may swallow the signal that something arrived."""
+    clients = [echo.client() for _ in range(8)]
+
+    async def talk(client: zmq.asyncio.Socket, number: int) -> None:
+        for turn in range(200):
+            assert await ask(client, b"%d.%d" % (number, turn)) == [b"%d.%d" % (number, turn)]
+
+    await asyncio.gather(*(talk(client, number) for number, client in enumerate(clients)))
+
+
+async def test_a_reply_to_a_client_that_is_gone_is_dropped(echo: Echo) -> None:
+    echo.server.send(Address(True, b"nobody"), b"hello?")
+    assert await ask(echo.client(), b"x") == [b"x"]
+
+
+# --- tcp ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_taken_port_is_refused_with_its_holder() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = ZmqServer(asyncio.get_running_loop())
+        with pytest.raises(ConfigError) as caught:
+            server.bind_tcp("127.0.0.1", port, curve=None, insecure=False)
+        server.close()
+    assert str(port) in str(caught.value)
+    assert f"pid {os.getpid()}" in str(caught.value)
+    assert caught.value.field == "port"
+
+
+def test_a_free_port_has_no_holder() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # it does not listen, and nobody else can
+        assert port_holder(bound.getsockname()[1]) == ""
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "192.0.2.7", "::"])
+async def test_off_loopback_needs_a_key_or_permission(host: str) -> None:
+    server = ZmqServer(asyncio.get_running_loop())
+    with pytest.raises(ConfigError, match="--insecure") as caught:
+        server.bind_tcp(host, 0, curve=None, insecure=False)
+    assert caught.value.field == "host"
+    server.close()
+
+
+async def test_off_loopback_with_permission_listens() -> None:
+    server = ZmqServer(asyncio.get_running_loop())
+    assert server.bind_tcp("0.0.0.0", 0, curve=None, insecure=True) > 0
+    server.close()
+
+
+async def test_an_address_of_another_machine_is_a_named_error() -> None:
+    server = ZmqServer(asyncio.get_running_loop())
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.7"):
+        server.bind_tcp("192.0.2.7", 0, curve=None, insecure=True)
+    server.close()
+
+
+def test_a_host_that_is_no_address_is_a_named_error() -> None:
+    with pytest.raises(ConfigError, match="is not an address"):
+        resolve("no such host.invalid")
+
+
+async def test_only_listed_clients_get_through_curve(tmp_path: Path) -> None:
+    server_public, server_secret = zmq.curve_keypair()
+    known_public, known_secret = zmq.curve_keypair()
+    stranger_public, stranger_secret = zmq.curve_keypair()
+    echo = Echo(tmp_path)
+    keys = CurveKeys(server_secret, frozenset({known_public}))
+    port = echo.server.bind_tcp("127.0.0.1", 0, curve=keys, insecure=False)
+    echo.start()
+
+    def client(public: bytes, secret: bytes) -> zmq.asyncio.Socket:
+        made = echo.context.socket(zmq.DEALER)
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.CURVE_SERVERKEY, server_public)
+        made.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        made.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        made.connect(f"tcp://127.0.0.1:{port}")
+        return made
+
+    stranger = client(stranger_public, stranger_secret)
+    await stranger.send(b"let me in")
+    plain = echo.client(f"tcp://127.0.0.1:{port}")
+    await plain.send(b"no key at all")
+    known = client(known_public, known_secret)
+    for number in range(10):
+        assert await ask(known, b"%d" % number) == [b"%d" % number]
+    assert set(echo.handled) == {b"%d" % number for number in range(10)}
+    assert await stranger.poll(0) == 0
+    echo.close()
+
+
+async def test_a_server_with_keys_may_be_closed_twice() -> None:
+    _, secret = zmq.curve_keypair()
+    server = ZmqServer(asyncio.get_running_loop())
+    server.bind_tcp("127.0.0.1", 0, curve=CurveKeys(secret, frozenset()), insecure=False)
+    server.start(lambda address, frame: None, lambda address, count: b"")
+    server.close()
+    server.close()
+
+
+GOOD_KEY = zmq.curve_keypair()[0].decode()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no line `secret KEY`"),
+        ("client GOOD", "no line `secret KEY`"),
+        ("secret GOOD", "no line `client KEY`"),
+        ("secret short", "line 1"),
+        ("# keys\nserver GOOD", "line 2"),
+        ("secret GOOD more", "line 1"),
+    ],
+)
+def test_a_wrong_curve_file_is_refused_by_line(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "curve keys"
+    path.write_text(text.replace("GOOD", GOOD_KEY))
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match=says):
+        read_curve_file(str(path))
+
+
+def test_a_curve_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"secret {GOOD_KEY}\nclient {GOOD_KEY}")
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_curve_file(str(path))
+
+
+def test_a_curve_file_gives_the_keys(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    other = zmq.curve_keypair()[0].decode()
+    path.write_text(f"# ours\nsecret {GOOD_KEY}\n\nclient {other}\nclient {GOOD_KEY}\n")
+    path.chmod(0o600)
+    assert read_curve_file(str(path)) == CurveKeys(
+        GOOD_KEY.encode(), frozenset({other.encode(), GOOD_KEY.encode()})
+    )
+
+
+def test_a_missing_curve_file_is_a_named_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_curve_file(str(tmp_path / "nothing"))

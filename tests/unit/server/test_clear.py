@@ -1,0 +1,97 @@
+"""Clear: dropped chunks are invisible at once, and free when nothing holds them; explain names the reason."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from kvstrata.native.hashing import storage_keys
+from kvstrata.rpc import wire
+from kvstrata.rpc.wire import ClearScope
+from kvstrata.types import KEY_BYTES, RequestIdentity
+from tests.harness.instance_in_process import InstanceInProcess
+from tests.harness.rpc_client import chain_of, part
+
+SESSION, GROUP = b"s" * 16, b"g" * 16
+
+
+@pytest.fixture
+def server() -> Iterator[InstanceInProcess]:
+    server = InstanceInProcess()
+    server.attach(SESSION, GROUP)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def identity(server: InstanceInProcess) -> wire.IdentifyReply:
+    [reply] = server.feed(wire.encode(wire.Identify(SESSION, 1, RequestIdentity())))
+    assert isinstance(reply, wire.IdentifyReply)
+    return reply
+
+
+def keys_of(server: InstanceInProcess, identity: wire.IdentifyReply, n_chunks: int = 4) -> bytes:
+    """Store a prompt; returns its storage keys."""
+    chain = chain_of(identity.root, n_chunks)
+    server.store(SESSION, 10, identity, chain)
+    return storage_keys(identity.root, chain, part().digest())
+
+
+def test_cleared_chunks_that_a_put_holds_are_invisible_at_once_and_free_once_the_put_has_ended(
+    server: InstanceInProcess, identity: wire.IdentifyReply
+) -> None:
+    keys = keys_of(server, identity)
+    put = server.pool.hold(keys[:KEY_BYTES])
+    assert put is not None
+
+    async def clear_and_wait() -> None:
+        clearing, events = server.admin.clearing, server.l2.events
+        at_once = await clearing.clear(ClearScope.L1, None)
+        assert at_once.document() == {
+            "cleared": {"l1": 4}, "pending": {"held": 1, "leased": 0}, "kept": {"pinned": 0},
+        }  # fmt: skip
+        assert server.pool.peek(keys, 1) == 0
+        assert server.pool.stats()["used_bytes"] > 0
+        waiting = asyncio.create_task(clearing.clear(ClearScope.L1, None, wait=True))
+        await asyncio.sleep(0)
+        events.drain()
+        put.drop()
+        while not waiting.done():
+            events.drain()  # as the heartbeat does
+            await asyncio.sleep(0)
+        assert waiting.result().held == 0
+        assert server.pool.stats()["used_bytes"] == 0
+
+    server.loop.run_until_complete(clear_and_wait())
+
+
+def test_pinned_chunks_survive_a_clear_and_are_counted(
+    server: InstanceInProcess, identity: wire.IdentifyReply
+) -> None:
+    keys = keys_of(server, identity)
+    ticket, *_ = server.pool.lease(keys[: 2 * KEY_BYTES], 1, [0])
+    done = server.loop.run_until_complete(server.admin.clearing.clear(ClearScope.L1, None))
+    assert (done.n_chunks, done.held, done.leased, done.kept) == (2, 0, 0, 2)
+    assert server.pool.peek(keys, 1) == 2
+    server.pool.release(ticket)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "by"),
+    [
+        (lambda pool, keys, root: pool.clear(), "by clear"),
+        (lambda pool, keys, root: pool.remove(keys), "by an evict of the controller"),
+        (lambda pool, keys, root: pool.clear(-1, root), "by an evict of the controller"),
+        (lambda pool, keys, root: pool.remove(keys, True), "by its return"),
+    ],
+)
+def test_explain_names_why_a_chunk_left(
+    server: InstanceInProcess, identity: wire.IdentifyReply, leaves, by: str
+) -> None:
+    keys = keys_of(server, identity)
+    leaves(server.pool, keys, identity.root)
+    server.feed()  # hears of the pool's events
+    told = server.admin.explain.keys(keys)
+    assert all(one["reason"] == "evicted" and one["detail"].startswith(by) for one in told), told

@@ -1,0 +1,191 @@
+"""The answers of an instance to a controller's commands."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstrata.errors import BadRequest
+from kvstrata.native.hashing import storage_keys
+from kvstrata.rpc import wire
+from kvstrata.rpc.cluster_wire import Command, CommandKind, CommandResult, encode
+from kvstrata.rpc.command_wire import argument_of
+from kvstrata.server.admin.clear import Cleared
+from kvstrata.server.cluster.actions import Actions
+from kvstrata.server.cluster.commands import CommandTable
+from kvstrata.server.l2.fetch import FetchOutcome
+from kvstrata.types import RequestIdentity
+from tests.harness.instance_in_process import InstanceInProcess
+from tests.harness.rpc_client import chain_of, part
+
+SESSION, GROUP = b"s" * 16, b"g" * 16
+
+
+@pytest.fixture
+def server() -> Iterator[InstanceInProcess]:
+    server = InstanceInProcess()
+    server.attach(SESSION, GROUP)
+    yield server
+    server.close()
+
+
+async def no_resync(freeze_ms: int) -> None:
+    raise AssertionError
+
+
+def actions_of(server: InstanceInProcess, **others: Any) -> Actions:
+    """Actions on this instance, some parts replaced."""
+    parts: dict[str, Any] = {
+        "pool": server.pool,
+        "lane": server.own_lane,
+        "clock": server.ground.clock,
+        "processes": server.tables.processes,
+        "prefetch": server.l2.prefetch,
+        "borrowed": server.l2.borrowed,
+        "peer_reads": server.l2.peer_reads,
+        "peer_server": SimpleNamespace(leases=None),
+        "clearing": server.admin.clearing,
+        "explain": server.admin.explain,
+        "board": server.ground.board,
+    }
+    return Actions(**{**parts, **others})
+
+
+def test_a_pull_counts_the_chunks_that_are_there_when_it_ends(server: InstanceInProcess) -> None:
+    [identity] = server.feed(wire.encode(wire.Identify(SESSION, 1, RequestIdentity())))
+    assert isinstance(identity, wire.IdentifyReply)
+    chain = chain_of(identity.root, 4)
+    server.store(SESSION, 2, identity, chain[:64])
+    keys = storage_keys(identity.root, chain, part().digest())
+    pool = server.pool
+
+    class PrefetchWhileTheSecondChunkLeaves:
+        async def fetch(self, asked: bytes, n_slices: int, **more: Any) -> FetchOutcome:
+            assert pool.remove(keys[32:64]) == 1
+            return FetchOutcome(2, 2, "")
+
+    actions = actions_of(server, prefetch=PrefetchWhileTheSecondChunkLeaves())
+    argument = {"keys": keys, "n_slices": 1, "identity": identity.root}
+    body = server.loop.run_until_complete(actions.do(argument_of(Command(1, CommandKind.PULL, argument))))
+    assert body == {"count": 1, "loaded": 2, "reason": ""}
+
+
+def test_a_command_that_is_refused_is_answered_and_logged(
+    server: InstanceInProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kvstrata"), "propagate", True)
+
+    commands = CommandTable(actions_of(server), no_resync, lambda: None)
+
+    async def carry_out() -> None:
+        for number in (1, 2):
+            commands.take(Command(number, CommandKind.CLEAR, {"tier": "l3"}))
+            while not any(result.number == number for result in commands.results()):  # noqa: ASYNC110 (the result has no event)
+                await asyncio.sleep(0)
+
+    server.loop.run_until_complete(carry_out())
+    assert [result.ok for result in commands.results()] == [False, False]
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith('command_refused command=clear message="tier: must be l1, l2 or all')
+
+
+class Clears:
+    """An instance whose clear returns `cleared`."""
+
+    def __init__(self, cleared: object) -> None:
+        self._cleared = cleared
+
+    async def clear(self, tier: wire.ClearScope, tenant: str | None) -> object:
+        return self._cleared
+
+
+async def result_of(
+    server: InstanceInProcess, clearing: object, kind: CommandKind, argument: dict[str, object]
+) -> CommandResult:
+    """The command's result, as the controller gets it."""
+    ended = asyncio.Event()
+    commands = CommandTable(actions_of(server, clearing=clearing), no_resync, ended.set)
+    commands.take(Command(1, kind, argument))
+    await ended.wait()
+    [result] = commands.results()
+    encode(result)
+    return result
+
+
+async def test_a_clear_is_answered_with_counts_of_cleared_and_kept_chunks(server: InstanceInProcess) -> None:
+    done = await result_of(
+        server,
+        Clears(Cleared({"l1": 3, "l2": 4}, 1, 2, 5)),
+        CommandKind.CLEAR,
+        {"tier": "all", "tenant": None},
+    )
+    assert done.ok
+    assert done.body == {"count": 7, "l1": 3, "l2": 4, "pending": 3, "kept": 5}
+
+
+async def test_a_result_that_cannot_be_encoded_fails_its_command_alone(
+    server: InstanceInProcess,
+) -> None:
+    unspeakable = Cleared({"l1": 1}, 0, 0, object())  # type: ignore[arg-type]
+    done = await result_of(server, Clears(unspeakable), CommandKind.CLEAR, {"tier": "all", "tenant": None})
+    assert not done.ok and "see its log" in done.message
+
+
+KEY, ROOT = b"k" * 32, b"r" * 32
+OWNER = {"instance": "other", "incarnation": 1, "peer_endpoint": "", "n_keys": 1, "confirmed": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "says"),
+    [
+        (CommandKind.RESYNC, {"freeze_ms": 5_001}, "freeze_ms: must be a number from 0 to 5000, found 5001"),
+        (CommandKind.RESYNC, {"freeze_ms": True}, "freeze_ms: must be a number from 0 to 5000, found True"),
+        (CommandKind.CLEAR, {"tier": "l3"}, "tier: must be l1, l2 or all, found 'l3'"),
+        (CommandKind.CLEAR, {"tier": "l1", "tenant": 1}, "tenant: must be a string, or null"),
+        (CommandKind.EVICT, {}, "keys: must be 1 to 4096 keys of 32 bytes, found None"),
+        (CommandKind.EVICT, {"keys": KEY + b"k"}, "keys: must be 1 to 4096 keys of 32 bytes"),
+        (CommandKind.EVICT, {"identity": b"r"}, "identity: must be 32 bytes, found b'r'"),
+        (CommandKind.PIN, {"keys": KEY}, "claim: must be a string of 1 to 200 characters, found None"),
+        (CommandKind.PIN, {"keys": KEY, "claim": "c", "ttl_ms": -1}, "ttl_ms: must be a number from 0 to"),
+        (CommandKind.UNPIN, {"claim": "c" * 201}, "claim: must be a string of 1 to 200 characters"),
+        (CommandKind.PULL, {"keys": KEY}, "identity: must be 32 bytes, found None"),
+        (
+            CommandKind.PULL,
+            {"keys": KEY, "identity": ROOT, "n_slices": 2},
+            "keys: their number must be a multiple of n_slices (2), found 1",
+        ),
+        (
+            CommandKind.PULL,
+            {"keys": KEY, "identity": ROOT, "owner": {**OWNER, "more": 1}},
+            "owner: must be an Owner",
+        ),
+        (CommandKind.DRAIN, {"on": "yes"}, "on: must be true or false, found 'yes'"),
+        (CommandKind.EXPLAIN, {}, "request_id: must be a string of 1 to 200 characters, found None"),
+        (CommandKind.EXPLAIN, {"keys": KEY * 257}, "keys: must be 1 to 256 keys of 32 bytes"),
+    ],
+)
+def test_a_wrong_argument_names_the_field_and_what_it_must_be(
+    kind: CommandKind, argument: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(BadRequest) as refused:
+        argument_of(Command(1, kind, argument))
+    assert refused.value.message.startswith(says)
+    assert refused.value.field == says.partition(":")[0]
+
+
+def test_the_argument_of_every_command_ignores_unknown_fields() -> None:
+    told = {
+        CommandKind.CLEAR: {"tier": "l1"},
+        CommandKind.EVICT: {"keys": KEY},
+        CommandKind.PIN: {"claim": "c", "keys": KEY},
+        CommandKind.UNPIN: {"claim": "c"},
+        CommandKind.PULL: {"keys": KEY, "identity": ROOT, "owner": OWNER},
+        CommandKind.EXPLAIN: {"request_id": "r"},
+    }
+    for kind in CommandKind:
+        assert argument_of(Command(1, kind, {**told.get(kind, {}), "new": 1}))

@@ -1,0 +1,259 @@
+"""The admin API over parts of plain values: routes, tokens, and errors that name the field."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from kvstrata.config.model import HttpSettings
+from kvstrata.errors import BadRequest, ConfigError, StorageError, Unavailable
+from kvstrata.policy.misses import Explained, Explainer
+from kvstrata.process.http_gate import Access, guard, sized
+from kvstrata.process.listen import listen, read_token
+from kvstrata.server.admin.clear import Cleared
+from kvstrata.server.admin.explain import Explaining
+from kvstrata.server.http.app import make_app
+
+
+class PlainAdapters:
+    """Tier control with one adapter, `fs-0`, that answers each request with its arguments."""
+
+    def __init__(self) -> None:
+        self.rows = SimpleNamespace(all=self._rows, missing=lambda: ["disk-0"])
+
+    async def _rows(self) -> list[dict[str, Any]]:
+        return [{"name": "fs-0"}]
+
+    async def add(self, entry: dict[str, Any] | str, **asked: Any) -> dict[str, Any]:
+        if isinstance(entry, str):
+            if entry != "fs-0":
+                raise BadRequest(f"adapter: the settings have no adapter {entry!r}", field="adapter")
+            return {"entry": entry, **asked}
+        if entry.get("type") == "wrong":
+            raise ConfigError("adapter.type: unknown adapter 'wrong'", field="adapter.type")
+        if entry.get("type") == "full":
+            raise StorageError("fs-1: base_path: No space left on device", field="fs-1")
+        return {"entry": entry, **asked}
+
+    async def drain(self, name: str, **asked: Any) -> dict[str, Any] | None:
+        return {"name": name, **asked} if name == "fs-0" else None
+
+    async def resume(self, name: str, **asked: Any) -> dict[str, Any] | None:
+        return {"name": name, **asked} if name == "fs-0" else None
+
+    async def remove(self, name: str, **asked: Any) -> dict[str, Any] | None:
+        return {"name": name, **asked} if name == "fs-0" else None
+
+    def names(self) -> list[str]:
+        return ["fs-0"]
+
+
+class Plain:
+    """Parts of an instance that answer each request with its arguments."""
+
+    def __init__(self) -> None:
+        self.ready = (True, "")
+        self.asked: list[Any] = []
+        registry = CollectorRegistry()
+        Counter("things", "of a kind", registry=registry).inc()
+        self.collector = registry
+        self.tiers = PlainAdapters()
+        self.explain = SimpleNamespace(request=self._explained)
+        self.prewarms = SimpleNamespace(prewarm=self._prewarm, job=self._job)
+        self.clearing = SimpleNamespace(clear=self._clear)
+        self.stranded = SimpleNamespace(rows=lambda: [{"session": "ab"}], clear=self._clear_stranded)
+        self.board = SimpleNamespace(document=lambda: {"epoch": 1})
+
+    def readiness(self) -> tuple[bool, str]:
+        return self.ready
+
+    def _explained(self, request_id: str) -> dict[str, Any] | None:
+        return {"request_id": request_id} if request_id.startswith("known") else None
+
+    async def _prewarm(self, **asked: Any) -> int:
+        self.asked.append(asked)
+        if asked["model"] == "nobody":
+            raise Unavailable("model: nobody attached with 'nobody'", field="model")
+        return 7
+
+    def _job(self, number: int) -> dict[str, Any] | None:
+        return {"job": 7} if number == 7 else None
+
+    async def _clear(self, tier: str, tenant: str | None, *, wait: bool = False) -> Cleared:
+        return Cleared({tier: 3}, held=0 if wait else 2, leased=1, kept=4)
+
+    async def _clear_stranded(self, session: str) -> list[dict[str, Any]]:
+        return [{"session": session}]
+
+
+@pytest.fixture
+def admin() -> Plain:
+    return Plain()
+
+
+def client(admin: Plain, token: str = "") -> httpx.AsyncClient:
+    app = make_app(cast(Any, admin))
+    access = Access(HttpSettings(open_metrics=False), token)
+    transport = httpx.ASGITransport(guard(sized(app, access), access))
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost")
+
+
+async def test_every_route_answers(admin):
+    async with client(admin) as http:
+        assert (await http.get("/healthz")).json() == {"ok": True}
+        assert (await http.get("/readyz")).status_code == 200
+        assert "things_total 1.0" in (await http.get("/metrics")).text
+        assert (await http.get("/v1/status")).json() == {"epoch": 1}
+        assert (await http.get("/v1/explain/known/1")).json() == {"request_id": "known/1"}
+        assert (await http.post("/v1/prefetch", json={"tokens": [1, 2]})).json() == {"job": 7}
+        assert (await http.get("/v1/prefetch/7")).json() == {"job": 7}
+        for wait, held in ((False, 2), (True, 0)):
+            assert (await http.post("/v1/clear", json={"tier": "l1", "wait": wait})).json() == {
+                "cleared": {"l1": 3}, "pending": {"held": held, "leased": 1}, "kept": {"pinned": 4},
+            }  # fmt: skip
+        assert (await http.get("/v1/stranded")).json() == {"stranded": [{"session": "ab"}]}
+        cleared = await http.post("/v1/stranded/clear", json={"session": "ab"})
+        assert cleared.json() == {"cleared": [{"session": "ab"}]}
+        assert (await http.get("/openapi.json")).status_code == 200
+
+
+@pytest.mark.parametrize("token", ["", "s" * 20])
+async def test_adapters_are_listed_added_drained_and_removed(admin, token):
+    path = "/v1/l2/adapters"
+    async with client(admin, token) as http:
+        http.headers["authorization"] = f"Bearer {token}"
+        assert (await http.get(path)).json() == {"adapters": [{"name": "fs-0"}], "missing": ["disk-0"]}
+        added = await http.post(path, json={"adapter": {"type": "fs"}, "position": 0, "backfill": True})
+        assert added.status_code == 201
+        assert added.json() == {"entry": {"type": "fs"}, "position": 0, "backfill": True}
+        by_name = await http.post(path, json={"adapter": "fs-0"})
+        assert by_name.json() == {"entry": "fs-0", "position": None, "backfill": False}
+        drained = await http.post(f"{path}/fs-0/drain", json={"loads": False, "wait_s": 0.5})
+        assert drained.json() == {"name": "fs-0", "loads": False, "wait_s": 0.5}
+        resumed = await http.post(f"{path}/fs-0/resume", json={"backfill": True})
+        assert resumed.json() == {"name": "fs-0", "backfill": True}
+        assert (await http.post(f"{path}/fs-1/resume", json={})).status_code == 404
+        removed = await http.delete(f"{path}/fs-0", params={"wait_s": 2})
+        assert removed.json() == {"name": "fs-0", "wait_s": 2.0}
+        for answer in (await http.delete(f"{path}/fs-1"), await http.post(f"{path}/fs-1/drain", json={})):
+            assert (answer.status_code, answer.json()["code"]) == (404, "not_found")
+            assert "there are: fs-0" in answer.json()["message"]
+
+
+async def test_readyz_is_503_with_the_reason_while_not_ready(admin):
+    admin.ready = (False, "adopting the pool")
+    async with client(admin) as http:
+        answer = await http.get("/readyz")
+    assert answer.status_code == 503 and answer.json() == {"ready": False, "why": "adopting the pool"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("/v1/prefetch", {"tokens": [-1]}, 400, "tokens.0"),
+        ("/v1/prefetch", {"tokens": "x"}, 400, "tokens"),
+        ("/v1/prefetch", {}, 400, "tokens"),
+        ("/v1/prefetch", {"tokens": [], "budget": 1}, 400, "budget"),
+        ("/v1/prefetch", {"tokens": [1], "model": "nobody"}, 503, "model"),
+        ("/v1/clear", {"tier": "l3"}, 400, "tier"),
+        ("/v1/l2/adapters", {}, 400, "adapter"),
+        ("/v1/l2/adapters", {"adapter": "fs"}, 400, "adapter"),
+        ("/v1/l2/adapters", {"adapter": {}, "position": -1}, 400, "position"),
+        ("/v1/l2/adapters", {"adapter": {"type": "wrong"}}, 400, "adapter.type"),
+        ("/v1/l2/adapters", {"adapter": {"type": "full"}}, 422, "base_path"),
+        ("/v1/l2/adapters/fs-0/drain", {"wait_s": 601}, 400, "wait_s"),
+        ("/v1/l2/adapters/fs-0/resume", {"backfil": True}, 400, "backfil"),
+    ],
+)
+async def test_a_wrong_body_names_the_field(admin, path, body, status, says):
+    async with client(admin) as http:
+        answer = await http.post(path, json=body)
+    assert answer.status_code == status
+    assert says in answer.json()["message"] and answer.json()["code"]
+
+
+async def test_a_body_that_is_not_json_is_refused(admin):
+    async with client(admin) as http:
+        answer = await http.post("/v1/clear", content=b"{", headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["code"] == "bad_request"
+
+
+async def test_unknown_routes_jobs_and_adapters_are_404(admin):
+    async with client(admin) as http:
+        for path in ("/v1/explain/other", "/v1/prefetch/9", "/v2"):
+            answer = await http.get(path)
+            assert answer.status_code == 404 and answer.json()["code"] == "not_found", path
+
+
+async def test_a_request_id_that_several_requests_begin_with_is_a_wrong_field(admin):
+    explainer = Explainer()
+    for number in range(2):
+        lookup = Explained(f"cmpl-7-{number}-ab", "", bytes(32), 0, 1.5, 1, 1, 0, 1, "", "", b"")
+        explainer.requests.add(lookup)
+    admin.explain = Explaining(explainer, cast(Any, None), cast(Any, None), "LRU")
+    async with client(admin) as http:
+        assert (await http.get("/v1/explain/cmpl-7-1")).json()["request_id"] == "cmpl-7-1-ab"
+        answer = await http.get("/v1/explain/cmpl-7")
+    assert answer.status_code == 400 and answer.json()["field"] == "request_id"
+    assert "cmpl-7-0-ab, cmpl-7-1-ab" in answer.json()["message"]
+
+
+async def test_all_routes_but_the_probes_need_the_token(admin):
+    async with client(admin, token="s" * 20) as http:
+        assert (await http.get("/healthz")).status_code == 200
+        assert (await http.get("/readyz")).status_code == 200
+        assert (await http.delete("/v1/l2/adapters/fs-0")).status_code == 401
+        for path in ("/metrics", "/v1/status", "/v1/explain/known", "/v1/l2/adapters"):
+            assert (await http.get(path)).status_code == 401, path
+            right = {"authorization": f"Bearer {'s' * 20}"}
+            assert (await http.get(path, headers=right)).status_code == 200, path
+
+
+def test_off_loopback_needs_a_token(tmp_path):
+    for host in ("127.0.0.1", "::1", "localhost"):
+        made = {read_token(HttpSettings(host=host), insecure=False, fresh=True) for _ in range(2)}
+        assert len(made) == 2 and min(map(len, made)) > 40
+    with pytest.raises(ConfigError, match="token_file"):
+        read_token(HttpSettings(host="0.0.0.0"), insecure=False, fresh=True)
+    assert read_token(HttpSettings(host="0.0.0.0"), insecure=True, fresh=True) == ""
+    short = tmp_path / "token"
+    short.touch(mode=0o600)
+    short.write_text("abc\n")
+    with pytest.raises(ConfigError, match="at least 16"):
+        read_token(HttpSettings(token_file=str(short)), insecure=False, fresh=True)
+    short.write_text("t" * 32 + "\n")
+    assert read_token(HttpSettings(token_file=str(short)), insecure=False, fresh=True) == "t" * 32
+
+
+def test_a_taken_port_says_who_holds_it():
+    with listen(HttpSettings(port=0)) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"{port}.*held by pid \d+"):
+            listen(HttpSettings(port=port))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/prefetch", {"tokens": [1], "tenant": "\ud800"}, "tenant"),
+        ("/v1/l2/adapters", {"adapter": {"type": "x\udfff"}}, "adapter.type"),
+        ("/v1/l2/adapters", {"adapter": {"hosts": [{"\ud800": 1}]}}, "adapter.hosts[0]"),
+    ],
+)
+async def test_text_that_no_answer_could_contain_is_refused_by_name(admin, path, body, field):
+    async with client(admin) as http:
+        for content in (
+            json.dumps(body).encode(),
+            json.dumps(body, ensure_ascii=False).encode(errors="surrogatepass"),
+        ):
+            answer = await http.post(path, content=content, headers={"content-type": "application/json"})
+            assert (answer.status_code, answer.json()["field"]) == (400, field)
+        pair = json.dumps({"tokens": [1], "tenant": "\U0001f600"}).encode()
+        answer = await http.post("/v1/prefetch", content=pair, headers={"content-type": "application/json"})
+        assert answer.status_code == 202
+    assert admin.asked[-1]["request"].tenant == "\U0001f600"

@@ -1,0 +1,82 @@
+"""Sessions and requests write no line at level INFO: a server of many clients must not fill a disk with its log."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+
+import pytest
+
+from kvstrata.observability.logging import Thinning
+from kvstrata.rpc import wire
+from kvstrata.storage.base import log_broken_contract
+from kvstrata.types import RequestIdentity
+from tests.harness.instance_in_process import InstanceInProcess
+from tests.harness.rpc_client import chain_of
+
+
+def test_a_hundred_sessions_and_their_requests_write_nothing_but_the_first_clear(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kvstrata"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="kvstrata")
+    server = InstanceInProcess()
+    for number in range(100):
+        session = number.to_bytes(16, "big")
+        session = b"s" + session[1:]
+        server.attach(session, b"g" * 16)
+        [identity] = server.feed(wire.encode(wire.Identify(session, 1, RequestIdentity(salt=str(number)))))
+        assert isinstance(identity, wire.IdentifyReply)
+        chain = chain_of(identity.root, 2)
+        server.store(session, 2, identity, chain)
+        groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
+        server.feed(
+            wire.encode(wire.Lookup(session, 4, 1000, identity.identity_id, f"r{number}", groups)),
+            wire.encode(wire.Release(session, 5, [(session, 4)])),
+            wire.encode(wire.Clear(session, 6, wire.ClearScope.L1)),
+        )
+        server.gone(session)
+    server.close()
+    assert [record.getMessage().partition(" ")[0] for record in caplog.records] == ["cleared"]
+
+
+def test_the_first_line_of_a_kind_is_written_and_a_later_one_counts_those_between(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [100.0]
+    thinning, log = Thinning(10.0, lambda: now[0]), logging.getLogger("test.thinned")
+    caplog.set_level(logging.INFO, logger=log.name)
+    for _ in range(50):
+        thinning.log(log, logging.INFO, "a", "%s failed", "a")
+    thinning.log(log, logging.INFO, "b", "%s failed", "b")
+    now[0] += 10
+    thinning.log(log, logging.INFO, "a", "%s failed", "a")
+    assert caplog.messages == ["a failed", "b failed", "a failed (49 more like this were left out)"]
+
+
+def test_an_adapter_that_raises_repeatedly_fills_no_log_and_keeps_nothing_alive(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kvstrata"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="kvstrata")
+
+    class Held:
+        pass
+
+    def load(held: Held) -> None:
+        raise RuntimeError("broken")
+
+    errors = []
+    for _ in range(100):
+        held = Held()
+        there = weakref.ref(held)
+        try:
+            load(held)
+        except RuntimeError as error:
+            errors.append(error)
+            del held
+            log_broken_contract("an adapter of this test", "load", error)
+        assert there() is None
+    log_broken_contract("an adapter of this test", "put", RuntimeError("broken too"))
+    assert len(caplog.messages) == 2
+    assert "in load" in caplog.messages[0]

@@ -1,0 +1,125 @@
+"""One process takes only its share of the tasks in which requests run, and of the numbers of its session."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvstrata.errors import Refused
+from kvstrata.rpc import frame as frames
+from kvstrata.rpc import wire
+from kvstrata.rpc.frame import MAX_UNPROVEN_BYTES, prove
+from kvstrata.rpc.session import MAX_SEQ_STEP
+from kvstrata.rpc.zmq_server import Address
+from kvstrata.server.requests import boundary, running
+from tests.harness.instance_in_process import InstanceInProcess
+from tests.harness.rpc_client import chain_of
+
+SESSION, GROUP = b"a session".ljust(16, b"."), b"a group".ljust(16, b".")
+
+
+@pytest.fixture
+def server() -> Any:
+    made = InstanceInProcess()
+    made.attach(SESSION, GROUP)
+    yield made
+    made.close()
+
+
+def test_tasks_of_one_process_leave_room_for_those_of_another(server: InstanceInProcess) -> None:
+    tasks, ended = server.requests.running, asyncio.Event()
+
+    async def reply() -> wire.Reply:
+        await ended.wait()
+        return wire.Ok(1, server.epoch)
+
+    async def run() -> None:
+        for _ in range(running.MAX_UNKEPT_OF_PROCESS):
+            tasks.check_room_for_unkept(7)
+            tasks.begin_unkept("retrieve", Address(True, b"7"), 1, reply(), 7)
+        with pytest.raises(Refused):
+            tasks.check_room_for_unkept(7)
+        tasks.check_room_for_unkept(8)
+        ended.set()
+        await server.supervisor.idle()
+        await asyncio.sleep(0)
+        tasks.check_room_for_unkept(7)
+
+    server.loop.run_until_complete(run())
+
+
+def test_a_process_with_too_many_running_requests_may_still_give_back(
+    server: InstanceInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [identity] = server.feed(wire.encode(wire.Identify(SESSION, 1, wire.RequestIdentity())))
+    assert isinstance(identity, wire.IdentifyReply)
+    chain = chain_of(identity.root, 1)
+    groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
+    server.store(SESSION, 2, identity, chain)
+    monkeypatch.setattr(running, "MAX_KEPT_OF_PROCESS", 0)
+    refused, released = server.feed(
+        wire.encode(wire.Lookup(SESSION, 4, 1000, identity.identity_id, "", groups)),
+        wire.encode(wire.Release(SESSION, 5, [])),
+    )
+    assert isinstance(refused, wire.Error) and refused.code == "refused"
+    assert "0 requests that take time" in refused.message
+    assert isinstance(released, wire.Ok)
+
+
+def test_one_request_cannot_use_up_the_numbers_of_its_session(server: InstanceInProcess) -> None:
+    """1,100 requests near 2^62 once made every later number of the session too old."""
+    [first] = server.feed(wire.encode(wire.Release(SESSION, 10, [])))
+    assert isinstance(first, wire.Ok)
+    far = 100 + MAX_SEQ_STEP
+    for attempt, number in enumerate((far, 1 << 62)):
+        for request in (
+            wire.Release(SESSION, number, []),
+            wire.Ping(SESSION, number),
+            wire.Ping(SESSION, number, []),
+            wire.Cancel(SESSION, 11 + attempt, number),
+        ):
+            [reply] = server.feed(wire.encode(request))
+            assert isinstance(reply, wire.Error) and reply.code == "bad_request", request
+            assert reply.field in ("seq", "target") and "one counter" in reply.message
+    replies = server.feed(*(wire.encode(wire.Release(SESSION, 20 + n, [])) for n in range(1_100)))
+    assert all(isinstance(reply, wire.Ok) for reply in replies)
+    [pong] = server.feed(wire.encode(wire.Ping(SESSION, 1_200 + MAX_SEQ_STEP // 2)))
+    assert isinstance(pong, wire.Pong), "a session that only pings moves on, too"
+
+
+HEAD = b"\xdd\x00\x00\x00\x04\xa4ping\xc4\x10"
+BODIES = {
+    "nested": b"\x91" * (8 << 20),
+    "many": b"\xdd\x00\x7f\x00\x00" + b"\x01" * (8 << 20),
+    "empty lists": b"\xdd\x00\x7f\x00\x00" + b"\x90" * (8 << 20),
+    "text": b"\xdb\x00\x7f\x00\x00" + b"\xf0" * (8 << 20),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("sender", ["nobody", "a session without its proof", "a session"])
+def test_a_long_frame_of_anybody_is_never_decoded(
+    server: InstanceInProcess, monkeypatch: pytest.MonkeyPatch, body: str, sender: str
+) -> None:
+    """A bad frame of 8 MiB was decoded whole, only to find its number: that stopped the loop for seconds."""
+    decoded: list[int] = []
+    monkeypatch.setattr(boundary, "decode_request", lambda message: decoded.append(len(message)))
+    session = wire.NO_SESSION if sender == "nobody" else SESSION
+    message = HEAD + session + b"\x09" + BODIES[body]
+    frame = server.proven(message) if sender == "a session" else message
+    [reply] = server.feed_frames(frame)
+    assert isinstance(reply, wire.Error) and reply.seq == 9
+    assert reply.code == ("not_permitted" if "without" in sender else "bad_request")
+    assert decoded == []
+
+
+def test_without_a_session_only_short_frames_are_decoded(server: InstanceInProcess) -> None:
+    for session in (wire.NO_SESSION, b""):
+        head = b"\x94\xa4ping\xc4" + bytes([len(session)]) + session + b"\x05\xc5\xff\xff"
+        short = head + bytes(MAX_UNPROVEN_BYTES - len(head))
+        for message, says in ((short, ""), (short + b"\0", "a frame without a session has at most 65536")):
+            [reply] = server.feed_frames(message)
+            assert isinstance(reply, wire.Error) and says in reply.message, reply
+    assert prove(bytes(32), b"")[: len(frames.PROOF_PREFIX)] == frames.PROOF_PREFIX

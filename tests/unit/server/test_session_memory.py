@@ -1,0 +1,52 @@
+"""An ended session leaves nothing in the server's memory but entries of explain's bounded memories."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+
+from kvstrata.policy.misses import Explainer
+from kvstrata.rpc import wire
+from kvstrata.types import RequestIdentity
+from tests.harness.instance_in_process import InstanceInProcess
+from tests.harness.rpc_client import RECORD_BYTES, chain_of
+
+MEASURED = 200
+
+
+def session_comes_and_goes(server: InstanceInProcess, number: int) -> None:
+    """A session stores, aborts a store, looks up and ends, all under names that were not used before."""
+    name = number.to_bytes(16, "big")[::-1]
+    server.attach(name, name)
+    [identity] = server.feed(wire.encode(wire.Identify(name, 1, RequestIdentity(salt=f"salt {number}"))))
+    assert isinstance(identity, wire.IdentifyReply)
+    chain, probe = chain_of(identity.root, 2), number.to_bytes(8, "big")
+    reserve = wire.Reserve(name, 2, 1000, identity.identity_id, b"", chain, RECORD_BYTES, probe)
+    server.feed(wire.encode(reserve), wire.encode(wire.Abort(name, 3, 2)))
+    server.store(name, 4, identity, chain)
+    groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
+    server.feed(
+        wire.encode(wire.Lookup(name, 8, 1000, identity.identity_id, f"request {number}", groups, probe)),
+        wire.encode(wire.Release(name, 9, [(name, 8)])),
+    )
+    server.gone(name)
+
+
+def test_ended_sessions_leave_no_memory_behind() -> None:
+    server = InstanceInProcess(explainer=Explainer(max_keys=32, max_probes=32, max_requests=32))
+    for number in range(1, 1 + MEASURED):
+        session_comes_and_goes(server, number)
+    tracemalloc.start()
+    try:
+        for number in range(1 + MEASURED, 1 + 2 * MEASURED):
+            # The first 50 sessions replace entries from before the tracing, and allocate what the tracing itself needs.
+            if number == 1 + MEASURED + 50:
+                gc.collect()
+                before_bytes, _ = tracemalloc.get_traced_memory()
+            session_comes_and_goes(server, number)
+        gc.collect()
+        after_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (after_bytes - before_bytes) / (MEASURED - 50) < 64, "bytes a session"
+    server.close()

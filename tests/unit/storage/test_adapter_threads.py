@@ -1,0 +1,46 @@
+"""A closed adapter has neither a thread nor a descriptor left, whoever still refers to it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.storage.base import PutStatus
+from kvstrata.storage.entry import configure_tier
+from kvstrata.testing.strategies import key_of, lent_context, put_item
+
+
+def threads() -> set[str]:
+    """Numbers of this process's threads, those without Python among them."""
+    return {task.name for task in Path("/proc/self/task").iterdir()}
+
+
+@pytest.mark.parametrize(
+    "entry", [{"type": "fs"}, {"type": "fs", "shared": True}, {"type": "disk", "capacity_gb": 1}]
+)
+async def test_a_closed_adapter_leaves_no_thread_and_no_descriptor(
+    tmp_path: Path, entry: dict[str, Any]
+) -> None:
+    context = lent_context(lambda key: None)
+    before, open_before = threads(), len(os.listdir("/proc/self/fd"))
+    adapter = configure_tier({**entry, "base_path": str(tmp_path)}, 0).make()
+    await adapter.open(context)
+    puts = [put_item(key_of(n), 5_000) for n in range(16)]  # some threads begin with the first work
+    assert all(outcome.status is PutStatus.STORED for outcome in await adapter.put(puts))
+    assert threads() - before
+    await adapter.close()
+    assert threads() <= before  # one of an earlier test may have ended meanwhile
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+async def test_an_adapter_that_cannot_be_opened_leaves_no_thread(tmp_path: Path) -> None:
+    first, second = (configure_tier({"type": "fs", "base_path": str(tmp_path)}, n).make() for n in range(2))
+    await first.open(lent_context(lambda key: None))
+    before = threads()
+    with pytest.raises(Exception, match="another running server"):
+        await second.open(lent_context(lambda key: None))
+    assert threads() <= before
+    await first.close()

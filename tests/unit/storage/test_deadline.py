@@ -1,0 +1,429 @@
+"""Deadlines end waits and never holds; the breaker stops asking and starts again by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.clock import SystemClock
+from kvstrata.errors import StorageError
+from kvstrata.policy.breaker import Breaker, BreakerState
+from kvstrata.storage.base import (
+    AdapterContext,
+    Capabilities,
+    Found,
+    KeyPage,
+    LoadItem,
+    LoadOutcome,
+    LoadStatus,
+    Presence,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    StorageAdapter,
+    Usage,
+)
+from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
+from kvstrata.storage.wrap.metrics import MeteredAdapter, OpReport
+from kvstrata.testing.strategies import key_of, load_item, put_item, record_length, watched
+
+SIZE = 1000
+
+
+class HandClock(SystemClock):
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+
+class Scripted(StorageAdapter):
+    """Answers what the test sets; waits for `go` while it is set to wait."""
+
+    def __init__(self) -> None:
+        self.name = "scripted-0"
+        self.capabilities = Capabilities(persistent=False, shared=False)
+        self.calls: list[str] = []
+        self.go = asyncio.Event()
+        self.go.set()
+        self.put_outcome = PutOutcome(PutStatus.STORED)
+        self.load_outcome = LoadOutcome(LoadStatus.LOADED)
+        self.found = Found(Presence.PRESENT, 5000)
+        self.raises = False
+        self.too_few = 0
+        self.says_nothing = False
+        self.page: Any = None
+
+    async def _act(self, call: str) -> None:
+        self.calls.append(call)
+        await self.go.wait()
+        if self.raises:
+            raise ValueError("broken adapter")
+
+    def _answer(self, outcomes: list[Any]) -> Any:
+        return None if self.says_nothing else outcomes[self.too_few :]
+
+    async def open(self, context: AdapterContext) -> None:
+        pass
+
+    async def exists(self, keys: Sequence[bytes]) -> list[Found]:
+        await self._act("exists")
+        return self._answer([self.found] * len(keys))
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        await self._act("put")
+        for item in items:
+            item.hold.drop()
+        return self._answer([self.put_outcome] * len(items))
+
+    async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+        await self._act("load")
+        for item in items:
+            item.hold.drop()
+        return self._answer([self.load_outcome] * len(items))
+
+    async def delete(self, keys: Sequence[bytes]) -> int:
+        await self._act("delete")
+        return len(keys)
+
+    async def list_keys(self, cursor: int, most: int) -> Any:
+        await self._act("list_keys")
+        return self.page
+
+    async def usage(self) -> Usage:
+        return Usage(1, 2, 3)
+
+    async def close(self) -> None:
+        await self.go.wait()
+
+
+def guard(inner: Scripted, clock: HandClock | None = None, **limits: object) -> DeadlineAdapter:
+    values = {"deadline_ms": 600_000, "max_stuck_bytes": 1 << 30, "failures": 3, **limits}
+    return DeadlineAdapter(inner, DeadlineLimits(**values), clock or HandClock())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Turn the loop until something that must happen has happened."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 (the wrapper has no event for this)
+            await asyncio.sleep(0)
+
+
+async def test_a_deadline_answers_while_the_hold_stays_with_the_medium() -> None:
+    inner = Scripted()
+    adapter = guard(inner, deadline_ms=1)
+    inner.go.clear()
+    item, load = put_item(key_of(1), SIZE), load_item(key_of(1), SIZE)
+    assert await adapter.put([item]) == [PutOutcome(PutStatus.FAILED, "deadline")]
+    assert await adapter.load([load]) == [LoadOutcome(LoadStatus.FAILED, "deadline")]
+    assert await adapter.exists([key_of(1)]) == [Found(Presence.UNKNOWN, 0, "deadline")]
+    assert not watched(item).dropped.is_set()
+    assert not watched(load).dropped.is_set()
+    assert adapter.stuck_bytes == 2 * record_length(SIZE)
+    inner.go.set()
+    await adapter.close()
+    watched(item).check()
+    watched(load).check()
+    assert adapter.stuck_bytes == 0
+
+
+async def test_a_cancelled_wait_leaves_the_operation_running_and_counts_its_bytes() -> None:
+    inner = Scripted()
+    adapter = guard(inner)
+    inner.go.clear()
+    item = put_item(key_of(1), SIZE)
+    wait = asyncio.create_task(adapter.put([item]))
+    await until(lambda: inner.calls)
+    wait.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await wait
+    assert adapter.stuck_bytes == record_length(SIZE)
+    assert not watched(item).dropped.is_set()
+    inner.go.set()
+    await adapter.close()
+    watched(item).check()
+    assert adapter.stuck_bytes == 0
+
+
+async def test_operations_that_their_callers_gave_up_count_for_the_breaker() -> None:
+    inner = Scripted()
+    adapter = guard(inner, failures=2, deadline_ms=20)
+    inner.go.clear()
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(adapter.exists([key_of(1)]), 0.001)
+    await until(lambda: adapter.breaker_states()["exists"] == "open")
+    inner.go.set()
+
+
+@pytest.mark.parametrize("well", [True, False])
+async def test_a_late_good_end_lets_the_next_operation_try_at_once(well: bool) -> None:
+    inner, clock = Scripted(), HandClock()
+    adapter = guard(inner, clock, failures=2, deadline_ms=1, open_s=30.0)
+    inner.go.clear()
+    for _ in range(2):
+        assert await adapter.exists([key_of(1)]) == [Found(Presence.UNKNOWN, 0, "deadline")]
+    inner.found = Found(Presence.PRESENT, 5000) if well else Found(Presence.UNKNOWN, 0, "io")
+    inner.go.set()
+    await adapter.ended()
+    [found] = await adapter.exists([key_of(1)])
+    assert found == (inner.found if well else Found(Presence.UNKNOWN, 0, "breaker_open"))
+    assert adapter.breaker_states()["exists"] == ("closed" if well else "open")
+
+
+async def test_no_operation_is_taken_while_the_limit_of_stuck_bytes_is_used_up() -> None:
+    inner = Scripted()
+    adapter = guard(inner, deadline_ms=1, failures=1000, max_stuck_bytes=2 * record_length(SIZE))
+    inner.go.clear()
+    stuck = [put_item(key_of(n), SIZE) for n in range(2)]
+    for item in stuck:
+        await adapter.put([item])
+    refused, load = put_item(key_of(3), SIZE), load_item(key_of(4), SIZE)
+    assert await adapter.put([refused]) == [PutOutcome(PutStatus.FAILED, "breaker_open")]
+    assert await adapter.load([load]) == [LoadOutcome(LoadStatus.FAILED, "breaker_open")]
+    watched(refused).check()
+    watched(load).check()
+    inner.go.set()
+    await until(lambda: adapter.stuck_bytes == 0)
+    inner.calls.clear()
+    assert await adapter.put([put_item(key_of(5), SIZE)]) == [PutOutcome(PutStatus.STORED)]
+    await adapter.close()
+
+
+async def test_the_deadline_of_a_batch_grows_with_its_bytes() -> None:
+    inner = Scripted()
+    adapter = guard(inner, deadline_ms=1, bytes_per_deadline=1)
+    inner.go.clear()
+    wait = asyncio.create_task(adapter.put([put_item(key_of(1), 10_000_000)]))  # 10,000 s
+    assert await adapter.exists([key_of(1)]) == [Found(Presence.UNKNOWN, 0, "deadline")]
+    assert not wait.done()
+    inner.go.set()
+    assert await wait == [PutOutcome(PutStatus.STORED)]
+    await adapter.close()
+
+
+@pytest.mark.parametrize(
+    ("operation", "failure"),
+    [
+        *itertools.product(["put", "load", "exists"], ["raises", "too_few", "says_nothing", "io"]),
+        ("delete", "raises"),
+    ],
+)
+async def test_failures_in_a_row_open_the_breaker_and_one_good_probe_closes_it(
+    operation: str, failure: str
+) -> None:
+    inner, clock = Scripted(), HandClock()
+    adapter = guard(inner, clock, failures=3, open_s=1.0)
+
+    async def act() -> object:
+        if operation == "put":
+            item = put_item(key_of(1), SIZE)
+            [outcome] = await adapter.put([item])
+            if failure == "io" or inner.calls == []:
+                watched(item).check()
+            return outcome.reason
+        if operation == "load":
+            [loaded] = await adapter.load([load_item(key_of(1), SIZE)])
+            return loaded.reason
+        if operation == "exists":
+            [found] = await adapter.exists([key_of(1)])
+            return found.reason
+        return "" if await adapter.delete([key_of(1)]) else "failed"
+
+    inner.raises = failure == "raises"
+    inner.too_few = failure == "too_few"
+    inner.says_nothing = failure == "says_nothing"
+    if failure == "io":
+        inner.put_outcome = PutOutcome(PutStatus.FAILED, "io")
+        inner.load_outcome = LoadOutcome(LoadStatus.FAILED, "io")
+        inner.found = Found(Presence.UNKNOWN, 0, "io")
+    word = "failed" if operation == "delete" else "io" if failure == "io" else "adapter_error"
+    assert [await act() for _ in range(3)] == [word] * 3
+    inner.calls.clear()
+    assert await act() == ("failed" if operation == "delete" else "breaker_open")
+    assert inner.calls == [], "an open breaker asks nobody"
+    clock.now_s += 1.0
+    assert await act() == word, "the probe fails"
+    clock.now_s += 1.9
+    inner.calls.clear()
+    await act()
+    assert inner.calls == [], "after a failed probe it stays open twice as long"
+    clock.now_s += 0.1
+    inner.raises, inner.too_few, inner.says_nothing = False, 0, False
+    inner.put_outcome = PutOutcome(PutStatus.STORED)
+    inner.load_outcome = LoadOutcome(LoadStatus.LOADED)
+    inner.found = Found(Presence.PRESENT, 5000)
+    assert [await act() for _ in range(3)] == [""] * 3
+    assert adapter.breaker_states()[operation] == "closed"
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        PutOutcome(PutStatus.EXISTS),
+        PutOutcome(PutStatus.THROTTLED, "disk_full"),
+        PutOutcome(PutStatus.FAILED, "queue_full"),
+    ],
+)
+async def test_failures_that_are_not_the_mediums_keep_the_breaker_closed(outcome: PutOutcome) -> None:
+    inner = Scripted()
+    inner.put_outcome = outcome
+    adapter = guard(inner)
+    for _ in range(10):
+        assert await adapter.put([put_item(key_of(1), SIZE)]) == [outcome]
+    inner.load_outcome = LoadOutcome(LoadStatus.CORRUPT)
+    for _ in range(10):
+        await adapter.load([load_item(key_of(1), SIZE)])
+    assert set(adapter.breaker_states().values()) == {"closed"}
+
+
+async def test_while_loads_fail_no_key_is_reported_as_present() -> None:
+    inner, clock = Scripted(), HandClock()
+    adapter = guard(inner, clock, failures=1)
+    inner.load_outcome = LoadOutcome(LoadStatus.FAILED, "io")
+    await adapter.load([load_item(key_of(1), SIZE)])
+    inner.calls.clear()
+    assert await adapter.exists([key_of(1)]) == [Found(Presence.UNKNOWN, 0, "breaker_open")]
+    assert inner.calls == []
+    clock.now_s += 1.0
+    assert await adapter.exists([key_of(1)]) == [Found(Presence.PRESENT, 5000)]
+
+
+async def test_puts_that_fail_do_not_stop_loads() -> None:
+    inner = Scripted()
+    adapter = guard(inner, failures=1)
+    inner.put_outcome = PutOutcome(PutStatus.FAILED, "io")
+    await adapter.put([put_item(key_of(1), SIZE)])
+    assert adapter.breaker_states()["put"] == "open"
+    assert await adapter.load([load_item(key_of(1), SIZE)]) == [LoadOutcome(LoadStatus.LOADED)]
+
+
+async def test_close_gives_up_waiting_for_a_stuck_operation() -> None:
+    inner = Scripted()
+    adapter = guard(inner, close_s=0.01)
+    inner.go.clear()
+    await asyncio.wait_for(adapter.close(), 30)
+    inner.go.set()
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0, 5)), max_size=60))
+def test_the_breaker_lets_one_probe_through_at_a_time_and_never_stays_open(
+    steps: list[tuple[bool, float]],
+) -> None:
+    breaker = Breaker(3, 1.0, 4.0)
+    now_s = 0.0
+    for well, passed_s in steps:
+        now_s += passed_s
+        admitted = breaker.admit(now_s)
+        assert admitted == (breaker.state is not BreakerState.OPEN)
+        if admitted:
+            if breaker.state is BreakerState.PROBING:
+                assert not breaker.admit(now_s), "one probe at a time"
+            breaker.ended(well, now_s)
+    assert breaker.would_admit(now_s + 4.0)
+
+
+async def test_every_operation_is_reported_however_it_ends() -> None:
+    reports: list[OpReport] = []
+    inner, clock = Scripted(), HandClock()
+    adapter = MeteredAdapter(inner, reports.append, clock)
+    items = [put_item(key_of(n), SIZE) for n in range(3)]
+    await adapter.put(items)
+    inner.load_outcome = LoadOutcome(LoadStatus.FAILED, "io")
+    await adapter.load([load_item(key_of(1), SIZE)])
+    await adapter.exists([key_of(1), key_of(2)])
+    inner.found = Found(Presence.UNKNOWN, 0, "io")
+    await adapter.exists([key_of(1), key_of(2)])
+    await adapter.delete([key_of(1)])
+    inner.raises = True
+    with pytest.raises(ValueError, match="broken"):
+        await adapter.delete([key_of(1)])
+    inner.go.clear()
+    wait = asyncio.create_task(adapter.exists([key_of(1)]))
+    await asyncio.sleep(0)
+    wait.cancel()
+    await asyncio.gather(wait, return_exceptions=True)
+    assert [(r.operation, r.items, r.moved_bytes, dict(r.outcomes)) for r in reports] == [
+        ("put", 3, 3 * record_length(SIZE), {"stored": 3}),
+        ("load", 1, 0, {"failed:io": 1}),
+        ("exists", 2, 0, {"present": 2}),
+        ("exists", 2, 0, {"unknown:io": 2}),
+        ("delete", 1, 0, {"deleted": 1, "absent": 0}),
+        ("delete", 1, 0, {"raised": 1}),
+        ("exists", 1, 0, {"cancelled": 1}),
+    ]
+    assert {r.adapter for r in reports} == {"scripted-0"}
+
+
+@pytest.mark.parametrize(
+    ("page", "passed"),
+    [
+        (KeyPage([key_of(1), key_of(2)], 7), True),
+        (KeyPage([], 7), True),
+        (None, True),
+        (KeyPage([key_of(1)] * 3, 7), True),
+        (KeyPage([key_of(1)] * 67, 7), False),
+        (KeyPage([b"short"], 7), False),
+        (KeyPage([key_of(1)], -1), False),
+        (KeyPage([key_of(1)], 1 << 64), False),
+        ([key_of(1)], False),
+    ],
+)
+async def test_a_valid_page_of_keys_is_passed_on_and_any_other_is_none(page: Any, passed: bool) -> None:
+    inner = Scripted()
+    inner.page = page
+    assert await guard(inner).list_keys(0, 2) == (page if passed else None)
+
+
+async def test_a_page_of_keys_that_is_late_or_fails_is_none_and_opens_no_breaker() -> None:
+    inner = Scripted()
+    inner.page = KeyPage([], 1)
+    inner.go.clear()
+    one = guard(inner, deadline_ms=1, failures=1)
+    assert await one.list_keys(0, 2) is None
+    inner.go.set()
+    inner.raises = True
+    assert await one.list_keys(0, 2) is None
+    inner.raises = False
+    assert await one.list_keys(0, 2) == inner.page
+    assert set(one.breaker_states().values()) == {"closed"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, 1.5, "many", (1, 2), Usage(1, 2.0, 3), Usage(-1, 0, 0), Usage(True, 0, 1 << 64)],  # type: ignore[arg-type]
+)
+async def test_invalid_counts_of_an_adapter_are_logged_once_and_ignored(
+    answer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = Scripted()
+    adapter = guard(inner)
+
+    async def say(*asked: object) -> Any:
+        return answer
+
+    inner.usage = inner.delete = inner.clear = say  # type: ignore[method-assign]
+    for _ in range(2):
+        assert await adapter.usage() == Usage(0, 0, 0)
+        assert await adapter.delete([key_of(1)]) == 0
+        with pytest.raises(StorageError, match="not cleared: it answered"):
+            await adapter.clear()
+    assert len(caplog.records) == 3, "each operation is named once"
+
+
+async def test_a_clear_that_raises_is_a_storage_error() -> None:
+    inner = Scripted()
+
+    async def fail() -> int:
+        raise ValueError("broken adapter")
+
+    inner.clear = fail  # type: ignore[method-assign]
+    with pytest.raises(StorageError, match="not cleared: ValueError: broken adapter"):
+        await guard(inner).clear()

@@ -1,0 +1,471 @@
+"""`--l2-adapter` entries: what they make, and what is said about wrong ones."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvstrata.clock import SystemClock
+from kvstrata.errors import ConfigError
+from kvstrata.p2p.medium import peer_tier
+from kvstrata.p2p.settings import PeerSettings
+from kvstrata.policy.store import StorePolicy
+from kvstrata.storage import catalogue
+from kvstrata.storage.catalogue import GROUP
+from kvstrata.storage.entry import TierConfig, configure_tier, make_adapter
+from kvstrata.storage.host.parent import HostedAdapter
+from kvstrata.storage.lanes import Lane
+from kvstrata.storage.media.fs.adapter import FsAdapter
+from kvstrata.storage.stack import Surroundings, build_stack, innermost
+from kvstrata.storage.wrap.codec_fields import ChainSettings, ZstdOptions
+from kvstrata.testing.faulty_adapter import FaultyAdapter
+
+AROUND = Surroundings(SystemClock(), 1 << 30, lambda report: None)
+FS = {"type": "fs", "base_path": "/data/kv"}
+DISK = {"type": "disk", "base_path": "/nowhere/log", "capacity_gb": 1}
+
+
+def arguments_of(config: TierConfig) -> dict[str, Any]:
+    """The keyword arguments with which the adapter will be made."""
+    assert isinstance(config.make, functools.partial)
+    return config.make.keywords
+
+
+def test_the_least_entry_makes_an_fs_adapter_with_defaults() -> None:
+    adapter = make_adapter(json.dumps(FS), 0)
+    assert isinstance(adapter, FsAdapter)
+    assert adapter.base_path == Path("/data/kv")
+    config = configure_tier(FS, 3)
+    fields = arguments_of(config)
+    assert (fields["num_workers"], fields["capacity_bytes"], fields["min_free_bytes"]) == (4, 0, None)
+    assert (config.name, config.policy, config.deadline_ms) == ("fs-3", StorePolicy.THROUGH, None)
+
+
+def test_every_field_of_fs_and_its_older_name_is_read() -> None:
+    entry = {
+        "type": "fs_native",
+        "base_path": "/data/kv",
+        "relative_tmp_dir": "work/tmp",
+        "use_odirect": False,
+        "max_capacity_gb": 1.5,
+        "min_free_gb": 0.25,
+        "num_workers": 7,
+        "per_op_workers": {"lookup": 1, "retrieve": 2, "store": 3, "delete": 4},
+        "policy": "second_touch",
+        "deadline_ms": 250,
+        "max_stuck_mb": 64,
+    }
+    config = configure_tier(entry, 0)
+    assert arguments_of(config) == {
+        "relative_tmp_dir": "work/tmp",
+        "shared": False,
+        "use_odirect": False,
+        "capacity_bytes": 3 << 29,
+        "min_free_bytes": 1 << 28,
+        "num_workers": 7,
+        "per_op_workers": {Lane.LOOKUP: 1, Lane.LOAD: 2, Lane.PUT: 3, Lane.DELETE: 4},
+        "name": "fs_native-0",
+    }
+    assert isinstance(config.make(), FsAdapter)
+    assert config.policy is StorePolicy.SECOND_TOUCH
+    assert (config.deadline_ms, config.max_stuck_bytes) == (250, 64 << 20)
+
+
+def test_fields_without_effect_are_accepted_with_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    entry = {**FS, "read_ahead_size": 1024, "eviction": {"eviction_policy": "LRU"}, "shared": False}
+    make_adapter(entry, 0)
+    noted = [r.getMessage() for r in caplog.records if "has no effect here" in r.getMessage()]
+    assert [line.split(":")[0] for line in noted] == [
+        "l2_adapters[0].eviction",
+        "l2_adapters[0].read_ahead_size",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("{oops", r"l2_adapters\[2\]: not JSON"),
+        ("[1]", r"l2_adapters\[2\]: must be an object"),
+        ({}, r"l2_adapters\[2\]\.type: must be a non-empty string, found None"),
+        ({"type": 5}, r"l2_adapters\[2\]\.type: must be a non-empty string, found 5"),
+        (
+            {"type": "moncake"},
+            r"l2_adapters\[2\]\.type: unknown adapter 'moncake' \(did you mean 'mooncake_store'\?\)",
+        ),
+        ({"type": "fss"}, r"unknown adapter 'fss' \(did you mean 'fs'\?\)"),
+        ({"type": "zzzzzzzz"}, r"unknown adapter 'zzzzzzzz'; known types: disk, fault_inject, fs, fs_native"),
+        ({"type": "hf3fs"}, r"'hf3fs' is not part of this version; a plugin can provide it"),
+        ({"type": "fs"}, r"l2_adapters\[2\]\.base_path: must be a non-empty string, found None"),
+        ({**FS, "base_path": "~nobody-of-that-name/kv"}, r"\.base_path: must be an absolute path"),
+        ({**FS, "base_pth": "/x"}, r"l2_adapters\[2\]\.base_pth: unknown field \(did you mean 'base_path'\?\)"),
+        ({**FS, "num_workers": "four"}, r"\.num_workers: must be a whole number from 1 to 256, found 'four'"),
+        ({**FS, "num_workers": 0}, r"\.num_workers: must be a whole number from 1 to 256, found 0"),
+        ({**FS, "num_workers": True}, r"\.num_workers: must be a whole number from 1 to 256, found True"),
+        ({**FS, "num_workers": 2.5}, r"\.num_workers: must be a whole number from 1 to 256, found 2\.5"),
+        ({**FS, "capacity_gb": -1}, r"\.capacity_gb: must be a number from 0"),
+        ({**FS, "capacity_gb": 1, "max_capacity_gb": 2}, r"\.max_capacity_gb: is another name of capacity_gb"),
+        ({**FS, "use_odirect": "yes"}, r"\.use_odirect: must be true or false, found 'yes'"),
+        ({**FS, "policy": "thrugh"}, r"\.policy: must be one of .*did you mean 'through'"),
+        ({**FS, "policy": 3}, r"\.policy: must be one of through, on_evict, second_touch, found 3"),
+        ({**FS, "per_op_workers": [1]}, r"\.per_op_workers: must be an object with some of"),
+        (
+            {**FS, "per_op_workers": {"retreive": 1}},
+            r"\.per_op_workers\.retreive: unknown field \(did you mean 'retrieve'",
+        ),
+        ({**FS, "per_op_workers": {"store": 0}}, r"\.per_op_workers\.store: must be a whole number"),
+        ({**FS, "relative_tmp_dir": "/tmp"}, r"\.relative_tmp_dir: must be a plain path below base_path"),
+        ({**FS, "relative_tmp_dir": "../x"}, r"\.relative_tmp_dir: must be a plain path below base_path"),
+        ({**FS, "relative_tmp_dir": "ab"}, r"\.relative_tmp_dir: must not begin with a directory of two hex digits"),
+        ({**FS, "deadline_ms": 0}, r"\.deadline_ms: must be a whole number from 1"),
+        ({**FS, "isolation": "thread"}, r"\.isolation: must be one of in_process, process"),
+        ({**FS, "host_kill_ms": 500}, r"\.host_kill_ms: 500 is not supported: only an adapter with"),
+        ({**FS, "isolation": "process", "host_kill_ms": 5}, r"\.host_kill_ms: must be a whole number from 10"),
+        ({**FS, "isolation": "process", "base_pth": "/x"}, r"l2_adapters\[2\]\.base_pth: unknown field"),
+        (
+            {"type": "fault_inject", "inner": {**FS, "isolation": "process"}},
+            r"\.inner\.isolation: 'process' is not supported: set it in the outer entry, of type fault_inject",
+        ),
+        ({**FS, "shared": 1}, r"\.shared: must be true or false"),
+        (
+            {"type": "disk", "base_path": "/x", "capacity_gb": 1, "shared": True},
+            r"\.shared: True is not supported: only a directory of type fs can be shared",
+        ),
+        ({**FS, "serde": {"type": "fp8"}}, r"\.serde: .* is not supported: it was replaced by codec; write"),
+        ({**FS, "codec": 5}, r"\[2\]\.codec: must be the name of a codec or an object with a \"name\", found 5"),
+        ({**FS, "codec": [["zstd"]]}, r"\.codec\[0\]: must be the name of a codec or an object"),
+        ({**FS, "codec": ["zst"]}, r"\.codec\[0\]: unknown codec 'zst' \(did you mean 'zstd'\?\)"),
+        ({**FS, "codec": ["zstd", "zstd"]}, r"\.codec\[1\]: 'zstd' cannot come after 'zstd'; the order is"),
+        ({**FS, "codec": [{"name": "zstd", "level": "high"}]}, r"\.codec\[0\]\.level: must be a whole number from"),
+        ({**FS, "codec": [{"name": "zstd", "planes": 3}]}, r"\.codec\[0\]\.planes: must be a whole number from 1"),
+        (
+            {**FS, "codec": {"name": "zstd", "lvel": 3}},
+            r"\[2\]\.codec\.lvel: unknown field \(did you mean 'level'\?\)",
+        ),
+        ({**FS, "codec": ["aes-gcm"]}, r"\.codec\[0\]\.key_file: must be the path of a file with the key, found None"),
+        (
+            {**FS, "codec": [{"name": "aes-gcm", "key_file": "/no/such/file"}]},
+            r"\.codec\[0\]\.key_file: /no/such/file: cannot be read",
+        ),
+        ({**FS, "codec": ["zstd", "fp8"]}, r"\.codec\[1\]: 'fp8' cannot come after 'zstd'; the order is fp8, zstd"),
+        ({**FS, "codec_staging_mb": 0}, r"\.codec_staging_mb: must be a number from 1"),
+        ({**FS, "codec_workers": 0}, r"\.codec_workers: must be a whole number from 1 to 64"),
+        ({"type": "disk", "capacity_gb": 1}, r"\.base_path: must be a non-empty string"),
+        ({"type": "disk", "base_path": "/x"}, r"\.capacity_gb: must be the number of GB that .*, found None"),
+        ({**DISK, "capacity_gb": 0}, r"\.capacity_gb: must be a number from 0\.0"),
+        ({**DISK, "segment_mb": 100}, r"\.segment_mb: must be at most a sixteenth of capacity_gb, 64 MB, found 100"),
+        ({**DISK, "reinsert_percent": 60}, r"\.reinsert_percent: must be a whole number from 0 to 50"),
+        ({**DISK, "scrub_mb_s": "fast"}, r"\.scrub_mb_s: must be a number from 0"),
+        ({**DISK, "relative_tmp_dir": "tmp"}, r"\.relative_tmp_dir: unknown field"),
+        ({**DISK, "use_odirct": True}, r"\.use_odirct: unknown field \(did you mean 'use_odirect'\?\)"),
+        ({"type": "fault_inject"}, r"\.inner: must be the object of the adapter"),
+        ({"type": "fault_inject", "inner": {"type": "fss"}}, r"\.inner\.type: unknown adapter 'fss'"),
+        ({"type": "fault_inject", "inner": FS, "faults": ["bang"]}, r"\.faults: must be a list with some of"),
+        ({"type": "plugin", "module_path": "m"}, r"\.class_name: must be a non-empty string"),
+    ],
+)  # fmt: skip
+def test_a_wrong_entry_is_named_with_its_field_value_and_remedy(entry: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configure_tier(entry, 2)
+
+
+def test_base_path_may_be_relative_or_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    adapter = make_adapter({**FS, "base_path": "~/kv"}, 0)
+    assert isinstance(adapter, FsAdapter)
+    assert adapter.base_path == Path("/home/someone/kv")
+
+
+def test_a_built_adapter_is_measured_and_guarded() -> None:
+    config = configure_tier({**FS, "policy": "on_evict"}, 1)
+    built = build_stack(config, AROUND)
+    assert built.name == built.adapter.name == "fs-1"
+    assert built.policy is StorePolicy.ON_EVICT
+    assert built.guard.limits.max_stuck_bytes == 1 << 26
+    assert built.guard.limits.deadline_ms == 5_000
+    assert built.codec is built.guard.inner
+    assert not built.codec.chain.encodes
+
+
+def test_a_codec_goes_between_the_adapter_and_its_deadline() -> None:
+    config = configure_tier({**FS, "codec": [{"name": "zstd", "level": 3, "planes": 1}]}, 0)
+    built = build_stack(config, AROUND)
+    assert built.codec is not None
+    assert built.codec.chain.settings == ChainSettings(zstd=ZstdOptions(level=3, planes=1))
+    assert isinstance(built.codec.inner, FsAdapter)
+    assert configure_tier({**FS, "codec": "zstd"}, 0).recipe.codec.chain.zstd == ZstdOptions()
+
+
+def test_a_key_file_is_private_long_enough_and_never_quoted(tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    entry = {**FS, "codec": ["zstd", {"name": "aes-gcm", "key_file": str(key_file)}]}
+    key_file.write_text("a secret of 20 chars")
+    with pytest.raises(ConfigError, match=r"codec\[1\]\.key_file: .*can be read by others"):
+        configure_tier(entry, 0)
+    key_file.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"holds several words"):
+        configure_tier(entry, 0)
+    key_file.write_text("a-secret-of-24-letters-x")
+    with pytest.raises(
+        ConfigError, match=r"a key has at least 32; make one with openssl rand -hex 32"
+    ) as raised:
+        configure_tier(entry, 0)
+    assert "secret" not in str(raised.value)
+    key_file.write_text("0123456789abcdef" * 4 + "\n")
+    config = configure_tier(entry, 0)
+    assert config.recipe.codec.chain.master_key == b"0123456789abcdef" * 4
+    assert config.recipe.codec.chain.zstd is not None
+
+
+@pytest.mark.parametrize("name", ["aes-gcm", "mac"])
+def test_the_first_of_several_key_files_writes(tmp_path: Path, name: str) -> None:
+    files = []
+    for number in range(3):
+        files.append(tmp_path / f"key{number}")
+        files[-1].touch(0o600)
+        files[-1].write_text(f"{number}" * 32)
+
+    def chain(**options: object) -> ChainSettings:
+        return configure_tier({**FS, "codec": [{"name": name, **options}]}, 0).recipe.codec.chain
+
+    read = chain(key_files=[str(file) for file in files], accept_plain=True)
+    assert read.keys == (b"0" * 32, b"1" * 32, b"2" * 32)
+    assert (read.master_key, read.mac_key) == ((b"0" * 32, b"") if name == "aes-gcm" else (b"", b"0" * 32))
+    assert not read.authenticates and chain(key_files=[str(files[1])]).authenticates
+    files[2].write_text("0" * 32)
+    path = r"\.codec\[0\]\."
+    for options, wrong in (
+        ({"key_files": []}, rf"{path}key_files: must be a list of 1 to 8 paths .*, found \[\]"),
+        ({"key_files": str(files[0])}, rf"{path}key_files: must be a list of 1 to 8 paths"),
+        ({"key_files": [str(files[0])] * 9}, rf"{path}key_files: must be a list of 1 to 8 paths"),
+        ({"key_files": ["/no/such"]}, rf"{path}key_files\[0\]: /no/such: cannot be read"),
+        ({"key_files": [str(files[0]), str(files[2])]}, rf"{path}key_files: two files hold the same key"),
+        (
+            {"key_files": [str(files[0])], "key_file": str(files[0])},
+            rf"{path}key_file: key_files is given too",
+        ),
+        (
+            {"key_file": str(files[0]), "accept_plain": 1},
+            rf"{path}accept_plain: must be true or false, found 1",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=wrong):
+            chain(**options)
+
+
+def test_one_codec_of_a_chain_authenticates(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_text("k" * 32)
+    codecs = [{"name": name, "key_file": str(key)} for name in ("aes-gcm", "mac")]
+    with pytest.raises(
+        ConfigError, match=r"codec\[1\]: 'mac' cannot come after 'aes-gcm', which authenticates"
+    ):
+        configure_tier({**FS, "codec": codecs}, 0)
+
+
+@pytest.mark.parametrize(
+    ("codec", "package"), [("zstd", "zstandard"), ("aes-gcm", "cryptography"), ("mac", "cryptography")]
+)
+def test_a_missing_library_is_named_with_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, codec: str, package: str
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else real(name))
+    wanted = rf"codec\[0\]: '{codec}' needs the Python package '{package}'.*pip install 'kvstrata\[codecs\]'"
+    with pytest.raises(ConfigError, match=wanted):
+        configure_tier({**FS, "codec": [codec]}, 0)
+
+
+@pytest.mark.parametrize(
+    ("more", "kill_s"), [({}, 15.0), ({"deadline_ms": 200}, 0.6), ({"host_kill_ms": 70}, 0.07)]
+)
+def test_an_isolated_adapter_is_not_made_here(more: dict[str, int], kill_s: float) -> None:
+    entry = {"type": "plugin", "module_path": "no.such", "class_name": "X", "isolation": "process", **more}
+    config = configure_tier(entry, 1)
+    built = build_stack(config, AROUND)
+    assert isinstance(built.host, HostedAdapter)
+    assert built.host._requests._kill_s == kill_s
+    assert built.status()["host"] == {"pid": 0, "state": "closed", "restarts": 0, "requests": 0}
+
+
+def test_faults_can_be_injected_into_any_adapter() -> None:
+    adapter = make_adapter({"type": "fault_inject", "inner": FS, "rate": 0.5, "seed": 7}, 0)
+    assert isinstance(adapter, FaultyAdapter)
+    assert (adapter.plan.seed, adapter.plan.rate) == (7, 0.5)
+    assert isinstance(adapter.inner, FsAdapter)
+
+
+@pytest.mark.parametrize("value", ["", "0", "true"])
+def test_faults_are_refused_outside_an_environment_for_tests(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("KVSTRATA_TESTING", value)
+    with pytest.raises(ConfigError, match=r"type: 'fault_inject' is not supported: .*KVSTRATA_TESTING=1"):
+        make_adapter({"type": "fault_inject", "inner": FS}, 0)
+
+
+def test_a_class_of_another_package_is_an_adapter() -> None:
+    entry = {
+        "type": "plugin",
+        "module_path": "tests.unit.storage.test_deadline",
+        "class_name": "Scripted",
+        "adapter_params": {},
+    }
+    assert make_adapter(entry, 0).name == "scripted-0"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"module_path": "no.such.module"}, "No module named"),
+        ({"class_name": "NoSuchClass"}, "AttributeError"),
+        ({"adapter_params": {"x": 1}}, "TypeError"),
+        ({"class_name": "HandClock"}, "no StorageAdapter"),
+    ],
+)
+def test_a_plugin_that_cannot_be_made_stops_the_start(change: dict[str, object], message: str) -> None:
+    entry = {
+        "type": "plugin",
+        "module_path": "tests.unit.storage.test_deadline",
+        "class_name": "Scripted",
+        **change,
+    }
+    with pytest.raises(ConfigError, match=rf"l2_adapters\[0\]: .*{message}"):
+        make_adapter(entry, 0)
+
+
+def point(name: str, attribute: str) -> importlib.metadata.EntryPoint:
+    return importlib.metadata.EntryPoint(name, f"{__name__}:{attribute}", GROUP)
+
+
+SEEN: list[object] = []
+
+
+def from_fields(fields: dict[str, object], path: str) -> FsAdapter:
+    """As a package's entry point."""
+    SEEN.append((fields, path))
+    return FsAdapter(base_path=str(fields["base_path"]))
+
+
+def test_an_installed_package_adds_a_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    SEEN.clear()
+    points = [point("hf3fs", "from_fields"), point("fs", "no_such_thing")]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
+    config = configure_tier({"type": "hf3fs", "base_path": "/data/kv", "deadline_ms": 9}, 4)
+    assert not SEEN, "it is imported when the adapter is made"
+    assert isinstance(config.make(), FsAdapter)
+    assert SEEN == [({"base_path": "/data/kv"}, "l2_adapters[4]")]
+    assert isinstance(make_adapter(FS, 0), FsAdapter), "an own type wins over a package's"
+
+
+def test_every_own_type_is_an_entry_point_and_can_be_loaded() -> None:
+    own = catalogue.own_points()
+    assert set(own) == {
+        "disk", "fs", "fs_native", "mooncake_store", "object_store", "s3", "resp", "redis", "valkey", "plugin",
+        "peer", "fault_inject",
+    }  # fmt: skip
+    for entry_point in own.values():
+        assert isinstance(catalogue.load(entry_point.value), catalogue.Medium)
+
+
+def test_an_installation_without_entry_points_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "own_points", dict)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    with pytest.raises(
+        ConfigError, match=r"\[0\]\.type: the installation of kvstrata names no types.*make setup"
+    ):
+        configure_tier(FS, 0)
+
+
+def test_nothing_in_storage_but_its_media_names_a_medium() -> None:
+    folder = Path(catalogue.__file__).parent
+    media = {path.name for path in (folder / "media").iterdir() if (path / "config.py").exists()}
+    assert media == {"disk", "fs", "mooncake", "object_store", "resp"}
+    named = {
+        (path.name, node.value)
+        for path in folder.rglob("*.py")
+        if "media" not in path.relative_to(folder).parts
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in {*catalogue.own_points(), *media} - {"plugin"}
+    }
+    assert named == set()
+
+
+@pytest.mark.parametrize("kind", ["in_process", "process"])
+def test_a_tier_tells_its_layers_and_where_they_run(kind: str) -> None:
+    config = configure_tier({**FS, "isolation": kind}, 0)
+    described = build_stack(config, AROUND).describe()
+    here = "server" if kind == "in_process" else "host"
+    assert [(layer["layer"], layer["process"]) for layer in described] == [
+        ("medium", here),
+        ("codec", here),
+        *([("host", "server"), ("presence", "server")] if kind == "process" else []),
+        ("deadline", "server"),
+        ("metrics", "server"),
+    ]
+    assert described[-1]["adapter"] == "MeteredAdapter"
+
+
+def test_layers_of_the_child_are_those_that_the_server_says_run_there() -> None:
+    config = configure_tier({**FS, "isolation": "process"}, 0)
+    adapter: object = innermost(config.recipe)
+    made = []
+    while adapter is not None:
+        made.append(type(adapter).__name__)
+        adapter = getattr(adapter, "inner", None)
+    in_child = [layer for layer in build_stack(config, AROUND).layers if layer.adapter is None]
+    assert made == ["CodecAdapter", "FsAdapter"]
+    assert [layer.name for layer in in_child] == ["medium", "codec"]
+
+
+def test_a_reader_of_peers_is_made_by_the_server_alone() -> None:
+    entry = {"type": "peer", "controller": "tcp://127.0.0.1:8400"}
+    with pytest.raises(ConfigError, match=r"l2_adapters\[0\].type: 'peer' .*controller.url"):
+        configure_tier(entry, 0)
+    config = peer_tier(PeerSettings(("tcp://127.0.0.1:8400",), "ucx"), 3)
+    assert (config.name, config.isolated, config.deadline_ms) == ("peer-3", False, 12_000)
+    assert peer_tier(PeerSettings(("tcp://127.0.0.1:8400",), "nixl"), 3).isolated
+
+
+def test_a_recipe_crosses_the_channel_whole() -> None:
+    for config in (
+        configure_tier({**FS, "per_op_workers": {"store": 3}, "codec": "zstd"}, 0),
+        configure_tier({"type": "fault_inject", "inner": FS, "faults": ["hang"]}, 0),
+        peer_tier(PeerSettings(("tcp://127.0.0.1:8400",), "nixl"), 3),
+    ):
+        recipe = config.recipe
+        kind = catalogue.load(recipe.medium).config
+        assert msgspec.json.decode(msgspec.json.encode(recipe.config), type=kind) == recipe.config
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"capacity_gb": float("inf")}, "capacity_gb"),
+        ({"base_path": "\ud800"}, "base_path"),
+        ({"codec": [{"name": "zstd", "level": float("nan")}]}, r"codec\[0\].level"),
+    ],
+)
+def test_numbers_and_text_that_no_setting_means_are_refused_by_name(
+    fields: dict[str, object], where: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"l2_adapters\[0\].{where}: must be") as caught:
+        configure_tier({"type": "disk", "base_path": "/nowhere", **fields}, 0)
+    caught.value.message.encode()
+
+
+def test_faults_that_are_no_words_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="faults: must be a list"):
+        configure_tier(
+            {"type": "fault_inject", "inner": {"type": "fs", "base_path": "/x"}, "faults": [[1]]}, 0
+        )

@@ -1,0 +1,405 @@
+"""The Mooncake adapter's fields, and servers and packages that are not there or not what they should be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shlex
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.errors import ConfigError, StorageError
+from kvstrata.storage.base import LoadOutcome, LoadStatus, PutOutcome, PutStatus
+from kvstrata.storage.entry import TierConfig, configure_tier
+from kvstrata.storage.lanes import Lane
+from kvstrata.storage.media.mooncake import sdk
+from kvstrata.storage.media.mooncake.adapter import MooncakeAdapter
+from kvstrata.testing.strategies import key_of, lent_context, load_item, put_item, region, watched
+from tests.harness.mooncake import PUBLISHED
+
+SETUP = {"local_hostname": "node01", "metadata_server": "P2PHANDSHAKE"}
+
+# The SDK's boundary: writes down what it is called with.
+RECORDER = """
+import json, pathlib
+CALLS = pathlib.Path(__file__).with_name("calls.json")
+class ReplicateConfig:
+    replica_num = 1
+    preferred_segment = ""
+class MooncakeDistributedStore:
+    def __init__(self):
+        self.calls = []
+    def note(self, name, *arguments):
+        self.calls.append([name, *arguments])
+        CALLS.write_text(json.dumps(self.calls))
+        return 0
+    def setup(self, config):
+        return self.note("setup", config)
+    def register_buffer(self, address, length):
+        return self.note("register_buffer", address, length)
+    def close(self):
+        return self.note("close")
+    def batch_is_exist(self, names):
+        return [0] * len(names)
+    def batch_put_from(self, names, addresses, lengths, config):
+        return [-800] * len(names)
+    def batch_get_into(self, names, addresses, lengths):
+        return [-800] * len(names)
+"""
+
+
+def configure(**fields: Any) -> TierConfig:
+    return configure_tier({"type": "mooncake_store", **SETUP, **fields}, 0)
+
+
+def adapter_of(config: TierConfig) -> MooncakeAdapter:
+    adapter = config.make()
+    assert isinstance(adapter, MooncakeAdapter)
+    return adapter
+
+
+def published_entry() -> dict[str, Any]:
+    return json.loads(shlex.split(PUBLISHED)[-1])
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Makes a package `mooncake` whose module `store` has that source the one that is imported."""
+
+    def make(source: str) -> Path:
+        folder = tmp_path / "mooncake"
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+        (folder / "store.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path)
+        return folder
+
+    for name in ("mooncake", "mooncake.store"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield make
+    for name in ("mooncake", "mooncake.store"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def server() -> Iterator[Callable[[bytes], str]]:
+    """Listens at an address and gives that answer to whatever is sent."""
+    listeners: list[socket.socket] = []
+    threads: list[threading.Thread] = []
+
+    def listen(answer: bytes) -> str:
+        listener = socket.create_server(("127.0.0.1", 0))
+        listeners.append(listener)
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                # What is right comes byte by byte; whoever answers nothing hangs up, the others wait for more.
+                for part in map(bytes, zip(answer, strict=True)) if answer[:4] == READY[:4] else [answer]:
+                    connection.sendall(part)
+                if answer:
+                    connection.recv(4096)
+
+        threads.append(threading.Thread(target=serve))
+        threads[-1].start()
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+    yield listen
+    for thread in threads:
+        thread.join()
+    for listener in listeners:
+        listener.close()
+
+
+READY = (
+    bytes.fromhex("15000000010000001100000000000000") + bytes.fromhex("35ccb31c0487800c01000105") + b"2.0.0"
+)
+"""What mooncake_master 0.3.13 answers to ServiceReady."""
+
+
+async def opened_and_closed(adapter: MooncakeAdapter) -> None:
+    await adapter.open(lent_context(lambda key: None))
+    await adapter.close()
+
+
+# --- fields ------------------------------------------------------------------------------------------------
+
+
+def test_the_published_adapter_entry_is_accepted_unchanged() -> None:
+    config = configure_tier(published_entry(), 0)
+    settings = adapter_of(config).settings
+    assert settings.num_workers == 4
+    assert settings.per_op_workers == {Lane.LOOKUP: 1, Lane.LOAD: 1, Lane.PUT: 2}
+    assert settings.preregister
+    assert settings.setup == {
+        "local_hostname": "node01",
+        "metadata_server": "http://localhost:8080/metadata",
+        "master_server_addr": "localhost:50051",
+        "protocol": "rdma",
+        "rdma_devices": "mlx5_0",
+        "global_segment_size": "3221225472",
+    }
+    assert config.isolated, "it runs in a process of its own"
+
+
+async def test_mooncake_is_set_up_with_exactly_its_options_and_the_pool_is_registered_once(
+    package: Callable[[str], Path], server: Callable[[bytes], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = package(RECORDER) / "calls.json"
+    master = server(READY)
+    common = {"deadline_ms": 100, "policy": "through", "isolation": "in_process", "max_stuck_mb": 64}
+    options = {
+        **SETUP,
+        "master_server_addr": master,
+        "enable_ssd_offload": True,
+        "of_next_year": 3,
+        "tenant_id": "a",
+    }
+    await opened_and_closed(adapter_of(configure(**common, **options, num_workers=2)))
+    pool = ["register_buffer", region().address, region().LENGTH]
+    assert json.loads(calls.read_text()) == [["setup", options], pool, ["close"]]
+    assert "l2_adapters[0].of_next_year: unknown field, passed on to Mooncake" in caplog.text
+
+
+async def test_registration_can_be_switched_off(
+    package: Callable[[str], Path], server: Callable[[bytes], str]
+) -> None:
+    calls = package(RECORDER) / "calls.json"
+    adapter = adapter_of(configure(master_server_addr=server(READY), preregister_l1_memory=False))
+    assert not adapter.capabilities.wants_registered_memory
+    await opened_and_closed(adapter)
+    assert [call[0] for call in json.loads(calls.read_text())] == ["setup", "close"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "what"), [("setup", "setup answered -1"), ("register_buffer", "ulimit -l")]
+)
+async def test_a_call_that_mooncake_refuses_is_an_error_with_its_name(
+    package: Callable[[str], Path], server: Callable[[bytes], str], answer: str, what: str
+) -> None:
+    package(RECORDER.replace(f'return self.note("{answer}"', f'return -1 + self.note("{answer}"'))
+    adapter = adapter_of(configure(master_server_addr=server(READY)))
+    with pytest.raises(StorageError, match=what):
+        await adapter.open(lent_context(lambda key: None))
+    await adapter.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"num_worker": 4},
+            r"\.num_worker: unknown field, and not an option of Mooncake \(did you mean 'num_workers'\?\)",
+        ),
+        ({"replicat": {}}, r"\.replicat: unknown .*'replicate'"),
+        ({"preregister_l1_memry": True}, "did you mean 'preregister_l1_memory'"),
+        ({"deadline": 5}, "did you mean 'deadline_ms'"),
+        ({"preregister_l1_memory": "yes"}, r"\.preregister_l1_memory: must be true or false"),
+        ({"num_workers": 0}, r"\.num_workers: must be a whole number from 1"),
+        ({"replicate": 2}, r"\.replicate: must be an object"),
+        ({"rdma_devices": ["mlx5_0"]}, r"\.rdma_devices: must be a string, a number, true or false"),
+        ({"tenant_id": None}, r"\.tenant_id: must be a string"),
+        ({"isolation": "thread"}, r"\.isolation: must be one of"),
+        ({"serde": "naive"}, r"\.serde: .*codec"),
+    ],
+)
+def test_wrong_fields_are_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configure(**fields)
+
+
+@pytest.mark.parametrize("field", SETUP)
+def test_a_field_that_mooncake_needs_must_be_given(field: str) -> None:
+    rest = {name: value for name, value in SETUP.items() if name != field}
+    with pytest.raises(ConfigError, match=rf"l2_adapters\[0\]\.{field}: must be given, Mooncake's setup"):
+        configure_tier({"type": "mooncake_store", **rest}, 0)
+
+
+def test_an_unknown_option_close_to_one_of_mooncakes_is_passed_on_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    assert adapter_of(configure(rdma_device="mlx5_0")).settings.setup["rdma_device"] == "mlx5_0"
+    assert "rdma_device: unknown field (did you mean 'rdma_devices'?), passed on to Mooncake" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("replicate", "message"),
+    [
+        (
+            {"replica_number": 2},
+            r"replicate\.replica_number: not an option of this Mooncake, which has .*replica_num",
+        ),
+        ({"replica_num": "two"}, r"replicate\.replica_num: must be of type int"),
+    ],
+)
+async def test_wrong_options_of_puts_are_named(
+    package: Callable[[str], Path], replicate: dict[str, Any], message: str
+) -> None:
+    package(RECORDER.replace("replica_num = 1", "replica_num = property(lambda s: 1, lambda s, v: v + 1)"))
+    with pytest.raises(StorageError, match=message):
+        await adapter_of(configure(replicate=replicate)).open(lent_context(lambda key: None))
+
+
+# --- what is not there, or not what it should be -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [
+        ("libibverbs.so.1: cannot open shared object file: No such file", "apt-get install libibverbs1"),
+        ("libcuda.so.1: cannot open shared object file: No such file", "wheel for CUDA"),
+        ("undefined symbol: x", "pip install --force-reinstall"),
+    ],
+)
+async def test_a_missing_library_is_named_with_the_line_that_installs_it(
+    package: Callable[[str], Path], says: str, message: str
+) -> None:
+    package(f"raise ImportError({says!r})")
+    with pytest.raises(StorageError, match=message):
+        await adapter_of(configure()).open(lent_context(lambda key: None))
+
+
+async def test_a_missing_wheel_is_named_with_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    with pytest.raises(StorageError, match=r"pip install 'kvstrata\[mooncake\]'"):
+        await adapter_of(configure()).open(lent_context(lambda key: None))
+
+
+async def test_rdma_without_a_network_card_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdk, "_NICS", tmp_path / "missing")
+    with pytest.raises(StorageError, match="protocol: 'rdma' needs an RDMA network card"):
+        await adapter_of(configure(protocol="rdma")).open(lent_context(lambda key: None))
+
+
+async def test_an_rdma_device_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdk, "_NICS", tmp_path)
+    (tmp_path / "mlx5_3").mkdir()
+    adapter = adapter_of(configure(protocol="rdma", rdma_devices="mlx5_0,mlx5_3"))
+    with pytest.raises(StorageError, match="rdma_devices: mlx5_0 not found; this machine has mlx5_3"):
+        await adapter.open(lent_context(lambda key: None))
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is not a Mooncake master, it answered b'HTTP"),
+        (b"-ERR unknown command\r\n", "is not a Mooncake master"),
+        (b"ERROR\r\n", "is not a Mooncake master"),
+        (READY[:2] + b"\x0b" + READY[3:], "is not a Mooncake master"),
+        (b"", "is not a Mooncake master"),
+    ],
+)
+async def test_another_server_at_the_masters_address_is_named(
+    package: Callable[[str], Path], server: Callable[[bytes], str], answer: bytes, message: str
+) -> None:
+    package(RECORDER)
+    address = server(answer)
+    with pytest.raises(StorageError, match=f"master_server_addr: {address} {message}"):
+        await adapter_of(configure(master_server_addr=address)).open(lent_context(lambda key: None))
+
+
+async def test_a_master_of_another_version_is_named(
+    package: Callable[[str], Path], server: Callable[[bytes], str]
+) -> None:
+    package(RECORDER.replace('return self.note("setup"', 'return -1 + self.note("setup"'))
+    address = server(READY.replace(b"2.0.0", b"1.9.9"))
+    with pytest.raises(StorageError, match=r"the master's version is 1\.9\.9"):
+        await adapter_of(configure(master_server_addr=address)).open(lent_context(lambda key: None))
+
+
+@pytest.mark.parametrize("field", ["master_server_addr", "metadata_server"])
+async def test_an_unreachable_server_is_named(
+    package: Callable[[str], Path], server: Callable[[bytes], str], field: str
+) -> None:
+    package(RECORDER)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # it does not listen, and nobody else can
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        fields = {"master_server_addr": server(READY) if field == "metadata_server" else address}
+        if field == "metadata_server":
+            fields["metadata_server"] = f"http://{address}/metadata"
+        with pytest.raises(StorageError, match=f"{field}: nothing answers at {address}"):
+            await adapter_of(configure(**fields)).open(lent_context(lambda key: None))
+
+
+async def test_a_silent_master_is_named(package: Callable[[str], Path]) -> None:
+    package(RECORDER)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(StorageError, match=f"{address} accepts connections and says nothing"):
+            await adapter_of(configure(master_server_addr=address)).open(lent_context(lambda key: None))
+
+
+async def test_an_address_without_a_port_is_refused(package: Callable[[str], Path]) -> None:
+    package(RECORDER)
+    with pytest.raises(StorageError, match="master_server_addr: must be host:port, found 'node01'"):
+        await adapter_of(configure(master_server_addr="node01")).open(lent_context(lambda key: None))
+
+
+# --- a client that raises ---
+
+
+async def test_one_exception_of_mooncakes_client_leaves_its_keys_to_later_puts(
+    package: Callable[[str], Path], server: Callable[[bytes], str]
+) -> None:
+    raises_once = """
+    def batch_is_exist(self, names):
+        if not self.calls or self.calls[-1][0] != "raised":
+            self.note("raised")
+            raise RuntimeError("the client's mistake")
+        return [0] * len(names)
+    def batch_put_from(self, names, addresses, lengths, config):
+        return [0] * len(names)
+"""
+    package(RECORDER + raises_once)
+    adapter = adapter_of(configure(master_server_addr=server(READY)))
+    await adapter.open(lent_context(lambda key: None))
+    gate = threading.Event()
+    first, same, later = (put_item(key_of(1), 1_000) for _ in range(3))
+    adapter._lanes.submit(Lane.PUT, gate.wait)  # so that both puts are there before the client raises
+    together = asyncio.gather(adapter.put([first]), adapter.put([same]), return_exceptions=True)
+    await asyncio.sleep(0)
+    gate.set()
+    raised, waited = await together
+    assert isinstance(raised, RuntimeError)
+    assert waited == [PutOutcome(PutStatus.THROTTLED, "throttled")]
+    assert await adapter.put([later]) == [PutOutcome(PutStatus.STORED)]
+    assert all(watched(item).dropped.is_set() for item in (first, same, later))
+    await adapter.close()
+
+
+# --- bytes in flight ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+async def test_bytes_of_a_transfer_that_mooncake_gave_up_stay_held(
+    package: Callable[[str], Path],
+    server: Callable[[bytes], str],
+    monkeypatch: pytest.MonkeyPatch,
+    given_up: bool,
+) -> None:
+    package(RECORDER)
+    if given_up:
+        monkeypatch.setattr("kvstrata.storage.media.mooncake.adapter.GIVEN_UP_S", 0.0)
+    adapter = adapter_of(configure(master_server_addr=server(READY)))
+    await adapter.open(lent_context(lambda key: None))
+    put, load = put_item(key_of(1), 1_000), load_item(key_of(2), 1_000)
+    assert await adapter.put([put]) == [PutOutcome(PutStatus.FAILED, "transfer")]
+    assert await adapter.load([load]) == [LoadOutcome(LoadStatus.FAILED, "transfer")]
+    await adapter.close()
+    assert [watched(item).dropped.is_set() for item in (put, load)] == [not given_up] * 2

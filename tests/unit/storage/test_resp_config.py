@@ -1,0 +1,167 @@
+"""Entries of type `resp`: what they make, and what is said about wrong ones, without ever showing a password."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.errors import ConfigError
+from kvstrata.storage.entry import configure_tier
+from kvstrata.storage.lanes import Lane
+from kvstrata.storage.media.resp.adapter import RespAdapter, RespSettings
+from kvstrata.storage.media.resp.servers import Address
+
+SECRET = "hunter2"
+
+
+def made(**fields: Any) -> RespSettings:
+    entry = {"type": "resp", **fields}
+    adapter = configure_tier(entry, 0).make()
+    assert isinstance(adapter, RespAdapter)
+    return adapter.settings
+
+
+def test_the_smallest_entry_has_the_defaults() -> None:
+    settings = made(host="redis.example")
+    assert settings.servers.addresses == (Address("redis.example", 6379),)
+    assert not settings.servers.cluster and settings.servers.tls is None
+    assert (settings.key_prefix, settings.ttl_ms, settings.num_workers) == ("kvstrata:", 0, 8)
+    assert settings.request_timeout_s == 5.0
+
+
+def test_every_field_that_users_know_is_read() -> None:
+    settings = made(
+        host="10.0.0.1",
+        port=7000,
+        username="u",
+        password=SECRET,
+        key_prefix="team-a/kv:",
+        num_workers=3,
+        per_op_workers={"lookup": 1},
+        database_id=4,
+        request_timeout=0.5,
+        connection_timeout=1.5,
+        ttl_seconds=90,
+        max_capacity_gb=0.5,
+        tls_enable=True,
+        tls_server_name="redis",
+    )
+    servers = settings.servers
+    assert (servers.username, servers.password, servers.database) == ("u", SECRET, 4)
+    assert (servers.connection_timeout_s, servers.tls_server_name) == (1.5, "redis")
+    assert isinstance(servers.tls, ssl.SSLContext) and servers.tls.verify_mode is ssl.CERT_REQUIRED
+    assert (settings.key_prefix, settings.ttl_ms, settings.request_timeout_s) == ("team-a/kv:", 90_000, 0.5)
+    assert (settings.num_workers, settings.per_op_workers) == (3, {Lane.LOOKUP: 1})
+    assert settings.capacity_bytes == 1 << 29
+
+
+def test_the_deadline_is_the_time_limit_where_no_other_is_given() -> None:
+    assert made(host="h", deadline_ms=250).request_timeout_s == 0.25
+
+
+@pytest.mark.parametrize("nodes", ["a:1,b:2 , [::1]:3", ["a:1", "b:2", "[::1]:3"]])
+def test_nodes_of_a_cluster(nodes: Any) -> None:
+    servers = made(startup_nodes=nodes, cluster_mode=True).servers
+    assert servers.addresses == (Address("a", 1), Address("b", 2), Address("::1", 3)) and servers.cluster
+
+
+def test_sentinels() -> None:
+    servers = made(sentinels="a,b:7", sentinel_master="mymaster").servers
+    assert servers.addresses == (Address("a", 26379), Address("b", 7)) and servers.master_name == "mymaster"
+
+
+def test_a_url_sets_all_its_fields() -> None:
+    servers = made(url="rediss://u%40@redis.example:7000/3", password=SECRET).servers
+    assert servers.addresses == (Address("redis.example", 7000),)
+    assert (servers.username, servers.password, servers.database) == ("u@", SECRET, 3)
+    assert servers.tls is not None
+    assert made(url="redis://h").servers.addresses == (Address("h", 6379),)
+
+
+def test_a_password_comes_from_a_private_file_or_a_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "password"
+    file.write_text(SECRET + "\n")
+    file.chmod(0o600)
+    assert made(host="h", password_file=str(file)).servers.password == SECRET
+    monkeypatch.setenv("MY_REDIS_PASSWORD", SECRET)
+    assert made(host="h", password_env="MY_REDIS_PASSWORD").servers.password == SECRET
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        made(host="h", password_file=str(file))
+
+
+@pytest.mark.parametrize("kind", ["valkey", "redis"])
+def test_other_names_of_the_type_are_accepted(kind: str) -> None:
+    config = configure_tier({"type": kind, "host": "h"}, 1)
+    assert isinstance(config.make(), RespAdapter) and config.name == f"{kind}-1"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "says"),
+    [
+        ({}, "host", "must name the server"),
+        ({"host": 5}, "host", "non-empty string"),
+        ({"host": "h", "port": 0}, "port", "from 1 to 65535"),
+        ({"host": "h", "port": "6379"}, "port", "whole number"),
+        ({"url": "redis://h", "host": "h"}, "host", "url is given too"),
+        ({"url": "redis://h", "port": 6379}, "port", "remove it"),
+        ({"url": f"http://u:{SECRET}@h"}, "url", "must be redis://"),
+        ({"url": f"redis://u:{SECRET}@h:port"}, "url", "port"),
+        ({"url": "redis://u@h/name"}, "url", "number of a database"),
+        ({"url": f"redis://:{SECRET}@h"}, "url", "must hold no password"),
+        ({"url": "redis://u@h", "username": "u", "password": SECRET}, "username", "in url too"),
+        ({"url": 5}, "url", "non-empty string"),
+        ({"url": "redis://h/1", "database_id": 1}, "database_id", "in url too"),
+        ({"url": "rediss://h", "tls_enable": False}, "tls_enable", "rediss:// URL"),
+        ({"host": "h", "password": 5}, "password", "must be a string"),
+        ({"host": "h", "password": SECRET, "password_env": "X"}, "password_env", "password is given too"),
+        ({"host": "h", "password_env": "NOT_SET_ANYWHERE"}, "password_env", "environment variable"),
+        ({"host": "h", "username": "u"}, "username", "needs a password"),
+        ({"host": "h", "key_prefix": "a{b}"}, "key_prefix", "letters, digits"),
+        ({"host": "h", "key_prefix": "a b"}, "key_prefix", "letters, digits"),
+        ({"host": "h", "key_prefix": "x" * 65}, "key_prefix", "letters, digits"),
+        ({"host": "h", "key_prefix": "*"}, "key_prefix", "letters, digits"),
+        ({"host": "h", "ttl_seconds": -1}, "ttl_seconds", "from 0"),
+        ({"host": "h", "request_timeout": 0}, "request_timeout", "from 0.001"),
+        ({"host": "h", "database_id": 1, "cluster_mode": True}, "database_id", "only database 0"),
+        ({"host": "h", "cluster_mode": "yes"}, "cluster_mode", "true or false"),
+        ({"startup_nodes": "a:1,b:2"}, "startup_nodes", "cluster_mode"),
+        ({"startup_nodes": "a:x"}, "startup_nodes", "host:port"),
+        ({"startup_nodes": ["a:70000"]}, "startup_nodes", "host:port"),
+        ({"startup_nodes": [5]}, "startup_nodes", "host:port"),
+        ({"sentinels": "a"}, "sentinel_master", "non-empty string"),
+        ({"sentinels": "a", "sentinel_master": "m", "cluster_mode": True}, "cluster_mode", "sentinels"),
+        ({"host": "h", "sentinel_master": "m"}, "sentinel_master", "needs sentinels"),
+        ({"host": "h", "tls_ca_file": "/nowhere"}, "tls_ca_file", "tls_enable"),
+        ({"host": "h", "tls_enable": True, "tls_ca_file": "/nowhere"}, "tls_ca_file", "existing file"),
+        ({"host": "h", "tls_enable": True, "tls_ca_file": __file__}, "tls_ca_file", "cannot be used"),
+        ({"host": "h", "tls_enable": True, "tls_key_file": __file__}, "tls_key_file", "tls_cert_file"),
+        ({"host": "h", "pasword": SECRET}, "pasword", "did you mean 'password'"),
+        ({"host": "h", "num_workers": True}, "num_workers", "whole number"),
+    ],
+)
+def test_wrong_fields_are_named_and_no_password_is_shown(
+    fields: dict[str, Any], field: str, says: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        made(**fields)
+    assert raised.value.field == f"l2_adapters[0].{field}"
+    assert says in raised.value.message
+    assert SECRET not in raised.value.message
+
+
+def test_the_settings_printed_show_no_password() -> None:
+    settings = made(host="h", password=SECRET)
+    assert SECRET not in f"{settings!r} {settings}"
+
+
+def test_an_entry_that_cannot_be_read_is_not_shown() -> None:
+    for entry in (f'{{"type": "resp", "password": "{SECRET}"', f'[{{"password": "{SECRET}"}}]'):
+        with pytest.raises(ConfigError) as raised:
+            configure_tier(entry, 0)
+        assert SECRET not in raised.value.message

@@ -1,0 +1,93 @@
+"""The error tree: who is wrong, and the codes that other processes, dashboards and clients rely on."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from kvstrata import errors
+from kvstrata.errors import (
+    CLUSTER_ERRORS,
+    WIRE_ERRORS,
+    ClusterFailure,
+    InternalError,
+    KvstrataError,
+    from_wire,
+)
+
+GOLDEN = """
+    bad_config         no   ConfigError    ConfigError
+    bad_request        no   CallerError    BadRequest
+    wrong_version      no   CallerError    WrongVersion
+    unknown_session    yes  CallerError    UnknownSession
+    unknown_identity   yes  CallerError    UnknownIdentity
+    not_permitted      no   CallerError    NotPermitted
+    layout_refused     no   CallerError    LayoutRefused
+    refused            yes  RemoteError    Refused
+    deadline           yes  RemoteError    DeadlineExceeded
+    cancelled          no   CallerError    Cancelled
+    unavailable        yes  RemoteError    Unavailable
+    not_leading        yes  RemoteError    NotLeading
+    segment            no   MediumError    SegmentError
+    storage            no   MediumError    StorageError
+    transfer           no   MediumError    TransferError
+    internal           no   InternalError  InternalError
+    unknown_instance   yes  CallerError    UnknownInstance
+    superseded         no   CallerError    Superseded
+    instance_id_taken  yes  CallerError    InstanceIdTaken
+    bad_sync           no   CallerError    BadSync
+    no_slots           yes  RemoteError    NoSlots
+"""
+"""Code, retryable, branch, class. A changed line is a change of the wire."""
+
+BRANCHES = ("CallerError", "ConfigError", "MediumError", "RemoteError", "InternalError")
+
+
+def line(code: str, error: type[KvstrataError]) -> str:
+    branch = next(kind.__name__ for kind in error.__mro__ if kind.__name__ in BRANCHES)
+    return f"{code} {'yes' if error.retryable else 'no'} {branch} {error.__name__}"
+
+
+def test_codes_of_the_wire_stay() -> None:
+    told = [line(code, error) for code, error in {**WIRE_ERRORS, **CLUSTER_ERRORS}.items()]
+    assert told == [" ".join(row.split()) for row in GOLDEN.strip().splitlines()]
+
+
+def test_a_sync_that_may_be_begun_again_has_the_code_of_one_that_may_not() -> None:
+    assert (errors.SyncAgain.code, errors.SyncAgain.retryable) == ("bad_sync", True)
+
+
+def test_every_error_says_who_is_wrong() -> None:
+    kinds = [
+        kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, KvstrataError)
+    ]
+    for kind in set(kinds) - {KvstrataError}:
+        assert sum(each.__name__ in BRANCHES for each in kind.__mro__) == 1, kind
+
+
+@pytest.mark.parametrize("code", [*WIRE_ERRORS, "of_a_later_version"])
+def test_a_reply_becomes_the_error_it_names(code: str) -> None:
+    error = from_wire(code, "what is wrong", field="seq")
+    assert type(error) is WIRE_ERRORS.get(code, InternalError)
+    assert (error.message, error.field, error.retry_after_ms) == ("what is wrong", "seq", 0)
+
+
+def test_a_refusal_in_the_cluster_keeps_all_that_was_answered() -> None:
+    refused = ClusterFailure("no_slots", "all are taken", field="tiers", retryable=True, retry_after_ms=500)
+    assert str(refused) == "no_slots: all are taken"
+    assert (refused.code, refused.message, refused.field) == ("no_slots", "all are taken", "tiers")
+    assert (refused.retryable, refused.retry_after_ms) == (True, 500)
+
+
+def test_no_error_stands_beside_the_branches() -> None:
+    root = Path(__file__).resolve().parents[2]
+    sources = [*(root / "src").rglob("*.py"), *(root / "src").rglob("*.pyi"), *(root / "ext").rglob("*.pyx")]
+    beside = {
+        f"{path.name}: {name}"
+        for path in sources
+        for name in re.findall(r"(?m)^class (\w+)\(KvstrataError\)", path.read_text(encoding="utf-8"))
+    }
+    assert beside == {f"errors.py: {name}" for name in BRANCHES}
