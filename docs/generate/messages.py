@@ -75,8 +75,8 @@ def wire_codes() -> str:
     ):
         parts.append(f"\n## {title}\n\n{line(words.__doc__)}\n\n{members(words)}")
     parts.append(
-        "\n## Reasons of the native adapters and the pool\n\nWhat `disk`, `fs` and the pool refuse or fail for. A put "
-        "with a retryable reason is THROTTLED, with another one FAILED.\n\n"
+        "\n## Reasons of the native adapters and the pool\n\nThe reasons for which `disk`, `fs` and the pool refuse a "
+        "call or fail. A put with a retryable reason is THROTTLED, with any other it is FAILED.\n\n"
     )
     parts.append(
         table(

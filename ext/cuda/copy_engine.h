@@ -24,9 +24,9 @@
 // stream has reached its event, even if the item failed or the job was cancelled; until then its
 // extent and its blocks are in use. The exception is a sticky error, after which the context is
 // lost and touches no memory. (3) Queued, begun and unread jobs together never exceed the queue's
-// capacity. (4) An error of CUDA ends only the items that it hit as kFailed, unless it is sticky:
-// then failed() returns it and every later item ends as kFailed. (5) Only await_section makes a
-// stream of the caller wait, and no function synchronises with such a stream.
+// capacity. (4) The items that an error of CUDA has hit end as kFailed, and no others, unless the
+// error is sticky: then failed() returns it and every later item ends as kFailed. (5) Only
+// await_section makes a stream of the caller wait, and no function synchronises with such a stream.
 //
 // All methods are thread-safe except the destructor. In a forked child the object is unusable:
 // close() and the destructor return at once, and nothing else may be called.

@@ -27,7 +27,7 @@ Failure fill(Driver* driver) {
   void* const library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     return unusable(std::string("no NVIDIA driver: ") + dlerror() +
-                    "; install the driver on the host, in a container start it with GPUs "
+                    "; install the driver on the host; start a container with access to GPUs "
                     "(docker run --gpus all)");
   }
 #define KVSTRATA_FIND(name, symbol, ...)                                            \

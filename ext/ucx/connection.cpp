@@ -156,7 +156,7 @@ void UcxEngine::begin_end(Connection& connection) {
   if (UCS_PTR_IS_PTR(request)) connection.closing = request;
 }
 
-// Moves the end of a connection on. Returns false if the connection has ended and must be erased.
+// Advances a connection that is ending. Returns false if it has ended and must be erased.
 bool UcxEngine::look_after(Connection& connection) {
   if (connection.broken) begin_end(connection);
   if (!connection.ending) return true;

@@ -28,8 +28,7 @@ struct Reply {
 
 }  // namespace
 
-// Posts items up to the window, and finishes a read of which nothing is left to post or to wait
-// for.
+// Posts items up to the window. Finishes the read if nothing is left to post or to wait for.
 void UcxEngine::advance(Read& read) {
   while (!read.stopped && read.next < read.items.size() && read.posted < kWindow) {
     UcxItem item = read.items[read.next];

@@ -6,13 +6,13 @@
 //
 // Each instance reports its chunks in batches of kBatchKeys into two hidden slots, the share
 // kL1Share for L1 and the others for disk, and publishes the slots. All instances have the share
-// kShared of the chunks in common. The table begins empty, so it grows during the reports. Then
-// follow reports that replace earlier reports, look-ups, and departures. Prints one line of JSON;
-// times are in ns of CPU.
+// kShared of the chunks in common. The table begins empty, so it grows during the reports. After
+// them come reports that replace earlier reports, look-ups, and departures. Prints one line of
+// JSON; times are in ns of CPU.
 //
-// For comparison the program also reads as many random lines of other memory of the same size as it
-// makes look-ups: independently, and each at an address that depends on the line before. That part
-// of a look-up's time belongs to the machine.
+// For comparison the program also reads random lines of other memory of the same size, as many as
+// it makes look-ups: once independently of each other, and once each at an address that depends on
+// the line before. That part of a look-up's time belongs to the machine.
 #include <sys/mman.h>
 
 #include <algorithm>

@@ -1,8 +1,8 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // A connector over one directory for benchmarks/lanes_hol.py: one file per record, `exists` is one
-// stat per key, a put is durable. It has neither loads nor a cap, which that benchmark does not
-// need.
+// stat per key, a put is durable. It has neither loads nor a cap, because that benchmark needs
+// neither.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <fcntl.h>

@@ -1,8 +1,8 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// The copy engine on the simulated driver (tests/harness/cuda_driver), whose device memory is host
-// memory: so that the sanitizers see every access of the copies, and ThreadSanitizer every checksum
-// that is begun before its bytes are there.
+// The copy engine on the simulated driver (tests/harness/cuda_driver). The driver's device memory
+// is host memory, so the sanitizers see every access of the copies, and ThreadSanitizer sees every
+// checksum that begins before its bytes have arrived.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -28,7 +28,7 @@ using namespace kvstrata::cuda;
 namespace {
 
 constexpr auto kLong = std::chrono::seconds(120);
-// What begins like a fatbin: the simulated driver brings its own kernels.
+// The first bytes of a fatbin are enough, because the simulated driver brings its own kernels.
 const std::string kImage = "\x50\xed\x55\xba";
 
 void check_cuda(const Failure& failure) {
@@ -67,8 +67,8 @@ std::unique_ptr<CudaCopyEngine> open_engine(const std::shared_ptr<Device>& devic
   return engine;
 }
 
-// Blocks of two shapes on the device, or of one with finite numbers that are rounded, and extents
-// of host memory, registered in two regions that meet inside one.
+// Blocks on the device, either of two shapes, or of one shape with finite numbers that are rounded;
+// and extents of host memory, which is registered as two regions that meet inside an extent.
 struct World {
   static constexpr std::size_t kBlocks = 64;
   static constexpr std::size_t kSections = 5;
@@ -228,8 +228,8 @@ void calm() {
   simulated_cuda_hold(0);
 }
 
-// Several jobs on both directions at once, some cancelled, some records bad: what comes back is
-// what the CPU says, and nothing is touched that must not be.
+// Several jobs on both directions at once, some of them cancelled, some with bad records: the
+// results are those of the CPU, and no other byte is touched.
 void storm(Way way, bool pinned, std::uint64_t seed, bool rounds = false) {
   calm();
   World world(seed % 3 != 0 ? 96 : rounds ? 36 : 33, rounds);
@@ -464,7 +464,7 @@ TEST(a_forked_child_leaves_the_engine_behind) {
   calm();
 }
 
-// The last test: nothing works in this process after it.
+// The last test, because after it nothing works in this process.
 TEST(zz_a_sticky_error_fails_what_is_under_way_and_all_that_follows) {
   calm();
   // Not destroyed: after such an error nothing on the device can be given back.

@@ -88,8 +88,8 @@ void a_part_that_is_not_one_is_refused(const std::string& packed) {
   CHECK(!read_ucx_peer(packed, "", endless, &peer, &error));
 }
 
-// What a peer says about its regions, changed at random where it is ours and not UCX's: a
-// connection is refused, or made and reads end.
+// Changes a peer's description at random, in the bytes that we wrote and not in those of UCX: the
+// connection is refused, or it is made and its reads end.
 void changed_metadata_end_as_errors(Side& reader, const std::string& packed, std::uint64_t seed,
                                     std::uint64_t* ticket, std::uint64_t* connection) {
   std::uint64_t state = seed;

@@ -90,9 +90,9 @@ struct ConnectorCapabilities {
   bool has_heads = false;                // heads() is implemented; required for encoded records
   bool lists = false;                    // list() is implemented
   bool wants_registered_memory = false;  // uses ConnectorContext::region
-  // How a call or a transfer that hangs ends. kDrain: by itself. kNever: only when its process
-  // ends; an adapter host then ends its process, and in the server such a call keeps its thread and
-  // its bytes.
+  // What ends a hanging call or transfer. kDrain: it ends by itself. kNever: only the end of its
+  // process ends it; so an adapter host ends its own process, and in the server such a call keeps
+  // its thread and its bytes.
   Quiesce quiesce = Quiesce::kDrain;
   // While ready() is true, exists() never blocks, so the server calls it on its event loop instead
   // of in a lane.
@@ -135,8 +135,8 @@ class Connector {
   // Called once, before open().
   [[nodiscard]] virtual ConnectorCapabilities capabilities() const noexcept = 0;
 
-  // Makes the medium ready; all other calls come after it. Returns an empty string, or a message
-  // that says what is wrong and what to change.
+  // Makes the medium ready; every call but capabilities() comes after it. Returns an empty string,
+  // or a message that says what is wrong and what to change.
   [[nodiscard]] virtual std::string open(const ConnectorContext& context) = 0;
 
   // False while exists() would have to wait (the medium is still being scanned): the server then
@@ -150,12 +150,12 @@ class Connector {
   // encoded record. Called in the lane of lookups, only if capabilities().has_heads.
   virtual void heads(std::span<HeadItem> /*items*/) noexcept {}
 
-  // Lists the stored records: appends up to `most` keys (or up to 64 more, if the cursor cannot
-  // distinguish them) and returns the cursor for the next call. A listing begins with cursor 0 and
-  // ends when a call returns 0. The listing names at least once every record that is stored during
-  // all of it, and may name records that are stored or deleted meanwhile; a call may append
-  // nothing. Called in the lane of lookups, only if capabilities().lists and while ready() is true:
-  // does no I/O and returns quickly. REQUIRES: most > 0.
+  // Lists the stored records: appends up to `most` keys (or up to 64 more, where no cursor can
+  // point between two of them) and returns the cursor for the next call. A listing begins with
+  // cursor 0 and ends when a call returns 0. A record that is stored during the whole listing is
+  // named at least once; a record that is stored or deleted meanwhile may be named. A call may
+  // append nothing. Called in the lane of lookups, only if capabilities().lists and while ready()
+  // is true; must do no I/O and return quickly. REQUIRES: most > 0.
   [[nodiscard]] virtual std::uint64_t list(std::uint64_t /*cursor*/, std::size_t /*most*/,
                                            std::vector<Digest>* /*keys*/) noexcept {
     return 0;
@@ -171,7 +171,7 @@ class Connector {
   // bytes are undefined.
   virtual void load(std::span<LoadItem> piece) noexcept = 0;
 
-  // Removes records. Sets `removed` of each item whose record was stored and now is not.
+  // Removes records. Sets `removed` of each item whose record was stored and has been removed.
   virtual void remove(std::span<DeleteItem> items) noexcept = 0;
 
   // Removes the copy that was loaded into `item` and found corrupt, so that the next put replaces

@@ -25,7 +25,7 @@ void Crew::each(std::size_t count, const std::function<void(std::size_t)>& work)
     try {
       helpers_.emplace_back([this] { help(); });
     } catch (const std::system_error&) {
-      break;  // no thread can be started: the caller and the present helpers do the work
+      break;  // no thread can be started: the caller and the running helpers do the work
     }
   }
   changed_.notify_all();

@@ -54,7 +54,7 @@ inline constexpr ReasonRow kReasons[] = {
     {Reason::kInternal, "internal", false, true, "The adapter gave no outcome: a bug."},
     {Reason::kIo, "io", false, true, "A system call failed; the log has the path and the error."},
     {Reason::kLength, "length", false, false,
-     "The stored record has another length than the one asked for, or is cut."},
+     "The stored record has another length than the one asked for, or is incomplete."},
     {Reason::kMismatch, "mismatch", false, false,
      "The record is sound, but has a format version that this program cannot read; it stays."},
     {Reason::kNoJanitor, "no_janitor", true, true,

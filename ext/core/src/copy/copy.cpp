@@ -61,7 +61,7 @@ Status BlockShape::create(std::span<const CopyDim> dims, std::uint64_t run_bytes
     return bad("run_bytes: a block holds at most 4 GiB - 1 per section", run_bytes, UINT32_MAX);
   }
   // From the innermost dimension outwards: a contiguous dimension becomes part of the run, a
-  // dimension of one element is dropped, and two dimensions that one can describe are merged.
+  // dimension of one element is dropped, and two dimensions are merged if one can describe both.
   std::array<CopyDim, kMaxDims> kept;
   std::size_t n = 0;
   for (std::size_t i = dims.size(); i-- > 0;) {
@@ -267,7 +267,7 @@ Status gather_record(const CopyPlan& plan, std::span<const std::uint32_t> blocks
 Status check_record_for_scatter(const CopyPlan& plan, std::uint64_t n_blocks, const void* record,
                                 std::uint64_t length, const RecordSpec& wanted, std::size_t begin,
                                 std::size_t end, std::uint32_t* expected_crcs) noexcept {
-  constexpr std::size_t kUsual = 256;  // sections of all but the largest models
+  constexpr std::size_t kUsual = 256;  // enough for the sections of all but the largest models
   const std::size_t count = plan.section_count();
   std::array<Section, kUsual> few;
   std::unique_ptr<Section[]> many;

@@ -251,7 +251,7 @@ CopyEngine::CopyEngine(std::unique_ptr<Impl> impl) noexcept : impl_(std::move(im
 CopyEngine::~CopyEngine() {
   if (!impl_->owned()) {
     // A forked child has the state but not the threads: it has no thread to join, the mutex may be
-    // locked for ever, and a condition variable with waiters cannot be destroyed. So it all leaks.
+    // locked for ever, and a condition variable with waiters cannot be destroyed. So all is leaked.
     static_cast<void>(impl_.release());
   }
 }

@@ -16,7 +16,7 @@
 // jobs together never exceed the queue's capacity, so submit() can refuse but never waits. (3) The
 // copy engine owns copies of all descriptors. The blocks and the extents belong to the caller and
 // must stay mapped until the job is done. (4) The stores of a job are visible to a thread that
-// learns through this class that the job is done. (5) The copy engine calls nothing back.
+// learns through this class that the job is done. (5) The copy engine makes no callbacks.
 //
 // All methods are thread-safe except the destructor. In a forked child the object is unusable:
 // close() and the destructor return at once, and nothing else may be called.
@@ -44,7 +44,7 @@ class CopyEngine {
 
   // Starts the threads. With 0 threads only run() can be used, which then copies in its caller's
   // thread. `queue` is the capacity of the queue in jobs. kBadArgument: `threads` or `queue` is out
-  // of range. kOsError: no thread or eventfd. kNoSpace: no memory.
+  // of range. kOsError: the system refuses a thread or the eventfd. kNoSpace: no memory.
   static Status create(int threads, std::size_t queue, std::unique_ptr<CopyEngine>* out) noexcept;
   ~CopyEngine();
   CopyEngine(const CopyEngine&) = delete;

@@ -69,7 +69,7 @@ class JobLedger {
       if (unread_.size() >= capacity_)
         return Status(StatusCode::kQueueFull, "queue: full", static_cast<std::int64_t>(capacity_));
       if (!unread_.try_emplace(job->id, job).second)
-        return Status(StatusCode::kExists, "job_id: a job of this id is not read yet",
+        return Status(StatusCode::kExists, "job_id: the completion of this id was not read yet",
                       static_cast<std::int64_t>(job->id), 0, -1);
     }
     ++running_;

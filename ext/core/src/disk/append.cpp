@@ -210,12 +210,11 @@ void Appender::sync_failed(const Status& status) noexcept {
 bool Appender::mark(Lock& lock) noexcept {
   if (!unmarked_) return true;
   if (!commit(lock, sequence_).ok()) return false;
-  // Checked only now: a put may have filled the active segment while commit() had unlocked the
-  // mutex.
+  // The room is checked only now, because a put may have filled the active segment while commit()
+  // had unlocked the mutex.
   if (segments_.active() == nullptr || !fits(*segments_.active(), kFrameHeaderBytes, 1))
     return false;
-  // The mark gets no sync of its own: if it is lost, the next open reads the records that it would
-  // have spared.
+  // The mark gets no sync of its own: if it is lost, the next open only has to read more records.
   return append(lock, FrameHeader{.kind = FrameKind::kSkip}).ok();
 }
 

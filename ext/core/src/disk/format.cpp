@@ -13,7 +13,7 @@ namespace kvstrata {
 
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "what is on disk is little-endian");
+static_assert(std::endian::native == std::endian::little, "the format is little-endian");
 
 using Magic = std::array<char, 8>;
 

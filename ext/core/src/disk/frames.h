@@ -31,12 +31,12 @@ using RecordMemory = std::unique_ptr<std::uint8_t, FreeBytes>;
 RecordMemory record_memory(std::uint32_t record_bytes) noexcept;
 
 // Writes a placed frame. `record` has header.record_bytes bytes; nullptr: only the header is
-// written. After an error any of the frame may be written.
+// written. After an error any part of the frame may have been written.
 Status write_frame(const PlacedFrame& placed, const std::uint8_t* record) noexcept;
 
-// Reads a frame's record, place.record_bytes long, into `out`. False: the place could not be read,
-// and `status` is the error, or `status` is OK and another frame or none lies there. REQUIRES: the
-// segment is pinned.
+// Reads a frame's record, place.record_bytes long, into `out`. False with an error in `status`: the
+// place could not be read. False with OK in `status`: another frame, or none, lies there. REQUIRES:
+// the segment is pinned.
 bool read_frame(File& file, const DiskPlace& place, const Digest& key, std::uint64_t generation,
                 std::uint8_t* out, Status* status) noexcept;
 
@@ -48,7 +48,7 @@ bool is_frame_of(const FileBlock& block, const DiskPlace& place, const Digest& k
 // cannot judge.
 bool may_stay(const std::uint8_t* record, std::uint32_t length, const Digest& key) noexcept;
 
-// After read_frame() has returned false with this status: whether the frame is not there. If not,
+// After read_frame() has returned false with this status: true if the frame is missing, false if
 // the medium failed to read it.
 inline bool is_missing(const Status& status) noexcept {
   return status.ok() || status.code() == StatusCode::kOutOfRange;

@@ -95,8 +95,8 @@ void Putter::end(Lock& lock, std::span<PutItem> batch) noexcept {
     finder_.end_put(item.key);
   }
   shared_.changed.notify_all();
-  // This batch's own keys are published by now, so two batches that wait for keys of each other
-  // both end.
+  // This batch's own keys are published by now, so two batches that wait for each other's keys both
+  // end.
   const auto until = std::chrono::steady_clock::now() + kFollowWait;
   for (PutItem& item : batch) {
     if (item.copy != kFollows) continue;

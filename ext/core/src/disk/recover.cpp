@@ -46,8 +46,8 @@ std::string unreadable(const Segment& segment, const Status& status) {
          "without its records";
 }
 
-// Sets `*whole` to whether the record of a frame was written to its end. An error: the medium
-// failed to read it.
+// Sets `*whole` to true if the record of a frame was written to its end, otherwise to false. An
+// error: the medium failed to read it.
 Status look_at_payload(const Segment& segment, std::uint32_t block, const FrameHeader& header,
                        bool* whole) {
   *whole = header.kind != FrameKind::kRecord;
@@ -160,8 +160,8 @@ std::string Recovery::read_segment(const FolderEntry& entry) {
                       segment->path + " has no sound header; it is left alone and counts as used");
     return "";
   }
-  // A file without a header, or shorter than it says, was being made when its log ended: no frame
-  // in it was ever synced.
+  // A file without a header, or shorter than its header says, was being made when its log ended: no
+  // frame in it was ever synced.
   if (sound && length >= header.length) {
     segment->length = header.length;
     segment->generation = header.generation;
@@ -268,9 +268,9 @@ Status Recovery::settle() {
   for (Found& found : found_) {
     Segment& segment = *found.segment;
     if (!found.listed) KVSTRATA_RETURN_IF_ERROR(segment.file->sync());
-    // The name of a file without frames may never have been synced. If the file comes back after
-    // its removal, it is removed again. Frames that were cut off from it, now or by a process that
-    // died meanwhile, are overwritten by then.
+    // A file without frames is removed, because its name may never have been synced. A power cut
+    // may bring the file back; then the next open removes it again. Frames that were cut off from
+    // it are overwritten by then, whether this process or an earlier one cut them off.
     if (segment.generation == 1 && !segment.has_frames()) {
       std::uint64_t length_bytes = segment.length;
       if (length_bytes == 0) KVSTRATA_RETURN_IF_ERROR(segment.file->length(&length_bytes));

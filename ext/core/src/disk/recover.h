@@ -1,6 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// Opening a disk log: finds its segments and frames, where the log ends, and which records count.
+// Opening a disk log: finds its segments and frames, the end of the log, and the records that
+// count.
 //
 //   1. Every segment's header is read. If another version has written one, the open fails before
 //      anything has changed.

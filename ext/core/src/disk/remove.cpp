@@ -44,7 +44,7 @@ void Remover::remove(Lock& lock, std::span<Removal> removals) noexcept {
 }
 
 std::uint64_t Remover::clear() noexcept {
-  DiskIndex gone;  // freed without the mutex: a large one takes its time
+  DiskIndex gone;  // freed without the mutex, because freeing a large index takes time
   Lock lock(shared_.mutex);
   if (!retirer_.make_room(lock, kFrameHeaderBytes, 1).ok()) return 0;
   const std::uint64_t sequence = appender_.sequence() + 1;

@@ -181,7 +181,7 @@ void Retirer::reinsert(Lock& lock, Segment& segment) noexcept {
     if (entry != nullptr && entry->place.loaded != 0) hot.push_back({entry->key, entry->place});
     yield_mutex(lock, at);
   }
-  // The count of loads may have wrapped: distance from now tells the order.
+  // The count of loads may have wrapped, so its distance from the present count gives the order.
   std::sort(hot.begin(), hot.end(), [now = finder_.loads()](const Hot& a, const Hot& b) {
     return now - a.place.loaded < now - b.place.loaded;
   });

@@ -26,8 +26,8 @@ class Retirer {
       : shared_(shared), segments_(segments), appender_(appender), finder_(finder) {}
 
   // As Appender::take_room(), for new frames: if no segment is free, makes one ready, or waits up
-  // to a second while another thread does. kTimedOut: none became ready. Unlocks the mutex, but not
-  // between its last check and its return.
+  // to a second while another thread does so. kTimedOut: none became ready. Unlocks the mutex, but
+  // not between its last check and its return.
   Status make_room(Lock& lock, std::uint64_t frame_bytes, std::size_t entries);
 
   // Writes the tables of full segments, then makes segments free: the reserved one, and one for new

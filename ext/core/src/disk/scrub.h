@@ -20,7 +20,7 @@ class Scrubber {
         remover_(remover) {}
 
   // Checks records from where the last call stopped, until `bytes` are read, all records have been
-  // visited once, memory for a record is lacking, or the log stops. Of a bad record it removes the
+  // visited once, no memory for a record is left, or the log stops. Of a bad record it removes the
   // copy that it has read, not one that was put meanwhile. Returns the bytes read. REQUIRES: `lock`
   // holds the log's mutex, which is released during reads and held again on return.
   std::uint64_t scrub(Lock& lock, std::uint64_t bytes) noexcept;

@@ -213,9 +213,9 @@ Status Segments::remove_leftovers(Lock& lock) noexcept {
     if (!file.unlinked) status = shared_.files.unlink(file.path);
     if (is_os_error(status, ENOENT)) status = Status();
     file.unlinked = status.ok();
-    // The file with a tombstone must not be gone while the file with a record that it removes is
-    // not, so each removal is made durable before the next one. (A file without frames may come
-    // back.)
+    // A tombstone must outlive the record that it removes. The files are removed in the order in
+    // which they were filled, so each removal is made durable before the next one. (A file without
+    // frames may come back.)
     if (status.ok() && file.has_frames) status = shared_.files.sync_folder(shared_.options.folder);
     lock.lock();
     if (!status.ok()) {

@@ -116,9 +116,10 @@ class FileLayer {
  public:
   virtual ~FileLayer() = default;
 
-  // A created file is private to this user (0600). kCorrupt: something else than a regular file has
-  // the name (a pipe, a socket, a device, a folder, a link); it is not waited for. kUnsupported:
-  // `direct` was requested, and this file system has no direct files; nothing was created.
+  // A created file is private to this user (0600). kCorrupt: the name belongs to something other
+  // than a regular file (a pipe, a socket, a device, a folder, a link); the call does not wait for
+  // it. kUnsupported: `direct` was requested, and this file system has no direct files; nothing was
+  // created.
   virtual Status open(const std::string& path, FileMode mode, bool direct,
                       std::unique_ptr<File>* out) noexcept = 0;
 

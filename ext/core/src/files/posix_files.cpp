@@ -229,8 +229,8 @@ class PosixLock final : public FileLock {
   Descriptor fd_;
 };
 
-// Whether `error` of an open() means that something else than a regular file has the name: a link,
-// a socket or a device without a driver, a folder.
+// Whether `error` of an open() means that the name belongs to something other than a regular file:
+// a link, a socket or a device without a driver, a folder.
 bool means_other_kind(int error) noexcept {
   return error == ELOOP || error == ENXIO || error == EISDIR;
 }
@@ -239,11 +239,11 @@ Status not_a_file() noexcept {
   return Status(StatusCode::kCorrupt, "not a regular file");
 }
 
-// What else than a regular file has the name must not hold the thread that opens it, as a pipe
-// without a writer does, nor become the terminal of this process.
+// If the name belongs to something other than a regular file, opening it must not block the thread
+// (as a pipe without a writer would), and must not give this process a terminal.
 constexpr int kOpenFlags = O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
 
-// Whether an open descriptor is a regular file's.
+// Whether an open descriptor belongs to a regular file.
 bool is_regular(int fd) noexcept {
   struct stat found{};
   return ::fstat(fd, &found) == 0 && S_ISREG(found.st_mode);

@@ -49,7 +49,7 @@ std::string lock_fs_directory(FileLayer& layer, const FsPaths& paths, bool share
       holder.pop_back();
     return "base_path: '" + paths.base() + "' belongs to another running server (" +
            (holder.empty() ? "unknown" : holder) + (shared ? ") that does not share it" : ")") +
-           "; give each server a directory of its own, or all of them \"shared\": true";
+           "; give each server a directory of its own, or set \"shared\": true for all of them";
   }
   if (!status.ok())
     return "base_path: '" + paths.base() +

@@ -38,7 +38,7 @@ Status FsDurableFolders::make(const Digest& key, std::vector<std::string>* made)
     if (!is_os_error(status, EEXIST)) return status;
     FileStat found;
     KVSTRATA_RETURN_IF_ERROR(layer_.stat(path, &found));
-    // A link would lead what is put out of the directory.
+    // Through a link, puts would write outside the directory.
     if (!found.is_folder) return Status(StatusCode::kOsError, "stat", ENOTDIR);
   }
   return Status();

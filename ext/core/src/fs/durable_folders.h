@@ -1,8 +1,8 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// Remembers of the directories of `fs` whether their names were synced in the directories above
-// them, and whether they were synced since a file in them was unlinked. Thread-safe; its two
-// mutexes are leaves of the lock order.
+// Remembers, for each directory of `fs`, whether its name was synced in the directory above it, and
+// whether it was synced since a file in it was unlinked. Thread-safe; its two mutexes are leaves of
+// the lock order.
 #pragma once
 
 #include <bitset>
@@ -34,7 +34,7 @@ class FsDurableFolders {
 
   // Makes the two directories of a key, unless they are known to be durable. Appends the paths that
   // are not known to be durable to `made`; the caller syncs the directories above them. A directory
-  // that existed is appended too: the server that made it may have died before it synced its name.
+  // that existed already is appended too: its server may have died before it synced the name.
   Status make(const Digest& key, std::vector<std::string>* made);
   // Remembers that the names of the two directories of this key are durable.
   void know(const Digest& key);

@@ -228,7 +228,7 @@ void FsFiles::unlink(std::span<Removal> items, bool durable) {
     const std::string path = paths_.record(item.key);
     Status status = layer_.unlink(path);
     if (!status.ok() && !is_not_there(status)) {
-      // The file may be gone although the call failed, so ask for it.
+      // The file may be gone although the call failed, so stat() decides.
       notes_.add(true, "cannot remove " + describe_file_error(path, status));
       FileStat found;
       status = layer_.stat(path, &found);

@@ -54,7 +54,7 @@ class FsFiles {
     Digest key{};
     std::string part;      // empty: the record exists already
     Status status;         // set by publish()
-    bool renamed = false;  // the part got its name; a record that had the name before is gone
+    bool renamed = false;  // the part has the record's name; a record that had it before is gone
   };
   // Renames synced parts to their records' names. Then syncs, once each, the directories that
   // changed and the directories of records that exist already, whose server may have died before it
@@ -87,7 +87,7 @@ class FsFiles {
   // kGoneForGood.
   void unlink(std::span<Removal> items, bool durable);
 
-  // Syncs the directories in which files were unlinked that a power cut may bring back.
+  // Syncs the directories that hold unlinked files which a power cut may bring back.
   void sync_unlinked() { folders_.sync_unlinked(); }
 
   // Unlinks the file that a failed operation has left. If the unlink fails too, it becomes a note;

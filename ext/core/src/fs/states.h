@@ -100,7 +100,7 @@ inline constexpr Machine<FsSharerRole, kFsSharerRoleCount, FsSharerEvent, kFsSha
         {"OUTSIDE", "It has not joined, or it has left."},
         {"HEARS", "Another server is the janitor, or no server is yet."},
         {"OFFICE", "It is the janitor."},
-        {"DEPOSED", "It was the janitor until it found a newer one; what it decided in this turn does not count."},
+        {"DEPOSED", "It was the janitor until it found a newer one; its decisions in this turn do not count."},
     },
     {
         {"joined", "It holds its lock, the others can read its file, and its settings agree with theirs."},

@@ -400,7 +400,7 @@ void hash_pairs(std::span<const Digest> firsts, std::span<const Digest> seconds,
 
 void storage_keys(const Digest& root, std::span<const Digest> chain, std::span<const Digest> slices,
                   Digest* out) noexcept {
-  constexpr std::size_t kGroup = 16;  // slices at a time, so that no memory is taken
+  constexpr std::size_t kGroup = 16;  // slices at a time, so that nothing is allocated
   std::array<Digest, kGroup> bound;
   for (std::size_t begin = 0; begin < slices.size(); begin += kGroup) {
     const std::size_t n = std::min(kGroup, slices.size() - begin);

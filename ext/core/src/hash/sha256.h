@@ -50,8 +50,8 @@ void chain_keys(const Digest& start, std::span<const std::uint32_t> tokens,
                 std::size_t chunk_tokens, std::span<const ChunkExtra> extras, Digest* out) noexcept;
 
 // Writes the storage key of every chunk and slice to `out`, all slices of a chunk together. `root`
-// is the identity's: no chain key whatever gives a storage key of another identity. REQUIRES: `out`
-// has room for chain.size() * slices.size() keys.
+// is that of the identity: no chain key, whatever its bytes, leads to a storage key of another
+// identity. REQUIRES: `out` has room for chain.size() * slices.size() keys.
 void storage_keys(const Digest& root, std::span<const Digest> chain, std::span<const Digest> slices,
                   Digest* out) noexcept;
 

@@ -15,7 +15,7 @@
 // (2) An accepted job runs completely and exactly once, also while the lanes close, so it can free
 // what it owns. (3) Puts never occupy the last thread of the common group; if the common group has
 // only one thread, lookups get a thread of their own. (4) The writes of a job are visible to the
-// thread that takes it from take_done(). (5) Lanes call nothing back: event_fd() is readable while
+// thread that takes it from take_done(). (5) Lanes make no callbacks: event_fd() is readable while
 // jobs are done and not read.
 //
 // A thread is started when work first needs it. All methods are thread-safe except the destructor,

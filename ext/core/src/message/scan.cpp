@@ -7,7 +7,7 @@ namespace kvstrata {
 
 namespace {
 
-// Reads big-endian numbers within a message; `ok` is false once it has ended too early.
+// Reads big-endian numbers within a message; `ok` is false once the message has ended too early.
 struct Reader {
   const std::uint8_t* at;
   const std::uint8_t* end;
@@ -80,7 +80,7 @@ Header read_header(Reader& from) noexcept {
     case 0xD0:
     case 0xD1:
     case 0xD2:
-    case 0xD3:  // a signed integer: only one that is not negative is a number here
+    case 0xD3:  // a signed integer, which counts as a number only if it is not negative
     {
       const std::size_t width = std::size_t{1} << (first - 0xD0);
       const std::uint64_t value = from.number(width);

@@ -1,7 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// A look at a MessagePack message before anything is made of it: its first fields, and whether it
-// is as small as a message of ours. Allocates nothing, and reads at most `elements` + 1 headers,
+// Inspects a MessagePack message before it is decoded: finds its first fields, and checks that it
+// keeps the limits of our messages. Allocates nothing, and reads at most `elements` + 1 headers,
 // however long the message is.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace kvstrata {
 
-// What a message may have at most. `depth`: containers around one value, at most kMaxScanDepth.
+// The limits of a message. `depth`: containers around one value, at most kMaxScanDepth.
 struct ScanLimits {
   std::uint32_t depth;
   std::uint32_t elements;      // all values, keys of maps included

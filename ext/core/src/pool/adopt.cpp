@@ -2,10 +2,10 @@
 //
 // Taking over a pool that another server left, however it ended.
 //
-// An entry is adopted (EntryEvent::kAdopt) when it was READY or UNVERIFIED, not half changed, the
-// only one on its extent and the last used one of its key. Rows of earlier servers that may touch
-// it keep it from eviction. Any other entry is quarantined while such rows may touch it, and FREE
-// otherwise; nobody but its owner may touch a RESERVED one.
+// An entry is adopted (EntryEvent::kAdopt) if it was READY or UNVERIFIED, was not half changed, is
+// the only entry on its extent, and was used later than any other entry of its key. Rows of earlier
+// servers that may touch it keep it from eviction. Any other entry is quarantined while such rows
+// may touch it, and FREE otherwise; a RESERVED entry can only be touched by its owner.
 //
 // A server killed in the middle of an adoption leaves a state from which it can be done again: rows
 // are written before the state that depends on them.
@@ -26,7 +26,8 @@ namespace {
 
 constexpr std::uint64_t kYearNs = 365ULL * 24 * 3600 * 1'000'000'000ULL;
 
-// A new epoch: after that of the earlier server, unless that one lies years ahead.
+// A new epoch: after that of the earlier server, unless the earlier epoch lies a year in the
+// future.
 std::uint64_t epoch_after(std::uint64_t old_epoch) noexcept {
   const auto now_ns = static_cast<std::uint64_t>(now_unix_ns());
   return old_epoch < now_ns + kYearNs ? std::max(now_ns, old_epoch + 1) : now_ns;
@@ -181,7 +182,7 @@ void Adoption::place(std::uint32_t entry) {
       !slabs_.occupy(index_.offset(entry), SlabMap::round_up(length), entry, &found, &holder)) {
     pool_.adoption_counts_.adoption_dropped += 1;
     if (holder != kNoEntry) {
-      // Two entries on one extent: neither is to be trusted, and both sides' rows may touch it.
+      // Two entries claim one extent: neither can be trusted, and the rows of both may touch it.
       touchers_[holder] |= touchers;
       distrusted_.insert(holder);
     }
@@ -256,7 +257,7 @@ void Adoption::take(std::uint32_t entry) {
   pool_.departures_.counts.quarantined_entries += 1;
 }
 
-// Keeps the parents that are linked entries and form a forest, forgets the others.
+// Keeps the parents that are linked entries and form a forest, and forgets the others.
 void Adoption::take_forest() {
   std::unordered_map<std::uint32_t, std::uint32_t> parents;
   parents.reserve(linked_.size());

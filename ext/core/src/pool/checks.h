@@ -33,7 +33,8 @@ struct Checks {
   // unpins them: UNVERIFIED ones become READY, bad ones leave. Adds to both counts.
   void verify(Lock& lock, const std::vector<std::uint32_t>& pinned, std::uint64_t* good,
               std::uint64_t* bad);
-  // Pins the UNVERIFIED entries among these, or the next of the queue that have `max_bytes`.
+  // Pins the UNVERIFIED entries: those among `found`, or the next ones of the queue, until they
+  // have `max_bytes` together.
   std::vector<std::uint32_t> pin_unverified(const std::vector<std::uint32_t>& found);
   std::vector<std::uint32_t> pin_next(std::uint64_t max_bytes);
 

@@ -64,7 +64,7 @@ struct Departures {
 
   // Drops linked entries that nobody uses; returns how many.
   std::uint64_t remove(const std::uint8_t* keys, std::size_t n_keys, Cause cause);
-  // The part of Pool::clear among the entries [begin, end).
+  // Does the work of Pool::clear for the entries [begin, end).
   void clear(std::uint64_t begin, std::uint64_t end, std::int64_t tenant,
              const std::uint8_t* identity, ClearResult* result);
   // As Pool::cleared_in_use.

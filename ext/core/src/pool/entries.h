@@ -122,7 +122,7 @@ struct Entries {
   }
 
   // Appends the first words of the keys that are READY among the next `max_entries` entries from
-  // number `from` on; returns where to go on, 0 when there are no more.
+  // number `from` on; returns the number to continue from, 0 when there are no more.
   std::uint64_t ready_tags(std::uint64_t from, std::uint64_t max_entries,
                            std::vector<std::uint64_t>* tags) const;
 

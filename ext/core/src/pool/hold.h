@@ -15,8 +15,8 @@ class Pool;
 // may be dropped from any thread at any time, after Pool::close() too, and keeps the mapping alive.
 // An extent whose reservation was aborted stays until its last hold is dropped.
 //
-// Dropping locks the pool's mutex, a leaf of the lock order: whoever drops a hold may not have a
-// lock that is taken while that mutex is held. Pool fills only Hold objects that hold nothing.
+// Dropping a hold locks the pool's mutex, a leaf of the lock order, so a thread drops a hold only
+// while it has none of our locks (base/README.md). Pool fills only Hold objects that hold nothing.
 class Hold {
  public:
   Hold() noexcept = default;

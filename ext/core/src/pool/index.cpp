@@ -51,8 +51,8 @@ std::uint64_t monotonic_ns() noexcept {
 IndexLayout IndexLayout::of(std::uint64_t entry_capacity) noexcept {
   IndexLayout layout;
   layout.entry_capacity = entry_capacity;
-  // Half of the slots are used when every entry is: then one line in fifty overflows, and none by
-  // more than a few lines.
+  // When every entry is in use, half of the slots are in use: then one line in fifty overflows, and
+  // none by more than a few lines.
   layout.bucket_lines =
       std::max<std::uint64_t>((2 * entry_capacity + kLineSlots - 1) / kLineSlots, kMaxProbeLines);
   layout.buckets_offset = sizeof(IndexHeader) + sizeof(RowRecord) * kRowCount;
@@ -116,7 +116,8 @@ std::uint32_t IndexView::probe_length(std::uint64_t line) const noexcept {
 }
 
 void IndexView::set_probe_length(std::uint64_t line, std::uint32_t length) noexcept {
-  // Sets bits before it clears others, so that a length read meanwhile is rather too long.
+  // Sets bits before it clears others, so that a length read meanwhile may be too long, but never
+  // too short.
   for (const bool clearing : {false, true}) {
     for (std::uint32_t bit = 0; bit < 3; ++bit) {
       std::uint64_t& slot = lines_[line].slot[bit];
@@ -350,7 +351,7 @@ Status Mapping::map(int fd, std::uint64_t bytes, bool writable, bool dont_fork,
     munmap(address, bytes);
     return Status(StatusCode::kOsError, "madvise(MADV_DONTFORK) of a pool file failed", error);
   }
-  // A core dump of a process that crashed would copy the whole pool where it is a memfd.
+  // Otherwise the core dump of a crashed process would include the whole pool, if it is a memfd.
   (void)madvise(address, bytes, MADV_DONTDUMP);
   Mapping mapping;
   mapping.address_ = address;

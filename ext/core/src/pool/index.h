@@ -66,7 +66,7 @@ enum class EntryState : std::uint8_t {
   kFree = 0,
   kReserved = 1,     // one session may write; nobody sees it
   kReady = 2,        // visible
-  kUnverified = 3,   // adopted from an earlier server, checksum not looked at yet
+  kUnverified = 3,   // adopted from an earlier server, checksums not verified yet
   kQuarantined = 4,  // out of the index, but somebody may still touch the bytes
 };
 inline constexpr int kEntryStateCount = 5;
@@ -193,7 +193,7 @@ class IndexView {
   std::uint32_t capacity() const noexcept { return capacity_; }
   std::uint64_t bucket_lines() const noexcept { return bucket_lines_; }
   BucketLine& line(std::uint64_t line) const noexcept { return lines_[line]; }
-  // The line where a key with this first word is looked for first.
+  // The home line of a key with this first word.
   std::uint64_t home_of(std::uint64_t hash) const noexcept {
     return (static_cast<std::uint64_t>(static_cast<std::uint32_t>(hash)) * bucket_lines_) >> 32;
   }
@@ -282,7 +282,7 @@ class IndexView {
 
  private:
   enum class Match : std::uint8_t { kNo, kReady, kNotReady };
-  // What a reader makes of one entry.
+  // How a reader judges one entry.
   Match match(std::uint32_t entry, const Key& key) const noexcept;
   bool is_ready(const Key& key) const noexcept;
   // First entry in the line whose slot could be the key's, or kNoEntry.

@@ -44,7 +44,7 @@ void Leases::take(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_sl
   }
   if (trimmed) {
     counts.leases_trimmed += 1;
-    // A prefix longer than the bound asks for the bytes of other leases, and no more.
+    // A prefix longer than the bound needs all bytes of the other leases, and no more than those.
     result->short_bytes = bytes - std::min(bytes, std::max(limit_bytes, prefix_bytes));
   }
   const std::size_t n_items = n_chunks * n_slices;
@@ -101,7 +101,8 @@ std::size_t Leases::to_end(std::span<const std::uint64_t> tickets, std::uint64_t
     for (const std::uint32_t entry : lease->second.entries)
       entries.local[entry].leases += 1;
   }
-  // A search that kMaxEntriesToEnd has ended goes on behind these leases, so all of them count.
+  // If kMaxEntriesToEnd stopped the search, all leases up to there count: the caller's next search
+  // begins after them.
   return looked_at < kMaxEntriesToEnd ? useful : count;
 }
 

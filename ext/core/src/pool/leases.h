@@ -1,7 +1,8 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// What lookups have promised to processes. A ticket names the leased entries and the rows that hold
-// the lease; it ends when the last row has released its share or is gone. No clock ends it.
+// The leases that lookups have granted to processes. A ticket names the leased entries and the rows
+// that hold the lease; it ends when the last row has released its share or is gone. No clock ends
+// it.
 //
 // Keeps: leased bytes are at most half of the pool. A leased entry records the rows that hold it
 // before they learn where its bytes are.

@@ -26,7 +26,7 @@
 
 namespace kvstrata {
 
-// What policies and pool keep about an entry in the server's own memory; made anew after a restart.
+// The part of an entry that lies in the server's own memory; made anew after a restart.
 struct alignas(64) EntryLocal {
   // Eviction list, owned by the policy. `list` 0: in none.
   std::uint32_t list_previous;
@@ -92,8 +92,8 @@ class EvictionPolicy {
   virtual void unblocked(std::uint32_t entry, bool used) noexcept = 0;
   // The next entry of the class to evict, or kNoEntry. It stays until remove().
   virtual std::uint32_t victim(std::uint32_t cls) noexcept = 0;
-  // Up to `count` entries of the class in about the order in which they would go, children before
-  // their parents where their use was alike; blocked entries are left out. Changes nothing.
+  // Up to `count` entries of the class, in about the order in which they would be evicted, children
+  // before parents that were used at the same time; blocked entries are left out. Changes nothing.
   virtual void preview(std::uint32_t cls, std::size_t count,
                        std::vector<std::uint32_t>* out) const = 0;
   // The class id stands for another size from now on. REQUIRES: the class has no entry.

@@ -1,9 +1,9 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// Adaptive replacement (Megiddo and Modha, FAST 2003), per size class: one list for what was used
-// once (recent), one for what was used again (frequent), and for each a memory of what was evicted
-// from it; a miss that is found in a memory shifts the balance between the lists. The cache size of
-// the paper is here the number of entries that the class has at the moment.
+// Adaptive replacement (Megiddo and Modha, FAST 2003), per size class: one list for entries that
+// were used once (recent), one for entries that were used again (frequent), and for each list a
+// memory of the keys that were evicted from it; a miss that is found in a memory shifts the balance
+// between the lists. The paper's cache size is the number of entries that the class has now.
 #include <algorithm>
 #include <unordered_set>
 

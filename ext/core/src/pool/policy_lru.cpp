@@ -89,7 +89,7 @@ class LruPolicy final : public EvictionPolicy {
   std::uint32_t parked_[kMaxClasses] = {};
 };
 
-// Never evicts: what does not fit is refused.
+// Never evicts: an entry that does not fit is refused.
 class NoopPolicy final : public EvictionPolicy {
  public:
   using EvictionPolicy::EvictionPolicy;

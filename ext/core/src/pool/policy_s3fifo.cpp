@@ -1,8 +1,9 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// S3-FIFO (Yang et al., SOSP 2023), per size class: new entries pass a small queue; those used
-// again on the way go on to the main queue, the others leave early and are remembered, so that a
-// second store of the same key goes to the main queue at once. A use only counts; it moves nothing.
+// S3-FIFO (Yang et al., SOSP 2023), per size class: new entries pass through a small queue; those
+// used again on the way go on to the main queue, the others leave early and are remembered, so that
+// a second store of the same key goes to the main queue at once. A use is only counted; it moves
+// nothing.
 #include <algorithm>
 
 #include "pool/policy.h"

@@ -176,8 +176,8 @@ std::vector<RowInfo> Pool::rows() noexcept {
   return rows_.list();
 }
 
-// Entries of earlier epochs no longer wait for this row (Rows::forget). Returns the bytes of those
-// that still do.
+// Entries of earlier epochs no longer wait for this row, except those that `keep_quarantine` keeps
+// (Rows::forget). Returns the bytes of the exceptions.
 std::uint64_t Pool::forget(std::uint32_t row, bool keep_quarantine) {
   std::vector<std::uint32_t> settled;
   const std::uint64_t kept_bytes = rows_.forget(row, keep_quarantine, &settled);
@@ -348,7 +348,7 @@ std::uint64_t Pool::remove(const std::uint8_t* keys, std::size_t n_keys, bool re
 }
 
 ClearResult Pool::clear(std::int64_t tenant, const std::uint8_t* identity) noexcept {
-  constexpr std::uint32_t kStep = 512;  // entries between which others get the mutex
+  constexpr std::uint32_t kStep = 512;  // entries, before other threads get the mutex
   ClearResult result;
   for (std::uint64_t begin = 0;; begin += kStep) {
     const std::lock_guard lock(mutex_);
@@ -369,7 +369,7 @@ void Pool::set_quota(std::uint32_t tenant, std::int64_t bytes) noexcept {
 }
 
 std::uint64_t Pool::evict_to_watermark() noexcept {
-  constexpr int kStep = 64;  // evictions between which others get the mutex
+  constexpr int kStep = 64;  // evictions, before other threads get the mutex
   std::uint64_t evicted_bytes = 0;
   std::uint64_t goal_bytes = 0;
   for (bool first = true;; first = false) {

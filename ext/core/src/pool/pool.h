@@ -63,7 +63,7 @@
 namespace kvstrata {
 
 struct PoolOptions {
-  std::uint64_t extents_bytes = 0;   // create: required; adopt: 0 or what it must be
+  std::uint64_t extents_bytes = 0;   // create: required; adopt: the expected value, or 0 for any
   std::uint64_t entry_capacity = 0;  // likewise
   std::string policy = "LRU";
   double watermark = 0.0;        // share of the pool at which evict_to_watermark acts; 0: never
@@ -113,8 +113,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   bool release(std::uint64_t ticket, std::int64_t row) noexcept;
   // How many of these leases, in this order, would have to end before `need_bytes` more can be
   // leased. If all of them are not enough, the count ends with the last one that frees anything.
-  // After kMaxEntriesToEnd entries the search ends with those looked at. Changes nothing. REQUIRES:
-  // each ticket is named once.
+  // After kMaxEntriesToEnd entries the search stops and counts every lease that it has looked at.
+  // Changes nothing. REQUIRES: each ticket is named once.
   std::size_t leases_to_end(std::span<const std::uint64_t> tickets,
                             std::uint64_t need_bytes) noexcept;
   // Checks the UNVERIFIED entries among the keys; bad ones are dropped.
@@ -159,8 +159,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // The events since the last call. `lost`: how many were overwritten since the pool was opened.
   std::vector<Event> take_events(std::uint64_t* lost) noexcept;
   // Appends the first words of the keys that are READY among the next `max_entries` entries from
-  // number `from` on; returns where to go on, 0 when there are no more. Changes made meanwhile are
-  // in the events.
+  // number `from` on; returns the number to continue from, 0 when there are no more. Changes made
+  // meanwhile are in the events.
   std::uint64_t ready_tags(std::uint64_t from, std::uint64_t max_entries,
                            std::vector<std::uint64_t>* tags) noexcept;
   PoolStats stats() noexcept;

@@ -121,8 +121,8 @@ ReserveOutcome Reservations::reserve_one(const ReserveRequest& request, const Ke
                                          std::uint64_t bytes, std::uint32_t parent, bool may_evict,
                                          std::uint32_t* cls, std::uint32_t* out) {
   if (reservations.size() >= kMaxReservations) return ReserveOutcome::kSessionLimit;
-  // The server's own loads are bounded where they begin, for each adapter: a hung adapter must not
-  // use up the share of another.
+  // The server's own loads are bounded for each adapter, before they come here: a hung adapter must
+  // not use up the share of another.
   const bool is_session = request.row != 0;
   if (is_session && rows.bytes[request.row] != 0 && rows.bytes[request.row] + bytes > row_limit) {
     return ReserveOutcome::kSessionLimit;
@@ -159,8 +159,8 @@ ReserveOutcome Reservations::reserve_one(const ReserveRequest& request, const Ke
   rows.bytes[request.row] += bytes;
   departures.tenants.add(entry);
   if (!entries.index.link(entry, key)) {
-    // All lines in reach are full, which happens only with keys chosen for that. Departures::leave
-    // expects a linked entry.
+    // All lines in reach are full, which happens only with keys that were chosen to collide. The
+    // entry is not linked, so Departures::leave cannot be used.
     departures.tenants.remove(entry);
     rows.release_owner(entry);
     entries.release(entry, EntryEvent::kAbort);

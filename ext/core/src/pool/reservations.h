@@ -15,7 +15,7 @@
 // - otherwise L2 may have the parent, and the chunk is treated like any other.
 //
 // A key whose entry is of another identity is refused like one that finds no place in the index:
-// the keys of two identities are never equal, unless they were chosen for that.
+// the keys of two identities are never equal, unless a client has chosen them to be.
 //
 // A part of Pool. REQUIRES, for everything here: the pool's mutex.
 #pragma once
@@ -94,8 +94,8 @@ struct Reservations {
   // The entry of an item, kNoEntry when it is not reserved.
   std::uint32_t item(std::uint64_t ticket, std::uint64_t index) const;
 
-  // Reserves one key that is not in the pool. kReserved, or why not; kChainExceedsPool says only
-  // that there is no room, and why_no_room() says because of whom.
+  // Reserves one key that is not in the pool. kReserved, or why not; here kChainExceedsPool means
+  // only that there is no room, and why_no_room() then finds the cause.
   ReserveOutcome reserve_one(const ReserveRequest& request, const Key& key, std::uint64_t bytes,
                              std::uint32_t parent, bool may_evict, std::uint32_t* cls,
                              std::uint32_t* out);

@@ -49,7 +49,7 @@ bool Room::evict_window(const SlabMap::Window& window, std::uint64_t older_than)
     for (std::uint32_t first = 0; first < kMaxSlabs; ++first) {
       if ((runs >> first & 1) == 0) continue;
       SlabMap::Run& run = slabs.run(first);
-      // A look costs as much as the entries that it met: that many operations pass before the next.
+      // The more entries this look has met, the longer the run is left alone.
       run.retry_at = operations + family.size() / 16;
       // Descendants elsewhere can be newer than anything in the run.
       run.newest = std::max(run.newest, newest);
@@ -165,7 +165,7 @@ std::vector<Key> Room::preview(std::uint64_t need_bytes) {
     if (size_class.used == 0) continue;
     std::vector<std::uint32_t> next;
     policy.preview(cls, std::min(kMost, need_bytes / size_class.extent_bytes + 1), &next);
-    // A policy's own order counts within a class, age between classes.
+    // Within a class the policy's own order counts, between classes age.
     std::uint64_t stamp = 0;
     for (std::size_t i = 0; i < next.size(); ++i) {
       stamp = std::max(stamp, load_word(index.cold(next[i]).stamp));

@@ -1,8 +1,8 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// Where a new extent goes, and which entries leave for it: the policy's victim in the extent's own
-// size class, or a window of other classes' runs with all descendants of what lies in them, when
-// that is older.
+// Finds the place of a new extent, and the entries that leave for it: the policy's victim in the
+// extent's own size class or, if it is older, a window of runs of other classes, with the entries
+// in it and all their descendants.
 //
 // Keeps: an extent is handed out only once the file system has given it memory (Backing). A blocked
 // entry is never evicted, nor is an ancestor of one.
@@ -33,8 +33,8 @@ struct Room {
         policy(entries.policy),
         backing(entries.segment.extents_backing) {}
 
-  // An extent for the entry, evicting what must go if that is allowed. False when what is left
-  // cannot be evicted.
+  // Finds an extent for the entry; evicts others for it, if that is allowed. False when that is not
+  // allowed, or when nothing more can be evicted.
   [[nodiscard]] bool make(std::uint32_t cls, std::uint32_t entry, bool may_evict, SlabPlace* place);
   // Evicts the tenant's own oldest leaves, if that is allowed, until `bytes` more are within its
   // quota. False when they cannot be.
@@ -42,7 +42,7 @@ struct Room {
   // Evicts one entry of any class, to free an entry number. False when none can be evicted.
   [[nodiscard]] bool evict_one_entry();
   // Evicts the oldest victims, at most `most`, until `evicted_bytes` has reached the goal. False
-  // when it has, or when nothing more can be evicted.
+  // when the goal is reached, or when nothing more can be evicted.
   [[nodiscard]] bool evict_oldest(int most, std::uint64_t goal_bytes, std::uint64_t* evicted_bytes);
   // READY keys of `need_bytes` that would be evicted next, in about that order, at most 4096 of
   // each class. Changes nothing.
@@ -64,7 +64,7 @@ struct Room {
   SlabMap& slabs;
   EvictionPolicy& policy;
   Backing& backing;
-  std::uint64_t operations = 0;       // searches for room, by which windows are retried
+  std::uint64_t operations = 0;       // searches for room so far, the clock of Run::retry_at
   std::vector<std::uint32_t> family;  // scratch of evict_window
 };
 

@@ -255,8 +255,8 @@ bool SlabMap::allocate(std::uint32_t cls, std::uint32_t entry, const Backing* ba
     tried |= 1ULL << chosen;
     slot = take_slot(chosen, backing);
   }
-  // Runs of one slab fill the file from its start, longer ones from its end, so that they do not
-  // chop up each other's neighbourhood.
+  // Runs of one slab fill the file from its start, longer ones from its end, so that short runs do
+  // not fragment the space for long ones.
   const std::uint64_t extent = size_class.extent_bytes;
   const std::uint32_t fewest = static_cast<std::uint32_t>(
       std::min<std::uint64_t>(divide_up(extent, slab_bytes_), slab_count_));

@@ -76,7 +76,7 @@ class SlabMap {
     std::uint64_t newest = 0;  // of the runs in it
   };
 
-  // Over the words of an index, which must outlive the map and be zero for a fresh pool.
+  // The words are those of an index; they must outlive the map and be zero for a fresh pool.
   SlabMap(std::uint64_t extents_bytes, std::uint64_t* slab_bytes_word,
           std::span<std::uint64_t> table) noexcept;
   // Reads geometry and runs back from the words; whatever does not fit is cleared. False when the
@@ -105,10 +105,10 @@ class SlabMap {
   // Lists the free slots once every entry was placed by occupy().
   void finish_restore();
 
-  // The window that the class could take whose newest stamp is oldest, leaving out windows with
-  // blocked entries, with runs of the class itself, with runs to be retried after `now` (which
-  // counts operations), and those that begin in a slab of the bit mask `except`. False when there
-  // is none.
+  // Of the windows that the class could take, finds the one whose newest stamp is oldest. Leaves
+  // out windows with blocked entries, with runs of the class itself or with runs to be retried
+  // after `now` (which counts operations), and windows that begin in a slab of the bit mask
+  // `except`. False when there is none.
   [[nodiscard]] bool oldest_window(std::uint32_t cls, std::uint64_t now, std::uint64_t except,
                                    Window* window) const noexcept;
 
@@ -141,8 +141,8 @@ class SlabMap {
   std::uint32_t slabs_for(std::uint64_t extent_bytes) const noexcept;
   // Whether the slab is in no run or in an empty one.
   bool is_loose(std::uint32_t slab) const noexcept;
-  // A free slot of the run, taken off its free ones; kNoSlot when there is none, or with `backing`
-  // none that has memory.
+  // Takes a free slot of the run; kNoSlot when there is none or, with `backing`, none that has
+  // memory.
   std::uint32_t take_slot(std::uint32_t first, const Backing* backing);
   // Whether one of `slots` neighbouring extents has memory.
   static bool any_backed(const Backing& backing, std::uint64_t offset, std::uint64_t extent_bytes,

@@ -52,8 +52,8 @@ class IndexSnapshot {
   // The sound runs of the slab table.
   std::vector<Run> runs() const;
 
-  // Appends the entries among [first, first + kMostEntries) that are not FREE; `next` is where to
-  // go on, 0 after the last. `index_fd` must be the descriptor that was opened.
+  // Appends the entries among [first, first + kMostEntries) that are not FREE; `next` is the number
+  // to continue from, 0 after the last. `index_fd` must be the descriptor that was opened.
   [[nodiscard]] Status read(int index_fd, std::uint32_t first, std::vector<Entry>* entries,
                             std::uint32_t* next) const;
 
@@ -62,7 +62,7 @@ class IndexSnapshot {
     IndexHeader header;
     RowRecord rows[kRowCount];
   };
-  std::vector<Head> head_;  // one
+  std::vector<Head> head_;  // one element
   IndexLayout layout_;
 };
 

@@ -98,16 +98,16 @@ inline constexpr Machine<RowState, kRowStateCount, RowEvent, kRowEventCount> kRo
     {
         {"UNCLAIMED", "No process has the row."},
         {"CURRENT", "Its process is attached, and touches nothing of earlier servers."},
-        {"OLD", "Its process was attached to an earlier server and may still touch what it knew then."},
+        {"OLD", "Its process was attached to an earlier server and may still touch the extents that it knew then."},
         {"STRANDED", "Its process is gone, but a device may still write on its behalf."},
     },
     {
         {"claim", "A process attaches: a new session, or one that has the row already."},
         {"quiesce", "The process says that its copies of earlier epochs have ended."},
         {"gone", "The process is dead, and no device writes on its behalf."},
-        {"strand", "The process is dead, and extents stay quarantined for what its device may write."},
+        {"strand", "The process is dead, and extents stay quarantined because its device may still write to them."},
         {"adopt", "A new server takes over the pool."},
-        {"adopt_unsound", "A new server finds a damaged row, or its session in an earlier row too."},
+        {"adopt_unsound", "A new server finds that the row is damaged, or that an earlier row has the same session."},
     },
     {
         //   UNCLAIMED      CURRENT        OLD            STRANDED

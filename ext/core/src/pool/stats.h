@@ -1,7 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// What Pool::stats() reports. Each struct of counts has one owner, the part of the pool that it is
-// named after; PoolStats puts them together with the sizes of the moment.
+// The figures that Pool::stats() reports. Each struct of counts has one owner, the part of the pool
+// that it is named after; PoolStats puts them together with the current sizes.
 #pragma once
 
 #include <cstddef>

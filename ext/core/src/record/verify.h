@@ -13,7 +13,7 @@
 namespace kvstrata {
 
 struct StoredRecord {
-  const void* bytes = nullptr;  // `length` of them, which must outlive the call
+  const void* bytes = nullptr;  // `length` bytes, which must outlive the call
   std::uint64_t length = 0;
   Digest key{};
   Status status;  // the result, of verify_stored_record

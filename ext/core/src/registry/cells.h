@@ -123,9 +123,9 @@ inline Tag Registry::tag_of(std::uint32_t partition, Cell cell) const noexcept {
 // Calls found(slot, row) for each visible holder. False: the writer was changing this partition, so
 // the caller must drop the holders that this call found.
 //
-// Handles a tag with at most one holder, in its home line, in few instructions and well-predicted
-// branches: so a processor requests the lines of several look-ups before the first one arrives.
-// Leaves every other case to try_read_all().
+// Handles a tag with at most one holder, in its home line, with few instructions and well-predicted
+// branches, so that a processor requests the lines of several look-ups before the first one
+// arrives. Leaves every other case to try_read_all().
 template <typename Found>
 inline bool Registry::try_read(Tag tag, Found found) const noexcept {
   const Header& header = headers_[partition_of(tag)];

@@ -27,7 +27,7 @@
 // words is read and written atomically. A reader may read lines or lists that were reused
 // meanwhile; then the seqlock has changed, and the reader drops the holders that it found. The
 // words themselves are loaded with acquire and stored with release, so no fence instructions are
-// needed. After kSpins failed attempts a reader takes a turn of the writer's and reads in it.
+// needed. After kSpins failed attempts a reader takes a turn like a writer and reads in it.
 //
 // A reader loads a slot's row (state, group, rank) after the cell and before it checks the seqlock
 // again. A slot is reused only after its old cells were removed under the seqlock, so a reader
@@ -194,8 +194,8 @@ class Registry {
 
   using Cell = std::uint64_t;
 
-  // A mutex that threads get roughly in the order of their requests: a writer that has many turns
-  // to take queues behind the waiting threads before each.
+  // A mutex that threads get roughly in the order of their requests: a writer that needs many turns
+  // goes to the end of the queue before each of them.
   class Turns {
    public:
     void lock() noexcept {

@@ -99,7 +99,7 @@ class FsConnector final : public Connector {
   std::thread scanner_;
 
   std::mutex mutex_;
-  std::condition_variable changed_;  // of marks, parts, records that leave, and the scan
+  std::condition_variable changed_;  // for marks, parts, records that leave, and the scan
   FsIndex index_;
   std::unordered_map<Digest, Mark, KeyHash> marks_;
   FsParts parts_{changed_};  // numbered in the order in which they took room
@@ -109,7 +109,7 @@ class FsConnector final : public Connector {
   std::vector<Digest> evicted_;       // not taken yet
   bool scanned_ = false;
   bool closing_ = false;
-  Reason scan_failed_ = Reason::kNone;  // of all later calls, if the scan failed
+  Reason scan_failed_ = Reason::kNone;  // if the scan failed: the reason of all later calls
 };
 
 }  // namespace kvstrata

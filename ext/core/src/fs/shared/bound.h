@@ -34,8 +34,8 @@ class FsBound {
 
   // Whether the numbers below are known.
   [[nodiscard]] bool known() const noexcept { return known_; }
-  // Charge of the records, and of the parts of servers that are gone, that the last scan saw and
-  // that were neither evicted nor found deleted since.
+  // Charge of the records and of the parts of gone servers, as of the last scan, less what was
+  // evicted or found deleted since.
   [[nodiscard]] std::uint64_t scanned_bytes() const noexcept { return scanned_bytes_; }
   // Approximate charge of the records alone.
   [[nodiscard]] std::int64_t used_bytes() const noexcept { return used_bytes_; }
@@ -59,8 +59,8 @@ class FsBound {
   // be read, or `go_on` returned false.
   std::optional<FsScan> scan(const std::function<bool()>& go_on,
                              const std::function<std::int64_t()>& clock);
-  // Adopts the outcome of scan(). Of parts, it counts those of servers for which `is_there` is
-  // false.
+  // Adopts the outcome of scan(). It counts only those parts whose server is gone, for which
+  // `is_there` returns false.
   void take(const FsScan& found, const std::function<bool(std::uint64_t id)>& is_there);
 
   void take_evicted(std::vector<Digest>* keys);

@@ -92,7 +92,7 @@ void FsSharedConnector::keep_ticking() {
 }
 
 // Waits until there(), which is called with the mutex held, returns true. Returns false if the time
-// is over or the connector is closing before that.
+// runs out or the connector is closed before that.
 bool FsSharedConnector::wait_until(Lock& lock, std::chrono::nanoseconds at_most,
                                    const std::function<bool()>& there) {
   if (!options_.own_threads) {

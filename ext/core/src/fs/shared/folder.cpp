@@ -84,7 +84,7 @@ Status FsSharedFolder::read_sharer(std::uint64_t id, FsSharerState* out) {
   std::string text;
   KVSTRATA_RETURN_IF_ERROR(read(path("member", id), &text));
   FsSharerState state;
-  if (!decode(text, &state)) return Status(StatusCode::kCorrupt, "a server's file");
+  if (!decode(text, &state)) return Status(StatusCode::kCorrupt, "a server's file is damaged");
   *out = std::move(state);
   return Status();
 }
@@ -94,7 +94,7 @@ Status FsSharedFolder::read_janitor(std::uint64_t generation, FsJanitorState* ou
   text->clear();
   KVSTRATA_RETURN_IF_ERROR(read(path("janitor", generation), text));
   FsJanitorState state;
-  if (!decode(*text, &state)) return Status(StatusCode::kCorrupt, "a janitor's file");
+  if (!decode(*text, &state)) return Status(StatusCode::kCorrupt, "a janitor's file is damaged");
   *out = std::move(state);
   return Status();
 }

@@ -24,7 +24,7 @@ struct FsSharerState {
   std::string relative_tmp_dir;  // as as_fs_word() writes it
   std::uint64_t capacity_bytes = 0;
   std::uint64_t generation = 0;     // of the last janitor whose file named this server
-  std::uint64_t granted_bytes = 0;  // in all, by the janitors' files that it has read
+  std::uint64_t granted_bytes = 0;  // in all, according to the janitors' files that it has read
   std::uint64_t taken_bytes = 0;    // charged for parts so far
   std::uint64_t settled_bytes = 0;  // of these, the bytes of parts that became records
   std::uint64_t wanted_bytes = 0;   // that its puts wait for, beyond the granted bytes
@@ -55,7 +55,7 @@ struct FsJanitorState {
   std::map<std::uint64_t, FsGrant> grants;
 };
 
-// Reads a decimal number without sign or leading zeros, as these texts and file names have it.
+// Reads a decimal number without sign or leading zeros, the form that texts and file names use.
 bool read_fs_number(std::string_view text, std::uint64_t* out);
 
 // The name without spaces and line ends; different names give different texts.
