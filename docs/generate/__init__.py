@@ -1,1 +1,1 @@
-"""What writes the generated pages of docs/; no process of kvstrata runs it."""
+"""Writes the generated pages of docs/. No process of kvstrata runs it."""

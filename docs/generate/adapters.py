@@ -1,4 +1,4 @@
-"""docs/l2-adapters.md and its JSON schema."""
+"""docs/adapters.md and its JSON schema, docs/l2-adapter.schema.json."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOT_FOR_USERS = ("peer", "fault_inject")
 
 
 def media() -> dict[str, tuple[catalogue.Medium, list[str]]]:
-    """Own types by what their entry points name: each with the names of the type."""
+    """Our own media by the target of their entry points, each with all names of its type."""
     found: dict[str, tuple[catalogue.Medium, list[str]]] = {}
     for name, point in sorted(catalogue.own_points().items()):
         if name not in NOT_FOR_USERS:

@@ -1,4 +1,4 @@
-"""docs/configuration.md out of the settings structs."""
+"""docs/configuration.md from the settings structs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ _INTRO = """# Configuration
 
 Generated from the code by `make docs`; to change it, change the structs in `src/kvstrata/config/model.py`.
 
-`lmcache-server` takes settings from, later wins: defaults, the YAML file of `--config` (or of
-`KVSTRATA_CONFIG_FILE`), `KVSTRATA_<SECTION>_<KEY>` variables, flags.
-The vLLM connector takes them from, later wins: the YAML file in `LMCACHE_CONFIG_FILE`, `LMCACHE_<KEY>`
-variables, `kv_connector_extra_config`.
-`lmcache-controller` takes them from, later wins: defaults, the YAML file of `--config`,
-`KVSTRATA_CONTROLLER_<SECTION>_<KEY>` variables, flags.
+Settings come from these sources; if several name a setting, the last one in the list wins:
+
+- `lmcache-server`: defaults, the YAML file of `--config` (or of `KVSTRATA_CONFIG_FILE`),
+  `KVSTRATA_<SECTION>_<KEY>` variables, flags.
+- The vLLM connector: the YAML file in `LMCACHE_CONFIG_FILE`, `LMCACHE_<KEY>` variables,
+  `kv_connector_extra_config`.
+- `lmcache-controller`: defaults, the YAML file of `--config`, `KVSTRATA_CONTROLLER_<SECTION>_<KEY>`
+  variables, flags.
+
 A wrong key or value stops the start with an error that names it. Working files are in `configs/`.
 """
 

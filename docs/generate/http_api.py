@@ -17,7 +17,7 @@ from kvstrata.server.http.app import make_app
 
 
 def openapi() -> str:
-    """docs/openapi.json. What only the version of FastAPI or pydantic decides is left out."""
+    """docs/openapi.json, without the parts that depend only on the version of FastAPI or pydantic."""
     nobody = SimpleNamespace(readiness=lambda: (True, ""), collector=CollectorRegistry(), tiers=None)
     return json_text(make_app(cast(Any, nobody)).openapi())
 

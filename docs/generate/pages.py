@@ -1,7 +1,7 @@
 """The pages of docs/ that are generated from the code: `python -m docs.generate` writes them all.
 
-What they tell stands in the code: field types and bounds in the structs, meanings in the docstring of a class and in
-the text below a field or member.
+Their contents come from the code: field types and bounds from the structs, meanings from the docstring of a class and
+from the text below a field or member.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def stale(folder: Path = DOCS) -> Iterator[str]:
-    """Names of pages that differ from what the code says."""
+    """Names of pages that are not current."""
     for name, make in PAGES.items():
         path = folder / name
         if not path.exists() or path.read_text(encoding="utf-8") != make():

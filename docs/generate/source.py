@@ -1,4 +1,4 @@
-"""What the source says about its names: types and bounds of fields, and the texts below them."""
+"""Reads the source: types and bounds of fields, and the texts below fields and members."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def line(text: str | None) -> str:
 
 
 def text_of(owner: type, name: str) -> str:
-    """What stands below a field or member in the source."""
+    """The text below a field or member in the source."""
     ours = (kind for kind in owner.__mro__ if kind.__module__.startswith("kvstrata."))
     return next(
         filter(None, (_texts(kind.__module__).get(kind.__name__, {}).get(name, "") for kind in ours)), ""
