@@ -1,4 +1,4 @@
-"""What somebody who can write to a storage makes: records that are sound in all but their origin."""
+"""Forged records, as somebody who can write to a storage could make them: sound in all but their origin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that speaks RESP and says what a test wants."""
+"""A server that speaks RESP and gives the answers that a test has chosen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def bulk(value: bytes) -> bytes:
 
 
 class Hostile:
-    """A server of the tests: `answers` has what it says to a command, bytes or a stream of pieces."""
+    """The server. `answers` has the answer to each command: bytes, or a function that makes bytes or a stream."""
 
     def __init__(self) -> None:
         self.answers: dict[bytes, bytes | Callable[[list[bytes]], bytes | AsyncIterator[bytes]]] = {

@@ -5,11 +5,11 @@ store and load prompts. Servers, controller and engines get SIGKILL, or SIGSTOP 
 from shared memory while their server is down. Each byte that is loaded is compared with what was stored. The run fails
 
 - when one byte is wrong;
-- when a record that the disk log called stored is not there after SIGKILL and the loss of the pool;
-- when a request never ends, or an engine or a server dies that nobody killed;
+- when a record that the disk log reported as stored is missing after SIGKILL and the loss of the pool;
+- when a request never ends, or an engine or a server that nobody killed dies;
 - when nothing was hit at all, since nothing was tested then.
 
-What is drawn follows from the seed; which fault meets which request does not.
+All random choices follow from the seed, but which fault meets which request depends on timing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DURABLE_EVERY_S = 20.0
 DURABLE_PROMPTS = 8
 SERVERS = 2
 SEEDS, DURABLE_SEEDS = range(4000), range(4000, 4290)
-"""Of prompts (`cache_engine.prompt` takes no larger ones), used in turn; those of durability checks are their own."""
+"""Seeds of prompts, used in turn (`cache_engine.prompt` takes no larger ones); durability checks have their own."""
 
 
 class Prompts:
@@ -52,17 +52,17 @@ class Prompts:
         self._seeds = itertools.cycle(SEEDS)
 
     def new(self, draw: random.Random) -> tuple[int, int]:
-        """Chunks and seed of another prompt."""
+        """Return the number of chunks and the seed of a new prompt."""
         with self._lock:
             return draw.randint(1, MOST_CHUNKS), next(self._seeds)
 
     def stored(self, prompt: tuple[int, int]) -> None:
-        """It can be asked for."""
+        """Remember a stored prompt."""
         with self._lock:
             self._known = [*self._known[1 - KNOWN_PROMPTS :], prompt]
 
     def any(self, draw: random.Random) -> tuple[int, int] | None:
-        """One that was stored."""
+        """Return a stored prompt; None if there is none."""
         with self._lock:
             return draw.choice(self._known) if self._known else None
 
@@ -72,7 +72,7 @@ class Engine:
 
     def __init__(self, chaos: Chaos, number: int, seed: int) -> None:
         self.lock = threading.Lock()
-        """Held during each request; who holds it instead stops the engine between two."""
+        """Held during each request. Another thread that holds the lock keeps the engine from beginning one."""
         self._chaos = chaos
         self._number = number
         self._draw = random.Random(seed)
@@ -87,7 +87,7 @@ class Engine:
         self._thread.join()
 
     def kill(self) -> None:
-        """SIGKILL in the middle of whatever it does."""
+        """Send SIGKILL to the process, also in the middle of a request."""
         child = self._child
         if child is not None:
             self._killed = True
@@ -143,7 +143,7 @@ class Chaos:
         self._durable_due_s = time.monotonic() + DURABLE_EVERY_S / 4
 
     def attached(self, server: int, name: str) -> Child:
-        """A new engine's process that uses a server."""
+        """Start an engine's process that uses a server."""
         child = Child("tests.harness.cache_engine", log=self._folder / f"{name}.log")
         try:
             # An engine of a server that is down begins without it, and uses it as soon as it is back.
@@ -155,7 +155,7 @@ class Chaos:
         return child
 
     def run(self) -> None:
-        """Until the journal says that it is over."""
+        """Make faults until the journal says that the time is over."""
         self.journal.begin()
         for engine in self._engines:
             engine.start()
@@ -223,7 +223,10 @@ class Chaos:
                 self.journal.fail(f"server {number} died by itself:\n{server.log_tail()}")
 
     def _check_durable(self) -> None:
-        """With the engines at rest: what the log called stored survives SIGKILL and the loss of the pool."""
+        """Check that records which the disk log reported as stored survive SIGKILL and the loss of the pool.
+
+        The engines rest meanwhile.
+        """
         held = [engine.lock for engine in self._engines]
         for lock in held:
             lock.acquire()
@@ -259,7 +262,7 @@ class Chaos:
 
     @staticmethod
     def _put_outcomes(server: ServerProcess) -> int:
-        """Puts of the disk log that ended well since the server's start."""
+        """Return how many puts of the disk log have ended well since the server's start."""
         adapters = server.get("/v1/status")["l2_store"]["adapters"]
         return sum(
             int(count)

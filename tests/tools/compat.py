@@ -1,13 +1,13 @@
-"""`make compat WITH=commit`: this checkout and an older one meet on every format that both read.
+"""`make compat WITH=commit`: checks that this checkout and an older one understand each other's messages and formats.
 
 The commit is cloned and set up in a temporary folder (`--clone` names one that is set up already). Then
 
 - a server of each commit serves clients of the other one: prompts stored by either are retrieved by both;
-- a server of one commit is killed (SIGKILL) and one of the other takes its pool over, then, with the pool removed,
-  its disk log. Both directions.
+- a server of one commit is killed (SIGKILL), and a server of the other commit takes over its pool and then, when the
+  pool was removed, its disk log; this happens in both directions.
 
-Prompt lengths and contents are drawn; every retrieved byte is compared. Exit status 0 when all of it held, else 1 with
-the step that did not.
+Prompt lengths and contents are random; every retrieved byte is compared. The exit status is 0 when all steps passed; it
+is 1 when a step failed, which is then named.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Differs(Exception):
 
 
 def set_up(commit: str, folder: Path) -> Path:
-    """A clone of this repository at a commit, with its environment."""
+    """Clone this repository at a commit, with its environment; return the clone."""
     clone = folder / "clone"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     subprocess.run(["git", "-C", str(clone), "checkout", "--quiet", commit], check=True)
@@ -57,12 +57,12 @@ class Meeting:
         self._group = 0
 
     def server(self, clone: Path) -> ServerProcess:
-        """A server with a pool and a disk log, not started."""
+        """Make a server with a pool and a disk log, without starting it."""
         return ServerProcess(self.folder, l1_mb=L1_MB, l2="embedded", python=clone / ".venv/bin/python")
 
     @contextmanager
     def client(self, server: ServerProcess, clone: Path) -> Iterator[Child]:
-        """An attached client process."""
+        """Run an attached client process until the end of the block."""
         self._group += 1
         log = self.folder / f"client-{self._group}.log"
         arguments = (str(server.socket_dir), str(MOST_CHUNKS), str(self._group))
@@ -72,7 +72,7 @@ class Meeting:
             child.finish()
 
     def store(self, client: Child, step: str) -> None:
-        """Store prompts of drawn lengths."""
+        """Store prompts of random lengths."""
         for _ in range(PROMPTS):
             seed, chunks = self.draw.randrange(1 << 30), self.draw.randint(1, MOST_CHUNKS)
             outcomes = client.ask("store", seed=seed, chunks=chunks)["outcomes"]
@@ -90,7 +90,7 @@ class Meeting:
 
 
 def wait_for(holds: Any, problem: str) -> None:
-    """Poll until something holds. Raises Differs."""
+    """Wait until `holds()` is true. Raises Differs, with `problem` as its message, after `WAIT_S`."""
     give_up_s = time.monotonic() + WAIT_S
     while not holds():
         if time.monotonic() > give_up_s:
@@ -99,13 +99,13 @@ def wait_for(holds: Any, problem: str) -> None:
 
 
 def put_chunks(server: ServerProcess) -> int:
-    """Chunks that the disk log has stored."""
+    """Return how many chunks the disk log has stored."""
     (adapter,) = server.get("/v1/status")["l2_store"]["adapters"].values()
     return int(adapter["outcomes"].get("stored", 0))
 
 
 def serve_each_other(meeting: Meeting, clones: dict[str, Path]) -> None:
-    """Servers of either commit, clients of both on each."""
+    """Let clients of both commits use a server of each commit."""
     for name, clone in clones.items():
         meeting.prompts.clear()
         with meeting.server(clone) as server:
@@ -119,7 +119,7 @@ def serve_each_other(meeting: Meeting, clones: dict[str, Path]) -> None:
 
 
 def take_over(meeting: Meeting, before: tuple[str, Path], after: tuple[str, Path]) -> None:
-    """A killed server's pool, then its disk log, adopted by one of the other commit."""
+    """Let a server of the other commit adopt the pool of a killed server, and then open its disk log."""
     meeting.prompts.clear()
     first = meeting.server(before[1])
     second = meeting.server(after[1])

@@ -1,9 +1,8 @@
 """Runs a command and leaves no process behind: `python contain.py make lint test`.
 
-Processes that lose their parent are inherited by this one (a child subreaper) instead of by init, so every
-descendant stays known, also one that made a session of its own. Those still alive when the command has ended
-get a few seconds, are then killed by their id and named, and make the run a failure. Linux only; standard
-library only.
+This process is a child subreaper: it inherits processes that lose their parent, so every descendant stays known, also
+one that made a session of its own. Descendants that are still alive when the command has ended get a few seconds. Then
+they are killed by their id and named, and the run is a failure. Linux only; standard library only.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ GRACE_S = 5.0
 
 
 def children() -> dict[int, str]:
-    """Living direct children of this process, by id, with their command lines."""
+    """The living direct children of this process: their command lines by id."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         for word in (task / "children").read_text().split():
@@ -41,7 +40,7 @@ def reap() -> None:
 
 
 def wait_for(command: int) -> int:
-    """Exit status of one child (negative: a signal); whatever else ends meanwhile is collected, as init would."""
+    """Waits for one child and returns its exit status (negative: a signal); also collects all others that end."""
     while True:
         process, status = os.waitpid(-1, 0)
         if process == command:
@@ -49,7 +48,7 @@ def wait_for(command: int) -> int:
 
 
 def end_descendants(grace_s: float) -> list[str]:
-    """Waits for inherited processes, then kills them and what they leave; returns which it killed."""
+    """Waits for inherited processes, then kills those that are left and their descendants; returns the killed ones."""
     killed = []
     deadline_s = time.monotonic() + grace_s
     while True:

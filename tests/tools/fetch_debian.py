@@ -1,17 +1,17 @@
 """Fetches Debian packages into the cache folder without root: servers and libraries that tests need.
 
 apt works on package lists and an archive folder of its own; the packages are unpacked by `dpkg-deb -x` and
-never installed, so nothing outside the cache folder is changed. Only what is asked for is fetched, with
-those of its dependencies that this machine does not have.
+never installed, so nothing outside the cache folder is changed. Only the requested packages are fetched, and those of
+their dependencies that this machine lacks.
 
     program, variables = fetch_debian.program("redis-server", ["redis-server", "redis-tools"])
     run([program], env=variables)
 
-A program counts only once it has started: one on PATH that starts is taken, else the fetched one, and what was fetched
-and does not start is fetched anew.
+A program is used only if it starts: the one on PATH, otherwise the fetched one. A fetched program that does not start
+is fetched anew.
 
-Command line: `python tests/tools/fetch_debian.py PACKAGE...` prints the folder; where it cannot, the reason
-(exit status 3).
+Command line: `python tests/tools/fetch_debian.py PACKAGE...` prints the folder or, with exit status 3, the reason why
+the packages cannot be had.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def program(
     inside: str | None = None,
     variables: Callable[[Path], dict[str, str]] | None = None,
 ) -> tuple[str, dict[str, str]]:
-    """A program that starts, and the variables it needs: `name` on PATH, else the fetched one. Raises Unavailable.
+    """Returns a program that starts (`name` on PATH, else the fetched one) and its variables. Raises Unavailable.
 
-    `inside` is its path below the root of the packages (default: usr/bin/name), `variables` gives those that it needs
-    there (default: `environment`).
+    `inside` is the fetched program's path below the root of the packages (default: usr/bin/name), and `variables`
+    makes the variables that it needs there (default: `environment`).
     """
     installed = shutil.which(name)
     if installed is not None and why_not(installed, dict(os.environ)) is None:
@@ -80,7 +80,7 @@ def _refusal(path: str, variables: tuple[tuple[str, str], ...]) -> str | None:
 
 
 def why_not(path: str, variables: dict[str, str]) -> str | None:
-    """Why this program does not start; None where `path --version` succeeds. Asked once in a process while it does."""
+    """Why this program does not start; None if `path --version` succeeds, which this process then remembers."""
     key = (path, tuple(sorted(variables.items())))
     reason = _refusal(*key)
     if reason is not None:
@@ -91,7 +91,8 @@ def why_not(path: str, variables: dict[str, str]) -> str | None:
 def ensure(packages: Sequence[str], refusal: Callable[[Path], str | None] | None = None) -> Path:
     """The folder in which the packages are unpacked as if it were `/`; fetched on the first call.
 
-    `refusal` says of that folder why it cannot be used, or None; one that cannot is fetched anew, once.
+    `refusal(folder)` says why the folder cannot be used, or returns None; a folder that cannot be used is fetched anew,
+    once.
 
     Raises Unavailable. Safe to call from several processes at once.
     """
@@ -166,7 +167,7 @@ def _fetch(steps: Steps, base: Path, folder: Path, root: Path, names: list[str])
 
 
 def _with_missing_dependencies(steps: Steps, options: list[str], names: list[str]) -> list[str]:
-    """`names` and all that installing them would bring along, as apt's own dry run tells."""
+    """`names` and all packages that apt would install with them, according to its own dry run."""
     plan = steps.run(
         ["apt-get", *options, "install", "--simulate", "--no-install-recommends", "--reinstall", *names]
     )

@@ -1,6 +1,6 @@
 """Fetches packages from PyPI into the cache folder, each set into a folder of its own that goes onto PYTHONPATH.
 
-Nothing is installed, and none of what the packages say that they need is fetched. Only the standard library is used.
+Nothing is installed, and dependencies that the packages declare are not fetched. Only the standard library is used.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from tests.tools.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
 
 COMPLETE = ".complete"
 UCX = ("libucx-cu13==1.22.0",)
-"""Headers and libraries; those of CUDA are a plugin of its own, nothing else of it is needed."""
+"""UCX's headers and libraries. Its support of CUDA is a separate plugin, so CUDA's own packages are not needed."""
 NIXL = ("nixl==1.5.1", "nixl-cu13==1.5.1", "numpy>=1.26")
-"""All that its UCX backend needs; what the packages themselves ask for is 5.9 GB."""
+"""All that NIXL's UCX backend needs; the dependencies that the packages declare would take 5.9 GB."""
 
 NVCC = (
     "nvidia-cuda-nvcc==13.5.37",

@@ -1,15 +1,15 @@
-"""`make gpu`: what only a machine with an NVIDIA GPU can show. It needs no network. Run it with that machine's Python.
+"""`make gpu`: the tests and figures that need an NVIDIA GPU, without a network. Run it with that machine's Python.
 
-Each stage ends within 8 minutes and can be started apart (`make gpu STAGE=2`):
+Each stage ends within 8 minutes and can be started by itself (`make gpu STAGE=2`):
 
 1. the compiled modules and the tests marked `gpu`
 2. `kvstrata doctor` and the figures of the pinned pool
 3. the figures of the copies
 4. the figures of the engine simulator
 
-Needed there: Python 3.11 to 3.13, a compiler, nvcc, the driver, CuPy for the figures of 3 and 4. What else is missing
-travels as wheels: `make gpu-pack` on a machine with a network fills build/gpu-pack, which is looked for here. Nothing
-is installed outside build/.
+The machine needs Python 3.11 to 3.13, a compiler, nvcc, the driver, and CuPy for the figures of stages 3 and 4. Other
+Python packages that it lacks travel as wheels: `make gpu-pack` on a machine with a network fills build/gpu-pack, from
+which this command takes them. Nothing is installed outside build/.
 
 The results go to the folder $OUT, else to build/gpu: gpu-N.json for each stage, and gpu.md for all that were run, the
 failures first. The exit status is 1 when a test failed, a figure could not be measured or a stage ran out of time.
@@ -47,20 +47,20 @@ TAIL_LINES = 40
 
 
 class Failure(NamedTuple):
-    """What went wrong: a test, a figure, a step."""
+    """A test, a figure or a step that failed."""
 
     what: str
     message: str
 
 
 class Outcome(NamedTuple):
-    """What one stage found."""
+    """The results of one stage."""
 
     failures: list[Failure]
     figures: dict[str, dict[str, Any]]
     """By name, as in build/bench.json."""
     notes: list[str]
-    """What passed, what was left out and why, what the doctor says."""
+    """How many tests passed, which were skipped and why, and the lines of `kvstrata doctor`."""
 
 
 class Stage(NamedTuple):
@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def run_stage(number: int, out: Path) -> bool:
-    """Whether something failed. Writes gpu-N.json and gpu.md."""
+    """Runs a stage and writes gpu-N.json and gpu.md; returns whether something failed."""
     stage = STAGES[number]
     begun_s = time.monotonic()
     end_s = begun_s + STAGE_S - INTERRUPT_S
@@ -144,7 +144,7 @@ def page(results: Iterable[Path]) -> str:
 
 
 def environment() -> dict[str, str]:
-    """For every process of a stage: the sources, the packages out of the wheels, and nothing of a user's own."""
+    """The environment of a stage's processes: our sources and the packages of the wheels, no user site."""
     path = [str(ROOT / "src"), str(METADATA), str(ROOT), *([str(SITE)] if SITE.exists() else [])]
     inherited = os.environ.get("PYTHONPATH")
     return {
@@ -157,7 +157,7 @@ def environment() -> dict[str, str]:
 
 
 def prepare(end_s: float) -> list[Failure]:
-    """Packages out of the wheels and compiled modules, unless they are current; what stands in the way."""
+    """Unpacks the wheels and compiles the modules, unless they are current; returns what stands in the way."""
     wheels = sorted(PACK.glob("**/*.whl"))
     stamp = SITE / ".wheels"
     names = "\n".join(wheel.name for wheel in wheels)
@@ -190,12 +190,12 @@ def prepare(end_s: float) -> list[Failure]:
 class Done(NamedTuple):
     output: str
     failure: str
-    """Empty when the command ended well; else what to show of it."""
+    """Empty if the command ended well, otherwise its status and its last lines."""
     timed_out: bool = False
 
 
 def run(command: Sequence[str | Path], end_s: float, **variables: str) -> Done:
-    """Run a command of a stage; what is left of its processes when the stage is over is killed."""
+    """Runs a command of a stage; kills the processes that are left of it when the stage's time is over."""
     words = [os.fspath(word) for word in command]
     print(f"   $ {' '.join(words)[:160]}", flush=True)
     process = subprocess.Popen(

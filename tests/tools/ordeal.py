@@ -1,4 +1,4 @@
-"""What `make soak` and `make chaos` share: the command line, the journal, the verdict."""
+"""The parts that `make soak` and `make chaos` share: the command line, the journal, the verdict."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Journal:
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
 
     def begin(self) -> None:
-        """The time starts now: what is put to the test runs."""
+        """Start the time; called when the servers under test are running."""
         self._begun_s = time.monotonic()
         self._ends_s = self._begun_s + 60 * self.minutes
 
@@ -45,7 +45,7 @@ class Journal:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the begin of the run."""
+        """Seconds since `begin`."""
         return time.monotonic() - self._begun_s
 
     def note(self, what: str, **more: Any) -> None:
@@ -56,12 +56,12 @@ class Journal:
             self._file.flush()
 
     def add(self, what: str, count: int) -> None:
-        """Count without a line."""
+        """Add to a count, without a line in the file."""
         with self._lock:
             self.counts[what] += count
 
     def fail(self, what: str) -> None:
-        """The run has failed and ends soon."""
+        """Record a failure, which ends the run."""
         self.note("failure", message=what)
         with self._lock:
             self.failures.append(what)
@@ -87,8 +87,8 @@ def command(name: str, description: str, run: Callable[[Journal, random.Random],
     parser = argparse.ArgumentParser(
         prog=f"make {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=10.0, help="how long (%(default)g)")
-    parser.add_argument("--seed", type=int, help="of everything that is drawn (a new one)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long to run (default: %(default)g)")
+    parser.add_argument("--seed", type=int, help="seed of all random choices (default: a new one)")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / name, help="folder of the results")
     arguments = parser.parse_args()
     if arguments.minutes <= 0:

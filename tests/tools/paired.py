@@ -3,8 +3,8 @@
 The commit is cloned and set up in a temporary folder (`--clone` names one that is set up already).  Each round runs
 every benchmark once in each checkout, with that checkout's own code, and the two take turns at going first, so that a
 machine which becomes slower is slow for both.  The table has the medians over the rounds, and the median of each
-round's ratio, this checkout ÷ the older one, with the least and the greatest.  Nothing is judged: what is noise is for
-the reader, who sees the spread.
+round's ratio, this checkout ÷ the older one, with the least and the greatest.  The command judges nothing: the reader
+sees the spread and decides what is noise.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def main() -> int:
     try:
         older = options.clone.resolve() if options.clone else set_up(options.commit, folder)
         for clone in (ROOT, older):
-            # The first start of either would else compile its modules, or every start where nothing may be written.
+            # Otherwise the first start of each checkout would compile its modules, and if bytecode may not be written,
+            # so would every start.
             compileall.compile_dir(clone / "src", quiet=2)
         for name in options.names:
             taken: dict[Path, list[Figures]] = {ROOT: [], older: []}

@@ -1,4 +1,4 @@
-"""What every step that prepares an environment shares: progress lines, a log, retries, folders and locks.
+"""The parts that all commands which prepare an environment share: progress lines, a log, retries, folders, locks.
 
 Only the standard library is used: this runs before anything is installed. Nothing outside the clone and the
 cache folder is changed.
@@ -27,7 +27,7 @@ class StepFailed(Exception):
 
 
 def cache_root() -> Path:
-    """Where what all clones share is kept: `$KVSTRATA_CACHE`, else a folder in the XDG cache folder."""
+    """The folder for files that all clones share: `$KVSTRATA_CACHE`, else a folder in the XDG cache folder."""
     named = os.environ.get("KVSTRATA_CACHE")
     if named:
         return Path(named).expanduser().absolute()
@@ -71,7 +71,7 @@ def exclusive(lock_path: Path, waiting: str) -> Iterator[None]:
 
 
 pause = time.sleep
-"""Between two tries of a download; subprocess sleeps too, so tests replace only this one."""
+"""Called between two attempts of a download. Tests replace this name alone, because subprocess sleeps too."""
 
 
 class Steps:
@@ -161,7 +161,7 @@ def free_disk_bytes(path: Path) -> int:
 
 
 def available_memory_bytes() -> int:
-    """What this process tree may still use: the kernel's estimate, bounded by the cgroup's limit."""
+    """The memory that this process tree may still use: the kernel's estimate, bounded by the cgroup's limit."""
     available = 0
     with open("/proc/meminfo") as meminfo:
         for line in meminfo:

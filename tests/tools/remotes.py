@@ -19,20 +19,20 @@ MAY_BE_ADDED = {
 
 
 class Tier(NamedTuple):
-    """One that runs."""
+    """A running tier."""
 
     entry: dict[str, Any]
-    """For --l2-adapter."""
+    """The entry for --l2-adapter."""
     environment: dict[str, str]
-    """Of the process that gets the entry."""
+    """The environment of the process that gets the entry."""
     server: Daemon
-    """To kill and freeze: of Mooncake the master."""
+    """The server to kill and freeze; for Mooncake, the master."""
 
 
 @contextlib.contextmanager
 def tier(name: str, folder: Path) -> Iterator[Tier]:
-    """The servers of one kind. Raises daemon.Unavailable."""
-    # Their clients are needed by those alone who ask for a remote tier.
+    """Runs the servers of one kind of tier until the end of the block. Raises daemon.Unavailable."""
+    # Imported here, because only runs with a remote tier need the clients.
     from tests.harness import mooncake, redis_server, s3_server
 
     if name == "mooncake":

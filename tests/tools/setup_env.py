@@ -1,9 +1,9 @@
 """`make setup`: brings `.venv` up to date with the sources. Run it with the Python that .venv shall have.
 
-Before any download it checks the compiler, Python's headers, the venv module, disk and memory, and prints one
-line that installs all that is missing (exit status 2). Then one line a step, the whole output in
-`build/setup.log`, and a failed step ends it with exit status 1. What is already current is recognised by the
-content of the files it was made from and not done again, so a second run takes well under a second.
+Before any download it checks the compiler, Python's headers, the venv module, disk and memory. If something is
+missing, it prints one line that installs all of it, and ends with exit status 2. Then it prints one line for each step
+and keeps the whole output in `build/setup.log`; a failed step ends it with exit status 1. A step is skipped if the
+contents of the files that it works from have not changed, so a second run takes well under a second.
 
 `--only packages` makes .venv and installs packages, which is all that ruff, mypy and clang-format need. `--only built`
 compiles nothing where compiled modules are there already, whatever they were made from: enough to import the package.
@@ -62,7 +62,7 @@ int main(int argc, char**) {
 
 
 def missing_packages(compiles: bool) -> list[str]:
-    """What must be installed first, as this system's package tool names it; empty when all is there."""
+    """The packages that must be installed first, under their names in this system's package tool."""
     minor = f"python{sys.version_info.major}.{sys.version_info.minor}"
     apt, dnf = [], []
     if compiles and not compiler_works():
@@ -95,7 +95,7 @@ def compiler_works() -> bool:
 
 
 def venv_works() -> bool:
-    """Debian ships Python without the part that puts pip into an environment."""
+    """Whether this Python can make an environment with pip; Debian ships the part for that separately."""
     try:
         import ensurepip  # noqa: F401
         import venv  # noqa: F401
@@ -114,7 +114,7 @@ def install_line(packages: list[str]) -> str:
 
 
 def check_machine(compiles: bool) -> list[str]:
-    """What stands in the way of a setup, one complete sentence each, the line to run first."""
+    """The problems that prevent a setup, a sentence each; the line that installs missing packages comes first."""
     problems = []
     if sys.version_info[:2] not in {(3, minor) for minor in SUPPORTED_MINORS}:
         problems.append(
@@ -167,7 +167,7 @@ def venv_is_usable() -> bool:
 
 
 def wanted_state() -> dict[str, str]:
-    """What each step was, or is to be, made from."""
+    """For each step, a text or digest of all its inputs; the step is due when that has changed."""
     python = f"{sys.implementation.cache_tag} {sys.version} {sys.base_prefix}"
     variables = [f"{name}={os.environ.get(name, '')}" for name in BUILD_VARIABLES]
     metadata = [ROOT / "pyproject.toml", ROOT / "src" / "kvstrata" / "__init__.py"]
@@ -237,7 +237,7 @@ def main() -> int:
 
 
 def due(wanted: dict[str, str], done: dict[str, str]) -> list[str]:
-    """Steps to do. Another environment makes all that follows necessary."""
+    """The steps to do. A new environment makes all later steps necessary."""
     again = done.get("environment") != wanted["environment"]
     return [step for step, made_from in wanted.items() if again or done.get(step) != made_from]
 

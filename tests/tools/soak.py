@@ -1,14 +1,15 @@
-"""`make soak MINUTES=`: one server for a long time, with clients that come and go, and what it grows by.
+"""`make soak MINUTES=`: runs one server for a long time, with clients that come and go, and measures its growth.
 
 A real server with the embedded disk log, capped so that it evicts. Clients attach, store prompts that share prefixes,
 ask for old ones, compare each loaded byte, and leave; tiers are added and removed at run time. Once in a while the
-server's memory, descriptors, threads and log are measured. The run fails
+server's memory, descriptors, threads and log are measured. The growth is that from the end of the run's first quarter
+to its end. The run fails
 
 - when one byte is wrong or a request never ends;
-- when its anonymous memory, from the end of the first quarter on, grew by more than `ANONYMOUS_BYTES` a session;
-- when it has more descriptors or threads than then, with as many clients attached;
-- when its log grew by more than `LOG_BYTES` a session;
-- when this process, in which the clients are, has more descriptors or threads than then.
+- when the server's anonymous memory has grown by more than `ANONYMOUS_BYTES` a session;
+- when the server has more descriptors or threads than before, with as many clients attached;
+- when the server's log has grown by more than `LOG_BYTES` a session;
+- when this process, which runs the clients, has more descriptors or threads than before.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LOG_BYTES = 64
 SLACK = 2
 """Descriptors and threads that may be there for a moment."""
 SLACK_BYTES = 16 << 20
-"""Of anonymous memory, whatever the number of sessions: what is known of records in L2, bounded by its capacity."""
+"""Allowed growth of anonymous memory whatever the number of sessions: the index of L2, bounded by L2's capacity."""
 LOG_SLACK_BYTES = 64 << 10
 """Adding and removing tiers is logged."""
 
@@ -51,7 +52,7 @@ class Sample(NamedTuple):
     """So far."""
     anonymous_bytes: int
     descriptors: int
-    """Those of the disk log's files apart, of which its capacity decides."""
+    """Without those of the disk log's files, whose number depends on the log's capacity."""
     threads: int
     log_bytes: int
     own_descriptors: int
@@ -59,7 +60,7 @@ class Sample(NamedTuple):
 
 
 def sample(journal: Journal, server: ServerProcess) -> Sample:
-    """Now. A closed client's descriptors may wait for this process's garbage collection."""
+    """Take a sample. Collects garbage first, because a closed client's descriptors may wait for that."""
     gc.collect()
     status = Path(f"/proc/{server.pid}/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
@@ -76,7 +77,7 @@ def sample(journal: Journal, server: ServerProcess) -> Sample:
 
 
 def judge(samples: list[Sample]) -> list[str]:
-    """What grew that must not: the last sample against the one at the end of the first quarter."""
+    """Compare the last sample with the one at the end of the first quarter; return what has grown too much."""
     last = samples[-1]
     # Threads and caches come with the first sessions.
     first = next(one for one in samples if one is last or (one.at_s >= last.at_s / 4 and one.sessions))
@@ -112,7 +113,7 @@ class Soak:
         self.samples: list[Sample] = []
 
     def run(self) -> None:
-        """Until the time is over."""
+        """Run until the time is over."""
         steps = (
             (self._come, 4),
             (self._leave, 3),
@@ -162,7 +163,7 @@ class Soak:
             self._clients.pop().__exit__()
 
     def _store(self) -> None:
-        """A new prompt, or an old one with more behind it."""
+        """Store a new prompt, or an old one with more tokens at its end."""
         if not self._clients:
             return
         known = self._draw.choice(self._conversations) if self._conversations else []

@@ -49,7 +49,7 @@ def project() -> dict[str, Any]:
 
 
 def wanted(name: str) -> list[str]:
-    """What the lock `name` pins, with all that it needs."""
+    """The requirements that the lock `name` pins, together with all their dependencies."""
     declared = project()
     if name == "test":
         return [*setup_env.BUILD_TOOLS, *setup_env.declared_requirements()]

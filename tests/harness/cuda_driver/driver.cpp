@@ -12,8 +12,8 @@
 //     and so does a kernel that touches other memory than a device's or registered memory
 //   - the copies of a batch run in random order
 //
-// Environment (all may be changed later by simulated_cuda_set with the lower-case rest of the
-// name):
+// Environment (simulated_cuda_set changes each of these later; it takes the part of the name after
+// SIMULATED_CUDA_, in lower case):
 //   SIMULATED_CUDA_DEVICES=1         SIMULATED_CUDA_VERSION=13000
 //   SIMULATED_CUDA_MEMORY=1073741824 bytes of each device
 //   SIMULATED_CUDA_REGISTER=bytes    most bytes that may be registered at once
@@ -97,8 +97,7 @@ struct EventTag {
 
 struct ModuleTag {};
 
-// One kernel: of the copies (`number` counts kKernelNames) or of those that round
-// (kFp8KernelNames).
+// One kernel: `number` is its index in kFp8KernelNames if `fp8` is true, otherwise in kKernelNames.
 struct FunctionTag {
   const char* name = nullptr;
   bool fp8 = false;
@@ -236,7 +235,7 @@ SimulatedDriver& driver() {
 
 thread_local std::vector<Context> current;
 
-// What every call begins with.
+// The beginning of every call.
 struct Call {
   explicit Call(const char* name) : lock(driver().mutex, std::defer_lock) {
     if (driver().forked()) return;
@@ -363,7 +362,7 @@ bool reachable(std::uint64_t at, std::uint64_t length) {
          SimulatedDriver::covered(driver().registered, at, length);
 }
 
-// All blocks of a launch; `bits` receives those of their addresses.
+// Checks all blocks of a launch; `bits` receives the OR of their addresses.
 Result check_blocks(const Launch& launch, unsigned vector, std::uint64_t* bits) {
   SimulatedDriver& d = driver();
   const std::uint64_t runs = launch.block_vectors / launch.run_vectors;
@@ -748,7 +747,7 @@ EXPORT Result cuMemAlloc_v2(DeviceAddress* address, std::size_t length) {
     used += range.ours && range.ordinal == current.back()->ordinal ? range.length : 0;
   if (length == 0) return kInvalidValue;
   if (used + length > static_cast<std::uint64_t>(d.option("memory", 1 << 30))) return kOutOfMemory;
-  // A page behind it that nobody may touch.
+  // Behind the memory lies one more page, which nobody may touch.
   const std::size_t whole = (length + 4095) / 4096 * 4096 + 4096;
   void* const memory =
       mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -836,8 +835,8 @@ EXPORT Result cuMemcpyDtoHAsync_v2(void* to, DeviceAddress from, std::size_t len
   return queue_copy(call_.lock, copy, real(stream));
 }
 
-// Between any addresses, as engines copy by kernels of their own: what was queued without a pause
-// is one piece of work.
+// Copies between any addresses, as engines do by kernels of their own. Copies that are queued
+// without a pause form one piece of work.
 EXPORT Result cuMemcpyAsync(DeviceAddress to, DeviceAddress from, std::size_t length,
                             Stream caller) {
   ENTER_CONTEXT("cuMemcpyAsync");

@@ -1,16 +1,16 @@
-"""`make demo`: the main job on real input, in two acts, and a table of what came out.
+"""`make demo`: the main job on real input, in two acts, and a table of the results.
 
 Act 1 needs only the clone's `.venv`: a server on embedded defaults, several client processes that store and retrieve KV
 of a Llama-8B shape, SIGKILL, restart; every retrieved byte is compared.
 Act 2 is real vLLM on the CPU with a small random-weight Llama, the engine in a process of its own.
-With `REMOTE=mooncake` there is one act only: two servers that share a remote tier and nothing else, with real vLLM
-where act 2 would have it.  With `CLUSTER=1` it is another one: a controller, two servers and two vLLM processes, of
-which the second one hits what the first one computed; `KEEP=1` leaves all of it running, dashboard included, until
-Ctrl-C.
+With `REMOTE=mooncake` another act takes their place: two servers that share a remote tier and nothing else, with real
+vLLM if act 2 would run.  With `CLUSTER=1` it is a controller, two servers and two vLLM processes, the second of which
+hits chunks that the first one computed; `KEEP=1` leaves all of it running, dashboard included, until Ctrl-C.
 
 All state lies in a fresh folder under `build/`, the sockets under /tmp and the pool under /dev/shm, all named after
-this process; they are removed at the end, also after Ctrl-C, and at the next start after worse.  Exit status: 0 when
-every row that ran is right, 1 when bytes or tokens differ or a hit is missing, 2 when something did not start.
+this process; they are removed at the end, also after Ctrl-C.  If the demo was killed, the next start removes them.  The
+exit status is 0 when every row that ran is right, 1 when bytes or tokens differ or a hit is missing, 2 when something
+did not start.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def vllm_wanted(answer: str) -> str:
-    """Why act 2 is not run; empty when it is. Prepares the environment where that is small or asked for."""
+    """Why act 2 is not run; empty if it is run. Prepares vLLM's environment if that is small or asked for."""
     if answer == "0":
         return "VLLM=0"
     if answer == "1":
@@ -67,7 +67,7 @@ def vllm_wanted(answer: str) -> str:
 
 @contextlib.contextmanager
 def fresh_folder() -> Iterator[Path]:
-    """A folder under build/ that is gone afterwards; what killed demos left is removed first."""
+    """Makes a folder under build/ and removes it at the end; first removes what killed demos have left."""
     build = ROOT / "build"
     build.mkdir(exist_ok=True)
     sweep()
@@ -83,7 +83,7 @@ def fresh_folder() -> Iterator[Path]:
 
 
 def write_result(table: Table) -> None:
-    """build/demo.json, in one piece: two demos at once both leave a whole file."""
+    """Writes build/demo.json and renames it into place, so that two demos at once leave a whole file."""
     fd, name = tempfile.mkstemp(dir=RESULT.parent, prefix=".demo-")
     with os.fdopen(fd, "w") as file:
         json.dump({"rows": table.rows, "ok": table.ok}, file, indent=2)

@@ -60,12 +60,12 @@ def act_1(folder: Path, table: Table) -> None:
 
 
 def pool_mb(chunks_each: int) -> int:
-    """Pool for so many chunks of 32 MiB a client, and a little."""
+    """MB of a pool for this many chunks of 32 MiB for each client, and a little more."""
     return 2 * 32 * CLIENTS * chunks_each + 32
 
 
 def together(clients: list[Child], ask: Callable[[Child, int], Any]) -> list[Any]:
-    """The same of all clients at once."""
+    """Asks all clients at once and returns their answers."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(len(clients)) as pool:
@@ -73,7 +73,7 @@ def together(clients: list[Child], ask: Callable[[Child, int], Any]) -> list[Any
 
 
 def row_of_copies(table: Table, case: str, each: int, results: list[Any], equal: bool | None = True) -> None:
-    """One row of act 1 out of all clients' results."""
+    """Adds a row of act 1, made from the results of all clients."""
     chunks = sum(r.get("chunks", each) for r in results)
     complete = chunks == CLIENTS * each
     if equal is not None:

@@ -23,10 +23,10 @@ CASES_4 = (
 
 
 def act_4(folder: Path, table: Table, size: str, *, with_vllm: bool, keep: bool) -> None:
-    """A cluster: what one instance has, the others hit."""
+    """A cluster, whose instances hit each other's chunks."""
     say("A controller and two instances: the first one's L1 serves the second one")
     l1_mb = fitting_l1_mb(L1_MB, 160)
-    # As for vLLM's lookups below: an owner that gets no core for a moment is no miss.
+    # Long, as for vLLM's lookups below: an owner that gets no core for a moment must not cause a miss.
     settings = {"KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": "3000"}
     with Cluster(folder, l1_mb=l1_mb, n_servers=2, settings=settings) as cluster:
         say(f"  controller ready, dashboard at {cluster.controller.url}/")
@@ -51,7 +51,7 @@ def _cluster_vllm(folder: Path, table: Table, cluster: Cluster, size: str) -> No
     with contextlib.ExitStack() as stack:
         first, second = (
             stack.enter_context(
-                # What is loaded by then is a hit; a slow machine gets the time for all of it.
+                # Only chunks that are loaded within this time are hits, so a slow machine gets more than enough.
                 begin_vllm(
                     model, folder / f"vllm-{at}", server, warm, **{"kvstrata.lookup_timeout_ms": 30_000}
                 )

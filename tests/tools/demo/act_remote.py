@@ -51,7 +51,7 @@ def act_3(folder: Path, table: Table, size: str, name: str, *, with_vllm: bool) 
 def _remote_vllm(folder: Path, table: Table, server: ServerProcess, number: int, size: str) -> None:
     prompt, warm_up = prompts()
     model = vllm_model.ensure_model(size)
-    # What is loaded by then is a hit; a slow machine gets the time for all of it.
+    # Only chunks that are loaded within this time are hits, so a slow machine gets more than enough.
     settings = {"kvstrata.lookup_timeout_ms": 30_000}
     with begin_vllm(model, folder / f"vllm-{number}", server, warm_up, **settings) as vllm:
         result = vllm.generate(prompt, max_tokens=NEW_TOKENS)

@@ -79,7 +79,7 @@ def act_2(folder: Path, table: Table, size: str) -> None:
         server.kill()
         server.start()
         row(3, after_recovery(server, second, prompt), HIT_TOKENS)
-        server.stop()  # in order: what waits for L2 is written
+        server.stop()  # an orderly end, which writes all chunks that wait for L2
         server.wipe_segment()
         server.start()
         from_l2 = after_recovery(server, second, prompt)
@@ -92,7 +92,7 @@ def act_2(folder: Path, table: Table, size: str) -> None:
 
 
 def after_recovery(server: ServerProcess, vllm: VllmProcess, prompt: list[int]) -> dict[str, Any]:
-    """The prompt with vLLM's own cache emptied, once both sides of the connector are attached and answer again."""
+    """Answers the prompt with vLLM's own cache emptied, once both sides of the connector are attached and answer."""
 
     def attached() -> bool:
         return int(server.get("/v1/status")["sessions"]["attached"]) >= 2

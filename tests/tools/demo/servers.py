@@ -1,4 +1,4 @@
-"""What all acts ask of their servers: pools that fit memory, conditions to wait for, counts of chunks."""
+"""Functions that all acts use for their servers: pool sizes that fit memory, waits, counts of chunks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.tools.demo.table import Wrong
 MAX_SHM_MB = 480
 """Below the 512 MB that the demo may take, with room for the index."""
 L1_MB = 256
-"""Of all acts but the first."""
+"""Size of L1 in all acts but the first."""
 CHUNK_TOKENS = 256
 WAIT_S = 60.0
 
 
 def fitting_l1_mb(wanted_mb: int, least_mb: int) -> int:
-    """Pool size that fits memory. Raises Wrong when even the least does not."""
+    """Returns a pool size that fits memory. Raises Wrong if even the least size does not."""
     available = re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())
     available_mb = int(available[1]) // 1024 if available else wanted_mb * 3
     size_mb = min(wanted_mb, MAX_SHM_MB, available_mb // 3)
@@ -30,7 +30,7 @@ def fitting_l1_mb(wanted_mb: int, least_mb: int) -> int:
 
 
 def wait_for(condition: Callable[[], Any], failure: str, timeout_s: float = WAIT_S) -> None:
-    """Until `condition` holds. Raises Wrong."""
+    """Waits until `condition()` is true. Raises Wrong."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:

@@ -9,17 +9,17 @@ Row = dict[str, Any]
 
 
 class Wrong(Exception):
-    """A result that must not be: the demo goes on to the next act and ends with status 1."""
+    """A wrong result, which ends the demo with status 1."""
 
 
 class Table:
-    """Rows as they come, on the screen and for the file."""
+    """The rows, for the screen and for the file."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
 
     def add(self, case: str, act: int, *, run: bool = True, ok: bool = True, **values: Any) -> None:
-        """One row; printed at once."""
+        """Adds a row."""
         row: Row = {
             "case": case, "act": act, "run": run, "ok": ok,
             "ttft_s": None, "cached_tokens": None, "tokens_equal": None, "bytes_equal": None, "gb_per_s": None,
@@ -28,7 +28,7 @@ class Table:
         self.rows.append(row)
 
     def print(self, act: int, columns: list[tuple[str, str, Callable[[Any], str]]]) -> None:
-        """The rows of one act."""
+        """Prints the rows of one act."""
         lines = [["case", *(title for _, title, _ in columns)]]
         for row in self.rows:
             if row["act"] == act:
