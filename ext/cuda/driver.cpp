@@ -68,7 +68,7 @@ Failure fill(Driver* driver) {
   return Failure{};
 }
 
-// What a user can do about an error; "" if we have no advice.
+// Advice for a user about an error; "" if we have none.
 const char* remedy(const char* call, Result number) {
   if (std::strcmp(call, "cuMemHostRegister") == 0) {
     switch (number) {

@@ -15,7 +15,8 @@
 
 namespace kvstrata::cuda {
 
-// What to copy, on which device, and after what. Immutable; shared by copy engines and threads.
+// A plan, its device, and the moment behind which its copies begin. Immutable; shared by copy
+// engines and threads.
 struct CudaPlan {
   std::shared_ptr<const CopyPlan> copy;
   std::shared_ptr<Device> device;

@@ -2,7 +2,7 @@
 //
 // The interface of a storage medium that is written in C++. An extension derives a class from
 // Connector and passes an object of it to Python in a capsule (connector_capsule_name);
-// kvstrata.storage.native_adapter.NativeAdapter makes a storage adapter of the capsule. An
+// kvstrata.storage.native_adapter.NativeAdapter makes a storage adapter from the capsule. An
 // extension needs only this header and the headers that it includes, and nothing else of kvstrata.
 //
 // The server calls a connector from the threads of its lanes, several at a time and without the
@@ -150,12 +150,12 @@ class Connector {
   // encoded record. Called in the lane of lookups, only if capabilities().has_heads.
   virtual void heads(std::span<HeadItem> /*items*/) noexcept {}
 
-  // Lists the stored records: appends up to `most` keys (or up to 64 more, where no cursor can
-  // point between two of them) and returns the cursor for the next call. A listing begins with
-  // cursor 0 and ends when a call returns 0. A record that is stored during the whole listing is
-  // named at least once; a record that is stored or deleted meanwhile may be named. A call may
-  // append nothing. Called in the lane of lookups, only if capabilities().lists and while ready()
-  // is true; must do no I/O and return quickly. REQUIRES: most > 0.
+  // Lists the stored records: appends up to `most` keys (up to 64 more if several keys share one
+  // position of the cursor) and returns the cursor for the next call. A listing begins with cursor
+  // 0 and ends when a call returns 0. A record that is stored during the whole listing is named at
+  // least once; a record that is stored or deleted meanwhile may be named. A call may append
+  // nothing. Called in the lane of lookups, only if capabilities().lists and while ready() is true;
+  // must do no I/O and return quickly. REQUIRES: most > 0.
   [[nodiscard]] virtual std::uint64_t list(std::uint64_t /*cursor*/, std::size_t /*most*/,
                                            std::vector<Digest>* /*keys*/) noexcept {
     return 0;

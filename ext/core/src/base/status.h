@@ -3,7 +3,7 @@
 // Status: the result of every function of ext/core that can fail.
 //
 // - A Status never allocates. `message` is a string literal and `detail` has the numbers that
-//   belong to it; the language binding makes one text of both.
+//   belong to it; the language binding combines both into one text.
 // - No exception crosses the core's boundary. A function that cannot fail returns its value.
 // - The message names the field that is wrong and says what to change. By convention, `detail[0]`
 //   is the offending value, `detail[1]` the limit that it breaks, and `detail[2]` the index of the

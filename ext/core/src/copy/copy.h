@@ -38,7 +38,7 @@ struct CopyDim {
   std::uint64_t stride;  // bytes
 };
 
-// Where the bytes of one block of a section lie in the engine's memory.
+// The places of the bytes of one block of a section in the engine's memory.
 class BlockShape {
  public:
   static constexpr std::size_t kMaxDims = 3;
@@ -79,8 +79,8 @@ class BlockShape {
 // engine has them already.
 inline constexpr std::uint32_t kSkipBlock = UINT32_MAX;
 
-// How a gather rounds sections: the record holds the fp8_encode of the packed section, first its
-// scales and then its codes.
+// How a gather rounds sections: the record holds the results of fp8_encode() for each packed
+// section, first the scales and then the codes.
 struct Rounding {
   Fp8Shape block;  // the shape of one block
   Fp8Source type = Fp8Source::kBfloat16;

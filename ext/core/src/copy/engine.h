@@ -60,7 +60,7 @@ class CopyEngine {
   Status submit(std::uint64_t job_id, CopyKind kind, std::shared_ptr<const CopyPlan> plan,
                 std::vector<CopyItem> items) noexcept;
 
-  // Replaces `*out` by all unread completions, in the order in which the jobs ended. kNoSpace: no
+  // Replaces `*out` with all unread completions, in the order in which the jobs ended. kNoSpace: no
   // memory; the completions stay unread.
   Status completions(std::vector<CopyCompletion>* out) noexcept;
 

@@ -77,7 +77,7 @@ bool Finder::load(Lock& lock, LoadItem& item) noexcept {
   if (sound) return false;
   shared_.notes.add(true,
                     "a record in " + path +
-                        (status.ok() ? " is not what was written there, and is removed"
+                        (status.ok() ? " is damaged or was replaced, and is removed"
                                      : " cannot be read: " + describe_file_error(path, status)));
   if (is_missing(status)) {
     item.status = LoadStatus::kAbsent;

@@ -12,7 +12,7 @@
 // of a full segment; it is written when all of them are on the medium.
 //
 // The bytes under one CRC either lie in one block of 512 bytes, which a power cut cannot tear, or
-// are of no use when torn.
+// do not count if they are torn.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,9 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // The file layer: every system call of the adapters for local file systems (fs, disk). It is an
-// interface, so that tests can replace it by a medium with a volatile cache, or by one that fails.
+// interface, so that tests can replace it with a medium with a volatile cache, or one that fails.
 //
-// What survives a power cut, and no more (posix_files() on a file system with barriers):
+// Only these bytes and names survive a power cut (posix_files() on a file system with barriers):
 //   - the bytes and the length of a file as of its last sync(). Of later writes any subset may
 //     survive, torn at 512 bytes: a write within one aligned block of 512 bytes happens whole or
 //     not at all.
@@ -59,7 +59,8 @@ class File {
   // full. After an error the parts are undefined.
   virtual Status read(std::span<const ReadPart> parts, std::uint64_t offset) noexcept = 0;
 
-  // Writes all parts, in order, at `offset`. After an error any of their bytes may be written.
+  // Writes all parts, in order, at `offset`. After an error any of their bytes may have been
+  // written.
   virtual Status write(std::span<const WritePart> parts, std::uint64_t offset) noexcept = 0;
 
   // Returns OK when the bytes and the length are on the medium. After an error no byte that was

@@ -53,7 +53,7 @@ class FsDurableFolders {
   NoteBook& notes_;
   Crew crew_;
 
-  // By the first one or two bytes of the key.
+  // One bit for each directory, by the first one or two bytes of the key.
   std::mutex known_mutex_;
   std::bitset<256> known_outer_;
   std::bitset<65536> known_;

@@ -87,7 +87,7 @@ class FsFiles {
   // kGoneForGood.
   void unlink(std::span<Removal> items, bool durable);
 
-  // Syncs the directories that hold unlinked files which a power cut may bring back.
+  // Syncs the directories in which a power cut may bring unlinked files back.
   void sync_unlinked() { folders_.sync_unlinked(); }
 
   // Unlinks the file that a failed operation has left. If the unlink fails too, it becomes a note;

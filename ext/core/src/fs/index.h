@@ -102,7 +102,7 @@ class FsIndex {
 
   std::unordered_map<Digest, FsRecord, KeyHash> records_;
   std::size_t buckets_ = 0;    // at the last call of list()
-  std::uint64_t changes_ = 0;  // how often list() found another number of buckets
+  std::uint64_t changes_ = 0;  // how many times list() found it changed
   std::list<Digest> ages_;
   std::uint64_t charge_ = 0;
   std::uint64_t copies_ = 0;

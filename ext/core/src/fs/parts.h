@@ -68,8 +68,7 @@ class FsParts {
   void end(Lock& lock, std::span<PutItem> batch, const Publish& publish);
 
  private:
-  // By number.
-  std::map<std::uint64_t, FsPart> parts_;
+  std::map<std::uint64_t, FsPart> parts_;  // by number
   std::condition_variable& changed_;
 };
 

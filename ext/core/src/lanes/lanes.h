@@ -65,8 +65,8 @@ struct LaneOptions {
 struct LaneCounts {
   std::uint64_t waiting = 0;  // pieces that no thread has begun
   std::uint64_t running = 0;
-  std::uint64_t refused = 0;  // jobs, ever
-  std::uint64_t done = 0;     // jobs, ever
+  std::uint64_t refused = 0;  // jobs, since the start
+  std::uint64_t done = 0;     // jobs, since the start
 };
 
 class Lanes {
@@ -75,7 +75,7 @@ class Lanes {
   static constexpr std::uint32_t kMaxQueue = 1 << 20;
 
   // After an error `*out` is unchanged. kBadArgument: an option is out of range; detail(0) is the
-  // value. kOsError: no eventfd. kNoSpace: no memory.
+  // value. kOsError: the system refuses an eventfd. kNoSpace: no memory.
   static Status create(const LaneOptions& options, std::unique_ptr<Lanes>* out) noexcept;
   ~Lanes();
   Lanes(const Lanes&) = delete;
@@ -85,12 +85,12 @@ class Lanes {
   [[nodiscard]] int event_fd() const noexcept;
 
   // Takes ownership of the job; after an error `job` still belongs to the caller. kQueueFull:
-  // queue_limit pieces are already waiting in this lane; not checked with `beyond_limit`, which is
-  // for jobs that finish work admitted before. kClosed: stop() was called. kNoSpace: no memory.
+  // queue_limit pieces are already waiting in this lane; `beyond_limit` skips this check, for jobs
+  // that complete work which was admitted earlier. kClosed: stop() was called. kNoSpace: no memory.
   // kOsError: the lane has no thread and cannot start one; detail(0) is errno.
   Status submit(Lane lane, std::unique_ptr<LaneJob>& job, bool beyond_limit = false) noexcept;
 
-  // Replaces `*out` by the jobs that are done and not read, in the order in which they ended; the
+  // Replaces `*out` with the jobs that are done and not read, in the order in which they ended; the
   // caller owns them. kNoSpace: no memory; `*out` is empty, and the jobs can still be taken.
   Status take_done(std::vector<std::unique_ptr<LaneJob>>* out) noexcept;
 

@@ -1,8 +1,8 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // Inspects a MessagePack message before it is decoded: finds its first fields, and checks that it
-// keeps the limits of our messages. Allocates nothing, and reads at most `elements` + 1 headers,
-// however long the message is.
+// stays within the limits of our messages. Allocates nothing, and reads at most `elements` + 1
+// headers, however long the message is.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +35,7 @@ struct MessageHead {
   std::uint32_t op_bytes = 0;
   const std::uint8_t* session = nullptr;  // into the message; null if absent
   std::uint64_t seq = 0;                  // 0 if absent
-  ScanFault fault = ScanFault::kNone;     // the first fault; what follows it was not read
+  ScanFault fault = ScanFault::kNone;     // the first fault; the bytes behind it were not read
 };
 
 inline constexpr std::size_t kSessionBytes = 16;

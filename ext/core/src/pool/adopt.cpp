@@ -35,8 +35,8 @@ std::uint64_t epoch_after(std::uint64_t old_epoch) noexcept {
 
 }  // namespace
 
-// Fills the parts of a new Pool from what lies in its files. Used once, before anybody else has the
-// pool.
+// Fills the parts of a new Pool from the contents of its files. Used once, before anybody else has
+// the pool.
 class Adoption {
  public:
   explicit Adoption(Pool& pool)
@@ -214,7 +214,8 @@ void Adoption::take_entries() {
   slabs_.finish_restore();
   take_forest();
 
-  // Oldest first into the policy, with stamps from 1 (those in the file may be anything).
+  // The entries enter the policy oldest first, with stamps from 1: stamps in the file may be
+  // anything.
   std::reverse(linked_.begin(), linked_.end());
   for (const std::uint32_t entry : linked_) {
     entries_.renew(entry, std::memory_order_relaxed);
@@ -223,7 +224,7 @@ void Adoption::take_entries() {
   pool_.checks_.queue = std::move(linked_);
 }
 
-// What becomes of an entry that owns its extent: it is linked, quarantined or freed.
+// Links, quarantines or frees an entry that owns its extent.
 void Adoption::take(std::uint32_t entry) {
   const RowBits touchers = touchers_[entry];
   const Key key = index_.key(entry);

@@ -7,7 +7,7 @@ namespace kvstrata {
 
 namespace {
 
-// What a state adds to EntryLocal::held_back.
+// The number that a state adds to EntryLocal::held_back.
 int held_back(EntryState state) noexcept {
   return state == EntryState::kReserved || state == EntryState::kQuarantined ? 1 : 0;
 }

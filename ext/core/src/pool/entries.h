@@ -1,7 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// The entries of a pool: their states, what keeps each one from being evicted, and the bytes that
-// follow from both.
+// The entries of a pool: their states, the blockers that keep each one from being evicted, and the
+// counts of bytes that follow from these.
 //
 // Keeps: an extent belongs to exactly one entry that is not FREE. An entry is "blocked", which
 // forbids its eviction, while it is pinned, leased, or held back (reserved, quarantined, or
@@ -25,7 +25,7 @@
 
 namespace kvstrata {
 
-// Of EntryLocal::marks.
+// The bits of EntryLocal::marks.
 inline constexpr std::uint8_t kMarkVisited = 1;       // by the walk of Room::evict_window
 inline constexpr std::uint8_t kMarkTenantListed = 2;  // in the list of its tenant
 inline constexpr std::uint8_t kMarkCleared = 4;       // quarantined by a clear
@@ -50,7 +50,7 @@ struct Entries {
   // An unused entry with memory, kNoEntry when there is none. It stays FREE until change().
   std::uint32_t take() noexcept;
   void give(std::uint32_t entry) noexcept { free.push_back(entry); }
-  // Fills in the local side of a taken entry that got this place.
+  // Fills in the EntryLocal of an entry from take(), which gets the extent at this place.
   void init_local(std::uint32_t entry, const SlabPlace& place) noexcept;
 
   // Moves the entry by kEntryMachine, and updates the counts and blockers that follow from its
@@ -82,7 +82,8 @@ struct Entries {
     return identity == nullptr || std::memcmp(cold.identity, identity, sizeof cold.identity) == 0;
   }
 
-  // Applies a change of pins, leases or held_back to the local entry and does what follows from it.
+  // Applies a change of pins, leases or held_back to the EntryLocal, then updates the run and the
+  // policy.
   // `used`: an entry that stops being blocked counts as used now.
   template <typename Change>
   void change_blockers(std::uint32_t entry, bool used, Change change) noexcept {
@@ -138,7 +139,7 @@ struct Entries {
   std::uint64_t blocked_bytes = 0;
   std::uint64_t pinned_bytes = 0;
   EntryCounts counts{};
-  std::vector<std::uint32_t> found;  // what find() returned
+  std::vector<std::uint32_t> found;  // the result of find()
 };
 
 }  // namespace kvstrata

@@ -1,7 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// Which chunk continues which: entries link to their parent in the index, and to their children and
-// siblings in the server's memory.
+// The family of an entry, by which chunks continue each other: entries link to their parent in the
+// index, and to their children and siblings in the server's memory.
 //
 // Keeps: parents form a forest of linked entries, and EntryLocal::children counts the children. An
 // entry with children is not a victim.

@@ -11,8 +11,9 @@ namespace kvstrata {
 
 class Pool;
 
-// A reference on an extent: while it lives, the extent's bytes belong to this entry. Move-only. It
-// may be dropped from any thread at any time, after Pool::close() too, and keeps the mapping alive.
+// A reference to an entry's extent: while it lives, the extent's bytes belong to that entry.
+// Move-only. It may be dropped from any thread at any time, after Pool::close() too, and keeps the
+// mapping alive.
 // An extent whose reservation was aborted stays until its last hold is dropped.
 //
 // Dropping a hold locks the pool's mutex, a leaf of the lock order, so a thread drops a hold only

@@ -136,7 +136,7 @@ static_assert(sizeof(HotEntry) == 64);
 
 struct alignas(64) ColdEntry {
   // Processes that may touch the bytes: bit `row % kRowBits`. Up to 127 attached processes have a
-  // bit each. Beyond that some share one, and a restarted server waits for all that share it.
+  // bit each. With more, some share a bit, and a restarted server waits for all that share it.
   std::uint64_t rows[kRowBits / 64];
   std::uint64_t stamp;        // greater than those of all entries that were used before
   std::uint8_t identity[16];  // the first half of the identity root
@@ -169,7 +169,7 @@ struct IndexLayout {
   static IndexLayout of(std::uint64_t entry_capacity) noexcept;
 };
 
-// What a header check found, for an error that names it.
+// A field of the header with a wrong value, for the error that names it.
 struct FormatMismatch {
   const char* field = "";
   std::uint64_t found = 0;
@@ -205,9 +205,9 @@ class IndexView {
   std::size_t peek(const std::uint8_t* keys, std::size_t n_keys,
                    std::size_t n_slices) const noexcept;
 
-  // Entry of each key in any linked state, or kNoEntry; for the writer, under its lock. The cold
-  // entry and element `entry` of `beside` (an array of the writer's with `beside_stride` bytes an
-  // element) are fetched into the cache on the way.
+  // The entry that is linked under each key, in any state, or kNoEntry; for the writer, under its
+  // lock. The cold entry and element `entry` of `beside` (an array of the writer's with
+  // `beside_stride` bytes an element) are fetched into the cache as well.
   void find_batch(const std::uint8_t* keys, std::size_t n_keys, std::uint32_t* entries,
                   const void* beside, std::size_t beside_stride) const noexcept;
   std::uint32_t find(const Key& key) const noexcept;

@@ -36,7 +36,7 @@ void Leases::take(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_sl
     result->unverified += unverified;
     if (!readable) continue;
     if (!room) break;
-    // Beyond the bound nothing is leased; the bytes of the rest of the prefix are counted.
+    // Beyond the bound nothing is leased, but the bytes of the rest of the prefix are counted.
     trimmed |= bytes + more > limit_bytes;
     bytes += more;
     prefix_bytes += chunk_bytes;
@@ -77,8 +77,8 @@ void Leases::take(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_sl
 }
 
 std::size_t Leases::to_end(std::span<const std::uint64_t> tickets, std::uint64_t need_bytes) {
-  // Ends the leases in the entries' counts alone, and puts the counts back below; under the mutex
-  // nobody sees them meanwhile.
+  // Ends the leases only in the entries' counts, and restores the counts below. Nobody sees the
+  // counts in between, because the mutex is held.
   std::uint64_t freed_bytes = 0;
   std::size_t looked_at = 0;
   std::size_t count = 0;

@@ -52,7 +52,7 @@ std::int64_t EvictionPolicy::check_list(const EntryList& list, std::uint8_t mark
 
 void EvictionPolicy::preview_list(const EntryList& list, std::size_t count,
                                   std::vector<std::uint32_t>* out) const {
-  // Looks at a bounded number of entries: the blocked ones at the cold end are not parked here.
+  // The number of steps is bounded, because blocked entries at the cold end are not parked here.
   std::size_t steps = 4 * count + 64;
   for (std::uint32_t entry = list.cold; entry != kNoEntry && out->size() < count && steps > 0;
        --steps) {

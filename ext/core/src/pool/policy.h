@@ -1,7 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// Which chunk is evicted when room is needed: one eviction policy per source file behind one
-// interface.
+// Eviction policies, which choose the chunk to evict when room is needed: one per source file,
+// behind one interface.
 //
 // A policy orders the entries of each size class by itself. Only an entry that is not blocked
 // (pinned, leased or held back) and has no children is a victim. A policy that meets another entry

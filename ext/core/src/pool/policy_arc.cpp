@@ -15,7 +15,8 @@ namespace {
 
 constexpr std::uint8_t kRecent = 1;
 constexpr std::uint8_t kFrequent = 2;
-// Keys that were admitted but then refused stay in `returning` until it has more than this.
+// Above this size `returning` is cleared, because keys that were admitted but then refused stay in
+// it.
 constexpr std::size_t kMostReturning = 65'536;
 
 class ArcPolicy final : public EvictionPolicy {

@@ -91,7 +91,7 @@ class S3FifoPolicy final : public EvictionPolicy {
       } else if (local.frequency == 0) {
         return entry;
       } else {
-        // Each round trip uses up what a touch has paid for.
+        // Each round through the queue uses up one touch.
         local.frequency = from_small ? 0 : static_cast<std::uint8_t>(local.frequency - 1);
         unlink(list, entry);
         local.list = kMain;

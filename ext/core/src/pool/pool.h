@@ -94,8 +94,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::vector<RowInfo> rows() noexcept;
   // The process is dead: ends its reservations, its shares of leases and its quarantine.
   [[nodiscard]] Status row_gone(std::uint32_t row) noexcept;
-  // As row_gone, for a process whose device may still write: what is quarantined because of the row
-  // (`kept_bytes`) stays quarantined. If there is any, the row stays claimed until row_gone.
+  // As row_gone, for a process whose device may still write: entries that are quarantined because
+  // of the row stay so (`kept_bytes`). If any do, the row stays claimed until row_gone.
   [[nodiscard]] Status row_stranded(std::uint32_t row, std::uint64_t* kept_bytes) noexcept;
   // The process lives, and no longer touches anything of earlier epochs.
   [[nodiscard]] Status row_quiesced(std::uint32_t row) noexcept;

@@ -11,7 +11,7 @@
 
 namespace kvstrata {
 
-// What ColdEntry::rows holds: several rows share a bit.
+// The contents of ColdEntry::rows: several rows share a bit.
 struct RowBits {
   std::uint64_t word[kRowBits / 64] = {};
   void set(std::uint32_t row) noexcept { word[row % kRowBits / 64] |= 1ULL << (row % 64); }

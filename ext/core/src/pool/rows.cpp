@@ -81,7 +81,7 @@ void Rows::change(std::uint32_t row, RowEvent event) noexcept {
       store_word<std::uint64_t>(record.claimed, 1);
       break;
     case RowState::kOld:
-      // Only a damaged row names the epoch that begins now; it must not look like a current one.
+      // The row is damaged: it names the epoch that begins now, so it would count as a current row.
       if (from == RowState::kCurrent) store_word<std::uint64_t>(record.epoch, 0);
       break;
     case RowState::kStranded:

@@ -1,7 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// The session table, one row for each attached process (row 0 is the server), and what a process
-// may touch: the rows recorded in each entry, and the bytes that each row has reserved.
+// The session table, one row for each attached process (row 0 is the server), and the entries that
+// a process may touch: the rows recorded in each entry, and the bytes that each row has reserved.
 //
 // Keeps: the rows in a cold entry include every row that may touch its bytes, before that process
 // can learn where they are. An entry that rows of an earlier epoch may touch is held back until
@@ -55,9 +55,9 @@ struct Rows {
   std::uint32_t count() const noexcept;
 
   // Entries of earlier epochs no longer wait for this row; with `keep_quarantine`, quarantined ones
-  // still do. Fills `settled`, empty so far, with the entries that wait for no row any more; the
-  // caller must settle them (Departures::settle). Returns the bytes of the entries that still wait
-  // for this row.
+  // still do. Fills `settled` with the entries that wait for no row any more; the caller must
+  // settle them (Departures::settle). Returns the bytes of the entries that still wait for this
+  // row. REQUIRES: `settled` is empty.
   std::uint64_t forget(std::uint32_t row, bool keep_quarantine,
                        std::vector<std::uint32_t>* settled);
   // Whether a process of an earlier epoch may touch the entry.

@@ -101,8 +101,8 @@ std::uint64_t SlabMap::bytes_between(std::uint32_t first, std::uint32_t slabs) c
   return std::min(extents_bytes_, begin + slabs * slab_bytes_) - begin;
 }
 
-// The fewest slabs of which at most an eighth is left over. If none of the first few numbers is
-// that good, the best of them.
+// The smallest number of slabs that extents of this size fill to at least seven eighths. If none of
+// the first few numbers does so, the one with the least waste.
 std::uint32_t SlabMap::slabs_for(std::uint64_t extent_bytes) const noexcept {
   const std::uint64_t fewest = divide_up(extent_bytes, slab_bytes_);
   if (fewest >= slab_count_) return slab_count_;
@@ -150,7 +150,7 @@ std::uint32_t SlabMap::class_for(std::uint64_t extent_bytes, bool* recycled) {
   if (cls != kNoClass) return cls;
   cls = find_class(0);
   if (cls == kNoClass) {
-    // There are as many ids as slabs, so one of them holds nothing now, or every slab is in use.
+    // There are as many ids as slabs. So some id has no extent now, or every slab is in use.
     for (std::uint32_t other = 0; other < kMaxClasses && cls == kNoClass; ++other) {
       if (classes_[other].used == 0) cls = other;
     }

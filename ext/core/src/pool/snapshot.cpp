@@ -12,7 +12,7 @@ namespace kvstrata {
 
 namespace {
 
-// Reads all of [offset, offset + bytes). kCorrupt: the file ends before.
+// Reads all of [offset, offset + bytes). kCorrupt: the file ends earlier.
 Status read_whole(int fd, std::uint64_t offset, void* target, std::uint64_t bytes) noexcept {
   auto* at = static_cast<std::uint8_t*>(target);
   while (bytes > 0) {

@@ -11,8 +11,8 @@
 
 namespace kvstrata {
 
-// In the order of the table. "In use" means that somebody may still touch the bytes: a hold, a
-// lease, or a process that was attached to an earlier server.
+// In the order of the table. "In use" means that somebody may still touch the bytes: the owner of a
+// hold or a lease, or a process that was attached to an earlier server.
 enum class EntryEvent : std::uint8_t {
   kReserve,
   kCommit,

@@ -1,6 +1,6 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// Recomputes from the entries everything that the pool keeps beside them, and compares.
+// Recomputes, from the entries, all other state that the pool keeps, and compares the two.
 #include <algorithm>
 #include <unordered_map>
 #include <vector>

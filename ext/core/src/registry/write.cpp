@@ -300,7 +300,8 @@ bool Registry::admit_listed(Slot slot, std::uint32_t partition, const Place& pla
   return true;
 }
 
-// Replaces the kMaxInline cells of a tag by one cell with a list of those holders and `slot`.
+// Replaces the kMaxInline cells of a tag with one cell that names a list of those holders and
+// `slot`.
 Registry::Admitted Registry::make_list(Slot slot, Tag tag) noexcept {
   List* const list = take_list(0);
   if (list == nullptr) return Admitted::kNoSpace;

@@ -77,7 +77,7 @@ class FsJanitor {
 
   void take_evicted(std::vector<Digest>* keys) { bound_.take_evicted(keys); }
   [[nodiscard]] std::uint64_t evicted() const noexcept { return bound_.evicted(); }
-  // How often another server's file could not be read.
+  // How many times another server's file could not be read.
   [[nodiscard]] std::uint64_t garbage() const noexcept { return roll_.garbage(); }
   [[nodiscard]] std::uint64_t sharers() const noexcept { return roll_.sharers().size(); }
 

@@ -26,8 +26,8 @@ class FsRoll {
     std::unique_ptr<FileLock> lock;
     std::optional<std::int64_t> probed_ns;
 
-    // What the server had settled before the last scan began, and (next_) before the running scan
-    // began.
+    // The bytes that the server had settled before the last scan began, and (next_) before the
+    // running scan began.
     std::uint64_t base_bytes = 0;
     std::uint64_t next_base_bytes = 0;
     FsTally base_tally;
@@ -35,7 +35,7 @@ class FsRoll {
     bool in_scan = false;  // it was on the roll when the running scan began
     bool gone_before_scan = false;
 
-    std::uint64_t scan_asks = 0;    // requests for a scan, up to the last or the running one
+    std::uint64_t scan_asks = 0;    // requests for a scan when the last or the running one began
     std::uint64_t space_ask = 0;    // the request for space that is being answered
     std::uint64_t space_freed = 0;  // bytes freed for that request
     std::uint64_t space_scans = 0;  // scans that had ended when that request was heard
@@ -47,7 +47,7 @@ class FsRoll {
 
   [[nodiscard]] Sharers& sharers() noexcept { return sharers_; }
   [[nodiscard]] const Sharers& sharers() const noexcept { return sharers_; }
-  // How often another server's file could not be read.
+  // How many times another server's file could not be read.
   [[nodiscard]] std::uint64_t garbage() const noexcept { return garbage_; }
   [[nodiscard]] bool all_known() const noexcept;
   // The servers that take grants, by number.
