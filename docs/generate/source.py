@@ -28,7 +28,7 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "".join(f"| {' | '.join(cell.replace('|', '∣') for cell in line)} |\n" for line in lines)
 
 
-# --- what the source says about its names -----------------------------------------------------------------------
+# --- texts ------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
