@@ -1,11 +1,11 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
-# The environment is kept in .venv; what is downloaded once for all clones is kept in $KVSTRATA_CACHE or
-# ~/.cache/kvstrata; nothing else on the machine is changed.
+# The environment is kept in .venv, and downloads that all clones share are kept in $KVSTRATA_CACHE or ~/.cache/kvstrata.
+# Nothing else on the machine is changed.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-# Tests start a thousand Python processes; without bytecode each would compile all that it imports.
+# Tests start a thousand Python processes; without bytecode each of them would compile all its modules.
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV_PYTHON := .venv/bin/python
@@ -32,7 +32,7 @@ endif
 .PHONY: help setup setup-packages setup-built demo test test-fast test-native test-vllm-env lint format sanitize docs bench bench-paired cuda gpu gpu-pack soak chaos compat power-loss wheel wheel-check lock audit sbom clean
 
 ##@ First
-# Of this file: `##@ heading`, `target: …  ## what it does`, and below a target `#+ its variables`.
+# Shows these lines of this file: `##@ heading`, `target: …  ## what it does`, and below a target `#+ its variables`.
 help:  ## show this list
 	@awk -F ' *## ' '/^##@/ {sub(/^##@ /, ""); printf "\n%s\n", $$0} \
 	    /^[a-z-]+:.*## / {name = $$1; sub(/:.*/, "", name); printf "  make %-16s %s\n", name, $$2} \
@@ -69,7 +69,7 @@ demo: setup  ## show the main job end to end, with real vLLM where that is small
 
 ##@ Before a commit
 # The environment of vLLM is fetched while the C++ tests are compiled.
-test: setup  ## run every test, with real vLLM where that is there or small to get
+test: setup  ## run every test, with real vLLM where that is installed or small to get
 #+ ARGS="-k name": for pytest; ARGS="-n0 -k name": one test at a time, in pytest's own process
 #+ WORKERS=3, JOBS=2: test processes, compilers
 	@$(MAKE) test-vllm-env & $(MAKE) test-native; native=$$?; wait $$! && exit $$native
@@ -101,7 +101,7 @@ format: setup-packages  ## format Python and C++ and apply what ruff can mend
 sanitize: test-native  ## the C++ tests under ASan + UBSan, then under ThreadSanitizer
 	@$(MAKE) -C ext/core -j$(JOBS) check SANITIZER=thread
 
-docs: setup-built  ## write the pages that are generated from the code; compiles only what was never compiled
+docs: setup-built  ## write the pages that are generated from the code; compiles the modules only if there are none
 	@$(VENV_PYTHON) -m docs.generate
 
 ##@ To measure
@@ -151,7 +151,7 @@ wheel:  ## an sdist and a manylinux wheel for each Python 3.11 to 3.13 found, in
 wheel-check:  ## a server, stores and loads from each wheel in dist/, where no program is on PATH
 	@$(WHEEL_PYTHON) -m tests.tools.wheels check $(PYTHONS)
 
-# Run with the Python that is there: their tools have an environment of their own in the cache folder.
+# Any Python runs these: their tools have an environment of their own in the cache folder.
 lock:  ## pin what tests and image install, with hashes, in requirements/*.lock
 #+ ARGS=--upgrade: the newest versions; otherwise versions that still fit are kept
 audit:  ## look for published vulnerabilities of the packages in requirements/*.lock
@@ -160,7 +160,7 @@ sbom:  ## list the packages in requirements/*.lock as CycloneDX files in build/s
 lock audit sbom:
 	@$(WHEEL_PYTHON) tests/tools/supply.py $@ $(ARGS)
 
-clean:  ## remove what was built here; the cache folder stays
+clean:  ## remove everything that was built here; the cache folder stays
 	@rm -rf .venv build dist src/*.egg-info
 	@find src -name '*.so' -delete
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -34,8 +34,8 @@ def _keys(folder: Path) -> tuple[Path, Path]:
 class Cluster:
     """A controller and its members, which run inside the `with` block.
 
-    `flags` and `settings` (environment variables) go to every server; `l2` is that of ServerProcess.  The network has
-    a host for each server and belongs to the caller.
+    `flags`, `settings` (environment variables) and `l2` go to every ServerProcess.  The network has a host for each
+    server and belongs to the caller.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Cluster:
         eventually("the controller knows the chunks", lambda: self.known(number) >= ready)
 
     def known(self, number: int) -> int:
-        """Return how many of the chunks that an instance has in L1 the controller knows of."""
+        """Return how many chunks of an instance's L1 the controller knows."""
         row = self.member(number)
         return 0 if row is None else int(row["keys"].get("l1", 0))
 

@@ -205,7 +205,7 @@ class ClusterInstance:
         return self
 
     def tell(self, *runs: wire.Run, seq: int | None = None) -> None:
-        """Send one batch of events, with the next number or with `seq`, which leaves the count as it is."""
+        """Send one batch of events, with the next number or, without counting the batch, with `seq`."""
         assert self.pull is not None
         if seq is None:
             self.event_seq += 1

@@ -12,7 +12,7 @@ from kvstrata.process.http_token import find_token
 def read(url: str, *, body: Any = None, method: str = "", token: str | None = None) -> bytes:
     """Return the answer's body; `body` is sent as JSON. Raises urllib.error.HTTPError.
 
-    Without `token`, the token of a server on this host is looked for, as `kvstrata ctl` does.
+    Without `token`, the request finds the token of a server on this host as `kvstrata ctl` does.
     """
     request = urllib.request.Request(url, method=method or ("GET" if body is None else "POST"))
     if body is not None:

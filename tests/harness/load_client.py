@@ -1,7 +1,7 @@
 """A client process that acts as one engine: a paged KV cache of Llama 8B's shape in plain memory, no torch, no model.
 
 It takes requests as JSON lines (`tests.harness.child`).  A prompt's KV follows from the prompt's seed alone, so any
-process can check what it retrieved, byte by byte.
+process can check retrieved KV byte by byte.
 """
 
 from __future__ import annotations

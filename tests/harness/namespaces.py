@@ -9,7 +9,7 @@ CONTAINER = ("unshare", "-Urmnip", "--fork", "--kill-child", "--mount-proc")
 
 
 def hidden_shm(size: str = "64k") -> tuple[str, ...]:
-    """Return a command that replaces /dev/shm by an empty one of `size`; it needs a mount namespace of its own."""
+    """Return a command that replaces /dev/shm with an empty one of `size`; it needs a mount namespace of its own."""
     script = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
     return ("sh", "-c", script, "sh")
 

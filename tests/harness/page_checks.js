@@ -37,7 +37,7 @@
   }
   if (texts < 10) faults.push(`only ${texts} texts are visible`);
   const ids = [...document.querySelectorAll("[id]")].map((node) => node.id);
-  for (const id of new Set(ids)) if (ids.filter((other) => other === id).length > 1) faults.push(`the id ${id} is there twice`);
+  for (const id of new Set(ids)) if (ids.filter((other) => other === id).length > 1) faults.push(`two nodes have the id ${id}`);
   for (const name of ["aria-labelledby", "aria-describedby", "for"]) {
     for (const node of document.querySelectorAll(`[${name}]`)) {
       for (const id of node.getAttribute(name).split(" ")) if (!document.getElementById(id)) faults.push(`${name}=${id} leads nowhere`);

@@ -1,8 +1,7 @@
 """An adapter whose records lie in a dictionary, and whose operations wait at gates that a test opens and shuts.
 
-The dictionary and the gates are a `Shelf`, which a test finds by its name in `SHELVES`: the adapter must run in the
-test's process.  `entry()` returns the entry of `l2_adapters` for an adapter on a
-shelf.
+The dictionary and the gates are a `Shelf`.  The test and the adapter find it by its name in `SHELVES`, so the adapter
+must run in the test's process.  `entry()` returns the entry of `l2_adapters` for an adapter on a shelf.
 """
 
 from __future__ import annotations

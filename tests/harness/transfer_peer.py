@@ -97,11 +97,11 @@ class Peer:
         return number
 
     def finish_read(self, number: int) -> list[Any]:
-        """Wait for a read; return its answer and how often `ended` had been called."""
+        """Wait for a read; return its answer and how many times `ended` has been called."""
         return [self.reads.pop(number).result(), self.ended[number]]
 
     def read(self, peer: str, items: list[list[int]], deadline_s: float = 30.0) -> list[Any]:
-        """Read; return the answer and how often `ended` had been called."""
+        """Read; return the answer and how many times `ended` has been called."""
         return self.finish_read(self.begin_read(peer, items, deadline_s))
 
     def cancel_read(self, number: int) -> None:
@@ -109,7 +109,7 @@ class Peer:
         self.reads[number].cancel()
 
     def times_ended(self, number: int) -> int:
-        """Return how often `ended` of a read has been called."""
+        """Return how many times `ended` of a read has been called."""
         return self.ended[number]
 
     def checksum(self, region: int, offset: int, length: int) -> int:

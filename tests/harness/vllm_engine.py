@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    # As a script: no module of this folder may hide one of vLLM's environment.
+    # This file runs as a script: modules of its folder must not hide modules of vLLM's environment.
     sys.path = [entry for entry in sys.path if entry != str(Path(__file__).parent)]
 
 

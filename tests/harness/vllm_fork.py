@@ -2,8 +2,8 @@
 
 `ForkServer` is the parent's side. Run as a script by the Python of the vLLM environment, this file is the server: it
 imports vLLM, then answers requests on the socket that is its standard input. A request holds an engine's environment
-variables and folder, and either the `options` of an `LLM` or `module`, the command line of `python -m`; it carries
-three descriptors, the engine's standard streams. The answer is the engine's process id.
+variables and folder. It also holds either `options`, those of an `LLM`, or `module`, the command line of `python -m`.
+With it come three descriptors, the engine's standard streams. The answer is the engine's process id.
 
 A forked engine with `options` runs `vllm_engine.main` in a session of its own, like one that was started as a script.
 Forking is safe because the server never computes: it has one thread and no OpenMP pool. It does not import kvstrata;
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 if __package__ in (None, ""):
-    # As a script: no module of this folder may hide one of vLLM's environment.
+    # This file runs as a script: modules of its folder must not hide modules of vLLM's environment.
     sys.path = [entry for entry in sys.path if entry != str(Path(__file__).parent)]
 
 START_S = 240.0

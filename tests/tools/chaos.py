@@ -2,7 +2,7 @@
 
 Two real servers with the embedded disk log, a controller, and engines without a model as processes of their own that
 store and load prompts. Servers, controller and engines get SIGKILL, or SIGSTOP and later SIGCONT; pools are removed
-from shared memory while their server is down. Each byte that is loaded is compared with what was stored. The run fails
+from shared memory while their server is down. Each loaded byte is compared with the stored one. The run fails
 
 - when one byte is wrong;
 - when a record that the disk log reported as stored is missing after SIGKILL and the loss of the pool;

@@ -27,7 +27,7 @@ NVCC = (
     "nvidia-cuda-runtime==13.5.37",
     "nvidia-nvvm==13.5.37",
 )
-"""What `pip install nvidia-cuda-nvcc nvidia-cuda-cccl` brings."""
+"""The packages that `pip install nvidia-cuda-nvcc nvidia-cuda-cccl` installs."""
 
 
 class Unavailable(Exception):

@@ -22,7 +22,7 @@ from tests.tools.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
 PACK = ROOT / "build" / "gpu-pack"
 PIECE_BYTES = 64 << 20
 OF_TESTS = ("pytest", "pytest-asyncio", "pytest-xdist", "hypothesis", "httpx", "zstandard", "cryptography")
-"""Of the extra `test`, what the tests marked `gpu` and their fixtures import."""
+"""The packages of the extra `test` that the tests marked `gpu` and their fixtures import."""
 BUILD_TOOLS = ("setuptools>=77", "cython>=3.1")
 PLATFORMS = [
     *(f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 24, 17, 12, 5)),
@@ -31,7 +31,7 @@ PLATFORMS = [
 
 
 def requirements() -> list[str]:
-    """What the server declares, what the tests need, and what compiles the modules."""
+    """The requirements of the server, of the tests, and of compiling the modules."""
     with open(ROOT / "pyproject.toml", "rb") as source:
         project = tomllib.load(source)["project"]
     names = tuple(name.lower() for name in OF_TESTS)

@@ -49,7 +49,7 @@ LOCK = ROOT / "requirements" / "test.lock"
 """BUILD_TOOLS and what pyproject.toml declares, as versions with hashes (`make lock`)."""
 BUILD_TOOLS = ("pip>=24", "setuptools>=77", "wheel", "cython>=3.1", "build")
 
-# What the compiler must do: C++20 with its library, threads, and the sanitizers that the C++ tests run under.
+# Needs C++20 with its library, threads, and the sanitizers of the C++ tests.
 COMPILER_PROBE = """
 #include <bit>
 #include <span>

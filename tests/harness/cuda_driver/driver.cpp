@@ -209,7 +209,7 @@ struct SimulatedDriver {
     return range != nullptr && address + length <= range->first + range->second.length;
   }
 
-  // Whether a kernel reaches all of it: several registrations may follow each other.
+  // Whether the ranges cover all these bytes; several adjacent registrations may do so together.
   static bool covered(const std::map<std::uint64_t, Range>& ranges, std::uint64_t address,
                       std::uint64_t length) {
     const std::uint64_t end = address + length;

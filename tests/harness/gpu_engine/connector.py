@@ -1,6 +1,6 @@
-"""The connector that the simulated engine (`engine.py`) calls: none, or both sides of the real one with real clients.
+"""The connector of the simulated engine (`engine.py`): `NoCache`, or `Cache` with the real sides and clients.
 
-The methods stand in the order in which vLLM 0.32 calls them: see its `v1/core/sched/scheduler.py` and
+The methods are in the order in which vLLM 0.32 calls them: see its `v1/core/sched/scheduler.py` and
 `v1/worker/kv_connector_model_runner_mixin.py`.
 """
 

@@ -1,4 +1,4 @@
-"""Act 4: a controller and two instances of which the second hits what the first computed."""
+"""Act 4: a controller and two instances, the second of which hits chunks that the first has computed."""
 
 from __future__ import annotations
 

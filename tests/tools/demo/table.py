@@ -1,4 +1,4 @@
-"""The rows of the demo, and what it prints."""
+"""The rows of the demo, and its output."""
 
 from __future__ import annotations
 
