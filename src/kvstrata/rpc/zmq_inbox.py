@@ -44,7 +44,7 @@ class Message(NamedTuple):
 
 
 def max_connections() -> int:
-    """Most connections that one port may have open, a share of this process's limit of descriptors."""
+    """Maximum number of connections that one port may have open, a share of this process's limit of descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft < 0 else max(8, min(MAX_CONNECTIONS, soft // CONNECTIONS_SHARE))
 
