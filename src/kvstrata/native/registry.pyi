@@ -108,7 +108,7 @@ class Registry:
     def admit(self, slot: int, tags: Buffer) -> int:
         """Add placements; returns how many of them are new.
 
-        Raises RegistryError: `bad_slot` if the slot is neither hidden nor visible (also when it is retired meanwhile),
+        Raises RegistryError: `bad_slot` if the slot is neither hidden nor visible (even if it is retired meanwhile),
         `no_space` at the bound on bytes.  Tags of the batch that were added before the error stay; repeating the batch
         is harmless.  After every 512 tags, other threads that wait for this processor run first.
         """
