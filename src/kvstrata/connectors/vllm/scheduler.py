@@ -132,7 +132,7 @@ class SchedulerSide:
         lookup and one lease at a time.
         """
         tracked = self._lookups.track(request)
-        # The request holds no blocks now (not yet, or no more), so its KV will depend only on KV that is found here.
+        # The request holds no blocks at this point, so it builds only on KV that vLLM has just found, or that we load.
         tracked.stale = self._keys.engine_stale and computed_tokens > 0
         now = self._now()
         if (self._may_load or self._may_store) and not (tracked.skipped or self._keys.know_weights()):
@@ -335,7 +335,7 @@ class SchedulerSide:
             self._stores.dropped(store.store_id)
         plan.stores, self._stores.of_finished = [], []
         if self._stores.planning is not None:
-            # Otherwise this request would fail the stores of all requests in each step.
+            # Planning this request's stores again would only fail again, and drop the stores of all requests each time.
             self._lookups.skip(self._stores.planning, "error")
             self._stores.planning = None
         plan.awaited |= self._awaited
