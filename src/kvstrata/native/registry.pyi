@@ -79,7 +79,7 @@ class RegistryUsage(NamedTuple):
     rebuilds: int
     """Times a partition grew or shrank."""
     refused: int
-    """Placements refused because too many others have nearly the same tag; keys never do that by chance."""
+    """Placements refused because too many others have nearly the same tag, which never happens by chance."""
 
 class Registry:
     def __init__(self, *, max_bytes: int = 4 << 30, max_slots: int = MAX_SLOTS) -> None:
