@@ -46,7 +46,7 @@ class Ask(NamedTuple):
 def ask(url: str, asked: Ask, *, token: str = "") -> Any:
     """Ask the admin port; returns its JSON. Raises BadRequest for an HTTP error, Unavailable without an answer.
 
-    An empty `token` is looked for (process/http_token.py).
+    If `token` is empty, the token that a local server has published is used, if any (process/http_token.py).
     """
     body = asked.body
     method = asked.method or ("GET" if body is None else "POST")
@@ -55,7 +55,7 @@ def ask(url: str, asked: Ask, *, token: str = "") -> Any:
         request.data = json.dumps(body).encode()
         request.add_header("Content-Type", "application/json")
     if token := token or find_token(url):
-        # Not sent to another port that an answer redirects to.
+        # An unredirected header is not sent to another port to which an answer redirects.
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
         with urllib.request.urlopen(request, timeout=asked.timeout_s) as response:
@@ -182,7 +182,7 @@ def parser() -> argparse.ArgumentParser:
         "--backfill", action="store_true", help="offer the chunks that are in L1 now to the adapter"
     )
     drain = actions.add_parser("drain", help="give an adapter no new chunks, and wait for its puts")
-    drain.add_argument("--no-loads", action="store_true", help="let lookups not ask the adapter either")
+    drain.add_argument("--no-loads", action="store_true", help="also keep lookups from asking the adapter")
     resume = actions.add_parser("resume", help="use a drained adapter as before")
     resume.add_argument(
         "--backfill", action="store_true", help="offer the chunks that are in L1 now to the adapter"
@@ -292,7 +292,7 @@ def _l2_request(options: argparse.Namespace) -> Ask:
                 adapter = json.loads(text)
             except ValueError as error:
                 # The text itself is not shown: it may hold a password.
-                raise BadRequest(f"JSON: not JSON, and no name of an adapter: {error}") from None
+                raise BadRequest(f"JSON: neither JSON nor the name of an adapter: {error}") from None
         body = {"adapter": adapter, "position": options.position, "backfill": options.backfill}
         return Ask(path, body, timeout_s=CLOSE_S)
     one = f"{path}/{urllib.parse.quote(options.name, safe='')}"
@@ -307,7 +307,7 @@ def _l2_request(options: argparse.Namespace) -> Ask:
 
 
 def _list(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The adapters as lines of a table, those that only the next start will have at the end."""
+    """The adapters as lines of a table; at the end, those that were removed and that the next start brings back."""
     there = [_brief(row) for row in answer["adapters"]]
     return there + [{"name": name, "state": "removed", "after_restart": "back"} for name in answer["missing"]]
 
@@ -330,7 +330,7 @@ def _export(adapters: list[dict[str, Any]]) -> dict[str, Any]:
     placed = [row for row in adapters if row["position"] is not None]
     for row in placed:
         for field in row["secrets_left_out"]:
-            print(f"kvstrata ctl: {row['name']}: {field}: a secret is left out, fill it in", file=sys.stderr)
+            print(f"kvstrata ctl: {row['name']}: {field}: a secret is left out; fill it in", file=sys.stderr)
     return {"l2_adapters": [row["entry"] for row in placed]}
 
 

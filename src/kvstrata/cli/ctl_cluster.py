@@ -79,7 +79,7 @@ def add(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> Non
     unpin.add_argument("--instance", help="needed for pins that are not listed")
     for name, text in (
         ("replicate", "copy chunks into the L1 of another instance"),
-        ("move", "copy chunks likewise, and drop them at their source"),
+        ("move", "copy chunks as `replicate` does, and drop them at their source"),
     ):
         copy = waiting(chunks(action(name, text)))
         copy.add_argument("--to", required=True, metavar="INSTANCE")

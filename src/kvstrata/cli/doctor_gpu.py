@@ -1,7 +1,7 @@
 """The GPU checks of `kvstrata doctor`: driver, each device's link, pinned memory, and the speed of each way of copying.
 
-Only engines that have their KV on a GPU need one, so a GPU that is missing or refuses is at most a warning.  The checks
-take some 130 MB of each device's memory for a moment.
+Only engines with KV on a GPU need a GPU, so a missing or refusing GPU is at most a warning.  The checks take some
+130 MB of each device's memory for a moment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 PINNED_BYTES = 64 << 20
 """Bytes that a worker registers in one call (client/pinning.py)."""
 SLOW = 0.5
-"""Share of the link's bandwidth; copies below it are warned about."""
+"""Copies slower than this share of the link's bandwidth cause a warning."""
 
 LAYERS = 32
 BLOCKS = 16
@@ -194,7 +194,7 @@ def _check_link(device: DeviceFacts, gb_per_s: float) -> Finding:
 
 
 def _refused(name: str, error: Exception, otherwise: str, state: str = "warn") -> Finding:
-    """A finding made of an error whose remedy follows a semicolon; if it names none, `otherwise` is the advice."""
+    """A finding made from an error. The error's text after `; ` becomes the advice; without such text, `otherwise`."""
     found, _, remedy = str(error).partition("; ")
     return Finding(name, state, found, remedy or otherwise)
 

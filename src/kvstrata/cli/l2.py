@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
         "rewrite",
         help="write all records again with the first of key_files; may be interrupted and run again",
         description="Writes all records again with the codecs of the entry and the first of its key_files. The server "
-        "that owns the storage must be stopped. Records that have this key already are left alone, so an interrupted "
+        "that owns the storage must be stopped. Records that have this key already stay as they are, so an interrupted "
         "run can be started again.",
     )
     again.add_argument("entry", metavar="JSON", help="the adapter, as for --l2-adapter of the server")

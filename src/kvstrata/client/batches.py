@@ -166,5 +166,5 @@ def reserve_outcomes(reply: wire.AnyReply, n_chunks: int) -> tuple[bytes, list[E
         )
     unknown = set(reply.outcomes) - set(wire.ReserveOutcome)
     if unknown:
-        raise ValueError(f"outcomes {sorted(unknown)}, which a reserve does not have")
+        raise ValueError(f"unknown outcomes {sorted(unknown)}")
     return reply.outcomes, unpack_extents(reply.extents)

@@ -69,7 +69,7 @@ class CacheClient:
         pages: Pages | None = None,
         registers_memory: bool = False,
     ) -> None:
-        """`group`: 16 bytes that all processes of one engine share; `engine_slices`: how many slices these hold in all.
+        """`group`: 16 bytes that all processes of one engine share; `engine_slices`: number of slices of that engine.
 
         `slice` is the part that this process reads and writes, None for a scheduler.  `engine` is the copy engine, and
         `pages` prepares the pool's pages for it (the client closes both); by default blocks are in host memory.
@@ -82,7 +82,9 @@ class CacheClient:
             raise ValueError(f"engine_slices is {engine_slices}, must be 1 to {wire.MAX_SLICES}")
         if slice is None and role is not Role.SCHEDULER:
             raise ValueError(f"a {role.value} needs the slice that it reads and writes")
-        _token(settings)  # refuses a bad file now; each attach reads it again, so that it can be changed
+        _token(
+            settings
+        )  # refuses a bad token file now; each attach reads the file again, so that it can be changed
         self.session = secrets.token_bytes(wire.SESSION_BYTES)
         self.slice_digest = slice.digest() if slice is not None else b""
         """Digest of the slice that this process reads and writes; b"" for a scheduler."""
@@ -271,13 +273,13 @@ class CacheClient:
     ) -> LoadJob:
         """Copy leased chunks into the engine's blocks, each verified; then this process's share of the lease ends.
 
-        `identity` is the one under which the chunks were looked up; a record of another one is not copied.
-        `sync`: in the calling thread (and the copy threads), done on return; no further chunks are begun after
-        1 s.  Otherwise in the background, with `whole` as one native copy, so that its sections can be awaited
-        (it fails where the engine's queue is full).  Items that could not be copied whole are in `failed`; their
-        blocks may hold anything.  A lease serves one load.  If it was used, released or revoked, or its epoch has been
-        closed here (`CopyLedger.quiesce`), all items fail.  Raises ValueError when plan and blocks do not fit
-        together; nothing is written then.
+        `identity` is the one under which the chunks were looked up; a record of another identity is not copied.
+        With `sync` the calling thread (and the copy threads) copy; the load is done on return, and begins no further
+        chunks after 1 s.  Otherwise the copies run in the background; with `whole` they are one native copy, whose
+        sections can be awaited, and which fails if the copy engine's queue is full.  Items that could not be copied
+        whole are in `failed`; their blocks may hold anything.  A lease serves one load.  If the lease was used,
+        released or revoked, or its epoch has been closed here (`CopyLedger.quiesce`), all items fail.  Raises
+        ValueError when plan and blocks do not fit together; nothing is written then.
         """
         return self._loads.begin(identity, lease, items, plan, sync=sync, whole=whole)
 

@@ -1,9 +1,9 @@
-"""Which bytes of the pool this process may touch now, and the native threads that touch them.
+"""Knows which bytes of the pool this process may touch now, and gives copies of them to native threads.
 
 Invariants
 1. A copy begins only in an epoch that is open here.  An epoch is open from its attach until `quiesce` closes it: until
-   then the bytes that the server leased or reserved for this process stay ours, also while that server is dead, and
-   also after the next server has adopted the pool (a lease ends by its process's release or death, never by a clock).
+   then the bytes that the server leased or reserved for this process stay ours, even while that server is dead, and
+   even after the next server has adopted the pool (a lease ends by its process's release or death, never by a clock).
 2. `quiesce` closes an epoch only when no copy of it runs, and no copy of it begins afterwards.
 3. A mapping lives as long as an open epoch or a running copy refers to it, so a copy never loses its memory to a new
    server's pool.
@@ -183,7 +183,7 @@ class CopyLedger:
             return idle
 
     def take_back(self, lease: LeaseName) -> bool:
-        """Let no load begin under this lease; False, and nothing changes, if one has begun or it was released."""
+        """Let no load begin under this lease; False, and no change, if one has begun or the lease was released."""
         with self._lock:
             if lease in self._spent or lease in self._lease_running:
                 return False
@@ -191,9 +191,9 @@ class CopyLedger:
             return True
 
     def quiesce(self, epoch: int) -> set[Mapping] | None:
-        """Close all epochs but this one if no copy of them runs, else None.
+        """Close all epochs but this one, and return the mappings that no copy will touch any more.
 
-        Returns the mappings that no copy will touch any more.
+        Returns None, and closes nothing, if a copy of those epochs runs.
         """
         with self._lock:
             older = [e for e in self._open if e != epoch]
@@ -223,11 +223,11 @@ class CopyLedger:
 
 
 class Copier:
-    """Gives jobs to a copy engine. Any thread begins them; the I/O thread hears of their ends.
+    """Gives jobs to a copy engine. Any thread may begin a job; the I/O thread is told when it has ended.
 
     The copy engine belongs to this object.  Plans must be of its kind; they are passed on unread.
 
-    A job that finds the copy engine's queue full waits here until another job ends or it is cancelled.
+    A job that finds the copy engine's queue full waits here until another job ends or the waiting job is cancelled.
     """
 
     def __init__(self, engine: BlockCopyEngine) -> None:
@@ -237,7 +237,7 @@ class Copier:
         self._ended: dict[int, Callable[[list[int]], None]] = {}
         self._waiting: dict[int, tuple[Direction, Plan, Sequence[GatherItem] | Sequence[ScatterItem]]] = {}
         self._refused: dict[int, int] = {}
-        """Jobs that ended without reaching the copy engine and are not reported yet: (callback, number of items)."""
+        """Jobs that ended without reaching the copy engine and are not reported yet, with their number of items."""
         self.event_fd = self._engine.event_fd
         """Readable when `collect` has something to do."""
 

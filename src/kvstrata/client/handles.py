@@ -123,21 +123,21 @@ class StoreOutcome(enum.StrEnum):
     IN_FLIGHT = "in_flight"
     """Another process is writing the chunk now."""
     CHAIN_EXCEEDS_POOL = "chain_exceeds_pool"
-    """The server refused it, with the outcome of `reserve` of the same name."""
+    """The server refused the chunk, with the outcome of `reserve` of the same name."""
     POOL_PINNED = "pool_pinned"
-    """The server refused it, with the outcome of `reserve` of the same name."""
+    """The server refused the chunk, with the outcome of `reserve` of the same name."""
     SESSION_LIMIT = "session_limit"
-    """The server refused it, with the outcome of `reserve` of the same name."""
+    """The server refused the chunk, with the outcome of `reserve` of the same name."""
     QUOTA = "quota"
-    """The server refused it, with the outcome of `reserve` of the same name."""
+    """The server refused the chunk, with the outcome of `reserve` of the same name."""
     TOO_LARGE = "too_large"
-    """The server refused it, with the outcome of `reserve` of the same name."""
+    """The server refused the chunk, with the outcome of `reserve` of the same name."""
     ENTRIES_FULL = "entries_full"
-    """The server refused it, with the outcome of `reserve` of the same name."""
+    """The server refused the chunk, with the outcome of `reserve` of the same name."""
     FROZEN = "frozen"
-    """The server refused it, with the outcome of `reserve` of the same name."""
+    """The server refused the chunk, with the outcome of `reserve` of the same name."""
     PARENT_ABSENT = "parent_absent"
-    """The server refused it, with the outcome of `reserve` of the same name."""
+    """The server refused the chunk, with the outcome of `reserve` of the same name."""
     BACKLOG = "backlog"
     """Too many bytes were waiting to be gathered; nothing was read."""
     UNAVAILABLE = "unavailable"
@@ -244,7 +244,7 @@ class LoadItem(NamedTuple):
     offset_bytes: int
     length_bytes: int
     block_ids: Sequence[int]
-    """Blocks of the chunk in order; a negative id is verified but not written."""
+    """Blocks of the chunk in order. Where the id is negative, the bytes are verified but not written."""
 
 
 class LoadJob:

@@ -25,9 +25,9 @@ from kvstrata.types import LayoutIdentity, RequestIdentity, identity_root
 log = logging.getLogger(__name__)
 
 KEPT_IDENTITIES = 1024
-"""Most identities kept; a server keeps more per session (4,096)."""
+"""Maximum number of identities kept; a server keeps more per session (4,096)."""
 REPLAYED_IDENTITIES = 64
-"""Identities declared right after a server's restart, the last used first; others follow with their next request."""
+"""Identities declared right after a server's restart, last used first; the others follow with their next request."""
 MISTAKE_RETRY_S = 1.0
 """Time after an `internal` error for which an identity counts as refused; its next request then declares it again."""
 SLICES_RETRY_FIRST_S = 0.05
@@ -141,7 +141,7 @@ class IdentityTable:
         return None
 
     def declare(self, identity: Identity) -> None:
-        """Tell the server of the identity, unless a message about it is under way."""
+        """Tell the server about the identity, unless a message about it is under way."""
         if identity in self._asked or not self._link.connected:
             return
         self._asked.add(identity)

@@ -1,4 +1,4 @@
-"""The conversation with one server: attach, RPC connection, repetition, silence.  One thread of its own does all of it.
+"""The conversation with one server: attach, RPC connection, repetition, silence.  Its own I/O thread does all of it.
 
 `MACHINE` has the states of the connection.  Only while it is ABSENT does a second thread exist, which tries to attach.
 
@@ -39,10 +39,10 @@ log = logging.getLogger(__name__)
 ATTACH_TIMEOUT_S = 1.0
 ATTACH_RETRY_FIRST_S = 0.02
 ATTACH_RETRY_LAST_S = 0.25
-"""Between tries while no server answers: caching resumes within a second of the server's return."""
+"""Longest pause between tries while no server answers, so that caching resumes within a second of its return."""
 GOODBYE_TIMEOUT_S = 0.3
 ATTACH_REFUSED_RETRY_S = 2.0
-"""After a refusal (other layout, no free row, other version), which an early retry would not change."""
+"""Pause after a refusal (other layout, no free row, other version), which an early retry would not change."""
 FRAMES_PER_PASS = 256
 LONGEST_POLL_S = 1.0
 
@@ -64,7 +64,7 @@ class Step(enum.Enum):
     """An event that changes the connection."""
 
     ATTACHED = enum.auto()
-    """The attaching thread has got a pool, and it could be mapped."""
+    """The attaching thread has got a pool, and the pool has been mapped."""
     GREETED = enum.auto()
     """The server answered hello in the same protocol version."""
     LOST = enum.auto()
@@ -92,19 +92,19 @@ MACHINE = Machine(
 
 
 class LinkOwner(Protocol):
-    """What the link calls, in the I/O thread unless a method says otherwise."""
+    """The methods that the link calls, in the I/O thread unless a method says otherwise."""
 
     def attach_request(self, old_epoch: int) -> attach_wire.AttachRequest:
         """The request to attach with. Called in the attaching thread. Raises ConfigError for a bad token file."""
 
     def link_attached(self, attachment: Attachment, old_epoch: int) -> None:
-        """Before any message: map the pool. May raise KvstrataError or OSError, which ends this attachment.
+        """Map the pool, before any message. May raise KvstrataError or OSError, which ends this attachment.
 
         If the epoch is not `old_epoch`, requests under way to the old server fail right afterwards.
         """
 
     def link_ready(self, hello: wire.HelloReply) -> None:
-        """Requests may go out."""
+        """Requests may go out from now on."""
 
     def link_silent(self) -> None:
         """The server is silent or lost, and nothing may wait for it. ASK requests have failed already."""
@@ -113,7 +113,7 @@ class LinkOwner(Protocol):
         """The process whose lookups these leases come from has ended: end this process's shares of them."""
 
     def link_revoked(self, lookups: list[int]) -> None:
-        """The server asks for the leases of these lookups of ours."""
+        """The server wants back the leases of these lookups of ours."""
 
     def live_lookups(self) -> list[int]:
         """Numbers of the lookups that are still wanted."""
@@ -128,13 +128,13 @@ class LinkOwner(Protocol):
         """Called once per pass of the loop, after all received messages were handled."""
 
     def link_died(self) -> None:
-        """The I/O thread ends by a mistake of ours: finish every call that a caller waits for."""
+        """The I/O thread ends because of a bug: finish every call that a caller waits for."""
 
 
 class Link:
-    """One client's link to its server: see the module. `session`: 16 bytes that name this process, for its life.
+    """One client's link to its server: see the module. `session`: 16 bytes that name this process as long as it lives.
 
-    The owner's parts are made from the link, so `start` brings the owner; until then nothing is received.
+    The owner's parts need the link, so the link gets its owner only by `start`; before that nothing is received.
     """
 
     def __init__(self, socket_dir: Path, session: bytes) -> None:
@@ -142,7 +142,7 @@ class Link:
         self.silence = Silence()
         self.session = session
         self.epoch = 0
-        """Epoch of the last attachment, also after that is lost."""
+        """Epoch of the last attachment, even after that attachment was lost."""
         self.error = "not started"
         self.closing = False
         """The client takes no more calls: it is being closed, or this is a forked child. Any thread may set it."""
@@ -155,7 +155,7 @@ class Link:
         self._woken = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         """-1 once it is closed."""
-        # Reentrant: a finaliser may post while this thread does.
+        # Reentrant: a finaliser may post while this same thread is posting.
         self._wake_lock = threading.RLock()
         self._watched: dict[int, Callable[[], None]] = {}
         self._waiter: Waiter | None = None
@@ -185,7 +185,7 @@ class Link:
 
     @property
     def accepts(self) -> bool:
-        """Whether a caller's request is taken up now."""
+        """Whether a caller's request is accepted now."""
         return self.usable and not self.closing
 
     @property
@@ -255,14 +255,14 @@ class Link:
     # In the I/O thread.
 
     def ask(self, pending: Pending) -> None:
-        """Take up a request; an ASK fails at once while the server is silent or too many ASKs are under way."""
+        """Accept a request; an ASK fails at once while the server is silent or too many ASKs are under way."""
         if pending.kind is Kind.ASK and not self.usable:
             pending.failed(Unavailable(f"the cache server is not answering: {self.error or 'silent'}"))
         elif not self.table.add(pending):
             pending.failed(Unavailable("too many requests are under way"))
 
     def settle(self, message: Callable[[int, int], wire.AnyRequest | None]) -> None:
-        """Take up a SETTLE request whose answer nothing waits for; see `Pending` for `message`."""
+        """Accept a SETTLE request for whose answer nothing waits; see `Pending` for `message`."""
         self.ask(Pending(Kind.SETTLE, message, lambda reply: None, lambda error: None))
 
     @property
@@ -283,7 +283,7 @@ class Link:
             while not self._stopping:
                 self._pass(waiter)
         except Exception:
-            # Supervisor of this thread: a mistake of ours must not leave the engine waiting.
+            # Supervisor of this thread: a bug must not leave the engine waiting.
             log.exception("the cache client stops: its I/O thread failed; the engine goes on without a cache")
             self.error = "the I/O thread failed, see the log"
             self._started_owner.link_died()
@@ -320,7 +320,7 @@ class Link:
         self._woken = False
         self._drain()
         now_s = time.monotonic()
-        # An answer that came after the wait counts, however long this thread slept afterwards.
+        # Answers that arrived after the wait are read before the check for silence: this thread may have slept since.
         if self._dealer is not None and (frames or self.silence.check_due_s() <= now_s):
             self._receive(self._dealer)
         if self.silence.check(now_s):
@@ -348,7 +348,7 @@ class Link:
     def _may_send(self) -> bool:
         """Whether requests are sent, not only pings: a silent server's queue would fill with repeats.
 
-        A server that has just been attached counts as silent until it is heard, and gets its hello.
+        A server that has just been attached counts as silent until it is heard, but it gets its hello.
         """
         return not self.silence.silent or not self.connected
 

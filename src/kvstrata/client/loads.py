@@ -1,8 +1,8 @@
 """Loads: leased chunks on their way from the pool into the engine's blocks, each verified while it is copied.
 
-A synchronous load copies in the calling thread, group after group of `GROUP_BYTES`.  A load in the background makes
-a native copy of each group, so that a cancel finds copies that have not begun; with `whole` it makes one native copy of
-all, whose sections the caller can await.  When the last copy has ended, this process's share of the lease ends.
+A synchronous load copies in the calling thread, group after group of `GROUP_BYTES`.  A load in the background begins
+one native copy for each group, so that a cancel can stop the copies that wait; with `whole` it begins a single native
+copy, whose sections the caller can await.  When the last copy has ended, this process's share of the lease ends.
 """
 
 from __future__ import annotations
@@ -152,7 +152,9 @@ class Loads:
         """Report chunks that failed their checksum, and release the lease. In the I/O thread."""
         if bad:
             self.corrupt_chunks += len(bad)
-            log.error("%d chunks in the cache failed their checksum; they are computed instead", len(bad))
+            log.error(
+                "%d chunks in the cache failed their checksum; their tokens are computed instead", len(bad)
+            )
             self._link.settle(partial(self._corrupt, load.identity, b"".join(bad)))
         self._releases.add([load.lease], group=False)
 

@@ -103,7 +103,7 @@ class Lookups:
         return call
 
     def take_back(self, seqs: Sequence[int], spend: Callable[[LeaseName], bool]) -> list[LeaseName]:
-        """Revoke the leases of these lookups, which the server asks for, unless claimed or in use; returns the revoked.
+        """Give up the leases of these lookups, as the server asks, unless claimed or in use; returns those given up.
 
         `spend` keeps loads from beginning under a lease, see `LookupCall.take_back`.
         """

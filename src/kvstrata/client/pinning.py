@@ -1,8 +1,8 @@
 """Registers ("pins") the pool with a device's driver, so that the device reads and writes extents directly.
 
-The driver copies an extent that is not registered through its own buffers, at a fraction of the speed, and such copies
-block the thread that begins them.  So each worker registers its mapping slab by slab, in a thread of low priority,
-beginning with the slabs that the server has faulted in, while copies go on everywhere.
+If an extent is not registered, the driver copies it through buffers of its own, at a fraction of the speed, and the
+copy blocks the thread that begins it.  So each worker registers its mapping slab by slab, in a thread of low priority,
+beginning with the slabs that the server has faulted in.  Meanwhile copies to and from the whole pool go on.
 
 Invariants
 1. A slab is registered only when all its pages exist: a page that does not exist yet would be charged to this process.
@@ -107,7 +107,7 @@ class Pinner:
             except CudaError as error:
                 self._refusal = str(error)
                 log.warning(
-                    "%d of %d MB of the pool are pinned, the rest is copied at a lower speed: %s",
+                    "%d of %d MB of the pool are pinned; the rest is copied at a lower speed: %s",
                     pinned.bytes >> 20,
                     mapping.extents.length >> 20,
                     error,

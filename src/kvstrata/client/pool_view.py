@@ -95,7 +95,7 @@ class PoolView:
         self._index = None
 
     def _derived(self, root: bytes, chain: bytes, slices: tuple[bytes, ...]) -> bytes:
-        """Storage keys of a chain, kept by the chain's last key and length, which determine all of its keys."""
+        """Storage keys of a chain, remembered by the chain's last key and length, which determine all of its keys."""
         name = chain[-KEY_BYTES:] + len(chain).to_bytes(8, "little")
         with self._chains_lock:
             keys = self._chains.get(name)

@@ -1,7 +1,7 @@
 """Requests under way to one server: numbering, repetition, deadlines.  Sans-IO; belongs to one thread.
 
 A request gets its number when it is first sent and keeps it, so that the server executes a repeated one only once.
-Three kinds differ in what ends them besides an answer:
+Besides an answer, these events end a request, depending on its kind:
 
     kind     deadline   server silent                   connection lost         server restarted (epoch)
     -------  ---------  ------------------------------  ----------------------  ------------------------
@@ -9,12 +9,12 @@ Three kinds differ in what ends them besides an answer:
     SETUP    -          kept                            fails (made anew)       (failed before)
     SETTLE   -          kept                            kept, repeated later    fails
 
-ASK are lookups and reserves: a caller waits.  SETTLE gives something back or makes something visible (release,
-commit, abort, cancel, corrupt, quiesced): it is repeated until answered, since the lease or extent stays as it is for
-as long as the server's epoch lasts.  SETUP is hello and identify.
+ASK requests are lookups and reserves: a caller waits for them.  A SETTLE request gives something back or makes
+something visible (release, commit, abort, cancel, corrupt, quiesced).  It is repeated until answered, since the lease
+or extent stays as it is for as long as the server's epoch lasts.  SETUP requests are hello and identify.
 
-An error ends a request, except for a SETUP or SETTLE that is refused for now (refused, deadline, unavailable).  That
-one is sent again when its next repeat is due, under a new number, because the server may remember the old number's
+An error ends a request, except for a SETUP or SETTLE that is refused for now (refused, deadline, unavailable).  Such a
+request is sent again when its next repeat is due, under a new number, because the server may remember the old number's
 outcome.
 
 Invariants
@@ -101,7 +101,7 @@ class RequestTable:
         self._sent: dict[int, Pending] = {}
         self._asks = 0
         self._due_s = math.inf
-        """A time at or before which nothing falls due; may be too early, never too late."""
+        """Nothing falls due before this time; it may be too early, never too late."""
 
     def __len__(self) -> int:
         return len(self._sent) + len(self._unsent)
@@ -122,7 +122,7 @@ class RequestTable:
         return self._last_seq
 
     def add(self, pending: Pending) -> bool:
-        """Take a request up. Returns False, and does nothing, when too many ASKs are under way."""
+        """Accept a request. Returns False, and does nothing, when too many ASKs are under way."""
         if pending.kind is Kind.ASK:
             if self._asks >= MAX_ASKS:
                 return False
@@ -207,7 +207,8 @@ class RequestTable:
         error = from_wire(reply.code, reply.message, field=reply.field)
         forgotten = isinstance(error, BadRequest) and error.field == "seq"
         if forgotten and pending.kind is Kind.SETTLE and pending.renumbered < MAX_RENUMBERED:
-            # The number is older than the server remembers, so it was never executed: send it under a new one.
+            # The server does not remember the outcome of this number.  A SETTLE that is executed twice does no harm,
+            # so it is sent again under a new number.
             pending.send_s = -math.inf
             pending.renumbered += 1
             self._renumber(pending)
@@ -224,7 +225,7 @@ class RequestTable:
         self.add(pending)
 
     def repeat_now(self) -> None:
-        """Repeat all sent requests now: on a new connection in the same epoch they may be lost."""
+        """Send all requests again now: those sent on the old connection may be lost."""
         for pending in self._all():
             pending.send_s = -math.inf
             pending.repeat_s = FIRST_REPEAT_S

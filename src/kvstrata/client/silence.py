@@ -4,7 +4,8 @@ While the server ANSWERS, requests go out.  While it is SILENT, callers are answ
 
 A client process that did not run for a while (stopped, no free core, its interpreter locked) finds a ping overdue
 although the server answered it long ago: the answer waits unread in this process.  So a check that runs more than
-`LATE_S` after it was due does not yet call the server silent; the next check does, `SECOND_LOOK_S` later.
+`LATE_S` after it was due does not yet call the server silent; the next check does, `SECOND_LOOK_S` later, if the server
+was not heard by then.
 
 Pings go out every `BUSY_PING_S` while requests are outstanding, else every `IDLE_PING_S`.  To a silent server they go
 out every `SILENT_PING_S`, so that a server that runs again is noticed within that time.

@@ -1,4 +1,4 @@
-"""Stores: reserve → gather → commit, in batches.  All but `begin` and `admit` belongs to the I/O thread.
+"""Stores: reserve → gather → commit, in batches.  Everything except `begin` and `admit` belongs to the I/O thread.
 
 Each batch goes through the states of `kvstrata.client.batches.MACHINE`.  If the server refuses the last chunk of a
 batch, the chunks of its job that are in no batch yet are refused too.  When the server falls silent, the chunks of an
@@ -6,8 +6,9 @@ unanswered commit count as failed at once; the commit itself is repeated for as 
 
 Invariants
 1. No reservation is aborted or cancelled while a copy into its extents runs.
-2. A chunk that was gathered after `StoreJob.cancel` may hold other bytes than its own, so it is never committed.
-3. Reserved bytes stay below what the server allows one session, and admitted bytes below `backlog_bytes`.
+2. A chunk that was gathered after `StoreJob.cancel` may hold bytes of another chunk, so it is never committed.
+3. Reserved bytes stay within the server's limit for one session, and admitted bytes within `backlog_bytes`; only a
+   single batch or store may be larger.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class StoreQueue:
         self._pumping = False
         self._closing = False
         self._max_reserved_bytes = 0
-        """Most bytes that the server lets this session have reserved; 0 until the server has named its limit."""
+        """Maximum bytes that this session may have reserved at a time; 0 until the server has named its limit."""
         self._reserved_bytes = 0
         self._batches: dict[Batch, None] = {}
         """Batches that count as under way (`BATCHES_IN_FLIGHT`), oldest first."""
@@ -168,11 +169,11 @@ class StoreQueue:
         self.pump()
 
     def ready(self, max_reserved_bytes: int) -> None:
-        """Note that a server answers, and the most bytes that it lets this session have reserved."""
+        """Note that a server answers, and how many bytes this session may have reserved at a time."""
         self._max_reserved_bytes = max_reserved_bytes
 
     def pump(self) -> None:
-        """Reserve for as many batches as may be in flight."""
+        """Send reserves until as many batches are in flight as are allowed."""
         if self._pumping:
             return  # `_pump` is running further up the stack, and its loop goes on
         self._pumping = True

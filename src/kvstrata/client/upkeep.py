@@ -27,7 +27,7 @@ from kvstrata.types import LeaseName
 
 
 class Upkeep(LinkOwner):
-    """The owner of a client's link: see `LinkOwner`. All but `attach_request` runs in the I/O thread."""
+    """The owner of a client's link: see `LinkOwner`. All methods except `attach_request` run in the I/O thread."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 The server faults the pool in, but each process has page tables of its own: the first copy into an extent that this
 process never touched pays a fault for each page and runs at a third of its speed (`benchmarks/copy_path.py`).  A thread
 of low priority walks over the pool and maps the pages that exist.  Pages that the server has not faulted in yet are
-left for the next walk: the process that touches a page first has it charged to its control group.
+left for the next walk: a page is charged to the control group of the process that touches it first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 STEP_BYTES = 32 << 20
 FIRST_WAIT_S = 0.1
 WALKS = 10
-"""The last walk begins about 90 s after the first; pages that are missing then are mapped by the copies themselves."""
+"""The last walk begins about 50 s after the first; pages that are missing then are mapped by the copies themselves."""
 NICENESS = 10
 
 

@@ -99,7 +99,7 @@ def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str
                 value = yaml.safe_load(text)
             except yaml.YAMLError:
                 # The text itself is not shown: it may hold a password.
-                raise ConfigError(f"environment: {name}: is no YAML; correct it", field=name) from None
+                raise ConfigError(f"environment: {name}: is not valid YAML; correct it", field=name) from None
         put(nested, key, value)
     return nested
 

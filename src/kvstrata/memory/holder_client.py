@@ -67,7 +67,7 @@ def start(path: Path) -> None:
 
 
 def fetch(path: Path) -> list[int]:
-    """Copies of the held descriptors (index, extents, sessions.lock), now the caller's; empty if the holder has none.
+    """Copies of the held descriptors (index, extents, sessions.lock), for the caller to close; empty if none are held.
 
     Raises HolderUnreachable, and PermissionError when the socket is served by another uid.
     """

@@ -69,7 +69,7 @@ def _syscall(number: int, *arguments: int | bytes) -> int:
 
 
 def lock_whole_file(fd: int) -> bool:
-    """Take an exclusive OFD lock on the whole file without waiting; False when another description has one."""
+    """Take an exclusive OFD lock on the whole file without waiting; False when another file description has a lock."""
     return _set_lock(fd, OFD_SETLK, fcntl.F_WRLCK, 0, 0)
 
 

@@ -77,7 +77,7 @@ def place(wanted: Placement, address: int, length: int) -> None:
 
 
 def sampled_nodes(address: int, length: int) -> dict[str, int]:
-    """Node → pages of a sample that lie on it, without pages that this process has not touched.
+    """Node → number of sampled pages that lie on it; pages that this process has not touched are not counted.
 
     Empty if the kernel does not tell.
     """

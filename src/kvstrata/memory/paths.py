@@ -65,7 +65,7 @@ def check_socket_path(path: Path) -> None:
     length = len(os.fsencode(path))
     if length > MAX_SOCKET_PATH_BYTES:
         raise ConfigError(
-            f"socket_dir: {str(path)!r} is {length} bytes long, a unix socket's path may have "
+            f"socket_dir: {str(path)!r} is {length} bytes long, but a unix socket's path may have "
             f"{MAX_SOCKET_PATH_BYTES}; set --socket-dir (engines: socket_dir) to a shorter directory, "
             f"at most {MAX_SOCKET_PATH_BYTES - len(path.name) - 1} bytes",
             field="socket_dir",

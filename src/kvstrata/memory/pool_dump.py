@@ -269,6 +269,6 @@ def _count_at(table: dict[Any, list[int]], key: Any, length: int, most: int) -> 
 
 
 def _sums(name: str, table: dict[Any, list[int]]) -> list[dict[str, Any]]:
-    """The rows of a table in order; the row None, all other keys together, is the last."""
+    """The rows of a table in order; the row None, which sums up all other keys, comes last."""
     keys = sorted(key for key in table if key is not None) + [None] * (None in table)
     return [{name: key, "entries": table[key][0], "bytes": table[key][1]} for key in keys]

@@ -233,7 +233,7 @@ def check_size(settings: SegmentSettings) -> None:
     needed = settings.needed_bytes()
     if needed > limit.limit_bytes:
         raise ConfigError(
-            f"l1_size_gb: L1 of {size / GB:.2f} GB needs {needed} bytes with its index, {limit.source} is "
+            f"l1_size_gb: L1 of {size / GB:.2f} GB needs {needed} bytes with its index, but {limit.source} is "
             f"{limit.limit_bytes} bytes; set --l1-size-gb to less than {limit.limit_bytes / GB:.2f}",
             field="l1_size_gb",
         )
@@ -285,7 +285,7 @@ def _check_huge_pages(settings: SegmentSettings) -> None:
     reserve, needed = huge_pages(), settings.extents_bytes // HUGE_PAGE_BYTES
     if needed > reserve.free:
         raise SegmentError(
-            f"l1.use_hugepages: L1 needs {needed} huge pages of 2 MiB, {reserve.free} of {reserve.total} are free; "
+            f"l1.use_hugepages: L1 needs {needed} huge pages of 2 MiB, but {reserve.free} of {reserve.total} are free; "
             f"reserve them with `sysctl -w vm.nr_hugepages={reserve.total - reserve.free + needed}`, lower "
             "--l1-size-gb or leave --l1-use-hugepages out",
             field="l1.use_hugepages",
@@ -293,7 +293,7 @@ def _check_huge_pages(settings: SegmentSettings) -> None:
     wanted = settings.placement
     if wanted.policy == linux.MPOL_BIND and needed > (free := numa.free_huge_pages(wanted.nodes)):
         raise SegmentError(
-            f"l1.numa: {wanted.setting!r}: L1 needs {needed} huge pages of 2 MiB, {free} are free on nodes "
+            f"l1.numa: {wanted.setting!r}: L1 needs {needed} huge pages of 2 MiB, but {free} are free on nodes "
             f"{', '.join(map(str, wanted.nodes))}; reserve them there (nr_hugepages below "
             "/sys/devices/system/node/nodeN/hugepages) or choose interleave",
             field="l1.numa",
@@ -316,7 +316,7 @@ def _adopt(parts: _Parts, settings: SegmentSettings) -> Pool | str:
             entry_capacity=settings.entry_capacity or 0,
         )
     except PoolFormatError as error:
-        return f"its {error.field} is {error.found:#x}, it should be {error.expected:#x}"
+        return f"its {error.field} is {error.found:#x} and should be {error.expected:#x}"
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -381,7 +381,7 @@ def _adopt_or_make_files(settings: SegmentSettings) -> _Found | str:
         if free < settings.needed_bytes():
             remove_own(directory)
             os.close(index)
-            return f"{str(directory.parent)!r} has {free} bytes free, {settings.needed_bytes()} are needed"
+            return f"{str(directory.parent)!r} has {free} bytes free, but L1 needs {settings.needed_bytes()}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         parts = _Parts(index, os.open(directory / EXTENTS, flags, 0o600), -1)
         parts = parts._replace(sessions_lock_fd=os.open(directory / SESSIONS_LOCK, flags, 0o600))
@@ -394,7 +394,7 @@ def _adopt_or_make_files(settings: SegmentSettings) -> _Found | str:
         linux.close_all([fd for fd in parts or [index] if fd >= 0])
         raise
     write_pid(directory)
-    return _Found(pool, parts, "files", False, f"made, {reason}")
+    return _Found(pool, parts, "files", False, f"made, because {reason}")
 
 
 def _adopt_files(index: int, settings: SegmentSettings) -> _Found | str:
@@ -486,7 +486,7 @@ def _make_held(settings: SegmentSettings, reason: str) -> _Found:
         raise
     os.close(fds[0])  # the holder has this description, which stays unlocked
     _log.warning("segment: a holder process keeps it in memfds: %s", reason)
-    return _Found(pool, parts, "memfd", False, f"made, {reason}")
+    return _Found(pool, parts, "memfd", False, f"made, because {reason}")
 
 
 def _dismiss_holder(socket_dir: Path) -> None:

@@ -22,11 +22,11 @@ _log = logging.getLogger(__name__)
 
 INDEX, EXTENTS, SESSIONS_LOCK = "index", "extents", "sessions.lock"
 HOSTS_BYTE = 1 << 20
-"""Byte of sessions.lock on which adapter hosts share a lock; it lies behind every row's byte."""
+"""Byte of sessions.lock on which adapter hosts share a lock; it lies after the bytes of all rows."""
 
 
 def lock_instance(socket_dir: Path) -> int:
-    """Lock server.pid of the socket directory; the lock lives as long as the returned descriptor, the caller's.
+    """Lock server.pid of the socket directory. The caller owns the returned descriptor, and the lock ends with it.
 
     Raises SegmentError naming the process that has the lock.
     """

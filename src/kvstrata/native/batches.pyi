@@ -11,7 +11,7 @@ from typing_extensions import Buffer
 T = TypeVar("T")
 
 def pack_keys(keys: Sequence[bytes]) -> bytes:
-    """The keys, concatenated. Raises ValueError for a key that has not 32 bytes."""
+    """The keys, concatenated. Raises ValueError for a key that does not have 32 bytes."""
 
 def split_keys(packed: Buffer) -> list[bytes]:
     """The inverse of `pack_keys`. Raises ValueError unless `packed` has a multiple of 32 bytes."""
@@ -19,7 +19,7 @@ def split_keys(packed: Buffer) -> list[bytes]:
 def names_of(prefix: str, keys: Sequence[bytes]) -> list[str]:
     """For each key, `prefix` followed by the key in hexadecimal digits.
 
-    Raises ValueError for a key that has not 32 bytes, and for a prefix that is not ASCII.
+    Raises ValueError for a key that does not have 32 bytes, and for a prefix that is not ASCII.
     """
 
 def pack_found(outcomes: Sequence[tuple[int, int, str]], word: Callable[[str], bytes]) -> bytes:

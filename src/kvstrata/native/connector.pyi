@@ -25,7 +25,7 @@ class NativeConnector:
         """`found(presence, record_bytes, reason)` for each key; keys with equal answers may share one result.
 
         Asks in the calling thread, without the GIL; returns None if the connector would have to wait.  Raises
-        ValueError for a key that has not 32 bytes.
+        ValueError for a key that does not have 32 bytes.
         """
 
     def counts(self) -> dict[str, int]:

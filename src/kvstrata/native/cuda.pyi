@@ -120,8 +120,8 @@ class CudaCopyEngine:
     its extent and blocks, and its checksums are computed: OK of a store means a sealed record, OK of a load verified
     blocks.  FAILED means an error of CUDA, or a number that cannot be rounded because it is infinite or a NaN.  Only
     that item has failed, unless the error is sticky (`failed`): then all later items fail too.  An item that has begun
-    is copied to its end; `cancel` cancels the others.  What a load holds for a negative block id is verified, but not
-    written.
+    is copied to its end; `cancel` cancels the others.  The part of a record for a negative block id is verified, but
+    not written.
     """
 
     def __new__(

@@ -11,11 +11,11 @@ def chain_keys(
     extras: Mapping[int, bytes] | None = None,
     first: int = 0,
 ) -> bytes:
-    """Chain keys of the full chunks of tokens[first:], 32 bytes each; tokens behind the last full chunk are ignored.
+    """Chain keys of the full chunks of tokens[first:], 32 bytes each; tokens after the last full chunk are ignored.
 
     `start` is the chain key of the chunk before, or the identity's root.  `tokens` is a sequence of ints or a
     buffer of 32-bit unsigned numbers (a `bytes` object holds them little-endian).  `extras` maps the number of a chunk
-    in this call to the 32 bytes that stand for its other content than tokens (media).
+    in this call to the 32 bytes that stand for its content other than tokens (media).
 
     Raises ValueError naming index and value for a token outside 0..2**32-1, and ValueError for an extra whose chunk is
     not full; TypeError for a token that is not an int.  Drops the GIL while it hashes 64 chunks or more.

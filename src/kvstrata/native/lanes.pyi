@@ -68,7 +68,7 @@ class NativeLanes:
     def submit_put(
         self, lane: int, connector: NativeConnector, items: Sequence[tuple[bytes, Any]], token: object
     ) -> bool:
-        """Put records given as (key, hold); takes over and drops the holds, also if it returns False or raises.
+        """Put records given as (key, hold); takes over and drops the holds, even if it returns False or raises.
 
         A hold has `address`, `length` and `drop()`.  The result is ([(PutStatus, reason)], keys that the
         connector's cap dropped since it was last asked).

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 class MachineTable(NamedTuple):
-    """One machine, as a header of ext/core/src writes it down (base/machine.h)."""
+    """One machine, as a header of ext/core/src defines it (base/machine.h)."""
 
     name: str
     states: tuple[tuple[str, str], ...]
@@ -14,5 +14,5 @@ class MachineTable(NamedTuple):
     in that state."""
 
 def machines() -> list[MachineTable]:
-    """The machines of an entry and of a session row (pool/states.h), of a segment and of the mode of a disk log
-    (disk/states.h), of a part and of a server that shares a directory (fs/states.h)."""
+    """The machines of pool/states.h (an entry, a session row), disk/states.h (a segment, the mode of a disk log) and
+    fs/states.h (a part, a server that shares a directory)."""

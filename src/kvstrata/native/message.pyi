@@ -1,4 +1,4 @@
-"""A look at a frame before anything is made of it (`ext/core/src/message/scan.h`)."""
+"""A look at a frame before anything else is done with it (`ext/core/src/message/scan.h`)."""
 
 from typing import Final
 
@@ -19,5 +19,5 @@ class Scan:
         """Scan a frame; returns (proof, op, session, seq, fault).
 
         `proof` is empty if the frame has none.  The next three are the leading values of the message's array, or empty
-        and 0: a text, 16 bytes, a number below 2^63.  `fault` is one of `FAULTS`; nothing behind it was read.
+        and 0: a text, 16 bytes, a number below 2^63.  `fault` is one of `FAULTS`; nothing after it was read.
         """

@@ -190,7 +190,7 @@ class Pool:
     def verify_next(self, max_bytes: int) -> int:
         """Checks unverified entries, last used first, at most about `max_bytes`; returns how many remain."""
     def mark_bad(self, key: Buffer, identity: bytes = b"") -> bool:
-        """Somebody saw a wrong record: checks it; True when it was bad and was dropped."""
+        """Checks a record that a reader found wrong; True when it was bad and was dropped."""
     def reserve(
         self, keys: Buffer, parent: bytes, record_bytes: int, row: int, identity: bytes, tenant: int = 0
     ) -> tuple[int, bytes, bytes]:
@@ -226,7 +226,7 @@ class Pool:
         server itself leases: for a pin, or for another instance that reads them.
         """
     def cleared_in_use(self, tenant: int = -1) -> tuple[int, int]:
-        """(held, leased): entries that clears dropped and that somebody still uses."""
+        """(held, leased): numbers of entries that clears dropped and that a hold or a lease still keeps."""
     def ready_tags(self, first: int, max_entries: int) -> tuple[bytes, int]:
         """(the first 8 bytes of each READY key among the next entries from number `first` on, next `first`).
 

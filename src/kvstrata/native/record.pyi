@@ -121,7 +121,7 @@ def record_header(address: int, length: int) -> RecordHeader:
     """The headers of a record, checked except for the payload. Raises RecordError."""
 
 def seal_record(address: int, length: int, spec: RecordSpec, section_lengths: Sequence[int]) -> None:
-    """Computes the CRCs of a payload that lies behind the header's room, and writes the header.
+    """Computes the CRCs of a payload, and writes the header into the room that was left before the payload.
 
     For writers that did not gather with a plan.  Raises ValueError, before anything is written.
     """

@@ -79,7 +79,7 @@ class RegistryUsage(NamedTuple):
     rebuilds: int
     """Times a partition grew or shrank."""
     refused: int
-    """Placements refused because too many others have nearly the same tag; keys never do that by chance."""
+    """Placements refused because too many others have nearly the same tag, which never happens by chance."""
 
 class Registry:
     def __init__(self, *, max_bytes: int = 4 << 30, max_slots: int = MAX_SLOTS) -> None:
@@ -108,7 +108,7 @@ class Registry:
     def admit(self, slot: int, tags: Buffer) -> int:
         """Add placements; returns how many of them are new.
 
-        Raises RegistryError: `bad_slot` if the slot is neither hidden nor visible (also when it is retired meanwhile),
+        Raises RegistryError: `bad_slot` if the slot is neither hidden nor visible (even if it is retired meanwhile),
         `no_space` at the bound on bytes.  Tags of the batch that were added before the error stay; repeating the batch
         is harmless.  After every 512 tags, other threads that wait for this processor run first.
         """

@@ -4,7 +4,7 @@ Even such a chunk passes through L1, since engines load only from there.  For LI
 which it was read can lease it; after that it is dropped as soon as nobody has a lease on it, children before their
 parents.  If there are more than `max_keys`, the oldest are forgotten here and leave L1 by eviction like other chunks.
 
-Chunks that an admin has asked for (`keeping`) are not borrowed, whoever reads them.
+Chunks that an admin has asked for (`keeping`) are not borrowed, whichever request reads them from a peer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LINGER_S = 2.0
 AT_A_TIME = 1024
-"""Most chunks that one `drop_due` looks at."""
+"""Maximum number of chunks that one `drop_due` looks at."""
 
 
 class Borrowed:
@@ -37,9 +37,9 @@ class Borrowed:
         self._due_s: collections.OrderedDict[bytes, float] = collections.OrderedDict()
         """When each key is to be dropped, in the order of these times."""
         self._dropping: asyncio.Future[int] | None = None
-        """The pool's removal of due chunks that runs now."""
+        """The removal that the pool is carrying out, if any."""
         self._kept: collections.Counter[bytes] = collections.Counter()
-        """How many `keeping` blocks name a key."""
+        """Key → number of `keeping` calls in progress that name it."""
 
     def __len__(self) -> int:
         return len(self._due_s)
@@ -52,9 +52,9 @@ class Borrowed:
 
     @contextlib.asynccontextmanager
     async def keeping(self, keys: Iterable[bytes]) -> AsyncIterator[None]:
-        """Within the block none of these chunks becomes borrowed; borrowed ones become ordinary chunks for good.
+        """Inside the `async with`, none of these chunks becomes borrowed; borrowed ones become ordinary for good.
 
-        The block begins after a drop that was under way has ended, so that no chunk in L1 is about to be dropped then.
+        Waits first for a drop that is under way, so that no chunk that the caller finds in L1 is about to be dropped.
         """
         keys = list(keys)
         self._kept.update(keys)
@@ -73,7 +73,7 @@ class Borrowed:
     async def drop_due(self) -> int:
         """Drop the due chunks that nobody uses; returns how many were dropped. Due chunks in use get LINGER_S more.
 
-        A cancelled call leaves the pool's removal to its end.
+        If the call is cancelled, the pool still finishes its removal.
         """
         now_s = self._clock.monotonic_s()
         first = itertools.islice(self._due_s.items(), AT_A_TIME)

@@ -20,11 +20,11 @@ from kvstrata.types import FORMAT_VERSION
 log = logging.getLogger(__name__)
 
 MAX_PEERS = 256
-"""Most connections at a time; for a further owner the oldest connection is closed."""
+"""Maximum number of connections at a time; for a further owner the oldest connection is closed."""
 
 
 class Connection:
-    """The connection with one owner: a link for messages, and the transfer engine's access to the owner's memory."""
+    """The connection to one owner: a link for messages, and the transfer engine's access to the owner's memory."""
 
     def __init__(self, instance: str, endpoint: str, link: AskLink) -> None:
         self.instance = instance
@@ -50,10 +50,10 @@ class Connections:
         self._engines = engines
         self._peers: dict[str, Connection] = {}
         self.closing = False
-        """The tier is closing: peers are not disconnected one by one, since closing the transfer engines does it."""
+        """The tier is closing: peers are not disconnected one by one, since closing the transfer engine does that."""
 
     def of(self, lease: Lease) -> Connection | None:
-        """The connection with the process that granted a lease; None if that connection does not stand any more."""
+        """The connection to the process that granted a lease; None if that connection has ended."""
         peer = self._peers.get(lease.owner)
         return peer if peer is not None and peer.epoch == lease.epoch else None
 
@@ -71,10 +71,10 @@ class Connections:
         self._peers.clear()
 
     async def connected(self, owner: Owner, ends_s: float) -> Connection:
-        """A connection whose owner the transfer engine reaches. Raises Unavailable, ClusterFailure or TransferError.
+        """The connection to this owner, opened if necessary. Raises Unavailable, ClusterFailure or TransferError.
 
-        At `ends_s` (the tier's clock) it raises Unavailable.  Then, and after a cancelled call, the connection goes on
-        being opened, for later callers.
+        If the connection is not open at `ends_s` (the tier's clock), the call raises Unavailable.  A call that has
+        raised this or was cancelled does not stop the opening, so that later callers can use the connection.
         """
         peer = self._peers.get(owner.instance)
         if peer is not None and peer.endpoint != owner.peer_endpoint:
@@ -160,7 +160,7 @@ class Connections:
                 await engine.connect(peer.instance, peer.metadata)
             except TransferError as error:
                 log.debug(
-                    "%s: the new transfer engine cannot connect to %s, which is asked for its metadata again: %s",
+                    "%s: the new transfer engine cannot connect to %s; its metadata will be asked for again: %s",
                     self._shared.name,
                     peer.instance,
                     error.message,
@@ -170,7 +170,7 @@ class Connections:
         return functools.partial(self._moved, engine, connected)
 
     def _moved(self, engine: TransferEngine, connected: list[tuple[Connection, bytes]]) -> None:
-        """`engine` is the current one now: leases at peers that it has connected stay, leases at others are lost."""
+        """Let the peers use `engine`, which is now the current one; leases at peers that it cannot reach are lost."""
         for peer, metadata in connected:
             if self._peers.get(peer.instance) is peer and peer.metadata == metadata:
                 peer.engine = engine

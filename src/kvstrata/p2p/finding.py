@@ -1,4 +1,4 @@
-"""From a run of keys, called a question, to a lease on its leading keys at an owner that has them.
+"""Finds an owner for a run of keys, called a question, and leases the leading keys there.
 
 standing leases ─▶ the owner named for these keys ─▶ the directory (remembered for a moment) ─▶ PeerLease at owners
 """
@@ -24,12 +24,12 @@ from kvstrata.storage.base import HEAD_BYTES, Found, Presence
 from kvstrata.types import EXTENT, Extent, unpack_extents
 
 STANDS_S = 1.0
-"""A lookup asks for new leases in place of those with less time left than this.
+"""A lookup asks for a new lease on keys whose lease has less time left than this.
 
-Its answer counts every lease that is still valid at its end.
+When the lookup answers, it counts every lease that is valid at that moment.
 """
 ATTEMPTS = 2
-"""Most owners of the directory's answer that one lookup asks; an owner that a command named is asked before."""
+"""Maximum number of owners named by the directory that one lookup asks; an owner that a command named comes before."""
 _ABSENT = Found(Presence.ABSENT)
 
 
@@ -39,8 +39,8 @@ class Asked(NamedTuple):
     reason: str = ""
     """The short reason why chunks that are not leased count as unknown; empty if they count as absent."""
     more: int = 0
-    """Leading keys that an owner has, according to the directory or to the command that named the owner, but will lease
-    only when we have given leases back."""
+    """Number of leading keys that an owner will lease only when we have given leases back.  The directory, or the
+    command that named the owner, says that it has them."""
 
 
 class Finder:
@@ -82,7 +82,7 @@ class Finder:
         return found + [rest] * (len(keys) - len(found))
 
     async def lease(self, keys: list[bytes]) -> Asked:
-        """Lease the leading ones of these keys at some owner; callers with the same question share one task.
+        """Lease the leading keys of this run at some owner; callers with the same question share one task.
 
         If a call is cancelled, the task still runs to its end.
         """
@@ -169,7 +169,7 @@ class Finder:
         """Ask an owner to lease these keys; returns how many it leases now, and a short reason or "".
 
         The reason is LIMIT if the owner leases no more for now, PEER_DEADLINE if no answer came in time, PEER_GONE if
-        it has restarted, and "" otherwise, also after a refusal or an invalid answer, which are logged.
+        the owner has restarted, and "" otherwise.  A refusal or an invalid answer gives "" too, and is logged.
         Reports to the owner's breaker, which must have admitted this call.
         """
         now_s = self._shared.now_s

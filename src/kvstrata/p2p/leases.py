@@ -1,9 +1,9 @@
-"""The leases that a reader has at its peers. No I/O; the caller brings the time.
+"""The leases that a reader has at its peers. No I/O; the caller passes the time.
 
 Invariants
-1. A key belongs to one HELD lease at most: if it is leased twice, the later lease counts.
-2. Every leased byte counts as under way at its owner until its key was read, replaced or lost.
-3. `add`, `read`, `unused` and `end_all` return a lease that is over exactly once; the caller must tell its owner.
+1. A key belongs to at most one HELD lease: if it is leased twice, the later lease counts.
+2. Every leased byte counts as under way at its owner until its key has been read, replaced or lost.
+3. `add`, `read`, `unused` and `end_all` report each lease that is over exactly once; the caller must tell its owner.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LeaseState(enum.Enum):
     HELD = "held"
     """The owner keeps the records, and they can be read."""
     OVER = "over"
-    """This reader needs the lease no more, and the owner has not heard that yet."""
+    """This reader no longer needs the lease, and the owner has not been told yet."""
     GONE = "gone"
     """The lease takes no room at its owner any more, as far as this reader can tell."""
 
@@ -34,9 +34,9 @@ class LeaseEvent(enum.Enum):
     FINISHED = enum.auto()
     """No record is left to read, nobody has read one for a while, or the lease has run out."""
     LOST = enum.auto()
-    """The owner says that the lease did not stand, or the connection with it has ended."""
+    """The owner says that the lease did not stand, or the connection to the owner has ended."""
     RELEASED = enum.auto()
-    """The owner has heard that the lease is over, or cannot hear it from us."""
+    """The owner has been told that the lease is over, or could not be told."""
 
 
 MACHINE = Machine(
@@ -47,7 +47,7 @@ MACHINE = Machine(
     {
         LeaseState.HELD: {LeaseEvent.FINISHED: LeaseState.OVER, LeaseEvent.LOST: LeaseState.GONE},
         LeaseState.OVER: {LeaseEvent.LOST: LeaseState.GONE, LeaseEvent.RELEASED: LeaseState.GONE},
-        # A batch that is being read when its lease is lost still ends, and asks whether the lease stood.
+        # A lost lease still gets these events when its batches under way end.
         LeaseState.GONE: {
             LeaseEvent.FINISHED: LeaseState.GONE,
             LeaseEvent.LOST: LeaseState.GONE,
@@ -70,7 +70,7 @@ class Lease:
         self.state: LeaseState = MACHINE.first
         self.unread = extents
         self.until_s = until_s
-        """The lease stands at least until then, by our clock."""
+        """The lease stands at least until this time, by our clock."""
         self.used_s = now_s
         self.readers = 0
         """Number of batches that are being read."""
@@ -104,7 +104,7 @@ class LeaseBook:
         return [older for older in replaced if self._finished(older)]
 
     def under_way_bytes(self, owner: str) -> int:
-        """Bytes that are leased from an owner and not read to the end."""
+        """Bytes that are leased from an owner and are not yet read, replaced or lost."""
         return self._bytes[owner]
 
     def leading(self, keys: Iterable[bytes], until_s: float) -> list[Extent]:
@@ -118,7 +118,10 @@ class LeaseBook:
         return [extent for extent in itertools.takewhile(lambda one: one is not None, found) if extent]
 
     def take(self, keys: Sequence[bytes], now_s: float) -> dict[Lease, list[tuple[int, Extent]]]:
-        """For each lease, the indices and extents of its unread keys. The caller reads them, then calls `read`."""
+        """Take those of the keys that are leased; returns their indices and extents, for each lease.
+
+        The caller reads the extents of each lease as one batch, and then calls `read`.
+        """
         taken: dict[Lease, list[tuple[int, Extent]]] = {}
         for place, key in enumerate(keys):
             lease = self._by_key.get(key)
@@ -138,7 +141,7 @@ class LeaseBook:
         return self._finished(lease)
 
     def released(self, lease: Lease) -> None:
-        """The owner has heard that the lease is over, or cannot hear it from us."""
+        """The owner has been told that the lease is over, or could not be told."""
         self._step(lease, LeaseEvent.RELEASED)
 
     def renewed(self, lease: Lease, until_s: float) -> None:
@@ -156,7 +159,7 @@ class LeaseBook:
             self.lost(lease)
 
     def unused(self, now_s: float, idle_s: float) -> list[Lease]:
-        """Take out the leases that nobody has read for `idle_s`, and those that have run out: they are over."""
+        """End the leases that nobody has read for `idle_s`, and those that have run out; returns them."""
         return self._take_out(
             lease
             for lease in self._held()
@@ -164,7 +167,7 @@ class LeaseBook:
         )
 
     def end_all(self) -> list[Lease]:
-        """Take out all leases, which are over then. REQUIRES that no batch is being read."""
+        """End all leases; returns them. REQUIRES that no batch is being read."""
         return self._take_out(self._held())
 
     def _held(self) -> list[Lease]:

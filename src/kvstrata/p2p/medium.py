@@ -1,4 +1,4 @@
-"""The medium of the tier that reads other instances; the server adds it, and no entry of `l2_adapters` can."""
+"""The medium of the tier that reads other instances. Only the server adds this tier; an `l2_adapters` entry cannot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TYPE = "peer"
 
 
 def peer_tier(settings: PeerSettings, number: int) -> TierConfig:
-    """The configuration of the tier, whose number follows those of all `l2_adapters`; nothing is opened."""
+    """The tier's configuration. Its `number` follows those of all `l2_adapters`. Nothing is opened."""
     recipe = Recipe(f"{__name__}:MEDIUM", settings, Place("p2p"), f"{TYPE}-{number}")
     return TierConfig(
         name=recipe.name,
@@ -29,9 +29,9 @@ def peer_tier(settings: PeerSettings, number: int) -> TierConfig:
         policy=StorePolicy.THROUGH,
         # The tier keeps its own, shorter deadlines; this one only guards against a mistake in the tier.
         deadline_ms=2 * max(settings.lookup_timeout_ms, settings.load_timeout_ms) + 2_000,
-        # A read by NIXL may hang without end; only the end of NIXL's process ends it.
+        # A read by NIXL may hang forever, and only the end of NIXL's process stops it.
         isolated=settings.engine == "nixl",
-        # The tier has its own memory of the directory's answers, by questions instead of keys.
+        # The tier itself remembers the directory's answers, by question instead of by key.
         presence=PresenceLimits(presence_ttl_ms=0, negative_ttl_ms=0),
     )
 

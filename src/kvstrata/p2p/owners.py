@@ -1,8 +1,9 @@
-"""What a reader decides about its peers: which owners to ask, and for how much at a time. No I/O, no clock.
+"""A reader's decisions about its peers: which owners to ask, and for how much at a time. No I/O, no clock.
 
-An owner's breaker opens at its first failure, for a second, then twice as long each time, so that one bad owner costs
-one deadline.  A window bounds the bytes under way from an owner.  The window begins small and grows by the bytes that
-were read without error, so that a newly started instance does not get all requests of all readers at once.
+An owner's breaker opens at the first failure, for 1 s, and at each further failure for twice as long, up to 30 s.  So a
+bad owner costs one deadline each time, not one for each request.  A window bounds the bytes under way from an owner.
+The window begins small and grows by the bytes that were read without error, so that a newly started instance does not
+get all requests of all readers at once.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ class OwnerLimits(msgspec.Struct, frozen=True, kw_only=True):
     open_s: float = 1.0
     max_open_s: float = 30.0
     max_owners: int = 1024
-    """Most owners that are remembered."""
+    """Maximum number of owners that are remembered."""
 
 
 LOAD_STEP_BYTES = 64 * MB
-"""Owners count as equally loaded by us if their bytes under way differ by less than this."""
+"""An owner's bytes under way are compared with those of others in whole steps of this size."""
 WORTH = 7 / 8
 """Owners whose prefix is shorter than this share of the longest one come last, however lightly loaded they are."""
 
@@ -48,10 +49,10 @@ class _Record:
 
 
 class OwnerBook:
-    """The owners that were asked, by instance id. The caller brings the time."""
+    """The owners that were asked, by instance id. The caller passes the time."""
 
     def __init__(self, limits: OwnerLimits, under_way_bytes: Callable[[str], int]) -> None:
-        """`under_way_bytes(instance)`: bytes that are leased from an owner and not read to the end."""
+        """`under_way_bytes(instance)`: bytes that are leased from an owner and are not yet read, replaced or lost."""
         self._limits = limits
         self._under_way_bytes = under_way_bytes
         self._records: collections.OrderedDict[str, _Record] = collections.OrderedDict()
@@ -78,7 +79,7 @@ class OwnerBook:
         return [owners[place] for place in sorted(may, key=rank) if self._may(owners[place].instance, now_s)]
 
     def crowded(self, owners: Sequence[Owner], now_s: float) -> int:
-        """The longest prefix, in keys, of an owner whose window is full, so that it must not be asked now; 0: none."""
+        """The longest prefix, in keys, of the owners that must not be asked now because their window is full; or 0."""
         return max(
             (
                 owner.n_keys
@@ -91,7 +92,7 @@ class OwnerBook:
         )
 
     def admit(self, instance: str, now_s: float) -> bool:
-        """Whether to ask this owner now; the caller then reports `well` or `failed`."""
+        """Whether this owner may be asked now; if so, the caller asks it and then reports `well` or `failed`."""
         return self._record(instance).breaker.admit(now_s)
 
     def well(self, instance: str, now_s: float) -> None:
@@ -110,14 +111,14 @@ class OwnerBook:
         record.window_bytes = min(record.window_bytes + n_bytes, self._limits.largest_window_bytes)
 
     def forgive(self) -> None:
-        """Let every owner be asked again, since the past failures had a cause on our side that is over."""
+        """Let every owner be asked again, because the past failures had a cause on our side, which is gone."""
         for record in self._records.values():
             record.breaker = Breaker(1, self._limits.open_s, self._limits.max_open_s)
 
     def states(self) -> dict[str, int]:
         """Counts for status pages."""
         closed = sum(record.breaker.would_admit(float("-inf")) for record in self._records.values())
-        return {"owners": len(self._records), "owners_let_alone": len(self._records) - closed}
+        return {"owners": len(self._records), "owners_skipped": len(self._records) - closed}
 
     def _may(self, instance: str, now_s: float) -> bool:
         record = self._record(instance)
@@ -135,7 +136,10 @@ class OwnerBook:
 
 
 class Question(NamedTuple):
-    """Names a run of keys by its ends and length, which suffice since a storage key stands for all tokens before it."""
+    """A run of keys, identified by its first key, last key and length.
+
+    These suffice, since a storage key stands for all tokens before it.
+    """
 
     first: bytes
     last: bytes
@@ -143,12 +147,15 @@ class Question(NamedTuple):
 
 
 def question_of(keys: Sequence[bytes]) -> Question:
-    """The name of this run of keys. REQUIRES at least one key."""
+    """The question for this run of keys. REQUIRES at least one key."""
     return Question(keys[0], keys[-1], len(keys))
 
 
 class DirectoryCache:
-    """The directory's recent answers, bounded. If nobody has a key, that answers every question that begins with it."""
+    """The directory's recent answers, bounded.
+
+    The answer that nobody has a key is reused for every question that begins with that key.
+    """
 
     def __init__(self, *, ttl_s: float, negative_ttl_s: float, max_questions: int = 16_384) -> None:
         self._ttl_s = ttl_s
@@ -158,7 +165,7 @@ class DirectoryCache:
         self._nobody: collections.OrderedDict[bytes, float] = collections.OrderedDict()
 
     def recall(self, question: Question, now_s: float) -> list[Owner] | None:
-        """The owners by a recent answer, empty if nobody has the first key; None: ask the directory."""
+        """The owners that a recent answer named, empty if nobody has the first key; None: ask the directory."""
         if self._nobody.get(question.first, now_s) > now_s:
             return []
         until_s, owners = self._known.get(question, (now_s, []))
@@ -182,7 +189,7 @@ class DirectoryCache:
 
 
 class NamedOwners:
-    """Owners that commands have named for keys. At most `max_keys` keys are kept; the oldest are forgotten first."""
+    """The owners that commands have named for keys, for at most `max_keys` keys; the oldest are forgotten first."""
 
     def __init__(self, *, max_keys: int = 65_536) -> None:
         self._max_keys = max_keys
@@ -198,22 +205,23 @@ class NamedOwners:
             del self._owners[key]
 
     def of(self, key: bytes) -> Owner | None:
-        """The owner that is named for a run that begins with this key; None: no one is."""
+        """The owner that is named for a run that begins with this key; None: no owner is named."""
         return self._owners.get(key)
 
 
 class Pacer:
-    """Bounds bytes per second: each read begins when those before it have used up their time. 0: no bound."""
+    """Bounds bytes per second: each read begins when the reads before it have used up their time."""
 
     BURST_S = 0.25
-    """A read may begin this long before the reads before it have used up their time."""
+    """A read may begin up to this long before the earlier reads have used up their time."""
 
     def __init__(self, bytes_per_s: float) -> None:
+        """`bytes_per_s` 0: no bound."""
         self._bytes_per_s = bytes_per_s
         self._free_s = float("-inf")
 
     def delay_s(self, now_s: float) -> float:
-        """How long a read that began now would have to wait."""
+        """How long a read would have to wait if it were counted now."""
         return max(0.0, self._free_s - now_s - self.BURST_S) if self._bytes_per_s else 0.0
 
     def take(self, n_bytes: int, now_s: float) -> float:

@@ -13,7 +13,10 @@ from kvstrata.storage.stack import Stack
 
 
 class PeerReads:
-    """The tier by its name. It is absent where peers are not read, and after an admin has removed it."""
+    """Finds the tier by its name.
+
+    If peers are not read, or an admin has removed the tier, `prefer` does nothing and `metadata` is empty.
+    """
 
     def __init__(self, name: str, stack: Callable[[str], Stack | None], counters: ServerCounters) -> None:
         """`name` of the tier, empty where peers are not read; `stack(name)` finds the tier among those in service."""

@@ -1,4 +1,4 @@
-"""From leased extents at an owner to reserved extents here: read, verify, and ask the owner whether the lease stood."""
+"""Reads an owner's leased extents into reserved extents here, verifies them, and asks the owner if the lease stood."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _REASONS = {
     transfer.BUSY: THROTTLED,
     transfer.CLOSED: CLOSED,
 }
-"""Short reasons for a transfer engine's words; all other words become TRANSFER."""
+"""The short reason for each word that a transfer engine answers with; all other words become TRANSFER."""
 _NOT_THERE = LoadOutcome(LoadStatus.ABSENT)
 _LOADED = LoadOutcome(LoadStatus.LOADED)
 
@@ -97,7 +97,7 @@ class Reader:
     async def _read(
         self, lease: Lease, items: list[LoadItem], extents: list[tuple[int, Extent]]
     ) -> list[LoadOutcome]:
-        """Read a batch of one lease; returns the outcomes in its order. Every hold is dropped in the end."""
+        """Read a batch of one lease; returns the outcomes in the same order. Every hold is dropped in the end."""
         n_bytes = sum(extent.length_bytes for _, extent in extents)
         outcomes = [LoadOutcome(LoadStatus.FAILED, LENGTH)] * len(extents)
         sound_length: list[int] = []
@@ -128,7 +128,7 @@ class Reader:
         return outcomes
 
     async def _transfer(self, lease: Lease, reads: list[ReadItem], landing: _Landing) -> str:
-        """Read the bytes; returns "" or a short reason. The transfer engine leaves `landing` when its read ends."""
+        """Read the bytes; returns "" or a short reason. Calls `landing.leave` when the transfer engine's read ends."""
         n_bytes = sum(read.length for read in reads)
         delay_s = self._pacer.take(n_bytes, self._shared.now_s())
         if delay_s:
@@ -158,7 +158,7 @@ class Reader:
         return _REASONS.get(word, TRANSFER)
 
     async def _checked(self, lease: Lease, over: bool, batch: list[LoadItem]) -> list[LoadOutcome]:
-        """Verify the read records while the owner is asked whether the lease stood; returns their outcomes."""
+        """Verify the records of a batch, and meanwhile ask the owner whether the lease stood; returns the outcomes."""
         records = [(item.hold.address, item.hold.length, item.key) for item in batch]
         verified = self._lanes.submit(
             Lane.LOAD, lambda: self._verifier.verify_stored(records), beyond_limit=True
@@ -215,4 +215,4 @@ _OUTCOME_OF = {
     int(CopyOutcome.OK): _LOADED,
     int(CopyOutcome.MISMATCH): LoadOutcome(LoadStatus.FAILED, MISMATCH),
 }
-"""All other results of the verification are misses; the owner's own check removes a corrupt record there."""
+"""All other results of the verification are misses. If the owner's record is corrupt, the owner's check removes it."""

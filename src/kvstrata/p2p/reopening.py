@@ -3,21 +3,23 @@
 UCX never uses a device whose link was down when the engine was opened.  So a new engine is opened
 
     devices       when an address or port is usable that was not usable when the engine was opened, and
-    unreachable   when for a while no read and no connection has succeeded, although peers have answered messages.
+    unreachable   when peers answer messages, but for a while no read has succeeded and several reads or connections
+                  have failed.
 
-The loss of a device is no reason: the engine uses the other devices, and the lost one again when it is back.
+A lost device is no reason for a new engine: the engine uses its other devices, and the lost one again when it is back.
 
     a new engine is opened ─▶ it connects the peers ─▶ it becomes the current one ─▶ `linger_s` ─▶ the old one is closed
 
 Invariants
-1. If no new engine can be opened, the current one stays.  Only a start may leave no current engine: if no device of
-   UCX_NET_DEVICES was usable then and UCX cannot open an engine without one, until a device is usable.
-2. Both engines have registered the same region, so reads and leases under way are not disturbed.  Reads that the old
-   engine still has under way at its close are forced to their end, as by any `close`.
-3. At most two engines are open.  The pause between two openings doubles up to `max_pause_s`.  The wait before an
-   opening for `unreachable` doubles too, up to `max_unreachable_s`, so that dead peers cost little.
-4. `metadata` are those of the current engine.  Peers that have older metadata are served for `linger_s`; after that
-   their reads fail cleanly, and they ask for the new metadata.
+1. If no new engine can be opened, the current one stays.  A current engine may be missing only after a start: if no
+   device that UCX_NET_DEVICES allows was usable then, and UCX could not open an engine without one.  The first engine
+   is opened as soon as a device is usable.
+2. Both engines have registered the same region, so reads and leases under way are not disturbed.  Reads that are still
+   under way when the old engine is closed are forced to their end, as by any `close`.
+3. At most two engines are open.  The pause between two openings doubles up to `max_pause_s`.  The time without a
+   successful read that leads to `unreachable` doubles too, up to `max_unreachable_s`, so that dead peers cost little.
+4. `metadata` comes from the current engine.  Peers that have older metadata are served for `linger_s`; after that their
+   reads fail cleanly, and they ask for the new metadata.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 10.0
 """Time between two looks at the devices while the kernel reports no change."""
 SETTLE_S = 0.5
-"""Time from a change to the look at it, since a link that comes up gets its addresses one after the other."""
+"""Time from a change to the look at the devices; a link that comes up gets its addresses one after the other."""
 MAX_SHOWN = 200
 
 
@@ -52,7 +54,7 @@ class Limits(NamedTuple):
     first_pause_s: float = 5.0
     max_pause_s: float = 300.0
     calm_s: float = 600.0
-    """After this long without an opening the pauses begin anew."""
+    """After this long without an opening, the next pause is `first_pause_s` again."""
     unreachable_s: float = 10.0
     max_unreachable_s: float = 600.0
     min_failures: int = 3
@@ -69,7 +71,7 @@ class Cause(enum.StrEnum):
 
 
 class ReopenPolicy:
-    """Decides when to open a new engine. The caller brings times and observations; no I/O."""
+    """Decides when to open a new engine. The caller passes times and observations; no I/O."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self._limits = limits
@@ -82,7 +84,7 @@ class ReopenPolicy:
         self._failing_since_s = 0.0
 
     def opened(self, devices: frozenset[str], now_s: float, cause: Cause | None = None) -> None:
-        """An engine that was opened with these usable devices is the current one now; `cause` None: the first one."""
+        """Note the usable devices with which the current engine is opened; `cause` is None for the first engine."""
         self._with = devices
         self._failures = 0
         if cause is not None:
@@ -106,7 +108,7 @@ class ReopenPolicy:
         self._failures += 1
 
     def due(self, devices: frozenset[str], now_s: float) -> tuple[Cause, str] | None:
-        """Whether to open a new engine now, given the usable devices: the cause and a sentence that says why."""
+        """The cause for opening a new engine now, and a sentence about it; None: open none. `devices` are usable."""
         if now_s < self._not_before_s:
             return None
         added = ", ".join(sorted(devices - self._with))
@@ -162,7 +164,11 @@ class PeerEngine:
         return self._current
 
     async def open(self, region: Region, clock: Clock) -> None:
-        """Open the first engine, or log that no device is usable and leave it to `start`. Raises TransferError."""
+        """Open the first engine. Raises TransferError.
+
+        If it cannot be opened only because no network device is usable, this is logged instead.  The task that `start`
+        begins then opens it as soon as a device is usable.
+        """
         self._region, self._clock = region, clock
         devices = Devices(frozenset(), frozenset())
         with contextlib.suppress(OSError):
@@ -175,9 +181,9 @@ class PeerEngine:
             idle = ", ".join(sorted(devices.idle))[:MAX_SHOWN]
             if error.field != "network" or devices.usable or not idle:
                 raise
-            self._last = f"waits for a link of {idle}"
+            self._last = f"waits until one of these devices has a link: {idle}"
             log.warning(
-                "%s: no peers are read until a network device has its link (%s): %s",
+                "%s: no peers are read until one of the network devices (%s) has a link: %s",
                 self._name,
                 idle,
                 error.message,
@@ -188,14 +194,14 @@ class PeerEngine:
     def start(self, move: Callable[[TransferEngine], Awaitable[Callable[[], None]]]) -> None:
         """Open new engines from now on when they are due.
 
-        `move` connects the peers by a new engine, and returns a function to call when that engine is the current one.
+        `move` connects a new engine to the peers, and returns a function to call when that engine is the current one.
         """
         self._move = move
         try:
             self._watch = LinkWatch(self.look_now)
         except OSError as error:
             log.warning(
-                "%s: the kernel reports no changes of network devices, they are noticed within %.0f s: %s",
+                "%s: the kernel does not report changes of network devices; they are noticed within %.0f s: %s",
                 self._name,
                 LOOK_S,
                 error,
@@ -220,7 +226,7 @@ class PeerEngine:
         return dict(self._counts)
 
     def remarks(self) -> dict[str, str]:
-        """Why a new engine was opened, or could not be, the last time."""
+        """Why a new engine was opened last, or why it could not be opened."""
         return {"reopened": self._last} if self._last else {}
 
     async def close(self) -> None:
@@ -252,7 +258,7 @@ class PeerEngine:
                 await self._reopen(*due, usable)
 
     def _ended(self, keeper: asyncio.Task[None]) -> None:
-        """Log a failure of the task, our own mistake: the current engine stays, and no new one will be opened."""
+        """Log a failure of the task, which is a bug: the current engine stays, and no new one will be opened."""
         if keeper.cancelled() or (error := keeper.exception()) is None:
             return
         self._last = f"no new engine will be opened: {error!r}"[:MAX_REMARK_CHARS]
@@ -262,7 +268,7 @@ class PeerEngine:
         try:
             self._coming = coming = self._make()
             metadata = await coming.open([self._region])
-        except (TransferError, OSError, RuntimeError) as error:  # RuntimeError: native code got no thread
+        except (TransferError, OSError, RuntimeError) as error:  # RuntimeError: no thread for native code
             self._counts["reopen_failures"] += 1
             self._last = f"failed: {why}; {error}"[:MAX_REMARK_CHARS]
             log.warning("%s: no new transfer engine could be opened (%s): %s", self._name, why, error)

@@ -1,4 +1,4 @@
-"""The ends of leases: their owners are told, and loads that wait for room at an owner go on."""
+"""Gives leases back to their owners, and wakes the loads that wait for room at an owner."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Returns:
         return asyncio.create_task(tell(), name=f"{self._shared.name}-release")
 
     def ended(self, lease: Lease) -> None:
-        """The lease takes no room at its owner any more as far as we can tell: loads that wait for room ask again."""
+        """As far as we can tell, the lease takes no room at its owner any more: loads that wait for room ask again."""
         self._shared.leases.released(lease)
         self.lease_ended.set()
 

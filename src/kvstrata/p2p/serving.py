@@ -1,14 +1,14 @@
-"""The owner's side of reads by peers: leases on records of this L1 for other instances, ended by this process's clock.
+"""The owner's side of reads by peers: other instances lease records of this L1, and this process's clock ends leases.
 
-    hello     asks how to reach the memory; answered with the transfer engine's metadata
-    lease     asks that the leading ones of some records stay where they are for a while
-    release   says that all or some of a lease's records were read; answered with whether the lease stood until now
+    hello     asks how to reach the memory; the answer is the transfer engine's metadata
+    lease     asks to keep the leading records of a run where they are for a while
+    release   says that all or some of a lease's records were read; the answer is whether the lease stood until now
 
 Invariants
 1. While a lease is in `PeerLeases`, the pool keeps its extents (as leases of row 0, the server itself).  After the
    lease has left `PeerLeases`, no release of it is answered with `stood`.  So `stood` is exact even after this process
-   was frozen, since a frozen process has released no extent.
-2. Leases of peers and pins together keep at most `limit_bytes` of distinct records, and number at most MAX_LEASES.
+   was frozen, since a frozen process releases no extent.
+2. Leases of peers and pins together are at most MAX_LEASES, and keep at most `limit_bytes` of distinct records.
 3. Only verified records are leased: the pool's lease stops at a record that is not READY, such as one whose CRC is
    pending.
 4. Lease numbers begin at a random number, so that the numbers of an earlier process name no lease here.
@@ -73,7 +73,7 @@ class _Lease:
 
 
 class PeerLeases:
-    """Leases of peers and pins of the controller on one pool. The caller brings the time; no I/O."""
+    """Leases of peers and pins of the controller on one pool. The caller passes the time; no I/O."""
 
     def __init__(self, pool: Pool, limit_bytes: int) -> None:
         self._pool = pool
@@ -82,9 +82,9 @@ class PeerLeases:
         self._leases: dict[int, _Lease] = {}
         self._claims: dict[str, int] = {}
         self._shares: dict[int, list[int]] = {}
-        """Pool entry → [leases on it, its bytes]."""
+        """Pool entry → [number of leases on it, its bytes]."""
         self._due: list[tuple[float, int]] = []
-        """Heap of (time to look at it, number): one for each lease, and some for leases that have ended."""
+        """Heap of (when to check whether a lease has expired, its number); may name leases that have ended."""
         self.draining = False
         self.leased_bytes = 0
         """Bytes of the distinct records that are leased or pinned."""
@@ -96,7 +96,10 @@ class PeerLeases:
         return len(self._leases)
 
     def lease(self, keys: bytes, n_slices: int, ttl_s: float, now_s: float) -> Leased:
-        """Lease the leading whole chunks of `keys` (chunk by chunk) that are in L1 and that the limits allow."""
+        """Lease the leading chunks that are wholly in L1, as many as the limits allow.
+
+        `keys` are the storage keys chunk by chunk, `n_slices` of them for each chunk.
+        """
         if self.draining or len(self._leases) >= MAX_LEASES:
             reason = DRAINING if self.draining else LIMIT
             self.counts[reason] += 1
@@ -123,7 +126,7 @@ class PeerLeases:
         return True
 
     def pin(self, claim: str, keys: bytes, ttl_s: float, now_s: float) -> int:
-        """Keep those of these records that are in L1; returns how many. An older pin of the name ends first.
+        """Keep those of these records that are in L1; returns how many. An older pin with the same name ends first.
 
         Raises Refused if the limits leave no room for all of them; then nothing is pinned under this name.
         """
@@ -167,7 +170,7 @@ class PeerLeases:
             lease = self._leases.get(number)
             if lease is None:
                 continue
-            if lease.expires_s > now_s:  # a release has prolonged it
+            if lease.expires_s > now_s:  # a release has prolonged the lease
                 heapq.heappush(self._due, (lease.expires_s, number))
             else:
                 self.counts["expired"] += 1
@@ -195,9 +198,9 @@ class PeerLeases:
         }
 
     def _take(self, keys: bytes, n_slices: int) -> tuple[_Lease | None, bytes, str]:
-        """Lease leading chunks in the pool. Returns the lease, in no table yet, its extents, and why it lacks some.
+        """Lease leading chunks in the pool. Returns the lease, its extents, and the reason why it lacks some chunks.
 
-        The lease is None if it would be empty; the reason is "" if no chunk is lacking.
+        The lease is in no table yet, and None if it would be empty.  The reason is "" if no chunk is lacking.
         """
         ticket, n_chunks, extents, _, short_bytes = self._pool.lease(keys, n_slices, [SERVER_ROW])
         if not ticket:
@@ -218,7 +221,7 @@ class PeerLeases:
             self._pool.release(ticket)
             if not fits:
                 return None, b"", LIMIT
-            # Nothing has run in between, so the same records are still in L1.
+            # The same records are leased again, unless another thread has removed some since the release.
             ticket, n_chunks, extents, _, _ = self._pool.lease(
                 keys[: fits * KEY_BYTES], n_slices, [SERVER_ROW]
             )
@@ -280,7 +283,8 @@ class PeerServer:
     ) -> None:
         """`server` is None if peers are not served and only controllers' pins are kept.
 
-        `metadata()` returns that of the transfer engine which reaches the pool now; empty while none does.
+        `metadata()` returns the metadata of the transfer engine by which peers reach the pool now; empty while there is
+        no such engine.
         """
         self.leases = PeerLeases(pool, limit_bytes)
         self._pool = pool
@@ -328,7 +332,7 @@ class PeerServer:
         try:
             reply = self._answer(PEER_REQUESTS.decode(frame))
         except BAD_FRAME as error:
-            reply = self._failure(seq_of(frame), BadRequest(f"not a message of a peer: {error}"))
+            reply = self._failure(seq_of(frame), BadRequest(f"invalid message to a peer: {error}"))
         except KvstrataError as error:
             reply = self._failure(seq_of(frame), error)
         if self._server is not None:
@@ -348,8 +352,8 @@ class PeerServer:
         n_keys, rest = divmod(len(request.keys), KEY_BYTES)
         if rest or not n_keys or n_keys % request.n_slices:
             raise BadRequest(
-                f"keys: {len(request.keys)} bytes are not the keys of one or more chunks, {request.n_slices} times "
-                f"{KEY_BYTES} bytes each",
+                f"keys: found {len(request.keys)} bytes; send {request.n_slices} keys of {KEY_BYTES} bytes for each of "
+                "one or more chunks",
                 field="keys",
             )
         leased = self.leases.lease(request.keys, request.n_slices, request.ttl_ms / 1000, now_s)
@@ -389,7 +393,7 @@ class PeerServer:
         )
 
     def _look_later(self) -> None:
-        """Set the timer to the end of the next lease."""
+        """Set the timer to the time when the next lease expires."""
         now_s = self._clock.monotonic_s()
         due_s = self.leases.expire(now_s)
         if due_s is None or (self._timer is not None and self._timer_due_s <= due_s):

@@ -1,4 +1,4 @@
-"""The settings by which the server adds the tier that reads other instances; users do not write them as an entry."""
+"""The settings of the tier that reads other instances. The server makes them; no `l2_adapters` entry can hold them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class PeerSettings(msgspec.Struct, frozen=True):
     load_timeout_ms: int = 5_000
     lease_ms: int = 10_000
     remember_ms: int = 500
-    """How long the directory's answer with owners is used again."""
+    """How long the directory's answer is reused if it names owners."""
     remember_none_ms: int = 200
-    """How long the directory's answer that nobody has a chunk is used again."""
+    """How long the directory's answer is reused if it says that nobody has the chunk."""
     max_bytes_per_s: float = 0.0
     """0: no bound."""
     limits: OwnerLimits = OwnerLimits()

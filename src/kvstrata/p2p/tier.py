@@ -6,13 +6,13 @@ transfer engine reads them one-sidedly.
 
 Invariants
 1. LOADED is answered only for bytes that verify as the record of their key, and only if the owner says after the read
-   that its lease stood.  Everything else is a miss: a wrong directory, an owner that has evicted, cleared or restarted,
-   another record version.
-2. The hold of a destination is dropped when the engine has reported the end of its read and nothing here looks at the
-   bytes any more; no clock, deadline or cancelled wait drops it.
+   that its lease stood.  Everything else is a miss, such as a wrong directory, an owner that has evicted, cleared or
+   restarted, or another record version.
+2. The hold of a destination is dropped when the engine has reported the end of the read into it and nothing here looks
+   at the bytes any more; no clock, deadline or cancelled wait drops it.
 3. A lease that nobody reads is given back after IDLE_S (returns.py); it expires at the owner in any case.
-4. Answers of owners and controllers are checked before they are used, and awaited for at most `lookup_timeout_ms` in a
-   lookup and `load_timeout_ms` in a load.  After a failure the owner is skipped for a while (owners.py).
+4. Each answer of an owner or a controller is checked before it is used, and awaited for at most `lookup_timeout_ms` in
+   a lookup and `load_timeout_ms` in a load.  After a failure the owner is skipped for a while (owners.py).
 5. Nothing is put, deleted or cleared, since the records belong to their owner.
 
 The keys of a lookup form a prefix: key i is only useful if keys 0..i-1 are present.  So an owner that lacks the first
@@ -21,12 +21,12 @@ key has nothing for us.
 If an owner was named for keys (`prefer`), it is asked first, whatever the directory says.  Other owners are asked only
 if it leases none of the keys, which is counted and logged.
 
-An owner leases at most a share of its L1 (`p2p.max_leased_share`).  Records of a long prompt beyond that are answered
-as present, with the length of the leased ones; they are leased during the load, when earlier leases of ours at that
-owner have ended.
+An owner leases at most a share of its L1 (`p2p.max_leased_share`).  If a long prompt has more records than that,
+`exists` answers the others as present too, with the length of the leased ones.  They are leased during the load, when
+our earlier leases at that owner have ended.
 
 The parts: finding.py (keys → owner → lease), connections.py (one per owner), reading.py (leased extents → extents
-here), returns.py (the ends of leases), owners.py (which owners to ask), leases.py (our leases there), reopening.py (the
+here), returns.py (gives leases back), owners.py (which owners to ask), leases.py (our leases there), reopening.py (the
 engine).
 """
 
@@ -76,7 +76,7 @@ from kvstrata.types import KEY_BYTES
 
 MAX_BATCH = 256
 CONTROLLER_MAX_OPEN_S = 4.0
-"""Longest time for which a controller that does not answer is not asked again."""
+"""Longest pause before a controller that did not answer is asked again."""
 VERIFIERS = 4
 _NOT_THERE = LoadOutcome(LoadStatus.ABSENT)
 
@@ -105,7 +105,7 @@ class PeerTier(StorageAdapter, ReadsPeers):
         name: str = "peer",
         look: Callable[[], Devices] = find_devices,
     ) -> None:
-        """`make_engine` may raise TransferError that says what to install; `look` finds the network devices."""
+        """`make_engine` may raise a TransferError that says what to install; `look` finds the network devices."""
         self.name = name
         self.capabilities = Capabilities(
             persistent=False,
@@ -210,7 +210,7 @@ class PeerTier(StorageAdapter, ReadsPeers):
         return [PutOutcome(PutStatus.FAILED, READ_ONLY if is_open else CLOSED)] * len(items)
 
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
-        """Read the records that are leased or can be leased now. A cancelled wait lets the batch go on to its end."""
+        """Read the records that are leased or can be leased now. If the call is cancelled, the batch still goes on."""
         if self._parts is None or self._closed:
             for item in items:
                 item.hold.drop()

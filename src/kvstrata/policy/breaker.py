@@ -1,5 +1,5 @@
 """Decides when to stop asking an adapter or a process that does not answer, and when to try again. Sans I/O: the
-caller brings the time.
+caller passes the time.
 
 A CLOSED breaker lets everything through.  After `failures` failures in a row it is OPEN and lets nothing through for
 `open_s`; then it lets one operation through as a probe.  If the probe fails, the breaker is OPEN again for twice as

@@ -14,7 +14,7 @@ from kvstrata.rpc.wire import MAX_SLICES, SECRET_BYTES, SessionName
 from kvstrata.types import LayoutIdentity, Role, Slice
 
 MAX_HELD_LOCKS = 1024
-"""Most lock files of one process: one per segment that it was ever attached to."""
+"""Maximum number of lock files of one process: one per segment that it was ever attached to."""
 
 
 class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,14 +55,14 @@ class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
 class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
     """Answer on the attach socket; an empty `code` means accepted.
 
-    Then descriptors travel with it: index (read-only), extents (read-only for a process without a slice), and
-    sessions.lock, unless the request's `held_locks` names it.
+    With an accepted attach, descriptors travel with it: index (read-only), extents (read-only for a process without a
+    slice), and sessions.lock, unless the request's `held_locks` names it.
     """
 
     code: str = ""
     message: str = ""
     field: str = ""
-    """The same as in an error reply."""
+    """The field of the request that was refused, as in an error reply."""
     row: int = 0
     """Row of the process in the session table."""
     epoch: int = 0
@@ -73,7 +73,7 @@ class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
     """Length of the extents file."""
     secret: Annotated[bytes, Meta(max_length=SECRET_BYTES)] = b""
     """32 random bytes that each frame of the session carries until it attaches again. Whoever knows them and reaches
-    the server acts in the session's name."""
+    the server can act in the session's name."""
     instance_id: str = ""
     lock_file: tuple[int, int] = (0, 0)
     """(device, inode) of sessions.lock; the client locks byte `row` of it for life."""

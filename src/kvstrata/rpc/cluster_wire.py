@@ -1,4 +1,4 @@
-"""Messages between instances, their controller and their peers: one msgpack array per frame, its name first.
+"""Messages between instances, their controller and their peers: one msgpack array per frame, the message's name first.
 
 The controller has three sockets, named as in its `--monitor-ports`:
 
@@ -33,8 +33,9 @@ MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_TAGS = 262_144
 """Tags in one message (2 MiB)."""
 MAX_PEER_KEYS = 4_096
-MAX_EXPLAINED_KEYS = 256
 """Keys in one lease of a peer."""
+MAX_EXPLAINED_KEYS = 256
+"""Keys in one EXPLAIN command."""
 MAX_RUNS = 4_096
 MAX_COMMANDS = 64
 """Commands in one answer to a heartbeat."""
@@ -57,7 +58,7 @@ Text = Annotated[str, Meta(max_length=2_000)]
 Word = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 """A text without control characters, which pages and logs show as it is."""
 MAX_TIERS = 2 * (1 + MAX_L2_ADAPTERS)
-"""Tiers in one report: those of an instance, and those that are just being removed."""
+"""Tiers in one report: the tiers of an instance, and those that are being removed."""
 ByTier = Annotated[dict[TierName, Count], Meta(max_length=MAX_TIERS)]
 """A number by tier. The names become labels of metrics, so their alphabet and their number are bounded."""
 HitSource = Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,16}$")]
@@ -101,7 +102,7 @@ class KvKind(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Register(ClusterRequest, frozen=True, tag="register"):
-    """An instance joins the cluster, or tells a restarted controller that it lives."""
+    """An instance joins the cluster, or tells a restarted controller that it is alive."""
 
     protocol: int
     instance: InstanceId
@@ -267,10 +268,10 @@ class CommandKind(enum.StrEnum):
     L1, from the owner if it leases them, else from other peers. Used by replicate, and by move, which then sends the
     owner an EVICT."""
     DRAIN = "drain"
-    """{"on": bool}: true: lease nothing more to peers; false: lease to them again."""
+    """{"on": bool}: if true, lease nothing more to peers; if false, lease to them again."""
     EXPLAIN = "explain"
-    """{"request_id": str}: answer the document of /v1/explain; or {"keys": bytes}, at most 256 keys: answer for each
-    key that its chunk is in L1, or why it is not."""
+    """{"request_id": str}: answer the document of /v1/explain; or {"keys": bytes}, at most 256 keys: answer, for each
+    key, that the chunk is in L1, or why it is not."""
     RUNTIME = "runtime"
     """{}: answer threads, memory, garbage collector, lag of the loop, allow-listed environment."""
     STATUS = "status"
@@ -278,8 +279,8 @@ class CommandKind(enum.StrEnum):
 
 
 class Command(msgspec.Struct, array_like=True, frozen=True):
-    """An order of the controller. It is repeated in each answer until its result arrives, and carried out once for its
-    `number`."""
+    """An order of the controller. It is repeated in each answer until its result arrives; the instance carries it out
+    only once, by its `number`."""
 
     number: Seq
     kind: CommandKind
@@ -303,9 +304,9 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     chunks: ByTier
     """Records by tier."""
     used_bytes: ByTier
-    """Bytes used by tier, as of a moment ago; without tiers that do not know."""
+    """Bytes used, by tier, as of a moment ago; tiers that do not know them are left out."""
     capacity_bytes: ByTier
-    """Capacity by tier; without tiers that have no cap."""
+    """Capacity by tier; tiers without a cap are left out."""
     hits_total: Annotated[dict[HitSource, int], Meta(max_length=16)]
     """Chunks that lookups found, by source: `l1`, `l2`, `peer`; and `miss`."""
     peer_leased_bytes: int
@@ -315,7 +316,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Heartbeat(ClusterRequest, frozen=True, tag="heartbeat"):
-    """The instance lives. Sent every `heartbeat_ms`, and at once after a Nudge and when commands have ended."""
+    """The instance is alive. Sent every `heartbeat_ms`, and at once after a Nudge and when commands have ended."""
 
     instance: InstanceId
     incarnation: Incarnation
@@ -391,7 +392,7 @@ class PeerLeased(ClusterReply, frozen=True, tag="peer_lease"):
     """Packed extents of the leading keys, as in an engine's lookup; only whole chunks."""
     ttl_ms: int
     reason: str
-    """Why not all records are leased: `absent`, `limit` (25 % of L1), `draining`; empty if all are."""
+    """Why not all records are leased: `absent`, `limit` (`p2p.max_leased_share`), `draining`; empty if all are."""
 
 
 class PeerRelease(ClusterRequest, frozen=True, tag="peer_release"):
@@ -400,13 +401,13 @@ class PeerRelease(ClusterRequest, frozen=True, tag="peer_release"):
     lease: int
     keep_ms: Annotated[int, Meta(ge=0, le=60_000)] = 0
     """0 ends the lease; otherwise it goes on for this long from now on the owner's clock, and the reader only asks
-    whether it was still valid."""
+    whether the lease was still valid."""
     read_bytes: Count = 0
     """Bytes that were read under the lease since the last release, for the owner's count of sent bytes."""
 
 
 class PeerReleased(ClusterReply, frozen=True, tag="peer_release"):
-    """The lease has ended, or goes on if that was asked and it was still valid."""
+    """The lease has ended, or goes on if the reader asked for that and the lease was still valid."""
 
     stood: bool
     """The lease was valid until now, so the bytes that were read are those of the leased records. If false, the reader

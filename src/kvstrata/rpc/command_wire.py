@@ -173,7 +173,7 @@ def argument_of(command: Command) -> Argument:
 
 
 def _bad(kind: type[Argument], told: dict[str, Any], text: str) -> BadRequest:
-    """Return the error for msgspec's `text`, which ends with `$.FIELD` for a wrong field and quotes a missing one."""
+    """Return the error for msgspec's `text`. It ends with `$.FIELD` for a wrong field, and quotes a missing field."""
     what, _, where = text.partition(" - at `$.")
     if not where:  # Object missing required field `FIELD`
         where = text.partition("`")[2]
@@ -187,7 +187,7 @@ def _refused(field: str, must: str, found: object) -> BadRequest:
 
 
 def _must(kind: type[Argument], field: str) -> str:
-    """Return the words for what a field must be; empty if it has none, and msgspec's error says enough."""
+    """Return the words for what a field must be; empty for a field without such words."""
     info = msgspec.inspect.type_info(kind)
     assert isinstance(info, msgspec.inspect.StructType)
     for known in info.fields:

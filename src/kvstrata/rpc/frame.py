@@ -4,10 +4,10 @@
     frame without a session  <message>
 
 The secret comes with the reply to an attach (`attach_wire`).  A server compares it before it does or remembers anything
-in the session's name: sessions' names may be known to others.
+in the session's name, because others may know the names of sessions.
 
-A frame is scanned before anything is made of it (`native/message.pyi`).  What exceeds `SCAN` is never decoded, so that
-the longest frame costs the server some microseconds if it is not a message of ours.
+A frame is scanned before anything else is done with it (`native/message.pyi`).  A message that exceeds the limits of
+`SCAN` is never decoded, so that even the longest invalid frame costs the server only some microseconds.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvstrata.rpc.wire import MAX_CHUNKS, MAX_LIVE, SECRET_BYTES
 from kvstrata.types import KEY_BYTES
 
 PROOF_PREFIX = bytes((0xC4, SECRET_BYTES))
-"""A msgpack byte string of 32 bytes; no message begins so, because every message is an array."""
+"""The start of a msgpack byte string of 32 bytes; no message begins with it, because every message is an array."""
 PROOF_BYTES = len(PROOF_PREFIX) + SECRET_BYTES
 MAX_UNPROVEN_BYTES = 64 << 10
-"""Length of a frame that does not come from an attached session."""
+"""Longest frame that does not come from an attached session."""
 MAX_DEPTH = 8
 MAX_VALUES = MAX_LIVE + 256
 """The longest ping has the most values."""
@@ -37,11 +37,11 @@ _LIMITS = {
     "too long a text": f"has a text of more than {MAX_TEXT_BYTES} bytes",
     "too long a byte string": f"has a byte string of more than {MAX_BINARY_BYTES} bytes",
 }
-"""Faults of a scan that are errors of their own; a broken message fails when it is decoded."""
+"""Faults of a scan that get an error of their own; a broken message fails when it is decoded."""
 
 
 class Head(NamedTuple):
-    """The beginning of a frame, as `SCAN` gives it. What cannot be read is empty or 0."""
+    """The beginning of a frame, as `SCAN` gives it. A part that cannot be read is empty or 0."""
 
     proof: bytes
     """The secret that the frame carries."""
@@ -68,7 +68,7 @@ def read_head(frame: bytes | memoryview) -> Head:
 
 
 def proves(proof: bytes, secret: bytes) -> bool:
-    """Whether a frame's proof is this secret. The time that it takes tells nothing about the secret."""
+    """Whether a frame's proof is this secret. The time that the comparison takes reveals nothing about the secret."""
     return bool(proof) and compare_digest(proof, secret)
 
 

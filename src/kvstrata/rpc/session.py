@@ -5,16 +5,16 @@ this module decides whether it is executed now, joins the same request that is s
 or is refused.  It holds no socket, reads no clock and touches no pool: the caller executes, sends and undoes what the
 methods return.
 
-The states of one (session, seq) are those of `MACHINE`.  If a ping does not name a lookup, the lookup is cancelled
-while it runs; later its lease is undone, unless the session has released its own share.
+The states of one (session, seq) are those of `MACHINE`.  If a ping does not name a lookup, a running lookup is
+cancelled, and the lease of a finished one is undone, unless the session has released its own share.
 
 Invariants:
 
 1. A (session, seq) gives RUN at most once in the life of its session.
 2. Every effect (lease, reservation) is in `effects` of its session from `finish` until it is returned for
    undoing or settled, or its session is closed; nothing else holds an effect.
-3. At most `max_outcomes` outcomes and about `max_reply_bytes` of replies are kept per session.  A seq whose outcome is
-   not kept is refused, never executed, if it is not above the highest forgotten seq.
+3. At most `max_outcomes` outcomes and about `max_reply_bytes` of replies are kept per session.  Of the seqs up to the
+   highest forgotten one, those whose outcome is not kept are refused, never executed.
 4. A request that is still running is never forgotten.
 5. A session's numbers rise by at most MAX_SEQ_STEP at a time, and so does the highest forgotten one.
 
@@ -37,8 +37,8 @@ MAX_WAITERS = 4
 """Connections that may wait for the reply to one running request; only the newest are answered."""
 
 MAX_SEQ_STEP = 1 << 24
-"""How far a number may lie above all earlier ones of its session; the first may be any. So no single request uses up
-the numbers of its session."""
+"""Largest step by which a number may exceed all earlier ones of its session; the first may be any number.  So no single
+request can use up the session's numbers."""
 
 
 class State(enum.Enum):
@@ -107,7 +107,8 @@ _UNDONE_AT_ITS_END = _AFTER(_STOPPED, Happening.FINISH)
 class Effect:
     """The lease or reservation of a finished request, until it is released, committed, aborted or undone.
 
-    `wanted_by_ping`: it is undone unless its owner names it in each ping (a lease whose own share is still held).
+    `wanted_by_ping`: the effect is undone unless its owner names it in each ping (a lease whose own share is still
+    held).
     """
 
     __slots__ = ("wanted_by_ping",)

@@ -35,7 +35,7 @@ MAX_SLICES = 4096
 SESSION_BYTES = 16
 NO_SESSION = bytes(SESSION_BYTES)
 SECRET_BYTES = 32
-"""A session's secret, which the attach reply carries and each frame of the session proves."""
+"""Length of a session's secret, which the attach reply and each frame of the session carry."""
 MAX_SEQ = (1 << 63) - 1
 
 Seq = Annotated[int, Meta(ge=0, le=MAX_SEQ)]
@@ -92,7 +92,7 @@ class HelloReply(Reply, frozen=True, tag="hello"):
     has_l2: bool
     """The server has L2, so a miss in L1 may still be a hit."""
     max_reserved_bytes: int
-    """Most bytes that one session may have reserved at a time; a larger store takes several reserves."""
+    """Maximum number of bytes that one session may have reserved at a time; a larger store takes several reserves."""
 
 
 class Identify(Request, frozen=True, tag="identify"):
@@ -130,10 +130,10 @@ class DeviceCopies(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Ping(Request, frozen=True, tag="ping"):
-    """Says that the process lives. `live` names the lookups older than this ping that the session still wants.
+    """Says that the process is alive. `live` names the lookups older than this ping that the session still wants.
 
     A lookup that is not named is undone for the whole group, unless the session has released its own share. So a
-    process that handed a lease to workers names its lookup until its own release is answered.
+    process that handed a lease to workers names the lookup until the release of its own share is answered.
     """
 
     live: Annotated[list[Seq], Meta(max_length=MAX_LIVE)] | None = None
@@ -147,7 +147,7 @@ class Pong(Reply, frozen=True, tag="ping"):
     orphaned: list[tuple[bytes, int]] = []
     """Leases (session that looked up, seq) of sessions that have ended: release your own share once no copy runs."""
     revoked: list[int] = []
-    """Your own lookups whose leases are asked back: release, for the group, those that no request was promised."""
+    """Your own lookups whose leases the server wants back: release, for the group, those promised to no request."""
 
 
 class Rule(enum.StrEnum):
@@ -194,7 +194,7 @@ class LookupReply(Reply, frozen=True, tag="lookup"):
 
 
 class Release(Request, frozen=True, tag="release"):
-    """Ends the caller's share of leases; with `group` also those of all other processes, if it handed no lease on."""
+    """Ends the caller's share of leases; with `group`, those of all processes, if the caller handed no lease on."""
 
     leases: Annotated[list[LeaseId], Meta(max_length=MAX_RELEASES)]
     """(session that looked up, seq of the lookup)"""
@@ -206,7 +206,7 @@ class Reserve(Request, frozen=True, tag="reserve"):
     """Asks for extents to write chunks of the caller's own slice."""
 
     deadline_ms: DeadlineMs
-    """Digest of the first chunk's tokens, as in a lookup."""
+    """Time left for the answer."""
     identity_id: Count
     parent: Annotated[bytes, Meta(max_length=KEY_BYTES)]
     """Chain key of the chunk before the first, empty at the start of a prompt."""
@@ -215,6 +215,7 @@ class Reserve(Request, frozen=True, tag="reserve"):
     record_bytes: Count
     """Length of each record."""
     probe: Probe = b""
+    """Digest of the first chunk's tokens, as in a lookup."""
 
 
 class ReserveOutcome(enum.IntEnum):
@@ -235,7 +236,7 @@ class ReserveOutcome(enum.IntEnum):
     QUOTA = 6
     """The tenant's quota of L1 is used up."""
     TOO_LARGE = 7
-    """L1 has no extent as long as the record."""
+    """The record is longer than L1, or has 4 GiB or more."""
     ENTRIES_FULL = 8
     """The index has no entry left."""
     FROZEN = 9
@@ -319,7 +320,7 @@ class Prefetch(Request, frozen=True, tag="prefetch"):
     keys: Keys
     """Concatenated chain keys of one prompt, in order."""
     budget_bytes: Count
-    """Most bytes that the job may load; 0 means as many as fit."""
+    """Maximum number of bytes that the job may load; 0 means as many as fit."""
     ttl_ms: Annotated[int, Meta(ge=0, le=3_600_000)]
     """Time after which the job stops."""
 
@@ -416,7 +417,7 @@ class Error(Reply, frozen=True, tag="error"):
     message: str
     """Says, for people, what is wrong and what to change."""
     field: str
-    """The field that was wrong, where one was."""
+    """The field that was wrong; empty if no single field was."""
     retryable: bool
     """Whether the same request may succeed later without the sender changing anything."""
 

@@ -32,7 +32,7 @@ MAX_CONNECTIONS = 4_096
 CONNECTIONS_SHARE = 8
 """A port uses at most this share of the descriptors that the process may open: one in eight."""
 MESSAGE_COST_BYTES = 200
-"""Bytes that each waiting message counts beside its length."""
+"""Each waiting message counts as its length plus this many bytes."""
 
 
 class Message(NamedTuple):
@@ -44,7 +44,7 @@ class Message(NamedTuple):
 
 
 def max_connections() -> int:
-    """Most connections that one port may have open, a share of this process's limit of descriptors."""
+    """Maximum number of connections that one port may have open, a share of this process's limit of descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft < 0 else max(8, min(MAX_CONNECTIONS, soft // CONNECTIONS_SHARE))
 
@@ -65,7 +65,7 @@ class Inbox:
         self._heard: dict[int, None] = {}
         """The other connections; the connection of the newest message is last."""
         self._cut: set[int] = set()
-        """Cut connections whose last messages may still arrive."""
+        """Connections that were cut, and whose last messages may still arrive."""
         self.cut_count = 0
 
     def __len__(self) -> int:

@@ -6,7 +6,7 @@ Rules:
    the other side refuses it, or Unavailable if no answer arrives in time or too many questions are open.
 2. Nothing is queued in libzmq for a server that is not connected: a question waits here for the connection, up to its
    own time limit, and is never sent after its asker has given up.
-3. libzmq reconnects by itself, also after the other side has cut the connection.
+3. libzmq reconnects by itself, even after the other side has cut the connection.
 4. An invalid frame is counted and dropped; an answer to no open question is dropped.
 """
 
@@ -38,9 +38,9 @@ from kvstrata.rpc.zmq_server import MESSAGES_PER_WAKE, SECONDS_PER_WAKE
 R = TypeVar("R", bound=ClusterReply)
 
 MAX_OPEN = 1_024
-"""Most questions of one link that have no outcome yet."""
+"""Maximum number of questions of one link that have no outcome yet."""
 QUEUE_MESSAGES = 64
-"""Most messages that libzmq keeps for a server that does not read."""
+"""Maximum number of messages that libzmq keeps for a server that does not read."""
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 500
 CONNECT_TIMEOUT_MS = 2_000
 HANDSHAKE_MS = 5_000
@@ -52,8 +52,8 @@ KEEPALIVE = {
     zmq.TCP_KEEPALIVE_CNT: 2,
     zmq.TCP_MAXRT: 6_000,
 }
-"""TCP's keepalive: a connection whose other end does not respond for 6 s is opened anew.  The kernel still responds for
-a frozen process, which its askers notice by the time limits of their questions.  ZMTP heartbeats are off, because
+"""TCP's keepalive: a connection whose other end does not respond for 6 s is opened anew.  For a frozen process the
+kernel still responds; a frozen process is noticed by the time limits of questions.  ZMTP heartbeats are off, because
 libzmq may abort over a PING (see zmq_inbox.py)."""
 
 

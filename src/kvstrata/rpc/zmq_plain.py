@@ -16,7 +16,7 @@ from kvstrata.rpc.frame import prove
 class PlainConnection:
     """A connection over the local socket, for one thread and one request at a time.
 
-    It asks without a session, or in the name of the one whose `secret` is set.
+    If `secret` is set, each frame proves the session that has this secret; otherwise requests have no session.
     """
 
     def __init__(self, rpc_socket: Path, timeout_s: float) -> None:
@@ -44,8 +44,8 @@ class PlainConnection:
         return self._seq
 
     def ask(self, request: wire.AnyRequest) -> wire.AnyReply:
-        """Send a request; returns its reply. Raises the error that the server answers, or Unavailable without an
-        answer.
+        """Send a request; returns its reply. Raises the error that the server answers, or Unavailable if no answer
+        arrives in time.
 
         After Unavailable the answer may still arrive, so the connection must not be used any more.
         """

@@ -8,9 +8,9 @@ frame) and answers through `send`, now or later.  Rules:
    many bytes (zmq_outbox.py), a reply is dropped; the client asks again and gets the same outcome.
 2. One wake handles at most `MESSAGES_PER_WAKE` messages in at most `SECONDS_PER_WAKE`, then lets the loop do other
    work; connections take turns.
-3. A message that has not exactly one frame gets the handler's error reply.  If a message is above the size limit,
+3. A message that does not have exactly one frame gets the handler's error reply.  If a message is above the size limit,
    libzmq closes its sender's connection; other connections are not affected.
-4. Messages are taken from libzmq as they arrive, also while handling is paused, and wait in the inbox (zmq_inbox.py),
+4. Messages are taken from libzmq as they arrive, even while handling is paused, and wait in the inbox (zmq_inbox.py),
    which cuts a connection that exceeds its bounds.
 5. No ZMTP heartbeats are sent: the protocols above decide which process is alive.  TCP's own keepalive ends connections
    whose other end has vanished.
@@ -49,7 +49,7 @@ from kvstrata.rpc.zmq_outbox import TRACKED_BYTES, Outbox
 MESSAGES_PER_WAKE = 32
 SECONDS_PER_WAKE = 0.002
 SEND_QUEUE = 2_048
-"""Most replies that wait for one client: more than it can ask for at a time (rpc/session.py)."""
+"""Maximum number of replies that wait for one client: more than it can ask for at a time (rpc/session.py)."""
 TAKEN_PER_WAKE = 512
 """Messages taken from libzmq in one wake; taking one costs a few microseconds."""
 HANDSHAKE_MS = 5_000
@@ -83,7 +83,7 @@ class Address(NamedTuple):
 Handler = Callable[[Address, Any], None]
 """Gets one frame (bytes, or a memoryview: see `lent_from_bytes`); answers through `ZmqServer.send`, now or later."""
 FrameErrorHandler = Callable[[Address, int], bytes]
-"""Gets the number of frames of a message that has not exactly one frame; returns the error reply."""
+"""Gets the number of frames of a message that does not have exactly one; returns the error reply."""
 
 
 class ZmqServer:
@@ -159,7 +159,7 @@ class ZmqServer:
         keys_setting: str = "security.curve_secret_file (--curve-secret-file)",
     ) -> int:
         """Listen on host:port (0 takes a free port); returns the port.  Names of settings and flag are for errors.
-        `max_keyless_bytes`: length of a message if no keys are asked for; a longer one closes its connection.
+        `max_keyless_bytes`: longest message if no keys are asked for; a longer one closes its connection.
 
         Raises ConfigError if the host is not an address of this machine, if it is off loopback and has no key, or if
         the port is taken; the error then names the process that holds the port.

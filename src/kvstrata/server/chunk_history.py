@@ -18,7 +18,7 @@ _LEFT_BY: dict[int, str] = {
     PoolEvent.REMOVED: "an evict of the controller",
     PoolEvent.RETURNED: "its return (it was read from another instance, and p2p.keep is off)",
 }
-"""The words of explain for why a chunk left L1, where that was not the eviction policy."""
+"""The words of explain for the reason why a chunk left L1, if that is not the eviction policy."""
 
 
 class ChunkHistory:

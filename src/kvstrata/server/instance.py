@@ -5,9 +5,9 @@
 
 Rules:
 
-1. Every part is complete when it is constructed; nothing is put into it afterwards.  What a part needs stands above it,
-   and callbacks are given in the direction in which they are called.
-2. Each step adds a closer to `Shell.closers` for everything that it opens; the closers run in reverse, also when a
+1. Every part is complete when it is constructed; nothing is put into it afterwards.  The parts and callbacks that it
+   needs are made before it.
+2. Each step adds a closer to `Shell.closers` for everything that it opens; the closers run in reverse, even when a
    later step fails.
 3. Nothing answers yet: ports are bound early, to report a taken port early, and read late (server/process.py).
    Only the tiers and the store controller, which puts to them, are at work.
@@ -335,7 +335,8 @@ async def _open_tiers(
 ) -> None:
     """Open the tiers of the plan. The tier that reads other instances comes first: their RAM is nearer than a disk.
 
-    Raises StorageError. A tier that no setting asks for (the embedded one, peers with `auto`) is left out instead.
+    Raises StorageError.  If a tier that no setting asks for (the embedded one, peers with `auto`) cannot be opened, it
+    is left out instead.
     """
     settings = plan.settings
     automatic = settings.p2p.engine == "auto"
@@ -410,7 +411,7 @@ def _make_membership(
     news_of: dict[str, TierNews],
     served: _PeersServed,
 ) -> Membership:
-    """Make a link to each controller. `news_of`: by its URL. Raises Unavailable if a URL is not an endpoint."""
+    """Make a link to each controller. `news_of` is by its URL. Raises Unavailable if a URL is not an endpoint."""
     facts, peer_server = ground.facts, served.server
     actions = Actions(
         pool=ground.pool,

@@ -31,7 +31,7 @@ from kvstrata.types import GB
 DEFAULT_L1_BYTES = 4 * GB
 DEFAULT_L2_GB = 20
 CACHE_FOLDER = "kvstrata"
-"""In the user's cache folder."""
+"""Name of our folder in the user's cache folder."""
 RUNTIME_TYPES = ("disk", "fs")
 """Types of adapters that may be added while the server runs, unless `l2.runtime.types` says others."""
 L1_ALIGNMENT = 1 << 20
@@ -113,8 +113,8 @@ def _check_first_touch(settings: ServerSettings) -> None:
     l1 = settings.l1
     if l1.use_hugepages and l1.numa != "default" and not l1.prefault_threads:
         raise ConfigError(
-            f"l1.prefault_threads: 0 with l1.use_hugepages and l1.numa {l1.numa!r}: huge pages lie where the server "
-            "asks for them only if it touches them first; set it to 1 or more",
+            f"l1.prefault_threads: 0 with l1.use_hugepages and l1.numa {l1.numa!r}: unless the server touches huge "
+            "pages first, they do not lie on the nodes of l1.numa; set l1.prefault_threads to 1 or more",
             field="l1.prefault_threads",
         )
 
@@ -127,8 +127,8 @@ def _p2p_engine(settings: ServerSettings) -> str:
     host = p2p.listen.rpartition(":")[0]
     if host in ("*", "0.0.0.0", "[::]") and not p2p.advertise:
         raise ConfigError(
-            f"p2p.advertise: p2p.listen is {p2p.listen}, every address; name the one where peers reach this instance "
-            "(--p2p-advertise HOST)",
+            f"p2p.advertise: p2p.listen is {p2p.listen}, which means every address; name the one by which peers reach "
+            "this instance (--p2p-advertise HOST)",
             field="p2p.advertise",
         )
     if p2p.engine != "auto":

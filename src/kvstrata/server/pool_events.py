@@ -42,7 +42,7 @@ class PoolEvents:
         """Adopted chunks that were verified and not offered to tiers yet; housekeeping takes them."""
 
     def drain(self) -> None:
-        """Read the pool's events since the last call. Called at least every heartbeat."""
+        """Read the pool's events since the last call. Called at every heartbeat, and sometimes in between."""
         drained, self._drained = self._drained, asyncio.Event()
         drained.set()
         if self._pool.events_lost != self._lost:

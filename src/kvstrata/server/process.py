@@ -8,7 +8,7 @@ Rules:
 2. No port is read before the instance can answer: `open_instance` binds the ports, and `start` begins to read them.
 3. SIGTERM and SIGINT stop in order: not ready, no new processes, puts get `l2.drain_s`, sockets close, the pool
    stays in shared memory for the next server (unless it is named after a port that was taken at random).
-4. After a crash (process/lifecycle.py) the next server adopts the pool.
+4. After a crash, which process/lifecycle.py describes, the next server adopts the pool.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ class Readiness:
 
 
 class StoreFreeze:
-    """The controllers whose full sync needs L1 to stand still. While there are any, every reserve is refused as FROZEN.
+    """Refuses every reserve as FROZEN while a controller's full sync needs L1 to stand still.
 
-    server/cluster/sync.py freezes and thaws, and bounds the time between.
+    server/cluster/sync.py freezes and thaws, and bounds the time of a freeze.
     """
 
     def __init__(self) -> None:

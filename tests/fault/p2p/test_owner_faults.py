@@ -41,7 +41,7 @@ async def test_a_silent_owner_costs_one_deadline_and_is_then_skipped(net) -> Non
     asked = one.owner.asked["PeerLease"]
     assert await one.adapter.exists(KEYS) == [NOT_THERE] * 8
     assert one.owner.asked["PeerLease"] == asked
-    assert one.counted("owners_let_alone") == 1
+    assert one.counted("owners_skipped") == 1
 
 
 async def test_a_read_that_hangs_is_a_miss_at_its_deadline_and_its_bytes_stay_held_until_it_ends(net) -> None:

@@ -211,7 +211,7 @@ def test_wrong_l2_commands_are_named(arguments, says, capsys):
 
 def test_an_adapter_entry_that_is_not_json_is_refused(capsys):
     assert ctl.main(["l2", "add", "fs"]) == 1
-    assert "JSON: not JSON" in capsys.readouterr().err
+    assert "JSON: neither JSON nor the name of an adapter" in capsys.readouterr().err
 
 
 def test_layers_of_one_adapter_or_of_all_are_shown():
@@ -230,7 +230,7 @@ def test_an_export_lists_adapters_in_their_order_and_names_the_secrets_to_fill_i
         {"name": "c-2", "position": None, "entry": {"type": "c"}, "secrets_left_out": ["token"]},
     ]  # fmt: skip
     assert ctl._export(rows) == {"l2_adapters": [{"type": "b", "password": "***"}, {"type": "a"}]}
-    assert capsys.readouterr().err == "kvstrata ctl: b-1: password: a secret is left out, fill it in\n"
+    assert capsys.readouterr().err == "kvstrata ctl: b-1: password: a secret is left out; fill it in\n"
     assert ctl._export([]) == {"l2_adapters": []}
 
 

@@ -189,7 +189,7 @@ def test_the_fp8_shape_is_a_fact_only_with_fidelity_fp8(shape, blocks, block_tok
 
 def test_fp8_is_refused_for_kv_that_is_not_of_16_bits():
     with pytest.raises(
-        ConfigError, match=r"fidelity: 'fp8' rounds KV of bfloat16 or float16, .* has fp8_e4m3"
+        ConfigError, match=r"fidelity: 'fp8' rounds KV of bfloat16 or float16, .* is fp8_e4m3"
     ):
         view(layers(1), fidelity="fp8", head_size=64, dtype="fp8_e4m3")
 

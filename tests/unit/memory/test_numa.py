@@ -114,7 +114,9 @@ def test_unknown_numa_settings_are_refused(value: str) -> None:
 
 def test_huge_pages_that_nobody_touches_ahead_cannot_be_placed() -> None:
     l1 = {"numa": "0", "use_hugepages": True, "prefault_threads": 0}
-    with pytest.raises(ConfigError, match=r"l1\.prefault_threads: 0 with l1\.use_hugepages.*set it to 1"):
+    with pytest.raises(
+        ConfigError, match=r"l1\.prefault_threads: 0 with l1\.use_hugepages.*prefault_threads to 1"
+    ):
         plan(load(ServerSettings, flags={"l1": l1}), {})
 
 

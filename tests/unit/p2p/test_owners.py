@@ -89,7 +89,7 @@ def test_an_owner_that_failed_is_skipped_twice_as_long_each_time_and_is_read_aga
     book = Book()
     book.book.failed("a", 0.0)
     assert book.order(owner("a"), owner("b"), now_s=0.9) == ["b"]
-    assert book.book.states() == {"owners": 2, "owners_let_alone": 1}
+    assert book.book.states() == {"owners": 2, "owners_skipped": 1}
     assert book.order(owner("a"), now_s=1.0) == ["a"]
     assert book.book.admit("a", 1.0)
     assert not book.book.admit("a", 1.0)  # one at a time tries

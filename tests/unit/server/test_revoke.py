@@ -197,7 +197,7 @@ def test_leases_asked_back_are_counted_and_explained(server, old, new, prompts, 
     assert status["pool"]["leases_trimmed"] == 1
     [told] = server.ground.explainer.requests.recent(1)
     assert told.reason == MissReason.REFUSED
-    assert "1 older leases are asked back" in told.detail
+    assert "1 older leases have been revoked" in told.detail
     old.give_back(held[0])
     assert server.status()["sessions"]["leases_revoked"] == 0
     assert server.status()["counters"]["revoked_leases"] == 1

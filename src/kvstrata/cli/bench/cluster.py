@@ -105,7 +105,7 @@ async def _measure(options: argparse.Namespace) -> dict[str, Any]:
     kept_up = [one for one in events if one.kept_up]
     if not kept_up:
         notes.append(
-            "the controller did not keep up with the lowest rate: give fewer --lookups-per-s, or a quieter machine"
+            "the controller did not keep up with the lowest rate: give fewer --lookups-per-s, or use a quieter machine"
         )
     elif len(kept_up) == len(events):
         notes.append("the controller kept up with every rate: its limit lies higher")

@@ -12,12 +12,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 MAX_ANNOUNCED = 65_536
-"""Most chunks that are watched; beyond that, the chunk looked at longest ago is reported as removed."""
+"""Maximum number of chunks that are watched; beyond that, the chunk looked at longest ago is reported as removed."""
 LOOKED_AT_PER_STEP = 32
 ROUND_S = 0.1
 """Shortest time between two looks at a chunk."""
 ARRIVES_WITHIN_S = 10.0
-"""A chunk that another process still stores when events name it reaches L1 within this time, or never."""
+"""If another process is still storing a chunk when events name it, the chunk reaches L1 within this time, or never."""
 
 
 class Announced:

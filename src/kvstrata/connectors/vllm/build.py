@@ -160,7 +160,7 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object]) -> Schedule
 
 
 def worker_side(setup: Setup, kv_caches: dict[str, torch.Tensor], tp_rank: int) -> tuple[WorkerSide, bool]:
-    """Make the side of the worker with these tensors and start its client; also returns what `layers_ask` says of them.
+    """Make the worker's side for these tensors and start its client; returns the side, and `layers_ask` of its layers.
 
     The tensors stay vLLM's and must outlive the side.  Raises ConfigError if their layout or device is not supported.
     """
@@ -263,7 +263,7 @@ def _on_device(
 def layers_ask(modules: Iterable[object]) -> bool:
     """Whether vLLM calls `wait_for_layer_load` before it reads the cache of each of these layers.
 
-    The code that runs its attention layers does so.  Other caches, such as an indexer's, are read without that call.
+    vLLM's attention layers make this call.  Other caches, such as an indexer's, are read without it.
     """
     from vllm.model_executor.layers.attention import Attention, MLAAttention
 

@@ -1,7 +1,7 @@
 """`LMCacheConnectorV1`: vLLM's KV connector interface; each call is passed on to the scheduler's or the worker's side.
 
 The class has vLLM's interface (`KVConnectorBase_V1`), and with it more methods than a class of ours may have.  It
-decides nothing: the connector in the scheduler has a `SchedulerSide`, that in a worker a `WorkerSide`; `build` makes
+decides nothing: in the scheduler it passes calls to a `SchedulerSide`, in a worker to a `WorkerSide`; `build` makes
 both.
 
 Each method that vLLM calls while it serves is guarded (`boundary.py`): its decorator names the method that keeps blocks
@@ -56,7 +56,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
     """Keeps KV in a kvstrata server that shares memory with this engine.
 
-    Size: vLLM calls this many methods.
+    Size: vLLM's interface has this many methods.
 
     At the start, settings, models and layouts that are not supported raise ConfigError; a missing server does not.
     """
@@ -203,7 +203,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         ),
     )
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """vLLM has allocated blocks, and takes the hit or does not."""
+        """vLLM has allocated blocks, and has accepted the hit or not."""
         assert self._scheduler is not None
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 

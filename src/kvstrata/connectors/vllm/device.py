@@ -4,9 +4,9 @@
     load    engine's stream ──moment──▶ load stream: extents ──▶ blocks, while the CRCs are verified
             engine's stream ◀──event of a section── as soon as the engine comes to that layer
 
-Both begin after the work that the engine's stream holds at the call: a store after the forward pass that computes its
-chunks, a load after everything that still reads, writes or zeroes its blocks.  No stream is ever synchronised: the
-engine's thread waits only for the end of loads that its step needs (`worker.WorkerSide`).
+Both begin after the work that is queued on the engine's stream at the time of the call: a store after the forward pass
+that computes its chunks, a load after everything that still reads, writes or zeroes its blocks.  No stream is ever
+synchronised: the engine's thread waits only for the end of loads that its step needs (`worker.WorkerSide`).
 
 After a sticky error of the driver nothing is copied any more: stores are refused, loads fail, and the engine computes
 the tokens.
@@ -59,8 +59,8 @@ def open_engine(
     section_bytes = plan.section_bytes(0, view.chunk_blocks)
     if view.rounding is not None and section_bytes > settings.gpu_staging_mb << 20:
         raise ConfigError(
-            f"gpu_staging_mb: {settings.gpu_staging_mb}, and gpu_fp8 needs room for the {section_bytes} bytes of a "
-            f"chunk in one layer; set it to {-(-section_bytes >> 20)} or more",
+            f"gpu_staging_mb: {settings.gpu_staging_mb} is too small: gpu_fp8 needs room for the {section_bytes} bytes "
+            f"of a chunk in one layer; set it to {-(-section_bytes >> 20)} or more",
             field="gpu_staging_mb",
         )
     return engine, plan
@@ -97,7 +97,9 @@ class DeviceMover:
         section has no layer that would wait for it.
         """
         if set(sections.values()) != set(range(plan.section_count)):
-            raise ValueError(f"sections: {sorted(set(sections.values()))}, not all of {plan.section_count}")
+            raise ValueError(
+                f"sections: {sorted(set(sections.values()))} are not all {plan.section_count} sections"
+            )
         self._client = client
         self._engine = engine
         self._plan = plan
@@ -118,7 +120,7 @@ class DeviceMover:
         return self._client.store(identity, store.parent, store.chain, plan, blocks, probe=store.probe)
 
     def load(self, identity: Identity, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:
-        """Begins a load; its writes are ordered behind the current stream's present work. `sync`: layer after layer."""
+        """Begins a load, which writes after the present work of the current stream. `sync`: layer after layer."""
         plan = self._behind_now(self._layerwise_plan if sync else self._plan)
         if plan is None:
             job = LoadJob(lambda job: None)
@@ -143,7 +145,7 @@ class DeviceMover:
         except CudaError as error:
             self._tell(error)
             queued = False
-        # A copy that has ended meanwhile is unknown to the copy engine; then the job's end answers.
+        # The copy engine no longer knows a copy that has ended meanwhile; then the job's end gives the answer.
         return queued or job.wait(max(0.0, ends_s - time.monotonic()))
 
     @property
@@ -184,6 +186,6 @@ class DeviceMover:
         elif not self._told:
             self._told = True
             logger.error(
-                "the cache is off for this worker until it is started again, the engine goes on without it: %s",
+                "the cache is off for this worker until it is started again; the engine goes on without it: %s",
                 error,
             )

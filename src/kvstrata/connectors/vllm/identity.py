@@ -65,7 +65,7 @@ def fingerprint(folder: str | os.PathLike[str]) -> str:
 
 
 def fidelity_of(settings: ClientSettings) -> str:
-    """The fidelity in this engine's identities: the lossy codec that its KV may have passed, if any.
+    """The fidelity in this engine's identities: the lossy codec that may have changed its KV, if any.
 
     Records that a GPU has rounded (`gpu_fp8`) have a fidelity of their own, so engines without `gpu_fp8` never read
     them.

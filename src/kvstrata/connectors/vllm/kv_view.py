@@ -1,9 +1,10 @@
 """Where the bytes of a chunk lie in an engine's paged KV cache, derived from shapes, strides and configuration.
 
 `layer_runs` tells how to walk one block of one layer; this module puts the layers of one worker together.  A record
-holds one section per layer; a section holds the blocks of the chunk in order, each block its axes in physical order
-(outermost first), which may differ from layer to layer.  The facts name those axes and everything else that decides
-the meaning of the bytes, so equal facts mean equal bytes, and a reader with other facts has another slice digest.
+holds one section per layer; a section holds the blocks of the chunk in order, and each block has its axes in physical
+order (outermost first), which may differ from layer to layer.  The facts name those axes and everything else that
+decides the meaning of the bytes, so equal facts mean equal bytes, and a reader with other facts has another slice
+digest.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from kvstrata.types import Slice, facts_digest
 FORMAT = "paged-blocks/2"
 """Names the arrangement of blocks in a section; part of the facts."""
 ENCODING = "fp8-e4m3/1"
-"""Names the encoding that `gpu_fp8` gives to sections (docs/formats.md): fidelity of such engines, and a fact of their
-slices."""
+"""Names the encoding that `gpu_fp8` gives to sections (docs/formats.md).  The name is the fidelity of such engines and
+a fact of their slices."""
 
 
 class Heads(NamedTuple):
@@ -110,7 +111,7 @@ def heads_of(
 
 
 def layer_number(name: str) -> int | None:
-    """The first number in a layer's name, as vLLM counts layers."""
+    """The first number in a layer's name, which is the layer's number in vLLM."""
     found = re.search(r"\d+", name)
     return int(found[0]) if found else None
 
@@ -128,14 +129,14 @@ def fp8_shape(
 ) -> list[int]:
     """The shape of a section for the codec `fp8`: dtype, blocks, groups, tokens, heads, dim (see fp8.h).
 
-    Axes before the token axis are groups, axes behind it heads, and the last axis is one head; if the last axis has
+    Axes before the token axis are groups, axes after it are heads, and the last axis is one head.  If the last axis has
     twice a head's size, it holds K and V, which get separate scales.  If no axis is known to be the token axis, the
     last one before the head is used: the scales are then coarser or finer, and every error bound still holds.  Raises
     ConfigError for numbers that do not have 16 bits.
     """
     if dtype not in FP8_DTYPES:
         raise ConfigError(
-            f"fidelity: 'fp8' rounds KV of {' or '.join(FP8_DTYPES)}, this engine has {dtype}; use 'lossless'",
+            f"fidelity: 'fp8' rounds KV of {' or '.join(FP8_DTYPES)}, but this engine's is {dtype}; use 'lossless'",
             field="fidelity",
         )
     sizes = [size for _, size in axes] or [1]
@@ -163,7 +164,7 @@ def build_view(
 ) -> KvView:
     """The view of all registered layers of one KV cache group. `head_size` is needed for the fidelity `fp8`.
 
-    With `gpu_fp8`, for the fidelity `fp8` only, sections hold the output of `fp8_encode`, and the facts say so.
+    With `gpu_fp8`, which needs the fidelity `fp8`, sections hold the output of `fp8_encode`, and the facts say so.
 
     Layers that share one tensor are taken once.  Facts that differ between layers are listed for each layer.  Without
     `kinds` the facts do not say what the axes mean, and such records cannot be recut.  Raises ConfigError for layers
@@ -300,7 +301,7 @@ def _check_replicas(
 def _layers_of_groups(
     tensors: Mapping[str, TensorLike], kinds: Mapping[str, LayerKind]
 ) -> dict[str, TensorLike]:
-    """The tensors that have a kind. Raises ConfigError for others, unless their layers use other layers' blocks."""
+    """The tensors that have a kind. Raises ConfigError for any other tensor that does not share their memory."""
     known = {name: tensors[name] for name in kinds if name in tensors}
     places = {_place(tensor) for tensor in known.values()}
     for name, tensor in tensors.items():
@@ -360,7 +361,7 @@ def check_groups(groups: Sequence[Any]) -> int:
         per_state = getattr(each, "tokens_per_state", 1)
         if per_state != 1:
             raise ConfigError(
-                f"kv_cache_groups[0]: {per_state} tokens per stored state is not supported so far, only 1",
+                f"kv_cache_groups[0]: {per_state} tokens per stored state are not supported so far, only 1",
                 field="kv_cache_groups",
             )
     return int(spec.block_size)

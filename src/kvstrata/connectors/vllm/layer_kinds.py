@@ -25,7 +25,7 @@ CELL_BACKENDS = (
 )
 """Attention backends that keep, for each head and token, the numbers of K and then those of V."""
 CELL_MODES = ("NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD")
-"""Quantisations with which CELL_BACKENDS do so; with the last two, a scale follows the numbers of each half."""
+"""Quantisations with which CELL_BACKENDS keep this order; with the last two, a scale follows the numbers of K or V."""
 LATENT_BACKENDS = (
     "CUTLASS_MLA",
     "FLASHINFER_MLA",

@@ -20,7 +20,7 @@ from kvstrata.connectors.vllm.layer_kinds import LayerKind
 from kvstrata.errors import ConfigError
 
 MAX_DIMS = 3
-"""Most nested strided loops around one run (the copy plan's limit)."""
+"""Maximum number of nested strided loops around one run (the copy plan's limit)."""
 
 
 class TensorLike(Protocol):
@@ -136,7 +136,7 @@ def layer_runs(
     if len(dims) > MAX_DIMS:
         raise ConfigError(
             f"KV cache of layer {name!r}: a block of shape {list(tensor.shape)} with strides "
-            f"{list(tensor.stride())} is scattered over {len(dims)} nested loops, at most {MAX_DIMS} are "
+            f"{list(tensor.stride())} is scattered over {len(dims)} nested loops; at most {MAX_DIMS} are "
             "supported",
             field="kv_cache",
         )

@@ -23,9 +23,11 @@ from kvstrata.states import Machine
 WAIT_S = 0.0015
 """Longest wait for answers to lookups in one step."""
 EARLY_LOOKUPS = 8
-"""Most unanswered lookups, when one is sent before vLLM asks; more would hold leases for requests in vLLM's queue."""
+"""A lookup is sent before vLLM asks for it only while fewer lookups than this are unanswered; more would hold leases
+for requests that still wait in vLLM's queue."""
 REPEEK_S = 0.1
-"""Time between two looks for a missed prefix while vLLM keeps asking, and between lookups after revocations."""
+"""Time between two looks for a missed prefix while vLLM keeps asking.  If a lease is revoked within this time after the
+last revocation, the request counts as a miss."""
 SETTLE_S = 0.5
 """After the engine's start, requests wait this long for the first attachment, if a server seems to run."""
 SKIP_REASONS = (
@@ -278,7 +280,7 @@ class LookupTable:
         self.counts["lookups"] += 1
 
     def await_answer(self, tracked: Tracked, now: float) -> bool:
-        """Wait for the answer for the rest of this step's time. False if it is not known yet: vLLM asks again."""
+        """Wait for the answer, for what is left of `WAIT_S` in this step. False: not known yet, vLLM asks again."""
         if tracked.state is LookupState.NEW and not self._client.connected and not self._settling():
             self._missed(tracked)
         if tracked.state is LookupState.ASKED:

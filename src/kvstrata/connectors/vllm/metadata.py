@@ -22,13 +22,13 @@ class Load:
     lease: LeaseName | None
     """None: the promised chunks cannot be loaded, and the workers report the blocks as failed."""
     identity: RequestIdentity
-    """Of the chunks; means nothing without a lease."""
+    """Identity of the chunks; not used without a lease."""
     chain: bytes
     """Chain keys of the chunks, 32 bytes each."""
     extents: bytes
     """Packed extents, chunk-major over `slices`."""
     slices: tuple[bytes, ...]
-    """Slice digests; a worker takes the extents of its own."""
+    """Slice digests; a worker takes the extents of its own slice."""
     blocks: list[int]
     """Block ids, the blocks of chunk after chunk; `SKIP_BLOCK` for a block that is not written."""
     asynchronous: bool

@@ -18,7 +18,7 @@ class Mover(Protocol):
 
     @property
     def sections(self) -> Mapping[str, int]:
-        """The record section of each layer, if synchronous loads run while the model does; empty if they end before."""
+        """The record section of each layer; empty if synchronous loads end before the model runs."""
 
     @property
     def broken(self) -> bool:

@@ -21,10 +21,10 @@ def register() -> None:
     """Put our entry into vLLM's table. vLLM calls this in each of its processes, before it makes any connector."""
     takeover = os.environ.get("KVSTRATA_TAKEOVER", "")
     if takeover not in ("", "0", "1"):
-        logger.warning("KVSTRATA_TAKEOVER is %r, use 0 or 1; taken as 0", takeover)
+        logger.warning("KVSTRATA_TAKEOVER is %r, which counts as 0; set it to 0 or 1", takeover)
     if takeover != "1" and importlib.util.find_spec("lmcache") is not None:
         logger.info(
-            "%s is the one of the installed lmcache package; set KVSTRATA_TAKEOVER=1, or "
+            "%s is provided by the installed lmcache package; set KVSTRATA_TAKEOVER=1, or "
             '"kv_connector_module_path": "%s", to use kvstrata',
             NAME,
             MODULE,

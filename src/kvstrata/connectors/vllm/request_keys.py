@@ -1,9 +1,9 @@
 """Identities and chunk keys of requests, made only while the weights of their KV are known.
 
-After a reset of vLLM's caches the weights may have changed (see `weights`).  No key is made until the workers have told
-which weights they have.  If vLLM still held blocks at the reset, KV that is computed from them is *stale*: it depends
-on the earlier weights and must not be stored under the identity of the present weights, unless these prove to be the
-same.
+After a reset of vLLM's caches the weights may have changed (see `weights`).  No key is made until the workers have
+reported which weights they have.  If vLLM still held blocks at the reset, KV that is computed from them is *stale*: it
+depends on the earlier weights and must not be stored under the identity of the present weights, unless these prove to
+be the same.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class RequestKeys:
         """Whether the weights are known; if not, ask the workers.
 
         Call it only for a request that vLLM wants to begin now: requests also arrive while the engine pauses for new
-        weights, and an answer of that time would be too early.
+        weights, and an answer given at that time would be too early.
         """
         return self.weights_settled() or (self._weights.wanted() and self.weights_settled())
 

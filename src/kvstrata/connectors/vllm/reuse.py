@@ -17,8 +17,8 @@ CONTENT_HASH = re.compile(r"(?:.*:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
 def no_reuse_reason(vllm_config: Any) -> str:
     """Why this engine must not load KV that was computed earlier; "" if it may.
 
-    Pooling over all tokens (MEAN, CLS, STEP) needs the hidden states of the whole prompt; vLLM turns its own prefix
-    cache off for it, and its pooler raises when tokens were not computed.
+    Pooling over all tokens (MEAN, CLS, STEP) needs the hidden states of the whole prompt.  With such pooling, vLLM
+    turns its own prefix cache off, and its pooler raises an exception if tokens were not computed.
     """
     model = vllm_config.model_config
     if getattr(model, "is_prefix_caching_supported", True):

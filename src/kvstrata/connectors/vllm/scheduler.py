@@ -2,7 +2,7 @@
 
 Every call returns within two milliseconds, whatever the server does: hashing is done in pieces, and everything else is
 queued for the client's I/O thread.  vLLM asks about each request of its queue; all lookups of one step together are
-awaited for 1.5 ms, and vLLM asks again in the next step about requests that then have no answer.
+awaited for 1.5 ms, and vLLM asks again in the next step about the requests that have no answer by then.
 
 `SchedulerSide` has vLLM's calls in their order.  `lookup_table` follows each request's lookup and lease, `request_keys`
 makes its keys, and `store_table` plans and follows the stores; each module lists its invariants.  Blocks of a finished
@@ -132,7 +132,7 @@ class SchedulerSide:
         lookup and one lease at a time.
         """
         tracked = self._lookups.track(request)
-        # The request holds no blocks now (not yet, or no more), so its KV will depend only on KV that is found here.
+        # The request holds no blocks at this point, so it builds only on KV that vLLM has just found, or that we load.
         tracked.stale = self._keys.engine_stale and computed_tokens > 0
         now = self._now()
         if (self._may_load or self._may_store) and not (tracked.skipped or self._keys.know_weights()):
@@ -212,7 +212,8 @@ class SchedulerSide:
                 self._lookups.forget(tracked)
         if self._may_store:
             self._stores.plan(output, plan)
-        # A worker without a store of an awaited request reports it at once, so its last stores are planned before that.
+        # A worker that has no store of an awaited request reports the request as sent at once.  So a request whose
+        # deferred stores are not planned yet is awaited only from a later step on.
         later = {store.request_id for store in self._stores.of_finished}
         plan.awaited, self._awaited = self._awaited - later, self._awaited & later
         self._planned = None
@@ -292,7 +293,7 @@ class SchedulerSide:
         self._keys.close()
         self._client.close(0.5)
 
-    # -- recovery after an error of ours in one of these calls: the answer, with blocks and leases in order --
+    # -- recovery after an error of ours in one of these calls: each method gives the answer in place of the call ----
 
     def give_up(self, request: Any) -> None:
         """After `on_new_request` or `matched_tokens`: compute the request without the cache."""
@@ -334,7 +335,7 @@ class SchedulerSide:
             self._stores.dropped(store.store_id)
         plan.stores, self._stores.of_finished = [], []
         if self._stores.planning is not None:
-            # Otherwise this request would fail the stores of all requests in each step.
+            # Planning this request's stores again would only fail again, and drop the stores of all requests each time.
             self._lookups.skip(self._stores.planning, "error")
             self._stores.planning = None
         plan.awaited |= self._awaited
@@ -419,7 +420,7 @@ class SchedulerSide:
             self._weights.heard(*told)
 
     def _usable(self, tracked: Tracked, computed_tokens: int) -> int:
-        """Most tokens that a lookup could bring."""
+        """Maximum number of tokens that a lookup could bring."""
         tokens = tracked.request.num_tokens
         return int(min(tokens // self._chunk_tokens * self._chunk_tokens, tokens - 1)) - computed_tokens
 
@@ -430,5 +431,5 @@ class SchedulerSide:
 
 
 def _skips_reading(request: Any) -> bool:
-    """Whether a request must not be loaded, because it needs its whole prompt's activations (prompt logprobs)."""
+    """Whether a request must not be loaded, because it needs the activations of its whole prompt (prompt logprobs)."""
     return bool(request.skip_reading_prefix_cache)

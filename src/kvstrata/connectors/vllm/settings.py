@@ -142,7 +142,7 @@ def _parse(key: str, text: str, name: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
-        raise ConfigError(f"environment: {name}: is no YAML; correct it", field=name) from None
+        raise ConfigError(f"environment: {name}: is not valid YAML; correct it", field=name) from None
 
 
 def _read_host(layer: dict[str, Any], source: str) -> None:

@@ -1,9 +1,9 @@
 """Follows vLLM's sleep mode in versions that do not tell a connector when they sleep: 0.32 and before.
 
 Sleep unmaps the memory of the KV cache; a copy that touches that memory during sleep breaks the device for the whole
-process.  From 0.33 on vLLM calls `unregister_kv_caches` before sleep and `restore_kv_caches` after it.  For earlier
-versions, this module wraps the sleep backend that the engine has chosen, in vLLM's table of backends, from which a
-worker makes its own backend at its first sleep.
+process.  From 0.33 on vLLM calls `unregister_kv_caches` before sleep and `restore_kv_caches` after it.  In earlier
+versions, a worker makes its sleep backend from vLLM's table of backends, at its first sleep.  For these versions, this
+module puts a wrapped backend into that table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decides which loads are safe and which engines are refused, given the order of vLLM's steps in its configuration.
+"""Decides which loads are safe in an engine, by the order of vLLM's steps, which follows from its configuration.
 
 vLLM's objects are read by attribute only; nothing here imports vLLM or torch.
 """
@@ -11,11 +11,11 @@ from kvstrata.errors import ConfigError
 
 
 def check_steps(vllm_config: Any, load_mode: str) -> None:
-    """Raises ConfigError for an engine whose steps this connector cannot follow, or not with this `load_mode`."""
+    """Raises ConfigError for an engine whose steps this connector cannot follow, or whose `load_mode` is not safe."""
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and vllm_config.speculative_config is not None and not vllm_config.use_v2_model_runner:
         # In all stages but the last, that runner does not call wait_for_save in steps that compute: nothing would be
-        # stored, and the blocks of finished requests would stay allocated for ever.
+        # stored, and the blocks of finished requests would stay allocated forever.
         raise ConfigError(
             f"speculative_config: speculative decoding with pipeline_parallel_size {stages} on vLLM's V1 model runner "
             "is not supported; set pipeline_parallel_size to 1, turn speculative decoding off, or use the V2 model "
@@ -27,7 +27,7 @@ def check_steps(vllm_config: Any, load_mode: str) -> None:
         what = "set pipeline_parallel_size to 1" if stages > 1 else "start vLLM with --no-async-scheduling"
         raise ConfigError(
             f"load_mode: 'sync' is not safe in this engine: with {why} vLLM plans a step before it knows whether the "
-            f"loads of the one before have failed, and would emit tokens computed on bad KV; set load_mode to 'auto' "
+            "loads of the previous step have failed, and would emit tokens computed on bad KV; set load_mode to 'auto' "
             f"or 'async', or {what}",
             field="load_mode",
         )

@@ -31,7 +31,7 @@ logger = logging.getLogger("vllm.kvstrata")
 
 RUNS, RUN_BYTES = 64, 64
 """RUNS runs of RUN_BYTES bytes of each parameter are sampled, evenly spread over its memory; a parameter that is
-smaller than all of them is read whole."""
+smaller than all these runs together is read whole."""
 ASK_AGAIN_S = 10.0
 """An answer that takes longer counts as lost."""
 

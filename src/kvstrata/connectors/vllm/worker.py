@@ -93,7 +93,7 @@ class WorkerSide:
         """The step's synchronous loads, until `end_loads`."""
         self._waits_end_s = 0.0
         self._unordered: set[int] = set()
-        """Sections whose copies the forward pass was not made to wait for yet."""
+        """Sections for whose copies the forward pass does not wait yet."""
         self._failed_unbegun = False
         """A synchronous load of the step never began."""
         self._failures = 0
@@ -126,7 +126,7 @@ class WorkerSide:
         for entry in lost:
             if not entry.job.wait_gathered(max(0.0, deadline - self._now())):
                 # Its job is cancelled and never commits, so a torn copy is never visible.
-                logger.warning("a copy of request %s outlasted its blocks", entry.store.request_id)
+                logger.warning("a copy from blocks of preempted request %s is slow", entry.store.request_id)
             self._count("stores_preempted")
 
     def start_loads(self, *, layerwise: bool = False) -> None:
@@ -289,10 +289,10 @@ class WorkerSide:
         self._mover.close()
         self._client.close(0.5)
 
-    # -- recovery after an error of ours in one of these calls: the answer, with blocks and leases in order --
+    # -- recovery after an error of ours in one of these calls: each method gives the answer in place of the call ----
 
     def step_failed(self, plan: StepPlan) -> None:
-        """After `before_step`: cancel all stores of preempted requests' blocks, and go on with the step."""
+        """After `before_step`: cancel all stores that read blocks of preempted requests, and go on with the step."""
         if self._step is not plan:
             self._take_up(plan)
         for entry in self._stores:
@@ -322,7 +322,7 @@ class WorkerSide:
         self.loads_failed()
 
     def finished_failed(self) -> tuple[set[str], set[str]]:
-        """After `finished`: the same without its counting; loads that have ended count as failed."""
+        """After `finished`: give its answer without counting anything; loads that have ended count as failed."""
         self.loads_failed()
         received, self._not_loaded = self._not_loaded, set()
         running = []
@@ -350,7 +350,7 @@ class WorkerSide:
         self._report.step = plan.step
         if plan.weigh:
             self._report.weights = (plan.weigh, "", "")  # until the digests are known
-        # Asynchronous loads first: no forward pass waits for them.
+        # Asynchronous loads begin first, because a synchronous load may copy in this thread until it has ended.
         self._to_begin = deque(sorted(plan.loads, key=lambda load: not load.asynchronous))
         self._to_store = deque(plan.stores)
         self._to_await = set(plan.awaited)

@@ -27,7 +27,7 @@ MAX_ATTACH_BYTES = 64 << 10
 
 MAX_ATTACH_DEPTH = 32
 MAX_ATTACH_VALUES = 16_384
-"""Values in one request, which the facts of a layout with hundreds of sections do not reach."""
+"""Maximum number of values in one request; the facts of a layout with hundreds of sections stay below it."""
 _SCAN = Scan(
     depth=MAX_ATTACH_DEPTH,
     elements=MAX_ATTACH_VALUES,
@@ -180,8 +180,8 @@ def take_pidfd(received: linux.Received, sock: socket.socket, credentials: linux
         raise GaveUp("it has ended")
     if subject.pid != credentials.pid or (credentials.pid == 0 and not _is_senders(fd, sock)):
         raise NotPermitted(
-            f"pidfd: it stands for process {subject.pid}, the request came from {credentials.pid}; a process "
-            "attaches itself",
+            f"pidfd: it stands for process {subject.pid}, but the request came from {credentials.pid}; a process can "
+            "only attach itself",
             field="pidfd",
         )
     received.fds.clear()

@@ -37,7 +37,9 @@ FileId = tuple[int, int]
 
 
 class LockHolder:
-    """This process's descriptors of sessions.lock files, one per file, never closed; and which session has which byte.
+    """Holds this process's descriptors of sessions.lock files, one per file, and knows which session locked which byte.
+
+    The descriptors are never closed.
 
     Use `process_locks()`: a second LockHolder in one process would open a second descriptor.  Thread-safe.
     Attaches of one process go one after another (`mutex`), because the server must know which files are
@@ -55,7 +57,7 @@ class LockHolder:
         return list(self._files)
 
     def adopt(self, fd: int) -> FileId:
-        """Keep `fd` for the process's life, also a second descriptor of a file: closing it would drop the locks."""
+        """Keep `fd` for the process's life, even a second descriptor of a file: closing it would drop the locks."""
         file = linux.file_id(fd)
         if file in self._files:
             self._surplus.append(fd)
@@ -172,7 +174,7 @@ def attach(socket_dir: Path, request: AttachRequest, locks: LockHolder, timeout_
     """Attach this process, or attach it again (same `request.session`), within `timeout_s`.
 
     Raises Unavailable (no server runs, or it is starting, busy or stopped; try again), the error that the server
-    named, or ConfigError / NotPermitted when socket directory or server belong to another user.  After an error this
+    named, or ConfigError / NotPermitted when the socket directory or server is another user's.  After an error this
     process holds the same descriptors and locks as before.
     """
     deadline = time.monotonic() + timeout_s

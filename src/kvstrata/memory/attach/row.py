@@ -33,7 +33,7 @@ class RowState(enum.Enum):
     RETIRING = enum.auto()
     """Its process has ended or said goodbye. Its operations are being ended; then the row is freed."""
     STRANDED = enum.auto()
-    """Its process ended while no server watched; a device may still write into extents that it quarantines."""
+    """Its process ended while no server watched; a device may still write into extents that the row quarantines."""
 
 
 class RowEvent(enum.Enum):
@@ -44,7 +44,7 @@ class RowEvent(enum.Enum):
     CLAIMED = enum.auto()
     """A process asks to attach with the row's session."""
     LOCKED = enum.auto()
-    """The process says that it has locked the row's byte, which is true."""
+    """The process says that it has locked the row's byte, and it has."""
     LOST = enum.auto()
     """The connection of the process is closed."""
     DIED = enum.auto()
@@ -176,7 +176,7 @@ class Owner:
         self.speaker: Speaker | None = speaker
 
     def is_process(self, credentials: linux.SocketCredentials, pidfd: int) -> bool:
-        """Whether these belong to the owner."""
+        """Whether the credentials and the pidfd are those of the owner."""
         if self.row.seen.pid != credentials.pid:
             return False
         return linux.same_process(self.pidfd, pidfd) is not False
@@ -193,7 +193,7 @@ class Row:
         """The row as the adopted pool had it; None for a row that this server gave out."""
         self.state = MACHINE.first
         self.kept_bytes = 0
-        """What it quarantines, while it is STRANDED."""
+        """Bytes that the row quarantines while it is STRANDED."""
 
     def move(self, event: RowEvent) -> RowState:
         """Enter the state that `MACHINE` gives. Returns the state before."""

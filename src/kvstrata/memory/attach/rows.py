@@ -6,9 +6,9 @@ Invariants
 1. A row belongs to a process, not to a connection or a clock.  A closed connection only *detaches* the session.  The
    row ends (`Pool.row_gone`) when the process is dead: its pidfd is readable or, for rows from before a server
    restart, no process locks the row's byte of sessions.lock.  Apart from that, only its owner's "bye" ends it.
-2. A free byte does not prove that a device has stopped: the kernel drops the locks of a dying process before its driver
-   tears its contexts down.  So when the byte of a row from before the restart is free and its session had registered
-   memory, the row is *stranded*: its bytes stay quarantined until `clear_stranded`.
+2. A free byte does not prove that a device has stopped: the kernel drops the locks of a dying process before the driver
+   tears down the contexts of that process.  So when the byte of a row from before the restart is free and its session
+   had registered memory, the row is *stranded*: its bytes stay quarantined until `clear_stranded`.
 3. A row that was claimed but never locked was never announced to the rest of the server, so it has no reservations;
    it ends with its connection.
 4. `row_gone` is called only after `on_gone` has returned, when no operation of that session runs any more.
@@ -127,7 +127,7 @@ class Rows:
             and owner.is_process(speaker.credentials, pidfd)
         ):
             assert owner.speaker is not None
-            owner.speaker.let_go(ok=False)  # the process gave up its first try, which we have not read yet
+            owner.speaker.let_go(ok=False)  # the process gave up its first try; its hang-up is unread
             owner = None
         if owner is None:
             return self._claim_row(request, tenants, pidfd, speaker)
@@ -165,7 +165,7 @@ class Rows:
         row.move(RowEvent.LOCKED)
 
     def _others(self, session: bytes, tenants: frozenset[str] | None) -> Iterable[AttachRequest]:
-        """The other sessions that may use the same tenants: those of others share no chunk with this one."""
+        """The other sessions with the same tenants; sessions with other tenants share no chunk with this one."""
         return [
             owner.request
             for name, owner in self._owners.items()

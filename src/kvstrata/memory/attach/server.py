@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 LOCKED, BYE, OK = b"locked", b"bye", b"ok"
 
 _MAX_FDS = 8
-"""Most descriptors taken from one message, if only to close them; the kernel drops any further ones."""
+"""Maximum number of descriptors taken from one message, if only to close them; the kernel drops any further ones."""
 _BACKLOG = 128
 _ACCEPTS_PER_TURN = 16
 _ACCEPT_PAUSE_S = 0.2
@@ -198,7 +198,7 @@ class AttachServer:
         self._loop.add_reader(listener.fileno(), self._accept)
 
     async def stop(self) -> None:
-        """Close all connections, by which the processes notice. Their rows stay in the pool for the next server."""
+        """Close all connections, which the processes notice. Their rows stay in the pool for the next server."""
         await self._rows.stop_sweeping()
         if self._listener is not None:
             self._loop.remove_reader(self._listener.fileno())
@@ -298,7 +298,7 @@ class AttachServer:
         except OSError as error:  # no descriptors or no memory, perhaps only for a moment
             self._refuse(connection, Refused(f"the server cannot serve an attach now: {error.strerror}"))
         except Exception:
-            _log.exception("attach: our own mistake while serving process %d", connection.credentials.pid)
+            _log.exception("attach: a bug in kvstrata while serving process %d", connection.credentials.pid)
             self._refuse(connection, InternalError("internal error; the server's log has details"))
         finally:
             linux.close_all(received.fds)

@@ -26,7 +26,7 @@ from kvstrata.errors import TransferError
 
 MAX_REGIONS = 16
 MAX_ITEMS = 4096
-"""Most items of one read."""
+"""Maximum number of items of one read."""
 MAX_METADATA_BYTES = 64 << 10
 MAX_PEER_NAME_BYTES = 256
 
@@ -46,14 +46,14 @@ too large; too much is under way already; the engine is closed; the transport fa
 
 
 class Region(NamedTuple):
-    """Memory of this process that peers may read and reads may fill; must live until `close` has returned."""
+    """Memory of this process, which peers may read and our reads may fill. It must live until `close` has returned."""
 
     address: int
     length: int
 
 
 class ReadItem(NamedTuple):
-    """Read `length` bytes from an offset in a region of the peer to an offset in an own region; regions by index."""
+    """Read `length` bytes at an offset in a region of the peer into a region of this process. Regions have indices."""
 
     remote_region: int
     remote_offset: int
@@ -73,18 +73,18 @@ class TransferEngine(ABC):
     async def open(self, regions: Sequence[Region]) -> bytes:
         """Register memory and serve it to peers; returns metadata for their `connect`, below MAX_METADATA_BYTES.
 
-        Raises TransferError that says what to install or change; its field is `network` if no device can be used.
+        Raises a TransferError that says what to install or change; its field is `network` if no device can be used.
         """
 
     @abstractmethod
     async def connect(self, peer: str, metadata: bytes) -> None:
-        """Connect a peer by its metadata.
+        """Connect to a peer by its metadata.
 
         The same metadata again changes nothing while the connection holds.  Other metadata mean that the peer has
         restarted: reads from its old process are forced to their end.
 
-        Raises TransferError that names what is wrong with the metadata; its field is `network` if no device of one side
-        reaches a device of the other.  An older connection of that name then stays.
+        Raises a TransferError that says what is wrong with the metadata; its field is `network` if no device of one
+        side reaches a device of the other.  After an error, an older connection to that peer stays.
         """
 
     @abstractmethod
@@ -108,7 +108,7 @@ class TransferEngine(ABC):
 # --- metadata ----------------------------------------------------------------------------------------------
 #
 # Magic, format version, number of regions, length of the transfer engine's name, length of its part, and the CRC-32 of
-# all bytes that follow: the region lengths, the name, the part.
+# all bytes that follow.  These are the region lengths, the name and the part.
 
 _MAGIC = b"KVXF"
 _VERSION = 1
@@ -143,24 +143,24 @@ def unpack_metadata(engine: str, peer: str, metadata: bytes) -> PeerMetadata:
     if not 0 < len(peer.encode()) <= MAX_PEER_NAME_BYTES:
         raise TransferError(f"{engine}: peer: must have 1 to {MAX_PEER_NAME_BYTES} bytes", field="peer")
     if len(metadata) > MAX_METADATA_BYTES:
-        raise wrong(f"has {len(metadata)} bytes, at most {MAX_METADATA_BYTES} are allowed")
+        raise wrong(f"has {len(metadata)} bytes; at most {MAX_METADATA_BYTES} are allowed")
     if len(metadata) < _HEAD.size or metadata[:4] != _MAGIC:
         raise wrong("was not packed by a transfer engine of kvstrata")
     _, version, regions, name_bytes, part_bytes, checksum = _HEAD.unpack_from(metadata)
     if version != _VERSION:
-        raise wrong(f"has format version {version}, this side speaks {_VERSION}; upgrade the older one")
+        raise wrong(f"has format version {version}, but this instance uses {_VERSION}; upgrade the older one")
     rest = metadata[_HEAD.size :]
     if len(rest) != regions * _REGION.size + name_bytes + part_bytes:
-        raise wrong(f"has {len(rest)} bytes after its head, which names another length")
+        raise wrong(f"has {len(rest)} bytes after its head, but the head names another length")
     if zlib.crc32(rest) != checksum:
-        raise wrong("is damaged, its checksum is wrong")
+        raise wrong("is damaged: its checksum is wrong")
     name = rest[regions * _REGION.size :][:name_bytes]
     if name != engine.encode():
         raise wrong(
-            f"comes from the engine {name.decode(errors='replace')!r}; set one p2p.engine on both sides"
+            f"comes from the engine {name.decode(errors='replace')!r}; set the same p2p.engine on both sides"
         )
     if not 0 < regions <= MAX_REGIONS:
-        raise wrong(f"names {regions} regions, 1 to {MAX_REGIONS} are allowed")
+        raise wrong(f"names {regions} regions; 1 to {MAX_REGIONS} are allowed")
     lengths = tuple(length for (length,) in _REGION.iter_unpack(rest[: regions * _REGION.size]))
     return PeerMetadata(lengths, rest[regions * _REGION.size + name_bytes :])
 
@@ -168,7 +168,9 @@ def unpack_metadata(engine: str, peer: str, metadata: bytes) -> PeerMetadata:
 def check_regions(engine: str, regions: Sequence[Region]) -> None:
     """Raise TransferError for regions that cannot be registered."""
     if not 0 < len(regions) <= MAX_REGIONS:
-        raise TransferError(f"{engine}: regions: 1 to {MAX_REGIONS}, not {len(regions)}", field="regions")
+        raise TransferError(
+            f"{engine}: regions: must be 1 to {MAX_REGIONS}, found {len(regions)}", field="regions"
+        )
     for index, region in enumerate(regions):
         if region.address <= 0 or region.length <= 0 or region.address + region.length >= 1 << 63:
             what = f"{region.length} bytes at {region.address:#x} are not a range of memory"

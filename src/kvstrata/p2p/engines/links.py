@@ -98,7 +98,10 @@ def find_devices() -> Devices:
 
 
 def allowed_devices(setting: str) -> Callable[[str], bool]:
-    """A function that tells whether UCX_NET_DEVICES allows a device: `all`, names with commas, or `^` and names."""
+    """A function that tells whether a value of UCX_NET_DEVICES allows a device.
+
+    The value is `all`, names separated by commas, or `^` followed by the names that are not allowed.
+    """
     names = {name.strip() for name in setting.removeprefix("^").split(",")} - {""}
     if not names or "all" in names:
         return lambda name: True

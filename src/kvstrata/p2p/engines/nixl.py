@@ -5,7 +5,7 @@ agent takes no lock and posting a transfer can take tens of milliseconds.  This 
 a peer disappears, UCX can end the process (docs/p2p.md), and only the end of the process stops a transfer.
 
 Invariants
-1. The agent's own thread, the owner thread, makes every call of NIXL except the import.
+1. The agent's own thread, the owner thread, imports NIXL and makes every call of it.
 2. A read's `ended` is called when its transfer is DONE, or when it has failed and the peer was removed from the agent,
    which closes the connection by force.  NIXL cannot end a transfer that is under way: `ended` waits until the peer
    continues or is found to be gone, even after `disconnect` has returned.  `close` leaves such transfers and the agent
@@ -237,7 +237,7 @@ class NixlEngine(TransferEngine):
                 answer.set_result(CANCELLED)
 
     async def _do(self, work: Callable[[], Any]) -> Any:
-        """Do work on the owner thread, also if the call is cancelled; returns its result or raises TransferError."""
+        """Do work on the owner thread, even if the call is cancelled; returns its result or raises TransferError."""
         assert self._loop is not None
         loop = self._loop
         future: asyncio.Future[Any] = loop.create_future()
@@ -327,7 +327,7 @@ class NixlEngine(TransferEngine):
         version = rest[:version_bytes].decode(errors="replace")
         if version != self._version:
             raise wrong(
-                f"comes from NIXL {version}, this side has {self._version}; install one version on both"
+                f"comes from NIXL {version}, but this instance has {self._version}; install the same version on both"
             )
         bases = struct.unpack_from(f"<{regions}Q", rest, version_bytes)
         try:
@@ -391,7 +391,7 @@ class NixlEngine(TransferEngine):
             self._remove(read.peer)
 
     def _failed(self, read: _Read, error: BaseException | None) -> None:
-        """End a failed read: its peer is removed by force first, which closes the connection."""
+        """End a failed read, after its peer was removed by force, which closes the connection."""
         peer = read.peer
         peer.under_way -= 1
         peer.broken = True

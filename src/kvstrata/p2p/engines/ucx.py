@@ -8,9 +8,10 @@ Invariants
 2. Each connection has a number that is never used again, so no event of an old connection is taken for one of a new
    connection.
 
-On one host, where UCX can copy by the kernel (cma), a stopped peer can still be read, and a read from a peer that is
-gone fails at once.  Over network cards that read by themselves (verbs), an abandoned read keeps its destinations until
-the card has finished, at the latest until `disconnect` forces the read to its end.  Over tcp it ends at once.
+On one host, where UCX can copy through the kernel (cma), a stopped peer can still be read, and a read from a peer that
+is gone fails at once.  Over network cards that read by themselves (verbs), an abandoned read keeps its destinations
+until the card has finished, at the latest until `disconnect` forces the read to its end.  Over tcp an abandoned read
+ends at once.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ _DONE, _CANCELLED, _PEER_GONE, _NOT_CONNECTED, _NO_WAY = 0, 1, 2, 3, 5
 _REASONS = {_DONE: "", _CANCELLED: CANCELLED, _PEER_GONE: PEER_GONE, _NOT_CONNECTED: NOT_CONNECTED}
 
 _PROCESS_SETTINGS = {"UCX_HANDLE_ERRORS": "none", "UCX_MEM_EVENTS": "n", "UCX_LOG_FILE": "stderr"}
-"""Defaults that UCX reads once for the whole process, when it is loaded.  It installs no signal handlers, does not hook
-the functions that map memory (here memory is unregistered explicitly), and writes no messages to stdout."""
+"""Defaults that UCX reads once for the whole process, when it is loaded.  With them UCX installs no signal handlers,
+does not hook the functions that map memory (this code unregisters memory itself), and writes no messages to stdout."""
 _load_lock = threading.Lock()
 
 
@@ -86,7 +87,7 @@ def find_library() -> str:
 
 
 class _Connection:
-    """The connection with one process of a peer."""
+    """The connection to one process of a peer."""
 
     def __init__(self, number: int, metadata: bytes, region_bytes: tuple[int, ...]) -> None:
         self.number = number
@@ -171,7 +172,7 @@ class UcxEngine(TransferEngine):
                 self._forget(old)
 
     def transports(self, peer: str) -> str:
-        """UCX's names of the transports for reads from a connected peer, with commas; "" if UCX does not say."""
+        """UCX's names of the transports for reads from a connected peer, comma-separated; "" if UCX does not say."""
         connection = self._connections.get(peer)
         return connection.transports if connection is not None else ""
 
@@ -200,7 +201,7 @@ class UcxEngine(TransferEngine):
             if end == _PEER_GONE:
                 connection.broken = True
                 why = text.decode(errors="replace")
-                self._thinning.log(log, logging.INFO, peer, "ucx: a read of peer %r ended: %s", peer, why)
+                self._thinning.log(log, logging.INFO, peer, "ucx: a read from peer %r ended: %s", peer, why)
             ended()
             if not answer.done():
                 answer.set_result(_REASONS.get(end, FAILED))

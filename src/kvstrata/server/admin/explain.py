@@ -29,11 +29,11 @@ class Explaining:
         return document if document["known"] else None
 
     def request_of(self, tenants: frozenset[str] | None, request_id: str) -> dict[str, Any]:
-        """The same for a process that may use these tenants (None: any); also an answer for an unknown request."""
+        """As `request`, for a process that may use these tenants (None: any); also answers for an unknown request."""
         return self._explainer.explain(request_id, tenants)
 
     def keys(self, keys: bytes) -> list[dict[str, str]]:
-        """For each storage key, that its chunk is in L1, or why it is not, if that is remembered."""
+        """For each storage key, whether its chunk is in L1 and, if not, the reason as far as it is remembered."""
         told = []
         for key in split(keys):
             if self._pool.peek(key, 1):

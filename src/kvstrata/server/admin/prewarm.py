@@ -130,7 +130,7 @@ class Prewarms:
         return job.number
 
     def job(self, number: int, tenants: frozenset[str] | None = None) -> dict[str, Any] | None:
-        """The outcome of a prewarm so far; None when it is not listed, or for none of these tenants (None: any)."""
+        """The outcome of a prewarm so far; None if it is not listed, or belongs to none of `tenants` (None: all)."""
         job = self._jobs.get(number)
         if job is None or (tenants is not None and job.tenant not in map(tenant_number, tenants)):
             return None

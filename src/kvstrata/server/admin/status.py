@@ -20,7 +20,7 @@ from kvstrata.types import shown_name
 Section = Callable[[], Any]
 
 OPEN_SECTIONS = ("instance", "pool", "sessions", "l2_store", "l2_prefetch")
-"""Sections that a process with the token of any tenant sees: numbers of the whole instance, no names."""
+"""Sections that every attached process sees, whichever tenants it may use: numbers of the whole instance, no names."""
 
 
 class StatusBoard:
@@ -43,7 +43,7 @@ class StatusBoard:
         return {name: section() for name, section in self._sections.items()}
 
     def document_of(self, tenants: frozenset[str], group: str) -> dict[str, Any]:
-        """What processes of an engine see that may use these tenants: nothing that names another tenant or engine.
+        """The document for a process that may use these tenants; it names no other tenant and no other engine.
 
         `group`: the engine's name in `peers`, "" for a process that is not attached.
         """
@@ -100,7 +100,7 @@ def processes_section(processes: ProcessTable) -> list[dict[str, Any]]:
 
 
 class TenantRows:
-    """Bytes by tenant; a tenant has its name where a quota or an attached process tells it, else its number."""
+    """Bytes by tenant. A tenant is shown by its name if a quota or an attached process tells it, else by its number."""
 
     def __init__(
         self, settings: ServerSettings, processes: ProcessTable, pool: Pool, store: StoreController

@@ -72,7 +72,7 @@ def make_app(admin: Admin) -> FastAPI:
 
     @app.post("/v1/clear", dependencies=guarded)
     async def clear(body: ClearBody) -> ClearAnswer:
-        """Drop the chunks of L1, L2 or both. Puts that are under way go on, and L2 has their records afterwards."""
+        """Drop the chunks of L1, L2 or both. Puts that are under way go on; a clear of L2 drops their records too."""
         done = await admin.clearing.clear(body.tier, body.tenant, wait=body.wait)
         return ClearAnswer.model_validate(done.document())
 
@@ -80,7 +80,7 @@ def make_app(admin: Admin) -> FastAPI:
     async def stranded() -> dict[str, list[Any]]:
         """Sessions with registered memory that ended while no server watched, and the extents that they quarantine.
 
-        No server saw their device stop, so it may still write there. Only the host's operator can rule that out.
+        No server saw their device stop, so the device may still write there. Only the host's operator can rule it out.
         """
         return {"stranded": admin.stranded.rows()}
 
@@ -99,7 +99,7 @@ def make_app(admin: Admin) -> FastAPI:
     async def l2_adapters() -> dict[str, list[Any]]:
         """The L2 adapters in the order in which lookups ask them, then those being removed.
 
-        A restarted server has the adapters of its settings: without those not `in_settings`, with those `missing` here.
+        After a restart, adapters that are `missing` here are back, and adapters that are not `in_settings` are gone.
         """
         return {"adapters": await tiers.rows.all(), "missing": tiers.rows.missing()}
 

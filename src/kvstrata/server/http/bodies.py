@@ -20,7 +20,7 @@ class PrefetchBody(BaseModel):
     adapter: str = ""
     tenant: str = ""
     salt: str = ""
-    budget_bytes: int = Field(1 << 30, gt=0, description="Most bytes to load.")
+    budget_bytes: int = Field(1 << 30, gt=0, description="Maximum number of bytes to load.")
     ttl_ms: int = Field(60_000, gt=0, le=3_600_000, description="Time after which no more is loaded.")
 
 
@@ -43,7 +43,7 @@ class ClearAnswer(BaseModel):
     )
     pending: dict[Literal["held", "leased"], int] = Field(
         description="Chunks dropped from L1, now or before, whose bytes are still in use: `held` by a put or a read of "
-        "the server, `leased` by an engine. They are free when that ends."
+        "the server, `leased` by an engine. They are free when that use ends."
     )
     kept: dict[Literal["pinned"], int] = Field(
         description="Chunks that stay in L1: pinned through the controller, or being read by another instance."
@@ -77,7 +77,7 @@ class DrainAdapterBody(BaseModel):
     """How an adapter is drained."""
 
     model_config = ConfigDict(extra="forbid")
-    loads: bool = Field(True, description="Lookups go on asking it and loading from it.")
+    loads: bool = Field(True, description="Lookups go on asking the adapter and loading from it.")
     wait_s: float = Field(
         DEFAULT_WAIT_S,
         ge=0,

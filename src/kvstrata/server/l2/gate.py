@@ -1,4 +1,4 @@
-"""Bounds how many fetches and bytes are loaded from one tier at a time; first come, first served.
+"""Bounds how many fetches load from one tier at a time, and how many bytes they load; first come, first served.
 
 A fetch enters the gate before it reserves room in L1, so that no fetch waits while it holds a reservation.  A fetch
 past its deadline gives up its place to any other fetch.
@@ -27,7 +27,7 @@ class PrefetchLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_in_flight: int = 8
     """Fetches that load from one tier at a time."""
     batch_bytes: int = 64 << 20
-    """Most bytes of a batch; never more than half of `in_flight_bytes`."""
+    """Maximum number of bytes of a batch; never more than half of `in_flight_bytes`."""
     patience_share: float = 0.25
     """Share of the remaining time that a tier gets to answer `exists` if other tiers come after it."""
     patience_s: float = 0.5
@@ -70,7 +70,7 @@ class Gate:
         return await place
 
     def expire(self, fetch: Waiter) -> None:
-        """Take the slot of a fetch whose caller has gone, and its place in the queue if others wait there."""
+        """Free the slot of a fetch whose caller has gone, and its place in the queue if others wait there."""
         if fetch.abandoned or any(not waiter.expired for waiter, _, _ in self._waiters):
             self._give_up(lambda waiter: waiter is fetch)
         self.leave(fetch)
@@ -127,7 +127,7 @@ class Loader:
         """`exists` calls under way."""
         self.loading: set[asyncio.Task[None]] = set()
         self.quiet = asyncio.Event()
-        """Set when it ceases to be busy."""
+        """Set when the tier is no longer asked or loaded from."""
 
     def busy(self) -> bool:
         return bool(self.asking or self.loading)

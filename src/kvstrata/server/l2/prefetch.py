@@ -14,11 +14,11 @@ Invariants
 2. A key is loaded once at a time; other fetches that need it wait for that load.
 3. Every reserved item ends in a commit or an abort.  Its hold goes to the adapter; after an abort the extent
    stays quarantined until the adapter has dropped the hold.
-4. Per tier at most `max_in_flight` fetches with a waiting caller load at a time, with at most `in_flight_bytes` under
+4. At most `max_in_flight` fetches whose callers wait load from one tier at a time, with at most `in_flight_bytes` under
    way.  These bytes and those stuck in adapters (storage/wrap/deadline.py) bound the server's own reservations: the
    pool sets no limit for row 0.  A fetch past its deadline goes on only while no other fetch waits at the gate.
-5. A tier that does not answer `exists` within its patience is passed over.
-6. A fetch asks the tiers that answered lookups when it began, in the order of that moment.  A tier that leaves
+5. A tier that does not answer `exists` within its share of the time (`PrefetchLimits`) is passed over.
+6. A fetch asks the tiers that answered lookups when it began, in their order at that time.  A tier that leaves
    meanwhile counts as a tier without the chunk: the fetch asks the tiers after it, or ends as a miss.
 
 policy/prefetch.py decides which key is loaded from where; tiers.py has the tiers, fetch.py the state of one fetch.
@@ -221,7 +221,7 @@ class PrefetchController:
         for loader in fetch.sources:
             loader.gate.leave(fetch)
         if not task.cancelled() and task.exception() is not None:
-            log.error("a fetch failed by a mistake in kvstrata", exc_info=task.exception())
+            log.error("a fetch failed because of a bug in kvstrata", exc_info=task.exception())
 
     async def _run(self, fetch: Fetch, budget_bytes: int | None) -> None:
         fetch.planned(await self._plan(fetch, budget_bytes))
@@ -435,7 +435,7 @@ class PrefetchController:
         except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
             log_broken_contract(loader.name, "load", error)
             outcomes = [LoadOutcome(LoadStatus.FAILED, "adapter_error")] * len(items)
-        finally:  # also when cancelled: the adapter ends the holds, and this ends the reservations
+        finally:  # even when cancelled: the adapter ends the holds, and this ends the reservations
             loader.gate.ended(batch_bytes)
             cut_short = "stopping" if self._stopping else REMOVED
             outcomes = outcomes or [LoadOutcome(LoadStatus.FAILED, cut_short)] * len(items)
@@ -489,11 +489,11 @@ class PrefetchController:
             self._lost(loader.name, lost_keys)
         self._not_filled(fetch, failed)
         if foreign:
-            log.error("%s: deletes %d records, which name another identity", loader.name, len(foreign))
+            log.error("%s: deleting %d records that name another identity", loader.name, len(foreign))
             self._delete(loader, foreign)
 
     def _delete(self, loader: Loader, keys: list[bytes]) -> None:
-        """Delete values that are no record of their key, since some media store a record only where nothing is."""
+        """Delete values that are not a record of their key: some media store no record where a value exists."""
         if keys:
             chore = asyncio.create_task(loader.adapter.delete(keys), name="delete-foreign")
             self._chores.add(chore)

@@ -48,11 +48,11 @@ class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     backlog_bytes: int
     """L1 bytes that may be pinned for puts."""
     batch_bytes: int = 64 << 20
-    """Most bytes of a batch; never more than a quarter of `backlog_bytes`."""
+    """Maximum number of bytes of a batch; never more than a quarter of `backlog_bytes`."""
     batches_in_flight: int = 2
     """Batches that one tier puts at a time."""
     max_waiting_keys: int = 65_536
-    """Most committed keys that wait for a turn of the loop."""
+    """Maximum number of committed keys that wait for a turn of the loop."""
     retry: RetryRule = RetryRule()
     evict_ahead: EvictAhead = EvictAhead()
 
@@ -191,7 +191,7 @@ class TierPuts:
         self._unpinned.clear()
 
     def drop_queued(self, reason: Skip) -> int:
-        """Skip every chunk that waits. Returns their number and that of the chunks in flight, which go on."""
+        """Skip every chunk that waits. Returns how many waited or are in flight; those in flight go on."""
         n_waited = len(self._queued) + len(self._trimmer)
         for timer, _ in self._retrying.values():
             timer.cancel()
@@ -293,7 +293,7 @@ class TierPuts:
         except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
             log_broken_contract(self.name, "put", error)
             outcomes = [PutOutcome(PutStatus.FAILED, "adapter_error")] * len(batch)
-        finally:  # also when cancelled: the adapter ends the holds, and this ends the counting
+        finally:  # even when cancelled: the adapter ends the holds, and this ends the counting
             self._in_flight -= len(batch)
             outcomes = outcomes or [PutOutcome(PutStatus.FAILED, self.cut_short)] * len(batch)
             for pending, (status, reason) in zip(batch, outcomes, strict=True):

@@ -1,8 +1,8 @@
 """The lengths that the records of a slice may have, so that a tier's answer cannot take room in L1 for anything else.
 
-A tier tells itself how long its records are, and room is reserved by that: one value of 150 MB in a storage to which
-others write would evict most of L1.  Layout facts name the payload's bytes and its sections (docs/layouts.md), and so
-the length of each record.  Where they do not, the lengths that processes of the slice have reserved count
+Room in L1 is reserved for the length that a tier reports for a record: one value of 150 MB in a storage to which others
+write would evict most of L1.  Layout facts name the payload's bytes and its sections (docs/layouts.md), and so the
+length of each record.  Where they do not, the lengths that processes of the slice have reserved are allowed
 (policy/processes.py).
 """
 
@@ -45,7 +45,7 @@ def without_odd_lengths(
 ) -> tuple[list[Found], list[bytes]]:
     """A tier's answers for these keys by number, UNKNOWN where `takes(number, record_bytes)` refuses the length.
 
-    The second list has the keys that it refused.
+    The second list has the keys whose length was refused.
     """
     checked: list[Found] = []
     odd: list[bytes] = []

@@ -29,7 +29,7 @@ class TierReports:
         self._counters = counters
 
     def operation(self, report: OpReport) -> None:
-        """Count one operation of a tier that has ended."""
+        """Count one finished operation of a tier."""
         if self._tiers.get(report.adapter) is not None:
             self._counters.l2_operation(
                 report.adapter, report.operation, report.seconds, report.moved_bytes, report.outcomes

@@ -35,7 +35,7 @@ class StoreController:
     """Puts chunks of L1 to the tiers. All methods belong to the event loop.
 
     `skipped(key, reason)` is called for every chunk that a tier will not get, with the reason's short word.
-    `quotas` are bytes by tenant number, for each tier by itself; `trimmed(tier, keys)` is called with records that
+    `quotas` are bytes by tenant number, separately for each tier; `trimmed(tier, keys)` is called with records that
     were deleted because their tenant was at its quota; `news` hears which tier has which chunk.
     """
 
@@ -63,7 +63,7 @@ class StoreController:
         self._waiting: collections.deque[tuple[bytes, bool]] = collections.deque()
         self._turn_scheduled = False
         self._takes_up = False
-        """Whether a turn of the loop is scheduled that queues more chunks that the backlog had no room for."""
+        """Whether the next turn of the loop will queue more of the chunks that the backlog had no room for."""
         self._started = False
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -152,8 +152,8 @@ class StoreController:
     async def leave(self, name: str) -> int:
         """Forget a tier that is not active. Returns how many chunks waited for it or were in flight to it.
 
-        They are skipped, also puts that the adapter has not answered; the hold of such a put ends when the adapter
-        drops it.
+        All of them are skipped, even puts that the adapter has not answered; the hold of such a put ends when the
+        adapter drops it.
         """
         puts = self._puts.pop(name, None)
         if puts is None:

@@ -138,7 +138,8 @@ class TierControl:
     ) -> dict[str, Any]:
         """Open an adapter by the JSON of `--l2-adapter` and add it as a tier at `position`, by default at the end.
 
-        A text is the name of an adapter of the settings.  Their entries are trusted, any other must be admitted.
+        If `entry` is a string, it names an adapter of the settings.  Entries of the settings are trusted; any other
+        entry must be admitted.
 
         Returns the tier's row.  The tier gets what its policy chooses from now on: of the chunks already in L1,
         `on_evict` puts those about to leave, `second_touch` those used twice, `through` none.  With `backfill` all of

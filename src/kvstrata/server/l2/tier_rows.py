@@ -35,7 +35,7 @@ class TierRows:
         return self._settings
 
     def is_in_settings(self, entry: Mapping[str, Any]) -> bool:
-        """The settings have exactly this entry. False for an entry with a secret in it: the answer would confirm it."""
+        """Whether the settings have exactly this entry. False for an entry with a secret, which a yes would confirm."""
         return entry in self._settings.values() and not shown(entry)[1]
 
     async def all(self) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from kvstrata.storage.base import Presence, log_broken_contract
 TRIM_KEYS = 64
 """Records of a tenant deleted at a time."""
 MAKING_ROOM_KEYS = 1024
-"""Most chunks per tier that may wait for room."""
+"""Maximum number of chunks per tier that may wait for room."""
 
 
 class Trimmer:

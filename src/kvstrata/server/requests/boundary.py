@@ -9,8 +9,8 @@ Rules:
 1. Every message that has a return address gets one reply per arrival: its outcome, the outcome kept from an earlier
    arrival, or an error.  A request that is still running is answered when it ends or at its deadline, on every
    connection over which it came.
-2. A frame that names a session must prove that it comes from it (rpc/frame.py). Otherwise it is refused before it is
-   decoded, and nothing is done or remembered in the session's name.
+2. A frame that names a session must prove that the session sent it (rpc/frame.py).  Otherwise the frame is refused
+   before it is decoded, and nothing is done or remembered in the session's name.
 3. A tcp port without keys answers only `hello`: whatever else travels over it could be read and imitated.
 4. A ping or an error touches only memory of this process.
 5. Only here and in running.py does an unexpected exception become a reply (`internal`); the log has the trace.
@@ -124,7 +124,7 @@ class Boundary:
         proof, _, session, _, fault = found
         sender = self._processes.get(session)
         try:
-            # The usual frame, without further ado: it is whole, and its session and proof are right.
+            # Most frames need no further check: they are whole, and their session and proof are right.
             if (
                 fault
                 or sender is None
@@ -296,7 +296,7 @@ def _owner(process: AttachedProcess | None) -> int | bytes | None:
 
 
 _TAKES_TIME = frozenset({Lookup, Reserve, Prefetch, Clear, Corrupt})
-"""Requests that may become tasks, and that give nothing back."""
+"""Requests that may become tasks. None of them gives anything back, so they may be refused for lack of room."""
 _OPS: dict[type[Request], str] = {
     kind: str(kind.__struct_config__.tag) for kind in typing.get_args(AnyRequest)
 }

@@ -5,8 +5,8 @@
                                       └─▶ process_gone
 
 Three parts know an effect: the pool by its ticket, `Leases` or `InFlight` by its name (leases.py), and `Sessions` by
-the request that owns it (rpc/session.py).  This object changes them together, so that they always agree; only commit
-and abort, which end single items of a reservation, do the same for these in reserve.py.
+the request that owns it (rpc/session.py).  This object changes the three together, so that they always agree.  Only
+commit and abort, which end single items of a reservation, change them in reserve.py.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ Invariants:
 
 1. A lease is in `Leases` exactly as long as some row still holds a share of its ticket.
 2. `rows` of a lease are the rows that hold a share; each belongs to an attached process of the group.
-3. A lease is either in `_waiting` or revoked while the process that looked up is attached and no process of the group
-   has released its share.  Every other lease is neither.
+3. As long as the process that looked up is attached and no process of the group has released its share, the lease is
+   either in `_waiting` or revoked.  Every other lease is neither.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvstrata.rpc.session import Address, Effect
 MAX_TOLD = 1_024
 """Orphaned and revoked leases named in one reply; the others follow when these have ended."""
 MAX_REVOKES = 1_024
-"""Most leases that one lookup may revoke."""
+"""Maximum number of leases that one lookup may revoke."""
 
 LeaseId = tuple[bytes, int]
 """(session that looked up, its lookup's seq)"""
@@ -70,7 +70,7 @@ class Leases:
     def __init__(self) -> None:
         self._leases: dict[LeaseId, Lease] = {}
         self._orphans: dict[int, set[LeaseId]] = {}
-        """Row → the orphaned leases of which it holds a share: the process that looked up is gone."""
+        """Row → the leases of which it holds a share and whose process that looked up is gone."""
         # An OrderedDict, because a plain dict finds its first item only after skipping all earlier deleted ones.
         self._waiting: OrderedDict[LeaseId, Lease] = OrderedDict()
         """Leases that no process is known to use yet, in the order in which they were granted."""

@@ -122,7 +122,7 @@ class Lookups:
     def start(
         self, call: Call, process: AttachedProcess, request: Lookup
     ) -> KeptOutcome | Coroutine[Any, Any, KeptOutcome]:
-        """Begin a lookup. Returns its outcome, or a coroutine that does. Raises BadRequest or UnknownIdentity."""
+        """Begin a lookup. Returns its outcome, or a coroutine that returns it. Raises BadRequest or UnknownIdentity."""
         identity = self._processes.identity(process, request.identity_id)
         keys = request.groups[0].keys
         n_chunks = whole_keys(keys, "groups[0].keys")
@@ -250,9 +250,7 @@ class Lookups:
         first = granted.n_chunks * asked.n_slices
         keys = [nth(all_keys, index) for index in range(first, first + asked.n_slices)]
         if self._pool.peek(b"".join(keys), asked.n_slices):
-            detail = (
-                f"present, but leases may cover no more of L1 now; {asked_back} older leases are asked back"
-            )
+            detail = f"present, but leases may cover no more of L1 now; {asked_back} older leases have been revoked"
             return MissReason.REFUSED, detail
         if granted.unverified and self._late(asked):
             return MissReason.DEADLINE, "present, but not verified since the restart"

@@ -66,8 +66,8 @@ class Processes:
             )
 
     def tenants_of(self, credentials: SocketCredentials, request: AttachRequest) -> frozenset[str] | None:
-        """Tenants that a process with this token may use, None for any. Raises NotPermitted, or Refused if process or
-        token has too many sessions."""
+        """Tenants that a process with this token may use, None for any. Raises NotPermitted, or Refused if the process
+        or the token has too many sessions."""
         tenants = self._tokens.allowed(request.token)
         self._table.check_room(request.session, credentials.pid, tenants, self._limits)
         return tenants
@@ -97,7 +97,7 @@ class Processes:
         )  # fmt: skip
 
     def on_detached(self, session: SessionRow) -> None:
-        """Its connection has closed though the process lives; everything it owns stays."""
+        """The connection has closed though the process lives; everything that the process owns stays."""
         self._table.detached(session.session)
         self._log.debug("detached", session=shown_name(session.session), pid=session.pid)
 

@@ -20,7 +20,7 @@ from kvstrata.server.requests.effects import Effects, Send
 MAX_UNKEPT_TASKS = 64
 """Most tasks of unkept requests (`begin_unkept`) at a time."""
 MAX_UNKEPT_OF_PROCESS = 16
-"""Most of them of one process, so that others can still ask."""
+"""Most such tasks of one process, so that other processes can still ask."""
 MAX_KEPT_OF_PROCESS = 2_048
 """Most tasks of kept requests of one process at a time, over all its sessions."""
 
