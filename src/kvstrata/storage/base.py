@@ -43,14 +43,14 @@ class Presence(enum.IntEnum):
     ABSENT = 0
     PRESENT = 1
     UNKNOWN = 2
-    """The medium did not answer, or not in time; treat it as a miss that says nothing about the next question."""
+    """The medium did not answer, or not in time; treat the key as a miss now, and ask again next time."""
 
 
 class Found(NamedTuple):
     """Answer of `exists` for one key.
 
-    `record_bytes` is the length of the whole record as the medium stores it where PRESENT, else 0.  (The codec wrapper
-    around the adapter answers with the record's length in L1 instead.)
+    `record_bytes` is 0 unless PRESENT; then it is the length of the whole record as the medium stores it.  (The codec
+    wrapper around the adapter answers with the record's length in L1 instead.)
     `reason` is a short word for UNKNOWN (deadline, breaker_open, throttled, io, …), empty otherwise.
     """
 
@@ -72,7 +72,7 @@ class PutStatus(enum.IntEnum):
 
     STORED = 0
     EXISTS = 1
-    """The medium has it already."""
+    """The medium already has the record."""
     THROTTLED = 2
     """The adapter takes no more now; the same put may succeed later."""
     FAILED = 3
@@ -125,18 +125,18 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     max_batch: int = 64
     wants_registered_memory: bool = False
     takes_puts: bool = True
-    """False: the medium is only read, and never offered a chunk."""
+    """False: chunks are only loaded from the medium, never put into it."""
     can_delete: bool = True
     has_heads: bool = False
     """`heads` is implemented; without it no codec may encode records for this medium."""
     lists: bool = False
-    """`list_keys` is implemented; by it the cluster's controllers learn of records from before this start."""
+    """`list_keys` is implemented; by it the cluster's controllers learn of records stored before this start."""
     quiesce: Literal["drain", "never"] = "drain"
     """Whether an operation in flight ends by itself ("drain"), or only when its process is killed ("never")."""
 
 
 class PayloadKind(NamedTuple):
-    """The kind of an engine's payloads, as codecs need it and the engine has declared it."""
+    """The facts about an engine's payloads that codecs need; the engine declares them."""
 
     element_bytes: int
     """Bytes of one number."""
@@ -162,9 +162,12 @@ class AdapterContext(NamedTuple):
     region_fd: int = -1
     """The server's descriptor of the file behind the mapping, so that an adapter host can map it; -1: no file."""
     lock_fd: int = -1
-    """The server's descriptor of sessions.lock, of which a host locks HOSTS_BYTE (memory.segment); -1: no such file."""
+    """The server's descriptor of sessions.lock, in which an adapter host locks HOSTS_BYTE (memory/segment_files.py).
+
+    -1: no such file.
+    """
     payload_kind: Callable[[bytes, bytes], PayloadKind | None] = nothing_known
-    """Tells what engines have declared of the payloads of an identity root and a slice digest (thread-safe)."""
+    """Tells what engines have declared about the payloads of an identity root and a slice digest (thread-safe)."""
 
 
 Counts = Annotated[
@@ -211,7 +214,7 @@ def log_broken_contract(name: str, operation: str, error: BaseException) -> None
 
 
 MORE_KEYS = 64
-"""How many keys a page may have beyond the requested number: some indexes cannot divide keys that share a place."""
+"""How many keys a page may have beyond the requested number, since one cursor may stand for several keys."""
 
 
 class KeyPage(NamedTuple):
@@ -237,7 +240,7 @@ class StorageAdapter(ABC):
         """Tell for each key, in order, whether it can be loaded and how long its record is. Never touches payloads."""
 
     async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The first HEAD_BYTES of each stored record, in order; fewer of a shorter record, none where reading fails.
+        """The first HEAD_BYTES of each stored record, in order; fewer if the record is shorter, none if reading fails.
 
         Only the header of an encoded record tells its length in L1.  Called only where `capabilities.has_heads`, about
         once per key and life of the server.
@@ -247,9 +250,10 @@ class StorageAdapter(ABC):
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
         """A page of stored keys, from `cursor` on (0: the first page); it has `most` keys, or up to MORE_KEYS more.
 
-        A record that is stored from the first page's call to the last one's is named at least once; a record that is
-        stored or removed meanwhile may be named.  An empty page need not be the last one.  None: the medium cannot list
-        now; begin again later.  Called only where `capabilities.lists`; must be quick, from an index.
+        A record that is there during the whole listing, from the call for the first page to the call for the last, is
+        named at least once; a record that is put or removed during the listing may be named or not.  An empty page need
+        not be the last one.  None: the medium cannot list now; begin again later.  Called only where
+        `capabilities.lists`; must be quick, from an index.
         """
         return None
 

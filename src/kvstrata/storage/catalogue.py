@@ -1,6 +1,6 @@
 """The types of adapters: entry points of installed packages in the group `kvstrata.l2_adapters`.
 
-kvstrata's own types are in that group too (pyproject.toml); nothing here knows one of them by name.
+kvstrata's own types are in that group too (pyproject.toml); this module names none of them.
 
     kvstrata's own      names a `Medium`; its fields are checked when the server reads its settings
     another package's   names a callable `(fields: dict, path: str) -> StorageAdapter`, which raises ConfigError for
@@ -76,7 +76,7 @@ class Medium(NamedTuple):
     reach: Callable[[Any, Place], Reach] | None = None
     """What an entry reaches, for (config, place of the entry). Opens nothing. Raises ConfigError, NotPermitted.
 
-    Only types that say it can be added while the server runs (admission.py).
+    None: entries of this type cannot be added while the server runs (admission.py).
     """
     runtime_rest: frozenset[str] = frozenset()
     """Names that `rest` may take in an entry that is added while the server runs."""
@@ -169,7 +169,9 @@ def _named(reference: str) -> Any:
 def checked(made: object, path: str, source: str) -> StorageAdapter:
     """Return `made`, which a third party's code has made, if it is an adapter. Raises ConfigError otherwise."""
     if not isinstance(made, StorageAdapter):
-        raise ConfigError(f"{path}: {source} made {type(made).__name__}, no StorageAdapter", field=path)
+        raise ConfigError(
+            f"{path}: {source} must make a StorageAdapter, but made a {type(made).__name__}", field=path
+        )
     return made
 
 

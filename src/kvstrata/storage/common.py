@@ -24,15 +24,15 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ms: Annotated[
         Annotated[int, Meta(ge=1, le=600_000)] | None,
         Meta(
-            description="Milliseconds that one operation may take, and again for every 64 MB of its payload; not set: "
-            "`l2.deadline_ms`."
+            description="Milliseconds that one operation may take, and as many more for every 64 MB of its payload; "
+            "not set: `l2.deadline_ms`."
         ),
     ] = None
     max_stuck_mb: Annotated[
         Annotated[float, Meta(ge=1, le=1 << 20)] | None,
         Meta(
-            description="MB that operations past their deadline may keep pinned; at that point nothing more is put or "
-            "loaded; not set: a sixteenth of L1."
+            description="MB that operations past their deadline may keep pinned; once they reach this, nothing more is "
+            "put or loaded; not set: a sixteenth of L1."
         ),
     ] = None
     isolation: Annotated[
@@ -69,7 +69,7 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     presence_ttl_ms: Annotated[
         Annotated[int, Meta(ge=0, le=60_000)] | None,
         Meta(
-            description="Milliseconds for which shared storage's answer that it has a record is used again; not set: "
+            description="Milliseconds for which the answer of shared storage that it has a record is reused; not set: "
             "5000."
         ),
     ] = None

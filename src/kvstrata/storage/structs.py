@@ -119,7 +119,7 @@ def _bare(kind: inspect.Type, extra: Mapping[str, Any]) -> tuple[inspect.Type, M
 
 
 def _checked(kind: inspect.Type, value: Any, place: Place) -> tuple[str, Any]:
-    """(the demand that the value does not meet, "" if it is sound; the value as the struct takes it)"""
+    """(the requirement that the value breaks, "" if it breaks none; the value as the struct takes it)"""
     match kind:
         case inspect.BoolType():
             return "" if isinstance(value, bool) else "must be true or false", value

@@ -219,7 +219,9 @@ def test_wrong_fields_are_named(fields: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("field", SETUP)
 def test_a_field_that_mooncake_needs_must_be_given(field: str) -> None:
     rest = {name: value for name, value in SETUP.items() if name != field}
-    with pytest.raises(ConfigError, match=rf"l2_adapters\[0\]\.{field}: must be given, Mooncake's setup"):
+    with pytest.raises(
+        ConfigError, match=rf"l2_adapters\[0\]\.{field}: must be given, since Mooncake's setup"
+    ):
         configure_tier({"type": "mooncake_store", **rest}, 0)
 
 

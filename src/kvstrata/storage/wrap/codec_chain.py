@@ -125,9 +125,9 @@ class Chain:
     ) -> Encoded:
         """Encode the record `source` into `target`, which is `staging_bytes` long.
 
-        The result's length is 0 if encoding would not make the record shorter and it need not be encrypted; store it as
-        it is then.  `kind_of(identity, slice digest)` describes the payload where that is known.  It has a shape only
-        if the engine has opted in to fp8, and only such payloads are made fp8.
+        The result's length is 0 if no codec changed the record; store it as it is then.  (zstd is left out where it
+        would not make the record shorter.)  `kind_of(identity, slice digest)` describes the payload, if it is known.
+        A description has a shape only if the engine has opted in to fp8, and only such payloads are encoded as fp8.
         """
         source_at, source_bytes = buffer_address(source), len(source)
         header = native_record.record_header(source_at, source_bytes)

@@ -35,11 +35,11 @@ class ChainSettings(NamedTuple):
     old_keys: tuple[bytes, ...] = ()
     """Keys with which records are still read."""
     accept_plain: bool = False
-    """Records that nobody encrypted are served too, for the time of a migration."""
+    """Records that were written without a key are served too, during a migration."""
 
     @property
     def encodes(self) -> bool:
-        """Whether it is not the empty one."""
+        """Whether any codec is configured."""
         return self.fp8 or self.zstd is not None or bool(self.keys)
 
     @property
@@ -176,7 +176,7 @@ def _read_key(path: str, field: str) -> bytes:
     key = read_token_file(path, field)
     if len(key) < MIN_KEY_CHARS:
         raise ConfigError(
-            f"{field}: {path} holds {len(key)} characters, a key has at least {MIN_KEY_CHARS}; make one with"
+            f"{field}: {path} holds {len(key)} characters, but a key must have at least {MIN_KEY_CHARS}; make one with"
             " openssl rand -hex 32",
             field=field,
         )

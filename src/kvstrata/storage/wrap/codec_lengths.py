@@ -78,16 +78,16 @@ class Undecodable:
     def warn_of_plain(self) -> None:
         """Log that the codec's `accept_plain` is true."""
         log.warning(
-            "%s: codec: accept_plain is true, so records that nobody encrypted are served: whoever can write to this"
-            " storage chooses what engines read; remove accept_plain when the old records are gone",
+            "%s: codec: accept_plain is true, so records that were written without a key are served: whoever can write"
+            " to this storage chooses what engines read; remove accept_plain when the old records are gone",
             self._name,
         )
 
     def note(self, reason: str, key: bytes, error: object) -> None:
-        """Log that this record cannot be decoded, if it is the first with this reason. Thread-safe."""
+        """Log that this record cannot be decoded, if it is the first one with this reason. Thread-safe."""
         if reason not in self._told:
             self._told.add(reason)
-            what = "%s: record %s: %s; further ones are only counted (%s). Give all servers of a storage the same codec"
+            what = "%s: record %s: %s; more such records are only counted (%s). Give all servers of a storage one codec"
             log.warning(what, self._name, key.hex()[:16], error, reason)
 
 

@@ -72,7 +72,7 @@ class Seals:
     def write(
         self, identity: bytes, plain: memoryview, record: memoryview, start: int, n_sections: int
     ) -> None:
-        """Write everything behind the headers, which are in place; `plain` may lie where its bytes go already."""
+        """Write everything behind the headers, which are in place; `plain` may already lie at its place in `record`."""
         key_id, nonce = self.writing_id, os.urandom(NONCE_BYTES)
         cipher = _cipher(self._key(self._writes, key_id, identity), nonce).encryptor()
         at = start + ID_BYTES + NONCE_BYTES
@@ -90,9 +90,9 @@ class Seals:
     def read(
         self, codec: int, identity: bytes, stored: memoryview, start: int, n_sections: int
     ) -> memoryview:
-        """Check what a codec of this module wrote, decrypt it in place, and return the bytes before it.
+        """Check the bytes that a codec of this module wrote, decrypt them in place, and return that codec's input.
 
-        Raises BadRecord, or CannotDecode if it was written with a key that is not here, or does not authenticate.
+        Raises BadRecord, or CannotDecode if they were written with a key that is not here, or do not authenticate.
         """
         id_bytes = 0 if codec == AES_GCM_UNNAMED else ID_BYTES
         at, end = start + id_bytes + NONCE_BYTES, len(stored) - TAG_BYTES
@@ -108,7 +108,9 @@ class Seals:
             if _opens(key, nonce, tag, headers, body, in_place=None if codec == MAC else stored[at:]):
                 return body
         if id_bytes:
-            raise CannotDecode(UNAUTHENTICATED, "it was not written, or not so, by who has its key")
+            raise CannotDecode(
+                UNAUTHENTICATED, "its tag is wrong: it was changed, or written without its key"
+            )
         raise CannotDecode(WRONG_KEY, "encrypted with another key")
 
     def _key(self, codec: int, key_id: bytes, identity: bytes) -> bytes:
@@ -138,7 +140,7 @@ def _opens(
     try:
         cipher.finalize()
     except InvalidTag:
-        if in_place is not None:  # in counter mode, doing it again undoes it
+        if in_place is not None:  # in counter mode, encrypting the decrypted bytes restores them
             _cipher(key, nonce).encryptor().update_into(body, in_place)
         return False
     return True

@@ -2,14 +2,14 @@
 
 A deadline ends the *wait*: every item of the batch is answered FAILED('deadline') (exists: UNKNOWN), while
 the inner operation goes on and its items keep their holds until the medium has finished with them.  The bytes
-of such operations count as stuck until they end; as long as they reach `max_stuck_bytes`, nothing more is put
-or loaded.
+of such operations count as stuck until they end; while there are `max_stuck_bytes` or more of them, nothing more is
+put or loaded.
 
 Each operation has a breaker (policy/breaker.py).  If an operation succeeds after its deadline, the breaker admits a try
 at once.
 
 An operation failed if it hit the deadline, raised, or all its items are FAILED or UNKNOWN for reasons that blame the
-medium (policy/reasons.py), unlike a full queue.  A miss, a corrupt record or a full disk is an answer.
+medium (policy/reasons.py; a full queue does not).  A miss, a corrupt record or a full disk is an answer.
 While the breaker of loads is open, `exists` answers UNKNOWN too, since a record that cannot be loaded is no hit.
 """
 
@@ -54,7 +54,7 @@ class DeadlineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Times and bounds of one adapter."""
 
     deadline_ms: int = 5_000
-    """Time for one operation, and again for every `bytes_per_deadline` of its payload."""
+    """Time for one operation, and as long again for every `bytes_per_deadline` of its payload."""
     bytes_per_deadline: int = 64 << 20
     max_stuck_bytes: int
     failures: int = 3

@@ -13,8 +13,8 @@ Invariants
    put store the record.  This may remove a value that another instance put meanwhile, which costs a miss.
 4. `_known` has the lengths of records that this process has put or found.  They are hints: each `exists` asks the store
    about presence, and a load finds out when a length is wrong.
-5. The hold of a transfer that Mooncake may continue after its answer is never dropped here.  The end of this process
-   frees its bytes; by `quiesce` "never" the server knows that it must kill an adapter host for that.
+5. The hold of a transfer that Mooncake may continue after its answer is never dropped here.  Its bytes are freed by the
+   end of this process; `quiesce` "never" tells the server to kill the adapter host for that.
 
 Mooncake's options are not interpreted here: every field that is not ours goes to `setup` unchanged.
 """
@@ -73,8 +73,9 @@ DEFAULT_MASTER = "127.0.0.1:50051"
 KEY_PREFIX = "kvstrata-"
 """All instances of a Mooncake cluster use the same prefix."""
 GIVEN_UP_S = 10.0
-"""If a transfer fails sooner, the other side has reported that it is over.  If it fails later, Mooncake has given it up
-(after 60 s), and may still write the bytes when a stopped process that holds the value continues (seen over tcp)."""
+"""If a transfer fails sooner than this, the other side has reported that it is over.  If it fails later, Mooncake has
+given it up (after 60 s).  Its bytes may then still be written when a stopped process that has the value continues (seen
+over tcp)."""
 LARGEST_RECORD_BYTES = (1 << 32) - 1
 VERIFIERS = 4
 """Threads that verify the records of a batch, the lane's own thread included."""

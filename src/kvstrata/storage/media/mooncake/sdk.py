@@ -53,7 +53,7 @@ def import_store(name: str) -> Any:
 
 
 def check_nics(name: str, protocol: str, rdma_devices: str) -> None:
-    """Raise StorageError for `rdma` if the named network cards are missing, which Mooncake itself would accept."""
+    """Raise StorageError for `rdma` if a named network card is missing; Mooncake itself would not complain."""
     if protocol != "rdma":
         return
     present = sorted(nic.name for nic in _NICS.iterdir()) if _NICS.is_dir() else []

@@ -14,8 +14,8 @@ Invariants
    transaction, so that a good value that somebody has put meanwhile stays.
 5. The server evicts, and says when it is full; nothing here deletes records to make room.
 
-STORED means that the server has the record in its memory.  Whether the record survives the server's end is the
-server's business.
+STORED means that the server has the record in its memory.  Whether the record survives the server's end depends on how
+the server is configured.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class RespAdapter(StorageAdapter):
         self._work = Work(name)
         self._closed = True
         self._room = (0.0, True)
-        """Until when the last answer about room below our own cap is used again."""
+        """Monotonic time until which the last answer of `_has_room` is reused, and that answer."""
         self._full = 0
         self._bad_values = 0
 
@@ -128,7 +128,7 @@ class RespAdapter(StorageAdapter):
         self._servers.close()
 
     def numbers(self) -> dict[str, int]:
-        """See STATUS_NUMBERS."""
+        """Counters since the start."""
         return {
             "connections": self._servers.connections,
             "connections_lost": self._servers.lost,
@@ -307,7 +307,7 @@ class RespAdapter(StorageAdapter):
         )
 
     def _not_put(self, answer: Answer) -> PutOutcome:
-        """The outcome of a put whose SET, or the question before it, got this answer."""
+        """The outcome of a put whose SET, or the STRLEN before it, got this answer."""
         if answer == b"OK":
             return PutOutcome(PutStatus.STORED)
         if isinstance(answer, LinkLost):
@@ -415,7 +415,7 @@ class RespAdapter(StorageAdapter):
         return removed
 
     def _has_room(self) -> bool:
-        """Whether the servers use less than our own cap; the answer is used again for ROOM_HOLDS_S."""
+        """Whether the servers use less than our own cap; the answer is reused for ROOM_HOLDS_S."""
         until_s, has_room = self._room
         if self.settings.capacity_bytes and time.monotonic() >= until_s:
             has_room = self._usage().used_bytes < self.settings.capacity_bytes

@@ -3,10 +3,10 @@
     replies    +text  -error text  :integer  $length CRLF bytes  *count replies; $-1 and *-1 are None
 
 Invariants
-1. Every wait ends at `deadline_s`, also when bytes arrive slowly.
+1. Every wait ends at `deadline_s`, even if bytes keep arriving slowly.
 2. After LinkLost the next bytes may belong to an old reply, so the connection must be closed.  A ServerError is an
    ordinary reply.
-3. The server can make this process keep a bounded number of bytes; the bytes of a value go into the caller's memory.
+3. The server can make this process buffer only a bounded number of bytes; a value's bytes go into the caller's memory.
 
 One thread at a time uses a link.  servers.py decides which server to connect to and when; what commands mean is the
 caller's business.
@@ -22,11 +22,11 @@ import time
 from collections.abc import Sequence
 
 BUFFER_BYTES = 1 << 16
-"""Longest line of the server."""
+"""Longest line that the server may send."""
 MAX_BULK_BYTES = 1 << 20
 """Longest value that `reply` accepts; records are read by `read_into`."""
 MAX_ARRAY_BYTES, ITEM_BYTES, MAX_DEPTH = 1 << 26, 64, 8
-"""Most bytes of an array with all its items, and the bytes that each item counts beside its own."""
+"""Most bytes of an array with all its items, the overhead that is counted for each item, and the deepest nesting."""
 MAX_VALUE_BYTES = 512 << 20
 """Longest value of the servers with their default settings (proto-max-bulk-len)."""
 LARGEST_NUMBER = (1 << 63) - 1
@@ -91,7 +91,7 @@ class Link:
         return self._begin == self._end and not poll.poll(0)
 
     def send(self, buffers: Sequence[Buffer]) -> None:
-        """Send everything. The buffers may change when it has returned. Raises LinkLost."""
+        """Send everything. The caller may change the buffers after the call has returned. Raises LinkLost."""
         if all(isinstance(buffer, bytes) for buffer in buffers):
             buffers = [b"".join(buffers)]
         left = [memoryview(buffer) for buffer in buffers if len(buffer)]
