@@ -23,7 +23,7 @@ class Flags(NamedTuple):
     check: bool
     ready_fd: int
     exposed: list[str]
-    """Settings with secrets that stand on the command line, where every user of the machine can read them."""
+    """Settings with secrets that were given on the command line, where every user of the machine can read them."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,7 +59,7 @@ def server_parser() -> argparse.ArgumentParser:
     )
     add("--l1-use-hugepages", dest="l1.use_hugepages", action="store_true", help="L1 in pages of 2 MiB")
     add("--l1-numa", dest="l1.numa", metavar="NODES",
-        help="NUMA nodes of L1: default, interleave, gpu, or such as 0 or 0-1 (default)")  # fmt: skip
+        help="NUMA nodes of L1: default, interleave, gpu, or a list like 0,2 or 0-1 (default)")  # fmt: skip
     add("--eviction-policy", dest="l1.eviction_policy", metavar="NAME", help="LRU, ARC, S3FIFO or noop (LRU)")
     add("--eviction-trigger-watermark", dest="l1.eviction_trigger_watermark", type=float, metavar="SHARE",
         help="occupancy above which eviction starts ahead of need (0.8)")  # fmt: skip
@@ -88,7 +88,7 @@ def server_parser() -> argparse.ArgumentParser:
         "--p2p-advertise",
         dest="p2p.advertise",
         metavar="HOST[:PORT]",
-        help="the same address as peers reach it",
+        help="address at which peers reach --p2p-listen (the same)",
     )
     add("--zone", dest="p2p.zone", metavar="NAME", help="instances of one zone are near each other")
     _add_common(parser)
@@ -144,7 +144,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--log-level", dest="log_level", help="debug, info, warning or error (info)")
     add("--check", action="store_true", help="check the settings, print them and exit")
     add("--no-supervise", dest="no_supervise", action="store_true",
-        help="run without the parent process that restarts it, for use under systemd and the like")  # fmt: skip
+        help="run without the parent process that restarts the server, as for systemd")  # fmt: skip
     add("--ready-fd", type=int, metavar="FD", help="write one line to this descriptor when ready")
 
 

@@ -56,7 +56,7 @@ class L2Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     quotas_gb: Annotated[
         dict[str, Annotated[float, Meta(gt=0, le=1 << 20)]],
         Meta(
-            description="Bytes that a tenant may have in each L2 adapter, in GB, by tenant name. It counts the records "
-            "that this server has put, found or loaded there since it started."
+            description="GB that a tenant may have in each L2 adapter, by tenant name. Only records that this server "
+            "has put, found or loaded there since it started are counted."
         ),
     ] = {}

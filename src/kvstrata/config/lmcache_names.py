@@ -1,8 +1,12 @@
 """Names that users of LMCache have in their deployments, and how each is treated here.
 
-*kept*: same name, same meaning.  *noted*: accepted; one log line says why it has no effect.  *replaced*: our setting
-has another name; as a flag it is an error, in a client's file or variables one log line says that it has no effect, and
-both name our setting.  *refused*: an error that says what to do.  A name in no table is an error with the nearest name.
+    kept        same name, same meaning
+    noted       accepted; one log line says why it has no effect
+    replaced    our setting has another name.  As a flag, LMCache's name is an error; in a client's file or variables
+                one log line says that it has no effect.  Both texts name our setting.
+    refused     an error that says what to do
+
+A name in no table is an error that suggests the nearest known name.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ def _refused(say: str) -> Name:
     return Name(Fate.REFUSED, "", say)
 
 
-_OUR_LOCKS = "leases and reservations here belong to processes and end with them, not by a clock"
+_OUR_LOCKS = "leases and reservations here belong to processes and end with them, not after a time"
 _OUR_COPIES = "workers copy straight into and out of the pool, so the server has no transfer threads or modes"
 _NO_BLEND = "blending is not supported; remove it"
 _NO_SCRIPTS = "the server runs no scripts; remove it"

@@ -29,16 +29,16 @@ CONTROLLER_ENV_PREFIX = "KVSTRATA_CONTROLLER_"
 """Prefix of the controller's variables: it may share an environment with a server, whose ports differ."""
 OTHER_ENV = {
     "KVSTRATA_CONFIG_FILE": "path of the YAML file",
-    "KVSTRATA_TAKEOVER": "`1` makes vLLM's name `LMCacheConnectorV1` mean our connector although lmcache is installed",
-    "KVSTRATA_CACHE": "folder for objects of builds, and for downloads of tests and the demo",
+    "KVSTRATA_TAKEOVER": "`1` makes vLLM's name `LMCacheConnectorV1` mean our connector even if lmcache is installed",
+    "KVSTRATA_CACHE": "folder for compiled objects, and for what tests and the demo download",
     "KVSTRATA_VLLM": "lets the demo download vLLM whatever its size",
-    "KVSTRATA_CUDA": "`require` makes a missing CUDA compiler an error of the build",
-    "KVSTRATA_UCX": "`require` makes missing headers of UCX an error of the build, `off` leaves its engine out",
-    "KVSTRATA_WERROR": "`1` makes warnings of the C++ compiler errors of the build",
-    "KVSTRATA_TESTING": "`1` allows two aids of tests: adapters of type `fault_inject`, and `KVSTRATA_FAILPOINTS`",
+    "KVSTRATA_CUDA": "`require` makes the build fail if the CUDA compiler is missing",
+    "KVSTRATA_UCX": "`require` makes the build fail if UCX's headers are missing, `off` builds without its engine",
+    "KVSTRATA_WERROR": "`1` makes the build fail on warnings of the C++ compiler",
+    "KVSTRATA_TESTING": "`1` allows adapters of type `fault_inject` and `KVSTRATA_FAILPOINTS`, which only tests need",
     "KVSTRATA_FAILPOINTS": "named points at which a test kills or stops the process",
 }
-"""Variables that begin with our prefix and are not settings."""
+"""Variables that begin with our prefix but are not settings."""
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -99,7 +99,7 @@ def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str
                 value = yaml.safe_load(text)
             except yaml.YAMLError:
                 # The text itself is not shown: it may hold a password.
-                raise ConfigError(f"environment: {name}: is no YAML; correct it", field=name) from None
+                raise ConfigError(f"environment: {name}: is not valid YAML; correct it", field=name) from None
         put(nested, key, value)
     return nested
 

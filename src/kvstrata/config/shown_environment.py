@@ -22,13 +22,13 @@ OTHERS = frozenset({
     "UCX_IB_GID_INDEX", "UCX_IB_ROCE_VERSION_NUM", "UCX_MEMTYPE_CACHE", "UCX_PROTO_ENABLE", "UCX_TCP_PORT_RANGE",
     "NIXL_LOG_LEVEL", "NIXL_PLUGIN_DIR",
 })  # fmt: skip
-"""Variables that are no settings and are shown all the same, as they are."""
+"""Variables that are not settings, but are shown too, with their whole values."""
 
 
 def shown_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the list with their values: those of settings field by field, as YAML is read at the start.
+    """The listed variables that are set, with their values; a setting's value is read as YAML, and has no secrets.
 
-    A value that cannot be read is left out together with its name, since nobody can say what stands in it.
+    A variable whose value cannot be read is left out, since its secrets cannot be found.
     """
     settings = variables(ServerSettings)
     found = {}

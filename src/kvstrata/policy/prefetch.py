@@ -1,7 +1,7 @@
 """Decides which keys a prefetch loads and from which adapter: pure functions on keys and answers. No I/O, no clock.
 
 Keys are chunk-major: key number `i` belongs to chunk `i // n_slices` and slice `i % n_slices`.  The prefix ends before
-the first chunk of which a slice is neither in L1 nor in any adapter.
+the first chunk that has a slice which is neither in L1 nor in any adapter.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice, identit
 MAX_IDENTITIES = 4096
 """Most identities that one session may have; the one that was declared or used longest ago is dropped."""
 MOST_LENGTHS = 8
-"""Different lengths of records that are remembered of one process."""
+"""Most different record lengths that are remembered for one process."""
 MAX_NAME_CHARS = 4096
 """Longest adapter, tenant or salt."""
 
@@ -137,7 +137,7 @@ class AttachedProcess:
         self.slice = part
         self.digest = part.digest() if part is not None else b""
         self.secret = b""
-        """Proves its requests."""
+        """Proves that a request comes from this process."""
         self.tenants: frozenset[str] | None = None
         """The tenants that it may name; None: any."""
         self.detached = False
@@ -215,10 +215,10 @@ class ProcessTable:
     def check_room(
         self, session: bytes, pid: int, tenants: frozenset[str] | None, limits: SessionLimits
     ) -> None:
-        """Raises Refused if the sessions of a process, or of a token, are too many for one more.
+        """Raises Refused if a process, or a token, has as many sessions as it may have, and so no room for this one.
 
-        A session that is attached already needs no room. `pid` 0 (a process in another PID namespace) cannot be told
-        from other processes, and `tenants` None means that there are no tokens; neither is counted.
+        A session that is attached already needs no room. A process in another PID namespace (`pid` 0) is not counted,
+        since it cannot be told from other processes; nor is a token if there are none (`tenants` None).
         """
         if session in self._processes:
             return
@@ -254,9 +254,9 @@ class ProcessTable:
     ) -> AttachedProcess:
         """Add a process whose declaration was checked; for a session that is known, return its process.
 
-        `part`: the slice that it has, None for a scheduler. `tenants`: those that it may name, None for any.
+        `part`: the process's slice, None for a scheduler. `tenants`: the tenants that it may name, None for any.
         `secret`: proves its requests from now on.
-        `record_bytes`: the length of the slice's records, 0 if it did not declare it.
+        `record_bytes`: the length of its slice's records, 0 if it did not declare one.
         """
         process = self._processes.get(session)
         if process is not None:
