@@ -103,7 +103,7 @@ class UnknownInstance(CallerError):
 
 
 class Superseded(CallerError):
-    """Another process has registered under this instance's name since; give each instance a name of its own."""
+    """Another process has since registered under this instance's name; give each instance a name of its own."""
 
     code = "superseded"
 
@@ -140,7 +140,7 @@ class ConfigError(KvstrataError):
 
 
 class MediumError(KvstrataError):
-    """The memory, device, storage or network that should hold or carry the bytes failed, or delivers other bytes."""
+    """The memory, device, storage or network that should hold or carry the bytes failed, or returned wrong bytes."""
 
 
 class SegmentError(MediumError):
@@ -250,7 +250,7 @@ WIRE_ERRORS: dict[str, type[KvstrataError]] = {
 CLUSTER_ERRORS: dict[str, type[KvstrataError]] = {
     cls.code: cls for cls in (UnknownInstance, Superseded, InstanceIdTaken, BadSync, NoSlots)
 }
-"""Wire code → class of the errors that only a controller answers, and only to instances: they raise ClusterFailure."""
+"""Wire code → class of the errors that only a controller answers, and only to instances, which raise ClusterFailure."""
 
 
 def from_wire(code: str, message: str, *, field: str = "") -> KvstrataError:

@@ -1,4 +1,4 @@
-"""Recutting: making, out of existing records, the record that another geometry would have stored.  Only tests use it.
+"""Recutting makes, from existing records, the record that another geometry would have stored.  Only tests use it.
 
 A record holds one slice of a chunk: some layers and KV heads, in blocks of some size whose axes lie in some order.
 Its facts (`docs/layouts.md`) name those axes.  So for a slice under another tensor-parallel size, block size or order

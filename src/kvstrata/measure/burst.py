@@ -32,7 +32,7 @@ IDLE_S = 1.0
 
 
 class Lookups(NamedTuple):
-    """Seconds of each answered lookup, and the number of lookups of which a key was UNKNOWN, as after a deadline."""
+    """Seconds of each answered lookup, and the number of lookups with an UNKNOWN key, for example after a deadline."""
 
     answered: list[float]
     unknown: int

@@ -73,7 +73,7 @@ def long_documents(
     rounds: int,
     endpoints: int,
 ) -> Workload:
-    """Each round asks another question about each document, and sends it to the endpoint after the previous round's."""
+    """Each round asks another question about each document, and asks the endpoint that follows the last round's."""
     return Workload(
         "long-doc-qa",
         f"{documents} documents of {document_tokens} tokens, {rounds} rounds with another question of "

@@ -33,7 +33,7 @@ SECONDS_BUCKETS = (
     10.0,
 )
 MAX_OUTCOME_WORDS = 32
-"""Most outcomes of an adapter's operation with a label of their own, since plugins choose their own words."""
+"""Most outcomes of an adapter's operation that get a label of their own; plugins may invent any number of outcomes."""
 OUTCOME_WORD = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 """Outcomes that can be a label; any other counts as `other`."""
 
@@ -57,7 +57,9 @@ FAMILIES: dict[str, Family] = {
         "Requests refused because they did not prove that they came from the session that they named.",
     ),
     "kvstrata_first_misses": Family("counter", ("reason",), "Lookups by the reason of their first miss."),
-    "kvstrata_reserve_outcomes": Family("counter", ("outcome",), "Chunks of reserves by outcome."),
+    "kvstrata_reserve_outcomes": Family(
+        "counter", ("outcome",), "Chunks that reserves asked for, by outcome."
+    ),
     "kvstrata_put_skipped": Family("counter", ("reason",), "Chunks not put to L2, by reason."),
     "kvstrata_lookup_chunks": Family("counter", (), "Chunks that lookups asked for."),
     "kvstrata_l1_hit_chunks": Family("counter", (), "Chunks served from L1."),
@@ -255,7 +257,7 @@ class Histogram:
 
 
 def count_word(counts: dict[str, int], word: str, count: int = 1) -> None:
-    """Count a word that somebody else may have chosen: one that cannot be a label, or one too many, as `other`."""
+    """Count a word that a plugin may have chosen; `other` if it cannot be a label, or would be one label too many."""
     if word not in counts and (len(counts) >= MAX_OUTCOME_WORDS or not OUTCOME_WORD.fullmatch(word)):
         word = "other"
     counts[word] = counts.get(word, 0) + count
