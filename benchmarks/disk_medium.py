@@ -105,7 +105,7 @@ async def _restart(folder: Path) -> tuple[float, list[float], float]:
 
 
 async def _write_amplification(folder: Path) -> tuple[float, float]:
-    """Fill a log, then put and load on. Return the bytes written per byte put, and the share of loads that hit.
+    """Put and load beyond a log's capacity. Return the bytes written per byte put, and the share of loads that hit.
 
     After every 16 puts come 8 loads, drawn uniformly from the newest records, as many as fill 90 % of the log.
     """

@@ -5,8 +5,8 @@ sizes, each time without L2, with `fs`, and with an `fs` that writes 50 MB/s.  T
 before and after each run, on a server with as much L1 and no L2.  The target also demands that no chunk is refused and
 that the newest prompts are in L1, complete and with the right bytes.
 
-Sketch: the same bytes are gathered and checksummed; to make room for a 48 MB prompt, the server takes a dozen entries
-(or fifty) off a list.
+Sketch: the same bytes are gathered and checksummed; to make room for a prompt of 48 MiB, the server takes 12 large or
+48 small entries off a list.
 """
 
 from __future__ import annotations

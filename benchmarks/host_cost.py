@@ -1,7 +1,8 @@
 """`host_cost`: puts and loads of 32 × 1 MiB by an adapter in an adapter host, against the same adapter in process.
 
 The adapter is `fs`, first on tmpfs, where only memory limits the speed and the host's cost shows most, then on this
-machine's disk, the usual medium of `fs`.  The two take turns in each round, so that a busy machine slows both alike.
+machine's disk, the usual medium of `fs`.  In each round the hosted adapter and the one in process take turns, so that a
+busy machine slows both alike.
 
 Sketch: the host adds two messages of 1.4 KB and a few context switches to a batch that moves 32 MiB.
 """

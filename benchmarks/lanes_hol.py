@@ -10,8 +10,8 @@ adapter.
   threads that serve one first-come queue, as without lanes.
 - `lanes_hol_fs`, `lanes_hol_disk`: these adapters answer `exists` from memory on the event loop.
 
-Sketch: with a thread of its own, a lookup waits only for a core, and each of the four writing threads needs that core
-for microseconds a record: the p99 is that without puts, and on two cores a little more.  In one queue a lookup waits
+Sketch: with a thread of its own, a lookup waits only for a core, which each of the four writing threads needs for
+microseconds a record: so the p99 is that of lookups alone, or a little more on two cores.  In one queue a lookup waits
 for up to 256 records, which is as long as the disk takes for 256 MiB.
 """
 
