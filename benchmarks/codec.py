@@ -155,7 +155,7 @@ def measure(name: str, settings: ChainSettings, records: list[bytes], source: st
     total = sum(map(len, records))
     kinds = [fp8_kind(record) for record in records]
     if settings.fp8 and kinds[0].fp8 is None:
-        print(f"   codec_{name}: left out, the records do not have the shape of the demo's model", flush=True)
+        print(f"   codec_{name}: left out, since the records lack the shape of the demo's model", flush=True)
         return []
     places = [mmap.mmap(-1, len(record)) for record in records]
     for place, record in zip(places, records, strict=True):

@@ -7,7 +7,7 @@ implementation that this processor can run, two threads against one, and whether
 cheaper to read after streaming or after cached stores.
 
 Sketch: a byte is read once and written once; memcpy through the cache reads the destination's lines too, so streaming
-stores can beat it by up to 1.5.
+stores can beat it by a factor of up to 1.5.
 """
 
 from __future__ import annotations

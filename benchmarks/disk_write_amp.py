@@ -1,4 +1,4 @@
-"""`disk_write_amp*`: how many bytes a full disk log writes for each byte that is put, over metadata only.
+"""`disk_write_amp*`: how many bytes a full disk log writes for each byte that is put, replayed without payloads.
 
     python -m benchmarks.disk_write_amp --trace FILE
 

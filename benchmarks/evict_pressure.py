@@ -225,7 +225,7 @@ def case(
         value=value,
         unit="GB/s",
         ratio=ratio,
-        target=f"≥ {TARGET} × the rate into an empty, faulted pool; nothing refused; the newest all there",
+        target=f"≥ {TARGET} × the rate into an empty, faulted pool; nothing refused; the newest in L1",
         ok=ratio >= TARGET and not refused and min(newest) >= wanted,
         spread=spread,
         ratio_to=f"rate into an empty, faulted pool without L2, {median_spread(floors)[0] / 1e9:.2f} GB/s",

@@ -222,4 +222,4 @@ def run() -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     print(json.dumps(asyncio.run(measure(json.loads(sys.argv[1])))), flush=True)
-    os._exit(0)  # the bare client's threads may crash an interpreter that ends in order
+    os._exit(0)  # the bare client's threads may crash an interpreter that exits normally

@@ -62,7 +62,7 @@ class _Raw:
         }
 
     def seconds(self, lane: Lane, call: Callable[..., Any], each: Sequence[tuple[Any, ...]]) -> float:
-        """Return the seconds of the call with each of these arguments, which the threads share."""
+        """Return the seconds in which the threads together make the call with each of these arguments."""
         count = DEFAULT_WORKERS[lane]
 
         def share(number: int) -> None:

@@ -1,4 +1,4 @@
-"""`vllm_miss_overhead`: the time that the connector adds to a prompt that is not cached at all, and that it stores.
+"""`vllm_miss_overhead`: the time that the connector adds to a prompt that is not cached, by its lookup and its store.
 
 Real vLLM on the CPU, 160 M parameters, gets prompts of 6,000 tokens, each new.  Two processes stay warm, one with the
 connector and a server, one without.  Both compute the same prompt, one after the other, in alternating order.  The

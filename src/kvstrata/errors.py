@@ -197,7 +197,7 @@ class NotLeading(RemoteError):
 
 
 class NoSlots(RemoteError):
-    """The directory has no free slot for an instance's tiers until the controller has swept old ones; begin again."""
+    """The directory has no free slot for an instance's tiers until the controller has swept old ones; sync again."""
 
     code = "no_slots"
     retryable = True

@@ -32,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def server_parser() -> argparse.ArgumentParser:
-    """The parser of our own flags and of LMCache's kept ones. A flag that is not given is absent from the namespace."""
+    """The parser of our own flags and the kept flags of LMCache. A flag that is not given is not in the namespace."""
     parser = _Parser(
         prog="lmcache-server",
         description="KV-cache server for LLM inference. Without flags it runs on embedded defaults.",
@@ -45,7 +45,7 @@ def server_parser() -> argparse.ArgumentParser:
     add(
         "--host",
         dest="host",
-        help="address of the RPC port (localhost); with neither --host nor --port no tcp port is opened for RPC",
+        help="address of the RPC port (localhost); if neither --host nor --port is given, RPC uses no tcp port",
     )
     add("--port", dest="port", type=int, help="RPC port (5555)")
     add("--socket-dir", dest="socket_dir", metavar="DIR", help="directory of the local sockets")
@@ -131,7 +131,7 @@ def controller_parser() -> argparse.ArgumentParser:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    """Flags of every command that serves."""
+    """Flags that the server and the controller share."""
     add = parser.add_argument
     add("--curve-secret-file", dest="security.curve_secret_file", metavar="FILE",
         help="file with the CURVE key of the ZMQ ports")  # fmt: skip

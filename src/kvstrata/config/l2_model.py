@@ -47,10 +47,11 @@ class L2Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = 0.25
     deadline_ms: Annotated[
         int,
-        Meta(ge=1, le=60_000, description="Time for one adapter operation, unless the adapter has its own."),
+        Meta(ge=1, le=60_000, description="Milliseconds for one operation of an adapter without its own."),
     ] = 5_000
     drain_s: Annotated[
-        float, Meta(ge=0, le=600, description="Time that puts in flight get to finish when the server stops.")
+        float,
+        Meta(ge=0, le=600, description="Seconds that puts in flight may still take when the server stops."),
     ] = 10.0
     runtime: L2RuntimeSettings = L2RuntimeSettings()
     quotas_gb: Annotated[

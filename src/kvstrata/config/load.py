@@ -1,6 +1,7 @@
-"""Reads settings from a YAML file, the environment and flags; a later source wins over an earlier one and the defaults.
+"""Reads settings from a YAML file, the environment and flags; a later source overrides an earlier one, and all override
+the defaults.
 
-Errors name the source, the dotted key and the value.  Unknown keys are errors with the nearest name.
+Errors name the source, the dotted key and the value.  An unknown key is an error that suggests the nearest name.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def odd_value(value: Any, path: str = "") -> tuple[str, str, Any] | None:
 
 
 def convert(struct: type[S], values: Mapping[str, Any], source: str) -> S:
-    """Settings from nested values. Raises ConfigError that names the source, the key, the value and its fault."""
+    """Settings from nested values. Raises ConfigError that names the source, the key, the value and what is wrong."""
     if odd := odd_value(values):
         path, must, found = odd
         raise ConfigError(f"{source}: {path or '(top)'}: {must}, found {found!a:.80}", field=path)

@@ -101,7 +101,7 @@ class ListenSettings(_Section, frozen=True, kw_only=True):
         ),
     ] = []
     open_metrics: Annotated[
-        bool | None, Meta(description="Serve /metrics without a token; empty: on loopback.")
+        bool | None, Meta(description="Serve /metrics without a token; empty: only on loopback.")
     ] = None
 
 
@@ -136,7 +136,7 @@ class SecuritySettings(PortSecuritySettings, frozen=True, kw_only=True):
         int, Meta(ge=1, le=1023, description="Most sessions that one process may have attached.")
     ] = 64
     sessions_per_token: Annotated[
-        int, Meta(ge=1, le=1023, description="Most sessions of one token; counts only with a tenants file.")
+        int, Meta(ge=1, le=1023, description="Most sessions of one token, if there is a tenants file.")
     ] = 512
 
 
@@ -168,7 +168,7 @@ class P2pSettings(_Section, frozen=True, kw_only=True):
         Literal["auto", "ucx", "nixl", "off"],
         Meta(
             description="Transfer engine that moves the bytes; `auto`: ucx if this build has it, else nixl if it is "
-            "installed, else off. All peers must use the same."
+            "installed, else off. All peers must use the same engine."
         ),
     ] = "auto"
     listen: Annotated[
@@ -189,7 +189,7 @@ class P2pSettings(_Section, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=r"^[A-Za-z0-9._-]{0,64}$",
-            description="Instances of one zone are near each other and read from each other first.",
+            description="Zone of this instance; instances of one zone are near, and read from each other first.",
         ),
     ] = ""
     keep: Annotated[
@@ -201,9 +201,7 @@ class P2pSettings(_Section, frozen=True, kw_only=True):
     ] = True
     max_leased_share: Annotated[
         float,
-        Meta(
-            gt=0, le=0.25, description="Most of L1, as a share, that peers' leases and admins' pins may keep."
-        ),
+        Meta(gt=0, le=0.25, description="Largest share of L1 that peers' leases and admins' pins may keep."),
     ] = 0.25
     lookup_timeout_ms: Annotated[
         int, Meta(ge=1, le=60_000, description="Time for the directory and an owner to answer a lookup.")
@@ -233,7 +231,7 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
     host: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
-            description="Address of the RPC port. Without `host` and `port`, no tcp port is opened for RPC."
+            description="Address of the RPC port. If neither `host` nor `port` is set, RPC uses no tcp port."
         ),
     ] = None
     port: Annotated[
@@ -348,8 +346,8 @@ class MonitorPorts(_Section, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=65_535,
-            description="Port for registration, full syncs and lookups. Instances are configured with it and learn "
-            "the others.",
+            description="Port for registration, full syncs and lookups. Instances are configured with this port, and "
+            "learn the others from the controller.",
         ),
     ] = 8400
     heartbeat: Annotated[int, Meta(ge=0, le=65_535, description="Port for heartbeats and commands.")] = 8082
@@ -436,7 +434,7 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
     chunk_size: Annotated[int, Meta(ge=1, le=65_536, description="Tokens in a chunk.")] = 256
     lookup_timeout_ms: Annotated[
         int,
-        Meta(ge=1, le=60_000, description="Longest wait of a request for its lookup; then it is a miss."),
+        Meta(ge=1, le=60_000, description="Longest wait for a request's lookup, which is a miss after that."),
     ] = 3_000
     min_retrieve_tokens: Annotated[
         int, Meta(ge=0, description="A hit with fewer tokens than this is computed instead of loaded.")
@@ -483,7 +481,7 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
         Literal["auto", "dma", "kernel", "staged"],
         Meta(
             description="How KV is copied between a GPU and the pool: `dma`: batched copies that use no SM; `kernel`: "
-            "a gather kernel straight on host memory; `staged`: a kernel into a buffer on the GPU and one large copy; "
+            "a kernel that accesses host memory; `staged`: a kernel into a buffer on the GPU, and one large copy; "
             "`auto`: the fastest of them, as measured at the start."
         ),
     ] = "auto"
@@ -491,7 +489,10 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
         int, Meta(ge=1, le=1024, description="Most SMs that one of our kernels takes from the model.")
     ] = 4
     gpu_staging_mb: Annotated[
-        int, Meta(ge=1, le=65_536, description="GPU memory of the copy engine `staged`, and of `gpu_fp8`.")
+        int,
+        Meta(
+            ge=1, le=65_536, description="MB of GPU memory for the copy engine `staged`, and for `gpu_fp8`."
+        ),
     ] = 64
     gpu_pin: Annotated[
         bool,

@@ -27,7 +27,7 @@ def run_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def make_private_dir(path: Path, field: str) -> None:
-    """Makes `path` and its parents with mode 0700, then checks them as `check_private_dir` does."""
+    """Makes `path` and its missing parents with mode 0700, then checks `path` as `check_private_dir` does."""
     missing = [parent for parent in (path, *path.parents) if not os.path.lexists(parent)]
     for directory in reversed(missing):
         try:

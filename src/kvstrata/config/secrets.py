@@ -43,7 +43,7 @@ SHOWN = frozenset({
     # options of obstore
     "account_name", "conditional_put", "connect_timeout", "endpoint", "proxy_url", "region", "s3_region", "timeout",
 })  # fmt: skip
-"""Names of fields whose text is shown; tests/unit/config/test_secrets.py finds a field of ours that is in no rule."""
+"""Names of fields whose text is shown; tests/unit/config/test_secrets.py fails for a field of ours without a rule."""
 OBJECTS = frozenset({"adapter_params", "inner", "l2_adapters", "options", "replicate", "setup"})
 """Names of fields that contain other fields. A text given for such a field is not shown, since it may contain them."""
 _NAMED = re.compile(

@@ -1,4 +1,4 @@
-"""The environment variables that an admin is shown: a closed list of names, the values without secrets."""
+"""The environment variables that an admin is shown: those of a fixed list, without the secrets in their values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstrata.config.secrets import shown
 from kvstrata.text import one_line
 
 MAX_SHOWN_CHARS = 2_000
-"""Characters that are shown of a variable's value."""
+"""Most characters of a variable's value that are shown."""
 OTHERS = frozenset({
     *OTHER_ENV,
     "LANG", "TZ", "MALLOC_ARENA_MAX", "MALLOC_CONF", "OMP_NUM_THREADS",
@@ -26,7 +26,7 @@ OTHERS = frozenset({
 
 
 def shown_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The listed variables that are set, with their values; a setting's value is read as YAML, and has no secrets.
+    """The listed variables that are set, with their values; a setting's value is read as YAML to leave out its secrets.
 
     A variable whose value cannot be read is left out, since its secrets cannot be found.
     """

@@ -38,7 +38,7 @@ def set_up(level: str) -> None:
 
 
 class _Formatter(logging.Formatter):
-    """Every message in one line, without credentials; the lines of a traceback stay apart."""
+    """Every message on one line, without credentials; only a traceback keeps its lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         # The record belongs to all handlers, so it is not changed.

@@ -157,15 +157,15 @@ STATUS_NUMBERS: dict[str, str] = {
     "l2_prefetch.adapters.ADAPTER.waiting": "Fetches that wait for their turn on this adapter.",
     "l2_adapters.ADAPTER.takes_loads": "1 if lookups ask this adapter, else 0.",
     "l2_adapters.ADAPTER.stuck_bytes": "Bytes of operations that are past their deadline and have not ended.",
-    "l2_adapters.ADAPTER.codec.WORD": "Counters of its codecs, and the bytes of their staging memory in use.",
+    "l2_adapters.ADAPTER.codec.WORD": "Counters of the adapter's codecs, and the staging bytes that they use now.",
     "l2_adapters.ADAPTER.numbers.WORD": "Counters of the adapter itself; see operations.md, "
     "remote-tiers.md and p2p.md.",
-    "l2_adapters.ADAPTER.presence.WORD": "For storage shared with other servers: keys it was "
+    "l2_adapters.ADAPTER.presence.WORD": "For storage shared with other servers: keys that the storage was "
     "asked for, keys answered from memory (recalled_present, recalled_absent), and keys remembered "
     "now.",
     "l2_adapters.ADAPTER.host.pid": "Process id of the adapter host; 0 while none runs or if "
     "the adapter has none.",
-    "l2_adapters.ADAPTER.host.restarts": "Adapter hosts started since the start to replace one that had ended.",
+    "l2_adapters.ADAPTER.host.restarts": "Adapter hosts that were started in place of one that had ended.",
     "l2_adapters.ADAPTER.host.requests": "Requests to the adapter host that have not ended.",
     "numa.sampled_pages.WORD": "Pages on this NUMA node, from a sample spread over the part of L1 "
     "that the server has touched.",
@@ -198,11 +198,11 @@ STATUS_NUMBERS: dict[str, str] = {
     "cluster.syncs_failed": "Full syncs that failed since the start.",
     "cluster.freezes": "Full syncs since the start during which stores were refused.",
     "cluster.freezes_cut": "Freezes ended early since the start because heartbeats were no longer answered.",
-    "cluster.overflows": "Times that more changes piled up than could be kept until the controller was told.",
+    "cluster.overflows": "How often more changes piled up than could be kept for the controller.",
     "peers_served.leases": "Leases that readers hold on chunks of this instance.",
     "peers_served.pins": "Pins that the controller holds on chunks of this instance.",
-    "peers_served.leased_bytes": "Bytes of L1 kept by these leases and pins, each record counted once.",
-    "peers_served.limit_bytes": "Limit of the bytes that these leases and pins may keep.",
+    "peers_served.leased_bytes": "Bytes of L1 kept by readers' leases and the controller's pins, each record once.",
+    "peers_served.limit_bytes": "Most bytes of L1 that readers' leases and the controller's pins may keep.",
     "peers_served.draining": "1 while peers are granted no leases, else 0.",
     "peers_served.read_bytes": "Bytes that readers have reported as read from here since the start.",
     "peers_served.granted": "Leases granted since the start.",

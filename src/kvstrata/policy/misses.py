@@ -92,7 +92,7 @@ class KeyMemory:
                 notes.pop(key[:_TAG_BYTES], None)
 
     def lost_events(self) -> None:
-        """Note that events of unknown keys were lost, so a missing note proves nothing any more."""
+        """Note that some events were lost; from now on, a missing note proves nothing."""
         self.overflowed = True
 
     def get(self, key: bytes) -> KeyNote | None:

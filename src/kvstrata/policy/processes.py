@@ -143,13 +143,13 @@ class AttachedProcess:
         self.detached = False
         self.identities: dict[int, DeclaredIdentity] = {}
         self.copies: dict[str, object] | None = None
-        """How it copies, by its last report; None if its blocks are in host memory."""
+        """How the process copies, as it last reported; None if its blocks are in host memory."""
         self.lengths: dict[int, None] = {}
         """Lengths of the records of its slice, as it declared and reserved them; the last MOST_LENGTHS."""
         self.declares_length = False
 
     def has_records_of(self, record_bytes: int) -> None:
-        """Note a length that it declared, or reserves extents of."""
+        """Note a record length that the process declared, or for which it reserves extents."""
         self.lengths.pop(record_bytes, None)
         self.lengths[record_bytes] = None
         if len(self.lengths) > MOST_LENGTHS:
@@ -217,8 +217,8 @@ class ProcessTable:
     ) -> None:
         """Raises Refused if a process, or a token, has as many sessions as it may have, and so no room for this one.
 
-        A session that is attached already needs no room. A process in another PID namespace (`pid` 0) is not counted,
-        since it cannot be told from other processes; nor is a token if there are none (`tenants` None).
+        A session that is attached already needs no room. Sessions of processes in other PID namespaces (`pid` 0) are
+        not counted, since these processes look alike. `tenants` None: there are no tokens, so none is counted.
         """
         if session in self._processes:
             return

@@ -147,7 +147,7 @@ class PutPlanner:
         return False
 
     def leaving(self, key: bytes) -> bool:
-        """Whether to put this chunk, which is among the next to leave L1, now."""
+        """Whether this chunk, which is among the next to leave L1, should be put now."""
         return self.policy is StorePolicy.ON_EVICT and key not in self._clean
 
     def stored(self, key: bytes) -> None:
@@ -177,6 +177,6 @@ class EvictAhead(msgspec.Struct, frozen=True, kw_only=True):
     """Largest answer of `need_bytes`."""
 
     def need_bytes(self, used_bytes: int, l1_bytes: int) -> int:
-        """Bytes of the chunks next in the order of eviction that should be put now; 0 below the watermark."""
+        """How many bytes of chunks, next in the order of eviction, should be put now; 0 below the watermark."""
         over_bytes = used_bytes - int(self.low_watermark * l1_bytes)
         return min(over_bytes, int(self.step * l1_bytes)) if over_bytes > 0 else 0

@@ -212,8 +212,8 @@ def _check_folder(folder: str, target: str, place: Place, name: str) -> None:
     others_write = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
     if others_write or found.st_uid not in (0, os.geteuid()):
         raise NotPermitted(
-            f"{place.at(name)}: other users can replace what is in {folder!r:.80}; choose a folder that only this "
-            "server's user can write to, as well as all folders above it",
+            f"{place.at(name)}: other users can replace what is in {folder!r:.80}; choose a folder that, like all "
+            "folders above it, only this server's user can write to",
             field=place.at(name),
         )
     is_ours = MARK in names
@@ -241,8 +241,8 @@ def _check_host(host: str, rules: RuntimeRules, place: Place, name: str) -> None
     if asked in rules.hosts or bare in rules.hosts:
         return
     raise NotPermitted(
-        f"{place.at(name)}: {host!r:.80} is not a host that an adapter which is added while the server runs may use "
-        f"(allowed: {', '.join(rules.hosts) or 'none'}); {_advice('hosts', host)}, or name the adapter in l2_adapters",
+        f"{place.at(name)}: {host!r:.80} may not be used by an adapter that is added while the server runs (allowed "
+        f"hosts: {', '.join(rules.hosts) or 'none'}); {_advice('hosts', host)}, or name the adapter in l2_adapters",
         field=place.at(name),
     )
 

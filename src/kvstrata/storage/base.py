@@ -130,7 +130,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     has_heads: bool = False
     """`heads` is implemented; without it no codec may encode records for this medium."""
     lists: bool = False
-    """`list_keys` is implemented; by it the cluster's controllers learn of records stored before this start."""
+    """`list_keys` is implemented; through it the cluster's controllers learn of records stored before this start."""
     quiesce: Literal["drain", "never"] = "drain"
     """Whether an operation in flight ends by itself ("drain"), or only when its process is killed ("never")."""
 
@@ -145,7 +145,7 @@ class PayloadKind(NamedTuple):
 
 
 def nothing_known(identity: bytes, slice_digest: bytes) -> PayloadKind | None:
-    """The `payload_kind` of adapters outside a server."""
+    """The `payload_kind` for adapters outside a server: no payload kind is known."""
     return None
 
 
@@ -243,12 +243,12 @@ class StorageAdapter(ABC):
         """The first HEAD_BYTES of each stored record, in order; fewer if the record is shorter, none if reading fails.
 
         Only the header of an encoded record tells its length in L1.  Called only where `capabilities.has_heads`, about
-        once per key and life of the server.
+        once per key while a server runs.
         """
         return [b""] * len(keys)
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
-        """A page of stored keys, from `cursor` on (0: the first page); it has `most` keys, or up to MORE_KEYS more.
+        """A page of stored keys, from `cursor` on (0: the first page): `most` keys, or fewer, or up to MORE_KEYS more.
 
         A record that is there during the whole listing, from the call for the first page to the call for the last, is
         named at least once; a record that is put or removed during the listing may be named or not.  An empty page need

@@ -17,8 +17,8 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     policy: Annotated[
         StorePolicy,
         Meta(
-            description="Which chunks of L1 are put into this adapter: `through` all, `on_evict` those that L1 is "
-            "about to evict, `second_touch` those that are used a second time."
+            description="Which chunks of L1 are put into this adapter. `through`: all; `on_evict`: those that L1 is "
+            "about to evict; `second_touch`: those that are used a second time."
         ),
     ] = StorePolicy.THROUGH
     deadline_ms: Annotated[
@@ -42,8 +42,8 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     host_kill_ms: Annotated[
         Annotated[int, Meta(ge=10, le=3_600_000)] | None,
         Meta(
-            description="Milliseconds after which a child process that has work and sends nothing is killed, longer "
-            "for more bytes; not set: three deadlines."
+            description="Milliseconds after which a child process that has work and sends nothing is killed; more if "
+            "many bytes are under way; not set: three deadlines."
         ),
     ] = None
     shared: Annotated[

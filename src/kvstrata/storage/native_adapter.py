@@ -211,7 +211,7 @@ class NativeAdapter(StorageAdapter):
             await self._always(lambda native, future: native.submit_close(lane, self._native, future))
             self._log_notes()
         await self._lanes.close()
-        # This frees the connector and ends its threads, also where something still refers to this adapter.
+        # This frees the connector and ends its threads, even if something still refers to this adapter.
         self._connector = None
 
     @property
@@ -254,6 +254,6 @@ class NativeAdapter(StorageAdapter):
         if future.cancelled() or future.exception() is not None or self._context is None:
             return
         result = future.result()
-        if isinstance(result, tuple) and isinstance(result[1], list):  # of a put or a load
+        if isinstance(result, tuple) and isinstance(result[1], list):  # the result of a put or a load
             for key in result[1]:
                 self._context.record_evicted(key)

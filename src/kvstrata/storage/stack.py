@@ -127,7 +127,7 @@ LAYERS = (
 
 
 class Stack:
-    """A tier as the server's controllers use it; not open yet."""
+    """A tier as the server uses it; not open yet."""
 
     def __init__(self, name: str, policy: StorePolicy, layers: Sequence[Layer]) -> None:
         """`layers` from the storage outwards; the last one is in this process."""

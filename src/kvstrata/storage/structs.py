@@ -3,7 +3,7 @@
 The struct gives a field's type and bounds.  Beyond them the field's `Meta(extra=...)` may have
 
     secret    True: no error shows its value
-    missing   the error's text where the field is required and absent, instead of what its type says
+    missing   the error's text if the field is required and absent, instead of the error for its type
     must      a text that the error for a wrong type appends
     empty     True: an empty string counts as absent
 

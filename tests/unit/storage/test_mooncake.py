@@ -299,7 +299,7 @@ async def test_an_rdma_device_that_is_not_there_is_named(
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is not a Mooncake master, it answered b'HTTP"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is not a Mooncake master: it answered b'HTTP"),
         (b"-ERR unknown command\r\n", "is not a Mooncake master"),
         (b"ERROR\r\n", "is not a Mooncake master"),
         (READY[:2] + b"\x0b" + READY[3:], "is not a Mooncake master"),

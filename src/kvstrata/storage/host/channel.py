@@ -74,9 +74,9 @@ from kvstrata.types import KEY_BYTES
 
 MAX_FRAME_BYTES = 64 << 10
 MAX_ITEMS = 1_200
-"""Items of one frame: this many outcomes with the longest reasons fit into it, and so do a lookup's 1,024 keys."""
+"""Most items of one frame. This many outcomes with the longest reasons fit into it, as do a lookup's 1,024 keys."""
 MAX_KINDS = 500
-"""Items of one frame of KINDS."""
+"""Most items of one frame of KINDS."""
 MAX_REASON_BYTES = 48
 MAX_TEXT_CHARS = 4_000
 MAX_FIELD_CHARS = 200
@@ -468,7 +468,7 @@ def _reason(body: bytes, at: int, length: int) -> str:
         return ""
     word = body[at : at + length]
     if length > MAX_REASON_BYTES or len(word) != length:
-        raise ValueError("a reason is cut or too long")
+        raise ValueError("a reason is cut off or too long")
     return word.decode()
 
 

@@ -74,7 +74,7 @@ log = logging.getLogger(__name__)
 
 FRAMES_AT_A_TIME = 16
 TELL_S = 0.01
-"""Drops and evictions are reported at the latest this long after the first one; answers report them earlier."""
+"""Longest time from a drop or an eviction to its report; an answer may report it earlier."""
 COUNT_S = 1.0
 
 
@@ -240,7 +240,7 @@ class Host:
         if kind is Kind.LIST:
             page = await adapter.list_keys(request.cursor, request.most)
             if page is not None and len(page.keys) > request.most + MORE_KEYS:
-                raise TypeError(f"{len(page.keys)} keys are listed, {request.most} were asked for")
+                raise TypeError(f"{len(page.keys)} keys are listed, but only {request.most} were asked for")
             return host_channel.listed(number, page)
         assert kind is Kind.USAGE
         return host_channel.used(number, await adapter.usage())

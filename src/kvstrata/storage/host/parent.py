@@ -139,11 +139,11 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         return self._counted.numbers
 
     def remarks(self) -> dict[str, str]:
-        """The remarks of the adapter in the child, about a second old, and why no more children are started, if so."""
+        """The adapter's remarks in the child, about a second old; also the reason if no more children are started."""
         return {**self._counted.remarks, **self._work.remarks()}
 
     def advertisement(self) -> bytes:
-        """The last advertisement of the medium in the child; empty while no child is up, or if it reads no peers."""
+        """The medium's last advertisement; empty while no child is up, and for a medium that reads no peers."""
         return self._advertisement if self._state is HostState.UP else b""
 
     def prefer(self, keys: Sequence[bytes], source: bytes) -> None:
@@ -155,7 +155,7 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
     # --- the contract ------------------------------------------------------------------------------------
 
     async def open(self, context: AdapterContext) -> None:
-        """Start the child and open the adapter there. Raises ConfigError, StorageError or OSError; no child is left."""
+        """Start the child and open the adapter there. After ConfigError, StorageError or OSError no child is left."""
         if context.region_fd < 0:
             raise StorageError(f"{self.name}: an adapter host needs the pool's descriptor", field=self.name)
         self._context = context
@@ -390,7 +390,7 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
     # --- its life ----------------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """Spawn a child and wait until its adapter is open. Raises as `open`; the child is then being ended."""
+        """Spawn a child and wait until its adapter is open. Raises as `open`, after telling the child to end."""
         loop = asyncio.get_running_loop()
         context = self._context
         assert context is not None
@@ -437,7 +437,7 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         self._process.kill()
 
     def _reaped(self, how: str) -> None:
-        """The child was reaped, so nothing of it can touch the bytes any more."""
+        """The child was reaped, so it cannot touch the bytes any more."""
         if self._pipe is not None:
             self._pipe.read_last()
         self._counted = Counted()

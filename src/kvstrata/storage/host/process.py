@@ -1,4 +1,4 @@
-"""One child process of an adapter host, as the server sees it: spawned, killed at most once, reaped.
+"""One child process of an adapter host, as the server sees it: spawned, perhaps killed, reaped.
 
     start() ─▶ spawned ─▶ (ended by itself, or kill()) ─▶ a zombie ─▶ reaped ─▶ `ended` is called on the loop
 
@@ -8,7 +8,7 @@ Invariants
 2. `kill` never hits another process: the kernel reuses a process number only after the child was reaped, and both
    happen under one lock.
 3. `ended` is called exactly once, after the child was reaped (its mappings are gone then) and its output was read.
-4. The child's output to stdout and stderr costs the server a bounded amount of work and log.
+4. The child's output to stdout and stderr costs the server a bounded amount of work and of log lines.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Encodes records on their way to a medium and decodes them on their way back.
 
-This wrapper lies around every adapter, also where no codec is configured.  Each record names the codecs that it is
+This wrapper lies around every adapter, even where no codec is configured.  Each record names the codecs that it is
 encoded with, and is decoded by them whatever is configured now, so a change of the chain loses no stored record.
 Without a codec nothing is staged or copied.
 
@@ -120,11 +120,11 @@ class CodecAdapter(StorageAdapter):
         return {"staging_used_bytes": used_bytes, **self.counts}
 
     def numbers(self) -> dict[str, int]:
-        """As the inner adapter; empty where that breaks its contract, so that status pages show their other numbers."""
+        """As the inner adapter; empty if it breaks its contract, so that status pages still show everything else."""
         return self._told("numbers", self.inner.numbers, Counts)
 
     def remarks(self) -> dict[str, str]:
-        """As the inner adapter; empty where that breaks its contract."""
+        """As the inner adapter; empty if it breaks its contract."""
         return self._told("remarks", self.inner.remarks, Remarks)
 
     def _told(self, operation: str, ask: Callable[[], object], kind: Any) -> dict[str, Any]:

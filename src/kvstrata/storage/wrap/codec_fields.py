@@ -31,7 +31,7 @@ class ChainSettings(NamedTuple):
     master_key: bytes = b""
     """For aes-gcm; empty: not encrypted."""
     mac_key: bytes = b""
-    """For mac; empty: no mac. Not beside `master_key`, since aes-gcm authenticates as well."""
+    """For mac; empty: no mac. Never together with `master_key`, since aes-gcm authenticates as well."""
     old_keys: tuple[bytes, ...] = ()
     """Keys with which records are still read."""
     accept_plain: bool = False

@@ -53,7 +53,11 @@ class Heads:
     async def look_up(
         self, keys: Sequence[bytes], found: Sequence[Found], *, ask: bool
     ) -> list[Lengths | None]:
-        """The lengths of the found records; None: absent, unknown and not to be asked for, or headers unsound."""
+        """The lengths of the found records.
+
+        None where a record is absent, where its lengths are not known and `ask` is false, and where its headers are
+        unsound.
+        """
         lengths: list[Lengths | None] = [None] * len(keys)
         unknown: list[int] = []
         for i, (key, (presence, stored_bytes, _)) in enumerate(zip(keys, found, strict=True)):

@@ -92,7 +92,7 @@ class Undecodable:
 
 
 def read_head(key: bytes, head: bytes, stored_bytes: int) -> Lengths | None:
-    """The lengths and codecs by a record's headers; None: they are unsound, or do not fit the stored length."""
+    """The lengths and codecs in a record's headers; None: the headers are unsound, or do not fit the stored length."""
     if len(head) < HEAD_BYTES:
         return None
     magic, version, flags, header_bytes, of, _, codecs, body_bytes, _, _ = _OUTER.unpack_from(head, 0)

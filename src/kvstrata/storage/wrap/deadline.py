@@ -9,8 +9,8 @@ Each operation has a breaker (policy/breaker.py).  If an operation succeeds afte
 at once.
 
 An operation failed if it hit the deadline, raised, or all its items are FAILED or UNKNOWN for reasons that blame the
-medium (policy/reasons.py; a full queue does not).  A miss, a corrupt record or a full disk is an answer.
-While the breaker of loads is open, `exists` answers UNKNOWN too, since a record that cannot be loaded is no hit.
+medium (policy/reasons.py; a full queue does not).  A miss, a corrupt record or a full disk is an answer, not a failure.
+While the breaker of loads is open, `exists` answers UNKNOWN too, since a record that cannot be loaded is not a hit.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class DeadlineAdapter(StorageAdapter):
         return is_one
 
     async def close(self) -> None:
-        """Close the inner adapter and wait at most `close_s`; operations that still run then are logged and left."""
+        """Close the inner adapter and wait at most `close_s`; operations that still run then are logged and go on."""
         closing = asyncio.create_task(self.inner.close(), name=f"{self.name}-close")
         self._running.add(closing)
         closing.add_done_callback(self._closed)

@@ -228,7 +228,7 @@ class Staging:
         self._free.insert(at, (offset, length))
 
     def _tell(self) -> None:
-        """Have the waiting callers served on their loop; from any thread."""
+        """Have the waiting callers served on their loop. Thread-safe."""
         loop = self._loop
         if loop is not None and (self._waiting[False] or self._waiting[True]):
             try:

@@ -68,7 +68,7 @@ SETUP_KEYS = (
     "master_server_addr", "ipc_socket_path", "enable_ssd_offload", "ssd_offload_path", "tenant_id",
     "enable_client_http_server", "client_http_port",
 )  # fmt: skip
-"""Options that Mooncake's `setup` of the version above reads. Others are passed on too, with a warning."""
+"""Options that `setup` reads in the version of Mooncake named above. Others are passed on too, with a warning."""
 DEFAULT_MASTER = "127.0.0.1:50051"
 KEY_PREFIX = "kvstrata-"
 """All instances of a Mooncake cluster use the same prefix."""
@@ -253,7 +253,7 @@ class MooncakeAdapter(StorageAdapter):
         return outcomes
 
     async def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove records, also records that the store has leased to readers."""
+        """Remove records, even those that the store has leased to readers."""
         keys = [key for key in keys if len(key) == KEY_BYTES]
         if self._not_ready() or not keys:
             return 0
@@ -429,7 +429,7 @@ class MooncakeAdapter(StorageAdapter):
             self._known.forget([key])
             return LoadOutcome(LoadStatus.FAILED, LENGTH)
         [removed] = self._remove([key])
-        if removed == _NO_OBJECT:  # it was removed while it was read
+        if removed == _NO_OBJECT:  # somebody else removed the value while it was being read
             return LoadOutcome(LoadStatus.ABSENT)
         return LoadOutcome(LoadStatus.CORRUPT)
 

@@ -99,12 +99,12 @@ def ask_master(name: str, address: str) -> str:
         except OSError as error:
             raise StorageError(f"{name}: {field}: {address} hangs up: {error}", field=name) from None
     if len(reply) < _REPLY.size or reply[0] != _MAGIC or _REPLY.unpack_from(reply)[2] != 0:
-        what = f"is not a Mooncake master, it answered {reply!r:.60}"
+        what = f"is not a Mooncake master: it answered {reply!r:.60}"
         raise StorageError(f"{name}: {field}: {address} {what}", field=name)
     version = re.search(rb"\d+(\.\d+)+$", reply)
     return version[0].decode() if version else ""
 
 
 def _reply_bytes(reply: bytes) -> int:
-    """Length of the whole reply, as far as its first bytes tell."""
+    """Length of the whole reply; only that of its head until the head has arrived."""
     return _REPLY.size + (_REPLY.unpack_from(reply)[5] if len(reply) >= _REPLY.size else 0)

@@ -230,7 +230,7 @@ class ObjectStoreAdapter(StorageAdapter):
         return await asyncio.shield(self._listing)
 
     def numbers(self) -> dict[str, int]:
-        """How many objects with records' names were found not to be sound records, since the start."""
+        """The number of objects since the start that had a record's name but were not a sound record."""
         return {"bad_objects": self._bad_objects}
 
     # -- on the event loop ---------------------------------------------------------------------------------
@@ -392,7 +392,7 @@ class ObjectStoreAdapter(StorageAdapter):
         return _Part(LoadStatus.LOADED, "", e_tag)
 
     def _judge(self, item: LoadItem, read: Callable[[], Sequence[_Part | BaseException]]) -> LoadOutcome:
-        """Read a record's parts by `read`, and judge it; a bad record is removed. The hold ends in any case."""
+        """Read a record's parts with `read`, and judge the record; remove a bad one. The hold ends in any case."""
         try:
             parts = []
             for part in read():

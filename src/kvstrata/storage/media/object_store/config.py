@@ -34,7 +34,7 @@ KNOWN_TO_THE_LIBRARY = (
     "virtual_hosted_style_request", "allow_http", "timeout", "connect_timeout", "service_account",
     "account_name", "account_key", "sas_key", "proxy_url", "conditional_put", "s3_express",
 )  # fmt: skip
-"""Common options of obstore, to suggest the nearest to a wrong name; obstore itself decides which exist."""
+"""Common options of obstore, which errors suggest for a similar wrong name; obstore itself decides which exist."""
 REPLACED = (("s3_region", "region"), ("s3_enable_s3express", "s3_express"), ("disable_tls", "allow_http"))
 """Pairs of LMCache's name for an option of its `s3`, and obstore's name for the same option."""
 RUNTIME_OPTIONS = frozenset({
@@ -191,7 +191,7 @@ def _renamed(config: ObjectStoreConfig, place: Place) -> dict[str, Any]:
     options = dict(config.options)
     for old, new in REPLACED:
         if old in options:
-            log.info("%s: read as %s, obstore's name of this option", place.at(old), new)
+            log.info("%s: read as %s, obstore's name for this option", place.at(old), new)
             if new in options:
                 raise place.hidden(new, f"is given as {old} too; give one of them")
             options[new] = options.pop(old)

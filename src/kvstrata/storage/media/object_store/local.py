@@ -36,7 +36,7 @@ class Inside:
                 return name
             if not (stat.S_ISREG(mode) if end == len(parts) else stat.S_ISDIR(mode)):
                 what = "file" if end == len(parts) else "folder"
-                raise NotAFile(f"{place} is not a {what}; it is not followed, remove it")
+                raise NotAFile(f"{place} is not a {what}, so it is not followed; remove it")
         return name
 
     def has(self, name: str) -> bool:

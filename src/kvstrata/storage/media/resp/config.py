@@ -81,7 +81,7 @@ class RespConfig(msgspec.Struct, frozen=True, kw_only=True):
     tls_ca_file: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
-            description="File with the CA certificates that the server's must come from; not set: the system's."
+            description="File with the CA certificates that verify the server's certificate; not set: the system's."
         ),
     ] = None
     tls_cert_file: Annotated[
@@ -106,7 +106,7 @@ class RespConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "kvstrata:"
     ttl_seconds: Annotated[
         float,
-        Meta(ge=0, le=1 << 31, description="Seconds that a record lives after its put; 0: without end."),
+        Meta(ge=0, le=1 << 31, description="Seconds that a record lives after its put; 0: no limit."),
     ] = 0
     max_capacity_gb: Annotated[
         float,

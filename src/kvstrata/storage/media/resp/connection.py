@@ -242,7 +242,7 @@ def _lost(error: OSError) -> LinkLost:
 def _strange(line: bytes) -> LinkLost:
     hint = ""
     if line.startswith(b"HTTP/"):
-        hint = ", this is a web server"
+        hint = " but a web server"
     elif line[:1] in (b"\x15", b"\x16"):
         hint = ", which looks like TLS: set tls_enable"
     return LinkLost("protocol", f"the server is not Redis or Valkey{hint}: {line[:SHOWN_BYTES]!r}")

@@ -14,15 +14,15 @@ from kvstrata.types import KEY_BYTES
 WINDOW_BYTES = 2 << 20
 """Most bytes that are requested or sent and not answered yet, unless a single record is larger."""
 BYTES_PER_TIMEOUT = 64 << 20
-"""The time limit of a request grows by its initial length for each this many bytes."""
+"""For every this many bytes, a request may take as long again as its time limit."""
 SHORT_BYTES = 200
 """Rough size of a command without a payload, together with its answer."""
 MAX_TURNS = 4
-"""How many servers are asked for one key when each says that another one has it."""
+"""Most servers that are asked for one key when each says that another one has it."""
 
 
 class BadValue:
-    """The answer for a value that was read and is not the record that was asked for."""
+    """The answer when the value that was read is not the requested record."""
 
     def __init__(self, why: CopyOutcome | None = None) -> None:
         self.why = why

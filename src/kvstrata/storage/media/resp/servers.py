@@ -82,7 +82,7 @@ class _Node:
         self.address = address
         self.idle: list[Link] = []
         self.failures = 0
-        """In a row."""
+        """Failures in a row."""
         self.denied = False
         """The last failure was a refusal: the server answers, and does not let us in."""
         self.try_at_s = 0.0
@@ -381,7 +381,7 @@ class Servers:
     def _places_to_check(self) -> list[Address]:
         if not self._settings.cluster:
             return self.masters()
-        # Ask before CLUSTER SLOTS, so that the error names a server that is in no cluster as such.
+        # INFO comes before CLUSTER SLOTS, so that the error for a server outside any cluster says so.
         wrong: LinkLost | None = None
         for address in self._settings.addresses:
             try:
@@ -416,7 +416,9 @@ class Servers:
             return "is a sentinel: give its address in sentinels, and sentinel_master"
         if version < LEAST_VERSION:
             least = ".".join(map(str, LEAST_VERSION))
-            return f"has server version {server.get('redis_version', 'unknown')}, at least {least} is needed"
+            return (
+                f"has server version {server.get('redis_version', 'unknown')}, but at least {least} is needed"
+            )
         if server.get("cluster_enabled") == "1" and not self._settings.cluster:
             return "is a node of a cluster: set cluster_mode to true"
         if server.get("role") == "slave":
