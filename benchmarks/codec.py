@@ -5,7 +5,7 @@ checksums and the verification of the decoded record.  Staging memory is faulted
 
 The KV comes from one of these sources, and the figures name it:
 
-- records of another L2 directory of `fs`, if KVSTRATA_BENCH_RECORDS names one;
+- the plain records of an existing directory of `fs`, if KVSTRATA_BENCH_RECORDS names one;
 - else, if vLLM is installed, the KV of the demo's random-weight model (tests/harness/vllm_model.py, "160m"), which vLLM
   stores through a server with an `fs` directory;
 - else *synthetic random-weight KV*: keys and values of a random-weight attention layer, drawn here without a model.
@@ -96,7 +96,7 @@ def synthetic(seed: int) -> bytes:
 
 
 def found_records(folder: str) -> list[bytes]:
-    """Read records without a codec from a directory of `fs`. Raises ConfigError when there are none."""
+    """Read records that no codec has encoded from a directory of `fs`. Raises ConfigError if it holds none."""
     records = []
     for path in sorted(Path(folder).rglob("*.kvc")):
         record = path.read_bytes()

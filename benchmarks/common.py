@@ -111,7 +111,7 @@ def scratch(name: str) -> Iterator[Path]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the seconds of CPU time of all threads that a process has now, to the nanosecond."""
+    """Return the CPU time in seconds of all threads that a process has now."""
     total_ns = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):

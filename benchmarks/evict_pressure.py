@@ -137,7 +137,7 @@ class Engine:
         rows = self.rows(kind, 2)
         if call.result.n_chunks != len(rows):
             raise RuntimeError(
-                f"prompt of age {age}: {call.result.n_chunks} of {len(rows)}: {call.result.reason}"
+                f"prompt of age {age}: found {call.result.n_chunks} of {len(rows)} chunks: {call.result.reason}"
             )
         items = [
             LoadItem(chain[32 * i : 32 * i + 32], extent.offset_bytes, extent.length_bytes, rows[i])

@@ -1,9 +1,9 @@
 """`fs_put`, `fs_load`, `exists_1024_fs`, `exists_1024_fs_shared`: `fs` against the bare disk (benchmarks/raw_io.py).
 
-Sketch: a put is one direct write and one fdatasync a record, as on the bare disk, then a rename and the syncs of the
-directories, which four threads do side by side: 32 renames and their syncs take about as long as the fdatasync of one
-or two records.  A load is one direct read and a checksum at 10 GB/s or more a core.  `exists` for 1,024 keys is 1,024
-look-ups in a hash table, or 1,024 stats in a shared directory.
+Sketch: a put is one direct write and one fdatasync for each record, as on the bare disk, then a rename and the syncs of
+the directories.  Four threads work in parallel, so that 32 renames and their syncs take about as long as the fdatasync
+of one or two records.  A load is one direct read and a checksum at 10 GB/s or more a core.  `exists` for 1,024 keys is
+1,024 look-ups in a hash table, or 1,024 stats in a shared directory.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class BadSync(CallerError):
 
 
 class SyncAgain(BadSync):
-    """The full sync is incomplete, not under way, or just being published; send again, or begin another sync."""
+    """The full sync is unknown, incomplete, damaged or still being published; send again, or begin another sync."""
 
     retryable = True
 

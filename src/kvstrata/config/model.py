@@ -65,8 +65,8 @@ class L1Settings(_Section, frozen=True, kw_only=True):
     core_dump: Annotated[
         bool,
         Meta(
-            description="Let core dumps of the server contain L1, and so what users asked; otherwise no process that "
-            "maps L1 has it in its core dumps."
+            description="Let core dumps of the server contain L1, and with it users' prompts; if false, no process "
+            "that maps L1 has it in its core dumps."
         ),
     ] = False
     prefault_threads: Annotated[
@@ -74,7 +74,7 @@ class L1Settings(_Section, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=64,
-            description="Threads that fault the pool in at the start; 0: at each page's first use.",
+            description="Threads that fault in the pool at the start; 0: each page is faulted in at its first use.",
         ),
     ] = 2
 
@@ -189,7 +189,7 @@ class P2pSettings(_Section, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=r"^[A-Za-z0-9._-]{0,64}$",
-            description="Zone of this instance; instances of one zone are near, and read from each other first.",
+            description="Zone of this instance; it reads from instances of its own zone before all others.",
         ),
     ] = ""
     keep: Annotated[

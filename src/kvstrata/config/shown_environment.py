@@ -22,7 +22,7 @@ OTHERS = frozenset({
     "UCX_IB_GID_INDEX", "UCX_IB_ROCE_VERSION_NUM", "UCX_MEMTYPE_CACHE", "UCX_PROTO_ENABLE", "UCX_TCP_PORT_RANGE",
     "NIXL_LOG_LEVEL", "NIXL_PLUGIN_DIR",
 })  # fmt: skip
-"""Variables that are not settings, but are shown too, with their whole values."""
+"""Variables that are not settings but are shown too.  Nothing is taken out of their values."""
 
 
 def shown_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -26,7 +26,7 @@ class RunningServer:
             self._connection.close()
             raise Unavailable(
                 f"no server answers in {directory}; start one with `lmcache-server`, "
-                "or name its --port or --socket-dir",
+                "or give the --port or --socket-dir of a running one",
                 field="socket_dir",
             ) from None
 

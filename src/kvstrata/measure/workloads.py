@@ -73,7 +73,7 @@ def long_documents(
     rounds: int,
     endpoints: int,
 ) -> Workload:
-    """Each round asks another question about each document, and asks the endpoint that follows the last round's."""
+    """Each round asks another question about each document, which goes to the next endpoint from round to round."""
     return Workload(
         "long-doc-qa",
         f"{documents} documents of {document_tokens} tokens, {rounds} rounds with another question of "

@@ -67,7 +67,7 @@ class TenantLedger:
                 self.found(tenant, key, length_bytes)
 
     def found(self, tenant: int, key: bytes, length_bytes: int) -> None:
-        """Note that this record is stored, and used just now."""
+        """Note that this record is stored, and has just been used."""
         if tenant not in self.quotas:
             return
         self.gone((key,))

@@ -40,7 +40,7 @@ BUCKET = re.compile(r"(?:s3|gs)://[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class RuntimeRules(NamedTuple):
-    """What `l2.runtime` allows, checked."""
+    """The settings `l2.runtime`, checked."""
 
     types: tuple[str, ...]
     roots: tuple[str, ...]
@@ -50,7 +50,7 @@ class RuntimeRules(NamedTuple):
 
 
 def checked_rules(types: Sequence[str], roots: Sequence[str], hosts: Sequence[str]) -> RuntimeRules:
-    """The rules of the settings `l2.runtime`. Raises ConfigError."""
+    """Check the settings `l2.runtime`, and return them as rules. Raises ConfigError."""
     for i, kind in enumerate(types):
         where = f"l2.runtime.types[{i}]"
         if catalogue.find(kind, where).medium.reach is None:

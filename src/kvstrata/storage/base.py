@@ -150,7 +150,7 @@ def nothing_known(identity: bytes, slice_digest: bytes) -> PayloadKind | None:
 
 
 class AdapterContext(NamedTuple):
-    """What the server lends an adapter for its life."""
+    """What the server gives an adapter to use until the adapter is closed."""
 
     instance_id: str
     clock: Clock
@@ -177,7 +177,7 @@ Counts = Annotated[
     ],
     msgspec.Meta(max_length=200),
 ]
-"""What `numbers` may return: its names become parts of the names of metrics."""
+"""The type of the result of `numbers`. Its keys become parts of the names of metrics."""
 MAX_REMARK_CHARS = 500
 Remarks = Annotated[
     dict[
@@ -186,7 +186,7 @@ Remarks = Annotated[
     ],
     msgspec.Meta(max_length=8),
 ]
-"""What `remarks` may return."""
+"""The type of the result of `remarks`."""
 
 
 class Usage(NamedTuple):

@@ -35,7 +35,7 @@ ELSEWHERE = (
     "aerospike", "bigtable", "hfbucket", "sagemaker_hyperpod", "nixl_store", "nixl_store_dynamic",
     "nixl_native", "native_plugin",
 )  # fmt: skip
-"""Types that other servers have; here an installed plugin may provide them."""
+"""Types of other cache servers that kvstrata lacks; an installed plugin may provide them."""
 
 Make = Callable[[], StorageAdapter]
 """Makes the bare adapter, not open. Raises ConfigError for a mistake in the fields that shows only then."""
@@ -53,7 +53,7 @@ class Reach(NamedTuple):
     hosts: Mapping[str, Sequence[str]] = {}
     """Servers that it connects to, as HOST, HOST:PORT or SCHEME://BUCKET."""
     inner: Mapping[str, Mapping[str, Any]] = {}
-    """Entries in this entry."""
+    """Entries that are nested in this entry."""
 
 
 class Medium(NamedTuple):

@@ -123,7 +123,7 @@ LAYERS = (
     LayerKind("deadline", False, _deadline),
     LayerKind("metrics", False, _metrics),
 )
-"""From the storage outwards."""
+"""The kinds of layers, from the storage outwards."""
 
 
 class Stack:

@@ -69,7 +69,7 @@ class SqliteAdapter(StorageAdapter):
     """The adapter, see the module. `capacity_gb` limits the bytes of records, not SQLite's own; 0: no cap."""
 
     def __init__(self, path: str, capacity_gb: float = 0) -> None:
-        self.name = "sqlite"  # the server replaces it by type and index
+        self.name = "sqlite"  # the server gives the adapter another name, such as sqlite-0
         self.capabilities = Capabilities(persistent=True, shared=False, max_batch=16, lists=True)
         self._path = path
         self._capacity_bytes = int(capacity_gb * GB)

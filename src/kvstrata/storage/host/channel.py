@@ -144,7 +144,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def host_config(recipe: Recipe, context: AdapterContext, log_level: int) -> HostConfig:
-    """The configuration by which a child of this process makes the tier's inner layers."""
+    """The configuration from which a child of this process makes the tier's inner layers."""
     return HostConfig(
         medium=recipe.medium,
         config=msgspec.Raw(msgspec.json.encode(recipe.config)),

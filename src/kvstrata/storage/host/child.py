@@ -117,7 +117,7 @@ class Host:
         self._loop = asyncio.get_running_loop()
         self._adapter: StorageAdapter | None = None
         self._peers: ReadsPeers | None = None
-        """The medium, where it reads other instances."""
+        """The medium, if it reads other instances."""
         self._queue: deque[bytes] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()

@@ -331,9 +331,8 @@ class CodecAdapter(StorageAdapter):
             known = lengths[key]
             if known is None and self._asks_heads:
                 presence, stored_bytes, reason = found[key]
-                if (
-                    presence is Presence.PRESENT
-                ):  # unsound headers: a load lets the medium find out and remove it
+                if presence is Presence.PRESENT:
+                    # The headers are unsound; a load makes the medium notice that and remove the record.
                     encoded.append((i, stored_bytes, 0))
                     continue
                 hold.drop()

@@ -44,7 +44,7 @@ class ChainSettings(NamedTuple):
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """All keys, the one for writing first."""
+        """All keys; the first one is for writing."""
         first = self.master_key or self.mac_key
         return (first, *self.old_keys) if first else ()
 

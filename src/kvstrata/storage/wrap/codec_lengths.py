@@ -1,4 +1,4 @@
-"""The lengths that stored records have in L1, by their headers (docs/formats.md), and a memory of these lengths."""
+"""Reads the lengths that stored records have in L1 from their headers (docs/formats.md), and remembers them."""
 
 from __future__ import annotations
 

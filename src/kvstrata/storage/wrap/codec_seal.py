@@ -2,7 +2,7 @@
 
     aes-gcm (4)   nonce ‖ ciphertext ‖ tag; read only: it does not name its key, so all keys are tried
     aes-gcm (5)   key id ‖ nonce ‖ ciphertext ‖ tag
-    mac (6)       key id ‖ nonce ‖ payload ‖ tag; the tag is that of AES-GCM with all of it as associated data (GMAC)
+    mac (6)       key id ‖ nonce ‖ payload ‖ tag; the tag is AES-GCM's, with the payload as associated data too (GMAC)
 
 Each identity, and so each tenant, has keys of its own, derived from the text of a key file.  The headers are associated
 data, so a record under another key, identity or chain of codecs does not authenticate.  GMAC was chosen because it is
@@ -21,7 +21,7 @@ AES_GCM_UNNAMED, AES_GCM, MAC = 4, 5, 6
 SEALS = (AES_GCM_UNNAMED, AES_GCM, MAC)
 ID_BYTES, NONCE_BYTES, TAG_BYTES = 8, 12, 16
 SEAL_BYTES = ID_BYTES + NONCE_BYTES + TAG_BYTES
-"""Bytes that a codec of this module adds, at most."""
+"""Most bytes that a codec of this module adds."""
 WRONG_KEY = "wrong_key"
 MOST_DERIVED = 4096
 _INFO = {AES_GCM_UNNAMED: b"kvstrata aes-gcm 1", AES_GCM: b"kvstrata aes-gcm 2", MAC: b"kvstrata mac 1"}
@@ -49,7 +49,7 @@ class Seals:
     def __init__(self, settings: ChainSettings) -> None:
         self._writes = MAC if settings.mac_key else AES_GCM if settings.master_key else 0
         self._texts: dict[bytes, bytes] = {}
-        """By id, the writing one first."""
+        """Texts of the keys, by key id; the key for writing comes first."""
         self._derived: dict[tuple[int, bytes, bytes], bytes] = {}
         for text in settings.keys:
             self._texts[_derive(text, b"kvstrata key id 1")[:ID_BYTES]] = text

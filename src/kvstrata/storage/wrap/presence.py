@@ -87,7 +87,7 @@ class PresenceAdapter(StorageAdapter):
         """Times to live, indexed by Presence."""
         self._max_keys = limits.max_keys
         self._told: dict[bytes, tuple[float, Found]] = {}
-        """By key: the time until which the medium's answer may be told again, and the answer; the oldest is first."""
+        """By key: the time until which the medium's answer may be reused, and the answer; the oldest is first."""
         self._questions: set[_Question] = set()
         self._evicted: collections.deque[bytes] = collections.deque(maxlen=MAX_EVICTED)
         self._counts = dict.fromkeys(("asked", "recalled_present", "recalled_absent"), 0)

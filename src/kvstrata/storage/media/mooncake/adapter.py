@@ -118,7 +118,7 @@ class MooncakeAdapter(StorageAdapter):
         self._largest_bytes = LARGEST_RECORD_BYTES
         self._known = KnownRecords()
         self._kept: dict[int, Hold] = {}
-        """Holds that are never dropped (invariant 5), by their id."""
+        """Holds that are never dropped (invariant 5), by their `id()`."""
         self._putting: dict[bytes, asyncio.Future[PutStatus]] = {}
         self._work = Work(name)
         self._opened = False

@@ -1,4 +1,4 @@
-"""Checks of what Mooncake needs: its Python package, network cards, and servers that answer.
+"""Checks Mooncake's requirements: its Python package, network cards, and servers that answer.
 
 They run before the client's `setup`, whose own errors say less, and which may crash.
 """
@@ -82,7 +82,7 @@ def connect(name: str, field: str, address: str) -> socket.socket:
 
 
 def ask_master(name: str, address: str) -> str:
-    """The version of the Mooncake master at an address, in its own words. Raises StorageError if none answers there."""
+    """The version that the Mooncake master at an address reports. Raises StorageError if no master answers there."""
     field = "master_server_addr"
     with connect(name, field, address) as connection:
         try:

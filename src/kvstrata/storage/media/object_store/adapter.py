@@ -125,7 +125,7 @@ class ObjectStoreAdapter(StorageAdapter):
         self._lookups = settings.per_op_workers.get(Lane.LOOKUP, settings.num_workers)
         self._store: Any = None
         self._creates = True
-        """The store can refuse to replace an object."""
+        """Whether the store can refuse to replace an object."""
         self._work = Work(name)
         self._closed = True
         self._counting = threading.Lock()
@@ -406,7 +406,7 @@ class ObjectStoreAdapter(StorageAdapter):
                             return self._bad(item, part.e_tag)
                         return LoadOutcome(status, part.reason)
             if len({part.e_tag for part in parts}) > 1:
-                return LoadOutcome(LoadStatus.FAILED, "changed")  # the parts are of two objects
+                return LoadOutcome(LoadStatus.FAILED, "changed")  # the parts come from two objects
             verified = verify_stored_record(item.hold.address, item.hold.length, item.key)
             if verified == CopyOutcome.OK:
                 return LoadOutcome(LoadStatus.LOADED)

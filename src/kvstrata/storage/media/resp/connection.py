@@ -28,10 +28,10 @@ MAX_BULK_BYTES = 1 << 20
 MAX_ARRAY_BYTES, ITEM_BYTES, MAX_DEPTH = 1 << 26, 64, 8
 """Most bytes of an array with all its items, the overhead that is counted for each item, and the deepest nesting."""
 MAX_VALUE_BYTES = 512 << 20
-"""Longest value of the servers with their default settings (proto-max-bulk-len)."""
+"""Longest value that servers accept with their default settings (proto-max-bulk-len)."""
 LARGEST_NUMBER = (1 << 63) - 1
 SOME_BUFFERS = 512
-"""Buffers of one system call, below the kernel's limit of 1024."""
+"""Most buffers of one system call, below the kernel's limit of 1024."""
 SHOWN_BYTES = 60
 
 Buffer = bytes | bytearray | memoryview

@@ -126,7 +126,7 @@ class _Pipeline:
         self.answered = 0
 
     def run(self, link: Link) -> None:
-        """Send all and read the answers. Raises LinkLost; the first `answered` places then have answers."""
+        """Send all commands, read the answers. Raises LinkLost; only the first `answered` places then have answers."""
         places, weights, count = self._places, self._weights, len(self._places)
         sent = open_bytes = 0
         while self.answered < count:

@@ -102,7 +102,7 @@ class Servers:
         self._slots: list[Address] = []
         """Master of each slot of a cluster."""
         self._master = settings.addresses[0]
-        """The server of all keys, without a cluster."""
+        """The server of all keys, if the servers do not form a cluster."""
         self._stale = True
         self._ask_at_s = 0.0
         self._closed = False
