@@ -4,7 +4,7 @@ Figures: `disk_put`, `disk_load`, `exists_1024_disk`, `disk_restart_1m`, `disk_w
 
 Sketch: a put is one direct write per record, with a header of 4 KiB, and one fdatasync per batch; the bare disk syncs
 each record.  A load is one direct read and two checksums.  `exists` for 1,024 keys is 1,024 look-ups in a hash table.
-A restart reads 56 bytes per record from the tables of full segments.  To retire a segment, at most a fifth of it is
+A restart reads 56 bytes per record from the tables of full segments.  When a segment retires, at most a fifth of it is
 written again.
 """
 

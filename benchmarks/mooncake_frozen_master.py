@@ -5,7 +5,7 @@ and server.  Requests for prompts that are only in the tier follow one another; 
 L1.  First the master answers, then it is stopped (SIGSTOP) for 12 s, then it runs again (SIGCONT).
 
     _calls      the longest call of the connector on vLLM's scheduler thread while the master is stopped
-    _l1_hits    time to first token of a hit in L1 while another request waits for the stopped tier, and before that
+    _l1_hits    time to first token of a hit in L1 while another request waits for the stopped tier
     _lookups    how long requests that need the tier wait in vLLM's queue: until `lookup_timeout_ms`, no longer
     _recovery   from SIGCONT to the first token of a prompt that came from the tier
 

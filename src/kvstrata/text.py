@@ -78,7 +78,7 @@ def _cut(word: re.Match[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """The text, in which every character that a terminal would obey instead of show is escaped."""
+    """The text with every unprintable character escaped, since a terminal might obey it."""
     if text.isprintable():
         return text
     return "".join(character if character.isprintable() else _escaped(character) for character in text)

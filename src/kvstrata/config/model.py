@@ -189,7 +189,7 @@ class P2pSettings(_Section, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=r"^[A-Za-z0-9._-]{0,64}$",
-            description="Zone of this instance; it reads from instances of its own zone before all others.",
+            description="Zone of this instance; it prefers to read from instances of its own zone.",
         ),
     ] = ""
     keep: Annotated[

@@ -32,7 +32,7 @@ class BreakerEvent(enum.Enum):
     FAILED = enum.auto()
     """An operation that was let through failed; this does not open a closed breaker yet."""
     TRIPPED = enum.auto()
-    """An operation that was let through failed, the last of the failures in a row that open a closed breaker."""
+    """An operation that was let through failed, and now so many have failed in a row that a closed breaker opens."""
     PROBE = enum.auto()
     """The breaker's time is over, and an operation asks to be let through."""
 

@@ -126,8 +126,8 @@ class IdentityMemory:
     ) -> tuple[str, str] | None:
         """The first field in which the newest other identity with the same tokens differs, and that identity's value.
 
-        The value of a salt is "".  None when no prompt with these tokens was stored under another identity of this
-        tenant.
+        A salt is secret, so "" is returned in its place.  None when no prompt with these tokens was stored under
+        another identity of this tenant.
         """
         known = self._probes.get((request.tenant, probe)) if probe else None
         if not known:

@@ -32,7 +32,7 @@ from kvstrata.storage.structs import Place
 NAMES_A_SECRET = re.compile(r"_(file|env)$", re.IGNORECASE)
 """Names of fields that say where a secret lies."""
 MARK = ".kvstrata.lock"
-"""Every directory of a tier holds a file of this name."""
+"""A file of this name marks a directory as that of a tier."""
 BY_NAME = "an adapter that the settings name (l2_adapters) can be added again by its name"
 MAX_DEPTH = 16
 HOST = re.compile(r"(?:\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?")

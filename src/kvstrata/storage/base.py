@@ -5,8 +5,8 @@ Invariants
 2. Each item carries a hold on its extent.  The lowest layer that touches the bytes drops the hold when the
    medium has really finished with them; a deadline or a cancelled await ends the wait, never the hold.
 3. An absent key is an outcome (ABSENT), not an exception.  An exception means that the adapter broke its
-   contract; the caller then counts every item of the batch as FAILED, and holds that the adapter did not drop
-   end with the last reference to them.
+   contract; the caller then counts every item of the batch as FAILED, and a hold that the adapter did not drop
+   ends with its last reference.
 4. STORED means durable where `capabilities.persistent` is true.
 5. LOADED means that the bytes passed the record's checksums.  CORRUPT means that they did not, and that the adapter
    has removed or quarantined the bad copy, so that the next put can store the record again.
@@ -201,9 +201,10 @@ _broken = Thinning(60.0)
 
 
 def log_broken_contract(name: str, operation: str, error: BaseException) -> None:
-    """Log that an adapter raised, at most once a minute per operation and exception type, and clear its frames.
+    """Log that an adapter raised, at most once a minute per operation and exception type; clear the traceback's frames.
 
-    The frames refer to items; once they are cleared, holds that were not dropped end with the medium's last reference.
+    The frames refer to items.  Once the frames are cleared, only the medium's references keep holds that were not
+    dropped.
     """
     if _broken.left_out(f"{name} {operation} {type(error).__name__}") is None:
         log.debug("%s: %s raised again: %s", name, operation, type(error).__name__)
@@ -218,7 +219,7 @@ MORE_KEYS = 64
 
 
 class KeyPage(NamedTuple):
-    """Some of the stored keys, and the cursor of the next page; 0 after the last page."""
+    """Some of the stored keys, and the cursor of the next page; the cursor is 0 if this page is the last."""
 
     keys: Sequence[bytes]
     cursor: int
@@ -242,18 +243,18 @@ class StorageAdapter(ABC):
     async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
         """The first HEAD_BYTES of each stored record, in order; fewer if the record is shorter, none if reading fails.
 
-        Only the header of an encoded record tells its length in L1.  Called only where `capabilities.has_heads`, about
-        once per key while a server runs.
+        The codec wrapper reads in the header of an encoded record how long the record is in L1.  It calls this only if
+        `capabilities.has_heads`, about once per key while a server runs.
         """
         return [b""] * len(keys)
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
-        """A page of stored keys, from `cursor` on (0: the first page): `most` keys, or fewer, or up to MORE_KEYS more.
+        """A page of stored keys from `cursor` on (0: the first page); it has at most `most` + MORE_KEYS keys.
 
         A record that is there during the whole listing, from the call for the first page to the call for the last, is
         named at least once; a record that is put or removed during the listing may be named or not.  An empty page need
-        not be the last one.  None: the medium cannot list now; begin again later.  Called only where
-        `capabilities.lists`; must be quick, from an index.
+        not be the last one.  None: the medium cannot list now; begin again later.  Called only if `capabilities.lists`.
+        It must be quick, so the keys must come from an index.
         """
         return None
 
@@ -274,14 +275,14 @@ class StorageAdapter(ABC):
         raise StorageError(f"{self.name}: this kind of storage cannot be cleared from here", field=self.name)
 
     def numbers(self) -> dict[str, int]:
-        """The adapter's own counters by a fixed set of names in snake_case (see Counts); for status and metrics.
+        """The adapter's own counters by name, for status and metrics; see Counts.
 
-        Never blocks.
+        The set of names is fixed.  Never blocks.
         """
         return {}
 
     def remarks(self) -> dict[str, str]:
-        """Texts for operators by a fixed set of names in snake_case; for status pages. Never blocks."""
+        """Texts for operators by name, for status pages; see Remarks. The set of names is fixed. Never blocks."""
         return {}
 
     @abstractmethod

@@ -69,7 +69,7 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     presence_ttl_ms: Annotated[
         Annotated[int, Meta(ge=0, le=60_000)] | None,
         Meta(
-            description="Milliseconds for which the answer of shared storage that it has a record is reused; not set: "
+            description="Milliseconds for which the answer of shared storage that a record exists is reused; not set: "
             "5000."
         ),
     ] = None

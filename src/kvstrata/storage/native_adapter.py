@@ -65,7 +65,7 @@ class NativeAdapter(StorageAdapter):
         queue_limit: int = 1024,
         lanes: Lanes | None = None,
     ) -> None:
-        """If `lanes` is given, it is used instead of new lanes with these numbers; the adapter closes it either way."""
+        """`lanes`, if given, are used instead of new lanes made from the other arguments. The adapter closes them."""
         self.name = name
         self._connector: NativeConnector | None = NativeConnector(capsule)
         can = dict(self._native.capabilities)

@@ -125,7 +125,7 @@ class Host:
         self._evictions: deque[bytes] = deque()
         self._tell_is_due = False
         self._untold: dict[int, list[int]] = {}
-        """Indices of dropped items by request, which are not reported yet."""
+        """Indices of the dropped items that are not reported yet, by request."""
         self._counted = Counted()
         self._advertised = b""
         self._kinds = KnownKinds()
@@ -214,7 +214,7 @@ class Host:
         self._send(frame)
 
     async def _ask(self, adapter: StorageAdapter, request: Request) -> bytes:
-        """The frame that answers. Raises the adapter's exceptions, and e.g. TypeError if its answer is invalid."""
+        """The frame that answers the request. Raises what the adapter raises, and TypeError for an invalid answer."""
         kind, number = request.kind, request.number
         if kind is Kind.EXISTS:
             found = _one_each(await adapter.exists(request.keys), Found, len(request.keys))

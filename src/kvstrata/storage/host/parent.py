@@ -13,7 +13,7 @@ Invariants
    child that sends an impossible answer is killed.
 3. Sending never blocks.  Frames that the child has not read wait here; beyond QUEUE_BYTES, requests are refused.
 4. A child that has work and has sent nothing for `kill_ms` is killed.  Where `capabilities.quiesce` is `never`, a child
-   with an operation older than that is killed too.  Both times grow with the bytes under way, as the deadline does.
+   with an operation older than `kill_ms` is killed too.  Both limits grow with the bytes under way, as deadlines do.
    A clear has no time limit.  COUNTS and ADVERTISED do not count as signs of work: the child's loop sends them even if
    its adapter hangs.
 
@@ -79,7 +79,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OPEN_S = 600.0
-"""Longest wait for a restarted child to open its adapter. (The first open waits as long as one in process.)"""
+"""Longest wait for a restarted child to open its adapter. (The first open has no time limit here.)"""
 CLOSE_S = 3.0
 """Time that the child has to end after CLOSE before it is killed; it begins again with each answer."""
 

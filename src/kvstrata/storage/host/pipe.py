@@ -14,7 +14,7 @@ QUEUE_BYTES = 1 << 20
 FRAMES_AT_A_TIME = 16
 """Frames of one child that are read before the loop turns to other work."""
 LAST_FRAMES = 10_000
-"""More frames than a socket buffers."""
+"""Most frames that `read_last` reads; a socket buffers fewer."""
 
 
 class Pipe:

@@ -3,10 +3,10 @@
     start() ─▶ spawned ─▶ (ended by itself, or kill()) ─▶ a zombie ─▶ reaped ─▶ `ended` is called on the loop
 
 Invariants
-1. Each child has a thread, which spawns the child and lives until it has reaped it, since the kernel sends the child
-   its death signal (PR_SET_PDEATHSIG) when the spawning thread ends.  So the loop never waits for a fork.
-2. `kill` never hits another process: the kernel reuses a process number only after the child was reaped, and both
-   happen under one lock.
+1. Each child has a thread, which spawns the child and lives until the child was reaped, since the kernel sends the
+   child its death signal (PR_SET_PDEATHSIG) when the spawning thread ends.  So the loop never waits for a fork.
+2. `kill` never hits another process: the kernel reuses a process number only after the child was reaped, and killing
+   and reaping take the same lock.
 3. `ended` is called exactly once, after the child was reaped (its mappings are gone then) and its output was read.
 4. The child's output to stdout and stderr costs the server a bounded amount of work and of log lines.
 """

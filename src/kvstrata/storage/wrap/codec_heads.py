@@ -32,7 +32,10 @@ class Heads:
         """Stored lengths for which one record was seen to be plain, that is, stored as it is in L1."""
 
     async def shows_codecs(self, keys: Sequence[bytes], found: Sequence[Found]) -> bool:
-        """Whether headers must be asked for: reads the headers of the first record of each length not seen before."""
+        """Whether some of the records may be encoded, so that all their headers must be read.
+
+        One record of each new length shows whether records of that length are encoded.
+        """
         new: dict[int, bytes] = {}
         for key, (presence, stored_bytes, _) in zip(keys, found, strict=True):
             if presence is Presence.PRESENT and stored_bytes not in self._plain_lengths:

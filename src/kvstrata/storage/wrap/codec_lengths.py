@@ -87,7 +87,7 @@ class Undecodable:
         """Log that this record cannot be decoded, if it is the first one with this reason. Thread-safe."""
         if reason not in self._told:
             self._told.add(reason)
-            what = "%s: record %s: %s; more such records are only counted (%s). Give all servers of a storage one codec"
+            what = "%s: record %s: %s; more such records are only counted (%s). Give all its servers the same codec"
             log.warning(what, self._name, key.hex()[:16], error, reason)
 
 

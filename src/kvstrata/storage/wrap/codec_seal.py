@@ -1,6 +1,6 @@
 """The codecs that prove who wrote a record (docs/formats.md): `aes-gcm`, which also encrypts, and `mac`.
 
-    aes-gcm (4)   nonce ‖ ciphertext ‖ tag; read only: it does not name its key, so all keys are tried
+    aes-gcm (4)   nonce ‖ ciphertext ‖ tag; no longer written; it does not name its key, so all keys are tried
     aes-gcm (5)   key id ‖ nonce ‖ ciphertext ‖ tag
     mac (6)       key id ‖ nonce ‖ payload ‖ tag; the tag is AES-GCM's, with the payload as associated data too (GMAC)
 
@@ -82,7 +82,7 @@ class Seals:
             body = record[at : len(record) - TAG_BYTES]
             cipher.authenticate_additional_data(body)
         else:
-            # The library wants spare room behind the ciphertext; the tag's room serves.
+            # The library wants spare room behind the ciphertext; the room for the tag is there.
             cipher.update_into(plain, record[at:])
         cipher.finalize()
         record[len(record) - TAG_BYTES :] = cipher.tag
@@ -128,7 +128,7 @@ class Seals:
 def _opens(
     key: bytes, nonce: bytes, tag: bytes, headers: bytes, body: memoryview, *, in_place: memoryview | None
 ) -> bool:
-    """Whether the tag is right. `in_place`: where the body is decrypted to; it is as before if the tag is wrong."""
+    """Whether the tag is right. `in_place` gets the decrypted body, or its old bytes again if the tag is wrong."""
     from cryptography.exceptions import InvalidTag
 
     cipher = _cipher(key, nonce, tag).decryptor()

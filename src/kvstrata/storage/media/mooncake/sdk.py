@@ -1,6 +1,6 @@
-"""Checks Mooncake's requirements: its Python package, network cards, and servers that answer.
+"""Checks of what Mooncake needs: its Python package, network cards, and servers that answer.
 
-They run before the client's `setup`, whose own errors say less, and which may crash.
+The checks run before the client's `setup`, whose own errors say less, and which may crash.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `object_store` adapter: records as objects in S3, GCS, Azure or a directory; servers with one URL share them.
+"""The `object_store` adapter: records as objects in S3, GCS, Azure or a directory; the same URL means shared records.
 
     <url>/<first two hex digits>/<64 hex digits of the key>.kvc  ->  the record, byte for byte as it lies in L1
     <url>/kvstrata-format                                        ->  the version of the records

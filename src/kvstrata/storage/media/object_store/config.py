@@ -58,7 +58,7 @@ class ObjectStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             min_length=1,
-            description="`s3://BUCKET/PREFIX`; also `gs`, `az`, `abfs`, `adl` and `file`. Without credentials.",
+            description="`s3://BUCKET/PREFIX`; also `gs`, `az`, `abfs`, `adl` and `file`. It must hold no credentials.",
         ),
     ]
     options: Annotated[

@@ -56,7 +56,7 @@ def plain(error: Exception) -> str:
 
 
 def advice(error: Exception) -> str:
-    """What this error says is wrong with the URL, and what to do; the rest of a sentence that begins with the URL."""
+    """What is wrong with the URL according to this error, and what to do: a sentence without its subject, the URL."""
     return {
         "no_bucket": "names a bucket that does not exist; create it",
         "denied": "may not be used with these credentials; they must allow getting, putting, deleting and listing",

@@ -23,7 +23,7 @@ from kvstrata.types import GB
 PORT, SENTINEL_PORT = 6379, 26379
 DEADLINE_MS = 5_000
 PREFIX = re.compile(r"[A-Za-z0-9_.:/@-]{1,64}")
-"""A valid `key_prefix`: without braces, which would put all keys of a cluster into one slot, and SCAN's wildcards."""
+"""A valid `key_prefix`: no wildcards of SCAN, and no braces, which would put all keys of a cluster into one slot."""
 PLACES = ("url", "host", "startup_nodes", "sentinels")
 PASSWORDS = ("password", "password_file", "password_env")
 TLS_FIELDS = ("tls_ca_file", "tls_cert_file", "tls_key_file", "tls_server_name")
@@ -210,7 +210,7 @@ def _database(config: RespConfig, url: _Url | None, place: Place) -> int:
         database = url.database
     if config.cluster_mode and database:
         named = "url" if url is not None and url.database else "database_id"
-        raise place.hidden(named, "must be 0 or not set, a cluster has only database 0")
+        raise place.hidden(named, "must be 0 or not set, since a cluster has only database 0")
     return database
 
 

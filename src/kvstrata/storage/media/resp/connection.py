@@ -65,7 +65,7 @@ def command(*words: bytes) -> bytes:
 
 
 class Link:
-    """See the module. Takes the socket over."""
+    """See the module. Owns the socket."""
 
     def __init__(self, connected: socket.socket, deadline_s: float) -> None:
         self.deadline_s = deadline_s
@@ -191,7 +191,7 @@ class Link:
     def _line(self) -> bytes:
         searched = self._begin
         while True:
-            # The piece that arrived last may begin with the line feed whose carriage return ended the piece before.
+            # The search begins one byte early: the last piece may begin with the second byte of a line's end.
             at = self._buffer.find(b"\r\n", searched, self._end)
             if at >= 0:
                 line = bytes(self._view[self._begin : at])
@@ -244,7 +244,7 @@ def _strange(line: bytes) -> LinkLost:
     if line.startswith(b"HTTP/"):
         hint = " but a web server"
     elif line[:1] in (b"\x15", b"\x16"):
-        hint = ", which looks like TLS: set tls_enable"
+        hint = ", or it wants TLS: set tls_enable"
     return LinkLost("protocol", f"the server is not Redis or Valkey{hint}: {line[:SHOWN_BYTES]!r}")
 
 

@@ -14,7 +14,7 @@ from kvstrata.types import KEY_BYTES
 WINDOW_BYTES = 2 << 20
 """Most bytes that are requested or sent and not answered yet, unless a single record is larger."""
 BYTES_PER_TIMEOUT = 64 << 20
-"""For every this many bytes, a request may take as long again as its time limit."""
+"""For each further this many bytes, a request gets its time limit once more."""
 SHORT_BYTES = 200
 """Rough size of a command without a payload, together with its answer."""
 MAX_TURNS = 4
@@ -35,7 +35,7 @@ class Pipelines:
     """Sends commands and reads answers for one adapter. The threads of its lanes use it."""
 
     def __init__(self, servers: Servers, prefix: bytes, *, clustered: bool, timeout_s: float) -> None:
-        """A request may take `timeout_s`, and as long again for every BYTES_PER_TIMEOUT."""
+        """A request may take `timeout_s`, and as long again for every BYTES_PER_TIMEOUT bytes."""
         self._servers = servers
         self._prefix = prefix
         self._clustered = clustered
