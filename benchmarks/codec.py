@@ -1,22 +1,22 @@
-"""`codec_*`: how small and how fast each chain of codecs encodes and decodes KV, on one core.
+"""`codec_*`: how much each chain of codecs shrinks KV, and how fast it encodes and decodes KV, on one core.
 
-Whole records go through `Chain.encode` and `Chain.decode`, as the codec wrapper calls them in one of its threads:
-checksums and the verification of the decoded record are included, and staging memory is faulted in before.
+Whole records go through `Chain.encode` and `Chain.decode`, as the codec wrapper calls them in one of its threads, with
+checksums and the verification of the decoded record.  Staging memory is faulted in beforehand.
 
 The KV comes from one of these sources, and the figures name it:
 
-- records of another L2 directory of `fs`, if KVSTRATA_BENCH_RECORDS names one;
+- the plain records of an existing directory of `fs`, if KVSTRATA_BENCH_RECORDS names one;
 - else, if vLLM is installed, the KV of the demo's random-weight model (tests/harness/vllm_model.py, "160m"), which vLLM
   stores through a server with an `fs` directory;
 - else *synthetic random-weight KV*: keys and values of a random-weight attention layer, drawn here without a model.
-  Such a layer has normalised vectors of normally distributed numbers as its input and normally distributed weights
-  with the deviation 0.02; its output, a sum of many independent products, is normally distributed, too.  The numbers
-  are therefore drawn from that distribution, with a factor for each token and for each channel, rounded to bf16, and
-  laid out as vLLM does on CPUs (kv heads, tokens, key then value).
+  The input of such a layer is normalised vectors of normally distributed numbers, and its weights are normally
+  distributed with the standard deviation 0.02; so its output, a sum of many independent products, is normally
+  distributed too.  The numbers are therefore drawn from that distribution, with a factor for each token and for each
+  channel, rounded to bf16, and laid out as vLLM does on CPUs (kv heads, tokens, key then value).
 
 The KV of trained models has outliers by channel and repeating content, so its ratios differ.
 
-Sketch: a byte is read once and written once, so memcpy in the same run is the bound, with which the ratio compares.
+Sketch: a byte is read once and written once, so memcpy is the bound; the ratio compares with memcpy in the same run.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def synthetic(seed: int) -> bytes:
 
 
 def found_records(folder: str) -> list[bytes]:
-    """Read records without a codec from a directory of `fs`. Raises ConfigError when there are none."""
+    """Read records that no codec has encoded from a directory of `fs`. Raises ConfigError if it holds none."""
     records = []
     for path in sorted(Path(folder).rglob("*.kvc")):
         record = path.read_bytes()
@@ -155,7 +155,7 @@ def measure(name: str, settings: ChainSettings, records: list[bytes], source: st
     total = sum(map(len, records))
     kinds = [fp8_kind(record) for record in records]
     if settings.fp8 and kinds[0].fp8 is None:
-        print(f"   codec_{name}: left out, the records do not have the shape of the demo's model", flush=True)
+        print(f"   codec_{name}: left out, since the records lack the shape of the demo's model", flush=True)
         return []
     places = [mmap.mmap(-1, len(record)) for record in records]
     for place, record in zip(places, records, strict=True):
@@ -199,7 +199,7 @@ def measure(name: str, settings: ChainSettings, records: list[bytes], source: st
             spread=encoding[1], stored_share=stored / total, **common,
         )
     ]  # fmt: skip
-    line = f"   {name:<16} stored {stored / total:6.3f} of it   encode {encoding[0]:5.2f} GB/s"
+    line = f"   {name:<16} stored share {stored / total:6.3f}   encode {encoding[0]:5.2f} GB/s"
     if all(lengths):
         decoding = median_spread(rates_of(decode, total))
         lossless = not settings.fp8

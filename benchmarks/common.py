@@ -111,7 +111,7 @@ def scratch(name: str) -> Iterator[Path]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the seconds of CPU time of all threads that a process has now, to the nanosecond."""
+    """Return the CPU time in seconds of all threads that a process has now."""
     total_ns = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):
@@ -160,5 +160,5 @@ def engine_client(socket_dir: Path, port: int, blocks: Any, **more: Any) -> Any:
 
 
 def chains(root: bytes, n_prompts: int, n_chunks: int) -> list[bytes]:
-    """Return `chain_of` the prompts 0, 1, …"""
+    """Return the chain keys (see `chain_of`) of each of the prompts 0, 1, …"""
     return [chain_of(root, prompt, n_chunks) for prompt in range(n_prompts)]

@@ -6,8 +6,8 @@ each instance's last batch.  The controller has one core; the senders share the 
 trip of a lookup of 512 tags (a prompt of 128k tokens).  A lookup is sent a millisecond after the answer to the one
 before, while another instance makes full syncs of a million keys one after another.
 
-Sketch: a batch is 64 KiB through a TCP socket and msgpack, and 8,192 changes in the registry.  The ratio is to the
-registry alone, doing the same changes on one thread.
+Sketch: a batch is 64 KiB through a TCP socket and msgpack, and 8,192 changes in the registry.  The ratio compares with
+the registry alone, which makes the same changes on one thread.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def run() -> list[dict[str, Any]]:
     """Start a controller on a core of its own and measure. Raises RuntimeError if fewer than two cores are allowed."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        raise RuntimeError("one core is allowed, two are needed: one for the controller, one for the senders")
+        raise RuntimeError(
+            "two cores are needed, one for the controller and one for the senders; one is allowed"
+        )
     with (
         scratch("controller") as folder,
         ControllerProcess(folder, flags=("--heartbeat-s", "600", "--dead-after-s", "1200")) as controller,

@@ -1,7 +1,7 @@
-"""`controller_restart`: how long a controller needs after SIGKILL until all of 10 × 100,000 chunks are confirmed.
+"""`controller_restart`: how long a controller needs after SIGKILL until all 10 × 100,000 chunks are confirmed.
 
-The time begins when the new process is started.  The controller reads its snapshot; the instances, which try every
-10 ms, register again, and each makes a full sync over the real protocol.  (A real instance notices the restart by its
+The time begins when the new process is started.  The controller reads its snapshot.  The instances try every 10 ms to
+register again, and then each makes a full sync over the real protocol.  (A real instance notices the restart by its
 heartbeat; that time is not in the figure.)  The ratio compares with the registry alone, which admits the same
 placements on one thread.
 """

@@ -1,13 +1,13 @@
-"""`kernel_*`: the native copies without server and client, in turns with libc's memcpy in the same run.
+"""`kernel_*`: the native copies without server and client, compared with libc's memcpy in the same run.
 
-One thread copies 16 chunks of 32 MiB at a time (32 sections of 1 MiB) between buffers that are faulted in and larger
-than the cache: a gather with checksums into records, and a verified scatter out of them, with blocks of 512 KiB (vLLM's
-CPU layout) and of 64 KiB (blocks of 16 tokens) in shuffled order.  Further measured are each checksum implementation
-that this processor can run, two threads against one, and whether streaming or cached stores leave the destination of a
-small copy cheaper to read.
+One thread copies 16 chunks of 32 MiB (32 sections of 1 MiB each) between buffers that are faulted in and larger than
+the cache: a gather with checksums into records, and a verified scatter out of them.  Blocks have 512 KiB (vLLM's CPU
+layout) or 64 KiB (16 tokens), in shuffled order.  The benchmark also measures each checksum implementation that this
+processor can run, two threads against one, and whether the destination of a small copy is cheaper to read after
+streaming stores or after cached stores.
 
 Sketch: a byte is read once and written once; memcpy through the cache reads the destination's lines too, so streaming
-stores can beat it by up to 1.5.
+stores can beat it by a factor of up to 1.5.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""`copy_store`, `copy_retrieve`: the client's whole path, in turns with libc's memcpy of as many bytes in the same run.
+"""`copy_store`, `copy_retrieve`: the client's whole path, compared with libc's memcpy of the same number of bytes.
 
-Chunks have the shape of Llama 8B: 32 layers, 8 kv heads × 128, bf16, 256 tokens = 32 MiB, in blocks of 16 tokens; 16
-chunks at a time.  A store reserves, gathers with checksum into the pool, and commits.  A retrieve looks up, scatters
-out of the pool while it verifies, and releases.  memcpy copies as many bytes, 32 MiB a call, between buffers of the
+Chunks have the shape of Llama 8B: 32 layers, 8 kv heads × 128, bf16, 256 tokens = 32 MiB, in blocks of 16 tokens.  A
+call stores or retrieves 16 chunks, or one chunk for the figures `…_one_chunk`.  A store reserves extents, gathers the
+blocks into the pool while it computes their checksum, and commits.  A retrieve looks up, scatters out of the pool while
+it verifies, and releases.  Store, retrieve and memcpy take turns; memcpy copies 32 MiB a call between buffers of the
 same size.  All buffers are faulted in, and each is larger than the processor's cache.
 
 Sketch: every byte is read once and written once, as by memcpy; the checksum is computed while the copy waits for

@@ -4,7 +4,7 @@ Figures: `disk_put`, `disk_load`, `exists_1024_disk`, `disk_restart_1m`, `disk_w
 
 Sketch: a put is one direct write per record, with a header of 4 KiB, and one fdatasync per batch; the bare disk syncs
 each record.  A load is one direct read and two checksums.  `exists` for 1,024 keys is 1,024 look-ups in a hash table.
-A restart reads 56 bytes per record from the tables of full segments.  To retire a segment, at most a fifth of it is
+A restart reads 56 bytes per record from the tables of full segments.  When a segment retires, at most a fifth of it is
 written again.
 """
 
@@ -80,7 +80,7 @@ def _write_log(folder: Path) -> None:
 
 
 async def _restart(folder: Path) -> tuple[float, list[float], float]:
-    """Return the seconds to open the log, the µs of each `exists` for 1,024 keys, and the µs of a dict for them."""
+    """Return the seconds to open the log, and the µs of `exists` and of look-ups in a dict for 1,024 keys."""
     # More capacity than the segments need, so that none is retired meanwhile; unused capacity takes no disk space.
     adapter = _disk(folder, (SEGMENTS + 2) * SEGMENT_BYTES, SEGMENT_BYTES)
     started = time.perf_counter()
@@ -105,9 +105,9 @@ async def _restart(folder: Path) -> tuple[float, list[float], float]:
 
 
 async def _write_amplification(folder: Path) -> tuple[float, float]:
-    """Fill a log, then put and load on. Return the bytes written per byte put, and the share of loads that hit.
+    """Put and load beyond a log's capacity. Return the bytes written per byte put, and the share of loads that hit.
 
-    After every 16 puts come 8 loads, drawn uniformly from the newest records, as many as fill 90 % of the log.
+    After every 16 puts come 8 loads of records, drawn uniformly from the newest ones, which fill 90 % of the log.
     """
     extents = raw_io.Extents(MB, 16)
     adapter = _disk(folder, AMP_CAP_BYTES)
@@ -174,7 +174,7 @@ def run() -> list[dict[str, Any]]:
             unit="written/put",
             ratio=amplification / AMP_TARGET,
             ratio_to="the target",
-            target="reported: 3 GiB put into a log of 1 GiB; a uniform load of the newest 90 % per two puts",
+            target="reported: 3 GiB put into a log of 1 GiB; per two puts one load, drawn from the newest 90 %",
             ok=True,
             hit_share=hit_share,
         ),

@@ -1,4 +1,4 @@
-"""`disk_write_amp*`: how many bytes a full disk log writes for each byte that is put, over metadata only.
+"""`disk_write_amp*`: how many bytes a full disk log writes for each byte that is put, replayed without payloads.
 
     python -m benchmarks.disk_write_amp --trace FILE
 
@@ -8,8 +8,8 @@ MB of memory.  A record of 1 MiB stands for a block of 512 tokens (64 MiB for Ll
 frame's header of 4 KiB weighs more than in reality.
 
 - `disk_write_amp`: the requests of a trace (benchmarks/policies.py describes its form).  Each request loads the leading
-  blocks that are stored and puts the others.  No L1 stands before the log, so all hits are loads from the log, and as
-  many records as possible are written again.  The figure is the worst of logs that hold 5, 10 and 20 % of the
+  blocks that are stored and puts the others.  The log has no L1 in front of it, so all hits are loads from the log, and
+  as many records as possible are written again.  The figure is the worst of logs that hold 5, 10 and 20 % of the
   distinct blocks.
 - `disk_write_amp_synthetic`: the same with a synthetic trace; `make bench` measures this one.
 - `disk_write_amp_uniform`: keys drawn uniformly from twice as many as fit; a stored key is loaded, another one is put.
@@ -17,7 +17,7 @@ frame's header of 4 KiB weighs more than in reality.
 Counting begins with the first segment that retires: from then on live records are at least nine tenths of the log.
 
 Sketch: a frame's header and table are 0.4 %; up to a fifth of a retiring segment may be written again, so the bound is
-1 / (1 - 0.2) = 1.25 and those 0.4 %.
+1 / (1 - 0.2) = 1.25, plus those 0.4 %.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ sizes, each time without L2, with `fs`, and with an `fs` that writes 50 MB/s.  T
 before and after each run, on a server with as much L1 and no L2.  The target also demands that no chunk is refused and
 that the newest prompts are in L1, complete and with the right bytes.
 
-Sketch: the same bytes are gathered and checksummed; to make room for a 48 MB prompt, the server takes a dozen entries
-(or fifty) off a list.
+Sketch: the same bytes are gathered and checksummed; to make room for a prompt of 48 MiB, the server takes 12 large or
+48 small entries off a list.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Engine:
         rows = self.rows(kind, 2)
         if call.result.n_chunks != len(rows):
             raise RuntimeError(
-                f"prompt of age {age}: {call.result.n_chunks} of {len(rows)}: {call.result.reason}"
+                f"prompt of age {age}: found {call.result.n_chunks} of {len(rows)} chunks: {call.result.reason}"
             )
         items = [
             LoadItem(chain[32 * i : 32 * i + 32], extent.offset_bytes, extent.length_bytes, rows[i])
@@ -225,7 +225,7 @@ def case(
         value=value,
         unit="GB/s",
         ratio=ratio,
-        target=f"≥ {TARGET} × the rate into an empty, faulted pool; nothing refused; the newest all there",
+        target=f"≥ {TARGET} × the rate into an empty, faulted pool; nothing refused; the newest in L1",
         ok=ratio >= TARGET and not refused and min(newest) >= wanted,
         spread=spread,
         ratio_to=f"rate into an empty, faulted pool without L2, {median_spread(floors)[0] / 1e9:.2f} GB/s",

@@ -1,9 +1,9 @@
 """`fs_put`, `fs_load`, `exists_1024_fs`, `exists_1024_fs_shared`: `fs` against the bare disk (benchmarks/raw_io.py).
 
-Sketch: a put is one direct write and one fdatasync a record, as on the bare disk, then a rename and the syncs of the
-directories, which four threads do side by side: 32 renames and their syncs take about as long as the fdatasync of one
-or two records.  A load is one direct read and a checksum at 10 GB/s or more a core.  1,024 keys are 1,024 look-ups in
-a hash table, or 1,024 stats in a shared directory.
+Sketch: a put is one direct write and one fdatasync for each record, as on the bare disk, then a rename and the syncs of
+the directories.  Four threads work in parallel, so that 32 renames and their syncs take about as long as the fdatasync
+of one or two records.  A load is one direct read and a checksum at 10 GB/s or more a core.  `exists` for 1,024 keys is
+1,024 look-ups in a hash table, or 1,024 stats in a shared directory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def _fs(base: Path, shared: bool = False) -> FsAdapter:
 
 
 async def _exists(base: Path, shared: bool) -> tuple[list[float], float]:
-    """Return µs of `exists` for 1,024 keys, half of them stored, among 20,000 records; and µs of a dict or stats."""
+    """Return the µs of each `exists` for 1,024 keys among 20,000 records, and the µs of bare look-ups or stats.
+
+    Half of the keys are stored.
+    """
     keys = [hashlib.sha256(b"%d" % n).digest() for n in range(RECORDS + KEYS // 2)]
     for key in keys[:RECORDS]:  # `exists` looks only at names and lengths
         name = key.hex()

@@ -1,8 +1,8 @@
 """`gpu_store_*`, `gpu_retrieve_*`, `gpu_both_*`: copies of chunks between paged KV on a GPU and pinned records.
 
 As in a worker, the copy engine measures its ways of copying and takes the fastest; records are sealed and verified.
-The copies take turns with one pinned copy by the bare driver, of as many bytes as the whole cache of 64 chunks has; for
-both directions, with two such copies of half as many bytes at once.
+The copies take turns with one pinned copy by the bare driver, which moves as many bytes as the cache of 64 chunks has.
+Copies in both directions take turns with two pinned copies at the same time, each of half as many bytes.
 
 `gpu_gemm_slowdown_*` is the time that matrix products on a stream of their own lose while copies run in both
 directions.  `gpu_load_hidden` is the share of a load that does not lengthen the forward pass, which waits for the load
@@ -47,7 +47,7 @@ WAIT_S = 60.0
 TARGET = 0.9
 TARGET_BOTH = 0.85
 MANY_CHUNKS = 8
-"""Least number of chunks for which the target holds."""
+"""The target applies to this many chunks or more."""
 
 HIDDEN_CHUNKS = 24
 """Chunks (6,144 tokens) that are loaded while `HIDDEN_TOKENS` more tokens go through the layers."""
@@ -175,7 +175,7 @@ def measure(
                 value=value,
                 unit="GB/s",
                 ratio=min(counted.values()),
-                target=f"≥ {target} × bare copies, the least of {MANY_CHUNKS} chunks and more",
+                target=f"≥ {target} × bare copies, for {MANY_CHUNKS} chunks or more",
                 ok=min(counted.values()) >= target,
                 spread=spread,
                 ratio_to=f"one pinned copy{' each way' if direction == 'both' else ''} beside it, "
@@ -281,7 +281,7 @@ def gemm_slowdown(
     repeats: int = REPEATS,
     **more: Any,
 ) -> dict[str, Any]:
-    """Measure the time that matrix products lose while copies by `engine` move `n_chunks` each way, again and again.
+    """Measure the time that matrix products lose while copies by `engine` keep moving `n_chunks` each way.
 
     `products_ms()` runs the products and returns how long the device took.
     """

@@ -2,8 +2,8 @@
 
 The pool has 64 GB, or half of the free memory if that is less.  The worker attaches, and registers the pool with the
 driver in the background; both are timed.  When the whole pool is registered, prompts of 16 chunks and of one chunk
-(Llama 8B, blocks of 16 tokens) are stored and loaded through the server, in turns with one pinned copy of as many bytes
-in each direction.
+(Llama 8B, blocks of 16 tokens) are stored and loaded through the server.  These stores and loads take turns with pinned
+copies of as many bytes, one in each direction.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def measure(
             ratio=attach_ms / (1e3 * pin_s) if pin_s else 0.0,
             target=f"≤ {ATTACH_TARGET_MS:.0f} ms",
             ok=attach_ms <= ATTACH_TARGET_MS,
-            ratio_to="pinning the pool, which had only begun",
+            ratio_to="the time to pin the pool, which goes on after the attach",
             pinned_mb_then=pinned_then >> 20,
             **more,
         ),
@@ -160,7 +160,7 @@ def measure(
             target=f"≤ {ONE_CHUNK_TARGET} × the two bare copies",
             ok=ratio <= ONE_CHUNK_TARGET,
             spread=spread,
-            ratio_to="a chunk's bytes copied out and back, pinned",
+            ratio_to="pinned copies of a chunk's bytes, one in each direction",
             **more,
         )
     )

@@ -1,7 +1,8 @@
 """`host_cost`: puts and loads of 32 × 1 MiB by an adapter in an adapter host, against the same adapter in process.
 
 The adapter is `fs`, first on tmpfs, where only memory limits the speed and the host's cost shows most, then on this
-machine's disk, the usual medium of `fs`.  The two take turns in each round, so that a busy machine slows both alike.
+machine's disk, the usual medium of `fs`.  In each round the hosted adapter and the one in process take turns, so that a
+busy machine slows both alike.
 
 Sketch: the host adds two messages of 1.4 KB and a few context switches to a batch that moves 32 MiB.
 """
@@ -125,7 +126,7 @@ async def compare(folder: Path) -> dict[str, list[tuple[float, float]]]:
 
 
 def bare_round_trip_us(pause_s: float) -> float:
-    """Return the median round trip, in µs, of frames as long as those of `exists` for 1,024 keys to a bare child.
+    """Return the median µs of a round trip to a bare child, with frames of the length for an `exists` of 1,024 keys.
 
     The calls block, without event loop or thread, and the frames are neither packed nor read: no adapter host can be
     faster.  The pause of `pause_s` before each round trip stands for the time in which a medium answers and both cores

@@ -5,13 +5,13 @@ each in batches of 64, and a lookup is due every 20 ms.  All calls go through th
 adapter.
 
 - `lanes_hol`: an adapter whose `exists` makes one stat a key in the lookup lane and whose puts are durable
-  (benchmarks/stat_files.py), with separate threads for lookups and for puts.  The figure also has two variants of this
-  adapter with as many threads: with one shared pool of threads, one of which the lanes keep free of puts, and with
-  threads that serve one first-come queue, as without lanes.
+  (benchmarks/stat_files.py), with separate threads for lookups and for puts.  The figure also has the same adapter with
+  two other ways to share as many threads: one pool in which the lanes keep one thread free of puts, and one queue that
+  is served in order, as if there were no lanes.
 - `lanes_hol_fs`, `lanes_hol_disk`: these adapters answer `exists` from memory on the event loop.
 
-Sketch: with a thread of its own, a lookup waits only for a core, and each of the four writing threads needs that core
-for microseconds a record: the p99 is that without puts, and on two cores a little more.  In one queue a lookup waits
+Sketch: with a thread of its own, a lookup waits only for a core, which each of the four writing threads needs for
+microseconds a record: so the p99 is that of lookups alone, or a little more on two cores.  In one queue a lookup waits
 for up to 256 records, which is as long as the disk takes for 256 MiB.
 """
 

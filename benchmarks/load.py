@@ -1,9 +1,10 @@
 """`python -m benchmarks.load`: one client that keeps a server busy with lookups while something else is measured.
 
 The client sends `--rate` lookups a second, of all chain keys in the file `--chain`, each followed by its release, to
-the cache server, or the same frames to the bare echo.  A line on stdin says where to: `server`, `echo`, or `rest` for
-neither; each line is answered with the number of lookups since the last one.  The process ends when its stdin is
-closed.  The client waits for each reply before it sends more, so a server that falls behind gets fewer lookups.
+the cache server, or the same frames to the bare echo.  A line on stdin names the target: `server`, `echo`, or `rest`
+for neither.  Each line is answered with the number of lookups since the line before it.  The process ends when its
+stdin is closed.  The client waits for each reply before it sends more, so a server that falls behind gets fewer
+lookups.
 """
 
 from __future__ import annotations

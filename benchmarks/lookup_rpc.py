@@ -39,7 +39,7 @@ from tests.harness.server_process import ServerProcess
 TARGET_US = 400
 CHUNKS = 512
 PROMPTS = sized(1954, 70)
-"""× 512 chunks = 1,000,448 entries."""
+"""Of 512 chunks each: 1,000,448 entries."""
 TRIES = 5
 L1_MB = sized(7900, 512)
 ROUNDS = sized(7, 1)

@@ -4,8 +4,8 @@ The index has 1 M READY entries.  Each call asks for another chain, in random or
 calls are those of the connector: `CacheClient.peek` with the request's hasher.  The hasher has derived the storage keys
 before the call (that time is in `hash_128k`); a call for `with_derivation_us` derives them first.
 
-Sketch: each key touches a bucket and a hot entry, two cache misses, 16 keys prefetched at a time.  The ratio compares
-with a Python dict of the same keys.
+Sketch: each key touches a bucket and a hot entry, which makes two cache misses; 16 keys are prefetched at a time.  The
+ratio compares with a Python dict of the same keys.
 """
 
 from __future__ import annotations

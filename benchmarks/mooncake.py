@@ -1,7 +1,8 @@
 """`mooncake_put`, `mooncake_load`, `exists_1024_mooncake`: the adapter in its host against the bare client.
 
 A master and a holder run on this machine, and all transfers go over tcp on the loopback: 64 records of 1 MiB a batch,
-and 1,024 small records for `exists`.  The two take turns in each round, so that a busy machine slows both alike.
+and 1,024 small records for `exists`.  In each round the adapter and the bare client take turns, so that a busy machine
+slows both alike.
 
 Sketch: before a put the adapter asks which records exist (one call, 0.1 ms), after a load it verifies 64 MiB (3 ms at
 20 GB/s), and its host costs two messages a batch, in addition to 30 to 90 ms of transfer.
@@ -235,4 +236,4 @@ def run() -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     print(json.dumps(asyncio.run(measure(json.loads(sys.argv[1])))), flush=True)
-    os._exit(0)  # the bare clients' threads may crash an interpreter that ends in order
+    os._exit(0)  # the bare clients' threads may crash an interpreter that exits normally

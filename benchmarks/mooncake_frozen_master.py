@@ -1,11 +1,11 @@
 """`mooncake_frozen_master_*`: delays in vLLM while the master of its server's Mooncake store is stopped for 12 s.
 
 Real vLLM (19 M parameters, prompts of 1,100 tokens, its own prefix cache off) runs with the default times of connector
-and server.  Requests for prompts that only the tier has follow one another; requests for prompts that L1 has run at the
-same time.  First the master answers, then it is stopped (SIGSTOP) for 12 s, then it runs again (SIGCONT).
+and server.  Requests for prompts that are only in the tier follow one another; beside them run requests for prompts in
+L1.  First the master answers, then it is stopped (SIGSTOP) for 12 s, then it runs again (SIGCONT).
 
     _calls      the longest call of the connector on vLLM's scheduler thread while the master is stopped
-    _l1_hits    time to first token of a hit in L1 while another request waits for the stopped tier, against before
+    _l1_hits    time to first token of a hit in L1 while another request waits for the stopped tier
     _lookups    how long requests that need the tier wait in vLLM's queue: until `lookup_timeout_ms`, no longer
     _recovery   from SIGCONT to the first token of a prompt that came from the tier
 
@@ -42,7 +42,7 @@ LATE_S = 0.25
 
 
 class Traffic:
-    """Requests to one engine for prompts that L1 has, alone or beside a request for a prompt that only the tier has."""
+    """Requests to one engine for prompts in L1, alone or beside a request for a prompt that is only in the tier."""
 
     def __init__(self, vllm: VllmProcess, known: list[list[int]]) -> None:
         self.vllm = vllm

@@ -6,9 +6,9 @@ are loaded every 200 ms.  A load begins only after the load before it has ended:
 that overlap could starve the puts.
 
 Three ways take turns: a plain pool of four threads over the bare client, which serve calls in the order of arrival, as
-before per-operation workers; the adapter with four shared workers, one of which stays free of puts; and the adapter
-with `per_op_workers` 1/1/2.  All transfers go over tcp on the loopback, where the two cores also do the network card's
-work.
+if there were no per-operation workers; the adapter with four shared workers, one of which stays free of puts; and the
+adapter with `per_op_workers` 1/1/2.  All transfers go over tcp on the loopback, where the two cores also do the network
+card's work.
 """
 
 from __future__ import annotations
@@ -222,4 +222,4 @@ def run() -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     print(json.dumps(asyncio.run(measure(json.loads(sys.argv[1])))), flush=True)
-    os._exit(0)  # the bare client's threads may crash an interpreter that ends in order
+    os._exit(0)  # the bare client's threads may crash an interpreter that exits normally

@@ -1,9 +1,9 @@
 """`object_store_put`, `_load` and `_exists`: the `object_store` adapter against bare obstore in the same store.
 
-For bare obstore, as many threads as the adapter's lanes have make the same calls of the library, with the same work for
-a record: a `put` from the extent that creates the object; a `get` whose bytes are copied into the extent; a `head`.
-The adapter also verifies loaded records.  For figures with `_directory` the store is a local directory, for the others
-moto's server, a Python process on this machine: neither has the costs of S3 over a network.
+Bare obstore is called from as many threads as the adapter's lanes have, with the same calls and the same work for a
+record: a `put` from the extent that creates the object; a `get` whose bytes are copied into the extent; a `head`.  The
+adapter also verifies loaded records.  For figures with `_directory` the store is a local directory; for the others it
+is moto's server, a Python process on this machine.  Neither has the costs of S3 over a network.
 
 Sketch: a put of 64 MiB into a directory is a copy into the page cache (30 ms), a load is two copies.  Moto takes
 milliseconds a request, in one process whose threads take turns, for both sides.
@@ -62,7 +62,7 @@ class _Raw:
         }
 
     def seconds(self, lane: Lane, call: Callable[..., Any], each: Sequence[tuple[Any, ...]]) -> float:
-        """Return the seconds of the call with each of these arguments, which the threads share."""
+        """Return the seconds in which the threads together make the call with each of these arguments."""
         count = DEFAULT_WORKERS[lane]
 
         def share(number: int) -> None:

@@ -1,4 +1,4 @@
-"""`p2p_ucx`, `p2p_nixl`: our transfer engines against bare NIXL, which read 64 × 1 MiB of another process's memory.
+"""`p2p_ucx`, `p2p_nixl`: reads of 64 × 1 MiB of another process's memory by our transfer engines, against bare NIXL.
 
 Each engine has a pair of processes, each with shared memory of its own; the pairs take turns, first with the transports
 that each engine chooses by itself, then over tcp alone.  Our engines are timed from the call on an event loop's thread

@@ -66,7 +66,7 @@ def pool_hits(prompts: Sequence[TraceRequest], capacity: int, policy: str) -> fl
 
 
 def plain_lru_hits(prompts: Sequence[TraceRequest], capacity: int) -> float:
-    """Return that share for a list of blocks in the order of their use; a prompt uses its blocks from end to start."""
+    """Return the same share for a plain LRU list of blocks; a prompt uses its blocks from the last to the first."""
     cache: collections.OrderedDict[int, None] = collections.OrderedDict()
     hit_tokens = 0
     for prompt in prompts:

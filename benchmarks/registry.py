@@ -4,7 +4,7 @@
 
 ext/core/bench/registry_table.cpp, which has the same native code as the compiled modules, fills an empty registry: 1 %
 of the keys are on all instances, and each instance has a fifth of its keys in L1 and the others on disk.  Its times are
-CPU times of its one thread; the time in which the registry's own thread touches memory ahead is counted apart
+CPU times of its one thread; the time that the registry's own thread takes to touch memory ahead is counted separately
 (`touching_ms`).  Between the lookups the program reads random lines of other memory of the same size (`raw_us`, and
 `raw_each_needs_the_one_before_us`): no lookup can be faster.
 

@@ -3,7 +3,7 @@
 Each module of this folder that has `run() -> list[dict]` is one benchmark; a figure is a dict with at least `name`,
 `value`, `unit`, `ratio`, `target`, `ok`.  `--report` prints the figures of build/bench.json as a table, like that of
 docs/performance.md.  `--small` shows that the benchmarks work: they run at sizes that say nothing about speed, and no
-figures are written; a test does so with each benchmark.
+figures are written; a test runs each benchmark like that.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def bare_fault_s() -> float:
 
 
 def ping_until_faulted(server: ServerProcess) -> list[float]:
-    """Return the round trips of status requests, one after another, until the whole pool is faulted in."""
+    """Send status requests one after another until the whole pool is faulted in; return their round trips in s."""
     reader = StatusReader(server.socket_dir)
     seconds = []
     while sum(seconds) < 120:
@@ -70,7 +70,7 @@ def ping_until_faulted(server: ServerProcess) -> list[float]:
             reader.close()
             return seconds
         time.sleep(0.005)
-    raise RuntimeError("the pool was not faulted in within 120 s")
+    raise RuntimeError("the pool was not faulted in during 120 s of status requests")
 
 
 def start_ready() -> list[dict[str, Any]]:

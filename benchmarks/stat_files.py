@@ -21,7 +21,7 @@ MODULE = ROOT / "build" / "native" / "bench" / f"stat_files{sysconfig.get_config
 
 
 def module() -> Any:
-    """Compile the connector's module unless it is current, and import it. Raises CalledProcessError."""
+    """Compile the connector's module unless it is up to date, and import it. Raises CalledProcessError."""
     source, target = "ext/core/bench/stat_files.cpp", str(MODULE.relative_to(ROOT))
     subprocess.run([sys.executable, "ext/make", "module", source, target], cwd=ROOT, check=True)
     spec = importlib.util.spec_from_file_location("stat_files", MODULE)

@@ -1,4 +1,4 @@
-"""`vllm_miss_overhead`: the time that the connector adds to a prompt of which nothing is cached and which it stores.
+"""`vllm_miss_overhead`: the time that the connector adds to a prompt that is not cached, by its lookup and its store.
 
 Real vLLM on the CPU, 160 M parameters, gets prompts of 6,000 tokens, each new.  Two processes stay warm, one with the
 connector and a server, one without.  Both compute the same prompt, one after the other, in alternating order.  The
@@ -72,7 +72,7 @@ def run() -> list[dict[str, Any]]:
     wanted = (PAIRS + WARM_UPS) * (len(prompt(0)) // CHUNK_TOKENS)
     if stored != wanted:
         raise RuntimeError(
-            f"{stored} of {wanted} chunks were stored, so this is no cold prompt with its store"
+            f"{stored} of {wanted} chunks were stored, so the time does not include all stores"
         )
     logs = [math.log(a / b) for a, b in zip(times["with"], times["without"], strict=True)]
     mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(PAIRS)

@@ -103,7 +103,7 @@ class UnknownInstance(CallerError):
 
 
 class Superseded(CallerError):
-    """Another process has registered under this instance's name since; give each instance a name of its own."""
+    """Another process has since registered under this instance's name; give each instance a name of its own."""
 
     code = "superseded"
 
@@ -122,7 +122,7 @@ class BadSync(CallerError):
 
 
 class SyncAgain(BadSync):
-    """The full sync is incomplete, not under way, or just being published; send again, or begin another sync."""
+    """The full sync is unknown, incomplete, damaged or still being published; send again, or begin another sync."""
 
     retryable = True
 
@@ -140,7 +140,7 @@ class ConfigError(KvstrataError):
 
 
 class MediumError(KvstrataError):
-    """The memory, device, storage or network that should hold or carry the bytes failed, or delivers other bytes."""
+    """The memory, device, storage or network that should hold or carry the bytes failed, or returned wrong bytes."""
 
 
 class SegmentError(MediumError):
@@ -197,7 +197,7 @@ class NotLeading(RemoteError):
 
 
 class NoSlots(RemoteError):
-    """The directory has no free slot for an instance's tiers until the controller has swept old ones; begin again."""
+    """The directory has no free slot for an instance's tiers until the controller has swept old ones; sync again."""
 
     code = "no_slots"
     retryable = True
@@ -250,7 +250,7 @@ WIRE_ERRORS: dict[str, type[KvstrataError]] = {
 CLUSTER_ERRORS: dict[str, type[KvstrataError]] = {
     cls.code: cls for cls in (UnknownInstance, Superseded, InstanceIdTaken, BadSync, NoSlots)
 }
-"""Wire code → class of the errors that only a controller answers, and only to instances: they raise ClusterFailure."""
+"""Wire code → class of the errors that only a controller answers, and only to instances, which raise ClusterFailure."""
 
 
 def from_wire(code: str, message: str, *, field: str = "") -> KvstrataError:

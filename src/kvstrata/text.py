@@ -1,8 +1,8 @@
-"""Texts that came from outside, as errors, logs and pages may repeat them: short, on one line, without credentials.
+"""Makes texts from outside fit for errors, logs and pages: short, on one line, without credentials.
 
-Secrets are found in two ways.  Texts that this process knows as secrets, because it read them from a setting that holds
-one, are replaced wherever they stand.  Credentials that it does not know are found by their form: in a URL, behind
-`Bearer`, as a block of PEM.  config/secrets.py has the rule for fields with names.
+Secrets are found in two ways.  Texts that this process knows to be secrets, because it read them from a setting for a
+secret, are replaced wherever they occur.  Other credentials are found by their form: in a URL, after `Bearer`, as a
+block of PEM.  config/secrets.py has the rule for fields with names.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import re
 LEFT_OUT = "*** left out ***"
 MAX_LINE_CHARS = 2_000
 MAX_WORD_CHARS = 300
-"""A longer word, such as a value of somebody else's, is cut."""
+"""Longer words are cut; an error of another library may quote a whole value."""
 MIN_SECRET_CHARS = 6
-"""A shorter secret is not looked for: it would be found in words that are none."""
+"""A shorter secret is not looked for, since it would also be found inside harmless words."""
 MAX_SECRETS = 512
 
 MIN_TOKEN_CHARS = 20
-"""A user's name in a URL that has at least so many characters is taken for a token."""
+"""A user name in a URL is taken for a token if it has at least this many characters."""
 
 # Every pattern takes time in proportion to the text, whoever wrote it.
 _URL = re.compile(r"[^\s'\"]+")
@@ -45,7 +45,7 @@ def remember_secret(secret: str) -> None:
 
 
 def without_credentials(text: str) -> str:
-    """The text without secrets that this process knows, and without credentials of a known form."""
+    """The text without the secrets that this process knows, and without credentials of a known form."""
     for secret in _known:
         if secret in text:
             text = text.replace(secret, LEFT_OUT)
@@ -78,7 +78,7 @@ def _cut(word: re.Match[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with every character escaped that a terminal would obey instead of showing it."""
+    """The text with every unprintable character escaped, since a terminal might obey it."""
     if text.isprintable():
         return text
     return "".join(character if character.isprintable() else _escaped(character) for character in text)

@@ -21,7 +21,7 @@ KEY_BYTES = 32
 """Length of a chain key, storage key, slice digest or identity root (SHA-256)."""
 
 MAX_L2_ADAPTERS = 15
-"""L2 adapters of one server, those added while it runs included; its controllers see each as a tier beside L1."""
+"""Most L2 adapters of one server, including those added while it runs; controllers see each as a tier beside L1."""
 
 FORMAT_VERSION = 2
 """Version of key derivation and record format; part of every identity."""
@@ -75,7 +75,7 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def shown_name(name: bytes) -> str:
-    """What people see of the name of a session or of a group: a digest, which cannot be used as the name."""
+    """A digest that people see in place of a session's or a group's name; it cannot be used as the name."""
     return hashlib.sha256(b"shown " + name).hexdigest()[:32]
 
 
@@ -119,7 +119,7 @@ def unpack_extents(packed: bytes) -> list[Extent]:
 
 
 class LeaseName(NamedTuple):
-    """Names a lease for its whole group: the scheduler session that looked up, and its request number."""
+    """Names a lease for its whole group: the session of the scheduler that made the lookup, and the lookup's number."""
 
     session: bytes
     seq: int
@@ -160,8 +160,8 @@ class MissReason(enum.StrEnum):
     PUT_SKIPPED = "put_skipped"
     """It left L1 without having been put to L2; `explain` says why."""
     BREAKER_OPEN = "breaker_open"
-    """The adapter (or, in a client, the server) that would know was not asked: it did not answer lately, its process is
-    down, or it is being removed."""
+    """The adapter (or, in a client, the server) that would know was not asked: it has not answered lately, its process
+    is down, or it is being removed."""
     L2_FAILED = "l2_failed"
     """An L2 adapter failed to look it up or to load it; `explain` says how."""
     IDENTITY_DIFFERS = "identity_differs"

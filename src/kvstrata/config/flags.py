@@ -23,7 +23,7 @@ class Flags(NamedTuple):
     check: bool
     ready_fd: int
     exposed: list[str]
-    """Settings with secrets that stand on the command line, where every user of the machine can read them."""
+    """Settings with secrets that were given on the command line, where every user of the machine can read them."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def server_parser() -> argparse.ArgumentParser:
-    """The parser of our own flags and of LMCache's kept ones. A flag that is not given is absent from the namespace."""
+    """The parser of our own flags and the kept flags of LMCache. A flag that is not given is not in the namespace."""
     parser = _Parser(
         prog="lmcache-server",
         description="KV-cache server for LLM inference. Without flags it runs on embedded defaults.",
@@ -45,7 +45,7 @@ def server_parser() -> argparse.ArgumentParser:
     add(
         "--host",
         dest="host",
-        help="address of the RPC port (localhost); with neither --host nor --port no tcp port is opened for RPC",
+        help="address of the RPC port (localhost); if neither --host nor --port is given, RPC uses no tcp port",
     )
     add("--port", dest="port", type=int, help="RPC port (5555)")
     add("--socket-dir", dest="socket_dir", metavar="DIR", help="directory of the local sockets")
@@ -59,7 +59,7 @@ def server_parser() -> argparse.ArgumentParser:
     )
     add("--l1-use-hugepages", dest="l1.use_hugepages", action="store_true", help="L1 in pages of 2 MiB")
     add("--l1-numa", dest="l1.numa", metavar="NODES",
-        help="NUMA nodes of L1: default, interleave, gpu, or such as 0 or 0-1 (default)")  # fmt: skip
+        help="NUMA nodes of L1: default, interleave, gpu, or a list like 0,2 or 0-1 (default)")  # fmt: skip
     add("--eviction-policy", dest="l1.eviction_policy", metavar="NAME", help="LRU, ARC, S3FIFO or noop (LRU)")
     add("--eviction-trigger-watermark", dest="l1.eviction_trigger_watermark", type=float, metavar="SHARE",
         help="occupancy above which eviction starts ahead of need (0.8)")  # fmt: skip
@@ -88,7 +88,7 @@ def server_parser() -> argparse.ArgumentParser:
         "--p2p-advertise",
         dest="p2p.advertise",
         metavar="HOST[:PORT]",
-        help="the same address as peers reach it",
+        help="address at which peers reach --p2p-listen (the same)",
     )
     add("--zone", dest="p2p.zone", metavar="NAME", help="instances of one zone are near each other")
     _add_common(parser)
@@ -131,7 +131,7 @@ def controller_parser() -> argparse.ArgumentParser:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    """Flags of every command that serves."""
+    """Flags that the server and the controller share."""
     add = parser.add_argument
     add("--curve-secret-file", dest="security.curve_secret_file", metavar="FILE",
         help="file with the CURVE key of the ZMQ ports")  # fmt: skip
@@ -144,7 +144,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--log-level", dest="log_level", help="debug, info, warning or error (info)")
     add("--check", action="store_true", help="check the settings, print them and exit")
     add("--no-supervise", dest="no_supervise", action="store_true",
-        help="run without the parent process that restarts it, for use under systemd and the like")  # fmt: skip
+        help="run without the parent process that restarts the server, as for systemd")  # fmt: skip
     add("--ready-fd", type=int, metavar="FD", help="write one line to this descriptor when ready")
 
 

@@ -47,16 +47,17 @@ class L2Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = 0.25
     deadline_ms: Annotated[
         int,
-        Meta(ge=1, le=60_000, description="Time for one adapter operation, unless the adapter has its own."),
+        Meta(ge=1, le=60_000, description="Milliseconds for one operation of an adapter without its own."),
     ] = 5_000
     drain_s: Annotated[
-        float, Meta(ge=0, le=600, description="Time that puts in flight get to finish when the server stops.")
+        float,
+        Meta(ge=0, le=600, description="Seconds that puts in flight may still take when the server stops."),
     ] = 10.0
     runtime: L2RuntimeSettings = L2RuntimeSettings()
     quotas_gb: Annotated[
         dict[str, Annotated[float, Meta(gt=0, le=1 << 20)]],
         Meta(
-            description="Bytes that a tenant may have in each L2 adapter, in GB, by tenant name. It counts the records "
-            "that this server has put, found or loaded there since it started."
+            description="GB that a tenant may have in each L2 adapter, by tenant name. Only records that this server "
+            "has put, found or loaded there since it started are counted."
         ),
     ] = {}

@@ -1,8 +1,12 @@
 """Names that users of LMCache have in their deployments, and how each is treated here.
 
-*kept*: same name, same meaning.  *noted*: accepted; one log line says why it has no effect.  *replaced*: our setting
-has another name; as a flag it is an error, in a client's file or variables one log line says that it has no effect, and
-both name our setting.  *refused*: an error that says what to do.  A name in no table is an error with the nearest name.
+    kept        same name, same meaning
+    noted       accepted; one log line says why it has no effect
+    replaced    our setting has another name.  As a flag, LMCache's name is an error; in a client's file or variables,
+                one log line says that it has no effect.  Both texts name our setting.
+    refused     an error that says what to do
+
+A name in no table is an error that suggests the nearest known name.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ def _refused(say: str) -> Name:
     return Name(Fate.REFUSED, "", say)
 
 
-_OUR_LOCKS = "leases and reservations here belong to processes and end with them, not by a clock"
+_OUR_LOCKS = "leases and reservations end with the process that holds them, not after a timeout"
 _OUR_COPIES = "workers copy straight into and out of the pool, so the server has no transfer threads or modes"
 _NO_BLEND = "blending is not supported; remove it"
 _NO_SCRIPTS = "the server runs no scripts; remove it"
@@ -156,7 +160,9 @@ CLIENT_KEYS: dict[str, Name] = {
     "lookup_timeout_ms": _kept("lookup_timeout_ms"),
     "min_retrieve_tokens": _kept("min_retrieve_tokens"),
     "enable_kv_events": _kept("enable_kv_events"),
-    "lmcache_instance_id": _noted("names this engine only in logs; the server has its own --instance-id"),
+    "lmcache_instance_id": _noted(
+        "it would only name this engine in logs; the server has its own --instance-id"
+    ),
     "local_cpu": Name(Fate.REPLACED, "", f"{_ON_SERVER}: L1 is always on"),
     "max_local_cpu_size": Name(Fate.REPLACED, "", f"{_ON_SERVER}: --l1-size-gb"),
     "local_disk": Name(
@@ -180,7 +186,7 @@ CLIENT_KEYS: dict[str, Name] = {
     "enable_lazy_memory_allocator": _noted("the pool serves at once and is faulted in meanwhile"),
     "pin_timeout_sec": _noted(_OUR_LOCKS),
     "enable_chunk_statistics": _noted("statistics are always on"),
-    "extra_config": _noted("its keys are those of other implementations"),
+    "extra_config": _noted("its keys belong to other implementations"),
     "py_enable_gc": _noted("kvstrata does not change the garbage collector's settings"),
     "enable_pd": _refused("prefill/decode disaggregation is not supported yet; remove it"),
     "enable_blending": _refused(_NO_BLEND),

@@ -1,6 +1,7 @@
-"""Reads settings from a YAML file, the environment and flags; a later source wins over an earlier one and the defaults.
+"""Reads settings from a YAML file, the environment and flags; a later source overrides an earlier one, and all override
+the defaults.
 
-Errors name the source, the dotted key and the value.  Unknown keys are errors with the nearest name.
+Errors name the source, the dotted key and the value.  An unknown key is an error that suggests the nearest name.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ CONTROLLER_ENV_PREFIX = "KVSTRATA_CONTROLLER_"
 """Prefix of the controller's variables: it may share an environment with a server, whose ports differ."""
 OTHER_ENV = {
     "KVSTRATA_CONFIG_FILE": "path of the YAML file",
-    "KVSTRATA_TAKEOVER": "`1` makes vLLM's name `LMCacheConnectorV1` mean our connector although lmcache is installed",
-    "KVSTRATA_CACHE": "folder for objects of builds, and for downloads of tests and the demo",
+    "KVSTRATA_TAKEOVER": "`1` makes vLLM's name `LMCacheConnectorV1` mean our connector even if lmcache is installed",
+    "KVSTRATA_CACHE": "folder for compiled objects, and for what tests and the demo download",
     "KVSTRATA_VLLM": "lets the demo download vLLM whatever its size",
-    "KVSTRATA_CUDA": "`require` makes a missing CUDA compiler an error of the build",
-    "KVSTRATA_UCX": "`require` makes missing headers of UCX an error of the build, `off` leaves its engine out",
-    "KVSTRATA_WERROR": "`1` makes warnings of the C++ compiler errors of the build",
-    "KVSTRATA_TESTING": "`1` allows two aids of tests: adapters of type `fault_inject`, and `KVSTRATA_FAILPOINTS`",
+    "KVSTRATA_CUDA": "`require` makes the build fail if the CUDA compiler is missing",
+    "KVSTRATA_UCX": "`require` makes the build fail if UCX's headers are missing, `off` builds without its engine",
+    "KVSTRATA_WERROR": "`1` makes the build fail on warnings of the C++ compiler",
+    "KVSTRATA_TESTING": "`1` allows adapters of type `fault_inject` and `KVSTRATA_FAILPOINTS`, which only tests need",
     "KVSTRATA_FAILPOINTS": "named points at which a test kills or stops the process",
 }
-"""Variables that begin with our prefix and are not settings."""
+"""Variables that begin with our prefix but are not settings."""
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -167,7 +168,7 @@ def odd_value(value: Any, path: str = "") -> tuple[str, str, Any] | None:
 
 
 def convert(struct: type[S], values: Mapping[str, Any], source: str) -> S:
-    """Settings from nested values. Raises ConfigError that names the source, the key, the value and its fault."""
+    """Settings from nested values. Raises ConfigError that names the source, the key, the value and what is wrong."""
     if odd := odd_value(values):
         path, must, found = odd
         raise ConfigError(f"{source}: {path or '(top)'}: {must}, found {found!a:.80}", field=path)

@@ -65,13 +65,17 @@ class L1Settings(_Section, frozen=True, kw_only=True):
     core_dump: Annotated[
         bool,
         Meta(
-            description="Let core dumps of the server contain L1, and so what users asked; otherwise no process that "
-            "maps L1 has it in its core dumps."
+            description="Let core dumps of the server contain L1, and with it users' prompts; if false, no process "
+            "that maps L1 has it in its core dumps."
         ),
     ] = False
     prefault_threads: Annotated[
         int,
-        Meta(ge=0, le=64, description="Threads that fault the pool in at the start; 0: at first use."),
+        Meta(
+            ge=0,
+            le=64,
+            description="Threads that fault in the pool at the start; 0: each page is faulted in at its first use.",
+        ),
     ] = 2
 
 
@@ -85,20 +89,20 @@ class ListenSettings(_Section, frozen=True, kw_only=True):
         Meta(
             description="File with the bearer token that every request but the probes must carry, readable by its "
             "owner only. Empty: a server makes a token at each start, which `kvstrata ctl` finds if the same user "
-            "runs it; a controller, which must be on loopback then, asks for none."
+            "runs it; a controller asks for no token, and must then listen on loopback."
         ),
     ] = ""
     allowed_hosts: Annotated[
         list[Annotated[str, Meta(pattern=r"^[A-Za-z0-9.:_\[\]-]{1,253}$")]],
         Meta(
-            description="Further names by which clients reach this port, as `kvstrata` or, for browsers behind a "
-            "proxy, `cache.example.net:8443`. Always known: the address of `host`, `localhost` and, if the port "
+            description="Further names by which clients reach this port, such as `kvstrata` or, for browsers behind a "
+            "proxy, `cache.example.net:8443`. Always allowed: the address of `host`, `localhost` and, if the port "
             "can be reached from elsewhere, this machine's name and every IP address."
         ),
     ] = []
-    open_metrics: Annotated[bool | None, Meta(description="/metrics needs no token; empty: on loopback.")] = (
-        None
-    )
+    open_metrics: Annotated[
+        bool | None, Meta(description="Serve /metrics without a token; empty: only on loopback.")
+    ] = None
 
 
 class HttpSettings(ListenSettings, frozen=True, kw_only=True):
@@ -132,7 +136,7 @@ class SecuritySettings(PortSecuritySettings, frozen=True, kw_only=True):
         int, Meta(ge=1, le=1023, description="Most sessions that one process may have attached.")
     ] = 64
     sessions_per_token: Annotated[
-        int, Meta(ge=1, le=1023, description="Most sessions of one token; counts only with a tenants file.")
+        int, Meta(ge=1, le=1023, description="Most sessions of one token, if there is a tenants file.")
     ] = 512
 
 
@@ -152,7 +156,7 @@ class ControllerLinkSettings(_Section, frozen=True, kw_only=True):
         Meta(
             description="File with the CURVE keys of a member: `secret KEY`, which all members may share; if their "
             "keys differ, also `server KEY` (the controller's public key) and a `client KEY` for each peer that may "
-            "ask."
+            "ask for leases."
         ),
     ] = ""
 
@@ -164,7 +168,7 @@ class P2pSettings(_Section, frozen=True, kw_only=True):
         Literal["auto", "ucx", "nixl", "off"],
         Meta(
             description="Transfer engine that moves the bytes; `auto`: ucx if this build has it, else nixl if it is "
-            "installed, else off. All peers must use the same."
+            "installed, else off. All peers must use the same engine."
         ),
     ] = "auto"
     listen: Annotated[
@@ -185,17 +189,19 @@ class P2pSettings(_Section, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=r"^[A-Za-z0-9._-]{0,64}$",
-            description="Instances of one zone are near each other and read from each other first.",
+            description="Zone of this instance; it prefers to read from instances of its own zone.",
         ),
     ] = ""
     keep: Annotated[
         bool,
         Meta(
-            description="Keep chunks that were read from peers like all others; if false they are dropped once unused."
+            description="Chunks read from peers stay in L1 as all other chunks do; if false, they are dropped as soon "
+            "as nobody uses them."
         ),
     ] = True
     max_leased_share: Annotated[
-        float, Meta(gt=0, le=0.25, description="Share of L1 that leases of peers and admins' pins may keep.")
+        float,
+        Meta(gt=0, le=0.25, description="Largest share of L1 that peers' leases and admins' pins may keep."),
     ] = 0.25
     lookup_timeout_ms: Annotated[
         int, Meta(ge=1, le=60_000, description="Time for the directory and an owner to answer a lookup.")
@@ -225,7 +231,7 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
     host: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
-            description="Address of the RPC port. With neither `host` nor `port` no tcp port is opened for RPC."
+            description="Address of the RPC port. If neither `host` nor `port` is set, RPC uses no tcp port."
         ),
     ] = None
     port: Annotated[
@@ -260,7 +266,7 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
     p2p: P2pSettings = P2pSettings()
     quotas_gb: Annotated[
         dict[str, Annotated[float, Meta(gt=0, le=1 << 20)]],
-        Meta(description="Bytes that a tenant may have in L1, in GB, by tenant name."),
+        Meta(description="GB that a tenant may have in L1, by tenant name."),
     ] = {}
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe level that is logged.")
@@ -293,7 +299,8 @@ class EtcdSettings(_Section, frozen=True, kw_only=True):
         ),
     ] = []
     prefix: Annotated[
-        str, Meta(pattern=r"^[A-Za-z0-9._/-]{1,200}$", description="Prefix of the names of all keys.")
+        str,
+        Meta(pattern=r"^[A-Za-z0-9._/-]{1,200}$", description="Prefix of all of kvstrata's keys in etcd."),
     ] = "kvstrata"
     ttl_s: Annotated[
         int,
@@ -339,8 +346,8 @@ class MonitorPorts(_Section, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=65_535,
-            description="Port for registration, full syncs and lookups. Instances are configured with it and learn "
-            "the others.",
+            description="Port for registration, full syncs and lookups. Instances are configured with this port, and "
+            "learn the others from the controller.",
         ),
     ] = 8400
     heartbeat: Annotated[int, Meta(ge=0, le=65_535, description="Port for heartbeats and commands.")] = 8082
@@ -427,10 +434,10 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
     chunk_size: Annotated[int, Meta(ge=1, le=65_536, description="Tokens in a chunk.")] = 256
     lookup_timeout_ms: Annotated[
         int,
-        Meta(ge=1, le=60_000, description="Longest wait of a request for its lookup; then it is a miss."),
+        Meta(ge=1, le=60_000, description="Longest wait for a request's lookup, which is a miss after that."),
     ] = 3_000
     min_retrieve_tokens: Annotated[
-        int, Meta(ge=0, description="Tokens below which a hit is computed instead of loaded.")
+        int, Meta(ge=0, description="A hit with fewer tokens than this is computed instead of loaded.")
     ] = 0
     save_decode_cache: Annotated[bool, Meta(description="Store chunks made of generated tokens too.")] = False
     enable_kv_events: Annotated[
@@ -443,8 +450,8 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
     load_mode: Annotated[
         Literal["auto", "sync", "async"],
         Meta(
-            description="When hits are loaded: `sync` before the forward pass, `async` beside it, `auto` by their "
-            "size. If vLLM plans a step before the previous one has ended (asynchronous scheduling, pipeline "
+            description="When hits are loaded: `sync` before the forward pass, `async` beside it, `auto` as their "
+            "size suggests. If vLLM plans a step before the previous one has ended (asynchronous scheduling, pipeline "
             "parallelism), `sync` is refused and `auto` loads beside the pass."
         ),
     ] = "auto"
@@ -474,7 +481,7 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
         Literal["auto", "dma", "kernel", "staged"],
         Meta(
             description="How KV is copied between a GPU and the pool: `dma`: batched copies that use no SM; `kernel`: "
-            "a gather kernel straight on host memory; `staged`: a kernel into a buffer on the GPU and one large copy; "
+            "a kernel that accesses host memory; `staged`: a kernel into a buffer on the GPU, and one large copy; "
             "`auto`: the fastest of them, as measured at the start."
         ),
     ] = "auto"
@@ -482,7 +489,10 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
         int, Meta(ge=1, le=1024, description="Most SMs that one of our kernels takes from the model.")
     ] = 4
     gpu_staging_mb: Annotated[
-        int, Meta(ge=1, le=65_536, description="GPU memory of the copy engine `staged`, and of `gpu_fp8`.")
+        int,
+        Meta(
+            ge=1, le=65_536, description="MB of GPU memory for the copy engine `staged`, and for `gpu_fp8`."
+        ),
     ] = 64
     gpu_pin: Annotated[
         bool,

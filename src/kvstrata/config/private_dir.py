@@ -11,7 +11,7 @@ from kvstrata.errors import ConfigError
 
 
 def run_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """`$XDG_RUNTIME_DIR/kvstrata-<uid>`, or the same under /tmp if the variable names no directory of our own.
+    """`$XDG_RUNTIME_DIR/kvstrata-<uid>`, or `/tmp/kvstrata-<uid>` if the variable names no directory of our own.
 
     After sudo or su the variable often names another user's directory, or one that no longer exists: both count as
     unset.  Raises ConfigError for a relative value, whose meaning would depend on a process's working directory.
@@ -27,7 +27,7 @@ def run_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def make_private_dir(path: Path, field: str) -> None:
-    """Makes `path` and its parents with mode 0700, then checks them as `check_private_dir` does."""
+    """Makes `path` and its missing parents with mode 0700, then checks `path` as `check_private_dir` does."""
     missing = [parent for parent in (path, *path.parents) if not os.path.lexists(parent)]
     for directory in reversed(missing):
         try:
@@ -55,8 +55,8 @@ def check_private_dir(path: Path, field: str) -> None:
             raise ConfigError(f"{field}: {str(directory)!r}: {error.strerror}", field=field) from error
         if not stat.S_ISDIR(status.st_mode):
             raise ConfigError(
-                f"{field}: {str(directory)!r} is not a directory (nor may it be a symbolic link); remove it "
-                "or choose another place",
+                f"{field}: {str(directory)!r} is not a directory (a link to one does not count); remove it or choose "
+                "another place",
                 field=field,
             )
         if status.st_uid != os.geteuid():
@@ -67,8 +67,8 @@ def check_private_dir(path: Path, field: str) -> None:
             )
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ConfigError(
-                f"{field}: directory {str(directory)!r} has mode {stat.S_IMODE(status.st_mode):04o}, others "
-                "may write to it; chmod 700 it or choose another place",
+                f"{field}: directory {str(directory)!r} has mode {stat.S_IMODE(status.st_mode):04o}, so others may "
+                "write to it; chmod 700 it or choose another place",
                 field=field,
             )
 

@@ -13,13 +13,13 @@ MAX_FILE_BYTES = 1 << 20
 def read_private_file(path: str, field: str, *, mounted: bool = False) -> str:
     """The text of a regular file that only its owner can read, up to 1 MiB.
 
-    With `mounted`, root's file that our group can read is accepted too, unless we are root: Kubernetes mounts a secret
-    so into a pod with an `fsGroup`.
+    With `mounted`, a file of root that our group can read is accepted too, unless we are root: that is how Kubernetes
+    mounts a secret into a pod with an `fsGroup`.
 
     Raises ConfigError that names `field` and the path, never the file's content.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not stop the caller
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block the caller
         with open(fd, "rb") as file:
             status = os.fstat(file.fileno())
             mode = status.st_mode

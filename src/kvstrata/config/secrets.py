@@ -1,8 +1,8 @@
 """The one rule by which pages, answers, printed settings and errors leave out secret values.
 
-It is closed: the text of a field is shown only if the field's name is known to hold no secret (`SHOWN`, and places of
-secrets, `REFERENCE`).  The text of any other field is left out, such as an option of an SDK that nobody here has looked
-at.  Numbers, true, false and null are shown, unless the name says that the value is a secret.
+The text of a field is shown only if fields of its name are known to hold no secret (`SHOWN`), or just the place of a
+secret (`REFERENCE`).  The text of any other field is left out, for example that of an SDK's option that is not listed
+here.  Numbers, true, false and null are shown, unless the field's name says that the value is a secret.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ SHOWN = frozenset({
     # options of obstore
     "account_name", "conditional_put", "connect_timeout", "endpoint", "proxy_url", "region", "s3_region", "timeout",
 })  # fmt: skip
-"""Names of fields whose text is shown; tests/unit/config/test_secrets.py finds a field of ours that is in no rule."""
+"""Names of fields whose text is shown; tests/unit/config/test_secrets.py fails for a field of ours without a rule."""
 OBJECTS = frozenset({"adapter_params", "inner", "l2_adapters", "options", "replicate", "setup"})
-"""Names of fields with other fields in them; a text in their place may be one of these that was misspelt."""
+"""Names of fields that contain other fields. A text given for such a field is not shown, since it may contain them."""
 _NAMED = re.compile(
     rf"(\b[\w-]{{0,24}}(?:{_WORDS})[\w-]{{0,24}}[\"']?\s{{0,3}}[:=]\s{{0,3}})"
     r"(?:(?:bearer|basic|digest)\s+)?(?:\"[^\"]*\"?|'[^']*'?|[^\s,;)}\]]+)",
@@ -65,7 +65,7 @@ def masked(name: str, text: str) -> str:
 
 
 def shown(entry: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """An entry without the secrets that stand in it, and the paths of the fields that held them."""
+    """An entry without its secrets, and the paths of the fields that held them."""
     left_out: list[str] = []
 
     def public(value: Any, name: str, path: str) -> Any:
@@ -90,7 +90,7 @@ def shown(entry: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def quoted(name: str, value: object) -> str:
-    """The wrong value of field `name` as an error repeats it: at most 80 characters of it, without secrets."""
+    """The wrong value of field `name` as an error shows it: at most 80 characters of it, without secrets."""
     if (SECRET.search(name) and not REFERENCE.search(name)) or (name in OBJECTS and isinstance(value, str)):
         return SECRET_LEFT_OUT
     if isinstance(value, Mapping | list | tuple):
@@ -106,7 +106,7 @@ def secrets_in(entry: Mapping[str, Any]) -> list[str]:
 
 
 def remember_secrets(entry: Mapping[str, Any]) -> None:
-    """Leave every secret that stands in the entry out of errors and log lines from now on."""
+    """Leave every secret in the entry out of errors and log lines from now on."""
     for text in _secrets_in(entry, ""):
         remember_secret(text)
 
@@ -123,6 +123,6 @@ def _secrets_in(value: Any, name: str) -> Iterator[str]:
 
 
 def scrubbed(foreign: object, most_chars: int = 300) -> str:
-    """The text of an exception of somebody else's library, in one line, without anything that may be a credential."""
+    """The text of another library's exception, on one line, without anything that may be a credential."""
     text = _NAMED.sub(rf"\1{SECRET_LEFT_OUT}", str(foreign)[:MAX_FOREIGN_CHARS])
     return one_line(_REDIS.sub(f"AUTH {SECRET_LEFT_OUT}", text), most_chars)

@@ -1,4 +1,4 @@
-"""The environment variables that an admin is shown: a closed list of names, the values without secrets."""
+"""The environment variables that an admin is shown: those of a fixed list, without the secrets in their values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstrata.config.secrets import shown
 from kvstrata.text import one_line
 
 MAX_SHOWN_CHARS = 2_000
-"""Characters that are shown of a variable's value."""
+"""Most characters of a variable's value that are shown."""
 OTHERS = frozenset({
     *OTHER_ENV,
     "LANG", "TZ", "MALLOC_ARENA_MAX", "MALLOC_CONF", "OMP_NUM_THREADS",
@@ -22,13 +22,13 @@ OTHERS = frozenset({
     "UCX_IB_GID_INDEX", "UCX_IB_ROCE_VERSION_NUM", "UCX_MEMTYPE_CACHE", "UCX_PROTO_ENABLE", "UCX_TCP_PORT_RANGE",
     "NIXL_LOG_LEVEL", "NIXL_PLUGIN_DIR",
 })  # fmt: skip
-"""Variables that are no settings and are shown all the same, as they are."""
+"""Variables that are not settings but are shown too.  Nothing is taken out of their values."""
 
 
 def shown_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the list with their values: those of settings field by field, as YAML is read at the start.
+    """The listed variables that are set, with their values; a setting's value is read as YAML to leave out its secrets.
 
-    A value that cannot be read is left out together with its name, since nobody can say what stands in it.
+    A variable whose value cannot be read is left out, since its secrets cannot be found.
     """
     settings = variables(ServerSettings)
     found = {}

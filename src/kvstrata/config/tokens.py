@@ -26,7 +26,8 @@ def read_token_file(path: str, field: str) -> str:
         raise ConfigError(f"{field}: {path} holds several words; write the token alone", field=field)
     if not MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS:
         raise ConfigError(
-            f"{field}: {path} holds {len(token)} characters, a token has {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS}",
+            f"{field}: {path} holds {len(token)} characters, but a token must have {MIN_TOKEN_CHARS} to "
+            f"{MAX_TOKEN_CHARS}",
             field=field,
         )
     remember_secret(token)
@@ -34,7 +35,7 @@ def read_token_file(path: str, field: str) -> str:
 
 
 def read_bearer_token(path: str, field: str) -> str:
-    """The bearer token in a private file, which a secret's mount may be too. Raises ConfigError."""
+    """The bearer token in a private file, or in a secret that Kubernetes mounts. Raises ConfigError."""
     return bearer_token(read_private_file(path, field, mounted=True), path, field)
 
 
@@ -45,7 +46,7 @@ def bearer_token(text: str, source: str, field: str) -> str:
         raise ConfigError(f"{field}: {source} must hold the token alone, in one line of ASCII", field=field)
     if len(token) < MIN_TOKEN_CHARS:
         raise ConfigError(
-            f"{field}: {source} holds {len(token)} characters, a token needs at least {MIN_TOKEN_CHARS}",
+            f"{field}: {source} holds {len(token)} characters, but a token needs at least {MIN_TOKEN_CHARS}",
             field=field,
         )
     remember_secret(token)

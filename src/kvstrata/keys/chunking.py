@@ -31,9 +31,9 @@ class ChunkHasher:
         """`root` is the identity's root (32 bytes). Raises ValueError for another length, for `chunk_tokens` below 1,
         and for invalid media."""
         if len(root) != KEY_BYTES:
-            raise ValueError(f"root has {len(root)} bytes, an identity root has {KEY_BYTES}")
+            raise ValueError(f"root has {len(root)} bytes, but an identity root has {KEY_BYTES}")
         if chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens is {chunk_tokens}, must be at least 1")
+            raise ValueError(f"chunk_tokens is {chunk_tokens}, but must be at least 1")
         self._root = root
         self._chunk_tokens = chunk_tokens
         self._media = check_media(media)
@@ -56,11 +56,11 @@ class ChunkHasher:
     def key(self, chunk: int) -> bytes:
         """The chain key of one chunk. Raises IndexError when the chunk is not hashed yet."""
         if not 0 <= chunk < self.n_chunks:
-            raise IndexError(f"chunk {chunk} is not hashed, the request has {self.n_chunks} so far")
+            raise IndexError(f"chunk {chunk} is not hashed; the request has {self.n_chunks} so far")
         return batch.nth(self._chain, chunk)
 
     def add_media(self, items: Iterable[MediaItem]) -> None:
-        """Add media that the caller has learnt of later.
+        """Add media that the caller learnt of after it made the hasher.
 
         Raises ValueError for an invalid item and for one in a chunk already hashed; nothing changes then.
         """

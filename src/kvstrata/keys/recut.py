@@ -1,4 +1,4 @@
-"""Recutting: making, out of existing records, the record that another geometry would have stored.  Only tests use it.
+"""Recutting makes, from existing records, the record that another geometry would have stored.  Only tests use it.
 
 A record holds one slice of a chunk: some layers and KV heads, in blocks of some size whose axes lie in some order.
 Its facts (`docs/layouts.md`) name those axes.  So for a slice under another tensor-parallel size, block size or order
@@ -101,7 +101,7 @@ class _Record(NamedTuple):
     """(Layer, number among the layer's sections) → number among the record's sections."""
     kv_heads: tuple[int, int]
     heads: int
-    """Size of the axis `kv_heads`; 1 without that axis: then the heads of a block cannot be told apart."""
+    """Size of the axis `kv_heads`; 1 without it: a block then has one head, or heads that nothing tells apart."""
     scales: list[list[str]]
 
     @property
@@ -112,7 +112,7 @@ class _Record(NamedTuple):
 def plan_recut(sources: Sequence[Part], target: Part) -> Recut:
     """Plan how to make the target's record from one record of each source, all of the same chunk and identity.
 
-    A head of a layer that several sources have is copied from one of them.  Raises CannotRecut.
+    If several sources have the same head of the same layer, one of them is chosen.  Raises CannotRecut.
     """
     there = [_read(part) for part in sources]
     wanted = _read(target)
@@ -203,9 +203,9 @@ def _read(part: Part) -> _Record:
 
 
 def _check_axes(source: _Record, target: _Record) -> None:
-    """Check that both records have the same uncut axes, and those of unknown meaning in the same order.
+    """Check that the axes that are never cut are equal in both records. Raises CannotRecut.
 
-    Raises CannotRecut.
+    Axes of unknown meaning must also have the same order.
     """
     for names in (FREE_AXES[2:], None):
         shown = []
@@ -294,8 +294,11 @@ def _range_copies(
 def _token_loops(
     source: _Record, target: _Record
 ) -> Iterator[tuple[tuple[int, int], list[tuple[int, int, int]]]]:
-    """Pairs of a first token's offsets and the loops over tokens from there; together they cover a whole chunk."""
-    # For each side: tokens that one step of a token axis advances → that axis.
+    """For each run of tokens, its first token's offsets on both sides and the loops over the run's tokens.
+
+    The runs cover the whole chunk.
+    """
+    # For each side: the number of tokens that one step along a token axis advances → that axis.
     steps: list[dict[int, _Axis]] = []
     for record in (source, target):
         by_step, step = {}, 1
@@ -307,7 +310,7 @@ def _token_loops(
     total = step
 
     def stride(side: int, step: int) -> int:
-        """Bytes from one token to the token `step` later; `step` is a multiple of the largest axis step up to it."""
+        """Bytes from a token to the one `step` tokens later; a multiple of the largest axis step that is ≤ `step`."""
         below = max((s for s in steps[side] if s <= step), default=1)
         return steps[side][below].stride * (step // below) if steps[side] else 0
 
@@ -344,7 +347,7 @@ def _dense(copy: StridedCopy) -> StridedCopy:
 def _join(
     copies: Sequence[StridedCopy], place: Callable[[StridedCopy], tuple[int, ...]]
 ) -> Iterator[StridedCopy]:
-    """The same copies, where those of one `place` whose offsets advance evenly are joined into one."""
+    """Join copies of equal `place` whose offsets advance in equal steps; leave the other copies as they are."""
     alike: dict[tuple[Any, ...], list[StridedCopy]] = {}
     for copy in copies:
         alike.setdefault((copy.source, copy.loops, copy.run_bytes, place(copy)), []).append(copy)

@@ -32,7 +32,7 @@ IDLE_S = 1.0
 
 
 class Lookups(NamedTuple):
-    """Seconds of each answered lookup, and the number of lookups of which a key was UNKNOWN, as after a deadline."""
+    """Seconds of each answered lookup, and the number of lookups with an UNKNOWN key, for example after a deadline."""
 
     answered: list[float]
     unknown: int
@@ -160,7 +160,7 @@ class Burst(Work):
 
 
 async def _all_of(awaited: Sequence[Coroutine[Any, Any, None] | asyncio.Task[None]]) -> None:
-    """Wait for all of them, even if one raises; then raise the exception of the first that failed, in their order."""
+    """Wait until all have ended; then raise the exception of the first in `awaited` that failed, if one did."""
     outcomes = await asyncio.gather(*awaited, return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):

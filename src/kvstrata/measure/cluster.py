@@ -2,7 +2,7 @@
 
     join        each instance registers and names `chunks` chunks in a full sync
     events      batches of admits and evicts are sent while lookups run, at a rate that doubles from step to step; the
-                limit is the last rate with which the controller kept up
+                limit is the last rate at which the controller kept up
     lookups     lookups are sent; the number sent at a time doubles from step to step
 
 Tags are random, so lookups of real engines do not find them.  At the end every instance says goodbye.

@@ -94,7 +94,7 @@ class Timed(NamedTuple):
 
 
 class Silent(Unavailable):
-    """The server did not answer a step in time, as on a stalled machine; the round may be repeated."""
+    """The server did not answer a step in time, perhaps because the machine stalled; the round may be repeated."""
 
 
 class SimulatedEngine:

@@ -218,7 +218,7 @@ class Work:
         return len(keys) - len(gone)
 
     def _check_found(self, found: Sequence[Found]) -> None:
-        """Check the answers of `exists` for keys that are in turns stored and absent, beginning with a stored one.
+        """Check the answers of `exists` for keys that are alternately stored and absent, beginning with a stored one.
 
         Raises StorageError for a stored key that is not found, InternalError for an absent key that is found.
         """
@@ -266,7 +266,7 @@ class Workload(Work):
         """Records that stay because of `keep`."""
 
     async def run(self, number: int) -> Pass:
-        """Run one pass. From batch to batch and from pass to pass, adapter and raw I/O change places as the first.
+        """Run one pass. Adapter and raw I/O take turns at going first, from batch to batch and from pass to pass.
 
         Raises Refused or StorageError if the adapter refuses a record, InternalError for wrong bytes, OSError if raw
         I/O fails, Interrupted after `stop`.

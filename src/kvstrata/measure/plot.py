@@ -129,7 +129,7 @@ def draw_serve(report: dict[str, Any], path: Path) -> None:
 
 
 def draw_cluster(report: dict[str, Any], path: Path) -> None:
-    """Draw offered and taken changes, the times of lookups during them, and of lookups alone. Raises OSError."""
+    """Draw the offered and the taken changes, and the times of lookups with and without changes. Raises OSError."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

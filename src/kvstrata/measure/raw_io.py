@@ -1,9 +1,9 @@
 """Raw I/O on the medium of an adapter, for comparison.
 
 Each record is a file, opened with O_DIRECT, written by one `pwritev` and synced by `fdatasync`, or read by one
-`preadv`.  Its threads are as many as the adapter's, and its caller waits for each batch as the adapter's caller does.
-Names of files are not made durable, and there is neither checksum nor index.  Python adds about 20 µs per file to the
-system calls.
+`preadv`.  Raw I/O has as many threads as the adapter, and its caller waits for each batch as the adapter's caller does.
+It does not make the files' names durable, and has neither checksums nor an index.  Python adds about 20 µs per file to
+the system calls.
 """
 
 from __future__ import annotations

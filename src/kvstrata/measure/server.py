@@ -18,7 +18,7 @@ class RunningServer:
     """A connection to a running server, without a session."""
 
     def __init__(self, directory: Path) -> None:
-        """`directory`: that of the server's sockets. Raises Unavailable, which says what to start."""
+        """`directory`: the directory of the server's sockets. Raises Unavailable, which says what to start."""
         self._connection = PlainConnection(directory / RPC_SOCKET, ANSWER_S)
         try:
             self.status: dict[str, Any] = self._connection.status()
@@ -26,7 +26,7 @@ class RunningServer:
             self._connection.close()
             raise Unavailable(
                 f"no server answers in {directory}; start one with `lmcache-server`, "
-                "or name its --port or --socket-dir",
+                "or give the --port or --socket-dir of a running one",
                 field="socket_dir",
             ) from None
 

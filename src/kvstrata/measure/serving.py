@@ -244,7 +244,7 @@ def _message(body: str) -> str:
 async def _counters(
     client: httpx.AsyncClient, endpoints: Sequence[Endpoint], servers: Sequence[CacheServer]
 ) -> dict[str, Counter[str]]:
-    """The present counters of each endpoint and cache server that shows them, by URL."""
+    """The current counters of each endpoint and cache server that shows them, by URL."""
     import httpx
     from prometheus_client.parser import text_string_to_metric_families
 

@@ -18,7 +18,7 @@ import msgspec
 from kvstrata.errors import ConfigError
 
 BLOCK_TOKENS = 512
-"""Tokens for which one block id of a trace stands."""
+"""Tokens that one block id of a trace stands for."""
 LAST_MS = 1e15
 """Latest time of a request in a trace, in ms."""
 
@@ -73,7 +73,7 @@ def long_documents(
     rounds: int,
     endpoints: int,
 ) -> Workload:
-    """Each round asks another question about each document, and sends it to the endpoint after the previous round's."""
+    """Each round asks a new question about each document, at the endpoint after the one that the last round asked."""
     return Workload(
         "long-doc-qa",
         f"{documents} documents of {document_tokens} tokens, {rounds} rounds with another question of "
@@ -97,7 +97,7 @@ def shared_prefix_chat(
 ) -> Workload:
     """All users share a system prompt; a round is one turn of every user, whose prompt holds all previous turns.
 
-    In later prompts, as many made-up tokens stand for the model's answers, so prompts do not depend on the model.
+    Later prompts have made-up tokens in place of the model's answers, so that prompts do not depend on the model.
     """
     rounds = []
     said: list[list[Piece]] = [[Piece("system", system_tokens)] for _ in range(users)]

@@ -1,8 +1,8 @@
 """One line per event on stderr: time, level, component, event and its fields as name=value.
 
 Repeated events are thinned: in each `WINDOW_S` the first event of a kind is written and later ones are counted; the
-next line of that kind says how many were left out.  Values never hold secrets: callers log names, sizes and reasons;
-credentials that an error of somebody else's library quotes are left out all the same (text.py).
+next line of that kind says how many were left out.  Callers log names, sizes and reasons, never secrets; if another
+library's error quotes a credential, that is left out too (text.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def set_up(level: str) -> None:
 
 
 class _Formatter(logging.Formatter):
-    """Every message in one line, without credentials; the lines of a traceback stay apart."""
+    """Every message on one line, without credentials; only a traceback keeps its lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         # The record belongs to all handlers, so it is not changed.

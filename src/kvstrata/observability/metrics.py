@@ -33,7 +33,7 @@ SECONDS_BUCKETS = (
     10.0,
 )
 MAX_OUTCOME_WORDS = 32
-"""Most outcomes of an adapter's operation with a label of their own, since plugins choose their own words."""
+"""Most outcomes of an adapter's operation that get a label of their own; plugins may invent any number of outcomes."""
 OUTCOME_WORD = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 """Outcomes that can be a label; any other counts as `other`."""
 
@@ -57,7 +57,9 @@ FAMILIES: dict[str, Family] = {
         "Requests refused because they did not prove that they came from the session that they named.",
     ),
     "kvstrata_first_misses": Family("counter", ("reason",), "Lookups by the reason of their first miss."),
-    "kvstrata_reserve_outcomes": Family("counter", ("outcome",), "Chunks of reserves by outcome."),
+    "kvstrata_reserve_outcomes": Family(
+        "counter", ("outcome",), "Chunks that reserves asked for, by outcome."
+    ),
     "kvstrata_put_skipped": Family("counter", ("reason",), "Chunks not put to L2, by reason."),
     "kvstrata_lookup_chunks": Family("counter", (), "Chunks that lookups asked for."),
     "kvstrata_l1_hit_chunks": Family("counter", (), "Chunks served from L1."),
@@ -155,15 +157,15 @@ STATUS_NUMBERS: dict[str, str] = {
     "l2_prefetch.adapters.ADAPTER.waiting": "Fetches that wait for their turn on this adapter.",
     "l2_adapters.ADAPTER.takes_loads": "1 if lookups ask this adapter, else 0.",
     "l2_adapters.ADAPTER.stuck_bytes": "Bytes of operations that are past their deadline and have not ended.",
-    "l2_adapters.ADAPTER.codec.WORD": "Counters of its codecs, and the bytes of their staging memory in use.",
+    "l2_adapters.ADAPTER.codec.WORD": "Counters of the adapter's codecs, and the staging bytes that they use now.",
     "l2_adapters.ADAPTER.numbers.WORD": "Counters of the adapter itself; see operations.md, "
     "remote-tiers.md and p2p.md.",
-    "l2_adapters.ADAPTER.presence.WORD": "For storage shared with other servers: keys it was "
+    "l2_adapters.ADAPTER.presence.WORD": "For storage shared with other servers: keys that the storage was "
     "asked for, keys answered from memory (recalled_present, recalled_absent), and keys remembered "
     "now.",
     "l2_adapters.ADAPTER.host.pid": "Process id of the adapter host; 0 while none runs or if "
     "the adapter has none.",
-    "l2_adapters.ADAPTER.host.restarts": "Adapter hosts started since the start to replace one that had ended.",
+    "l2_adapters.ADAPTER.host.restarts": "Adapter hosts that were started in place of one that had ended.",
     "l2_adapters.ADAPTER.host.requests": "Requests to the adapter host that have not ended.",
     "numa.sampled_pages.WORD": "Pages on this NUMA node, from a sample spread over the part of L1 "
     "that the server has touched.",
@@ -196,11 +198,11 @@ STATUS_NUMBERS: dict[str, str] = {
     "cluster.syncs_failed": "Full syncs that failed since the start.",
     "cluster.freezes": "Full syncs since the start during which stores were refused.",
     "cluster.freezes_cut": "Freezes ended early since the start because heartbeats were no longer answered.",
-    "cluster.overflows": "Times that more changes piled up than could be kept until the controller was told.",
+    "cluster.overflows": "How often more changes piled up than could be kept for the controller.",
     "peers_served.leases": "Leases that readers hold on chunks of this instance.",
     "peers_served.pins": "Pins that the controller holds on chunks of this instance.",
-    "peers_served.leased_bytes": "Bytes of L1 kept by these leases and pins, each record counted once.",
-    "peers_served.limit_bytes": "Limit of the bytes that these leases and pins may keep.",
+    "peers_served.leased_bytes": "Bytes of L1 kept by readers' leases and the controller's pins, each record once.",
+    "peers_served.limit_bytes": "Most bytes of L1 that readers' leases and the controller's pins may keep.",
     "peers_served.draining": "1 while peers are granted no leases, else 0.",
     "peers_served.read_bytes": "Bytes that readers have reported as read from here since the start.",
     "peers_served.granted": "Leases granted since the start.",
@@ -255,7 +257,7 @@ class Histogram:
 
 
 def count_word(counts: dict[str, int], word: str, count: int = 1) -> None:
-    """Count a word that somebody else may have chosen: one that cannot be a label, or one too many, as `other`."""
+    """Count a word that a plugin may have chosen; `other` if it cannot be a label, or would be one label too many."""
     if word not in counts and (len(counts) >= MAX_OUTCOME_WORDS or not OUTCOME_WORD.fullmatch(word)):
         word = "other"
     counts[word] = counts.get(word, 0) + count

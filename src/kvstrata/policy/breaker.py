@@ -1,5 +1,5 @@
 """Decides when to stop asking an adapter or a process that does not answer, and when to try again. Sans I/O: the
-caller passes the time.
+caller passes the time in.
 
 A CLOSED breaker lets everything through.  After `failures` failures in a row it is OPEN and lets nothing through for
 `open_s`; then it lets one operation through as a probe.  If the probe fails, the breaker is OPEN again for twice as
@@ -32,7 +32,7 @@ class BreakerEvent(enum.Enum):
     FAILED = enum.auto()
     """An operation that was let through failed; this does not open a closed breaker yet."""
     TRIPPED = enum.auto()
-    """An operation that was let through failed, and it is the failure in a row that opens a closed breaker."""
+    """An operation that was let through failed, and now so many have failed in a row that a closed breaker opens."""
     PROBE = enum.auto()
     """The breaker's time is over, and an operation asks to be let through."""
 
@@ -89,7 +89,7 @@ class Breaker:
         return True
 
     def ended(self, well: bool, now_s: float) -> None:
-        """Take in how an admitted operation ended."""
+        """Note how an admitted operation ended."""
         before = self.state
         if well:
             self._failed_in_a_row = 0

@@ -22,13 +22,13 @@ from kvstrata.errors import BadRequest
 from kvstrata.types import LayoutIdentity, MissReason, RequestIdentity
 
 MAX_KEYS = 32_768
-"""Some 230 bytes each: with all these notes a server stays below 100 MB."""
+"""Some 230 bytes each: even with this many notes, a server stays below 100 MB."""
 MAX_PROBES = 8_192
 """Some 950 bytes each, if each probe has an identity of its own."""
 MAX_IDENTITIES_PER_PROBE = 8
 MAX_REQUESTS = 1_024
 MAX_LISTED_IDS = 8
-"""Request ids that an error names where several match."""
+"""Most request ids that an error lists where several match."""
 MAX_DETAIL_CHARS = 120
 _TAG_BYTES = 8
 
@@ -92,7 +92,7 @@ class KeyMemory:
                 notes.pop(key[:_TAG_BYTES], None)
 
     def lost_events(self) -> None:
-        """Note that events of unknown keys were lost, so a missing note proves nothing any more."""
+        """Note that some events were lost; from now on, a missing note proves nothing."""
         self.overflowed = True
 
     def get(self, key: bytes) -> KeyNote | None:
@@ -124,9 +124,10 @@ class IdentityMemory:
     def difference(
         self, probe: bytes, root: bytes, layout: LayoutIdentity, request: RequestIdentity
     ) -> tuple[str, str] | None:
-        """(field, that identity's value) in which the newest other identity with the same tokens differs; no salts.
+        """The first field in which the newest other identity with the same tokens differs, and that identity's value.
 
-        None when no prompt with these tokens was stored under another identity of this tenant.
+        A salt is secret, so "" is returned in its place.  None when no prompt with these tokens was stored under
+        another identity of this tenant.
         """
         known = self._probes.get((request.tenant, probe)) if probe else None
         if not known:
@@ -237,13 +238,14 @@ class Explainer:
             return MissReason.NEVER_STORED, "asked for before, never stored since"
         if self.keys.overflowed:
             return MissReason.FORGOTTEN, "the memory of absent keys has overflowed"
-        return MissReason.UNKNOWN_KEY, "nobody has named this chunk here before"
+        return MissReason.UNKNOWN_KEY, "this server has not seen this chunk's key before"
 
     def explain(self, request_id: str, tenants: frozenset[str] | None) -> dict[str, Any]:
         """The document of one request's lookups; only lookups of `tenants` are shown (None: of all tenants).
 
-        `request_id` is the engine's id of the request, or else the id that the API's client saw, to which vLLM appends
-        `-RANDOM`, for a completion `-NUMBER-RANDOM`. Raises BadRequest if several of the engine's ids begin with it.
+        `request_id` is the engine's id of the request, or the id that the API's client saw. (vLLM appends `-RANDOM` to
+        the latter, or `-NUMBER-RANDOM` for a completion.) Raises BadRequest if several of the engine's ids begin with
+        it.
         """
         seen = self.requests.of_tenants(tenants)
         names = {entry.request_id for entry in seen}

@@ -1,7 +1,7 @@
 """Decides which keys a prefetch loads and from which adapter: pure functions on keys and answers. No I/O, no clock.
 
 Keys are chunk-major: key number `i` belongs to chunk `i // n_slices` and slice `i % n_slices`.  The prefix ends before
-the first chunk of which a slice is neither in L1 nor in any adapter.
+the first chunk that has a slice which is neither in L1 nor in any adapter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Source(NamedTuple):
     """One adapter that has a key."""
 
     adapter: int
-    """The adapter's index among those that the fetch asks, nearest first."""
+    """The adapter's index among the adapters that the fetch asks, nearest first."""
     record_bytes: int
 
 
@@ -36,9 +36,9 @@ class Plan(NamedTuple):
 
     n_chunks: int
     holes: list[Hole]
-    """In the order of the keys."""
+    """Ordered by key number."""
     reason: str
-    """MissReason of chunk `n_chunks`; empty if the prefix has all chunks."""
+    """The MissReason of the first chunk after the prefix; empty if the prefix has all chunks."""
     detail: str = ""
 
 
@@ -60,7 +60,7 @@ def make_plan(
     unknown: Mapping[int, str],
     budget_bytes: int | None = None,
 ) -> Plan:
-    """Plan the loads for the longest prefix whose chunks L1 or an adapter has.
+    """Plan the loads for the longest prefix whose keys are all in L1 or in an adapter.
 
     `l1_chunks` has the number of leading chunks in L1 for each slice; `in_l1` is asked only for keys beyond them.
     `sources` and `unknown` are by key number; `unknown` says why an adapter could not answer.  With a budget the prefix

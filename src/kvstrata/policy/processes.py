@@ -26,7 +26,7 @@ from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice, identit
 MAX_IDENTITIES = 4096
 """Most identities that one session may have; the one that was declared or used longest ago is dropped."""
 MOST_LENGTHS = 8
-"""Different lengths of records that are remembered of one process."""
+"""Most different record lengths that are remembered for one process."""
 MAX_NAME_CHARS = 4096
 """Longest adapter, tenant or salt."""
 
@@ -137,19 +137,19 @@ class AttachedProcess:
         self.slice = part
         self.digest = part.digest() if part is not None else b""
         self.secret = b""
-        """Proves its requests."""
+        """Proves that a request comes from this process."""
         self.tenants: frozenset[str] | None = None
         """The tenants that it may name; None: any."""
         self.detached = False
         self.identities: dict[int, DeclaredIdentity] = {}
         self.copies: dict[str, object] | None = None
-        """How it copies, by its last report; None if its blocks are in host memory."""
+        """How the process copies, as it last reported; None if its blocks are in host memory."""
         self.lengths: dict[int, None] = {}
         """Lengths of the records of its slice, as it declared and reserved them; the last MOST_LENGTHS."""
         self.declares_length = False
 
     def has_records_of(self, record_bytes: int) -> None:
-        """Note a length that it declared, or reserves extents of."""
+        """Note a record length that the process declared, or for which it reserves extents."""
         self.lengths.pop(record_bytes, None)
         self.lengths[record_bytes] = None
         if len(self.lengths) > MOST_LENGTHS:
@@ -215,10 +215,10 @@ class ProcessTable:
     def check_room(
         self, session: bytes, pid: int, tenants: frozenset[str] | None, limits: SessionLimits
     ) -> None:
-        """Raises Refused if the sessions of a process, or of a token, are too many for one more.
+        """Raises Refused if a process, or a token, has as many sessions as it may have, and so no room for this one.
 
-        A session that is attached already needs no room. `pid` 0 (a process in another PID namespace) cannot be told
-        from other processes, and `tenants` None means that there are no tokens; neither is counted.
+        A session that is attached already needs no room. Sessions of processes in other PID namespaces (`pid` 0) are
+        not counted, since these processes look alike. `tenants` None: there are no tokens, so none is counted.
         """
         if session in self._processes:
             return
@@ -254,9 +254,9 @@ class ProcessTable:
     ) -> AttachedProcess:
         """Add a process whose declaration was checked; for a session that is known, return its process.
 
-        `part`: the slice that it has, None for a scheduler. `tenants`: those that it may name, None for any.
+        `part`: the process's slice, None for a scheduler. `tenants`: the tenants that it may name, None for any.
         `secret`: proves its requests from now on.
-        `record_bytes`: the length of the slice's records, 0 if it did not declare it.
+        `record_bytes`: the length of its slice's records, 0 if it did not declare one.
         """
         process = self._processes.get(session)
         if process is not None:

@@ -12,7 +12,7 @@ Invariants
 1. Counted bytes plus the bytes of admitted puts never exceed the tenant's quota, except by records that were found or
    loaded, since those are stored already.
 2. Each admitted put ends once, in `ended`.
-3. At most `limit_keys` records are known; when one more comes, the same tenant's record that was used longest ago is
+3. At most `limit_keys` records are known; when one more is noted, the least recently used record of the same tenant is
    forgotten and no longer counts.
 """
 
@@ -44,7 +44,7 @@ class TenantLedger:
         self._order: dict[int, collections.OrderedDict[bytes, None]] = {
             tenant: collections.OrderedDict() for tenant in quotas
         }
-        """A tenant's records, the one longest unused first."""
+        """Each tenant's records, the least recently used first."""
         self._there: collections.Counter[int] = collections.Counter()
         self._on_its_way: collections.Counter[int] = collections.Counter()
 
@@ -67,7 +67,7 @@ class TenantLedger:
                 self.found(tenant, key, length_bytes)
 
     def found(self, tenant: int, key: bytes, length_bytes: int) -> None:
-        """Note that this record is stored, and used just now."""
+        """Note that this record is stored, and has just been used."""
         if tenant not in self.quotas:
             return
         self.gone((key,))
@@ -97,9 +97,9 @@ class TenantLedger:
         return self._there[tenant] + self._on_its_way[tenant]
 
     def to_leave(self, tenant: int, need_bytes: int, max_keys: int) -> list[bytes]:
-        """The longest unused records of a tenant, at most `max_keys`, whose deletion makes room for `need_bytes`.
+        """A tenant's least recently used records, at most `max_keys`, whose deletion makes room for `need_bytes`.
 
-        They make room for 1/TRIM_SHARE of the quota beyond that.  Empty if no deletion is needed, or if none helps
+        Their deletion frees a further 1/TRIM_SHARE of the quota.  Empty if no deletion is needed, or if none helps
         because the new record and the admitted puts alone exceed the quota.
         """
         quota_bytes = self.quotas[tenant]

@@ -15,12 +15,12 @@ class Meaning(NamedTuple):
     """The meaning of one reason."""
 
     miss: MissReason
-    """The MissReason of a chunk that was not loaded for this reason."""
+    """The MissReason of a chunk that could not be loaded because of this reason."""
     blames_medium: bool = True
     """Whether the reason counts against the medium's health.
 
-    False: the medium served the request, or would have; or one of many owners failed, and the adapter itself skips
-    that owner for a while.
+    False if the medium served the request, or would have served it.  False also if one of many owners failed, since
+    the adapter itself skips that owner for a while.
     """
 
 

@@ -1,8 +1,8 @@
 """Decides when a chunk is put to L2, and bounds the bytes that wait for puts. Decides only: no I/O, no clock.
 
 Policies of an adapter: `through` puts every chunk when it is committed; `second_touch` puts a chunk when it was stored
-or used for the second time; `on_evict` puts a chunk when it is about to leave L1, from a low watermark on, so that
-chunks are stored before their room is needed.
+or used for the second time; `on_evict` puts a chunk when it is about to leave L1.  `on_evict` begins at a low watermark
+of L1's occupancy, so that chunks are stored before their room is needed.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class PutPlanner:
         return False
 
     def leaving(self, key: bytes) -> bool:
-        """Whether to put this chunk now, which is among the next to leave L1."""
+        """Whether this chunk, which is among the next to leave L1, should be put now."""
         return self.policy is StorePolicy.ON_EVICT and key not in self._clean
 
     def stored(self, key: bytes) -> None:
@@ -156,7 +156,7 @@ class PutPlanner:
             self._clean.add(key)
 
     def left(self, key: bytes) -> bool:
-        """Whether the policy wanted this chunk, which has left L1, to be put before."""
+        """Whether this chunk, which has left L1, should have been put before."""
         return self.policy is StorePolicy.ON_EVICT and key not in self._clean
 
     def gone(self, keys: Iterable[bytes]) -> None:
@@ -177,6 +177,6 @@ class EvictAhead(msgspec.Struct, frozen=True, kw_only=True):
     """Largest answer of `need_bytes`."""
 
     def need_bytes(self, used_bytes: int, l1_bytes: int) -> int:
-        """Bytes of the chunks next in the order of eviction that should be put now; 0 below the watermark."""
+        """How many bytes of chunks, next in the order of eviction, should be put now; 0 below the watermark."""
         over_bytes = used_bytes - int(self.low_watermark * l1_bytes)
         return min(over_bytes, int(self.step * l1_bytes)) if over_bytes > 0 else 0

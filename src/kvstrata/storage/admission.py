@@ -1,17 +1,18 @@
-"""Which entries a running server takes from an admin: only those that reach nothing but what its settings allow.
+"""Which adapter entries an admin may add while the server runs: entries that reach only what the settings allow.
 
-An admin who may add an adapter must not gain more by it than L2: not a file of the server's user, not a place to which
-all KV is sent, not code.  The rules are closed, and are checked before anything is opened, read or imported:
+The permission to add an adapter gives an admin an L2 medium and nothing more: no access to the files of the server's
+user, no free choice of where KV is sent, and no code to run.  An entry must satisfy all rules, which are checked before
+anything is opened, read or imported:
 
-1. The type is one of `l2.runtime.types`, and its medium says what an entry reaches (`Medium.reach`).  A type that does
-   not say it (`plugin`, another package's type) is taken from the settings only.
-2. A field of any depth whose name ends in `_file` or `_env` is refused: it names the place of a secret.
+1. The type is one of `l2.runtime.types`, and its medium declares what an entry reaches (`Medium.reach`).  A type that
+   declares nothing (`plugin`, another package's type) can only be configured in the settings.
+2. No field, at any depth, has a name that ends in `_file` or `_env`: such a field names the place of a secret.
 3. Fields that a medium hands to its library are refused unless the medium lists them (`Medium.runtime_rest`).
-4. A directory lies below one of `l2.runtime.roots` after all symbolic links, on a path on which nobody else can
-   exchange a folder, and is empty or already holds a tier.
+4. A directory lies below one of `l2.runtime.roots` once all symbolic links are resolved, no other user can replace a
+   folder on the path to it, and it is new, empty, or already holds a tier.
 5. A host is one of `l2.runtime.hosts`.
 
-An allowed server may name other servers (a cluster's `MOVED`, a sentinel's master): it is trusted with that.
+An allowed host is trusted to redirect the server to further hosts (a cluster's `MOVED`, a sentinel's master).
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from kvstrata.storage.structs import Place
 NAMES_A_SECRET = re.compile(r"_(file|env)$", re.IGNORECASE)
 """Names of fields that say where a secret lies."""
 MARK = ".kvstrata.lock"
-"""Every directory of a tier holds a file of this name."""
-BY_NAME = "an adapter of the settings (l2_adapters) can be added again by its name"
+"""A file of this name marks a directory as that of a tier."""
+BY_NAME = "an adapter that the settings name (l2_adapters) can be added again by its name"
 MAX_DEPTH = 16
 HOST = re.compile(r"(?:\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?")
 BUCKET = re.compile(r"(?:s3|gs)://[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class RuntimeRules(NamedTuple):
-    """What `l2.runtime` allows, checked."""
+    """The settings `l2.runtime`, checked."""
 
     types: tuple[str, ...]
     roots: tuple[str, ...]
@@ -49,13 +50,13 @@ class RuntimeRules(NamedTuple):
 
 
 def checked_rules(types: Sequence[str], roots: Sequence[str], hosts: Sequence[str]) -> RuntimeRules:
-    """The rules of the settings `l2.runtime`. Raises ConfigError."""
+    """Check the settings `l2.runtime`, and return them as rules. Raises ConfigError."""
     for i, kind in enumerate(types):
         where = f"l2.runtime.types[{i}]"
         if catalogue.find(kind, where).medium.reach is None:
             raise ConfigError(
-                f"{where}: {kind!r} cannot be added while the server runs, since nothing says what its entries reach; "
-                "leave it out, and name the adapter in l2_adapters",
+                f"{where}: {kind!r} cannot be added while the server runs, since this type does not declare what its "
+                "entries reach; leave it out, and name the adapter in l2_adapters",
                 field=where,
             )
     absolute = []
@@ -77,9 +78,9 @@ def checked_rules(types: Sequence[str], roots: Sequence[str], hosts: Sequence[st
 
 
 def admitted(entry: str | Mapping[str, Any], rules: RuntimeRules, path: str) -> dict[str, Any]:
-    """The entry as it may be added, its directories without symbolic links.
+    """The entry to add, with the symbolic links in its directories resolved.
 
-    Raises NotPermitted for what the rules do not allow, and ConfigError for an entry that is wrong in itself.
+    Raises NotPermitted if the rules do not allow the entry, and ConfigError if the entry is invalid.
     """
     place = Place(path)
     return _admitted(entry_of(entry, path), rules, place, depth=0)
@@ -89,8 +90,8 @@ def _admitted(entry: Mapping[str, Any], rules: RuntimeRules, place: Place, depth
     for where, name, value in _fields(entry, place.path):
         if NAMES_A_SECRET.search(name):
             raise NotPermitted(
-                f"{where}: {value!r:.80} names the place of a secret, which no adapter that is added while the server "
-                f"runs may do; {BY_NAME}",
+                f"{where}: {value!r:.80} names the place of a secret, which is not allowed in an adapter that is added "
+                f"while the server runs; {BY_NAME}",
                 field=where,
             )
     kind = kind_of(entry, place)
@@ -134,7 +135,7 @@ def _admitted(entry: Mapping[str, Any], rules: RuntimeRules, place: Place, depth
 
 
 def _fields(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, str, Any]]:
-    """(path, name, value) of every field of any depth."""
+    """(path, name, value) of every field, at any depth."""
     if depth > 2 * MAX_DEPTH:
         raise ConfigError(f"{path:.200}: is nested too deeply", field=f"{path:.200}")
     if isinstance(value, Mapping):
@@ -155,11 +156,11 @@ def _is_plain(path: str) -> bool:
 
 
 def _below_a_root(text: str, rules: RuntimeRules, place: Place, name: str) -> str:
-    """The directory without symbolic links. Raises NotPermitted, ConfigError."""
+    """The directory with its symbolic links resolved. Raises NotPermitted, ConfigError."""
     path = os.path.expanduser(text)
     if not _is_plain(path):
         raise place.wrong(
-            name, text, "must be an absolute path without `..` and without characters that are not printed"
+            name, text, "must be an absolute path without `..` and without unprintable characters"
         )
     path = os.path.normpath(path)
     real = os.path.realpath(path)
@@ -211,21 +212,21 @@ def _check_folder(folder: str, target: str, place: Place, name: str) -> None:
     others_write = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
     if others_write or found.st_uid not in (0, os.geteuid()):
         raise NotPermitted(
-            f"{place.at(name)}: other users can exchange what lies in {folder!r:.80}; choose a folder on whose path "
-            "only this server's user can write",
+            f"{place.at(name)}: other users can replace what is in {folder!r:.80}; choose a folder that, like all "
+            "folders above it, only this server's user can write to",
             field=place.at(name),
         )
     is_ours = MARK in names
     if folder == target:
         if names and not is_ours:
             raise NotPermitted(
-                f"{place.at(name)}: {folder!r:.80} is not empty and holds no tier of kvstrata; name an empty or a new "
+                f"{place.at(name)}: {folder!r:.80} is neither empty nor a tier of kvstrata; name an empty or a new "
                 "folder",
                 field=place.at(name),
             )
     elif is_ours:
         raise NotPermitted(
-            f"{place.at(name)}: {folder!r:.80} holds a tier, and no other may lie in it; name a folder outside it",
+            f"{place.at(name)}: {folder!r:.80} holds a tier, which may not contain another; name a folder outside it",
             field=place.at(name),
         )
 
@@ -240,9 +241,8 @@ def _check_host(host: str, rules: RuntimeRules, place: Place, name: str) -> None
     if asked in rules.hosts or bare in rules.hosts:
         return
     raise NotPermitted(
-        f"{place.at(name)}: {host!r:.80} is no host to which a server may connect for an adapter that is added while "
-        f"it runs (allowed: {', '.join(rules.hosts) or 'none'}); {_advice('hosts', host)}, or name the adapter in "
-        "l2_adapters",
+        f"{place.at(name)}: {host!r:.80} may not be used by an adapter that is added while the server runs (allowed "
+        f"hosts: {', '.join(rules.hosts) or 'none'}); {_advice('hosts', host)}, or name the adapter in l2_adapters",
         field=place.at(name),
     )
 

@@ -5,8 +5,8 @@ Invariants
 2. Each item carries a hold on its extent.  The lowest layer that touches the bytes drops the hold when the
    medium has really finished with them; a deadline or a cancelled await ends the wait, never the hold.
 3. An absent key is an outcome (ABSENT), not an exception.  An exception means that the adapter broke its
-   contract; the caller then counts every item of the batch as FAILED, and holds that the adapter did not drop
-   end with the last reference to them.
+   contract; the caller then counts every item of the batch as FAILED, and a hold that the adapter did not drop
+   ends with its last reference.
 4. STORED means durable where `capabilities.persistent` is true.
 5. LOADED means that the bytes passed the record's checksums.  CORRUPT means that they did not, and that the adapter
    has removed or quarantined the bad copy, so that the next put can store the record again.
@@ -43,14 +43,14 @@ class Presence(enum.IntEnum):
     ABSENT = 0
     PRESENT = 1
     UNKNOWN = 2
-    """The medium did not answer, or not in time; treat it as a miss that says nothing about the next question."""
+    """The medium did not answer, or not in time; treat the key as a miss now, and ask again next time."""
 
 
 class Found(NamedTuple):
     """Answer of `exists` for one key.
 
-    `record_bytes` is the length of the whole record as the medium stores it where PRESENT, else 0.  (The codec wrapper
-    around the adapter answers with the record's length in L1 instead.)
+    `record_bytes` is 0 unless PRESENT; then it is the length of the whole record as the medium stores it.  (The codec
+    wrapper around the adapter answers with the record's length in L1 instead.)
     `reason` is a short word for UNKNOWN (deadline, breaker_open, throttled, io, …), empty otherwise.
     """
 
@@ -72,7 +72,7 @@ class PutStatus(enum.IntEnum):
 
     STORED = 0
     EXISTS = 1
-    """The medium has it already."""
+    """The medium already has the record."""
     THROTTLED = 2
     """The adapter takes no more now; the same put may succeed later."""
     FAILED = 3
@@ -125,18 +125,18 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     max_batch: int = 64
     wants_registered_memory: bool = False
     takes_puts: bool = True
-    """False: the medium is only read, and never offered a chunk."""
+    """False: chunks are only loaded from the medium, never put into it."""
     can_delete: bool = True
     has_heads: bool = False
     """`heads` is implemented; without it no codec may encode records for this medium."""
     lists: bool = False
-    """`list_keys` is implemented; by it the cluster's controllers learn of records from before this start."""
+    """`list_keys` is implemented; through it the cluster's controllers learn of records stored before this start."""
     quiesce: Literal["drain", "never"] = "drain"
     """Whether an operation in flight ends by itself ("drain"), or only when its process is killed ("never")."""
 
 
 class PayloadKind(NamedTuple):
-    """The kind of an engine's payloads, as codecs need it and the engine has declared it."""
+    """The facts about an engine's payloads that codecs need; the engine declares them."""
 
     element_bytes: int
     """Bytes of one number."""
@@ -145,12 +145,12 @@ class PayloadKind(NamedTuple):
 
 
 def nothing_known(identity: bytes, slice_digest: bytes) -> PayloadKind | None:
-    """The `payload_kind` of adapters outside a server."""
+    """The `payload_kind` for adapters outside a server: no payload kind is known."""
     return None
 
 
 class AdapterContext(NamedTuple):
-    """What the server lends an adapter for its life."""
+    """What the server gives an adapter to use until the adapter is closed."""
 
     instance_id: str
     clock: Clock
@@ -162,9 +162,12 @@ class AdapterContext(NamedTuple):
     region_fd: int = -1
     """The server's descriptor of the file behind the mapping, so that an adapter host can map it; -1: no file."""
     lock_fd: int = -1
-    """The server's descriptor of sessions.lock, of which a host locks HOSTS_BYTE (memory.segment); -1: no such file."""
+    """The server's descriptor of sessions.lock, in which an adapter host locks HOSTS_BYTE (memory/segment_files.py).
+
+    -1: no such file.
+    """
     payload_kind: Callable[[bytes, bytes], PayloadKind | None] = nothing_known
-    """Tells what engines have declared of the payloads of an identity root and a slice digest (thread-safe)."""
+    """Tells what engines have declared about the payloads of an identity root and a slice digest (thread-safe)."""
 
 
 Counts = Annotated[
@@ -174,7 +177,7 @@ Counts = Annotated[
     ],
     msgspec.Meta(max_length=200),
 ]
-"""What `numbers` may return: its names become parts of the names of metrics."""
+"""The type of the result of `numbers`. Its keys become parts of the names of metrics."""
 MAX_REMARK_CHARS = 500
 Remarks = Annotated[
     dict[
@@ -183,7 +186,7 @@ Remarks = Annotated[
     ],
     msgspec.Meta(max_length=8),
 ]
-"""What `remarks` may return."""
+"""The type of the result of `remarks`."""
 
 
 class Usage(NamedTuple):
@@ -198,9 +201,10 @@ _broken = Thinning(60.0)
 
 
 def log_broken_contract(name: str, operation: str, error: BaseException) -> None:
-    """Log that an adapter raised, at most once a minute per operation and exception type, and clear its frames.
+    """Log that an adapter raised, at most once a minute per operation and exception type; clear the traceback's frames.
 
-    The frames refer to items; once they are cleared, holds that were not dropped end with the medium's last reference.
+    The frames refer to items.  Once the frames are cleared, only the medium's references keep holds that were not
+    dropped.
     """
     if _broken.left_out(f"{name} {operation} {type(error).__name__}") is None:
         log.debug("%s: %s raised again: %s", name, operation, type(error).__name__)
@@ -211,11 +215,11 @@ def log_broken_contract(name: str, operation: str, error: BaseException) -> None
 
 
 MORE_KEYS = 64
-"""How many keys a page may have beyond the requested number: some indexes cannot divide keys that share a place."""
+"""How many keys a page may have beyond the requested number, since one cursor may stand for several keys."""
 
 
 class KeyPage(NamedTuple):
-    """Some of the stored keys, and the cursor of the next page; 0 after the last page."""
+    """Some of the stored keys, and the cursor of the next page; the cursor is 0 if this page is the last."""
 
     keys: Sequence[bytes]
     cursor: int
@@ -237,19 +241,20 @@ class StorageAdapter(ABC):
         """Tell for each key, in order, whether it can be loaded and how long its record is. Never touches payloads."""
 
     async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The first HEAD_BYTES of each stored record, in order; fewer of a shorter record, none where reading fails.
+        """The first HEAD_BYTES of each stored record, in order; fewer if the record is shorter, none if reading fails.
 
-        Only the header of an encoded record tells its length in L1.  Called only where `capabilities.has_heads`, about
-        once per key and life of the server.
+        The codec wrapper reads in the header of an encoded record how long the record is in L1.  It calls this only if
+        `capabilities.has_heads`, about once per key while a server runs.
         """
         return [b""] * len(keys)
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
-        """A page of stored keys, from `cursor` on (0: the first page); it has `most` keys, or up to MORE_KEYS more.
+        """A page of stored keys from `cursor` on (0: the first page); it has at most `most` + MORE_KEYS keys.
 
-        A record that is stored from the first page's call to the last one's is named at least once; a record that is
-        stored or removed meanwhile may be named.  An empty page need not be the last one.  None: the medium cannot list
-        now; begin again later.  Called only where `capabilities.lists`; must be quick, from an index.
+        A record that is there during the whole listing, from the call for the first page to the call for the last, is
+        named at least once; a record that is put or removed during the listing may be named or not.  An empty page need
+        not be the last one.  None: the medium cannot list now; begin again later.  Called only if `capabilities.lists`.
+        It must be quick, so the keys must come from an index.
         """
         return None
 
@@ -270,14 +275,14 @@ class StorageAdapter(ABC):
         raise StorageError(f"{self.name}: this kind of storage cannot be cleared from here", field=self.name)
 
     def numbers(self) -> dict[str, int]:
-        """The adapter's own counters by a fixed set of names in snake_case (see Counts); for status and metrics.
+        """The adapter's own counters by name, for status and metrics; see Counts.
 
-        Never blocks.
+        The set of names is fixed.  Never blocks.
         """
         return {}
 
     def remarks(self) -> dict[str, str]:
-        """Texts for operators by a fixed set of names in snake_case; for status pages. Never blocks."""
+        """Texts for operators by name, for status pages; see Remarks. The set of names is fixed. Never blocks."""
         return {}
 
     @abstractmethod

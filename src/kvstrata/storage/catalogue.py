@@ -1,6 +1,6 @@
 """The types of adapters: entry points of installed packages in the group `kvstrata.l2_adapters`.
 
-kvstrata's own types are in that group too (pyproject.toml); nothing here knows one of them by name.
+kvstrata's own types are in that group too (pyproject.toml); this module names none of them.
 
     kvstrata's own      names a `Medium`; its fields are checked when the server reads its settings
     another package's   names a callable `(fields: dict, path: str) -> StorageAdapter`, which raises ConfigError for
@@ -35,7 +35,7 @@ ELSEWHERE = (
     "aerospike", "bigtable", "hfbucket", "sagemaker_hyperpod", "nixl_store", "nixl_store_dynamic",
     "nixl_native", "native_plugin",
 )  # fmt: skip
-"""Types that other servers have; here an installed plugin may provide them."""
+"""Types of other cache servers that kvstrata lacks; an installed plugin may provide them."""
 
 Make = Callable[[], StorageAdapter]
 """Makes the bare adapter, not open. Raises ConfigError for a mistake in the fields that shows only then."""
@@ -53,7 +53,7 @@ class Reach(NamedTuple):
     hosts: Mapping[str, Sequence[str]] = {}
     """Servers that it connects to, as HOST, HOST:PORT or SCHEME://BUCKET."""
     inner: Mapping[str, Mapping[str, Any]] = {}
-    """Entries in this entry."""
+    """Entries that are nested in this entry."""
 
 
 class Medium(NamedTuple):
@@ -76,7 +76,7 @@ class Medium(NamedTuple):
     reach: Callable[[Any, Place], Reach] | None = None
     """What an entry reaches, for (config, place of the entry). Opens nothing. Raises ConfigError, NotPermitted.
 
-    Only types that say it can be added while the server runs (admission.py).
+    None: entries of this type cannot be added while the server runs (admission.py).
     """
     runtime_rest: frozenset[str] = frozenset()
     """Names that `rest` may take in an entry that is added while the server runs."""
@@ -169,7 +169,9 @@ def _named(reference: str) -> Any:
 def checked(made: object, path: str, source: str) -> StorageAdapter:
     """Return `made`, which a third party's code has made, if it is an adapter. Raises ConfigError otherwise."""
     if not isinstance(made, StorageAdapter):
-        raise ConfigError(f"{path}: {source} made {type(made).__name__}, no StorageAdapter", field=path)
+        raise ConfigError(
+            f"{path}: {source} must make a StorageAdapter, but made a {type(made).__name__}", field=path
+        )
     return made
 
 

@@ -17,22 +17,22 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     policy: Annotated[
         StorePolicy,
         Meta(
-            description="Which chunks of L1 are put into this adapter: `through` all, `on_evict` those that L1 is "
-            "about to evict, `second_touch` those that are used a second time."
+            description="Which chunks of L1 are put into this adapter. `through`: all; `on_evict`: those that L1 is "
+            "about to evict; `second_touch`: those that are used a second time."
         ),
     ] = StorePolicy.THROUGH
     deadline_ms: Annotated[
         Annotated[int, Meta(ge=1, le=600_000)] | None,
         Meta(
-            description="Milliseconds that one operation may take, and again for every 64 MB of its payload; not set: "
-            "`l2.deadline_ms`."
+            description="Milliseconds that one operation may take, and as many more for every 64 MB of its payload; "
+            "not set: `l2.deadline_ms`."
         ),
     ] = None
     max_stuck_mb: Annotated[
         Annotated[float, Meta(ge=1, le=1 << 20)] | None,
         Meta(
-            description="MB that operations past their deadline may keep pinned; at that point nothing more is put or "
-            "loaded; not set: a sixteenth of L1."
+            description="MB that operations past their deadline may keep pinned; once they reach this, nothing more is "
+            "put or loaded; not set: a sixteenth of L1."
         ),
     ] = None
     isolation: Annotated[
@@ -42,8 +42,8 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     host_kill_ms: Annotated[
         Annotated[int, Meta(ge=10, le=3_600_000)] | None,
         Meta(
-            description="Milliseconds after which a child process that has work and sends nothing is killed, longer "
-            "for more bytes; not set: three deadlines."
+            description="Milliseconds after which a child process that has work and sends nothing is killed; more if "
+            "many bytes are under way; not set: three deadlines."
         ),
     ] = None
     shared: Annotated[
@@ -69,7 +69,7 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     presence_ttl_ms: Annotated[
         Annotated[int, Meta(ge=0, le=60_000)] | None,
         Meta(
-            description="Milliseconds for which shared storage's answer that it has a record is used again; not set: "
+            description="Milliseconds for which the answer of shared storage that a record exists is reused; not set: "
             "5000."
         ),
     ] = None

@@ -49,7 +49,7 @@ class TierConfig(NamedTuple):
     kill_ms: int | None = None
     """None: KILL_DEADLINES deadlines (stack.py)."""
     presence: PresenceLimits | None = None
-    """None: not given; where the storage is shared, the defaults hold."""
+    """None: not given; the defaults hold where the storage is shared."""
 
 
 def make_adapter(entry: str | Mapping[str, Any], index: int) -> StorageAdapter:
@@ -103,7 +103,10 @@ def kind_of(entry: Mapping[str, Any], place: Place) -> str:
 
 
 def entry_of(entry: str | Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """The entry as a JSON object. Raises ConfigError if it is none, or holds an infinite number or broken Unicode."""
+    """The entry as a JSON object.
+
+    Raises ConfigError if it is not a JSON object, or holds an infinite number or broken Unicode.
+    """
     if isinstance(entry, str):
         try:
             entry = json.loads(entry)
@@ -125,7 +128,7 @@ def _common(entry: Mapping[str, Any], place: Place) -> CommonFields:
         CommonFields, {name: value for name, value in entry.items() if name in COMMON}, place
     )
     if common.eviction is not None:
-        place.noted("eviction", "the adapter's cap evicts the least recently used")
+        place.noted("eviction", "the adapter's own cap evicts the least recently used records")
     if common.serde is not None:
         advice = 'write "codec": ["zstd"] or "codec": [{"name": "aes-gcm", "key_file": PATH}]'
         raise place.refused("serde", common.serde, f"it was replaced by codec; {advice}")

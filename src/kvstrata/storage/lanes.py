@@ -7,8 +7,8 @@ them with the event loop.
 
 Invariants
 1. `submit` never blocks: where the lane is full it returns None and takes nothing.
-2. Work that was taken runs exactly once, also when nobody awaits its future any more and while the lanes
-   close.  So the work can itself drop the holds and descriptors that it owns.
+2. Work that was taken runs exactly once, even if nobody awaits its future any more, and even while the lanes
+   close.  So the work itself can drop the holds and descriptors that it owns.
 3. In the common group puts never occupy the last free thread, so that a burst of puts delays no lookup or
    load; if the common group has only one thread, lookups have a thread of their own.
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Lane(enum.StrEnum):
-    """A class of operations; the value is its name in `per_op_workers`, in order of precedence."""
+    """A class of operations, in order of precedence; the value is its name in `per_op_workers`."""
 
     LOOKUP = "lookup"
     LOAD = "retrieve"
@@ -85,7 +85,7 @@ class Lanes:
         return future if submit(self._native, future) else None
 
     def waiting(self, lane: Lane) -> int:
-        """How many pieces of work in a lane no thread has begun."""
+        """How many pieces of work in a lane still wait for a thread."""
         return 0 if self._native is None else self._native.counts(_NUMBER[lane])["waiting"]
 
     def number(self, lane: Lane) -> int:

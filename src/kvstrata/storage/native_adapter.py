@@ -4,7 +4,7 @@ The connector's module makes a capsule; `NativeAdapter(capsule, ...)` is the ada
 whose threads call the connector without the GIL; their outcomes arrive over one descriptor.
 
 Invariants
-1. A batch that was taken runs to its end, even if nobody waits for it.  The server then hears which keys the
+1. A batch that was taken runs to its end, even if nobody waits for it, and the server then learns which keys the
    connector's cap dropped.
 2. The connector's threads drop the holds; the holds of a batch that was not taken are dropped at once.
 3. `close` calls the connector's close when all other calls have ended, and makes no call after it.
@@ -65,7 +65,7 @@ class NativeAdapter(StorageAdapter):
         queue_limit: int = 1024,
         lanes: Lanes | None = None,
     ) -> None:
-        """`lanes` are used instead of lanes made from the numbers before; either way the adapter closes its lanes."""
+        """`lanes`, if given, are used instead of new lanes made from the other arguments. The adapter closes them."""
         self.name = name
         self._connector: NativeConnector | None = NativeConnector(capsule)
         can = dict(self._native.capabilities)
@@ -124,7 +124,7 @@ class NativeAdapter(StorageAdapter):
         return [b""] * len(keys) if future is None else list(await asyncio.shield(future))
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
-        """Ask the connector in the lookup lane; None while it still reads its index in, and where the lane is full."""
+        """Ask the connector in the lookup lane; None while it is still reading its index, or if the lane is full."""
         if self._not_ready() or not self.capabilities.lists or not self._native.ready:
             return None
         lane = self._lanes.number(Lane.LOOKUP)
@@ -211,7 +211,7 @@ class NativeAdapter(StorageAdapter):
             await self._always(lambda native, future: native.submit_close(lane, self._native, future))
             self._log_notes()
         await self._lanes.close()
-        # This frees the connector and ends its threads, also where something still refers to this adapter.
+        # This frees the connector and ends its threads, even if something still refers to this adapter.
         self._connector = None
 
     @property
@@ -232,7 +232,7 @@ class NativeAdapter(StorageAdapter):
         return "" if self._opened and not self._closed else CLOSED
 
     async def _always(self, submit: _Submit) -> Any:
-        """The result of work for which the lanes have no limit."""
+        """Submit work that the lanes always accept, and return its result."""
         future = self._take(submit)
         assert future is not None, "refused work that has no limit"
         return await asyncio.shield(future)
@@ -254,6 +254,6 @@ class NativeAdapter(StorageAdapter):
         if future.cancelled() or future.exception() is not None or self._context is None:
             return
         result = future.result()
-        if isinstance(result, tuple) and isinstance(result[1], list):  # of a put or a load
+        if isinstance(result, tuple) and isinstance(result[1], list):  # the result of a put or a load
             for key in result[1]:
                 self._context.record_evicted(key)

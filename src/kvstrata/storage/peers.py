@@ -1,4 +1,4 @@
-"""The calls that a medium that reads other instances offers besides the storage contract (base.py).
+"""Calls beyond the storage contract (base.py), which a medium offers if it reads other instances.
 
 The layers between that medium and the server pass these bytes on without understanding them.
 """

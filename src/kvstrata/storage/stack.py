@@ -99,7 +99,7 @@ def _presence(
     inner: StorageAdapter | None, config: TierConfig, around: Surroundings
 ) -> StorageAdapter | None:
     assert inner is not None
-    # A hosted adapter tells only once it is open whether its storage is shared.
+    # A hosted adapter knows whether its storage is shared only once it is open.
     if not inner.capabilities.shared and not config.isolated and config.presence is None:
         return None
     return PresenceAdapter(inner, config.presence, around.clock)
@@ -123,11 +123,11 @@ LAYERS = (
     LayerKind("deadline", False, _deadline),
     LayerKind("metrics", False, _metrics),
 )
-"""From the storage outwards."""
+"""The kinds of layers, from the storage outwards."""
 
 
 class Stack:
-    """A tier as the server's controllers use it; not open yet."""
+    """A tier as the server uses it; not open yet."""
 
     def __init__(self, name: str, policy: StorePolicy, layers: Sequence[Layer]) -> None:
         """`layers` from the storage outwards; the last one is in this process."""
@@ -148,7 +148,7 @@ class Stack:
         self.presence = self._layer(PresenceAdapter)
         """None where the storage is known not to be shared."""
         self.peers = self._layer(ReadsPeers)  # type: ignore[type-abstract]
-        """The layer that reaches a medium that reads other instances: this medium, or the host of any medium."""
+        """The medium if it reads other instances, or the host of any isolated medium; None for all other media."""
 
     def describe(self) -> list[dict[str, str]]:
         """For each layer from the storage outwards: its name, the process that runs it, and its class if known here."""

@@ -3,7 +3,7 @@
 The struct gives a field's type and bounds.  Beyond them the field's `Meta(extra=...)` may have
 
     secret    True: no error shows its value
-    missing   the error's text where the field is required and absent, instead of what its type says
+    missing   the error's text if the field is required and absent, instead of the error for its type
     must      a text that the error for a wrong type appends
     empty     True: an empty string counts as absent
 
@@ -119,7 +119,7 @@ def _bare(kind: inspect.Type, extra: Mapping[str, Any]) -> tuple[inspect.Type, M
 
 
 def _checked(kind: inspect.Type, value: Any, place: Place) -> tuple[str, Any]:
-    """(the demand that the value does not meet, "" if it is sound; the value as the struct takes it)"""
+    """(the requirement that the value breaks, "" if it breaks none; the value as the struct takes it)"""
     match kind:
         case inspect.BoolType():
             return "" if isinstance(value, bool) else "must be true or false", value

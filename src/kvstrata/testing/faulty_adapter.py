@@ -1,4 +1,4 @@
-"""The adapter type `fault_inject`, only for tests (`failpoints.is_testing`): makes another adapter fail by a plan."""
+"""The adapter type `fault_inject`: makes another adapter fail by a FaultPlan; tests only (`failpoints.is_testing`)."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ def recut_record(
     """Write the target's record at `address` and seal it with the CRCs of the written bytes.
 
     `sources` are (address, length, key) of the records, in the order in which `plan_recut` got their slices.  The
-    records that the plan uses are verified first; if one is not sound, its outcome is returned, if one has another
-    shape, MISMATCH, and nothing is written.  The caller owns all memory, which must stay mapped meanwhile; the target
-    overlaps no source.  Raises ValueError for an extent that is too small.  Bytes move without the GIL, but the call
-    takes as long as the copy, so make it in a lane.
+    records that the plan uses are verified first.  If one of them is not sound, its outcome is returned; if one has
+    another shape, MISMATCH is returned; nothing is written then.  The caller owns all memory, which must stay mapped
+    during the call; the target overlaps no source.  Raises ValueError for an extent that is too small.  Bytes move
+    without the GIL, but the call takes as long as the copy, so make it in a lane.
     """
     if length < record_bytes(recut):
         raise ValueError(f"length: {length} bytes are too few for a record of {record_bytes(recut)}")

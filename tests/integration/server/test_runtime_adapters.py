@@ -205,15 +205,15 @@ def test_an_added_directory_lies_below_a_root_and_is_empty_or_ours(tmp_path, key
             (str(outside), 403, "lies below none of the folders", "l2.runtime.roots: add '"),
             (str(tmp_path / "roots2"), 403, "lies below none of the folders"),
             (f"{roots}/a/../../outside", 400, "adapter.base_path: ", "without `..`"),
-            (f"{roots}/a\0b", 400, "adapter.base_path: ", "not printed"),
+            (f"{roots}/a\0b", 400, "adapter.base_path: ", "unprintable characters"),
             ("relative/path", 400, "must be an absolute path"),
             (f"{roots}/link", 403, "a symbolic link leads from"),
             (f"{roots}/link/deeper", 403, "a symbolic link leads from"),
-            (str(foreign), 403, "is not empty and holds no tier"),
-            (str(roots), 403, "is not empty and holds no tier"),
+            (str(foreign), 403, "is neither empty nor a tier"),
+            (str(roots), 403, "is neither empty nor a tier"),
             (f"{foreign}/thesis.txt", 400, "must be a folder"),
-            (f"{shared}/new", 403, "other users can exchange"),
-            (f"{theirs}/new", 403, "other users can exchange"),
+            (f"{shared}/new", 403, "other users can replace"),
+            (f"{theirs}/new", 403, "other users can replace"),
         ):
             refused(server, disk(path), *says, code=code)
             refused(server, {**disk(path), "type": "fs"}, *says, code=code)
@@ -222,7 +222,7 @@ def test_an_added_directory_lies_below_a_root_and_is_empty_or_ours(tmp_path, key
         status, row = tried(server, disk(f"{roots}/new/log"))
         assert status == 201, row
         status, answer = tried(server, disk(f"{roots}/new/log/inner"))
-        assert status == 403 and "holds a tier, and no other may lie in it" in answer["message"]
+        assert status == 403 and "holds a tier, which may not contain another" in answer["message"]
 
 
 def test_by_default_directories_lie_in_the_cache_folder(tmp_path):

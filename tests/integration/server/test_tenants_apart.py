@@ -152,7 +152,7 @@ def test_blue_finds_nothing_by_green_s_keys_and_hears_what_any_unknown_key_gives
         assert (found.n_chunks, found.extents, found.reason) == (0, b"", "unknown_key")
         assert (
             blue.explain("spies")["lookups"][-1]["first_miss"]["detail"]
-            == "nobody has named this chunk here before"
+            == "this server has not seen this chunk's key before"
         )
         assert blue.retrieves(keys[:KEY_BYTES]) == wire.RetrieveReply(blue.seq, blue.epoch, False, 0, b"")
     assert green.retrieves(chain[:KEY_BYTES]).found

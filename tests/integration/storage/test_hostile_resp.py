@@ -96,7 +96,7 @@ async def test_every_operation_ends_whatever_the_server_says(hostile: Hostile, w
             await adapter.clear()
 
 
-@pytest.mark.parametrize(("numbers", "why"), [((1, 2), "came back to a cursor"), ((), "did not end within")])
+@pytest.mark.parametrize(("numbers", "why"), [((1, 2), "repeated a cursor"), ((), "did not end within")])
 async def test_a_scan_that_never_ends_ends_the_clear_as_incomplete(
     hostile: Hostile, monkeypatch: pytest.MonkeyPatch, numbers: tuple[int, ...], why: str
 ) -> None:

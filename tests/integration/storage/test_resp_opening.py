@@ -61,7 +61,7 @@ class TestOpening:
             thread.start()
             try:
                 entry = {"type": "resp", "host": "127.0.0.1", "port": web.server_port, "password": SECRET}
-                assert "this is a web server: b'HTTP/1.1 400" in await refusal(entry)
+                assert "not Redis or Valkey but a web server: b'HTTP/1.1 400" in await refusal(entry)
             finally:
                 web.shutdown()
                 thread.join()
@@ -134,7 +134,7 @@ class TestOpening:
         listening = await asyncio.start_server(old, "127.0.0.1", 0)
         port = listening.sockets[0].getsockname()[1]
         message = await refusal({"type": "resp", "host": "127.0.0.1", "port": port})
-        assert "has server version 3.2.12, at least 4.0 is needed" in message
+        assert "has server version 3.2.12, but at least 4.0 is needed" in message
         listening.close()
 
 

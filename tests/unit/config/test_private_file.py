@@ -43,7 +43,7 @@ def test_the_token_is_the_text_of_the_file(file, text):
         ("", 0o600, "is empty"),
         (" \n\t\n", 0o600, "is empty"),
         (f"{TOKEN} blue", 0o600, "several words"),
-        ("short", 0o600, "holds 5 characters, a token has 16 to 256"),
+        ("short", 0o600, "holds 5 characters, but a token must have 16 to 256"),
         ("x" * (MAX_TOKEN_CHARS + 1), 0o600, "holds 257 characters"),
         (b"\xff" * 20, 0o600, "not UTF-8 at byte 0"),
         (TOKEN, 0o640, r"mode 640\); chmod 600"),
@@ -88,7 +88,7 @@ def test_a_secret_that_is_mounted_for_our_group_is_read_and_one_for_all_is_not(t
         ("", "must hold the token alone"),
         (f"{TOKEN}\n{TOKEN}", "must hold the token alone"),
         (f"{TOKEN}\u00e9", "in one line of ASCII"),
-        ("short", "holds 5 characters, a token needs at least 16"),
+        ("short", "holds 5 characters, but a token needs at least 16"),
     ],
 )
 def test_a_bad_file_of_a_bearer_token_is_named_and_its_secret_is_not_told(file, text, says):

@@ -113,7 +113,7 @@ def test_fields_without_effect_are_accepted_with_a_line_each(caplog: pytest.LogC
         ({**FS, "num_workers": True}, r"\.num_workers: must be a whole number from 1 to 256, found True"),
         ({**FS, "num_workers": 2.5}, r"\.num_workers: must be a whole number from 1 to 256, found 2\.5"),
         ({**FS, "capacity_gb": -1}, r"\.capacity_gb: must be a number from 0"),
-        ({**FS, "capacity_gb": 1, "max_capacity_gb": 2}, r"\.max_capacity_gb: is another name of capacity_gb"),
+        ({**FS, "capacity_gb": 1, "max_capacity_gb": 2}, r"\.max_capacity_gb: is another name for capacity_gb"),
         ({**FS, "use_odirect": "yes"}, r"\.use_odirect: must be true or false, found 'yes'"),
         ({**FS, "policy": "thrugh"}, r"\.policy: must be one of .*did you mean 'through'"),
         ({**FS, "policy": 3}, r"\.policy: must be one of through, on_evict, second_touch, found 3"),
@@ -216,7 +216,7 @@ def test_a_key_file_is_private_long_enough_and_never_quoted(tmp_path: Path) -> N
         configure_tier(entry, 0)
     key_file.write_text("a-secret-of-24-letters-x")
     with pytest.raises(
-        ConfigError, match=r"a key has at least 32; make one with openssl rand -hex 32"
+        ConfigError, match=r"a key must have at least 32; make one with openssl rand -hex 32"
     ) as raised:
         configure_tier(entry, 0)
     assert "secret" not in str(raised.value)
@@ -330,7 +330,7 @@ def test_a_class_of_another_package_is_an_adapter() -> None:
         ({"module_path": "no.such.module"}, "No module named"),
         ({"class_name": "NoSuchClass"}, "AttributeError"),
         ({"adapter_params": {"x": 1}}, "TypeError"),
-        ({"class_name": "HandClock"}, "no StorageAdapter"),
+        ({"class_name": "HandClock"}, "must make a StorageAdapter, but made a HandClock"),
     ],
 )
 def test_a_plugin_that_cannot_be_made_stops_the_start(change: dict[str, object], message: str) -> None:

@@ -219,7 +219,9 @@ def test_wrong_fields_are_named(fields: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("field", SETUP)
 def test_a_field_that_mooncake_needs_must_be_given(field: str) -> None:
     rest = {name: value for name, value in SETUP.items() if name != field}
-    with pytest.raises(ConfigError, match=rf"l2_adapters\[0\]\.{field}: must be given, Mooncake's setup"):
+    with pytest.raises(
+        ConfigError, match=rf"l2_adapters\[0\]\.{field}: must be given, since Mooncake's setup"
+    ):
         configure_tier({"type": "mooncake_store", **rest}, 0)
 
 
@@ -297,7 +299,7 @@ async def test_an_rdma_device_that_is_not_there_is_named(
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is not a Mooncake master, it answered b'HTTP"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is not a Mooncake master: it answered b'HTTP"),
         (b"-ERR unknown command\r\n", "is not a Mooncake master"),
         (b"ERROR\r\n", "is not a Mooncake master"),
         (READY[:2] + b"\x0b" + READY[3:], "is not a Mooncake master"),

@@ -183,7 +183,7 @@ class FlatFiles final : public kvstrata::Connector {
 
   std::string path_of(const Digest& key) const { return base_ + "/" + name_of(key); }
 
-  // REQUIRES, for the next three: mutex_, or open().
+  // The next three functions REQUIRE that their caller holds mutex_, or is open().
   void add(const Digest& key, std::uint64_t bytes) {
     index_[key] = Record{bytes, ages_.insert(ages_.end(), key)};
     used_bytes_ += bytes;

@@ -7,7 +7,8 @@ The package's entry point names `from_fields`, so a server accepts the type once
 Invariants
 1. The index (key → length, least recently used first) belongs to the event loop.  Threads only run SQL.
 2. One put, delete or clear at a time changes the table (`_changing`); the index follows when the change is committed.
-3. The thread that touches the bytes of a hold drops it when it has finished; if no thread will, it is dropped at once.
+3. The thread that touches the bytes of a hold drops it when it has finished; a hold that no thread gets is dropped at
+   once.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ def from_fields(fields: Mapping[str, Any], path: str) -> SqliteAdapter:
 
 
 class SqliteAdapter(StorageAdapter):
-    """The adapter, see the module. `capacity_gb` limits the records' bytes; 0: no cap. SQLite's pages come on top."""
+    """The adapter, see the module. `capacity_gb` limits the bytes of records, not SQLite's own; 0: no cap."""
 
     def __init__(self, path: str, capacity_gb: float = 0) -> None:
-        self.name = "sqlite"  # the server replaces it by type and index
+        self.name = "sqlite"  # the server gives the adapter another name, such as sqlite-0
         self.capabilities = Capabilities(persistent=True, shared=False, max_batch=16, lists=True)
         self._path = path
         self._capacity_bytes = int(capacity_gb * GB)

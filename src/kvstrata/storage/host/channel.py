@@ -74,9 +74,9 @@ from kvstrata.types import KEY_BYTES
 
 MAX_FRAME_BYTES = 64 << 10
 MAX_ITEMS = 1_200
-"""Items of one frame: this many outcomes with the longest reasons fit into it, and so do a lookup's 1,024 keys."""
+"""Most items of one frame. This many outcomes with the longest reasons fit into it, as do a lookup's 1,024 keys."""
 MAX_KINDS = 500
-"""Items of one frame of KINDS."""
+"""Most items of one frame of KINDS."""
 MAX_REASON_BYTES = 48
 MAX_TEXT_CHARS = 4_000
 MAX_FIELD_CHARS = 200
@@ -144,7 +144,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def host_config(recipe: Recipe, context: AdapterContext, log_level: int) -> HostConfig:
-    """The configuration by which a child of this process makes the tier's inner layers."""
+    """The configuration from which a child of this process makes the tier's inner layers."""
     return HostConfig(
         medium=recipe.medium,
         config=msgspec.Raw(msgspec.json.encode(recipe.config)),
@@ -237,7 +237,9 @@ def configure(config: HostConfig) -> bytes:
     """CONFIGURE. Raises ChannelError when it is too long for a frame."""
     frame = _head(Kind.CONFIGURE, 0, 0) + msgspec.json.encode(config)
     if len(frame) > MAX_FRAME_BYTES:
-        raise ChannelError(f"its fields take {len(frame)} bytes, an adapter host accepts {MAX_FRAME_BYTES}")
+        raise ChannelError(
+            f"its fields take {len(frame)} bytes, but an adapter host accepts at most {MAX_FRAME_BYTES}"
+        )
     return frame
 
 
@@ -325,7 +327,7 @@ def advertised(advertisement: bytes) -> bytes:
 
 def _too_long(advertisement: bytes) -> StorageError:
     return StorageError(
-        f"the advertisement for other instances has {len(advertisement)} bytes, an adapter host can pass on "
+        f"the advertisement for other instances has {len(advertisement)} bytes, but an adapter host can pass on only "
         f"about {MAX_FRAME_BYTES * 3 // 4}; make the adapter use fewer network devices",
         field="advertisement",
     )
@@ -392,7 +394,7 @@ def counts(counted: Counted) -> bytes:
 def read_answer(frame: bytes) -> Answer:
     """Read a frame of the host. Raises ChannelError for anything else."""
     if len(frame) > MAX_FRAME_BYTES:
-        raise ChannelError(f"a frame of {len(frame)} bytes, the longest has {MAX_FRAME_BYTES}")
+        raise ChannelError(f"a frame of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}")
     try:
         return _read_answer(frame)
     except (struct.error, ValueError, msgspec.MsgspecError, RecursionError) as error:
@@ -423,7 +425,7 @@ def _read_answer(frame: bytes) -> Answer:
         page = KeyPage(split_keys(body[_LISTED.size :]), cursor) if there else None
         return Answer(kind, number, page=page)
     if count:
-        raise ValueError(f"{kind.name} has no items, its head counts {count}")
+        raise ValueError(f"{kind.name} has no items, but its head counts {count}")
     if kind is Kind.COUNTED:
         return Answer(kind, number, count=_COUNT.unpack(body)[0])
     if kind is Kind.USED:
@@ -466,7 +468,7 @@ def _reason(body: bytes, at: int, length: int) -> str:
         return ""
     word = body[at : at + length]
     if length > MAX_REASON_BYTES or len(word) != length:
-        raise ValueError("a reason is cut or too long")
+        raise ValueError("a reason is cut off or too long")
     return word.decode()
 
 

@@ -8,13 +8,13 @@ context, items with holds.
 Invariants
 1. It ends with its server: the kernel kills it then, and a closed channel ends it too.
 2. It keeps no descriptor of the pool except that of sessions.lock, on which it has a shared lock of HOSTS_BYTE.  That
-   lock ends after the last thread that can touch the extents, and no server adopts the pool before.  Forks do not
-   inherit the mapping.
-3. The drop of a hold is reported with the answer of its batch if it came before, else soon after the drop; never before
-   the drop.
+   lock outlives every thread that can touch the extents, and no server adopts the pool while the lock is held.  Forks
+   do not inherit the mapping.
+3. The drop of a hold is never reported before it happens.  It is reported with the answer of its batch if it happened
+   before that answer was sent, else soon after the drop.
 4. Counters, remarks and the advertisement are checked every COUNT_S, and reported when they have changed.
-5. An exception of the adapter is reported and ends nothing here (the plugin boundary).  A hang or a crash is left for
-   the server to notice.
+5. An exception of the adapter is reported and does not end this process (the plugin boundary).  It is left to the
+   server to notice a hang or a crash.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ log = logging.getLogger(__name__)
 
 FRAMES_AT_A_TIME = 16
 TELL_S = 0.01
-"""Drops and evictions are reported at the latest this long after the first one; answers report them earlier."""
+"""Longest time from a drop or an eviction to its report; an answer may report it earlier."""
 COUNT_S = 1.0
 
 
@@ -117,7 +117,7 @@ class Host:
         self._loop = asyncio.get_running_loop()
         self._adapter: StorageAdapter | None = None
         self._peers: ReadsPeers | None = None
-        """The medium, where it reads other instances."""
+        """The medium, if it reads other instances."""
         self._queue: deque[bytes] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
@@ -125,7 +125,7 @@ class Host:
         self._evictions: deque[bytes] = deque()
         self._tell_is_due = False
         self._untold: dict[int, list[int]] = {}
-        """Indices of dropped items by request, which are not reported yet."""
+        """Indices of the dropped items that are not reported yet, by request."""
         self._counted = Counted()
         self._advertised = b""
         self._kinds = KnownKinds()
@@ -180,7 +180,7 @@ class Host:
             except BlockingIOError:
                 return
             if not frame:
-                os._exit(0)  # the server is gone, or has given up this process
+                os._exit(0)  # the server is gone, or has given up on this process
             request = host_channel.read_request(frame)
             if request.kind is Kind.CLOSE:
                 self._closing.set()
@@ -214,7 +214,7 @@ class Host:
         self._send(frame)
 
     async def _ask(self, adapter: StorageAdapter, request: Request) -> bytes:
-        """The frame that answers. Raises the adapter's exceptions, and e.g. TypeError for an invalid answer of it."""
+        """The frame that answers the request. Raises what the adapter raises, and TypeError for an invalid answer."""
         kind, number = request.kind, request.number
         if kind is Kind.EXISTS:
             found = _one_each(await adapter.exists(request.keys), Found, len(request.keys))
@@ -240,7 +240,7 @@ class Host:
         if kind is Kind.LIST:
             page = await adapter.list_keys(request.cursor, request.most)
             if page is not None and len(page.keys) > request.most + MORE_KEYS:
-                raise TypeError(f"{len(page.keys)} keys are listed, {request.most} were asked for")
+                raise TypeError(f"{len(page.keys)} keys are listed, but only {request.most} were asked for")
             return host_channel.listed(number, page)
         assert kind is Kind.USAGE
         return host_channel.used(number, await adapter.usage())
@@ -307,7 +307,7 @@ class Host:
                 self._send(host_channel.advertised(advertisement))
             except StorageError as error:
                 log.error(
-                    "%s: other instances keep the advertisement that they have: %s", self._config.name, error
+                    "%s: other instances keep using the last advertisement: %s", self._config.name, error
                 )
         counted = Counted(adapter.stats(), adapter.numbers(), adapter.remarks())
         if counted != self._counted and not self._queue:

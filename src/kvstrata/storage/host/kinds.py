@@ -19,8 +19,8 @@ IDENTITY_AND_SLICE = slice(320, 320 + 2 * KEY_BYTES)
 class KnownKinds:
     """The payload kinds that a host was told.
 
-    The server keeps a second object for each host and gives it the same kinds, so that both forget the same ones.
-    `learn` is called on one thread, `of` on any.
+    Both sides hold such an object, the host its own and the server one for each host.  Both learn the same kinds in the
+    same order, so both forget the same kinds.  `learn` is called on one thread, `of` on any.
     """
 
     def __init__(self) -> None:

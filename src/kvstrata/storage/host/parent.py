@@ -1,19 +1,19 @@
 """The server's side of an adapter that runs in a child process of its own (`"isolation": "process"`).
 
-states.py has the table of its states.  When a child was reaped, another is started after a pause, which doubles up to
-`max_pause_s` until a child was steady.
+states.py has the table of its states.  When a child was reaped, another is started after a pause.  The pauses double up
+to `max_pause_s`, until a child has been steady (pauses.py).
 
-While it is not UP, `exists` answers UNKNOWN('host_down'), `put` THROTTLED('host_down') and `load`
-FAILED('host_down'), at once.  Operations under way when the child ended are FAILED or UNKNOWN with 'host_died'.
+While no child is UP, `exists` answers UNKNOWN('host_down'), `put` THROTTLED('host_down') and `load`
+FAILED('host_down'), at once.  Operations under way when the child ends are FAILED or UNKNOWN with 'host_died'.
 
 Invariants
 1. Each item's hold is in the request table (requests.py) until the adapter has finished with its bytes or the child was
    reaped: no deadline, cancelled wait or closed channel drops it.
-2. The server does not trust the child: it verifies the bytes that the child wrote into extents where they are used, and
-   kills a child that sends an impossible answer.
+2. The server does not trust the child: the bytes that it wrote into extents are verified where they are used, and a
+   child that sends an impossible answer is killed.
 3. Sending never blocks.  Frames that the child has not read wait here; beyond QUEUE_BYTES, requests are refused.
-4. A child that has work and has sent nothing for `kill_ms` is killed; where `capabilities.quiesce` is `never`, also a
-   child whose oldest operation is older than that.  Both times grow with the bytes under way, as the deadline does.
+4. A child that has work and has sent nothing for `kill_ms` is killed.  Where `capabilities.quiesce` is `never`, a child
+   with an operation older than `kill_ms` is killed too.  Both limits grow with the bytes under way, as deadlines do.
    A clear has no time limit.  COUNTS and ADVERTISED do not count as signs of work: the child's loop sends them even if
    its adapter hangs.
 
@@ -79,7 +79,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OPEN_S = 600.0
-"""Longest wait for a restarted child to open its adapter. (The first open waits as long as one in process.)"""
+"""Longest wait for a restarted child to open its adapter. (The first open has no time limit here.)"""
 CLOSE_S = 3.0
 """Time that the child has to end after CLOSE before it is killed; it begins again with each answer."""
 
@@ -139,11 +139,11 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         return self._counted.numbers
 
     def remarks(self) -> dict[str, str]:
-        """The remarks of the adapter in the child, about a second old, and why no more children are started, if so."""
+        """The adapter's remarks in the child, about a second old; also the reason if no more children are started."""
         return {**self._counted.remarks, **self._work.remarks()}
 
     def advertisement(self) -> bytes:
-        """The last advertisement of the medium in the child; empty while no child is up, or if it reads no peers."""
+        """The medium's last advertisement; empty while no child is up, and for a medium that reads no peers."""
         return self._advertisement if self._state is HostState.UP else b""
 
     def prefer(self, keys: Sequence[bytes], source: bytes) -> None:
@@ -155,7 +155,7 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
     # --- the contract ------------------------------------------------------------------------------------
 
     async def open(self, context: AdapterContext) -> None:
-        """Start the child and open the adapter there. Raises ConfigError, StorageError or OSError; no child is left."""
+        """Start the child and open the adapter there. After ConfigError, StorageError or OSError no child is left."""
         if context.region_fd < 0:
             raise StorageError(f"{self.name}: an adapter host needs the pool's descriptor", field=self.name)
         self._context = context
@@ -320,7 +320,7 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
     def _ask(
         self, kind: Kind, count: int, holds: list[Hold | None], frame: Callable[[int], bytes]
     ) -> tuple[asyncio.Future[Any] | None, str]:
-        """The future of the answer; or None and why nothing was asked, and then the caller still owns `holds`."""
+        """The future of the answer, or None and why nothing was asked; in that case the caller still owns `holds`."""
         if self._closed:
             return None, CLOSED
         if self._state is not HostState.UP:
@@ -390,7 +390,7 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
     # --- its life ----------------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """Spawn a child and wait until its adapter is open. Raises as `open`; the child is then being ended."""
+        """Spawn a child and wait until its adapter is open. Raises as `open`, after telling the child to end."""
         loop = asyncio.get_running_loop()
         context = self._context
         assert context is not None
@@ -437,7 +437,7 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         self._process.kill()
 
     def _reaped(self, how: str) -> None:
-        """The child was reaped, so nothing of it can touch the bytes any more."""
+        """The child was reaped, so it cannot touch the bytes any more."""
         if self._pipe is not None:
             self._pipe.read_last()
         self._counted = Counted()
@@ -482,7 +482,7 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         """Kill a child that has been silent for too long, or look again later."""
         loop = asyncio.get_running_loop()
         if self._pipe is not None:
-            self._pipe.read()  # frames that came while the loop was busy count
+            self._pipe.read()  # frames that came while the loop was busy count as signs of work
         due_s = self._due_s()
         if due_s is not None and due_s <= loop.time():
             self._timer = None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 30.0
 STEADY_S = 60.0
-"""After a child that was up for this long the pauses begin anew."""
+"""After a child that was up for this long, the pauses begin again with the shortest."""
 WELL_S = 3.0
-"""They also begin anew after a child whose first and last good answer were at least this far apart."""
+"""They also begin again after a child whose first and last good answer were at least this far apart."""
 
 
 class Pauses:

@@ -14,14 +14,14 @@ QUEUE_BYTES = 1 << 20
 FRAMES_AT_A_TIME = 16
 """Frames of one child that are read before the loop turns to other work."""
 LAST_FRAMES = 10_000
-"""More frames than a socket buffers."""
+"""Most frames that `read_last` reads; a socket buffers fewer."""
 
 
 class Pipe:
     """The pipe to one child. Belongs to the event loop."""
 
     def __init__(self, sock: socket.socket, take: Callable[[bytes], None], ended: Callable[[], None]) -> None:
-        """`take(frame)` gets each frame; `ended()` is called when no more can come. Either may close the pipe.
+        """`take(frame)` gets each frame; `ended()` is called when no more frames can come. Either may close the pipe.
 
         The pipe owns `sock`, and closes it in `close`.
         """
@@ -95,7 +95,7 @@ class Pipe:
         except BlockingIOError:
             return False
         except ConnectionResetError:
-            # Comes once, if the child ended without reading all requests; its own frames can still be read.
+            # Raised once if the child ended without reading all requests; the frames that it sent can still be read.
             return True
         except OSError:
             frame = b""

@@ -1,14 +1,14 @@
-"""One child process of an adapter host, as the server sees it: spawned, killed at most once, reaped.
+"""One child process of an adapter host, as the server sees it: spawned, perhaps killed, reaped.
 
     start() ─▶ spawned ─▶ (ended by itself, or kill()) ─▶ a zombie ─▶ reaped ─▶ `ended` is called on the loop
 
 Invariants
-1. A thread of its own spawns the child and lives until it has reaped it, since the kernel sends the child its death
-   signal (PR_SET_PDEATHSIG) when the thread that spawned it ends.  So the loop never waits for a fork.
-2. `kill` never hits another process: the kernel reuses a process number only after the child was reaped, and both
-   happen under one lock.
+1. Each child has a thread, which spawns the child and lives until the child was reaped, since the kernel sends the
+   child its death signal (PR_SET_PDEATHSIG) when the spawning thread ends.  So the loop never waits for a fork.
+2. `kill` never hits another process: the kernel reuses a process number only after the child was reaped, and killing
+   and reaping take the same lock.
 3. `ended` is called exactly once, after the child was reaped (its mappings are gone then) and its output was read.
-4. The child's output to stdout and stderr costs the server a bounded amount of work and log.
+4. The child's output to stdout and stderr costs the server a bounded amount of work and of log lines.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOG_BYTES = 16 << 10
 LINES_PER_WINDOW = 200
 WINDOW_S = 10.0
 LEVEL_MARK = "\x1e"
-"""A line of the child's logging is LEVEL_MARK, the level's number, LEVEL_MARK, text; all other lines are prints."""
+"""A line of the child's logging is LEVEL_MARK, the level's number, LEVEL_MARK, text; other lines are plain output."""
 
 
 class HostProcess:

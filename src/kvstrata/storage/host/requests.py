@@ -74,7 +74,7 @@ class RequestTable:
     """The requests of one adapter host; outlives its children."""
 
     def __init__(self, kill_s: float, bytes_per_kill: int) -> None:
-        """The child may be silent for `kill_s`, and again for every `bytes_per_kill` of payload under way."""
+        """The child may be silent for `kill_s`, and as long again for every `bytes_per_kill` of payload under way."""
         self._kill_s = kill_s
         self._bytes_per_kill = bytes_per_kill
         self._requests: dict[int, _Request] = {}

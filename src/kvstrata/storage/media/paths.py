@@ -8,13 +8,13 @@ from kvstrata.storage.structs import Place
 
 
 def absolute(path: str, place: Place, name: str) -> str:
-    """The directory of field `name` as an absolute path. Raises ConfigError if its `~` cannot be resolved.
+    """The directory of field `name` as an absolute path.
 
-    Also for a path with a null byte, at which the system would end it.
+    Raises ConfigError if its `~` cannot be resolved, or if it contains a null byte, where the system would cut it off.
     """
     if "\0" in path:
         raise place.wrong(name, path, "must be a path without null bytes")
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
-        raise place.wrong(name, path, "must be an absolute path, the home directory is not known here")
+        raise place.wrong(name, path, "must be an absolute path, since the home directory is not known here")
     return os.path.abspath(expanded)

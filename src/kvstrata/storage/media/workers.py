@@ -13,5 +13,5 @@ NumWorkers = Annotated[
 ]
 PerOpWorkers = Annotated[
     dict[Lane, Annotated[int, Meta(ge=1, le=256)]],
-    Meta(description="Number of own threads for `lookup`, `retrieve`, `store` or `delete`."),
+    Meta(description="Number of dedicated threads for `lookup`, `retrieve`, `store` or `delete`."),
 ]

@@ -1,6 +1,6 @@
 """Encodes records on their way to a medium and decodes them on their way back.
 
-This wrapper lies around every adapter, also where no codec is configured.  Each record names the codecs that it is
+This wrapper lies around every adapter, even where no codec is configured.  Each record names the codecs that it is
 encoded with, and is decoded by them whatever is configured now, so a change of the chain loses no stored record.
 Without a codec nothing is staged or copied.
 
@@ -11,9 +11,10 @@ Invariants
 1. Bytes between the codecs and the medium lie in a staging pool of fixed size outside L1.  Whoever touches a block of
    it holds the block.
 2. `exists` answers with lengths in L1.  A key whose length is not known yet costs one read of its headers.
-3. A record that cannot be decoded (unknown codec, no or another key, no library) is a miss and is counted; it is never
-   deleted or overwritten for that.  A record that decodes to other bytes than the original is removed.
-4. A batch that was taken runs to its end, whoever waits.
+3. A record that cannot be decoded (unknown codec, missing or different key, missing library) is a miss and is counted.
+   It stays stored; only if it does not authenticate may a put replace it.  A record that decodes to other bytes than
+   the original is removed.
+4. A batch that was taken runs to its end, even if nobody waits for it.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class CodecAdapter(StorageAdapter):
         self._kind_of: Callable[[bytes, bytes], PayloadKind | None] = nothing_known
 
     async def open(self, context: AdapterContext) -> None:
-        """As the inner adapter. Raises StorageError too if a codec is configured that the adapter cannot work with."""
+        """As the inner adapter. Also raises StorageError if the adapter cannot work with the configured codec."""
         if self.chain.encodes and not self.inner.capabilities.has_heads:
             raise StorageError(
                 f"{self.name}: codec: this kind of storage cannot tell how long encoded records are; remove codec, or"
@@ -119,11 +120,11 @@ class CodecAdapter(StorageAdapter):
         return {"staging_used_bytes": used_bytes, **self.counts}
 
     def numbers(self) -> dict[str, int]:
-        """As the inner adapter; empty where that breaks its contract, so that status pages show their other numbers."""
+        """As the inner adapter; empty if it breaks its contract, so that status pages still show everything else."""
         return self._told("numbers", self.inner.numbers, Counts)
 
     def remarks(self) -> dict[str, str]:
-        """As the inner adapter; empty where that breaks its contract."""
+        """As the inner adapter; empty if it breaks its contract."""
         return self._told("remarks", self.inner.remarks, Remarks)
 
     def _told(self, operation: str, ask: Callable[[], object], kind: Any) -> dict[str, Any]:
@@ -192,7 +193,7 @@ class CodecAdapter(StorageAdapter):
         return await self.inner.usage()
 
     async def close(self) -> None:
-        """Wait for what is in flight, close the inner adapter, end the threads. Idempotent."""
+        """Wait for the operations in flight, close the inner adapter, end the threads. Idempotent."""
         self._closed = True
         await self._work.ended()
         await self.inner.close()
@@ -230,7 +231,7 @@ class CodecAdapter(StorageAdapter):
             need_bytes = self.chain.staging_bytes(item.hold.length)
             block = self._staged().take_now(need_bytes, for_put=True)
             if block is None and self._staged().fits(need_bytes, for_put=True):
-                # This record has room for certain only when the records staged before it have left.
+                # Room for this record is certain only once the records staged before it have left staging.
                 await self._put_encoded(items, waiting, outcomes)
                 waiting = []
                 block = await self._staged().take(need_bytes, for_put=True)
@@ -330,9 +331,8 @@ class CodecAdapter(StorageAdapter):
             known = lengths[key]
             if known is None and self._asks_heads:
                 presence, stored_bytes, reason = found[key]
-                if (
-                    presence is Presence.PRESENT
-                ):  # unsound headers: a load lets the medium find out and remove it
+                if presence is Presence.PRESENT:
+                    # The headers are unsound; a load makes the medium notice that and remove the record.
                     encoded.append((i, stored_bytes, 0))
                     continue
                 hold.drop()
@@ -362,7 +362,7 @@ class CodecAdapter(StorageAdapter):
     async def _load_plain(
         self, items: list[LoadItem], places: list[int], outcomes: list[LoadOutcome]
     ) -> None:
-        """Load straight into the extents. A record that turns out to be encoded is a miss; then heads are asked for."""
+        """Load straight into the extents. A record that proves to be encoded is a miss; from then on heads are read."""
         if not places:
             return
         sides = [SideHold(items[i].hold) for i in places]
@@ -438,7 +438,7 @@ class CodecAdapter(StorageAdapter):
         ended = await asyncio.gather(*(work for _, work in decoding), return_exceptions=True)
         for (i, _), result in zip(decoding, ended, strict=True):
             if isinstance(result, BaseException):
-                log.error("%s: the codecs failed on a record by our own mistake", self.name, exc_info=result)
+                log.error("%s: a codec raised an unexpected error on a record", self.name, exc_info=result)
                 result = LoadOutcome(LoadStatus.FAILED, CODEC)
             outcomes[i] = result
             key = items[i].key

@@ -125,9 +125,9 @@ class Chain:
     ) -> Encoded:
         """Encode the record `source` into `target`, which is `staging_bytes` long.
 
-        The result's length is 0 if encoding would not make the record shorter and it need not be encrypted; store it as
-        it is then.  `kind_of(identity, slice digest)` describes the payload where that is known.  It has a shape only
-        if the engine has opted in to fp8, and only such payloads are made fp8.
+        The result's length is 0 if no codec changed the record; store it as it is then.  (zstd is left out where it
+        would not make the record shorter.)  `kind_of(identity, slice digest)` describes the payload, if it is known.
+        A description has a shape only if the engine has opted in to fp8, and only such payloads are encoded as fp8.
         """
         source_at, source_bytes = buffer_address(source), len(source)
         header = native_record.record_header(source_at, source_bytes)
@@ -179,9 +179,9 @@ class Chain:
     def _to_fp8(
         self, fp8: tuple[int, ...], payload: memoryview, lengths: list[int], out: memoryview
     ) -> tuple[memoryview, list[int]] | None:
-        """The fp8 codec's bytes of `payload` in `out`, and the CRCs of the sections that they decode to.
+        """Encode `payload` with fp8 into `out`; returns the used part of `out`, and the CRCs of the decoded sections.
 
-        None if the payload does not have that shape, or a number is not finite.
+        None if the payload does not have the shape `fp8`, or a number is not finite.
         """
         dtype, shape = fp8[0], fp8[1:]
         n, scales = fp8_sizes(shape)
@@ -210,7 +210,7 @@ class Chain:
         return out, crcs
 
     def _compress(self, payload: memoryview, out: memoryview, splits: bool) -> int:
-        """Write the zstd codec's bytes of `payload` into `out`; returns how many."""
+        """Compress `payload` with zstd into `out`; returns the number of bytes written."""
         tools = self._take_tools()
         n = len(payload)
         table_at, at = _LENGTH.size, _LENGTH.size + 4 * -(-n // SLAB_BYTES)
@@ -239,8 +239,8 @@ class Chain:
     ) -> None:
         """Decode `stored`, which is overwritten, into `target`, and verify the record there.
 
-        `scratch` has `scratch_bytes`.  Raises BadRecord, or CannotDecode, also if `target` has another length than the
-        record.
+        `scratch` is `scratch_bytes` long.  Raises BadRecord or CannotDecode; CannotDecode also if `target` has another
+        length than the record.
         """
         stored_at = buffer_address(stored, writable=True)
         try:

@@ -31,20 +31,20 @@ class ChainSettings(NamedTuple):
     master_key: bytes = b""
     """For aes-gcm; empty: not encrypted."""
     mac_key: bytes = b""
-    """For mac; empty: no mac. Not beside `master_key`, since aes-gcm authenticates as well."""
+    """For mac; empty: no mac. Never together with `master_key`, since aes-gcm authenticates as well."""
     old_keys: tuple[bytes, ...] = ()
     """Keys with which records are still read."""
     accept_plain: bool = False
-    """Records that nobody encrypted are served too, for the time of a migration."""
+    """Records that were written without a key are served too, during a migration."""
 
     @property
     def encodes(self) -> bool:
-        """Whether it is not the empty one."""
+        """Whether any codec is configured."""
         return self.fp8 or self.zstd is not None or bool(self.keys)
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """All keys, the one for writing first."""
+        """All keys; the first one is for writing."""
         first = self.master_key or self.mac_key
         return (first, *self.old_keys) if first else ()
 
@@ -176,7 +176,7 @@ def _read_key(path: str, field: str) -> bytes:
     key = read_token_file(path, field)
     if len(key) < MIN_KEY_CHARS:
         raise ConfigError(
-            f"{field}: {path} holds {len(key)} characters, a key has at least {MIN_KEY_CHARS}; make one with"
+            f"{field}: {path} holds {len(key)} characters, but a key must have at least {MIN_KEY_CHARS}; make one with"
             " openssl rand -hex 32",
             field=field,
         )

@@ -1,6 +1,6 @@
-"""What stored records are, by their headers: their lengths in L1, and whether they can be decoded here.
+"""Reads the headers of stored records: the records' lengths in L1, and whether they can be decoded here.
 
-The medium is asked for a record's headers once; the answer is remembered with the length that the medium told then.
+The medium is asked for a record's headers once; the answer is remembered together with the record's stored length.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvstrata.storage.wrap.codec_chain import Chain
 from kvstrata.storage.wrap.codec_lengths import KnownLengths, Lengths, Undecodable, read_head
 
 MOST_PLAIN_LENGTHS = 1024
-"""Lengths of plain records that are remembered; behind more of them, the headers of each record are asked for."""
+"""Most lengths of plain records that are remembered; beyond them, the headers of each record are read."""
 NO_PROOF = "written without a key, so anybody who can write to this storage may have made it"
 
 
@@ -29,10 +29,13 @@ class Heads:
         self._lengths = lengths
         self._undecodable = undecodable
         self._plain_lengths: set[int] = set()
-        """Lengths of stored records of which one is known to be stored as it is in L1."""
+        """Stored lengths for which one record was seen to be plain, that is, stored as it is in L1."""
 
     async def shows_codecs(self, keys: Sequence[bytes], found: Sequence[Found]) -> bool:
-        """Whether headers must be asked for: of each length that was not seen before, the first record's are read."""
+        """Whether some of the records may be encoded, so that all their headers must be read.
+
+        One record of each new length shows whether records of that length are encoded.
+        """
         new: dict[int, bytes] = {}
         for key, (presence, stored_bytes, _) in zip(keys, found, strict=True):
             if presence is Presence.PRESENT and stored_bytes not in self._plain_lengths:
@@ -53,7 +56,11 @@ class Heads:
     async def look_up(
         self, keys: Sequence[bytes], found: Sequence[Found], *, ask: bool
     ) -> list[Lengths | None]:
-        """The lengths of the found records; None: absent, unknown and not to be asked for, or headers unsound."""
+        """The lengths of the found records.
+
+        None where a record is absent, where its lengths are not known and `ask` is false, and where its headers are
+        unsound.
+        """
         lengths: list[Lengths | None] = [None] * len(keys)
         unknown: list[int] = []
         for i, (key, (presence, stored_bytes, _)) in enumerate(zip(keys, found, strict=True)):
@@ -78,7 +85,7 @@ class Heads:
         if known is None or known.cannot:
             return known
         if stored_bytes > self._chain.longest_stored_bytes(known.codecs, known.decoded_bytes):
-            return None  # no codec makes this of it
+            return None  # no codec makes a record this long
         cannot = self._chain.cannot_decode(known.codecs)
         if cannot:
             why = f"written with codecs {list(known.codecs)}, which this server cannot decode"

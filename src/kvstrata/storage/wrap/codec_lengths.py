@@ -1,4 +1,4 @@
-"""The lengths that stored records have in L1, by their headers (docs/formats.md), and a memory of these lengths."""
+"""Reads the lengths that stored records have in L1 from their headers (docs/formats.md), and remembers them."""
 
 from __future__ import annotations
 
@@ -78,21 +78,21 @@ class Undecodable:
     def warn_of_plain(self) -> None:
         """Log that the codec's `accept_plain` is true."""
         log.warning(
-            "%s: codec: accept_plain is true, so records that nobody encrypted are served: whoever can write to this"
-            " storage chooses what engines read; remove accept_plain when the old records are gone",
+            "%s: codec: accept_plain is true, so records that were written without a key are served: whoever can write"
+            " to this storage chooses what engines read; remove accept_plain when the old records are gone",
             self._name,
         )
 
     def note(self, reason: str, key: bytes, error: object) -> None:
-        """Log that this record cannot be decoded, if it is the first with this reason. Thread-safe."""
+        """Log that this record cannot be decoded, if it is the first one with this reason. Thread-safe."""
         if reason not in self._told:
             self._told.add(reason)
-            what = "%s: record %s: %s; further ones are only counted (%s). Give all servers of a storage the same codec"
+            what = "%s: record %s: %s; more such records are only counted (%s). Give all its servers the same codec"
             log.warning(what, self._name, key.hex()[:16], error, reason)
 
 
 def read_head(key: bytes, head: bytes, stored_bytes: int) -> Lengths | None:
-    """The lengths and codecs by a record's headers; None: they are unsound, or do not fit the stored length."""
+    """The lengths and codecs in a record's headers; None: the headers are unsound, or do not fit the stored length."""
     if len(head) < HEAD_BYTES:
         return None
     magic, version, flags, header_bytes, of, _, codecs, body_bytes, _, _ = _OUTER.unpack_from(head, 0)

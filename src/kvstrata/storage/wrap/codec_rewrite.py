@@ -1,8 +1,9 @@
 """Writes the records of a storage again, with the codecs and the key that new records get.
 
-One record at a time: load, decode and verify, encode, delete, put.  A record that names the writing key already is left
-alone, so a run that was interrupted goes on where it ended.  A record that cannot be decoded here, or authenticated,
-stays as it is.  If the process ends between delete and put, that one record is gone: its chunk is computed again.
+One record at a time: load, decode and verify, encode, delete, put.  A record that already names the writing key stays
+as it is, so an interrupted run can be repeated and goes on where it ended.  A record that cannot be decoded or
+authenticated here stays as it is too.  If the process ends between delete and put, that one record is lost and its
+chunk is computed again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LISTS_WITHIN_S = 600.0
 
 
 async def rewrite(adapter: CodecAdapter, staging_bytes: int) -> dict[str, int]:
-    """Write all records of an open adapter again; returns how many, by what came of them. Raises StorageError."""
+    """Write all records of an open adapter again; returns the number of records by outcome. Raises StorageError."""
     if not adapter.chain.seals.writes:
         raise StorageError(
             f"{adapter.name}: codec: names no key to write with; give aes-gcm or mac with key_files, the new key first",
@@ -48,7 +49,7 @@ async def rewrite(adapter: CodecAdapter, staging_bytes: int) -> dict[str, int]:
         if page is None:
             if time.monotonic() > until_s:
                 raise StorageError(f"{adapter.name}: its records could not be listed", field=adapter.name)
-            await asyncio.sleep(0.05)  # it has no event for this
+            await asyncio.sleep(0.05)  # the storage contract has no event for "can list now"
             continue
         for key in page.keys:
             counts[await _rewrite_one(adapter, staging, key)] += 1
@@ -58,7 +59,7 @@ async def rewrite(adapter: CodecAdapter, staging_bytes: int) -> dict[str, int]:
 
 
 async def _rewrite_one(adapter: CodecAdapter, staging: Staging, key: bytes) -> str:
-    """What came of one record: rewritten, current, or a short reason."""
+    """Write one record again; returns its outcome: `rewritten`, `current`, or a short reason."""
     chain, inner = adapter.chain, adapter.inner
     [found], [head] = await inner.exists([key]), await inner.heads([key])
     if found.presence is not Presence.PRESENT:

@@ -1,8 +1,8 @@
 """The codecs that prove who wrote a record (docs/formats.md): `aes-gcm`, which also encrypts, and `mac`.
 
-    aes-gcm (4)   nonce ‖ ciphertext ‖ tag; read only: it does not name its key, so all keys are tried
+    aes-gcm (4)   nonce ‖ ciphertext ‖ tag; no longer written; it does not name its key, so all keys are tried
     aes-gcm (5)   key id ‖ nonce ‖ ciphertext ‖ tag
-    mac (6)       key id ‖ nonce ‖ payload ‖ tag; the tag is that of AES-GCM with all of it as associated data (GMAC)
+    mac (6)       key id ‖ nonce ‖ payload ‖ tag; the tag is AES-GCM's, with the payload as associated data too (GMAC)
 
 Each identity, and so each tenant, has keys of its own, derived from the text of a key file.  The headers are associated
 data, so a record under another key, identity or chain of codecs does not authenticate.  GMAC was chosen because it is
@@ -21,7 +21,7 @@ AES_GCM_UNNAMED, AES_GCM, MAC = 4, 5, 6
 SEALS = (AES_GCM_UNNAMED, AES_GCM, MAC)
 ID_BYTES, NONCE_BYTES, TAG_BYTES = 8, 12, 16
 SEAL_BYTES = ID_BYTES + NONCE_BYTES + TAG_BYTES
-"""Bytes that a codec of this module adds, at most."""
+"""Most bytes that a codec of this module adds."""
 WRONG_KEY = "wrong_key"
 MOST_DERIVED = 4096
 _INFO = {AES_GCM_UNNAMED: b"kvstrata aes-gcm 1", AES_GCM: b"kvstrata aes-gcm 2", MAC: b"kvstrata mac 1"}
@@ -49,7 +49,7 @@ class Seals:
     def __init__(self, settings: ChainSettings) -> None:
         self._writes = MAC if settings.mac_key else AES_GCM if settings.master_key else 0
         self._texts: dict[bytes, bytes] = {}
-        """By id, the writing one first."""
+        """Texts of the keys, by key id; the key for writing comes first."""
         self._derived: dict[tuple[int, bytes, bytes], bytes] = {}
         for text in settings.keys:
             self._texts[_derive(text, b"kvstrata key id 1")[:ID_BYTES]] = text
@@ -72,7 +72,7 @@ class Seals:
     def write(
         self, identity: bytes, plain: memoryview, record: memoryview, start: int, n_sections: int
     ) -> None:
-        """Write everything behind the headers, which are in place; `plain` may lie where its bytes go already."""
+        """Write everything behind the headers, which are in place; `plain` may already lie at its place in `record`."""
         key_id, nonce = self.writing_id, os.urandom(NONCE_BYTES)
         cipher = _cipher(self._key(self._writes, key_id, identity), nonce).encryptor()
         at = start + ID_BYTES + NONCE_BYTES
@@ -82,7 +82,7 @@ class Seals:
             body = record[at : len(record) - TAG_BYTES]
             cipher.authenticate_additional_data(body)
         else:
-            # The library wants spare room behind the ciphertext; the tag's room serves.
+            # The library wants spare room behind the ciphertext; the room for the tag is there.
             cipher.update_into(plain, record[at:])
         cipher.finalize()
         record[len(record) - TAG_BYTES :] = cipher.tag
@@ -90,9 +90,9 @@ class Seals:
     def read(
         self, codec: int, identity: bytes, stored: memoryview, start: int, n_sections: int
     ) -> memoryview:
-        """Check what a codec of this module wrote, decrypt it in place, and return the bytes before it.
+        """Check the bytes that a codec of this module wrote, decrypt them in place, and return that codec's input.
 
-        Raises BadRecord, or CannotDecode if it was written with a key that is not here, or does not authenticate.
+        Raises BadRecord, or CannotDecode if they were written with a key that is not here, or do not authenticate.
         """
         id_bytes = 0 if codec == AES_GCM_UNNAMED else ID_BYTES
         at, end = start + id_bytes + NONCE_BYTES, len(stored) - TAG_BYTES
@@ -108,7 +108,9 @@ class Seals:
             if _opens(key, nonce, tag, headers, body, in_place=None if codec == MAC else stored[at:]):
                 return body
         if id_bytes:
-            raise CannotDecode(UNAUTHENTICATED, "it was not written, or not so, by who has its key")
+            raise CannotDecode(
+                UNAUTHENTICATED, "its tag is wrong: it was changed, or written without its key"
+            )
         raise CannotDecode(WRONG_KEY, "encrypted with another key")
 
     def _key(self, codec: int, key_id: bytes, identity: bytes) -> bytes:
@@ -126,7 +128,7 @@ class Seals:
 def _opens(
     key: bytes, nonce: bytes, tag: bytes, headers: bytes, body: memoryview, *, in_place: memoryview | None
 ) -> bool:
-    """Whether the tag is right. `in_place`: where the body is decrypted to; it is as before if the tag is wrong."""
+    """Whether the tag is right. `in_place` gets the decrypted body, or its old bytes again if the tag is wrong."""
     from cryptography.exceptions import InvalidTag
 
     cipher = _cipher(key, nonce, tag).decryptor()
@@ -138,7 +140,7 @@ def _opens(
     try:
         cipher.finalize()
     except InvalidTag:
-        if in_place is not None:  # in counter mode, doing it again undoes it
+        if in_place is not None:  # in counter mode, encrypting the decrypted bytes restores them
             _cipher(key, nonce).encryptor().update_into(body, in_place)
         return False
     return True

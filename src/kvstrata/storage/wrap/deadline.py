@@ -1,16 +1,15 @@
 """Ends waits at a deadline, and stops asking an adapter that does not answer.
 
-A deadline ends the *wait*: every item of the batch is answered FAILED('deadline') (exists: UNKNOWN), while
-the inner operation goes on and its items keep their holds until the medium has finished with them.  The bytes
-of such operations count as stuck until they end; as long as they reach `max_stuck_bytes`, nothing more is put
-or loaded.
+A deadline ends the *wait*: every item of the batch is answered FAILED('deadline') (exists: UNKNOWN), while the inner
+operation goes on and its items keep their holds until the medium has finished with them.  The bytes of such operations
+count as stuck until the operations end; while `max_stuck_bytes` or more bytes are stuck, nothing more is put or loaded.
 
 Each operation has a breaker (policy/breaker.py).  If an operation succeeds after its deadline, the breaker admits a try
 at once.
 
 An operation failed if it hit the deadline, raised, or all its items are FAILED or UNKNOWN for reasons that blame the
-medium (policy/reasons.py), unlike a full queue.  A miss, a corrupt record or a full disk is an answer.
-While the breaker of loads is open, `exists` answers UNKNOWN too, since a record that cannot be loaded is no hit.
+medium (policy/reasons.py; a full queue does not).  A miss, a corrupt record or a full disk is an answer, not a failure.
+While the breaker of loads is open, `exists` answers UNKNOWN too, since a record that cannot be loaded is not a hit.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class DeadlineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Times and bounds of one adapter."""
 
     deadline_ms: int = 5_000
-    """Time for one operation, and again for every `bytes_per_deadline` of its payload."""
+    """Time for one operation, and as long again for every `bytes_per_deadline` of its payload."""
     bytes_per_deadline: int = 64 << 20
     max_stuck_bytes: int
     failures: int = 3
@@ -155,7 +154,7 @@ class DeadlineAdapter(StorageAdapter):
         return count if self._is_answer("delete", count, _is_count(count)) else 0
 
     async def clear(self) -> int:
-        """As the inner adapter; an admin's request, which waits as long as it takes. Raises StorageError."""
+        """As the inner adapter, without a deadline, since an admin waits for the answer. Raises StorageError."""
         try:
             count = await self.inner.clear()
         except StorageError:
@@ -189,7 +188,10 @@ class DeadlineAdapter(StorageAdapter):
         return is_one
 
     async def close(self) -> None:
-        """Close the inner adapter and wait at most `close_s`; operations that still run then are logged and left."""
+        """Close the inner adapter; wait at most `close_s` for that and for its running operations.
+
+        What has not ended by then goes on, and is logged.
+        """
         closing = asyncio.create_task(self.inner.close(), name=f"{self.name}-close")
         self._running.add(closing)
         closing.add_done_callback(self._closed)

@@ -40,7 +40,7 @@ class OpReport(NamedTuple):
 
 
 class MeteredAdapter(StorageAdapter):
-    """Passes every call on to the inner adapter, and calls `report` after each reported one, on the event loop."""
+    """Passes every call on to the inner adapter; `report` gets each batch that has ended, on the event loop."""
 
     def __init__(self, inner: StorageAdapter, report: Callable[[OpReport], None], clock: Clock) -> None:
         self.inner = inner

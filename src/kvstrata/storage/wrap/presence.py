@@ -87,7 +87,7 @@ class PresenceAdapter(StorageAdapter):
         """Times to live, indexed by Presence."""
         self._max_keys = limits.max_keys
         self._told: dict[bytes, tuple[float, Found]] = {}
-        """By key: the time until which the medium's answer may be told again, and the answer; the oldest is first."""
+        """By key: the time until which the medium's answer may be reused, and the answer; the oldest is first."""
         self._questions: set[_Question] = set()
         self._evicted: collections.deque[bytes] = collections.deque(maxlen=MAX_EVICTED)
         self._counts = dict.fromkeys(("asked", "recalled_present", "recalled_absent"), 0)
@@ -187,7 +187,7 @@ class PresenceAdapter(StorageAdapter):
         """As the inner adapter."""
         await self.inner.close()
 
-    # Some 0.1 ms for a thousand keys, which is how many a lookup asks for on the event loop.
+    # `_recall` takes about 0.1 ms for the thousand keys of a long lookup, on the event loop.
 
     def _recall(self, keys: Sequence[bytes], now_s: float) -> list[Found | None]:
         """For each key the answer from memory; None if none is remembered."""
@@ -229,7 +229,7 @@ class PresenceAdapter(StorageAdapter):
         for key in question.changed:
             self._told.pop(key, None)
         if len(self._told) > self._max_keys:
-            # Forget a sixteenth at once: finding the oldest keys of a dict steps over all places freed before.
+            # Forget a sixteenth at once: to find its oldest key, a dict steps over every entry removed before.
             too_many = len(self._told) - self._max_keys + self._max_keys // 16
             for key in list(itertools.islice(self._told, too_many)):
                 del self._told[key]

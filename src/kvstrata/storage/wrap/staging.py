@@ -3,8 +3,8 @@
 Invariants
 1. Blocks never overlap, and together never exceed the size; the blocks of puts together never exceed half of it.
 2. A block is free again when all its holders have let go of it, in any thread.
-3. Waiting callers are served in order, loads before puts.  Since puts leave loads one half, a put whose medium keeps
-   the bytes for long cannot block all loads.
+3. Waiting callers are served in order, loads before puts.  Half of the staging is always left to loads, so that puts
+   into a medium that keeps their bytes for long cannot block all loads.
 
 Staging is not registered with any device, and no other process can see it.
 """
@@ -114,7 +114,8 @@ class Staging:
         # The kernel gives memory only to pages that were written.
         self.memory = mmap.mmap(-1, self.size_bytes)
         if self.size_bytes:
-            self.memory.madvise(MADV_DONTDUMP)  # KV, before it is encrypted
+            # The KV here is not encrypted yet, so core dumps must not contain it.
+            self.memory.madvise(MADV_DONTDUMP)
         self.address = buffer_address(self.memory, writable=True)
         self._lock = threading.Lock()
         self._free = [(0, self.size_bytes)]
@@ -227,7 +228,7 @@ class Staging:
         self._free.insert(at, (offset, length))
 
     def _tell(self) -> None:
-        """Have the waiting callers served on their loop; from any thread."""
+        """Have the waiting callers served on their loop. Thread-safe."""
         loop = self._loop
         if loop is not None and (self._waiting[False] or self._waiting[True]):
             try:

@@ -3,8 +3,8 @@
     <base_path>/00000000.seg ...     segments of fixed length, made as the log grows (docs/formats.md)
     <base_path>/.kvstrata.lock       held by the server that owns the directory
 
-A stored record has been synced and survives a crash or a power cut until the cap evicts it, oldest segment first, or
-somebody deletes it.  Files that are not named like segments are never touched.
+A stored record has been synced, and survives crashes and power cuts until it is deleted or the cap evicts it (oldest
+segment first).  Files that are not named like segments are never touched.
 """
 
 from __future__ import annotations

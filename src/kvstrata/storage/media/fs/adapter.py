@@ -3,10 +3,10 @@
     <base_path>/<2 hex>/<2 hex>/<64 hex>.kvc     the record, byte for byte as it lies in L1
     <base_path>/<relative_tmp_dir>/*.part        records being written, removed at the next start
     <base_path>/.kvstrata.lock                   lock of the server that owns the directory, or of those that share it
-    <base_path>/.kvstrata.shared/                what the servers that share it tell each other
+    <base_path>/.kvstrata.shared/                messages between the servers that share it
 
-The medium is C++.  Its invariants stand in ext/core/src/fs/exclusive/connector.h, and for a directory that several
-servers share in fs/shared/connector.h.
+The medium is C++.  Its invariants are in ext/core/src/fs/exclusive/connector.h, and for a directory that several
+servers share, in ext/core/src/fs/shared/connector.h.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class FsAdapter(NativeAdapter):
     ) -> None:
         """`shared`: several servers use the directory, with one cap for all of them.
 
-        `use_odirect` bypasses the page cache; on a file system that cannot, the adapter logs that and uses the cache.
-        `capacity_bytes` 0: no cap but `min_free_bytes`, the bytes to leave free on the file system (None: 1 % of it,
-        at least 256 MiB, at most a tenth).  The other parameters: storage/lanes.py.
+        `use_odirect` bypasses the page cache; on a file system without direct I/O, the adapter logs that and uses the
+        cache.  `capacity_bytes` 0: the only limit is `min_free_bytes`, the bytes to leave free on the file system
+        (None: 1 % of it, at least 256 MiB, at most a tenth).  The other parameters: storage/lanes.py.
         """
         self.base_path = Path(os.path.abspath(base_path))
         capsule = fs.connector(
@@ -54,6 +54,6 @@ class FsAdapter(NativeAdapter):
         super().__init__(capsule, name=name, num_workers=num_workers, per_op_workers=per_op_workers)
 
     def path(self, key: bytes) -> Path:
-        """The path that the record of a key has, whether or not it is stored."""
+        """The path of a key's record, whether or not the record is stored."""
         name = key.hex()
         return self.base_path / name[:2] / name[2:4] / f"{name}.kvc"

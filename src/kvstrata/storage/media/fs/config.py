@@ -39,7 +39,7 @@ class FsConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     max_capacity_gb: Annotated[
-        Annotated[float, Meta(ge=0, le=1 << 30)] | None, Meta(description="Another name of `capacity_gb`.")
+        Annotated[float, Meta(ge=0, le=1 << 30)] | None, Meta(description="Another name for `capacity_gb`.")
     ] = None
     min_free_gb: Annotated[
         Annotated[float, Meta(ge=0, le=1 << 30)] | None,
@@ -65,7 +65,7 @@ def _prepare(config: FsConfig, place: Place, name: str) -> Make:
         place.noted("read_ahead_size", "a record is read in one piece")
     size_gb, same_gb, free_gb = config.capacity_gb, config.max_capacity_gb, config.min_free_gb
     if size_gb is not None and same_gb is not None and size_gb != same_gb:
-        raise place.wrong("max_capacity_gb", same_gb, "is another name of capacity_gb, give one of them")
+        raise place.wrong("max_capacity_gb", same_gb, "is another name for capacity_gb; give one of them")
     return functools.partial(
         FsAdapter,
         path,

@@ -13,8 +13,8 @@ Invariants
    put store the record.  This may remove a value that another instance put meanwhile, which costs a miss.
 4. `_known` has the lengths of records that this process has put or found.  They are hints: each `exists` asks the store
    about presence, and a load finds out when a length is wrong.
-5. The hold of a transfer that Mooncake may continue after its answer is never dropped here.  The end of this process
-   frees its bytes; by `quiesce` "never" the server knows that it must kill an adapter host for that.
+5. The hold of a transfer that Mooncake may continue after its answer is never dropped here.  Its bytes are freed by the
+   end of this process; `quiesce` "never" tells the server to kill the adapter host for that.
 
 Mooncake's options are not interpreted here: every field that is not ours goes to `setup` unchanged.
 """
@@ -68,13 +68,14 @@ SETUP_KEYS = (
     "master_server_addr", "ipc_socket_path", "enable_ssd_offload", "ssd_offload_path", "tenant_id",
     "enable_client_http_server", "client_http_port",
 )  # fmt: skip
-"""Options that Mooncake's `setup` of the version above reads. Others are passed on too, with a warning."""
+"""Options that `setup` reads in the version of Mooncake named above. Others are passed on too, with a warning."""
 DEFAULT_MASTER = "127.0.0.1:50051"
 KEY_PREFIX = "kvstrata-"
 """All instances of a Mooncake cluster use the same prefix."""
 GIVEN_UP_S = 10.0
-"""If a transfer fails sooner, the other side has reported that it is over.  If it fails later, Mooncake has given it up
-(after 60 s), and may still write the bytes when a stopped process that holds the value continues (seen over tcp)."""
+"""If a transfer fails sooner than this, the other side has reported that it is over.  If it fails later, Mooncake has
+given it up (after 60 s).  Its bytes may then still be written when a stopped process that has the value continues (seen
+over tcp)."""
 LARGEST_RECORD_BYTES = (1 << 32) - 1
 VERIFIERS = 4
 """Threads that verify the records of a batch, the lane's own thread included."""
@@ -117,7 +118,7 @@ class MooncakeAdapter(StorageAdapter):
         self._largest_bytes = LARGEST_RECORD_BYTES
         self._known = KnownRecords()
         self._kept: dict[int, Hold] = {}
-        """Holds that are never dropped (invariant 5), by their id."""
+        """Holds that are never dropped (invariant 5), by their `id()`."""
         self._putting: dict[bytes, asyncio.Future[PutStatus]] = {}
         self._work = Work(name)
         self._opened = False
@@ -252,7 +253,7 @@ class MooncakeAdapter(StorageAdapter):
         return outcomes
 
     async def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove records, also records that the store has leased to readers."""
+        """Remove records, even those that the store has leased to readers."""
         keys = [key for key in keys if len(key) == KEY_BYTES]
         if self._not_ready() or not keys:
             return 0
@@ -428,7 +429,7 @@ class MooncakeAdapter(StorageAdapter):
             self._known.forget([key])
             return LoadOutcome(LoadStatus.FAILED, LENGTH)
         [removed] = self._remove([key])
-        if removed == _NO_OBJECT:  # it was removed while it was read
+        if removed == _NO_OBJECT:  # somebody else removed the value while it was being read
             return LoadOutcome(LoadStatus.ABSENT)
         return LoadOutcome(LoadStatus.CORRUPT)
 

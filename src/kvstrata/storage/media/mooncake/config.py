@@ -24,18 +24,18 @@ from kvstrata.storage.structs import Place
 log = logging.getLogger(__name__)
 
 NEARLY = 0.8
-"""Similarity from which an unknown field counts as one of ours misspelt; less similar ones are passed on."""
+"""An unknown field at least this similar to one of ours counts as misspelt; less similar fields are passed on."""
 
 
 RUNTIME_KEYS = frozenset(SETUP_KEYS) - {
     "ipc_socket_path", "enable_ssd_offload", "ssd_offload_path", "enable_client_http_server", "client_http_port",
 }  # fmt: skip
-"""Options of an adapter that is added while the server runs: none that names a file or opens an HTTP port."""
+"""Options that an adapter may have if it is added while the server runs: none names a file or opens an HTTP port."""
 NO_METADATA_SERVER = "P2PHANDSHAKE"
 _SERVER = re.compile(
     r"(?:(?:https?|etcd|redis)://)?((?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?)(?:/[\w/-]*)?"
 )
-"""The address of one server, without a user name, which two readers of URLs may read differently."""
+"""The address of one server. It must have no user name, since two URL parsers may disagree about where that ends."""
 
 
 class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ def _prepare(config: MooncakeConfig, place: Place, name: str) -> Make:
             raise place.wrong(key, value, must)
     for key in ("local_hostname", "metadata_server"):
         if key not in config.setup:
-            raise place.wrong(key, None, "must be given, Mooncake's setup requires it")
+            raise place.wrong(key, None, "must be given, since Mooncake's setup requires it")
     settings = MooncakeSettings(
         setup=config.setup,
         replicate=config.replicate or {},

@@ -38,7 +38,7 @@ class KnownRecords:
                     self._known[key] = _present(length)
                     self._bytes += length
             if len(self._known) > KNOWN_LENGTHS:
-                # Forget some more at once: finding the oldest keys of a dict steps over all places freed before.
+                # Forget some more at once: to find its oldest key, a dict steps over every entry removed before.
                 too_many = len(self._known) - KNOWN_LENGTHS + KNOWN_LENGTHS // 16
                 for key in list(itertools.islice(self._known, too_many)):
                     self._drop(key)

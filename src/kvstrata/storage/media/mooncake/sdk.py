@@ -1,6 +1,6 @@
 """Checks of what Mooncake needs: its Python package, network cards, and servers that answer.
 
-They run before the client's `setup`, whose own errors say less, and which may crash.
+The checks run before the client's `setup`, whose own errors say less, and which may crash.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def import_store(name: str) -> Any:
 
 
 def check_nics(name: str, protocol: str, rdma_devices: str) -> None:
-    """Raise StorageError for `rdma` if the named network cards are missing, which Mooncake itself would accept."""
+    """Raise StorageError for `rdma` if a named network card is missing; Mooncake itself would not complain."""
     if protocol != "rdma":
         return
     present = sorted(nic.name for nic in _NICS.iterdir()) if _NICS.is_dir() else []
@@ -82,7 +82,7 @@ def connect(name: str, field: str, address: str) -> socket.socket:
 
 
 def ask_master(name: str, address: str) -> str:
-    """The version of the Mooncake master at an address, in its own words. Raises StorageError if none answers there."""
+    """The version that the Mooncake master at an address reports. Raises StorageError if no master answers there."""
     field = "master_server_addr"
     with connect(name, field, address) as connection:
         try:
@@ -99,12 +99,12 @@ def ask_master(name: str, address: str) -> str:
         except OSError as error:
             raise StorageError(f"{name}: {field}: {address} hangs up: {error}", field=name) from None
     if len(reply) < _REPLY.size or reply[0] != _MAGIC or _REPLY.unpack_from(reply)[2] != 0:
-        what = f"is not a Mooncake master, it answered {reply!r:.60}"
+        what = f"is not a Mooncake master: it answered {reply!r:.60}"
         raise StorageError(f"{name}: {field}: {address} {what}", field=name)
     version = re.search(rb"\d+(\.\d+)+$", reply)
     return version[0].decode() if version else ""
 
 
 def _reply_bytes(reply: bytes) -> int:
-    """Length of the whole reply, as far as its first bytes tell."""
+    """Length of the whole reply; only that of its head until the head has arrived."""
     return _REPLY.size + (_REPLY.unpack_from(reply)[5] if len(reply) >= _REPLY.size else 0)

@@ -1,4 +1,4 @@
-"""The `object_store` adapter: records as objects in S3, GCS, Azure or a directory; servers with one URL share them.
+"""The `object_store` adapter: records as objects in S3, GCS, Azure or a directory; the same URL means shared records.
 
     <url>/<first two hex digits>/<64 hex digits of the key>.kvc  ->  the record, byte for byte as it lies in L1
     <url>/kvstrata-format                                        ->  the version of the records
@@ -14,11 +14,12 @@ Invariants
    `multipart_bytes` the store cannot guarantee that: two servers that put a record at the same time both upload it, and
    one of the two objects stays.
 4. A record is verified in its extent.  A bad object is removed if its ETag is still that of the object that was read.
-   If another server puts a good record between this check and the removal, that is removed too and must be put again.
-5. The library repeats failed requests; what still fails is not repeated here.
-6. In a directory, nothing but a file in folders is read, replaced or removed (local.py).
+   If another server puts a good record between this check and the removal, the good one is removed and must be put
+   again.
+5. The library repeats failed requests; the adapter does not repeat them once more.
+6. If the URL is a directory, only regular files in real folders, not links, are read, replaced or removed (local.py).
 
-There is no cap here (a bucket's lifecycle rules do that), and no request that serves users lists the bucket.
+The adapter has no cap (a bucket's lifecycle rules can limit it), and no request that serves users lists the bucket.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ MOST_MARKER_BYTES = 4096
 NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})\.kvc")
 COUNTED_FOR_S = 600.0
 MAX_COUNTED = 100_000
-"""Most objects that `usage` lists; in a larger store it counts these, and the puts since."""
+"""Most objects that `usage` lists; in a larger store it counts only these and the puts since."""
 NOTE_EVERY_S = 60.0
 LONGEST_BYTES = (1 << 32) - 1
 """Longest record that its header can describe."""
@@ -103,7 +104,7 @@ def path_of(key: bytes) -> str:
 
 
 class _Part(NamedTuple):
-    """What came of reading one part of a record."""
+    """The outcome of reading one part of a record."""
 
     status: LoadStatus
     reason: str = ""
@@ -124,7 +125,7 @@ class ObjectStoreAdapter(StorageAdapter):
         self._lookups = settings.per_op_workers.get(Lane.LOOKUP, settings.num_workers)
         self._store: Any = None
         self._creates = True
-        """The store can refuse to replace an object."""
+        """Whether the store can refuse to replace an object."""
         self._work = Work(name)
         self._closed = True
         self._counting = threading.Lock()
@@ -218,7 +219,10 @@ class ObjectStoreAdapter(StorageAdapter):
             raise StorageError(f"{self.name}: cannot be cleared: {plain(error)}", field=self.name) from None
 
     async def usage(self) -> Usage:
-        """Records of a listing (at most MAX_COUNTED, at most COUNTED_FOR_S old), and this server's changes since."""
+        """The records of the last listing, and this server's changes since then.
+
+        A listing stops after MAX_COUNTED records, and is repeated once it is COUNTED_FOR_S old.
+        """
         if self._closed:
             return Usage(0, 0, 0)
         if self._listing is None or self._listing.done():
@@ -226,7 +230,7 @@ class ObjectStoreAdapter(StorageAdapter):
         return await asyncio.shield(self._listing)
 
     def numbers(self) -> dict[str, int]:
-        """How many objects under records' names were not sound records, since the start."""
+        """The number of objects since the start that had a record's name but were not a sound record."""
         return {"bad_objects": self._bad_objects}
 
     # -- on the event loop ---------------------------------------------------------------------------------
@@ -243,7 +247,7 @@ class ObjectStoreAdapter(StorageAdapter):
     async def _spread(self, keys: list[bytes], ask: Callable[[bytes], T], closed: T, refused: T) -> list[T]:
         """Ask for all keys, divided among the threads of the lookup lane.
 
-        A share that the full lane does not take is answered with `refused`, all keys with `closed` after `close`.
+        Keys whose share a full lane does not take get the answer `refused`; after `close`, all keys get `closed`.
         """
         if self._closed or not keys:
             return [closed] * len(keys)
@@ -388,7 +392,7 @@ class ObjectStoreAdapter(StorageAdapter):
         return _Part(LoadStatus.LOADED, "", e_tag)
 
     def _judge(self, item: LoadItem, read: Callable[[], Sequence[_Part | BaseException]]) -> LoadOutcome:
-        """Read a record's parts by `read`, and judge it; a bad record is removed. The hold ends in any case."""
+        """Read a record's parts with `read`, and judge the record; remove a bad one. The hold ends in any case."""
         try:
             parts = []
             for part in read():
@@ -402,7 +406,7 @@ class ObjectStoreAdapter(StorageAdapter):
                             return self._bad(item, part.e_tag)
                         return LoadOutcome(status, part.reason)
             if len({part.e_tag for part in parts}) > 1:
-                return LoadOutcome(LoadStatus.FAILED, "changed")  # the parts are of two objects
+                return LoadOutcome(LoadStatus.FAILED, "changed")  # the parts come from two objects
             verified = verify_stored_record(item.hold.address, item.hold.length, item.key)
             if verified == CopyOutcome.OK:
                 return LoadOutcome(LoadStatus.LOADED)

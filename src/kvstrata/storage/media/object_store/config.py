@@ -34,20 +34,20 @@ KNOWN_TO_THE_LIBRARY = (
     "virtual_hosted_style_request", "allow_http", "timeout", "connect_timeout", "service_account",
     "account_name", "account_key", "sas_key", "proxy_url", "conditional_put", "s3_express",
 )  # fmt: skip
-"""Common options of obstore, to suggest the nearest to a wrong name; obstore itself decides which exist."""
+"""Common options of obstore, which errors suggest for a similar wrong name; obstore itself decides which exist."""
 REPLACED = (("s3_region", "region"), ("s3_enable_s3express", "s3_express"), ("disable_tls", "allow_http"))
-"""LMCache's names of options of its `s3`, and obstore's names of the same."""
+"""Pairs of LMCache's name for an option of its `s3`, and obstore's name for the same option."""
 RUNTIME_OPTIONS = frozenset({
     "region", "s3_region", "endpoint", "access_key_id", "secret_access_key", "session_token", "skip_signature",
     "virtual_hosted_style_request", "allow_http", "disable_tls", "timeout", "connect_timeout", "s3_express",
     "s3_enable_s3express",
 })  # fmt: skip
-"""Options that an adapter may have that is added while the server runs: of obstore's others, some read files, and some
-name a further server."""
+"""Options that an adapter may have if it is added while the server runs.  Some of obstore's other options make it read
+files, and some name a further server."""
 _ENDPOINT = re.compile(r"https?://((?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?)/?")
 _BUCKET = re.compile(r"(?:s3a?|(gs))://([A-Za-z0-9][A-Za-z0-9._-]*)(?:/.*)?")
 _REGION = re.compile(r"[a-z0-9-]{1,40}")
-"""A region becomes a part of a host's name, so nothing in it may end that name."""
+"""A region becomes a part of a host's name, so it must have no character that could end that name."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 1.0
 
 
@@ -58,7 +58,7 @@ class ObjectStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             min_length=1,
-            description="`s3://BUCKET/PREFIX`; also `gs`, `az`, `abfs`, `adl` and `file`. Without credentials.",
+            description="`s3://BUCKET/PREFIX`; also `gs`, `az`, `abfs`, `adl` and `file`. It must hold no credentials.",
         ),
     ]
     options: Annotated[
@@ -73,9 +73,9 @@ class ObjectStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     per_op_workers: PerOpWorkers = {}
     multipart_mb: Annotated[
-        float, Meta(ge=5, le=5 << 10, description="Records of more MB are uploaded in parts.")
+        float, Meta(ge=5, le=5 << 10, description="Records larger than this many MB are uploaded in parts.")
     ] = 64
-    part_mb: Annotated[float, Meta(ge=5, le=5 << 10, description="MB of such a part.")] = 8
+    part_mb: Annotated[float, Meta(ge=5, le=5 << 10, description="MB of each part.")] = 8
     max_retries: Annotated[
         int, Meta(ge=0, le=20, description="How often obstore repeats a request that failed.")
     ] = 3
@@ -191,7 +191,7 @@ def _renamed(config: ObjectStoreConfig, place: Place) -> dict[str, Any]:
     options = dict(config.options)
     for old, new in REPLACED:
         if old in options:
-            log.info("%s: read as %s, obstore's name of this option", place.at(old), new)
+            log.info("%s: read as %s, obstore's name for this option", place.at(old), new)
             if new in options:
                 raise place.hidden(new, f"is given as {old} too; give one of them")
             options[new] = options.pop(old)

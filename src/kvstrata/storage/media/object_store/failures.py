@@ -56,11 +56,11 @@ def plain(error: Exception) -> str:
 
 
 def advice(error: Exception) -> str:
-    """What is wrong with the URL by this error, and what to do; the rest of a sentence that begins with the URL."""
+    """What is wrong with the URL according to this error, and what to do: a sentence without its subject, the URL."""
     return {
         "no_bucket": "names a bucket that does not exist; create it",
         "denied": "may not be used with these credentials; they must allow getting, putting, deleting and listing",
-        NOT_A_FILE: "has a link or something else than a file where this adapter keeps one",
+        NOT_A_FILE: "has a link, or something else that is no file, in the place of one of this adapter's files",
         "unreachable": "cannot be reached; is the address right and the server up?",
         "timeout": "does not answer in time; is the address right?",
         READ_ONLY: "cannot be written",

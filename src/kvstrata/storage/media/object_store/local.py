@@ -1,8 +1,9 @@
-"""Keeps an object store in a directory inside that directory.
+"""Confines an object store whose URL is a directory to that directory.
 
-The library follows links: one in place of a folder or of an object leads what is read, replaced or removed out of the
-directory, and a pipe in place of an object holds the thread that reads it.  So each name is looked at first.  Somebody
-who may write to the directory can still put a link there between the look and the use (docs/limits.md).
+The library follows links.  With a link in place of a folder or an object, it would read, replace or remove files
+outside the directory; with a pipe in place of an object, the reading thread would hang.  So each name is checked before
+it is used.  Somebody who may write to the directory can still put a link there between the check and the use
+(docs/limits.md).
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from urllib.parse import unquote, urlsplit
 
 
 class NotAFile(OSError):
-    """Something else than a file in folders lies where an object should be."""
+    """Something lies where an object should be, and it is not a regular file in real folders."""
 
 
 class Inside:
-    """The directory of a `file://` URL; for any other URL every name is good."""
+    """The directory of a `file://` URL; with any other URL every name is accepted."""
 
     def __init__(self, url: str) -> None:
         self._root = unquote(urlsplit(url).path) if url.startswith("file:") else ""
 
     def checked(self, name: str) -> str:
-        """The name of an object below the URL, unless something other than a file has it. Raises NotAFile."""
+        """Return the name of an object below the URL. Raises NotAFile if something other than a file has that name."""
         if not self._root:
             return name
         parts = name.split("/")
@@ -35,7 +36,7 @@ class Inside:
                 return name
             if not (stat.S_ISREG(mode) if end == len(parts) else stat.S_ISDIR(mode)):
                 what = "file" if end == len(parts) else "folder"
-                raise NotAFile(f"{place} is not a {what}; it is not followed, remove it")
+                raise NotAFile(f"{place} is not a {what}, so it is not followed; remove it")
         return name
 
     def has(self, name: str) -> bool:

@@ -3,19 +3,19 @@
     <key_prefix><64 hex digits of the key>  ->  the record, byte for byte as it lies in L1
 
 A batch is cut into pieces by server and size, which run concurrently in the lanes.  A piece is a pipeline over one
-connection: values go straight from extents into the socket and back.  Only few bytes are under way at a time, so that
-the server does not have to buffer answers.
+connection: values go straight from extents into the socket and back.  Only WINDOW_BYTES are under way at a time, so
+that the server does not have to buffer many answers.
 
 Invariants
 1. Only keys of exactly this form are read, written or removed.
-2. When a connection breaks, the items that are not answered yet fail; answers that have arrived stand.
+2. When a connection breaks, the items that are not answered yet fail; answers that have arrived remain valid.
 3. A put sends no payload where a value of the same length exists.  It replaces a value of another length.
 4. A value that is not a record of its key, or has another length than asked for, is read again and removed in one
    transaction, so that a good value that somebody has put meanwhile stays.
 5. The server evicts, and says when it is full; nothing here deletes records to make room.
 
-STORED means that the server has the record in its memory.  Whether the record survives the server's end is the
-server's business.
+STORED means that the server has the record in its memory.  Whether the record survives the server's end depends on how
+the server is configured.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RespSettings(msgspec.Struct, frozen=True, kw_only=True):
     servers: RespServers
     key_prefix: str = "kvstrata:"
     ttl_ms: int = 0
-    """Life of a record after its put; 0: without end."""
+    """How long a record lives after its put; 0: no limit."""
     capacity_bytes: int = 0
     """Nothing is put while all servers together use more memory than this; 0: no limit but the servers' own."""
     request_timeout_s: float = 5.0
@@ -105,7 +105,7 @@ class RespAdapter(StorageAdapter):
         self._work = Work(name)
         self._closed = True
         self._room = (0.0, True)
-        """Until when the last answer about room below our own cap is used again."""
+        """Monotonic time until which the last answer of `_has_room` is reused, and that answer."""
         self._full = 0
         self._bad_values = 0
 
@@ -128,7 +128,7 @@ class RespAdapter(StorageAdapter):
         self._servers.close()
 
     def numbers(self) -> dict[str, int]:
-        """See STATUS_NUMBERS."""
+        """Counters since the start."""
         return {
             "connections": self._servers.connections,
             "connections_lost": self._servers.lost,
@@ -275,7 +275,7 @@ class RespAdapter(StorageAdapter):
             outcomes[i] = self._not_put(answer) if answer is not None else outcomes[i]
         beaten = [i for i, answer in zip(todo, answers, strict=True) if answer is None]
         if beaten:
-            # Another server was faster, or the value is empty, which STRLEN does not tell from an absent one.
+            # Another server was faster, or the value is empty, which to STRLEN looks like an absent one.
             there = self._lengths([items[i].key for i in beaten])
             again = [i for i, length in zip(beaten, there, strict=True) if length != items[i].hold.length]
             for i, answer in zip(
@@ -307,7 +307,7 @@ class RespAdapter(StorageAdapter):
         )
 
     def _not_put(self, answer: Answer) -> PutOutcome:
-        """The outcome of a put whose SET, or the question before it, got this answer."""
+        """The outcome of a put whose SET, or the STRLEN before it, got this answer."""
         if answer == b"OK":
             return PutOutcome(PutStatus.STORED)
         if isinstance(answer, LinkLost):
@@ -404,18 +404,16 @@ class RespAdapter(StorageAdapter):
                         link.send([command(b"UNLINK", name) for name in chosen])
                         removed += sum(link.reply() == 1 for _ in chosen)
                 if cursor != b"0":
-                    why = (
-                        f"did not end within {CLEAR_S:g} s" if cursor not in seen else "came back to a cursor"
-                    )
+                    why = f"did not end within {CLEAR_S:g} s" if cursor not in seen else "repeated a cursor"
                     raise LinkLost("protocol", f"incomplete: SCAN of {address} {why}")
         except LinkLost as lost:
             raise StorageError(
-                f"{self.name}: not cleared: after {removed} removed records: {lost}", field=self.name
+                f"{self.name}: not cleared: {removed} records were removed, then: {lost}", field=self.name
             ) from None
         return removed
 
     def _has_room(self) -> bool:
-        """Whether the servers use less than our own cap; the answer is used again for ROOM_HOLDS_S."""
+        """Whether the servers use less than our own cap; the answer is reused for ROOM_HOLDS_S."""
         until_s, has_room = self._room
         if self.settings.capacity_bytes and time.monotonic() >= until_s:
             has_room = self._usage().used_bytes < self.settings.capacity_bytes

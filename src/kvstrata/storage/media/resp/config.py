@@ -23,7 +23,7 @@ from kvstrata.types import GB
 PORT, SENTINEL_PORT = 6379, 26379
 DEADLINE_MS = 5_000
 PREFIX = re.compile(r"[A-Za-z0-9_.:/@-]{1,64}")
-"""It excludes braces, which would put all keys of a cluster into one slot, and the wildcards of SCAN."""
+"""A valid `key_prefix`: no wildcards of SCAN, and no braces, which would put all keys of a cluster into one slot."""
 PLACES = ("url", "host", "startup_nodes", "sentinels")
 PASSWORDS = ("password", "password_file", "password_env")
 TLS_FIELDS = ("tls_ca_file", "tls_cert_file", "tls_key_file", "tls_server_name")
@@ -80,14 +80,18 @@ class RespConfig(msgspec.Struct, frozen=True, kw_only=True):
     tls_enable: Annotated[bool | None, Meta(description="Use TLS; not set: only if `url` says so.")] = None
     tls_ca_file: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
-        Meta(description="File with CA certificates for the server's; not set: those of the system."),
+        Meta(
+            description="File with the CA certificates that verify the server's certificate; not set: the system's."
+        ),
     ] = None
     tls_cert_file: Annotated[
         Annotated[str, Meta(min_length=1)] | None, Meta(description="File with this client's certificate.")
     ] = None
     tls_key_file: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
-        Meta(description="File with the key of that certificate; not set: in the same file."),
+        Meta(
+            description="File with the key of that certificate; not set: the certificate's file has the key."
+        ),
     ] = None
     tls_server_name: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
@@ -96,12 +100,13 @@ class RespConfig(msgspec.Struct, frozen=True, kw_only=True):
     key_prefix: Annotated[
         str,
         Meta(
-            min_length=1, description="Prefix of every key; all instances that share records have the same."
+            min_length=1,
+            description="Prefix of every key; instances that share records must have the same one.",
         ),
     ] = "kvstrata:"
     ttl_seconds: Annotated[
         float,
-        Meta(ge=0, le=1 << 31, description="Seconds that a record lives after its put; 0: without end."),
+        Meta(ge=0, le=1 << 31, description="Seconds that a record lives after its put; 0: no limit."),
     ] = 0
     max_capacity_gb: Annotated[
         float,
@@ -205,12 +210,12 @@ def _database(config: RespConfig, url: _Url | None, place: Place) -> int:
         database = url.database
     if config.cluster_mode and database:
         named = "url" if url is not None and url.database else "database_id"
-        raise place.hidden(named, "must be 0 or not set, a cluster has only database 0")
+        raise place.hidden(named, "must be 0 or not set, since a cluster has only database 0")
     return database
 
 
 def _url(text: str, place: Place) -> _Url:
-    """Take a URL apart. One with a password is refused without showing it, since pages show the entry's URL."""
+    """Parse a URL. A URL with a password is refused and not shown, since status pages show the entry's URL."""
     try:
         parts: SplitResult = urlsplit(text)
         host, port = parts.hostname, parts.port or PORT

@@ -3,10 +3,10 @@
     replies    +text  -error text  :integer  $length CRLF bytes  *count replies; $-1 and *-1 are None
 
 Invariants
-1. Every wait ends at `deadline_s`, also when bytes arrive slowly.
+1. Every wait ends at `deadline_s`, even if bytes keep arriving slowly.
 2. After LinkLost the next bytes may belong to an old reply, so the connection must be closed.  A ServerError is an
    ordinary reply.
-3. The server can make this process keep a bounded number of bytes; the bytes of a value go into the caller's memory.
+3. The server can make this process buffer only a bounded number of bytes; a value's bytes go into the caller's memory.
 
 One thread at a time uses a link.  servers.py decides which server to connect to and when; what commands mean is the
 caller's business.
@@ -22,16 +22,16 @@ import time
 from collections.abc import Sequence
 
 BUFFER_BYTES = 1 << 16
-"""Longest line of the server."""
+"""Longest line that the server may send."""
 MAX_BULK_BYTES = 1 << 20
 """Longest value that `reply` accepts; records are read by `read_into`."""
 MAX_ARRAY_BYTES, ITEM_BYTES, MAX_DEPTH = 1 << 26, 64, 8
-"""Most bytes of an array with all its items, and the bytes that each item counts beside its own."""
+"""Most bytes of an array with all its items, the overhead that is counted for each item, and the deepest nesting."""
 MAX_VALUE_BYTES = 512 << 20
-"""Longest value of the servers with their default settings (proto-max-bulk-len)."""
+"""Longest value that servers accept with their default settings (proto-max-bulk-len)."""
 LARGEST_NUMBER = (1 << 63) - 1
 SOME_BUFFERS = 512
-"""Buffers of one system call, below the kernel's limit of 1024."""
+"""Most buffers of one system call, below the kernel's limit of 1024."""
 SHOWN_BYTES = 60
 
 Buffer = bytes | bytearray | memoryview
@@ -65,7 +65,7 @@ def command(*words: bytes) -> bytes:
 
 
 class Link:
-    """See the module. Takes the socket over."""
+    """See the module. Owns the socket."""
 
     def __init__(self, connected: socket.socket, deadline_s: float) -> None:
         self.deadline_s = deadline_s
@@ -91,7 +91,7 @@ class Link:
         return self._begin == self._end and not poll.poll(0)
 
     def send(self, buffers: Sequence[Buffer]) -> None:
-        """Send everything. The buffers may change when it has returned. Raises LinkLost."""
+        """Send everything. The caller may change the buffers after the call has returned. Raises LinkLost."""
         if all(isinstance(buffer, bytes) for buffer in buffers):
             buffers = [b"".join(buffers)]
         left = [memoryview(buffer) for buffer in buffers if len(buffer)]
@@ -191,7 +191,7 @@ class Link:
     def _line(self) -> bytes:
         searched = self._begin
         while True:
-            # The piece that arrived last may begin with the line feed whose carriage return ended the piece before.
+            # The search begins one byte early: the last piece may begin with the second byte of a line's end.
             at = self._buffer.find(b"\r\n", searched, self._end)
             if at >= 0:
                 line = bytes(self._view[self._begin : at])
@@ -242,9 +242,9 @@ def _lost(error: OSError) -> LinkLost:
 def _strange(line: bytes) -> LinkLost:
     hint = ""
     if line.startswith(b"HTTP/"):
-        hint = ", this is a web server"
+        hint = " but a web server"
     elif line[:1] in (b"\x15", b"\x16"):
-        hint = ", which looks like TLS: set tls_enable"
+        hint = ", or it wants TLS: set tls_enable"
     return LinkLost("protocol", f"the server is not Redis or Valkey{hint}: {line[:SHOWN_BYTES]!r}")
 
 

@@ -14,15 +14,15 @@ from kvstrata.types import KEY_BYTES
 WINDOW_BYTES = 2 << 20
 """Most bytes that are requested or sent and not answered yet, unless a single record is larger."""
 BYTES_PER_TIMEOUT = 64 << 20
-"""A request has its time limit once, and again for each such number of bytes."""
+"""For each further this many bytes, a request gets its time limit once more."""
 SHORT_BYTES = 200
 """Rough size of a command without a payload, together with its answer."""
 MAX_TURNS = 4
-"""How many servers are asked for one key when each says that another one has it."""
+"""Most servers that are asked for one key when each says that another one has it."""
 
 
 class BadValue:
-    """The answer for a value that was read and is not the record that was asked for."""
+    """The answer when the value that was read is not the requested record."""
 
     def __init__(self, why: CopyOutcome | None = None) -> None:
         self.why = why
@@ -35,7 +35,7 @@ class Pipelines:
     """Sends commands and reads answers for one adapter. The threads of its lanes use it."""
 
     def __init__(self, servers: Servers, prefix: bytes, *, clustered: bool, timeout_s: float) -> None:
-        """A request may take `timeout_s`, and again for every BYTES_PER_TIMEOUT."""
+        """A request may take `timeout_s`, and as long again for every BYTES_PER_TIMEOUT bytes."""
         self._servers = servers
         self._prefix = prefix
         self._clustered = clustered
@@ -126,7 +126,7 @@ class _Pipeline:
         self.answered = 0
 
     def run(self, link: Link) -> None:
-        """Send all and read the answers. Raises LinkLost; the first `answered` places then have answers."""
+        """Send all commands, read the answers. Raises LinkLost; only the first `answered` places then have answers."""
         places, weights, count = self._places, self._weights, len(self._places)
         sent = open_bytes = 0
         while self.answered < count:
@@ -153,7 +153,7 @@ class _Pipeline:
 
 
 def _directed(answer: ServerError, by: Address) -> tuple[Address, bool] | None:
-    """The address to which a node of a cluster redirects, and whether for this one question only (ASK)."""
+    """The address to which a node of a cluster redirects, and whether for this one command only (ASK)."""
     host, colon, port = answer.rest.partition(" ")[2].rpartition(":")
     if answer.code not in ("MOVED", "ASK") or not colon or not port_of(port):
         return None

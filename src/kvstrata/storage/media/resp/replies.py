@@ -1,4 +1,4 @@
-"""What replies mean. Their numbers come from a server that may say anything."""
+"""The meaning of replies. Numbers in them are checked, since a server may send anything."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def fields_of(text: bytes) -> dict[str, str]:
 
 
 def number_in(fields: dict[str, str], name: str) -> int:
-    """A number of INFO; 0 where it is missing, no number or out of range."""
+    """A number of INFO, at most LARGEST_NUMBER; 0 if the field is missing, no number, or 20 or more characters long."""
     text = fields.get(name, "")
     number = int(text) if len(text) < 20 and text.isascii() and text.isdigit() else 0
     return min(number, LARGEST_NUMBER)
 
 
 def port_of(text: bytes | str) -> int:
-    """A port as a server names it; 0 if it is none."""
+    """A port as a server names it; 0 if the text is not a port."""
     number = int(text) if len(text) < 6 and text.isascii() and text.isdigit() else 0
     return number if number < 1 << 16 else 0
 

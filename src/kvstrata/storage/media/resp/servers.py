@@ -40,11 +40,11 @@ log = logging.getLogger(__name__)
 SLOTS = 1 << 14
 PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 ASK_PAUSE_S = 0.3
-"""Shortest time between two questions about which server has which slots, once that was known."""
+"""Shortest time between two requests for the owners of the slots, or for the master, while an older answer is known."""
 MOST_NODES = 1024
-"""Servers that are remembered at a time, in use or not; redirections name any."""
+"""Beyond this many servers, those without connections are forgotten; redirections may name any number of servers."""
 LEAST_VERSION = (4, 0)
-"""The first server with UNLINK."""
+"""The first server version with UNLINK."""
 
 
 class Address(NamedTuple):
@@ -56,7 +56,7 @@ class Address(NamedTuple):
 
 
 class RespServers(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach the servers; checked. Secrets are bytes, which `repr` of this does not show."""
+    """How to reach the servers; checked. Its `repr` shows only addresses, no secret."""
 
     addresses: tuple[Address, ...]
     """The server, some nodes of the cluster, or the sentinels."""
@@ -82,7 +82,7 @@ class _Node:
         self.address = address
         self.idle: list[Link] = []
         self.failures = 0
-        """In a row."""
+        """Failures in a row."""
         self.denied = False
         """The last failure was a refusal: the server answers, and does not let us in."""
         self.try_at_s = 0.0
@@ -102,7 +102,7 @@ class Servers:
         self._slots: list[Address] = []
         """Master of each slot of a cluster."""
         self._master = settings.addresses[0]
-        """The server of all keys, without a cluster."""
+        """The server of all keys, if the servers do not form a cluster."""
         self._stale = True
         self._ask_at_s = 0.0
         self._closed = False
@@ -149,7 +149,7 @@ class Servers:
         self._doubt()
 
     def _doubt(self) -> None:
-        """Ask again which server has which slots: what is known may no longer be true."""
+        """Ask again, before the next use, which server has which slots: the known answer may be out of date."""
         self._stale = bool(self._settings.cluster or self._settings.master_name)
 
     def _ask(self) -> None:
@@ -381,7 +381,7 @@ class Servers:
     def _places_to_check(self) -> list[Address]:
         if not self._settings.cluster:
             return self.masters()
-        # Ask before CLUSTER SLOTS, so that the error names a server that is in no cluster as such.
+        # INFO comes before CLUSTER SLOTS, so that the error for a server outside any cluster says so.
         wrong: LinkLost | None = None
         for address in self._settings.addresses:
             try:
@@ -416,7 +416,9 @@ class Servers:
             return "is a sentinel: give its address in sentinels, and sentinel_master"
         if version < LEAST_VERSION:
             least = ".".join(map(str, LEAST_VERSION))
-            return f"has server version {server.get('redis_version', 'unknown')}, at least {least} is needed"
+            return (
+                f"has server version {server.get('redis_version', 'unknown')}, but at least {least} is needed"
+            )
         if server.get("cluster_enabled") == "1" and not self._settings.cluster:
             return "is a node of a cluster: set cluster_mode to true"
         if server.get("role") == "slave":
@@ -440,7 +442,7 @@ def _slots(reply: Reply, asked: Address) -> list[Address]:
             case [int() as first, int() as last, [host, int() as port, *_], *_] if (
                 0 <= first <= last < SLOTS and isinstance(host, bytes | None) and 0 < port < 1 << 16
             ):
-                # An empty address stands for the node itself, at the address where it was asked.
+                # An empty host, or "?", means the node that answered, at the address where it was asked.
                 where = host.decode(errors="replace") if host and host != b"?" else asked.host
                 table[first : last + 1] = [Address(where, port)] * (last + 1 - first)
             case _:
