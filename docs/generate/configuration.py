@@ -31,7 +31,9 @@ The vLLM connector takes them from, later wins: the YAML file in `LMCACHE_CONFIG
 variables, `kv_connector_extra_config`.
 `lmcache-controller` takes them from, later wins: defaults, the YAML file of `--config`,
 `KVSTRATA_CONTROLLER_<SECTION>_<KEY>` variables, flags.
-A wrong key or value stops the start with an error that names it. Working files are in `configs/`.
+Variables that Kubernetes or Docker set for services (`KVSTRATA_PORT=tcp://10.0.0.1:80`, `…_SERVICE_HOST`) are ignored
+with a note in the log. A wrong key or value stops the start with an error that names it. Working files are in
+`configs/`.
 """
 
 
